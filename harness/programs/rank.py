@@ -30,7 +30,6 @@ from harness.engines.calls.callers import Caller
 from harness.engines.calls.operators import OperatorCall
 from harness.engines.interposer import Interposer
 from harness.ledger import Call
-from harness.programs.bounded import CarefulLooks
 from harness.programs.handles import Handles, is_given
 from harness.programs.kineto import Window
 from harness.programs.part import MODE, Part, shared_file
@@ -95,7 +94,7 @@ class RankRecorder:
         self._silence = Silence(session, of, self._stream, part)
         self._ranges = attached()
         self._draw = None if self._ranges is None else self._ranges.of(of.rank)
-        self._watch = Watch(self._emits, looks=CarefulLooks, ends=self._ranges is not None)
+        self._watch = Watch(self._emits, ends=self._ranges is not None)
         self._handles = Handles()
         self._interposer = Interposer(self, log=self, let_go=self._let_go)
 

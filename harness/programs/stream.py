@@ -17,9 +17,9 @@ from typing import Any
 
 from harness.engines.calls.operators import MESSAGES, OperatorCall
 from harness.ledger import NO_UPDATE, OTHER, Event
-from harness.programs.bounded import BoundedAttribution
 from harness.programs.session import ProgramSession
-from harness.recording.lanes import Site, phase_of
+from harness.recording.attribution import Attribution
+from harness.recording.lanes import Site
 from harness.recording.naming import axis_name
 from harness.recording.observations import Issued, Stepped, read
 from harness.recording.recorder import Recorded, event_of
@@ -84,7 +84,7 @@ class EventStream:
     steps: int = 0
     last: deque[PastCall] = field(default_factory=lambda: deque(maxlen=LAST_CALLS))
     doubts: dict[str, None] = field(default_factory=dict)
-    _attribution: BoundedAttribution = field(default_factory=BoundedAttribution)
+    _attribution: Attribution = field(default_factory=Attribution)
     _lock: Any = field(default_factory=threading.RLock)
     _open: dict[int, _Open] = field(default_factory=dict)
     _axes: dict[tuple[tuple[int, ...], str, bool], str] = field(default_factory=dict)
@@ -129,7 +129,7 @@ class EventStream:
     def close(self) -> None:
         """The program has ended: settle and write what is open."""
         with self._lock:
-            self._attribution.settle()
+            self._attribution.settle("")
             self._settled()
             if self._attribution.stepless:
                 self.doubts[NO_UPDATE] = None
@@ -196,7 +196,7 @@ class EventStream:
             self._drop(ticket)
         elif self.session.steps is None:
             site = self._attribution.sites[ticket]
-            self._write(ticket, call, site._replace(phase=phase_of(waiting, "", gathers_parameters=False)))
+            self._write(ticket, call, site._replace(phase=waiting.phase("", gathers_parameters=False)))
 
     def _settled(self) -> None:
         """Write the calls that are complete and no longer wait for what follows."""

@@ -38,10 +38,10 @@ from harness.recording.observations import (
     Finished,
     Issued,
     Left,
+    Looks,
     Stepped,
     Stepping,
 )
-from harness.recording.updates import Looks
 from harness.torch_internals.autograd import (
     called_by,
     current_node,
@@ -122,7 +122,7 @@ class Watch:
 
     `on_output(lane, module, output)`, when given, gets the output of every module call before its Left is emitted, and
     `on_input(lane, module, args, kwargs)` what it is called with after its Entered. With `ends`, the end of every
-    backward is observed too. `looks` makes what looks at the parameters of a rank.
+    backward is observed too.
     """
 
     def __init__(
@@ -132,10 +132,8 @@ class Watch:
         *,
         on_input: OnInput | None = None,
         ends: bool = False,
-        looks: Callable[[], Looks] = Looks,
     ) -> None:
         self._emit = emit
-        self._looks = looks
         self._on_call = on_input, on_output
         self._ends = ends
         self._local = threading.local()
@@ -182,7 +180,7 @@ class Watch:
     def _lane(self, rank: int) -> ThreadWatch:
         of_rank = self._ranks.get(rank)
         if of_rank is None:
-            of_rank = self._ranks.setdefault(rank, _OfRank(itertools.count(), itertools.count(), self._looks()))
+            of_rank = self._ranks.setdefault(rank, _OfRank(itertools.count(), itertools.count(), Looks()))
         lane = ThreadWatch(rank, next(of_rank.numbers), self._emit(rank), self._on_call, of_rank)
         self._open.setdefault(rank, []).append(lane)
         return lane
