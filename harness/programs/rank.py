@@ -32,9 +32,8 @@ from harness.engines.interposer import Interposer
 from harness.ledger import Call
 from harness.programs.handles import Handles, is_given
 from harness.programs.kineto import Window
-from harness.programs.part import MODE, Part, shared_file
+from harness.programs.part import MODE, Part, Silence, shared_file
 from harness.programs.session import ProgramSession, boot_id
-from harness.programs.silence import Silence
 from harness.programs.stream import EventStream, PastCall
 from harness.recording.observations import read
 from harness.recording.ranges import attached

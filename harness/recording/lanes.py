@@ -10,9 +10,8 @@ from bisect import bisect_right
 from collections import defaultdict
 from typing import Any, NamedTuple
 
-from harness.recording.annotations import Override
 from harness.recording.naming import group_word
-from harness.recording.observations import LEAF, OUTSIDE
+from harness.recording.observations import LEAF, OUTSIDE, Override
 
 _MARKS = 1 << 16
 """Module calls of a thread, entered and left, whose backward can still be placed."""

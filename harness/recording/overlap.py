@@ -23,7 +23,7 @@ import torch
 from torch.utils import flop_counter
 
 from harness.ledger import Call
-from harness.torch_internals.meta_attention import FUSED, FUSED_BACKWARD
+from harness.torch_internals.meta_device import FUSED, FUSED_BACKWARD
 from harness.torch_internals.operators import BACKEND_SELECT, full_name, has_kernel, kernels
 
 RankCallIndex = tuple[int, int]

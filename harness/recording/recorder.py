@@ -23,14 +23,13 @@ from torch import nn
 
 from harness.engines.calls.callers import Caller
 from harness.ledger import Call, Event, shape_text, wire_bytes
-from harness.recording.annotations import phase, region
 from harness.recording.attribution import Attribution
+from harness.recording.enclosing import phase, region
 from harness.recording.lanes import Site
 from harness.recording.naming import axis_name
 from harness.recording.observations import Entered, Issued, read
 from harness.recording.ranges import Ranges
-from harness.recording.spans import RankSpan, rank_spans
-from harness.recording.stopwatch import Mark, Stopwatch
+from harness.recording.spans import Mark, RankSpan, Stopwatch, rank_spans
 from harness.recording.watch import Emit, Watch
 
 
@@ -128,6 +127,10 @@ class Recorder:
     def events(self) -> list[Event]:
         """The ledger so far, by rank and call index; calls that what follows would settle are settled as at the end."""
         return [event for rank in sorted(self._tracks) for event in self._events(rank, self._tracks[rank])]
+
+    def calls(self, rank: int) -> int:
+        """How many calls the rank has issued so far."""
+        return sum(plain[0] is Issued for plain in list(self._track(rank).observations))
 
     def models(self, rank: int) -> list[nn.Module]:
         """The models of a rank: the outermost modules that it called, each once."""

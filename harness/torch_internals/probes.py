@@ -10,7 +10,6 @@ from harness.torch_internals import (
     groups,
     memory,
     meshes,
-    meta_attention,
     meta_device,
     modes,
     operators,
@@ -30,7 +29,6 @@ _PARTS = (
     world,
     redirect,
     meshes,
-    meta_attention,
     meta_device,
     tracing,
 )

@@ -18,7 +18,7 @@ from math import comb
 from pathlib import Path
 from typing import Any
 
-from harness.witnesses.sighting import Sighting
+from harness.witnesses.agreement import Sighting
 from harness.witnesses.torch_trace import TRACE_SUFFIX, backend_word
 
 Span = tuple[float, float]

@@ -17,8 +17,8 @@ from harness.engines.calls.signature import call_of
 from harness.engines.interposer import Interposer
 from harness.ledger import Call, Event
 from harness.recording.recorder import Recorder
-from harness.recording.stopwatch import Stopwatch, stopwatch
-from harness.witnesses.measured import _Clock
+from harness.recording.spans import Stopwatch, stopwatch
+from harness.witnesses.measured import clocked
 
 CALL = Call(
     op="all_reduce",
@@ -92,11 +92,10 @@ def test_a_call_lasts_as_long_as_its_stream_says_and_starts_when_its_stream_came
 
 def test_a_measured_stretch_is_the_streams() -> None:
     device = _Device()
-    clock = _Clock(device.watch())
-    with clock.running():
+    seconds: list[float] = []
+    with clocked(device.watch(), seconds):
         device.work(120)
-    assert clock.ran
-    assert clock.seconds == pytest.approx(0.120)
+    assert seconds == [pytest.approx(0.120)]
 
 
 def test_a_cpu_needs_no_stopwatch() -> None:

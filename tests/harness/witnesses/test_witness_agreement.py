@@ -9,8 +9,7 @@ import pytest
 
 from harness.checking.evidence import FAIL, PASS
 from harness.checking.witness_checks import finding
-from harness.witnesses.agreement import agreement
-from harness.witnesses.sighting import UNKNOWN
+from harness.witnesses.agreement import UNKNOWN, agreement
 from tests.harness.witnesses.toy_sightings import EVENTS, LEDGER, TERMS, Seen, changed, doubled, dropped, swapped
 
 

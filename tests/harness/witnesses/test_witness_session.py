@@ -16,9 +16,9 @@ from harness.engines.processes.rank_program import RankResult
 from harness.errors import MachineError
 from harness.running.witnessing import Witnesses, witnesses
 from harness.witnesses import session as session_module
-from harness.witnesses.measured import WatchedRank
+from harness.witnesses.measured import SessionRequest, WatchedRank
 from harness.witnesses.nsys import command, database_of, nsys_path, on_gpus
-from harness.witnesses.session import Session, SessionRequest, hold
+from harness.witnesses.session import Session, hold
 from tests.harness.witnesses.viewed_subject import subject
 
 NAME = "tests.harness.witnesses.viewed_subject:subject"
@@ -113,4 +113,4 @@ def test_commands_trace_ranges_on_a_cpu_and_a_capture_range_on_a_gpu() -> None:
     assert here[-1] == "program"
     there = on_gpus()
     assert "--trace=cuda,nvtx --capture-range=cudaProfilerApi --capture-range-end=stop" in there
-    assert there.endswith("python -m shardproof.child harness.witnesses.child FOLDER")
+    assert there.endswith("python -m shardproof.child harness.witnesses.measured FOLDER")

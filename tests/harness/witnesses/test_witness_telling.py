@@ -13,10 +13,9 @@ from harness.diagnosing.witness_lines import diagnosed, in_six_lines
 from harness.ledger import Event
 from harness.protocols import CaseLike
 from harness.running.witnessing import Told, Witnesses
-from harness.witnesses.agreement import agreement
+from harness.witnesses.agreement import Sighting, agreement
 from harness.witnesses.measured import WatchedRank
 from harness.witnesses.session import Session
-from harness.witnesses.sighting import Sighting
 from reference.case import Case
 from tests.harness.witnesses.toy_sightings import EVENTS, LEDGER, TERMS, Term, changed, doubled, dropped
 

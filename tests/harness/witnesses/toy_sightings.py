@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from harness.ledger import Event
-from harness.witnesses.sighting import Sighting, of_ledger
+from harness.witnesses.agreement import Sighting, of_ledger
 
 AXES = {"tp": ((0, 1), (2, 3)), "dp": ((0, 2), (1, 3))}
 PLAN = (
