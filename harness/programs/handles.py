@@ -36,7 +36,7 @@ class Handles:
     def __enter__(self) -> None:
         self._entered.enter_context(waits_of_works(self._waited))
 
-    def __exit__(self, *how: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self._entered.close()
 
     def follow(self, work: Any, place: Place) -> None:

@@ -17,10 +17,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -95,21 +94,17 @@ class RankRecorder:
         self._draw = None if self._ranges is None else self._ranges.of(of.rank)
         self._watch = Watch(self._emits, ends=self._ranges is not None)
         self._handles = Handles()
+        self._entered = ExitStack()
         self._interposer = Interposer(self, log=self, let_go=self._let_go)
 
     def __enter__(self) -> Self:
-        self._watch.__enter__()
-        self._handles.__enter__()
-        self._interposer.__enter__()
+        for observing in (self._watch, self._handles, self._interposer):
+            self._entered.enter_context(observing)
         self._watch.lane(self._rank)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._interposer.__exit__(kind, error, trace)
-        self._handles.__exit__(kind, error, trace)
-        self._watch.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self._entered.close()
 
     def start(self) -> None:
         """Observe this process until it ends."""

@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self, TextIO
 
 import torch
@@ -79,9 +78,7 @@ class TrainingWatch:
         self._hook = register_optimizer_step_post_hook(self._stepped)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._hook.remove()
         if not self._found and _rank() == 0:
             self._write(f"watch: {self._summary()}")

@@ -17,7 +17,7 @@ from harness.engines.engine import Engine, Unwaited
 from harness.ledger import Event, Observer
 from harness.outcome.blocks import localize
 from harness.protocols import CaseLike, Subject
-from harness.recording.capturing.capture import Capture
+from harness.recording.capturing.module_calls import Capture
 from harness.recording.overlap import Overlap, RankCallIndex
 from harness.recording.ranges import attached
 from harness.recording.recorder import Recorder

@@ -24,7 +24,7 @@ from harness.errors import RequestError, error_text
 from harness.ledger import Event
 from harness.outcome.blocks import Block, blocks, localize
 from harness.protocols import CaseLike, Subject
-from harness.recording.capturing.capture import Capture
+from harness.recording.capturing.module_calls import Capture
 from harness.recording.overlap import Overlap, RankCallIndex
 from harness.recording.ranges import attached
 from harness.recording.recorder import Recorder
