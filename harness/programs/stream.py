@@ -20,7 +20,7 @@ from harness.ledger import NO_UPDATE, OTHER, Event
 from harness.programs.session import ProgramSession
 from harness.recording.attribution import Attribution
 from harness.recording.lanes import Site
-from harness.recording.naming import axis_name
+from harness.recording.naming import AxisNames
 from harness.recording.observations import Issued, Stepped, read
 from harness.recording.recorder import Recorded, event_of
 
@@ -87,10 +87,13 @@ class EventStream:
     _attribution: Attribution = field(default_factory=Attribution)
     _lock: Any = field(default_factory=threading.RLock)
     _open: dict[int, _Open] = field(default_factory=dict)
-    _axes: dict[tuple[tuple[int, ...], str, bool], str] = field(default_factory=dict)
+    _axes: AxisNames = field(init=False)
     _numbers: dict[tuple[str, tuple[int, ...], str], int] = field(default_factory=dict)
     _step: _Step = field(default_factory=_Step)
     _fed: int = 0
+
+    def __post_init__(self) -> None:
+        self._axes = AxisNames({}, self.of.world_size)
 
     def feed(self, plain: tuple[Any, ...], issued: OperatorCall | None) -> PastCall | None:
         """Take an observation (harness.recording.observations.read); of a call also what its operator was given.
@@ -230,9 +233,7 @@ class EventStream:
         )
 
     def _axis(self, seen: Issued, site: Site) -> str:
-        key = seen.call.group, seen.call.group_desc, site.phase == "pipeline"
-        if key not in self._axes:
-            self._axes[key], doubt = axis_name(seen.call.group, seen.call.group_desc, {}, self.of.world_size)
-            if doubt:
-                self.doubts[doubt] = None
-        return self._axes[key]
+        axis, doubt = self._axes.of(seen.call, site.phase)
+        if doubt:
+            self.doubts[doubt] = None
+        return axis

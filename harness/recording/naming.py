@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from harness.ledger import Call
+
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _BY_TORCH = re.compile(r"|undefined|default_pg|mesh_default|mesh_dim_\d+|.*:split:\d+")
 """Descriptions that torch gives by default."""
@@ -80,6 +82,22 @@ def _axes_in(words: list[str]) -> list[str]:
             axes.append(words[at])
         at += length
     return axes
+
+
+class AxisNames:
+    """The axes of groups, each looked up once. `axes` maps those of the case to the rank lists of their groups."""
+
+    def __init__(self, axes: Mapping[str, tuple[tuple[int, ...], ...]], world_size: int) -> None:
+        self._axes, self._world_size = axes, world_size
+        self._known: dict[tuple[tuple[int, ...], str, bool], tuple[str, str]] = {}
+
+    def of(self, call: Call, phase: str) -> tuple[str, str]:
+        """The axis of a call's group and what is not certain of it; messages between stages have none but pp."""
+        key = call.group, call.group_desc, phase == "pipeline"
+        if key not in self._known:
+            axes = {axis: lists for axis, lists in self._axes.items() if axis == "pp" or phase != "pipeline"}
+            self._known[key] = axis_name(call.group, call.group_desc, axes, self._world_size)
+        return self._known[key]
 
 
 def axis_name(

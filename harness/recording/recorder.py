@@ -23,9 +23,8 @@ from torch import nn
 from harness.engines.calls.callers import Caller
 from harness.ledger import Call, Event, shape_text, wire_bytes
 from harness.recording.attribution import Attribution
-from harness.recording.enclosing import phase, region
 from harness.recording.lanes import Site
-from harness.recording.naming import axis_name
+from harness.recording.naming import AxisNames
 from harness.recording.observations import Entered, Issued, read
 from harness.recording.ranges import Ranges
 from harness.recording.spans import Mark, RankSpan, Stopwatch, rank_spans
@@ -49,11 +48,7 @@ class Recorder:
     `axes` maps a mesh axis to the rank lists of its groups. With `ranges`, they are drawn as nvtx ranges too.
     Times begin at `origin_s`, of time.perf_counter, where several recorders share a clock; else when it is entered.
     `stopwatch` is that of the device which the ranks of this process compute on, None for the host's clock.
-    A subject may state both itself: `with recorder.phase("grad_sync"), recorder.region("layers.0"): ...`.
     """
-
-    phase = staticmethod(phase)
-    region = staticmethod(region)
 
     def __init__(
         self,
@@ -69,7 +64,7 @@ class Recorder:
         self._case = case
         self._mode = mode
         self._world_size = world_size
-        self._axes = axes
+        self._names = AxisNames(axes, world_size)
         self._ranges = ranges
         self._tracks: dict[int, _Track] = {}
         self._origin_s = origin_s
@@ -154,14 +149,11 @@ class Recorder:
 
     def _events(self, rank: int, track: _Track) -> Iterator[Event]:
         observations = [read(plain) for plain in list(track.observations)]
-        attribution, names = Attribution.of(observations), dict[tuple[tuple[int, ...], str, bool], tuple[str, str]]()
+        attribution = Attribution.of(observations)
         issued = sorted((seen for seen in observations if isinstance(seen, Issued)), key=lambda seen: seen.ticket)
         for seen in issued:
             site = attribution.sites[seen.ticket]
-            group = seen.call.group, seen.call.group_desc, site.phase == "pipeline"
-            if group not in names:
-                names[group] = self._axis(*group)
-            axis, doubt = names[group]
+            axis, doubt = self._names.of(seen.call, site.phase)
             doubts = (*((doubt,) if doubt else ()), *attribution.doubts(seen.ticket))
             began_s, took_s = self._span_s(track, seen)
             yield event_of(
@@ -173,11 +165,6 @@ class Recorder:
                 start_us=round((began_s - self._start_s) * 1e6, 3),
                 duration_us=round(took_s * 1e6, 3),
             )
-
-    def _axis(self, group: tuple[int, ...], group_desc: str, hops: bool) -> tuple[str, str]:
-        """The axis of a group and what is not certain of it; messages between stages have no axis but pp by ranks."""
-        axes = {"pp": self._axes["pp"]} if hops and "pp" in self._axes else {} if hops else self._axes
-        return axis_name(group, group_desc, axes, self._world_size)
 
     def _span_s(self, track: _Track, seen: Issued) -> tuple[float, float]:
         """When a call started and how long it took: on its device where that was marked, else for the host."""

@@ -38,6 +38,11 @@ _DONE = (
 ).split()
 
 
+def _always(answer: object) -> Callable[..., Any]:
+    """A function of its own for every name: torch's compiler keeps a rule for each, by identity."""
+    return lambda *_, **__: answer
+
+
 class _Event:
     """An event of the CPU: it has happened when it is recorded."""
 
@@ -52,15 +57,8 @@ class _Event:
         """Milliseconds on the host's clock."""
         return 1000 * (end._at_s - self._at_s)
 
-    def query(self) -> bool:
-        """True."""
-        return True
-
-    def wait(self, stream: object = None) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
+    query = _always(True)
+    wait = synchronize = _always(None)
 
 
 class _Stream:
@@ -90,18 +88,8 @@ class _Stream:
         made.record()
         return made
 
-    def query(self) -> bool:
-        """True."""
-        return True
-
-    def wait_event(self, event: object) -> None:
-        """Nothing to wait for."""
-
-    def wait_stream(self, stream: object) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
+    query = _always(True)
+    wait_event = wait_stream = synchronize = _always(None)
 
 
 class _Answers:
@@ -210,11 +198,8 @@ def _typed_as_of_cuda(of_torch: Callable[..., Any]) -> Callable[..., Any]:
     def typed(tensor: Tensor, dtype: Any = None, *args: Any, **words: Any) -> Any:
         if dtype is None:
             said = of_torch(tensor)
-            return (
-                said.replace("torch.", "torch.cuda.", 1)
-                if tensor.device.type == "cpu" and ".cuda." not in said
-                else said
-            )
+            here = tensor.device.type == "cpu" and ".cuda." not in said
+            return said.replace("torch.", "torch.cuda.", 1) if here else said
         if isinstance(dtype, str):
             dtype = dtype.replace("torch.cuda.", "torch.")
         elif getattr(dtype, "__module__", "") == "torch.cuda":
@@ -246,11 +231,6 @@ def _with_splits_as_numbers(exchange: Callable[..., Any]) -> Callable[..., Any]:
 
 def _itself() -> Callable[..., Any]:
     return lambda owner, *_, **__: owner
-
-
-def _always(answer: object) -> Callable[..., Any]:
-    """A function of its own for every name: torch's compiler keeps a rule for each, by identity."""
-    return lambda *_, **__: answer
 
 
 def _forget_rules() -> None:

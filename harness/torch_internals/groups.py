@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -85,17 +85,8 @@ def waits_of_fakes(waited_for: Callable[[int], None]) -> Iterator[None]:
     kind: Any = getattr(_internals, "FakeWork", None)
     if kind is None:
         raise lacking("timelines of dry runs", "torch._C._distributed_c10d.FakeWork")
-    original = kind.wait
-
-    def wait(work: Any, *args: Any, **words: Any) -> Any:
-        waited_for(id(work))
-        return original(work, *args, **words)
-
-    kind.wait = wait
-    try:
+    with _telling(kind, ("wait",), waited_for):
         yield
-    finally:
-        kind.wait = original
 
 
 @contextmanager
@@ -103,7 +94,14 @@ def waits_of_works(waited_for: Callable[[int], None]) -> Iterator[None]:
     """Within it `waited_for(id of the work)` is called before every wait for a work of a backend, and for what amounts
     to one. Wraps methods of torch.distributed.Work, which has to be a class that can be changed.
     """
-    originals = {name: getattr(dist.Work, name) for name in _WAITS if hasattr(dist.Work, name)}
+    with _telling(dist.Work, _WAITS, waited_for):
+        yield
+
+
+@contextmanager
+def _telling(kind: Any, names: Iterable[str], waited_for: Callable[[int], None]) -> Iterator[None]:
+    """Within it these methods of a class of works, as far as it has them, call `waited_for(id of the work)` first."""
+    originals = {name: getattr(kind, name) for name in names if hasattr(kind, name)}
 
     def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
         def wait(work: Any, *args: Any, **words: Any) -> Any:
@@ -113,12 +111,12 @@ def waits_of_works(waited_for: Callable[[int], None]) -> Iterator[None]:
         return wait
 
     for name, original in originals.items():
-        setattr(dist.Work, name, wrapped(original))
+        setattr(kind, name, wrapped(original))
     try:
         yield
     finally:
         for name, original in originals.items():
-            setattr(dist.Work, name, original)
+            setattr(kind, name, original)
 
 
 def _waits() -> bool:

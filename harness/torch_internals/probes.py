@@ -13,7 +13,6 @@ from harness.torch_internals import (
     meta_device,
     modes,
     operators,
-    redirect,
     tracing,
     world,
 )
@@ -27,7 +26,6 @@ _PARTS = (
     operators,
     groups,
     world,
-    redirect,
     meshes,
     meta_device,
     tracing,

@@ -28,7 +28,7 @@ from harness.engines.calls.callers import raised_at
 from harness.engines.engine import Program
 from harness.engines.rank_environment import environment_of, in_environment
 from harness.errors import error_text
-from harness.torch_internals.redirect import redirected
+from harness.torch_internals.world import redirected
 
 __all__ = ["RankResult", "result_of", "run_rank", "seed_streams", "world"]
 
