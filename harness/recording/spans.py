@@ -202,7 +202,7 @@ class Stopwatch:
         """From one mark to the other; waits until both have passed."""
         for one in (first, last):
             one.synchronize()
-        return first.elapsed_time(last) * 1e3
+        return float(first.elapsed_time(last)) * 1e3
 
     def host_s(self, mark: Mark) -> float:
         """When the mark was passed, on the host's clock."""

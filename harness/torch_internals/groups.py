@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from harness.torch_internals.lookup import Probe, lacking
+from harness.torch_internals.lookup import lacking, probe
 
 _Class = TypeVar("_Class", bound=type)
 _internals: Any = torch._C._distributed_c10d
@@ -119,33 +119,27 @@ def _telling(kind: Any, names: Iterable[str], waited_for: Callable[[int], None])
             setattr(kind, name, original)
 
 
+@probe(
+    "the dry engine and its timelines",
+    names="fake_pg.FakeStore FakeProcessGroup._create_internal ProcessGroup._register_backend FakeWork.wait",
+    otherwise="no dry engine, and no recording on real backends: MachineError",
+)
 def _waits() -> bool:
     """A call of the fake group gives a work whose wait is seen."""
     seen: list[int] = []
     work = fake_group().allreduce([torch.ones(2)], dist.AllreduceOptions())
     with waits_of_fakes(seen.append):
         work.wait()
-    return seen == [id(work)]
+    return fake_store() is not None and seen == [id(work)]
 
 
+@probe(
+    "groups that answer torch",
+    names="_allgather_base _reduce_scatter_base _start_coalescing _end_coalescing _source_rank _get_backend "
+    "_device_types _has_hooks",
+    otherwise="flat collectives, batched messages or any-source receives fail in the in-process engine",
+)
 def _calls_by_private_names() -> bool:
     """Of every method that is answered under two names, torch has one."""
     owners = dist.ProcessGroup, dist.Work
     return all(any(hasattr(owner, name) for owner in owners for name in pair) for pair in _PRIVATE_NAMES.items())
-
-
-PROBES = (
-    Probe(
-        feature="the dry engine and its timelines",
-        names="fake_pg.FakeStore FakeProcessGroup._create_internal ProcessGroup._register_backend FakeWork.wait",
-        otherwise="no dry engine, and no recording on real backends: MachineError",
-        works=lambda: fake_store() is not None and _waits(),
-    ),
-    Probe(
-        feature="groups that answer torch",
-        names="_allgather_base _reduce_scatter_base _start_coalescing _end_coalescing _source_rank _get_backend "
-        "_device_types _has_hooks",
-        otherwise="flat collectives, batched messages or any-source receives fail in the in-process engine",
-        works=_calls_by_private_names,
-    ),
-)

@@ -24,6 +24,11 @@ class Probe:
     works: Callable[[], bool]
 
 
+def probe(feature: str, *, names: str, otherwise: str) -> Callable[[Callable[[], bool]], Probe]:
+    """A decorator: the function is the trial of a probe, which takes its place."""
+    return lambda works: Probe(feature=feature, names=names, otherwise=otherwise, works=works)
+
+
 def tested_span() -> str:
     """The tested releases in words: "2.11 to 2.15"."""
     first, last = (".".join(map(str, release)) for release in TESTED)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from harness.torch_internals.groups import fake_group
-from harness.torch_internals.lookup import Probe
+from harness.torch_internals.lookup import probe
 from harness.torch_internals.operators import arguments_of, dispatch_keys, has_kernel, kernels, operator_names
 
 _aten: Any = torch.ops.aten
@@ -70,6 +70,11 @@ def _backend_of_meta() -> Iterator[None]:
         kind._get_backend = original
 
 
+@probe(
+    "coalesced collectives, batches of messages and device modules on the meta device",
+    names="torch._C.DispatchKeySet, DispatchKey.CPU; kernels of c10d for the CPU; ProcessGroup._get_backend",
+    otherwise="a dry run of FSDP2, DTensor, a coalesced collective or a batch of messages is unknown",
+)
 def _reaches_the_group() -> bool:
     tensors: list[Tensor] = [torch.ones(2, device="meta")]
     with meta_device():
@@ -116,6 +121,11 @@ def _attention(
     return out  # type: ignore[no-any-return]
 
 
+@probe(
+    "attention of dry runs by the fused kernel",
+    names="torch.ops.aten._scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_attention_math",
+    otherwise="attention is decomposed, and its memory overestimated",
+)
 def _saves_no_scores() -> bool:
     """Backward of 8 queries of 4 numbers keeps q, k, v, out and a row of 8, and no 8 by 8 scores."""
     q = torch.empty(1, 1, 8, 4, device="meta", requires_grad=True)
@@ -128,19 +138,3 @@ def _saves_no_scores() -> bool:
     with fused_attention(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = functional.scaled_dot_product_attention(q, q, q, is_causal=True)
     return out.shape == q.shape and bool(saved) and all(shape[-2:] != (8, 8) for shape in saved)
-
-
-PROBES = (
-    Probe(
-        feature="coalesced collectives, batches of messages and device modules on the meta device",
-        names="torch._C.DispatchKeySet, DispatchKey.CPU; kernels of c10d for the CPU; ProcessGroup._get_backend",
-        otherwise="a dry run of FSDP2, DTensor, a coalesced collective or a batch of messages is unknown",
-        works=_reaches_the_group,
-    ),
-    Probe(
-        feature="attention of dry runs by the fused kernel",
-        names="torch.ops.aten._scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_attention_math",
-        otherwise="attention is decomposed, and its memory overestimated",
-        works=_saves_no_scores,
-    ),
-)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 from harness.torch_internals import (
     autograd,
     compiler,
@@ -18,19 +16,8 @@ from harness.torch_internals import (
 )
 from harness.torch_internals.lookup import Probe
 
-_PARTS = (
-    autograd,
-    compiler,
-    modes,
-    memory,
-    operators,
-    groups,
-    world,
-    meshes,
-    meta_device,
-    tracing,
-)
-PROBES: tuple[Probe, ...] = tuple(itertools.chain.from_iterable(part.PROBES for part in _PARTS))
+_PARTS = (autograd, compiler, modes, memory, operators, groups, world, meshes, meta_device, tracing)
+PROBES = tuple(probe for part in _PARTS for probe in vars(part).values() if isinstance(probe, Probe))
 
 
 def failing() -> tuple[Probe, ...]:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from harness.errors import RequestError
-from harness.torch_internals.lookup import Probe, lacking
+from harness.torch_internals.lookup import lacking, probe
 
 _FEATURE = "the in-process engine"
 _registry: Any = torch._C._distributed_c10d
@@ -216,6 +216,11 @@ def groups_made_by(maker: Callable[[Maker, inspect.BoundArguments], tuple[Any, A
         yield
 
 
+@probe(
+    "a world of torch.distributed for every rank thread",
+    names="torch.distributed.distributed_c10d._world _World, torch._C._distributed_c10d._set_thread_isolation_mode",
+    otherwise="no in-process engine: MachineError",
+)
 def _has_own_world() -> bool:
     with contextlib.suppress(RequestError), by_thread() as ranks:
         world: Any = c10d._world
@@ -228,6 +233,11 @@ def _has_own_world() -> bool:
     return rank_tables() is not None  # a run is active, so it works
 
 
+@probe(
+    "groups made by an engine",
+    names="torch.distributed.distributed_c10d._new_process_group_helper",
+    otherwise="neither the in-process engine nor the pool: MachineError",
+)
 def _names_its_arguments() -> bool:
     names = inspect.signature(c10d._new_process_group_helper).parameters
     return {"backend", "group_name", "global_ranks_in_group", "group_size"} <= set(names)
@@ -254,30 +264,13 @@ def _inner(function: Callable[..., Any]) -> CellType:
     raise lacking("the world of an engine", f"wrapper that holds {function.__name__}")
 
 
+@probe(
+    "init_process_group and split_group redirected where user code imported them earlier",
+    names="the closure of torch's logging wrapper",
+    otherwise="neither the in-process engine nor the pool: MachineError",
+)
 def _is_redirected() -> bool:
     calls: list[str] = []
     with redirected(dist.init_process_group, lambda _original, *words, **_named: calls.append(str(*words))):
         dist.init_process_group("nothing")
     return calls == ["nothing"]
-
-
-PROBES = (
-    Probe(
-        feature="a world of torch.distributed for every rank thread",
-        names="torch.distributed.distributed_c10d._world _World, torch._C._distributed_c10d._set_thread_isolation_mode",
-        otherwise="no in-process engine: MachineError",
-        works=_has_own_world,
-    ),
-    Probe(
-        feature="groups made by an engine",
-        names="torch.distributed.distributed_c10d._new_process_group_helper",
-        otherwise="neither the in-process engine nor the pool: MachineError",
-        works=_names_its_arguments,
-    ),
-    Probe(
-        feature="init_process_group and split_group redirected where user code imported them earlier",
-        names="the closure of torch's logging wrapper",
-        otherwise="neither the in-process engine nor the pool: MachineError",
-        works=_is_redirected,
-    ),
-)
