@@ -19,18 +19,9 @@ from harness.ledger import Call, Event
 from harness.recording.recorder import Recorder
 from harness.recording.spans import Stopwatch, stopwatch
 from harness.witnesses.measured import clocked
+from tests.harness.recording.toy_calls import a_call
 
-CALL = Call(
-    op="all_reduce",
-    reduce_op="sum",
-    group=(0, 1),
-    group_desc="tp",
-    dtype="float32",
-    shapes=((4,),),
-    payload_bytes=16,
-    is_async=False,
-    device="cuda",
-)
+CALL = a_call(device="cuda")
 
 
 @dataclass
