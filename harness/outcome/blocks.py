@@ -24,8 +24,6 @@ from harness.torch_internals.groups import waited
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Block", "blocks", "localize"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:

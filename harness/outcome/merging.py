@@ -18,8 +18,6 @@ from torch import Tensor
 
 from harness.outcome.blocks import Block
 
-__all__ = ["FLAWS", "Flaw", "Merged", "Outcomes", "against", "bits_of", "differing", "held_once", "merge", "same_bits"]
-
 FLAWS = ("missing", "shape", "dtype", "overlap", "omission", "replica conflict")
 
 Outcomes = Sequence[Mapping[str, Sequence[Block]]]

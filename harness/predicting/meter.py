@@ -11,7 +11,7 @@ Live bytes are those of storages, each once, from its first to its last use; sto
 size. A subject that leaves the device aside holds its tensors on the CPU: then those are counted. Units: FLOPs, bytes.
 
 Two things are made on meta as they are on a device: attention takes its fused kernel
-(harness.torch_internals.meta_attention), and functional collectives, whose meta kernels only make shapes, are sent to
+(harness.torch_internals.meta_device), and functional collectives, whose meta kernels only make shapes, are sent to
 their group.
 """
 
@@ -33,7 +33,7 @@ from harness.ledger import Call
 from harness.torch_internals.autograd import current_task
 from harness.torch_internals.groups import waits_of_fakes
 from harness.torch_internals.memory import storage_id
-from harness.torch_internals.meta_attention import FUSED, FUSED_BACKWARD, fused_attention
+from harness.torch_internals.meta_device import FUSED, FUSED_BACKWARD, fused_attention
 from harness.torch_internals.modes import DispatchMode, take_themselves_apart
 from harness.torch_internals.operators import dispatch_keys, end_functional, has_kernel, packet_of, short_name
 

@@ -20,8 +20,6 @@ from harness.errors import MachineError
 from harness.predicting.meter import FORMULAS
 from harness.witnesses.torch_trace import op_of
 
-__all__ = ["TracedOperator", "Used", "flops", "nodes_of", "used"]
-
 _TO_PEERS = ("send", "barrier", "monitored_barrier_", "reduce_", "gather_", "gather_into_tensor_")
 """Operators whose result is not on every rank that issues them."""
 _IN_PLACE = ("allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "send")

@@ -20,8 +20,6 @@ from torch.distributed import distributed_c10d
 from harness.engines.calls.operators import MESSAGES, OperatorCall
 from harness.torch_internals.groups import waits_of_works
 
-__all__ = ["Handles", "is_given"]
-
 Place = tuple[str, str, str]
 """Op, axis and caller of a call."""
 
@@ -38,7 +36,7 @@ class Handles:
     def __enter__(self) -> None:
         self._entered.enter_context(waits_of_works(self._waited))
 
-    def __exit__(self, *how: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self._entered.close()
 
     def follow(self, work: Any, place: Place) -> None:

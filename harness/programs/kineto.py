@@ -8,20 +8,16 @@ beside it stands torch's own log of the same calls (its Flight Recorder), which 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 
 from harness.programs.session import ProgramSession
-from harness.programs.stated import EXECUTION_SUFFIX
-from harness.torch_internals.tracing import distributed_header, flight_record
+from harness.witnesses.switches import TorchTrace
 from harness.witnesses.torch_trace import FLIGHT_SUFFIX, TRACE_SUFFIX
 
-__all__ = ["OPERATOR_STEPS", "Window"]
-
+EXECUTION_SUFFIX = ".et.json"
+"""How the execution trace of a rank ends, after `traces/rank<r>`."""
 OPERATOR_STEPS = 2
 """Steps of an execution trace: what the first leaves in memory is read, or overwritten, in the second."""
 
@@ -32,12 +28,12 @@ class Window:
     def __init__(self, session: ProgramSession, rank: int) -> None:
         stem = Path(session.folder) / "traces" / f"rank{rank}"
         first, end = session.steps or (0, 0)
-        self._waiting: list[tuple[int, int, _Tool]] = []
+        self._waiting: list[tuple[int, int, _Profiler | _Observer]] = []
         if "torch" in session.profile:
             self._waiting.append((first, end, _Profiler(stem)))
         if "et" in session.profile:
             self._waiting.append((first, min(end, first + OPERATOR_STEPS), _Observer(stem)))
-        self._running: list[tuple[int, int, _Tool]] = []
+        self._running: list[tuple[int, int, _Profiler | _Observer]] = []
 
     def step(self, number: int) -> None:
         """A step begins."""
@@ -60,44 +56,25 @@ class Window:
             self._running.pop()[2].stop()
 
 
-class _Tool(Protocol):
-    """Started once and stopped once."""
-
-    def start(self) -> None:
-        """Watch from now on."""
-
-    def step(self) -> None:
-        """A step begins while it watches."""
-
-    def stop(self) -> None:
-        """Watch no more, and write what was seen."""
-
-
 class _Profiler:
     """The torch profiler, with the groups that there are, and the Flight Recorder's entries of the same stretch."""
 
     def __init__(self, stem: Path) -> None:
-        self._stem = stem
-        self._header: Mapping[str, Any] = {}
+        self._stem, self._trace = stem, TorchTrace(cuda=torch.cuda.is_available())
 
     def start(self) -> None:
-        kinds = [torch.profiler.ProfilerActivity.CPU]
-        kinds += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-        self._before = max((int(entry["record_id"]) for entry in flight_record()), default=-1)
-        self._tool = torch.profiler.profile(activities=kinds, record_shapes=True)
-        self._tool.start()
+        """Watch from now on."""
+        self._trace.__enter__()
 
     def step(self) -> None:
-        self._header = distributed_header(self._tool)  # what it wrote at its start lacks the groups made since
+        """A step begins while it watches."""
+        self._trace.note_groups()
 
     def stop(self) -> None:
-        header = distributed_header(self._tool) or self._header  # the world may be destroyed by now
-        self._tool.add_metadata_json("distributedInfo", json.dumps(header))
-        self._tool.stop()
-        entries = [entry for entry in flight_record() if int(entry["record_id"]) > self._before]
+        """Watch no more, and write what was seen."""
+        self._trace.__exit__()
         self._stem.parent.mkdir(exist_ok=True)
-        self._tool.export_chrome_trace(f"{self._stem}{TRACE_SUFFIX}")
-        Path(f"{self._stem}{FLIGHT_SUFFIX}").write_text(json.dumps({"entries": entries}), encoding="utf-8")
+        self._trace.write(Path(f"{self._stem}{TRACE_SUFFIX}"), Path(f"{self._stem}{FLIGHT_SUFFIX}"))
 
 
 class _Observer:
@@ -107,6 +84,7 @@ class _Observer:
         self._place = Path(f"{stem}{EXECUTION_SUFFIX}")
 
     def start(self) -> None:
+        """Watch from now on."""
         self._place.parent.mkdir(exist_ok=True)
         self._tool = torch.profiler.ExecutionTraceObserver().register_callback(str(self._place))
         self._tool.start()
@@ -115,5 +93,6 @@ class _Observer:
         """It needs nothing at a step."""
 
     def stop(self) -> None:
+        """Watch no more."""
         self._tool.stop()
         self._tool.unregister_callback()

@@ -1,10 +1,12 @@
-"""The environment and the command line of a program that is recorded, and its start in place of this process.
+"""The options of recording, the environment and command line of a recorded program, its start in place of this process.
 
+The options are the same for `shardproof record` and `python -m shardproof.record`. No torch is imported here.
 The program takes over the process (exec): its exit code, signals, arguments, `__main__` and output are its own.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import sys
@@ -12,12 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from harness.cases import read_case
 from harness.errors import RequestError
-from harness.programs.session import VARIABLE, ProgramSession
+from harness.predicting.cluster_presets import PRESETS
+from harness.predicting.clusters import read
+from harness.programs.session import VARIABLE, Options, ProgramSession, silence_of, steps_of, tools_of
 from harness.witnesses.nsys import command as under_nsys
 from harness.witnesses.nsys import nsys_path
-
-__all__ = ["check_startable", "environment_of", "python_command", "replace_by", "with_tools"]
 
 _HOOK = Path(__file__).parent / "hook"
 _BLIND = {"-I": "ignores PYTHONPATH", "-E": "ignores PYTHONPATH", "-S": "imports no sitecustomize"}
@@ -71,3 +74,51 @@ def replace_by(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
 
 def _has_gpus() -> bool:
     return Path("/dev/nvidiactl").exists()
+
+
+def stated(tokens: str | None, cluster: str | None, case: str | None) -> Mapping[str, object]:
+    """These words as they stand in `env.json`, without those that are None. Raises RequestError for a wrong one."""
+    words: dict[str, object] = {}
+    if tokens is not None:
+        if not tokens.isdigit() or not 0 < int(tokens) < 10**15:
+            rule = "must be the tokens of all ranks in one step, at least 1"
+            raise RequestError(f"tokens={tokens}: {rule}; legal: --tokens 4194304")
+        words["tokens"] = int(tokens)
+    if cluster is not None:
+        read(cluster, PRESETS)
+        words["cluster"] = cluster if cluster in PRESETS else str(Path(cluster).resolve())
+    if case is not None:
+        words["case"] = str(read_case(case))
+    return words
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add them to a parser; what follows them is the program."""
+    parser.add_argument("--steps", metavar="FIRST:END", help="record these steps; END is not included (all)")
+    parser.add_argument(
+        "--profile",
+        metavar="torch,nsys,et",
+        help="profilers to run beside; et: torch's execution traces, and what follows from them; torch and et need "
+        "--steps",
+    )
+    parser.add_argument("--tokens", metavar="N", help="tokens of all ranks in a step, for tokens a second")
+    parser.add_argument("--cluster", metavar="NAME|FILE", help="the machine's links, to hold bandwidth against them")
+    parser.add_argument("--case", metavar="WORDS", help="the layout as a case, to hold calls, bytes and time against")
+    parser.add_argument(
+        "--silence",
+        default="60",
+        metavar="SECONDS",
+        help="after how long without any event a rank writes down where it stands, for `shardproof hang` (60)",
+    )
+    parser.add_argument("--out", default="runs", metavar="DIR", help="where run folders go (runs)")
+
+
+def request_of(arguments: argparse.Namespace, *, wraps: bool) -> Options:
+    """The options of these arguments. Raises RequestError for a wrong one, and for nsys unless a command is wrapped."""
+    steps = steps_of(arguments.steps)
+    profile = tools_of(arguments.profile, steps)
+    if "nsys" in profile and not wraps:
+        rule = "Nsight Systems must start the whole command"
+        raise RequestError(f"profile=nsys: {rule}; legal: shardproof record --profile nsys -- torchrun ... train.py")
+    words = stated(arguments.tokens, arguments.cluster, arguments.case)
+    return {"steps": steps, "profile": profile, "silence_s": silence_of(arguments.silence), "stated": words}

@@ -17,10 +17,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -30,12 +29,10 @@ from harness.engines.calls.callers import Caller
 from harness.engines.calls.operators import OperatorCall
 from harness.engines.interposer import Interposer
 from harness.ledger import Call
-from harness.programs.bounded import CarefulLooks
 from harness.programs.handles import Handles, is_given
 from harness.programs.kineto import Window
-from harness.programs.part import MODE, Part, shared_file
+from harness.programs.part import MODE, Part, Silence, shared_file
 from harness.programs.session import ProgramSession, boot_id
-from harness.programs.silence import Silence
 from harness.programs.stream import EventStream, PastCall
 from harness.recording.observations import read
 from harness.recording.ranges import attached
@@ -43,8 +40,6 @@ from harness.recording.recorder import Recorded
 from harness.recording.watch import Emit, Watch
 from harness.run_folder import SCHEMA
 from harness.running.environment import environment
-
-__all__ = ["RankRecorder", "begin"]
 
 
 def begin(session: ProgramSession) -> None:
@@ -97,23 +92,19 @@ class RankRecorder:
         self._silence = Silence(session, of, self._stream, part)
         self._ranges = attached()
         self._draw = None if self._ranges is None else self._ranges.of(of.rank)
-        self._watch = Watch(self._emits, looks=CarefulLooks, ends=self._ranges is not None)
+        self._watch = Watch(self._emits, ends=self._ranges is not None)
         self._handles = Handles()
+        self._entered = ExitStack()
         self._interposer = Interposer(self, log=self, let_go=self._let_go)
 
     def __enter__(self) -> Self:
-        self._watch.__enter__()
-        self._handles.__enter__()
-        self._interposer.__enter__()
+        for observing in (self._watch, self._handles, self._interposer):
+            self._entered.enter_context(observing)
         self._watch.lane(self._rank)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._interposer.__exit__(kind, error, trace)
-        self._handles.__exit__(kind, error, trace)
-        self._watch.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self._entered.close()
 
     def start(self) -> None:
         """Observe this process until it ends."""

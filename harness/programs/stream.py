@@ -17,14 +17,12 @@ from typing import Any
 
 from harness.engines.calls.operators import MESSAGES, OperatorCall
 from harness.ledger import NO_UPDATE, OTHER, Event
-from harness.programs.bounded import BoundedAttribution
 from harness.programs.session import ProgramSession
-from harness.recording.lanes import Site, phase_of
-from harness.recording.naming import axis_name
+from harness.recording.attribution import Attribution
+from harness.recording.lanes import Site
+from harness.recording.naming import AxisNames
 from harness.recording.observations import Issued, Stepped, read
 from harness.recording.recorder import Recorded, event_of
-
-__all__ = ["LAST_CALLS", "PastCall", "EventStream"]
 
 LAST_CALLS = 2000
 """Calls that are kept to be read after a hang, as many as torch's Flight Recorder keeps."""
@@ -86,13 +84,16 @@ class EventStream:
     steps: int = 0
     last: deque[PastCall] = field(default_factory=lambda: deque(maxlen=LAST_CALLS))
     doubts: dict[str, None] = field(default_factory=dict)
-    _attribution: BoundedAttribution = field(default_factory=BoundedAttribution)
+    _attribution: Attribution = field(default_factory=Attribution)
     _lock: Any = field(default_factory=threading.RLock)
     _open: dict[int, _Open] = field(default_factory=dict)
-    _axes: dict[tuple[tuple[int, ...], str, bool], str] = field(default_factory=dict)
+    _axes: AxisNames = field(init=False)
     _numbers: dict[tuple[str, tuple[int, ...], str], int] = field(default_factory=dict)
     _step: _Step = field(default_factory=_Step)
     _fed: int = 0
+
+    def __post_init__(self) -> None:
+        self._axes = AxisNames({}, self.of.world_size)
 
     def feed(self, plain: tuple[Any, ...], issued: OperatorCall | None) -> PastCall | None:
         """Take an observation (harness.recording.observations.read); of a call also what its operator was given.
@@ -131,7 +132,7 @@ class EventStream:
     def close(self) -> None:
         """The program has ended: settle and write what is open."""
         with self._lock:
-            self._attribution.settle()
+            self._attribution.settle("")
             self._settled()
             if self._attribution.stepless:
                 self.doubts[NO_UPDATE] = None
@@ -198,7 +199,7 @@ class EventStream:
             self._drop(ticket)
         elif self.session.steps is None:
             site = self._attribution.sites[ticket]
-            self._write(ticket, call, site._replace(phase=phase_of(waiting, "", gathers_parameters=False)))
+            self._write(ticket, call, site._replace(phase=waiting.phase("", gathers_parameters=False)))
 
     def _settled(self) -> None:
         """Write the calls that are complete and no longer wait for what follows."""
@@ -232,9 +233,7 @@ class EventStream:
         )
 
     def _axis(self, seen: Issued, site: Site) -> str:
-        key = seen.call.group, seen.call.group_desc, site.phase == "pipeline"
-        if key not in self._axes:
-            self._axes[key], doubt = axis_name(seen.call.group, seen.call.group_desc, {}, self.of.world_size)
-            if doubt:
-                self.doubts[doubt] = None
-        return self._axes[key]
+        axis, doubt = self._axes.of(seen.call, site.phase)
+        if doubt:
+            self.doubts[doubt] = None
+        return axis

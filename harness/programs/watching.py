@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self, TextIO
 
 import torch
@@ -30,8 +29,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from harness.diagnosing.six_lines import written
 from harness.errors import RequestError, ranks_text
-
-__all__ = ["TrainingWatch", "watch"]
 
 _CHUNK = 1 << 20
 _FACTOR, _SUMMAND = 6364136223846793005, 1442695040888963407
@@ -81,9 +78,7 @@ class TrainingWatch:
         self._hook = register_optimizer_step_post_hook(self._stepped)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._hook.remove()
         if not self._found and _rank() == 0:
             self._write(f"watch: {self._summary()}")

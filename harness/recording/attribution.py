@@ -18,12 +18,11 @@ description.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from harness.ledger import EITHER_GATHER, NO_UPDATE
-from harness.recording.lanes import Frame, Lane, Site, Waiting, gathers, is_hop, is_scalar, phase_of, reduces, said
+from harness.recording.lanes import Frame, Lane, Lanes, Site, Waiting, is_hop, is_scalar, said
 from harness.recording.naming import Paths
 from harness.recording.observations import (
     LEAF,
@@ -34,13 +33,16 @@ from harness.recording.observations import (
     Finished,
     Issued,
     Left,
+    Look,
     Observation,
+    ParameterMemory,
     Stepped,
     Stepping,
+    differ,
 )
-from harness.recording.updates import Look, ParameterMemory, differ
 
-__all__ = ["Attribution", "Site"]
+_PENDING = 4096
+"""Calls that wait for what follows; a program without forwards and steps makes nothing else."""
 
 
 class Attribution:
@@ -49,24 +51,20 @@ class Attribution:
     def __init__(self) -> None:
         self.sites: dict[int, Site] = {}
         self.paths = Paths()
-        self.step = 0
-        self.microbatch = 0
+        self.step = self.microbatch = 0
         self.forwards: list[tuple[Entered, int, int]] | None = None  # of models, of a whole run: step, micro-batch
         self._since = ""  # what was last outside of calls: forward sent (after it) inside (a backward) backward stepped
-        self._gradients_on = False
-        self._stepped_since = False
+        self._gradients_on = self._stepped_since = self._stepless = False
+        self._backward_since = False  # since the last step
         self._by_hand = True  # while no optimizer of torch.optim has stepped
         self._look: Look = ()
-        self._backward_since = False  # since the last step
-        self._stepless = False
         self.updates = 0  # steps that were known by the parameters alone
         self._counts: dict[tuple[int, bool], int] = {}
         self.pending: list[Waiting] = []
         self._unsure: set[int] = set()  # gathers before an update by hand
         self._backward_of = 0  # the micro-batch of the latest backward
         self._memory = ParameterMemory()
-        self._lanes: dict[int, Lane] = defaultdict(Lane)
-        self._made_in: dict[int, int] = {}
+        self._lanes = Lanes()
 
     @classmethod
     def of(cls, observations: Iterable[Observation]) -> Attribution:
@@ -77,28 +75,40 @@ class Attribution:
             if isinstance(seen, Entered) and seen.outermost:
                 attribution.paths.add(seen.module)
             elif isinstance(seen, Arrived):
-                attribution._made_in[seen.task] = seen.made_in
+                attribution._lanes.made_in[seen.task] = seen.made_in
             elif isinstance(seen, Stepped):
                 attribution._by_hand = False
             elif isinstance(seen, Finished):
                 attribution._memory.moved |= seen.moved
         for seen in observations:
             attribution.feed(seen)
-        attribution._settle("")
+        attribution.settle("")
         return attribution
 
     def feed(self, seen: Observation) -> None:
         """Take the next observation of the rank."""
         _FEED[type(seen)](self, self._lanes[seen.lane], seen)
 
+    @property
+    def stepless(self) -> bool:
+        """Whether forwards followed backwards without any update that could be seen."""
+        return self._stepless and not self.updates
+
     def doubts(self, ticket: int) -> tuple[str, ...]:
         """What is not certain of the step and the phase of a call."""
-        step = (NO_UPDATE,) if self._stepless and not self.updates else ()
+        step = (NO_UPDATE,) if self.stepless else ()
         return (*step, EITHER_GATHER) if ticket in self._unsure else step
+
+    def forget(self) -> None:
+        """Drop what no backward can need any more; programs without end call it now and then."""
+        self._lanes.forget()
+        self._unsure.clear()
+        if len(self.pending) > _PENDING:
+            self.settle("")
 
     def current(self, lane: int) -> Site:
         """What is going on in a lane; the phase is "" between a backward or a step and what follows it."""
-        frame = self._above(self._lanes[lane], OUTSIDE)
+        frame = self._lanes.above(self._lanes[lane], OUTSIDE)
         if frame is not None and frame.site.phase:
             return frame.site
         return self._here({"forward": "loss", "inside": "backward"}.get(self._since, ""))
@@ -106,25 +116,15 @@ class Attribution:
     def _here(self, phase: str, region: str = "") -> Site:
         return Site(self.step, self.microbatch, phase, region)
 
-    def _above(self, lane: Lane, task: int) -> Frame | None:
-        """The innermost frame; another thread of the rank works for whatever the first thread is doing."""
-        frames = lane.frames or (self._lanes[0].frames if task == OUTSIDE else [])
-        return frames[-1] if frames else None
-
     def _made(self, lane: Lane, task: int, node: int) -> Site:
         """The site whose forward made the running node; the latest such site when no numbered node runs."""
-        if node not in {OUTSIDE, LEAF}:
-            # A backward inside a backward (reentrant checkpointing) runs nodes that its own thread made.
-            made_in = self._made_in.get(task)
-            table = lane if made_in is None else self._lanes[made_in]
-            made = table.made(node) or self._lanes[0].made(node)
-            if made is not None:
-                lane.latest = made
-                return made
+        if made := self._lanes.made(lane, task, node):
+            lane.latest = made
+            return made
         return (lane.latest or self._here(""))._replace(region="")
 
     def _entered(self, lane: Lane, seen: Entered) -> None:
-        above = self._above(lane, seen.task)
+        above = self._lanes.above(lane, seen.task)
         counts = False
         if seen.task != OUTSIDE and (above is None or above.task != seen.task):
             self._since = "inside"
@@ -158,7 +158,7 @@ class Attribution:
             self.forwards.append((seen, self.step, self.microbatch))
         self._gradients_on = seen.grad
         self._since = "entered"
-        self._settle("data")
+        self.settle("data")
 
     def _compare(self, look: Look) -> None:
         """Parameters that changed since the last look, after a backward, are a step; more of them belong to it."""
@@ -166,13 +166,12 @@ class Attribution:
         if not self._by_hand or not differ(before, self._look):
             return
         if self._backward_since:
-            self._unsure |= {waiting.ticket for waiting in self.pending if gathers(waiting)}
-            self._settle("grad_sync")
+            self._unsure |= {waiting.ticket for waiting in self.pending if waiting.gathers}
+            self.settle("grad_sync")
             self._updated()
             self.updates += 1
         elif self._since == "stepped":
-            for waiting in self._taken(reduces):
-                self._place(waiting, waiting.site._replace(phase="grad_sync"))
+            self._resolve(lambda waiting: waiting.reduces, phase="grad_sync")
 
     def _updated(self) -> None:
         self._since = "stepped"
@@ -188,16 +187,15 @@ class Attribution:
     def _arrived(self, lane: Lane, seen: Arrived) -> None:
         self._since = "inside"
         self._backward_since = True
-        self._made_in[seen.task] = seen.made_in
+        self._lanes.made_in[seen.task] = seen.made_in
         self._backward_of = self._made(lane, seen.task, seen.node).microbatch
-        for waiting in self._taken(lambda waiting: waiting.site.phase == "pipeline"):
-            self._place(waiting, waiting.site._replace(microbatch=self._backward_of))
+        self._resolve(lambda waiting: waiting.site.phase == "pipeline", microbatch=self._backward_of)
 
     def _ended(self, _lane: Lane, _seen: Ended) -> None:
         self._since = "backward"
 
     def _stepping(self, lane: Lane, seen: Stepping) -> None:
-        self._settle("grad_sync")
+        self.settle("grad_sync")
         steps = [place for place, frame in enumerate(lane.frames) if frame.steps]
         if len(steps) > seen.depth:
             del lane.frames[steps[seen.depth] :]  # a step that raised, so that it never ended
@@ -211,7 +209,7 @@ class Attribution:
     def _issued(self, lane: Lane, seen: Issued) -> None:
         said_phase, said_region = said(seen.override, seen.call)
         self._compare(seen.look)
-        above = self._above(lane, seen.task)
+        above = self._lanes.above(lane, seen.task)
         if above is not None and above.task == seen.task:
             site = above.site
         elif seen.task != OUTSIDE:
@@ -265,22 +263,22 @@ class Attribution:
             site = site._replace(region=self.paths.parameter(seen.parameter))
         return site._replace(phase="recompute" if seen.again else "backward")
 
-    def _settle(self, by: str) -> None:
+    def settle(self, by: str) -> None:
         """What follows has come, "" for the end: name the phase of what waited. Data belongs to the coming batch."""
-        gathered = {waiting.ticket: waiting.call.payload_bytes for waiting in self.pending if gathers(waiting)}
+        gathered = {waiting.ticket: waiting.call.payload_bytes for waiting in self.pending if waiting.gathers}
         if gathered and not self._memory.of(self.paths.models).mostly_in(sum(gathered.values())):
             gathered.clear()
         for waiting in self.pending:
-            phase = phase_of(waiting, by, gathers_parameters=waiting.ticket in gathered)
+            phase = waiting.phase(by, gathers_parameters=waiting.ticket in gathered)
             coming = phase == "data" or (phase, by) == ("pipeline", "data")
             self._place(waiting, self._here(phase) if coming else waiting.site._replace(phase=phase))
         self.pending.clear()
 
-    def _taken(self, chosen: Callable[[Waiting], bool]) -> list[Waiting]:
-        """The chosen calls, which wait no more."""
-        taken = [waiting for waiting in self.pending if chosen(waiting)]
+    def _resolve(self, chosen: Callable[[Waiting], bool], **known: Any) -> None:
+        """Place the chosen calls, which wait no more, with what is known of them now."""
+        for waiting in filter(chosen, self.pending):
+            self._place(waiting, waiting.site._replace(**known))
         self.pending = [waiting for waiting in self.pending if not chosen(waiting)]
-        return taken
 
     def _place(self, waiting: Waiting, site: Site) -> None:
         self.sites[waiting.ticket] = site._replace(region=self.sites[waiting.ticket].region)

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import defaultdict
 from typing import Any, NamedTuple
 
-from harness.recording.annotations import Override
 from harness.recording.naming import group_word
+from harness.recording.observations import LEAF, OUTSIDE, Override
 
-__all__ = ["Frame", "Lane", "Site", "Waiting", "gathers", "is_hop", "is_scalar", "phase_of", "reduces", "said"]
+_MARKS = 1 << 16
+"""Module calls of a thread, entered and left, whose backward can still be placed."""
+_TASKS = 1024
+"""Backwards whose nodes can still be placed."""
 
 
 class Site(NamedTuple):
@@ -53,6 +57,35 @@ class Lane:
         return self.sites[index] if index >= 0 else None
 
 
+class Lanes(defaultdict[int, Lane]):
+    """The lanes of a rank by number; `made_in` has the lane in which the nodes of a backward were made, by task."""
+
+    def __init__(self) -> None:
+        super().__init__(Lane)
+        self.made_in: dict[int, int] = {}
+
+    def above(self, lane: Lane, task: int) -> Frame | None:
+        """The innermost frame; another thread of the rank works for whatever the first thread is doing."""
+        frames = lane.frames or (self[0].frames if task == OUTSIDE else [])
+        return frames[-1] if frames else None
+
+    def made(self, lane: Lane, task: int, node: int) -> Site | None:
+        """The site whose forward made the running node, None when no numbered node runs or none is known."""
+        if node in {OUTSIDE, LEAF}:
+            return None
+        # A backward inside a backward (reentrant checkpointing) runs nodes that its own thread made.
+        made_in = self.made_in.get(task)
+        return (lane if made_in is None else self[made_in]).made(node) or self[0].made(node)
+
+    def forget(self) -> None:
+        """Drop the oldest marks and backwards, where there are many."""
+        for lane in self.values():
+            if len(lane.numbers) > 2 * _MARKS:
+                del lane.numbers[:-_MARKS], lane.sites[:-_MARKS]
+        for task in list(self.made_in)[:-_TASKS]:
+            del self.made_in[task]
+
+
 class Waiting(NamedTuple):
     """A call that what follows settles: its phase, "" while that is open, or its step and micro-batch alone.
 
@@ -63,6 +96,29 @@ class Waiting(NamedTuple):
     site: Site
     since: str
     call: Any
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a call after a backward may gather updated parameters."""
+        after = self.since in {"backward", "stepped"}
+        return not self.site.phase and after and self.call.op == "all_gather" and "float" in self.call.dtype
+
+    @property
+    def reduces(self) -> bool:
+        """Whether a call without a phase may reduce gradients."""
+        return not self.site.phase and self.call.op in {"all_reduce", "reduce", "reduce_scatter"}
+
+    def phase(self, by: str, *, gathers_parameters: bool) -> str:
+        """The phase of a call that is settled `by` what follows: data, grad_sync, or the end, ""."""
+        if self.site.phase:
+            return self.site.phase
+        if self.since == "stepped" and gathers_parameters:
+            return "step"
+        if self.since == "stepped" and by == "data" and is_scalar(self.call):
+            return "metric"
+        if self.since == "backward" and by == "data" and self.reduces and not is_scalar(self.call):
+            return "grad_sync" if "float" in self.call.dtype else by
+        return by or {"backward": "grad_sync", "stepped": "metric"}.get(self.since, "data")
 
 
 def is_hop(call: Any, *, outside: bool) -> bool:
@@ -77,30 +133,6 @@ def said(override: Override, call: Any) -> Override:
     """Phase and region that the subject states of a call; in a group described as checkpoint the phase is that."""
     phase, region = override
     return (phase or ("checkpoint" if group_word(call.group_desc) == "checkpoint" else None)), region
-
-
-def gathers(waiting: Waiting) -> bool:
-    """Whether a call after a backward may gather updated parameters."""
-    after, call = waiting.since in {"backward", "stepped"}, waiting.call
-    return not waiting.site.phase and after and call.op == "all_gather" and "float" in call.dtype
-
-
-def phase_of(waiting: Waiting, by: str, *, gathers_parameters: bool) -> str:
-    """The phase of a call that is settled `by` what follows: data, grad_sync, or the end, ""."""
-    if waiting.site.phase:
-        return waiting.site.phase
-    if waiting.since == "stepped" and gathers_parameters:
-        return "step"
-    if waiting.since == "stepped" and by == "data" and is_scalar(waiting.call):
-        return "metric"
-    if waiting.since == "backward" and by == "data" and reduces(waiting) and not is_scalar(waiting.call):
-        return "grad_sync" if "float" in waiting.call.dtype else by
-    return by or {"backward": "grad_sync", "stepped": "metric"}.get(waiting.since, "data")
-
-
-def reduces(waiting: Waiting) -> bool:
-    """Whether a call without a phase may reduce gradients."""
-    return not waiting.site.phase and waiting.call.op in {"all_reduce", "reduce", "reduce_scatter"}
 
 
 def is_scalar(call: Any) -> bool:

@@ -8,12 +8,15 @@ itself is "".
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import combinations
+from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Paths", "axis_name", "group_word"]
+from harness.ledger import Call
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _BY_TORCH = re.compile(r"|undefined|default_pg|mesh_default|mesh_dim_\d+|.*:split:\d+")
@@ -81,6 +84,22 @@ def _axes_in(words: list[str]) -> list[str]:
     return axes
 
 
+class AxisNames:
+    """The axes of groups, each looked up once. `axes` maps those of the case to the rank lists of their groups."""
+
+    def __init__(self, axes: Mapping[str, tuple[tuple[int, ...], ...]], world_size: int) -> None:
+        self._axes, self._world_size = axes, world_size
+        self._known: dict[tuple[tuple[int, ...], str, bool], tuple[str, str]] = {}
+
+    def of(self, call: Call, phase: str) -> tuple[str, str]:
+        """The axis of a call's group and what is not certain of it; messages between stages have none but pp."""
+        key = call.group, call.group_desc, phase == "pipeline"
+        if key not in self._known:
+            axes = {axis: lists for axis, lists in self._axes.items() if axis == "pp" or phase != "pipeline"}
+            self._known[key] = axis_name(call.group, call.group_desc, axes, self._world_size)
+        return self._known[key]
+
+
 def axis_name(
     group: tuple[int, ...], group_desc: str, axes: Mapping[str, tuple[tuple[int, ...], ...]], world_size: int
 ) -> tuple[str, str]:
@@ -132,32 +151,41 @@ def _joined(rank: int, some: tuple[str, ...], axes: Mapping[str, tuple[tuple[int
 class Paths:
     """Module -> dotted path and parameter -> path of its module, over every model that was seen being called.
 
-    Identity is what counts: a module may define its own equality. The models are kept alive, so ids stay theirs.
+    Identity is what counts: a module may define its own equality. No model is kept alive, and what is gone is
+    forgotten, so that ids stay theirs.
     """
 
     def __init__(self) -> None:
-        self._models: list[nn.Module] = []
+        self._models: list[weakref.ref[nn.Module]] = []
         self._of_module: dict[int, str] = {}
         self._of_parameter: dict[int, str] = {}
+        self._alive: dict[int, weakref.ref[Any]] = {}
 
     @property
     def models(self) -> list[nn.Module]:
-        """The models that were seen being called, the first one first."""
-        return self._models
+        """The models that were seen being called and are still there, the first one first."""
+        return [model for held in self._models if (model := held()) is not None]
 
     def add(self, model: nn.Module) -> None:
         """Learn a model's modules; one that holds models seen before names their modules anew."""
         if id(model) in self._of_module:
             return
-        self._hold(model)
-        for path, module in _unwrapped(model):
+        self._models = [held for held in self._models if held() is not None] + [weakref.ref(model)]
+        named = list(_unwrapped(model))
+        for path, module in named:
             self._of_module[id(module)] = path
-        for path, module in _unwrapped(model):
+            self._follow(module, self._of_module)
+        for path, module in named:
             for parameter in module.parameters(recurse=False):
                 self._of_parameter.setdefault(id(parameter), path)
+                self._follow(parameter, self._of_parameter)
 
-    def _hold(self, model: nn.Module) -> None:
-        self._models.append(model)
+    def _follow(self, known: Any, table: dict[int, str]) -> None:
+        self._alive.setdefault(id(known), weakref.ref(known, partial(self._gone, id(known), table)))
+
+    def _gone(self, known: int, table: dict[int, str], _reference: object) -> None:
+        table.pop(known, None)
+        self._alive.pop(known, None)
 
     def module(self, module: nn.Module, otherwise: str) -> str:
         """The module's path; `otherwise` (its caller's path) when no model holds it."""

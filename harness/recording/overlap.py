@@ -16,17 +16,14 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch.utils import flop_counter
 
 from harness.ledger import Call
-from harness.torch_internals.meta_attention import FUSED, FUSED_BACKWARD
+from harness.torch_internals.meta_device import FUSED, FUSED_BACKWARD
 from harness.torch_internals.operators import BACKEND_SELECT, full_name, has_kernel, kernels
-
-__all__ = ["Overlap", "RankCallIndex"]
 
 RankCallIndex = tuple[int, int]
 """(rank, call index)."""
@@ -52,9 +49,7 @@ class Overlap:
                 add(name.removeprefix("aten::"), self._kernel(operator), with_keyset=True)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._installed.close()
 
     @contextmanager

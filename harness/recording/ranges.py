@@ -22,16 +22,15 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import nvtx
 
 from harness.errors import MachineError
 from harness.ledger import Call
-from harness.recording.attribution import Attribution, Site
+from harness.recording.attribution import Attribution
+from harness.recording.lanes import Site
 from harness.recording.observations import Entered, Issued, Left, Observation, Stepped
-
-__all__ = ["DOMAIN", "RangeDomain", "Ranges", "attached", "open_domain"]
 
 DOMAIN = "shardproof"
 _TOOL = "NVTX_INJECTION64_PATH"
@@ -39,37 +38,7 @@ _DRAWN, _HIDDEN = -1, -2
 """Modules among the open ranges of a lane: with a range of its own, or without one since it has no name of its own."""
 
 
-class RangeDomain(Protocol):
-    """What we use of `nvtx.Domain`."""
-
-    def get_event_attributes(
-        self, message: str | None = None, color: Any = None, category: str | None = None, payload: int | None = None
-    ) -> Any:
-        """What a range or mark says."""
-        ...
-
-    def push_range(self, attributes: Any) -> object:
-        """Begin a range of this thread."""
-        ...
-
-    def pop_range(self) -> object:
-        """End the range of this thread that began last."""
-        ...
-
-    def start_range(self, attributes: Any) -> Any:
-        """Begin a range of the process; returns its id."""
-        ...
-
-    def end_range(self, range_id: Any) -> object:
-        """End the range of that id."""
-        ...
-
-    def mark(self, attributes: Any) -> object:
-        """Mark an instant."""
-        ...
-
-
-def open_domain() -> RangeDomain:
+def open_domain() -> Any:
     """The nvtx domain, which records when a tool is attached and costs next to nothing when none is.
 
     nvtx >= 0.2.12 under an Nsight Systems that does not know whether a domain is enabled (2022.4, 2023.2) hands out a
@@ -80,13 +49,8 @@ def open_domain() -> RangeDomain:
     if os.environ.get(_TOOL) and _drops(domain):
         domain = _asking_nobody()
         if _drops(domain):
-            raise MachineError(
-                f"nvtx {importlib.metadata.version('nvtx')} records nothing for the tool in {_TOOL}: "
-                f"{os.environ[_TOOL]!r}. Update Nsight Systems, or install nvtx==0.2.11",
-                ranks=(),
-                positions=(),
-            )
-    return domain  # type: ignore[no-any-return]
+            raise _useless(f"records nothing for the tool in {_TOOL}: {os.environ[_TOOL]!r}")
+    return domain
 
 
 def attached() -> Ranges | None:
@@ -110,18 +74,18 @@ def _asking_nobody() -> Any:
 
         return Direct(DOMAIN)
     except (AttributeError, TypeError) as error:
-        raise MachineError(
-            f"nvtx {importlib.metadata.version('nvtx')} has changed inside, and the attached tool needs the old inside "
-            f"({error}). Update Nsight Systems, or install nvtx==0.2.11",
-            ranks=(),
-            positions=(),
-        ) from error
+        raise _useless(f"has changed inside, and the attached tool needs the old inside ({error})") from error
+
+
+def _useless(why: str) -> MachineError:
+    words = f"nvtx {importlib.metadata.version('nvtx')} {why}. Update Nsight Systems, or install nvtx==0.2.11"
+    return MachineError(words, ranks=(), positions=())
 
 
 class Ranges:
-    """Draws what a recorder sees: `Recorder(..., ranges=Ranges(open_domain()))`."""
+    """Draws what a recorder sees in an nvtx domain: `Recorder(..., ranges=Ranges(open_domain()))`."""
 
-    def __init__(self, domain: RangeDomain, *, waiting: bool = False) -> None:
+    def __init__(self, domain: Any, *, waiting: bool = False) -> None:
         self._domain = domain
         self._waiting = waiting
         self._ranks: dict[int, _Drawing] = {}
@@ -158,7 +122,7 @@ class Ranges:
 class _Drawing:
     """The open ranges of one rank."""
 
-    def __init__(self, domain: RangeDomain) -> None:
+    def __init__(self, domain: Any) -> None:
         self.calls = 0
         self.draws = False
         self._domain = domain

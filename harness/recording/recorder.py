@@ -16,24 +16,19 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 from torch import nn
 
 from harness.engines.calls.callers import Caller
 from harness.ledger import Call, Event, shape_text, wire_bytes
-from harness.recording.annotations import phase, region
 from harness.recording.attribution import Attribution
 from harness.recording.lanes import Site
-from harness.recording.naming import axis_name
+from harness.recording.naming import AxisNames
 from harness.recording.observations import Entered, Issued, read
 from harness.recording.ranges import Ranges
-from harness.recording.spans import RankSpan, rank_spans
-from harness.recording.stopwatch import Mark, Stopwatch
+from harness.recording.spans import Mark, RankSpan, Stopwatch, rank_spans
 from harness.recording.watch import Emit, Watch
-
-__all__ = ["Recorded", "Recorder", "event_of"]
 
 
 class _Track:
@@ -53,11 +48,7 @@ class Recorder:
     `axes` maps a mesh axis to the rank lists of its groups. With `ranges`, they are drawn as nvtx ranges too.
     Times begin at `origin_s`, of time.perf_counter, where several recorders share a clock; else when it is entered.
     `stopwatch` is that of the device which the ranks of this process compute on, None for the host's clock.
-    A subject may state both itself: `with recorder.phase("grad_sync"), recorder.region("layers.0"): ...`.
     """
-
-    phase = staticmethod(phase)
-    region = staticmethod(region)
 
     def __init__(
         self,
@@ -73,7 +64,7 @@ class Recorder:
         self._case = case
         self._mode = mode
         self._world_size = world_size
-        self._axes = axes
+        self._names = AxisNames(axes, world_size)
         self._ranges = ranges
         self._tracks: dict[int, _Track] = {}
         self._origin_s = origin_s
@@ -86,10 +77,8 @@ class Recorder:
         self._watch.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._watch.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self._watch.__exit__()
 
     @contextmanager
     def on_rank(self, rank: int) -> Iterator[None]:
@@ -131,6 +120,10 @@ class Recorder:
         """The ledger so far, by rank and call index; calls that what follows would settle are settled as at the end."""
         return [event for rank in sorted(self._tracks) for event in self._events(rank, self._tracks[rank])]
 
+    def calls(self, rank: int) -> int:
+        """How many calls the rank has issued so far."""
+        return sum(plain[0] is Issued for plain in list(self._track(rank).observations))
+
     def models(self, rank: int) -> list[nn.Module]:
         """The models of a rank: the outermost modules that it called, each once."""
         seen = map(read, list(self._track(rank).observations))
@@ -156,14 +149,11 @@ class Recorder:
 
     def _events(self, rank: int, track: _Track) -> Iterator[Event]:
         observations = [read(plain) for plain in list(track.observations)]
-        attribution, names = Attribution.of(observations), dict[tuple[tuple[int, ...], str, bool], tuple[str, str]]()
+        attribution = Attribution.of(observations)
         issued = sorted((seen for seen in observations if isinstance(seen, Issued)), key=lambda seen: seen.ticket)
         for seen in issued:
             site = attribution.sites[seen.ticket]
-            group = seen.call.group, seen.call.group_desc, site.phase == "pipeline"
-            if group not in names:
-                names[group] = self._axis(*group)
-            axis, doubt = names[group]
+            axis, doubt = self._names.of(seen.call, site.phase)
             doubts = (*((doubt,) if doubt else ()), *attribution.doubts(seen.ticket))
             began_s, took_s = self._span_s(track, seen)
             yield event_of(
@@ -175,11 +165,6 @@ class Recorder:
                 start_us=round((began_s - self._start_s) * 1e6, 3),
                 duration_us=round(took_s * 1e6, 3),
             )
-
-    def _axis(self, group: tuple[int, ...], group_desc: str, hops: bool) -> tuple[str, str]:
-        """The axis of a group and what is not certain of it; messages between stages have no axis but pp by ranks."""
-        axes = {"pp": self._axes["pp"]} if hops and "pp" in self._axes else {} if hops else self._axes
-        return axis_name(group, group_desc, axes, self._world_size)
 
     def _span_s(self, track: _Track, seen: Issued) -> tuple[float, float]:
         """When a call started and how long it took: on its device where that was marked, else for the host."""

@@ -18,8 +18,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from harness.torch_internals.memory import storage_id
 
-__all__ = ["SavedActivations"]
-
 
 class _Held:
     """One saved tensor; the bytes of its storage count until the last holder is gone."""

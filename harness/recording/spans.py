@@ -4,19 +4,25 @@ A forward begins when a model with parameters is called, or with the delivery of
 it reaches that model's output. Either ends where the rank does something else outside of modules and backward: it
 issues or awaits a message between stages, computes the next forward or backward, reduces gradients or updates. So calls
 inside, and waiting for them, count as computing, as they do in harness.predicting.segments. Units: microseconds.
+
+On a device, where the host's clock would give the time at which work was enqueued, CUDA events in its streams are the
+clock (Stopwatch). Recording an event waits for nothing, so the streams run as they would; what lies between the two
+events of a call is what it took on the device, its wait for the other ranks included. Read when the program is over.
+Source: torch.cuda.Event; its resolution is half a microsecond.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from harness.ledger import Event
 from harness.recording.attribution import Attribution
 from harness.recording.observations import OUTSIDE, Arrived, Entered, Issued, Left, Observation, Stepping
-
-__all__ = ["SPAN_COLUMNS", "RankSpan", "rank_spans", "span_row"]
 
 _MESSAGES = "pipeline"
 _WITH_THE_NEXT = "data"
@@ -171,3 +177,41 @@ class _Reading:
                 end_us=max(at_us, start_us),
             )
         )
+
+
+Mark = Any
+"""A point in a stream: torch.cuda.Event, made with enable_timing."""
+
+
+class Stopwatch:
+    """Marks streams, and returns where marks lie on the host's clock, time.perf_counter, from its own making on."""
+
+    def __init__(self, make: Callable[[], Mark], synchronize: Callable[[], object]) -> None:
+        self._make = make
+        synchronize()  # an idle device passes the first mark at once: here both clocks meet
+        self._origin = self.mark()
+        self._origin_s = time.perf_counter()
+
+    def mark(self) -> Mark:
+        """A mark in the current stream of this thread."""
+        made = self._make()
+        made.record()
+        return made
+
+    def us(self, first: Mark, last: Mark) -> float:
+        """From one mark to the other; waits until both have passed."""
+        for one in (first, last):
+            one.synchronize()
+        return float(first.elapsed_time(last)) * 1e3
+
+    def host_s(self, mark: Mark) -> float:
+        """When the mark was passed, on the host's clock."""
+        return self._origin_s + self.us(self._origin, mark) / 1e6
+
+
+def stopwatch(device: str | torch.device) -> Stopwatch | None:
+    """The stopwatch of a device, None where the host's clock is true: on a CPU, and on meta tensors."""
+    on = torch.device(device)
+    if on.type != "cuda":
+        return None
+    return Stopwatch(lambda: torch.cuda.Event(enable_timing=True), lambda: torch.cuda.synchronize(on))

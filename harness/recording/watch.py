@@ -20,15 +20,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from harness.recording.annotations import overridden
-from harness.recording.enclosing import around, quiet_since, steps_around
+from harness.recording.enclosing import around, overridden, quiet_since, steps_around
 from harness.recording.observations import (
     LEAF,
     OUTSIDE,
@@ -38,10 +37,10 @@ from harness.recording.observations import (
     Finished,
     Issued,
     Left,
+    Looks,
     Stepped,
     Stepping,
 )
-from harness.recording.updates import Looks
 from harness.torch_internals.autograd import (
     called_by,
     current_node,
@@ -53,8 +52,6 @@ from harness.torch_internals.autograd import (
     number_of,
     when_backward_ends,
 )
-
-__all__ = ["ThreadWatch", "Watch"]
 
 Emit = Callable[[tuple[Any, ...]], object]
 OnInput = Callable[["ThreadWatch", nn.Module, tuple[Any, ...], Mapping[str, Any]], object]
@@ -124,7 +121,7 @@ class Watch:
 
     `on_output(lane, module, output)`, when given, gets the output of every module call before its Left is emitted, and
     `on_input(lane, module, args, kwargs)` what it is called with after its Entered. With `ends`, the end of every
-    backward is observed too. `looks` makes what looks at the parameters of a rank.
+    backward is observed too.
     """
 
     def __init__(
@@ -134,10 +131,8 @@ class Watch:
         *,
         on_input: OnInput | None = None,
         ends: bool = False,
-        looks: Callable[[], Looks] = Looks,
     ) -> None:
         self._emit = emit
-        self._looks = looks
         self._on_call = on_input, on_output
         self._ends = ends
         self._local = threading.local()
@@ -155,9 +150,7 @@ class Watch:
             self._installed.callback(hook.remove)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._installed.close()
 
     @contextmanager
@@ -184,7 +177,7 @@ class Watch:
     def _lane(self, rank: int) -> ThreadWatch:
         of_rank = self._ranks.get(rank)
         if of_rank is None:
-            of_rank = self._ranks.setdefault(rank, _OfRank(itertools.count(), itertools.count(), self._looks()))
+            of_rank = self._ranks.setdefault(rank, _OfRank(itertools.count(), itertools.count(), Looks()))
         lane = ThreadWatch(rank, next(of_rank.numbers), self._emit(rank), self._on_call, of_rank)
         self._open.setdefault(rank, []).append(lane)
         return lane

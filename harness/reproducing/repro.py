@@ -38,8 +38,6 @@ from harness.running.trials.trial import Trial
 from harness.running.truth.reference import reference_of
 from harness.subject import NamedSubject, named, refusal
 
-__all__ = ["Failure", "emit", "shown_name", "shrunk"]
-
 LARGEST = 2**14
 """Elements of a truth that a script carries; of several wrong tensors the first below this, else the smallest."""
 OWN = ("parallel", "suites")

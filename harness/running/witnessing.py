@@ -21,11 +21,11 @@ from harness.diagnosing.witness_lines import diagnosed, in_six_lines
 from harness.errors import MachineError
 from harness.ledger import Event, unmapped
 from harness.protocols import CaseLike, TermLike, case_text
-from harness.witnesses.agreement import NOT_ASKED, Agreement, agreement
+from harness.witnesses.agreement import NOT_ASKED, Agreement, Sighting, agreement, group_text, of_ledger
 from harness.witnesses.chosen import steps_text, terms_of
+from harness.witnesses.measured import SessionRequest
 from harness.witnesses.nsys import on_gpus
-from harness.witnesses.session import Session, SessionRequest, hold
-from harness.witnesses.sighting import Sighting, group_text, of_ledger
+from harness.witnesses.session import Session, hold
 from harness.witnesses.timing import spread, timed
 
 __all__ = ["CHECK", "INDEPENDENCE", "Told", "Witnesses", "witnesses"]

@@ -17,26 +17,7 @@ from torch.autograd import graph
 from torch.autograd.function import Function, FunctionCtx
 from torch.optim.optimizer import Optimizer
 
-from harness.torch_internals.lookup import Probe, found
-
-__all__ = [
-    "BACKWARD",
-    "PROBES",
-    "STEP",
-    "called_by",
-    "current_node",
-    "current_task",
-    "defined_in",
-    "function_context",
-    "has_hooks",
-    "next_number",
-    "nodes_of",
-    "not_compiled",
-    "number_of",
-    "unversioned",
-    "version_of",
-    "when_backward_ends",
-]
+from harness.torch_internals.lookup import found, probe
 
 _RECORDING = "recording"
 
@@ -180,6 +161,11 @@ def unversioned(tensors: tuple[Tensor, ...]) -> Iterator[None]:
         yield
 
 
+@probe(
+    "phases and modules of recorded calls",
+    names="torch._C._current_graph_task_id _current_autograd_node _autograd._get_sequence_nr Node._sequence_nr",
+    otherwise="nothing can be recorded: MachineError",
+)
 def _numbers_backward() -> bool:
     """A backward has a task, a node and numbers, and there are none outside it."""
     seen: list[tuple[int, int, bool]] = []
@@ -216,12 +202,18 @@ class _Twice(Function):
         return gradients[0] * 2
 
 
+@probe(
+    "metrics distinguished from the forward of an autograd Function",
+    names="Function.apply.__func__, or FunctionCtx in the frame of a Function's forward",
+    otherwise="a loss in a module without parameters may be recorded as a metric",
+)
 def _knows_forward() -> bool:
     _Twice.seen = False
     _Twice.apply(torch.ones(2, requires_grad=True))
     return _Twice.seen
 
 
+@probe("modules watched from outside", names="torch.nn.Module._call_impl", otherwise="calls have no module")
 def _is_called() -> bool:
     calls: list[int] = []
     with called_by(lambda original: lambda module, *given: calls.append(1) or original(module, *given)):  # type: ignore[func-returns-value]
@@ -229,12 +221,22 @@ def _is_called() -> bool:
     return calls == [1]
 
 
+@probe(
+    "missing sums located in the module that leaves them out",
+    names="torch.nn.Module._forward_hooks _forward_pre_hooks",
+    otherwise="the place may be a torch.nn module in place of the one around it",
+)
 def _sees_hooks() -> bool:
     bare, hooked = nn.Identity(), nn.Identity()
     hooked.register_forward_hook(lambda *_: None)
     return has_hooks(hooked) and not has_hooks(bare)
 
 
+@probe(
+    "faults that autograd does not notice",
+    names="torch.autograd._unsafe_preserve_version_counter",
+    otherwise="autograd may refuse a tensor that a fault has overwritten",
+)
 def _counts_no_change() -> bool:
     tensor = torch.ones(1)
     before = version_of(tensor)
@@ -243,48 +245,13 @@ def _counts_no_change() -> bool:
     return version_of(tensor) == before
 
 
+@probe(
+    "steps of programs that update parameters by hand on a GPU",
+    names="torch.Tensor._version",
+    otherwise="they count as micro-batches of step 0",
+)
 def _counts_changes() -> bool:
     tensor = torch.ones(1)
     before = version_of(tensor)
     tensor.add_(1)
     return version_of(tensor) > before
-
-
-PROBES = (
-    Probe(
-        feature="phases and modules of recorded calls",
-        names="torch._C._current_graph_task_id _current_autograd_node _autograd._get_sequence_nr Node._sequence_nr",
-        otherwise="nothing can be recorded: MachineError",
-        works=_numbers_backward,
-    ),
-    Probe(
-        feature="modules watched from outside",
-        names="torch.nn.Module._call_impl",
-        otherwise="calls have no module",
-        works=_is_called,
-    ),
-    Probe(
-        feature="missing sums located in the module that leaves them out",
-        names="torch.nn.Module._forward_hooks _forward_pre_hooks",
-        otherwise="the place may be a torch.nn module in place of the one around it",
-        works=_sees_hooks,
-    ),
-    Probe(
-        feature="metrics distinguished from the forward of an autograd Function",
-        names="Function.apply.__func__, or FunctionCtx in the frame of a Function's forward",
-        otherwise="a loss in a module without parameters may be recorded as a metric",
-        works=_knows_forward,
-    ),
-    Probe(
-        feature="faults that autograd does not notice",
-        names="torch.autograd._unsafe_preserve_version_counter",
-        otherwise="autograd may refuse a tensor that a fault has overwritten",
-        works=_counts_no_change,
-    ),
-    Probe(
-        feature="steps of programs that update parameters by hand on a GPU",
-        names="torch.Tensor._version",
-        otherwise="they count as micro-batches of step 0",
-        works=_counts_changes,
-    ),
-)

@@ -16,9 +16,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils import checkpoint
 
-from harness.torch_internals.lookup import Probe
-
-__all__ = ["PROBES", "leave_unloaded"]
+from harness.torch_internals.lookup import probe
 
 _COMPILER = "torch._dynamo"
 _INSTEAD = "__dynamo_disable"
@@ -105,6 +103,11 @@ def _unbroken(step: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+@probe(
+    "optimizers and checkpoints without torch's compiler",
+    names="Optimizer.zero_grad and checkpoint, their __wrapped__.__dynamo_disable; SGD.step.__wrapped__; _dynamo",
+    otherwise="the first optimizer or checkpoint of a process takes a second longer",
+)
 def _stays_unloaded() -> bool:
     if _COMPILER in sys.modules:  # then it is too late for a trial: only the names are looked at
         return all(hasattr(wrapper, "__wrapped__") for wrapper in _never_compiled())
@@ -115,13 +118,3 @@ def _stays_unloaded() -> bool:
     checkpoint.checkpoint(torch.square, weight, use_reentrant=False).backward()
     optimizer.step()
     return _COMPILER not in sys.modules
-
-
-PROBES = (
-    Probe(
-        feature="optimizers and checkpoints without torch's compiler",
-        names="Optimizer.zero_grad and checkpoint, their __wrapped__.__dynamo_disable; SGD.step.__wrapped__; _dynamo",
-        otherwise="the first optimizer or checkpoint of a process takes a second longer",
-        works=_stays_unloaded,
-    ),
-)

@@ -26,8 +26,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["cuda_on_cpu"]
-
 _MAKERS = (
     "arange as_tensor asarray empty empty_like empty_strided eye full full_like linspace logspace ones ones_like rand "
     "rand_like randint randint_like randn randn_like randperm scalar_tensor tensor tril_indices triu_indices zeros "
@@ -38,6 +36,11 @@ _ZEROS = "max_memory_allocated max_memory_reserved memory_allocated memory_reser
 _DONE = (
     "empty_cache init ipc_collect reset_max_memory_allocated reset_peak_memory_stats set_device set_stream synchronize"
 ).split()
+
+
+def _always(answer: object) -> Callable[..., Any]:
+    """A function of its own for every name: torch's compiler keeps a rule for each, by identity."""
+    return lambda *_, **__: answer
 
 
 class _Event:
@@ -54,15 +57,8 @@ class _Event:
         """Milliseconds on the host's clock."""
         return 1000 * (end._at_s - self._at_s)
 
-    def query(self) -> bool:
-        """True."""
-        return True
-
-    def wait(self, stream: object = None) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
+    query = _always(True)
+    wait = synchronize = _always(None)
 
 
 class _Stream:
@@ -92,18 +88,8 @@ class _Stream:
         made.record()
         return made
 
-    def query(self) -> bool:
-        """True."""
-        return True
-
-    def wait_event(self, event: object) -> None:
-        """Nothing to wait for."""
-
-    def wait_stream(self, stream: object) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
+    query = _always(True)
+    wait_event = wait_stream = synchronize = _always(None)
 
 
 class _Answers:
@@ -212,11 +198,8 @@ def _typed_as_of_cuda(of_torch: Callable[..., Any]) -> Callable[..., Any]:
     def typed(tensor: Tensor, dtype: Any = None, *args: Any, **words: Any) -> Any:
         if dtype is None:
             said = of_torch(tensor)
-            return (
-                said.replace("torch.", "torch.cuda.", 1)
-                if tensor.device.type == "cpu" and ".cuda." not in said
-                else said
-            )
+            here = tensor.device.type == "cpu" and ".cuda." not in said
+            return said.replace("torch.", "torch.cuda.", 1) if here else said
         if isinstance(dtype, str):
             dtype = dtype.replace("torch.cuda.", "torch.")
         elif getattr(dtype, "__module__", "") == "torch.cuda":
@@ -248,11 +231,6 @@ def _with_splits_as_numbers(exchange: Callable[..., Any]) -> Callable[..., Any]:
 
 def _itself() -> Callable[..., Any]:
     return lambda owner, *_, **__: owner
-
-
-def _always(answer: object) -> Callable[..., Any]:
-    """A function of its own for every name: torch's compiler keeps a rule for each, by identity."""
-    return lambda *_, **__: answer
 
 
 def _forget_rules() -> None:

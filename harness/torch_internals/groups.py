@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -11,18 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from harness.torch_internals.lookup import Probe, lacking
-
-__all__ = [
-    "PROBES",
-    "Pending",
-    "answers_torch",
-    "fake_group",
-    "fake_store",
-    "waited",
-    "waits_of_fakes",
-    "waits_of_works",
-]
+from harness.torch_internals.lookup import lacking, probe
 
 _Class = TypeVar("_Class", bound=type)
 _internals: Any = torch._C._distributed_c10d
@@ -96,17 +85,8 @@ def waits_of_fakes(waited_for: Callable[[int], None]) -> Iterator[None]:
     kind: Any = getattr(_internals, "FakeWork", None)
     if kind is None:
         raise lacking("timelines of dry runs", "torch._C._distributed_c10d.FakeWork")
-    original = kind.wait
-
-    def wait(work: Any, *args: Any, **words: Any) -> Any:
-        waited_for(id(work))
-        return original(work, *args, **words)
-
-    kind.wait = wait
-    try:
+    with _telling(kind, ("wait",), waited_for):
         yield
-    finally:
-        kind.wait = original
 
 
 @contextmanager
@@ -114,7 +94,14 @@ def waits_of_works(waited_for: Callable[[int], None]) -> Iterator[None]:
     """Within it `waited_for(id of the work)` is called before every wait for a work of a backend, and for what amounts
     to one. Wraps methods of torch.distributed.Work, which has to be a class that can be changed.
     """
-    originals = {name: getattr(dist.Work, name) for name in _WAITS if hasattr(dist.Work, name)}
+    with _telling(dist.Work, _WAITS, waited_for):
+        yield
+
+
+@contextmanager
+def _telling(kind: Any, names: Iterable[str], waited_for: Callable[[int], None]) -> Iterator[None]:
+    """Within it these methods of a class of works, as far as it has them, call `waited_for(id of the work)` first."""
+    originals = {name: getattr(kind, name) for name in names if hasattr(kind, name)}
 
     def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
         def wait(work: Any, *args: Any, **words: Any) -> Any:
@@ -124,41 +111,35 @@ def waits_of_works(waited_for: Callable[[int], None]) -> Iterator[None]:
         return wait
 
     for name, original in originals.items():
-        setattr(dist.Work, name, wrapped(original))
+        setattr(kind, name, wrapped(original))
     try:
         yield
     finally:
         for name, original in originals.items():
-            setattr(dist.Work, name, original)
+            setattr(kind, name, original)
 
 
+@probe(
+    "the dry engine and its timelines",
+    names="fake_pg.FakeStore FakeProcessGroup._create_internal ProcessGroup._register_backend FakeWork.wait",
+    otherwise="no dry engine, and no recording on real backends: MachineError",
+)
 def _waits() -> bool:
     """A call of the fake group gives a work whose wait is seen."""
     seen: list[int] = []
     work = fake_group().allreduce([torch.ones(2)], dist.AllreduceOptions())
     with waits_of_fakes(seen.append):
         work.wait()
-    return seen == [id(work)]
+    return fake_store() is not None and seen == [id(work)]
 
 
+@probe(
+    "groups that answer torch",
+    names="_allgather_base _reduce_scatter_base _start_coalescing _end_coalescing _source_rank _get_backend "
+    "_device_types _has_hooks",
+    otherwise="flat collectives, batched messages or any-source receives fail in the in-process engine",
+)
 def _calls_by_private_names() -> bool:
     """Of every method that is answered under two names, torch has one."""
     owners = dist.ProcessGroup, dist.Work
     return all(any(hasattr(owner, name) for owner in owners for name in pair) for pair in _PRIVATE_NAMES.items())
-
-
-PROBES = (
-    Probe(
-        feature="the dry engine and its timelines",
-        names="fake_pg.FakeStore FakeProcessGroup._create_internal ProcessGroup._register_backend FakeWork.wait",
-        otherwise="no dry engine, and no recording on real backends: MachineError",
-        works=lambda: fake_store() is not None and _waits(),
-    ),
-    Probe(
-        feature="groups that answer torch",
-        names="_allgather_base _reduce_scatter_base _start_coalescing _end_coalescing _source_rank _get_backend "
-        "_device_types _has_hooks",
-        otherwise="flat collectives, batched messages or any-source receives fail in the in-process engine",
-        works=_calls_by_private_names,
-    ),
-)

@@ -10,8 +10,6 @@ import torch
 
 from harness.errors import MachineError
 
-__all__ = ["TESTED", "Probe", "found", "lacking", "tested_span", "untested"]
-
 TESTED = ((2, 11), (2, 15))
 """First and last release of torch that `make compat` was run with; all between them as well."""
 
@@ -24,6 +22,11 @@ class Probe:
     names: str
     otherwise: str
     works: Callable[[], bool]
+
+
+def probe(feature: str, *, names: str, otherwise: str) -> Callable[[Callable[[], bool]], Probe]:
+    """A decorator: the function is the trial of a probe, which takes its place."""
+    return lambda works: Probe(feature=feature, names=names, otherwise=otherwise, works=works)
 
 
 def tested_span() -> str:

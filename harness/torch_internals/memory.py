@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.torch_internals.lookup import Probe
-
-__all__ = ["PROBES", "generator_address", "give_back", "keep_freed_memory", "out_of_memory", "storage_id", "tight_heap"]
+from harness.torch_internals.lookup import probe
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 """Parameters of glibc's mallopt, by malloc.h."""
@@ -79,16 +77,11 @@ def _glibc(name: str, *words: int) -> None:
         getattr(ctypes.CDLL(None), name)(*words)
 
 
+@probe(
+    "memory counted by storage",
+    names="UntypedStorage._cdata",
+    otherwise="the identity of the Python object stands for it",
+)
 def _one_storage_one_number() -> bool:
     whole = torch.empty(4, device="meta")
     return storage_id(whole) == storage_id(whole[1:]) != storage_id(torch.empty(4, device="meta"))
-
-
-PROBES = (
-    Probe(
-        feature="memory counted by storage",
-        names="UntypedStorage._cdata",
-        otherwise="the identity of the Python object stands for it",
-        works=_one_storage_one_number,
-    ),
-)

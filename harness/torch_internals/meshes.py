@@ -25,9 +25,7 @@ from typing import Any
 import torch.distributed.nn.functional  # noqa: F401
 from torch.distributed import device_mesh
 
-from harness.torch_internals.lookup import Probe
-
-__all__ = ["PROBES", "kept_apart"]
+from harness.torch_internals.lookup import probe
 
 _TABLES = {
     "torch.distributed.tensor._redistribute": ("_gen_transform_infos.cache_clear", "clear_redistribute_planner_cache"),
@@ -74,18 +72,13 @@ def _empty_tables() -> None:
                 target()
 
 
+@probe(
+    "meshes of rank threads kept apart",
+    names="torch.distributed.device_mesh.get_backend, threading; caches of torch.distributed.tensor",
+    otherwise="uneven shards of DTensor in the in-process engine may take another rank's cached plan",
+)
 def _tells_threads_apart() -> bool:
     module: Any = device_mesh
     with kept_apart(lambda: 3):
         threaded, number = module.get_backend(), module.threading.get_ident()
     return threaded == "threaded" and number % _RANKS == 3 and module.threading is threading
-
-
-PROBES = (
-    Probe(
-        feature="meshes of rank threads kept apart",
-        names="torch.distributed.device_mesh.get_backend, threading; caches of torch.distributed.tensor",
-        otherwise="uneven shards of DTensor in the in-process engine may take another rank's cached plan",
-        works=_tells_threads_apart,
-    ),
-)

@@ -1,4 +1,10 @@
-"""What a program finds on the meta device as on any other: the module of the device, and all collectives."""
+"""What a program finds on the meta device as on any other: the device's module, all collectives, fused attention.
+
+The fused kernel of attention saves q, k, v, the output and one number a row for backward; on meta torch would decompose
+it into products and a softmax and save every score, which no device does at real sizes. A mask of booleans becomes one
+of the dtype of q, as in torch's own kernels. Dropout, grouped heads without repetition and other ranks than four are
+left to the decomposition. Source: torch's `_fused_sdp_choice` of the CPU.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +17,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from harness.torch_internals.groups import fake_group
-from harness.torch_internals.lookup import Probe
+from harness.torch_internals.lookup import probe
 from harness.torch_internals.operators import arguments_of, dispatch_keys, has_kernel, kernels, operator_names
 
-__all__ = ["PROBES", "meta_device"]
+_aten: Any = torch.ops.aten
+FUSED: Any = getattr(_aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+"""The fused kernel, None where torch has none; then attention on meta is decomposed, and memory is overestimated."""
+FUSED_BACKWARD: Any = getattr(_aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
 
 
 @contextmanager
@@ -60,6 +70,11 @@ def _backend_of_meta() -> Iterator[None]:
         kind._get_backend = original
 
 
+@probe(
+    "coalesced collectives, batches of messages and device modules on the meta device",
+    names="torch._C.DispatchKeySet, DispatchKey.CPU; kernels of c10d for the CPU; ProcessGroup._get_backend",
+    otherwise="a dry run of FSDP2, DTensor, a coalesced collective or a batch of messages is unknown",
+)
 def _reaches_the_group() -> bool:
     tensors: list[Tensor] = [torch.ones(2, device="meta")]
     with meta_device():
@@ -69,11 +84,57 @@ def _reaches_the_group() -> bool:
     return isinstance(work, dist.Work) and device == 0 and backend is not None and not hasattr(torch, "meta")
 
 
-PROBES = (
-    Probe(
-        feature="coalesced collectives, batches of messages and device modules on the meta device",
-        names="torch._C.DispatchKeySet, DispatchKey.CPU; kernels of c10d for the CPU; ProcessGroup._get_backend",
-        otherwise="a dry run of FSDP2, DTensor, a coalesced collective or a batch of messages is unknown",
-        works=_reaches_the_group,
-    ),
+@contextmanager
+def fused_attention() -> Iterator[None]:
+    """Within it, attention on meta tensors takes the fused kernel, in every thread of this process.
+
+    Uses torch.ops.aten._scaled_dot_product_flash_attention_for_cpu and _scaled_dot_product_attention_math.
+    """
+    with kernels("aten", "AutogradMeta") as add:
+        if FUSED is not None:
+            add("scaled_dot_product_attention", _attention)
+        yield
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    mask = attn_mask
+    alike = query.dim() == key.dim() == value.dim() == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]
+    trained = mask is not None and mask.requires_grad
+    if not alike or query.shape[-1] != value.shape[-1] or dropout_p or trained or (mask is not None and is_causal):
+        whole, _scores = _aten._scaled_dot_product_attention_math(
+            query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+        )
+        return whole  # type: ignore[no-any-return]
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
+    out, _rows = FUSED(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
+    return out  # type: ignore[no-any-return]
+
+
+@probe(
+    "attention of dry runs by the fused kernel",
+    names="torch.ops.aten._scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_attention_math",
+    otherwise="attention is decomposed, and its memory overestimated",
 )
+def _saves_no_scores() -> bool:
+    """Backward of 8 queries of 4 numbers keeps q, k, v, out and a row of 8, and no 8 by 8 scores."""
+    q = torch.empty(1, 1, 8, 4, device="meta", requires_grad=True)
+    saved: list[tuple[int, ...]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tuple(tensor.shape))
+        return tensor
+
+    with fused_attention(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    return out.shape == q.shape and bool(saved) and all(shape[-2:] != (8, 8) for shape in saved)

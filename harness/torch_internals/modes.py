@@ -11,23 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.torch_internals.lookup import Probe
-
-__all__ = [
-    "PROBES",
-    "DispatchMode",
-    "FakeTensor",
-    "below_autograd",
-    "copy_each",
-    "leaves",
-    "mapped",
-    "modes_are_on",
-    "not_deterministic",
-    "past_modes",
-    "switches",
-    "take_themselves_apart",
-    "unseen",
-]
+from harness.torch_internals.lookup import probe
 
 DispatchMode = TorchDispatchMode
 """Sees every operator of its thread. torch.utils._python_dispatch.TorchDispatchMode, which the documentation names."""
@@ -133,6 +117,11 @@ class _Counting(DispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@probe(
+    "collectives of the in-process engine that autograd and modes do not see",
+    names="torch._C._AutoDispatchBelowAutograd _DisableTorchDispatch _len_torch_dispatch_stack; _foreach_copy_",
+    otherwise="torch.no_grad stands for it; dispatch modes see what collectives compute",
+)
 def _hides() -> bool:
     leaf, counting = torch.ones(2, requires_grad=True), _Counting()
     out = torch.zeros(2)
@@ -144,24 +133,13 @@ def _hides() -> bool:
     return counting.count == 1 and bool(on) and not modes_are_on() and version == 1 and not out.requires_grad
 
 
+@probe(
+    "threads used again",
+    names="torch._C._dispatch_tls_local_include_set _dispatch_tls_local_exclude_set",
+    otherwise="every rank gets a new thread, 0.3 ms each",
+)
 def _shows_switches() -> bool:
     before = switches()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = switches()
     return before == switches() != inside
-
-
-PROBES = (
-    Probe(
-        feature="collectives of the in-process engine that autograd and modes do not see",
-        names="torch._C._AutoDispatchBelowAutograd _DisableTorchDispatch _len_torch_dispatch_stack; _foreach_copy_",
-        otherwise="torch.no_grad stands for it; dispatch modes see what collectives compute",
-        works=_hides,
-    ),
-    Probe(
-        feature="threads used again",
-        names="torch._C._dispatch_tls_local_include_set _dispatch_tls_local_exclude_set",
-        otherwise="every rank gets a new thread, 0.3 ms each",
-        works=_shows_switches,
-    ),
-)

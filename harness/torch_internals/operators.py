@@ -11,24 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.torch_internals.groups import fake_group
-from harness.torch_internals.lookup import Probe, found
-
-__all__ = [
-    "BACKEND_SELECT",
-    "PROBES",
-    "Add",
-    "Argument",
-    "arguments_of",
-    "dispatch_keys",
-    "end_functional",
-    "full_name",
-    "has_kernel",
-    "kernels",
-    "makes_new",
-    "operator_names",
-    "packet_of",
-    "short_name",
-]
+from harness.torch_internals.lookup import found, probe
 
 _RECORDING = "recording on real backends"
 _GROUP = "c10d.ProcessGroup"
@@ -124,6 +107,11 @@ def end_functional(tensor: Tensor) -> None:
     torch.ops._c10d_functional.wait_tensor.default.redispatch(dispatch_keys("CompositeExplicitAutograd"), tensor)
 
 
+@probe(
+    "operators of collectives known by their schemas",
+    names="torch._C._dispatch_get_all_op_names OpOverload._schema _opname _overloadpacket",
+    otherwise="no recording on real backends: MachineError",
+)
 def _has_schemas() -> bool:
     names = operator_names("c10d")
     read = arguments_of(torch.ops.c10d.allgather_.default)
@@ -132,6 +120,11 @@ def _has_schemas() -> bool:
     return "allreduce_" in names and named and [tuple(argument) for argument in read[:3]] == wanted
 
 
+@probe(
+    "calls of real backends recorded at the dispatcher",
+    names="torch.library.Library._destroy torch._C.DispatchKey.BackendSelect OpOverload.redispatch",
+    otherwise="no recording on real backends: MachineError",
+)
 def _can_be_wrapped() -> bool:
     """A kernel at BackendSelect sees a call, passes it on, and is gone afterwards."""
     name, seen = "c10d::allreduce_", []
@@ -149,19 +142,3 @@ def _can_be_wrapped() -> bool:
         group.allreduce([torch.ones(3)], options).wait()
     group.allreduce([torch.ones(3)], options).wait()
     return seen == [3] and not has_kernel(name, "BackendSelect")
-
-
-PROBES = (
-    Probe(
-        feature="operators of collectives known by their schemas",
-        names="torch._C._dispatch_get_all_op_names OpOverload._schema _opname _overloadpacket",
-        otherwise="no recording on real backends: MachineError",
-        works=_has_schemas,
-    ),
-    Probe(
-        feature="calls of real backends recorded at the dispatcher",
-        names="torch.library.Library._destroy torch._C.DispatchKey.BackendSelect OpOverload.redispatch",
-        otherwise="no recording on real backends: MachineError",
-        works=_can_be_wrapped,
-    ),
-)

@@ -2,41 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
-
 from harness.torch_internals import (
     autograd,
     compiler,
     groups,
     memory,
     meshes,
-    meta_attention,
     meta_device,
     modes,
     operators,
-    redirect,
     tracing,
     world,
 )
 from harness.torch_internals.lookup import Probe
 
-__all__ = ["PROBES", "failing"]
-
-_PARTS = (
-    autograd,
-    compiler,
-    modes,
-    memory,
-    operators,
-    groups,
-    world,
-    redirect,
-    meshes,
-    meta_attention,
-    meta_device,
-    tracing,
-)
-PROBES: tuple[Probe, ...] = tuple(itertools.chain.from_iterable(part.PROBES for part in _PARTS))
+_PARTS = (autograd, compiler, modes, memory, operators, groups, world, meshes, meta_device, tracing)
+PROBES = tuple(probe for part in _PARTS for probe in vars(part).values() if isinstance(probe, Probe))
 
 
 def failing() -> tuple[Probe, ...]:

@@ -10,9 +10,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 from torch.profiler import profile
 
-from harness.torch_internals.lookup import Probe, found
-
-__all__ = ["PROBES", "default_store", "distributed_header", "flight_record"]
+from harness.torch_internals.lookup import found, probe
 
 default_store: Any = found(c10d, "_get_default_store", "waiting for all ranks without a call")
 """The store over which the ranks of the world met. Uses distributed_c10d._get_default_store."""
@@ -36,11 +34,10 @@ def flight_record() -> list[Mapping[str, Any]]:
     return sorted(entries, key=lambda entry: int(entry["record_id"]))
 
 
-PROBES = (
-    Probe(
-        feature="the Flight Recorder beside a torch trace",
-        names="torch._C._distributed_c10d._dump_fr_trace_json",
-        otherwise="`--profile torch` has the trace alone",
-        works=lambda: isinstance(flight_record(), list),
-    ),
+@probe(
+    "the Flight Recorder beside a torch trace",
+    names="torch._C._distributed_c10d._dump_fr_trace_json",
+    otherwise="`--profile torch` has the trace alone",
 )
+def _is_a_log() -> bool:
+    return isinstance(flight_record(), list)

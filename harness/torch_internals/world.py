@@ -2,7 +2,8 @@
 
 torch keeps its groups in one object, `distributed_c10d._world`, and one registry of names. `by_thread` changes the
 object's class for a time to one that answers each thread from its own tables and every other thread as before, and has
-the registry kept per thread.
+the registry kept per thread. `redirected` redirects torch's own functions inside torch's wrappers, so that names
+imported earlier are redirected as well.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from threading import Thread, get_ident
+from types import CellType
 from typing import Any
 
 import torch
@@ -22,31 +24,18 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from harness.errors import RequestError
-from harness.torch_internals.lookup import Probe, lacking
-
-__all__ = [
-    "PROBES",
-    "Maker",
-    "Tables",
-    "by_thread",
-    "group_of_ranks",
-    "groups_made_by",
-    "in_world_of",
-    "leave_world",
-    "not_waited_for",
-    "rank_tables",
-    "ranks_of",
-    "register",
-    "standing",
-]
+from harness.torch_internals.lookup import lacking, probe
 
 _FEATURE = "the in-process engine"
 _registry: Any = torch._C._distributed_c10d
-_TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag", "pg_coalesce_state")
+_TABLES = (
+    *("default_pg", "group_count", "pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg"),
+    *("pg_to_tag", "pg_coalesce_state"),
+)
 _NEEDED = {
     c10d: "_world _World _new_process_group_helper _find_pg_by_ranks_and_tag init_process_group split_group",
     _registry: "_register_process_group _unregister_all_process_groups _set_thread_isolation_mode",
-    getattr(c10d, "_World", object): " ".join(("default_pg", "group_count", *_TABLES)),
+    getattr(c10d, "_World", object): " ".join(_TABLES),
 }
 
 
@@ -66,15 +55,21 @@ class Tables:
     pg_coalesce_state: dict[Any, Any] = field(default_factory=dict)
 
 
-def _table(kind: Any, name: str) -> property:
-    """A table of `_World` that a rank thread has to itself."""
-    of_process = getattr(kind, name).fget
+def _of_thread(of_process: property, name: str) -> property:
+    """A property of `_World` that a rank thread has to itself."""
 
     def read(world: Any) -> Any:
         mine = world._ranks.get(get_ident())
-        return of_process(world) if mine is None else getattr(mine, name)
+        return of_process.__get__(world) if mine is None else getattr(mine, name)
 
-    return property(read)
+    def write(world: Any, value: Any) -> None:
+        mine = world._ranks.get(get_ident())
+        if mine is None:
+            of_process.__set__(world, value)
+        else:
+            setattr(mine, name, value)
+
+    return property(read, write)
 
 
 @functools.cache
@@ -83,39 +78,7 @@ def _ranked_world() -> type:
     if missing := _missing():
         raise lacking(_FEATURE, ", ".join(missing))
     kind: Any = c10d._World
-
-    class RankedWorld(kind):
-        """torch's world, answering a rank thread from that rank's tables."""
-
-        @property
-        def default_pg(self) -> Any:
-            mine = self._ranks.get(get_ident())
-            return kind.default_pg.fget(self) if mine is None else mine.default_pg
-
-        @default_pg.setter
-        def default_pg(self, group: Any) -> None:
-            mine = self._ranks.get(get_ident())
-            if mine is None:
-                kind.default_pg.fset(self, group)
-            else:
-                mine.default_pg = group
-
-        @property
-        def group_count(self) -> int:
-            mine = self._ranks.get(get_ident())
-            return int(kind.group_count.fget(self) if mine is None else mine.group_count)
-
-        @group_count.setter
-        def group_count(self, count: int) -> None:
-            mine = self._ranks.get(get_ident())
-            if mine is None:
-                kind.group_count.fset(self, count)
-            else:
-                mine.group_count = count
-
-    for name in _TABLES:
-        setattr(RankedWorld, name, _table(kind, name))
-    return RankedWorld
+    return type("RankedWorld", (kind,), {name: _of_thread(getattr(kind, name), name) for name in _TABLES})
 
 
 def _missing() -> list[str]:
@@ -253,6 +216,11 @@ def groups_made_by(maker: Callable[[Maker, inspect.BoundArguments], tuple[Any, A
         yield
 
 
+@probe(
+    "a world of torch.distributed for every rank thread",
+    names="torch.distributed.distributed_c10d._world _World, torch._C._distributed_c10d._set_thread_isolation_mode",
+    otherwise="no in-process engine: MachineError",
+)
 def _has_own_world() -> bool:
     with contextlib.suppress(RequestError), by_thread() as ranks:
         world: Any = c10d._world
@@ -265,22 +233,44 @@ def _has_own_world() -> bool:
     return rank_tables() is not None  # a run is active, so it works
 
 
+@probe(
+    "groups made by an engine",
+    names="torch.distributed.distributed_c10d._new_process_group_helper",
+    otherwise="neither the in-process engine nor the pool: MachineError",
+)
 def _names_its_arguments() -> bool:
     names = inspect.signature(c10d._new_process_group_helper).parameters
     return {"backend", "group_name", "global_ranks_in_group", "group_size"} <= set(names)
 
 
-PROBES = (
-    Probe(
-        feature="a world of torch.distributed for every rank thread",
-        names="torch.distributed.distributed_c10d._world _World, torch._C._distributed_c10d._set_thread_isolation_mode",
-        otherwise="no in-process engine: MachineError",
-        works=_has_own_world,
-    ),
-    Probe(
-        feature="groups made by an engine",
-        names="torch.distributed.distributed_c10d._new_process_group_helper",
-        otherwise="neither the in-process engine nor the pool: MachineError",
-        works=_names_its_arguments,
-    ),
+@contextmanager
+def redirected(function: Callable[..., Any], replacement: Callable[..., Any]) -> Iterator[None]:
+    """In the body, `function` is `replacement`, which is given the original first. Raises MachineError if it cannot."""
+    cell = _inner(function)
+    original = cell.cell_contents
+    cell.cell_contents = functools.update_wrapper(functools.partial(replacement, original), original)
+    try:
+        yield
+    finally:
+        cell.cell_contents = original
+
+
+def _inner(function: Callable[..., Any]) -> CellType:
+    """The cell through which torch's logging wrapper reaches the function itself."""
+    cells: tuple[CellType, ...] = getattr(function, "__closure__", None) or ()
+    for cell in cells:
+        if getattr(cell.cell_contents, "__name__", "") == function.__name__:
+            return cell
+    raise lacking("the world of an engine", f"wrapper that holds {function.__name__}")
+
+
+@probe(
+    "init_process_group and split_group redirected where user code imported them earlier",
+    names="the closure of torch's logging wrapper",
+    otherwise="neither the in-process engine nor the pool: MachineError",
 )
+def _is_redirected() -> bool:
+    calls: list[str] = []
+    with redirected(dist.init_process_group, lambda _original, *words, **_named: calls.append(str(*words))):
+        dist.init_process_group("nothing")
+    return calls == ["nothing"]

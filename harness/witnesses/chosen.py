@@ -22,8 +22,6 @@ from harness.recording.observations import Stepped, read
 from harness.recording.watch import Watch
 from harness.terms import ClosedForm, Term, closed_form
 
-__all__ = ["during", "step_ends", "steps_text", "terms_of"]
-
 
 def steps_text(steps: range) -> str:
     """The steps as they are requested: "2:4"."""

@@ -20,9 +20,7 @@ from typing import NamedTuple
 from harness.errors import MachineError
 from harness.ledger import OPS
 from harness.recording.ranges import DOMAIN
-from harness.witnesses.sighting import UNKNOWN, Sighting
-
-__all__ = ["read_database"]
+from harness.witnesses.agreement import UNKNOWN, Sighting
 
 _DOMAIN, _CATEGORY, _MARK = 75, 33, 34
 _SETTLED_BY = {"forward": "data", "step": "grad_sync"}

@@ -1,4 +1,10 @@
-"""What a rank does in a profiling session: warm up, run unwatched and timed, run once with recorder and witness.
+"""The process of a profiling session: its ranks warm up, run unwatched and timed, run once with recorder and witness.
+
+    python -m shardproof.child harness.witnesses.measured FOLDER
+
+It runs the cases of FOLDER/job.pickle, between the command and the ranks, so that a tool can be put around it.
+Ranks are spawned, one set of processes for all cases of a world size, and end in good order: a tool loses what a killed
+process saw last. Every rank leaves FOLDER/<case>/rank<r>.pickle, a `RankResult`.
 
 The witness is switched on around the last run alone, or around the chosen steps of it, so its trace holds the measured
 steps and no warm-up; seconds are of the same steps. `torch` leaves a Chrome trace and the Flight Recorder's entries of
@@ -9,6 +15,7 @@ Outcomes are kept as digests, since witnesses must not change one bit. Times are
 from __future__ import annotations
 
 import hashlib
+import pickle
 import resource
 import sys
 import time
@@ -20,38 +27,43 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import multiprocessing
+from torch.distributed import FileStore, PrefixStore
 
 from harness.engines.interposer import observing
 from harness.engines.rank_environment import rank_device
+from harness.engines.processes.rank_program import run_rank
 from harness.errors import MachineError
-from harness.ledger import Call, Event
+from harness.interpreter import spawned
+from harness.ledger import Event
 from harness.outcome.blocks import Block, localize
 from harness.protocols import CaseLike, Subject, case_text
 from harness.recording.ranges import Ranges, open_domain
 from harness.recording.recorder import Recorder
-from harness.recording.stopwatch import Stopwatch, stopwatch
+from harness.recording.spans import Stopwatch, stopwatch
 from harness.resolve import resolve
 from harness.subject import named_axes, session
 from harness.witnesses.chosen import during, step_ends
-from harness.witnesses.switches import Tracing, captured
+from harness.witnesses.switches import TorchTrace, captured
+from harness.witnesses.torch_trace import FLIGHT_SUFFIX, TRACE_SUFFIX
 
-__all__ = ["TOOLS", "WatchedRank", "Measurement", "digest", "measure"]
-
-TOOLS = ("torch", "nsys")
+_START_S = 60.0
+"""The processes of the ranks start and import: a busy machine takes its time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement:
-    """What is measured, in words that can be pickled; `folder` takes what the witness leaves, `steps` are the chosen
-    ones, None for all."""
+class SessionRequest:
+    """What a session runs: the subject by name, the cases, one tool ("torch" or "nsys"), how often each case runs
+    before and unwatched, and the steps that are watched and timed, None for whole runs.
+    """
 
-    case: CaseLike
     subject: str
-    device: str
+    cases: tuple[CaseLike, ...]
     tool: str
-    folder: str
+    device: str = "cpu"
     warmup: int = 1
     repeats: int = 3
+    timeout_s: float = 60.0
     steps: range | None = None
 
 
@@ -69,28 +81,70 @@ class WatchedRank:
     watched: str
 
 
-def measure(rank: int, measurement: Measurement) -> WatchedRank:
-    """Run the subject on this rank as the measurement says; torch.distributed is initialised."""
-    subject: Any = resolve(measurement.subject)
+def main(word: str) -> int:
+    """Run the job of this folder; exit status 1 when a rank did not come to its end in time."""
+    folder = Path(word)
+    left = folder / "job.pickle"
+    job: SessionRequest = pickle.loads(left.read_bytes())
+    left.unlink()
+    start, ended_well = multiprocessing.get_context("spawn"), True
+    for world_size in dict.fromkeys(case.world_size for case in job.cases):
+        count = sum(case.world_size == world_size for case in job.cases)
+        limit_s = time.monotonic() + _START_S + job.timeout_s * count
+        target = spawned(_rank)
+        ranks = [start.Process(target=target, args=(rank, world_size, folder, job)) for rank in range(world_size)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(max(limit_s - time.monotonic(), 0.0))
+        for process in ranks:
+            ended_well &= process.exitcode == 0
+            if process.is_alive():
+                process.kill()
+                process.join()
+    return 0 if ended_well else 1
+
+
+def _rank(rank: int, world_size: int, folder: Path, job: SessionRequest) -> None:
+    """All cases of one world size on one rank."""
+    store = FileStore(str(folder / f"store{world_size}"), world_size)
+    for index, case in enumerate(job.cases):
+        if case.world_size != world_size:
+            continue
+        own = folder / str(index)
+        end = run_rank(
+            measure,
+            (job, case, own),
+            rank=rank,
+            world_size=world_size,
+            store=PrefixStore(f"case{index}", store),
+            seed=case.seed,
+            timeout_s=job.timeout_s,
+        )
+        (own / f"rank{rank}.pickle").write_bytes(pickle.dumps(end))
+
+
+def measure(rank: int, job: SessionRequest, case: CaseLike, folder: Path) -> WatchedRank:
+    """Run the case on this rank as the job says, torch.distributed being initialised; the witness's files to `folder`.
+
+    Raises MachineError when the chosen steps are not there.
+    """
+    subject: Any = resolve(job.subject)
     with session(subject):
-        return _measured(rank, measurement, subject)
-
-
-def _measured(rank: int, measurement: Measurement, subject: Subject) -> WatchedRank:
-    program = _Program(subject, rank_device(measurement.device, rank), rank, measurement)
-    for _ in range(measurement.warmup):
-        program.run()
-    program.learn()
-    timed = []
-    for _ in range(max(measurement.repeats, 1)):
-        dist.barrier()
-        timed.append(program.timed())
-    events, calls, spent, watched = _watched(rank, measurement, program)
+        program = _Program(subject, rank_device(job.device, rank), case, job.steps)
+        for _ in range(job.warmup):
+            program.run()
+        program.learn(rank)
+        timed = []
+        for _ in range(max(job.repeats, 1)):
+            dist.barrier()
+            timed.append(program.timed())
+        events, calls, spent_s, watched = _watched(rank, job.tool, program, folder)
     return WatchedRank(
         events=events,
         calls=calls,
         seconds=tuple(seconds for seconds, _ in timed),
-        watched_s=spent,
+        watched_s=spent_s,
         peak_bytes=_peak_bytes(program.device),
         plain=timed[-1][1],
         watched=watched,
@@ -100,107 +154,76 @@ def _measured(rank: int, measurement: Measurement, subject: Subject) -> WatchedR
 class _Program:
     """The subject on this rank, as often as it is run, and the stretch of a run that counts: chosen steps, or all."""
 
-    def __init__(self, subject: Subject, device: torch.device, rank: int, measurement: Measurement) -> None:
-        self.subject, self.device = subject, device
-        self._case, self._rank, self._steps = measurement.case, rank, measurement.steps
+    def __init__(self, subject: Subject, device: torch.device, case: CaseLike, steps: range | None) -> None:
+        self.subject, self.device, self.case, self._steps = subject, device, case, steps
         self._ends: tuple[int, ...] = ()
 
     def run(self) -> Mapping[str, Any]:
         """One run."""
-        return self.subject(self._case, self.device)
+        return self.subject(self.case, self.device)
 
-    def learn(self) -> None:
+    def learn(self, rank: int) -> None:
         """See in one run more where steps end, if that matters."""
         if self._steps is not None:
-            self._ends = step_ends(self._rank, self.run)
-
-    def counting(self, make: Callable[[], AbstractContextManager[object]]) -> AbstractContextManager[object]:
-        """Around a run: inside of `make()` for the stretch that counts."""
-        return make() if self._steps is None else during(self._steps, self._ends, make)
+            self._ends = step_ends(rank, self.run)
 
     def timed(self, make: Callable[[], AbstractContextManager[object]] = nullcontext) -> tuple[float, str]:
         """Seconds of the stretch of one run, inside of `make()`, and the digest of what came out."""
-        clock = _Clock(stopwatch(self.device))
+        seconds: list[float] = []
 
         @contextmanager
         def stretch() -> Iterator[None]:
-            with make(), clock.running():
+            with make(), clocked(stopwatch(self.device), seconds):
                 yield
 
-        torch.manual_seed(self._case.seed)
-        with self.counting(stretch):
+        torch.manual_seed(self.case.seed)
+        with stretch() if self._steps is None else during(self._steps, self._ends, stretch):
             outcome = self.run()
-        if not clock.ran:
+        if not seconds:
             raise MachineError("the chosen steps of one run never began in the next one", ranks=(), positions=())
-        return clock.seconds, digest(localize(outcome))
+        return seconds[-1], digest(localize(outcome))
 
 
-class _Clock:
-    """Seconds of one stretch: by the device's stopwatch where there is one, else by the host's clock."""
-
-    def __init__(self, watch: Stopwatch | None) -> None:
-        self.seconds, self.ran = 0.0, False
-        self._watch = watch
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """The stretch."""
-        start_s = time.perf_counter()
-        first = None if self._watch is None else self._watch.mark()
-        yield
-        self.seconds, self.ran = time.perf_counter() - start_s, True
-        if self._watch is not None and first is not None:
-            self.seconds = self._watch.us(first, self._watch.mark()) / 1e6
+@contextmanager
+def clocked(watch: Stopwatch | None, seconds: list[float]) -> Iterator[None]:
+    """Append the seconds of the body: by the device's stopwatch where there is one, else by the host's clock."""
+    start_s = time.perf_counter()
+    first = None if watch is None else watch.mark()
+    yield
+    spent_s = time.perf_counter() - start_s
+    seconds.append(spent_s if watch is None or first is None else watch.us(first, watch.mark()) / 1e6)
 
 
-class _Count:
-    """Counts the calls of this rank (harness.ledger.Observer)."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def issued(self, _rank: int, _call: Call) -> int:
-        """One more."""
-        self.calls += 1
-        return 0
-
-    def completed(self, rank: int, ticket: int) -> None:
-        """Nothing to count."""
-
-
-def _watched(rank: int, measurement: Measurement, program: _Program) -> tuple[tuple[Event, ...], range, float, str]:
-    case, count = measurement.case, _Count()
-    ranges = Ranges(open_domain(), waiting=True) if measurement.tool == "nsys" else None
-    seen = list[tuple[int, int]]()
-    tracing = Tracing(rank, program.device)
+def _watched(rank: int, tool: str, program: _Program, folder: Path) -> tuple[tuple[Event, ...], range, float, str]:
+    """One run with recorder and witness: the ledger, the calls that the witness was there for, seconds, digest."""
+    case, device, seen = program.case, program.device, range(0)
+    ranges = Ranges(open_domain(), waiting=True) if tool == "nsys" else None
+    trace = TorchTrace(cuda=device.type == "cuda", stacks=True)
 
     @contextmanager
     def witness() -> Iterator[None]:
-        first = count.calls
+        nonlocal seen
+        first = recorder.calls(rank)
         with ExitStack() as there:
             if ranges is None:
-                there.enter_context(tracing.on())
+                there.enter_context(trace)
             else:
-                there.enter_context(captured(program.device))
+                there.enter_context(captured(device))
                 there.enter_context(ranges.drawn(rank))
             yield
-        seen.append((first, count.calls))
+        seen = range(first, recorder.calls(rank))
 
+    axes = named_axes(case, program.subject)
     with ExitStack() as watching:
         recorder = watching.enter_context(
-            Recorder(
-                *(case_text(case), case.mode, case.world_size, named_axes(case, program.subject)),
-                ranges=ranges,
-                stopwatch=stopwatch(program.device),
-            )
+            Recorder(case_text(case), case.mode, case.world_size, axes, ranges=ranges, stopwatch=stopwatch(device))
         )
-        for observer in (recorder, count):
-            watching.enter_context(observing(observer))
+        watching.enter_context(observing(recorder))
         watching.enter_context(recorder.on_rank(rank))
-        spent, watched = program.timed(witness)
+        spent_s, watched = program.timed(witness)
     if ranges is None:
-        tracing.write(Path(measurement.folder))
-    return tuple(recorder.events()), range(*seen[-1]), spent, watched
+        trace.write(folder / f"rank{rank}{TRACE_SUFFIX}", folder / f"rank{rank}{FLIGHT_SUFFIX}")
+    return tuple(recorder.events()), seen, spent_s, watched
 
 
 def _peak_bytes(device: torch.device) -> int:

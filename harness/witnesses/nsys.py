@@ -17,8 +17,6 @@ from pathlib import Path
 
 from harness.errors import MachineError
 
-__all__ = ["command", "database_of", "exported", "nsys_path", "on_gpus"]
-
 REPORT = "nsys"
 EXPORT_LIMIT_S = 120.0
 
@@ -40,7 +38,7 @@ def command(nsys: str, report: Path, program: Sequence[str], *, device: str = "c
 
 def on_gpus() -> str:
     """What `--device cuda --profile nsys` runs on a node with GPUs, where kernels are in the timeline too."""
-    program = ["python", "-m", "shardproof.child", "harness.witnesses.child", "FOLDER"]
+    program = ["python", "-m", "shardproof.child", "harness.witnesses.measured", "FOLDER"]
     return f"on a GPU node the session is: {shlex.join(command('nsys', Path(REPORT), program, device='cuda'))}"
 
 
@@ -92,33 +90,40 @@ def _importers(nsys: Path) -> Iterator[Path]:
         place = place.parent / os.readlink(place)
 
 
-def _run(words: Sequence[str], folder: Path, timeout_s: float, environment: Mapping[str, str] | None = None) -> None:
-    log = folder / "nsys.log"
+def run_to_end(words: Sequence[str], log: Path, limit_s: float, environment: Mapping[str, str] | None = None) -> int:
+    """The exit status of a program whose output goes to a log. When it takes too long, all that it started is killed.
+
+    Raises subprocess.TimeoutExpired then, OSError when it cannot be started.
+    """
+    with log.open("ab") as output:
+        running = subprocess.Popen(
+            words,
+            stdout=output,
+            stderr=output,
+            stdin=subprocess.DEVNULL,
+            env=None if environment is None else dict(environment),
+            start_new_session=True,  # so that nobody outlives it
+        )
     try:
-        with log.open("ab") as output:
-            # A session of its own, so that nobody outlives it when it takes too long.
-            running = subprocess.Popen(
-                words,
-                stdout=output,
-                stderr=output,
-                stdin=subprocess.DEVNULL,
-                env=None if environment is None else dict(environment),
-                start_new_session=True,
-            )
-    except OSError as problem:
-        raise _failed(f"{words[0]} cannot be run ({problem.strerror or problem})") from problem
-    try:
-        status = running.wait(timeout_s)
-    except subprocess.TimeoutExpired as problem:
-        raise _failed(f"{Path(words[0]).name} did not end within {timeout_s:.0f} s; {log} has its words") from problem
+        return running.wait(limit_s)
     finally:
         if running.poll() is None:
             os.killpg(running.pid, signal.SIGKILL)
             running.wait()
+
+
+def _run(words: Sequence[str], folder: Path, limit_s: float, environment: Mapping[str, str] | None = None) -> None:
+    log, name = folder / "nsys.log", Path(words[0]).name
+    try:
+        status = run_to_end(words, log, limit_s, environment)
+    except subprocess.TimeoutExpired as problem:
+        raise _failed(f"{name} did not end within {limit_s:.0f} s; {log} has its words") from problem
+    except OSError as problem:
+        raise _failed(f"{words[0]} cannot be run ({problem.strerror or problem})") from problem
     if status != 0:
         lines = log.read_text(errors="replace").strip().splitlines()
         last = f": {lines[-1].strip()}" if lines else ""
-        raise _failed(f"{Path(words[0]).name} ended with status {status}{last}")
+        raise _failed(f"{name} ended with status {status}{last}")
 
 
 def _failed(why: str) -> MachineError:

@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Phases", "nested"]
-
 NODE, MODULE, STEP, CHECKPOINT, CALL, QUIET, LOUD = (
     "node",
     "module",

@@ -1,6 +1,6 @@
 """Profiling sessions: the cases of a run once more, on processes of their own, each time with one witness switched on.
 
-A session is a child process (harness.witnesses.child), so that the tool is around all of it and nothing of the tool
+A session is a child process (harness.witnesses.measured), so that the tool is around all of it and nothing of the tool
 stays here. What it leaves is read and reconciled: the recorder's ledger of that very run, and the witness's sightings.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,14 +17,12 @@ from pathlib import Path
 from harness.engines.processes.rank_program import RankResult
 from harness.errors import MachineError, error_text
 from harness.protocols import CaseLike, case_text
+from harness.witnesses.agreement import Sighting
 from harness.witnesses.chosen import steps_text
 from harness.witnesses.database import read_database
-from harness.witnesses.measured import WatchedRank
-from harness.witnesses.nsys import database_of
-from harness.witnesses.sighting import Sighting
+from harness.witnesses.measured import SessionRequest, WatchedRank
+from harness.witnesses.nsys import database_of, run_to_end
 from harness.witnesses.torch_trace import read_traces
-
-__all__ = ["SessionRequest", "Session", "hold"]
 
 LIMIT_S = 60.0
 """Start of the processes and of the tool, beside the time of the cases."""
@@ -33,21 +30,6 @@ _ENVIRONMENT = {
     "TORCH_FR_BUFFER_SIZE": "200000",  # torch's own log of calls must reach back over the whole measured run
     "KINETO_LOG_LEVEL": "5",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionRequest:
-    """What a session runs: the subject by name, the cases, one tool, how often each runs before and unwatched, and
-    the steps that are watched and timed, None for whole runs."""
-
-    subject: str
-    cases: tuple[CaseLike, ...]
-    tool: str
-    device: str = "cpu"
-    warmup: int = 1
-    repeats: int = 3
-    timeout_s: float = 60.0
-    steps: range | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,26 +57,19 @@ def hold(job: SessionRequest, folder: Path) -> dict[str, Session]:
     for index in range(len(job.cases)):
         (folder / str(index)).mkdir(exist_ok=True)
     (folder / "job.pickle").write_bytes(pickle.dumps(job))
-    texts = [case_text(case) for case in job.cases]
-    program = [sys.executable, "-m", "shardproof.child", "harness.witnesses.child", str(folder)]
-    worlds = len({case.world_size for case in job.cases})
-    limit_s = LIMIT_S * (1 + worlds) + job.timeout_s * len(job.cases)
+    program = [sys.executable, "-m", "shardproof.child", "harness.witnesses.measured", str(folder)]
+    limit_s = LIMIT_S * (1 + len({case.world_size for case in job.cases})) + job.timeout_s * len(job.cases)
+    environment, in_database = {**os.environ, **_ENVIRONMENT}, None
     if job.tool == "nsys":
-        database = database_of(program, folder, device=job.device, timeout_s=limit_s, environment=_environment())
+        database = database_of(program, folder, device=job.device, timeout_s=limit_s, environment=environment)
         in_database = read_database(database)
-        return {
-            text: _session(job, folder / str(index), case, in_database.get(text, ()))
-            for index, (text, case) in enumerate(zip(texts, job.cases, strict=True))
-        }
-    _run(program, folder, limit_s)
+    else:
+        _run(program, folder, limit_s, environment)
     return {
-        text: _session(job, folder / str(index), case, None)
-        for index, (text, case) in enumerate(zip(texts, job.cases, strict=True))
+        text: _session(job, folder / str(index), case, None if in_database is None else in_database.get(text, ()))
+        for index, case in enumerate(job.cases)
+        for text in [case_text(case)]
     }
-
-
-def _environment() -> Mapping[str, str]:
-    return {**os.environ, **_ENVIRONMENT}
 
 
 def _session(job: SessionRequest, folder: Path, case: CaseLike, seen: Sequence[Sighting] | None) -> Session:
@@ -128,23 +103,11 @@ def _parted(steps: range | None, ranks: Sequence[WatchedRank]) -> str:
     return ""
 
 
-def _run(program: Sequence[str], folder: Path, limit_s: float) -> None:
+def _run(program: Sequence[str], folder: Path, limit_s: float, environment: Mapping[str, str]) -> None:
     """Run the child to its end; what it prints goes to a log, since it belongs to no table."""
-    with (folder / "session.log").open("ab") as log:
-        child = subprocess.Popen(
-            program,
-            stdout=log,
-            stderr=log,
-            stdin=subprocess.DEVNULL,
-            env=dict(_environment()),
-            start_new_session=True,
-        )
+    log = folder / "session.log"
     try:
-        child.wait(limit_s)
+        run_to_end(program, log, limit_s, environment)
     except subprocess.TimeoutExpired as problem:
-        why = f"the session did not end within {limit_s:.0f} s; {folder / 'session.log'} has its words"
+        why = f"the session did not end within {limit_s:.0f} s; {log} has its words"
         raise MachineError(f"witness torch is missing: {why}", ranks=(), positions=()) from problem
-    finally:
-        if child.poll() is None:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.wait()

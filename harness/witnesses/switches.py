@@ -1,8 +1,4 @@
-"""Switches a witness on and off over one stretch of a rank's run: the torch profiler, and nsys's capture on a GPU.
-
-The torch profiler leaves a Chrome trace and beside it the Flight Recorder's entries of the same stretch, which is
-torch's own log of calls. They are written when the run is over, since that takes seconds.
-"""
+"""Switches a witness on and off over one stretch of a rank's run: the torch profiler, and nsys's capture on a GPU."""
 
 from __future__ import annotations
 
@@ -10,16 +6,13 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from harness.torch_internals.tracing import default_store, distributed_header, flight_record
-from harness.witnesses.torch_trace import FLIGHT_SUFFIX, TRACE_SUFFIX
-
-__all__ = ["Tracing", "captured"]
 
 
 @contextmanager
@@ -44,32 +37,35 @@ def _together(what: str) -> None:
     store.wait([f"{what}/{rank}" for rank in ranks])
 
 
-class Tracing:
-    """The torch profiler and the Flight Recorder over one stretch of this rank's run."""
+class TorchTrace:
+    """The torch profiler over the stretch for which it is entered, and beside it torch's own log of the same calls (its
+    Flight Recorder). Both are written later, since that takes seconds.
+    """
 
-    def __init__(self, rank: int, device: torch.device) -> None:
-        self._rank, self._device = rank, device
-        self._profile: profile | None = None
+    def __init__(self, *, cuda: bool, stacks: bool = False) -> None:
+        self._cuda, self._stacks = cuda, stacks
+        self._header: Mapping[str, Any] = {}
         self._entries: list[Mapping[str, Any]] = []
 
-    @contextmanager
-    def on(self) -> Iterator[None]:
-        """The stretch."""
-        activities = [ProfilerActivity.CPU]
-        if self._device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        before = max((entry["record_id"] for entry in flight_record()), default=-1)
-        with profile(activities=activities, record_shapes=True, with_stack=True) as traced:
-            yield
-            # Once more at the end: the header of the beginning lacks the groups that the body made.
-            if header := distributed_header(traced):
-                traced.add_metadata_json("distributedInfo", json.dumps(header))
-        self._entries = [entry for entry in flight_record() if entry["record_id"] > before]
-        self._profile = traced
+    def __enter__(self) -> Self:
+        self._before = max((int(entry["record_id"]) for entry in flight_record()), default=-1)
+        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
+        self._profile = profile(activities=kinds, record_shapes=True, with_stack=self._stacks)
+        self._profile.start()
+        return self
 
-    def write(self, folder: Path) -> None:
-        """Write the Chrome trace and the entries."""
-        if self._profile is not None:
-            self._profile.export_chrome_trace(str(folder / f"rank{self._rank}{TRACE_SUFFIX}"))
-            text = json.dumps({"entries": self._entries})
-            (folder / f"rank{self._rank}{FLIGHT_SUFFIX}").write_text(text, encoding="utf-8")
+    def note_groups(self) -> None:
+        """Note the groups that there are now: what the profiler wrote at its start lacks those made since."""
+        self._header = distributed_header(self._profile) or self._header  # the world may be destroyed by now
+
+    def __exit__(self, *_: object) -> None:
+        self.note_groups()
+        if self._header:
+            self._profile.add_metadata_json("distributedInfo", json.dumps(self._header))
+        self._profile.stop()
+        self._entries = [entry for entry in flight_record() if int(entry["record_id"]) > self._before]
+
+    def write(self, trace: Path, flight: Path) -> None:
+        """Write the Chrome trace and the entries of the Flight Recorder."""
+        self._profile.export_chrome_trace(str(trace))
+        flight.write_text(json.dumps({"entries": self._entries}), encoding="utf-8")

@@ -18,10 +18,8 @@ from math import comb
 from pathlib import Path
 from typing import Any
 
-from harness.witnesses.sighting import Sighting
+from harness.witnesses.agreement import Sighting
 from harness.witnesses.torch_trace import TRACE_SUFFIX, backend_word
-
-__all__ = ["Spread", "Timed", "spread", "timed"]
 
 Span = tuple[float, float]
 _ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}

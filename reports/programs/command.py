@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from harness.errors import RequestError
-from harness.programs.launch import check_startable, environment_of, replace_by, with_tools
-from harness.programs.options import request_of
+from harness.programs.launch import check_startable, environment_of, replace_by, request_of, with_tools
 from harness.programs.session import new_session
 
 __all__ = ["main"]

@@ -10,8 +10,7 @@ from typing import Any
 
 from harness.errors import MachineError
 from harness.programs.execution_trace import TracedOperator, Used, flops, nodes_of, used
-from harness.programs.kineto import OPERATOR_STEPS
-from harness.programs.stated import EXECUTION_SUFFIX
+from harness.programs.kineto import EXECUTION_SUFFIX, OPERATOR_STEPS
 from reports.programs.figures import steps
 from reports.stored import parts
 from reports.stored.frames import Run

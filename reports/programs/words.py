@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from harness.programs.options import add_options
+from harness.programs.launch import add_options
 
 __all__ = ["add_hang", "add_record"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -81,14 +80,3 @@ def test_a_case_is_proved_and_run_by_words(tmp_path: Path) -> None:
         shardproof.prove("mode=zz", "parallel.subject:subject")
     with pytest.raises(shardproof.RequestError, match="engine=steam: is not a known engine"):
         shardproof.run([TINY], "parallel.subject:subject", engine="steam", out=tmp_path)
-
-
-@pytest.mark.parametrize("former", ["harness.outcome:Shard", "harness.recording.moments:phase"])
-def test_a_former_place_forwards_and_names_the_new_one(former: str) -> None:
-    module, _, name = former.partition(":")
-    with pytest.warns(DeprecationWarning, match=f"^{module}.{name} is now shardproof.{name}$") as warned:
-        found = getattr(import_module(module), name)
-    assert found is getattr(shardproof, name)
-    assert Path(warned[0].filename) == Path(__file__), "the line that is to be changed"
-    with pytest.raises(AttributeError, match=f"module '{module}' has no attribute 'nothing'"):
-        getattr(import_module(module), "nothing")  # noqa: B009

@@ -28,7 +28,7 @@ from harness.engines.calls.callers import raised_at
 from harness.engines.engine import Program
 from harness.engines.rank_environment import environment_of, in_environment
 from harness.errors import error_text
-from harness.torch_internals.redirect import redirected
+from harness.torch_internals.world import redirected
 
 _SLACK_S = 30.0
 """How much longer than the run torch waits: the engine's own limit comes first and reports more."""

@@ -28,7 +28,6 @@ from harness.engines.threads.own_threads import followed
 from harness.engines.threads.process_group import InprocGroup
 from harness.engines.threads.state.environ import OwnWords, environ_by_rank
 from harness.torch_internals.meshes import kept_apart
-from harness.torch_internals.redirect import redirected
 from harness.torch_internals.world import (
     Maker,
     Tables,
@@ -36,6 +35,7 @@ from harness.torch_internals.world import (
     group_of_ranks,
     groups_made_by,
     rank_tables,
+    redirected,
     register,
 )
 

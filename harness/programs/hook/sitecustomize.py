@@ -1,7 +1,7 @@
 """Imported by Python at the start of every process of a recorded program; the program's own sitecustomize still runs.
 
 It imports nothing of torch. Once the program imports torch.distributed, `init_process_group` is replaced by one that
-calls it and then starts the recorder (harness.programs.arming). Whatever goes wrong here is one line on standard
+calls it and then starts the recorder (harness.programs.session). Whatever goes wrong here is one line on standard
 error; the program runs on without being recorded.
 """
 
@@ -45,7 +45,7 @@ def _arm(module: ModuleType) -> None:
         if _HOME not in sys.path:
             sys.path.append(_HOME)  # behind the program's own: it must not find others than without us
         importlib.import_module("shardproof.rooms").lead("harness")
-        from harness.programs.arming import arm  # noqa: PLC0415  (only a process that communicates pays for it)
+        from harness.programs.session import arm  # noqa: PLC0415  (only a process that communicates pays for it)
 
         arm(module)
     except Exception as problem:

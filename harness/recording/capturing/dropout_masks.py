@@ -22,8 +22,6 @@ from harness.subject import NamedSubject, called
 from harness.torch_internals.autograd import current_task
 from harness.torch_internals.modes import DispatchMode, FakeTensor, take_themselves_apart
 
-__all__ = ["Draw", "DropoutProbe", "WithMasks", "taken_out"]
-
 aten = torch.ops.aten
 _BERNOULLI, _NATIVE = aten.bernoulli_.float, aten.native_dropout.default
 _FORWARD, _BACKWARD = "dropout.drawn", "dropout.drawn_anew"

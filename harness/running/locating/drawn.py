@@ -1,6 +1,6 @@
 """Numbers that the ranks of a failed case draw in forward and its truth does not: where they are, nothing can agree.
 
-One more run of ranks and truth, in which every draw is noted (harness.recording.capturing.drawn_numbers), of a case
+One more run of ranks and truth, in which every draw is noted (harness.recording.capturing.operator_probes), of a case
 whose forward is wrong. Numbers that the truth is given (masks of dropout, initial values) are no such ones. The decoder
 draws none, so its ranks are looked at only where the random streams of the process were touched.
 """
@@ -14,7 +14,7 @@ from harness.checking.evidence import Evidence
 from harness.checking.measures.tolerance import is_state, kind_of
 from harness.errors import ShardproofError
 from harness.protocols import CaseLike, case_text, unsaved
-from harness.recording.capturing.drawn_numbers import Drawing, DrawnNumbers, Numbers
+from harness.recording.capturing.operator_probes import Drawing, DrawnNumbers, Numbers
 from harness.running.ranks.execution import execute
 from harness.running.trials.trial import Trial
 from harness.running.truth.own_truth import EXACT, OwnTruth, one_rank

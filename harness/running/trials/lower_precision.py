@@ -21,7 +21,7 @@ from harness.checking.measures.tolerance import Measured, epsilon, is_state, ste
 from harness.checking.numeric_checks import NUMERIC_KINDS
 from harness.errors import MachineError, ProgramError, RequestError
 from harness.protocols import CaseLike, case_text
-from harness.recording.capturing.islands import Island, NarrowProbe, Probed, narrower
+from harness.recording.capturing.operator_probes import Island, NarrowProbe, Probed, narrower
 from harness.running.ranks.execution import execute
 from harness.running.trials.trial import Trial
 from harness.running.truth.own_truth import one_rank

@@ -21,9 +21,8 @@ from harness.ledger import Event
 from harness.protocols import TermLike
 from harness.running.summary import summarize
 from harness.terms import FIELDS, Term, closed_form
-from harness.witnesses.agreement import CLOSED_FORM, agreement
+from harness.witnesses.agreement import CLOSED_FORM, agreement, of_ledger
 from harness.witnesses.chosen import terms_of
-from harness.witnesses.sighting import of_ledger
 from tests.harness.toy_evidence import TERMS, altered, case, events, evidence, without
 
 EVENTS = events()

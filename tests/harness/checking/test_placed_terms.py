@@ -16,9 +16,8 @@ from harness.predicting.figures import traffic
 from harness.running.proof import CaseResult, prove
 from harness.running.summary import summarize
 from harness.terms import Term, closed_forms
-from harness.witnesses.agreement import agreement
+from harness.witnesses.agreement import agreement, of_ledger
 from harness.witnesses.chosen import terms_of
-from harness.witnesses.sighting import of_ledger
 from reference.case import Case
 from tests.harness.toy_subjects import right
 

@@ -15,7 +15,7 @@ from harness.engines.processes.forked.pool import PoolEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import Call
 from harness.recording.recorder import Recorder
-from harness.recording.stopwatch import stopwatch
+from harness.recording.spans import stopwatch
 from harness.running.proof import prove
 from harness.running.ranks.execution import execute
 from harness.running.request import Request

@@ -15,8 +15,16 @@ import torch
 from torch.distributed import distributed_c10d
 
 from harness.errors import RequestError
-from harness.programs.arming import arm
-from harness.programs.session import VARIABLE, Options, ProgramSession, shared_session, silence_of, steps_of, tools_of
+from harness.programs.session import (
+    VARIABLE,
+    Options,
+    ProgramSession,
+    arm,
+    shared_session,
+    silence_of,
+    steps_of,
+    tools_of,
+)
 from reports.stored.frames import load
 from tests.forked import started
 from tests.harness.programs.launched import environment

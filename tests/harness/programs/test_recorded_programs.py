@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.witnesses.agreement import agreement
+from harness.witnesses.agreement import agreement, of_ledger
 from harness.witnesses.database import read_database
 from harness.witnesses.nsys import exported, nsys_path
-from harness.witnesses.sighting import of_ledger
 from harness.witnesses.torch_trace import read_traces
 from reports.comparing.comparison import compare
 from reports.comparing.snapshot import snapshot

@@ -15,9 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import Event
-from harness.programs import bounded, stream
+from harness.programs import stream
 from harness.programs.session import ProgramSession
 from harness.programs.stream import EventStream
+from harness.recording import attribution, lanes
+from harness.recording.naming import Paths
 from harness.recording.recorder import Recorded, Recorder
 from harness.recording.watch import Emit
 
@@ -114,8 +116,8 @@ def test_chosen_steps_are_written_and_no_others() -> None:
 
 
 def test_memory_does_not_grow_with_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded, "_MARKS", 200)
-    monkeypatch.setattr(bounded, "_TASKS", 20)
+    monkeypatch.setattr(lanes, "_MARKS", 200)
+    monkeypatch.setattr(lanes, "_TASKS", 20)
     monkeypatch.setattr(stream, "_OFTEN", 100)
     sizes: dict[int, int] = {}
 
@@ -139,11 +141,11 @@ def test_memory_does_not_grow_with_steps(monkeypatch: pytest.MonkeyPatch) -> Non
         assert len(one._open) <= 8
         assert len(attribution.sites) <= 8
         assert all(len(lane.numbers) < 2 * 200 + 100 for lane in attribution._lanes.values())
-        assert len(attribution._made_in) <= 20 + 100
+        assert len(attribution._lanes.made_in) <= 20 + 100
 
 
 def test_a_program_of_calls_alone_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded, "_PENDING", 50)
+    monkeypatch.setattr(attribution, "_PENDING", 50)
     monkeypatch.setattr(stream, "_OFTEN", 10)
 
     def program(rank: int) -> None:
@@ -159,7 +161,7 @@ def test_a_program_of_calls_alone_does_not_wait_for_ever(monkeypatch: pytest.Mon
 
 
 def test_models_that_are_made_anew_each_step_are_forgotten() -> None:
-    paths = bounded.BoundedAttribution().paths
+    paths = Paths()
     for _step in range(50):
         paths.add(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     assert len(paths._of_module) <= 3 * 2

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.recording.annotations import phase, region
-from harness.recording.recorder import Recorder
+from harness.recording.enclosing import phase, region
 from tests.harness.recording.toy_calls import Linear, Model, Speak, Voice, backward, forward, input_BD, record, told
 
 
@@ -207,7 +206,7 @@ def test_user_code_may_say_phase_and_region_itself() -> None:
         with phase("data"):
             model(input_BD())
             voice.say()
-        with Recorder.region("layers.1"), Recorder.phase("grad_sync"):
+        with region("layers.1"), phase("grad_sync"):
             voice.say()
             with phase("step"):
                 voice.say()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from harness.recording.capturing.capture import Capture
+from harness.recording.capturing.module_calls import Capture
 
 
 class Layer(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -12,10 +11,9 @@ from torch import Tensor, nn
 
 from harness.checking.evidence import PASS
 from harness.checking.ledger_checks import ledger
-from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import NO_UPDATE, Event
-from harness.recording.recorder import Recorder
 from reference.case import Case
+from tests.harness.recording.toy_calls import recorded
 from tests.harness.toy_evidence import evidence
 
 STEPS, MICRO, LR = 3, 2, 0.1
@@ -68,18 +66,6 @@ class Tokens(nn.Module):
         """Tokens [B] to [B, 2]."""
         made: Tensor = self.head(self.embedding(tokens))
         return made
-
-
-def recorded(program: Callable[[int], object], **axes: Any) -> list[Event]:
-    """The events of both ranks."""
-
-    def on_rank(rank: int) -> None:
-        with recorder.on_rank(rank):
-            program(rank)
-
-    with InprocEngine() as engine, Recorder("seed=0", "tp", 2, axes or {"dp": ((0, 1),)}) as recorder:
-        engine.run(on_rank, world_size=2, observer=recorder)
-    return recorder.events()
 
 
 def places(events: list[Event], rank: int = 0) -> list[tuple[str, str, int]]:

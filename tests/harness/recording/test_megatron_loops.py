@@ -14,10 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.engines.threads.inproc import InprocEngine
-from harness.ledger import Event
-from harness.recording.recorder import Recorder
 from harness.torch_internals.cuda_on_cpu import cuda_on_cpu
+from tests.harness.recording.toy_calls import recorded
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Megatron's own, at import
@@ -66,19 +64,7 @@ def forward(_data: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], tuple[Te
     return model(tokens, tokens, mask, labels=tokens), lambda out: (out.mean(), {"loss": out.detach().mean()})
 
 
-def ran(program: Callable[[], object], world_size: int, **axes: tuple[tuple[int, ...], ...]) -> list[Event]:
-    """The events of all ranks."""
-
-    def on_rank(rank: int) -> None:
-        with recorder.on_rank(rank):
-            program()
-
-    with InprocEngine() as engine, Recorder("", "", world_size, axes) as recorder:
-        engine.run(on_rank, world_size=world_size, observer=recorder, per_rank=STATE)
-    return recorder.events()
-
-
-def pipeline() -> None:
+def pipeline(_rank: int) -> None:
     """Two stages, two data ranks: 1F1B with tied embeddings, and the distributed optimizer with clipping."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     model_parallel_cuda_manual_seed(0)
@@ -116,7 +102,8 @@ def pipeline() -> None:
 
 def test_the_1f1b_schedule_and_the_distributed_optimizer() -> None:
     alone = ((0,), (1,), (2,), (3,))
-    events = ran(pipeline, 4, tp=alone, cp=alone, dp=((0, 1), (2, 3)), pp=((0, 2), (1, 3)))
+    axes = {"tp": alone, "cp": alone, "dp": ((0, 1), (2, 3)), "pp": ((0, 2), (1, 3))}
+    events = recorded(pipeline, 4, per_rank=STATE, **axes)
     assert not [event.doubts for event in events if event.doubts]
     update = [
         ("reduce_scatter", "grad_sync", "dp"),

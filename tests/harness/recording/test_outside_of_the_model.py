@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.harness.recording.test_manual_updates import LR, MICRO, STEPS, gradient, in_data, recorded
+from tests.harness.recording.test_manual_updates import LR, MICRO, STEPS, gradient, in_data
 from tests.harness.recording.test_sharded_optimizers import padded
+from tests.harness.recording.toy_calls import recorded
 
 
 class Talking(nn.Linear):

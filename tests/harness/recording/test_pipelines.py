@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import Event
-from harness.recording.recorder import Recorder
 from tests.harness.recording.test_manual_updates import gradient, in_data
+from tests.harness.recording.toy_calls import recorded
 
 STEPS, MICRO, WIDTH = 2, 5, 4
 Message = tuple[str, int, int]
@@ -79,15 +78,9 @@ class Stage:
 
 
 def ran(program: Callable[[int], object], world_size: int, **axes: tuple[tuple[int, ...], ...]) -> list[list[Event]]:
-    """The events of every rank."""
-
-    def on_rank(rank: int) -> None:
-        with recorder.on_rank(rank):
-            program(rank)
-
-    with InprocEngine() as engine, Recorder("", "", world_size, axes) as recorder:
-        engine.run(on_rank, world_size=world_size, observer=recorder)
-    return [[event for event in recorder.events() if event.rank == rank] for rank in range(world_size)]
+    """The events of every rank; no axis by default."""
+    events = recorded(program, world_size, **axes or {"pp": ()})
+    return [[event for event in events if event.rank == rank] for rank in range(world_size)]
 
 
 def messages(events: list[Event]) -> list[Message]:

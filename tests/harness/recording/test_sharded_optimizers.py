@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from harness.ledger import EITHER_GATHER
-from tests.harness.recording.test_manual_updates import LR, STEPS, gradient, in_data, places, recorded
+from tests.harness.recording.test_manual_updates import LR, STEPS, gradient, in_data, places
+from tests.harness.recording.toy_calls import recorded
 
 Place = tuple[str, str, int]
 

@@ -17,20 +17,11 @@ from harness.engines.calls.signature import call_of
 from harness.engines.interposer import Interposer
 from harness.ledger import Call, Event
 from harness.recording.recorder import Recorder
-from harness.recording.stopwatch import Stopwatch, stopwatch
-from harness.witnesses.measured import _Clock
+from harness.recording.spans import Stopwatch, stopwatch
+from harness.witnesses.measured import clocked
+from tests.harness.recording.toy_calls import a_call
 
-CALL = Call(
-    op="all_reduce",
-    reduce_op="sum",
-    group=(0, 1),
-    group_desc="tp",
-    dtype="float32",
-    shapes=((4,),),
-    payload_bytes=16,
-    is_async=False,
-    device="cuda",
-)
+CALL = a_call(device="cuda")
 
 
 @dataclass
@@ -92,11 +83,10 @@ def test_a_call_lasts_as_long_as_its_stream_says_and_starts_when_its_stream_came
 
 def test_a_measured_stretch_is_the_streams() -> None:
     device = _Device()
-    clock = _Clock(device.watch())
-    with clock.running():
+    seconds: list[float] = []
+    with clocked(device.watch(), seconds):
         device.work(120)
-    assert clock.ran
-    assert clock.seconds == pytest.approx(0.120)
+    assert seconds == [pytest.approx(0.120)]
 
 
 def test_a_cpu_needs_no_stopwatch() -> None:

@@ -6,12 +6,13 @@ Tensors are [2, 4] float32; every call's payload is 32 bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import Call, Event, Observer
 from harness.recording.recorder import Recorder
 
@@ -19,6 +20,12 @@ Told = tuple[int, int, str, str]
 """Step, micro-batch, phase, region."""
 LEAVES = ("layers.0.a", "layers.0.b", "layers.1.a", "layers.1.b")
 """The modules of `Model` that speak, in the order of its forward."""
+
+
+def a_call(op: str = "all_reduce", **words: Any) -> Call:
+    """A call of 32 bytes in a group of ranks 0 and 1, with other words if there are any."""
+    plain: dict[str, Any] = {"reduce_op": "sum", "group": (0, 1), "group_desc": "tp", "dtype": "float32"}
+    return Call(op=op, **plain | {"shapes": ((2, 4),), "payload_bytes": 32, "is_async": False} | words)
 
 
 class Voice:
@@ -30,17 +37,7 @@ class Voice:
 
     def say(self, op: str = "all_reduce", *, is_async: bool = False) -> None:
         """Tell of one call that completes at once."""
-        call = Call(
-            op=op,
-            reduce_op="sum",
-            group=(0, 1),
-            group_desc="tp",
-            dtype="float32",
-            shapes=((2, 4),),
-            payload_bytes=32,
-            is_async=is_async,
-        )
-        self.observer.completed(self.rank, self.observer.issued(self.rank, call))
+        self.observer.completed(self.rank, self.observer.issued(self.rank, a_call(op, is_async=is_async)))
 
 
 class Speak(torch.autograd.Function):
@@ -117,6 +114,21 @@ def record(program: Callable[[Voice], object]) -> list[Event]:
     """The events of one rank that runs `program(voice)` under a recorder."""
     with Recorder("seed=0", "tp", 2, {"tp": ((0, 1),)}) as recorder, recorder.on_rank(0):
         program(Voice(recorder))
+    return recorder.events()
+
+
+def recorded(
+    program: Callable[[int], object], world_size: int = 2, *, per_rank: Sequence[str] = (), **axes: Any
+) -> list[Event]:
+    """The events of all ranks, which run `program(rank)` in the in-process engine; the axis is dp by default."""
+
+    def on_rank(rank: int) -> None:
+        with recorder.on_rank(rank):
+            program(rank)
+
+    axes = axes or {"dp": (tuple(range(world_size)),)}
+    with InprocEngine() as engine, Recorder("seed=0", "tp", world_size, axes) as recorder:
+        engine.run(on_rank, world_size=world_size, observer=recorder, per_rank=per_rank)
     return recorder.events()
 
 

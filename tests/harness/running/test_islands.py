@@ -13,7 +13,7 @@ from torch import Tensor
 
 from harness.cases import read_case
 from harness.engines.threads.inproc import InprocEngine
-from harness.recording.capturing.islands import Probed
+from harness.recording.capturing.operator_probes import Probed
 from harness.running.proof import prove
 from harness.running.ranks.execution import execute
 from harness.subject import case_of, named

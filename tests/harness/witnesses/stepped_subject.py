@@ -1,11 +1,13 @@
 """A subject of several steps, each with two optimizers, and a slip in the step that the case's seed names.
 
+Its layers change views of their input in place, which full backward hooks on modules refuse.
 Its steps end with the second optimizer, which communicates; what it calls between a step and the next forward is data.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,10 +15,59 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.protocols import CaseLike
-from tests.harness.witnesses.viewed_subject import WIDTH, Halves, Term
 
+WIDTH = 8
 CALLS = 6
 """Calls of every step on a rank: one of data, one in each direction of two layers, one of the optimizer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """A line of the closed form."""
+
+    phase: str
+    region: str
+    payload_bytes: int
+    calls: int = 1
+    op: str = "all_reduce"
+    reduce_op: str = "sum"
+    axis: str = "tp"
+    group_size: int = 2
+    dtype: str = "float32"
+
+
+class _Summed(torch.autograd.Function):
+    """Sum over the ranks, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        del ctx
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        del ctx
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+class Halves(nn.Module):
+    """Doubles one half of what comes in, in place, and sums over the ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A view of a view, changed in place."""
+        y: Tensor = self.linear(x)
+        y.view(-1, 2, WIDTH // 2)[:, 0].mul_(2.0)
+        summed: Tensor = _Summed.apply(y)
+        summed[:, : WIDTH // 2].add_(1.0)
+        return summed.view(-1, WIDTH)
 
 
 class _Agreeing(torch.optim.SGD):

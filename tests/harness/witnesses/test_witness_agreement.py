@@ -2,16 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 
 from harness.checking.evidence import FAIL, PASS
 from harness.checking.witness_checks import finding
-from harness.witnesses.agreement import agreement
-from harness.witnesses.sighting import UNKNOWN
-from tests.harness.witnesses.toy_sightings import EVENTS, LEDGER, TERMS, Seen, changed, doubled, dropped, swapped
+from harness.diagnosing.witness_lines import diagnosed, in_six_lines
+from harness.ledger import Event
+from harness.protocols import CaseLike
+from harness.running.witnessing import Told, Witnesses
+from harness.witnesses.agreement import UNKNOWN, Sighting, agreement, of_ledger
+from harness.witnesses.measured import WatchedRank
+from harness.witnesses.session import Session
+from reference.case import Case
+
+AXES = {"tp": ((0, 1), (2, 3)), "dp": ((0, 2), (1, 3))}
+PLAN = (
+    ("data", "", "broadcast", "tp", 8),
+    ("forward", "layers.0.mlp", "all_reduce", "tp", 64),
+    ("backward", "layers.0.mlp", "all_gather", "tp", 128),
+    ("grad_sync", "", "all_reduce", "dp", 256),
+)
+Seen = list[Sighting]
+
+
+@dataclass(frozen=True)
+class Term:
+    """A line of a closed form."""
+
+    phase: str
+    region: str
+    op: str
+    axis: str
+    payload_bytes: int
+    calls: int = 1
+    reduce_op: str = ""
+    group_size: int = 2
+    dtype: str = "float32"
+
+
+def event(rank: int, index: int, phase: str, region: str, op: str, axis: str, payload_bytes: int) -> Event:
+    """One call of the plan as an event."""
+    return Event(
+        case="c",
+        mode="tp",
+        world_size=4,
+        rank=rank,
+        step=0,
+        microbatch=0,
+        phase=phase,
+        region=region,
+        op=op,
+        reduce_op="",
+        axis=axis,
+        group_size=2,
+        dtype="float32",
+        shape="",
+        payload_bytes=payload_bytes,
+        wire_bytes=0,
+        is_async=False,
+        call_index=index,
+        start_us=0.0,
+        duration_us=0.0,
+        caller="",
+        group=next(ranks for ranks in AXES[axis] if rank in ranks),
+    )
+
+
+EVENTS = [event(rank, index, *line) for rank in range(4) for index, line in enumerate(PLAN)]
+TERMS = [Term(*line) for line in PLAN]
+LEDGER = of_ledger(EVENTS)
+
+
+def changed(seen: Seen, rank: int, index: int, **words: object) -> Seen:
+    """One sighting with other words."""
+    return [replace(s, **words) if (s.rank, s.index) == (rank, index) else s for s in seen]  # type: ignore[arg-type]
+
+
+def dropped(seen: Seen, rank: int, index: int) -> Seen:
+    """Without one sighting."""
+    left = [s for s in seen if (s.rank, s.index) != (rank, index)]
+    return [replace(s, index=s.index - 1) if s.rank == rank and s.index > index else s for s in left]
+
+
+def doubled(seen: Seen, rank: int, index: int) -> Seen:
+    """One sighting twice."""
+    later = [replace(s, index=s.index + 1) if s.rank == rank and s.index > index else s for s in seen]
+    return [*later, *(replace(s, index=index + 1) for s in seen if (s.rank, s.index) == (rank, index))]
+
+
+def swapped(seen: Seen, rank: int, index: int) -> Seen:
+    """Two sightings in the other order."""
+    other = {index: index + 1, index + 1: index}
+    return [replace(s, index=other.get(s.index, s.index)) if s.rank == rank else s for s in seen]
 
 
 def test_groups_come_from_the_mesh_and_agreement_is_told_with_its_size() -> None:
@@ -63,3 +149,119 @@ def test_what_a_witness_leaves_open_is_not_compared_but_counted() -> None:
 
 def test_witnesses_who_saw_nothing_do_not_agree() -> None:
     assert finding(agreement([], {"torch": [], "nsys": []})).verdict == FAIL
+
+
+CASE: CaseLike = Case.parse("mode=tp tp=2 dp=2 steps=4")
+SUBJECT = "my.module:subject"
+OPTIONS = "--profile torch,nsys --profile-steps 0:1"
+Others = Mapping[str, Sequence[Sighting]]
+
+
+def message(others: Others, terms: Sequence[Term] | None = None) -> list[str]:
+    agreed = agreement(LEDGER, others, EVENTS, terms)
+    found = finding(agreed, "0:1")
+    assert found.verdict == FAIL
+    return in_six_lines(diagnosed(CASE, agreed, found), found, agreed, CASE, SUBJECT, OPTIONS).splitlines()
+
+
+def test_an_event_that_one_witness_lost_in_six_lines() -> None:
+    assert message({"torch": dropped(LEDGER, 2, 1), "nsys": LEDGER}, TERMS) == [
+        "what:   event 1 of rank 2: the ledger has forward all_reduce of 64 B over 2,3 in layers.0.mlp; "
+        "torch saw nothing (check witnesses)",
+        "where:  mode=tp, rank 2 of 4, step 0, phase forward, module layers.0.mlp",
+        "error:  1 of 16 events are told differently, allowed 0",
+        "first:  forward of layers.0.mlp in step 0: event 1 of rank 2",
+        "causes: the torch profiler alone tells it otherwise: lost, doubled or renamed by the tool, not by the program",
+        'repeat: shardproof run "dp=2 steps=4" --subject my.module:subject --profile torch,nsys --profile-steps 0:1',
+    ]
+
+
+def test_an_event_that_the_closed_form_does_not_state_in_six_lines() -> None:
+    assert message({"torch": LEDGER}, TERMS[:-1]) == [
+        "what:   event 3 of rank 0: the ledger has grad_sync all_reduce of 256 B over 0,2; closed_form saw nothing; "
+        "3 more events differ (check witnesses)",
+        "where:  mode=tp, all 4 ranks, step 0, phase grad_sync",
+        "error:  4 of 16 events are told differently, allowed 0",
+        "first:  grad_sync in step 0: event 3 of rank 0",
+        "causes: the program issues other calls than its closed form states: the recorder and the torch profiler saw "
+        "the same",
+        'repeat: shardproof run "dp=2 steps=4" --subject my.module:subject --profile torch,nsys --profile-steps 0:1',
+    ]
+
+
+def test_an_event_that_the_recorder_lacks_in_six_lines() -> None:
+    told = message({"torch": doubled(LEDGER, 0, 3)})
+    assert told[0] == (
+        "what:   event 4 of rank 0: the ledger has nothing; torch saw grad_sync all_reduce of 256 B over 0,2 "
+        "(check witnesses)"
+    )
+    assert told[1] == "where:  mode=tp, rank 0 of 4"
+    assert told[3] == "first:  event 4 of rank 0"
+    assert told[4] == (
+        "causes: a call that passes by the recorder, or that it reads wrong: the torch profiler knew of it without it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("others", "terms", "cause"),
+    [
+        ({"recorder": dropped(LEDGER, 1, 0), "torch": dropped(LEDGER, 1, 0)}, None, "session_differs"),
+        ({"torch": changed(LEDGER, 1, 0, op="reduce")}, TERMS, "witness_slip"),
+        ({"nsys": doubled(LEDGER, 1, 0)}, TERMS, "witness_slip"),
+        ({"torch": changed(LEDGER, 0, 3, payload_bytes=1)}, TERMS[:-1], "recorder_blind"),
+        ({"torch": LEDGER}, [*TERMS, TERMS[0]], "not_stated"),
+        ({"torch": doubled(LEDGER, 1, 3)}, TERMS, "recorder_blind"),
+    ],
+)
+def test_the_cause_follows_from_who_contradicts_whom(others: Others, terms: Sequence[Term] | None, cause: str) -> None:
+    agreed = agreement(LEDGER, others, EVENTS, terms)
+    assert [told.id for told in diagnosed(CASE, agreed, finding(agreed)).causes] == [cause]
+
+
+def test_nothing_seen_in_six_lines() -> None:
+    agreed = agreement([], {"torch": []})
+    found = finding(agreed, "1:2")
+    assert in_six_lines(diagnosed(CASE, agreed, found), found, agreed, CASE, SUBJECT, "").splitlines() == [
+        "what:   no witness saw any event in steps 1:2: nothing was witnessed (check witnesses)",
+        "where:  mode=tp, all 4 ranks",
+        "error:  nothing to measure: this must never be",
+        "first:  no witness saw any event in steps 1:2: nothing was witnessed",
+        "causes: no rank of 4 issues a collective here",
+        'repeat: shardproof run "dp=2 steps=4" --subject my.module:subject',
+    ]
+
+
+def told_of(*watched: str) -> Told:
+    """What is told of a session whose ranks' outcomes have these digests when they are watched, "a" when not."""
+
+    def measured(rank: int, digest: str) -> WatchedRank:
+        mine: tuple[Event, ...] = tuple(event for event in EVENTS if event.rank == rank)
+        calls = range(len(mine))
+        return WatchedRank(
+            events=mine, calls=calls, seconds=(1.0,), watched_s=1.0, peak_bytes=1, plain="a", watched=digest
+        )
+
+    ranks = tuple(measured(rank, digest) for rank, digest in enumerate(watched))
+    session = Session(tool="nsys", folder=Path(), ranks=ranks, seen=tuple(LEDGER))
+    seen = Witnesses(sessions={"nsys": {str(CASE): session}}, notes=(), subject=SUBJECT, options="--profile nsys")
+    return seen.told(CASE, EVENTS, TERMS)
+
+
+def test_an_outcome_that_watching_changes_in_six_lines() -> None:
+    told = told_of("a", "b", "a", "b")
+    assert told.verdict.message.splitlines() == [
+        "what:   the outcome of rank 1,3 is not the same bit for bit when the recorder and nsys watch "
+        "(check witnesses)",
+        "where:  mode=tp, ranks 1, 3 of 4",
+        "error:  compared exactly: nothing is allowed to differ",
+        "first:  the outcome of rank 1,3 is not the same bit for bit when the recorder and nsys watch",
+        "causes: a result that depends on timing or on memory that nobody wrote, or that watching itself changes",
+        'repeat: shardproof run "dp=2 steps=4" --subject my.module:subject --profile nsys',
+    ]
+    assert told.diagnosis is not None and told.diagnosis.ranks == (1, 3)
+
+
+def test_agreement_has_no_diagnosis() -> None:
+    told = told_of("a", "a", "a", "a")
+    assert told.diagnosis is None
+    assert told.verdict.message == "ledger, recorder, nsys, closed_form agree on 16 events of 4 ranks"

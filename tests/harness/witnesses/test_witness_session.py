@@ -14,36 +14,43 @@ from harness.cases import parse_cases
 from harness.checking.evidence import FAIL, PASS, UNKNOWN
 from harness.engines.processes.rank_program import RankResult
 from harness.errors import MachineError
-from harness.running.witnessing import Witnesses, witnesses
+from harness.running.witnessing import witnesses
+from harness.witnesses import measured
 from harness.witnesses import session as session_module
-from harness.witnesses.measured import WatchedRank
+from harness.witnesses.measured import SessionRequest, WatchedRank
 from harness.witnesses.nsys import command, database_of, nsys_path, on_gpus
-from harness.witnesses.session import Session, SessionRequest, hold
-from tests.harness.witnesses.viewed_subject import subject
+from harness.witnesses.session import Session, hold
+from tests.forked import started
+from tests.harness.witnesses.stepped_subject import CALLS, subject
 
-NAME = "tests.harness.witnesses.viewed_subject:subject"
+NAME = "tests.harness.witnesses.stepped_subject:subject"
 NSYS = pytest.mark.skipif(nsys_path() is None, reason="nsys is not on PATH (Debian: nsight-systems, non-free)")
 
 
-def held(tool: str, folder: Path) -> Witnesses:
-    (case,) = parse_cases(["mode=tp tp=2"])
-    told = witnesses([case], NAME, (tool,), folder, device="cpu", timeout_s=60.0)
-    assert tool in told.sessions, told.notes
-    return told
+def forked(_program: object, folder: Path, limit_s: float, environment: dict[str, str]) -> None:
+    """The ranks of a session's only world size, in processes that need not import torch again."""
+    job: SessionRequest = pickle.loads((folder / "job.pickle").read_bytes())
+    words = {name: environment[name] for name in ("TORCH_FR_BUFFER_SIZE", "KINETO_LOG_LEVEL")}
+    ranks = [started(measured._rank, rank, 2, folder, job, folder=folder, environment=words) for rank in range(2)]
+    assert [rank.ended(limit_s) for rank in ranks] == [0, 0], ranks[0].err
 
 
 @pytest.mark.parametrize("tool", ["torch", pytest.param("nsys", marks=NSYS)])
-def test_a_model_with_views_changed_in_place_is_seen_alike_by_every_witness(tool: str, tmp_path: Path) -> None:
-    (case,) = parse_cases(["mode=tp tp=2"])
-    seen = held(tool, tmp_path)
+def test_a_model_with_views_changed_in_place_is_seen_alike_by_every_witness(
+    tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "_run", forked)
+    (case,) = parse_cases(["mode=tp tp=2 steps=2 seed=9"])
+    seen = witnesses([case], NAME, (tool,), tmp_path, device="cpu", timeout_s=60.0)
+    assert tool in seen.sessions, seen.notes
     (session,) = seen.sessions[tool].values()
     assert session.disturbed == ()
     told = seen.told(case, (), subject.expected(case))  # type: ignore[attr-defined]
     assert told.verdict.verdict == PASS, told.verdict.message
-    assert told.verdict.message == f"ledger, {tool}, closed_form agree on 8 events of 2 ranks"
+    assert told.verdict.message == f"ledger, {tool}, closed_form agree on {4 * CALLS} events of 2 ranks"
     assert told.verdict.unchecked == ()
     columns, rows = told.tables["witnesses.csv"]
-    assert [row[columns.index(tool)] for row in rows] == ["="] * 8
+    assert [row[columns.index(tool)] for row in rows] == ["="] * 4 * CALLS
 
     # One bit of an outcome, one event less, a rank that failed: none is a pass.
     (text,) = seen.sessions[tool]
@@ -62,11 +69,11 @@ def test_a_model_with_views_changed_in_place_is_seen_alike_by_every_witness(tool
 
 
 def test_an_outcome_that_changes_when_watched_fails() -> None:
-    (case,) = parse_cases(["mode=tp tp=2"])
-    measured = WatchedRank(
+    (case,) = parse_cases(["mode=tp tp=2 steps=2 seed=9"])
+    watched = WatchedRank(
         events=(), calls=range(0), seconds=(1.0,), watched_s=1.0, peak_bytes=1, plain="a", watched="b"
     )
-    session = Session(tool="nsys", folder=Path(), ranks=(measured, replace(measured, watched="a")))
+    session = Session(tool="nsys", folder=Path(), ranks=(watched, replace(watched, watched="a")))
     assert session.disturbed == (0,)
 
 
@@ -74,7 +81,7 @@ def test_a_missing_nsys_is_one_sentence_and_takes_nothing_along(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    cases = parse_cases(["mode=tp tp=2"])
+    cases = parse_cases(["mode=tp tp=2 steps=2 seed=9"])
     seen = witnesses(cases, NAME, ("nsys",), tmp_path / "traces", device="cpu", timeout_s=5.0)
     assert seen.sessions == {}
     assert seen.notes[-1].startswith("witness nsys is missing: nsys is not on PATH (Debian: nsight-systems")
@@ -96,7 +103,7 @@ def test_a_broken_nsys_is_one_sentence_with_its_last_words(tmp_path: Path, monke
 
 
 def test_a_rank_that_failed_or_left_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (case,) = parse_cases(["mode=tp tp=2"])
+    (case,) = parse_cases(["mode=tp tp=2 steps=2 seed=9"])
     job = SessionRequest(subject=NAME, cases=(case,), tool="torch")
     monkeypatch.setattr(session_module, "_run", lambda *_: None)
     (session,) = hold(job, tmp_path).values()
@@ -113,4 +120,4 @@ def test_commands_trace_ranges_on_a_cpu_and_a_capture_range_on_a_gpu() -> None:
     assert here[-1] == "program"
     there = on_gpus()
     assert "--trace=cuda,nvtx --capture-range=cudaProfilerApi --capture-range-end=stop" in there
-    assert there.endswith("python -m shardproof.child harness.witnesses.child FOLDER")
+    assert there.endswith("python -m shardproof.child harness.witnesses.measured FOLDER")

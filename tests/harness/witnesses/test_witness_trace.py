@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.witnesses.sighting import UNKNOWN, Sighting
+from harness.witnesses.agreement import UNKNOWN, Sighting
 from harness.witnesses.timing import joined, shared, spread, timed
 from harness.witnesses.torch_trace import sightings
 

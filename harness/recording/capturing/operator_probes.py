@@ -1,0 +1,250 @@
+"""What the operators of a rank tell, seen by a dispatch mode: draws from random streams, and lower precision.
+
+Draws: each with its operator, line and module, and a hash of its bits. torch tags the operators that draw
+(`torch.Tag.nondeterministic_seeded`), with a generator of their own or without. A draw is one of forward within a
+module, or in code of functions once anything was computed of a parameter: what was drawn before are initial values and
+data. Draws of Python's `random` and of numpy are not seen.
+
+Islands: arithmetic of a lower precision than the case's: rotary tables, routers, losses in float32, experts in
+bfloat16. What matters is where a narrower number, other than a whole one, enters wider arithmetic: an operator that
+takes one and returns a wider one. That slows a run, so it is done only when an error of a case is of the size that a
+lower precision makes. Numbers that were computed in the case's dtype are rounded on the way, and each side may add them
+in an order of its own. Constants (weights that were drawn in float32 and cast, samples, tables) are the same on both
+sides where both have them, so they explain no error then.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as module_file
+
+from harness.engines.calls.callers import caller
+from harness.protocols import Value
+from harness.recording.naming import Paths
+from harness.subject import NamedSubject, called
+from harness.torch_internals.autograd import current_task
+from harness.torch_internals.memory import storage_id
+from harness.torch_internals.modes import DispatchMode, FakeTensor, leaves, take_themselves_apart
+
+_SEPARATOR = "|"
+_DROPOUT = frozenset({"bernoulli_", "native_dropout"})
+_FUSED = "scaled_dot_product"
+"""Attention is tagged too, and draws only where it drops."""
+_CALL = "_call_impl"
+"""The function of nn.Module's file in which its forward runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """One draw: the operator, the user's line "file:line", the path of the module, a hash of what was drawn."""
+
+    operator: str
+    place: str
+    module: str
+    bits: str
+    forward: bool
+
+    def __str__(self) -> str:
+        where = f"{self.place} in module {self.module}" if self.module else self.place
+        return f"{'Tensor' if self.operator.endswith('_') else 'torch'}.{self.operator} at {where}"
+
+    @property
+    def written(self) -> str:
+        """The draw as a name of an outcome."""
+        return _SEPARATOR.join((self.operator, self.place, self.module, self.bits, str(int(self.forward))))
+
+    @classmethod
+    def read(cls, name: str) -> Numbers:
+        """The draw that a name stands for."""
+        operator, place, module, bits, forward = name.split(_SEPARATOR)
+        return cls(operator, place, module, bits, forward == "1")
+
+
+@dataclass(frozen=True, slots=True)
+class _Probed:
+    """A subject with a probe around it, which has every other attribute of the subject."""
+
+    subject: NamedSubject
+
+    def __getattr__(self, attribute: str) -> Any:
+        """Any other attribute is the subject's."""
+        return getattr(self.subject.call, attribute)  # session, per_rank
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing(_Probed):
+    """A subject whose outcome is the names of its draws on this rank; those of dropout where `dropout`."""
+
+    dropout: bool
+
+    def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]:
+        """Run the subject and return a name for each draw."""
+        with DrawnNumbers(dropout=self.dropout) as probe:
+            called(self.subject.call, case, device)
+        return {one.written: torch.ones(()) for one in probe.found}
+
+
+class DrawnNumbers(DispatchMode):
+    """Notes the draws of its thread in `found`, in their order and but for those of backward; with or without those of
+    dropout.
+    """
+
+    def __init__(self, *, dropout: bool) -> None:
+        super().__init__()
+        self.found: list[Numbers] = []
+        self._dropout = dropout
+        self._computed = False
+        self._paths = Paths()
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """The operator's result, as it is."""
+        if take_themselves_apart(types):
+            return NotImplemented
+        result = operator(*args, **(kwargs or {}))
+        name = operator.overloadpacket.__name__
+        if torch.Tag.nondeterministic_seeded in operator.tags and _FUSED not in name and current_task() < 0:
+            self._note(name, [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)])
+        elif not self._computed and torch.is_grad_enabled():
+            self._computed = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves((args, kwargs)))
+        return result
+
+    def _note(self, operator: str, drawn: list[Tensor]) -> None:
+        drops = operator in _DROPOUT
+        if (drops and not self._dropout) or any(isinstance(one, FakeTensor) for one in drawn):
+            return
+        if drops and all(bool((one == one.flatten()[:1]).all()) for one in drawn):
+            return  # a rate of 0 drops nothing
+        around = self._module()
+        bits = hashlib.sha256(b"".join(_bytes(one) for one in drawn)).hexdigest()
+        self.found.append(Numbers(operator, caller(), around or "", bits, around is not None or self._computed))
+
+    def _module(self) -> str | None:
+        """The path of the module whose forward runs, None outside of all."""
+        inner: nn.Module | None = None
+        outer: nn.Module | None = None
+        frame = sys._getframe(1)
+        while frame.f_back is not None:
+            frame = frame.f_back
+            if frame.f_code.co_name == _CALL and frame.f_code.co_filename == module_file.__file__:
+                outer = frame.f_locals["self"]
+                inner = inner if inner is not None else outer
+        if inner is None or outer is None:
+            return None
+        self._paths.add(outer)
+        return self._paths.module(inner, "")
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    """Shape and bits of a tensor."""
+    words = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return str(tuple(tensor.shape)).encode() + words.numpy().tobytes()
+
+
+_EPSILONS: Mapping[str, float] = {
+    name: float(torch.finfo(getattr(torch, name)).eps) for name in ("float64", "float32", "float16", "bfloat16")
+}
+
+
+def narrower(dtype: str) -> tuple[str, ...]:
+    """The dtypes of a lower precision than this one."""
+    return tuple(name for name, eps in _EPSILONS.items() if eps > _EPSILONS[dtype])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Island:
+    """Where numbers of this dtype first enter wider arithmetic: the operator and the user's line, "file:line"."""
+
+    dtype: str
+    operator: str
+    place: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype}, which enters at {self.place} ({self.operator})"
+
+    @classmethod
+    def read(cls, name: str) -> Island:
+        """The island that an outcome name of a probed run stands for."""
+        dtype, operator, place = name.split(_SEPARATOR)
+        return cls(dtype=dtype, operator=operator, place=place)
+
+
+@dataclass(frozen=True, slots=True)
+class Probed(_Probed):
+    """A subject whose outcome is the names of its islands on this rank, the first one of each dtype below `dtype`.
+
+    `constants`: whether numbers count that were not computed in it.
+    """
+
+    dtype: str = "float64"
+    constants: bool = True
+
+    def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]:
+        """Run the subject and return a name for each island."""
+        with NarrowProbe(self.dtype, constants=self.constants) as probe:
+            called(self.subject.call, case, device)
+        return {name: torch.ones(()) for name in probe.found.values()}
+
+
+class NarrowProbe(DispatchMode):
+    """Remembers where numbers of each dtype below `dtype` first entered wider arithmetic: `found`, dtype to name.
+
+    `constants`: whether numbers count that were not computed in `dtype`.
+    """
+
+    def __init__(self, dtype: str = "float64", *, constants: bool = True) -> None:
+        super().__init__()
+        self.found: dict[torch.dtype, str] = {}
+        self._wide: torch.dtype = getattr(torch, dtype)
+        self._narrow = {getattr(torch, name): name for name in narrower(dtype)}
+        self._constants = constants
+        self._computed: dict[int, Any] = {}
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """The operator's result, as it is."""
+        if take_themselves_apart(types):
+            return NotImplemented
+        result = operator(*args, **(kwargs or {}))
+        given = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        returned = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
+        widest = min((torch.finfo(leaf.dtype).eps for leaf in returned if leaf.is_floating_point()), default=1.0)
+        for leaf in given:
+            name = self._narrow.get(leaf.dtype)
+            if name and leaf.dtype not in self.found and widest < _EPSILONS[name] and self._counts(leaf):
+                self.found[leaf.dtype] = _SEPARATOR.join((name, str(operator), caller()))
+        if any(leaf.dtype == self._wide or self._is_computed(leaf) for leaf in given):
+            self._remember(leaf for leaf in returned if leaf.dtype in self._narrow)
+        return result
+
+    def _counts(self, tensor: Tensor) -> bool:
+        return (self._constants or self._is_computed(tensor)) and _rounds(tensor)
+
+    def _is_computed(self, tensor: Tensor) -> bool:
+        return storage_id(tensor) in self._computed
+
+    def _gone(self, key: int, _reference: object) -> None:
+        del self._computed[key]
+
+    def _remember(self, tensors: Iterable[Tensor]) -> None:
+        """These were computed in the case's dtype, while their storage lives: its number is given again then."""
+        for tensor in tensors:
+            key = storage_id(tensor)
+            if key not in self._computed:
+                self._computed[key] = weakref.ref(tensor.untyped_storage(), functools.partial(self._gone, key))
+
+
+def _rounds(tensor: Tensor) -> bool:
+    """Whether there is any number that is not whole: masks and counts are exact in every dtype."""
+    return not bool(torch.equal(tensor, tensor.round()))
