@@ -40,8 +40,6 @@ from suites.drawing.sizes import large
 from suites.drawing.strategies import every_word
 from suites.session.request import chosen_modes
 
-__all__ = ["Alarm", "Campaign", "Part", "campaign", "cases_of", "main"]
-
 SUBJECT = "parallel.subject:subject"
 DTYPES = ("any", "float64", "float32", "bfloat16", "float16")
 LARGE = 5

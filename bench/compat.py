@@ -22,8 +22,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["MATRIX", "Row", "interpreter", "main", "steps", "table"]
-
 ROOT = Path(__file__).resolve().parents[1]
 PLACE = ROOT / ".compat"
 MATRIX = (

@@ -44,8 +44,6 @@ from harness.engines.threads.concurrent import ConcurrentEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.recording.recorder import Recorder
 
-__all__ = ["Row", "interleaved", "main", "measure"]
-
 ALLOWED_COST = 1.03
 """What recording a program may make of its step."""
 ALLOWED_ERROR = 1e-12

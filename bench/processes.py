@@ -18,8 +18,6 @@ from bench.workload import Passed, Sizes, data, dense, rank_program, shard, weig
 from harness.engines.engine import Engine
 from harness.interpreter import spawned
 
-__all__ = ["pooled_example", "spawned_example"]
-
 LIMIT_S = 60.0
 """The longest wait for a process."""
 

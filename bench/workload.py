@@ -16,8 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["Passed", "Sizes", "data", "dense", "largest_error", "rank_program", "weights"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:

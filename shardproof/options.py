@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["OPTIONS", "Option", "add_ini_values", "add_options", "are_added", "given", "option_path", "option_value"]
-
 GROUP = "shardproof"
 
 

@@ -23,8 +23,6 @@ import pytest
 from shardproof.options import add_ini_values, add_options, are_added, given, option_value
 from shardproof.rooms import HOME, ShadowedError, foreign, lead
 
-__all__ = ["ENGINE_OPENED", "SUITES", "names_suites"]
-
 SUITES = HOME / "suites"
 ENGINE_OPENED = pytest.StashKey[bool]()
 """Set in a session's config once its engine has been opened."""

@@ -25,8 +25,6 @@ from harness.programs.launch import environment_of, python_command, replace_by  
 from harness.programs.options import add_options, request_of  # noqa: E402
 from harness.programs.session import shared_session  # noqa: E402
 
-__all__ = ["main"]
-
 _WRONG_REQUEST = 2
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from harness.predicting.clusters import Cluster, Device, Link
 
-__all__ = ["DEFAULT", "PRESETS"]
-
 _ASSUMED = "vendors' peaks and line rates; latencies and efficiencies are assumed, not measured"
 _HOPPER = {"float64": 67.0, "float32": 67.0, "bfloat16": 989.0, "float16": 989.0}
 _AMPERE = {"float64": 19.5, "float32": 19.5, "bfloat16": 312.0, "float16": 312.0}

@@ -30,8 +30,6 @@ from typing import Any, NoReturn
 
 from harness.errors import RequestError
 
-__all__ = ["ALGORITHMS", "Cluster", "Device", "Link", "read"]
-
 ALGORITHMS = ("best", "ring", "tree")
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 

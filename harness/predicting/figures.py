@@ -21,20 +21,6 @@ from harness.protocols import CaseLike, SpanLike, Subject
 from harness.subject import named_axes, stated
 from harness.terms import EventKey, closed_forms
 
-__all__ = [
-    "DEPTHS",
-    "EQUAL",
-    "Forecast",
-    "Memory",
-    "StageForecast",
-    "Traffic",
-    "compared",
-    "data_ranks",
-    "line",
-    "prices",
-    "traffic",
-]
-
 EQUAL = "equal"
 """What `Forecast.ledger` says when the dry run issued exactly the events of the closed form."""
 DEPTHS = (3, 5)

@@ -31,8 +31,6 @@ from harness.predicting.timeline import Times, parts, play, together
 from harness.protocols import CaseLike, Subject
 from harness.subject import named_axes
 
-__all__ = ["forecast"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sample:

@@ -37,8 +37,6 @@ from harness.predicting.states import States
 from harness.predicting.timeline import together
 from harness.protocols import ActionLike, CaseLike, PipelineLike, SpanLike, Subject
 
-__all__ = ["staged_forecast"]
-
 
 def staged_forecast(
     case: CaseLike,

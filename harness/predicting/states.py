@@ -19,8 +19,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["States", "mixed_adamw"]
-
 _FLOAT32_BYTES = 4
 
 

@@ -22,8 +22,6 @@ from harness.resolve import resolve
 from reports.printing.tables import Table, count, table
 from reports.printing.text import show_message, show_table
 
-__all__ = ["compared_table", "main", "six_lines"]
-
 COMPARE, EXPORT = "parallel.checkpoints.comparing:compare", "parallel.checkpoints.comparing:export"
 
 

@@ -14,7 +14,6 @@ import importlib
 import os
 import sys
 import traceback
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
@@ -24,8 +23,6 @@ from harness.errors import ShardproofError
 from harness.running.processes.spare_process import Spare
 from reports.options.tensor_words import add_checkpoint, add_slice
 from reports.programs.words import add_hang, add_record
-
-__all__ = ["main"]
 
 ENGINES = ("inproc", "inproc-concurrent", "pool", "torchrun", "dry")
 DEVICES = ("cpu", "cuda")
@@ -290,8 +287,3 @@ def _add_predict(predict: argparse.ArgumentParser) -> None:
     predict.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"implementation to predict ({SUBJECT})")
     predict.add_argument("-o", "--out", metavar="DIR", help="write tables, plots and ledger into a folder below DIR")
     predict.add_argument("--json", action="store_true", help="the result as JSON on stdout, and nothing else there")
-
-
-if __name__ == "__main__":
-    warnings.warn("python -m reports.cli is now python -m shardproof", DeprecationWarning, stacklevel=1)
-    sys.exit(main())

@@ -25,8 +25,6 @@ from reports.printing.tables import NOTHING, Table, count, mark, mebibytes, mill
 from reports.printing.text import append_step_summary, show_message, show_table
 from reports.stored.frames import load
 
-__all__ = ["events_table", "main", "times_table", "traffic_change_table"]
-
 
 def main(arguments: argparse.Namespace) -> int:
     """Compare, print, and store a baseline where one is named."""

@@ -13,8 +13,6 @@ from reports.options.experiment import EXPERIMENTS
 from reports.printing.tables import NOTHING, Table, count, mebibytes
 from reports.stored.frames import Run
 
-__all__ = ["timeline"]
-
 MEGATRON = {
     "embedding": "word_embeddings",
     "attention.wqkv": "linear_qkv",

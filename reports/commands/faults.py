@@ -32,8 +32,6 @@ from reports.printing.tables import Table
 from reports.printing.text import append_step_summary, show_message, show_table, ticking
 from reports.stored.files import MATRIX, RunFolderError, csv_table, environment_of
 
-__all__ = ["check_table", "figure_table", "figure_tables", "main", "matrix_table", "show_matrix", "unmissed_table"]
-
 KILLING = "suites.killing.matrix"
 _SCRIPTS = "suites.killing.scripts:scripts"
 _PROCESSES = 2

@@ -32,8 +32,6 @@ from reports.printing import tables
 from reports.printing.tables import Table
 from reports.printing.text import plain, show_message, show_table, ticking
 
-__all__ = ["ASSUMPTIONS", "main"]
-
 ASSUMPTIONS = (
     "compute: FLOPs of matrix products and attention as the dry run counts them (masked pairs too), over peak x "
     "efficiency of the device; element-wise work, the optimizer's and launch times are left out",

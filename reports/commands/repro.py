@@ -12,8 +12,6 @@ from harness.running.request import Request
 from harness.running.run import RunResult
 from reports.options.script_file import writing
 
-__all__ = ["write_script"]
-
 
 def write_script(result: RunResult, request: Request, file: str) -> str:
     """Write the script; returns one line that names it, or why it was not written.

@@ -36,8 +36,6 @@ from reports.options.experiment import real_size
 from reports.options.request import LAUNCHED, requested
 from reports.printing.text import show_message, show_table, ticking
 
-__all__ = ["bench_main", "main", "progress_text"]
-
 _SHOW = "reports.commands.show"
 _TIMELINE = "reports.commands.experiment_table:timeline"
 BENCH = "bench.performance:main"

@@ -28,8 +28,6 @@ from reports.stored.frames import Run, load
 from reports.stored.parts import recorded
 from reports.stored.unchecked import unchecked_notes
 
-__all__ = ["load", "main", "page_main", "show_failures", "show_result", "show_run", "write_page"]
-
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the tables of a run, or of a kill matrix; exit status 0 when it could be read, whatever its verdicts."""

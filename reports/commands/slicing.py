@@ -18,8 +18,6 @@ from harness.resolve import resolve
 from reports.printing.tables import Table, count, mark, table
 from reports.printing.text import show_message, show_table
 
-__all__ = ["checked_table", "held_table", "main", "rows"]
-
 WORDS = "parallel.slicing.words:Sliced"
 SLICES = "parallel.slicing.slices:slices"
 CHECK = "parallel.slicing.checkpoint:check"

@@ -19,8 +19,6 @@ from reports.comparing.snapshot import CALLED, EVENT_TYPES, MEMORY_TYPES, TIME_T
 from reports.stored.files import RunFolderError, csv_table, json_object, shown
 from reports.stored.frames import load
 
-__all__ = ["read_events", "save", "side", "write_events"]
-
 _CALLERS = "callers.csv"
 _CASE_TYPES = {"case": "str", "mode": "str", "world_size": "int64"}
 _TABLES: Mapping[str, Mapping[str, str]] = {

@@ -16,8 +16,6 @@ import pandas as pd
 from reports.stored.frames import Run, in_order
 from reports.stored.summary import words_but
 
-__all__ = ["compared", "crossings", "growth"]
-
 _VARIES = ("mode", "seq", "batch", "data", "delivery", "embedding", "head")
 """Words in which the cases of one comparison may differ: mode and tokens, and what a mode brings with it."""
 _COLUMNS = ["mode", "tokens", "wire_bytes"]

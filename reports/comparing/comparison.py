@@ -20,8 +20,6 @@ from reports.comparing.limits import EXACT, Limit, breaches
 from reports.comparing.snapshot import CALLED, Snapshot
 from reports.stored.frames import in_order
 
-__all__ = ["Comparison", "compare"]
-
 _KEYS = ["mode", "phase"]
 _COUNTS = ["calls", "payload_bytes"]
 

@@ -16,8 +16,6 @@ import pandas as pd
 
 from reports.comparing.snapshot import WHAT, members, span
 
-__all__ = ["COLUMNS", "differences", "totals"]
-
 COLUMNS = (
     *("kind", "case", "mode", "phase", "region", "op", "axis", "what"),
     *("base_calls", "new_calls", "base_payload_bytes", "new_payload_bytes", "ranks", "steps", "microbatches"),

@@ -20,8 +20,6 @@ from harness.errors import RequestError
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["EXACT", "Limit", "breaches", "limits"]
-
 _COUNTED = ("events", "calls", "bytes", "memory")
 _TIMED = ("time", "wall")
 _LEGAL = "legal: bytes:0, calls:0, events:0, memory:5%, time:10%, wall:10%"

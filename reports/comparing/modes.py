@@ -12,8 +12,6 @@ from reports.printing.tables import Table, count, mark, mebibytes, milliseconds,
 from reports.stored.frames import Run, in_order
 from reports.stored.summary import words_but
 
-__all__ = ["modes_table", "side_by_side"]
-
 _MOST_BYTES = ["payload_bytes", "wire_bytes"]
 
 

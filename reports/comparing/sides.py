@@ -8,8 +8,6 @@ from pathlib import Path
 from harness.errors import RequestError
 from reports.stored.files import RunFolderError, looking, run_folder, shown
 
-__all__ = ["FOLDER", "MARK", "check_name", "side_folder"]
-
 FOLDER = "baselines"
 MARK = "baseline.json"
 """The file that makes a folder a baseline, written last."""

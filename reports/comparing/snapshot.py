@@ -17,19 +17,6 @@ import pandas as pd
 from reports.stored.frames import Run
 from reports.stored.parts import recorded
 
-__all__ = [
-    "CALLED",
-    "EVENT_TYPES",
-    "MEMORY_TYPES",
-    "TIME_TYPES",
-    "WHAT",
-    "Snapshot",
-    "called_from",
-    "members",
-    "snapshot",
-    "span",
-]
-
 _PLACE = ("case", "mode", "phase", "region", "op")
 WHAT = ("axis", "group_size", "reduce_op", "dtype", "shape", "payload_bytes", "is_async")
 """What an event at a place is; one that differs in any of these is another event."""

@@ -10,8 +10,6 @@ from harness.plain_case import PlainCase
 from harness.protocols import CaseLike
 from harness.resolve import resolve
 
-__all__ = ["check_data", "read_first", "with_data"]
-
 FIRST_BATCH = "reference.data.batches:micro_batch"
 DATA_STATUS = "reference.data.files:status"
 

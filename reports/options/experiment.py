@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from harness.errors import RequestError
 from harness.witnesses.nsys import on_gpus
 
-__all__ = ["EXPERIMENTS", "Experiment", "complete", "real_size"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from harness.errors import RequestError
 from harness.protocols import CaseLike
 
-__all__ = ["TOOLS", "profiled_steps", "profiled_tools"]
-
 TOOLS = ("torch", "nsys")
 
 

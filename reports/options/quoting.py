@@ -6,8 +6,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-__all__ = ["note_unquoted"]
-
 
 def note_unquoted(cases: Sequence[str]) -> None:
     """Say on stderr where words without quotes look like one case and are several; of launched ranks on the first."""

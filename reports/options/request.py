@@ -45,8 +45,6 @@ from reports.options.quoting import note_unquoted
 from reports.options.script_file import check_target
 from reports.stored.files import run_folder
 
-__all__ = ["LAUNCHED", "default_cases", "read", "requested"]
-
 OURS = "parallel.subject:subject"  # its cases are checked before it is imported
 LAUNCHED = "torchrun"
 """The engine whose ranks were launched with us: all run this command, and rank 0 alone does the work."""

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 
 from harness.errors import RequestError
 
-__all__ = ["check_target", "writing"]
-
 
 def check_target(file: str) -> None:
     """Raise RequestError unless a file can be written there, before minutes are spent on it; leave no new one."""

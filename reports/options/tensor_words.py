@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-__all__ = ["add_checkpoint", "add_slice"]
-
 
 def add_checkpoint(checkpoint: argparse.ArgumentParser) -> None:
     """Add what `shardproof checkpoint` takes."""

@@ -17,8 +17,6 @@ from reports.printing.tables import count, mebibytes, small
 from reports.stored.frames import Run
 from reports.stored.summary import apart, badness, headline
 
-__all__ = ["PHASE_COLOURS", "CaseBars", "lines"]
-
 _COLOURS = "#8d99ae #3b82c4 #8e6bbf #e08a2e #d1495b #5b5f97 #2a9d6f #a1785a #2fa7b5 #6d6875"
 PHASE_COLOURS = dict(zip(PHASES, _COLOURS.split(), strict=True))
 _SAVED = "#7a8450"

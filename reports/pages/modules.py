@@ -14,8 +14,6 @@ import pandas as pd
 
 from reports.stored.frames import Run
 
-__all__ = ["MOST_NODES", "Node", "by_module", "tree"]
-
 MOST_NODES = 80
 """Modules of one mode beyond which layers are folded into one."""
 OUTSIDE = "outside modules"

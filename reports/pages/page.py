@@ -38,8 +38,6 @@ from reports.stored.frames import Run
 from reports.stored.parts import recorded
 from reports.stored.unchecked import unchecked_notes
 
-__all__ = ["render", "write"]
-
 _MOST_BYTES = 1_000_000
 _MOST_ROWS = (1000, 300, 100, 30)
 _MOST_MESSAGES = 30

@@ -12,8 +12,6 @@ import pandas as pd
 
 from reports.pages.bars import PHASE_COLOURS
 
-__all__ = ["last_micro_batch", "timeline"]
-
 _WIDTH, _LEFT, _ROW, _TOP = 760.0, 64.0, 22.0, 8.0
 _MOST_RANKS, _MOST_CALLS = 16, 3000
 

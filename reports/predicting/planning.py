@@ -20,8 +20,6 @@ from harness.protocols import CaseLike, Subject
 from harness.subject import case_of, claimed, named, named_axes, refusal, stated, vocabulary
 from harness.terms import EventKey, closed_forms
 
-__all__ = ["BATCHES", "DTYPE", "Candidate", "candidate", "candidates", "growth", "stated_words"]
-
 BATCHES = (1, 4, 16, 64)
 """Sequences of a micro-batch at which the bytes of a mode are counted: bytes are a straight line in the tokens."""
 DTYPE = "dtype=bfloat16"

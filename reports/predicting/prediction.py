@@ -24,8 +24,6 @@ from reports.predicting.answers import reasons
 from reports.predicting.planning import DTYPE, Candidate, candidates, growth, stated_words
 from reports.predicting.suggesting import estimates
 
-__all__ = ["Prediction", "answer", "figure", "predict"]
-
 _GIB = 2**30
 _SUGGESTED = 3
 """Layouts that are forecast, of all those that were estimated."""

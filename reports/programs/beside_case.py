@@ -19,8 +19,6 @@ from reports.programs.figures import median
 from reports.programs.speed import step_s
 from reports.stored.frames import Run
 
-__all__ = ["beside"]
-
 _SUBJECT = "parallel.subject:subject"
 _Kind = tuple[str, int]
 """Op and ranks of the group: a program's axes may have other names than the case's."""

@@ -13,8 +13,6 @@ from harness.programs.launch import check_startable, environment_of, replace_by,
 from harness.programs.options import request_of
 from harness.programs.session import new_session
 
-__all__ = ["main"]
-
 
 def main(arguments: argparse.Namespace) -> NoReturn:
     """Let the command take over this process. Raises RequestError for a wrong option or command."""

@@ -19,8 +19,6 @@ from reports.comparing.snapshot import span
 from reports.stored import parts
 from reports.stored.frames import Run
 
-__all__ = ["by_module", "by_rank", "events", "findings", "grouped", "median", "steps", "traffic"]
-
 _MOST_LAWFUL = 100_000
 """Events over which the laws are looked at: whole steps from the first on."""
 _MESSAGES = ("send", "recv")

@@ -10,8 +10,6 @@ from harness.hangs.parting import parted
 from harness.hangs.words import lines
 from reports.printing.text import show_message
 
-__all__ = ["main"]
-
 
 def main(arguments: argparse.Namespace) -> int:
     """Print what was found; exit status 1 when ranks parted. Raises RequestError for what is no dump."""

@@ -16,8 +16,6 @@ from reports.programs.figures import steps
 from reports.stored import parts
 from reports.stored.frames import Run
 
-__all__ = ["Operators", "operators", "watched_steps"]
-
 _Place = tuple[str, str, str, str]
 """Op, axis, region and caller."""
 

@@ -15,8 +15,6 @@ from reports.programs.figures import grouped, steps
 from reports.programs.operators import Operators, watched_steps
 from reports.stored.frames import Run
 
-__all__ = ["bandwidth", "speed", "step_s"]
-
 
 def step_s(run: Run) -> float:
     """Seconds of a step: the median over steps of the slowest rank; steps under an execution trace only if all are."""

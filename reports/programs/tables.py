@@ -13,8 +13,6 @@ from reports.programs.operators import operators
 from reports.stored import parts
 from reports.stored.frames import Run
 
-__all__ = ["NO_CASE", "findings", "overview", "tables"]
-
 NO_CASE = "no case describes this program, so nothing is compared with a dense model: there is no verdict"
 _MOST_MODULES = 20
 

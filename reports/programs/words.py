@@ -6,8 +6,6 @@ import argparse
 
 from harness.programs.options import add_options
 
-__all__ = ["add_hang", "add_record"]
-
 
 def add_record(record: argparse.ArgumentParser) -> None:
     """Add what `shardproof record` takes."""

@@ -16,8 +16,6 @@ import pandas as pd
 from harness.diagnosing.six_lines import site
 from reports.stored.frames import Run
 
-__all__ = ["Bug", "bugs", "simplest_first", "simplicity"]
-
 _DTYPES = ("float64", "float32", "float16", "bfloat16")
 """From the dtype in which rounding hides least."""
 

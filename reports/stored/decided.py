@@ -16,8 +16,6 @@ from harness.checking.coverage import ON_PURPOSE
 from harness.checking.numeric_checks import called
 from reports.stored.frames import Run
 
-__all__ = ["by_case", "by_kind", "decided_words", "undecided_notes"]
-
 _MOST = 12
 """Patterns of names that a note lists; all names stand in verdicts.jsonl."""
 _NUMBER = re.compile(r"(?<=[./])\d+(?=[./]|$)")

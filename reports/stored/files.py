@@ -19,19 +19,6 @@ from harness.run_folder import SCHEMA
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = [
-    "MATRIX",
-    "RunFolderError",
-    "csv_table",
-    "environment_of",
-    "is_matrix",
-    "json_lines",
-    "json_object",
-    "looking",
-    "run_folder",
-    "shown",
-]
-
 _ENVIRONMENT = "env.json"
 MATRIX = "kill_matrix.csv"
 """What `shardproof faults` writes into its folder."""

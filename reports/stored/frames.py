@@ -21,8 +21,6 @@ from harness.ledger import COLUMNS, OPS, PHASES, Event
 from reports.stored import parts
 from reports.stored.files import RunFolderError, csv_table, environment_of, json_lines, run_folder
 
-__all__ = ["AXES", "SUMMARY_COLUMNS", "Run", "RunFolderError", "in_order", "load"]
-
 AXES = ("tp", "wp", "cp", "cp_inner", "cp_outer", "dp", "dp_cp", "wdp", "etp", "ep", "edp", "pp", "world")
 _ORDER = {"phase": PHASES, "op": OPS, "axis": AXES}
 

@@ -15,8 +15,6 @@ import pandas as pd
 from harness.errors import ranks_text
 from reports.stored.files import csv_table, json_object
 
-__all__ = ["GROUP_TYPES", "STEP_TYPES", "about", "ends", "joined", "notes_of", "ranks", "recorded"]
-
 STEP_TYPES = {"step": "int64", "start_us": "float64", "updated_us": "Float64", "microbatches": "int64"}
 GROUP_TYPES = {"axis": "str", "ranks": "str"}
 

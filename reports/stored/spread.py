@@ -18,8 +18,6 @@ from harness.diagnosing.six_lines import site
 from harness.ledger import PHASES
 from reports.stored.files import csv_table
 
-__all__ = ["Cell", "Group", "Map", "groups", "heat", "maps", "times"]
-
 _TYPES = dict.fromkeys(("case", "name", "phase", "region", "first"), "str") | {
     "step": "int64",
     "error": "float64",

@@ -12,8 +12,6 @@ import pandas as pd
 
 from reports.stored.frames import Run
 
-__all__ = ["cores", "last_steps", "measured", "overlapped_us"]
-
 _COMPUTED = ("F", "B")
 
 

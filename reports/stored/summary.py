@@ -15,8 +15,6 @@ import pandas as pd
 from reports.stored.decided import by_case, decided_words
 from reports.stored.frames import Run, in_order
 
-__all__ = ["apart", "grouped", "headline", "overall", "tally", "traffic", "worst_first"]
-
 RANKING = ("pass", "skip", "unknown", "fail")
 """Verdicts from good to bad; a case is as good as its worst check."""
 _TRAFFIC = ("calls", "payload_bytes", "wire_bytes")

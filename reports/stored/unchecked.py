@@ -12,8 +12,6 @@ from harness.checking.exact_checks import SPLIT
 from reports.stored.decided import undecided_notes
 from reports.stored.frames import Run
 
-__all__ = ["unchecked_notes"]
-
 _ON_PURPOSE = " (left out on purpose)"
 _STATED, _ABSENT = " (stated deviation: ", "stated deviation that does not occur: "
 _READING = "statements about the data hold; "

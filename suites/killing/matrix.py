@@ -29,8 +29,6 @@ from reference.case import Case
 from suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS
 from suites.mutants.rows import OURS, Killed, faults_killed, mutant_killed
 
-__all__ = ["KillPlan", "disturbed", "kills", "planned", "planted"]
-
 _SMALL = (
     "layers=1 hidden=16 heads=4 kv_heads=4 ffn=32 seq=8 batch=2 micro=2 steps=2 lr=0.1 mode={mode} tp=2 dp=3",
     "layers=1 hidden=16 heads=4 kv_heads=4 ffn=32 seq=8 batch=2 micro=2 steps=2 lr=0.1 mode={mode} tp=2",

@@ -19,8 +19,6 @@ from harness.subject import NamedSubject, refusal
 from suites.killing.matrix import disturbed
 from suites.mutants.rows import Killed, faults_killed
 
-__all__ = ["Collective", "Necessity", "collectives"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:

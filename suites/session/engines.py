@@ -31,8 +31,6 @@ from reference.case import Case
 from suites.drawing.strategies import cases
 from suites.session.request import chosen_modes
 
-__all__ = ["differences", "drawn", "main", "unlike"]
-
 SUBJECT = "parallel.subject:subject"
 WORLDS = (2, 3, 4)
 """World sizes to draw from: real processes share the machine's cores."""

@@ -24,8 +24,6 @@ from reports.comparing.differences import differences
 from reports.comparing.snapshot import counted
 from reports.printing.text import plain
 
-__all__ = ["LedgerGate", "file_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerGate:

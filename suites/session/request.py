@@ -22,8 +22,6 @@ from harness.subject import NamedSubject, case_of, claims, named, truth_of
 from shardproof.options import OPTIONS, option_path, option_value
 from suites.session import known_failures
 
-__all__ = ["check", "chosen_modes", "header", "subject_of", "world_sizes"]
-
 OURS = "parallel.subject:subject"
 """The subject of our own: its cases are checked before it is imported."""
 

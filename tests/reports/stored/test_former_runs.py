@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from harness.run_folder import SCHEMA
-from reports.stored.frames import RunFolderError, load
+from reports.stored.files import RunFolderError
+from reports.stored.frames import load
 from tests.harness.command_line import CommandLine
 
 FORMER = Path(__file__).parent / "run_of_schema_1"
