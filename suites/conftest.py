@@ -15,7 +15,7 @@ from harness.subject import case_of, claims
 from shardproof.options import add_options, option_path, option_value
 from shardproof.pytest_plugin import ENGINE_OPENED
 from suites.drawing.profiles import ONE_CASE, register
-from suites.killing.necessity import Collective, collectives
+from suites.killing.matrix import Collective, collectives
 from suites.session import known_failures, step_summary
 from suites.session.ledger_gate import LedgerGate
 from suites.session.prover import Prover

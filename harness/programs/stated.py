@@ -10,8 +10,7 @@ from pathlib import Path
 
 from harness.cases import read_case
 from harness.errors import RequestError
-from harness.predicting.cluster_presets import PRESETS
-from harness.predicting.clusters import read
+from harness.predicting.clusters import PRESETS, read
 
 __all__ = ["EXECUTION_SUFFIX", "stated"]
 
@@ -28,7 +27,7 @@ def stated(tokens: str | None, cluster: str | None, case: str | None) -> Mapping
             raise RequestError(f"tokens={tokens}: {rule}; legal: --tokens 4194304")
         words["tokens"] = int(tokens)
     if cluster is not None:
-        read(cluster, PRESETS)
+        read(cluster)
         words["cluster"] = cluster if cluster in PRESETS else str(Path(cluster).resolve())
     if case is not None:
         words["case"] = str(read_case(case))

@@ -27,7 +27,7 @@ from harness.running.environment import environment
 from harness.running.request import seconds
 from harness.running.store import Store
 from harness.subject import cases_of, named
-from reports.options.script_file import writing
+from reports.options.checks import writing
 from reports.printing.tables import Table
 from reports.printing.text import append_step_summary, show_message, show_table, ticking
 from reports.stored.files import MATRIX, RunFolderError, csv_table, environment_of

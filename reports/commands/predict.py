@@ -20,7 +20,6 @@ import pandas as pd
 from harness.engines.shapes.dry import DryEngine
 from harness.errors import RequestError
 from harness.ledger import COLUMNS
-from harness.predicting.cluster_presets import PRESETS
 from harness.predicting.clusters import read
 from harness.predicting.figures import DEPTHS, Forecast
 from harness.subject import named
@@ -60,7 +59,7 @@ ASSUMPTIONS = (
 
 def main(arguments: argparse.Namespace) -> int:
     """Predict and print. Exit status 0; 1 when a dry run's ledger is not the closed form's."""
-    cluster = read(arguments.cluster, PRESETS)
+    cluster = read(arguments.cluster)
     subject = named(arguments.subject).call
     with ticking(sys.stderr) as tick, DryEngine() as engine:
         search = {"world": arguments.world, "suggest": arguments.suggest}

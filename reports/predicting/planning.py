@@ -15,7 +15,7 @@ import pandas as pd
 from harness.errors import RequestError
 from harness.ledger import wire_bytes
 from harness.plain_case import PlainCase
-from harness.predicting.states import States, mixed_adamw
+from harness.predicting.figures import States, mixed_adamw
 from harness.protocols import CaseLike, Subject
 from harness.subject import case_of, claimed, named, named_axes, refusal, stated, vocabulary
 from harness.terms import EventKey, closed_forms

@@ -18,7 +18,7 @@ from harness.predicting.figures import Forecast
 from harness.predicting.forecast import forecast
 from harness.protocols import Subject
 from harness.subject import named
-from reports.comparing import breakeven
+from reports.comparing.modes import crossings
 from reports.predicting import fitting, pipelines
 from reports.predicting.answers import reasons
 from reports.predicting.planning import DTYPE, Candidate, candidates, growth, stated_words
@@ -93,7 +93,7 @@ def predict(
         changes = fitting.changes(candidate, least, subject, lambda c: _measured(c, subject, cluster, engine))
     modes = {one.case.mode: one.case for one in legal} if world is None else {}
     curves = {way: growth(modes.values(), subject, way) for way in ("layers", "all")} if len(modes) > 1 else {}
-    crossings = [breakeven.crossings(curve).assign(counted=way) for way, curve in curves.items()]
+    crossed = [crossings(curve).assign(counted=way) for way, curve in curves.items()]
     return Prediction(
         text=text,
         cluster=cluster,
@@ -102,7 +102,7 @@ def predict(
         fastest=answer(rows, changes, cluster),
         changes=changes,
         states=_states(made),
-        crossings=pd.concat(crossings, ignore_index=True) if crossings else pd.DataFrame(),
+        crossings=pd.concat(crossed, ignore_index=True) if crossed else pd.DataFrame(),
         curves=curves,
         forecasts=tuple(legal),
         beside=_beside(legal, subject),

@@ -8,8 +8,7 @@ import pandas as pd
 
 from reports.printing.tables import Table, count, mark, mebibytes, milliseconds, table
 from reports.programs import figures, speed
-from reports.programs.beside_case import beside
-from reports.programs.operators import operators
+from reports.programs.speed import beside, operators
 from reports.stored import parts
 from reports.stored.frames import Run
 

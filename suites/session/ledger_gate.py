@@ -19,9 +19,8 @@ from harness.running import store
 from harness.running.ranks.execution import execute
 from harness.subject import NamedSubject, refusal
 from reports.commands.compare import events_table
-from reports.comparing.baselines import read_events, write_events
-from reports.comparing.differences import differences
-from reports.comparing.snapshot import counted
+from reports.comparing.comparison import differences
+from reports.comparing.snapshot import counted, read_events, write_events
 from reports.printing.text import plain
 
 
