@@ -12,8 +12,7 @@ from hypothesis.errors import Unsatisfiable
 from harness.errors import RequestError
 from harness.running.request import seconds
 from harness.subject import case_of, claims
-from shardproof.options import add_options, option_path, option_value
-from shardproof.pytest_plugin import ENGINE_OPENED
+from shardproof.pytest_plugin import ENGINE_OPENED, add_options, option_path, option_value
 from suites.drawing.profiles import ONE_CASE, register
 from suites.killing.matrix import Collective, collectives
 from suites.session import known_failures, step_summary

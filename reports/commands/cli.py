@@ -21,8 +21,7 @@ from typing import NoReturn
 
 from harness.errors import ShardproofError
 from harness.running.processes.spare_process import Spare
-from reports.options.tensor_words import add_checkpoint, add_slice
-from reports.programs.words import add_hang, add_record
+from reports.options.words import add_checkpoint, add_hang, add_record, add_slice
 
 ENGINES = ("inproc", "inproc-concurrent", "pool", "torchrun", "dry")
 DEVICES = ("cpu", "cuda")
@@ -32,7 +31,7 @@ CLUSTER = "8xH100-NVLink-IB400"
 _HANDLERS = {
     "run": "reports.commands.run:main",
     "record": "reports.programs.command:main",
-    "hang": "reports.programs.hang:main",
+    "hang": "reports.programs.command:hang_main",
     "show": "reports.commands.show:main",
     "compare": "reports.commands.compare:main",
     "page": "reports.commands.show:page_main",
@@ -41,8 +40,8 @@ _HANDLERS = {
     "bench": "reports.commands.run:bench_main",
     "doctor": "reports.commands.doctor:main",
     "predict": "reports.commands.predict:main",
-    "slice": "reports.commands.slicing:main",
-    "checkpoint": "reports.commands.checkpoint:main",
+    "slice": "reports.commands.checkpoints:slice_main",
+    "checkpoint": "reports.commands.checkpoints:main",
     "expect": "reports.commands.expect:main",
     "names": "reports.commands.names:main",
     "new-subject": "reports.commands.new_subject:main",

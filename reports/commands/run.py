@@ -1,4 +1,4 @@
-"""`shardproof run` and `shardproof bench`: a request (reports.request) run, its result shown.
+"""`shardproof run` and `shardproof bench`: a request (reports.options.request) run, its result shown.
 
 Our own code enters here as names that the harness resolves, as any other subject does. What shows a result loads pandas
 and is imported after the first case, so that a second process need not wait for it.

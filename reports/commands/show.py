@@ -26,9 +26,8 @@ from reports.printing.text import STYLES, append_step_summary, show_message, sho
 from reports.programs import tables as programs
 from reports.stored import summary
 from reports.stored.failures import bugs, simplest_first
-from reports.stored.files import is_matrix, run_folder
+from reports.stored.files import is_matrix, recorded, run_folder
 from reports.stored.frames import Run, load
-from reports.stored.parts import recorded
 from reports.stored.unchecked import unchecked_notes
 
 

@@ -154,8 +154,8 @@ class Comparison:
     """What came of it.
 
     traffic   mode, phase, calls, new_calls, payload_bytes, new_payload_bytes: of one rank, cases added up
-    events    the differences (reports.differences)
-    times     phase by phase (reports.intervals)
+    events    the differences (of `differences`)
+    times     phase by phase (reports.comparing.intervals)
     memory    case, saved_bytes, new_saved_bytes: of the fullest rank
     notes     what must be known before the numbers: other cases, versions or machines
     breaches  one sentence for every broken limit; empty when all hold

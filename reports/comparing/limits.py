@@ -3,7 +3,7 @@
 events:0    no event is new, gone or changed        calls:0  bytes:0    exactly the same calls, bytes at every place
 calls:N  bytes:N  calls:P%  bytes:P%                may grow by that much on the busiest rank of a case
 memory:N  memory:P%                                 what autograd holds may grow by that much
-time:P%     no phase is slower by more, beside the other phases of its run (reports.intervals)
+time:P%     no phase is slower by more, beside the other phases of its run (reports.comparing.intervals)
 wall:P%     no phase is slower by more as the clock says, however busy the machine was
 
 A phase is slower by more when its ratio is, and its interval says that it is slower at all.

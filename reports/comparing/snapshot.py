@@ -22,9 +22,8 @@ import pandas as pd
 
 from harness.errors import RequestError
 from reports.comparing.limits import FOLDER, MARK, check_name, side_folder
-from reports.stored.files import RunFolderError, csv_table, json_object, shown
+from reports.stored.files import RunFolderError, csv_table, json_object, recorded, shown
 from reports.stored.frames import Run, load
-from reports.stored.parts import recorded
 
 _PLACE = ("case", "mode", "phase", "region", "op")
 WHAT = ("axis", "group_size", "reduce_op", "dtype", "shape", "payload_bytes", "is_async")

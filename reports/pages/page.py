@@ -32,9 +32,8 @@ from reports.printing.tables import Table, mebibytes
 from reports.programs import tables as programs
 from reports.stored import failures, summary
 from reports.stored.failures import simplest_first
-from reports.stored.files import csv_table
+from reports.stored.files import csv_table, recorded
 from reports.stored.frames import Run
-from reports.stored.parts import recorded
 from reports.stored.unchecked import unchecked_notes
 
 _MOST_BYTES = 1_000_000

@@ -37,7 +37,7 @@ class Prediction:
 
     Rows that fit come before rows that do not, and those before cases that cannot be; columns: `_row`, and `lost`,
     why it is not the first. `phases`: seconds by candidate and phase. `changes`: what would make it fit where nothing
-    does (reports.fitting), else empty.
+    does (reports.predicting.fitting), else empty.
     `states`: bytes kept of every parameter where they are by formula, "" where the program's own were measured.
     `stages`: the stages of the pipeline of the first row that has one (reports.predicting.pipelines), `pipeline` its
     forecast.

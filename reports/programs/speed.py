@@ -28,7 +28,7 @@ from harness.protocols import CaseLike
 from harness.subject import named, named_axes, stated
 from harness.terms import closed_forms
 from reports.programs.figures import grouped, median, steps
-from reports.stored import parts
+from reports.stored.files import part_folders
 from reports.stored.frames import Run
 
 _Place = tuple[str, str, str, str]
@@ -57,7 +57,7 @@ def operators(run: Run) -> Operators:
     unread: list[Counter[_Place]] = []
     repeated: list[Counter[_Place]] = []
     problems: list[str] = []
-    for rank in parts.ranks(run.path) if within else ():
+    for rank in part_folders(run.path) if within else ():
         path = run.path / "traces" / f"rank{rank}{EXECUTION_SUFFIX}"
         try:
             nodes = nodes_of(path)

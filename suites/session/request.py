@@ -19,7 +19,7 @@ from harness.errors import RequestError
 from harness.running.ranks.capacity import admit
 from harness.running.request import seconds
 from harness.subject import NamedSubject, case_of, claims, named, truth_of
-from shardproof.options import OPTIONS, option_path, option_value
+from shardproof.pytest_plugin import OPTIONS, option_path, option_value
 from suites.session import known_failures
 
 OURS = "parallel.subject:subject"
