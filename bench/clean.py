@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, Phase, given, seed, settings
 from rich.progress import Progress
 
 from harness.checking.evidence import UNKNOWN
@@ -39,8 +38,7 @@ from reference.case import Case
 from suites.drawing.sizes import large
 from suites.drawing.strategies import every_word
 from suites.session.request import chosen_modes
-
-__all__ = ["Alarm", "Campaign", "Part", "campaign", "cases_of", "main"]
+from suites.session.sampling import sampled
 
 SUBJECT = "parallel.subject:subject"
 DTYPES = ("any", "float64", "float32", "bfloat16", "float16")
@@ -132,24 +130,12 @@ def campaign(part: Part) -> Iterator[tuple[Campaign, list[Alarm]]]:
 
 def cases_of(mode: str, share: int, part: Part) -> list[Case]:
     """So many cases of this mode, the same for the same part; those at sizes of users last."""
-    drawn: list[Case] = []
     many = (share + part.number % LARGE) // LARGE  # of all parts together one in LARGE
     fixed: dict[str, Any] = {} if part.dtype == "any" else {"dtype": part.dtype}
     fixed |= {"steps": part.steps} if part.steps else {}
-    for count, strategy in ((share - many, every_word), (many, large)):
-        if not count:
-            continue
-
-        @seed(part.first_seed * 1000 + part.number)
-        @settings(
-            max_examples=count, database=None, deadline=None, phases=(Phase.generate,), suppress_health_check=_ALL
-        )
-        @given(case=strategy(mode, **fixed))
-        def draw(case: Case) -> None:
-            drawn.append(case)
-
-        draw()
-    return drawn
+    first_seed = part.first_seed * 1000 + part.number
+    usual = sampled(every_word(mode, **fixed), share - many, first_seed)
+    return usual + sampled(large(mode, **fixed), many, first_seed)
 
 
 def _alarms(case: Case, part: Part, engine: InprocEngine) -> list[Alarm] | None:
@@ -168,9 +154,6 @@ def _alarms(case: Case, part: Part, engine: InprocEngine) -> list[Alarm] | None:
         for verdict in result.verdicts
         if verdict.verdict != "pass"
     ]
-
-
-_ALL = tuple(HealthCheck)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

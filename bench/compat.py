@@ -19,30 +19,20 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-
-__all__ = ["MATRIX", "Row", "interpreter", "main", "steps", "table"]
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACE = ROOT / ".compat"
 MATRIX = (
-    ("3.12", "2.11.0"),
-    ("3.12", "2.12.1"),
-    ("3.12", "2.13.0"),
-    ("3.12", "2.14.1"),
-    ("3.12", "2.15.0"),
+    *(("3.12", torch) for torch in ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")),
     ("3.11", "2.13.0"),
     ("3.13", "2.14.1"),
 )
 """Python and torch."""
 _CASES = (
-    "mode=tp tp=2",
-    "mode=tp-sp tp=2",
-    "preset=tiny-internlm2 mode=isp tp=2",
-    "mode=tp tp=2 dp=2 zero=2",
-    "mode=tp-sp tp=1 cp=2 seq=32",
-    "mode=tp tp=1 pp=2 micro=3",
+    *("mode=tp tp=2", "mode=tp-sp tp=2", "preset=tiny-internlm2 mode=isp tp=2", "mode=tp tp=2 dp=2 zero=2"),
+    *("mode=tp-sp tp=1 cp=2 seq=32", "mode=tp tp=1 pp=2 micro=3"),
 )
 _PROGRAM = str(ROOT / "tests" / "harness" / "programs" / "scripts" / "fsdp2.py")
 _TESTS = (
@@ -51,12 +41,11 @@ _TESTS = (
     "tests/harness/threads/test_inproc_messages.py",
 )
 _INSTALL_S, _STEP_S = 1200.0, 600.0
-_READY = "ready"
 PASSED, FAILED, NOT_RUN = "pass", "FAIL", "not run"
+Command = Sequence[str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(NamedTuple):
     """How a step went; `why` is the end of its output where it failed, or why it was not run."""
 
     python: str
@@ -84,15 +73,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{row.python} torch {row.torch} {row.step}: {row.result} {row.seconds:.0f} s", flush=True)
             rows.append(row)
     print("\n" + table(rows))
-    failed, ran = [row for row in rows if row.result == FAILED], [row for row in rows if row.result != NOT_RUN]
-    return 1 if failed or not ran else 0
+    results = {row.result for row in rows}
+    return 1 if FAILED in results or results == {NOT_RUN} else 0
 
 
 def table(rows: Sequence[Row]) -> str:
     """The rows in columns, and below them why what did not pass did not."""
     cells = [("python", "torch", "step", "result", "seconds")]
     cells += [(row.python, row.torch, row.step, row.result, f"{row.seconds:.0f}") for row in rows]
-    widths = [max(len(line[i]) for line in cells) for i in range(5)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
     reasons = [f"{row.result} {row.python} torch {row.torch} {row.step}: {row.why}" for row in rows if row.why]
     return "\n".join([*lines, *reasons])
@@ -111,7 +100,44 @@ def interpreter(version: str) -> tuple[str, str]:
     return "", f"no python{version} on PATH and none below {home}/versions"
 
 
-def steps(binaries: Path) -> Iterator[tuple[str, list[str]]]:
+def _rows(python: str, torch: str, *, keep: bool) -> Iterator[Row]:
+    path, why = interpreter(python)
+    if not path:
+        yield Row(python, torch, "all", NOT_RUN, 0.0, why)
+        return
+    place = PLACE / f"py{python}-torch{torch}"
+    kept = keep and (place / "ready").exists()
+    steps = [("installed before", [], 0.0) if kept else ("install", _install(path, torch, place), _INSTALL_S)]
+    steps += [(name, [command], _STEP_S) for name, command in _steps(place / "bin")]
+    try:
+        for name, commands, limit_s in steps:
+            began_s = time.monotonic()
+            why = next(filter(None, (_ended(command, limit_s, PLACE) for command in commands)), "")
+            yield Row(python, torch, name, FAILED if why else PASSED, time.monotonic() - began_s, why)
+            if name == "install" and why:
+                return
+            (place / "ready").touch()
+    finally:
+        if not keep:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _install(python: str, torch: str, place: Path) -> list[Command]:
+    """Make the environment: this torch, the pins of constraints.txt but torch's own, and this checkout."""
+    PLACE.mkdir(exist_ok=True)
+    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("torch==")]
+    (PLACE / "constraints.txt").write_text("\n".join(pins) + "\n")
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    others = [name for name in needed if not name.startswith("torch>")]
+    pip = [str(place / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    return [
+        [python, "-m", "venv", "--clear", str(place)],
+        [*pip, "--constraint", str(PLACE / "constraints.txt"), f"torch=={torch}", *others],
+        [*pip, "--no-deps", "--editable", str(ROOT)],
+    ]
+
+
+def _steps(binaries: Path) -> Iterator[tuple[str, Command]]:
     """The steps of one environment: name and command."""
     shardproof, python = str(binaries / "shardproof"), str(binaries / "python")
     yield "run", [shardproof, "run"]
@@ -123,80 +149,25 @@ def steps(binaries: Path) -> Iterator[tuple[str, list[str]]]:
     yield "tests of the internals", [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *_TESTS]
 
 
-def _rows(python: str, torch: str, *, keep: bool) -> Iterator[Row]:
-    path, why = interpreter(python)
-    if not path:
-        yield Row(python=python, torch=torch, step="all", result=NOT_RUN, why=why)
-        return
-    place = PLACE / f"py{python}-torch{torch}"
-    try:
-        began_s = time.monotonic()
-        kept = keep and (place / _READY).exists()
-        why = "" if kept else _installed(path, torch, place)
-        yield _row(python, torch, "installed before" if kept else "install", time.monotonic() - began_s, why)
-        for step, command in () if why else steps(place / "bin"):
-            began_s = time.monotonic()
-            why = _ended(command, _STEP_S, PLACE)
-            yield _row(python, torch, step, time.monotonic() - began_s, why)
-    finally:
-        if not keep:
-            shutil.rmtree(place, ignore_errors=True)
-
-
-def _row(python: str, torch: str, step: str, seconds: float, why: str) -> Row:
-    return Row(python=python, torch=torch, step=step, result=FAILED if why else PASSED, seconds=seconds, why=why)
-
-
-def _installed(python: str, torch: str, place: Path) -> str:
-    """Make the environment: this torch, the pins of constraints.txt but torch's own, and this checkout."""
-    PLACE.mkdir(exist_ok=True)
-    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("torch==")]
-    (PLACE / "constraints.txt").write_text("\n".join(pins) + "\n")
-    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    others = [name for name in needed if not name.startswith("torch>")]
-    pip = [str(place / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    pinned = [*pip, "--constraint", str(PLACE / "constraints.txt"), f"torch=={torch}", *others]
-    for command in (
-        [python, "-m", "venv", "--clear", str(place)],
-        pinned,
-        [*pip, "--no-deps", "--editable", str(ROOT)],
-    ):
-        if why := _ended(command, _INSTALL_S, ROOT):
-            return why
-    (place / _READY).touch()
-    return ""
-
-
-def _ended(command: Sequence[str], limit_s: float, folder: Path) -> str:
+def _ended(command: Command, limit_s: float, folder: Path) -> str:
     """Run a command to its end: "" when it succeeded, else its exit status and last lines. It may not outlive us."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment.pop("PYTHONPATH", None)
-    at = ROOT if "pytest" in command else folder
-    process = subprocess.Popen(
-        command,
-        cwd=at,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    words = {"cwd": ROOT if "pytest" in command else folder, "env": environment, "start_new_session": True}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    process = subprocess.Popen(command, **words, **pipes)  # type: ignore[call-overload]
+    why = ""
     try:
         said, _ = process.communicate(timeout=limit_s)
+        if process.returncode:
+            why = f"exit status {process.returncode}"
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        said, _ = process.communicate()
-        return f"no end within {limit_s:.0f} s: {_last(said)}"
+        said, why = process.communicate()[0], f"no end within {limit_s:.0f} s"
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
         raise
-    return "" if process.returncode == 0 else f"exit status {process.returncode}: {_last(said)}"
-
-
-def _last(said: str) -> str:
-    """The last lines of an output in one."""
-    return " | ".join([line.strip() for line in said.splitlines() if line.strip()][-8:])
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    return why and f"{why}: {' | '.join(lines[-8:])}"
 
 
 if __name__ == "__main__":

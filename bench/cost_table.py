@@ -40,8 +40,6 @@ from reference.case import Case
 from reports.printing.tables import Table
 from reports.printing.text import show_table
 
-__all__ = ["CALLS", "PAYLOADS", "Asked", "CostRow", "fitted", "held_against", "main", "measured", "table", "written"]
-
 CALLS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 PAYLOADS = (4 << 10, 64 << 10, 512 << 10, 4 << 20)
 """From what a small model sends to what a large one does."""

@@ -22,8 +22,6 @@ from reference.case import Case
 from reference.case.default_cases import FILE, line_of, lines
 from reference.case.repair import Words, problem_of, words_of
 
-__all__ = ["finished", "main", "shortest"]
-
 
 def shortest(words: Words) -> Words:
     """The case with one step and as few layers as it may have."""

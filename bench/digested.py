@@ -37,9 +37,7 @@ class Digested:
 def digest(outcome: Mapping[str, Any]) -> str:
     """SHA-256 of every name and of every bit of its value."""
     state = hashlib.sha256()
-    for name in sorted(outcome):
-        state.update(name.encode())
-        _add(state, outcome[name])
+    _add(state, outcome)
     return state.hexdigest()
 
 
@@ -49,12 +47,9 @@ def _add(state: Any, value: Any) -> None:
         state.update(f"{whole.dtype} {tuple(whole.shape)}".encode())
         state.update(whole.reshape(-1).view(torch.uint8).numpy().tobytes())
     elif is_dataclass(value):
-        for field in fields(value):
-            _add(state, getattr(value, field.name))
+        _add(state, [getattr(value, field.name) for field in fields(value)])
     elif isinstance(value, Mapping):
-        for key in sorted(value):
-            state.update(str(key).encode())
-            _add(state, value[key])
+        _add(state, [part for key in sorted(value) for part in (str(key), value[key])])
     elif isinstance(value, list | tuple):
         for each in value:
             _add(state, each)

@@ -14,25 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = [
-    "dtypes_differ",
-    "exits",
-    "goes_right",
-    "groups_cross",
-    "hangs",
-    "is_killed",
-    "loops_forever",
-    "numels_differ",
-    "orders_differ",
-    "raises",
-    "raises_in_backward",
-    "reduce_ops_differ",
-    "roots_differ",
-    "shapes_differ",
-    "skips",
-    "splits_differ",
-]
-
 ASLEEP_S = 20.0
 """How long the hanging rank sleeps: far beyond the limit of a run, yet not for ever where it cannot be ended."""
 

@@ -28,8 +28,6 @@ from harness.resolve import resolve
 from reports.printing.tables import Table
 from reports.printing.text import show_table
 
-__all__ = ["FAULTS", "Fault", "Seen", "main", "measured", "seen"]
-
 LIMIT_S = 1.0
 """The time limit of every run: what a fault that only the clock can tell costs."""
 TRIES = 3

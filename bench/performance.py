@@ -34,17 +34,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.processes import pooled_example, spawned_example
 from bench.program_cost import recorded_step
 from bench.proof_costs import further_case, one_case, real_widths
 from bench.witnesses import measured
-from bench.workload import Sizes, data, dense, largest_error, rank_program, weights
+from bench.workload import Sizes, data, dense, largest_error, pooled_example, rank_program, spawned_example, weights
 from harness.engines.processes.forked.pool import PoolEngine
 from harness.engines.threads.concurrent import ConcurrentEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.recording.recorder import Recorder
-
-__all__ = ["Row", "interleaved", "main", "measure"]
 
 ALLOWED_COST = 1.03
 """What recording a program may make of its step."""

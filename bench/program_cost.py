@@ -28,8 +28,6 @@ from harness.programs.session import ProgramSession
 from harness.recording.recorder import Recorded
 from reports.comparing.intervals import Interval, ratio_of_medians
 
-__all__ = ["recorded_step"]
-
 LAYERS, HIDDEN, HEADS, VOCAB, SEQ = 4, 512, 8, 30522, 128
 
 

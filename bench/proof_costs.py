@@ -15,8 +15,6 @@ from collections.abc import Mapping
 
 from reference.case.modes import MODES
 
-__all__ = ["REAL_WIDTHS", "further_case", "one_case", "real_widths"]
-
 REAL_WIDTHS = (
     "layers=1 hidden=2048 heads=16 kv_heads=8 ffn=8192 vocab=8192 seq=256 batch=1 micro=1 steps=1 dtype=float32 tp=4"
 )

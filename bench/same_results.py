@@ -11,55 +11,31 @@ apart. Exit status: 0 equal, 1 not.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
-from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 import pandas as pd
-from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from harness.ledger import REPEATABLE
 from reference.case.modes import MODES
 from suites.drawing.strategies import every_word
+from suites.session.sampling import sampled
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Results:
-    """What one commit made of the cases."""
-
-    outcomes: dict[tuple[str, int], Counter[str]]
-    ledger: pd.DataFrame
-    verdicts: dict[tuple[str, str], tuple[str, str]]
-    errors: dict[tuple[str, str], str]
+_KEYS = {"outcome": ["case", "rank"], "verdict": ["case", "check"], "ledger": ["case"]}
+"""What a difference is named by."""
+Results = Mapping[str, pd.DataFrame]
+"""What one commit made of the cases: the tables of _KEYS, and `error`, the errors behind the verdicts."""
 
 
 def drawn(count: int, first_seed: int) -> list[str]:
     """So many legal cases in any word, as texts; the same for the same seed."""
-    texts: list[str] = []
-    for place, mode in enumerate(MODES):
-        share = count // len(MODES) + (place < count % len(MODES))
-
-        @seed(first_seed)
-        @settings(
-            max_examples=max(share, 1),
-            database=None,
-            deadline=None,
-            phases=(Phase.generate,),
-            suppress_health_check=tuple(HealthCheck),
-        )
-        @given(case=every_word(mode))
-        def draw(case: object) -> None:
-            texts.append(str(case))
-
-        if share:
-            draw()
-    return list(dict.fromkeys(texts))
+    shares = {mode: count // len(MODES) + (place < count % len(MODES)) for place, mode in enumerate(MODES)}
+    cases = [case for mode, share in shares.items() for case in sampled(every_word(mode), share, first_seed)]
+    return list(dict.fromkeys(map(str, cases)))
 
 
 def results(tree: Path, texts: list[str], work: Path) -> Results:
@@ -67,28 +43,17 @@ def results(tree: Path, texts: list[str], work: Path) -> Results:
 
     Raises SystemExit when no run folder was written.
     """
-    work.mkdir(parents=True, exist_ok=True)
-    digests = work / "digests.jsonl"
-    digests.write_text("")
-    # The tree's rooms come first; `bench` is this one's, since BASE may have none.
-    link = work / "probe"
-    link.mkdir(exist_ok=True)
-    (link / "digested.py").write_text((ROOT / "bench/digested.py").read_text())
+    probe = work / "probe"
+    probe.mkdir(parents=True, exist_ok=True)
+    # The tree's rooms come first; the probe is this one's, since BASE may have none.
+    (probe / "digested.py").write_text((ROOT / "bench/digested.py").read_text())
+    (work / "digests.jsonl").write_text("")
     environment = os.environ | {
-        "PYTHONPATH": f"{tree}{os.pathsep}{link}",
-        "DIGESTS": str(digests),
+        "PYTHONPATH": f"{tree}{os.pathsep}{probe}",
+        "DIGESTS": str(work / "digests.jsonl"),
         "OMP_NUM_THREADS": "1",
     }
-    command = [
-        sys.executable,
-        "-m",
-        "reports.commands.cli",
-        "run",
-        "--subject",
-        "digested:subject",
-        "--out",
-        str(work / "runs"),
-    ]
+    command = [sys.executable, "-m", "shardproof", "run", "--subject", "digested:subject", "--out", str(work / "runs")]
     ended = subprocess.run([*command, *texts], cwd=tree, env=environment, capture_output=True, text=True, check=False)
     if not (work / "runs/latest").exists():
         raise SystemExit(f"{tree}: no run folder; exit {ended.returncode}\n{ended.stdout}\n{ended.stderr}")
@@ -96,70 +61,54 @@ def results(tree: Path, texts: list[str], work: Path) -> Results:
 
 
 def read(work: Path) -> Results:
-    """What `results` wrote."""
-    outcomes: dict[tuple[str, int], Counter[str]] = {}
-    for line in (work / "digests.jsonl").read_text().splitlines():
-        case, rank, digest = json.loads(line)
-        outcomes.setdefault((case, rank), Counter())[digest] += 1
-    verdicts: dict[tuple[str, str], tuple[str, str]] = {}
-    errors: dict[tuple[str, str], str] = {}
-    for line in (work / "runs/latest/verdicts.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        key = row["case"], row["check"]
-        verdicts[key] = row["verdict"], json.dumps(row["unchecked"])
-        errors[key] = json.dumps(row["worst"])
+    """What `results` wrote; how often an outcome was computed does not count."""
+    verdicts = pd.read_json(work / "runs/latest/verdicts.jsonl", lines=True, dtype=False)
+    verdicts = verdicts.assign(unchecked=verdicts["unchecked"].map(str), worst=verdicts["worst"].map(str))
     ledger = pd.read_csv(work / "runs/latest/ledger.csv", dtype=str, keep_default_na=False)
-    return Results(outcomes=outcomes, ledger=ledger, verdicts=verdicts, errors=errors)
+    outcomes = pd.read_json(work / "digests.jsonl", lines=True, dtype=False)
+    return {
+        "outcome": outcomes.set_axis(["case", "rank", "digest"], axis=1).drop_duplicates(),
+        "verdict": verdicts[["case", "check", "verdict", "unchecked"]],
+        "ledger": ledger[list(REPEATABLE)],
+        "error": verdicts[["case", "check", "worst"]],
+    }
 
 
 def differences(base: Results, ours: Results) -> list[str]:
-    """One line for each thing that is not equal; how often an outcome was computed does not count."""
-    found = [
-        f"outcome of rank {rank}: {case}"
-        for case, rank in sorted(base.outcomes.keys() | ours.outcomes.keys())
-        if set(base.outcomes.get((case, rank), ())) != set(ours.outcomes.get((case, rank), ()))
+    """One line for each outcome, verdict and ledger that is not equal."""
+    return [
+        f"{name} of {' '.join(map(str, place))}"
+        for name, keys in _KEYS.items()
+        for place in sorted(set(_apart(base[name], ours[name])[keys].itertuples(index=False, name=None)))
     ]
-    for key in sorted(base.verdicts.keys() | ours.verdicts.keys()):
-        one, other = base.verdicts.get(key), ours.verdicts.get(key)
-        if one != other:
-            found.append(f"verdict of {key[1]}: {one} and {other}: {key[0]}")
-    kept = list(REPEATABLE)
-    order = ["case", "rank", "call_index"]
-    first, second = (side.ledger[kept].sort_values(order, ignore_index=True) for side in (base, ours))
-    for case in sorted(set(first["case"]) | set(second["case"])):
-        one, other = (side[side["case"] == case].reset_index(drop=True) for side in (first, second))
-        if not one.equals(other):
-            found.append(f"ledger: {len(one)} and {len(other)} rows: {case}")
-    return found
+
+
+def _apart(one: pd.DataFrame, other: pd.DataFrame) -> pd.DataFrame:
+    """The rows that only one of two tables has."""
+    both = one.merge(other, how="outer", indicator="side")
+    return both[both["side"] != "both"]
 
 
 def main() -> int:
     """Compare, print one line a difference, and the counts."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.same_results", description="Compare the results of two commits."
-    )
+    about = "Compare the results of two commits."
+    parser = argparse.ArgumentParser(prog="python -m bench.same_results", description=about)
     parser.add_argument("base", help="a checkout of the commit to compare with (git worktree add)")
     parser.add_argument("--cases", type=int, default=200, metavar="N", help="drawn cases (200)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="other seeds draw other cases (0)")
     parser.add_argument("--work", default="runs/same", metavar="DIR", help="where both run folders go (runs/same)")
     options = parser.parse_args()
     base, work, failed = Path(options.base).resolve(), Path(options.work).resolve(), 0
-    default = results(base, [], work / "base-default")
-    texts = {
-        "default": list(dict.fromkeys(case for case, _ in default.outcomes)),
-        "drawn": drawn(options.cases, options.seed),
-    }
+    default = results(base, [], work / "base-default")["outcome"]["case"]
+    texts = {"default": list(dict.fromkeys(default)), "drawn": drawn(options.cases, options.seed)}
     for name, cases in texts.items():
-        one = results(base, cases, work / f"base-{name}")
-        other = results(ROOT, cases, work / f"ours-{name}")
+        one, other = (results(tree, cases, work / f"{side}-{name}") for side, tree in (("base", base), ("ours", ROOT)))
         found = differences(one, other)
         print(*found, sep="\n")
-        errors = sum(one.errors.get(key) != other.errors.get(key) for key in one.errors)
-        print(
-            f"{name}: {len(cases)} cases, {len(one.outcomes)} outcomes, {len(one.ledger)} events,"
-            f" {len(one.verdicts)} verdicts:"
-            f" {len(found)} differences; {errors} errors behind verdicts differ in some bit"
-        )
+        counts = ", ".join(f"{len(one[table])} rows of {table}" for table in _KEYS)
+        errors = _apart(one["error"], other["error"])["check"].count() // 2
+        told = f"{len(found)} differences; {errors} errors behind verdicts differ in some bit"
+        print(f"{name}: {len(cases)} cases, {counts}: {told}")
         failed += len(found)
     return 1 if failed else 0
 

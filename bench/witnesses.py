@@ -43,8 +43,6 @@ from parallel.registry import MODES
 from parallel.training.loop import set_up
 from reference.case import Case
 
-__all__ = ["CASE", "STEPS", "WITNESSES", "Cost", "cost_of", "measured", "micro_batch"]
-
 CASE = "mode=tp tp=2 layers=4 hidden=512 heads=8 kv_heads=8 ffn=2048 seq=512 batch=2 dtype=float32"
 """A small transformer: four layers of 512 and sequences of 512, the shape of BERT-small (Turc et al. 2019)."""
 LIMIT_S = 900.0

@@ -9,8 +9,6 @@ from importlib import import_module
 
 from shardproof.rooms import ShadowedError, lead
 
-__all__ = ["main"]
-
 _WRONG_REQUEST = 2
 
 

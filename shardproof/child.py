@@ -12,8 +12,6 @@ from typing import Any
 
 from shardproof.rooms import lead
 
-__all__ = ["Target"]
-
 
 class Target:
     """A function of ours, by its names: unpickled in a fresh process, it has our folders found before others."""

@@ -20,8 +20,6 @@ from harness.running.request import Request
 from harness.running.run import RunResult
 from harness.subject import case_of, cases_of, named
 
-__all__ = ["prove", "run"]
-
 
 def prove(
     case: str | CaseLike,

@@ -24,8 +24,6 @@ from harness.errors import RequestError, ShardproofError, error_text  # noqa: E4
 from harness.programs.launch import add_options, environment_of, python_command, replace_by, request_of  # noqa: E402  # noqa: E402
 from harness.programs.session import shared_session  # noqa: E402
 
-__all__ = ["main"]
-
 _WRONG_REQUEST = 2
 
 

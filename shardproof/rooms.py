@@ -20,8 +20,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["HOME", "ROOMS", "ShadowedError", "foreign", "lead"]
-
 ROOMS = ("reference", "parallel", "harness", "reports", "suites", "bench", "bugs")
 HOME = Path(__file__).resolve().parents[1]
 """The folder in which `shardproof` and the folders behind it lie side by side."""

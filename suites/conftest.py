@@ -12,10 +12,9 @@ from hypothesis.errors import Unsatisfiable
 from harness.errors import RequestError
 from harness.running.request import seconds
 from harness.subject import case_of, claims
-from shardproof.options import add_options, option_path, option_value
-from shardproof.pytest_plugin import ENGINE_OPENED
+from shardproof.pytest_plugin import ENGINE_OPENED, add_options, option_path, option_value
 from suites.drawing.profiles import ONE_CASE, register
-from suites.killing.necessity import Collective, collectives
+from suites.killing.matrix import Collective, collectives
 from suites.session import known_failures, step_summary
 from suites.session.ledger_gate import LedgerGate
 from suites.session.prover import Prover

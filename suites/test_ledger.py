@@ -9,7 +9,7 @@ import pytest
 from harness.protocols import CaseLike
 from harness.subject import case_of
 from reports.options.request import default_cases
-from shardproof.options import option_path, option_value
+from shardproof.pytest_plugin import option_path, option_value
 from suites.session.ledger_gate import LedgerGate, file_of
 from suites.session.request import subject_of
 

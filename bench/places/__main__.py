@@ -14,8 +14,6 @@ from collections.abc import Sequence
 
 from bench.places.planting import bugs_of, found, is_right, missing
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the campaign and print one line a bug, then how many places were right."""

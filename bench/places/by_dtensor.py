@@ -17,8 +17,6 @@ from harness.outcome.blocks import blocks
 from harness.shard import Shard as Placed
 from reference.case import Case
 
-__all__ = ["subject"]
-
 DOWN = RowwiseParallel
 
 

@@ -17,8 +17,6 @@ from bench.places.dense import rows, weights
 from harness.shard import Shard
 from reference.case import Case
 
-__all__ = ["subject"]
-
 
 class _Groups:
     """The groups of one rank."""

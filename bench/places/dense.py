@@ -15,19 +15,6 @@ from torch.nn import functional
 from harness.running.truth.reference import Reference
 from reference.case import Case
 
-__all__ = [
-    "REFERENCE",
-    "Attention",
-    "Block",
-    "Decoder",
-    "Mlp",
-    "Norm",
-    "control",
-    "rows",
-    "truth",
-    "weights",
-]
-
 REFERENCE = Reference(truth=f"{__name__}:truth", control=f"{__name__}:control")
 
 

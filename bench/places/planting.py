@@ -22,8 +22,6 @@ from harness.running.proof import CaseResult, prove
 from harness.running.truth.reference import REFERENCE as OURS
 from reference.case import Case
 
-__all__ = ["bugs_of", "diagnosed", "found", "is_foreign", "is_right", "missing", "place", "wordless", "wrong_subject"]
-
 _OWN = "suites.subjects."
 """Subjects with a truth and words of their own."""
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["MOST_RANKS", "representatives"]
-
 MOST_RANKS = 9
 """Ranks that are run at most: all places of a mesh of two axes."""
 

@@ -32,8 +32,6 @@ from dataclasses import dataclass
 
 from harness.predicting.clusters import Cluster
 
-__all__ = ["Route", "route", "seconds"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:

@@ -21,8 +21,6 @@ from harness.recording.recorder import Recorder
 from harness.recording.saved import SavedActivations
 from harness.subject import called, kept_per_rank, named_axes, session
 
-__all__ = ["DryRank", "DryRun", "dry_run"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRank:

@@ -1,7 +1,16 @@
-"""The figures of a forecast: time, memory and bytes of a case on a cluster, and of each stage of its pipeline.
+"""What a forecast consists of: time, memory and bytes of a case on a cluster, and of each stage of its pipeline.
 
-What a call costs there and how a dry run compares with the closed form is here too. Units: seconds, bytes, FLOPs;
-bytes of calls are payloads of one rank in a step.
+Bytes that training keeps of a parameter are by formula: AdamW as Megatron-LM trains adds gradients up in float32, two
+moments are float32, and where parameters have 16 bits a float32 master copy stands beside them:
+
+    parameters        parameter  gradient  master  moments  together
+    bfloat16, float16         2         4       4        8        18
+    float32                   4         4       0        8        16
+    float64                   8         8       0       16        32
+
+Over d data ranks, a distributed optimizer splits master and moments: 6 + 12/d for 16 bits, 8 + 8/d for float32.
+Source: Megatron-LM, docs/source/api-guide/dist_optimizer.md, "theoretical memory"; the row of float64, which Megatron
+has not, is the same rule at 8 bytes. Units: seconds, bytes, FLOPs; bytes of calls are payloads of one rank in a step.
 """
 
 from __future__ import annotations
@@ -10,6 +19,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from harness.differences import differences
 from harness.ledger import Event, wire_bytes
@@ -20,20 +31,6 @@ from harness.predicting.timeline import Times
 from harness.protocols import CaseLike, SpanLike, Subject
 from harness.subject import named_axes, stated
 from harness.terms import EventKey, closed_forms
-
-__all__ = [
-    "DEPTHS",
-    "EQUAL",
-    "Forecast",
-    "Memory",
-    "StageForecast",
-    "Traffic",
-    "compared",
-    "data_ranks",
-    "line",
-    "prices",
-    "traffic",
-]
 
 EQUAL = "equal"
 """What `Forecast.ledger` says when the dry run issued exactly the events of the closed form."""
@@ -200,3 +197,37 @@ def data_ranks(case: CaseLike) -> int:
     """Ranks that see different data."""
     lists: Mapping[str, tuple[tuple[int, ...], ...]] = case.axes
     return len(lists["dp"][0]) if "dp" in lists else 1
+
+
+_FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class States:
+    """Bytes that are kept for every element of a parameter; `moments` are both of them."""
+
+    parameter: int
+    gradient: int
+    master: int
+    moments: int
+
+    @property
+    def optimizer(self) -> int:
+        """What the optimizer keeps from step to step."""
+        return self.master + self.moments
+
+    @property
+    def together(self) -> int:
+        """Parameter, gradient, master and moments."""
+        return self.parameter + self.gradient + self.optimizer
+
+
+def mixed_adamw(dtype: str) -> States:
+    """The states of AdamW for parameters of this dtype ("bfloat16"). Raises ValueError for one that is no float."""
+    kind = getattr(torch, dtype, None)
+    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
+        raise ValueError(f"dtype={dtype}: must be a floating-point dtype; legal: bfloat16")
+    wide = max(kind.itemsize, _FLOAT32_BYTES)
+    return States(
+        parameter=kind.itemsize, gradient=wide, master=wide if kind.itemsize < _FLOAT32_BYTES else 0, moments=2 * wide
+    )

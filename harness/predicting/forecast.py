@@ -23,15 +23,23 @@ from harness.errors import NotComputed, RequestError
 from harness.ledger import Event, unmapped
 from harness.predicting.clusters import Cluster
 from harness.predicting.dry_run import dry_run
-from harness.predicting.figures import DEPTHS, EQUAL, Forecast, Memory, compared, data_ranks, line, prices, traffic
+from harness.predicting.figures import (
+    DEPTHS,
+    EQUAL,
+    Forecast,
+    Memory,
+    States,
+    compared,
+    data_ranks,
+    line,
+    prices,
+    traffic,
+)
 from harness.predicting.meter import START, Stretch
 from harness.predicting.staged import staged_forecast
-from harness.predicting.states import States
 from harness.predicting.timeline import Times, parts, play, together
 from harness.protocols import CaseLike, Subject
 from harness.subject import named_axes
-
-__all__ = ["forecast"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

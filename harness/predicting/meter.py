@@ -37,8 +37,6 @@ from harness.torch_internals.meta_device import FUSED, FUSED_BACKWARD, fused_att
 from harness.torch_internals.modes import DispatchMode, take_themselves_apart
 from harness.torch_internals.operators import dispatch_keys, end_functional, has_kernel, packet_of, short_name
 
-__all__ = ["END", "FORMULAS", "START", "TO_BACKWARD", "TO_FORWARD", "WAIT", "Meter", "Stretch", "hidden"]
-
 START, WAIT, END = "start", "wait", "end"
 TO_BACKWARD, TO_FORWARD = "to backward", "to forward"
 

@@ -19,8 +19,6 @@ from harness.predicting.meter import START, TO_BACKWARD, TO_FORWARD
 from harness.predicting.timeline import AFTER_BACKWARD, Times, spent_until, together
 from harness.protocols import ActionLike, CaseLike, PipelineLike, Subject
 
-__all__ = ["BACKWARD", "FORWARD", "MESSAGES", "MeasuredStage", "Segment", "live", "measured", "on_the_line"]
-
 FORWARD, BACKWARD = "F", "B"
 MESSAGES = "pipeline"
 """The phase of messages between stages."""

@@ -27,17 +27,15 @@ from harness.predicting.figures import (
     Forecast,
     Memory,
     StageForecast,
+    States,
     Traffic,
     data_ranks,
     line,
     traffic,
 )
 from harness.predicting.segments import BACKWARD, FORWARD, MESSAGES, MeasuredStage, live, measured, on_the_line
-from harness.predicting.states import States
 from harness.predicting.timeline import together
 from harness.protocols import ActionLike, CaseLike, PipelineLike, SpanLike, Subject
-
-__all__ = ["staged_forecast"]
 
 
 def staged_forecast(

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from harness.ledger import Event
 from harness.predicting.meter import START, WAIT, Stretch
 
-__all__ = ["AFTER_BACKWARD", "Times", "parts", "play", "spent_until", "together"]
-
 Price = Callable[[Event], tuple[str, float]]
 """The link that an event uses, and how long it takes."""
 _ROUNDING = 1e-9

@@ -16,8 +16,7 @@ from typing import NoReturn
 
 from harness.cases import read_case
 from harness.errors import RequestError
-from harness.predicting.cluster_presets import PRESETS
-from harness.predicting.clusters import read
+from harness.predicting.clusters import PRESETS, read
 from harness.programs.session import VARIABLE, Options, ProgramSession, silence_of, steps_of, tools_of
 from harness.witnesses.nsys import command as under_nsys
 from harness.witnesses.nsys import nsys_path
@@ -85,7 +84,7 @@ def stated(tokens: str | None, cluster: str | None, case: str | None) -> Mapping
             raise RequestError(f"tokens={tokens}: {rule}; legal: --tokens 4194304")
         words["tokens"] = int(tokens)
     if cluster is not None:
-        read(cluster, PRESETS)
+        read(cluster)
         words["cluster"] = cluster if cluster in PRESETS else str(Path(cluster).resolve())
     if case is not None:
         words["case"] = str(read_case(case))

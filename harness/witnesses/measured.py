@@ -31,8 +31,8 @@ from torch import multiprocessing
 from torch.distributed import FileStore, PrefixStore
 
 from harness.engines.interposer import observing
-from harness.engines.rank_environment import rank_device
 from harness.engines.processes.rank_program import run_rank
+from harness.engines.rank_environment import rank_device
 from harness.errors import MachineError
 from harness.interpreter import spawned
 from harness.ledger import Event

@@ -14,7 +14,6 @@ import importlib
 import os
 import sys
 import traceback
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
@@ -22,10 +21,7 @@ from typing import NoReturn
 
 from harness.errors import ShardproofError
 from harness.running.processes.spare_process import Spare
-from reports.options.tensor_words import add_checkpoint, add_slice
-from reports.programs.words import add_hang, add_record
-
-__all__ = ["main"]
+from reports.options.words import add_checkpoint, add_hang, add_record, add_slice
 
 ENGINES = ("inproc", "inproc-concurrent", "pool", "torchrun", "dry")
 DEVICES = ("cpu", "cuda")
@@ -35,7 +31,7 @@ CLUSTER = "8xH100-NVLink-IB400"
 _HANDLERS = {
     "run": "reports.commands.run:main",
     "record": "reports.programs.command:main",
-    "hang": "reports.programs.hang:main",
+    "hang": "reports.programs.command:hang_main",
     "show": "reports.commands.show:main",
     "compare": "reports.commands.compare:main",
     "page": "reports.commands.show:page_main",
@@ -44,8 +40,8 @@ _HANDLERS = {
     "bench": "reports.commands.run:bench_main",
     "doctor": "reports.commands.doctor:main",
     "predict": "reports.commands.predict:main",
-    "slice": "reports.commands.slicing:main",
-    "checkpoint": "reports.commands.checkpoint:main",
+    "slice": "reports.commands.checkpoints:slice_main",
+    "checkpoint": "reports.commands.checkpoints:main",
     "expect": "reports.commands.expect:main",
     "names": "reports.commands.names:main",
     "new-subject": "reports.commands.new_subject:main",
@@ -290,8 +286,3 @@ def _add_predict(predict: argparse.ArgumentParser) -> None:
     predict.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"implementation to predict ({SUBJECT})")
     predict.add_argument("-o", "--out", metavar="DIR", help="write tables, plots and ledger into a folder below DIR")
     predict.add_argument("--json", action="store_true", help="the result as JSON on stdout, and nothing else there")
-
-
-if __name__ == "__main__":
-    warnings.warn("python -m reports.cli is now python -m shardproof", DeprecationWarning, stacklevel=1)
-    sys.exit(main())

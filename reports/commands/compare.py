@@ -14,18 +14,14 @@ from pathlib import Path
 
 import pandas as pd
 
-from reports.comparing.baselines import save, side
 from reports.comparing.comparison import Comparison, compare
 from reports.comparing.intervals import CONFIDENCE, FEWEST
-from reports.comparing.limits import limits
+from reports.comparing.limits import check_name, limits
 from reports.comparing.modes import modes_table, side_by_side
-from reports.comparing.sides import check_name
-from reports.comparing.snapshot import Snapshot, snapshot
+from reports.comparing.snapshot import Snapshot, save, side, snapshot
 from reports.printing.tables import NOTHING, Table, count, mark, mebibytes, milliseconds, pair, table
 from reports.printing.text import append_step_summary, show_message, show_table
 from reports.stored.frames import load
-
-__all__ = ["events_table", "main", "times_table", "traffic_change_table"]
 
 
 def main(arguments: argparse.Namespace) -> int:

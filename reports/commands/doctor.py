@@ -18,8 +18,6 @@ from typing import Any, TypeVar
 
 from harness.errors import error_text
 
-__all__ = ["Judgement", "Machine", "inspect", "judge", "main"]
-
 T = TypeVar("T")
 OLDEST_PYTHON = (3, 11)
 NEEDED = ("numpy", "pandas", "rich", "matplotlib", "hypothesis", "pytest")

@@ -23,8 +23,6 @@ from harness.terms import FIELDS, Term
 from reports.printing.text import show_message
 from reports.stored.frames import Run, load
 
-__all__ = ["Line", "lines", "main", "written"]
-
 _SHORT = ("op", "axis")
 """The fields of a short term."""
 _SIZED = tuple(name for name in FIELDS if name != "payload_bytes")

@@ -27,12 +27,10 @@ from harness.running.environment import environment
 from harness.running.request import seconds
 from harness.running.store import Store
 from harness.subject import cases_of, named
-from reports.options.script_file import writing
+from reports.options.checks import writing
 from reports.printing.tables import Table
 from reports.printing.text import append_step_summary, show_message, show_table, ticking
 from reports.stored.files import MATRIX, RunFolderError, csv_table, environment_of
-
-__all__ = ["check_table", "figure_table", "figure_tables", "main", "matrix_table", "show_matrix", "unmissed_table"]
 
 KILLING = "suites.killing.matrix"
 _SCRIPTS = "suites.killing.scripts:scripts"

@@ -26,8 +26,6 @@ from harness.subject import NamedSubject, case_of, named, truth_of
 from reports.printing.tables import Table
 from reports.printing.text import show_message, show_table
 
-__all__ = ["KINDS", "OWN", "main", "names", "tables"]
-
 KINDS: Mapping[str, str] = {
     "init": "initial values of parameters",
     "mask": "what dropout keeps, bool [samples of a step, shape of a sample] by step and site",

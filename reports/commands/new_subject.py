@@ -15,8 +15,6 @@ from pathlib import Path
 from harness.errors import RequestError
 from reports.printing.text import show_message
 
-__all__ = ["LIKE", "main"]
-
 LIKE: Mapping[str, str] = {
     "mlp": "an MLP split over tp by hand",
     "dtensor": "DTensor's parallel styles",

@@ -20,7 +20,6 @@ import pandas as pd
 from harness.engines.shapes.dry import DryEngine
 from harness.errors import RequestError
 from harness.ledger import COLUMNS
-from harness.predicting.cluster_presets import PRESETS
 from harness.predicting.clusters import read
 from harness.predicting.figures import DEPTHS, Forecast
 from harness.subject import named
@@ -31,8 +30,6 @@ from reports.predicting.prediction import Prediction, figure, predict
 from reports.printing import tables
 from reports.printing.tables import Table
 from reports.printing.text import plain, show_message, show_table, ticking
-
-__all__ = ["ASSUMPTIONS", "main"]
 
 ASSUMPTIONS = (
     "compute: FLOPs of matrix products and attention as the dry run counts them (masked pairs too), over peak x "
@@ -62,7 +59,7 @@ ASSUMPTIONS = (
 
 def main(arguments: argparse.Namespace) -> int:
     """Predict and print. Exit status 0; 1 when a dry run's ledger is not the closed form's."""
-    cluster = read(arguments.cluster, PRESETS)
+    cluster = read(arguments.cluster)
     subject = named(arguments.subject).call
     with ticking(sys.stderr) as tick, DryEngine() as engine:
         search = {"world": arguments.world, "suggest": arguments.suggest}

@@ -1,4 +1,4 @@
-"""`shardproof run` and `shardproof bench`: a request (reports.request) run, its result shown.
+"""`shardproof run` and `shardproof bench`: a request (reports.options.request) run, its result shown.
 
 Our own code enters here as names that the harness resolves, as any other subject does. What shows a result loads pandas
 and is imported after the first case, so that a second process need not wait for it.
@@ -20,6 +20,9 @@ from typing import Any
 
 import torch
 
+from harness.checking.evidence import FAIL
+from harness.diagnosing.six_lines import line_of
+from harness.engines.named import engine_named
 from harness.engines.processes.launched.torchrun import dismiss, serve, serves
 from harness.errors import ShardproofError
 from harness.protocols import CaseLike, case_text
@@ -31,15 +34,44 @@ from harness.running.request import Request
 from harness.running.run import INTERRUPTED, RunResult, run
 from harness.running.second_process import COLLECTED_AFTER
 from harness.subject import NamedSubject, claims, offers, own_cases
-from reports.commands.repro import write_script
-from reports.options.experiment import real_size
+from reports.options.checks import real_size, writing
 from reports.options.request import LAUNCHED, requested
 from reports.printing.text import show_message, show_table, ticking
 
-__all__ = ["bench_main", "main", "progress_text"]
+
+def write_script(result: RunResult, request: Request, file: str) -> str:
+    """Write the script; returns one line that names it, or why it was not written.
+
+    The case is shrunk on threads of this process, whatever engine found the failure. Raises RequestError when the file
+    cannot be written.
+    """
+    from harness.reproducing.repro import emit, shown_name  # noqa: PLC0415  (imports DTensor: half a second)
+
+    failed = {verdict.case: line_of(verdict.message, "when") for verdict in result.verdicts if verdict.verdict == FAIL}
+    if not failed:
+        return f"{file} was not written: no case failed"
+    with engine_named("inproc") as engine:
+        first = min((case for case in request.cases if case_text(case) in failed), key=_simplicity)
+        text = emit(first, request.subject, engine, failed[case_text(first)])
+    if text is None:
+        return (
+            f"{file} was not written: no returned tensor is wrong and the subject finishes, so a script shows nothing"
+        )
+    with writing(file):
+        Path(file).write_text(text, encoding="utf-8")
+    return f"{file} repeats {shown_name(text) or 'how the subject ends'}: run it with python {file}"
+
+
+def _simplicity(case: CaseLike) -> tuple[float, ...]:
+    """The order in which failures are shown."""
+    from reports.stored.failures import simplicity  # noqa: PLC0415  (loads pandas)
+
+    words = {name: getattr(case, name) for name in ("dtype", "world_size", "steps", "micro")}
+    return simplicity({**words, "case": case_text(case)})
+
 
 _SHOW = "reports.commands.show"
-_TIMELINE = "reports.commands.experiment_table:timeline"
+_TIMELINE = "reports.commands.show:experiment_table"
 BENCH = "bench.performance:main"
 FAULT_TABLE = "bench.fault_table:main"
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Hashable, Sequence
 from pathlib import Path
@@ -16,19 +17,18 @@ import pandas as pd
 from harness.errors import RequestError
 from harness.running.run import RunResult
 from reports.commands.faults import show_matrix
-from reports.comparing import breakeven
+from reports.comparing import modes
+from reports.options.checks import EXPERIMENTS
 from reports.pages import page
 from reports.printing import tables, witnesses
+from reports.printing.tables import NOTHING, Table, count, mebibytes
 from reports.printing.text import STYLES, append_step_summary, show_message, show_report, show_table
 from reports.programs import tables as programs
-from reports.stored import stages, summary
-from reports.stored.bugs import bugs, simplest_first
-from reports.stored.files import is_matrix, run_folder
+from reports.stored import summary
+from reports.stored.failures import bugs, simplest_first
+from reports.stored.files import is_matrix, recorded, run_folder
 from reports.stored.frames import Run, load
-from reports.stored.parts import recorded
 from reports.stored.unchecked import unchecked_notes
-
-__all__ = ["load", "main", "page_main", "show_failures", "show_result", "show_run", "write_page"]
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -115,11 +115,11 @@ def show_run(run: Run, stream: TextIO) -> None:
     for table in dict.fromkeys((first, cases)):
         show_table(table, stream)
     show_table(tables.traffic_table(summary.traffic(run)), stream)
-    crossings = breakeven.compared(run)
+    crossings = modes.compared(run)
     if len(crossings):
         show_table(tables.break_even_table(crossings), stream)
-    if len(pipelines := stages.measured(run)):
-        show_table(tables.pipeline_table(pipelines, stages.cores(run)), stream)
+    if len(pipelines := summary.measured(run)):
+        show_table(tables.pipeline_table(pipelines, summary.cores(run)), stream)
     for table in witnesses.tables(run.path):
         show_table(table, stream)
     show_failures(run, stream)
@@ -160,3 +160,42 @@ def _told(verdict: dict[Hashable, Any]) -> str:
     """The verdict; of an unknown one the check too, which a failure's six lines and a reason to skip do not need."""
     word, check = verdict["verdict"], verdict["check"]
     return f"{word} ({check})" if word == "unknown" else str(word)
+
+
+MEGATRON = {
+    "embedding": "word_embeddings",
+    "attention.wqkv": "linear_qkv",
+    "attention.wo": "linear_proj",
+    "mlp.w1": "linear_fc1",
+    "mlp.w2": "linear_fc2",
+    "head": "output_layer",
+}
+"""What Megatron-Core calls our modules."""
+
+
+def experiment_table(run: Run, name: str) -> Table:
+    """The calls of one micro-batch and of the step around it on rank 0, in order, same parts of layers together."""
+    ledger = run.ledger
+    last = ledger[(ledger["rank"] == 0) & (ledger["step"] == ledger["step"].max())]
+    inner = last[~last["phase"].isin(["grad_sync", "step", "metric"])]
+    outer = last[last["phase"].isin(["grad_sync", "step", "metric"])]
+    one = pd.concat([inner[inner["microbatch"] == inner["microbatch"].max()], outer]).sort_values("call_index")
+    parts = one["region"].astype(str).map(lambda region: re.sub(r"^layers\.\d+\.", "", region))
+    one = one.assign(part=parts, phase=one["phase"].astype(str), op=one["op"].astype(str))
+    rows = []
+    named = EXPERIMENTS[name].named
+    first_us = float(one["start_us"].min())
+    for (phase, part, op), calls in one.groupby(["phase", "part", "op"], sort=False):
+        at = ", ".join(f"{(float(start) - first_us) / 1e3:.1f}" for start in calls["start_us"].head(4))
+        more = " ..." if len(calls) > 4 else ""
+        stated = "yes" if (phase, part) in named else "no"
+        module = MEGATRON.get(str(part), NOTHING)
+        payload = mebibytes(int(calls["payload_bytes"].sum()))
+        rows.append((str(phase), str(op), str(part) or NOTHING, module, count(len(calls)), payload, stated, at + more))
+    return Table(
+        title="One micro-batch and the end of its step, rank 0, in order",
+        headers=("phase", "op", "module", "in Megatron", "calls", "MiB", "in the walk", "at, ms"),
+        rows=tuple(rows),
+        numbers=frozenset({4, 5}),
+        note="at: start of the first calls, from the first of these; in the walk: whether the published text names it",
+    )

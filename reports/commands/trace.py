@@ -25,8 +25,6 @@ from harness.errors import RequestError
 from reports.printing.text import show_message
 from reports.stored.frames import Run, load
 
-__all__ = ["main", "trace_events", "write"]
-
 _PAUSE_US = 1000.0
 """Between two cases."""
 _PROGRAM = 0

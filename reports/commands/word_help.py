@@ -17,8 +17,6 @@ from typing import Any
 from harness.errors import RequestError
 from harness.resolve import resolve
 
-__all__ = ["TOPICS", "Topic", "main", "page", "text"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topic:

@@ -17,8 +17,6 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-__all__ = ["CONFIDENCE", "FEWEST", "Interval", "phase_times", "ratio_of_medians"]
-
 CONFIDENCE = 0.999
 """Of every interval: with thirty phases compared, one run in seventy would see chance, and chance of 10 % rarer."""
 FEWEST = 4

@@ -1,9 +1,9 @@
-"""`--fail WHAT:LIMIT`: how far a run may be from its base, and where it is further.
+"""What a comparison is asked for, read without pandas: its two sides by name, and `--fail WHAT:LIMIT`.
 
 events:0    no event is new, gone or changed        calls:0  bytes:0    exactly the same calls, bytes at every place
 calls:N  bytes:N  calls:P%  bytes:P%                may grow by that much on the busiest rank of a case
 memory:N  memory:P%                                 what autograd holds may grow by that much
-time:P%     no phase is slower by more, beside the other phases of its run (reports.intervals)
+time:P%     no phase is slower by more, beside the other phases of its run (reports.comparing.intervals)
 wall:P%     no phase is slower by more as the clock says, however busy the machine was
 
 A phase is slower by more when its ratio is, and its interval says that it is slower at all.
@@ -11,16 +11,17 @@ A phase is slower by more when its ratio is, and its interval says that it is sl
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.errors import RequestError
+from reports.stored.files import RunFolderError, looking, run_folder, shown
 
 if TYPE_CHECKING:
     import pandas as pd
-
-__all__ = ["EXACT", "Limit", "breaches", "limits"]
 
 _COUNTED = ("events", "calls", "bytes", "memory")
 _TIMED = ("time", "wall")
@@ -118,3 +119,38 @@ def _slower(limit: Limit, times: pd.DataFrame) -> Iterator[str]:
         beside = f" beside {row['beside']}" if limit.what == "time" and row["beside"] else ""
         mostly = f", mostly in {row['mostly']}" if row["mostly"] else ""
         yield f"{row['mode']} {row['phase']}: {row[ratio]:.2f} times as slow ({row['measure']}){beside}{mostly}"
+
+
+FOLDER = "baselines"
+MARK = "baseline.json"
+"""The file that makes a folder a baseline, written last."""
+
+
+def side_folder(name: str, folder: str = FOLDER) -> Path:
+    """The run folder or baseline of this path, or the baseline of this name in a folder of baselines.
+
+    Raises RunFolderError when there is none, naming the baselines that there are.
+    """
+    path, stored = Path(name), Path(folder) / name
+    with looking(name):
+        if not path.is_dir() and _legal(name) and (stored / MARK).is_file():
+            path = stored
+        there, kept = path.is_dir(), (path / MARK).is_file()
+    if kept:
+        return path
+    if there:
+        return run_folder(path, matrix=False)
+    known = sorted(found.parent.name for found in Path(folder).glob(f"*/{MARK}"))
+    legal = f"a run folder, as runs/latest, or a baseline of {folder}: {', '.join(known) or 'none is there yet'}"
+    raise RunFolderError(f"run {shown(name)}: no such run folder and no baseline of this name; legal: {legal}")
+
+
+def check_name(name: str) -> None:
+    """Raise RequestError unless a baseline can be called so."""
+    if not _legal(name):
+        rule = "must be a name of at most 100 letters, digits, dots, dashes"
+        raise RequestError(f"baseline={shown(name)}: {rule}; legal: main")
+
+
+def _legal(name: str) -> bool:
+    return bool(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", name))

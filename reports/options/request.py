@@ -18,7 +18,6 @@ from typing import Any
 
 from harness.cases import check_modes, check_words, parse_cases, read_case
 from harness.errors import RequestError
-from harness.predicting.cluster_presets import PRESETS
 from harness.predicting.clusters import read as read_cluster
 from harness.protocols import CaseLike, case_text
 from harness.resolve import resolve
@@ -36,16 +35,18 @@ from harness.subject import (
     truth_of,
     vocabulary,
 )
-from reports.comparing.limits import limits
-from reports.comparing.sides import check_name, side_folder
-from reports.options import experiment
-from reports.options.data import check_data, read_first, with_data
-from reports.options.profiling import profiled_steps, profiled_tools
-from reports.options.quoting import note_unquoted
-from reports.options.script_file import check_target
+from reports.comparing.limits import check_name, limits, side_folder
+from reports.options.checks import (
+    check_data,
+    check_target,
+    complete_experiment,
+    note_unquoted,
+    profiled_steps,
+    profiled_tools,
+    read_first,
+    with_data,
+)
 from reports.stored.files import run_folder
-
-__all__ = ["LAUNCHED", "default_cases", "read", "requested"]
 
 OURS = "parallel.subject:subject"  # its cases are checked before it is imported
 LAUNCHED = "torchrun"
@@ -94,7 +95,7 @@ def _check_faults(arguments: argparse.Namespace) -> None:
 
 def _check_predict(arguments: argparse.Namespace) -> None:
     """The words of a text alone, which may stand for several cases; which of these can be is found with the subject."""
-    read_cluster(arguments.cluster, PRESETS)
+    read_cluster(arguments.cluster)
     if arguments.world is not None and arguments.world < 1:
         raise RequestError(f"world={arguments.world}: must be at least 1; legal: --world 8")
     ours = arguments.subject == OURS
@@ -178,7 +179,7 @@ def _options_checked(arguments: argparse.Namespace) -> None:
     """Check every rule that needs neither the subject nor torch."""
     if arguments.emit_repro is not None:
         check_target(arguments.emit_repro)
-    experiment.complete(arguments)
+    complete_experiment(arguments)
     seconds(arguments.timeout, "timeout")
     profiled_tools(arguments)
     _check_choice(arguments)

@@ -22,23 +22,19 @@ from markupsafe import Markup
 from harness.cases import read_case
 from harness.errors import RequestError
 from harness.resolve import resolve
-from reports.comparing import breakeven
+from reports.comparing import modes
 from reports.comparing.modes import modes_table, side_by_side
-from reports.pages import bars
-from reports.pages.modules import Node, by_module, tree
-from reports.pages.timeline import last_micro_batch, timeline
+from reports.pages import drawings
+from reports.pages.drawings import Node, by_module, last_micro_batch, timeline, tree
 from reports.printing import tables, witnesses
 from reports.printing.calls import calls_table
 from reports.printing.tables import Table, mebibytes
 from reports.programs import tables as programs
-from reports.stored import spread, stages, summary
-from reports.stored.bugs import simplest_first
-from reports.stored.files import csv_table
+from reports.stored import failures, summary
+from reports.stored.failures import simplest_first
+from reports.stored.files import csv_table, recorded
 from reports.stored.frames import Run
-from reports.stored.parts import recorded
 from reports.stored.unchecked import unchecked_notes
-
-__all__ = ["render", "write"]
 
 _MOST_BYTES = 1_000_000
 _MOST_ROWS = (1000, 300, 100, 30)
@@ -97,7 +93,7 @@ def _parts(run: Run) -> dict[str, object]:
     headline = summary.headline(run)
     verdicts = summary.worst_first(run.verdicts)
     failed = simplest_first(run)
-    lines, shared = bars.lines(run)
+    lines, shared = drawings.lines(run)
     used = set(run.summary["phase"])
     program = recorded(run.path)
     return {
@@ -111,8 +107,8 @@ def _parts(run: Run) -> dict[str, object]:
         "about": _about(run.env),
         "lines": lines,
         "shared": shared,
-        "phases": [(phase, colour) for phase, colour in bars.PHASE_COLOURS.items() if phase in used],
-        "failures": spread.groups(failed[failed["verdict"] == "fail"], run.path),
+        "phases": [(phase, colour) for phase, colour in drawings.PHASE_COLOURS.items() if phase in used],
+        "failures": failures.groups(failed[failed["verdict"] == "fail"], run.path),
         "open": _open(verdicts),
         "most_messages": _MOST_MESSAGES,
         "turns": run.env.get("request", {}).get("engine") == _TURNS,
@@ -127,7 +123,7 @@ def _parts(run: Run) -> dict[str, object]:
         "stated": [] if program else _stated(run),
         "modules": _modules(run),
         "pipelines": _pipelines(run),
-        "pipeline_table": tables.pipeline_table(stages.measured(run), stages.cores(run)),
+        "pipeline_table": tables.pipeline_table(summary.measured(run), summary.cores(run)),
         "timelines": _timelines(run),
         "kills": _kills(run.path / "kill_matrix.csv"),
         "verdicts": tables.verdict_table(verdicts),
@@ -150,19 +146,19 @@ def _open(verdicts: pd.DataFrame) -> list[dict[str, str]]:
 
 def _plots(run: Run) -> list[_Plot]:
     """Bytes against tokens, where a run has cases of several lengths."""
-    growth = breakeven.growth(run)
+    growth = modes.growth(run)
     if not len(growth):
         return []
     from reports.pages import plots  # noqa: PLC0415  (matplotlib takes half a second to import, and few runs need it)
 
-    svg = plots.break_even(growth, breakeven.crossings(growth), "Bytes against tokens")
+    svg = plots.break_even(growth, modes.crossings(growth), "Bytes against tokens")
     caption = "Wire bytes of one rank in the layers, a micro-batch; all-to-alls, embedding and head left out."
     return [_Plot(svg=Markup(svg), caption=caption)]
 
 
 def _pipelines(run: Run) -> list[_Plot]:
     """The last step of the first pipelines of a run on real processes."""
-    drawn = dict(itertools.islice(stages.last_steps(run).items(), _MOST_PIPELINES))
+    drawn = dict(itertools.islice(summary.last_steps(run).items(), _MOST_PIPELINES))
     if not drawn:
         return []
     from reports.pages import plots  # noqa: PLC0415  (see above)
@@ -219,7 +215,7 @@ def _kills(path: Path) -> Table | None:
 
 
 def _break_even_table(run: Run) -> Table | None:
-    crossings = breakeven.compared(run)
+    crossings = modes.compared(run)
     return tables.break_even_table(crossings) if len(crossings) else None
 
 

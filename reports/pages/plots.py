@@ -19,8 +19,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-__all__ = ["break_even", "pipeline"]
-
 _INK = "#010203"
 """Stands for the page's text colour while matplotlib draws; no line has it."""
 _COLOURS = ("#8d99ae", "#3b82c4", "#8e6bbf", "#e08a2e", "#d1495b", "#2a9d6f", "#a1785a", "#2fa7b5")

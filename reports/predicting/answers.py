@@ -10,8 +10,6 @@ import pandas as pd
 
 from harness.predicting.clusters import Cluster
 
-__all__ = ["reasons", "step_words"]
-
 _GIB = 2**30
 _LEAST = 0.005
 """A part of less than this share of the first candidate's time is not told."""

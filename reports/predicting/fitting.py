@@ -17,8 +17,6 @@ from harness.predicting.figures import Forecast
 from harness.protocols import Subject
 from reports.predicting.planning import Candidate, candidate
 
-__all__ = ["changes"]
-
 _LESS = "recompute=full"
 _SPLIT = "mode=isp"
 _WIDEST = 8

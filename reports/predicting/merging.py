@@ -11,8 +11,6 @@ import pandas as pd
 from reports.predicting.answers import reasons
 from reports.predicting.prediction import Prediction, answer
 
-__all__ = ["together"]
-
 
 def together(told: Sequence[Prediction]) -> Prediction:
     """One prediction of all these texts, whose candidates are named by the words that they do not all have.

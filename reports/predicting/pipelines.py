@@ -14,8 +14,6 @@ import pandas as pd
 
 from harness.predicting.figures import Forecast
 
-__all__ = ["spans", "stages", "write_trace"]
-
 _PARTS = ("parameters", "gradients", "optimizer", "saved", "peak")
 
 

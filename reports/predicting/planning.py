@@ -15,12 +15,10 @@ import pandas as pd
 from harness.errors import RequestError
 from harness.ledger import wire_bytes
 from harness.plain_case import PlainCase
-from harness.predicting.states import States, mixed_adamw
+from harness.predicting.figures import States, mixed_adamw
 from harness.protocols import CaseLike, Subject
 from harness.subject import case_of, claimed, named, named_axes, refusal, stated, vocabulary
 from harness.terms import EventKey, closed_forms
-
-__all__ = ["BATCHES", "DTYPE", "Candidate", "candidate", "candidates", "growth", "stated_words"]
 
 BATCHES = (1, 4, 16, 64)
 """Sequences of a micro-batch at which the bytes of a mode are counted: bytes are a straight line in the tokens."""

@@ -18,13 +18,11 @@ from harness.predicting.figures import Forecast
 from harness.predicting.forecast import forecast
 from harness.protocols import Subject
 from harness.subject import named
-from reports.comparing import breakeven
+from reports.comparing.modes import crossings
 from reports.predicting import fitting, pipelines
 from reports.predicting.answers import reasons
 from reports.predicting.planning import DTYPE, Candidate, candidates, growth, stated_words
 from reports.predicting.suggesting import estimates
-
-__all__ = ["Prediction", "answer", "figure", "predict"]
 
 _GIB = 2**30
 _SUGGESTED = 3
@@ -39,7 +37,7 @@ class Prediction:
 
     Rows that fit come before rows that do not, and those before cases that cannot be; columns: `_row`, and `lost`,
     why it is not the first. `phases`: seconds by candidate and phase. `changes`: what would make it fit where nothing
-    does (reports.fitting), else empty.
+    does (reports.predicting.fitting), else empty.
     `states`: bytes kept of every parameter where they are by formula, "" where the program's own were measured.
     `stages`: the stages of the pipeline of the first row that has one (reports.predicting.pipelines), `pipeline` its
     forecast.
@@ -95,7 +93,7 @@ def predict(
         changes = fitting.changes(candidate, least, subject, lambda c: _measured(c, subject, cluster, engine))
     modes = {one.case.mode: one.case for one in legal} if world is None else {}
     curves = {way: growth(modes.values(), subject, way) for way in ("layers", "all")} if len(modes) > 1 else {}
-    crossings = [breakeven.crossings(curve).assign(counted=way) for way, curve in curves.items()]
+    crossed = [crossings(curve).assign(counted=way) for way, curve in curves.items()]
     return Prediction(
         text=text,
         cluster=cluster,
@@ -104,7 +102,7 @@ def predict(
         fastest=answer(rows, changes, cluster),
         changes=changes,
         states=_states(made),
-        crossings=pd.concat(crossings, ignore_index=True) if crossings else pd.DataFrame(),
+        crossings=pd.concat(crossed, ignore_index=True) if crossed else pd.DataFrame(),
         curves=curves,
         forecasts=tuple(legal),
         beside=_beside(legal, subject),

@@ -32,8 +32,6 @@ from harness.protocols import Subject
 from harness.subject import claimed, named
 from reports.predicting.planning import Candidate, candidate, stated_words
 
-__all__ = ["Estimate", "estimates"]
-
 _OPEN = {"zero": ("0", "1", "2", "3"), "recompute": ("none", "selective", "full")}
 _SIZES = ("tp", "cp", "pp", "dp", "zero", "micro")
 _CONTEXT = ("1",), ("2", "4")

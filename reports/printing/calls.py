@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from harness.protocols import TermLike
 from reports.printing.tables import NOTHING, Table, count
 
-__all__ = ["calls_table"]
-
 _HEADERS = ("module", "phase", "op", "axis", "bytes", "formula", "calls", "at", "why")
 
 

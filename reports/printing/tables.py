@@ -13,27 +13,6 @@ import pandas as pd
 
 from reports.stored.summary import apart, grouped
 
-__all__ = [
-    "NOTHING",
-    "Table",
-    "break_even_table",
-    "count",
-    "first_table",
-    "grouped_table",
-    "headline_table",
-    "mark",
-    "mebibytes",
-    "milliseconds",
-    "pair",
-    "percent",
-    "pipeline_table",
-    "small",
-    "table",
-    "traffic_table",
-    "verdict_table",
-    "whole",
-]
-
 NOTHING = "-"
 _MOST_CASES = 24  # rows that are read at one glance
 

@@ -22,19 +22,6 @@ from rich.table import Table as RichTable
 if TYPE_CHECKING:
     from reports.printing.tables import Table  # loads pandas, which a message and a line of progress do not need
 
-__all__ = [
-    "STYLES",
-    "Progress",
-    "Ticker",
-    "append_step_summary",
-    "markdown",
-    "plain",
-    "show_message",
-    "show_report",
-    "show_table",
-    "ticking",
-]
-
 _LONGEST = 24
 """Characters that stay in one line of the terminal however narrow it is."""
 _GAP = 2

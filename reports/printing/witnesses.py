@@ -14,8 +14,6 @@ import pandas as pd
 from harness.witnesses.timing import spread
 from reports.printing.tables import NOTHING, Table, count
 
-__all__ = ["tables"]
-
 WITNESSES = ("ledger", "recorder", "torch", "nsys", "closed_form")
 _GROUP = ["case", "phase", "op", "group_size"]
 

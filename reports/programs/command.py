@@ -1,4 +1,7 @@
-"""`shardproof record -- COMMAND`: a whole command, recorded in every process that initialises torch.distributed."""
+"""`shardproof record -- COMMAND`: a whole command, recorded in every process that initialises torch.distributed.
+
+`shardproof hang DUMPS...`: which ranks parted from the others, at which call, in which module and line.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from harness.errors import RequestError
+from harness.hangs.dumps import standings
+from harness.hangs.parting import parted
+from harness.hangs.words import lines
 from harness.programs.launch import check_startable, environment_of, replace_by, request_of, with_tools
 from harness.programs.session import new_session
-
-__all__ = ["main"]
+from reports.printing.text import show_message
 
 
 def main(arguments: argparse.Namespace) -> NoReturn:
@@ -31,3 +36,12 @@ def main(arguments: argparse.Namespace) -> NoReturn:
 def _name(command: list[str]) -> str:
     """The script among the words of a command, else its first word."""
     return Path(next((word for word in command if word.endswith(".py")), command[0])).stem
+
+
+def hang_main(arguments: argparse.Namespace) -> int:
+    """Print what was found; exit status 1 when ranks parted. Raises RequestError for what is no dump."""
+    ranks = standings(arguments.dumps)
+    found = parted(ranks)
+    for line in lines(ranks, found):
+        show_message(line, sys.stdout)
+    return 1 if found else 0

@@ -16,10 +16,8 @@ from harness.checking.laws import broken_laws
 from harness.errors import ranks_text
 from harness.ledger import Event
 from reports.comparing.snapshot import span
-from reports.stored import parts
+from reports.stored.files import GROUP_TYPES, STEP_TYPES, about_ranks, ends_of, joined
 from reports.stored.frames import Run
-
-__all__ = ["by_module", "by_rank", "events", "findings", "grouped", "median", "steps", "traffic"]
 
 _MOST_LAWFUL = 100_000
 """Events over which the laws are looked at: whole steps from the first on."""
@@ -77,7 +75,7 @@ def steps(run: Run) -> pd.DataFrame:
     """step, rank, start_us, step_us (from its first forward to that of the next step, of the last one to its last
     update), microbatches.
     """
-    frame = parts.joined(run.path, "steps.csv", parts.STEP_TYPES, [])
+    frame = joined(run.path, "steps.csv", STEP_TYPES, [])
     frame = frame.sort_values(["rank", "step"], ignore_index=True)
     after = frame.groupby("rank")["step"].shift(-1).eq(frame["step"] + 1)
     ends = frame.groupby("rank")["start_us"].shift(-1).where(after, frame["updated_us"].astype("float64"))
@@ -103,7 +101,7 @@ def by_rank(run: Run) -> pd.DataFrame:
     late = _lateness(run)
     frame["late_us"] = late["late_us"].groupby(late["rank"]).median() if len(late) else float("nan")
     frame["latest"] = late["last"].groupby(late["rank"]).mean() if len(late) else float("nan")
-    over = parts.ends(run.path)
+    over = ends_of(run.path)
     for name in ("host_bytes", "device_bytes"):
         frame[name] = pd.array([over.get(int(rank), {}).get(f"peak_{name}") or pd.NA for rank in frame.index], "Int64")
     return frame.reset_index()
@@ -111,7 +109,7 @@ def by_rank(run: Run) -> pd.DataFrame:
 
 def _lateness(run: Run) -> pd.DataFrame:
     """rank, late_us, last: of every collective that all ranks of its group issued, where all have one clock."""
-    clocks = {str(about.get("clock")) for about in parts.about(run.path).values()}
+    clocks = {str(about.get("clock")) for about in about_ranks(run.path).values()}
     events = grouped(run)
     events = events[~events["op"].isin(_MESSAGES) & (events["group_size"] > 1)]
     if len(clocks) != 1 or not len(events):
@@ -127,7 +125,7 @@ def _lateness(run: Run) -> pd.DataFrame:
 
 def grouped(run: Run) -> pd.DataFrame:
     """The ledger with the ranks of every call's group, "" where its axis stands for several groups of its rank."""
-    groups = parts.joined(run.path, "groups.csv", parts.GROUP_TYPES, [])
+    groups = joined(run.path, "groups.csv", GROUP_TYPES, [])
     single = groups[~groups.duplicated(["rank", "axis"], keep=False)]
     known = {(rank, axis): ranks for rank, axis, ranks in single[["rank", "axis", "ranks"]].itertuples(index=False)}
     events = run.ledger.astype({"axis": "str", "op": "str", "phase": "str", "mode": "str"})
@@ -144,7 +142,7 @@ def findings(run: Run) -> list[str]:
 
 def _laws(run: Run) -> Iterator[str]:
     sizes = [int(size) for size in run.cases["world_size"].dropna()]
-    if set(parts.ends(run.path)) != set(range(max(sizes, default=0))):
+    if set(ends_of(run.path)) != set(range(max(sizes, default=0))):
         yield "laws: not looked at, since not every rank came to its end"
         return
     events = grouped(run)
@@ -165,7 +163,7 @@ def _laws(run: Run) -> Iterator[str]:
 def _unwaited(run: Run) -> Iterator[str]:
     """Asynchronous calls whose handle was dropped before anything waited for it, by place."""
     found: dict[tuple[str, str, str], dict[int, int]] = {}
-    for rank, end in parts.ends(run.path).items():
+    for rank, end in ends_of(run.path).items():
         for op, axis, caller, number in end.get("unwaited") or ():
             found.setdefault((op, axis, caller), {})[rank] = number
     for (op, axis, caller), numbers in found.items():

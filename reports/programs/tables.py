@@ -8,12 +8,9 @@ import pandas as pd
 
 from reports.printing.tables import Table, count, mark, mebibytes, milliseconds, table
 from reports.programs import figures, speed
-from reports.programs.beside_case import beside
-from reports.programs.operators import operators
-from reports.stored import parts
+from reports.programs.speed import beside, operators
+from reports.stored.files import about_ranks
 from reports.stored.frames import Run
-
-__all__ = ["NO_CASE", "findings", "overview", "tables"]
 
 NO_CASE = "no case describes this program, so nothing is compared with a dense model: there is no verdict"
 _MOST_MODULES = 20
@@ -160,7 +157,7 @@ def _modules(run: Run) -> Table:
 
 def _ranks(run: Run) -> Table:
     frame = figures.by_rank(run).assign(latest=lambda rows: rows["latest"] * 100)
-    clock = "" if len({str(one.get("clock")) for one in parts.about(run.path).values()}) == 1 else _NO_CLOCK
+    clock = "" if len({str(one.get("clock")) for one in about_ranks(run.path).values()}) == 1 else _NO_CLOCK
     return table(
         "Ranks",
         frame,

@@ -1,6 +1,8 @@
 """The files of a run folder or a baseline, read with care: what a killed writer left is mended, all else is one error.
 
 A last line without its end is dropped with a note; a broken file raises RunFolderError with one message that names it.
+Of a recorded program, each rank wrote a part, `ranks/<rank>/` (harness.programs.part): a line cut in its middle is left
+out and counted, a rank without an orderly end is named once.
 """
 
 from __future__ import annotations
@@ -8,29 +10,16 @@ from __future__ import annotations
 import io
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.errors import RequestError
+from harness.errors import RequestError, ranks_text
 from harness.run_folder import SCHEMA
 
 if TYPE_CHECKING:
     import pandas as pd
-
-__all__ = [
-    "MATRIX",
-    "RunFolderError",
-    "csv_table",
-    "environment_of",
-    "is_matrix",
-    "json_lines",
-    "json_object",
-    "looking",
-    "run_folder",
-    "shown",
-]
 
 _ENVIRONMENT = "env.json"
 MATRIX = "kill_matrix.csv"
@@ -179,3 +168,73 @@ def _unzipped(path: Path, notes: list[str]) -> bytes:
             notes.append(f"{path.name}: the archive is cut: the run was stopped while packing it")
         packed = member.unused_data
     return bytes(data)
+
+
+STEP_TYPES = {"step": "int64", "start_us": "float64", "updated_us": "Float64", "microbatches": "int64"}
+GROUP_TYPES = {"axis": "str", "ranks": "str"}
+
+
+def recorded(run: Path) -> bool:
+    """Whether this is the run folder of a recorded program."""
+    return (run / "ranks").is_dir()
+
+
+def part_folders(run: Path) -> dict[int, Path]:
+    """Rank -> the folder of its part, in order of ranks."""
+    found = {int(path.name): path for path in (run / "ranks").iterdir() if path.name.isdigit()}
+    return {rank: found[rank] for rank in sorted(found)}
+
+
+def joined(run: Path, name: str, types: Mapping[str, str], notes: list[str]) -> pd.DataFrame:
+    """A table of all ranks, with the column `rank`. Raises RunFolderError for a table that no recorder wrote."""
+    import pandas as pd  # noqa: PLC0415  (see csv_table)
+
+    frames, cut = [], []
+    for rank, path in part_folders(run).items():
+        if not (path / name).is_file():
+            continue
+        mended: list[str] = []
+        frame = csv_table(path / name, dict(types), types, mended)
+        cut += [rank] if mended else []
+        frames.append(frame if "rank" in types else frame.assign(rank=rank))
+    if cut:
+        notes.append(f"{name} of {_ranks(cut)}: the last line is cut and left out: {len(cut)} in all")
+    if frames := [frame for frame in frames if len(frame)]:
+        return pd.concat(frames, ignore_index=True)
+    return pd.DataFrame({column: pd.Series(dtype=kind) for column, kind in {**types, "rank": "int64"}.items()})
+
+
+def ends_of(run: Path) -> dict[int, dict[str, Any]]:
+    """Rank -> what it wrote at its orderly end; ranks without one are left out."""
+    return _by_rank(run, "end.json")
+
+
+def about_ranks(run: Path) -> dict[int, dict[str, Any]]:
+    """Rank -> host, process and clock; ranks that were killed before they wrote it are left out."""
+    return _by_rank(run, "rank.json")
+
+
+def _by_rank(run: Path, name: str) -> dict[int, dict[str, Any]]:
+    files = {rank: path / name for rank, path in part_folders(run).items()}
+    return {rank: json_object(file) for rank, file in files.items() if file.is_file()}
+
+
+def notes_of(run: Path, world_size: int) -> list[str]:
+    """What must be known before the numbers: ranks without a part or an end, doubts, what the recorder failed at."""
+    there, over = part_folders(run), ends_of(run)
+    notes = []
+    if missing := sorted(set(range(world_size)) - there.keys()):
+        notes.append(f"{_ranks(missing)} recorded nothing")
+    if open_ := sorted(there.keys() - over.keys()):
+        notes.append(f"{_ranks(open_)} came to no orderly end (killed, or running still): shown is what was recorded")
+    for rank, end in over.items():
+        if failed := str(end.get("failed") or "").strip():
+            notes.append(
+                f"the recorder of rank {rank} stopped after {end.get('calls')} calls: {failed.splitlines()[-1]}"
+            )
+    doubts = dict.fromkeys(str(doubt) for end in over.values() for doubt in end.get("doubts", ()))
+    return [*notes, *(f"not certain: {doubt}" for doubt in doubts)]
+
+
+def _ranks(numbers: list[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {ranks_text(numbers)}"

@@ -18,10 +18,16 @@ import pandas as pd
 
 from harness.cases import known_modes
 from harness.ledger import COLUMNS, OPS, PHASES, Event
-from reports.stored import parts
-from reports.stored.files import RunFolderError, csv_table, environment_of, json_lines, run_folder
-
-__all__ = ["AXES", "SUMMARY_COLUMNS", "Run", "RunFolderError", "in_order", "load"]
+from reports.stored.files import (
+    RunFolderError,
+    csv_table,
+    environment_of,
+    joined,
+    json_lines,
+    notes_of,
+    recorded,
+    run_folder,
+)
 
 AXES = ("tp", "wp", "cp", "cp_inner", "cp_outer", "dp", "dp_cp", "wdp", "etp", "ep", "edp", "pp", "world")
 _ORDER = {"phase": PHASES, "op": OPS, "axis": AXES}
@@ -89,14 +95,14 @@ def load(run: str | Path = "runs/latest") -> Run:
     env = environment_of(path, notes)
     cases = _cases(path / "cases.jsonl", notes)
     ledger = _ledger(path, notes)
-    summary = _summary(path / "summary.csv", ledger, [] if parts.recorded(path) else notes)
-    verdicts = _verdicts(path / "verdicts.jsonl", [] if parts.recorded(path) else notes)
+    summary = _summary(path / "summary.csv", ledger, [] if recorded(path) else notes)
+    verdicts = _verdicts(path / "verdicts.jsonl", [] if recorded(path) else notes)
     timings = csv_table(path / "timings.csv", {}, (), notes) if (path / "timings.csv").is_file() else pd.DataFrame()
-    if parts.recorded(path):
+    if recorded(path):
         sizes = [int(size) for size in cases["world_size"].dropna()]
-        notes += parts.notes_of(path, max(sizes, default=0))
+        notes += notes_of(path, max(sizes, default=0))
     memory = _if_there(path / "memory.csv", _MEMORY_TYPES, notes)
-    late = 0 if parts.recorded(path) else len(set(cases["case"]) - set(verdicts["case"]))
+    late = 0 if recorded(path) else len(set(cases["case"]) - set(verdicts["case"]))
     if late and "skipped" not in cases:
         notes.append(f"{late} of {len(cases)} cases have no verdict: the run was stopped before them")
     return Run(
@@ -220,8 +226,8 @@ def _ledger(path: Path, notes: list[str]) -> pd.DataFrame:
         if (path / name).is_file():
             packed = csv_table(path / name, _PACKED_TYPES, COLUMNS, notes)
             return packed.astype({name: kind for name, kind in _LEDGER_TYPES.items() if kind == "str"})
-    if parts.recorded(path):
-        rows = parts.joined(path, "ledger.csv", _LEDGER_TYPES, notes)
+    if recorded(path):
+        rows = joined(path, "ledger.csv", _LEDGER_TYPES, notes)
         rows = rows.drop_duplicates(["rank", "call_index"], keep="last")
         return rows.sort_values(["rank", "call_index"], kind="stable", ignore_index=True)
     notes.append("ledger.csv is missing: the run was stopped before its first event was stored")

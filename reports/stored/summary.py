@@ -1,21 +1,20 @@
-"""What a run comes to: calls and bytes by mode, phase, op and axis beside the expectation, and one line a case.
+"""What a run comes to: calls and bytes by mode, phase, op and axis beside the expectation, a line a case, pipelines.
 
 Functions from a `Run` to frames; nothing is printed here. Calls and bytes are those of one rank over the whole run
 (the maximum over ranks), as in `summary.csv`; several cases of a mode on as many ranks are added up. NA stands for
-"without expectation": a subject without a closed form, or with one that leaves out phase, op, axis or numbers.
+"without expectation": a subject without a closed form, or with one that leaves out phase, op, axis or numbers. A
+pipeline is measured where ranks are real processes, not where they take turns. Times are microseconds.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
-from reports.stored.decided import by_case, decided_words
 from reports.stored.frames import Run, in_order
-
-__all__ = ["apart", "grouped", "headline", "overall", "tally", "traffic", "worst_first"]
+from reports.stored.unchecked import by_case, decided_words
 
 RANKING = ("pass", "skip", "unknown", "fail")
 """Verdicts from good to bad; a case is as good as its worst check."""
@@ -183,3 +182,65 @@ def _agrees(lines: pd.DataFrame) -> pd.Series[str]:
     same = apart.eq(0).where(apart.notna(), alike)
     known = lines[list(_EXPECTED)].notna().all(axis=1) & (apart.notna() | least.isna())
     return same.fillna(False).map({True: "yes", False: "no"}).where(known, "").astype("str")
+
+
+_COMPUTED = ("F", "B")
+
+
+def cores(run: Run) -> str:
+    """How many cores the machine of the run had."""
+    return str(run.env.get("machine", {}).get("cores") or "an unknown number of")
+
+
+def last_steps(run: Run) -> dict[str, pd.DataFrame]:
+    """Case -> the spans of its last step (Run.spans), by rank and start."""
+    spans = run.spans
+    last = spans[spans["step"] == spans.groupby("case")["step"].transform("max")]
+    ordered = last.sort_values(["rank", "start_us"], kind="stable")
+    return {str(case): own.reset_index(drop=True) for case, own in ordered.groupby("case", sort=False)}
+
+
+def measured(run: Run) -> pd.DataFrame:
+    """A row for every pipeline: case, ranks, step, step_us, bubble, bubble_stated, calls_us, overlapped_us.
+
+    step_us is from the first forward to the last backward, `bubble` the share of all ranks' time in it in which they
+    compute nothing, `bubble_stated` its closed form (missing: none is known). calls_us is how long asynchronous calls
+    were under way until their ranks waited for them, overlapped_us the part of it in which the rank computed.
+    """
+    stated = pd.to_numeric(run.cases.set_index("case").reindex(columns=["bubble_stated"])["bubble_stated"])
+    rows = []
+    for case, spans in last_steps(run).items():
+        computed = spans[spans["kind"].isin(_COMPUTED)]
+        whole_us = float(computed["end_us"].max() - computed["start_us"].min())
+        ranks = computed["rank"].nunique()
+        calls = spans[~spans["kind"].isin(_COMPUTED)]
+        rows.append(
+            {
+                "case": case,
+                "ranks": ranks,
+                "step": int(spans["step"].iloc[0]),
+                "step_us": whole_us,
+                "bubble": 1 - float((computed["end_us"] - computed["start_us"]).sum()) / (ranks * whole_us),
+                "bubble_stated": float(stated.get(case, math.nan)),
+                "calls_us": float((calls["end_us"] - calls["start_us"]).sum()),
+                "overlapped_us": overlapped_us(spans),
+            }
+        )
+    columns = ("case", "ranks", "step", "step_us", "bubble", "bubble_stated", "calls_us", "overlapped_us")
+    return pd.DataFrame(rows, columns=list(columns))
+
+
+def overlapped_us(spans: pd.DataFrame) -> float:
+    """For how long calls of these spans were under way while their own rank computed, all calls added up."""
+    found = 0.0
+    for _, own in spans.groupby("rank"):
+        computed = own[own["kind"].isin(_COMPUTED)]
+        found += sum(
+            _common_us(call, computed["start_us"].tolist(), computed["end_us"].tolist())
+            for call in own[~own["kind"].isin(_COMPUTED)][["start_us", "end_us"]].itertuples(index=False, name=None)
+        )
+    return found
+
+
+def _common_us(call: tuple[float, float], starts: Sequence[float], ends: Sequence[float]) -> float:
+    return sum(max(0.0, min(call[1], end) - max(call[0], start)) for start, end in zip(starts, ends, strict=True))

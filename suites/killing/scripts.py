@@ -16,8 +16,6 @@ from suites.mutants.catalogue import MUTANTS, VARIANT_ROWS
 from suites.mutants.draws import showing
 from suites.mutants.mutant import OURS, Mutant
 
-__all__ = ["scripts"]
-
 _TRIES = 4
 """Cases in which a wrong tensor is looked for: the smallest two that are drawn of each mode, until there are these."""
 

@@ -17,7 +17,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from harness.engines.engine import Engine
 from harness.engines.named import ENGINES, engine_named
@@ -30,45 +29,25 @@ from harness.subject import NamedSubject
 from reference.case import Case
 from suites.drawing.strategies import cases
 from suites.session.request import chosen_modes
-
-__all__ = ["differences", "drawn", "main", "unlike"]
+from suites.session.sampling import sampled
 
 SUBJECT = "parallel.subject:subject"
 WORLDS = (2, 3, 4)
 """World sizes to draw from: real processes share the machine's cores."""
-"""The columns of the ledger that every engine must agree on."""
 
 
 def drawn(
-    count: int, first_seed: int = 0, subject: str = SUBJECT, worlds: Sequence[int] = WORLDS, **fixed: object
+    count: int, first_seed: int = 0, subject: str = SUBJECT, worlds: Sequence[int] = WORLDS, **fixed: Any
 ) -> list[Case]:
     """`count` cases, the same for the same seed, in equal shares for all modes of the subject; with these words."""
     modes = chosen_modes(subject, "all")
     found: list[Case] = []
     for place, mode in enumerate(modes):
         share = count // len(modes) + (place < count % len(modes))
-        found += _of_mode(mode, share, 1000 * first_seed + place, worlds, fixed)
+        # hypothesis begins with the simplest of all, which is left out
+        drawn_of_mode = sampled(cases(mode, worlds, **fixed), share + 1 if share else 0, 1000 * first_seed + place)
+        found += drawn_of_mode[1 : share + 1]
     return found
-
-
-def _of_mode(mode: str, share: int, first_seed: int, worlds: Sequence[int], fixed: Mapping[str, Any]) -> list[Case]:
-    found: list[Case] = []
-    if share:
-
-        @seed(first_seed)
-        @settings(
-            max_examples=share + 1,  # hypothesis begins with the simplest of all, which is left out
-            database=None,
-            deadline=None,
-            phases=(Phase.generate,),
-            suppress_health_check=tuple(HealthCheck),
-        )
-        @given(case=cases(mode, worlds, **fixed))
-        def draw(case: Case) -> None:
-            found.append(case)
-
-        draw()
-    return found[1 : share + 1]
 
 
 def differences(case: CaseLike, subject: str | NamedSubject, engines: Mapping[str, Engine]) -> list[str]:

@@ -17,8 +17,6 @@ import pytest
 
 from harness.errors import RequestError
 
-__all__ = ["Known", "mark", "read"]
-
 _LEGAL = 'legal: [[failure]] with test = "test_forward.py::test_losses_and_logits[isp]" and reason = "issue 12"'
 
 

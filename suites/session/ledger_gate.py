@@ -1,7 +1,7 @@
 """Ledgers as gates: the events of a case are those of its stored ledger, or the test fails with the difference.
 
-One CSV file a case, as readable in a pull request as any baseline (reports.baselines). For subjects without a closed
-form it is the only word on what they should send; for ours it shows in a diff what a change of code changes.
+One CSV file a case, as readable in a pull request as any baseline (reports.comparing.snapshot). For subjects without
+a closed form it is the only word on what they should send; for ours it shows in a diff what a change of code changes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,9 @@ from harness.running import store
 from harness.running.ranks.execution import execute
 from harness.subject import NamedSubject, refusal
 from reports.commands.compare import events_table
-from reports.comparing.baselines import read_events, write_events
-from reports.comparing.differences import differences
-from reports.comparing.snapshot import counted
+from reports.comparing.comparison import differences
+from reports.comparing.snapshot import counted, read_events, write_events
 from reports.printing.text import plain
-
-__all__ = ["LedgerGate", "file_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

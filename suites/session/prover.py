@@ -38,8 +38,6 @@ from suites.drawing.pairwise import rows
 from suites.drawing.strategies import cases
 from suites.session.request import world_sizes
 
-__all__ = ["Prover"]
-
 _ENOUGH = 50
 """So many refused cases in a row, and no test waits for one that is taken."""
 

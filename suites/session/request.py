@@ -19,10 +19,8 @@ from harness.errors import RequestError
 from harness.running.ranks.capacity import admit
 from harness.running.request import seconds
 from harness.subject import NamedSubject, case_of, claims, named, truth_of
-from shardproof.options import OPTIONS, option_path, option_value
+from shardproof.pytest_plugin import OPTIONS, option_path, option_value
 from suites.session import known_failures
-
-__all__ = ["check", "chosen_modes", "header", "subject_of", "world_sizes"]
 
 OURS = "parallel.subject:subject"
 """The subject of our own: its cases are checked before it is imported."""

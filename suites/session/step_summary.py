@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["append", "told"]
-
 _MOST_BYTES = 900_000
 """GitHub drops a step's summary above 1 MiB."""
 

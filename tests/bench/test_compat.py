@@ -13,10 +13,6 @@ from harness.torch_internals.lookup import TESTED
 from tests import ROOT
 
 
-def row(result: str, step: str = "run", why: str = "") -> Row:
-    return Row(python="3.12", torch="2.14.1", step=step, result=result, seconds=41.6, why=why)
-
-
 def test_the_matrix_is_what_is_said_to_be_tested() -> None:
     releases = {tuple(map(int, torch.split(".")[:2])) for _, torch in MATRIX}
     assert (min(releases), max(releases)) == TESTED
@@ -31,12 +27,17 @@ def test_the_matrix_is_what_is_said_to_be_tested() -> None:
     ("results", "status"),
     [((PASSED, PASSED), 0), ((PASSED, FAILED), 1), ((NOT_RUN,), 1), ((NOT_RUN, PASSED), 0)],
 )
-def test_a_failed_step_or_nothing_run_is_status_1(
+def test_a_failed_step_or_nothing_run_is_status_1_and_its_reason_stands_below_the_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], results: tuple[str, ...], status: int
 ) -> None:
-    monkeypatch.setattr(compat, "_rows", lambda *_, **__: [row(result) for result in results])
+    rows = [Row("3.12", "2.14.1", "run", result, 41.6, "" if result == PASSED else "it died") for result in results]
+    monkeypatch.setattr(compat, "_rows", lambda *_, **__: rows)
     assert compat.main(["--only", "3.12:2.14"]) == status
-    assert "3.12    2.14.1  run   " in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "3.12    2.14.1  run   " in told
+    assert told.count("torch 2.14.1 run: it died") == sum(result != PASSED for result in results)
+    assert compat.main(["--only", "2.7"]) == 2
+    assert "legal: 3.12:2.11.0" in capsys.readouterr().err
 
 
 def test_an_interpreter_that_is_not_here_is_named_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,13 +53,3 @@ def test_a_step_that_fails_or_does_not_end_says_so(tmp_path: Path) -> None:
     assert compat._ended([*python, "print(1)"], 60.0, tmp_path) == ""
     assert compat._ended([*python, "print('lost'); raise SystemExit(5)"], 60.0, tmp_path) == "exit status 5: lost"
     assert compat._ended(["sleep", "60"], 0.1, tmp_path).startswith("no end within 0 s")
-
-
-def test_an_unknown_row_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert compat.main(["--only", "2.7"]) == 2
-    assert "legal: 3.12:2.11.0" in capsys.readouterr().err
-
-
-def test_the_reasons_stand_below_the_table() -> None:
-    told = compat.table([row(PASSED), row(FAILED, "pool", "exit status 1: it died")])
-    assert told.splitlines()[-1] == "FAIL 3.12 torch 2.14.1 pool: exit status 1: it died"

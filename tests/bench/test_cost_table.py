@@ -11,7 +11,6 @@ from bench import cost_table
 from bench.cost_table import CALLS, Asked, CostRow, fitted, held_against, main, measured, written
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import MachineError
-from harness.predicting.cluster_presets import PRESETS
 from harness.predicting.clusters import read
 from harness.predicting.costs import route, seconds
 
@@ -31,7 +30,7 @@ def test_a_line_is_fitted_as_it_was_drawn(tmp_path: Path) -> None:
     assert seconds("all_reduce", 1 << 20, route((0, 1), cluster)) == pytest.approx(60e-6 + (1 << 20) / 0.5e9)
     file = tmp_path / "mine.toml"
     file.write_text(written(cluster))
-    assert read(str(file), PRESETS) == cluster
+    assert read(str(file)) == cluster
 
 
 @pytest.mark.parametrize("large_us", [10.0, 100000.0])
@@ -70,7 +69,7 @@ def test_the_command_writes_both_files(
     monkeypatch.setattr(cost_table, "measured", lambda engine, asked: (times, 5e9))
     assert main(["--out", str(tmp_path)]) == 0
     assert "10 us a message, 1.00 GB/s, 5 GFLOP/s a rank" in " ".join(capsys.readouterr().out.split())
-    assert read(str(tmp_path / "cluster.toml"), PRESETS).links[0].latency_us == pytest.approx(10)
+    assert read(str(tmp_path / "cluster.toml")).links[0].latency_us == pytest.approx(10)
     with (tmp_path / "costs.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["fitted"] for row in rows] == ["True", "False", "False", "True", "False"]

@@ -11,7 +11,7 @@ import torch
 from harness.engines.shapes.dry import DryEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.outcome.merging import merge
-from harness.predicting.cluster_presets import PRESETS
+from harness.predicting.clusters import PRESETS
 from harness.predicting.figures import EQUAL
 from harness.predicting.forecast import forecast
 from harness.running.ranks.execution import execute

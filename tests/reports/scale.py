@@ -20,9 +20,8 @@ from harness.ledger import Event, wire_bytes
 from harness.running.environment import environment
 from harness.running.store import Store, ledger_rows
 from harness.running.summary import summarize
-from reports.comparing.baselines import save, side
 from reports.comparing.comparison import compare
-from reports.comparing.snapshot import snapshot
+from reports.comparing.snapshot import save, side, snapshot
 from reports.stored.frames import load
 from reports.stored.summary import headline, traffic
 

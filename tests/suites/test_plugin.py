@@ -18,7 +18,7 @@ from reference.case import Case
 from reports.commands import cli
 from reports.stored.frames import load
 from shardproof import pytest_plugin
-from shardproof.options import OPTIONS
+from shardproof.pytest_plugin import OPTIONS
 from suites.session import step_summary
 from suites.session.known_failures import Known, read
 from suites.session.ledger_gate import LedgerGate, file_of

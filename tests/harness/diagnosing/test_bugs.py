@@ -10,8 +10,8 @@ import pytest
 from harness.checking.evidence import Verdict
 from harness.diagnosing.six_lines import site
 from harness.running.store import Store
-from reports.stored import spread
-from reports.stored.bugs import bugs, simplest_first
+from reports.stored import failures
+from reports.stored.failures import bugs, simplest_first
 from reports.stored.frames import load
 from suites.session.prover import Prover
 
@@ -84,7 +84,7 @@ def test_the_simplest_case_is_shown_first(tmp_path: Path) -> None:
     run = load(store.path)
     simplest = ["mode=tp tp=4", "mode=isp tp=8"]
     assert [bug.case for bug in bugs(simplest_first(run))] == simplest
-    assert [group.case for group in spread.groups(simplest_first(run), run.path)] == simplest
+    assert [group.case for group in failures.groups(simplest_first(run), run.path)] == simplest
 
 
 def test_a_place_that_another_test_reported_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,7 @@ import pytest
 
 from harness.errors import RequestError
 from harness.ledger import Event
-from harness.predicting.cluster_presets import DEFAULT, PRESETS
-from harness.predicting.clusters import Cluster, Device, Link, read
+from harness.predicting.clusters import DEFAULT, PRESETS, Cluster, Device, Link, read
 from harness.predicting.costs import Route, route, seconds
 from harness.predicting.meter import END, START, WAIT, Stretch
 from harness.predicting.timeline import Times, play, together
@@ -145,12 +144,12 @@ efficiency = 0.9
 def test_a_cluster_is_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(FILE)
-    cluster = read(str(path), PRESETS)
+    cluster = read(str(path))
     assert (cluster.name, cluster.algorithm, cluster.device.efficiency) == ("mine", "ring", 0.4)
     assert [(link.name, link.ranks) for link in cluster.links] == [("NVLink", 8), ("IB", 0)]
     assert cluster.links[1].bytes_per_s == pytest.approx(45e9)
     assert math.isclose(cluster.device.flops_per_s("bfloat16"), 989e12 * 0.4)
-    assert read("laptop", PRESETS) is PRESETS["laptop"]
+    assert read("laptop") is PRESETS["laptop"]
     with pytest.raises(RequestError, match=r"device.peak_tflops=bfloat16: does not say dtype=float64; legal: float64"):
         cluster.device.flops_per_s("float64")
 
@@ -181,10 +180,10 @@ def test_a_wrong_file_is_one_message(tmp_path: Path, old: str, new: str, message
     assert old in FILE
     path.write_text(FILE.replace(old, new, 1))
     with pytest.raises(RequestError, match=message) as told:
-        read(str(path), PRESETS)
+        read(str(path))
     assert str(told.value).startswith(f"cluster={path}: ") and "\n" not in str(told.value).split(":")[0]
 
 
 def test_an_unknown_cluster_names_the_known_ones() -> None:
     with pytest.raises(RequestError, match=r"cluster=8xB300: is neither a preset nor a file; legal: 8xH100"):
-        read("8xB300", PRESETS)
+        read("8xB300")

@@ -17,16 +17,14 @@ import pytest
 
 from harness.engines.shapes.dry import DryEngine
 from harness.errors import RequestError
-from harness.predicting.cluster_presets import PRESETS
-from harness.predicting.clusters import Cluster, Device, Link
+from harness.predicting.clusters import PRESETS, Cluster, Device, Link
 from harness.predicting.dry_run import dry_run
-from harness.predicting.figures import EQUAL, traffic
+from harness.predicting.figures import EQUAL, mixed_adamw, traffic
 from harness.predicting.forecast import forecast
-from harness.predicting.states import mixed_adamw
 from parallel.subject import subject
 from reference.case import Case
 from reports.commands.cli import main
-from reports.comparing.breakeven import crossings
+from reports.comparing.modes import crossings
 from reports.predicting.planning import candidates, growth
 from reports.predicting.prediction import predict
 from tests.harness import own_words

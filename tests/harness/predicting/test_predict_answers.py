@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from harness.engines.shapes.dry import DryEngine
-from harness.predicting.cluster_presets import PRESETS
+from harness.predicting.clusters import PRESETS
 from parallel.subject import subject
 from reports.commands.cli import main
 from reports.predicting.prediction import predict

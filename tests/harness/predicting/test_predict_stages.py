@@ -16,8 +16,7 @@ import torch
 
 from harness.engines.shapes.dry import DryEngine
 from harness.errors import NotComputed, RequestError
-from harness.predicting.cluster_presets import PRESETS
-from harness.predicting.clusters import Cluster, Device, Link
+from harness.predicting.clusters import PRESETS, Cluster, Device, Link
 from harness.predicting.dry_run import dry_run
 from harness.predicting.figures import EQUAL, Traffic
 from harness.predicting.forecast import forecast

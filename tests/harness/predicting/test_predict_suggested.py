@@ -11,8 +11,7 @@ import pytest
 from bugs.planting import planted_module, replaced
 from harness.engines.shapes.dry import DryEngine
 from harness.errors import RequestError
-from harness.predicting.cluster_presets import PRESETS
-from harness.predicting.clusters import Cluster, Device, Link
+from harness.predicting.clusters import PRESETS, Cluster, Device, Link
 from harness.predicting.figures import Forecast
 from harness.predicting.forecast import forecast
 from parallel.subject import subject

@@ -20,7 +20,7 @@ from harness.witnesses.torch_trace import read_traces
 from reports.comparing.comparison import compare
 from reports.comparing.snapshot import snapshot
 from reports.pages import page
-from reports.programs import beside_case, figures, operators, speed, tables
+from reports.programs import figures, speed, tables
 from reports.stored.frames import Run, load
 from tests import ROOT
 from tests.harness.programs.launched import LIMIT_S, environment, forked
@@ -101,10 +101,10 @@ def test_the_reports_take_the_folder(recorded: tuple[Run, str]) -> None:
 
 def test_speed_bandwidth_and_the_case_beside_it_are_reported(recorded: tuple[Run, str]) -> None:
     run = recorded[0]
-    assert (operators.watched_steps(run), run.env["stated"]["tokens"]) == ([0, 1], TOKENS)
+    assert (speed.watched_steps(run), run.env["stated"]["tokens"]) == ([0, 1], TOKENS)
     took_s = figures.steps(run).query("step == 2")["step_us"].max() / 1e6  # the one that no execution trace slowed
     assert speed.step_s(run) == pytest.approx(took_s)
-    work = operators.operators(run)
+    work = speed.operators(run)
     # a micro-batch of one rank: two layers forward, the gradients of two weights and of one input, 2 * 3 * 5 * 5 each
     assert work.flops == {rank: 2 * 5 * 2 * 3 * 5 * 5 for rank in (0, 1)}
     rows = dict(speed.speed(run, work))
@@ -113,7 +113,7 @@ def test_speed_bandwidth_and_the_case_beside_it_are_reported(recorded: tuple[Run
     links = speed.bandwidth(run)
     assert set(links["link"]) == {"memory"}
     assert links["share"].tolist() == pytest.approx(links["gb_s"].tolist())  # the preset's link: 1e9 bytes a second
-    beside, told = beside_case.beside(run)
+    beside, told = speed.beside(run)
     (row,) = [row for row in beside.to_dict("records") if row["op"] == "all_reduce"]
     assert (row["group_size"], row["calls"]) == (2, 2.0)
     assert (row["payload_bytes"], row["predicted_calls"]) == (4 * 2 * (5 * 5 + 5) + 4, 2.0)

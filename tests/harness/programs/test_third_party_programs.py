@@ -20,7 +20,7 @@ from harness.witnesses.agreement import agreement, of_ledger
 from harness.witnesses.database import read_database
 from harness.witnesses.nsys import exported, nsys_path
 from harness.witnesses.torch_trace import read_traces
-from reports.programs import figures, operators
+from reports.programs import figures, speed
 from reports.stored.frames import load
 from tests.deep import deep
 from tests.harness.programs.launched import LIMIT_S, environment, free_port, ranks_of
@@ -83,7 +83,7 @@ def test_the_ledger_is_what_the_profiler_saw(tmp_path: Path, module: str) -> Non
     assert [str(row) for row in found.broken] == []
     assert len(found.rows) == len(seen) == len(run.ledger)
     if module in READ:
-        assert operators.operators(run).findings == ()
+        assert speed.operators(run).findings == ()
     if module in PLAIN:
         plain = ranks_of(tmp_path, "-m", module, ACCELERATE_USE_CPU="true")
         assert [own_lines(end.stdout) for end in plain] == [own_lines(end.stdout) for end in ended]

@@ -12,9 +12,8 @@ from harness.errors import RequestError
 from harness.running.request import Request
 from harness.running.run import run
 from harness.subject import named
-from reports.commands.experiment_table import timeline
-from reports.options.experiment import EXPERIMENTS, complete, real_size
-from reports.options.profiling import profiled_steps
+from reports.commands.show import experiment_table
+from reports.options.checks import EXPERIMENTS, complete_experiment, profiled_steps, real_size
 from reports.stored.frames import load
 
 NAME = "gpt3-857m-tp4"
@@ -34,13 +33,13 @@ def arguments(**words: object) -> argparse.Namespace:
 
 def test_the_name_stands_for_case_subject_and_witnesses() -> None:
     filled = arguments()
-    complete(filled)
+    complete_experiment(filled)
     (case,) = parse_cases(filled.cases)
     assert (case.mode, case.world_size, case.dtype) == ("tp", 4, "float16")
     assert (filled.subject, filled.profile) == ("parallel.subject:subject", "torch,nsys")
     assert list(profiled_steps(filled, (case,)) or ()) == [2, 3, 4]
     full = arguments(device="cuda")
-    complete(full)
+    complete_experiment(full)
     (case,) = parse_cases(full.cases)
     assert (getattr(case, "layers", 0), getattr(case, "hidden", 0)) == (24, 1024)
     assert "--device cuda" in real_size(NAME)
@@ -49,7 +48,7 @@ def test_the_name_stands_for_case_subject_and_witnesses() -> None:
 @pytest.mark.parametrize("words", [{"preset_experiment": "gpt5"}, {"cases": ["mode=tp tp=2"]}])
 def test_an_unknown_or_mixed_request_is_refused(words: dict[str, object]) -> None:
     with pytest.raises(RequestError, match=r"preset-experiment=.*legal"):
-        complete(arguments(**words))
+        complete_experiment(arguments(**words))
 
 
 def test_the_list_has_every_call_of_a_micro_batch_in_order(tmp_path: Path) -> None:
@@ -57,7 +56,7 @@ def test_the_list_has_every_call_of_a_micro_batch_in_order(tmp_path: Path) -> No
     case = f"{small} steps=1 micro=2"
     result = run(Request(cases=parse_cases((case,)), subject=named(EXPERIMENTS[NAME].subject), out=tmp_path))
     assert result.exit_status == 0
-    rows = timeline(load(result.path), NAME).rows
+    rows = experiment_table(load(result.path), NAME).rows
     # modes.md 5: 5 broadcasts; forward 1 + 2 a layer, loss 3; backward 2 a layer + 1 of the head.
     assert [row[:5] for row in rows] == [
         ("data", "broadcast", "-", "-", "5"),

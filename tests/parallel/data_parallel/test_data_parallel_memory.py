@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from harness.engines.shapes.dry import DryEngine
-from harness.predicting.cluster_presets import PRESETS
-from harness.predicting.figures import EQUAL, Forecast
+from harness.predicting.clusters import PRESETS
+from harness.predicting.figures import EQUAL, Forecast, mixed_adamw
 from harness.predicting.forecast import forecast
-from harness.predicting.states import mixed_adamw
 from harness.recording.saved import SavedActivations
 from parallel.communication.layout import local_shape
 from parallel.communication.mesh import coordinates

@@ -23,10 +23,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from parallel.subject import subject as ours
 from reference.case import Case
-from reports.comparing.baselines import side
 from reports.comparing.comparison import Comparison, compare
 from reports.comparing.limits import limits
-from reports.comparing.snapshot import Snapshot
+from reports.comparing.snapshot import Snapshot, side
 from suites.session.prover import Prover
 
 MODULE = "layers.1.mlp.w1"

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from harness.errors import RequestError
-from reports.comparing.baselines import save, side
 from reports.comparing.comparison import compare
-from reports.comparing.snapshot import members, snapshot, span
+from reports.comparing.snapshot import members, save, side, snapshot, span
 from reports.stored.frames import load
 from tests.harness.command_line import CommandLine
 from tests.reports import sample_run

@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 
 from harness.errors import RequestError
-from reports.comparing.baselines import side
 from reports.comparing.comparison import Comparison, compare
 from reports.comparing.limits import breaches, limits
+from reports.comparing.snapshot import side
 from reports.stored.frames import load
 from tests.harness.command_line import CommandLine
 from tests.reports import sample_run

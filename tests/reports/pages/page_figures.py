@@ -18,7 +18,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from reports.pages.bars import PHASE_COLOURS
+from reports.pages.drawings import PHASE_COLOURS
 
 Row = dict[str, Any]
 Figure = tuple[str, str, float | str]

@@ -12,8 +12,7 @@ import pandas as pd
 import pytest
 
 from reports.pages import page, plots
-from reports.pages.modules import by_module, tree
-from reports.pages.timeline import last_micro_batch, timeline
+from reports.pages.drawings import by_module, last_micro_batch, timeline, tree
 from reports.printing import tables
 from reports.stored.frames import Run, in_order, load
 from tests.reports import sample_run

@@ -10,8 +10,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from reports.pages import bars, page
-from reports.stored import spread
+from reports.pages import drawings, page
+from reports.stored import failures
 from reports.stored.frames import Run, load
 from tests.reports import sample_run
 from tests.reports.pages.map_figures import map_flaws
@@ -41,11 +41,11 @@ def test_a_bar_is_one_case_and_as_long_as_its_bytes(tmp_path: Path) -> None:
 
 
 def test_lines_put_failures_first_and_few_ranks_before_many(failing: Run) -> None:
-    assert [(line.verdict, line.mode) for line in bars.lines(failing)[0]] == [("fail", "tp"), ("pass", "tp-sp")]
+    assert [(line.verdict, line.mode) for line in drawings.lines(failing)[0]] == [("fail", "tp"), ("pass", "tp-sp")]
     wide = dataclasses.replace(failing, cases=failing.cases.assign(world_size=[2, 4]), verdicts=failing.verdicts[:6])
     swapped = dataclasses.replace(wide, cases=wide.cases.assign(world_size=[4, 2]))
-    assert [line.mode for line in bars.lines(wide)[0]] == ["tp", "tp-sp"]
-    assert [(line.mode, line.begins) for line in bars.lines(swapped)[0]] == [("tp-sp", False), ("tp", True)]
+    assert [line.mode for line in drawings.lines(wide)[0]] == ["tp", "tp-sp"]
+    assert [(line.mode, line.begins) for line in drawings.lines(swapped)[0]] == [("tp-sp", False), ("tp", True)]
 
 
 def test_a_failing_case_has_a_map_of_layers_by_phases_with_the_first_place_marked(failing: Run, html: str) -> None:
@@ -74,7 +74,7 @@ def test_failures_with_one_first_place_are_one_block(failing: Run) -> None:
     told = failing.verdicts.iloc[-1:]
     elsewhere = told.assign(message=sample_run.MESSAGE.replace("act_grad/layers.0.mlp", "forward of head: logits/0"))
     rows = pd.concat([told, elsewhere, told.assign(case=sample_run.TP_SP)])
-    found = spread.groups(rows, failing.path)
+    found = failures.groups(rows, failing.path)
     assert [(group.place, len(group.cases), len(group.others)) for group in found] == [
         ("act_grad/layers.0.mlp", 2, 1),
         ("forward of head", 1, 0),

@@ -16,7 +16,7 @@ from parallel.schedules.timing import bubble_stated, timeline
 from reports.commands.show import show_run
 from reports.commands.trace import trace_events
 from reports.pages import page
-from reports.stored import stages
+from reports.stored import summary
 from reports.stored.frames import Run, load
 from tests.reports import sample_run
 from tests.reports.commands.test_trace import broken
@@ -46,11 +46,11 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_the_measured_bubble_of_equal_stages_and_no_messages_is_the_closed_form(run: Run) -> None:
-    (row,) = stages.measured(run).to_dict("records")
+    (row,) = summary.measured(run).to_dict("records")
     assert row["bubble"] == pytest.approx(1 / 6) and row["bubble_stated"] == pytest.approx(1 / 6)
     assert (row["ranks"], row["step"], row["calls_us"]) == (2, 2, 2000.0)
     waits = run.spans.assign(end_us=run.spans["end_us"].where(run.spans["kind"] != "F", run.spans["end_us"] - 500.0))
-    assert stages.measured(dataclasses.replace(run, spans=waits))["bubble"].iloc[0] > 0.25
+    assert summary.measured(dataclasses.replace(run, spans=waits))["bubble"].iloc[0] > 0.25
 
 
 @pytest.mark.parametrize(("call", "overlapped"), [((0.0, 4000.0), 3000.0), ((0.0, 1000.0), 0.0)])
@@ -60,7 +60,7 @@ def test_what_is_overlapped_is_the_time_in_which_the_calls_own_rank_computes(
     """Rank 1 begins with the second millisecond."""
     spans = run.spans[run.spans["call_index"] < 0]
     one = run.spans[run.spans["call_index"] >= 0].assign(start_us=call[0], end_us=call[1])
-    assert stages.overlapped_us(pd.concat([spans, one])) == overlapped
+    assert summary.overlapped_us(pd.concat([spans, one])) == overlapped
 
 
 def test_page_and_tables_show_it_and_a_run_without_one_shows_nothing(run: Run) -> None:

@@ -1,39 +1,38 @@
-"""Run folders of other releases: a stored one of layout 1 is read whole, a later one is refused in one sentence."""
+"""Run folders of other releases: one of layout 1 is read whole, a later one is refused in one sentence."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 
 from harness.run_folder import SCHEMA
-from reports.stored.frames import RunFolderError, load
+from reports.stored.files import RunFolderError
+from reports.stored.frames import load
 from tests.harness.command_line import CommandLine
-
-FORMER = Path(__file__).parent / "run_of_schema_1"
-"""Written before folders had a number, by `shardproof run` with a case of mode=tp and a variant of mode=isp."""
+from tests.reports import sample_run
 
 
 def with_schema(folder: Path, schema: object) -> Path:
-    """A copy of the stored run whose layout has this number."""
-    shutil.copytree(FORMER, folder)
+    """The run written by hand, whose layout has this number."""
+    sample_run.write(folder, failing=True)
     env = json.loads((folder / "env.json").read_text()) | {"schema": schema}
     (folder / "env.json").write_text(json.dumps(env))
     return folder
 
 
-def test_a_run_of_the_former_layout_is_read_as_a_whole(shardproof: CommandLine) -> None:
-    run = load(FORMER)
-    assert run.notes == () and "schema" not in run.env
-    assert list(run.cases["mode"]) == ["tp", "isp"] and len(run.ledger) == 128
-    assert list(run.verdicts[run.verdicts["verdict"] == "fail"]["mode"].unique()) == ["isp"]
-    status, out, _ = shardproof("show", str(FORMER))
-    assert status == 0 and "all are 0.5 x the truth" in out
-    assert shardproof("page", str(FORMER), "-o", "page.html")[0] == 0
-    assert shardproof("trace", str(FORMER), "-o", "trace.json")[0] == 0
-    assert shardproof("compare", str(FORMER), str(FORMER))[0] == 0
+def test_a_run_of_the_former_layout_is_read_as_a_whole(shardproof: CommandLine, tmp_path: Path) -> None:
+    """Folders had no number, verdicts were not counted and decided nothing, and there was no table of errors."""
+    former = str(sample_run.write(tmp_path / "former", failing=True))
+    (tmp_path / "former" / "errors.csv").unlink()
+    run = load(former)
+    assert run.notes == () and "schema" not in run.env and set(run.verdicts["decided"]) == {""}
+    status, out, _ = shardproof("show", former)
+    assert status == 0 and sample_run.MESSAGE in out
+    assert shardproof("page", former, "-o", "page.html")[0] == 0
+    assert shardproof("trace", former, "-o", "trace.json")[0] == 0
+    assert shardproof("compare", former, former)[0] == 0
 
 
 @pytest.mark.parametrize("command", ["show", "page", "trace", "compare"])

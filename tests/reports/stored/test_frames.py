@@ -14,7 +14,8 @@ from harness.ledger import COLUMNS
 from harness.running.store import Store, ledger_rows
 from harness.running.summary import SUMMARY_COLUMNS as HARNESS_COLUMNS
 from harness.running.summary import summarize
-from reports.stored.frames import SUMMARY_COLUMNS, RunFolderError, load
+from reports.stored.files import RunFolderError
+from reports.stored.frames import SUMMARY_COLUMNS, load
 from tests.reports import sample_run
 
 

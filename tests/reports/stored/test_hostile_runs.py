@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from reports.comparing.baselines import save, side
+from reports.comparing.snapshot import save, side
 from reports.stored.frames import load
 from tests.harness.command_line import CommandLine
 from tests.reports import sample_run

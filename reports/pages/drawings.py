@@ -1,0 +1,229 @@
+"""Drawings of a page as inline SVG, without a library: bars of a case, its timeline; and the tree of its modules.
+
+Bars: one line a case, wire bytes by phase and memory saved for backward. A bar is 100 by 10 units and stretches with
+its cell; all bars of a column have one scale, and no bar adds up two cases. Bytes are the most that any rank sends.
+Timeline: one micro-batch, one row a rank, one colour a phase, asynchronous calls on the lower half of a row; times are
+milliseconds from the first call drawn. Tree: what a module sends is what it and everything in it send, calls and
+payload bytes of the busiest rank, all cases of a mode on as many ranks added up; where a model has many layers, equal
+paths of different layers are one: "layers.*.mlp.w1".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+from markupsafe import Markup, escape
+
+from harness.ledger import PHASES
+from reports.printing.tables import count, mebibytes, small
+from reports.stored.frames import Run
+from reports.stored.summary import apart, badness, headline
+
+_COLOURS = "#8d99ae #3b82c4 #8e6bbf #e08a2e #d1495b #5b5f97 #2a9d6f #a1785a #2fa7b5 #6d6875"
+PHASE_COLOURS = dict(zip(PHASES, _COLOURS.split(), strict=True))
+_SAVED = "#7a8450"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseBars:
+    """One case: what it is, its bars as markup, and its figures as text."""
+
+    verdict: str
+    mode: str
+    ranks: str
+    case: str
+    wire: Markup
+    wire_mib: str
+    payload_mib: str
+    saved: Markup
+    saved_mib: str
+    error: str
+    decided: str
+    begins: bool
+    """Whether this is the first line of so many ranks."""
+
+
+def lines(run: Run) -> tuple[tuple[CaseBars, ...], str]:
+    """The lines, failures first, then by ranks and mode; and the words that all of their cases share."""
+    frame = headline(run)
+    shared, own = apart(frame["words"])
+    frame = frame.assign(own=own, bad=-frame["verdict"].map(badness))
+    wire: dict[str, dict[str, float]] = {case: {} for case in frame["case"]}
+    for line in run.summary[["case", "phase", "wire_bytes"]].to_dict("records"):
+        sent = wire.setdefault(line["case"], {})
+        sent[line["phase"]] = sent.get(line["phase"], 0.0) + line["wire_bytes"]
+    longest = max((sum(sizes.values()) for sizes in wire.values()), default=0.0)
+    fullest = max((float(size) for size in frame["saved_bytes"].dropna()), default=0.0)
+    made: list[CaseBars] = []
+    for row in frame.sort_values(["bad", "ranks", "mode"], kind="stable").to_dict("records"):
+        sent = wire[row["case"]]
+        parts = [(phase, sent[phase], colour) for phase, colour in PHASE_COLOURS.items() if sent.get(phase)]
+        kept = 0.0 if pd.isna(row["saved_bytes"]) else float(row["saved_bytes"])
+        ranks = count(row["ranks"])
+        made.append(
+            CaseBars(
+                verdict=row["verdict"],
+                mode=str(row["mode"]),
+                ranks=ranks,
+                case=row["own"] or "-",
+                wire=_bar(parts, longest, "wire MiB"),
+                wire_mib=mebibytes(sum(sent.values())),
+                payload_mib=mebibytes(row["payload_bytes"]),
+                saved=_bar([("saved", kept, _SAVED)], fullest, "saved MiB"),
+                saved_mib=mebibytes(row["saved_bytes"]),
+                error=_pair(row["worst_error"], row["worst_allowed"]),
+                decided="-" if pd.isna(row["tensors"]) else f"{count(row['decided'])} of {count(row['tensors'])}",
+                begins=bool(made) and (made[-1].ranks, made[-1].verdict) != (ranks, row["verdict"]),
+            )
+        )
+    return tuple(made), shared
+
+
+def _pair(error: float, allowed: float) -> str:
+    return "-" if pd.isna(error) else f"{small(error)} / {small(allowed)}"
+
+
+def _bar(parts: Sequence[tuple[str, float, str]], full: float, what: str) -> Markup:
+    """Parts (name, bytes, colour) beside each other; `full` bytes are as long as the cell."""
+    drawn, left = [], 0.0
+    for _, size, colour in parts:
+        wide = 100 * size / full if full else 0.0
+        drawn.append(f'<rect x="{left:.3f}" width="{wide:.3f}" height="10" fill="{colour}"/>')
+        left += wide
+    told = ", ".join(f"{name} {mebibytes(size)}" for name, size, _ in parts) or "none"
+    label = f'role="img" aria-label="{what}: {escape(told)}"'
+    head = f'<svg {label} class="bar" viewBox="0 0 100 10" preserveAspectRatio="none">'
+    return Markup(head + "".join(drawn) + "</svg>")  # noqa: S704  (numbers, colours and our own names of phases)
+
+
+MOST_NODES = 80
+"""Modules of one mode beyond which layers are folded into one."""
+OUTSIDE = "outside modules"
+_Row = tuple[tuple[str, ...], str, int, int]
+"""Path, phase, calls, bytes."""
+_KEYS = ["mode", "world_size", "phase", "region"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A module: its name, what it and its parts send in all phases, and its parts."""
+
+    name: str
+    calls: int
+    payload_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    parts: tuple[Node, ...] = ()
+
+    @property
+    def other_bytes(self) -> int:
+        """What is sent in other phases: data, loss, gradient synchronisation, step."""
+        return self.payload_bytes - self.forward_bytes - self.backward_bytes
+
+
+def by_module(run: Run) -> pd.DataFrame:
+    """mode, world_size, phase, region, calls, payload_bytes."""
+    ranks = run.ledger.groupby(["case", "rank", *_KEYS], observed=True, sort=False)["payload_bytes"]
+    most = ranks.agg(calls="size", payload_bytes="sum").groupby(["case", *_KEYS], observed=True, sort=False).max()
+    return most.groupby(_KEYS, observed=True, sort=True).sum().reset_index()
+
+
+def tree(lines: pd.DataFrame) -> tuple[Node, ...]:
+    """The modules of one mode, outermost first, in the order of their names; from the rows of `by_module`."""
+    regions = lines["region"].where(lines["region"] != "", OUTSIDE)
+    if regions.nunique() > MOST_NODES:
+        regions = regions.str.replace(r"(?<=\.)\d+(?=\.|$)", "*", regex=True)
+    rows = zip(regions, lines["phase"].astype("str"), lines["calls"], lines["payload_bytes"], strict=True)
+    return tuple(_nodes([(tuple(path.split(".")), phase, calls, size) for path, phase, calls, size in rows], 0))
+
+
+def _nodes(rows: list[_Row], depth: int) -> Iterator[Node]:
+    names = {path[depth] for path, _, _, _ in rows if len(path) > depth}
+    for own in sorted(names, key=_natural):
+        inside = [row for row in rows if row[0][depth : depth + 1] == (own,)]
+        name, parts = own, tuple(_nodes(inside, depth + 1))
+        while len(parts) == 1 and parts[0].payload_bytes == _sum(inside):  # one part that is all of it: one line
+            name, parts = f"{name}.{parts[0].name}", parts[0].parts
+        yield Node(
+            name=name,
+            calls=sum(calls for _, _, calls, _ in inside),
+            payload_bytes=_sum(inside),
+            forward_bytes=_sum(inside, "forward"),
+            backward_bytes=_sum(inside, "backward", "recompute"),
+            parts=parts,
+        )
+
+
+def _sum(rows: list[_Row], *phases: str) -> int:
+    return sum(size for _, phase, _, size in rows if not phases or phase in phases)
+
+
+def _natural(name: str) -> tuple[int, str, int]:
+    """layers.2 before layers.10; what lies outside of modules last."""
+    number = re.fullmatch(r"\d+", name)
+    return (2 if name == OUTSIDE else 0), "" if number else name, int(name) if number else 0
+
+
+_WIDTH, _LEFT, _ROW, _TOP = 760.0, 64.0, 22.0, 8.0
+_MOST_RANKS, _MOST_CALLS = 16, 3000
+
+
+def last_micro_batch(ledger: pd.DataFrame) -> pd.DataFrame:
+    """The calls of the last micro-batch of the last step of one case, with what follows its backward."""
+    last = ledger[ledger["step"] == ledger["step"].max()]
+    calls: pd.DataFrame = last[last["microbatch"] == last["microbatch"].max()]
+    return calls
+
+
+def timeline(calls: pd.DataFrame, title: str) -> str:
+    """An `<svg>` of these calls (columns of the ledger); "" when there is none."""
+    ranks = sorted(calls["rank"].unique())[:_MOST_RANKS]
+    calls = calls[calls["rank"].isin(ranks)].head(_MOST_CALLS)
+    if calls.empty:
+        return ""
+    start_us = float(calls["start_us"].min())
+    spent_us = max(float((calls["start_us"] + calls["duration_us"]).max()) - start_us, 1.0)
+    scale = (_WIDTH - _LEFT - 8) / spent_us
+    height = _TOP + _ROW * len(ranks) + 38
+    rows = {rank: _TOP + _ROW * place for place, rank in enumerate(ranks)}
+    parts = [
+        f'<text x="0" y="{y + 14:.0f}" font-size="11" fill="currentColor">rank {rank}</text>'
+        f'<path d="M{_LEFT} {y + 18.5:.1f}H{_WIDTH}" stroke="currentColor" stroke-opacity=".15"/>'
+        for rank, y in rows.items()
+    ]
+    drawn = [phase for phase in PHASE_COLOURS if (calls["phase"] == phase).any()]
+    for phase in drawn:
+        of_phase = calls[calls["phase"] == phase]
+        path = "".join(
+            _rectangle(_LEFT + (start - start_us) * scale, rows[rank] + (9 if later else 2), spent * scale, later)
+            for rank, start, spent, later in zip(
+                of_phase["rank"], of_phase["start_us"], of_phase["duration_us"], of_phase["is_async"], strict=True
+            )
+        )
+        parts.append(f'<path d="{path}" fill="{PHASE_COLOURS[phase]}"><title>{phase}</title></path>')
+    bottom = _TOP + _ROW * len(ranks)
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        x, anchor = _LEFT + share * spent_us * scale, "middle" if share < 1 else "end"
+        text = f"{share * spent_us / 1000:,.3g} ms"
+        parts.append(
+            f'<text x="{x:.0f}" y="{bottom + 13:.0f}" font-size="10" text-anchor="{anchor}" '
+            f'fill="currentColor">{text}</text>'
+        )
+    for place, phase in enumerate(drawn):
+        x = _LEFT + 88 * place
+        parts.append(
+            f'<rect x="{x:.0f}" y="{bottom + 22:.0f}" width="9" height="9" fill="{PHASE_COLOURS[phase]}"/>'
+            f'<text x="{x + 13:.0f}" y="{bottom + 30:.0f}" font-size="11" fill="currentColor">{phase}</text>'
+        )
+    label = escape(f"{title}: {len(calls)} calls on {len(ranks)} ranks in {spent_us / 1000:,.3g} ms")
+    box = f'viewBox="0 0 {_WIDTH:.0f} {height:.0f}" width="{_WIDTH:.0f}" height="{height:.0f}"'
+    return f'<svg role="img" aria-label="{label}" {box}>{"".join(parts)}</svg>'
+
+
+def _rectangle(x: float, y: float, width: float, later: bool) -> str:
+    """A rectangle as a part of a path; thinner than a pixel it would not be seen."""
+    width, tall = max(width, 0.6), 8 if later else 14
+    return f"M{x:.1f} {y:.0f}h{width:.1f}v{tall}h-{width:.1f}z"
