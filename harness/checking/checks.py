@@ -21,8 +21,6 @@ from harness.checking.overlap_checks import overlap
 from harness.checking.regrouping import regrouping
 from harness.errors import error_text
 
-__all__ = ["CHECKS", "LAWS", "Check", "examine"]
-
 Check = Callable[[Evidence], Finding | None]
 
 CHECKS: Mapping[str, Check] = {

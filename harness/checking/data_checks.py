@@ -11,8 +11,6 @@ from torch import Tensor
 from harness.checking.evidence import FAIL, PASS, Evidence, Finding, Worst
 from harness.checking.numeric_checks import numeric
 
-__all__ = ["data", "tokens", "truth"]
-
 _counts = numeric("tokens")
 _SHOWN = 8
 """Elements of a short tensor that a message shows."""

@@ -21,8 +21,6 @@ from harness.ledger import Event
 from harness.protocols import Axes
 from harness.terms import key_of
 
-__all__ = ["DRY_CHECKS"]
-
 
 def order(evidence: Evidence) -> Finding:
     """Whether ranks that share a group issue the same calls in it in the same order, and which ranks are alike."""

@@ -11,30 +11,14 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from harness.checking.measures.kinds import kind_of
 from harness.checking.measures.stated_deviations import Deviations
-from harness.checking.measures.tolerance import Controlled, Measured, epsilon, kind_of
+from harness.checking.measures.tolerance import Controlled, Measured, epsilon
 from harness.engines.engine import Unwaited
 from harness.ledger import Event
 from harness.outcome.merging import Flaw, Merged, Outcomes, against, merge
 from harness.protocols import Axes, CaseLike, FactsLike, TermLike
 from harness.recording.spans import RankSpan
-
-__all__ = [
-    "FAIL",
-    "PASS",
-    "SKIP",
-    "UNKNOWN",
-    "Decided",
-    "Evidence",
-    "Finding",
-    "Located",
-    "MaskDraws",
-    "Regrouped",
-    "Verdict",
-    "Worst",
-    "gathered",
-    "split_axes",
-]
 
 PASS, FAIL, UNKNOWN, SKIP = "pass", "fail", "unknown", "skip"
 """`skip` is the word of a case that the subject does not claim; no check ever answers it."""

@@ -16,8 +16,6 @@ from harness.checking.evidence import FAIL, PASS, Evidence, Finding
 from harness.ledger import Event
 from harness.protocols import Axes
 
-__all__ = ["groups", "lists_text", "strays"]
-
 
 def groups(evidence: Evidence) -> Finding | None:
     """Whether the group of every event is a rank list of its axis."""

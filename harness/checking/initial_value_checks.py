@@ -18,10 +18,8 @@ import torch
 from torch import Tensor
 
 from harness.checking.evidence import FAIL, PASS, Evidence, Finding
-from harness.checking.measures.tolerance import kind_of
+from harness.checking.measures.kinds import kind_of
 from harness.checking.numeric_checks import numeric
-
-__all__ = ["SIGMAS", "initial_values"]
 
 KIND = "init"
 SIGMAS = 6.0

@@ -12,8 +12,6 @@ from harness.ledger import NO_UPDATE, OTHER, Event, unmapped
 from harness.protocols import TermLike
 from harness.terms import FIELDS, closed_forms
 
-__all__ = ["ledger", "module_order", "unlawful"]
-
 
 def ledger(evidence: Evidence) -> Finding | None:
     """Whether every rank issued exactly the expected events; without an expectation, whether the general laws hold."""

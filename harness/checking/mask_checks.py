@@ -22,11 +22,9 @@ from torch import Tensor
 
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
 from harness.checking.measures.exact_tests import ALARM, binomial, hypergeometric
-from harness.checking.measures.tolerance import kind_of
+from harness.checking.measures.kinds import kind_of
 from harness.checking.numeric_checks import numeric
 from harness.outcome.blocks import Block
-
-__all__ = ["KIND", "flat", "holders", "masks", "same_samples"]
 
 KIND = "mask"
 _SHARES = ".shares"

@@ -13,8 +13,6 @@ from harness.checking.evidence import FAIL, PASS, Evidence, Finding
 from harness.ledger import Event
 from harness.terms import EventKey, Term, closed_forms, key_of
 
-__all__ = ["overlap"]
-
 
 def overlap(evidence: Evidence) -> Finding | None:
     """Whether as many calls as promised are hidden on every rank; a missing call is reported by the ledger check."""

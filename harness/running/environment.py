@@ -12,8 +12,6 @@ import torch
 
 from harness.torch_internals.lookup import untested
 
-__all__ = ["environment"]
-
 _PACKAGES = ("shardproof", "torch", "numpy", "pandas", "nvtx", "hypothesis", "pytest", "transformers", "megatron-core")
 
 

@@ -16,8 +16,6 @@ from harness.resolve import resolve
 from harness.running.request import folder_of
 from harness.running.truth.reference import REFERENCE
 
-__all__ = ["arranged", "together"]
-
 
 def together(cases: Sequence[CaseLike]) -> list[list[int]]:
     """The numbers of the cases, those in one list that follow each other and are one case to the dense model, or of

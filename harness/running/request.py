@@ -14,8 +14,6 @@ from harness.plain_case import PlainCase
 from harness.protocols import CaseLike
 from harness.subject import NamedSubject
 
-__all__ = ["Request", "check_saved", "folder_of", "seconds", "unsaved"]
-
 _WEEK_S = 604800.0
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.checking.evidence import FAIL, PASS, SKIP, UNKNOWN, Verdict
+from harness.checking.witness_checks import CHECK
 from harness.diagnosing.errors_by_place import ERROR_COLUMNS
 from harness.engines.named import engine_named
 from harness.errors import RequestError, ShardproofError
@@ -38,12 +39,10 @@ from harness.running.sharing import Sharing
 from harness.running.store import Store
 from harness.running.truth.kept import Truths
 from harness.running.truth.own_truth import compared_with
-from harness.running.witnessing import CHECK, Witnesses, witnesses
+from harness.running.witnessing import Witnesses, witnesses
 from harness.subject import NamedSubject, Unanswered, answered, claimed, refusal, truth_of
 from harness.torch_internals.lookup import untested
 from harness.torch_internals.memory import keep_freed_memory
-
-__all__ = ["INTERRUPTED", "Progress", "RunResult", "run"]
 
 _DRY = "dry: ranks had shapes and no numbers, so calls, bytes and their order were checked, and nothing else"
 _AT_ONCE = (

@@ -30,8 +30,6 @@ from harness.running.proved import Proved, proved
 from harness.running.request import Request
 from harness.running.trials.trial import BOUNDED, PARTS, too_long
 
-__all__ = ["COLLECTED_AFTER", "Answer", "ProvingProcess", "serve", "serve_forked"]
-
 COLLECTED_AFTER = (5_000, 20, 10)
 """Python looks for garbage after so many new objects (gc.set_threshold): its default of 700 costs a proof 4 %."""
 _LEAST_GRACE_S, _MOST_GRACE_S = 3.0, 20.0

@@ -13,8 +13,6 @@ from harness.running.processes.interrupts import interrupted_after
 from harness.running.proved import Proved
 from harness.running.second_process import Answer, ProvingProcess
 
-__all__ = ["Sharing"]
-
 _HELD, _HELD_AT_LAST = 4, 2
 """Of fewer cases another process is given more: one in work and some to go on with while this one is at a long case.
 At last, when as many groups wait, or when this one proves none, it gets no more than one to go on with.

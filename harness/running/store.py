@@ -26,8 +26,6 @@ from harness.ledger import COLUMNS, Event
 from harness.run_folder import SCHEMA, link_latest, new_run_folder, safe_name, writing
 from harness.running.summary import RANK_COLUMNS, SUMMARY_COLUMNS, SummaryRow
 
-__all__ = ["LARGEST_LEDGER", "Store", "file_of", "ledger_rows"]
-
 LARGEST_LEDGER = 50_000_000
 """Bytes of ledger.csv above which it is packed."""
 _ROW = operator.attrgetter(*COLUMNS)

@@ -11,8 +11,6 @@ from harness.protocols import CaseLike
 from harness.resolve import resolve
 from harness.subject.call import NamedSubject, answered
 
-__all__ = ["LOWER", "Deviation", "deviating", "lower_dtypes"]
-
 LOWER = ("compute_dtype", "wire_dtype")
 """The attributes that state a dtype: of matrix products, and of what travels between ranks."""
 _DTYPES = ("float64", "float32", "float16", "bfloat16")

@@ -12,8 +12,6 @@ from harness.protocols import CaseLike
 from harness.resolve import resolve
 from harness.subject.call import NamedSubject, answered, words_of
 
-__all__ = ["case_of", "cases_of", "domains_of", "draws", "own_cases", "vocabulary"]
-
 DOMAINS = "reference.case.domains:domains"
 
 

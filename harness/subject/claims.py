@@ -14,8 +14,6 @@ from harness.protocols import CaseLike, Subject
 from harness.subject.call import NamedSubject, answered, named, offers, words_of
 from harness.subject.cases import own_cases, vocabulary
 
-__all__ = ["Claims", "claimed", "claims", "kept_per_rank", "left_out", "refusal"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claims:

@@ -14,8 +14,6 @@ from harness.subject.by_design import deviating
 from harness.subject.call import NamedSubject, answered
 from harness.subject.cases import vocabulary
 
-__all__ = ["ALONE", "DenseModel", "truth_of"]
-
 ALONE: Final = "alone"
 """The truth of a subject that is compared with itself, on one rank."""
 DenseModel = Callable[..., Mapping[str, Value]]

@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-__all__ = ["ALARM", "binomial", "hypergeometric"]
-
 ALARM = 1e-9
 _NEGLIGIBLE = 1e-17
 """A term of a tail this small beside the sum so far ends it: terms only fall."""

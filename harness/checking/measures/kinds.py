@@ -10,8 +10,6 @@ from torch import Tensor
 
 from harness.checking.measures.distance import blocks_of, groups_of
 
-__all__ = ["is_state", "kind_of", "kind_rms", "step_of"]
-
 
 def kind_of(name: str) -> str:
     """The kind of an outcome name: "grad" of "grad/layers.0.mlp.w1.weight"."""

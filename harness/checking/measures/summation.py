@@ -21,8 +21,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-__all__ = ["OVER_TOKENS", "ROUNDING", "error_of_sums", "tokens_of"]
-
 ROUNDING = math.sqrt(3 / (8 * math.log(2)) / 12)
 """The root mean square error of one rounding, in epsilons of its result."""
 _WIDE = torch.finfo(torch.float32).eps

@@ -36,37 +36,9 @@ from harness.checking.measures.distance import (
     MEASURES,
     Distance,
     Truth,
-    distance,
     distance_from,
     ratio,
 )
-from harness.checking.measures.kinds import is_state, kind_of, kind_rms, step_of
-
-__all__ = [
-    "ABSOLUTE",
-    "CEILING",
-    "CONTROL_FACTOR",
-    "EXACT",
-    "FACTORS",
-    "FLOOR_EPSILONS",
-    "FLOAT64_ALLOWED",
-    "FLOAT64_CEILING",
-    "OWN_EPSILONS",
-    "SCALE_ALLOWED",
-    "SCALE_SHARE",
-    "Distance",
-    "Controlled",
-    "Measured",
-    "distance",
-    "epsilon",
-    "is_state",
-    "kind_of",
-    "kind_rms",
-    "least_rms",
-    "measure",
-    "own_share",
-    "step_of",
-]
 
 FLOAT64_ALLOWED = 1e-9
 FLOOR_EPSILONS: Mapping[str, float] = {"frobenius": 4.0, "peak": 32.0}

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from harness.checking.evidence import Evidence
-from harness.checking.measures.tolerance import is_state, kind_of
+from harness.checking.measures.kinds import is_state, kind_of
 from harness.errors import ShardproofError
 from harness.protocols import CaseLike, case_text, unsaved
 from harness.recording.capturing.drawn_numbers import Drawing, DrawnNumbers, Numbers

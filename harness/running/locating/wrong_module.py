@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from harness.checking.evidence import Evidence
-from harness.checking.measures.tolerance import is_state, kind_of, step_of
+from harness.checking.measures.kinds import is_state, kind_of, step_of
 from harness.diagnosing.placing.modules_by_name import Watched, located
 from harness.errors import error_text
 from harness.outcome.blocks import blocks

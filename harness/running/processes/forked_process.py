@@ -27,8 +27,6 @@ import torch
 
 from harness.engines.calls.callers import is_user, shortened
 
-__all__ = ["ForkedProcess", "forkable", "forked"]
-
 _FIT_S = 30.0
 """How long the new process may take to try its autograd."""
 _LOOK_S = 0.002

@@ -7,8 +7,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["interrupted_after"]
-
 
 @contextmanager
 def interrupted_after() -> Iterator[None]:

@@ -13,8 +13,6 @@ from multiprocessing.connection import Connection
 
 from harness.interpreter import command
 
-__all__ = ["Spare"]
-
 _MAIN = "harness.running.second_process:serve"
 _ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
 

@@ -28,8 +28,6 @@ from harness.running.ranks.output import rank_output
 from harness.running.ranks.rank_task import Localized, RankReport, RankTask, perform, placed, sendable
 from harness.subject import Unanswered, answered, called, kept_per_rank, named_axes, offers, session
 
-__all__ = ["Execution", "execute", "execute_captured"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:

@@ -35,8 +35,6 @@ from harness.resolve import resolve
 from harness.subject import Unanswered, answered, called, kept_per_rank, named_axes, offers, session
 from harness.torch_internals.compiler import leave_unloaded
 
-__all__ = ["Localized", "RankReport", "RankTask", "perform", "placed", "sendable"]
-
 _SAME_CLOCK_S = 3600.0
 """A task that seems older, or of the future, comes from a machine with another clock: its times begin here."""
 Localized = dict[str, tuple[Block, ...]]

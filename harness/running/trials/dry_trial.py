@@ -12,8 +12,6 @@ from harness.predicting.dry_run import DryRank, DryRun, dry_run
 from harness.predicting.meter import hidden
 from harness.running.trials.trial import Trial, expectation_of, orders_of
 
-__all__ = ["dry_evidence"]
-
 _NOBODY: Outcomes = ()
 
 

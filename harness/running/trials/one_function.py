@@ -28,8 +28,6 @@ from harness.running.trials.trial import Trial
 from harness.running.truth.own_truth import OwnTruth
 from harness.running.truth.partial_sums import PERTURBED
 
-__all__ = ["with_first_forward"]
-
 DTYPE = "float32"
 """What is compared with float64: the roundings of a 16-bit case would hide another function."""
 _LATER = {kind for check, kinds in NUMERIC_KINDS.items() if check not in ("forward", "activations") for kind in kinds}

@@ -13,8 +13,6 @@ from harness.running.ranks.execution import execute
 from harness.running.trials.trial import Trial
 from harness.subject import NamedSubject, offers, own_cases, refusal
 
-__all__ = ["groupings", "most_exact", "regrouped"]
-
 _GROUPINGS = 2
 _SAME_SAMPLES = ("cp", "pp")
 """Words for ranks that see the same samples: slices of rows, stages of layers."""

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence, gathered
 from harness.checking.exact_checks import same_outcomes
+from harness.checking.measures.kinds import is_state, kind_of
 from harness.checking.measures.stated_deviations import Deviations
-from harness.checking.measures.tolerance import is_state, kind_of
 from harness.errors import ShardproofError, error_text
 from harness.outcome.merging import Merged, Outcomes, against, held_once
 from harness.protocols import CaseLike
@@ -28,8 +28,6 @@ from harness.running.truth.joint_masks import masks_of
 from harness.running.truth.own_truth import OwnTruth, draws_of
 from harness.subject import deviating, deviations, left_out, refusal
 from harness.torch_internals.memory import give_back
-
-__all__ = ["elsewhere", "explained", "recorded", "watched"]
 
 GIVEN = "mask", "init"
 """The kinds of names that a truth of the subject's own may take as given."""

@@ -24,8 +24,6 @@ from harness.running.truth.reference import REFERENCE, Function, Reference
 from harness.subject import NamedSubject, Unanswered, orders, stated
 from harness.torch_internals.memory import out_of_memory, tight_heap
 
-__all__ = ["BOUNDED", "PARTS", "Asked", "Trial", "asked", "expectation_of", "facts_of", "orders_of", "too_long"]
-
 T = TypeVar("T")
 PARTS: Mapping[str, str] = {"truth": "the dense model", "control": "a control run of the dense model"}
 """What computes in these parts of a case, in words."""

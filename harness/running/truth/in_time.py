@@ -11,8 +11,6 @@ from types import FrameType
 from harness.engines.calls.callers import is_user, shortened
 from harness.errors import TimeLimit
 
-__all__ = ["in_time"]
-
 _LATE_S = 0.5
 """How much later than its limit a body is interrupted, so that an engine in it ends first, which can say more."""
 _AGAIN_S = 1.0

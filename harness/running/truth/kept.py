@@ -8,8 +8,6 @@ from torch import Tensor
 
 from harness.protocols import CaseLike
 
-__all__ = ["Truths"]
-
 
 class Truths:
     """What the dense model computed for the latest case, for the next trials of cases that are alike to it."""

@@ -31,8 +31,6 @@ from harness.running.truth.joint_masks import in_order
 from harness.running.truth.partial_sums import partial_sums
 from harness.subject import ALONE, DenseModel, NamedSubject, answered, session
 
-__all__ = ["EXACT", "InParts", "OwnTruth", "compared_with", "draws_of", "one_rank"]
-
 EXACT = "float64"
 _Computed = tuple[Mapping[str, Tensor], tuple[Draw, ...]]
 

@@ -25,8 +25,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from harness.torch_internals.modes import DispatchMode, mapped
 from harness.torch_internals.operators import makes_new
 
-__all__ = ["PERTURBED", "partial_sums"]
-
 PERTURBED = -1
 """In place of the number of parts: whole sums, and a random error of half an epsilon at most in every result."""
 

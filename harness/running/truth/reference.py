@@ -12,8 +12,6 @@ from harness.engines.engine import Engine
 from harness.running.truth.own_truth import OwnTruth
 from harness.subject import NamedSubject, truth_of
 
-__all__ = ["REFERENCE", "Function", "Reference", "reference_of"]
-
 Function: TypeAlias = "str | Callable[..., Mapping[str, Tensor]]"
 """A function of the reference: its name, module:object, or itself (a truth of the subject's own: OwnTruth)."""
 

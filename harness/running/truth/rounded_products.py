@@ -28,8 +28,6 @@ from harness.running.truth.reference import Function
 from harness.torch_internals.autograd import current_task
 from harness.torch_internals.modes import DispatchMode, FakeTensor, take_themselves_apart
 
-__all__ = ["BOTH", "RoundedControl", "Rounding"]
-
 BOTH = ("forward", "backward")
 _GOLDEN = 0.618
 """Steps of this share of 1 come near no earlier one for long."""
