@@ -34,7 +34,7 @@ _LEAVE_S = 5.0
 """How long a process without work may take to end by itself."""
 _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)')
 _CURRENT = "Current thread"
-_OURS = "in serve_forked"
+_OURS = "in serve"
 _FRAMES = 3
 _PR_SET_PDEATHSIG = 1
 """By prctl(2)."""
