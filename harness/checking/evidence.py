@@ -116,7 +116,7 @@ class Evidence:
     others       evidence of the same subject in cases that differ in one size, where a diagnosis needs them
     spans        when the ranks of a pipeline computed; empty where ranks took turns
     first_forward  the tensor of the dense model's first forward that is furthest off in float32; None where that was
-                 not looked at (harness.running.trials.one_function)
+                 not looked at (harness.running.trials.law_runs)
     located      the first wrong module, when a diagnosis looked for it without a declared layout
     """
 

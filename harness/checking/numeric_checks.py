@@ -10,10 +10,9 @@ from dataclasses import replace
 import torch
 
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Decided, Evidence, Finding, Worst
-from harness.checking.measures.kinds import kind_of, kind_rms, step_of
+from harness.checking.measures.kinds import OVER_TOKENS, error_of_sums, kind_of, kind_rms, step_of, tokens_of
 from harness.checking.measures.small_tensors import measured_together
 from harness.checking.measures.stated_deviations import STATED
-from harness.checking.measures.summation import OVER_TOKENS, error_of_sums, tokens_of
 from harness.checking.measures.tolerance import LEAP, Measured, epsilon, measure
 
 NUMERIC_KINDS: dict[str, tuple[str, ...]] = {

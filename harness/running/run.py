@@ -23,20 +23,17 @@ from harness.errors import RequestError, ShardproofError
 from harness.plain_case import PlainCase
 from harness.protocols import CaseLike, case_text
 from harness.recording.spans import SPAN_COLUMNS, span_row
-from harness.running.environment import environment
 from harness.running.experiments import STOPPED, Failed, look_for_words
 from harness.running.forked_process import forked
-from harness.running.order import together
 from harness.running.proof import CaseResult, ended_by, prove, with_traceback
 from harness.running.proved import Proved, proved
 from harness.running.ranks.capacity import admit, admitted
 from harness.running.ranks.output import shown_once
 from harness.running.request import Request, check_saved
 from harness.running.shared_state import OnProcesses
-from harness.running.sharing import ProvingProcess, Sharing, interrupted_after, serve
-from harness.running.store import Store
-from harness.running.truth.kept import Truths
-from harness.running.truth.own_truth import compared_with
+from harness.running.sharing import ProvingProcess, Sharing, serve, together
+from harness.running.store import Store, environment, interrupted_after
+from harness.running.truth.reference import Truths, compared_with
 from harness.running.witnessing import Witnesses, witnesses
 from harness.subject import NamedSubject, Unanswered, answered, claimed, refusal, truth_of
 from harness.torch_internals.lookup import untested

@@ -3,6 +3,9 @@
 A case that ends its process (a crash in native code, memory that runs out), or that hangs in native code, ends neither
 this process nor other cases; it is told as what it is, and a new process goes on. Nothing but verdicts, lines of the
 ledger and sizes is sent back. A process ends with its socket, so with the one that started it. Times are seconds.
+
+Cases that are one case to the dense model are proved by one process, one after another: what is computed for one of
+them serves all. A case that loads what another one saves follows it too.
 """
 
 from __future__ import annotations
@@ -10,23 +13,27 @@ from __future__ import annotations
 import gc
 import itertools
 import signal
-import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
+from itertools import chain, groupby
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeAlias
 
 from harness.engines.processes.exit_status import process_end
 from harness.errors import MachineError, RankCrashed, RankDied, ShardproofError, TimeLimit
+from harness.plain_case import PlainCase
 from harness.protocols import CaseLike
+from harness.resolve import resolve
 from harness.running.forked_process import ForkedProcess
 from harness.running.proved import Proved, proved
-from harness.running.request import Request
+from harness.running.request import Request, folder_of
+from harness.running.store import interrupted_after
 from harness.running.trials.trial import BOUNDED, PARTS, too_long
+from harness.running.truth.reference import REFERENCE
 
 COLLECTED_AFTER = (5_000, 20, 10)
 """Python looks for garbage after so many new objects (gc.set_threshold): its default of 700 costs a proof 4 %."""
@@ -240,18 +247,41 @@ class Sharing:
         return again
 
 
-@contextmanager
-def interrupted_after() -> Iterator[None]:
-    """A Ctrl-C in the body raises KeyboardInterrupt after it. Another handler of SIGINT than Python's own stays."""
-    main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    came: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _frame: came.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if came:
-        raise KeyboardInterrupt
+def together(cases: Sequence[CaseLike]) -> list[list[int]]:
+    """The numbers of the cases, those in one list that follow each other and are one case to the dense model, or of
+    which one loads what another one before it saves.
+    """
+    groups = [list(numbers) for _, numbers in groupby(range(len(cases)), key=lambda number: _alike(cases[number]))]
+    found: list[list[int]] = []
+    saving: dict[str, list[int]] = {}
+    for group in groups:
+        earlier = next((saving[word] for number in group if (word := folder_of(cases[number], "load")) in saving), None)
+        if earlier is None:
+            found.append(group)
+        else:
+            earlier += group
+        home = group if earlier is None else earlier
+        saving |= {word: home for number in group if (word := folder_of(cases[number], "save"))}
+    return found
+
+
+def arranged(cases: Iterable[CaseLike]) -> tuple[CaseLike, ...]:
+    """The cases with those together that are one case to the dense model, the most ranks and steps first: two processes
+    that take such groups in turn then end at nearly the same time.
+    """
+    groups: dict[CaseLike, list[CaseLike]] = {}
+    saving: dict[str, CaseLike] = {}
+    for case in cases:
+        alike = saving.get(folder_of(case, "load"), _alike(case))
+        groups.setdefault(alike, []).append(case)
+        saving |= {word: alike for word in [folder_of(case, "save")] if word}
+    return tuple(
+        chain(*sorted(groups.values(), key=lambda group: -sum(case.world_size * case.steps for case in group)))
+    )
+
+
+def _alike(case: CaseLike) -> CaseLike:
+    """The case that stands for all that are one case to the dense model; each plain case for itself."""
+    alike: Any = resolve(REFERENCE.alike)
+    found: CaseLike = case if isinstance(case, PlainCase) else alike(case)
+    return found

@@ -25,10 +25,9 @@ from harness.errors import ShardproofError
 from harness.protocols import CaseLike, case_text
 from harness.resolve import resolve
 from harness.running.forked_process import forkable
-from harness.running.order import arranged
 from harness.running.request import Request
 from harness.running.run import INTERRUPTED, RunResult, run
-from harness.running.sharing import COLLECTED_AFTER
+from harness.running.sharing import COLLECTED_AFTER, arranged
 from harness.subject import NamedSubject, claims, offers, own_cases
 from reports.commands.repro import write_script
 from reports.options.experiment import real_size

@@ -17,7 +17,7 @@ from harness.protocols import CaseLike, case_text, unsaved
 from harness.recording.capturing.drawn_numbers import Drawing, DrawnNumbers, Numbers
 from harness.running.ranks.execution import execute
 from harness.running.trials.trial import Trial
-from harness.running.truth.own_truth import EXACT, OwnTruth, one_rank
+from harness.running.truth.reference import EXACT, OwnTruth, one_rank
 from harness.subject import ALONE
 
 __all__ = ["with_drawn_numbers"]

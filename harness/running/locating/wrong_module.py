@@ -21,8 +21,7 @@ from harness.running.locating.captured_run import calls_of_ranks, calls_of_truth
 from harness.running.ranks.capacity import memory_bytes
 from harness.running.ranks.rank_task import RankTask
 from harness.running.trials.trial import Trial
-from harness.running.truth.own_truth import EXACT, InParts, OwnTruth, one_rank
-from harness.running.truth.reference import Function
+from harness.running.truth.reference import EXACT, Function, InParts, OwnTruth, one_rank
 from harness.subject import ALONE
 
 __all__ = ["modules_of", "with_wrong_module"]

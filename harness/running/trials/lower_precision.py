@@ -25,7 +25,7 @@ from harness.protocols import CaseLike, case_text
 from harness.recording.capturing.islands import Island, NarrowProbe, Probed, narrower
 from harness.running.ranks.execution import execute
 from harness.running.trials.trial import Trial
-from harness.running.truth.own_truth import one_rank
+from harness.running.truth.reference import one_rank
 from harness.running.truth.rounded_products import BOTH, RoundedControl, Rounding
 from harness.subject import lower_dtypes, refusal, truth_of
 

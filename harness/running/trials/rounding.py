@@ -18,8 +18,7 @@ from harness.checking.measures.tolerance import FLOAT64_CEILING, Controlled, Mea
 from harness.checking.numeric_checks import held
 from harness.resolve import resolve
 from harness.running.trials.trial import Trial
-from harness.running.truth.own_truth import OwnTruth
-from harness.running.truth.reference import Function
+from harness.running.truth.reference import Function, OwnTruth
 from harness.torch_internals.memory import give_back
 
 MORE_PARTS = (1, 2, 3, 4, 5, 6, 7, 8)

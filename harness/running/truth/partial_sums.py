@@ -5,7 +5,7 @@ products over slices of the contracted dimension, last slice first, each rounded
 dimension likewise. Attention is made of matrix products here, not torch's fused kernel.
 
 A sum of rows, such as the gradient of a bias, adds the rows of a slice one after the other, as torch's kernel of a
-layer norm does and no order rounds more (harness.checking.measures.summation): in float32 at least, or in the dtype
+layer norm does and no order rounds more (harness.checking.measures.kinds): in float32 at least, or in the dtype
 itself where the number of slices is odd.
 
 With parts=PERTURBED nothing is cut: the result of every operator is off by a random part of its rounding instead, which

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from harness.checking.checks import examine
 from harness.checking.evidence import FAIL, PASS, Finding
 from harness.checking.exact_checks import parallelism
-from harness.checking.overlap_checks import overlap
+from harness.checking.ledger_checks import overlap
 from harness.diagnosing.six_lines import explain
 from harness.differences import differences
 from harness.ledger import Event
 from harness.protocols import TermLike
-from harness.running.summary import summarize
+from harness.running.proved import summarize
 from harness.terms import FIELDS, Term, closed_form
 from harness.witnesses.agreement import CLOSED_FORM, agreement
 from harness.witnesses.chosen import terms_of

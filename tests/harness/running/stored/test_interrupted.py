@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from harness.cases import parse_cases
-from harness.running.sharing import interrupted_after
+from harness.running.store import interrupted_after
 from reports.options import request
 from reports.stored.frames import load
 from shardproof.__main__ import main
