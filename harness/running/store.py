@@ -33,7 +33,7 @@ import torch
 from harness.checking.evidence import Verdict
 from harness.ledger import COLUMNS, Event
 from harness.run_folder import SCHEMA, link_latest, new_run_folder, safe_name, writing
-from harness.running.proved import RANK_COLUMNS, SUMMARY_COLUMNS, SummaryRow
+from harness.running.summary import RANK_COLUMNS, SUMMARY_COLUMNS, SummaryRow
 from harness.torch_internals.lookup import untested
 
 LARGEST_LEDGER = 50_000_000

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from harness.checking.evidence import Verdict
 from harness.ledger import Event, wire_bytes
-from harness.running.proved import summarize
 from harness.running.store import Store, environment, ledger_rows
+from harness.running.summary import summarize
 from reports.comparing.baselines import save, side
 from reports.comparing.comparison import compare
 from reports.comparing.snapshot import snapshot

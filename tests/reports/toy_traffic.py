@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from harness.checking.evidence import Verdict
 from harness.engines.threads.inproc import InprocEngine
-from harness.running.proved import summarize
 from harness.running.ranks.execution import execute
 from harness.running.store import Store, environment, ledger_rows
+from harness.running.summary import summarize
 from reference.case import Case
 
 CASE = Case.parse("mode=tp tp=2 steps=3 micro=2 layers=1 hidden=16 heads=2 vocab=24 seq=8")

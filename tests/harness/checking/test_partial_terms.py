@@ -19,7 +19,7 @@ from harness.diagnosing.six_lines import explain
 from harness.differences import differences
 from harness.ledger import Event
 from harness.protocols import TermLike
-from harness.running.proved import summarize
+from harness.running.summary import summarize
 from harness.terms import FIELDS, Term, closed_form
 from harness.witnesses.agreement import CLOSED_FORM, agreement
 from harness.witnesses.chosen import terms_of

@@ -14,7 +14,7 @@ from harness.checking.evidence import FAIL, PASS, UNKNOWN
 from harness.engines.threads.inproc import InprocEngine
 from harness.predicting.figures import traffic
 from harness.running.proof import CaseResult, prove
-from harness.running.proved import summarize
+from harness.running.summary import summarize
 from harness.terms import Term, closed_forms
 from harness.witnesses.agreement import agreement
 from harness.witnesses.chosen import terms_of

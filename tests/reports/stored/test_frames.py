@@ -11,9 +11,9 @@ import pytest
 
 from harness.checking.evidence import Verdict, Worst
 from harness.ledger import COLUMNS
-from harness.running.proved import SUMMARY_COLUMNS as HARNESS_COLUMNS
-from harness.running.proved import summarize
 from harness.running.store import Store, ledger_rows
+from harness.running.summary import SUMMARY_COLUMNS as HARNESS_COLUMNS
+from harness.running.summary import summarize
 from reports.stored.frames import SUMMARY_COLUMNS, RunFolderError, load
 from tests.reports import sample_run
 

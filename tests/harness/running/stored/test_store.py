@@ -22,8 +22,8 @@ from harness.errors import RequestError
 from harness.ledger import COLUMNS
 from harness.run_folder import SCHEMA, safe_name
 from harness.running import store as store_module
-from harness.running.proved import SUMMARY_COLUMNS, summarize
 from harness.running.store import Store, environment, ledger_rows
+from harness.running.summary import SUMMARY_COLUMNS, summarize
 from harness.terms import Term
 from reports.stored.frames import load
 from tests.harness.toy_evidence import TERMS, events, without

@@ -1,0 +1,166 @@
+"""The ledger of one case summed up beside its expectation: calls and bytes of one rank by phase, op and axis.
+
+A row holds the maximum over ranks; its `min_*` fields hold the minimum when ranks differ and are None otherwise.
+`ranks_apart` counts the ranks whose calls or bytes are not those expected of that rank. All counts are over the whole
+run of the case; payload and wire in bytes. `expected_*` and `ranks_apart` are None without an expectation, and where
+its terms leave out what the row needs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from operator import attrgetter
+from types import MappingProxyType
+
+from harness.ledger import OPS, PHASES, Event
+from harness.protocols import Axes, TermLike
+from harness.terms import FIELDS, ClosedForm, Term, closed_forms
+
+COUNTS = ("calls", "payload_bytes", "wire_bytes")
+SUMMARY_COLUMNS = (
+    *("case", "mode", "phase", "op", "axis", "group_size"),
+    *COUNTS,
+    *("expected_calls", "expected_payload_bytes"),
+)
+"""Columns of `summary.csv`."""
+RANK_COLUMNS = (*(f"min_{name}" for name in COUNTS), "ranks_apart")
+"""Columns that follow once ranks differ in a row, or part from what is expected of them."""
+
+_Key = tuple[str, str, str, int]
+"""phase, op, axis, group size."""
+_KEY = attrgetter("phase", "op", "axis", "group_size")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SummaryRow:
+    """One row of `summary.csv`, and of nothing else."""
+
+    case: str
+    mode: str
+    phase: str
+    op: str
+    axis: str
+    group_size: int
+    calls: int
+    payload_bytes: int
+    wire_bytes: int
+    expected_calls: int | None
+    expected_payload_bytes: int | None
+    min_calls: int | None = None
+    min_payload_bytes: int | None = None
+    min_wire_bytes: int | None = None
+    ranks_apart: int | None = None
+
+    @property
+    def uneven(self) -> bool:
+        """Whether it needs the RANK_COLUMNS."""
+        return self.min_calls is not None or bool(self.ranks_apart)
+
+
+def summarize(
+    case: str,
+    mode: str,
+    world_size: int,
+    events: Iterable[Event],
+    expectation: Sequence[TermLike] | None,
+    ran: Sequence[int] = (),
+    axes: Axes = MappingProxyType({}),
+) -> list[SummaryRow]:
+    """The rows of one case, in the order of phases and ops; `ran` are the ranks that were run, if not all were.
+
+    What is expected is that of the rank with most of it; `axes` are the case's, for terms that hold at some alone.
+    """
+    places = {rank: place for place, rank in enumerate(ran or range(world_size))}
+    counts: dict[_Key, list[list[int]]] = {}
+    for event in events:
+        key = (event.phase, event.op, event.axis, event.group_size)
+        of_rank = counts.setdefault(key, [[0, 0, 0] for _ in places])[places[event.rank]]
+        for place, amount in enumerate((1, event.payload_bytes, event.wire_bytes)):
+            of_rank[place] += amount
+    forms = closed_forms(expectation or (), places, axes)
+    lines = {id(form): _lines(form) for form in forms.values()}
+    alike = Counter(key[:3] for key in counts)
+    rows = []
+    expected = {_KEY(term) for terms in lines.values() for term in terms if None not in _KEY(term)}
+    for key in sorted(expected.union(counts), key=_order):
+        by_rank = counts.get(key, [[0, 0, 0] for _ in places])
+        due = {form: _expected(key, terms, alone=alike[key[:3]] < 2) for form, terms in lines.items()}
+        stated = None if expectation is None else [due[id(forms[rank])] for rank in places]
+        rows.append(_row(case, mode, key, by_rank, stated))
+    return rows
+
+
+def _most(numbers: Iterable[int | None]) -> int | None:
+    """The largest number, None when one of them is not known."""
+    known = list(numbers)
+    return None if None in known else max(number for number in known if number is not None)
+
+
+def _lines(form: ClosedForm) -> list[Term]:
+    """A closed form's terms with equal ones added up."""
+    return [*(Term(**asdict(line), calls=calls) for line, calls in form.complete.items()), *form.partial]
+
+
+def _expected(key: _Key, terms: Iterable[Term], *, alone: bool) -> tuple[int | None, int | None]:
+    """Calls and bytes that a row must have; None for what cannot be known from its terms.
+
+    Terms that state the same fields count different events, so they add up; others may count the same events twice.
+    `alone`: no other row has its phase, op and axis, so that terms need not state the size of the group.
+    """
+    own = [term for term in terms if all(mine in (None, its) for mine, its in zip(_KEY(term), key, strict=True))]
+    fields = {tuple(name for name in term.stated if name in FIELDS) for term in own}
+    if len(fields) > 1 or any(None in _KEY(term)[: 3 if alone else 4] for term in own):
+        return None, None
+    calls = [term.calls for term in own]
+    size = [
+        term.total_bytes if term.payload_bytes is None or term.calls is None else term.calls * term.payload_bytes
+        for term in own
+    ]
+    return _sum(calls), _sum(size)
+
+
+def _sum(numbers: Sequence[int | None]) -> int | None:
+    known = [number for number in numbers if number is not None]
+    return sum(known) if len(known) == len(numbers) else None
+
+
+def _row(
+    case: str,
+    mode: str,
+    key: _Key,
+    by_rank: Sequence[Sequence[int]],
+    stated: Sequence[tuple[int | None, int | None]] | None,
+) -> SummaryRow:
+    """One row, from calls, payload and wire bytes by rank beside the calls and payload bytes stated for each."""
+    phase, op, axis, group_size = key
+    most, least = ([pick(column) for column in zip(*by_rank, strict=True)] for pick in (max, min))
+    calls, size = (None, None) if stated is None else (_most(numbers) for numbers in zip(*stated, strict=True))
+    apart = None
+    if stated is not None and calls is not None and size is not None:
+        apart = sum(tuple(mine[:2]) != due for mine, due in zip(by_rank, stated, strict=True))
+    differ = most != least
+    return SummaryRow(
+        case=case,
+        mode=mode,
+        phase=phase,
+        op=op,
+        axis=axis,
+        group_size=group_size,
+        calls=most[0],
+        payload_bytes=most[1],
+        wire_bytes=most[2],
+        expected_calls=calls,
+        expected_payload_bytes=size,
+        min_calls=least[0] if differ else None,
+        min_payload_bytes=least[1] if differ else None,
+        min_wire_bytes=least[2] if differ else None,
+        ranks_apart=apart,
+    )
+
+
+def _order(key: _Key) -> tuple[int, int, str, int]:
+    phase, op, axis, group_size = key
+    place = PHASES.index(phase) if phase in PHASES else len(PHASES)
+    return place, OPS.index(op) if op in OPS else len(OPS), axis, group_size
