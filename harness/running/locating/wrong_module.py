@@ -19,7 +19,7 @@ from harness.recording.capturing.module_calls import Held, ModuleCalls
 from harness.resolve import resolve
 from harness.running.locating.captured_run import calls_of_ranks, calls_of_truth
 from harness.running.ranks.capacity import memory_bytes
-from harness.running.ranks.rank_task import RankTask
+from harness.running.ranks.execution import RankTask
 from harness.running.trials.trial import Trial
 from harness.running.truth.reference import EXACT, Function, InParts, OwnTruth, one_rank
 from harness.subject import ALONE

@@ -30,7 +30,7 @@ PRELOADED = (
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
     "torch.fx.experimental.symbolic_shapes",  # what the first backward of a process would import, for 0.35 s
-    "harness.running.ranks.rank_task",
+    "harness.running.ranks.execution",
 )
 _WORKER = "harness.engines.processes.forked.link:serve"
 _PR_SET_PDEATHSIG = 1
