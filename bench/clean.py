@@ -33,7 +33,7 @@ from harness.engines.threads.heap import resident_bytes
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError, ShardproofError
 from harness.running.proof import prove
-from harness.running.second_process import COLLECTED_AFTER
+from harness.running.sharing import COLLECTED_AFTER
 from reference.case import Case
 from suites.drawing.sizes import large
 from suites.drawing.strategies import every_word

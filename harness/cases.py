@@ -8,8 +8,6 @@ from typing import Any
 from harness.errors import RequestError
 from harness.resolve import resolve
 
-__all__ = ["CASE", "check_modes", "check_words", "known_modes", "parse_cases", "read_case"]
-
 CASE = "reference.case:Case"
 MODES = "reference.case.modes:MODES"
 

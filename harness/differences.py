@@ -18,8 +18,6 @@ from harness.ledger import PHASES, Event
 from harness.protocols import Axes, TermLike
 from harness.terms import FIELDS, EventKey, Term, closed_forms, key_of
 
-__all__ = ["Difference", "differences"]
-
 _LISTED = 3
 """Places of counted events that a message lists."""
 

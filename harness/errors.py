@@ -22,24 +22,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-__all__ = [
-    "Desynchronised",
-    "MachineError",
-    "NoNumbers",
-    "NotComputed",
-    "Position",
-    "ProgramError",
-    "RankCrashed",
-    "RankDied",
-    "Raced",
-    "RankRaised",
-    "RequestError",
-    "ShardproofError",
-    "TimeLimit",
-    "error_text",
-    "ranks_text",
-]
-
 _LISTED = 32
 """Ranks whose positions a message prints; `positions` always holds all of them."""
 

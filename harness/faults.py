@@ -26,8 +26,6 @@ from dataclasses import dataclass, replace
 from harness.ledger import Event
 from harness.protocols import CaseLike
 
-__all__ = ["KINDS", "Fault", "Partition", "RankCallIndex", "Target", "faults_of", "softmax_shift", "targets_of"]
-
 KINDS = ("drop", "double", "op", "group", "stale", "delay", "poison")
 Partition = tuple[tuple[int, ...], ...]
 """The groups of one axis: lists of global ranks."""

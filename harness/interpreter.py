@@ -11,8 +11,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-__all__ = ["command", "spawned"]
-
 _HOME = str(Path(__file__).resolve().parents[1])
 _BOOT = """import gc, sys
 gc.disable()

@@ -11,23 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = [
-    "COLUMNS",
-    "EITHER_GATHER",
-    "NO_UPDATE",
-    "REPEATABLE",
-    "OPS",
-    "OTHER",
-    "PHASES",
-    "REDUCE_OPS",
-    "Call",
-    "Event",
-    "Observer",
-    "shape_text",
-    "unmapped",
-    "wire_bytes",
-]
-
 PHASES = ("data", "forward", "loss", "backward", "recompute", "pipeline", "grad_sync", "metric", "step", "checkpoint")
 NO_UPDATE = "step: no optimizer of torch.optim stepped and no parameter was seen to change, so all is in step 0"
 """The doubt of a run whose forwards are micro-batches of one step as far as can be seen."""

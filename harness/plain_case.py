@@ -15,8 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-__all__ = ["AXES", "COMMON", "EXPERT_AXES", "PlainCase", "Vocabulary", "Word", "WordError"]
-
 Word: TypeAlias = "int | float | bool | str"
 AXES = ("tp", "cp", "dp", "pp")
 """Mesh axes, fastest first, as in Megatron; ranks of one tp group are neighbours. Each is 1 unless the case says."""

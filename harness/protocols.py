@@ -12,21 +12,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = [
-    "ActionLike",
-    "Axes",
-    "CaseLike",
-    "FactsLike",
-    "PipelineLike",
-    "ShardLike",
-    "SpanLike",
-    "Subject",
-    "TermLike",
-    "Value",
-    "case_text",
-    "unsaved",
-]
-
 Axes = Mapping[str, tuple[tuple[int, ...], ...]]
 """Mesh axis -> the rank lists of its groups."""
 

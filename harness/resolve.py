@@ -13,8 +13,6 @@ from types import ModuleType
 
 from harness.errors import RequestError, error_text
 
-__all__ = ["resolve"]
-
 _EMPTY = "it defines nothing; legal: subject(case, device) in it, as `shardproof new-subject FILE` writes"
 
 

@@ -16,8 +16,6 @@ from pathlib import Path
 
 from harness.errors import RequestError
 
-__all__ = ["SCHEMA", "link_latest", "new_run_folder", "safe_name", "writing"]
-
 SCHEMA = 2
 """What is written now. Increase it when a reader of the former layout would misread what is written."""
 _RUNS_A_SECOND = 1000

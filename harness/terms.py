@@ -17,8 +17,6 @@ from typing import Any
 from harness.ledger import OPS, PHASES, REDUCE_OPS, Event
 from harness.protocols import Axes, TermLike
 
-__all__ = ["FIELDS", "ClosedForm", "EventKey", "Term", "closed_form", "closed_forms", "key_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventKey:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.running.trials.regrouped import groupings, most_exact
+from harness.running.trials.law_runs import groupings, most_exact
 from harness.subject import own_cases
 from reference.case.modes import MODES
 from suites.session.prover import Prover

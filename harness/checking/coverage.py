@@ -8,9 +8,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Decided, Evidence, Finding
-from harness.checking.measures.tolerance import kind_of
-
-__all__ = ["ON_PURPOSE", "coverage"]
+from harness.checking.measures.kinds import kind_of
 
 ON_PURPOSE = " (left out on purpose)"
 """What stands behind an unchecked name that `subject.unchecked` declares."""

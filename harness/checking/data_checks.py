@@ -1,17 +1,19 @@
-"""Checks of what ranks are compared with: the data that truth and ranks read alike, how many tokens a step counts, and
-that a dense model of the subject's own is one model in every precision.
+"""Checks of what ranks are compared with and begin with: the data that truth and ranks read alike, how many tokens a
+step counts, initial values, and that a dense model of the subject's own is one model in every precision.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from harness.checking.evidence import FAIL, PASS, Evidence, Finding, Worst
+from harness.checking.measures.kinds import kind_of
 from harness.checking.numeric_checks import numeric
-
-__all__ = ["data", "tokens", "truth"]
 
 _counts = numeric("tokens")
 _SHOWN = 8
@@ -48,7 +50,7 @@ def tokens(evidence: Evidence) -> Finding | None:
 
 def truth(evidence: Evidence) -> Finding | None:
     """Whether the first forward of the dense model in float32 is that in float64, but for rounding; None where that was
-    not looked at (harness.running.trials.one_function).
+    not looked at (harness.running.trials.law_runs).
     """
     found = evidence.first_forward
     if found is None:
@@ -81,3 +83,78 @@ def _start(tensor: Tensor) -> str:
     values = tensor.flatten().tolist()
     shown = f"{values[:_SHOWN]}"[:-1] + (", ...]" if len(values) > _SHOWN else "]")
     return shown if tensor.dim() else str(tensor.item())
+
+
+KIND = "init"
+SIGMAS = 6.0
+_FIRST = 8
+"""Numbers in the order of memory; equal by chance in two tensors of bfloat16 about once in 10^18 pairs."""
+_compared = numeric("initial_values")
+
+
+def initial_values(evidence: Evidence) -> Finding | None:
+    """Whether parameters begin as they should; None where no rank returned how they begin.
+
+        deviation   standard deviations are those that the reference states, within SIGMAS standard errors of their
+                    variance (that of normal numbers, which bounds flatter ones); constants have none
+        equal       no two parameters, and no two shards of one, begin with the same _FIRST numbers, but constants: of
+                    one seed, shards of unequal sizes have their first numbers in common
+
+    Where the dense model knows the values they are compared with it; replicas are the check `replicas`.
+    """
+    names = [name for name in evidence.returned if kind_of(name) == KIND]
+    if not names:
+        return None
+    names = [name for name in evidence.truth if name in names] or sorted(names)
+    wrong = dict([*_equal(evidence, names), *_deviating(evidence, names)])
+    if wrong:
+        first = next(name for name in names if name in wrong)
+        more = f"; {len(wrong) - 1} more of {len(names)} are wrong" if len(wrong) > 1 else ""
+        ordered = tuple(name for name in names if name in wrong)
+        return Finding(verdict=FAIL, message=f"{first} {wrong[first]}{more}", names=ordered)
+    stated = sum(name.partition("/")[2] in evidence.deviations for name in names)
+    told = f"{stated} of {len(names)} parameters begin with the right deviations, and no two alike"
+    unchecked = () if stated else ("deviations of initial values, which nothing states",)
+    known = None if set(names) & set(evidence.given) else _compared(evidence)
+    if known is None:
+        return Finding(verdict=PASS, message=f"{told}; the dense model was given them", unchecked=unchecked)
+    if known.verdict != PASS:
+        return known
+    return replace(known, message=f"{known.message}; {told}", unchecked=(*known.unchecked, *unchecked))
+
+
+def _deviating(evidence: Evidence, names: list[str]) -> Iterator[tuple[str, str]]:
+    for name in names:
+        value, right = evidence.merged.tensors.get(name), evidence.deviations.get(name.partition("/")[2])
+        if value is None or right is None:
+            continue
+        found = math.sqrt(float(value.double().var(correction=0)))
+        slack = SIGMAS * math.sqrt(2 / value.numel())
+        if right == 0 and found > 0:
+            yield name, f"has a standard deviation of {found:.3g}, and begins as a constant"
+        elif right and abs((found / right) ** 2 - 1) > slack:
+            yield name, f"has a standard deviation of {found:.3g}, which must be {right:.3g}"
+
+
+def _equal(evidence: Evidence, names: list[str]) -> Iterator[tuple[str, str]]:
+    """Parameters, and shards of one, that begin with the numbers of one before."""
+    seen: dict[bytes, str] = {}
+    for name in names:
+        held = {
+            block.region: (rank, block.local)
+            for rank, outcome in reversed([*enumerate(evidence.outcomes)])
+            for block in outcome.get(name, ())
+        }
+        for rank, local in sorted(held.values(), key=lambda one: one[0]):
+            if _is_constant(local):
+                continue
+            what = f"{name} on rank {rank}"
+            first = local.flatten()[:_FIRST]
+            start = local.flatten() if _is_constant(first) else first
+            before = seen.setdefault(start.contiguous().view(torch.uint8).numpy().tobytes(), what)
+            if before is not what:
+                yield name, f"on rank {rank} holds the numbers of {before}"
+
+
+def _is_constant(local: Tensor) -> bool:
+    return local.numel() < 2 or bool((local == local.flatten()[0]).all())

@@ -11,30 +11,14 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from harness.checking.measures.kinds import kind_of
 from harness.checking.measures.stated_deviations import Deviations
-from harness.checking.measures.tolerance import Controlled, Measured, epsilon, kind_of
+from harness.checking.measures.tolerance import Controlled, Measured, epsilon
 from harness.engines.engine import Unwaited
 from harness.ledger import Event
 from harness.outcome.merging import Flaw, Merged, Outcomes, against, merge
 from harness.protocols import Axes, CaseLike, FactsLike, TermLike
 from harness.recording.spans import RankSpan
-
-__all__ = [
-    "FAIL",
-    "PASS",
-    "SKIP",
-    "UNKNOWN",
-    "Decided",
-    "Evidence",
-    "Finding",
-    "Located",
-    "MaskDraws",
-    "Regrouped",
-    "Verdict",
-    "Worst",
-    "gathered",
-    "split_axes",
-]
 
 PASS, FAIL, UNKNOWN, SKIP = "pass", "fail", "unknown", "skip"
 """`skip` is the word of a case that the subject does not claim; no check ever answers it."""
@@ -132,7 +116,7 @@ class Evidence:
     others       evidence of the same subject in cases that differ in one size, where a diagnosis needs them
     spans        when the ranks of a pipeline computed; empty where ranks took turns
     first_forward  the tensor of the dense model's first forward that is furthest off in float32; None where that was
-                 not looked at (harness.running.trials.one_function)
+                 not looked at (harness.running.trials.law_runs)
     located      the first wrong module, when a diagnosis looked for it without a declared layout
     """
 

@@ -10,23 +10,10 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, split_axes
-from harness.checking.measures.tolerance import kind_of
+from harness.checking.measures.kinds import kind_of
 from harness.outcome.blocks import Block
 from harness.outcome.merging import Flaw, Outcomes, differing, same_bits
 from harness.protocols import CaseLike
-
-__all__ = [
-    "SPLIT",
-    "determinism",
-    "layout",
-    "parallelism",
-    "recording",
-    "replicas",
-    "same_outcomes",
-    "saved",
-    "split_share",
-    "waits",
-]
 
 SPLIT = " % of the parameters are split"
 """What follows the share of the parameters that is split in the message of `parallelism`."""

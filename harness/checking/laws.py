@@ -18,8 +18,6 @@ from dataclasses import dataclass
 
 from harness.ledger import Event
 
-__all__ = ["Broken", "broken_laws", "same_sequence"]
-
 Group = tuple[int, ...]
 
 _UNEVEN = ("all_to_all", "gather", "scatter", "reduce", "barrier")

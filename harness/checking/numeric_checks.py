@@ -10,12 +10,10 @@ from dataclasses import replace
 import torch
 
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Decided, Evidence, Finding, Worst
+from harness.checking.measures.kinds import OVER_TOKENS, error_of_sums, kind_of, kind_rms, step_of, tokens_of
 from harness.checking.measures.small_tensors import measured_together
 from harness.checking.measures.stated_deviations import STATED
-from harness.checking.measures.summation import OVER_TOKENS, error_of_sums, tokens_of
-from harness.checking.measures.tolerance import LEAP, Measured, epsilon, kind_of, kind_rms, measure, step_of
-
-__all__ = ["KIND_WORDS", "NUMERIC_KINDS", "called", "held", "numeric", "summed", "worst_of"]
+from harness.checking.measures.tolerance import LEAP, Measured, epsilon, measure
 
 NUMERIC_KINDS: dict[str, tuple[str, ...]] = {
     "initial_values": ("init",),

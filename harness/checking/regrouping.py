@@ -18,11 +18,10 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor
 
 from harness.checking.evidence import FAIL, PASS, Evidence, Finding, Regrouped, Worst
+from harness.checking.measures.kinds import kind_of, kind_rms, step_of
 from harness.checking.measures.stated_deviations import STATED
-from harness.checking.measures.tolerance import FLOAT64_CEILING, Measured, epsilon, kind_of, kind_rms, measure, step_of
+from harness.checking.measures.tolerance import FLOAT64_CEILING, Measured, epsilon, measure
 from harness.checking.numeric_checks import summed
-
-__all__ = ["regrouping"]
 
 _FIRST_STEP = ("loss", "tokens", "grad", "grad_norm")
 _LATER = ("loss", "tokens", "grad_norm", "param", "param_after")

@@ -9,8 +9,6 @@ from harness.checking.evidence import FAIL, PASS, UNKNOWN, Finding, Worst
 from harness.witnesses.agreement import Agreement
 from harness.witnesses.session import Session
 
-__all__ = ["CHECK", "finding", "qualified", "undisturbed", "unseen"]
-
 CHECK = "witnesses"
 
 

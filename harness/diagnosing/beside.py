@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 
 from harness.checking.evidence import Evidence, split_axes
-from harness.checking.measures.tolerance import kind_of
+from harness.checking.measures.kinds import kind_of
 from harness.diagnosing.rules.places import ranks_apart
 from harness.errors import ranks_text
 from harness.protocols import Axes

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from harness.checking.evidence import Evidence, split_axes
-from harness.checking.measures.tolerance import is_state, kind_of
+from harness.checking.measures.kinds import is_state, kind_of
 from harness.diagnosing.rules.causes import Cause, claimed
 from harness.diagnosing.rules.factors import from_factor
 from harness.diagnosing.rules.norms import from_norms

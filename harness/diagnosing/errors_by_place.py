@@ -8,7 +8,7 @@ Errors and limits are ratios (harness.checking.measures.tolerance). The last row
 from __future__ import annotations
 
 from harness.checking.evidence import Evidence
-from harness.checking.measures.tolerance import kind_of, kind_rms
+from harness.checking.measures.kinds import kind_of, kind_rms
 from harness.checking.numeric_checks import NUMERIC_KINDS, held
 from harness.diagnosing.first import First
 from harness.diagnosing.rules.places import place_of, timeline

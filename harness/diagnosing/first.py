@@ -22,9 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from harness.checking.evidence import Evidence
-from harness.checking.group_checks import strays
-from harness.checking.ledger_checks import module_order
-from harness.checking.measures.tolerance import is_state, kind_of
+from harness.checking.ledger_checks import module_order, strays
+from harness.checking.measures.kinds import is_state, kind_of
 from harness.diagnosing.beside import are_matrices, between, ranks_in_words
 from harness.diagnosing.rules.places import held_whole, place_of
 from harness.diagnosing.rules.proofs import explains

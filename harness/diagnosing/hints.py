@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from harness.checking.evidence import Evidence
-from harness.checking.measures.tolerance import kind_of
+from harness.checking.measures.kinds import kind_of
 from harness.diagnosing.first import First
 from harness.diagnosing.rules.factors import sizes_of
 from harness.diagnosing.rules.optimizer.moved import moved, times

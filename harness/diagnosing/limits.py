@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from harness.checking.evidence import Evidence
-from harness.checking.measures.tolerance import kind_of, kind_rms, own_share
+from harness.checking.measures.kinds import kind_of, kind_rms
+from harness.checking.measures.tolerance import own_share
 from harness.checking.numeric_checks import held
 from harness.diagnosing.rules.causes import Cause
 from harness.diagnosing.rules.proofs import Explained

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from harness.checking.evidence import split_axes
-from harness.checking.measures.tolerance import is_state, kind_of, step_of
+from harness.checking.measures.kinds import is_state, kind_of, step_of
 from harness.protocols import CaseLike, unsaved
 
 __all__ = ["of_other_sizes"]

@@ -77,7 +77,7 @@ class Engine(ABC):
         """The results of `program(rank, *args)` by rank.
 
         Every rank starts with its random streams at `seed`. A remote engine takes no observer:
-        harness.running.ranks.rank_task makes one inside every rank. `per_rank` names modules whose globals, class
+        harness.running.ranks.execution makes one inside every rank. `per_rank` names modules whose globals, class
         attributes and singletons every rank has for itself, as it has in a process of its own: needed where ranks share
         a process.
 

@@ -39,7 +39,7 @@ from harness.recording.ranges import attached
 from harness.recording.recorder import Recorded
 from harness.recording.watch import Emit, Watch
 from harness.run_folder import SCHEMA
-from harness.running.environment import environment
+from harness.running.store import environment
 
 
 def begin(session: ProgramSession) -> None:

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from harness.checking.checks import CHECKS
 from harness.checking.evidence import Evidence
-from harness.checking.measures.tolerance import kind_of, kind_rms, least_rms, own_share
+from harness.checking.measures.kinds import kind_of, kind_rms
+from harness.checking.measures.tolerance import least_rms, own_share
 from harness.checking.numeric_checks import NUMERIC_KINDS, held
 from harness.diagnosing.rules.places import timeline
 from harness.diagnosing.six_lines import repeat_command

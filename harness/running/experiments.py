@@ -22,7 +22,7 @@ from harness.diagnosing.needed_words import NeededWords, OutOfTime, needed_words
 from harness.diagnosing.six_lines import site, with_when
 from harness.errors import ShardproofError
 from harness.protocols import CaseLike, case_text
-from harness.running.processes.forked_process import forked
+from harness.running.forked_process import forked
 from harness.running.proof import NEED_WATCHING, CaseResult
 from harness.running.request import Request
 from harness.running.store import Store

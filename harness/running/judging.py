@@ -21,14 +21,13 @@ from collections.abc import Mapping
 
 from harness.checking.checks import CHECKS, LAWS, Check, examine
 from harness.checking.evidence import Evidence, Finding
-from harness.checking.measures.tolerance import CONTROL_FACTOR, distance
+from harness.checking.measures.distance import distance
+from harness.checking.measures.tolerance import CONTROL_FACTOR
 from harness.checking.numeric_checks import NUMERIC_KINDS
+from harness.running.trials.law_runs import with_first_forward
 from harness.running.trials.lower_precision import Found, as_found, as_stated, in_first_step, stated, wrong_of
-from harness.running.trials.one_function import with_first_forward
 from harness.running.trials.rounding import control_run, controlled, doubtful, measured_apart, stepwise
 from harness.running.trials.trial import Trial
-
-__all__ = ["CONDITIONED", "judged"]
 
 CONDITIONED = 1e-8
 """Training from the start is well conditioned for a tensor for which control runs of it allow no more than this."""

@@ -12,8 +12,7 @@ from itertools import islice
 
 import torch
 
-from harness.checking.checks import CHECKS, LAWS, Check, examine
-from harness.checking.dry_checks import DRY_CHECKS
+from harness.checking.checks import CHECKS, DRY_CHECKS, LAWS, Check, examine
 from harness.checking.evidence import FAIL, PASS, SKIP, UNKNOWN, Evidence, Finding, Verdict
 from harness.diagnosing.diagnosis import Diagnosis, diagnose, ended
 from harness.diagnosing.diagnosis import explained as what_they_share
@@ -30,12 +29,10 @@ from harness.running.locating.drawn import with_drawn_numbers
 from harness.running.locating.wrong_module import with_wrong_module
 from harness.running.ranks.capacity import admit_ranks
 from harness.running.store import Store
-from harness.running.trials.dry_trial import dry_evidence
-from harness.running.trials.regrouped import regrouped
-from harness.running.trials.runs import elsewhere, explained, recorded, watched
+from harness.running.trials.law_runs import regrouped
+from harness.running.trials.runs import dry_evidence, elsewhere, explained, recorded, watched
 from harness.running.trials.trial import Trial
-from harness.running.truth.kept import Truths
-from harness.running.truth.reference import Reference, reference_of
+from harness.running.truth.reference import Reference, Truths, reference_of
 from harness.subject import (
     NamedSubject,
     Unanswered,

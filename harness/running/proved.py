@@ -12,8 +12,6 @@ from harness.running.proof import CaseResult
 from harness.running.store import ledger_rows
 from harness.running.summary import SummaryRow, summarize
 
-__all__ = ["Proved", "proved"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proved:

@@ -14,8 +14,6 @@ from harness.plain_case import PlainCase
 from harness.protocols import CaseLike
 from harness.subject import NamedSubject
 
-__all__ = ["Request", "check_saved", "folder_of", "seconds", "unsaved"]
-
 _WEEK_S = 604800.0
 
 
@@ -24,11 +22,10 @@ class Request:
     """What to run. `page`, when given, writes `report.html` into the finished folder; `command` goes to env.json.
 
     `profile` names the tools under which every case is run once more as a witness of its ledger: torch, nsys. They
-    watch `profile_steps` of that run, None for all. With 2 `processes` a second one proves cases beside this one, where
-    ranks are threads; a case comes to the same in both. `isolated`: no case is proved in this process, where it can be
-    forked, so that one which ends its process ends no other. `fail_fast`: the first case that neither passes nor is
-    skipped is the last. `when_s`: how long the words that a failure needs are looked for, three times that in all; 0:
-    not at all.
+    watch `profile_steps` of that run, None for all. Where this process can be forked, so many `processes` prove the
+    cases in its place, so that a case which ends its process ends no other; with 0 this one does. `fail_fast`: the
+    first case that neither passes nor is skipped is the last. `when_s`: how long the words that a failure needs are
+    looked for, three times that in all; 0: not at all.
     """
 
     cases: tuple[CaseLike, ...]
@@ -41,8 +38,7 @@ class Request:
     page: Callable[[Path], object] | None = None
     profile: tuple[str, ...] = ()
     profile_steps: range | None = None
-    processes: int = 1
-    isolated: bool = False
+    processes: int = 0
     fail_fast: bool = False
     when_s: float = 0.0
 

@@ -8,49 +8,42 @@ model cannot compute one of the cases) or every case was skipped, 3 the machine 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from harness.checking.evidence import FAIL, PASS, SKIP, UNKNOWN, Verdict
+from harness.checking.witness_checks import CHECK
 from harness.diagnosing.errors_by_place import ERROR_COLUMNS
 from harness.engines.named import engine_named
 from harness.errors import RequestError, ShardproofError
 from harness.plain_case import PlainCase
 from harness.protocols import CaseLike, case_text
 from harness.recording.spans import SPAN_COLUMNS, span_row
-from harness.running.environment import environment
 from harness.running.experiments import STOPPED, Failed, look_for_words
-from harness.running.order import together
-from harness.running.processes.forked_process import forked
-from harness.running.processes.spare_process import Spare
+from harness.running.forked_process import forked
 from harness.running.proof import CaseResult, ended_by, prove, with_traceback
 from harness.running.proved import Proved, proved
 from harness.running.ranks.capacity import admit, admitted
 from harness.running.ranks.output import shown_once
 from harness.running.request import Request, check_saved
-from harness.running.second_process import ProvingProcess, serve_forked
 from harness.running.shared_state import OnProcesses
-from harness.running.sharing import Sharing
-from harness.running.store import Store
-from harness.running.truth.kept import Truths
-from harness.running.truth.own_truth import compared_with
-from harness.running.witnessing import CHECK, Witnesses, witnesses
+from harness.running.sharing import ProvingProcess, Sharing, serve, together
+from harness.running.store import Store, environment, interrupted_after
+from harness.running.truth.reference import Truths, compared_with
+from harness.running.witnessing import Witnesses, witnesses
 from harness.subject import NamedSubject, Unanswered, answered, claimed, refusal, truth_of
 from harness.torch_internals.lookup import untested
 from harness.torch_internals.memory import keep_freed_memory
-
-__all__ = ["INTERRUPTED", "Progress", "RunResult", "run"]
 
 _DRY = "dry: ranks had shapes and no numbers, so calls, bytes and their order were checked, and nothing else"
 _AT_ONCE = (
     "inproc-concurrent: its ranks share the global random streams, the default dtype and the state of modules; what "
     "fails here and passes with --engine inproc depends on one of them"
 )
-_Start = Callable[[], ProvingProcess | None]
 INTERRUPTED = 130  # the exit status after a Ctrl-C
 _REFUSED = "truth"
 """The check of a case that the dense model cannot compute, among others that it can."""
@@ -78,48 +71,48 @@ class _Tally:
     machine: bool
 
 
-def run(request: Request, on_progress: Progress = lambda *_: None, *, spare: Spare | None = None) -> RunResult:
+def run(request: Request, on_progress: Progress = lambda *_: None) -> RunResult:
     """Prove every case and write the run folder as it goes; finished cases stay readable whatever stops the run.
-
-    `spare` is the second process, if it was started before.
 
     Raises RequestError before anything runs when there is no case, or when all are too large for this machine, or when
     the subject's claims, the engine or the folder are wrong. Where the dense model cannot compute one case of
     several (it diverges, its data cannot be read, it needs too much memory) the others are still proved.
     """
     cases, subject = request.cases, request.subject
-    if not cases:
-        raise RequestError("cases=(): at least one case is needed; legal: mode=tp tp=2")
-    check_saved(cases)
-    admitted(cases, request.engine)
-    claimed(subject)
+    _check(request)
     results: list[_Tally] = []
+    notes: list[str] = []
     by_text = {case_text(case): case for case in cases}
-    with _processes(request, spare) as (others, start), nullcontext() if start else proving(request) as prove_case:
+    with _processes(request) as others, nullcontext() if others else proving(request) as prove_case:
         store = Store(request.out, subject.name, environment(request.command, _words(request)))
 
-        def prove_here(number: int) -> Proved:
-            assert prove_case is not None
-            return proved(_witnessed(prove_case(cases[number]), subject, seen, store))
+        def keep(found: Proved) -> bool:
+            case = by_text[found.text]
+            result = replace(found, verdicts=with_traceback(found.verdicts, found.text, found.traceback, store))
+            _keep(store, result)
+            results.append(_Tally(case, result.verdicts, result.verdict, result.machine))
+            on_progress(len(results), len(cases), case, result.verdict)
+            return not request.fail_fast or result.verdict in (PASS, SKIP)
 
         def ended(number: int, error: ShardproofError) -> Proved:
             return proved(ended_by(cases[number], subject.name, error, request.options))
 
-        def keep(found: Proved) -> bool:
-            result = replace(found, verdicts=with_traceback(found.verdicts, found.text, found.traceback, store))
-            _keep(store, result)
-            results.append(_Tally(by_text[result.text], result.verdicts, result.verdict, result.machine))
-            on_progress(len(results), len(cases), by_text[result.text], result.verdict)
-            return not request.fail_fast or result.verdict in (PASS, SKIP)
-
         try:
             store.plan(_planned(case, subject) for case in cases)
             seen = _witnesses(request, cases, store)
-            prove = prove_here if prove_case else None
-            sharing = Sharing(cases=cases, keep=keep, prove_here=prove, processes=others, ended=ended, start=start)
-            sharing.prove_all(together(cases))
+            if prove_case is None:
+                start = partial(_started, request)
+                sharing = Sharing(cases=cases, processes=others, keep=keep, ended=ended, start=start)
+                sharing.prove_all(together(cases))
+                notes += sharing.notes
+            else:
+                for case in cases:
+                    result = proved(_witnessed(prove_case(case), subject, seen, store))
+                    with interrupted_after():
+                        if not keep(result):
+                            break
             failures = [Failed(case=one.case, verdicts=one.verdicts) for one in results if one.verdict == FAIL]
-            amended = look_for_words(failures, request, proving, store, apart=start is not None)
+            amended = look_for_words(failures, request, proving, store, apart=prove_case is None)
         finally:
             store.close()
     if request.page is not None:
@@ -134,10 +127,18 @@ def run(request: Request, on_progress: Progress = lambda *_: None, *, spare: Spa
             *([_DRY] if request.engine == "dry" else _truth_note(subject)),
             *([_AT_ONCE] if request.engine == "inproc-concurrent" and _exit_status(results) == 1 else []),
             *(seen.notes if seen else ()),
-            *sharing.notes,
+            *notes,
             *_not_run(request, len(results)),
         ),
     )
+
+
+def _check(request: Request) -> None:
+    if not request.cases:
+        raise RequestError("cases=(): at least one case is needed; legal: mode=tp tp=2")
+    check_saved(request.cases)
+    admitted(request.cases, request.engine)
+    claimed(request.subject)
 
 
 def _not_run(request: Request, done: int) -> list[str]:
@@ -181,26 +182,25 @@ def _refused(case: CaseLike, why: str) -> CaseResult:
 
 
 @contextmanager
-def _processes(request: Request, spare: Spare | None) -> Iterator[tuple[list[ProvingProcess], _Start | None]]:
-    """The other processes of a request, and what starts one in the place of one that ended; None where this process
-    proves cases too. They are forked, but for one beside it: where autograd was used, it does not survive a fork.
-    """
-    sent, ours = replace(request, page=None), list[ProvingProcess]()
-    several = request.processes > 1 and request.engine == "inproc" and not request.profile
-    isolated = request.isolated and request.engine != "torchrun" and not request.profile
+def _processes(request: Request) -> Iterator[list[ProvingProcess]]:
+    """The processes of a request; none where this one proves its cases, as where it cannot be forked."""
+    forks = 0 if request.engine == "torchrun" or request.profile else request.processes
+    ours: list[ProvingProcess] = []
+    try:
+        for _ in range(forks if request.engine == "inproc" else min(forks, 1)):
+            process = _started(request)
+            ours += [process] if process else []
+        yield ours
+    finally:
+        for process in ours:  # a later one has the earlier ones' connections too
+            process.connection.close()
+        for process in ours:
+            process.close()
 
-    def start() -> ProvingProcess | None:
-        process = forked(lambda connection: serve_forked(connection, sent))
-        return None if process is None else ProvingProcess(process, request)
 
-    with ExitStack() as closing:
-        closing.callback(lambda: [*map(ProvingProcess.close, ours)])
-        if several:
-            second = spare or Spare()
-            ours.append(ProvingProcess(second, request, first=(sys.path, sent)))
-        first = start() if isolated else None
-        ours += [first] if first else []
-        yield ours, start if first else None
+def _started(request: Request) -> ProvingProcess | None:
+    process = forked(lambda connection: serve(connection, replace(request, page=None), proving))
+    return None if process is None else ProvingProcess(process, request)
 
 
 def _witnesses(request: Request, cases: Sequence[CaseLike], store: Store) -> Witnesses | None:

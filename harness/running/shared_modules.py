@@ -31,8 +31,6 @@ from harness.protocols import CaseLike
 from harness.running.proof import prove
 from harness.subject import NamedSubject, kept_per_rank
 
-__all__ = ["LOSS_PARALLEL", "keepers", "searching"]
-
 LOSS_PARALLEL = "torch.distributed.tensor.parallel.loss"
 """The module of torch's loss_parallel, which changes DTensor for the process: the first rank to leave it ends it."""
 

@@ -21,8 +21,6 @@ from harness.running.proof import CaseResult, prove
 from harness.running.shared_modules import LOSS_PARALLEL, keepers, searching
 from harness.subject import NamedSubject, kept_per_rank, offers
 
-__all__ = ["OnProcesses"]
-
 _LIMIT_S = 60.0
 _OURS = "parallel"
 _CAUSES = re.compile(r"^causes: .*$", re.MULTILINE)

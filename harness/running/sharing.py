@@ -1,67 +1,194 @@
-"""How the cases of a run are shared among this process and others, and what becomes of a case that ends its process."""
+"""Other processes that prove the cases of a run in the place of this one, and how cases are shared among them.
+
+A case that ends its process (a crash in native code, memory that runs out), or that hangs in native code, ends neither
+this process nor other cases; it is told as what it is, and a new process goes on. Nothing but verdicts, lines of the
+ledger and sizes is sent back. A process ends with its socket, so with the one that started it. Times are seconds.
+
+Cases that are one case to the dense model are proved by one process, one after another: what is computed for one of
+them serves all. A case that loads what another one saves follows it too.
+"""
 
 from __future__ import annotations
 
+import gc
+import itertools
+import signal
+import time
+import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait
+from itertools import chain, groupby
+from multiprocessing.connection import Connection, wait
+from typing import Any, TypeAlias
 
-from harness.errors import MachineError, RankDied, ShardproofError
+from harness.engines.processes.exit_status import process_end
+from harness.errors import MachineError, RankCrashed, RankDied, ShardproofError, TimeLimit
+from harness.plain_case import PlainCase
 from harness.protocols import CaseLike
-from harness.running.processes.interrupts import interrupted_after
-from harness.running.proved import Proved
-from harness.running.second_process import Answer, ProvingProcess
+from harness.resolve import resolve
+from harness.running.forked_process import ForkedProcess
+from harness.running.proved import Proved, proved
+from harness.running.request import Request, folder_of
+from harness.running.store import interrupted_after
+from harness.running.trials.trial import BOUNDED, PARTS, too_long
+from harness.running.truth.reference import REFERENCE
 
-__all__ = ["Sharing"]
-
-_HELD, _HELD_AT_LAST = 4, 2
-"""Of fewer cases another process is given more: one in work and some to go on with while this one is at a long case.
-At last, when as many groups wait, or when this one proves none, it gets no more than one to go on with.
+COLLECTED_AFTER = (5_000, 20, 10)
+"""Python looks for garbage after so many new objects (gc.set_threshold): its default of 700 costs a proof 4 %."""
+_LEAST_GRACE_S, _MOST_GRACE_S = 3.0, 20.0
+"""How much longer than its time limit a part of a case may take before its process is ended: as long again, in these
+bounds.
 """
+_LEAVE_S = 5.0
+"""How long a process that has closed its connection may take to end."""
+_PARTS = 10
+"""Checks and diagnoses end by themselves; this many time limits without a word are none of theirs."""
+_BEGINS = "case"
+"""The part of a case before its first run."""
+_IN_PROCESS = "inproc", "inproc-concurrent"
+_THREADS = "; all ranks are threads of one process: --engine pool tells which rank it was"
+_HELD = 2
+"""Cases that a process holds: one in work, and one to go on with."""
 _LISTEN_S = 0.2
 """How often a process is looked at that sends nothing."""
 _STARTS = 2
 """Processes in a row that may end before they have begun a case."""
+Answer: TypeAlias = "Proved | Exception"
+"""What is stored of a case, or what was raised."""
+Proving = Callable[[Request, Callable[[str], object]], AbstractContextManager[Callable[[CaseLike], Any]]]
+
+
+class ProvingProcess:
+    """This process's end of another one that proves cases. `asked` are the numbers of the cases that it has, the first
+    one in work; `note` says how it ended, once it has.
+    """
+
+    def __init__(self, process: ForkedProcess, request: Request) -> None:
+        """Use this one, which runs `serve`, for a request."""
+        self._process = process
+        self._limit_s, self._hint = request.timeout_s, _THREADS if request.engine in _IN_PROCESS else ""
+        self._part, self._since_s = "", 0.0
+        self.asked: deque[int] = deque()
+        self.note = ""
+        self.error: ShardproofError | None = None
+
+    @property
+    def connection(self) -> Connection:
+        """What has data when there is an answer."""
+        return self._process.connection
+
+    def ask(self, number: int, case: CaseLike) -> None:
+        """Have this case proved."""
+        self.asked.append(number)
+        with suppress(OSError):  # it is gone: `answers` finds out
+            self.connection.send(case)
+
+    def answers(self) -> dict[int, Answer]:
+        """What it finished since the last call. When it has ended, or must be ended, `note` says so and `error` is that
+        of the case that it was proving; None when it was proving none.
+        """
+        found: dict[int, Answer] = {}
+        try:
+            while self.asked and self.connection.poll():
+                answer = self.connection.recv()
+                if isinstance(answer, str):
+                    self._part, self._since_s = answer, time.monotonic()
+                else:
+                    found[self.asked.popleft()], self._part = answer, ""
+        except (EOFError, OSError):
+            self._ended()
+            return found
+        if self.asked and self._part and time.monotonic() > self._since_s + self._allowed_s():
+            self._process.kill()
+            self._ended(TimeLimit(too_long(self._part, self._limit_s), ranks=(), positions=()))
+        return found
+
+    def _allowed_s(self) -> float:
+        """How long this part of a case may go on without a word: what ends by itself in time is never ended."""
+        grace_s = min(max(self._limit_s, _LEAST_GRACE_S), _MOST_GRACE_S)
+        return (1 if self._part in BOUNDED else _PARTS) * self._limit_s + grace_s
+
+    def _ended(self, error: ShardproofError | None = None) -> None:
+        code = self._process.wait(_LEAVE_S)
+        if code is None:
+            self._process.kill()
+            code = self._process.wait(_LEAVE_S)
+        end = process_end(-signal.SIGKILL if code is None else code)
+        self.note = f"a process that proves cases ended ({end.words})"
+        if self._part:
+            stood = self._process.stood()
+            words = f"{end.words}{f', at {stood}' if stood else ''}"
+            self.error = error or _error(self._part, words, self._hint, by_program=end.by_program)
+
+    def close(self) -> None:
+        """End it, at once when it is at work."""
+        if self.asked:
+            self._process.kill()
+        self._process.close()
+
+
+def _error(part: str, words: str, hint: str, *, by_program: bool) -> ShardproofError:
+    """What is told of a case that ended its process in this part."""
+    if not by_program:
+        return RankDied(words, ranks=(), positions=())
+    if part in PARTS:
+        return MachineError(f"{PARTS[part]} did not finish: {words}", ranks=(), positions=())
+    return RankCrashed(f"{words}{hint}", ranks=(), positions=())
+
+
+def serve(connection: Connection, request: Request, proving: Proving) -> None:
+    """Prove the cases of a request that come until the first process has ended."""
+    with suppress(EOFError, OSError), proving(request, connection.send) as prove_case:
+        for number in itertools.count():
+            case = connection.recv()
+            connection.send(_BEGINS)
+            connection.send(_answer(prove_case, case))
+            if not number:
+                gc.freeze()  # what is loaded now stays: collections between cases need not look through it
+
+
+def _answer(prove_case: Callable[[CaseLike], Any], case: CaseLike) -> Answer:
+    try:
+        return proved(prove_case(case))
+    except ShardproofError as problem:
+        return problem
+    except Exception as problem:
+        return RuntimeError(f"{type(problem).__name__}: {problem}\n{traceback.format_exc()}")
 
 
 @dataclass(kw_only=True)
 class Sharing:
-    """The cases of a run and who proves them. `prove_here` is None where other processes prove all of them.
+    """The cases of a run and the processes that prove them.
 
     `keep` gets the results in the order of the cases, and says whether to go on. `ended` makes the result of a case
-    that ended its process. `start` starts a process in the place of one that has ended; None where there is no need.
+    that ended its process. `start` starts a process in the place of one that has ended, None where it cannot.
     """
 
     cases: Sequence[CaseLike]
+    processes: list[ProvingProcess]
     keep: Callable[[Proved], bool]
-    prove_here: Callable[[int], Proved] | None
-    processes: list[ProvingProcess] = field(default_factory=list)
-    ended: Callable[[int, ShardproofError], Proved] | None = None
-    start: Callable[[], ProvingProcess | None] | None = None
+    ended: Callable[[int, ShardproofError], Proved]
+    start: Callable[[], ProvingProcess | None]
     notes: list[str] = field(default_factory=list)
-    _mine: deque[int] = field(default_factory=deque)
     _waiting: deque[deque[int]] = field(default_factory=deque)
     _finished: dict[int, Proved] = field(default_factory=dict)
     _killed: set[int] = field(default_factory=set)
     _idle_ends: int = 0
 
-    def prove_all(self, together: Sequence[Sequence[int]] = ()) -> None:
+    def prove_all(self, together: Sequence[Sequence[int]]) -> None:
         """Prove every case, or those until `keep` says that it is enough.
 
         `together`: the numbers of all cases in groups, each of which one process proves. When something is raised here,
         what all have finished is kept before it is raised further.
         """
-        self._waiting = deque(map(deque, together or [[number] for number in range(len(self.cases))]))
+        self._waiting = deque(map(deque, together))
         kept = 0
         try:
             while kept < len(self.cases):
                 self._give()
-                here = bool(self._mine and self.prove_here)
-                if self._mine and self.prove_here:
-                    number = self._mine.popleft()
-                    self._finished[number] = self.prove_here(number)
-                self._collect(patient=not here)
+                self._collect()
                 with interrupted_after():
                     while kept in self._finished:
                         kept += 1
@@ -77,54 +204,38 @@ class Sharing:
 
     def _give(self) -> None:
         """Hand out what waits."""
-        if self.prove_here and not self._mine and self._waiting:
-            self._mine = self._waiting.popleft()
         for process in self.processes:
-            while self._waiting and len(process.asked) < self._held():
+            while self._waiting and len(process.asked) < _HELD:
                 for number in self._waiting.popleft():
                     process.ask(number, self.cases[number])
 
-    def _held(self) -> int:
-        """How many cases another process holds while so many groups wait."""
-        return _HELD if self.prove_here and len(self._waiting) > _HELD else _HELD_AT_LAST
-
-    def _collect(self, *, patient: bool) -> None:
-        """Take what others have finished; `patient`: wait for it a moment."""
-        if patient and self.processes:
-            wait([process.connection for process in self.processes if process.asked], _LISTEN_S)
+    def _collect(self) -> None:
+        """Take what the processes have finished; wait for it a moment."""
+        wait([process.connection for process in self.processes if process.asked], _LISTEN_S)
         for process in list(self.processes):
             answers = process.answers()
-            for number in sorted(answers, key=lambda number: not isinstance(answers[number], Proved)):
-                self._take(number, answers[number])
+            self._finished |= {number: answer for number, answer in answers.items() if isinstance(answer, Proved)}
+            for answer in answers.values():
+                if not isinstance(answer, Proved):
+                    raise answer
+            self._idle_ends = 0 if answers else self._idle_ends
             if process.note:
                 self._replace(process)
 
-    def _take(self, number: int, answer: Answer) -> None:
-        if isinstance(answer, Proved):
-            self._finished[number] = answer
-            self._idle_ends = 0
-        elif self.prove_here:  # raised once more, and told, where the case is proved again
-            self._mine.append(number)
-        else:
-            raise answer
-
     def _replace(self, process: ProvingProcess) -> None:
-        """A process has ended: tell the case that it was proving, and give the others to someone else."""
+        """A process has ended: tell the case that it was proving, and give the others to another one."""
         self.processes.remove(process)
         process.close()
         lost = deque(process.asked)
         self._idle_ends += 0 if process.error else 1
-        if self.prove_here or (lost and not process.error):
-            where = "the first" if self.prove_here else "another one"
-            self.notes.append(f"{process.note}: its cases were proved in {where}")
-        if process.error and self.ended and not self._once_more(lost[0], process.error):
+        if lost and not process.error:
+            self.notes.append(f"{process.note}: its cases were proved in another one")
+        if process.error and not self._once_more(lost[0], process.error):
             number = lost.popleft()
             self._finished[number] = self.ended(number, process.error)
         if lost:
             self._waiting.appendleft(lost)
-        if self.prove_here:
-            return
-        if self.start and self._idle_ends < _STARTS and (new := self.start()):
+        if self._idle_ends < _STARTS and (new := self.start()):
             self.processes.append(new)
         elif not self.processes:
             raise MachineError(f"{process.note}, and no other one can be started", ranks=(), positions=())
@@ -134,3 +245,43 @@ class Sharing:
         again = isinstance(error, RankDied) and number not in self._killed
         self._killed.add(number)
         return again
+
+
+def together(cases: Sequence[CaseLike]) -> list[list[int]]:
+    """The numbers of the cases, those in one list that follow each other and are one case to the dense model, or of
+    which one loads what another one before it saves.
+    """
+    groups = [list(numbers) for _, numbers in groupby(range(len(cases)), key=lambda number: _alike(cases[number]))]
+    found: list[list[int]] = []
+    saving: dict[str, list[int]] = {}
+    for group in groups:
+        earlier = next((saving[word] for number in group if (word := folder_of(cases[number], "load")) in saving), None)
+        if earlier is None:
+            found.append(group)
+        else:
+            earlier += group
+        home = group if earlier is None else earlier
+        saving |= {word: home for number in group if (word := folder_of(cases[number], "save"))}
+    return found
+
+
+def arranged(cases: Iterable[CaseLike]) -> tuple[CaseLike, ...]:
+    """The cases with those together that are one case to the dense model, the most ranks and steps first: two processes
+    that take such groups in turn then end at nearly the same time.
+    """
+    groups: dict[CaseLike, list[CaseLike]] = {}
+    saving: dict[str, CaseLike] = {}
+    for case in cases:
+        alike = saving.get(folder_of(case, "load"), _alike(case))
+        groups.setdefault(alike, []).append(case)
+        saving |= {word: alike for word in [folder_of(case, "save")] if word}
+    return tuple(
+        chain(*sorted(groups.values(), key=lambda group: -sum(case.world_size * case.steps for case in group)))
+    )
+
+
+def _alike(case: CaseLike) -> CaseLike:
+    """The case that stands for all that are one case to the dense model; each plain case for itself."""
+    alike: Any = resolve(REFERENCE.alike)
+    found: CaseLike = case if isinstance(case, PlainCase) else alike(case)
+    return found

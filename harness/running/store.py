@@ -11,22 +11,30 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import datetime
 import gzip
 import hashlib
 import io
 import json
 import math
 import operator
+import os
+import platform
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
+
+import torch
 
 from harness.checking.evidence import Verdict
 from harness.ledger import COLUMNS, Event
 from harness.run_folder import SCHEMA, link_latest, new_run_folder, safe_name, writing
 from harness.running.summary import RANK_COLUMNS, SUMMARY_COLUMNS, SummaryRow
-
-__all__ = ["LARGEST_LEDGER", "Store", "file_of", "ledger_rows"]
+from harness.torch_internals.lookup import untested
 
 LARGEST_LEDGER = 50_000_000
 """Bytes of ledger.csv above which it is packed."""
@@ -172,3 +180,57 @@ def _plain(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
     return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+_PACKAGES = ("shardproof", "torch", "numpy", "pandas", "nvtx", "hypothesis", "pytest", "transformers", "megatron-core")
+
+
+def environment(command: Sequence[str], request: Mapping[str, object]) -> dict[str, object]:
+    """A JSON object: command, request, start time, versions of the packages that matter, machine.
+
+    `note` is there when this version of torch was not tested.
+    """
+    note = untested(torch.__version__)
+    return {
+        "command": list(command),
+        "request": dict(request),
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **({"note": note} if note else {}),
+        "versions": {"python": platform.python_version(), **_versions()},
+        "machine": {
+            "platform": platform.platform(),
+            "processor": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "torch_threads": torch.get_num_threads(),
+            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        },
+    }
+
+
+def _versions() -> dict[str, str]:
+    installed = {name: _version(name) for name in _PACKAGES}
+    return {name: version for name, version in installed.items() if version}
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+@contextmanager
+def interrupted_after() -> Iterator[None]:
+    """A Ctrl-C in the body raises KeyboardInterrupt after it. Another handler of SIGINT than Python's own stays."""
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if came:
+        raise KeyboardInterrupt

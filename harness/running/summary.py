@@ -18,8 +18,6 @@ from harness.ledger import OPS, PHASES, Event
 from harness.protocols import Axes, TermLike
 from harness.terms import FIELDS, ClosedForm, Term, closed_forms
 
-__all__ = ["COUNTS", "RANK_COLUMNS", "SUMMARY_COLUMNS", "SummaryRow", "summarize"]
-
 COUNTS = ("calls", "payload_bytes", "wire_bytes")
 SUMMARY_COLUMNS = (
     *("case", "mode", "phase", "op", "axis", "group_size"),

@@ -28,8 +28,6 @@ from harness.witnesses.nsys import on_gpus
 from harness.witnesses.session import Session, hold
 from harness.witnesses.timing import spread, timed
 
-__all__ = ["CHECK", "INDEPENDENCE", "Told", "Witnesses", "witnesses"]
-
 INDEPENDENCE = (
     "of the witnesses, nsys stores ranges that our recorder draws: it shows that no event was lost or renamed on the "
     "way; the torch profiler and the closed form see for themselves"

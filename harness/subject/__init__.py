@@ -18,12 +18,23 @@ All of it is the subject's own code: whatever it raises, or leaves with, becomes
 knows no modes: which there are is read from the case's own list, by name. `harness.protocols.Subject` states the types.
 """
 
-from harness.subject.by_design import Deviation, deviating, lower_dtypes
 from harness.subject.call import NamedSubject, Unanswered, answered, called, named, offers, session
-from harness.subject.cases import case_of, cases_of, domains_of, draws, own_cases, vocabulary
-from harness.subject.claims import Claims, claimed, claims, kept_per_rank, left_out, refusal
+from harness.subject.claims import (
+    Claims,
+    case_of,
+    cases_of,
+    claimed,
+    claims,
+    domains_of,
+    draws,
+    kept_per_rank,
+    left_out,
+    own_cases,
+    refusal,
+    vocabulary,
+)
 from harness.subject.stated import deviations, named_axes, orders, stated
-from harness.subject.truth import ALONE, DenseModel, truth_of
+from harness.subject.truth import ALONE, DenseModel, Deviation, deviating, lower_dtypes, truth_of
 
 __all__ = [
     "ALONE",

@@ -16,8 +16,6 @@ from harness.resolve import resolve
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["NamedSubject", "Unanswered", "answered", "called", "named", "offers", "session", "words_of"]
-
 T = TypeVar("T")
 _FRAMES = 3
 LEFT = "left with status 0 (sys.exit) and returned nothing"

@@ -10,8 +10,6 @@ from harness.protocols import Axes, CaseLike, Subject
 from harness.subject.call import Unanswered, answered
 from harness.terms import EventKey, Term, closed_forms
 
-__all__ = ["deviations", "named_axes", "orders", "stated"]
-
 _TERM: Mapping[str, type] = {**get_type_hints(EventKey), "calls": int}
 
 

@@ -20,7 +20,6 @@ from importlib import metadata
 from typing import NoReturn
 
 from harness.errors import ShardproofError
-from harness.running.processes.spare_process import Spare
 from reports.options.words import add_checkpoint, add_hang, add_record, add_slice
 
 ENGINES = ("inproc", "inproc-concurrent", "pool", "torchrun", "dry")
@@ -80,7 +79,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"shardproof {parsed.command}: {empty}='': is empty; legal: a word, or leave it out", file=sys.stderr)
         return _WRONG_REQUEST
     module, _, function = _HANDLERS[parsed.command].partition(":")
-    parsed.spare = _spare(parsed)
     parsed.isolated = arguments is None  # the process is ours: nobody has used autograd in it
     try:
         # Imported only now: torch and pandas take seconds, and neither `--help` nor a wrong word waits for them.
@@ -103,9 +101,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         print("shardproof: this is a bug in shardproof and no verdict on the subject", file=sys.stderr)
         return _MACHINE
-    finally:
-        if parsed.spare is not None:
-            parsed.spare.close()
     return int(status)
 
 
@@ -119,12 +114,6 @@ def _uncollected() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
-
-
-def _spare(parsed: argparse.Namespace) -> Spare | None:
-    """A second process for the default cases, which loads torch while this one does."""
-    alone = parsed.command != "run" or parsed.cases or parsed.engine != "inproc" or parsed.profile
-    return None if alone or (os.cpu_count() or 1) < 2 else Spare()
 
 
 def _empty(parsed: argparse.Namespace) -> str:

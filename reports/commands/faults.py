@@ -23,9 +23,8 @@ from harness.checking.checks import CHECKS
 from harness.injecting.kill_matrix import COLUMNS, Figures, Kill, figures, killed_alone
 from harness.protocols import case_text
 from harness.resolve import resolve
-from harness.running.environment import environment
 from harness.running.request import seconds
-from harness.running.store import Store
+from harness.running.store import Store, environment
 from harness.subject import cases_of, named
 from reports.options.checks import writing
 from reports.printing.tables import Table

@@ -20,8 +20,7 @@ from harness.protocols import CaseLike
 from harness.resolve import resolve
 from harness.running.ranks.capacity import admit
 from harness.running.trials.trial import Trial
-from harness.running.truth.own_truth import compared_with
-from harness.running.truth.reference import reference_of
+from harness.running.truth.reference import compared_with, reference_of
 from harness.subject import NamedSubject, case_of, named, truth_of
 from reports.printing.tables import Table
 from reports.printing.text import show_message, show_table

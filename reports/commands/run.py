@@ -1,7 +1,7 @@
 """`shardproof run` and `shardproof bench`: a request (reports.options.request) run, its result shown.
 
 Our own code enters here as names that the harness resolves, as any other subject does. What shows a result loads pandas
-and is imported after the first case, so that a second process need not wait for it.
+and is imported after the first case, which need not wait for it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,10 @@ from harness.engines.processes.launched.torchrun import dismiss, serve, serves
 from harness.errors import ShardproofError
 from harness.protocols import CaseLike, case_text
 from harness.resolve import resolve
-from harness.running.order import arranged
-from harness.running.processes.forked_process import forkable
-from harness.running.processes.spare_process import Spare
+from harness.running.forked_process import forkable
 from harness.running.request import Request
 from harness.running.run import INTERRUPTED, RunResult, run
-from harness.running.second_process import COLLECTED_AFTER
+from harness.running.sharing import COLLECTED_AFTER, arranged
 from harness.subject import NamedSubject, claims, offers, own_cases
 from reports.options.checks import real_size, writing
 from reports.options.request import LAUNCHED, requested
@@ -91,7 +89,7 @@ def main(arguments: argparse.Namespace) -> int:
         for note in _notes_on_defaults(request.subject, deep=arguments.deep):
             show_message(f"note: {note}", sys.stderr, style="yellow")
     with chdir("."):  # a subject may go elsewhere; all paths are meant from here
-        result = _run(request, arguments.spare)
+        result = _run(request)
     result = dataclasses.replace(result, path=Path(arguments.out) / result.path.name)
     if arguments.emit_repro is not None:
         result = _with_script(result, request, arguments.emit_repro)
@@ -122,13 +120,13 @@ def _notes_on_defaults(subject: NamedSubject, *, deep: bool) -> Iterator[str]:
         yield f"{subject.name} has no refuses(case): default cases have plain words only; --deep has all words"
 
 
-def _run(request: Request, spare: Spare | None) -> RunResult:
-    request = dataclasses.replace(request, isolated=request.isolated and forkable(request.device))
+def _run(request: Request) -> RunResult:
+    request = request if forkable(request.device) else dataclasses.replace(request, processes=0)
     latest = request.out / "latest"
     before = latest.resolve()
     try:
         with ticking(sys.stderr) as tick, _unhindered():
-            return run(request, partial(_progress, tick), spare=spare)
+            return run(request, partial(_progress, tick))
     except KeyboardInterrupt:
         if latest.resolve() == before:
             raise

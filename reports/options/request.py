@@ -158,6 +158,7 @@ def requested(arguments: argparse.Namespace) -> Request:
         cases = given or _defaults(arguments, subject)
         steps = profiled_steps(arguments, cases)
         read_first(unsaved(admitted(cases, arguments.engine)))
+    most = 1 if arguments.cases else min(2, os.cpu_count() or 1)
     return Request(
         cases=cases,
         subject=subject,
@@ -168,8 +169,7 @@ def requested(arguments: argparse.Namespace) -> Request:
         command=tuple(sys.argv),
         profile=profiled_tools(arguments),
         profile_steps=steps,
-        processes=1 if arguments.cases else min(2, os.cpu_count() or 1),
-        isolated=getattr(arguments, "isolated", False),
+        processes=most if getattr(arguments, "isolated", False) else 0,
         fail_fast=arguments.fail_fast,
         when_s=seconds(arguments.when, "when", "0"),
     )

@@ -26,9 +26,8 @@ from harness.engines.named import engine_named
 from harness.errors import RequestError
 from harness.plain_case import Vocabulary
 from harness.protocols import CaseLike
-from harness.running.environment import environment
 from harness.running.proof import CaseResult, prove, with_traceback
-from harness.running.store import Store, ledger_rows
+from harness.running.store import Store, environment, ledger_rows
 from harness.running.summary import summarize
 from harness.subject import NamedSubject, case_of, named, refusal, vocabulary
 from reference.case import Case

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from harness.checking.evidence import Verdict
 from harness.ledger import Event, wire_bytes
-from harness.running.environment import environment
-from harness.running.store import Store, ledger_rows
+from harness.running.store import Store, environment, ledger_rows
 from harness.running.summary import summarize
 from reports.comparing.comparison import compare
 from reports.comparing.snapshot import save, side, snapshot

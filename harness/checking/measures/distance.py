@@ -10,20 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = [
-    "BLOCK",
-    "MEASURES",
-    "SOUND",
-    "Distance",
-    "Truth",
-    "blocks_of",
-    "distance",
-    "distance_from",
-    "groups_of",
-    "ratio",
-    "real",
-]
-
 MEASURES = ("frobenius", "peak", "scale")
 BLOCK = 2**18
 """Elements that are compared at a time: large tensors are gone through in blocks, so that no temporary is as large."""

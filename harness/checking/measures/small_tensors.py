@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from harness.checking.measures.distance import BLOCK, SOUND, Distance, groups_of
-from harness.checking.measures.tolerance import FLOAT64_ALLOWED, SCALE_SHARE, Measured, epsilon, kind_of
-
-__all__ = ["measured_together"]
+from harness.checking.measures.kinds import kind_of
+from harness.checking.measures.tolerance import FLOAT64_ALLOWED, SCALE_SHARE, Measured, epsilon
 
 _EPSILON = epsilon("float64")
 _ALLOWED = Distance(frobenius=FLOAT64_ALLOWED, peak=FLOAT64_ALLOWED, scale=FLOAT64_ALLOWED)

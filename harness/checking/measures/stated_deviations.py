@@ -14,8 +14,6 @@ from fnmatch import fnmatchcase
 
 from harness.checking.measures.tolerance import Measured
 
-__all__ = ["ABSENT", "APPLIED", "STATED", "Deviating", "Deviations"]
-
 STATED = " (stated deviation: "
 """What stands behind an unchecked name that `subject.deviates` states, and before its sentence."""
 ABSENT = "stated deviation that does not occur: "

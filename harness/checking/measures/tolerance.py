@@ -10,7 +10,7 @@ compared exactly.
 float64: 1e-9 for all (noise stays near 1e-13, the smallest known bugs near 1e-2). Other dtypes: a control run, the
 dense model in the run dtype with its sums in another order, shows how far rounding alone carries a right result.
 Allowed is CONTROL_FACTOR times the worst control run, or times what a sum of so many terms errs by in theory
-(`summation`) where that is more, and never less than the stated floor. A tensor within its limits proves nothing where
+(`kinds`) where that is more, and never less than the stated floor. A tensor within its limits proves nothing where
 half of it, or half as much again, would be within them too, or where `frobenius` may reach CEILING: `decidable` is
 False then. Beyond CEILING one step leaps so far that a few control runs do not bound it, and LEAP times as much is
 allowed: what is wrong there is wrong by orders of magnitude.
@@ -36,37 +36,9 @@ from harness.checking.measures.distance import (
     MEASURES,
     Distance,
     Truth,
-    distance,
     distance_from,
     ratio,
 )
-from harness.checking.measures.kinds import is_state, kind_of, kind_rms, step_of
-
-__all__ = [
-    "ABSOLUTE",
-    "CEILING",
-    "CONTROL_FACTOR",
-    "EXACT",
-    "FACTORS",
-    "FLOOR_EPSILONS",
-    "FLOAT64_ALLOWED",
-    "FLOAT64_CEILING",
-    "OWN_EPSILONS",
-    "SCALE_ALLOWED",
-    "SCALE_SHARE",
-    "Distance",
-    "Controlled",
-    "Measured",
-    "distance",
-    "epsilon",
-    "is_state",
-    "kind_of",
-    "kind_rms",
-    "least_rms",
-    "measure",
-    "own_share",
-    "step_of",
-]
 
 FLOAT64_ALLOWED = 1e-9
 FLOOR_EPSILONS: Mapping[str, float] = {"frobenius": 4.0, "peak": 32.0}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 from harness.checking.evidence import Evidence, split_axes
-from harness.checking.measures.tolerance import kind_of
+from harness.checking.measures.kinds import kind_of
 from harness.diagnosing.rules.causes import Cause, claimed, reported
 from harness.diagnosing.rules.patterns import same
 from harness.diagnosing.rules.places import blocks_of

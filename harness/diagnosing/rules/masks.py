@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from harness.checking.evidence import FAIL, Evidence, Finding
-from harness.checking.mask_checks import KIND, flat, holders, same_samples
-from harness.checking.measures.exact_tests import ALARM, hypergeometric
-from harness.checking.measures.tolerance import kind_of
+from harness.checking.mask_checks import ALARM, KIND, flat, holders, hypergeometric, same_samples
+from harness.checking.measures.kinds import kind_of
 from harness.diagnosing.rules.causes import Cause, reported
 
 __all__ = ["from_masks"]

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from harness.checking.evidence import Evidence
-from harness.checking.measures.tolerance import kind_of
+from harness.checking.measures.kinds import kind_of
 from harness.diagnosing.rules.causes import Cause, claimed
 from harness.diagnosing.rules.places import blocks_of
 from harness.diagnosing.rules.proofs import Explained

@@ -91,7 +91,7 @@ def packed_program(request: RunRequest, observer: Observer | None) -> bytes:
     """
     if observer is not None:
         raise RequestError(
-            "observer: ranks are other processes; legal: harness.running.ranks.rank_task, which observes there"
+            "observer: ranks are other processes; legal: harness.running.ranks.execution, which observes there"
         )
     try:
         return packed((request.program, request.args))

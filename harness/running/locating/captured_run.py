@@ -13,7 +13,7 @@ from harness.engines.rank_environment import rank_device
 from harness.protocols import CaseLike, Subject
 from harness.recording.capturing.module_calls import CallCapture, ModuleCalls
 from harness.resolve import resolve
-from harness.running.ranks.rank_task import RankTask, sendable
+from harness.running.ranks.execution import RankTask, sendable
 from harness.subject import called, kept_per_rank, session
 
 __all__ = ["calls_of_ranks", "calls_of_truth"]

@@ -11,13 +11,13 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from harness.checking.evidence import Evidence
-from harness.checking.measures.tolerance import is_state, kind_of
+from harness.checking.measures.kinds import is_state, kind_of
 from harness.errors import ShardproofError
 from harness.protocols import CaseLike, case_text, unsaved
 from harness.recording.capturing.operator_probes import Drawing, DrawnNumbers, Numbers
 from harness.running.ranks.execution import execute
 from harness.running.trials.trial import Trial
-from harness.running.truth.own_truth import EXACT, OwnTruth, one_rank
+from harness.running.truth.reference import EXACT, OwnTruth, one_rank
 from harness.subject import ALONE
 
 __all__ = ["with_drawn_numbers"]

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from harness.checking.evidence import Evidence
-from harness.checking.measures.tolerance import is_state, kind_of, step_of
+from harness.checking.measures.kinds import is_state, kind_of, step_of
 from harness.diagnosing.placing.modules_by_name import Watched, located
 from harness.errors import error_text
 from harness.outcome.blocks import blocks
@@ -19,10 +19,9 @@ from harness.recording.capturing.module_calls import Held, ModuleCalls
 from harness.resolve import resolve
 from harness.running.locating.captured_run import calls_of_ranks, calls_of_truth
 from harness.running.ranks.capacity import memory_bytes
-from harness.running.ranks.rank_task import RankTask
+from harness.running.ranks.execution import RankTask
 from harness.running.trials.trial import Trial
-from harness.running.truth.own_truth import EXACT, InParts, OwnTruth, one_rank
-from harness.running.truth.reference import Function
+from harness.running.truth.reference import EXACT, Function, InParts, OwnTruth, one_rank
 from harness.subject import ALONE
 
 __all__ = ["modules_of", "with_wrong_module"]

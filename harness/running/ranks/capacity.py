@@ -14,8 +14,6 @@ from harness.plain_case import PlainCase
 from harness.protocols import CaseLike, case_text
 from harness.resolve import resolve
 
-__all__ = ["CULPRIT", "FIRST_BATCH", "PARTS", "admit", "admit_ranks", "admitted", "memory_bytes"]
-
 PARTS, FIRST_BATCH, CULPRIT = (f"reference.training.size:{name}" for name in ("parts", "first_batch", "culprit"))
 
 _WIDTH = 8

@@ -1,21 +1,31 @@
 """One run of a subject on all ranks of an engine: recorded, or unrecorded with its activations captured.
 
-The outcome is turned into blocks inside every rank, because a DTensor knows its place only there. Times are seconds.
+Ranks that are threads of this process are observed here, by one recorder for all; `perform` is what an engine runs on
+every rank that has its process for itself, with torch.distributed initialised: there it is observed in the rank, and
+task and report can be pickled. The outcome is turned into blocks inside every rank, because a DTensor knows its place
+only there. Times are seconds, sizes bytes.
 """
 
 from __future__ import annotations
 
+import pickle
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, chdir, contextmanager
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, chdir, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from harness.engines.engine import Engine, Unwaited
+from harness.engines.interposer import observing
+from harness.engines.rank_environment import rank_device
+from harness.engines.threads.state.module_state import own_state
+from harness.errors import RequestError, error_text
 from harness.ledger import Event, Observer
-from harness.outcome.blocks import localize
+from harness.outcome.blocks import Block, blocks, localize
 from harness.protocols import CaseLike, Subject
 from harness.recording.capturing.module_calls import Capture
 from harness.recording.overlap import Overlap, RankCallIndex
@@ -23,11 +33,33 @@ from harness.recording.ranges import attached
 from harness.recording.recorder import Recorder
 from harness.recording.saved import SavedActivations
 from harness.recording.spans import RankSpan, stopwatch
+from harness.resolve import resolve
 from harness.running.ranks.output import rank_output
-from harness.running.ranks.rank_task import Localized, RankReport, RankTask, perform, placed, sendable
 from harness.subject import Unanswered, answered, called, kept_per_rank, named_axes, offers, session
+from harness.torch_internals.compiler import leave_unloaded
 
-__all__ = ["Execution", "execute", "execute_captured"]
+_SAME_CLOCK_S = 3600.0
+"""A task that seems older, or of the future, comes from a machine with another clock: its times begin here."""
+Localized = dict[str, tuple[Block, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTask:
+    """One run of a subject as every rank receives it. `subject` is "module:object", or a callable to be pickled.
+
+    `text` is what the ledger's column `case` says. `record` makes the ledger; `watch` captures the activations that the
+    subject can place and measures what autograd saves, with `overlap` also which calls are hidden. The ledger's times
+    begin at `origin_s`, of time.perf_counter.
+    """
+
+    case: CaseLike
+    subject: str | Subject
+    device: str
+    text: str = ""
+    record: bool = False
+    watch: bool = False
+    overlap: bool = False
+    origin_s: float = field(default_factory=time.perf_counter)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,45 +73,29 @@ class Execution:
     """
 
     outcomes: tuple[Localized, ...]
-    captured: tuple[Localized, ...]
-    events: tuple[Event, ...]
-    unwaited: tuple[Unwaited, ...]
-    seconds: float
+    captured: tuple[Localized, ...] = ()
+    events: tuple[Event, ...] = ()
+    unwaited: tuple[Unwaited, ...] = ()
+    seconds: float = 0.0
     problem: str = ""
     saved_bytes: tuple[int, ...] = ()
     hidden: frozenset[RankCallIndex] | None = None
     spans: tuple[RankSpan, ...] = ()
 
-
-class _Watcher(Protocol):
-    """Recorder or capture: whatever must be entered in the thread of a rank."""
-
-    def on_rank(self, rank: int) -> AbstractContextManager[None]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Together:
-    """Several watchers as one."""
-
-    watchers: tuple[_Watcher, ...]
-
-    @contextmanager
-    def on_rank(self, rank: int) -> Iterator[None]:
-        """Enter all of them."""
-        with ExitStack() as stack:
-            for watcher in self.watchers:
-                stack.enter_context(watcher.on_rank(rank))
-            yield
-
-
-def _on_rank(rank: int, subject: Subject, case: CaseLike, device: torch.device, watcher: _Watcher | None) -> Localized:
-    """The program of one rank."""
-    if watcher is None:
-        with rank_output():
-            return localize(called(subject, case, device))
-    with rank_output(), watcher.on_rank(rank):
-        outcome = called(subject, case, device)
-    return localize(outcome)
+    @classmethod
+    def joined(cls, ranks: Sequence[Execution]) -> Execution:
+        """What all ranks gave, each of which has run for itself."""
+        problem = next((one.problem for one in ranks if one.problem), "")
+        measured = [one.hidden for one in ranks if one.hidden is not None]
+        return cls(
+            outcomes=tuple(outcome for one in ranks for outcome in one.outcomes),
+            captured=() if problem else tuple(captured for one in ranks for captured in one.captured),
+            events=tuple(event for one in ranks for event in one.events),
+            problem=problem,
+            saved_bytes=tuple(size for one in ranks for size in one.saved_bytes),
+            hidden=frozenset[RankCallIndex]().union(*measured) if measured else None,
+            spans=tuple(span for one in ranks for span in one.spans),
+        )
 
 
 def execute(
@@ -98,19 +114,8 @@ def execute(
     `name`, module:object, is how ranks in other processes find the subject; without it the subject is pickled. Raises
     what the engine raises: ProgramError when the subject fails, MachineError when the machine does.
     """
-    start_s = time.perf_counter()
-    if engine.remote:
-        task = RankTask(case=case, subject=name or subject, device=device, text=text, record=record)
-        return _remote(engine, task, start_s, timeout_s)
-    if not record:
-        outcomes = _run(engine, subject, case, device, None, None, timeout_s)
-        return _execution(outcomes, (), (), engine, start_s)
-    watch = stopwatch(device)
-    with Recorder(
-        text, case.mode, case.world_size, named_axes(case, subject), ranges=attached(), stopwatch=watch
-    ) as recorder:
-        outcomes = _run(engine, subject, case, device, recorder, recorder, timeout_s)
-    return _execution(outcomes, (), recorder.events(), engine, start_s)
+    task = RankTask(case=case, subject=name or subject, device=device, text=text, record=record)
+    return _executed(task, subject, engine, timeout_s)
 
 
 def execute_captured(
@@ -130,83 +135,113 @@ def execute_captured(
     Captured tensors become outcomes where the subject says how a rank's part lies in the full one
     (`subject.activations`); nothing is captured from a subject that does not say.
     """
-    start_s = time.perf_counter()
+    task = RankTask(case=case, subject=name or subject, device=device, watch=True, overlap=overlap)
+    return _executed(task, subject, engine, timeout_s)
+
+
+def _executed(task: RankTask, subject: Subject, engine: Engine, timeout_s: float) -> Execution:
+    start_s, case = time.perf_counter(), task.case
+    run = partial(engine.run, world_size=case.world_size, seed=case.seed, timeout_s=timeout_s)
     if engine.remote:
-        task = RankTask(case=case, subject=name or subject, device=device, watch=True, overlap=overlap)
-        return _remote(engine, task, start_s, timeout_s)
-    ranks, saved, places = range(case.world_size), SavedActivations(), offers(subject, "activations")
-    with ExitStack() as watching:
-        hiding = watching.enter_context(Overlap()) if overlap else None
-        capture = watching.enter_context(Capture()) if places else None
-        together = _Together(tuple(watcher for watcher in (capture, saved, hiding) if watcher is not None))
-        outcomes = _run(engine, subject, case, device, together, hiding, timeout_s)
-    captured: list[Localized] = []
-    problem = ""
+        found = Execution.joined(run(perform, sendable(task)))
+    else:
+        device = torch.device(task.device)
+        with ExitStack() as entered:
+            watching = _Watching(task, subject, device, None, entered)
+            with chdir("."), session(subject):  # where a subject goes, the next run does not start
+                program, per_rank = (_on_rank, subject, case, device, watching), kept_per_rank(subject)
+                outcomes = run(*program, observer=watching.observer, per_rank=per_rank)
+        found = watching.found(range(case.world_size), outcomes)
+    return replace(found, unwaited=tuple(engine.unwaited), seconds=time.perf_counter() - start_s)
+
+
+def sendable(task: RankTask) -> RankTask:
+    """The task itself. Raises RequestError when it cannot be sent to another process."""
     try:
-        if capture is not None:
-            captured = answered("activations", lambda: [placed(case, subject, rank, capture) for rank in ranks])
-    except Unanswered as error:  # the subject's own words on its layout: wrong words are told, the run stands
-        problem = str(error)
-    execution = _execution(outcomes, captured, (), engine, start_s)
-    hidden = None if hiding is None else frozenset(hiding.hidden)
-    return replace(execution, problem=problem, saved_bytes=tuple(map(saved.peak_bytes, ranks)), hidden=hidden)
+        pickle.dumps(task)
+    except Exception as problem:  # whatever a user's own pickling raises
+        rule = f"cannot be sent to the processes of the ranks ({error_text(problem)})"
+        name = getattr(task.subject, "__qualname__", type(task.subject).__qualname__)
+        raise RequestError(f"subject {name}: {rule}; legal: name it module:object") from problem
+    return task
 
 
-def _remote(engine: Engine, task: RankTask, start_s: float, timeout_s: float) -> Execution:
-    """The task on ranks in other processes, and what they report."""
-    case = task.case
-    reports: list[RankReport] = engine.run(
-        perform, sendable(task), world_size=case.world_size, seed=case.seed, timeout_s=timeout_s
-    )
-    problem = next((report.problem for report in reports if report.problem), "")
-    execution = _execution(
-        [report.outcome for report in reports],
-        [report.captured for report in reports] if task.watch and not problem else [],
-        [event for report in reports for event in report.events],
-        engine,
-        start_s,
-    )
-    saved_bytes = tuple(report.saved_bytes for report in reports) if task.watch else ()
-    hidden = frozenset(place for report in reports for place in report.hidden) if task.overlap else None
-    spans = tuple(span for report in reports for span in report.spans)
-    return replace(execution, problem=problem, saved_bytes=saved_bytes, hidden=hidden, spans=spans)
+def perform(rank: int, task: RankTask) -> Execution:
+    """Run the subject on this rank, which has its process for itself, as the task says."""
+    leave_unloaded()
+    subject: Any = resolve(task.subject) if isinstance(task.subject, str) else task.subject
+    device, past_s = rank_device(task.device, rank), time.perf_counter() - task.origin_s
+    origin_s = task.origin_s if 0 <= past_s < _SAME_CLOCK_S else None
+    with own_state(kept_per_rank(subject)), session(subject), ExitStack() as entered:
+        watching = _Watching(task, subject, device, origin_s, entered)
+        with observing(watching.observer) if watching.observer else nullcontext(), watching.on_rank(rank):
+            outcome = called(subject, task.case, device)
+        entered.close()
+        found = watching.found([rank], [localize(outcome)])
+        recorder = watching.recorder
+        return replace(found, spans=recorder.spans(rank, found.events)) if recorder else found
 
 
-def _run(
-    engine: Engine,
-    subject: Subject,
-    case: CaseLike,
-    device: str,
-    watcher: _Watcher | None,
-    observer: Observer | None,
-    timeout_s: float,
-) -> list[Localized]:
-    with chdir("."), session(subject):  # where a subject goes, the next run does not start
-        return engine.run(
-            _on_rank,
-            subject,
-            case,
-            torch.device(device),
-            watcher,
-            world_size=case.world_size,
-            observer=observer,
-            seed=case.seed,
-            timeout_s=timeout_s,
-            per_rank=kept_per_rank(subject),
+def _on_rank(rank: int, subject: Subject, case: CaseLike, device: torch.device, watching: _Watching) -> Localized:
+    """The program of a rank that is a thread."""
+    with rank_output():
+        with watching.on_rank(rank):
+            outcome = called(subject, case, device)
+        return localize(outcome)
+
+
+class _Watching:
+    """What observes the ranks of this process, as a task says: all of it is made and entered here."""
+
+    def __init__(
+        self, task: RankTask, subject: Subject, device: torch.device, origin_s: float | None, entered: ExitStack
+    ) -> None:
+        self._case, self._subject = task.case, subject
+        self._saved = SavedActivations() if task.watch else None
+        self._hiding = entered.enter_context(Overlap()) if task.overlap else None
+        places = task.watch and offers(subject, "activations")
+        self._capture = entered.enter_context(Capture()) if places else None
+        self.recorder: Recorder | None = None
+        if task.record:
+            case = task.case
+            named = task.text, case.mode, case.world_size, named_axes(case, subject)
+            recorder = Recorder(*named, ranges=attached(), origin_s=origin_s, stopwatch=stopwatch(device))
+            self.recorder = entered.enter_context(recorder)
+        self.observer: Observer | None = self.recorder or self._hiding
+
+    @contextmanager
+    def on_rank(self, rank: int) -> Iterator[None]:
+        """To be entered in the thread of a rank, around its program."""
+        with ExitStack() as entered:
+            for watcher in (self._capture, self._saved, self._hiding, self.recorder):
+                if watcher is not None:
+                    entered.enter_context(watcher.on_rank(rank))
+            yield
+
+    def found(self, ranks: Sequence[int], outcomes: Sequence[Localized]) -> Execution:
+        """These outcomes, and what was seen of these ranks."""
+        captured: list[Localized] = []
+        problem = ""
+        try:
+            if capture := self._capture:
+                captured = answered("activations", lambda: [self._placed(rank, capture) for rank in ranks])
+        except Unanswered as error:  # the subject's own words on its layout: wrong words are told, the run stands
+            problem = str(error)
+        return Execution(
+            outcomes=tuple(outcomes),
+            captured=tuple(captured),
+            events=tuple(self.recorder.events()) if self.recorder else (),
+            problem=problem,
+            saved_bytes=tuple(map(self._saved.peak_bytes, ranks)) if self._saved else (),
+            hidden=frozenset(self._hiding.hidden) if self._hiding else None,
         )
 
+    def _placed(self, rank: int, capture: Capture) -> Localized:
+        """The captured tensors of one rank as blocks of full ones; modules without a counterpart are left out."""
+        place = getattr(self._subject, "activations")  # noqa: B009  (optional, so the protocol does not declare it)
 
-def _execution(
-    outcomes: Sequence[Localized],
-    captured: Sequence[Localized],
-    events: Sequence[Event],
-    engine: Engine,
-    start_s: float,
-) -> Execution:
-    return Execution(
-        outcomes=tuple(outcomes),
-        captured=tuple(captured),
-        events=tuple(events),
-        unwaited=tuple(engine.unwaited),
-        seconds=time.perf_counter() - start_s,
-    )
+        def shards(kind: str, locals_: Mapping[str, Tensor]) -> Localized:
+            found = {module: place(self._case, rank, module, local) for module, local in locals_.items()}
+            return {f"{kind}/{module}": blocks(shard) for module, shard in found.items() if shard is not None}
+
+        return shards("act", capture.outputs(rank)) | shards("act_grad", capture.gradients(rank))

@@ -20,8 +20,6 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from contextvars import ContextVar
 from typing import Any
 
-__all__ = ["rank_output", "shown_once"]
-
 _Line = tuple[int, str]
 """The place of a stream among the two, and the text."""
 

@@ -17,18 +17,17 @@ import torch
 
 from harness.checking.checks import LAWS, Check, examine
 from harness.checking.evidence import PASS, UNKNOWN, Evidence, Finding
-from harness.checking.measures.tolerance import Measured, epsilon, is_state, step_of
+from harness.checking.measures.kinds import is_state, step_of
+from harness.checking.measures.tolerance import Measured, epsilon
 from harness.checking.numeric_checks import NUMERIC_KINDS
 from harness.errors import MachineError, ProgramError, RequestError
 from harness.protocols import CaseLike, case_text
 from harness.recording.capturing.operator_probes import Island, NarrowProbe, Probed, narrower
 from harness.running.ranks.execution import execute
 from harness.running.trials.trial import Trial
-from harness.running.truth.own_truth import one_rank
+from harness.running.truth.reference import one_rank
 from harness.running.truth.rounded_products import BOTH, RoundedControl, Rounding
 from harness.subject import lower_dtypes, refusal, truth_of
-
-__all__ = ["Found", "Judge", "as_found", "as_stated", "in_first_step", "stated", "wrong_of"]
 
 Found = tuple[Evidence, dict[str, Finding]]
 Judge = Callable[[Trial, Evidence, Mapping[str, Check]], Found]

@@ -13,23 +13,13 @@ from typing import Any
 from torch import Tensor
 
 from harness.checking.evidence import Evidence
-from harness.checking.measures.tolerance import (
-    FLOAT64_CEILING,
-    Controlled,
-    Measured,
-    is_state,
-    kind_of,
-    kind_rms,
-    step_of,
-)
+from harness.checking.measures.kinds import is_state, kind_of, kind_rms, step_of
+from harness.checking.measures.tolerance import FLOAT64_CEILING, Controlled, Measured
 from harness.checking.numeric_checks import held
 from harness.resolve import resolve
 from harness.running.trials.trial import Trial
-from harness.running.truth.own_truth import OwnTruth
-from harness.running.truth.reference import Function
+from harness.running.truth.reference import Function, OwnTruth
 from harness.torch_internals.memory import give_back
-
-__all__ = ["control_run", "controlled", "doubtful", "measured_apart", "stepwise"]
 
 MORE_PARTS = (1, 2, 3, 4, 5, 6, 7, 8)
 """Into how many partial sums the further control runs cut their sums; 1 adds the micro-batches in reverse only."""

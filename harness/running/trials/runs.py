@@ -2,7 +2,7 @@
 
 Watching (capturing activations) costs another run, so it is done only when a check or a diagnosis needs it. The dense
 model is computed behind the ranks' runs where they do not need it, since both in float64 and in one process would fill
-the memory. Times are seconds.
+the memory. Times are seconds. Sizes of a dry run are GiB in messages.
 """
 
 from __future__ import annotations
@@ -15,21 +15,25 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence, gathered
 from harness.checking.exact_checks import same_outcomes
+from harness.checking.measures.kinds import is_state, kind_of
 from harness.checking.measures.stated_deviations import Deviations
-from harness.checking.measures.tolerance import is_state, kind_of
+from harness.engines.engine import Unwaited
+from harness.engines.shapes.dry import DryEngine
 from harness.errors import ShardproofError, error_text
+from harness.ledger import Event
 from harness.outcome.merging import Merged, Outcomes, against, held_once
+from harness.predicting.classes import representatives
+from harness.predicting.dry_run import DryRank, DryRun, dry_run
+from harness.predicting.meter import hidden
 from harness.protocols import CaseLike
 from harness.recording.capturing.dropout_masks import WithMasks
 from harness.resolve import resolve
 from harness.running.ranks.execution import execute, execute_captured
 from harness.running.trials.trial import Trial, asked, expectation_of, facts_of, orders_of
 from harness.running.truth.joint_masks import masks_of
-from harness.running.truth.own_truth import OwnTruth, draws_of
+from harness.running.truth.reference import OwnTruth, draws_of
 from harness.subject import deviating, deviations, left_out, refusal
 from harness.torch_internals.memory import give_back
-
-__all__ = ["elsewhere", "explained", "recorded", "watched"]
 
 GIVEN = "mask", "init"
 """The kinds of names that a truth of the subject's own may take as given."""
@@ -219,3 +223,65 @@ def elsewhere(trial: Trial, case: CaseLike, first: str) -> Evidence | None:
             return replace(seen, shares=other.dense(trial.reference.shares))
     except Exception:  # then this case decides nothing
         return None
+
+
+_NOBODY: Outcomes = ()
+
+
+def dry_evidence(trial: Trial, engine: DryEngine) -> Evidence:
+    """The evidence of one recorded run on the ranks that stand for all; no truth, no outcome, no second run."""
+    case = trial.case
+    ranks, places = representatives(case.axes, case.world_size)
+    with trial.timed("recorded"):
+        run = dry_run(case, trial.subject.call, engine, ranks, text=trial.text, timeout_s=trial.timeout_s)
+    return Evidence(
+        case=case,
+        outcomes=_NOBODY,
+        captured=_NOBODY,
+        merged=gathered(_NOBODY, _NOBODY, {}),
+        truth={},
+        controls=(),
+        events=run.events,
+        expectation=expectation_of(trial),
+        repeats=(),
+        unwaited=tuple(_unwaited(rank, event) for rank in run.ranks for event in rank.unwaited),
+        saved_bytes=tuple(rank.saved_bytes for rank in run.ranks),
+        ran=ranks,
+        orders=orders_of(trial),
+        hidden=frozenset((rank.rank, ticket) for rank in run.ranks for ticket in hidden(rank.stretches)),
+        notes=(_memory(run), *_left_out(len(ranks), places, case.world_size)),
+    )
+
+
+def _unwaited(rank: DryRank, event: Event) -> Unwaited:
+    """The call as engines name it: by its number among the rank's calls in its group."""
+    before = [other for other in rank.events if other.axis == event.axis and other.call_index < event.call_index]
+    return Unwaited(
+        rank=rank.rank,
+        op=event.op,
+        number=sum(other.op not in ("send", "recv") for other in before),
+        group=f"{event.axis} ({event.group_size} ranks)",
+        caller=event.caller,
+    )
+
+
+def _memory(run: DryRun) -> str:
+    fullest = max(run.ranks, key=lambda rank: rank.peak_bytes)
+    parts = {
+        "parameters": fullest.parameter_bytes,
+        "gradients": fullest.gradient_bytes,
+        "optimizer": fullest.optimizer_bytes,
+        "saved for backward": fullest.saved_bytes,
+        "all tensors at the peak": fullest.peak_bytes,
+    }
+    return f"rank {fullest.rank} holds, in GiB: " + ", ".join(
+        f"{what} {size / 2**30:.3g}" for what, size in parts.items()
+    )
+
+
+def _left_out(run: int, places: int, world_size: int) -> tuple[str, ...]:
+    if run == world_size:
+        return ()
+    if run >= places:
+        return (f"{world_size - run} ranks: one of every place on the mesh was run",)
+    return (f"{world_size - run} ranks: {run} of {places} places on the mesh were run",)

@@ -23,8 +23,6 @@ from harness.outcome.blocks import Block
 from harness.protocols import Axes, CaseLike
 from harness.recording.capturing.dropout_masks import Draw, taken_out
 
-__all__ = ["RankMasks", "in_order", "masks_of"]
-
 _SLICED = "cp"
 """The axis whose slices of the sequence may be of any form: zigzag, contiguous."""
 Placed = dict[str, tuple[Block, ...]]

@@ -5,7 +5,7 @@ products over slices of the contracted dimension, last slice first, each rounded
 dimension likewise. Attention is made of matrix products here, not torch's fused kernel.
 
 A sum of rows, such as the gradient of a bias, adds the rows of a slice one after the other, as torch's kernel of a
-layer norm does and no order rounds more (harness.checking.measures.summation): in float32 at least, or in the dtype
+layer norm does and no order rounds more (harness.checking.measures.kinds): in float32 at least, or in the dtype
 itself where the number of slices is odd.
 
 With parts=PERTURBED nothing is cut: the result of every operator is off by a random part of its rounding instead, which
@@ -24,8 +24,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from harness.torch_internals.modes import DispatchMode, mapped
 from harness.torch_internals.operators import makes_new
-
-__all__ = ["PERTURBED", "partial_sums"]
 
 PERTURBED = -1
 """In place of the number of parts: whole sums, and a random error of half an epsilon at most in every result."""

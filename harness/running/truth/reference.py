@@ -1,18 +1,197 @@
-"""What a subject is compared with: the functions of the dense model, by name, or a truth of the subject's own."""
+"""What a subject is compared with: the functions of the dense model, by name, or a truth of the subject's own: its
+dense model, or the subject itself on one rank.
+
+A truth of its own runs in float64. Control runs are the same function in the case's dtype, every contraction cut into
+partial sums (harness.running.truth.partial_sums). The subject on one rank sees the data ranks' micro-batches in
+sequence: every axis is 1 and there are dp times as many micro-batches.
+
+Masks of dropout come from the ranks: as `given` where the truth takes it, else in the place of those that torch draws.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+import inspect
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from harness.engines.engine import Engine
-from harness.running.truth.own_truth import OwnTruth
-from harness.subject import NamedSubject, truth_of
+from harness.errors import ProgramError, RequestError
+from harness.outcome.blocks import localize
+from harness.outcome.merging import merge
+from harness.plain_case import AXES, EXPERT_AXES, PlainCase
+from harness.protocols import CaseLike, Subject, Value, case_text, unsaved
+from harness.recording.capturing.dropout_masks import Draw, DropoutProbe, WithMasks, taken_out
+from harness.running.ranks.execution import execute
+from harness.running.truth.joint_masks import in_order
+from harness.running.truth.partial_sums import partial_sums
+from harness.subject import ALONE, DenseModel, NamedSubject, answered, session, truth_of
 
-__all__ = ["REFERENCE", "Function", "Reference", "reference_of"]
+EXACT = "float64"
+_Computed = tuple[Mapping[str, Tensor], tuple[Draw, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OwnTruth:
+    """The function (case, device) -> outcome of a truth of the subject's own; with `parts` one of its control runs.
+
+    `dense` is the dense model, "alone" for the subject itself, which runs on `engine`. `draws` fills up: the masks of
+    dropout that it drew itself, by the text of the case. A control run is made inside of the context `around()`.
+    """
+
+    subject: NamedSubject
+    dense: DenseModel | str
+    engine: Engine
+    timeout_s: float = 60.0
+    control: bool = False
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
+    draws: dict[str, tuple[Draw, ...]] = field(default_factory=dict)
+
+    @property
+    def takes_given(self) -> bool:
+        """Whether the truth is a function (case, device, given=None) that puts what the ranks drew in its place."""
+        function = self.subject.call if isinstance(self.dense, str) else self.dense
+        try:
+            return "given" in inspect.signature(function).parameters
+        except (TypeError, ValueError):  # a callable without a signature
+            return False
+
+    def __call__(
+        self, case: CaseLike, device: torch.device, *, parts: int = 0, given: Mapping[str, Tensor] | None = None
+    ) -> Mapping[str, Tensor]:
+        """Every tensor full, by name; `given`: the joint masks. Raises RequestError when the subject's own code fails,
+        or what it returns is not finite.
+        """
+        parts = (parts or 2) if self.control else 0
+        run_in = case.but(**unsaved(case)) if self.control else case.but(dtype=EXACT, **unsaved(case))
+        compute = self._alone if isinstance(self.dense, str) else self._own
+        tensors, draws = compute(run_in, device, parts, given)
+        if given is None and not self.control:
+            self.draws[case_text(case)] = draws
+        wrong = [name for name, tensor in tensors.items() if not _finite(tensor)]
+        if wrong and not self.control:
+            rule = f"the truth of {self.subject.name} is not finite in {wrong[0]}"
+            raise RequestError(f"case {case_text(case)!r}: {rule}; legal: a case for which it is, such as a smaller lr")
+        return tensors
+
+    def _own(self, case: CaseLike, device: torch.device, parts: int, given: Mapping[str, Tensor] | None) -> _Computed:
+        dense: Any = self.dense
+        if given is not None and self.takes_given:
+            dense = partial(dense, given=given)
+
+        def outcome() -> _Computed:
+            with torch.random.fork_rng(devices=[]), session(self.subject.call), self.around(), _cut(parts):
+                torch.manual_seed(case.seed)
+                with DropoutProbe(self._joint(given)) as probe:
+                    tensors = dense(case, device)
+                return merge([localize(tensors)]).tensors, taken_out(probe.found)[1]
+
+        return answered("truth", outcome)
+
+    def _joint(self, given: Mapping[str, Tensor] | None) -> tuple[Tensor, ...] | None:
+        """The masks in the place of those that torch draws; None where it shall draw its own."""
+        return None if given is None or self.takes_given else in_order(given)
+
+    def _alone(self, case: CaseLike, device: torch.device, parts: int, given: Mapping[str, Tensor] | None) -> _Computed:
+        one = one_rank(case, self.subject)
+        call: Subject = self.with_masks(given)
+        if parts:
+            call = InParts(replace(self.subject, call=call, address=""), parts, self.around)
+        try:
+            run = execute(
+                one,
+                call,
+                self.engine,
+                text=case_text(one),
+                record=False,
+                device=str(device),
+                timeout_s=self.timeout_s,
+            )
+        except ProgramError as problem:
+            rule = f"{self.subject.name} does not finish on one rank, which is its truth"
+            raise RequestError(
+                f"case {case_text(one)!r}: {rule}: {problem.cause}; legal: --truth MODULE:OBJECT"
+            ) from problem
+        outcome, draws = taken_out(run.outcomes[0])
+        tensors = merge([outcome]).tensors
+        return (tensors if isinstance(case, PlainCase) else _by_data_rank(tensors, case)), draws
+
+    def with_masks(self, given: Mapping[str, Tensor] | None) -> WithMasks:
+        """The subject as its own truth on one rank."""
+        return WithMasks(self.subject, self._joint(given), given if self.takes_given else None)
+
+
+def _by_data_rank(tensors: Mapping[str, Tensor], case: CaseLike) -> Mapping[str, Tensor]:
+    """The tensors with the rows of logits in the decoder's order: all of the first data rank's, then the next one's."""
+    dp: int = getattr(case, "dp", 1)
+
+    def ordered(rows: Tensor) -> Tensor:
+        turned: Tensor = rows.unflatten(0, (case.micro, dp, -1)).transpose(0, 1).flatten(0, 2)
+        return turned
+
+    return {name: ordered(rows) if name.startswith("logits/") else rows for name, rows in tensors.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class InParts:
+    """The subject with its contractions cut into partial sums on every rank, inside of the context `around()`."""
+
+    subject: NamedSubject
+    parts: int
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    def __getattr__(self, attribute: str) -> Any:
+        """Any other attribute is the subject's."""
+        return getattr(self.subject.call, attribute)  # session, per_rank
+
+    def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]:
+        """The subject's outcome in partial sums."""
+        with self.around(), _cut(self.parts):
+            return self.subject.call(case, device)
+
+
+def one_rank(case: CaseLike, subject: NamedSubject) -> CaseLike:
+    """The case on one rank, with the micro-batches of all data ranks in sequence.
+
+    Raises RequestError where no such case can be.
+    """
+    micro = case.micro * getattr(case, "dp", 1)
+    axes = (*AXES, *(axis for axis in ("wp", *EXPERT_AXES) if hasattr(case, axis)))
+    try:
+        return case.but(**dict.fromkeys(axes, 1), micro=micro)
+    except ValueError as problem:
+        rule = f"{subject.name} cannot be its own truth: there is no such case on one rank ({problem})"
+        raise RequestError(f"case {case_text(case)!r}: {rule}; legal: --truth MODULE:OBJECT") from problem
+
+
+def draws_of(truth: object, case: str) -> tuple[Draw, ...]:
+    """The masks of dropout that a truth of the subject's own has drawn for this case; none of any other truth, and of
+    one that takes those of the ranks.
+    """
+    return truth.draws.get(case, ()) if isinstance(truth, OwnTruth) and not truth.takes_given else ()
+
+
+def compared_with(truth: DenseModel | str | None) -> str:
+    """What a subject is compared with, in words."""
+    if truth is None:
+        return "the dense model"
+    if truth == ALONE:
+        return "itself on one rank, in float64"
+    return f"its own dense model {getattr(truth, '__module__', '')}:{getattr(truth, '__qualname__', truth)}"
+
+
+def _cut(parts: int) -> Any:
+    return partial_sums(parts) if parts else nullcontext()
+
+
+def _finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+
 
 Function: TypeAlias = "str | Callable[..., Mapping[str, Tensor]]"
 """A function of the reference: its name, module:object, or itself (a truth of the subject's own: OwnTruth)."""
@@ -72,3 +251,19 @@ def reference_of(subject: NamedSubject, engine: Engine, timeout_s: float = 60.0)
         return REFERENCE
     own = OwnTruth(subject=subject, dense=dense, engine=engine, timeout_s=timeout_s)
     return Reference(truth=own, control=replace(own, control=True), **_NOTHING)
+
+
+class Truths:
+    """What the dense model computed for the latest case, for the next trials of cases that are alike to it."""
+
+    def __init__(self) -> None:
+        self._case: CaseLike | None = None
+        self._outcomes: dict[Hashable, Mapping[str, Tensor]] = {}
+
+    def of(self, case: CaseLike, name: Hashable, compute: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+        """The outcome of this function of the reference for this case, computed unless it is known."""
+        if case != self._case:  # what the case before left is freed before more is computed
+            self._case, self._outcomes = case, {}
+        if name not in self._outcomes:
+            self._outcomes[name] = compute()
+        return self._outcomes[name]

@@ -23,12 +23,9 @@ from torch import Tensor
 from harness.checking.measures.tolerance import epsilon
 from harness.protocols import CaseLike
 from harness.resolve import resolve
-from harness.running.truth.own_truth import OwnTruth
-from harness.running.truth.reference import Function
+from harness.running.truth.reference import Function, OwnTruth
 from harness.torch_internals.autograd import current_task
 from harness.torch_internals.modes import DispatchMode, FakeTensor, take_themselves_apart
-
-__all__ = ["BOTH", "RoundedControl", "Rounding"]
 
 BOTH = ("forward", "backward")
 _GOLDEN = 0.618

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from harness.checking.evidence import Evidence
-from harness.checking.measures.tolerance import kind_of, kind_rms
+from harness.checking.measures.kinds import kind_of, kind_rms
 from harness.checking.numeric_checks import held
 from harness.engines.threads.inproc import InprocEngine
 from harness.running.proof import prove

@@ -10,7 +10,7 @@ import pytest
 
 from harness.checking.checks import CHECKS
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Finding
-from harness.checking.group_checks import groups
+from harness.checking.ledger_checks import groups
 from harness.engines.engine import Engine
 from harness.engines.named import engine_named
 from harness.running.proof import CaseResult, prove

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from harness.checking.evidence import PASS, Evidence
-from harness.checking.measures.summation import error_of_sums, tokens_of
+from harness.checking.measures.kinds import error_of_sums, tokens_of
 from harness.checking.measures.tolerance import Measured, epsilon
 from harness.checking.numeric_checks import held
 from harness.running.truth.partial_sums import partial_sums

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Finding
-from harness.checking.mask_checks import masks
-from harness.checking.measures.exact_tests import binomial, hypergeometric
+from harness.checking.mask_checks import binomial, hypergeometric, masks
 from harness.shard import Shard
 from tests.harness.toy_evidence import case, evidence
 

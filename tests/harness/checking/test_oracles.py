@@ -15,7 +15,7 @@ from torch import Tensor
 
 from harness.checking.checks import CHECKS, examine
 from harness.checking.evidence import FAIL, PASS, Evidence
-from harness.checking.measures.tolerance import kind_of
+from harness.checking.measures.kinds import kind_of
 from harness.engines.engine import Unwaited
 from harness.engines.named import engine_named
 from harness.outcome.blocks import localize

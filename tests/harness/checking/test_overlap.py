@@ -11,7 +11,7 @@ import torch
 
 from harness.checking.checks import CHECKS
 from harness.checking.evidence import FAIL, PASS
-from harness.checking.overlap_checks import overlap
+from harness.checking.ledger_checks import overlap
 from harness.engines.named import engine_named
 from harness.recording.overlap import Overlap
 from harness.running.proof import prove

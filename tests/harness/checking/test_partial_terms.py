@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from harness.checking.checks import examine
 from harness.checking.evidence import FAIL, PASS, Finding
 from harness.checking.exact_checks import parallelism
-from harness.checking.overlap_checks import overlap
+from harness.checking.ledger_checks import overlap
 from harness.diagnosing.six_lines import explain
 from harness.differences import differences
 from harness.ledger import Event

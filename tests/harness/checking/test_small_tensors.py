@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from harness.checking.measures.distance import BLOCK
+from harness.checking.measures.kinds import kind_of, kind_rms
 from harness.checking.measures.small_tensors import measured_together
-from harness.checking.measures.tolerance import Measured, kind_of, kind_rms, measure
+from harness.checking.measures.tolerance import Measured, measure
 
 
 def _pairs(seed: int, sizes: list[int], error: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 
 from harness.checking.evidence import Evidence
-from harness.checking.measures.tolerance import FACTORS, kind_of, kind_rms
+from harness.checking.measures.kinds import kind_of, kind_rms
+from harness.checking.measures.tolerance import FACTORS
 from harness.checking.numeric_checks import held
 from harness.engines.threads.inproc import InprocEngine
 from harness.outcome.merging import Merged

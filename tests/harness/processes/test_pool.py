@@ -91,7 +91,7 @@ def test_what_cannot_be_sent_is_a_wrong_request(engine: PoolEngine) -> None:
     with pytest.raises(RequestError, match="the result cannot be sent from the rank's process"):
         engine.run(_unsendable, world_size=1)
     with pytest.raises(
-        RequestError, match="observer: ranks are other processes; legal: harness.running.ranks.rank_task"
+        RequestError, match="observer: ranks are other processes; legal: harness.running.ranks.execution"
     ):
         engine.run(summed, world_size=1, observer=object())  # type: ignore[arg-type]
 

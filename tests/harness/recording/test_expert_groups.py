@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.checking.evidence import PASS
-from harness.checking.group_checks import groups
+from harness.checking.ledger_checks import groups
 from harness.engines.engine import Engine
 from harness.engines.named import engine_named
 from harness.ledger import Event

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from harness.errors import TimeLimit
 from harness.running.proof import prove
-from harness.running.truth.in_time import in_time
+from harness.running.trials.trial import in_time
 from harness.subject import NamedSubject
 from reference.case import Case
 from reference.training import subject as dense

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.running.order import arranged, together
 from harness.running.request import unsaved
+from harness.running.sharing import arranged, together
 from reference.case import Case
 from reports.commands import cli
 

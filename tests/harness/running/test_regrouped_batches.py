@@ -15,7 +15,7 @@ from harness.cases import read_case
 from harness.checking.checks import LAWS
 from harness.engines.threads.inproc import InprocEngine
 from harness.running.proof import prove
-from harness.running.trials.regrouped import groupings
+from harness.running.trials.law_runs import groupings
 from harness.subject import case_of, named
 from parallel.subject import subject as decoder
 from suites.mutants.catalogue import MUTANTS, of_file

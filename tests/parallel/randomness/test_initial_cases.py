@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from harness.checking.data_checks import initial_values
 from harness.checking.evidence import FAIL, PASS
-from harness.checking.initial_value_checks import initial_values
 from harness.shard import Shard
 from parallel.communication.layout import Cut, Placement
 from parallel.randomness.initial import initial, streams_of

@@ -78,18 +78,6 @@ def test_what_launched_ranks_cannot_import_is_one_sentence(tmp_path: Path) -> No
     assert "broken fails on import: No module named 'no_such_module'" in ours and "Traceback" not in ours, done.stderr
 
 
-def test_a_second_process_that_cannot_import_it_is_a_note(tmp_path: Path) -> None:
-    how = "import no_such_module\nsubject_cases = ('tp=2', 'tp=3')"
-    program = IN_A_CHILD.format(how=how.partition("\n")[0]) + "\nsubject.cases = ('tp=2', 'tp=3')\n"
-    (tmp_path / "broken.py").write_text(program)
-    done = shardproof(tmp_path, "-m", "shardproof", "run", "--subject", "broken:subject")
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-    assert (
-        "note: a process that proves cases ended (name 'broken:subject': broken fails on import: No module"
-        in done.stdout
-    )
-
-
 def test_own_words_without_cases_run_the_cases_that_are_given(shardproof_here: CommandLine) -> None:
     Path("own_words_alone.py").write_text(IN_A_CHILD.format(how="pass"))
     status, out, _ = shardproof_here("run", "tp=2 width=5", "--subject", "own_words_alone:subject")

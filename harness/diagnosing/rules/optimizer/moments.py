@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 
 from harness.checking.evidence import Evidence
-from harness.checking.measures.tolerance import kind_of
+from harness.checking.measures.kinds import kind_of
 from harness.diagnosing.rules.causes import Cause, claimed
 from harness.diagnosing.rules.factors import Predict
 from harness.diagnosing.rules.optimizer.moved import Moved, fitted, moved, times

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from harness.checking.evidence import Evidence
-from harness.checking.measures.tolerance import kind_of, step_of
+from harness.checking.measures.kinds import kind_of, step_of
 from harness.diagnosing.rules.causes import Cause, claimed
 from harness.diagnosing.rules.factors import Measure, Predict, meaning_of
 from harness.diagnosing.rules.optimizer.clipped import by_block, by_element, by_square

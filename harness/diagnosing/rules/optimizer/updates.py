@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from harness.checking.evidence import Evidence, split_axes
-from harness.checking.measures.tolerance import kind_of
+from harness.checking.measures.kinds import kind_of
 from harness.diagnosing.rules.causes import Cause, claimed
 from harness.diagnosing.rules.proofs import Explained, times
 

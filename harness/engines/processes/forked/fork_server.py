@@ -37,7 +37,7 @@ _PRELOADED = (
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
     "torch.fx.experimental.symbolic_shapes",  # what the first backward of a process would import, for 0.35 s
-    "harness.running.ranks.rank_task",
+    "harness.running.ranks.execution",
 )
 _MAIN = "harness.engines.processes.forked.fork_server:main"
 _START_S = 120.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from harness.cases import parse_cases
-from harness.running.processes.interrupts import interrupted_after
+from harness.running.store import interrupted_after
 from reports.options import request
 from reports.stored.frames import load
 from shardproof.__main__ import main
@@ -24,7 +25,8 @@ _RUN = ["run", "--subject"]
 def default_run(subject: str, cases: list[str]) -> int:
     """`shardproof run` without cases, when these are the default ones."""
     request.default_cases = lambda *_, **__: parse_cases(cases)
-    return main([*_RUN, subject])
+    sys.argv = ["shardproof", *_RUN, subject]
+    return main()
 
 
 def interrupted(folder: Path, program: Callable[..., int], *words: object) -> tuple[int, str, str]:
@@ -66,14 +68,14 @@ def test_a_run_is_reported_whole_when_its_experiments_are_interrupted(tmp_path: 
 def test_both_processes_of_the_default_run_are_interrupted(tmp_path: Path) -> None:
     if (os.cpu_count() or 1) < 2:
         pytest.skip("one processor: no second process")
-    cases = [f"{TWO_LAYERS} seed={seed}" for seed in (2, 1, 3, 4, 5, 6)]  # the first two are the second process's
+    cases = [f"{TWO_LAYERS} seed={seed}" for seed in (2, 1, 3, 4, 5, 6)]
     status, out, err = interrupted(tmp_path, default_run, "tests.harness.running.stored.interrupted:slow_second", cases)
     assert status == 130 and "Traceback" not in err
     verdicts = load(tmp_path / "runs" / "latest").verdicts
     finished = verdicts["case"].nunique()
     assert 1 <= finished <= 5 and set(verdicts["verdict"]) == {"pass"}
     assert len([line for line in out.splitlines() if line.startswith("tp ")]) == finished
-    assert not Path(f"/proc/{(tmp_path / 'started').read_text()}").exists(), "the second process is still there"
+    assert not Path(f"/proc/{(tmp_path / 'started').read_text()}").exists(), "the process that proved it is still there"
 
 
 def test_a_signal_while_a_case_is_stored_comes_after_it() -> None:

@@ -22,8 +22,7 @@ from harness.errors import RequestError
 from harness.ledger import COLUMNS
 from harness.run_folder import SCHEMA, safe_name
 from harness.running import store as store_module
-from harness.running.environment import environment
-from harness.running.store import Store, ledger_rows
+from harness.running.store import Store, environment, ledger_rows
 from harness.running.summary import SUMMARY_COLUMNS, summarize
 from harness.terms import Term
 from reports.stored.frames import load

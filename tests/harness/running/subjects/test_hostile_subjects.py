@@ -17,7 +17,7 @@ from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError, error_text
 from harness.resolve import resolve
 from harness.running.proof import CaseResult, prove
-from harness.running.ranks.rank_task import RankTask, perform
+from harness.running.ranks.execution import RankTask, perform
 from harness.running.request import Request
 from harness.running.run import run
 from harness.subject import Unanswered, answered, named, stated

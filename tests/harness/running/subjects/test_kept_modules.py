@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from harness.running.ranks.rank_task import RankTask, perform
+from harness.running.ranks.execution import RankTask, perform
 from reference.case import Case
 
 GROUPS: list[str] = []
@@ -28,7 +28,7 @@ def test_a_process_runs_case_after_case() -> None:
     careful.per_rank = (__name__,)  # type: ignore[attr-defined]
     task = RankTask(case=Case.parse("mode=tp tp=2"), subject=careful, device="cpu")
     for _ in range(2):
-        assert "loss/0" in perform(0, task).outcome
+        assert "loss/0" in perform(0, task).outcomes[0]
         assert not GROUPS
     perform(0, RankTask(case=task.case, subject=forgetful, device="cpu"))
     assert GROUPS == ["tp"], "what is not named stays"

@@ -27,8 +27,6 @@ import torch
 
 from harness.engines.calls.callers import is_user, shortened
 
-__all__ = ["ForkedProcess", "forkable", "forked"]
-
 _FIT_S = 30.0
 """How long the new process may take to try its autograd."""
 _LOOK_S = 0.002
@@ -36,7 +34,7 @@ _LEAVE_S = 5.0
 """How long a process without work may take to end by itself."""
 _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)')
 _CURRENT = "Current thread"
-_OURS = "in serve_forked"
+_OURS = "in serve"
 _FRAMES = 3
 _PR_SET_PDEATHSIG = 1
 """By prctl(2)."""

@@ -1,1 +1,0 @@
-"""Processes that prove cases: started by a fork, or kept ready; and a Ctrl-C while something is written whole."""

@@ -1,0 +1,195 @@
+"""What the laws of a subject with a truth of its own look at: runs of the same global batch, split otherwise over ranks
+and micro-batches; and whether its dense model computes one function in every precision, but for rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+
+from torch import Tensor
+
+from harness.checking.evidence import Evidence, Regrouped
+from harness.checking.measures.distance import distance, real
+from harness.checking.measures.kinds import ROUNDING, kind_of, step_of
+from harness.checking.measures.tolerance import CONTROL_FACTOR, FLOOR_EPSILONS, LEAP, Measured, epsilon
+from harness.checking.numeric_checks import NUMERIC_KINDS
+from harness.errors import ProgramError, RequestError
+from harness.outcome.merging import merge
+from harness.protocols import CaseLike, case_text, unsaved
+from harness.running.ranks.execution import execute
+from harness.running.trials.trial import Trial
+from harness.running.truth.partial_sums import PERTURBED
+from harness.running.truth.reference import OwnTruth
+from harness.subject import NamedSubject, offers, own_cases, refusal
+
+_GROUPINGS = 2
+_SAME_SAMPLES = ("cp", "pp")
+"""Words for ranks that see the same samples: slices of rows, stages of layers."""
+_LARGEST = 8
+"""Ranks of a grouping, where the case itself has fewer."""
+
+
+def regrouped(trial: Trial, evidence: Evidence) -> Evidence:
+    """The same evidence with up to _GROUPINGS runs of the same global batch, grouped otherwise (`groupings`): only in
+    float64, or in another dtype of a subject that refuses float64. One that the subject does not finish is no failure
+    of this case.
+    """
+    if evidence.given or evidence.torn:  # another grouping draws other numbers
+        return evidence
+    found = tuple(_run(trial, sizes, case) for sizes, case in groupings(trial.case, trial.subject))
+    return replace(evidence, regrouped=found)
+
+
+def _run(trial: Trial, sizes: dict[str, int], case: CaseLike) -> Regrouped:
+    try:
+        with trial.timed("regrouped"):
+            run = execute(
+                case,
+                trial.subject.call,
+                trial.engine,
+                text=case_text(case),
+                record=False,
+                device=trial.device,
+                timeout_s=trial.timeout_s,
+                name=trial.subject.address,
+            )
+    except ProgramError as error:
+        return Regrouped(sizes=sizes, problem=error.cause)
+    merged = merge(run.outcomes)
+    return Regrouped(sizes=sizes, tensors=merged.tensors, flaws=merged.flaws)
+
+
+def most_exact(case: CaseLike, subject: NamedSubject) -> bool:
+    """Whether the case is in float64, or the subject refuses it in float64."""
+    if case.dtype == "float64":
+        return True
+    with suppress(ValueError):  # a vocabulary without float64
+        return bool(refusal(case.but(dtype="float64"), subject))
+    return True
+
+
+def groupings(case: CaseLike, subject: NamedSubject) -> list[tuple[dict[str, int], CaseLike]]:
+    """Up to _GROUPINGS other sizes, each with its case: of dp and micro with the same product, one data rank, then as
+    many as fit on the ranks there are, or _LARGEST; the last, where it can be, also with other context ranks and
+    stages. None without a data axis, which a subject of own cases has where one of them has data ranks; what the
+    subject refuses is left out.
+    """
+    dp, named = getattr(case, "dp", 0), own_cases(subject)
+    has_data_axis = dp > 1 or (dp == 1 and (named is None or any(getattr(one, "dp", 0) > 1 for one in named)))
+    if not has_data_axis or not most_exact(case, subject):
+        return []
+    whole, most = dp * case.micro, max(case.world_size, _LARGEST) * dp // case.world_size
+    sizes = [n for n in range(1, min(whole, most) + 1) if whole % n == 0 and n != dp]
+    found = _legal(case, subject, [{"dp": n, "micro": whole // n} for n in sizes[:1] + sizes[:0:-1]], _GROUPINGS)
+    spread = _legal(case, subject, [{"dp": 1, "micro": whole, **words} for words in _otherwise(case, subject)], 1)
+    return [*found[: _GROUPINGS - len(spread)], *spread]
+
+
+def _otherwise(case: CaseLike, subject: NamedSubject) -> list[dict[str, int]]:
+    """Other numbers of context ranks and stages: both, then one of them. A subject without `refuses` has not stated
+    that it knows these words, and one of own cases has them where a case names several such ranks.
+    """
+    own = own_cases(subject)
+    named = (case,) if own is None and offers(subject.call, "refuses") else own or ()
+    words = [word for word in _SAME_SAMPLES if any(hasattr(one, word) for one in named)]
+    if own is not None:
+        words = [word for word in words if any(getattr(one, word) > 1 for one in own)]
+    changed = {word: 1 if getattr(case, word) > 1 else 2 for word in words}
+    return [changed, *({word: size} for word, size in changed.items())] if changed else []
+
+
+def _legal(
+    case: CaseLike, subject: NamedSubject, sizes: list[dict[str, int]], most: int
+) -> list[tuple[dict[str, int], CaseLike]]:
+    """The first of these sizes, with their cases, that break no rule, need no more than _LARGEST ranks or those of the
+    case, and are not refused.
+    """
+    found: list[tuple[dict[str, int], CaseLike]] = []
+    for words in sizes:
+        with suppress(ValueError):  # this grouping breaks a rule of the case language
+            other = case.but(**words, **unsaved(case))
+            fits = len(found) < most and other.world_size <= max(case.world_size, _LARGEST)
+            if fits and not refusal(other, subject):
+                found.append((words, other))
+    return found
+
+
+DTYPE = "float32"
+"""What is compared with float64: the roundings of a 16-bit case would hide another function."""
+_LATER = {kind for check, kinds in NUMERIC_KINDS.items() if check not in ("forward", "activations") for kind in kinds}
+"""Kinds of names that are no numbers of a forward."""
+_MANY = 16
+"""Elements of a tensor of which some may differ and not most."""
+
+
+def with_first_forward(trial: Trial, evidence: Evidence) -> Evidence:
+    """The same evidence with the tensor of the dense model's first forward that is furthest off in float32.
+
+    As it is for the decoder, and where the dense model has no float32 run, or no forward to compare.
+
+    A dense model that draws its weights in the case's dtype is another model in float32 than in float64: other numbers
+    come of the same seed. What its control runs are off by is no rounding then, and limits made of it let anything
+    pass.
+
+    So the first forward of its float32 run is held against that in float64. Rounding explains the error in theory of as
+    many operations in a row as there are tensors of parameters, each a sum of as many terms as the longest dim of them
+    has elements; or LEAP times what a random error in the result of every operator makes, for a model may amplify
+    rounding. Where a choice falls otherwise (a router's), some rows differ and not most: that says nothing.
+    """
+    names = [name for name, tensor in evidence.truth.items() if _of_first_forward(name) and tensor.is_floating_point()]
+    if not names or not isinstance(trial.reference.truth, OwnTruth) or evidence.case.dtype == "float64":
+        return evidence
+    run = evidence.controls[0] if evidence.case.dtype == DTYPE and evidence.controls else _lower(trial, parts=2)
+    truth = {name: evidence.truth[name] for name in names if _fits(run, name, evidence.truth)}
+    gaps = {name: distance(run[name], truth[name]).frobenius for name in truth if truth[name].any()}
+    allowed = dict.fromkeys(
+        gaps, max(FLOOR_EPSILONS["peak"] * epsilon(DTYPE), CONTROL_FACTOR * _theory(evidence.truth))
+    )
+    if any(gaps[name] > allowed[name] for name in gaps):
+        other = _lower(trial, parts=PERTURBED)
+        for name in gaps:
+            between = distance(other[name], run[name]).frobenius if _fits(other, name, truth) else math.inf
+            allowed[name] = max(allowed[name], LEAP * between)
+    off = [name for name in gaps if gaps[name] > allowed[name]]
+    if not gaps or any(not _mostly(run[name], truth[name], allowed[name]) for name in off):
+        return evidence
+    worst = max(gaps, key=lambda name: gaps[name] / allowed[name])
+    unit = epsilon(evidence.case.dtype)
+    found = Measured(
+        name=worst, measure="frobenius", error=gaps[worst], allowed=allowed[worst], epsilons=gaps[worst] / unit
+    )
+    return replace(evidence, first_forward=found)
+
+
+def _of_first_forward(name: str) -> bool:
+    kind = kind_of(name)
+    return kind not in _LATER and (kind == "act" or step_of(name) == 0)
+
+
+def _lower(trial: Trial, *, parts: int) -> Mapping[str, Tensor]:
+    """A float32 run of the dense model; nothing where it has none."""
+    try:
+        return trial.computed(trial.reference.control, trial.case.but(dtype=DTYPE), part="control", parts=parts)
+    except (RequestError, ValueError):
+        return {}
+
+
+def _fits(run: Mapping[str, Tensor], name: str, truth: Mapping[str, Tensor]) -> bool:
+    return name in run and name in truth and run[name].shape == truth[name].shape
+
+
+def _theory(truth: Mapping[str, Tensor]) -> float:
+    """The relative error of as many sums in a row as there are parameters, of as many terms as their longest dim."""
+    shapes = [tensor.shape for name, tensor in truth.items() if kind_of(name) in ("grad", "param")]
+    names = {name.partition("/")[2] for name in truth if kind_of(name) in ("grad", "param")}
+    longest = max((size for shape in shapes for size in shape), default=1)
+    return ROUNDING * epsilon(DTYPE) * math.sqrt(max(len(names), 1) * (longest + 1) / 2)
+
+
+def _mostly(value: Tensor, truth: Tensor, allowed: float) -> bool:
+    """Whether most elements are off by more than this, and not only those of some rows."""
+    gap, size = (real(value) - real(truth)).abs(), float(real(truth).square().mean().sqrt())
+    return truth.numel() < _MANY or float((gap > allowed * size).double().mean()) > 0.5
