@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 
-from reference.case.modes import MODES
+from reference.language.modes import MODES
 
 __all__ = ["REAL_WIDTHS", "further_case", "one_case", "real_widths"]
 

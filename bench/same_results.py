@@ -23,7 +23,7 @@ import pandas as pd
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from harness.ledger import REPEATABLE
-from reference.case.modes import MODES
+from reference.language.modes import MODES
 from suites.drawing.strategies import every_word
 
 ROOT = Path(__file__).resolve().parents[1]

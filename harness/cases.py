@@ -11,7 +11,7 @@ from harness.resolve import resolve
 __all__ = ["CASE", "check_modes", "check_words", "known_modes", "parse_cases", "read_case"]
 
 CASE = "reference.case:Case"
-MODES = "reference.case.modes:MODES"
+MODES = "reference.language.modes:MODES"
 
 
 def read_case(text: str) -> Any:

@@ -39,7 +39,7 @@ def _plain(_case: Case, step: Step) -> Step:
 
 
 def _shares(case: Case) -> Placement:
-    rows, length = (1, case.tokens) if case.packed else (case.batch, case.seq)
+    rows, length = case.rows, case.row_tokens
     return Placement(shape=(rows, case.heads, length, length), cuts=(Cut(axis="tp", dim=1),))
 
 
