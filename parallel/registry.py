@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from graphlib import TopologicalSorter
 from importlib import import_module
-from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
 from parallel.checkpoints.saving import SAVING
@@ -32,17 +32,17 @@ from reference.features import FEATURES
 
 MODES: dict[str, Strategy] = {mode.name: mode for mode in (TP, TP_SP, MTP, MSP, FSP, ISP, AUTOTP)}
 """Value of `mode=` -> the strategy that the other schemes build on."""
+HERE = Path(__file__).parent
 Applied = Callable[[Strategy, Case], Strategy]
 
 
 def _modules() -> Iterator[tuple[str, ModuleType]]:
     """The module of every feature that has one."""
     for name in FEATURES:
-        spec = find_spec(f"parallel.{name}")
-        if spec is not None and spec.submodule_search_locations is not None:
-            spec = find_spec(f"parallel.{name}.scheme")
-        if spec is not None:
-            yield name, import_module(spec.name)
+        if (HERE / f"{name}.py").exists():
+            yield name, import_module(f"parallel.{name}")
+        elif (HERE / name / "scheme.py").exists():
+            yield name, import_module(f"parallel.{name}.scheme")
 
 
 def _features() -> dict[str, Applied]:

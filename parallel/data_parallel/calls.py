@@ -29,7 +29,6 @@ from parallel.data_parallel.buckets import Bucket
 from parallel.data_parallel.words import (
     REPLICAS,
     shard_axis,
-    sharing_axes,
     stage_buckets,
     taken_over,
     unit_of,
@@ -64,7 +63,7 @@ def step_rows(strategy: Strategy, case: Case) -> tuple[CallRow, ...]:
     """The calls of a step of the strategy of a case, beside those of its modules."""
     places = _trained(strategy, case)
     loss_axes = (case.token_axis, *case.pipeline_axes)
-    shared, scaled = sharing_axes(case, strategy.weight_axis), 'scaler != "none"'
+    shared, scaled = (strategy.weight_axis, *strategy.norm_axes), 'scaler != "none"'
     at_once = {strategy.weight_axis: "of partial gradients", "embedding": "of both copies of a tied table"}
     if not case.shares_gradients:
         at_once = {case.data_axis: "of all gradients", **at_once}
@@ -174,6 +173,7 @@ def _backward_order(case: Case) -> list[str]:
     order = ["head", "final_norm"]
     for layer in reversed(range(case.layers)):
         leaves = [
+            *dict.fromkeys(name.rpartition(".")[0] for name in reversed(case.layer_shapes)),
             *(f"mlp.{name}" for name in reversed(mlp_linears(case))),
             "mlp_norm",
             f"attention.{attention[-1]}",

@@ -17,7 +17,6 @@ __all__ = [
     "REPLICAS",
     "gradient_dtype",
     "shard_axis",
-    "sharing_axes",
     "stage_buckets",
     "taken_over",
     "trained_dtype",
@@ -42,13 +41,6 @@ def trained_dtype(case: Case) -> torch.dtype:
 def shard_axis(case: Case) -> str:
     """The mesh axis over which parameters are sharded by rows."""
     return "shard" if case.shard else case.data_axis
-
-
-def sharing_axes(case: Case, weight_axis: str) -> tuple[str, ...]:
-    """The mesh axes over which all gradients together lie: of the weights, of the ranks that share them, and of the
-    pipeline.
-    """
-    return (weight_axis, *((shard_axis(case),) if case.zero else ()), *case.pipeline_axes)
 
 
 def stage_buckets(case: Case, stage: Stage, sizes: Mapping[str, int], ranks: int) -> tuple[Bucket, ...]:

@@ -6,12 +6,15 @@ Sizes count elements: `seq` tokens of a sequence, `batch` sequences of a micro-b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from reference.groups import Groups, Layout, RankOrder
 from reference.language.modes import MODES, Mode, mode_of
 from reference.language.words import DATA, MODEL, SPLIT, TRAFFIC, TRAINING, Problem, word
+
+if TYPE_CHECKING:
+    from torch import Tensor  # a case is read without torch
 
 
 def mlp_width(hidden: int, ratio: float, multiple_of: int) -> int:
@@ -148,6 +151,15 @@ class Core:
     def problems(self) -> Iterator[Problem]:
         """Key, the rule that it breaks and a legal value, of every rule of a feature that the case breaks."""
         yield from ()
+
+    @property
+    def layer_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The parameters that features add to a layer, without its prefix, with their shapes."""
+        return {}
+
+    def behind_layer(self, x_BSH: Tensor, _weights: Callable[[str], Tensor]) -> Tensor:
+        """Hidden states of the dense model as they leave a layer; `_weights` gives one of `layer_shapes` by name."""
+        return x_BSH
 
     @property
     def system(self) -> Mode:

@@ -138,10 +138,8 @@ def _with_feature(draw: st.DrawFn, /, case: Case, owner: type[Core], fixed: Mapp
     words: dict[str, Any] = {}
     for axis in _axes(owner):
         other = draw(st.sampled_from(("", "dp", "tp")), label=f"axis whose ranks are {axis} ranks")
-        if (size := case.mesh.get(other, 1)) == 1:
-            return case
-        words |= {other: 1, axis: size}
-    free = [word for word in declared(owner) if word not in (*words, *fixed, *NOT_DRAWN)]
+        words |= {other: 1, axis: case.mesh[other]} if other else {}
+    free = [word for word in declared(owner) if word not in (*case.mesh, *fixed, *NOT_DRAWN)]
     drawn = {word: draw(st.sampled_from(_DOMAINS[word]), label=word) for word in free}
     kept = {word: getattr(case, word) for word in (*case.mesh, "mode", "steps", "dtype", *fixed)}
     for more in (drawn, {}):
