@@ -30,7 +30,7 @@ from harness.running.proof import CaseResult, prove
 from harness.subject import named
 from reference.case import Case
 from reference.case.default_cases import default_cases
-from reference.case.modes import MODES
+from reference.language.modes import MODES
 from suites.mutants.catalogue import HELD_BACK, UNSEEN
 from suites.mutants.mutant import Mutant, holds
 from suites.mutants.rows import cause_told, right_place

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 
-from reference.case.modes import MODES
+from reference.language.modes import MODES
 
 REAL_WIDTHS = (
     "layers=1 hidden=2048 heads=16 kv_heads=8 ffn=8192 vocab=8192 seq=256 batch=1 micro=1 steps=1 dtype=float32 tp=4"

@@ -20,7 +20,7 @@ from pathlib import Path
 import pandas as pd
 
 from harness.ledger import REPEATABLE
-from reference.case.modes import MODES
+from reference.language.modes import MODES
 from suites.drawing.strategies import every_word
 from suites.session.sampling import sampled
 

@@ -9,7 +9,7 @@ from harness.errors import RequestError
 from harness.resolve import resolve
 
 CASE = "reference.case:Case"
-MODES = "reference.case.modes:MODES"
+MODES = "reference.language.modes:MODES"
 
 
 def read_case(text: str) -> Any:

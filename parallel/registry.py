@@ -1,22 +1,25 @@
-"""The schemes by name, one line each; the strategy of a case is the composition of those that it names.
+"""The strategy of a case: that of its mode, changed by every feature.
 
-What their words are and which of them go together stands in `reference.case.modes` and `reference.case.schemes`.
+Modes have one line each here, and their words in `reference.language.modes`. Features have none: what a file of
+`reference.features` declares is implemented by the module of the same name, `parallel.NAME`, or `parallel.NAME.scheme`
+where that is a folder. It has `applied(strategy, case)`, which gives the strategy back for a case without its words,
+and may have `AFTER`, the features that are applied before it. A feature without such a module changes no strategy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
+from graphlib import TopologicalSorter
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
 
 from parallel.checkpoints.saving import SAVING
 from parallel.communication.expectation import CallRow
-from parallel.context.scheme import with_context
 from parallel.data_parallel.calls import step_rows
-from parallel.data_parallel.parity import with_parity
-from parallel.data_parallel.scheme import with_data_parallelism
 from parallel.layers.metric import metric_rows
 from parallel.model.strategy import Strategy
-from parallel.pipeline.scheme import with_pipeline
 from parallel.schemes.autotp import AUTOTP
 from parallel.schemes.fsp import FSP
 from parallel.schemes.isp import ISP
@@ -25,30 +28,43 @@ from parallel.schemes.mtp import MTP
 from parallel.schemes.tp import TP
 from parallel.schemes.tp_sp import TP_SP
 from reference.case import Case
-
-__all__ = ["COMPOSED", "MODES", "rows_of", "strategy_of"]
+from reference.features import FEATURES
 
 MODES: dict[str, Strategy] = {mode.name: mode for mode in (TP, TP_SP, MTP, MSP, FSP, ISP, AUTOTP)}
 """Value of `mode=` -> the strategy that the other schemes build on."""
-COMPOSED: dict[str, Callable[[Strategy, Case], Strategy]] = {
-    "context parallelism": with_context,
-    "pipeline parallelism": with_pipeline,
-    "data parallelism": with_data_parallelism,
-    "replica parity": with_parity,
-}
-"""Other schemes in the order in which they are applied; each leaves a case alone that has none of its words."""
+HERE = Path(__file__).parent
+Applied = Callable[[Strategy, Case], Strategy]
+
+
+def _modules() -> Iterator[tuple[str, ModuleType]]:
+    """The module of every feature that has one."""
+    for name in FEATURES:
+        if (HERE / f"{name}.py").exists():
+            yield name, import_module(f"parallel.{name}")
+        elif (HERE / name / "scheme.py").exists():
+            yield name, import_module(f"parallel.{name}.scheme")
+
+
+def _features() -> dict[str, Applied]:
+    modules = dict(_modules())
+    order = TopologicalSorter({name: getattr(module, "AFTER", ()) for name, module in modules.items()})
+    return {name: modules[name].applied for name in order.static_order() if name in modules}
+
+
+APPLIED: dict[str, Applied] = _features()
+"""Feature -> what it changes of a strategy, in the order in which they are applied."""
 
 
 def strategy_of(case: Case) -> Strategy:
-    """What the schemes of this case decide together: its mode, then each of the others."""
+    """What mode and features of this case decide together."""
     return _composed(MODES[case.mode], case)
 
 
 @lru_cache(maxsize=16)
 def _composed(strategy: Strategy, case: Case) -> Strategy:
-    """Compose the schemes of a case, once: every tensor needs them."""
-    for composed in COMPOSED.values():
-        strategy = composed(strategy, case)
+    """Apply the features of a case, once: every tensor needs them."""
+    for applied in APPLIED.values():
+        strategy = applied(strategy, case)
     return strategy
 
 

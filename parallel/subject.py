@@ -29,7 +29,8 @@ from parallel.pipeline.prediction import CasePipeline
 from parallel.registry import MODES, rows_of, strategy_of
 from parallel.training.loop import train
 from parallel.variants import deviating
-from reference.case import Case, modes
+from reference.case import Case
+from reference.language import modes
 
 __all__ = ["ParallelSubject", "subject"]
 

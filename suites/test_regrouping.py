@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from harness.running.trials.law_runs import groupings, most_exact
 from harness.subject import own_cases
-from reference.case.modes import MODES
+from reference.language.modes import MODES
 from suites.session.prover import Prover
 
 EXAMPLES = max(1, settings().max_examples // 4)

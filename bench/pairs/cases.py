@@ -8,8 +8,8 @@ from functools import lru_cache
 
 from reference.case import Case, CaseError
 from reference.case.default_cases import NUMBERS, RANKS
-from reference.case.modes import MODES
 from reference.case.repair import Words, words_of
+from reference.language.modes import MODES
 
 __all__ = ["cost", "degenerate", "ranks", "splits", "starts", "total"]
 

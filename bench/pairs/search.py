@@ -15,8 +15,8 @@ from typing import Any
 from bench.pairs.cases import cost, degenerate, ranks, splits, starts, total
 from reference.case import CaseError
 from reference.case.default_cases import NUMBERS, paired_domains
-from reference.case.modes import MODES
 from reference.case.repair import Problem, Words, problem_of, repaired
+from reference.language.modes import MODES
 
 __all__ = ["Search"]
 

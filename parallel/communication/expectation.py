@@ -205,14 +205,15 @@ def _compiled(formula: str) -> tuple[CodeType, tuple[str, ...]]:
 class _Repeated:
     """Which forward calls backward issues once more (recompute=full): those of a layer that is computed again.
 
-    `early_stop` leaves out what ends a unit, unless dropout follows it, whose mask backward needs.
+    `early_stop` leaves out what ends a unit, unless dropout or a feature follows it, which needs it in backward.
     """
 
     def __init__(self, case: Case) -> None:
         self._again = {"": frozenset[int](), "layer": computed_again(case), "core": computed_again(case)}
         if case.recompute == "selective":
             self._again["core"] = frozenset(range(case.layers))
-        self._ends = ends_of_units(case) if case.early_stop and not case.dropout else frozenset[int]()
+        followed = case.dropout or case.layer_shapes
+        self._ends = ends_of_units(case) if case.early_stop and not followed else frozenset[int]()
 
     def __call__(self, row: CallRow, term: CompleteTerm) -> bool:
         first, layer, leaf = [*term.region.split(".", 2), "", ""][:3]

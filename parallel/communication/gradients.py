@@ -56,7 +56,8 @@ def norm(
         return all(axis.name in places[name].axes or axis.rank == 0 for axis in axes)
 
     squares = [gradient.to(dtype).square().sum() for name, gradient in gradients.items() if counts(name)]
-    total = torch.stack(squares).sum()
+    none = next(iter(gradients.values())).new_zeros((), dtype=dtype)  # a rank may hold copies of others' alone
+    total = torch.stack(squares or [none]).sum()
     for axis in axes:
         total = all_reduce(total, axis)
     return total.sqrt()

@@ -33,12 +33,10 @@ from parallel.context.slices import Slices, contiguous, sliced, zigzag
 from parallel.model.strategy import Parts, Strategy
 from reference.case import Case
 
-__all__ = ["with_context"]
 
-
-def with_context(strategy: Strategy, case: Case) -> Strategy:
+def applied(strategy: Strategy, case: Case) -> Strategy:
     """The strategy with the slices and the attention of this case's context ranks; itself without any."""
-    if case.cp == 1:
+    if not case.sliced:
         return strategy
 
     def parts(case: Case, mesh: Mesh, device: torch.device) -> Parts:
@@ -65,7 +63,7 @@ def with_context(strategy: Strategy, case: Case) -> Strategy:
 def _held(case: Case) -> tuple[Tensor, ...]:
     """The places of a row that each context rank holds."""
     order = zigzag if case.cp_slices == "zigzag" else contiguous
-    return order(case.tokens if case.packed else case.seq, case.cp)
+    return order(case.row_tokens, case.cp)
 
 
 def _shares(case: Case, place: Placement) -> Placement:

@@ -28,9 +28,7 @@ from parallel.communication.mesh import axis_size, coordinates
 from parallel.data_parallel.buckets import Bucket
 from parallel.data_parallel.words import (
     REPLICAS,
-    has_words,
     shard_axis,
-    sharing_axes,
     stage_buckets,
     taken_over,
     unit_of,
@@ -42,7 +40,7 @@ from parallel.schedules.pipeline import Kind
 from parallel.schedules.recompute import computed_again, in_backward
 from parallel.schedules.stages import TABLE, Stage, held, pipeline_of, stages
 from reference.case import Case
-from reference.case.modes import MODES
+from reference.language.modes import MODES
 
 __all__ = ["step_rows", "summed_over"]
 
@@ -57,20 +55,20 @@ def summed_over(strategy: Strategy, case: Case, name: str) -> tuple[str, ...]:
 def _summed_over(strategy: Strategy, case: Case, name: str, place: Placement) -> tuple[str, ...]:
     other_data = [*((shard_axis(case), REPLICAS) if case.shard else (case.data_axis,))]
     other_data += [strategy.weight_axis] if strategy.partial(case, name) else []
-    other_data += ["embedding"] if name == TABLE and case.tied and case.pp > 1 else []
+    other_data += ["embedding"] if name == TABLE and case.table_is_copied else []
     return tuple(axis for axis in other_data if axis not in place.axes)
 
 
 def step_rows(strategy: Strategy, case: Case) -> tuple[CallRow, ...]:
     """The calls of a step of the strategy of a case, beside those of its modules."""
     places = _trained(strategy, case)
-    loss_axes = ("dp_cp" if case.cp > 1 else "dp", *(("pp",) if case.pp > 1 else ()))
-    shared, scaled = sharing_axes(case, strategy.weight_axis), 'scaler != "none"'
+    loss_axes = (case.token_axis, *case.pipeline_axes)
+    shared, scaled = (strategy.weight_axis, *strategy.norm_axes), 'scaler != "none"'
     at_once = {strategy.weight_axis: "of partial gradients", "embedding": "of both copies of a tied table"}
-    if not has_words(case):
+    if not case.shares_gradients:
         at_once = {case.data_axis: "of all gradients", **at_once}
     return (
-        *(_unit_rows(case, places) if case.zero >= 2 else _bucket_rows(case, places) if has_words(case) else ()),
+        *(_unit_rows(case, places) if case.zero >= 2 else _bucket_rows(case, places) if case.shares_gradients else ()),
         *(_sum(partial(_by_rank, strategy, places, axis), axis, why) for axis, why in at_once.items()),
         *(_once("all_reduce", "2", "loss and number of tokens", axis, "float64") for axis in loss_axes),
         *(_once("all_reduce max", "1", "infinite gradients", axis, "float32", when=scaled) for axis in shared),
@@ -175,6 +173,7 @@ def _backward_order(case: Case) -> list[str]:
     order = ["head", "final_norm"]
     for layer in reversed(range(case.layers)):
         leaves = [
+            *dict.fromkeys(name.rpartition(".")[0] for name in reversed(case.layer_shapes)),
             *(f"mlp.{name}" for name in reversed(mlp_linears(case))),
             "mlp_norm",
             f"attention.{attention[-1]}",

@@ -71,7 +71,7 @@ def _replicated(strategy: Strategy, case: Case) -> dict[str, Sequence[str]]:
     sharded = case.zero >= 2 or (case.zero == 1 and case.master != "none")
     data: Sequence[str] = ((REPLICAS,) if case.shard else ()) if sharded else strategy.data_axes
     whole = [name for name, place in places.items() if strategy.weight_axis not in place.axes]
-    copied = {"embedding": [TABLE]} if case.tied and case.pp > 1 else {}
+    copied = {"embedding": [TABLE]} if case.table_is_copied else {}
     return {strategy.weight_axis: whole, **{axis: [*places] for axis in data}, **copied}
 
 

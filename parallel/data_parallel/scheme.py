@@ -1,4 +1,4 @@
-"""Data parallelism as a scheme: what its words (`reference.case.data_parallel`) replace of a strategy.
+"""Data parallelism as a scheme: what its words (`reference.features.data_parallel`) replace of a strategy.
 
 Without any of them a strategy is left as it is: one flat sum of all gradients (`parallel.training.step`).
 """
@@ -9,17 +9,23 @@ from dataclasses import replace
 
 from parallel.data_parallel.buffers import Buckets
 from parallel.data_parallel.gathered import Shards
+from parallel.data_parallel.parity import with_parity
 from parallel.data_parallel.scaling import LossScaling
-from parallel.data_parallel.words import has_words, shard_axis
+from parallel.data_parallel.words import shard_axis
 from parallel.model.strategy import Step, Strategy
 from reference.case import Case
 
-__all__ = ["with_data_parallelism"]
+AFTER = ("context", "pipeline")
 
 
-def with_data_parallelism(strategy: Strategy, case: Case) -> Strategy:
+def applied(strategy: Strategy, case: Case) -> Strategy:
+    """The strategy with the gradients, the optimizer and the comparisons of replicas of this case."""
+    return with_parity(_with_shared_gradients(strategy, case), case)
+
+
+def _with_shared_gradients(strategy: Strategy, case: Case) -> Strategy:
     """The strategy with the gradients and the optimizer of this case's data parallelism; itself without any word."""
-    if not has_words(case):
+    if not case.shares_gradients:
         return strategy
 
     def step(case: Case, plain: Step) -> Step:

@@ -11,15 +11,12 @@ from parallel.data_parallel.buckets import Bucket, bucketed
 from parallel.layers.roles import is_column, is_row
 from parallel.schedules.stages import TABLE, Stage
 from reference.case import Case
-from reference.case.data_parallel import WORDS
 from reference.model.parameters import dtype_of
 
 __all__ = [
     "REPLICAS",
     "gradient_dtype",
-    "has_words",
     "shard_axis",
-    "sharing_axes",
     "stage_buckets",
     "taken_over",
     "trained_dtype",
@@ -28,11 +25,6 @@ __all__ = [
 
 REPLICAS = "replica"
 """The mesh axis over which shards are replicated."""
-
-
-def has_words(case: Case) -> bool:
-    """Does a word of data parallelism replace the one flat sum of all gradients?"""
-    return any(getattr(case, word) != plain for word, plain in WORDS.items())
 
 
 def gradient_dtype(case: Case) -> torch.dtype:
@@ -49,13 +41,6 @@ def trained_dtype(case: Case) -> torch.dtype:
 def shard_axis(case: Case) -> str:
     """The mesh axis over which parameters are sharded by rows."""
     return "shard" if case.shard else case.data_axis
-
-
-def sharing_axes(case: Case, weight_axis: str) -> tuple[str, ...]:
-    """The mesh axes over which all gradients together lie: of the weights, of the ranks that share them, and of the
-    pipeline.
-    """
-    return (weight_axis, *((shard_axis(case),) if case.zero else ()), *(("pp",) if case.pp > 1 else ()))
 
 
 def stage_buckets(case: Case, stage: Stage, sizes: Mapping[str, int], ranks: int) -> tuple[Bucket, ...]:

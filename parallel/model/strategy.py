@@ -8,7 +8,7 @@ there), so that every call belongs to the module that needs it. A `Rank` is one 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -39,7 +39,7 @@ def _plain(_case: Case, step: Step) -> Step:
 
 
 def _shares(case: Case) -> Placement:
-    rows, length = (1, case.tokens) if case.packed else (case.batch, case.seq)
+    rows, length = case.rows, case.row_tokens
     return Placement(shape=(rows, case.heads, length, length), cuts=(Cut(axis="tp", dim=1),))
 
 
@@ -50,7 +50,8 @@ class Parts:
     `linear` makes the module of a dotted name ("layers.0.mlp.w1"): hidden states in and inner features out for a
     column linear, the other way round for a row linear. `embedding` takes (tokens [B,S], positions [B,S]), `head`
     takes (hidden states, embedding weight). `loss` gives every token's loss from (logits, labels), both in the
-    strategy's layout. `local` is this rank's part of a delivered micro-batch. `saved_over` is the axis whose ranks
+    strategy's layout. `behind_layer` makes the modules of features, by name, that hidden states pass as they leave a
+    layer. `local` is this rank's part of a delivered micro-batch. `saved_over` is the axis whose ranks
     share the saved inputs of recomputed layers, None where each rank saves them whole.
     """
 
@@ -61,6 +62,7 @@ class Parts:
     core: MaskedCore = core_attention
     exchange: Exchange = direct
     local: Callable[[Delivered], Delivered] = _same
+    behind_layer: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
     saved_over: Axis | None = None
 
 

@@ -6,7 +6,7 @@ layers.{i}.attention_norm, layers.{i}.attention.wqkv ..., final_norm, head. Hidd
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
@@ -33,10 +33,19 @@ class Layer(nn.Module):
     """One block: attention, then MLP, each behind its norm, dropped and added to the hidden states."""
 
     def __init__(
-        self, attention_norm: Norm, attention: Attention, mlp_norm: Norm, mlp: Mlp, name: str, dropout: Dropout
+        self,
+        attention_norm: Norm,
+        attention: Attention,
+        mlp_norm: Norm,
+        mlp: Mlp,
+        name: str,
+        dropout: Dropout,
+        behind: Mapping[str, nn.Module],
     ) -> None:
         super().__init__()
-        self.name, self.dropout = name, dropout
+        self.name, self.dropout, self.behind = name, dropout, tuple(behind)
+        for leaf, module in behind.items():
+            self.add_module(leaf, module)
         self.attention_norm, self.attention = attention_norm, attention
         self.mlp_norm, self.mlp = mlp_norm, mlp
 
@@ -44,6 +53,8 @@ class Layer(nn.Module):
         """Hidden states -> hidden states; `draw` is the step and the micro-batch that they are of."""
         x = x + self._dropped("attention", self.attention(self.attention_norm(x), table, hidden_B1SS, draw), draw)
         y: Tensor = x + self._dropped("mlp", self.mlp(self.mlp_norm(x)), draw)
+        for leaf in self.behind:
+            y = self.get_submodule(leaf)(y)
         return y
 
     def _dropped(self, branch: str, x: Tensor, draw: Draw) -> Tensor:
@@ -144,7 +155,9 @@ def _layer(case: Case, strategy: Strategy, parts: Parts, dropout: Dropout, devic
         dropout,
     )
     mlp = Mlp(case.activation, {leaf: parts.linear(f"{name}.mlp.{leaf}") for leaf in mlp_linears(case)})
-    return Layer(_norm(case, case.hidden, device), attention, _norm(case, case.hidden, device), mlp, name, dropout)
+    behind = {leaf: module() for leaf, module in parts.behind_layer.items()}
+    norms = (_norm(case, case.hidden, device) for _ in range(2))
+    return Layer(next(norms), attention, next(norms), mlp, name, dropout, behind)
 
 
 def _tables(parts: Parts) -> nn.Module:

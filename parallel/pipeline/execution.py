@@ -28,7 +28,6 @@ from parallel.schedules.pipeline import Action, Kind
 from parallel.schedules.stages import pipeline_of
 from parallel.training.step import keeps_logits
 from reference.case import Case
-from reference.case.modes import MODES
 from reference.model.parameters import dtype_of
 
 __all__ = ["BACK", "StageRun", "as_scheduled", "message_shape", "with_channels"]
@@ -42,9 +41,8 @@ _BACK = (Kind.SEND_BACKWARD, Kind.RECV_BACKWARD)
 
 def message_shape(case: Case, *, sequence_dim: int) -> tuple[int, ...]:
     """The shape of one activation on one rank, between two stages."""
-    rows, length = (1, case.tokens) if case.packed else (case.batch, case.seq)
-    length //= case.cp * (case.tp if MODES[case.mode].sequence else 1)
-    return (length, rows, case.hidden) if sequence_dim == 0 else (rows, length, case.hidden)
+    length = case.slice_tokens // case.rows // (case.tp if case.system.sequence else 1)
+    return (length, case.rows, case.hidden) if sequence_dim == 0 else (case.rows, length, case.hidden)
 
 
 def with_channels(rank: Rank) -> Rank:
@@ -117,10 +115,9 @@ class StageRun:
         rank, case = self.rank, self.rank.case
         place = rank.strategy.activation(case, "head")
         assert place is not None
-        sequences = 1 if case.packed else case.batch
-        first = (rank.mesh.axis("dp").rank * case.micro + micro) * sequences
+        first = (rank.mesh.axis("dp").rank * case.micro + micro) * case.rows
         boxes = rank.boxes(rank.strategy.laid_out(logits.detach()), place)
-        return rows(boxes, first=first, total=case.dp * case.micro * sequences)
+        return rows(boxes, first=first, total=case.dp * case.micro * case.rows)
 
     def backward(self, action: Action) -> None:
         """Gradients of a stage's parameters and of what it received, from the gradient of what it sent."""

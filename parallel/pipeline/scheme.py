@@ -18,14 +18,12 @@ from parallel.model.strategy import Rank, Step, Strategy
 from parallel.pipeline.execution import as_scheduled, with_channels
 from parallel.schedules.stages import TABLE, Stage, held
 from reference.case import Case
-from reference.case.modes import MODES
-
-__all__ = ["with_pipeline"]
+from reference.language.modes import MODES
 
 
-def with_pipeline(strategy: Strategy, case: Case) -> Strategy:
+def applied(strategy: Strategy, case: Case) -> Strategy:
     """The strategy on the stages of this case's pipeline; itself on one stage."""
-    if case.pp == 1:
+    if not case.pipeline_axes:
         return strategy
 
     def placements(case: Case) -> dict[str, Placement]:

@@ -26,8 +26,8 @@ from parallel.communication.layout import Box, Coordinates, Placement, pieces, r
 from parallel.randomness.field import indices, kept
 from parallel.randomness.streams import DEFAULT, MODEL_PARALLEL, Streams, seeds
 from reference.case import Case
-from reference.case.modes import MODES
 from reference.checkpoints.stored import steps_before
+from reference.language.modes import MODES
 
 __all__ = ["SHARES", "Draw", "Dropout"]
 
@@ -78,7 +78,7 @@ class Dropout:
         keep = self._mask(site, self.places(site), self.case.dropout, draw)
         if self.sequence_dim == 0:
             keep = keep.transpose(0, 1)
-        kept_share = 1 - self.case.dropout
+        kept_share: float = 1 - self.case.dropout
         if MODES[self.case.mode].gathers_weights:
             dropped: Tensor = _Dropped.apply(x, keep, kept_share)
             return dropped
@@ -89,7 +89,7 @@ class Dropout:
 
         Heads and queries as its core has them, the keys of whole rows.
         """
-        rate = self.case.attention_dropout
+        rate: float = self.case.attention_dropout
         if not rate:
             return None
         return self._mask(f"{site}.{SHARES}", self.places(SHARES), rate, draw).to(dtype) / (1 - rate)

@@ -24,7 +24,7 @@ from parallel.communication.layout import Coordinates, Placement, local_shape, s
 from parallel.randomness.field import indices, standard
 from parallel.randomness.streams import DEFAULT, MODEL_PARALLEL, Streams, seeds
 from reference.case import Case
-from reference.case.modes import MODES
+from reference.language.modes import MODES
 from reference.model.parameters import drawn
 
 __all__ = ["initial", "streams_of"]

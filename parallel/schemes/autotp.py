@@ -103,7 +103,7 @@ def head_held(case: Case) -> Held:
 
 def activation(case: Case, module: str) -> Placement | None:
     """How a module's output [rows of a data rank, seq, width] lies on the axis tp; None for a module unknown here."""
-    rows, length = (1, case.tokens) if case.packed else (case.batch, case.seq)
+    rows, length = case.rows, case.row_tokens
     leaf = module.rpartition(".")[2]
     if module == "head":
         return Placement(shape=(rows, length, case.vocab))
@@ -118,7 +118,7 @@ def activation(case: Case, module: str) -> Placement | None:
 
 def shares(case: Case) -> Placement:
     """How the shares of attention [rows of a data rank, heads, queries, keys] lie: the heads that the ranks hold."""
-    rows, length = (1, case.tokens) if case.packed else (case.batch, case.seq)
+    rows, length = case.rows, case.row_tokens
     held = query_rows(dataclasses.replace(_heads(case), size=1), case.tp)
     return Placement(shape=(rows, case.heads, length, length), cuts=(_cut(held, dim=1),))
 

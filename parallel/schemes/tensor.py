@@ -120,7 +120,7 @@ def _unit(case: Case, module: str) -> int:
 
 def activation(case: Case, module: str, *, sequence_split: bool) -> Placement | None:
     """How a module's output [rows of a data rank, seq, width] lies on the axis tp; None for a module unknown here."""
-    rows, length = (1, case.tokens) if case.packed else (case.batch, case.seq)
+    rows, length = case.rows, case.row_tokens
     leaf = module.rpartition(".")[2]
     if is_column(module):
         width = shapes(case)[f"{module}.weight"][0]

@@ -67,7 +67,7 @@ def activation(case: Case, module: str) -> Placement | None:
 
     Everything is split along the sequence over tp, but the logits that were exchanged or gathered.
     """
-    rows, length = (1, case.tokens) if case.packed else (case.batch, case.seq)
+    rows, length = case.rows, case.row_tokens
     split = Cut(axis="tp", dim=_SEQUENCE)
     if module == "head":
         shape = (rows, length, case.vocab)

@@ -13,10 +13,10 @@ from typing import Any
 from parallel.slicing.errors import SliceError
 from parallel.slicing.families import FAMILIES, Family
 from parallel.slicing.heads import SPARE, Heads
-from reference.case.presets import PRESETS, mlp_width
-from reference.case.rules import LARGEST_SIZE, read
-from reference.case.words import Meaning, described, word
+from reference.case.presets import PRESETS
 from reference.errors import CaseError
+from reference.language.core import mlp_width
+from reference.language.words import LARGEST_SIZE, Meaning, described, read, word
 
 __all__ = ["CONTAINERS", "PATHS", "Sliced"]
 

@@ -28,7 +28,7 @@ from parallel.randomness.initial import initial, streams_of
 from parallel.schedules.stages import held
 from parallel.training.step import PLAIN
 from reference.case import Case
-from reference.case.modes import MODES
+from reference.language.modes import MODES
 from reference.model.parameters import dtype_of
 from reference.training.states import after
 

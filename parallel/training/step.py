@@ -38,8 +38,7 @@ _WEIGHT_DECAY = 0.01
 def one_after_another(rank: Rank, step: int) -> tuple[Tensor, Tensor, tuple[Box, ...] | None]:
     """All micro-batches of a step, each forward and backward: this rank's loss sum, number of tokens and logits."""
     case, strategy = rank.case, rank.strategy
-    sequences = 1 if case.packed else case.batch
-    total = case.dp * case.micro * sequences
+    total = case.dp * case.micro * case.rows
     keep = keeps_logits(rank)
     loss = torch.zeros((), dtype=torch.float64, device=rank.device)
     tokens = torch.zeros_like(loss)
@@ -61,7 +60,7 @@ def one_after_another(rank: Rank, step: int) -> tuple[Tensor, Tensor, tuple[Box,
         tokens += weights.sum()
         place = strategy.activation(case, "head")
         if keep and place is not None:
-            first = (rank.mesh.axis("dp").rank * case.micro + micro) * sequences
+            first = (rank.mesh.axis("dp").rank * case.micro + micro) * case.rows
             boxes += rows(rank.boxes(strategy.laid_out(logits.detach()), place), first=first, total=total)
     return loss, tokens, tuple(boxes) if keep else None
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from reference.case.case import Case
 from reference.case.domains import domains
-from reference.case.modes import MODES
 from reference.case.repair import Problem, Words, problem_of, repaired, words_of
-from reference.case.rules import write
+from reference.language.modes import MODES
+from reference.language.words import write
 
 __all__ = ["FILE", "FIXED", "NUMBERS", "RANKS", "default_cases", "line_of", "lines", "paired_domains", "plain_cases"]
 

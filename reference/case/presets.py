@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from reference.case.modes import mode_of
 from reference.errors import CaseError
-
-__all__ = ["FAMILIES", "FOLLOWS", "PRESETS", "follow", "mlp_width", "resolved"]
+from reference.features import WORDS
+from reference.language.core import mlp_width
 
 _GPT = {"family": "gpt", "norm": "layernorm", "activation": "gelu", "positions": "learned", "bias": True, "tied": True}
 _EVO = {"mode": "mtp", "embedding": "hidden", "delivery": "local"}
@@ -26,11 +25,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", **_LLAMA},
     "opt": _OPT,
 }
-
-
-def mlp_width(hidden: int, ratio: float, multiple_of: int) -> int:
-    """InternEvo's feed-forward width: `int(hidden * ratio)` rounded up to `multiple_of` (FeedForward)."""
-    return -(-int(hidden * ratio) // multiple_of) * multiple_of
 
 
 def _shape(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, seq: int) -> dict[str, int]:
@@ -66,42 +60,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "opt-125m": {**_OPT, **_shape(12, 768, 12, 12, 3072, 50272, 2048)},
 }
 
-FOLLOWS: dict[str, tuple[str, ...]] = {
-    "kv_heads": ("heads",),
-    "ffn": ("hidden", "activation", "family"),
-    "wp": ("mode", "tp"),
-    "embedding": ("mode", "tied", "family"),
-    "head": ("mode",),
-    "delivery": ("mode", "packed"),
-    "loss_scale": ("scaler",),
-}
-"""Follower -> the words that move it when it is not given itself."""
+_FOLLOWERS = {name: field.metadata for name, field in WORDS.items() if field.metadata["follows"]}
+LEADING = frozenset(leader for about in _FOLLOWERS.values() for leader in about["follows"]) | {"family"}
+"""Words that others follow where these are not given."""
+_DEFAULTS = {name: field.default for name, field in WORDS.items()}
 
 
-def follow(follower: str, values: dict[str, Any]) -> Any:
-    """The value a follower takes from the rest of the case. Raises KeyError for a word that follows no other."""
-    mode = mode_of(values)
-    match follower:
-        case "kv_heads":
-            return values["heads"]
-        case "ffn" if values["activation"] == "swiglu":
-            return mlp_width(values["hidden"], 8 / 3, 8)
-        case "ffn":
-            return 4 * values["hidden"]
-        case "wp":
-            return values["tp"] if mode.gathers_weights else 1
-        case "embedding":
-            return "hidden" if "hidden" in mode.embeddings and not values["tied"] else mode.embeddings[0]
-        case "head":
-            return mode.heads[0]
-        case "delivery":
-            return "tensors" if mode.broadcasts and not values["packed"] else "local"
-        case "loss_scale":
-            return {"dynamic": 2.0**32, "static": 1024.0}.get(values["scaler"], 1.0)
-    raise KeyError(follower)
-
-
-def resolved(words: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def resolved(words: Mapping[str, Any]) -> dict[str, Any]:
     """All values of a case from the words given: preset, then family, then the words, then what follows from them.
 
     Raises CaseError for an unknown preset or family.
@@ -109,14 +74,14 @@ def resolved(words: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str,
     preset = str(words.get("preset", "tiny-gpt"))
     if preset not in PRESETS:
         raise CaseError("preset", preset, "must be a known preset", " ".join(PRESETS))
-    values: dict[str, Any] = {**defaults, **PRESETS[preset], "preset": preset}
+    values: dict[str, Any] = {**_DEFAULTS, **PRESETS[preset], "preset": preset}
     family = str(words.get("family", values["family"]))
     if family not in FAMILIES:
         raise CaseError("family", family, "must be a known family", " ".join(FAMILIES))
     if family != values["family"]:
         values |= FAMILIES[family]
     values |= words
-    for follower, leaders in FOLLOWS.items():
-        if follower not in words and any(leader in words for leader in leaders):
-            values[follower] = follow(follower, values)
+    for follower, about in _FOLLOWERS.items():
+        if follower not in words and any(leader in words for leader in about["follows"]):
+            values[follower] = about["value"](values)
     return values

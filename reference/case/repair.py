@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from reference.case.case import Case, CaseError
-from reference.case.rules import write
+from reference.case.case import Case
+from reference.errors import CaseError
+from reference.language.words import write
 
 __all__ = ["Words", "problem_of", "repaired", "words_of"]
 

@@ -148,7 +148,7 @@ class _Written:
 
 def _written(case: Case, number: int) -> tuple[list[int], _Written]:
     """The text of micro-batch `number` of the run, a stretch for every full row or one, and its tokens written out."""
-    count, length = (case.batch, case.seq) if _has_rows(case) else (1, case.tokens)
+    count, length = (case.batch, case.seq) if case.full_rows else (1, case.tokens)
     stream, text, ends = stream_of(case), list[int](), list[bool]()
     size = len(stream.ids)
     for window in range(number * count, (number + 1) * count):
@@ -157,17 +157,12 @@ def _written(case: Case, number: int) -> tuple[list[int], _Written]:
         text += stream.ids[places].tolist()
         ends += stream.is_end[places].tolist()
     whole = [(0, len(text))]
-    form = _full_rows if _has_rows(case) else _packed if case.packed else _a_sentence_a_row
-    for spans in (whole if _has_rows(case) else _spans(ends), whole):
+    form = _full_rows if case.full_rows else _packed if case.packed else _a_sentence_a_row
+    for spans in (whole if case.full_rows else _spans(ends), whole):
         written = form(case, spans)
         if any(place >= 0 and text[place] >= 0 for place in written.labels):
             return text, written
     return [abs(token) for token in text], written
-
-
-def _has_rows(case: Case) -> bool:
-    """Whether rows are text from end to end."""
-    return not case.packed and case.family not in ("internlm2", "llama")
 
 
 def _full_rows(case: Case, spans: list[tuple[int, int]]) -> _Written:
@@ -226,7 +221,7 @@ def _counted(case: Case, read: Rows) -> Pairs:
         ),
     }
     of_step = [int(where.sum()) for (step, _, _), where in counts.items() if step == 0]
-    if _has_rows(case) and not case.data and case.tokens >= 2 * len(of_step) + 2:
+    if case.full_rows and not case.data and case.tokens >= 2 * len(of_step) + 2:
         pairs["different counts of tokens in step 0"] = _numbers(len(set(of_step)), len(of_step))
     edges = _edge_ids(case)
     if not case.data and sum(of_step) >= 4 * len(shard_edges(case)):

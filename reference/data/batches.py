@@ -165,19 +165,14 @@ def _mixed_in(case: Case, step: int) -> dict[int, _Edges]:
 def _window(case: Case, step: int, number: int) -> tuple[Tensor, Tensor]:
     """The text of micro-batch `number` of a step and where sentences end: [B, S + 1] for full rows, else [1, T + 1]."""
     number += step * case.micro * case.dp
-    if _has_full_rows(case):
+    if case.full_rows:
         return stream_of(case).windows(number * case.batch, case.batch, case.seq)
     return stream_of(case).windows(number, 1, case.tokens)
 
 
-def _has_full_rows(case: Case) -> bool:
-    """Whether every row is text from end to end: Megatron's models, unpacked."""
-    return not case.packed and case.family not in ("internlm2", "llama")
-
-
 def _rows(case: Case, window: Tensor, is_end: Tensor) -> _Rows:
     """A window in this case's form: packed, a sentence a row, or full rows."""
-    if _has_full_rows(case):
+    if case.full_rows:
         window = window if int(window[:, 1:].max()) >= 0 else window.abs()
         return _Rows(tokens=window[:, :-1].abs(), labels=window[:, 1:], positions=_places(case), cu_seqlens=None)
     text = window[0]

@@ -7,34 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from reference.case import Case
-from reference.case.recompute import WORDS as RECOMPUTE
 from reference.data.edges import shard_edges
 from reference.errors import CaseError
+from reference.features import WORDS
 
 __all__ = ["SPLIT", "dense_case"]
 
 SPLIT: Mapping[str, Any] = {
-    "preset": "tiny-gpt",
-    "mode": "tp",
-    "tp": 1,
-    "wp": 1,
-    "delivery": "local",
-    "attention_mask": True,
-    "embedding": "vocab",
-    "head": "parallel",
-    "cross_entropy": "unfused",
-    "fuse_weights": False,
-    "recompute": "none",
-    **RECOMPUTE,
-    "overlap": True,
-    "zero": 0,
-    "bucket": 0,
-    "shard": 0,
-    "no_sync": False,
-    "prefetch": False,
-    "wgrad": "plain",
-    "parity": 0,
-    "grad_dtype": "model",
+    word: field.metadata["dense"] for word, field in WORDS.items() if field.metadata["dense"] is not None
 }
 """Words that say how the work is split, each with a value that goes with every other word."""
 

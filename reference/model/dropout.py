@@ -25,7 +25,7 @@ SHARES = "shares"
 
 def sites(case: Case) -> dict[str, tuple[int, ...]]:
     """Every site of the case that drops something, with the shape of one sample, in the order of the forward pass."""
-    length = case.tokens if case.packed else case.seq
+    length = case.row_tokens
     hidden, shares = (length, case.hidden), (case.heads, length, length)
     found: dict[str, tuple[int, ...]] = {"embedding": hidden}
     for layer in range(case.layers):
@@ -39,7 +39,8 @@ def sites(case: Case) -> dict[str, tuple[int, ...]]:
 
 def rate_of(case: Case, site: str) -> float:
     """The share that is dropped there."""
-    return case.attention_dropout if site.endswith(f".{SHARES}") else case.dropout
+    rate: float = case.attention_dropout if site.endswith(f".{SHARES}") else case.dropout
+    return rate
 
 
 def mask(case: Case, batch: Batch, site: str) -> Tensor | None:
@@ -63,7 +64,7 @@ def mask(case: Case, batch: Batch, site: str) -> Tensor | None:
 
 def masks(case: Case) -> dict[str, Tensor]:
     """`mask/<step>/<site>`: bool [samples of a step, *shape of a sample], of the field."""
-    samples = range(case.dp * case.micro * (1 if case.packed else case.batch))
+    samples = range(case.dp * case.micro * case.rows)
     return {
         f"mask/{step}/{site}": _of_field(case, site, step, samples)
         for step in range(case.steps)

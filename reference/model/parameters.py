@@ -46,7 +46,7 @@ def _shapes(case: Case) -> dict[str, Shape]:
     if case.positions == "learned":
         found["embedding.positions.weight"] = (case.seq, case.hidden)
     for layer in range(case.layers):
-        found |= {f"layers.{layer}.{name}": shape for name, shape in _block(case).items()}
+        found |= {f"layers.{layer}.{name}": shape for name, shape in (_block(case) | case.layer_shapes).items()}
     found |= _norm(case, "final_norm", case.hidden)
     if not case.tied:
         found["head.weight"] = (case.vocab, case.hidden)

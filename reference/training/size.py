@@ -6,10 +6,11 @@ Counts are elements of tensors, none of which is made; they are lower bounds, ex
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from reference.case import Case
-from reference.case.pipeline import WORDS as PIPELINE_WORDS
-from reference.case.recompute import WORDS as RECOMPUTE_WORDS
+from reference.features import FEATURES
+from reference.language.words import declared
 from reference.model.parameters import shapes
 
 __all__ = ["culprit", "first_batch", "parts"]
@@ -23,10 +24,9 @@ _SIZES = ("layers", "seq", "batch", "micro", "steps", "dp", "vocab", "ffn", "hid
 
 def parts(case: Case) -> dict[str, int]:
     """Elements of the dense model by what they are."""
-    rows, length = (1, case.tokens) if case.packed else (case.batch, case.seq)
     return {
         "weights and gradients": _COPIES * _weights(case),
-        "attention": case.layers * rows * case.heads * length**2,
+        "attention": case.layers * case.rows * case.heads * case.row_tokens**2,
         "logits": case.tokens * case.vocab,
         "data": _FIELDS * case.steps * case.micro * case.dp * case.tokens,
     }
@@ -54,6 +54,9 @@ def culprit(case: Case, limit: int) -> tuple[str, int] | None:
 
 def _weights(case: Case) -> int:
     """Elements of all weights: every layer has as many as the second one."""
-    plain = {"pp": 1, "variant": "", "recompute": "none", **PIPELINE_WORDS, **RECOMPUTE_WORDS}
+    plain: dict[str, Any] = {
+        word: field.default for owner in FEATURES.values() for word, field in declared(owner).items()
+    }
+    plain |= {"variant": "", "optimizer": "sgd"}  # no rule of a feature refuses other numbers of layers
     one, two = (sum(map(math.prod, shapes(case.but(layers=layers, **plain)).values())) for layers in (1, 2))
     return one + (case.layers - 1) * (two - one)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from reference.case import Case
-from reference.case.modes import MODES
+from reference.language.modes import MODES
 from reference.model import layers
 from reference.model.decoder import Arithmetic
 from reference.training.activations import observe
@@ -33,7 +33,7 @@ def exchanged(case: Case, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         "flat_dim.joined": _both_ways(parts, _joined_tokens, _joined_heads),
         "flat_dim.cut": _both_ways(parts, _cut_heads, _cut_tokens),
     }
-    if case.batch > 1 and not case.packed:
+    if case.rows > 1:
         readings["transposed.q"] = _rows_mixed
     if case.kv_heads < parts:
         readings["kv_alone"] = _one_copy(parts)

@@ -27,7 +27,7 @@ _Attention = Callable[..., Tensor]
 
 def masks(case: Case) -> dict[str, _Attention]:
     """Reading -> attention whose mask takes queries or keys of the slices for other places; {} without slices."""
-    if case.cp == 1:
+    if not case.sliced:
         return {}
     row, own, gathered = _places(case)
     readings = {
@@ -42,12 +42,12 @@ def masks(case: Case) -> dict[str, _Attention]:
 
 def other_positions(case: Case) -> dict[str, Feed]:
     """Reading -> data whose tokens have positions of other places of their row."""
-    if case.cp == 1:
+    if not case.sliced:
         return {}
     _, own, gathered = _places(case)
     readings = {"in_the_slice": own, "in_the_order_of_the_ranks": gathered}
     if case.cp_slices != "zigzag":
-        readings["of_zigzag_slices"] = torch.cat(_held(case, zigzag=True))
+        readings["of_zigzag_slices"] = torch.cat(_held(case.but(cp_slices="zigzag")))
     return {f"slice_places.positions_{reading}": _at(places) for reading, places in readings.items()}
 
 
@@ -56,24 +56,20 @@ def other_labels(case: Case) -> dict[str, Feed]:
 
     Tokens without a label stay so.
     """
-    if case.cp == 1:
+    if not case.sliced:
         return {}
-    slices = _held(case, zigzag=case.cp_slices == "zigzag")
+    slices = _held(case)
     return {f"slice_labels.last_{last}": _shifted(slices, last) for last in _LAST}
 
 
-def _held(case: Case, *, zigzag: bool) -> list[Tensor]:
+def _held(case: Case) -> list[Tensor]:
     """The places in the row of every context rank's tokens, in the order in which it holds them."""
-    row = torch.arange(case.tokens if case.packed else case.seq)
-    if not zigzag:
-        return list(row.tensor_split(case.cp))
-    chunks = row.tensor_split(2 * case.cp)
-    return [torch.cat((chunks[rank], chunks[-1 - rank])) for rank in range(case.cp)]
+    return [torch.cat([torch.arange(run.start, run.stop) for run in runs]) for runs in case.slices]
 
 
 def _places(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     """Of every token of a row: its place there, in its slice, and in all slices end to end."""
-    slices = _held(case, zigzag=case.cp_slices == "zigzag")
+    slices = _held(case)
     back = torch.cat(slices).argsort()
     own = torch.cat([torch.arange(len(one)) for one in slices])
     return torch.arange(len(back)), own[back], back

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
-from reference.case.modes import MODES
+from reference.language.modes import MODES
 
 __all__ = ["rows"]
 

@@ -15,13 +15,13 @@ from typing import Any
 from hypothesis import strategies as st
 
 from harness.engines.faults.races import Schedule
-from parallel.schedules.stages import held
 from reference.case import Case, CaseError
-from reference.case.context import METHODS, ORDERS
-from reference.case.modes import MODES
-from reference.case.pipeline import SCHEDULES
-from reference.case.randomness import INITIAL, SOURCES
-from reference.case.recompute import METHODS as RECOMPUTE_METHODS
+from reference.case.domains import domains
+from reference.case.repair import repaired, words_of
+from reference.features import FEATURES
+from reference.language.core import Core
+from reference.language.modes import MODES
+from reference.language.words import declared
 
 __all__ = ["NOT_DRAWN", "WORLDS", "cases", "every_word", "meshes", "schedules"]
 
@@ -39,6 +39,15 @@ NOT_DRAWN = {
 WORLDS = (2, 3, 4, 6)
 """World sizes that a suite draws from unless `--worlds` says otherwise."""
 
+_DOMAINS: Mapping[str, Sequence[Any]] = {
+    **domains(),
+    "wp": (1, 2, 3, 4, 6),
+    "micro": (1, 2, 3, 4, 5, 6),
+    "group": (0, 2, 3, 4),
+    "recompute_layers": (1, 2, 3, 4),
+    "shard": (0, 1, 2),
+}
+"""The values that are drawn, or that a rule may propose instead."""
 _NONE: Mapping[str, bool] = MappingProxyType({})
 _RARELY = (False, False, False, True)
 _STEPS = ((2,) * 9 + (1,) * 7 + (3,) * 5 + (4, 5, 6, 7, 8)) * 2 + (20,)
@@ -112,112 +121,36 @@ def every_word(draw: st.DrawFn, /, mode: str, worlds: Sequence[int] = WORLDS, **
     if steps > 8:
         words["layers"] = 1
     case = draw(cases(mode, worlds, **{**words, **fixed}))
-    case = draw(_context(case))
-    case = draw(_pipeline(case)) if MODES[mode].stages else case
-    case = case.but(**draw(_recompute(case))) if case.recompute == "full" else case
-    case = case.but(parity=draw(st.sampled_from((0, 1, 2)), label="parity"))
-    case = case.but(**draw(_data_parallel(case))) if MODES[mode].data_parallel else case
-    case = case.but(**draw(_randomness(case)))
-    orders = ["dp-cp-tp", "cp-tp-dp"] if case.pp == 1 else ["dp-cp-tp-pp", "pp-cp-tp-dp"]
-    if case.pp > 1 and MODES[case.mode].gathers_weights:
-        del orders[1]
-    return case.but(order=draw(st.sampled_from((case.order, *orders)), label="order"))
-
-
-@st.composite
-def _context(draw: st.DrawFn, /, case: Case) -> Case:
-    """The case, or one whose ranks of one axis are context ranks instead, by any method that its heads allow."""
-    axis = draw(st.sampled_from(("", "dp", "tp")), label="axis whose ranks are context ranks")
-    cp = case.axis_sizes.get(axis, 1)
-    if cp == 1 or MODES[case.mode].uneven:
-        return case
-    tp, dp = (1, case.dp) if axis == "tp" else (case.tp, 1)
-    wp = math.gcd(case.wp, tp * dp)
-    words: dict[str, Any] = {"tp": tp, "dp": dp, "wp": wp, "cp": cp, "metric": False}
-    words["cp_slices"] = draw(st.sampled_from(ORDERS), label="cp_slices")
-    words["seq"] = 2 * cp * draw(st.integers(1, 2)) * (tp if MODES[case.mode].sequence else 1)
-    legal = []
-    for method in METHODS:
-        inner = 2 if method == "alltoall-ring" else 1
-        try:
-            legal.append(case.but(**words, cp_comm=method, cp_inner=inner))
-        except CaseError:
-            continue  # an exchange that its heads do not allow
-    rare = [one for one in legal if one.cp_inner > 1]  # few ranks and heads allow it
-    return draw(st.sampled_from([*legal, *rare, *rare]), label="cp_comm")
-
-
-@st.composite
-def _pipeline(draw: st.DrawFn, /, case: Case) -> Case:
-    """The case, or one whose ranks of one axis are pipeline stages instead, with as few layers as they need."""
-    axis = draw(st.sampled_from(("", "dp", "tp")), label="axis whose ranks are pipeline stages")
-    pp = case.axis_sizes.get(axis, 1)
-    if pp == 1:
-        return case
-    schedule = draw(st.sampled_from(SCHEDULES[: 3 if pp < 4 and case.steps <= 3 else 2]), label="schedule")
-    words: dict[str, Any] = {axis: 1, "pp": pp, "schedule": schedule}
-    words["wp"] = math.gcd(case.wp, case.tp * case.dp // pp)
-    words["chunks"] = chunks = 2 if schedule == "interleaved" else 1
-    ends = {key: chunks * draw(st.integers(0, 2), label=key) for key in ("first_layers", "last_layers")}
-    between = pp - sum(map(bool, ends.values()))
-    words |= {"layers": sum(ends.values()) + chunks * between, **ends}
-    if schedule == "interleaved":
-        words["micro"] = micro = pp + draw(st.sampled_from((0, pp, 1)), label="micro-batches more than stages")
-        groups = [size for size in range(pp, micro + 1) if micro % size == 0 or micro % size >= pp]
-        words["group"] = draw(st.sampled_from(groups), label="group")
+    for owner in sorted(FEATURES.values(), key=lambda owner: not _axes(owner)):
+        case = draw(_with_feature(case, owner, fixed))
+    order = "-".join(draw(st.permutations([*case.mesh]), label="order"))
     try:
-        return case.but(**words)
+        return case.but(order=order)
     except CaseError:
-        return case  # more heads on a rank than its context ranks can exchange
+        return case  # weights are split over neighbouring ranks
 
 
 @st.composite
-def _recompute(draw: st.DrawFn, /, case: Case) -> dict[str, Any]:
-    """Which layers are computed again, in which units, and what is saved of them."""
-    words: dict[str, Any] = {"recompute_method": draw(st.sampled_from(RECOMPUTE_METHODS), label="recompute_method")}
-    layers = math.gcd(*(len(stage.layers) for rank in range(case.pp) for stage in held(case, rank)))
-    units = [size for size in range(1, layers + 1) if layers % size == 0]
-    if words["recompute_method"] == "block":
-        units = [1, 2, 4]
-    elif MODES[case.mode].gathers_weights:
-        units = [1]
-    words["recompute_layers"] = draw(st.sampled_from(units), label="recompute_layers")
-    if not MODES[case.mode].sequence and not MODES[case.mode].uneven:
-        words["distribute_saved"] = draw(st.booleans(), label="distribute_saved")
-    return words | {"early_stop": draw(st.booleans(), label="early_stop")}
-
-
-@st.composite
-def _randomness(draw: st.DrawFn, /, case: Case) -> dict[str, Any]:
-    """Dropout in some cases, by a field or by streams of the ranks, and who draws the initial values."""
+def _with_feature(draw: st.DrawFn, /, case: Case, owner: type[Core], fixed: Mapping[str, Any]) -> Case:
+    """The case with drawn words of a feature, others changed as the rules propose; with fewer of them, or as it is,
+    where that makes none. The axis of a feature has the ranks of another axis, so that their number stays.
+    """
     words: dict[str, Any] = {}
-    for key in ("dropout", "attention_dropout"):
-        words[key] = draw(st.sampled_from((0.0, 0.0, 0.1, 0.3)), label=key)
-    if any(words.values()):
-        words["random"] = draw(st.sampled_from(SOURCES), label="random")
-    by_ranks = case.mode != "autotp" and not (case.pp > 1 and case.tied)
-    words["init"] = draw(st.sampled_from([one for one in INITIAL if by_ranks or one != "shard"]), label="init")
-    return words
+    for axis in _axes(owner):
+        other = draw(st.sampled_from(("", "dp", "tp")), label=f"axis whose ranks are {axis} ranks")
+        words |= {other: 1, axis: case.mesh[other]} if other else {}
+    free = [word for word in declared(owner) if word not in (*case.mesh, *fixed, *NOT_DRAWN)]
+    drawn = {word: draw(st.sampled_from(_DOMAINS[word]), label=word) for word in free}
+    kept = {word: getattr(case, word) for word in (*case.mesh, "mode", "steps", "dtype", *fixed)}
+    for more in (drawn, {}):
+        found = repaired({**words_of(case), **more}, {**kept, **words}, _DOMAINS)
+        if found or not words:
+            break
+    return Case(**found) if found else case
 
 
-@st.composite
-def _data_parallel(draw: st.DrawFn, /, case: Case) -> dict[str, Any]:
-    """What data ranks share, in which buckets and in which dtype."""
-    gathers = MODES[case.mode].gathers_weights
-    words: dict[str, Any] = {"zero": draw(st.sampled_from((0, 1) if gathers else (0, 1, 2, 3)), label="zero")}
-    if words["zero"] < 2:
-        words["bucket"] = draw(st.sampled_from((0,) if case.fuse_weights else (0, 300, 2000)), label="bucket")
-        words["wgrad"] = draw(st.sampled_from(("plain",) if gathers else ("plain", "fused", "deferred")), label="wgrad")
-    else:
-        shards = [0, *(size for size in range(1, case.dp + 1) if case.dp % size == 0 and case.cp == 1)]
-        words["shard"] = draw(st.sampled_from(shards), label="shard")
-        words["no_sync"] = case.pp > 1 or draw(st.booleans(), label="no_sync")
-        words["prefetch"] = draw(st.booleans(), label="prefetch")
-    if case.dtype in ("bfloat16", "float16"):
-        words["master"] = draw(st.sampled_from(("none", "float32")), label="master")
-        if words["master"] == "float32":
-            words["grad_dtype"] = draw(st.sampled_from(("model", "float32")), label="grad_dtype")
-    return words
+def _axes(owner: type[Core]) -> list[str]:
+    return [word for word, field in declared(owner).items() if field.metadata["axis"]]
 
 
 @st.composite

@@ -16,7 +16,7 @@ from bugs.planting import Subject, planted, planted_everywhere
 from bugs.record import Bug, Change, Words
 from reference.case import Case
 from reference.case.conditions import broken
-from reference.case.modes import MODES
+from reference.language.modes import MODES
 
 __all__ = ["EVERY", "GROUPS", "OURS", "SPLIT", "TENSOR", "WHOLE", "Change", "Mutant", "Words", "everywhere", "holds"]
 

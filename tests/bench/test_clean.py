@@ -17,8 +17,7 @@ from torch import Tensor
 from bench.clean import Part, campaign, cases_of, main
 from parallel.subject import subject as right
 from reference.case import Case
-from reference.case.modes import MODES
-from reference.case.rules import legal_words
+from reference.language.modes import MODES
 from suites.drawing.sizes import HIDDEN, TOKENS, large
 from suites.drawing.strategies import NOT_DRAWN, every_word
 
@@ -125,6 +124,6 @@ def test_every_word_of_the_case_language_is_drawn_or_left_out_for_a_reason() -> 
 
     draw()
     assert {word for word, values in drawn.items() if len(values) == 1} == set(NOT_DRAWN)
-    for word, legal in legal_words().items():
+    for word, legal in Case.legal_words().items():
         assert word in NOT_DRAWN or drawn[word] == set(legal), word
     assert {1.0, 0.1} <= drawn["lr"] and {0.0, 1.0} <= drawn["clip"] and {1, 2, 3, 20} <= drawn["steps"]

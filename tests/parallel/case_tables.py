@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reference.case.context import METHODS, ORDERS
-from reference.case.modes import MODES
+from reference.case import Case
+from reference.language.modes import MODES
+
+METHODS, ORDERS = (Case.legal_words()[word] for word in ("cp_comm", "cp_slices"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from harness.checking.checks import CHECKS
 from harness.diagnosing.rules.causes import CAUSES
 from harness.ledger import PHASES
 from reference.case import Case
-from reference.case.modes import MODES
+from reference.language.modes import MODES
 from suites.mutants.catalogue import FAMILIES, HELD_BACK, MUTANTS, VARIANT_ROWS, of_file
 from suites.mutants.draws import drawn, showing, work
 from suites.mutants.mutant import Change, Mutant, holds

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from reference.case.modes import MODES
+from reference.language.modes import MODES
 from suites.drawing.pairwise import rows
 from suites.drawing.strategies import cases
 from suites.session.prover import Prover

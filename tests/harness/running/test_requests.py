@@ -11,7 +11,7 @@ import torch
 
 from harness.subject import named
 from parallel.subject import subject
-from reference.case.modes import MODES
+from reference.language.modes import MODES
 from reports.commands import cli
 from reports.options import request as request_command
 from tests.harness.command_line import ONE, TOY, CommandLine

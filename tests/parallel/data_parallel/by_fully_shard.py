@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from parallel.communication.expectation import CompleteTerm
 from parallel.communication.layout import Cut
 from parallel.communication.mesh import Mesh
-from parallel.data_parallel.scheme import with_data_parallelism
+from parallel.data_parallel.scheme import applied
 from parallel.model.strategy import Rank, Step, Value
 from parallel.pipeline.execution import StageRun, as_scheduled, with_channels
 from parallel.registry import MODES, strategy_of
@@ -79,7 +79,7 @@ def _handed(rank: Rank) -> None:
 
 
 def _step(case: Case, plain: Step) -> Step:
-    made = with_data_parallelism(MODES[case.mode], case).step(case, plain)
+    made = applied(MODES[case.mode], case).step(case, plain)
     scheduled = partial(as_scheduled, by=_Stages) if case.pp > 1 else made.schedule
     return replace(
         made,

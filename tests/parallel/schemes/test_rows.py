@@ -110,7 +110,7 @@ def test_hops_of_a_ring_by_hand() -> None:
 def test_the_example_of_a_row_in_the_docs_is_a_scheme_that_is_tested() -> None:
     page = (ROOT / "docs/design.md").read_text()
     source = (ROOT / "tests/parallel/schemes/toy_scheme.py").read_text()
-    example = page.split("```python\n")[1].split("```")[0]
+    example = page.split("## Add a call")[1].split("```python\n")[1].split("```")[0]
     assert "CallRow(" in example and example.strip() in source
     assert toy_scheme.HEARTBEAT in toy_scheme.TOY.rows
 

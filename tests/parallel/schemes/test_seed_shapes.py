@@ -33,7 +33,7 @@ from parallel.layers.attention import Attention, Core
 from parallel.registry import MODES
 from parallel.training.loop import set_up
 from reference.case import Case
-from reference.case.presets import mlp_width
+from reference.language.core import mlp_width
 from tests.parallel.ranks import CPU, on_ranks
 
 Shape = tuple[int, ...]

@@ -13,8 +13,9 @@ from harness.running.proof import prove
 from harness.subject import named
 from parallel import registry
 from parallel.subject import subject
-from reference.case import Case, modes
+from reference.case import Case
 from reference.case.default_cases import default_cases
+from reference.language import modes
 from reports.commands import cli
 from suites.killing.matrix import disturbed
 from suites.mutants.mutant import OURS

@@ -11,9 +11,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from reference.case import Case, CaseError
-from reference.case.modes import MODES
-from reference.case.presets import PRESETS, mlp_width
+from reference.case.presets import PRESETS
 from reference.case.variants import VARIANTS, lack
+from reference.language.core import mlp_width
+from reference.language.modes import MODES
 from suites.drawing.strategies import cases
 
 

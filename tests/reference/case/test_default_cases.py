@@ -13,8 +13,8 @@ import pytest
 from reference.case import Case, CaseError
 from reference.case.default_cases import FIXED, NUMBERS, RANKS, default_cases, line_of, lines, paired_domains
 from reference.case.domains import domains
-from reference.case.modes import MODES
 from reference.case.repair import repaired, words_of
+from reference.language.modes import MODES
 
 Level = tuple[str, object]
 Pair = frozenset[Level]

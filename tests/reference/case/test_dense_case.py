@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reference.case import Case
-from reference.case.modes import MODES
+from reference.language.modes import MODES
 from reference.model import dense_case as module
 from reference.model.dense_case import SPLIT, dense_case
 from reference.training.subject import true_activations, truth

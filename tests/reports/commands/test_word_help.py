@@ -9,7 +9,7 @@ import pytest
 from harness.terms import Term
 from parallel.slicing.words import Sliced
 from reference.case import Case, CaseError
-from reference.case.words import Meaning
+from reference.language.words import Meaning
 from reports.commands import word_help
 from reports.printing.calls import calls_table
 from tests import ROOT

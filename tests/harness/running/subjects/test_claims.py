@@ -9,7 +9,7 @@ import pytest
 
 from harness.errors import RequestError
 from harness.subject import claims, named
-from reference.case.modes import MODES
+from reference.language.modes import MODES
 
 
 def that(**attributes: object) -> Callable[..., Mapping[str, Any]]:

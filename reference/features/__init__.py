@@ -1,0 +1,71 @@
+"""The features of a case, found by name: every file of this folder is one, and no list names them. No torch.
+
+A file has one class, which extends `Core`: its words, each with default, meaning and legal values
+(`reference.language.words.word`), `problems`, and what it changes of the facts of a case (`layout`, `axes`,
+`data_axis`, ...), each beginning with `super()`. What an implementation does for a feature has the same name in
+`parallel` (`parallel.registry`).
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Iterable
+from importlib import import_module
+from typing import Any
+
+from reference.language.core import Core
+from reference.language.words import Field, declared, word
+
+_UNUSED = {"ep": 30}
+"""Axes that an order of Megatron-Core may name, of one rank where no feature has them, with their places."""
+
+
+def _found() -> dict[str, type[Core]]:
+    modules = (import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__))
+    return {
+        module.__name__.rpartition(".")[2]: cls
+        for module in modules
+        for cls in vars(module).values()
+        if isinstance(cls, type) and issubclass(cls, Core) and cls.__module__ == module.__name__
+    }
+
+
+def _words(owners: Iterable[type[Core]]) -> dict[str, Field]:
+    """The words of all of these, each behind the one that it names or that is declared before it."""
+    names, fields = list[str](), dict[str, Field]()
+    for owner in owners:
+        before = ""
+        for name, field in declared(owner).items():
+            before = field.metadata["after"] or before
+            names.insert(names.index(before) + 1 if before else len(names), name)
+            fields[name], before = field, name
+    return {name: fields[name] for name in names}
+
+
+def _order(words: dict[str, Field], names: tuple[str, ...]) -> Field:
+    """The word `order` over these axes: its default has the fastest first, its other value tp and dp exchanged."""
+    about = words["order"].metadata
+    swapped = {"tp": "dp", "dp": "tp"}
+    other = [swapped.get(name, name) for name in names if name not in _UNUSED]
+    made: Any = word(
+        "-".join(names),
+        about["meaning"],
+        legal=f"{' '.join(names)}{about['legal']}",
+        domain=("-".join(names), "-".join(other)),
+    )
+    field: Field = made
+    return field
+
+
+def _axes(words: dict[str, Field]) -> tuple[str, ...]:
+    places = {name: field.metadata["axis"] for name, field in words.items() if field.metadata["axis"]}
+    return tuple(sorted({**_UNUSED, **places}, key=lambda name: {**_UNUSED, **places}[name]))
+
+
+FEATURES: dict[str, type[Core]] = _found()
+"""Name -> what the feature adds to a case."""
+_DECLARED = _words((Core, *FEATURES.values()))
+ORDER_NAMES = _axes(_DECLARED)
+"""Every axis that the word `order` may name, the fastest of the default order first."""
+WORDS: dict[str, Field] = {**_DECLARED, "order": _order(_DECLARED, ORDER_NAMES)}
+"""Every word of the case language, in the order in which a case is printed."""

@@ -1,0 +1,88 @@
+"""Recomputation: what backward computes again instead of saving it. Its words and what makes them legal.
+
+Sources: Megatron-Core 0.16.1 `TransformerConfig`, which refuses to distribute inputs that are split already, and whose
+uniform method fails on layers that are no whole number of units (around.md 16).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from reference.errors import CaseError
+from reference.language.core import Core
+from reference.language.modes import whose
+from reference.language.words import Problem, not_default, word
+
+
+class Recompute(Core):
+    """A case whose backward may compute some activations again; by default every layer alone, all of it."""
+
+    recompute: str = word(
+        "none",
+        "what backward computes again: nothing, the attention core, whole layers",
+        legal=("none", "selective", "full"),
+        after="fuse_weights",
+        dense="none",
+    )
+    recompute_method: str = word(
+        "uniform",
+        "recompute=full: all layers in equal units, or the first of every stage",
+        legal=("uniform", "block"),
+        dense="uniform",
+    )
+    recompute_layers: int = word(
+        1, "layers of a unit (recompute_method=uniform), or of a stage (block)", domain=(1, 2), dense=1
+    )
+    distribute_saved: bool = word(
+        False, "tensor-parallel ranks share the saved inputs of units (mode=tp|mtp)", dense=False
+    )
+    early_stop: bool = word(
+        False, "recompute ends with the last tensor that backward needs (torch's default)", dense=False
+    )
+
+    @property
+    def core_again(self) -> bool:
+        """Does backward compute the attention core again, and nothing else?"""
+        return self.recompute == "selective"
+
+    @property
+    def layers_again(self) -> bool:
+        """Does backward compute layers again?"""
+        return self.recompute == "full"
+
+    @property
+    def repeating_layers(self) -> tuple[int, int]:
+        """How many first layers save other than the rest, and how many of the rest are one unit."""
+        return (self.recompute_layers, 1) if self.recompute_method == "block" else (0, self.recompute_layers)
+
+    def problems(self) -> Iterator[Problem]:
+        """Key, the rule that it breaks and a legal value, of every broken rule."""
+        mode, name, size = self.system, self.mode, self.recompute_layers
+        for key, legal in not_default(Recompute, self) if not self.layers_again else ():
+            if key != "recompute":
+                rule = f"is a form of recompute=full, and recompute={self.recompute} computes no layer again"
+                yield key, rule, legal
+        if self.recompute_method == "uniform":
+            for count in self._layers_of_stages():
+                if count % size:
+                    rule = f"must divide the {count} layers of a stage (recompute_method=uniform)"
+                    yield "recompute_layers", rule, f"recompute_layers={math.gcd(count, size)}"
+            if mode.gathers_weights and size > 1:
+                rule = f"mode={name} shares the gathered weights of one layer between recompute and backward"
+                yield "recompute_layers", f"{rule} (recompute_method=uniform)", "recompute_layers=1"
+        if self.distribute_saved and (mode.sequence or mode.uneven):
+            owners = whose(lambda one: not one.sequence and not one.uneven)
+            rule = "splits them already" if mode.sequence else "has no equal parts of them"
+            yield (
+                "distribute_saved",
+                f"is for hidden states that are whole (mode={owners}); mode={name} {rule}",
+                "distribute_saved=false",
+            )
+
+    def _layers_of_stages(self) -> set[int]:
+        """The numbers of layers of the stages; none for layers that stages cannot share, which another rule refuses."""
+        try:
+            return {layers.stop - layers.start for chunks in self.stage_layers for layers in chunks}  # len() overflows
+        except CaseError:
+            return set()

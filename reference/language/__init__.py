@@ -1,0 +1,7 @@
+"""What every case has, with or without features. It loads no torch.
+
+words   how a word of the case language is declared, read and written
+modes   `MODES`: how a model may be split, one entry for each value of `mode=`
+core    `Core`: the words of model, data and training, and what follows from them
+rules   which of these words are legal, alone and together
+"""

@@ -1,0 +1,242 @@
+"""The core of a case: the words of model, data and training, and what follows from them. Features add theirs.
+
+Sizes count elements: `seq` tokens of a sequence, `batch` sequences of a micro-batch, `micro` micro-batches of a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from reference.groups import Groups, Layout, RankOrder
+from reference.language.modes import MODES, Mode, mode_of
+from reference.language.words import DATA, MODEL, SPLIT, TRAFFIC, TRAINING, Problem, word
+
+if TYPE_CHECKING:
+    from torch import Tensor  # a case is read without torch
+
+
+def mlp_width(hidden: int, ratio: float, multiple_of: int) -> int:
+    """InternEvo's feed-forward width: `int(hidden * ratio)` rounded up to `multiple_of` (FeedForward)."""
+    return -(-int(hidden * ratio) // multiple_of) * multiple_of
+
+
+def _ffn(v: Mapping[str, Any]) -> int:
+    return mlp_width(v["hidden"], 8 / 3, 8) if v["activation"] == "swiglu" else 4 * v["hidden"]
+
+
+def _wp(v: Mapping[str, Any]) -> int:
+    return int(v["tp"]) if mode_of(v).gathers_weights else 1
+
+
+def _embedding(v: Mapping[str, Any]) -> str:
+    embeddings = mode_of(v).embeddings
+    return "hidden" if "hidden" in embeddings and not v["tied"] else embeddings[0]
+
+
+class Core:
+    """The words that every case has. A feature is a class that extends this one (`reference.features`)."""
+
+    order_names: ClassVar[tuple[str, ...]] = ()
+    """Every axis that `order` may name, the fastest of the default order first; given where the features are found."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, word: str) -> Any:
+            """A word of a feature, or what follows from it: features are found by name, when the case is imported."""
+
+    preset: str = word(
+        "tiny-gpt", "a named model; words of the case override its own", domain=(), group=SPLIT, dense="tiny-gpt"
+    )
+    mode: str = word(
+        "tp",
+        "how the work is split: Megatron's tp, tp-sp; InternEvo's mtp, msp, fsp, isp; DeepSpeed's autotp",
+        legal=MODES,
+        dense="tp",
+    )
+    tp: int = word(
+        2, "tensor-parallel ranks; in mode=isp the ranks that split the sequence", domain=(1, 2, 4), axis=10, dense=1
+    )
+    dp: int = word(1, "data-parallel ranks", domain=(1, 2, 4), axis=40)
+    wp: int = word(
+        1,
+        "ranks that split the weights in mode=isp; divides tp*dp",
+        domain=(1, 2, 4),
+        follows=("mode", "tp"),
+        value=_wp,
+        dense=1,
+    )
+    order: str = word(
+        "",
+        "how ranks are numbered: axes, the fastest first (Megatron's rank order)",
+        legal=", each once, joined by -; an axis of one rank may be left out",
+    )
+    family: str = word(
+        "gpt",
+        "architecture: its defaults, how rows of data are filled, whether the vocabulary is padded",
+        legal=("gpt", "internlm2", "opt", "llama"),
+        group=MODEL,
+    )
+    layers: int = word(2, "transformer layers", domain=(1, 2))
+    hidden: int = word(64, "width of the hidden states")
+    heads: int = word(8, "query heads; divides hidden")
+    kv_heads: int = word(
+        2, "key and value heads; divides heads", domain=(8, 12, 2), follows=("heads",), value=lambda v: v["heads"]
+    )
+    activation: str = word(
+        "gelu", "activation of the MLP; swiglu has a gate and an up projection", legal=("gelu", "swiglu", "relu")
+    )
+    ffn: int = word(256, "inner width of the MLP", follows=("hidden", "activation", "family"), value=_ffn)
+    vocab: int = word(509, "tokens of the vocabulary, padding not counted", domain=(512, 509))
+    positions: str = word("learned", "a table of positions, or rotary embedding", legal=("learned", "rope"))
+    norm: str = word("layernorm", "LayerNorm with bias, or RMSNorm", legal=("layernorm", "rmsnorm"))
+    bias: bool = word(True, "linear layers have biases")
+    tied: bool = word(True, "the head shares the weight of the token embedding")
+    qk_norm: bool = word(False, "norms over each query and key head")
+    fuse_qkv: bool = word(True, "one projection for query, key and value")
+    fuse_mlp: bool = word(False, "one projection for gate and up (activation=swiglu)")
+    seq: int = word(32, "tokens of a sequence", group=DATA)
+    batch: int = word(2, "sequences of a micro-batch, on each data rank", domain=(1, 2))
+    micro: int = word(2, "micro-batches of a step", domain=(1, 2, 3))
+    data: str = word(
+        "", "file to read: text, JSONL, Megatron .bin/.idx, InternEvo .bin/.meta", legal="a path, no spaces"
+    )
+    embedding: str = word(
+        "vocab",
+        "the token table is split by rows (vocab) or by columns (hidden), or whole (mode=autotp)",
+        legal=("vocab", "hidden", "whole"),
+        group=TRAFFIC,
+        follows=("mode", "tied", "family"),
+        value=_embedding,
+        dense="vocab",
+    )
+    head: str = word(
+        "parallel",
+        "parallel: a loss of split logits; gather: whole logits on every rank; isp: exchange, gather or local; "
+        "autotp: gather (training) or sum (inference)",
+        legal=("parallel", "gather", "exchange", "local", "sum"),
+        follows=("mode",),
+        value=lambda v: mode_of(v).heads[0],
+        dense="parallel",
+    )
+    cross_entropy: str = word(
+        "unfused",
+        "one all-reduce for each term of the loss, or one for all",
+        legal=("unfused", "fused"),
+        dense="unfused",
+    )
+    fuse_weights: bool = word(False, "gather the weights of a layer in one call (mode=isp)", dense=False)
+    overlap: bool = word(True, "collectives run while the rank computes; false awaits each at once", dense=True)
+    metric: bool = word(
+        False, "accuracy and perplexity of every micro-batch (InternEvo), with collectives of their own"
+    )
+    steps: int = word(2, "optimizer steps", domain=(1, 2, 3), group=TRAINING)
+    optimizer: str = word("sgd", "SGD, or AdamW with decoupled weight decay 0.01", legal=("sgd", "adamw"))
+    lr: float = word(1.0, "learning rate", legal="a positive number", domain=(1.0, 0.1))
+    clip: float = word(0.0, "largest gradient norm; 0 is off", legal="0 or a positive number", domain=(0.0, 0.1))
+    label_smoothing: float = word(
+        0.0, "share of a label that is spread over the other tokens", legal="in [0, 1)", domain=(0.0, 0.1)
+    )
+    dtype: str = word(
+        "float64",
+        "dtype of parameters, activations and collectives",
+        legal=("float64", "float32", "bfloat16", "float16"),
+    )
+    load: str = word("", "begin with the checkpoint in this folder, of any layout", legal="a path, no spaces")
+    save: str = word("", "save a checkpoint in this folder after the last step", legal="a path, no spaces")
+    seed: int = word(0, "seed of weights and data", legal="0 .. 2**64 - 1")
+    variant: str = word("", "a real system's known deviation from the right mathematics: the run must fail", domain=())
+
+    def problems(self) -> Iterator[Problem]:
+        """Key, the rule that it breaks and a legal value, of every rule of a feature that the case breaks."""
+        yield from ()
+
+    @property
+    def layer_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The parameters that features add to a layer, without its prefix, with their shapes."""
+        return {}
+
+    def behind_layer(self, x_BSH: Tensor, _weights: Callable[[str], Tensor]) -> Tensor:
+        """Hidden states of the dense model as they leave a layer; `_weights` gives one of `layer_shapes` by name."""
+        return x_BSH
+
+    @property
+    def system(self) -> Mode:
+        """How the mode splits a model; of the first one for a word that is none, which a rule refuses."""
+        return MODES.get(self.mode, MODES["tp"])
+
+    @property
+    def named_axes(self) -> dict[str, int]:
+        """Axis -> its ranks, for every axis that an order may name, in the default order; one rank without a word."""
+        return {axis: getattr(self, axis, 1) for axis in type(self).order_names}
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Mesh axis -> its ranks, in the default order: the words that are the size of an axis."""
+        return {axis: size for axis, size in self.named_axes.items() if hasattr(self, axis)}
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the mesh."""
+        return math.prod(self.mesh.values())
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.hidden // self.heads
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the sharded vocabulary: gpt pads to a multiple of 128 * tp (Megatron), the others never pad.
+
+        Under isp of 128 * lcm(tp, wp): tp splits the logits, wp the weights. Under autotp no table is padded.
+        """
+        if self.family != "gpt":
+            return self.vocab
+        unit = 128 * math.lcm(self.tp, self.wp)
+        return -(-self.vocab // unit) * unit
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one micro-batch on one data rank."""
+        return self.batch * self.seq
+
+    @property
+    def slice_tokens(self) -> int:
+        """Tokens of one micro-batch on one rank of those that hold its sequences: all of its data rank's."""
+        return self.tokens
+
+    @property
+    def data_axis(self) -> str:
+        """The mesh axis of the ranks that hold the same weights and see different tokens."""
+        return "wdp" if self.system.gathers_weights else "dp"
+
+    @property
+    def token_axis(self) -> str:
+        """The mesh axis of the ranks that see different tokens."""
+        return "dp"
+
+    @property
+    def layout(self) -> Layout:
+        """The rank orders over this case's ranks, by its `order`; gathered weights have an order of their own."""
+        sizes = self.mesh
+        ranks = RankOrder.of(self.order, self.named_axes)
+        ranks = RankOrder(tuple((axis, size) for axis, size in ranks.axes if axis in sizes))
+        own = () if not self.system.gathers_weights else (("wp", self.wp), ("wdp", ranks.world // self.wp))
+        return Layout(orders=(ranks, RankOrder(own)) if own else (ranks,))
+
+    @property
+    def axes(self) -> dict[str, Groups]:
+        """Mesh axis -> the rank lists of its groups, by the case's `order`; `checkpoint`, if saved, is everyone."""
+        lists = self.layout.lists()
+        return {**lists, "checkpoint": (tuple(range(self.world_size)),)} if self.save else lists
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """Mesh axis -> ranks in each of its groups: what `axes` says, without listing the ranks."""
+        return self.layout.sizes
+
+    def axis_rank(self, axis: str, rank: int) -> int:
+        """The place of a global rank in its group along an axis, as in `axes`. Raises KeyError for an unknown axis."""
+        return self.layout.place(axis, rank)

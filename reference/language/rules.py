@@ -1,0 +1,158 @@
+"""Which words of the core are legal, alone and together: one rule a line, each with the message that a user reads.
+
+Sources: modes.md sections 3.1 and 4 (divisibility of heads, vocabulary, sequence), Megatron-Core `TransformerConfig`,
+InternEvo `initialize/launch.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from reference.errors import CaseError
+from reference.groups import RankOrder
+from reference.language.core import Core
+from reference.language.modes import whose
+from reference.language.words import LARGEST_SIZE, Problem, legal_values, multiple
+
+_EMBEDDINGS = {"whole": "leaves it whole", "vocab": "splits the vocabulary"}
+"""What a mode does with the token table that has one form of it alone."""
+LARGEST_SEED = 2**64 - 1
+
+
+def problems(case: Core) -> Iterator[Problem]:
+    """Key, the rule that it breaks and a legal value, of every broken rule."""
+    for rules in (_domains, _model, _mesh, _training):
+        yield from rules(case)
+
+
+def _domains(case: Core) -> Iterator[Problem]:
+    words = {field.name: field for field in dataclasses.fields(case)}  # type: ignore[arg-type]
+    for key, field in words.items():
+        if (known := legal_values(field)) and getattr(case, key) not in known:
+            yield key, "is not a known word", "|".join(known)
+    sizes = {key: field.metadata["legal"] for key, field in words.items() if type(field.default) is int}
+    for key, legal in sizes.items():
+        if not legal and getattr(case, key) < 1:
+            yield key, "must be at least 1", f"{key}=1"
+    for key in sizes:
+        if getattr(case, key) > LARGEST_SIZE and key != "seed":
+            yield key, f"must be at most {LARGEST_SIZE}", f"{key}={LARGEST_SIZE}"
+    if case.seed < 0:
+        yield "seed", "must not be negative", "seed=0"
+    if case.seed > LARGEST_SEED:
+        yield "seed", "must be below 2**64, for torch's generators take no more", f"seed={LARGEST_SEED}"
+    for key, legal in (("data", "data=corpus.txt"), ("load", "load=checkpoint"), ("save", "save=checkpoint")):
+        if any(c.isspace() for c in getattr(case, key)):
+            yield key, "must be a path without spaces, so that the case stays one line of words", legal
+    if case.save and case.save == case.load:
+        yield "save", "is the folder of load=, and a case that is run again would begin elsewhere", "save=another"
+
+
+def _model(case: Core) -> Iterator[Problem]:
+    if case.hidden % case.heads:
+        yield "heads", f"must divide hidden={case.hidden}", f"hidden={_hidden(case)}"
+    if case.heads % case.kv_heads:
+        yield "kv_heads", f"must divide heads={case.heads}", f"kv_heads={_kv_heads(case)}"
+    if case.positions == "rope" and case.hidden // case.heads % 2:
+        yield "positions", "rope rotates pairs, so hidden/heads must be even", f"hidden={_hidden(case)}"
+    if case.fuse_mlp and case.activation != "swiglu":
+        yield "fuse_mlp", "fuses gate and up projection, which only swiglu has", "fuse_mlp=false"
+
+
+def _mesh(case: Core) -> Iterator[Problem]:
+    mode, name, tp, wp = case.system, case.mode, case.tp, case.wp
+    gathers = mode.gathers_weights
+    if not gathers and wp != 1:
+        owners = whose(lambda one: one.gathers_weights)
+        yield "wp", f"splits weights in mode={owners} only, not in mode={name}", "wp=1"
+    if gathers and tp * case.dp % wp:
+        yield "wp", f"must divide tp*dp={tp * case.dp}", f"wp={math.gcd(tp * case.dp, wp)}"
+    split = wp if gathers else tp
+    if gathers and case.hidden % wp:
+        yield "hidden", f"must be a multiple of wp={wp}", f"hidden={_hidden(case)}"
+    if mode.uneven:
+        yield from _uneven(case)
+    elif case.ffn % split:
+        yield "ffn", f"must be a multiple of {mode.weight_axis}={split}", f"ffn={multiple(case.ffn, split)}"
+    kv_rows = case.kv_heads * (case.hidden // case.heads) * (2 if case.fuse_qkv else 1)
+    if gathers and kv_rows % wp:
+        yield "wp", f"must divide the {kv_rows} rows of keys and values", f"wp={math.gcd(kv_rows, wp)}"
+    if not mode.uneven and case.family != "gpt" and (case.vocab % split or case.vocab % tp):
+        unit = math.lcm(split, tp)
+        yield (
+            "vocab",
+            f"is not padded in family={case.family}, so {unit} must divide it",
+            f"vocab={multiple(case.vocab, unit)}",
+        )
+    if not mode.uneven and case.heads % tp:
+        yield "heads", f"must be a multiple of tp={tp}", f"tp={math.gcd(case.kv_heads, tp)}"
+    if not gathers and not mode.uneven and case.kv_heads % tp:
+        yield "kv_heads", f"must be a multiple of tp={tp} in mode={name}", f"kv_heads={_kv_heads(case)}"
+    if gathers and case.kv_heads % tp and tp % case.kv_heads:
+        yield "kv_heads", f"must divide tp={tp} or be a multiple of it", f"kv_heads={_kv_heads(case)}"
+    try:
+        RankOrder.of(case.order, case.named_axes)
+    except CaseError as error:
+        yield error.key, error.rule, error.legal
+    yield from _sequence(case)
+
+
+def _uneven(case: Core) -> Iterator[Problem]:
+    """Shares of ranks may differ, and none is empty."""
+    tp = case.tp
+    if case.kv_heads < tp:
+        legal = f"kv_heads={_kv_heads(case)}" if case.heads >= tp else f"tp={case.kv_heads}"
+        yield "kv_heads", f"must be at least tp={tp}: a rank holds whole kv heads", legal
+    head = () if case.tied else ("vocab",) if case.head == "gather" else ("hidden",)
+    for key in ("ffn", *head):
+        if getattr(case, key) < tp:
+            yield key, f"must be at least tp={tp}: every rank holds a part", f"{key}={tp}"
+
+
+def _sequence(case: Core) -> Iterator[Problem]:
+    mode, name, tp = case.system, case.mode, case.tp
+    if mode.sequence and case.row_tokens % tp:
+        yield "seq", f"mode={name} splits it over tp={tp}", f"seq={multiple(case.seq, tp)}"
+    if case.head not in mode.heads:
+        yield "head", f"is not a form of mode={name}", "|".join(mode.heads)
+    if case.embedding not in mode.embeddings:
+        rule = "splits it" if case.embedding == "whole" else _EMBEDDINGS[mode.embeddings[0]]
+        yield "embedding", f"mode={name} {rule}", f"embedding={mode.embeddings[0]}"
+    if case.tied and case.embedding == "hidden":
+        yield "embedding", "tied=true shares it with the head, which splits the vocabulary", "embedding=vocab"
+    if case.head == "local" and case.cross_entropy == "fused":
+        yield "cross_entropy", "head=local computes the loss without a collective to fuse", "cross_entropy=unfused"
+    if case.fuse_weights and not mode.gathers_weights:
+        owners = whose(lambda one: one.gathers_weights)
+        yield "fuse_weights", f"gathers a block's weights at once, which only mode={owners} does", "fuse_weights=false"
+
+
+def _training(case: Core) -> Iterator[Problem]:
+    if not case.lr > 0 or not math.isfinite(case.lr):
+        yield "lr", "must be a positive number", "lr=1.0"
+    if not case.clip >= 0:
+        yield "clip", "must be 0 (off) or a positive gradient norm", "clip=0.1"
+    if not 0 <= case.label_smoothing < 1:
+        yield "label_smoothing", "must lie in [0, 1)", "label_smoothing=0.1"
+    if case.label_smoothing and case.vocab == 1:
+        yield "label_smoothing", "spreads over the other tokens, and vocab=1 has none", "label_smoothing=0.0"
+    if case.optimizer == "adamw" and case.dtype == "float16" and case.master == "none":
+        yield "optimizer", "adamw squares gradients, which underflow to 0 in dtype=float16", "dtype=bfloat16"
+
+
+def _hidden(case: Core) -> int:
+    """A legal hidden near the one given: whole heads, even ones for rope, and whole shards in isp."""
+    head = 2 * case.heads if case.positions == "rope" else case.heads
+    return multiple(case.hidden, math.lcm(head, case.wp))
+
+
+def _kv_heads(case: Core) -> int:
+    """A legal kv_heads near the one given: divides heads, and splits over tp, evenly unless in autotp; in isp it may be
+    repeated to tp.
+    """
+    heads, tp, mode = case.heads, case.tp, case.system
+    divisors = [d for d in range(1, heads + 1) if heads % d == 0]
+    legal = [d for d in divisors if d % tp == 0 or (mode.gathers_weights and tp % d == 0) or (mode.uneven and d >= tp)]
+    return min(legal or divisors, key=lambda d: abs(d - case.kv_heads))

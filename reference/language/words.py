@@ -1,0 +1,149 @@
+"""The words of the case language: how one is declared, what is known of it, how its value is read and written."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from reference.errors import CaseError
+
+SPLIT, MODEL, DATA, TRAFFIC, TRAINING = (
+    "how the work is split",
+    "the model",
+    "the data",
+    "which collectives are issued",
+    "the training",
+)
+"""The groups of words, in the order in which a case is printed."""
+LARGEST_SIZE = 2**31 - 1
+"""Of every whole number but the seed: what torch and numpy take as a size everywhere."""
+Problem = tuple[str, str, str]
+"""Key, the rule it breaks, a legal value."""
+Field = dataclasses.Field[Any]
+_Value = TypeVar("_Value")
+_LEGAL = {bool: "true|false", int: "at least 1"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meaning:
+    """One word of the case language. `default` is written as in a case, "" is no value; `follows` are the words from
+    which the value is derived when one of them is given and this word is not.
+    """
+
+    name: str
+    group: str
+    meaning: str
+    legal: str
+    default: str
+    follows: tuple[str, ...] = ()
+
+
+def word(
+    default: _Value,
+    meaning: str,
+    *,
+    legal: str | Collection[str] = "",
+    domain: tuple[_Value, ...] | None = None,
+    group: str = "",
+    after: str = "",
+    axis: int = 0,
+    follows: tuple[str, ...] = (),
+    value: Callable[[Mapping[str, Any]], Any] | None = None,
+    dense: object = None,
+) -> _Value:
+    """A dataclass field with this default and meaning.
+
+    legal    the words that may be written, or a text that says so where the type does not
+    domain   values that stand for all of a number, the plainest first; () for a word that no experiment changes
+    group    opens a group that the following words belong to
+    after    the word behind which it is printed, where that is not the one declared before it
+    axis     the word is the size of a mesh axis, at this place in the default order of ranks (the fastest first)
+    follows  words from which `value` derives this one, if one of them is given and this one is not
+    dense    the value that the dense model sees, which does not depend on this word; None: it reads the word
+    """
+    about = {
+        "default": default,
+        "meaning": meaning,
+        "legal": legal,
+        "domain": domain,
+        "group": group,
+        "after": after,
+        "axis": axis,
+        "follows": follows,
+        "value": value,
+        "dense": dense,
+    }
+    return dataclasses.field(default=default, metadata=about)
+
+
+def declared(owner: type) -> dict[str, Field]:
+    """The words that a class declares itself, in its order."""
+    return {name: field for name, field in vars(owner).items() if isinstance(field, dataclasses.Field)}
+
+
+def not_default(owner: type, case: object) -> Iterator[tuple[str, str]]:
+    """Every word of a feature that has not its default in a case, with that default as a case writes it."""
+    for name, field in declared(owner).items():
+        default: Any = field.default
+        if getattr(case, name) != default:
+            yield name, f"{name}={write(default)}"
+
+
+def legal_values(field: Field) -> tuple[str, ...]:
+    """The words that a field may have; () where they are no list."""
+    legal = field.metadata["legal"]
+    return () if isinstance(legal, str) else tuple(legal)
+
+
+def described(
+    case: type, known: Mapping[str, tuple[str, ...]], follows: Mapping[str, tuple[str, ...]]
+) -> tuple[Meaning, ...]:
+    """The words of a case class in the order of its fields.
+
+    `known` are the legal values of further words that take one of a list, `follows` the leaders of further followers.
+    """
+    found: list[Meaning] = []
+    group = ""
+    for field in dataclasses.fields(case):
+        about: Mapping[str, Any] = field.metadata
+        group = about["group"] or group
+        values, default = "|".join(known.get(field.name, legal_values(field))), about["default"]
+        found.append(
+            Meaning(
+                name=field.name,
+                group=group,
+                meaning=about["meaning"],
+                legal=values or about["legal"] or _LEGAL[type(field.default)],
+                default=write(default),
+                follows=follows.get(field.name, about["follows"]),
+            )
+        )
+    return tuple(found)
+
+
+def read(key: str, text: str, kind: type) -> int | float | bool | str:
+    """The value that `text` writes for a key of this type. Raises CaseError when it writes none."""
+    if kind is bool:
+        if text not in ("true", "false"):
+            raise CaseError(key, text, "must be true or false", f"{key}=true")
+        return text == "true"
+    if kind is str:
+        return text
+    try:
+        value: int | float = kind(text)
+    except ValueError:
+        legal = f"{key}=1" if kind is int else f"{key}=0.1"
+        raise CaseError(key, text, f"must be {'a whole' if kind is int else 'a'} number", legal) from None
+    return value
+
+
+def write(value: int | float | bool | str) -> str:
+    """The text that `read` turns into this value."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def multiple(size: int, unit: int) -> int:
+    """The smallest multiple of `unit` that is at least `size`."""
+    return -(-size // unit) * unit

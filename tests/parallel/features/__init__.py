@@ -1,0 +1,1 @@
+"""A feature in two files, and what every command makes of it."""
