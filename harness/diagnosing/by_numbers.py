@@ -27,18 +27,30 @@ from harness.diagnosing.rules.regions import from_regions
 from harness.diagnosing.rules.sums import from_counts, from_losses, from_shares
 from harness.diagnosing.rules.terms import added, from_terms
 
-__all__ = ["by_numbers"]
+__all__ = ["by_numbers", "in_other_places"]
 
 THROUGHOUT = 0.9
 """Share of a shard's elements that are wrong when the shard is."""
 
 
 def by_numbers(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
-    """What the first wrong tensors look like. Logits of a later step follow from the parameters before them."""
-    said = _by_kind(evidence, wrong)
-    if kind_of(wrong[0]) == "init":
+    """What the first wrong tensors look like. Logits of a later step follow from the parameters before them.
+
+    Of masks nothing; of initial values no part in place of another: shards that are drawn alike look so too.
+    """
+    kind = kind_of(wrong[0])
+    said = [] if kind == "mask" else _by_kind(evidence, wrong)
+    if kind == "init":
+        said = [cause for cause in said if cause.id != "other_shard"]
         return [replace(cause, words=f"initial values, before any step: {cause.words}") for cause in said]
     return said
+
+
+def in_other_places(evidence: Evidence, name: str) -> list[Cause]:
+    """Whether the right numbers of a tensor stand in wrong places."""
+    value = evidence.merged.tensors.get(name)
+    found = [] if value is None else _of_places(evidence, name, value, evidence.truth[name])
+    return found or from_regions(evidence, name)
 
 
 def _by_kind(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
@@ -125,8 +137,7 @@ def _of_values(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
     evidence, first, truth = _as_judged(evidence, known), known[0], evidence.truth[known[0]]
     value = evidence.merged.tensors[first]
     said = from_factor(evidence, known) or rounded(value, truth) or from_terms(evidence, first)
-    said = said or from_offsets(evidence, known) or _of_places(evidence, first, value, truth)
-    said = said or from_regions(evidence, first) or _one_shard(evidence, first)
+    said = said or from_offsets(evidence, known) or in_other_places(evidence, first) or _one_shard(evidence, first)
     return said or [cause for cause in from_factor(evidence, known[:1]) if cause.follows]
 
 
@@ -152,7 +163,12 @@ def _of_places(evidence: Evidence, name: str, value: Tensor, truth: Tensor) -> l
 
 
 def _one_shard(evidence: Evidence, name: str) -> list[Cause]:
-    """Whether a tensor that is cut over an axis is wrong at one place of that axis alone, and all over that part."""
+    """Whether a gradient that is cut over an axis is wrong at one place of that axis alone, and all over that part.
+
+    Of an activation that says whose tokens are wrong, which is told beside its place.
+    """
+    if kind_of(name) != "grad":
+        return []
     wrong, blocks = set(wrong_ranks(evidence, name)), blocks_of(evidence, name)
     for axis, size in split_axes(evidence.case).items():
         places = [{ranks[place] for ranks in evidence.axes[axis]} for place in range(size)]

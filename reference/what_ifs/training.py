@@ -16,12 +16,9 @@ from reference.data.batches import micro_batch
 from reference.model import decoder
 from reference.model.given import takes_given
 from reference.training.steps import train
-from reference.what_ifs.inputs import weights_of
+from reference.what_ifs.inputs import NEXT_TO_NOTHING, weights_of
 
-__all__ = ["NEXT_TO_NOTHING", "trainings"]
-
-NEXT_TO_NOTHING = 1e-7
-"""A learning rate by this much smaller leaves the weights of every step as good as the first ones."""
+__all__ = ["trainings"]
 
 
 @takes_given

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence
 from harness.checking.measures.tolerance import kind_of
-from harness.diagnosing.rules.causes import Cause, claimed
+from harness.diagnosing.rules.causes import WHAT_IF, Cause, claimed
 from harness.diagnosing.rules.places import blocks_of
 from harness.diagnosing.rules.proofs import Explained, share_left
 
@@ -25,6 +25,8 @@ CLOSE = 1e-3
 """Weights and norms are taken for equal within this share of themselves."""
 LEFT = 1e-2
 """A fit explains a wrong tensor when it leaves less than this share of its error."""
+_COUNTS = "ignored_learned", "mask_ignored"
+"""What-ifs that a count of tokens may follow alone: the sum of losses that it divides need not."""
 MOST = 4096
 """Elements of one tensor that a fit looks at."""
 
@@ -192,6 +194,8 @@ def from_counts(evidence: Evidence, name: str) -> list[Cause]:
         all_of_them = float(math.prod(logits.shape[:-1]))
         words = "that of all tokens, whether masked or without a label"
         rules.append(("constant_factor", words, all_of_them * everyone))
+    counts = {rule: evidence.alternatives.get(f"{rule}/{name}") for rule in _COUNTS}
+    rules += [(rule, f"what it is {WHAT_IF[rule]}", n * everyone) for rule, n in counts.items() if n is not None]
     right, told = float(evidence.truth[name]), []
     for known, words, by_row in rules:
         exact = all(value == float(by_row[row]) for row, value in found.items())
