@@ -14,7 +14,7 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence, split_axes
 from harness.checking.measures.tolerance import is_state, kind_of
-from harness.diagnosing.rules.causes import Cause, claimed
+from harness.diagnosing.rules.causes import Cause, reported
 from harness.diagnosing.rules.factors import from_factor
 from harness.diagnosing.rules.norms import from_norms
 from harness.diagnosing.rules.offsets import from_offsets
@@ -22,7 +22,6 @@ from harness.diagnosing.rules.optimizer.steps import from_states
 from harness.diagnosing.rules.optimizer.updates import from_start, from_updates
 from harness.diagnosing.rules.patterns import causes, drift, not_finite, partial_sums, rounded
 from harness.diagnosing.rules.places import blocks_of, wrong_ranks
-from harness.diagnosing.rules.proofs import Explained
 from harness.diagnosing.rules.regions import from_regions
 from harness.diagnosing.rules.sums import from_counts, from_losses, from_shares
 from harness.diagnosing.rules.terms import added, from_terms
@@ -175,18 +174,8 @@ def _one_shard(evidence: Evidence, name: str) -> list[Cause]:
         cut = len({tuple(block.region for block in blocks[rank]) for rank in evidence.axes[axis][0] if rank in blocks})
         if cut == size and wrong in places and all(_throughout(evidence, name, rank) for rank in wrong):
             words = f"only part {places.index(wrong)} of {size} over {axis} is wrong, and nearly all of it"
-            return claimed("one_shard", words, _in_part(evidence, name, wrong))
+            return [reported("one_shard", words, wrong)]
     return []
-
-
-def _in_part(evidence: Evidence, name: str, ranks: set[int]) -> Explained:
-    """A tensor that is wrong in what these ranks hold, and right elsewhere."""
-    value, truth = evidence.merged.tensors[name], evidence.truth[name]
-    guess = truth.double().clone()
-    for rank in ranks:
-        for block in blocks_of(evidence, name)[rank]:
-            guess[tuple(slice(a, b) for a, b in block.region)] = block.local.double()
-    return Explained(value=value, truth=truth, guess=guess)
 
 
 def _throughout(evidence: Evidence, name: str, rank: int) -> bool:

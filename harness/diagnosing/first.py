@@ -1,7 +1,6 @@
 """The first place where it went wrong: phase, module and step, from wrong tensors and from the ledger.
 
-Names are looked through in the order in which training computes (`rules.places.timeline`); the first wrong
-the kind of the first wrong one gives the place:
+The kind of the first wrong name in the order of training (`rules.places.timeline`) gives the place:
 
     act/M          module M, forward: its inputs came earlier and were right
     logits/s       s = 0: another micro-batch than the captured one; s > 0: all before was right, so the step s - 1

@@ -24,12 +24,8 @@ Fails = Callable[[CaseLike], "bool | None"]
 """Whether a case fails; None where it cannot be run or decided. Raises OutOfTime when the budget is spent."""
 Change = tuple[str, Any]
 """A word and the value that it gets."""
-
-
 _LISTED = 12
 """How many words a line names that were not tried."""
-
-
 _REPAIRS = 4
 """How many further words an illegal change takes along."""
 

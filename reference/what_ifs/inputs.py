@@ -27,9 +27,9 @@ from reference.what_ifs.edges import edges
 from reference.what_ifs.slices import other_labels
 from reference.what_ifs.tables import embedded, losses, own_labels, tied_uses
 
-__all__ = ["NEXT_TO_NOTHING", "alternatives", "weights_of"]
+__all__ = ["alternatives", "weights_of"]
 
-NEXT_TO_NOTHING = 1e-7
+_NEXT_TO_NOTHING = 1e-7
 """A learning rate by this much smaller leaves the weights of every step as good as the first ones."""
 
 _Weights = dict[str, Tensor]
@@ -48,7 +48,7 @@ def alternatives(case: Case, device: torch.device) -> dict[str, Tensor]:
         found |= {f"{word}/{name}": tensor for name, tensor in outcome.items() if not name.startswith("param/")}
     if case.steps > 1:
         again = train(case.but(steps=2), weights, feed=_first_step)
-        still = train(case.but(steps=2, lr=case.lr * NEXT_TO_NOTHING), weights)
+        still = train(case.but(steps=2, lr=case.lr * _NEXT_TO_NOTHING), weights)
         for word, outcome in (("batch_repeated", again), ("never_updated", still)):
             found |= {f"{word}/{name}": outcome[name] for name in ("logits/1", "loss/1") if name in outcome}
     for word, changed in _readings(case, weights).items():

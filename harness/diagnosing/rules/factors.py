@@ -35,6 +35,13 @@ UNDECIDED = " (a constant factor would look the same)"
 """Behind a factor that is a size of the case, where no case of another size decides."""
 _DEPTH = ("2 x layers",)
 """What initial values of outputs that are added to residuals are divided by the root of."""
+_POWER = (
+    ("summed_twice", 1, "summed over it once too often, or not divided by it"),
+    ("averaged", -1, "averaged over it where it must be summed, or divided again"),
+    ("summed_twice", 2, "summed over it twice too often"),
+    ("averaged", -2, "divided by it twice too often"),
+)
+"""(cause, power of an axis, what it means)."""
 _WHAT = {1: "", 2: "the square of ", 0.5: "the root of "}
 _POWERS = {sign * power: f"{'1 / ' * (sign < 0)}{what}{{}}" for sign in (1, -1) for power, what in _WHAT.items()}
 """Powers of a size that a factor may be, in words."""
@@ -126,12 +133,8 @@ def meaning_of(
     """What a factor means that some part of a wrong tensor has; `told` is what it multiplies, in words,
     `measure` finds it in another case. In forward no micro-batch knows of another one.
     """
-    guesses = []
-    for size in [*_sizes(evidence), *([] if forward else ["micro"])]:
-        too_often = "summed over it once too often, or not divided by it"
-        guesses.append(_Guess(id="summed_twice", size=size, power=1, meaning=too_often))
-        again = "averaged over it where it must be summed, or divided again"
-        guesses.append(_Guess(id="averaged", size=size, power=-1, meaning=again))
+    sizes = [*_sizes(evidence), *([] if forward else ["micro"])]
+    guesses = [_Guess(id=known, size=s, power=p, meaning=meaning) for s in sizes for known, p, meaning in _POWER[:2]]
     return _decided(evidence, guesses, _Found(factor=factor, told=told, near=near, predict=predict), measure)
 
 
@@ -215,13 +218,11 @@ def _guesses(evidence: Evidence, names: Sequence[str]) -> list[_Guess]:
     sizes = _sizes(evidence)
     summable = [axis for axis in sizes if all(_summable(evidence, axis, name) for name in names)]
     forward = kind_of(names[0]) in ("act", "logits", "init")
-    several = (
-        ("summed_twice", summable, 1, "summed over it once too often, or not divided by it"),
-        ("averaged", summable if forward else sizes, -1, "averaged over it where it must be summed, or divided again"),
-        ("summed_twice", summable, 2, "summed over it twice too often"),
-        ("averaged", summable if forward else sizes, -2, "divided by it twice too often"),
-    )
-    found = [_Guess(id=known, size=s, power=p, meaning=m) for known, axes, p, m in several for s in axes]
+    found = [
+        _Guess(id=known, size=size, power=power, meaning=meaning)
+        for known, power, meaning in _POWER
+        for size in (summable if forward or power > 0 else sizes)
+    ]
     for size in () if forward else ("micro", "tokens of the step"):
         for power, meaning in ((1, "not divided by it, or multiplied once too often"), (-1, "divided by it once more")):
             found.append(_Guess(id="constant_factor", size=size, power=power, meaning=meaning))

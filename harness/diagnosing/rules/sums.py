@@ -42,8 +42,22 @@ def from_shares(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
         fit = _fitted(evidence, [(name, evidence.merged.tensors[name], ()) for name in whole])
         dtypes = (getattr(torch, evidence.dtype_of(name)) for name in whole)  # of what masters of gradients were
         near = max(CLOSE, *(share_left(torch.empty(0, dtype=dtype)) for dtype in dtypes))
-        return [] if fit is None or _alike(fit[0].flatten(), near) else _told(fit[0], tokens, fit[1])
+        if fit is None:
+            return _own_in_part(evidence, whole)
+        return [] if _alike(fit[0].flatten(), near) else _told(fit[0], tokens, fit[1])
     return _by_rank(evidence, names, tokens)
+
+
+def _own_in_part(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
+    """Whether every element that is wrong in these gradients is one data rank's own sum."""
+    parts = []
+    for name in names:
+        x, t = evidence.merged.tensors[name].double(), evidence.truth[name].double()
+        either = torch.cat([t[None], evidence.shares[name].sum(1)])
+        nearest = (either - x).abs().argmin(0, keepdim=True)
+        parts.append(Explained(value=x, truth=t, guess=either.gather(0, nearest)[0]))
+    words = "what is wrong in it is one data rank's own sum: that part was never summed over dp, or read before it was"
+    return claimed("not_summed", words, *parts) if len(evidence.shares["tokens"]) > 1 else []
 
 
 def _by_rank(evidence: Evidence, names: Sequence[str], tokens: Tensor) -> list[Cause]:

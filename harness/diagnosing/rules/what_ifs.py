@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from harness.checking.evidence import Evidence
 from harness.checking.measures.tolerance import kind_of
 from harness.diagnosing.rules.causes import WHAT_IF, Cause, claimed
-from harness.diagnosing.rules.proofs import Explained, explains
+from harness.diagnosing.rules.proofs import Explained, explains, share_left
 
 __all__ = ["WHAT_IF", "what_if"]
 
@@ -23,10 +22,6 @@ _ALTERNATIVES = 2
 _FORWARD = ("act", "logits", "loss")
 _OTHERWISE = 0.25
 """Share of the values that a what-if speaks of which may be otherwise."""
-_SAME = {torch.float64: 1e-8, torch.float32: 1e-4}
-"""Values within this share of each other are the same, by dtype."""
-_SAME_IN_SHORT = 5e-2
-
 _READ = frozenset(
     "micro_missing positions_shifted scores_scaled later_seen rotated_otherwise other_activation normed_otherwise "
     "other_epsilon term_missing smoothing_over_all edge_off slice_places slice_labels".split()
@@ -82,5 +77,4 @@ def _shape(tensor: Tensor | None) -> object:
 
 
 def _near(one: Tensor, value: Tensor) -> bool:
-    share = _SAME.get(value.dtype, _SAME_IN_SHORT)
-    return float((one.double() - value.double()).norm()) <= share * float(value.double().norm())
+    return float((one.double() - value.double()).norm()) <= share_left(value) * float(value.double().norm())

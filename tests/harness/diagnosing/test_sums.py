@@ -170,20 +170,6 @@ def test_what_became_of_parameters_is_told() -> None:
     assert causes(truth()[name] + drawn(8, 6, seed=5)) == []
 
 
-def test_updates_that_are_next_to_nothing_are_told() -> None:
-    name = "layers.0.mlp.w1.weight"
-    start, update = drawn(8, 6, seed=4), drawn(8, 6, seed=6)
-
-    def told(value: Tensor) -> list[str]:
-        ranks = (outcome_of(rank, {**truth(), f"param/{name}": value}) for rank in range(2))
-        seen = evidence(*ranks, shares={f"start/{name}": start}, alternatives={f"first_order/param/{name}": update})
-        return [cause.words for cause in from_updates(seen, [f"param/{name}"])]
-
-    (words,) = told(start + update / 1024)
-    assert words == "the updates are 0.0009766 x the right ones: gradients that are divided once more before the step"
-    assert told(start + update / 2) == told(start - update / 1024) == told(start + drawn(8, 6, seed=8) / 1024) == []
-
-
 def test_a_weight_that_began_as_another_rank_part_is_told() -> None:
     name, start = "layers.0.mlp.w1.weight", drawn(8, 6, seed=4)
 
