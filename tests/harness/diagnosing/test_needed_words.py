@@ -50,7 +50,7 @@ def test_a_failure_that_needs_plain_values_is_found_too(needed: set[str]) -> Non
 def test_a_number_is_the_plainest_with_which_the_case_fails() -> None:
     case = VOCABULARY.case({"tp": 4, "w3": "on"})
     found, _ = searched(case, {**WORDS, "tp": (1, 2, 4)}, lambda other: other.tp > 1)
-    assert found.case.tp == 2
+    assert str(found.case).split()[0] == "tp=2"
     assert found.text == "only with tp=2|4; right with tp=1"
 
 

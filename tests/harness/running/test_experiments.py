@@ -131,7 +131,7 @@ def test_an_experiment_makes_no_control_run_for_a_failure_beyond_doubt() -> None
 
 
 def _doubled(case: Any, device: Any) -> Any:
-    outcome = dict(ours(case, device))
+    outcome: dict[str, Any] = dict(ours(case, device))
     for name, factor in (("grad/final_norm.weight", 2.0), ("grad/final_norm.bias", 1 + 1e-6)):
         outcome[name] = outcome[name] * factor
     return outcome
