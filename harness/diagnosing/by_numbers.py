@@ -14,7 +14,7 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence, split_axes
 from harness.checking.measures.kinds import is_state, kind_of
-from harness.diagnosing.rules.causes import Cause, claimed
+from harness.diagnosing.rules.causes import Cause, reported
 from harness.diagnosing.rules.factors import from_factor
 from harness.diagnosing.rules.norms import from_norms
 from harness.diagnosing.rules.offsets import from_offsets
@@ -22,23 +22,34 @@ from harness.diagnosing.rules.optimizer.steps import from_states
 from harness.diagnosing.rules.optimizer.updates import from_start, from_updates
 from harness.diagnosing.rules.patterns import causes, drift, not_finite, partial_sums, rounded
 from harness.diagnosing.rules.places import blocks_of, wrong_ranks
-from harness.diagnosing.rules.proofs import Explained
 from harness.diagnosing.rules.regions import from_regions
 from harness.diagnosing.rules.sums import from_counts, from_losses, from_shares
 from harness.diagnosing.rules.terms import added, from_terms
 
-__all__ = ["by_numbers"]
+__all__ = ["by_numbers", "in_other_places"]
 
 THROUGHOUT = 0.9
 """Share of a shard's elements that are wrong when the shard is."""
 
 
 def by_numbers(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
-    """What the first wrong tensors look like. Logits of a later step follow from the parameters before them."""
-    said = _by_kind(evidence, wrong)
-    if kind_of(wrong[0]) == "init":
+    """What the first wrong tensors look like. Logits of a later step follow from the parameters before them.
+
+    Of masks nothing; of initial values no part in place of another: shards that are drawn alike look so too.
+    """
+    kind = kind_of(wrong[0])
+    said = [] if kind == "mask" else _by_kind(evidence, wrong)
+    if kind == "init":
+        said = [cause for cause in said if cause.id != "other_shard"]
         return [replace(cause, words=f"initial values, before any step: {cause.words}") for cause in said]
     return said
+
+
+def in_other_places(evidence: Evidence, name: str) -> list[Cause]:
+    """Whether the right numbers of a tensor stand in wrong places."""
+    value = evidence.merged.tensors.get(name)
+    found = [] if value is None else _of_places(evidence, name, value, evidence.truth[name])
+    return found or from_regions(evidence, name)
 
 
 def _by_kind(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
@@ -125,8 +136,7 @@ def _of_values(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
     evidence, first, truth = _as_judged(evidence, known), known[0], evidence.truth[known[0]]
     value = evidence.merged.tensors[first]
     said = from_factor(evidence, known) or rounded(value, truth) or from_terms(evidence, first)
-    said = said or from_offsets(evidence, known) or _of_places(evidence, first, value, truth)
-    said = said or from_regions(evidence, first) or _one_shard(evidence, first)
+    said = said or from_offsets(evidence, known) or in_other_places(evidence, first) or _one_shard(evidence, first)
     return said or [cause for cause in from_factor(evidence, known[:1]) if cause.follows]
 
 
@@ -152,25 +162,20 @@ def _of_places(evidence: Evidence, name: str, value: Tensor, truth: Tensor) -> l
 
 
 def _one_shard(evidence: Evidence, name: str) -> list[Cause]:
-    """Whether a tensor that is cut over an axis is wrong at one place of that axis alone, and all over that part."""
+    """Whether a gradient that is cut over an axis is wrong at one place of that axis alone, and all over that part.
+
+    Of an activation that says whose tokens are wrong, which is told beside its place.
+    """
+    if kind_of(name) != "grad":
+        return []
     wrong, blocks = set(wrong_ranks(evidence, name)), blocks_of(evidence, name)
     for axis, size in split_axes(evidence.case).items():
         places = [{ranks[place] for ranks in evidence.axes[axis]} for place in range(size)]
         cut = len({tuple(block.region for block in blocks[rank]) for rank in evidence.axes[axis][0] if rank in blocks})
         if cut == size and wrong in places and all(_throughout(evidence, name, rank) for rank in wrong):
             words = f"only part {places.index(wrong)} of {size} over {axis} is wrong, and nearly all of it"
-            return claimed("one_shard", words, _in_part(evidence, name, wrong))
+            return [reported("one_shard", words, wrong)]
     return []
-
-
-def _in_part(evidence: Evidence, name: str, ranks: set[int]) -> Explained:
-    """A tensor that is wrong in what these ranks hold, and right elsewhere."""
-    value, truth = evidence.merged.tensors[name], evidence.truth[name]
-    guess = truth.double().clone()
-    for rank in ranks:
-        for block in blocks_of(evidence, name)[rank]:
-            guess[tuple(slice(a, b) for a, b in block.region)] = block.local.double()
-    return Explained(value=value, truth=truth, guess=guess)
 
 
 def _throughout(evidence: Evidence, name: str, rank: int) -> bool:

@@ -1,7 +1,6 @@
 """The first place where it went wrong: phase, module and step, from wrong tensors and from the ledger.
 
-Names are looked through in the order in which training computes (`rules.places.timeline`); the first wrong
-the kind of the first wrong one gives the place:
+The kind of the first wrong name in the order of training (`rules.places.timeline`) gives the place:
 
     act/M          module M, forward: its inputs came earlier and were right
     logits/s       s = 0: another micro-batch than the captured one; s > 0: all before was right, so the step s - 1
@@ -148,7 +147,8 @@ def _user_of(evidence: Evidence, module: str) -> str:
     """The module whose backward gives the gradient of what `module` returned; itself when that is the loss.
 
     A module inside another hands on to the next inside it, the last one to the code around them. What lies between two
-    siblings that are blocks themselves (a residual sum) is code of the module around both.
+    siblings that are blocks themselves (a residual sum), or that several siblings take parts of, is code of the module
+    around both.
     """
     order = [name.removeprefix("act/") for name in evidence.truth if name.startswith("act/")]
     if module not in order:
@@ -160,7 +160,9 @@ def _user_of(evidence: Evidence, module: str) -> str:
     siblings = following.rpartition(".")[0] == around and around in order
     is_block = any(name.startswith(f"{module}.") for name in order)
     is_weighted = f"grad/{module}.weight" in evidence.truth and f"grad/{following}.weight" in evidence.truth
-    between = is_block or (is_weighted and are_matrices(evidence, module, following))
+    outputs = [evidence.truth[f"act/{name}"].numel() for name in (module, following)]
+    in_parts = is_weighted and outputs[1] < outputs[0] and not are_matrices(evidence, following)
+    between = is_block or in_parts or (is_weighted and are_matrices(evidence, module, following))
     return around if siblings and between else following
 
 

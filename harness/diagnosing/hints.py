@@ -1,7 +1,8 @@
 """What is known of the first place where no cause fits: words that claim no cause, each of them true of the numbers.
 
-Initial values, when parameters differ before any step; a factor that is a size of the case, when the evidence does not
-single out what it comes from; what to look at, when the gradients are right and the update is wrong.
+Initial values, when parameters differ before any step; drawn numbers that stand in places of others; a factor that is a
+size of the case, when the evidence does not single out what it comes from; what to look at, when the gradients are
+right and the update is wrong.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
+from harness.diagnosing.by_numbers import in_other_places
 from harness.diagnosing.first import First
 from harness.diagnosing.rules.factors import sizes_of
 from harness.diagnosing.rules.optimizer.moved import moved, times
@@ -38,6 +40,8 @@ def _of_start(evidence: Evidence, first: First) -> Iterator[str]:
     """Initial values: returned ones, or those of the first wrong module, which training moved by less than they err."""
     if kind_of(first.name) == "init":
         yield "initial values: parameters as built differ from the truth, before any step"
+    if kind_of(first.name) in ("init", "mask"):
+        yield from (cause.words for cause in in_other_places(evidence, first.name))
     values = evidence.merged.tensors
     for name in evidence.truth if kind_of(first.name) == "act" else ():
         start, gradient = (evidence.shares.get(name.replace("param/", "start/", 1)), name.replace("param/", "grad/", 1))

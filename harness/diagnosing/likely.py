@@ -102,6 +102,8 @@ def likely(
         return tuple(by_call)
     if by_check:
         return tuple((from_flaws(evidence, wrong) if "merge" in failed else []) or by_check[:1])
+    if parted and parted.found and parted.found.dtype in evidence.island and by_call[0].id == "wrong_payload":
+        return tuple(by_call)  # what is sent in it is told by the very call
     if evidence.island:
         words = f"explained by rounding to {evidence.island}; the case is in {evidence.case.dtype}"
         words += f", and on one rank the subject does not round so; {MEANT}"

@@ -3,15 +3,15 @@
 A word is needed when the failure is gone with another value of it, all other words as they are; where a rule of the
 case language makes others change with it, when none of these needs fewer others. Words are changed many
 at once, and in halves where the failure is gone, so that n words of which k are needed take about 2 k log2(n / k) runs.
-First the case becomes as plain as the failure allows: every word gets its plainest value. Then each word takes another
-one. No rule about any bug enters. Source: delta debugging (Zeller and Hildebrandt 2002, "Simplifying and Isolating
-Failure-Inducing Input").
+First the case becomes as plain as the failure allows: every word gets its plainest value, a number the plainest that
+still fails. Then each word takes another one, the words that are not plain first. No rule about any bug enters.
+Source: delta debugging (Zeller and Hildebrandt 2002, "Simplifying and Isolating Failure-Inducing Input").
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -24,12 +24,8 @@ Fails = Callable[[CaseLike], "bool | None"]
 """Whether a case fails; None where it cannot be run or decided. Raises OutOfTime when the budget is spent."""
 Change = tuple[str, Any]
 """A word and the value that it gets."""
-
-
 _LISTED = 12
 """How many words a line names that were not tried."""
-
-
 _REPAIRS = 4
 """How many further words an illegal change takes along."""
 
@@ -75,13 +71,13 @@ class NeededWords:
 def needed_words(case: CaseLike, domains: Mapping[str, Sequence[Any]], fails: Fails) -> NeededWords:
     """The words that the failure of this case needs, as far as `fails` has time.
 
-    `domains`: word -> the values that it may take, the plainest first. A number is tried with plainer values alone.
+    `domains`: word -> the values that it may take, the plainest first. Numbers and dtypes are tried with plainer ones.
     """
     search = _Search(case, domains, fails)
     with suppress(OutOfTime):
         search.simplify([(word, values[0]) for word, values in domains.items() if getattr(case, word) != values[0]])
-        left = {word for word, values in domains.items() if getattr(search.case, word) != values[0]}
-        search.decide(alone=left | {"mode"})
+        search.simplify_each()
+        search.decide()
     return search.result()
 
 
@@ -109,13 +105,31 @@ class _Search:
             self.simplify(made[:half])
             self.simplify(made[half:])
 
-    def decide(self, alone: Collection[str]) -> None:
-        """Find the words that are needed: those of `alone` one by one, all others many at once."""
+    def simplify_each(self) -> None:
+        """Give every word that is not plain, one by one, the plainest value with which the case still fails."""
+        for word, values in self._domains.items():
+            mine = getattr(self.case, word)
+            for value in self._others(word) if _is_ordered(word, mine) else values[:1]:
+                with suppress(ValueError, TypeError):  # no legal case
+                    other = self._with(self.case, word, value)
+                    if value != mine and self._failing(other):
+                        self._wrong.setdefault(word, []).append(mine)
+                        self.case = other
+                        break
+
+    def decide(self) -> None:
+        """Find the words that are needed: those that are not plain one by one, then all others many at once.
+
+        A mode that is plain comes last: each of the others is tried.
+        """
         words = [word for word in self._domains if self._others(word)]
+        plain = [word for word in words if getattr(self.case, word) == self._domains[word][0]]
         for word in words:
-            if word in alone:
+            if word not in plain:
                 self._decide_one(word)
-        self._decide_many([(word, self._others(word)[0]) for word in words if word not in alone])
+        self._decide_many([(word, self._others(word)[0]) for word in plain if word != "mode"])
+        if "mode" in plain:
+            self._decide_one("mode")
 
     def _decide_many(self, changes: Sequence[Change]) -> None:
         """Find those of these changes without which the case fails."""
@@ -195,7 +209,7 @@ class _Search:
 
     def _others(self, word: str) -> tuple[Any, ...]:
         mine, values = getattr(self.case, word), self._domains[word]
-        if isinstance(mine, int | float) and not isinstance(mine, bool) and mine in values:
+        if _is_ordered(word, mine) and mine in values:
             values = values[: values.index(mine)]
         return tuple(value for value in values if value != mine)
 
@@ -216,6 +230,11 @@ class _Search:
             without=tuple(word for word in words if word in self._tried and word not in self._right),
             untried=tuple(word for word in words if word not in self._tried),
         )
+
+
+def _is_ordered(word: str, value: Any) -> bool:
+    """Whether plainer values alone are tried: of numbers, and of dtypes, whose wider limits may hide what is wrong."""
+    return word == "dtype" or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def _said(word: str, values: Sequence[Any]) -> str:

@@ -36,6 +36,8 @@ _GRACE_S = 10.0
 """How much longer a case of an experiment may take, that began in time."""
 ENGINES = ("inproc", "pool", "dry")
 """Engines on which other cases than those of the request can be run."""
+_OF_CALLS = frozenset({"ledger", "groups", "waits"})
+"""Checks that look at no number."""
 STOPPED = "interrupted while the words that failures need were looked for: their lines `when:` are missing"
 Proves = Callable[..., CaseResult]
 """Proves a case with these `checks` within `timeout_s`, without explaining what fails."""
@@ -157,7 +159,9 @@ class _Fails:
 
 
 def _checks(failed: Sequence[str]) -> Mapping[str, Check]:
-    """The checks that one run decides; all of them where none of these has failed."""
+    """The checks that one run decides; those of calls where they alone failed; all where no such one did."""
     every = {**CHECKS, **LAWS}
+    if failed and {*failed} <= _OF_CALLS:
+        return {name: check for name, check in CHECKS.items() if name in _OF_CALLS}
     once = {name: check for name, check in CHECKS.items() if name not in NEED_WATCHING}
     return once if {*failed} & {*once, "run"} else every

@@ -51,7 +51,7 @@ def _judged(trial: Trial, evidence: Evidence, checks: Mapping[str, Check]) -> Fo
         evidence = with_first_forward(trial, evidence) if "truth" in checks else evidence
     findings = examine(evidence, checks)
     wrong = wrong_of(findings)
-    if doubtful(evidence, wrong):
+    if doubtful(trial, evidence, wrong):
         evidence = measured_apart(trial, evidence)
     if evidence.states is not None or not wrong or any(in_first_step(measured.name) for measured in wrong):
         return _doubted(trial, evidence, findings, checks)
@@ -80,7 +80,7 @@ def _conditioned(trial: Trial, evidence: Evidence, name: str) -> bool:
 def _doubted(trial: Trial, evidence: Evidence, findings: dict[str, Finding], checks: Mapping[str, Check]) -> Found:
     """The findings with more control runs, where rounding may explain what is wrong."""
     wrong = wrong_of(findings)
-    if not doubtful(evidence, wrong):
+    if not doubtful(trial, evidence, wrong):
         return evidence, findings
     evidence = controlled(trial, evidence, wrong)
     return evidence, _again(evidence, findings, checks)

@@ -113,10 +113,9 @@ def prove(
 ) -> CaseResult:
     """Run and check one case on a subject, named or given. `options`: further words of the command that repeats it.
 
-    Without `explain` a failure is not diagnosed, and takes no further runs.
-
-    `reference` replaces the subject's own truth, or the decoder where it has none. `truths`: what the dense model
-    computed for the case before, on this device and with this reference. `heard` is called with every part of the case.
+    Without `explain` a failure is not diagnosed, and takes no further runs. `reference` replaces the subject's own
+    truth, or the decoder where it has none. `truths`: what the dense model computed for the case before, on this device
+    and with this reference. `heard` is called with every part of the case.
 
     Raises RequestError when there is no such subject, the case has too many ranks for this machine, or the dense model
     cannot compute it (unreadable data); whatever the subject does wrong is a failed verdict.
@@ -132,6 +131,7 @@ def prove(
         timeout_s=timeout_s,
         truths=truths or Truths(),
         heard=heard,
+        verdict_alone=not explain,
     )
     try:
         verdict, reason = SKIP, refusal(case, trial.subject)

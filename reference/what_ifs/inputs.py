@@ -29,6 +29,9 @@ from reference.what_ifs.tables import embedded, losses, own_labels, tied_uses
 
 __all__ = ["alternatives", "weights_of"]
 
+_NEXT_TO_NOTHING = 1e-7
+"""A learning rate by this much smaller leaves the weights of every step as good as the first ones."""
+
 _Weights = dict[str, Tensor]
 
 
@@ -36,7 +39,7 @@ _Weights = dict[str, Tensor]
 def alternatives(case: Case, device: torch.device) -> dict[str, Tensor]:
     """The outcome and activations if data or weights were read otherwise, of the first step.
 
-    `batch_repeated` shows in the second one; weights that are read otherwise have their activations alone.
+    `batch_repeated` and `never_updated` show in the second one; weights that are read otherwise in activations alone.
     """
     found: dict[str, Tensor] = {}
     weights = weights_of(case, device)
@@ -45,7 +48,9 @@ def alternatives(case: Case, device: torch.device) -> dict[str, Tensor]:
         found |= {f"{word}/{name}": tensor for name, tensor in outcome.items() if not name.startswith("param/")}
     if case.steps > 1:
         again = train(case.but(steps=2), weights, feed=_first_step)
-        found |= {f"batch_repeated/{name}": again[name] for name in ("logits/1", "loss/1") if name in again}
+        still = train(case.but(steps=2, lr=case.lr * _NEXT_TO_NOTHING), weights)
+        for word, outcome in (("batch_repeated", again), ("never_updated", still)):
+            found |= {f"{word}/{name}": outcome[name] for name in ("logits/1", "loss/1") if name in outcome}
     for word, changed in _readings(case, weights).items():
         found |= {f"{word}/{name}": tensor for name, tensor in observe(case, changed).items()}
     found |= exchanged(case, weights) | own_labels(case, weights, device)

@@ -3,7 +3,7 @@
 Keys as in `reference.what_ifs.inputs`; activations alone, for what is wrong in backward follows from them. Every
 reading is a rule that some system uses in place of the case's own, or a common slip. Letters as in
 `reference.model.layers`, p parts. Sources: muP (arXiv:2203.03466) for scores over the width; Llama's two rotary
-layouts; Gemma's norm weights less one; GLU variants, arXiv:2002.05202.
+layouts; Gemma's norm weights less one; GLU variants, arXiv:2002.05202; parallel blocks, arXiv:2204.02311.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ def _arithmetics(case: Case) -> Iterator[tuple[str, Arithmetic]]:
     for reading, nonlinearity in _NONLINEARITIES.items():
         if reading != ("silu" if case.activation == "swiglu" else case.activation):
             yield f"other_activation.{reading}", Arithmetic(activate=partial(_activate, nonlinearity))
+    yield "term_missing.to_what_the_mlp_reads_alone", Arithmetic(join=_Parallel())
     for left_out in (("attention",), ("mlp",), ("attention", "mlp")):
         yield f"term_missing.{'_'.join(left_out)}", Arithmetic(join=partial(_joined, left_out))
 
@@ -192,6 +193,19 @@ def _activate(nonlinearity: Callable[[Tensor], Tensor], kind: str, x: Tensor, ga
 
 def _joined(left_out: tuple[str, ...], branch: str, x: Tensor, y: Tensor) -> Tensor:
     return y if branch in left_out else x + y
+
+
+class _Parallel:
+    """Residuals of a block whose attention and MLP both read what entered it, as those of GPT-J and PaLM do."""
+
+    def __init__(self) -> None:
+        self._attended: list[Tensor] = []
+
+    def __call__(self, branch: str, x: Tensor, y: Tensor) -> Tensor:
+        if branch == "attention":
+            self._attended.append(x + y)
+            return x
+        return self._attended.pop() + y
 
 
 def _shifted(by: int) -> Feed:

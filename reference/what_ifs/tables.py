@@ -108,7 +108,7 @@ def own_labels(case: Case, weights: _Weights, device: torch.device) -> dict[str,
 
 
 def losses(case: Case, weights: _Weights, device: torch.device) -> dict[str, Tensor]:
-    """The loss of the first step under other rules of which tokens and classes count."""
+    """The loss of the first step under other rules of which tokens and classes count, and how many tokens then do."""
     total: dict[str, Tensor] = {}
     tokens: dict[str, Tensor] = {}
     for data_rank in range(case.dp):
@@ -118,7 +118,8 @@ def losses(case: Case, weights: _Weights, device: torch.device) -> dict[str, Ten
             for word, loss, counts in _losses(case, logits, batch):
                 total[word] = total.get(word, 0) + (loss * counts).sum()
                 tokens[word] = tokens.get(word, 0) + counts.sum()
-    return {f"{word}/loss/0": total[word] / tokens[word] for word in total}
+    found = {f"{word}/loss/0": total[word] / tokens[word] for word in total}
+    return found | {"ignored_learned/tokens/0": tokens["ignored_learned"]}
 
 
 def _losses(case: Case, logits_BSV: Tensor, batch: Batch) -> Iterator[tuple[str, Tensor, Tensor]]:

@@ -18,15 +18,12 @@ from reference.model.given import takes_given
 from reference.training.steps import train
 from reference.what_ifs.inputs import weights_of
 
-__all__ = ["NEXT_TO_NOTHING", "trainings"]
-
-NEXT_TO_NOTHING = 1e-7
-"""A learning rate by this much smaller leaves the weights of every step as good as the first ones."""
+__all__ = ["trainings"]
 
 
 @takes_given
 def trainings(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """Outcomes of training by other rules; "first_order/param/<name>" is the update of weights that never moved."""
+    """Outcomes of training by other rules."""
     weights = weights_of(case, device)
     found = {} if case.steps == 1 else _told("step_missing", train(case.but(steps=case.steps - 1), weights), "param")
     if case.clip > 0:
@@ -34,10 +31,6 @@ def trainings(case: Case, device: torch.device) -> dict[str, Tensor]:
         found |= _told("clip_scales_up", train(case, weights, clipping=_to_largest))
     if case.optimizer == "adamw":
         found |= _told("decay_missing", train(case, weights, decay=0.0))
-    else:
-        still = train(case.but(lr=case.lr * NEXT_TO_NOTHING), weights)
-        for name, weight in weights.items():
-            found[f"first_order/param/{name}"] = (still[f"param/{name}"] - weight) / NEXT_TO_NOTHING
     if case.tied and case.steps > 1:
         found |= _untied(case, weights, device)
     return found

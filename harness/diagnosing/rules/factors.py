@@ -12,12 +12,12 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from harness.checking.evidence import Evidence, split_axes
 from harness.checking.measures.kinds import kind_of
 from harness.diagnosing.rules.causes import Cause, claimed
+from harness.diagnosing.rules.patterns import is_count
 from harness.diagnosing.rules.places import blocks_of
 from harness.diagnosing.rules.proofs import SINGLE, Explained, explains, share_left, times
 
@@ -33,8 +33,15 @@ _LARGE = 3
 """From this size on a factor that equals it is no constant by chance."""
 UNDECIDED = " (a constant factor would look the same)"
 """Behind a factor that is a size of the case, where no case of another size decides."""
-_COUNTED = 20
-"""A single whole number below this is a multiple of another one by chance."""
+_DEPTH = ("2 x layers",)
+"""What initial values of outputs that are added to residuals are divided by the root of."""
+_POWER = (
+    ("summed_twice", 1, "summed over it once too often, or not divided by it"),
+    ("averaged", -1, "averaged over it where it must be summed, or divided again"),
+    ("summed_twice", 2, "summed over it twice too often"),
+    ("averaged", -2, "divided by it twice too often"),
+)
+"""(cause, power of an axis, what it means)."""
 _WHAT = {1: "", 2: "the square of ", 0.5: "the root of "}
 _POWERS = {sign * power: f"{'1 / ' * (sign < 0)}{what}{{}}" for sign in (1, -1) for power, what in _WHAT.items()}
 """Powers of a size that a factor may be, in words."""
@@ -56,12 +63,15 @@ class _Guess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """A factor that wrong tensors show: `told` in words, `near` enough within this share, and what it predicts."""
+    """A factor that wrong tensors show: `told` in words, `near` enough within this share, and what it predicts; `more`
+    sizes that it may be beside axes.
+    """
 
     factor: float
     told: str
     near: float
     predict: Predict
+    more: tuple[str, ...] = ()
 
 
 def factor_of(value: Tensor, truth: Tensor) -> float | None:
@@ -69,20 +79,14 @@ def factor_of(value: Tensor, truth: Tensor) -> float | None:
     x, t = value.double(), truth.double()
     power = float((t * t).sum())
     factor = float((x * t).sum()) / power if power else 0.0
-    return factor if factor and not _is_count(x, t) and explains(factor * t, value, truth) else None
+    return factor if factor and not is_count(x, t) and explains(factor * t, value, truth) else None
 
 
-def _is_count(x: Tensor, t: Tensor) -> bool:
-    """Whether these are small whole numbers: of steps, of ranks."""
-    both = torch.stack([x.flatten(), t.flatten()])
-    return t.numel() == 1 and bool((both == both.round()).all()) and float(both.abs().max()) < _COUNTED
-
-
-def sizes_of(evidence: Evidence, factor: float, near: float = _NEAR) -> str:
+def sizes_of(evidence: Evidence, factor: float, near: float = _NEAR, more: tuple[str, ...] = ()) -> str:
     """Which sizes of the case this factor is in words, the fewest that fit: "the root of tp=2", "dp=2 / micro=4";
     "" when it is none.
     """
-    known = [size for size in (*_sizes(evidence), "micro") if _counts(evidence)[size] > 1]
+    known = [size for size in (*_sizes(evidence), "micro", *more) if _counts(evidence)[size] > 1]
     powers = [(size, words, _counts(evidence)[size] ** power) for power, words in _POWERS.items() for size in known]
     alone = [(words.format(_label(evidence, size)), number) for size, words, number in powers]
     plain = [(words, number) for words, number in alone if " of " not in words]
@@ -110,7 +114,8 @@ def from_factor(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
 
     single = len(names) == 1 and evidence.truth[names[0]].numel() == 1  # any wrong number is a factor times the right
     told = f"{'it is' if len(names) == 1 else 'all are'} {times(known[0])} the truth"
-    found = _Found(factor=known[0], told=told, near=near, predict=predict)
+    more = _DEPTH if kind_of(names[0]) == "init" else ()
+    found = _Found(factor=known[0], told=told, near=near, predict=predict, more=more)
     causes = _decided(evidence, _guesses(evidence, names), found, lambda other: _there(other, names[0]))
     return [] if single and [cause.id for cause in causes] == ["constant_factor"] and not causes[0].follows else causes
 
@@ -128,12 +133,8 @@ def meaning_of(
     """What a factor means that some part of a wrong tensor has; `told` is what it multiplies, in words,
     `measure` finds it in another case. In forward no micro-batch knows of another one.
     """
-    guesses = []
-    for size in [*_sizes(evidence), *([] if forward else ["micro"])]:
-        too_often = "summed over it once too often, or not divided by it"
-        guesses.append(_Guess(id="summed_twice", size=size, power=1, meaning=too_often))
-        again = "averaged over it where it must be summed, or divided again"
-        guesses.append(_Guess(id="averaged", size=size, power=-1, meaning=again))
+    sizes = [*_sizes(evidence), *([] if forward else ["micro"])]
+    guesses = [_Guess(id=known, size=s, power=p, meaning=meaning) for s in sizes for known, p, meaning in _POWER[:2]]
     return _decided(evidence, guesses, _Found(factor=factor, told=told, near=near, predict=predict), measure)
 
 
@@ -169,7 +170,7 @@ def _decided(evidence: Evidence, guesses: Sequence[_Guess], found: _Found, measu
     if _equal(factor, -1, near):
         return claimed("sign", f"{found.told}: the sign is wrong", *found.predict(-1.0))
     sizes = {g.size for g in fitting}
-    sized = "" if seen or _equal(factor, -1, near) else sizes_of(evidence, factor, near)
+    sized = "" if seen or _equal(factor, -1, near) else sizes_of(evidence, factor, near, found.more)
     what = f", which is {sized}: a factor of it, or a constant one," if sized else ": a constant factor"
     words = f"{found.told}{what} is wrong{_shown(evidence, seen, sizes)}"
     return claimed("constant_factor", words, *found.predict(factor), follows=tuple(sizes))
@@ -216,14 +217,12 @@ def _guesses(evidence: Evidence, names: Sequence[str]) -> list[_Guess]:
     """What a factor on these tensors may come from: sums and means over axes, numbers of micro-batches and tokens."""
     sizes = _sizes(evidence)
     summable = [axis for axis in sizes if all(_summable(evidence, axis, name) for name in names)]
-    forward = kind_of(names[0]) in ("act", "logits")
-    several = (
-        ("summed_twice", summable, 1, "summed over it once too often, or not divided by it"),
-        ("averaged", summable if forward else sizes, -1, "averaged over it where it must be summed, or divided again"),
-        ("summed_twice", summable, 2, "summed over it twice too often"),
-        ("averaged", summable if forward else sizes, -2, "divided by it twice too often"),
-    )
-    found = [_Guess(id=known, size=s, power=p, meaning=m) for known, axes, p, m in several for s in axes]
+    forward = kind_of(names[0]) in ("act", "logits", "init")
+    found = [
+        _Guess(id=known, size=size, power=power, meaning=meaning)
+        for known, power, meaning in _POWER
+        for size in (summable if forward or power > 0 else sizes)
+    ]
     for size in () if forward else ("micro", "tokens of the step"):
         for power, meaning in ((1, "not divided by it, or multiplied once too often"), (-1, "divided by it once more")):
             found.append(_Guess(id="constant_factor", size=size, power=power, meaning=meaning))
@@ -241,6 +240,7 @@ def _counts(evidence: Evidence) -> dict[str, float]:
     found: dict[str, float] = {**split_axes(evidence.case), "all ranks": evidence.case.world_size}
     tokens = evidence.truth.get("tokens/0")
     found |= {"micro": evidence.case.micro} | ({} if tokens is None else {"tokens of the step": float(tokens)})
+    found[_DEPTH[0]] = 2.0 * getattr(evidence.case, "layers", 0)
     return found
 
 
@@ -257,4 +257,5 @@ def _summable(evidence: Evidence, axis: str, name: str) -> bool:
         return True
     if kind_of(name) in ("act", "act_grad", "logits"):
         return len({tuple(region[0] for region in of_rank) for of_rank in regions}) == 1
-    return any(event.op == "reduce_scatter" and event.axis == axis for event in evidence.events)
+    summed = any(event.op == "reduce_scatter" and event.axis == axis for event in evidence.events)
+    return summed and kind_of(name) != "init"

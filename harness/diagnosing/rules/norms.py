@@ -101,6 +101,7 @@ def _groups(evidence: Evidence, names: Sequence[str]) -> dict[str, frozenset[str
     found |= {name: {name} for name in names}
     for name in names:
         found.setdefault(re.sub(r"\.\d+\.", ".*.", name), set()).add(name)
+        found.setdefault(f"every {name.rpartition('.')[2]}", set()).add(name)
     vectors = {name for name in names if evidence.truth[name].dim() < 2}
     found |= {"every vector (norms and biases)": vectors, "every matrix": {*names} - vectors}
     first = {frozenset(group): what for what, group in reversed(found.items()) if group}

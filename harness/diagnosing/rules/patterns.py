@@ -19,11 +19,13 @@ from harness.diagnosing.rules.causes import MEANT, Cause, claimed
 from harness.diagnosing.rules.proofs import Explained, Near, NotFinite, Rounded
 from harness.errors import ranks_text
 
-__all__ = ["causes", "drift", "not_finite", "partial_sums", "rounded", "same"]
+__all__ = ["causes", "drift", "is_count", "not_finite", "partial_sums", "rounded", "same"]
 
 CLOSE = 1e-2
 """A tensor is right within this share of itself, as far as these patterns look."""
 _NOT_FINITE = "NaN or infinite: uninitialised memory, an overflow or a division by zero"
+_COUNTED = 20
+"""A single whole number below this tells nothing."""
 MOST_ROWS = 4096
 """Rows beyond this are not searched for permutations."""
 _STEPS = 3
@@ -38,9 +40,16 @@ def causes(value: Tensor, truth: Tensor, axes: Mapping[str, int], others: Mappin
         share = 1 - float(torch.isfinite(value).double().mean())
         return claimed("nan", f"{share:.0%} of it is {_NOT_FINITE}", NotFinite(value=value, truth=truth))
     x, t, is_guess = value.double(), truth.double(), partial(Explained, value=value, truth=truth)
-    patterns = (_zero(t, is_guess), _stale(x, t, others, is_guess), _moved(x, t, axes, is_guess))
+    zero = () if is_count(x, t) else _zero(t, is_guess)
+    patterns = (zero, _stale(x, t, others, is_guess), _moved(x, t, axes, is_guess))
     more = (_flat(t, axes, is_guess), _transposed(t, is_guess))
     return next(([found] for pattern in (*patterns, *more) for found in pattern), [])
+
+
+def is_count(x: Tensor, t: Tensor) -> bool:
+    """Whether these are small whole numbers, of steps or of ranks: one is another, or a multiple of it, by chance."""
+    both = torch.stack([x.flatten(), t.flatten()])
+    return t.numel() == 1 and bool((both == both.round()).all()) and float(both.abs().max()) < _COUNTED
 
 
 def same(value: Tensor, truth: Tensor) -> bool:

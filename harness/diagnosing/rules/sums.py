@@ -15,7 +15,7 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
-from harness.diagnosing.rules.causes import Cause, claimed
+from harness.diagnosing.rules.causes import WHAT_IF, Cause, claimed
 from harness.diagnosing.rules.places import blocks_of
 from harness.diagnosing.rules.proofs import Explained, share_left
 
@@ -25,6 +25,8 @@ CLOSE = 1e-3
 """Weights and norms are taken for equal within this share of themselves."""
 LEFT = 1e-2
 """A fit explains a wrong tensor when it leaves less than this share of its error."""
+_COUNTS = "ignored_learned", "mask_ignored"
+"""What-ifs that a count of tokens may follow alone: the sum of losses that it divides need not."""
 MOST = 4096
 """Elements of one tensor that a fit looks at."""
 
@@ -40,8 +42,22 @@ def from_shares(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
         fit = _fitted(evidence, [(name, evidence.merged.tensors[name], ()) for name in whole])
         dtypes = (getattr(torch, evidence.dtype_of(name)) for name in whole)  # of what masters of gradients were
         near = max(CLOSE, *(share_left(torch.empty(0, dtype=dtype)) for dtype in dtypes))
-        return [] if fit is None or _alike(fit[0].flatten(), near) else _told(fit[0], tokens, fit[1])
+        if fit is None:
+            return _own_in_part(evidence, whole)
+        return [] if _alike(fit[0].flatten(), near) else _told(fit[0], tokens, fit[1])
     return _by_rank(evidence, names, tokens)
+
+
+def _own_in_part(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
+    """Whether every element that is wrong in these gradients is one data rank's own sum."""
+    parts = []
+    for name in names:
+        x, t = evidence.merged.tensors[name].double(), evidence.truth[name].double()
+        either = torch.cat([t[None], evidence.shares[name].sum(1)])
+        nearest = (either - x).abs().argmin(0, keepdim=True)
+        parts.append(Explained(value=x, truth=t, guess=either.gather(0, nearest)[0]))
+    words = "what is wrong in it is one data rank's own sum: that part was never summed over dp, or read before it was"
+    return claimed("not_summed", words, *parts) if len(evidence.shares["tokens"]) > 1 else []
 
 
 def _by_rank(evidence: Evidence, names: Sequence[str], tokens: Tensor) -> list[Cause]:
@@ -192,6 +208,8 @@ def from_counts(evidence: Evidence, name: str) -> list[Cause]:
         all_of_them = float(math.prod(logits.shape[:-1]))
         words = "that of all tokens, whether masked or without a label"
         rules.append(("constant_factor", words, all_of_them * everyone))
+    counts = {rule: evidence.alternatives.get(f"{rule}/{name}") for rule in _COUNTS}
+    rules += [(rule, f"what it is {WHAT_IF[rule]}", n * everyone) for rule, n in counts.items() if n is not None]
     right, told = float(evidence.truth[name]), []
     for known, words, by_row in rules:
         exact = all(value == float(by_row[row]) for row, value in found.items())

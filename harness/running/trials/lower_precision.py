@@ -35,6 +35,8 @@ Judge = Callable[[Trial, Evidence, Mapping[str, Check]], Found]
 
 _LARGEST: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.5}
 """The largest error for which a lower precision is looked for."""
+_USUAL = 0.1
+"""The share of it up to which one is looked for where the verdict alone is asked for: a search is a run more."""
 
 
 def wrong_of(findings: Mapping[str, Finding]) -> list[Measured]:
@@ -77,7 +79,8 @@ def as_found(trial: Trial, found: Found, checks: Mapping[str, Check], judge: Jud
     evidence, findings = found
     own_dtype, wrong = evidence.case.dtype, wrong_of(findings)
     largest = max((measured.error for measured in wrong), default=0.0)
-    looked_for = {dtype for dtype in narrower(own_dtype) if largest <= _LARGEST[dtype]}
+    share = _USUAL if trial.verdict_alone else 1.0
+    looked_for = {dtype for dtype in narrower(own_dtype) if largest <= share * _LARGEST[dtype]}
     if not wrong or not looked_for or _stored_shorter(evidence, wrong, looked_for):
         return found
     constants = not _same_constants(trial)

@@ -75,10 +75,12 @@ def _slack(
     return found
 
 
-def doubtful(evidence: Evidence, wrong: Collection[Measured]) -> bool:
-    """Whether rounding may explain what is wrong: in float64 only where some error is as small as noise can be."""
-    exact = evidence.dtype == "float64"
-    return any(not exact or measured.error < FLOAT64_CEILING for measured in wrong)
+def doubtful(trial: Trial, evidence: Evidence, wrong: Collection[Measured]) -> bool:
+    """Whether rounding may explain something that is wrong, or all of it where the verdict alone is asked for: in
+    float64 only errors that are as small as noise can be.
+    """
+    doubts = [evidence.dtype != "float64" or measured.error < FLOAT64_CEILING for measured in wrong]
+    return bool(doubts) and (all(doubts) if trial.verdict_alone else any(doubts))
 
 
 def controlled(trial: Trial, evidence: Evidence, wrong: Collection[Measured]) -> Evidence:

@@ -83,6 +83,7 @@ class Trial:
     `given` fills up with what of the subject's outcome its truth must be given (see Reference.given).
     `known` and `facts` fill up with what the reference computed; trials of one case may share them, and trials of cases
     that are alike to the dense model its `truths`. `heard` is called with every part of the case as it begins.
+    `verdict_alone`: nobody asks which tensors are wrong once one is that rounding cannot explain.
     """
 
     case: CaseLike
@@ -98,6 +99,7 @@ class Trial:
     truths: Truths = field(default_factory=Truths)
     heard: Callable[[str], object] = str
     given: dict[str, Tensor] = field(default_factory=dict)
+    verdict_alone: bool = False
 
     @property
     def text(self) -> str:

@@ -6,11 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from harness.checking.checks import examine
 from harness.checking.evidence import Evidence
 from harness.diagnosing.diagnosis import First, diagnose
+from harness.diagnosing.first import first_place
 from harness.diagnosing.rules.places import place_of, timeline
 from harness.diagnosing.six_lines import explain
 from tests.harness.toy_evidence import TERMS, altered, events, evidence, outcome_of, truth, without
@@ -51,6 +53,19 @@ def test_the_first_wrong_place_is_the_first_that_training_computes(wrong: list[s
         explain(seen, findings, check, "my.module:subject").splitlines()[3].partition("; between ")[0]
         == f"first:  {first}"
     )
+
+
+@pytest.mark.parametrize(("width", "region"), [(12, "layers.0.attention"), (6, "layers.0.attention.q_norm")])
+def test_what_several_modules_take_parts_of_is_of_the_code_around_them(width: int, region: str) -> None:
+    """A norm of queries takes a part of what a fused projection returns: the values go another way."""
+    widths = {"wqkv": (width, 2), "q_norm": (6, 1), "wo": (6, 2)}
+    at = "layers.0.attention"
+    true = {f"act/{at}.{leaf}": torch.ones(2, 3, size) for leaf, (size, _) in widths.items()}
+    true |= {f"act/{at}": torch.ones(2, 3, 6)}
+    true |= {f"act_grad/{at}.{leaf}": torch.ones(2, 3, size) for leaf, (size, _) in widths.items()}
+    true |= {f"grad/{at}.{leaf}.weight": torch.ones([6] * dims) for leaf, (_, dims) in widths.items()}
+    seen = evidence(truth=true)
+    assert first_place(seen, [f"act_grad/{at}.wqkv"], None).region == region
 
 
 def first_of(seen: Evidence, check: str) -> First:
@@ -99,6 +114,15 @@ def test_a_call_made_otherwise_has_a_cause(wrong: dict[str, Any], cause: str) ->
     ):
         seen = evidence(events=lost)
         assert [told.id for told in diagnose(seen, examine(seen), "ledger").causes] == [known]
+
+
+def test_what_is_sent_in_a_shorter_dtype_is_told_by_its_call() -> None:
+    """The ledger names the call that rounds; where numbers of that dtype entered arithmetic follows from it."""
+    called = altered(events(), 0, dtype="float32", payload_bytes=192)
+    seen = replace(planted(**{W1: truth()[W1] * 2}), events=called, island="float32, which enters at model.py:7")
+    assert [told.id for told in diagnose(seen, examine(seen), "ledger").causes] == ["wrong_payload"]
+    seen = replace(seen, events=events())
+    assert [told.id for told in diagnose(seen, examine(seen), "parameter_gradients").causes] == ["shorter_dtype"]
 
 
 def test_names_stand_in_training_order() -> None:

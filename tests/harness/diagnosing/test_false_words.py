@@ -17,15 +17,19 @@ from harness.checking.checks import examine
 from harness.checking.evidence import Evidence
 from harness.diagnosing import likely
 from harness.diagnosing.by_numbers import by_numbers
-from harness.diagnosing.diagnosis import explained
+from harness.diagnosing.diagnosis import First, explained
+from harness.diagnosing.hints import hint
 from harness.diagnosing.rules.causes import Cause, claimed
 from harness.diagnosing.rules.optimizer.steps import from_states
 from harness.diagnosing.rules.patterns import causes, rounded
 from harness.diagnosing.rules.proofs import Explained, NotFinite, Rounded, times
+from harness.shard import Shard
 from tests.harness.diagnosing.test_optimizer_causes import CLIPS, GRADIENTS, NAMES, NORMS, START, seen_of
 from tests.harness.toy_evidence import case, evidence, outcome_of, truth
 
 ALONE = case("mode=tp tp=2 seq=16 micro=1 dtype=float32")
+DEEP = case("mode=tp tp=2 layers=2 seq=16 micro=1")
+MASK = "mask/0/embedding"
 Values = dict[str, Tensor]
 
 
@@ -65,6 +69,42 @@ def test_a_count_of_steps_is_no_mean() -> None:
     """Half as many steps as tp=2 would make of them: one small whole number is half of another by chance."""
     name = "saved/step_after/1/layers.0.mlp.w2.bias"
     assert by_numbers(seen({name: torch.tensor(1.0)}, {name: torch.tensor(2.0).double()}), [name]) == []
+
+
+def test_a_count_that_is_one_less_is_not_left_at_zero() -> None:
+    name = "saved/steps"
+    assert by_numbers(seen({name: torch.tensor(0)}, {name: torch.tensor(1)}), [name]) == []
+
+
+def test_masks_and_initial_values_are_no_parts_of_another_rank() -> None:
+    """Shards that are drawn alike look as if they were another rank's: that is said, and no cause."""
+    for name, kept in (("init/embedding.tokens.weight", truth()["init/embedding.tokens.weight"]), (MASK, drawn(8, 6))):
+        true = kept > 0 if name == MASK else kept
+        alike = torch.cat([true.chunk(2)[0]] * 2)
+        found = seen({name: alike}, {name: true})
+        assert by_numbers(found, [name]) == []
+        assert "0 in place of 1" in hint(found, First(phase="forward", name=name), [name])
+
+
+def test_initial_values_come_of_no_sum_and_may_come_of_the_depth() -> None:
+    name = "init/layers.0.mlp.w2.weight"
+    found = seen(
+        {name: 2 * truth()["grad/layers.0.mlp.w1.weight"]}, {name: truth()["grad/layers.0.mlp.w1.weight"]}, DEEP
+    )
+    (told,) = words_of(by_numbers(found, [name]))
+    assert told.startswith(
+        "initial values, before any step: it is 2 x the truth, which is tp=2 or the root of 2 x layers=4"
+    )
+
+
+def test_an_activation_of_one_data_rank_is_a_place_and_no_cause() -> None:
+    name, true = "act/layers.0.mlp.w2", drawn(4, 3, 6)
+    parts = [true[:2], drawn(2, 3, 6, seed=9)]
+    ranks = (
+        outcome_of(rank, truth()) | {name: Shard(part, (2 * rank, 0, 0), (4, 3, 6))} for rank, part in enumerate(parts)
+    )
+    found = evidence(*ranks, truth={**truth(), name: true}, case=case("mode=tp tp=1 dp=2 seq=16 micro=1"))
+    assert by_numbers(found, [name]) == []
 
 
 def test_updates_that_are_clipped_once_more_are_not_scaled_up() -> None:

@@ -47,6 +47,23 @@ def test_a_failure_that_needs_plain_values_is_found_too(needed: set[str]) -> Non
     assert {one.word for one in found.needed} == needed
 
 
+def test_a_number_is_the_plainest_with_which_the_case_fails() -> None:
+    case = VOCABULARY.case({"tp": 4, "w3": "on"})
+    found, _ = searched(case, {**WORDS, "tp": (1, 2, 4)}, lambda other: other.tp > 1)
+    assert str(found.case).split()[0] == "tp=2"
+    assert found.text == "only with tp=2|4; right with tp=1"
+
+
+def test_a_shorter_dtype_is_not_tried() -> None:
+    """Its wider limits may hide what is wrong, and that would look as if the failure needed the longer one."""
+    dtypes = ("float64", "float32", "bfloat16")
+    found, _ = searched(VOCABULARY.case({}), {"dtype": dtypes, **WORDS}, lambda other: other.dtype != "bfloat16")
+    assert "dtype" not in found.text
+    short = VOCABULARY.case({"dtype": "bfloat16"})
+    found, _ = searched(short, {"dtype": dtypes, **WORDS}, lambda other: other.dtype != "float64")
+    assert found.text == "only with dtype=float32|bfloat16; right with dtype=float64"
+
+
 def test_what_fails_with_every_value_says_so() -> None:
     found, _ = searched(VOCABULARY.case({"tp": 2}), {**WORDS, "tp": (1, 2)}, lambda other: True)
     assert found.text == "other values of 30 words change nothing, with one rank too"

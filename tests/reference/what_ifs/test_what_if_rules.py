@@ -162,3 +162,15 @@ def test_residuals_and_positions(learned: dict[str, Tensor]) -> None:
     close(learned["positions_missing.table/act/embedding"], tokens)
     close(learned["positions_shifted.1/act/embedding"], tokens + table[[1, 2, 3, 4, 5, 6, 7, 7]])
     close(learned["positions_shifted.-1/act/embedding"], tokens + table[[0, 0, 1, 2, 3, 4, 5, 6]])
+
+
+def test_an_mlp_that_reads_what_attention_read(rope: dict[str, Tensor]) -> None:
+    """The norm before the MLP is that before attention but for its weights, and both branches are added."""
+    reading, acts = "term_missing.to_what_the_mlp_reads_alone", dense.true_activations(ROPE, CPU)
+    first = acts["act/embedding"]
+    normed = functional.layer_norm(
+        first, first.shape[-1:], weight(ROPE, "layers.0.mlp_norm.weight"), weight(ROPE, "layers.0.mlp_norm.bias"), 1e-5
+    )
+    close(rope[f"{reading}/act/layers.0.mlp_norm"], normed)
+    branches = acts["act/layers.0.attention"] + rope[f"{reading}/act/layers.0.mlp"]
+    close(rope[f"{reading}/act/layers.0"], first + branches)

@@ -37,11 +37,8 @@ def test_decay_that_is_forgotten() -> None:
     close(decayed, -0.1 * 0.01 * start)
 
 
-def test_the_first_order_of_an_update() -> None:
-    case = Case.parse(f"{SIZES} steps=1")
-    found = trainings(case, CPU)
-    close(found[f"first_order/param/{NAME}"], -0.1 * dense.truth(case, CPU)[f"grad/{NAME}"])
-    assert not any(key.startswith(("step_missing/", "unclipped/", "decay_missing/")) for key in found)
+def test_a_plain_step_has_no_other_rule() -> None:
+    assert not trainings(Case.parse(f"{SIZES} steps=1"), CPU)
 
 
 def test_a_tied_head_that_keeps_its_first_weights() -> None:

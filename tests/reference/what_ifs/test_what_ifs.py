@@ -8,8 +8,8 @@ from torch.nn import functional
 
 from reference.case import Case
 from reference.data.batches import micro_batch
-from reference.model import layers
-from reference.model.parameters import full
+from reference.model import decoder, layers
+from reference.model.parameters import full, shapes
 from reference.training import subject as dense
 from reference.what_ifs.inputs import alternatives
 
@@ -55,6 +55,13 @@ def test_gate_and_up_that_are_read_otherwise() -> None:
     halves = [part.chunk(2, -1) for part in rows.chunk(2, -1)]
     inner = torch.cat([functional.silu(gate) * up for gate, up in halves], -1)
     close(found["fused_cut.w13/act/layers.0.mlp.w2"], through(FUSED, "mlp.w2", inner))
+
+
+def test_weights_that_stand_still() -> None:
+    case = FUSED.but(steps=2)
+    weights = {name: full(case, name).double() for name in shapes(case)}
+    second = decoder.logits(case, weights, micro_batch(case, 1, 0, 0))
+    torch.testing.assert_close(alternatives(case, CPU)["never_updated/logits/1"], second, rtol=1e-5, atol=1e-6)
 
 
 def test_data_that_repeat() -> None:

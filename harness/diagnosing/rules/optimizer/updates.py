@@ -1,4 +1,4 @@
-"""What became of wrong parameters: never updated, updated by too much or too little, or wrong from the start.
+"""What became of wrong parameters: never updated, with an old gradient, or wrong from the start.
 
 Weights before the first step are `Evidence.shares`' "start/<parameter>". Tested on numbers, as everywhere.
 """
@@ -13,20 +13,16 @@ from torch import Tensor
 from harness.checking.evidence import Evidence, split_axes
 from harness.checking.measures.kinds import kind_of
 from harness.diagnosing.rules.causes import Cause, claimed
-from harness.diagnosing.rules.proofs import Explained, times
+from harness.diagnosing.rules.proofs import Explained
 
 __all__ = ["from_start", "from_updates"]
 
-LEFT = 1e-2
-"""A fit explains an update when it leaves less than this share of it."""
-LITTLE = 1e-2
-"""An update by this factor smaller leaves the weights of the next step as good as where they were."""
 MOVED = 0.2
 """Training moves a weight by less than this share of what another part of it differs by."""
 
 
 def from_updates(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
-    """What became of wrong parameters: never updated, updated with an old gradient, or by a constant factor."""
+    """What became of wrong parameters: never updated, or updated with an old gradient."""
     names = [n for n in wrong if kind_of(n) == "param" and n in evidence.merged.tensors]
     starts = {n: evidence.shares.get(n.replace("param/", "start/", 1)) for n in names}
     known = {n: start.double() for n, start in starts.items() if start is not None}
@@ -48,9 +44,7 @@ def from_updates(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
     old = {n: evidence.truth[n.replace("param/", "grad/", 1)].double() for n in known}
     words = "the update holds the gradient of the first step once more: gradients are not set to zero in between"
     along = (_along(value[n], evidence.truth[n].double(), old[n]) for n in known)
-    if evidence.case.steps > 1 and (said := claimed("not_zeroed", words, *along)):
-        return said
-    return _scaled_down(evidence, {n: value[n] - start for n, start in known.items()})
+    return claimed("not_zeroed", words, *along) if evidence.case.steps > 1 else []
 
 
 def from_start(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
@@ -77,20 +71,6 @@ def _loaded(evidence: Evidence, of_name: Mapping[str, tuple[Tensor, Tensor]]) ->
                 if said := claimed("other_shard", words, began):
                     return said
     return []
-
-
-def _scaled_down(evidence: Evidence, moved: Mapping[str, Tensor]) -> list[Cause]:
-    """Whether parameters moved so little that all steps began at the same weights, and in the right direction."""
-    straight = [evidence.alternatives.get(f"first_order/{name}") for name in moved]
-    if any(update is None for update in straight):
-        return []
-    x = torch.cat([update.flatten() for update in moved.values()])
-    d = torch.cat([update.double().flatten() for update in straight if update is not None])
-    factor = float(x @ d) / float(d @ d) if bool(d.any()) else 0.0
-    if not 0 < factor < LITTLE or float((x - factor * d).norm()) > LEFT * float(x.norm()):
-        return []
-    words = f"the updates are {times(factor)} the right ones: gradients that are divided once more before the step"
-    return claimed("scaled_down", words, Explained(value=x, truth=d, guess=factor * d, left=LEFT))
 
 
 def _along(value: Tensor, truth: Tensor, old: Tensor) -> Explained:
