@@ -24,8 +24,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from harness.engines.rank_environment import environment_of, require_own_world
 from harness.engines.threads.matcher import CollectiveMatcher
-from harness.engines.threads.own_threads import followed
 from harness.engines.threads.process_group import InprocGroup
+from harness.engines.threads.rank_threads import followed
 from harness.engines.threads.state.environ import OwnWords, environ_by_rank
 from harness.torch_internals.meshes import kept_apart
 from harness.torch_internals.redirect import redirected

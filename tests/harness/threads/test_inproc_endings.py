@@ -20,7 +20,7 @@ from bench import fault_programs
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import Desynchronised, MachineError, ProgramError, RankRaised, RequestError, TimeLimit
 from tests import ROOT
-from tests.harness.engines import programs
+from tests.harness.engines import out_of_step
 
 LIMIT_S = 0.05
 Ended = TypeVar("Ended", bound=ProgramError)
@@ -269,9 +269,9 @@ def test_the_whole_message_word_for_word(engine: InprocEngine) -> None:
         f"  rank 1: waits in all_reduce #0 of world (0 1 2): max float32 3, {at}\n"
         f"  rank 2: waits in all_reduce #0 of world (0 1 2): sum float32 3, {at}"
     )
-    error, _ = ended(engine, programs.tags_differ, Desynchronised, 2)
-    line, end = f"at {_place(programs.tags_differ, 2)}", "in tags_differ"
-    other = f"at {_place(programs.tags_differ, 4)}"
+    error, _ = ended(engine, out_of_step.tags_differ, Desynchronised, 2)
+    line, end = f"at {_place(out_of_step.tags_differ, 2)}", "in tags_differ"
+    other = f"at {_place(out_of_step.tags_differ, 4)}"
     assert str(error).splitlines()[1:] == [
         f"  rank 0: waits in send #0 of world (0 1): float32 3 to rank 1 tag 7, {line} {end}",
         f"  rank 1: waits in recv #0 of world (0 1): float32 3 from rank 0 tag 8, {other} {end}",

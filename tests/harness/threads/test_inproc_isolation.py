@@ -13,7 +13,6 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -31,12 +30,6 @@ from harness.errors import RankRaised
 
 KEPT = threading.local()
 CONTEXT: contextvars.ContextVar[int] = contextvars.ContextVar("CONTEXT", default=-1)
-
-
-@pytest.fixture
-def engine() -> Iterator[InprocEngine]:
-    with InprocEngine() as made:
-        yield made
 
 
 def streams() -> tuple[Any, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,12 +20,6 @@ from reference.case import Case
 
 SHARED = ThreadPoolExecutor(1)
 LOCK = threading.Lock()
-
-
-@pytest.fixture
-def engine() -> Iterator[InprocEngine]:
-    with InprocEngine() as made:
-        yield made
 
 
 def _summed(value: float, group: Any = None) -> float:
