@@ -38,7 +38,7 @@ _PROGRAM = str(ROOT / "tests" / "harness" / "programs" / "scripts" / "fsdp2.py")
 _TESTS = (
     "tests/harness/shapes/test_torch_internals.py",
     "tests/harness/shapes/test_unmapped.py",
-    "tests/harness/threads/test_inproc_messages.py",
+    "tests/harness/threads/test_inproc_calls.py",
 )
 _INSTALL_S, _STEP_S = 1200.0, 600.0
 PASSED, FAILED, NOT_RUN = "pass", "FAIL", "not run"

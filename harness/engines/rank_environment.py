@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -43,6 +44,17 @@ def in_environment(words: Mapping[str, str]) -> Iterator[None]:
         for word, value in before.items():
             os.environ.pop(word, None)
             os.environ.update({} if value is None else {word: value})
+
+
+def require_own_world(given: Mapping[str, Any], rank: int, world_size: int, what: str) -> None:
+    """Raises ValueError where the arguments of a program's init_process_group name another rank or size.
+
+    `what` runs the rank: "process" or "thread".
+    """
+    for name, own in (("world_size", world_size), ("rank", rank)):
+        if given.get(name, -1) not in {-1, own}:
+            rule = f"the engine runs this {what} as rank {rank} of {world_size}"
+            raise ValueError(f"init_process_group {name}={given[name]}: {rule}; legal: {name}={own}, or leave it out")
 
 
 def rank_device(name: str, rank: int) -> torch.device:

@@ -21,7 +21,7 @@ from harness.engines.calls.pending import PendingCollective, PendingMessage, Ran
 from harness.engines.engine import Engine
 from harness.engines.faults import spoiled
 from harness.engines.faults.spoiled import CompletedCall
-from harness.engines.threads.intervention import Intervened, Plain
+from harness.engines.threads.intervention import Intervened, Intervention
 from harness.engines.threads.matcher import CollectiveMatcher
 from harness.engines.threads.scheduler import Scheduler
 from harness.engines.threads.work import RankCall
@@ -38,7 +38,7 @@ class Disturbed(Intervened):
         super().__init__(engine, Disturbance(fault))
 
 
-class Disturbance(Plain):
+class Disturbance(Intervention):
     """The intervention that makes one fault happen; None changes nothing.
 
     `delivered`, of the last run: (rank, call index) -> digest of what the call left in the rank's outputs. Two runs

@@ -28,7 +28,7 @@ from harness.engines.calls.desync import call_text
 from harness.engines.calls.pending import PendingCollective, RankGroup
 from harness.engines.engine import Engine
 from harness.engines.faults import spoiled
-from harness.engines.threads.intervention import Intervened, Plain
+from harness.engines.threads.intervention import Intervened, Intervention
 from harness.engines.threads.matcher import CollectiveMatcher, Race
 from harness.engines.threads.rank_threads import RankThread
 from harness.engines.threads.scheduler import Scheduler
@@ -57,7 +57,7 @@ class Explored(Intervened):
         super().__init__(engine, _Exploration(schedule))
 
 
-class _Exploration(Plain):
+class _Exploration(Intervention):
     """The intervention that follows a schedule."""
 
     def __init__(self, schedule: Schedule) -> None:

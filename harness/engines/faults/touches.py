@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from harness.engines.threads.intervention import Plain
+from harness.engines.threads.intervention import Intervention
 from harness.engines.threads.matcher import CollectiveMatcher
 from harness.engines.threads.scheduler import Scheduler
 from harness.engines.threads.work import RankCall
@@ -22,7 +22,7 @@ from harness.torch_internals.modes import DispatchMode, FakeTensor, leaves, take
 from harness.torch_internals.operators import short_name
 
 
-class Touches(Plain):
+class Touches(Intervention):
     """The intervention that changes nothing and watches. `on_rank` is to be entered around a rank's program."""
 
     def __init__(self) -> None:

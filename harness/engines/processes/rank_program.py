@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from harness.engines.calls.callers import raised_at
 from harness.engines.engine import Program
-from harness.engines.rank_environment import environment_of, in_environment
+from harness.engines.rank_environment import environment_of, in_environment, require_own_world
 from harness.errors import error_text
 from harness.torch_internals.world import redirected
 
@@ -89,18 +89,13 @@ class _Adoption:
     """Stands for init_process_group in a program: its first call gets the world that exists."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self._own = {"world_size": world_size, "rank": rank}
+        self._rank, self._world_size = rank, world_size
         self._adopted = False
 
     def __call__(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Raises ValueError for another size or rank."""
         given = inspect.signature(original).bind(*args, **kwargs).arguments
-        for name, own in self._own.items():
-            if given.get(name, -1) not in {-1, own}:
-                rule = f"the engine runs this process as rank {self._own['rank']} of {self._own['world_size']}"
-                raise ValueError(
-                    f"init_process_group {name}={given[name]}: {rule}; legal: {name}={own}, or leave it out"
-                )
+        require_own_world(given, self._rank, self._world_size, "process")
         if self._adopted or not dist.is_initialized():
             return original(*args, **kwargs)
         self._adopted = True

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 
 from harness.engines.calls.pending import RankGroup
 from harness.engines.threads.inproc import InprocEngine
-from harness.engines.threads.intervention import Plain
+from harness.engines.threads.intervention import Intervention
 from harness.engines.threads.matcher import CollectiveMatcher
 from harness.engines.threads.rank_threads import Aborted, RankThread
 from harness.engines.threads.scheduler import RankStatus, Scheduler
@@ -34,7 +34,7 @@ from harness.errors import RequestError
 from harness.ledger import Observer
 
 
-class _AtOnce(Plain):
+class _AtOnce(Intervention):
     """The parts of a run without turns."""
 
     def state(self, world_size: int, seed: int, places: Sequence[Namespace], caller: CallerStreams) -> PerRankState:

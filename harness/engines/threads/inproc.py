@@ -23,7 +23,7 @@ from harness.engines.calls.desync import RootCause, of_deadlock, of_mismatch, of
 from harness.engines.engine import Engine, RunRequest
 from harness.engines.threads import postmortem
 from harness.engines.threads.heap import Heap
-from harness.engines.threads.intervention import Intervention, Plain
+from harness.engines.threads.intervention import Intervention
 from harness.engines.threads.matcher import Race
 from harness.engines.threads.postmortem import Raised, hint
 from harness.engines.threads.rank_threads import Aborted, RankThread, RankThreads
@@ -64,7 +64,7 @@ class InprocEngine(Engine):
     drew = True
     """Whether ranks of the last run drew from a random stream of the process, or seeded one."""
     _on_one_processor = True
-    _parts: Intervention = Plain()
+    _parts: Intervention = Intervention()
 
     def __init__(self) -> None:
         self._threads = RankThreads(on_one_processor=self._on_one_processor)

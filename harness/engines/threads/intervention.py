@@ -7,7 +7,7 @@ without one uses the plain parts at no cost. `Intervened` is an engine in which 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from harness.engines.engine import Engine, RunRequest
 from harness.engines.threads.matcher import CollectiveMatcher
@@ -19,21 +19,8 @@ from harness.errors import RequestError
 from harness.ledger import Observer
 
 
-class Intervention(Protocol):
-    """Makes the parts of one run."""
-
-    def state(self, world_size: int, seed: int, places: Sequence[Namespace], caller: CallerStreams) -> PerRankState:
-        """What each rank has to itself."""
-
-    def scheduler(self, threads: Sequence[RankThread], state: PerRankState, timeout_s: float) -> Scheduler:
-        """Which rank runs when."""
-
-    def matcher(self, world_size: int, scheduler: Scheduler, observer: Observer | None) -> CollectiveMatcher:
-        """Where the calls of the ranks are matched and computed."""
-
-
-class Plain:
-    """The parts as they are: the intervention that changes nothing, and the base of all others."""
+class Intervention:
+    """Makes the parts of one run: these as they are, and the base of those that change something."""
 
     def state(self, world_size: int, seed: int, places: Sequence[Namespace], caller: CallerStreams) -> PerRankState:
         """Random streams, default dtype and the state of the named modules."""

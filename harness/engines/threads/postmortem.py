@@ -14,7 +14,7 @@ from typing import NamedTuple
 from harness.engines.calls.callers import caller_of, is_user, issued_at, raised_at
 from harness.engines.calls.desync import RootCause, position_in_call
 from harness.engines.threads.matcher import CollectiveMatcher
-from harness.engines.threads.own_threads import Stillness
+from harness.engines.threads.rank_threads import Stillness
 from harness.engines.threads.scheduler import RankStatus, Scheduler
 from harness.errors import Position, error_text
 

@@ -22,10 +22,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from harness.engines.rank_environment import environment_of
+from harness.engines.rank_environment import environment_of, require_own_world
 from harness.engines.threads.matcher import CollectiveMatcher
-from harness.engines.threads.own_threads import followed
 from harness.engines.threads.process_group import InprocGroup
+from harness.engines.threads.rank_threads import followed
 from harness.engines.threads.state.environ import OwnWords, environ_by_rank
 from harness.torch_internals.meshes import kept_apart
 from harness.torch_internals.world import (
@@ -159,13 +159,7 @@ def _init_process_group(original: Callable[..., None], *args: Any, **kwargs: Any
     if mine is None:
         return original(*args, **kwargs)
     given = inspect.signature(original).bind(*args, **kwargs).arguments
-    for name, value, own in (
-        ("world_size", given.get("world_size", -1), mine.world_size),
-        ("rank", given.get("rank", -1), mine.rank),
-    ):
-        if value not in {-1, own}:
-            rule = f"the engine runs this thread as rank {mine.rank} of {mine.world_size}"
-            raise ValueError(f"init_process_group {name}={value}: {rule}; legal: {name}={own}, or leave it out")
+    require_own_world(given, mine.rank, mine.world_size, "thread")
     if mine.default_pg is None:
         _make_default(mine)
     elif mine.adopted:

@@ -22,8 +22,7 @@ from types import FrameType
 
 import torch
 
-from harness.engines.threads.own_threads import Stillness
-from harness.engines.threads.rank_threads import Aborted, RankThread, taken_lock
+from harness.engines.threads.rank_threads import Aborted, RankThread, Stillness, taken_lock
 from harness.engines.threads.state.rank_state import PerRankState
 
 _GRACE_S = 0.5

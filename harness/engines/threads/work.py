@@ -76,8 +76,31 @@ class _Matcher(Protocol):
     def wait(self, call: RankCall) -> None: ...
 
 
+class _Waited(dist.Work):
+    """A work of which all follows from `wait`, `is_completed` and `result`. A call that fails ends the run."""
+
+    def synchronize(self) -> None:
+        """The same as `wait`."""
+        self.wait()
+
+    block_current_stream = synchronize
+
+    def is_success(self) -> bool:
+        """The same as `is_completed`."""
+        return self.is_completed()
+
+    def exception(self) -> None:
+        """None."""
+
+    def get_future(self) -> Future[list[Tensor]]:
+        """A completed future of the outputs. It waits first: C++ would wait for it and no other rank could run."""
+        future: Future[list[Tensor]] = Future()
+        future.set_result(self.result())
+        return future
+
+
 @answers_torch
-class Work(dist.Work):
+class Work(_Waited):
     """An asynchronous call. `wait` and `get_future` let other ranks run until the call is complete."""
 
     def __init__(self, matcher: _Matcher, call: RankCall) -> None:
@@ -90,35 +113,14 @@ class Work(dist.Work):
         self._matcher.wait(self._call)
         return True
 
-    def synchronize(self) -> None:
-        """The same as `wait`."""
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        """The same as `wait`."""
-        self.wait()
-
     def is_completed(self) -> bool:
         """Whether the call is complete, without waiting."""
         return self._call.event.done
-
-    def is_success(self) -> bool:
-        """The same as `is_completed`: a call that fails ends the run."""
-        return self.is_completed()
-
-    def exception(self) -> None:
-        """None: a call that fails ends the run."""
 
     def result(self) -> list[Tensor]:
         """The outputs, when complete."""
         self.wait()
         return list(self._call.outputs)
-
-    def get_future(self) -> Future[list[Tensor]]:
-        """A completed future of the outputs. It waits first: C++ would wait for it and no other rank could run."""
-        future: Future[list[Tensor]] = Future()
-        future.set_result(self.result())
-        return future
 
     def source_rank(self) -> int:
         """The group rank of the sender, of a receive that is complete; -1 for other calls."""
@@ -126,7 +128,7 @@ class Work(dist.Work):
         return event.peer if isinstance(event, PendingMessage) and self._call.signature.op == "recv" else -1
 
 
-class _CompleteWork(dist.Work):
+class _CompleteWork(_Waited):
     """The work of any synchronous call, which returns when it is complete; it has no outputs of its own."""
 
     def wait(self, timeout: object = None) -> bool:
@@ -137,21 +139,11 @@ class _CompleteWork(dist.Work):
         """True."""
         return True
 
-    is_success = is_completed
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    block_current_stream = synchronize
-
-    def exception(self) -> None:
-        """None."""
-
 
 COMPLETE = _CompleteWork()
 
 
-class BatchedWorks(dist.Work):
+class BatchedWorks(_Waited):
     """The works of one coalescing block, waited for together."""
 
     def __init__(self, works: Sequence[Work]) -> None:
@@ -166,8 +158,6 @@ class BatchedWorks(dist.Work):
         """Whether all are complete, without waiting."""
         return all(work.is_completed() for work in self._works)
 
-    def get_future(self) -> Future[list[Tensor]]:
-        """A completed future of the outputs of all."""
-        future: Future[list[Tensor]] = Future()
-        future.set_result([tensor for work in self._works for tensor in work.result()])
-        return future
+    def result(self) -> list[Tensor]:
+        """The outputs of all."""
+        return [tensor for work in self._works for tensor in work.result()]

@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
-from bench import fault_programs as table
 from harness.checking.evidence import PASS
 from harness.checking.exact_checks import same_outcomes
 from harness.engines.engine import Engine, Unwaited
@@ -25,7 +24,8 @@ from harness.running.proof import prove
 from harness.running.ranks.execution import execute
 from parallel.subject import subject
 from reference.case import Case as ModelCase
-from tests.harness.engines import programs
+from tests.harness.engines import out_of_step, programs
+from tests.harness.engines.out_of_step import CASES, Case
 
 Program = Callable[..., Any]
 ENGINES = ("inproc", "inproc-concurrent", "pool")
@@ -60,97 +60,11 @@ def ended(engine: Engine, program: Program, *args: Any, world_size: int = 2, tim
     return problem.value
 
 
-class Case(NamedTuple):
-    """A faulty program, what the error is, and its first line."""
-
-    program: Program
-    world_size: int
-    kind: str
-    ranks: tuple[int, ...]
-    cause: str
-
-
-W2, W3 = "of world (0 1)", "of world (0 1 2)"
-IN_CALL = f"ranks disagree in call #0 {W3}: "
-STUCK = "no rank can go on: rank 0 waits for rank 1 in {}, rank 1 waits for rank 0 in {}".format
-ENDED = "every rank has finished, but "
-LACKS = "has finished, but rank 0 waits for it in"
-CROSSED = ("all_reduce #0 of one (0 1)", "all_reduce #0 of other (0 1)")
-UNNAMED = ("all_reduce #0 of group 2 (0 1)", "all_reduce #0 of group 3 (0 1)")
-ALIKE = ("all_reduce #0 of tp, group 1 (0 1)", "all_reduce #0 of tp, group 2 (0 1)")
-VOID = "rank 0's send in world (0 1) was never met by rank 1"
-REDUCE_OP = "the reduce op is sum on rank 0, max on ranks 1 2"
-CASES = [
-    Case(table.skips, 3, "skipped", (1,), f"rank 1 {LACKS} all_reduce #1 {W3}"),
-    Case(programs.skips_in_the_middle, 3, "mismatch", (1,), IN_CALL + "the shape is 2 on rank 1, 3 on ranks 0 2"),
-    Case(table.orders_differ, 3, "mismatch", (2,), IN_CALL + "the op is broadcast on rank 2, all_reduce on ranks 0 1"),
-    Case(programs.ops_differ, 3, "mismatch", (0,), IN_CALL + "the op is barrier on rank 0, all_reduce on ranks 1 2"),
-    Case(table.numels_differ, 3, "mismatch", (1,), IN_CALL + "the shape is 4 on rank 1, 3 on ranks 0 2"),
-    Case(table.shapes_differ, 3, "mismatch", (1,), IN_CALL + "the shape is 2x3 on rank 1, 3x2 on ranks 0 2"),
-    Case(table.dtypes_differ, 3, "mismatch", (1,), IN_CALL + "the dtype is int32 on rank 1, float32 on ranks 0 2"),
-    Case(table.reduce_ops_differ, 3, "mismatch", (1,), IN_CALL + "the reduce op is max on rank 1, sum on ranks 0 2"),
-    Case(table.roots_differ, 3, "mismatch", (1,), IN_CALL + "the root is 1 on rank 1, 0 on ranks 0 2"),
-    Case(
-        table.reduce_ops_differ,
-        2,
-        "mismatch",
-        (0, 1),
-        f"ranks disagree in call #0 {W2}: the reduce op is max on rank 1, sum on rank 0",
-    ),
-    Case(programs.forms_differ, 3, "mismatch", (1,), IN_CALL + "the form is list on rank 1, single on ranks 0 2"),
-    Case(programs.functional_differs, 3, "mismatch", (0,), IN_CALL + REDUCE_OP),
-    Case(
-        table.splits_differ,
-        2,
-        "mismatch",
-        (0, 1),
-        f"ranks disagree in all_to_all #0 {W2}: rank 0 sends 3 rows to rank 1, which expects 4",
-    ),
-    Case(
-        programs.groups_differ,
-        3,
-        "mismatch",
-        (0, 1),
-        f"ranks disagree in new_group #1 {W3}: rank 0 makes it of ranks 0 1, rank 1 of ranks 0 2",
-    ),
-    Case(
-        programs.messages_differ,
-        2,
-        "mismatch",
-        (0, 1),
-        f"ranks disagree in recv #0 {W2}: rank 0 sends float32 3 to rank 1, which receives float32 4",
-    ),
-    Case(
-        programs.later_messages_differ,
-        3,
-        "mismatch",
-        (1, 0),  # who sends, who receives
-        f"ranks disagree in recv #0 {W3}: rank 1 sends float32 3 to rank 0, which receives float32 4",
-    ),
-    Case(table.groups_cross, 2, "deadlock", (0, 1), STUCK(*CROSSED)),
-    Case(programs.unnamed_groups_cross, 2, "deadlock", (0, 1), STUCK(*UNNAMED)),
-    Case(programs.alike_groups_cross, 2, "deadlock", (0, 1), STUCK(*ALIKE)),
-    Case(programs.lives_differ, 2, "deadlock", (0, 1), STUCK(f"all_reduce #0 {W2} of life 2", f"all_reduce #0 {W2}")),
-    Case(
-        programs.one_ends_two_wait,
-        3,
-        "skipped",
-        (2,),
-        f"rank 2 {LACKS} all_reduce #0 {W3}",
-    ),
-    Case(programs.tags_differ, 2, "deadlock", (0, 1), STUCK(f"send #0 {W2}", f"recv #0 {W2}")),
-    Case(programs.both_send_first, 2, "deadlock", (0, 1), STUCK(f"send #0 {W2}", f"send #0 {W2}")),
-    Case(programs.nobody_sends, 2, "skipped", (1,), f"rank 1 {LACKS} recv #0 {W2}"),
-    Case(programs.never_waits_alone, 2, "skipped", (1,), ENDED + f"rank 1 never made all_reduce #0 {W2}"),
-    Case(programs.sends_into_the_void, 2, "skipped", (1,), ENDED + VOID),
-]
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.program.__name__}-{case.world_size}")
 def test_ranks_out_of_step_end_in_one_error_with_every_position(engine: Engine, case: Case) -> None:
     """Many of them gloo does not mind: dtype, reduce op, shape, rows, a work that nobody waits for."""
-    if engine.name == "pool" and case.program is programs.lives_differ:
-        pytest.skip("a second life of the default group needs a rendezvous, which a rank of the pool has not")
+    if engine.name == "pool" and case.program is out_of_step.lives_differ:
+        pytest.skip("a second life of the default group needs a rendezvous, which the pool has not")
     error = ended(engine, case.program, world_size=case.world_size)
     assert isinstance(error, Desynchronised) and error.exit_status == 1
     assert error.kind == case.kind

@@ -23,7 +23,7 @@ from harness.errors import Desynchronised, Raced
 from harness.running.proof import prove
 from reference.case import Case
 from suites.drawing.strategies import schedules
-from tests.harness.engines import programs
+from tests.harness.engines import out_of_step
 
 gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 EARLY = Schedule(early=(True,) * 9)
@@ -176,7 +176,7 @@ def test_the_same_schedule_is_the_same_run(engine: InprocEngine) -> None:
     assert runs[2][:3] == [2, 1, 0]
 
 
-@pytest.mark.parametrize("program", [fault_programs.skips, fault_programs.orders_differ, programs.never_waits_alone])
+@pytest.mark.parametrize("program", [fault_programs.skips, fault_programs.orders_differ, out_of_step.never_waits_alone])
 def test_ranks_that_part_end_as_in_a_plain_run(engine: InprocEngine, program: Callable[[int], None]) -> None:
     with pytest.raises(Desynchronised):
         result(engine, Schedule(turns=(1, 2, 1)), program, 3)

@@ -12,10 +12,11 @@ from harness.checking.evidence import PASS, UNKNOWN
 from harness.engines.engine import Engine
 from harness.engines.shapes.dry import DryEngine
 from harness.engines.threads.inproc import InprocEngine
-from harness.ledger import OTHER, Call
+from harness.ledger import OTHER
 from harness.recording.recorder import Recorder
 from harness.running.proof import CaseResult, prove
 from reference.case import Case
+from tests.harness.engines.programs import Log
 from tests.harness.shapes.unmapped_programs import SWAP, VOID, swapping, swaps, voiding
 
 _CASES = (Case.parse("preset=tiny-internlm2 mode=mtp tp=2"), Case.parse("mode=tp tp=2"))
@@ -30,34 +31,16 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
         yield made
 
 
-class Kept:
-    """Keeps calls by rank."""
-
-    def __init__(self) -> None:
-        self.calls: dict[int, list[Call]] = {}
-        self.ended: list[tuple[int, int]] = []
-
-    def issued(self, rank: int, call: Call) -> int:
-        """Keep it."""
-        mine = self.calls.setdefault(rank, [])
-        mine.append(call)
-        return len(mine) - 1
-
-    def completed(self, rank: int, ticket: int) -> None:
-        """Keep which."""
-        self.ended.append((rank, ticket))
-
-
 def test_the_schema_tells_group_and_payload() -> None:
-    kept = Kept()
+    kept = Log()
     with InprocEngine() as threads:
         assert threads.run(swaps, world_size=2, observer=kept) == [3.0, 3.0]
     for rank in range(2):
-        other, inner = kept.calls[rank]
+        other, inner = kept.of(rank)
         assert (other.op, other.operator, other.group, other.dtype) == (OTHER, f"c10d::{SWAP}", (0, 1), "float64")
         assert (other.shapes, other.payload_bytes, other.is_async) == (((3,), (2,)), (3 + 2) * 8, False)
         assert (inner.op, inner.operator, inner.payload_bytes) == ("all_reduce", "", 3 * 8)
-    assert sorted(kept.ended) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert sorted(ticket for _, ticket in kept.completions) == [0, 1, 2, 3]
 
 
 def test_only_the_case_that_issues_it_is_unknown_and_its_message_names_it(engine: Engine) -> None:
@@ -106,11 +89,11 @@ def gathers(rank: int) -> list[float]:
 
 
 def test_a_gather_into_one_tensor_is_a_gather() -> None:
-    kept = Kept()
+    kept = Log()
     with InprocEngine() as engine:
         assert engine.run(gathers, world_size=2, observer=kept) == [[], [1.0] * 4 + [2.0] * 4]
-    for calls in kept.calls.values():
-        assert [(call.op, call.peer, call.payload_bytes) for call in calls] == [("gather", 1, 16)]
+    for rank in range(2):
+        assert [(call.op, call.peer, call.payload_bytes) for call in kept.of(rank)] == [("gather", 1, 16)]
 
 
 def verdict_of(result: CaseResult, check: str) -> tuple[str, str]:

@@ -1,17 +1,23 @@
-"""What gloo leaves open and the in-process engine promises: reductions in rank order, the same bits in every run."""
+"""Calls and groups of the in-process engine: what gloo leaves open and it promises, the same bits in every run."""
 
 from __future__ import annotations
 
 import functools
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import destroy_process_group, init_process_group, split_group
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.engines.threads.inproc import InprocEngine
+from harness.errors import RankRaised
 
 REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "SUM": operator.add,
@@ -66,3 +72,174 @@ def test_two_hundred_and_fifty_six_ranks(engine: InprocEngine) -> None:
         return x[0].item()
 
     assert engine.run(program, world_size=256) == [255 * 128.0] * 256
+
+
+def value(rank: int) -> Tensor:
+    return torch.arange(4.0) + 10 * rank
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_ring_of_every_kind_of_send_and_receive(engine: InprocEngine, world_size: int) -> None:
+    def program(rank: int) -> dict[str, Tensor]:
+        after, before = (rank + 1) % world_size, (rank - 1) % world_size
+        found = {name: torch.empty(4) for name in ("blocking", "async", "batch", "tagged", "self")}
+        if rank == 0:
+            dist.send(value(rank), dst=after)
+            dist.recv(found["blocking"], src=before)
+        else:
+            dist.recv(found["blocking"], src=before)
+            dist.send(value(rank), dst=after)
+        works: list[Any] = [dist.isend(value(rank), dst=after), dist.irecv(found["async"], src=before)]
+        batch = [dist.P2POp(dist.irecv, found["batch"], before), dist.P2POp(dist.isend, value(rank), after)]
+        works += dist.batch_isend_irecv(batch)
+        other = torch.empty(4)
+        works += [dist.isend(value(rank), dst=after, tag=1), dist.isend(-value(rank), dst=after, tag=2)]
+        works += [dist.irecv(other, src=before, tag=2), dist.irecv(found["tagged"], src=before, tag=1)]
+        works += [dist.isend(value(rank), dst=rank), dist.irecv(found["self"], src=rank)]
+        for work in works:
+            work.wait()
+        return found | {"other": -other}
+
+    for rank, found in enumerate(engine.run(program, world_size=world_size)):
+        for name, tensor in found.items():
+            assert torch.equal(tensor, value(rank if name == "self" else (rank - 1) % world_size)), name
+
+
+def test_a_receive_from_anybody_takes_what_was_sent_first_and_tells_the_sender(engine: InprocEngine) -> None:
+    def program(rank: int) -> Any:
+        if rank != 1:
+            return dist.send(value(rank), dst=1)
+        tensors = [torch.empty(4), torch.empty(4)]
+        return [(dist.recv(tensor), tensor) for tensor in tensors]
+
+    received = engine.run(program, world_size=3)[1]
+    assert [sender for sender, _ in received] == [0, 2]
+    assert all(torch.equal(tensor, value(sender)) for sender, tensor in received)
+
+
+def test_meta_tensors_pass_through_every_collective(engine: InprocEngine) -> None:
+    def program(rank: int) -> list[str]:
+        with torch.device("meta"):
+            x, full = torch.empty(4), torch.empty(8)
+            dist.all_reduce(x)
+            dist.broadcast(x, src=0)
+            dist.all_gather_into_tensor(full, x) if not hasattr(dist, "all_gather_single") else dist.all_gather_single(
+                full, x
+            )
+            dist.all_to_all_single(torch.empty(4), x)
+            dist.reduce_scatter(x, [torch.empty(4), torch.empty(4)])
+        return [x.device.type, full.device.type]
+
+    assert engine.run(program, world_size=2) == [["meta", "meta"]] * 2
+
+
+class Seen(TorchDispatchMode):
+    """Keeps the names of the operators that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note the operator and run it."""
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_modes_of_whoever_computes_for_all_do_not_see_the_computing(engine: InprocEngine) -> None:
+    """Selective checkpointing counts operators: one more on the rank that happens to come last would break it."""
+
+    def program(rank: int) -> list[str]:
+        tensor = value(rank)
+        seen = Seen()
+        with seen:
+            tensor.add_(1)
+            dist.all_reduce(tensor)
+        return seen.names
+
+    assert engine.run(program, world_size=3) == [["add_.Tensor"]] * 3
+
+
+def test_a_tensor_that_autograd_saved_must_not_be_overwritten_by_a_collective(engine: InprocEngine) -> None:
+    """Stricter than gloo and NCCL, which give a wrong gradient without a word."""
+
+    def program(rank: int) -> str:
+        x = value(rank).requires_grad_()
+        y = x.exp()
+        dist.all_reduce(y.detach())
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+        return "refused"
+
+    assert engine.run(program, world_size=2) == ["refused", "refused"]
+
+
+def summed(group: dist.ProcessGroup | None) -> float:
+    tensor = torch.tensor([float(2 ** dist.get_rank())])
+    dist.all_reduce(tensor, group=group)
+    return tensor.item()
+
+
+def test_groups_made_by_members_alone(engine: InprocEngine) -> None:
+    def program(rank: int) -> float:
+        ranks = [0, 1] if rank < 2 else [2, 3]
+        return summed(dist.new_group(ranks, use_local_synchronization=True))
+
+    assert engine.run(program, world_size=4) == [3, 3, 12, 12]
+
+
+def test_split_groups_count_ranks_within_the_parent(engine: InprocEngine) -> None:
+    def program(rank: int) -> tuple[float, float | None]:
+        half = split_group(split_ranks=[[0, 2], [1, 3]])
+        single = split_group(half, [[1]], group_desc="second")
+        return summed(half), None if single is None else summed(single)
+
+    assert engine.run(program, world_size=4) == [(5, None), (10, None), (5, 4), (10, 8)]
+
+
+def test_a_wrong_split_is_refused_with_the_rule(engine: InprocEngine) -> None:
+    with pytest.raises(RankRaised) as caught:
+        engine.run(lambda rank: split_group(split_ranks=[[0, 5]]), world_size=2)
+    rule = "must be lists of distinct ranks below 2, none of them empty; legal: [[0], [1]]"
+    text = f"split_group split_ranks=[[0, 5]]: {rule}"
+    assert isinstance(caught.value.__cause__, ValueError) and str(caught.value.__cause__) == text
+
+
+def test_meshes_and_sharding_decisions_are_made_anew_in_every_run(engine: InprocEngine) -> None:
+    """Group names count from 0 in every run: a mesh remembered from the first run would talk in the wrong group."""
+
+    def program(rank: int, first: list[int]) -> float:
+        dist.new_group(first)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        x = distribute_tensor(torch.arange(8.0), mesh["b"], [Shard(0)])
+        return float((x * 2).sum().full_tensor())  # type: ignore[attr-defined]
+
+    for first in ([0, 3], [1, 2], [0, 1, 2]):
+        assert engine.run(program, first, world_size=4) == [56.0] * 4
+
+
+def test_meshes_of_different_ranks_are_told_apart_where_shards_are_uneven(engine: InprocEngine) -> None:
+    """torch keeps what a redistribution does in tables of the process, which the meshes of all ranks would share."""
+    full = torch.arange(35.0).view(5, 7)
+
+    def program(rank: int) -> tuple[bool, ...]:
+        mesh = init_device_mesh("cpu", (2, 2))
+        there = distribute_tensor(full, mesh, [Shard(0), Shard(0)]).redistribute(mesh, [Shard(1), Replicate()])
+        back = there.redistribute(mesh, [Shard(0), Shard(1)])
+        return torch.equal(there.full_tensor(), full), torch.equal(back.full_tensor(), full)
+
+    assert engine.run(program, world_size=4) == [(True, True)] * 4
+
+
+def test_user_code_may_initialise_and_destroy_the_world_itself(engine: InprocEngine) -> None:
+    def program(rank: int) -> list[Any]:
+        init_process_group("nccl", world_size=2, rank=rank)
+        first = summed(None)
+        destroy_process_group()
+        gone = dist.is_initialized()
+        dist.init_process_group(init_method="env://")
+        group = dist.new_group([0, 1])
+        dist.destroy_process_group(group)
+        return [first, gone, summed(None), dist.get_rank()]
+
+    assert engine.run(program, world_size=2) == [[3, False, 3, 0], [3, False, 3, 1]]

@@ -1,4 +1,7 @@
-"""What ranks of the in-process engine have to themselves, what the caller gets back, and that nothing stays."""
+"""What ranks of the in-process engine have to themselves, what the caller gets back, and that nothing stays.
+
+Memory does not grow with the number of runs either: what runs have freed in pieces goes back to the system.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,18 +22,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from harness.engines.threads import heap
+from harness.engines.threads.heap import Heap, resident_bytes
 from harness.engines.threads.inproc import InprocEngine
 from harness.engines.threads.process_group import InprocGroup
 from harness.errors import RankRaised
 
 KEPT = threading.local()
 CONTEXT: contextvars.ContextVar[int] = contextvars.ContextVar("CONTEXT", default=-1)
-
-
-@pytest.fixture
-def engine() -> Iterator[InprocEngine]:
-    with InprocEngine() as made:
-        yield made
 
 
 def streams() -> tuple[Any, ...]:
@@ -247,3 +245,41 @@ def test_ranks_share_a_processor_and_the_driver_keeps_its_own() -> None:
     assert len(ranks[0]) == 1
     assert ranks[0] <= before
     assert os.sched_getaffinity(0) == before
+
+
+PIECE_BYTES = 2**16
+"""Below what glibc maps one by one and gives back by itself."""
+keeps_holes = pytest.mark.skipif(
+    not hasattr(heap._C, "malloc_trim"), reason="this C library keeps no holes to give back"
+)
+
+
+def holes(mib: int) -> torch.Tensor:
+    """Allocate and free so much, all but the last piece, which holds the heap's end where it is."""
+    pieces = [torch.ones(PIECE_BYTES, dtype=torch.uint8) for _ in range(mib * 2**20 // PIECE_BYTES)]
+    return pieces[-1]
+
+
+@keeps_holes
+def test_a_run_gives_back_what_was_freed_in_pieces() -> None:
+    with InprocEngine() as engine:
+        heap._C.malloc_trim(0)  # holes of earlier tests would be filled first
+        before = resident_bytes()
+        engine._heap = Heap(slack_bytes=2**24, every=1)
+        kept = holes(64)
+        assert resident_bytes() - before > 50 * 2**20, "glibc itself gives nothing back while the last piece lives"
+        engine.run(lambda rank: None, world_size=2)
+        assert resident_bytes() - before < 20 * 2**20
+    assert kept.sum() == PIECE_BYTES
+
+
+@keeps_holes
+def test_what_is_in_use_is_not_asked_for_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, trimmed = [100], list[int]()
+    monkeypatch.setattr(heap, "resident_bytes", lambda: seen[0])
+    monkeypatch.setattr(heap, "_C", type("C", (), {"malloc_trim": trimmed.append}))
+    kept = Heap(slack_bytes=50, every=1)
+    for now, times in ((150, 0), (151, 1), (200, 1), (201, 1), (202, 2), (100, 2)):
+        seen[0] = now
+        kept.settle()
+        assert len(trimmed) == times, now

@@ -14,31 +14,10 @@ from torch.distributed.distributed_c10d import _coalescing_manager, _get_default
 from harness.engines.engine import Unwaited
 from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import Call
+from tests.harness.engines.programs import Log
 
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
-
-class Log:
-    """Keeps the calls of every rank and the tickets that came back, in order."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[int, Call]] = []
-        self.completions: list[tuple[int, int]] = []
-
-    def issued(self, rank: int, call: Call) -> int:
-        """The ticket is the place in `calls`."""
-        self.calls.append((rank, call))
-        return len(self.calls) - 1
-
-    def completed(self, rank: int, ticket: int) -> None:
-        """Only the rank that issued may complete."""
-        assert self.calls[ticket][0] == rank
-        self.completions.append((rank, ticket))
-
-    def of(self, rank: int) -> list[Call]:
-        """The calls of one rank."""
-        return [call for issuer, call in self.calls if issuer == rank]
 
 
 def watched(program: Callable[[int], Any], world_size: int = 2) -> Log:

@@ -136,26 +136,26 @@ def test_fully_shard_on_a_mesh_of_two_by_two(engine: InprocEngine) -> None:
     assert_gradients(engine.run(program, world_size=4), dense_gradients(x))
 
 
+def trained(net: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> dict[str, Tensor]:
+    """The parameters after three steps."""
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+    return {name.removeprefix("module."): p.detach() for name, p in net.named_parameters()}
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ddp_over_three_steps(engine: InprocEngine, world_size: int) -> None:
     x = batch(8)
 
     def program(rank: int) -> dict[str, Tensor]:
         net = DistributedDataParallel(model(), bucket_cap_mb=1)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            net(x.chunk(world_size)[rank]).square().mean().backward()
-            optimizer.step()
-        return {name: p.detach() for name, p in net.module.named_parameters()}
+        return trained(net, torch.optim.SGD(net.parameters(), lr=0.1), x.chunk(world_size)[rank])
 
     net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        net(x).square().mean().backward()
-        optimizer.step()
-    assert_gradients(engine.run(program, world_size=world_size), {n: p.detach() for n, p in net.named_parameters()})
+    expected = trained(net, torch.optim.SGD(net.parameters(), lr=0.1), x)
+    assert_gradients(engine.run(program, world_size=world_size), expected)
 
 
 def test_ddp_starts_from_the_weights_of_rank_0(engine: InprocEngine) -> None:
@@ -174,20 +174,11 @@ def test_zero_redundancy_optimizer(engine: InprocEngine) -> None:
 
     def program(rank: int) -> dict[str, Tensor]:
         net = model()
-        optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.01)
-        for _ in range(2):
-            optimizer.zero_grad()
-            net(x).square().mean().backward()
-            optimizer.step()
-        return {name: p.detach() for name, p in net.named_parameters()}
+        return trained(net, ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.01), x)
 
     net = model()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    for _ in range(2):
-        optimizer.zero_grad()
-        net(x).square().mean().backward()
-        optimizer.step()
-    assert_gradients(engine.run(program, world_size=3), {name: p.detach() for name, p in net.named_parameters()})
+    expected = trained(net, torch.optim.AdamW(net.parameters(), lr=0.01), x)
+    assert_gradients(engine.run(program, world_size=3), expected)
 
 
 class _Summed(torch.autograd.Function):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,16 +17,9 @@ from harness.engines.threads.inproc import InprocEngine
 from harness.errors import NotComputed, RankRaised, TimeLimit
 from harness.running.ranks.execution import execute
 from reference.case import Case
-from tests import ROOT
 
 SHARED = ThreadPoolExecutor(1)
 LOCK = threading.Lock()
-
-
-@pytest.fixture
-def engine() -> Iterator[InprocEngine]:
-    with InprocEngine() as made:
-        yield made
 
 
 def _summed(value: float, group: Any = None) -> float:
@@ -110,20 +101,3 @@ def test_a_rank_that_waits_for_a_lock_of_another_is_named_with_the_engine_that_w
             LOCK.release()
     assert caught.value.cause.startswith("no end within 0.3 s: rank 1 is blocked at ")
     assert "test_own_threads.py:" in caught.value.cause and "; legal: --engine pool" in caught.value.cause
-
-
-def _blocks_for_ever(rank: int) -> None:
-    threading.Thread(target=threading.Event().wait).start()
-    ThreadPoolExecutor(1).submit(threading.Event().wait).result()
-
-
-def test_the_process_ends_though_threads_of_its_ranks_are_blocked_for_good() -> None:
-    command = [sys.executable, "-m", "tests.harness.threads.test_own_threads"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr
-
-
-if __name__ == "__main__":
-    with InprocEngine() as first, pytest.raises(TimeLimit):
-        first.run(_blocks_for_ever, world_size=2, timeout_s=0.5)
-    print("ended")

@@ -42,101 +42,82 @@ CALLS.update({f"splits_as_{name}": functools.partial(exchanged, kind=kind) for n
 
 
 @listed
-def splits_as_ranges(rank: int, size: int) -> Any:
-    out = filled(sum(rank for _ in range(size)), 1)
-    dist.all_to_all_single(out, own(rank, sum(range(size)), 1), [rank] * size, range(size))
-    return out
+class Exchanges:
+    """Each method is a call of the list."""
 
-
-@listed
-def splits_as_truths(rank: int, size: int) -> Any:
-    out = filled(size)
-    dist.all_to_all_single(out, own(rank, size), [True] * size, [np.bool_(True)] * size)
-    return out
-
-
-@listed
-def splits_as_sets(rank: int, size: int) -> Any:
-    out = filled(size)
-    dist.all_to_all_single(out, own(rank, size), {1}, {1})
-    return out
-
-
-@listed
-def splits_empty_or_none(rank: int, size: int) -> Any:
-    outs = [filled(2 * size, 3) for _ in range(4)]
-    dist.all_to_all_single(outs[0], own(rank, 2 * size, 3))
-    dist.all_to_all_single(outs[1], own(rank, 2 * size, 3), None, None)
-    dist.all_to_all_single(outs[2], own(rank, 2 * size, 3), [], [])
-    work = dist.all_to_all_single(output=outs[3], input=own(rank, 2 * size, 3), async_op=True)
-    work.wait()
-    return outs
-
-
-@listed
-def splits_on_one_side(rank: int, size: int) -> Any:
-    outs = [filled(2 * size) for _ in range(2)]
-    dist.all_to_all_single(outs[0], own(rank, 2 * size), output_split_sizes=[2] * size)
-    dist.all_to_all_single(outs[1], own(rank, 2 * size), input_split_sizes=np.array([2] * size))
-    return outs
-
-
-@listed
-def splits_of_nothing(rank: int, size: int) -> Any:
-    none, one = filled(0, 3), filled(1 if rank == 1 else 0, 3)
-    dist.all_to_all_single(none, filled(0, 3), [0] * size, [0] * size)
-    dist.all_to_all_single(filled(0, 3), filled(0, 3))
-    dist.all_to_all_single(
-        one,
-        own(rank, int(rank == 2), 3),
-        [int(rank == 1 and i == 2) for i in range(size)],
-        [int(rank == 2 and i == 1) for i in range(size)],
-    )
-    return none, one
-
-
-@listed
-def splits_into_another_shape(rank: int, size: int) -> Any:
-    out = filled(size, 2)
-    dist.all_to_all_single(out, own(rank, 2 * size))
-    return out
-
-
-@listed
-def exchange_dtypes(rank: int, size: int) -> Any:
-    def call(dtype: torch.dtype) -> Any:
-        out = filled(size, dtype=dtype)
-        dist.all_to_all_single(out, own(rank, size, dtype=dtype))
+    def splits_as_ranges(self, rank: int, size: int) -> Any:
+        out = filled(sum(rank for _ in range(size)), 1)
+        dist.all_to_all_single(out, own(rank, sum(range(size)), 1), [rank] * size, range(size))
         return out
 
-    return each(DTYPES, call)
+    def splits_as_truths(self, rank: int, size: int) -> Any:
+        out = filled(size)
+        dist.all_to_all_single(out, own(rank, size), [True] * size, [np.bool_(True)] * size)
+        return out
 
+    def splits_as_sets(self, rank: int, size: int) -> Any:
+        out = filled(size)
+        dist.all_to_all_single(out, own(rank, size), {1}, {1})
+        return out
 
-@listed
-def lists_of_equal_sizes(rank: int, size: int) -> Any:
-    again = [filled(2) for _ in range(size)]
-    dist.all_to_all(
-        output_tensor_list=again, input_tensor_list=[own(rank + i, 2) for i in range(size)], async_op=True
-    ).wait()
-    return again
+    def splits_empty_or_none(self, rank: int, size: int) -> Any:
+        outs = [filled(2 * size, 3) for _ in range(4)]
+        dist.all_to_all_single(outs[0], own(rank, 2 * size, 3))
+        dist.all_to_all_single(outs[1], own(rank, 2 * size, 3), None, None)
+        dist.all_to_all_single(outs[2], own(rank, 2 * size, 3), [], [])
+        work = dist.all_to_all_single(output=outs[3], input=own(rank, 2 * size, 3), async_op=True)
+        work.wait()
+        return outs
 
+    def splits_on_one_side(self, rank: int, size: int) -> Any:
+        outs = [filled(2 * size) for _ in range(2)]
+        dist.all_to_all_single(outs[0], own(rank, 2 * size), output_split_sizes=[2] * size)
+        dist.all_to_all_single(outs[1], own(rank, 2 * size), input_split_sizes=np.array([2] * size))
+        return outs
 
-@listed
-def lists_of_views(rank: int, size: int) -> Any:
-    out = filled(2 * size, 3)
-    dist.all_to_all(list(out.chunk(size)), list(own(rank, 2 * size, 3).chunk(size)))
-    return out
+    def splits_of_nothing(self, rank: int, size: int) -> Any:
+        none, one = filled(0, 3), filled(1 if rank == 1 else 0, 3)
+        dist.all_to_all_single(none, filled(0, 3), [0] * size, [0] * size)
+        dist.all_to_all_single(filled(0, 3), filled(0, 3))
+        dist.all_to_all_single(
+            one,
+            own(rank, int(rank == 2), 3),
+            [int(rank == 1 and i == 2) for i in range(size)],
+            [int(rank == 2 and i == 1) for i in range(size)],
+        )
+        return none, one
 
+    def splits_into_another_shape(self, rank: int, size: int) -> Any:
+        out = filled(size, 2)
+        dist.all_to_all_single(out, own(rank, 2 * size))
+        return out
 
-@listed
-def lists_as_tuples(rank: int, size: int) -> Any:
-    out = filled(2 * size)
-    dist.all_to_all(out.chunk(size), own(rank, 2 * size).chunk(size))
-    return out
+    def exchange_dtypes(self, rank: int, size: int) -> Any:
+        def call(dtype: torch.dtype) -> Any:
+            out = filled(size, dtype=dtype)
+            dist.all_to_all_single(out, own(rank, size, dtype=dtype))
+            return out
 
+        return each(DTYPES, call)
 
-@listed
-def lists_of_columns(rank: int, size: int) -> Any:
-    out = [filled(3) for _ in range(size)]
-    dist.all_to_all(out, list(own(rank, 3, size).unbind(1)))
-    return out
+    def lists_of_equal_sizes(self, rank: int, size: int) -> Any:
+        again = [filled(2) for _ in range(size)]
+        dist.all_to_all(
+            output_tensor_list=again, input_tensor_list=[own(rank + i, 2) for i in range(size)], async_op=True
+        ).wait()
+        return again
+
+    def lists_of_views(self, rank: int, size: int) -> Any:
+        out = filled(2 * size, 3)
+        dist.all_to_all(list(out.chunk(size)), list(own(rank, 2 * size, 3).chunk(size)))
+        return out
+
+    def lists_as_tuples(self, rank: int, size: int) -> Any:
+        out = filled(2 * size)
+        dist.all_to_all(out.chunk(size), own(rank, 2 * size).chunk(size))
+        return out
+
+    def lists_of_columns(self, rank: int, size: int) -> Any:
+        out = [filled(3) for _ in range(size)]
+        dist.all_to_all(out, list(own(rank, 3, size).unbind(1)))
+        return out

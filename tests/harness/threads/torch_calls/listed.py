@@ -35,11 +35,13 @@ DTYPES = (
 """int16 is carried by no backend: every call with it raises."""
 
 
-def listed(call: Call) -> Call:
-    """A decorator: the function is on the list under its name."""
-    assert call.__name__ not in CALLS
-    CALLS[call.__name__] = call
-    return call
+def listed(kind: type) -> type:
+    """A class decorator: its methods are on the list under their names."""
+    made = kind()
+    calls = {name: getattr(made, name) for name in vars(kind) if not name.startswith("_")}
+    assert not calls.keys() & CALLS.keys()
+    CALLS.update(calls)
+    return kind
 
 
 def own(rank: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -27,125 +27,115 @@ CALLS.update({f"all_reduce_{op}": functools.partial(reduced, op=op, dtypes=d) fo
 
 
 @listed
-def all_reduce_old_names(rank: int, size: int) -> Any:
-    tensor, other = own(rank, 2), own(rank, 2)
-    dist.all_reduce(tensor, op=dist.reduce_op.SUM)
-    dist.all_reduce(other, op=dist.ReduceOp.RedOpType.MAX)
-    return tensor, other
+class Reductions:
+    """Each method is a call of the list."""
 
+    def all_reduce_old_names(self, rank: int, size: int) -> Any:
+        tensor, other = own(rank, 2), own(rank, 2)
+        dist.all_reduce(tensor, op=dist.reduce_op.SUM)
+        dist.all_reduce(other, op=dist.ReduceOp.RedOpType.MAX)
+        return tensor, other
 
-@listed
-def all_reduce_in_every_form(rank: int, size: int) -> Any:
-    tensors = [own(rank + 10 * i, 2) for i in range(5)]
-    dist.all_reduce(tensors[0], dist.ReduceOp.MAX, None, False)
-    dist.all_reduce(tensor=tensors[1], group=dist.group.WORLD)
-    work = dist.all_reduce(tensors[2], async_op=True)
-    done = work.wait()
-    again = dist.all_reduce(tensors[3], group=dist.GroupMember.WORLD, async_op=True)
-    again.wait(timeout=torch.distributed.default_pg_timeout)
-    scalar = torch.tensor(float(rank))
-    none = dist.all_reduce(scalar)
-    return (tensors, done, work.is_completed(), work.is_success(), work.result(), again.is_completed(), scalar, none)
+    def all_reduce_in_every_form(self, rank: int, size: int) -> Any:
+        tensors = [own(rank + 10 * i, 2) for i in range(5)]
+        dist.all_reduce(tensors[0], dist.ReduceOp.MAX, None, False)
+        dist.all_reduce(tensor=tensors[1], group=dist.group.WORLD)
+        work = dist.all_reduce(tensors[2], async_op=True)
+        done = work.wait()
+        again = dist.all_reduce(tensors[3], group=dist.GroupMember.WORLD, async_op=True)
+        again.wait(timeout=torch.distributed.default_pg_timeout)
+        scalar = torch.tensor(float(rank))
+        none = dist.all_reduce(scalar)
+        return (
+            tensors,
+            done,
+            work.is_completed(),
+            work.is_success(),
+            work.result(),
+            again.is_completed(),
+            scalar,
+            none,
+        )
 
+    def all_reduce_of_what_needs_gradients(self, rank: int, size: int) -> Any:
+        leaf = own(rank, 3).requires_grad_()
+        with torch.no_grad():
+            dist.all_reduce(leaf)
+        inner = own(rank, 3).requires_grad_() * 2
+        dist.all_reduce(inner.detach())
+        parameter = torch.nn.Parameter(own(rank, 3))
+        dist.all_reduce(parameter.data)
+        dist.broadcast(torch.nn.Parameter(own(rank, 2)), 0)
+        return leaf, inner, parameter, leaf.requires_grad, leaf.is_leaf
 
-@listed
-def all_reduce_of_what_needs_gradients(rank: int, size: int) -> Any:
-    leaf = own(rank, 3).requires_grad_()
-    with torch.no_grad():
-        dist.all_reduce(leaf)
-    inner = own(rank, 3).requires_grad_() * 2
-    dist.all_reduce(inner.detach())
-    parameter = torch.nn.Parameter(own(rank, 3))
-    dist.all_reduce(parameter.data)
-    dist.broadcast(torch.nn.Parameter(own(rank, 2)), 0)
-    return leaf, inner, parameter, leaf.requires_grad, leaf.is_leaf
+    def float8_sums(self, rank: int, size: int) -> Any:
+        dist.all_reduce(own(rank, 3).to(torch.float8_e4m3fn).view(torch.uint8).view(torch.float8_e4m3fn))
 
+    def reduce_scatter_in_every_form(self, rank: int, size: int) -> Any:
+        def call(dtype: torch.dtype) -> Any:
+            parts = [own(rank + 10 * i, 2, dtype=dtype) for i in range(size)]
+            out, joined, late = [filled(2, dtype=dtype) for _ in range(3)]
+            dist.reduce_scatter(out, parts)
+            dist.reduce_scatter_tensor(joined, torch.cat(parts))
+            dist.reduce_scatter_tensor(output=late, input=torch.cat(parts), op=dist.ReduceOp.SUM, async_op=True).wait()
+            return out, joined, late
 
-@listed
-def float8_sums(rank: int, size: int) -> Any:
-    dist.all_reduce(own(rank, 3).to(torch.float8_e4m3fn).view(torch.uint8).view(torch.float8_e4m3fn))
+        return each((torch.float64, torch.float32, torch.int64, torch.complex64), call)
 
+    def reduce_scatter_ops(self, rank: int, size: int) -> Any:
+        ops = (dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.AVG)
+        outs = [filled(2) for _ in ops]
+        for op, out in zip(ops, outs, strict=True):
+            dist.reduce_scatter_tensor(out, own(rank, 2 * size), op)
+        out = filled(2)
+        dist.reduce_scatter(out, [own(rank + i, 2) for i in range(size)], dist.ReduceOp.MAX)
+        return outs, out
 
-@listed
-def reduce_scatter_in_every_form(rank: int, size: int) -> Any:
-    def call(dtype: torch.dtype) -> Any:
-        parts = [own(rank + 10 * i, 2, dtype=dtype) for i in range(size)]
-        out, joined, late = [filled(2, dtype=dtype) for _ in range(3)]
-        dist.reduce_scatter(out, parts)
-        dist.reduce_scatter_tensor(joined, torch.cat(parts))
-        dist.reduce_scatter_tensor(output=late, input=torch.cat(parts), op=dist.ReduceOp.SUM, async_op=True).wait()
-        return out, joined, late
+    def reduce_scatter_of_a_tuple(self, rank: int, size: int) -> Any:
+        out = filled(2)
+        dist.reduce_scatter(out, tuple(own(rank + i, 2) for i in range(size)))
+        return out
 
-    return each((torch.float64, torch.float32, torch.int64, torch.complex64), call)
+    def reduce_scatter_of_uneven_lists(self, rank: int, size: int) -> Any:
+        out = filled(rank + 1)
+        dist.reduce_scatter(out, [own(rank, i + 1) for i in range(size)])
+        return out
 
+    def empty_reduce_scatter(self, rank: int, size: int) -> Any:
+        out = filled(0)
+        dist.reduce_scatter_tensor(out, filled(0))
+        return out
 
-@listed
-def reduce_scatter_ops(rank: int, size: int) -> Any:
-    ops = (dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.AVG)
-    outs = [filled(2) for _ in ops]
-    for op, out in zip(ops, outs, strict=True):
-        dist.reduce_scatter_tensor(out, own(rank, 2 * size), op)
-    out = filled(2)
-    dist.reduce_scatter(out, [own(rank + i, 2) for i in range(size)], dist.ReduceOp.MAX)
-    return outs, out
+    def all_reduce_coalesced(self, rank: int, size: int) -> Any:
+        tensors = [own(rank, 2), own(rank, 3, 2), own(rank, 1, dtype=torch.float64)]
+        dist.all_reduce_coalesced(tensors, dist.ReduceOp.MAX)
+        again = [own(rank, 2), own(rank, 1)]
+        dist.all_reduce_coalesced(again, async_op=True).wait()
+        single = own(rank, 2)
+        dist.all_reduce_coalesced(single)
+        return tensors, again, single
 
+    def coalescing_manager(self, rank: int, size: int) -> Any:
+        tensors = [own(rank, 2), own(rank, 3)]
+        with _coalescing_manager():
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+        late = [own(rank, 2), own(rank, 3)]
+        with _coalescing_manager(group=dist.group.WORLD, async_ops=True) as manager:
+            for tensor in late:
+                dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        manager.wait()
+        with _coalescing_manager():
+            pass
+        return tensors, late
 
-@listed
-def reduce_scatter_of_a_tuple(rank: int, size: int) -> Any:
-    out = filled(2)
-    dist.reduce_scatter(out, tuple(own(rank + i, 2) for i in range(size)))
-    return out
-
-
-@listed
-def reduce_scatter_of_uneven_lists(rank: int, size: int) -> Any:
-    out = filled(rank + 1)
-    dist.reduce_scatter(out, [own(rank, i + 1) for i in range(size)])
-    return out
-
-
-@listed
-def empty_reduce_scatter(rank: int, size: int) -> Any:
-    out = filled(0)
-    dist.reduce_scatter_tensor(out, filled(0))
-    return out
-
-
-@listed
-def all_reduce_coalesced(rank: int, size: int) -> Any:
-    tensors = [own(rank, 2), own(rank, 3, 2), own(rank, 1, dtype=torch.float64)]
-    dist.all_reduce_coalesced(tensors, dist.ReduceOp.MAX)
-    again = [own(rank, 2), own(rank, 1)]
-    dist.all_reduce_coalesced(again, async_op=True).wait()
-    single = own(rank, 2)
-    dist.all_reduce_coalesced(single)
-    return tensors, again, single
-
-
-@listed
-def coalescing_manager(rank: int, size: int) -> Any:
-    tensors = [own(rank, 2), own(rank, 3)]
-    with _coalescing_manager():
-        for tensor in tensors:
-            dist.all_reduce(tensor)
-    late = [own(rank, 2), own(rank, 3)]
-    with _coalescing_manager(group=dist.group.WORLD, async_ops=True) as manager:
-        for tensor in late:
-            dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    manager.wait()
-    with _coalescing_manager():
-        pass
-    return tensors, late
-
-
-@listed
-def tensors_of_inference_mode(rank: int, size: int) -> Any:
-    with torch.inference_mode():
-        made, late = own(rank, 3), own(rank, 2)
-    dist.all_reduce(made)
-    with torch.inference_mode():
-        dist.broadcast(late, 1)
-    with torch.inference_mode(rank == 0):
-        some = own(rank, 3)
-        dist.all_reduce(some)
-    return made.tolist(), late.tolist(), some.tolist()
+    def tensors_of_inference_mode(self, rank: int, size: int) -> Any:
+        with torch.inference_mode():
+            made, late = own(rank, 3), own(rank, 2)
+        dist.all_reduce(made)
+        with torch.inference_mode():
+            dist.broadcast(late, 1)
+        with torch.inference_mode(rank == 0):
+            some = own(rank, 3)
+            dist.all_reduce(some)
+        return made.tolist(), late.tolist(), some.tolist()

@@ -1,10 +1,13 @@
-"""However a rank that used DTensor ends, the process goes on: its caches abort it when they outlive their thread."""
+"""The process outlives its ranks: one that used DTensor, whose caches abort the process when they outlive their thread,
+however it ends; and ends though threads of its ranks are blocked for good.
+"""
 
 from __future__ import annotations
 
 import gc
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +22,8 @@ from harness.errors import ShardproofError
 from tests import ROOT
 
 
-def test_the_process_outlives_a_rank_that_used_dtensor_however_it_ends() -> None:
-    command = [sys.executable, "-m", "tests.harness.threads.test_dtensor_raises"]
+def test_the_process_outlives_a_rank_that_used_dtensor_and_ends_though_threads_are_blocked() -> None:
+    command = [sys.executable, "-m", "tests.harness.threads.test_process_outlives"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
@@ -30,6 +33,7 @@ def test_the_process_outlives_a_rank_that_used_dtensor_however_it_ends() -> None
         "RankRaised: rank 0 of 2 raised RuntimeError: a user's mistake",
         "TimeLimit: no end within 0.5 s: rank 0 runs",
         "outlived",
+        "TimeLimit: no end within 0.5 s: rank 0 is blocked",
     ]
 
 
@@ -63,16 +67,23 @@ def _stays(mesh: DeviceMesh) -> None:
         time.sleep(0.001)
 
 
+def _blocks_for_ever(mesh: DeviceMesh) -> None:
+    threading.Thread(target=threading.Event().wait).start()
+    ThreadPoolExecutor(1).submit(threading.Event().wait).result()
+
+
 def _ended(engine: InprocEngine, program: Callable[[DeviceMesh], object]) -> ShardproofError:
+    limit_s = 0.5 if program in {_stays, _blocks_for_ever} else 30
     try:
-        engine.run(
-            lambda rank: program(init_device_mesh("cpu", (2,))),
-            world_size=2,
-            timeout_s=0.5 if program is _stays else 30,
-        )
+        engine.run(lambda rank: program(init_device_mesh("cpu", (2,))), world_size=2, timeout_s=limit_s)
     except ShardproofError as error:
         return error
     raise AssertionError("the program does not end by itself")
+
+
+def _said(error: ShardproofError) -> str:
+    cause = str(error).splitlines()[0].partition(", at ")[0].partition(" at ")[0].partition(", need")[0]
+    return f"{type(error).__name__}: {cause}"
 
 
 if __name__ == "__main__":
@@ -80,9 +91,10 @@ if __name__ == "__main__":
     with InprocEngine() as first:
         for program in (_raises, _misuses, _exits, _raises_in_a_thread, _stays):
             kept.append(_ended(first, program))  # its traceback keeps frames of the thread
-            cause = str(kept[-1]).splitlines()[0].partition(", at ")[0].partition(" at ")[0].partition(", need")[0]
-            print(f"{type(kept[-1]).__name__}: {cause}", flush=True)
+            print(_said(kept[-1]), flush=True)
     time.sleep(0.3)  # the threads end
     kept.clear()
     gc.collect()
-    print("outlived")
+    print("outlived", flush=True)
+    with InprocEngine() as second:
+        print(_said(_ended(second, _blocks_for_ever)), flush=True)
