@@ -2,7 +2,7 @@
 
 A term with `hidden=True` promises that each of its calls is asynchronous and that a product is computed between its
 issue and its first wait; a term without it promises nothing. Which calls were hidden is measured in the run that is
-watched (harness.recording.overlap), in a dry run by its meter: the order of the program, and no time.
+watched (harness.recording.measures), in a dry run by its meter: the order of the program, and no time.
 """
 
 from __future__ import annotations

@@ -220,7 +220,13 @@ def test_a_recorder_that_fails_lets_the_program_go(folder: Path) -> None:
     words = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "1", "RANK": "0"}
     command = [sys.executable, "-m", "shardproof.record", "training.py", "3", "broken"]
     ended = subprocess.run(
-        command, cwd=folder, env=environment(folder, **words), capture_output=True, text=True, timeout=LIMIT_S, check=True
+        command,
+        cwd=folder,
+        env=environment(folder, **words),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=True,
     )
     assert len(ended.stdout.splitlines()) == 3
     assert ended.stderr.count("is not recorded any further") == 1

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from harness.engines.threads.inproc import InprocEngine
-from harness.recording.saved import SavedActivations
+from harness.recording.measures import SavedActivations
 from harness.running.ranks.execution import execute_captured
 from parallel.subject import subject
 from reference.case import Case

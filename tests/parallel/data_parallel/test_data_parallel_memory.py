@@ -13,7 +13,7 @@ from harness.predicting.cluster_presets import PRESETS
 from harness.predicting.figures import EQUAL, Forecast
 from harness.predicting.forecast import forecast
 from harness.predicting.states import mixed_adamw
-from harness.recording.saved import SavedActivations
+from harness.recording.measures import SavedActivations
 from parallel.communication.layout import local_shape
 from parallel.communication.mesh import coordinates
 from parallel.data_parallel.buckets import bucketed
