@@ -233,3 +233,13 @@ def test_a_recorder_that_fails_lets_the_program_go(folder: Path) -> None:
     run = load(folder / "runs" / "latest")
     assert len(run.ledger)
     assert any("the recorder of rank 0 stopped" in note for note in run.notes)
+
+
+@pytest.mark.deep("a CPU minute")
+def test_memory_is_bounded_over_ten_thousand_steps(folder: Path) -> None:
+    shutil.copy(SCRIPT.with_name("many_steps.py"), folder)
+    (rank,) = forked(folder, "many_steps.py", world=1, record=[])
+    assert rank.ended(600.0) == 0, rank.err
+    full, at_the_end = map(int, rank.out.split())
+    assert at_the_end - full < 4 * 2**20  # an event that is kept has 500 bytes and more, and 8,000 were issued
+    assert len(load(folder / "runs" / "latest").ledger) > 20_000
