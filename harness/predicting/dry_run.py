@@ -17,8 +17,8 @@ from harness.engines.shapes.dry import DryEngine
 from harness.ledger import Event
 from harness.predicting.meter import Meter, Stretch
 from harness.protocols import CaseLike, Subject
+from harness.recording.measures import SavedActivations
 from harness.recording.recorder import Recorder
-from harness.recording.saved import SavedActivations
 from harness.subject import called, kept_per_rank, named_axes, session
 
 

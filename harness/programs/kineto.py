@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from harness.programs.session import ProgramSession
-from harness.witnesses.switches import TorchTrace
+from harness.witnesses.chosen import TorchTrace
 from harness.witnesses.torch_trace import FLIGHT_SUFFIX, TRACE_SUFFIX
 
 EXECUTION_SUFFIX = ".et.json"

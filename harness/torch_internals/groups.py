@@ -1,17 +1,22 @@
-"""Process groups beside the real backends: torch's fake group and its work, boxed groups and works, pending tensors."""
+"""Process groups beside the real backends: torch's fake group and its work, boxed groups and works, pending tensors.
+
+Also torch's own logs of calls: the header of a profiler's trace and the Flight Recorder; and the store of the world.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from harness.torch_internals.lookup import lacking, probe
+from harness.torch_internals.lookup import found, lacking, probe
 
 _Class = TypeVar("_Class", bound=type)
 _internals: Any = torch._C._distributed_c10d
@@ -143,3 +148,34 @@ def _calls_by_private_names() -> bool:
     """Of every method that is answered under two names, torch has one."""
     owners = dist.ProcessGroup, dist.Work
     return all(any(hasattr(owner, name) for owner in owners for name in pair) for pair in _PRIVATE_NAMES.items())
+
+
+default_store: Any = found(c10d, "_get_default_store", "waiting for all ranks without a call")
+"""The store over which the ranks of the world met. Uses distributed_c10d._get_default_store."""
+
+
+def distributed_header(traced: Any) -> Mapping[str, Any]:
+    """The header of a trace on the world and its groups; {} where there is none. Uses profile._get_distributed_info."""
+    header: Mapping[str, Any] = getattr(traced, "_get_distributed_info", dict)() or {}
+    return header
+
+
+def flight_record() -> list[Mapping[str, Any]]:
+    """Torch's own log of calls, oldest first; [] where this torch keeps none.
+
+    Uses torch._C._distributed_c10d._dump_fr_trace_json.
+    """
+    dump = getattr(_internals, "_dump_fr_trace_json", None)
+    if dump is None:
+        return []
+    entries: list[Mapping[str, Any]] = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
+    return sorted(entries, key=lambda entry: int(entry["record_id"]))
+
+
+@probe(
+    "the Flight Recorder beside a torch trace",
+    names="torch._C._distributed_c10d._dump_fr_trace_json",
+    otherwise="`--profile torch` has the trace alone",
+)
+def _is_a_log() -> bool:
+    return isinstance(flight_record(), list)

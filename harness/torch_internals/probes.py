@@ -11,12 +11,11 @@ from harness.torch_internals import (
     meta_device,
     modes,
     operators,
-    tracing,
     world,
 )
 from harness.torch_internals.lookup import Probe
 
-_PARTS = (autograd, compiler, modes, memory, operators, groups, world, meshes, meta_device, tracing)
+_PARTS = (autograd, compiler, modes, memory, operators, groups, world, meshes, meta_device)
 PROBES = tuple(probe for part in _PARTS for probe in vars(part).values() if isinstance(probe, Probe))
 
 

@@ -8,7 +8,7 @@ process saw last. Every rank leaves FOLDER/<case>/rank<r>.pickle, a `RankResult`
 
 The witness is switched on around the last run alone, or around the chosen steps of it, so its trace holds the measured
 steps and no warm-up; seconds are of the same steps. `torch` leaves a Chrome trace and the Flight Recorder's entries of
-them (harness.witnesses.switches); `nsys` draws nvtx ranges for the tool that listens, on a GPU in a capture range.
+them (harness.witnesses.chosen); `nsys` draws nvtx ranges for the tool that listens, on a GPU in a capture range.
 Outcomes are kept as digests, since witnesses must not change one bit. Times are seconds, sizes bytes.
 """
 
@@ -43,8 +43,7 @@ from harness.recording.recorder import Recorder
 from harness.recording.spans import Stopwatch, stopwatch
 from harness.resolve import resolve
 from harness.subject import named_axes, session
-from harness.witnesses.chosen import during, step_ends
-from harness.witnesses.switches import TorchTrace, captured
+from harness.witnesses.chosen import TorchTrace, captured, during, step_ends
 from harness.witnesses.torch_trace import FLIGHT_SUFFIX, TRACE_SUFFIX
 
 _START_S = 60.0

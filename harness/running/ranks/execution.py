@@ -28,10 +28,9 @@ from harness.ledger import Event, Observer
 from harness.outcome.blocks import Block, blocks, localize
 from harness.protocols import CaseLike, Subject
 from harness.recording.capturing.module_calls import Capture
-from harness.recording.overlap import Overlap, RankCallIndex
+from harness.recording.measures import Overlap, RankCallIndex, SavedActivations
 from harness.recording.ranges import attached
 from harness.recording.recorder import Recorder
-from harness.recording.saved import SavedActivations
 from harness.recording.spans import RankSpan, stopwatch
 from harness.resolve import resolve
 from harness.running.ranks.output import rank_output

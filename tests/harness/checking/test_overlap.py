@@ -13,7 +13,7 @@ from harness.checking.checks import CHECKS
 from harness.checking.evidence import FAIL, PASS
 from harness.checking.ledger_checks import overlap
 from harness.engines.named import engine_named
-from harness.recording.overlap import Overlap
+from harness.recording.measures import Overlap
 from harness.running.proof import prove
 from parallel.subject import subject
 from reference.case import Case

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import base64
+import runpy
 import struct
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from harness.reproducing import repro_script
 from harness.reproducing.repro import emit, shown_name, shrunk
 from harness.subject import case_of, named
 from reference.case import Case
+from tests.forked import started
 from tests.harness.command_line import CommandLine
 
 LARGE = "mode=tp tp=2 dp=3 layers=2 heads=4 kv_heads=2 hidden=16 ffn=24 seq=16 batch=2 micro=2 steps=2 vocab=264"
@@ -60,10 +62,16 @@ def shardproof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     return CommandLine(capsys)
 
 
-def started(script: Path) -> subprocess.CompletedProcess[str]:
-    """Run a script as its header says, in its own folder."""
-    command = [sys.executable, script.name]
-    return subprocess.run(command, cwd=script.parent, capture_output=True, text=True, timeout=240, check=False)
+def main_of(script: str) -> None:
+    """Run a script in this process as its header says."""
+    sys.argv = [script]
+    runpy.run_path(script, run_name="__main__")
+
+
+def quickly(script: Path) -> tuple[int, str]:
+    """Exit status and output of a script, run in a process that need not import torch again."""
+    rank = started(main_of, script.name, folder=script.parent)
+    return rank.ended(240.0), rank.out
 
 
 def test_a_script_repeats_the_failure_and_is_quiet_once_it_is_mended(
@@ -75,12 +83,13 @@ def test_a_script_repeats_the_failure_and_is_quiet_once_it_is_mended(
     assert text is not None
     script = tmp_path / "repro.py"
     script.write_text(text)
-    wrong = started(script)
+    command = [sys.executable, script.name]
+    wrong = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
     assert wrong.returncode == 1, wrong.stderr
     assert "grad/final_norm.weight: peak error" in wrong.stdout and ", allowed 1e-09\nreproduced" in wrong.stdout
     (tmp_path / "third.py").write_text(THIRD.replace("FACTOR = 2", "FACTOR = 1"))
-    right = started(script)
-    assert (right.returncode, right.stdout.splitlines()[-1]) == (0, "not reproduced"), right.stderr
+    status, out = quickly(script)
+    assert (status, out.splitlines()[-1]) == (0, "not reproduced")
     assert _imported(text) <= set(sys.stdlib_module_names) | {"torch"}
     assert "shardproof run" in text and "case_text': ''" in text
 
@@ -160,7 +169,7 @@ def test_a_script_does_not_wait_for_a_rank_that_left(
     script.write_text(text)
     (tmp_path / "leaving.py").write_text(LEAVING.replace("sys.exit(3)", leave))
     start_s = time.monotonic()
-    assert started(script).returncode == 1
+    assert quickly(script)[0] == 1
     assert time.monotonic() - start_s < 40, "the limit of the script is 120 s, that of its group 60 s"
 
 

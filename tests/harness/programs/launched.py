@@ -1,7 +1,7 @@
-"""Scripts as a launcher starts them, recorded or not: one process a rank, with torchrun's environment.
+"""Scripts and modules as a launcher starts them, recorded or not: one process a rank, with torchrun's environment.
 
-`started` starts Python anew, as a launcher does; `forked` forks processes that have imported torch, which saves some
-seconds of a processor a rank, and arms the recorder as the hook does (harness.programs.hook).
+The processes are forked from one that has imported torch, which saves some seconds of a processor a rank, and the
+recorder is armed as the hook does it (harness.programs.hook).
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ import argparse
 import os
 import runpy
 import socket
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -40,59 +38,20 @@ def free_port() -> str:
         return str(free.getsockname()[1])
 
 
-def ranks_of(
-    folder: Path, script: str, *words: str, world: int = 2, record: list[str] | None = None, **more: str
-) -> list[subprocess.CompletedProcess[str]]:
-    """Run a script of `folder` on every rank to its end; with `record` through `-m shardproof.record` with those words.
-
-    Raises TimeoutExpired, having killed all ranks.
-    """
-    with started(folder, script, *words, world=world, record=record, **more) as processes:
-        ended = []
-        for process in processes:
-            out, err = process.communicate(timeout=LIMIT_S)
-            ended.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
-        return ended
-
-
-@contextmanager
-def started(
-    folder: Path, script: str, *words: str, world: int = 2, record: list[str] | None = None, **more: str
-) -> Iterator[list[subprocess.Popen[str]]]:
-    """The same while the ranks run; they are killed at the end."""
-    port = free_port()
-    program = [sys.executable, *([] if record is None else ["-m", "shardproof.record", *record]), script, *words]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world), "TORCHELASTIC_RUN_ID": port}
-    processes = [
-        subprocess.Popen(
-            program,
-            cwd=folder,
-            env=environment(folder, **meeting, RANK=str(rank), LOCAL_RANK=str(rank), **more),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-
-
 def forked(
-    folder: Path, script: str, *words: str, world: int = 2, record: Sequence[str] | None = None
+    folder: Path, script: str, *words: str, world: int = 2, record: Sequence[str] | None = None, **more: str
 ) -> list[tests.forked.Forked]:
-    """The same in forked processes, which are running when this returns."""
+    """Run a script of `folder`, or a module by its dotted name, on every rank; the ranks run when this returns.
+
+    With `record` they are recorded with those words; `more` are words of their environment.
+    """
     text = ""
     if record is not None:
         parser = argparse.ArgumentParser()
         add_options(parser)
         options = request_of(parser.parse_args(record), wraps=False)
         text = new_session(str(folder / "runs"), Path(script).stem, [script, *words], options).text
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(world)}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(world), **more}
     places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
     return [
         tests.forked.started(_rank, script, words, text, folder=folder, environment={**meeting, **place})
@@ -107,5 +66,8 @@ def _rank(script: str, words: Sequence[str], session: str) -> int:
         os.environ[VARIABLE] = session
         arm(distributed_c10d)
         dist.init_process_group = distributed_c10d.init_process_group  # torch.distributed was imported before
-    runpy.run_path(script, run_name="__main__")
+    if script.endswith(".py"):
+        runpy.run_path(script, run_name="__main__")
+    else:
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
     return 0

@@ -23,7 +23,7 @@ from harness.witnesses.torch_trace import read_traces
 from reports.programs import figures, speed
 from reports.stored.frames import load
 from tests.deep import deep
-from tests.harness.programs.launched import LIMIT_S, environment, free_port, ranks_of
+from tests.harness.programs.launched import LIMIT_S, environment, forked, free_port
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
 SCRIPTS = "tests.harness.programs.scripts"
@@ -72,8 +72,8 @@ def test_the_ledger_is_what_the_profiler_saw(tmp_path: Path, module: str) -> Non
     if find_spec(package.partition(".")[0]) is None:
         pytest.skip(f"{package} (extra `peers`) is not installed")
     words = ["--profile", "torch,et", "--steps", "0:1000"]
-    ended = ranks_of(tmp_path, "-m", module, record=words, ACCELERATE_USE_CPU="true")
-    assert [end.returncode for end in ended] == [0, 0], ended[0].stderr
+    ranks = forked(tmp_path, module, record=words, ACCELERATE_USE_CPU="true")
+    assert [rank.ended(LIMIT_S) for rank in ranks] == [0, 0], ranks[0].err
     run = load(tmp_path / "runs" / "latest")
     assert run.notes == ()
     assert ops <= set(run.ledger["op"].astype("str"))
@@ -85,8 +85,9 @@ def test_the_ledger_is_what_the_profiler_saw(tmp_path: Path, module: str) -> Non
     if module in READ:
         assert speed.operators(run).findings == ()
     if module in PLAIN:
-        plain = ranks_of(tmp_path, "-m", module, ACCELERATE_USE_CPU="true")
-        assert [own_lines(end.stdout) for end in plain] == [own_lines(end.stdout) for end in ended]
+        plain = forked(tmp_path, module, ACCELERATE_USE_CPU="true")
+        assert [rank.ended(LIMIT_S) for rank in plain] == [0, 0], plain[0].err
+        assert [own_lines(rank.out) for rank in plain] == [own_lines(rank.out) for rank in ranks]
 
 
 @pytest.mark.deep("half a CPU minute each")

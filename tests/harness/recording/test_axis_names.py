@@ -33,6 +33,7 @@ def test_a_group_is_named_by_its_axis(group: tuple[int, ...], desc: str, name: s
         ((0, 2), "TENSOR_MODEL_PARALLEL_GROUP", "tp"),  # the check of groups compares the ranks
         ((0, 1), "EXPERT_MODEL_PARALLEL_GROUP", "ep"),
         ((0, 1), "mesh_ep", "ep"),
+        ((0, 1), "experts", "ep"),
         ((0, 2), "EXPERT_DATA_PARALLEL_GROUP", "edp"),
         ((0, 2), "EXPERT_DATA_PARALLEL_GROUP_GLOO", "edp"),
         ((0, 2), "DATA_PARALLEL_GROUP_WITH_CP", "dp"),

@@ -79,7 +79,7 @@ class Stage:
 
 def ran(program: Callable[[int], object], world_size: int, **axes: tuple[tuple[int, ...], ...]) -> list[list[Event]]:
     """The events of every rank; no axis by default."""
-    events = recorded(program, world_size, **axes or {"pp": ()})
+    events = recorded(program, world_size, axes)
     return [[event for event in events if event.rank == rank] for rank in range(world_size)]
 
 

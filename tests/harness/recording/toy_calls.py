@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import Call, Event, Observer
+from harness.protocols import Axes
 from harness.recording.recorder import Recorder
 
 Told = tuple[int, int, str, str]
@@ -118,7 +119,7 @@ def record(program: Callable[[Voice], object]) -> list[Event]:
 
 
 def recorded(
-    program: Callable[[int], object], world_size: int = 2, *, per_rank: Sequence[str] = (), **axes: Any
+    program: Callable[[int], object], world_size: int = 2, axes: Axes | None = None, *, per_rank: Sequence[str] = ()
 ) -> list[Event]:
     """The events of all ranks, which run `program(rank)` in the in-process engine; the axis is dp by default."""
 
@@ -126,7 +127,7 @@ def recorded(
         with recorder.on_rank(rank):
             program(rank)
 
-    axes = axes or {"dp": (tuple(range(world_size)),)}
+    axes = {"dp": (tuple(range(world_size)),)} if axes is None else axes
     with InprocEngine() as engine, Recorder("seed=0", "tp", world_size, axes) as recorder:
         engine.run(on_rank, world_size=world_size, observer=recorder, per_rank=per_rank)
     return recorder.events()

@@ -12,7 +12,7 @@ from harness.engines.shapes.dry import DryEngine
 from harness.predicting.clusters import PRESETS
 from harness.predicting.figures import EQUAL, Forecast, mixed_adamw
 from harness.predicting.forecast import forecast
-from harness.recording.saved import SavedActivations
+from harness.recording.measures import SavedActivations
 from parallel.communication.layout import local_shape
 from parallel.communication.mesh import coordinates
 from parallel.data_parallel.buckets import bucketed

@@ -1,4 +1,5 @@
-"""Megatron-Core's own 1F1B schedule over two stages, three micro-batches a step, tied embeddings, its DDP.
+"""Megatron-Core's own 1F1B schedule over two stages, three micro-batches a step, tied embeddings, its DDP and its
+distributed optimizer with clipping.
 
 Megatron is written for CUDA, whose questions are answered for the CPU.
 """
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from shardproof import cuda_on_cpu
 
-SEQ = 8
+STEPS, MICRO, SEQ = 2, 3, 8
 
 
 def forward(_data: Any, model: Any) -> Any:
@@ -37,6 +38,7 @@ def train() -> None:
     )
     from megatron.core.models.gpt import GPTModel  # noqa: PLC0415
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: PLC0415
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: PLC0415
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func  # noqa: PLC0415
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: PLC0415
     from megatron.core.transformer import TransformerConfig  # noqa: PLC0415
@@ -66,24 +68,25 @@ def train() -> None:
         post_process=last,
         share_embeddings_and_output_weights=True,
     )
-    model = DistributedDataParallel(config, DistributedDataParallelConfig(), gpt)
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=True), gpt)
+    how = OptimizerConfig(optimizer="adam", lr=0.01, use_distributed_optimizer=True, clip_grad=1.0)
+    optimizer = get_megatron_optimizer(how, [model])
     config.finalize_model_grads_func = finalize_model_grads
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _step in range(2):
+    for _step in range(STEPS):
         model.zero_grad_buffer()
+        optimizer.zero_grad()
         losses = get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=iter(()),
             model=[model],
-            num_microbatches=3,
+            num_microbatches=MICRO,
             seq_length=SEQ,
             micro_batch_size=1,
             forward_only=False,
         )
-        for parameter in model.parameters():
-            parameter.grad = parameter.main_grad
         optimizer.step()
         if last:
+            dist.all_reduce(losses[0]["loss"].clone(), group=parallel_state.get_data_parallel_group())
             sys.stdout.write(f"megatron {[one['loss'].item() for one in losses]}\n")
 
 
