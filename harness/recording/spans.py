@@ -3,7 +3,7 @@
 A forward begins when a model with parameters is called, or with the delivery of its batch just before; a backward when
 it reaches that model's output. Either ends where the rank does something else outside of modules and backward: it
 issues or awaits a message between stages, computes the next forward or backward, reduces gradients or updates. So calls
-inside, and waiting for them, count as computing, as they do in harness.predicting.segments. Units: microseconds.
+inside, and waiting for them, count as computing, as they do in harness.predicting.staged. Units: microseconds.
 """
 
 from __future__ import annotations
