@@ -59,13 +59,13 @@ class Memory:
     def of(cls, rank: DryRank, peak: float) -> Memory:
         """What a rank held that was run dry, with this peak."""
         return cls(
-            trained=rank.trained,
-            learned=rank.learned,
-            parameters=rank.parameter_bytes,
-            gradients=rank.gradient_bytes,
-            optimizer=rank.optimizer_bytes,
-            saved=rank.saved_bytes,
-            peak=peak,
+            trained=float(rank.trained),
+            learned=float(rank.learned),
+            parameters=float(rank.parameter_bytes),
+            gradients=float(rank.gradient_bytes),
+            optimizer=float(rank.optimizer_bytes),
+            saved=float(rank.saved_bytes),
+            peak=float(peak),
         )
 
     def over_steps(self, states: States | None) -> Memory:

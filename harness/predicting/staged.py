@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from harness.engines.shapes.dry import DryEngine
 from harness.errors import NotComputed
@@ -143,13 +142,12 @@ def _cut(rank: DryRank, ends: Sequence[int], until: Sequence[Times]) -> list[Seg
 
 def on_the_line(drawn: Sequence[tuple[float, MeasuredStage]]) -> MeasuredStage:
     """One stage of several depths, each with its weight."""
-
-    def line(name: str) -> Any:
-        return together(*((weight, getattr(one, name)) for weight, one in drawn))
-
+    if len(drawn) == 1:
+        return drawn[0][1]
+    numbers = ("segments", "rest", "before_bytes", "memory")
     return replace(
         drawn[0][1],
-        **{name: line(name) for name in ("segments", "rest", "before_bytes", "memory")},
+        **{name: together(*((weight, getattr(one, name)) for weight, one in drawn)) for name in numbers},
         ledger=first_difference(one.ledger for _, one in drawn),
         events=tuple(event for _, one in drawn for event in one.events),
     )
