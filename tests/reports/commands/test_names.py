@@ -17,7 +17,7 @@ from reference.case import Case
 from reference.training.subject import truth
 from reports.commands import cli
 from reports.commands.names import KINDS, OWN, names, tables
-from reports.commands.new_subject import LIKE
+from reports.commands.word_help import LIKE
 from tests.deep import deep
 from tests.harness import own_words
 from tests.harness.command_line import CommandLine, command_line
