@@ -34,8 +34,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.program_cost import recorded_step
-from bench.proof_costs import further_case, one_case, real_widths
+from bench.proof_costs import further_case, one_case, real_widths, recorded_step
 from bench.witnesses import measured
 from bench.workload import Sizes, data, dense, largest_error, pooled_example, rank_program, spawned_example, weights
 from harness.engines.processes.forked.pool import PoolEngine

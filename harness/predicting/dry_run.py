@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from harness.engines.shapes.dry import DryEngine
-from harness.ledger import Event
+from harness.errors import NotComputed
+from harness.ledger import Event, unmapped
 from harness.predicting.meter import Meter, Stretch
 from harness.protocols import CaseLike, Subject
 from harness.recording.measures import SavedActivations
@@ -100,6 +101,14 @@ def dry_run(
             )
         run.append(_of_rank(rank, recorder, meter, saved))
     return DryRun(ranks=tuple(run), seconds=time.perf_counter() - start_s)
+
+
+def dry_rank(case: CaseLike, subject: Subject, engine: DryEngine, rank: int, timeout_s: float) -> DryRank:
+    """One rank of the case, whose calls all have a price. Raises as `dry_run`, and NotComputed when one has none."""
+    (run,) = dry_run(case, subject, engine, (rank,), text=str(case), timeout_s=timeout_s).ranks
+    if names := unmapped(run.events):
+        raise NotComputed(f"operator {names} of torch is not known, so it has no price", ranks=(rank,), positions=())
+    return run
 
 
 def _of_rank(rank: int, recorder: Recorder, meter: Meter, saved: SavedActivations) -> DryRank:

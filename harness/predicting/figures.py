@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,12 +28,13 @@ from harness.predicting.clusters import Cluster
 from harness.predicting.costs import Route, route, seconds
 from harness.predicting.dry_run import DryRank
 from harness.predicting.timeline import Times
-from harness.protocols import CaseLike, SpanLike, Subject
+from harness.protocols import ActionLike, CaseLike, SpanLike, Subject
 from harness.subject import named_axes, stated
 from harness.terms import EventKey, closed_forms
 
 EQUAL = "equal"
 """What `Forecast.ledger` says when the dry run issued exactly the events of the closed form."""
+FORWARD, BACKWARD = "F", "B"
 DEPTHS = (3, 5)
 """Layers at which a deep model is measured: few, but enough that the first and the last differ from the others."""
 
@@ -53,6 +54,31 @@ class Memory:
     optimizer: float
     saved: float
     peak: float
+
+    @classmethod
+    def of(cls, rank: DryRank, peak: float) -> Memory:
+        """What a rank held that was run dry, with this peak."""
+        return cls(
+            trained=float(rank.trained),
+            learned=float(rank.learned),
+            parameters=float(rank.parameter_bytes),
+            gradients=float(rank.gradient_bytes),
+            optimizer=float(rank.optimizer_bytes),
+            saved=float(rank.saved_bytes),
+            peak=float(peak),
+        )
+
+    def over_steps(self, states: States | None) -> Memory:
+        """A peak without what the optimizer keeps, with it: there from the second step on, whatever else is.
+
+        With `states` gradients and optimizer are by their formula.
+        """
+        one = self
+        if states and self.trained:
+            gradients = states.gradient * self.learned
+            peak = self.peak + gradients - self.gradients
+            one = replace(self, gradients=gradients, optimizer=states.optimizer * self.trained, peak=peak)
+        return replace(one, peak=one.peak + one.optimizer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +139,6 @@ class Forecast:
     depths: tuple[int, ...] = ()
     events: tuple[Event, ...] = ()
     stages: tuple[StageForecast, ...] = ()
-    bubble: float | None = None
     bubble_stated: float | None = None
     spans: tuple[tuple[SpanLike, ...], ...] = ()
 
@@ -128,6 +153,14 @@ class Forecast:
         if not self.tokens:
             return math.nan
         return self.tokens / self.step_s / self.case.world_size if self.step_s else 0.0
+
+    @property
+    def bubble(self) -> float | None:
+        """Of a pipeline: the share of all stages' time in which they compute no forward or backward."""
+        if not self.spans:
+            return None
+        busy = sum(span.end - span.start for own in self.spans for span in own)
+        return float(1 - busy / (len(self.spans) * max(own[-1].end for own in self.spans)))
 
     @property
     def room_bytes(self) -> float:
@@ -178,6 +211,11 @@ def prices(case: CaseLike, cluster: Cluster, rank: int = 0) -> Callable[[Event],
     return price
 
 
+def first_difference(ledgers: Iterable[str]) -> str:
+    """The first of several comparisons that is not "equal"."""
+    return next((told for told in ledgers if told != EQUAL), EQUAL)
+
+
 def compared(case: CaseLike, subject: Subject, rank: DryRank) -> str:
     """How the ledger of a dry run compares with the closed form: "equal", or the first difference."""
     terms = stated(case, subject)
@@ -187,10 +225,26 @@ def compared(case: CaseLike, subject: Subject, rank: DryRank) -> str:
     return f"differs: {parted[0]}" if parted else EQUAL
 
 
+def two_depths(case: CaseLike) -> tuple[int, int]:
+    """The layers at which a deep case is measured: DEPTHS units behind those layers that differ."""
+    first, unit = getattr(case, "repeating_layers", (0, 1))
+    low, high = (first + unit * depth for depth in DEPTHS)
+    return low, high
+
+
 def line(layers: float, low: int, high: int) -> tuple[float, float]:
     """The weights of the two measured depths in the straight line through them, at this many layers."""
     share = (layers - low) / (high - low)
     return 1 - share, share
+
+
+def live(program: Sequence[ActionLike]) -> int:
+    """The most micro-batches of a chunk that are forward and not yet backward."""
+    live = most = 0
+    for action in program:
+        live += {FORWARD: 1, BACKWARD: -1}.get(action.kind, 0)
+        most = max(most, live)
+    return most
 
 
 def data_ranks(case: CaseLike) -> int:

@@ -16,24 +16,24 @@ payloads of one rank in a step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, replace
 
 from harness.engines.shapes.dry import DryEngine
-from harness.errors import NotComputed, RequestError
-from harness.ledger import Event, unmapped
+from harness.errors import RequestError
+from harness.ledger import Event
 from harness.predicting.clusters import Cluster
-from harness.predicting.dry_run import dry_run
+from harness.predicting.dry_run import dry_rank
 from harness.predicting.figures import (
-    DEPTHS,
-    EQUAL,
     Forecast,
     Memory,
     States,
     compared,
     data_ranks,
+    first_difference,
     line,
     prices,
     traffic,
+    two_depths,
 )
 from harness.predicting.meter import START, Stretch
 from harness.predicting.staged import staged_forecast
@@ -44,7 +44,7 @@ from harness.subject import named_axes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sample:
-    """A model that was run: times and FLOPs of a micro-batch, times of what follows, memory, how the ledger compares.
+    """A model that was run: times and FLOPs of a micro-batch, times of what follows, and memory.
 
     `memory.peak` is that until the last backward, `after_bytes` the peak from there on, both without what the optimizer
     keeps from step to step.
@@ -55,12 +55,16 @@ class _Sample:
     micro_flops: float
     memory: Memory
     after_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """A sample, its weight in the line through all depths, how its ledger compares, and that ledger."""
+
+    weight: float
+    sample: _Sample
     ledger: str
-    events: tuple[Event, ...] = field(repr=False)
-
-
-_Parts = Sequence[tuple[float, _Sample]]
-"""Samples of several depths, each with its weight in the line."""
+    events: tuple[Event, ...]
 
 
 def forecast(
@@ -83,85 +87,51 @@ def forecast(
         if (pipeline := getattr(subject, "pipeline", None)) is None:
             rule = "the subject has no attribute pipeline, which says what its stages do and when"
             raise RequestError(f"pp={stages}: {rule}; legal: pp=1")
-        return staged_forecast(case, subject, pipeline, cluster, engine, states=states, timeout_s=timeout_s)
+        return staged_forecast(case, subject, pipeline, cluster, engine, states, timeout_s)
     layers = int(getattr(case, "layers", 0))
-    first, unit = getattr(case, "repeating_layers", (0, 1))
-    low, high = (first + unit * depth for depth in DEPTHS)
+    low, high = two_depths(case)
     depths = (low, high) if layers > high else ()
     two = 2 if states else min(2, case.micro)  # float32 gradients are there from the first micro-batch on
+
+    on = subject, cluster, engine, timeout_s
     at = [case.but(layers=depth) for depth in depths] or [case]
-    drawn: _Parts = [
-        (weight, _sample(each, two, subject, cluster, engine, timeout_s))
-        for weight, each in zip(line(layers, low, high) if depths else (1.0,), at, strict=True)
-    ]
-    apart = whole and (bool(depths) or two > case.micro)
-    itself: _Parts = [(1.0, _sample(case, 1, subject, cluster, engine, timeout_s))] if apart else drawn
-    samples = [sample for _, sample in (*itself, *drawn)]
+    weights = line(layers, low, high) if depths else (1.0,)
+    drawn = [_run(weight, each.but(steps=1, micro=two), *on) for weight, each in zip(weights, at, strict=True)]
+    itself = [_run(1.0, case.but(steps=1, micro=1), *on)] if whole and (depths or two > case.micro) else drawn
+    model, timed = (together(*((one.weight, one.sample) for one in runs)) for runs in (drawn, itself))
+    peak = max(model.memory.peak, model.after_bytes)
     return Forecast(
         case=case,
         cluster=cluster,
-        times=together(
-            *((case.micro * weight, sample.micro) for weight, sample in itself),
-            *((weight, sample.rest) for weight, sample in itself),
-        ),
-        memory=_memory(drawn, states),
-        flops=case.micro * sum(weight * sample.micro_flops for weight, sample in itself),
+        times=together((case.micro, timed.micro), (1.0, timed.rest)),
+        memory=replace(model.memory, peak=peak).over_steps(states),
+        flops=case.micro * timed.micro_flops,
         tokens=int(getattr(case, "tokens", 0)) * case.micro * data_ranks(case),
-        ledger=next((sample.ledger for sample in samples if sample.ledger != EQUAL), EQUAL),
+        ledger=first_difference(one.ledger for one in (*itself, *drawn)),
         traffic=traffic(case, subject)[0],
         depths=() if whole else depths,
-        events=itself[0][1].events if whole or not depths else (),
+        events=itself[0].events if whole or not depths else (),
     )
 
 
-def _sample(
-    case: CaseLike, micro: int, subject: Subject, cluster: Cluster, engine: DryEngine, timeout_s: float
-) -> _Sample:
-    """Rank 0 of the case, one step of `micro` micro-batches."""
-    short = case.but(steps=1, micro=micro)
-    (rank,) = dry_run(short, subject, engine, (0,), text=str(short), timeout_s=timeout_s).ranks
-    if names := unmapped(rank.events):
-        raise NotComputed(f"operator {names} of torch is not known, so it has no price", ranks=(0,), positions=())
-    times, rest = play(rank.stretches, rank.events, cluster.device.flops_per_s(case.dtype), prices(short, cluster))
+def _run(
+    weight: float, case: CaseLike, subject: Subject, cluster: Cluster, engine: DryEngine, timeout_s: float
+) -> _Run:
+    """Rank 0 of the case, one step."""
+    rank, price = dry_rank(case, subject, engine, 0, timeout_s), prices(case, cluster)
+    times, rest = play(rank.stretches, rank.events, cluster.device.flops_per_s(case.dtype), price)
     place = [stretch.ticket if stretch.then == START else -1 for stretch in rank.stretches]
     first, last = parts(rank.events)
-    if first < 0:  # no call tells one micro-batch from the next
-        times = together((1 / micro, times))
     end = place.index(last) + 1 if last >= 0 else len(place)
-    return _Sample(
-        micro=times,
+    sample = _Sample(
+        micro=times if first >= 0 else together((1 / case.micro, times)),  # no call tells micro-batches apart
         rest=rest,
-        micro_flops=rank.flops / micro,
-        memory=Memory(
-            trained=rank.trained,
-            learned=rank.learned,
-            parameters=rank.parameter_bytes,
-            gradients=rank.gradient_bytes,
-            optimizer=rank.optimizer_bytes,
-            saved=rank.saved_bytes,
-            peak=_peak(rank.stretches[:end]),
-        ),
+        micro_flops=rank.flops / case.micro,
+        memory=Memory.of(rank, _peak(rank.stretches[:end])),
         after_bytes=_peak(rank.stretches[end:]),
-        ledger=compared(short, subject, rank),
-        events=rank.events,
     )
+    return _Run(weight=weight, sample=sample, ledger=compared(case, subject, rank), events=rank.events)
 
 
 def _peak(stretches: Sequence[Stretch]) -> int:
     return max((stretch.peak_bytes for stretch in stretches), default=0)
-
-
-def _memory(drawn: _Parts, states: States | None) -> Memory:
-    """Memory in the line; what the optimizer keeps is there from the second step on, whatever else is."""
-
-    def mixed(name: str) -> float:
-        return sum(weight * float(getattr(sample.memory, name)) for weight, sample in drawn)
-
-    sizes = {one.name: mixed(one.name) for one in fields(Memory)}
-    sizes["peak"] = max(sizes["peak"], sum(weight * sample.after_bytes for weight, sample in drawn))
-    if states and sizes["trained"]:
-        gradients = states.gradient * sizes["learned"]
-        sizes["peak"] += gradients - sizes["gradients"]
-        sizes |= {"gradients": gradients, "optimizer": states.optimizer * sizes["trained"]}
-    sizes["peak"] += sizes["optimizer"]
-    return Memory(**sizes)

@@ -15,27 +15,179 @@ lie on the straight line through two depths, as in harness.predicting.forecast. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from harness.engines.shapes.dry import DryEngine
+from harness.errors import NotComputed
+from harness.ledger import Event
 from harness.predicting.clusters import Cluster
 from harness.predicting.costs import route, seconds
+from harness.predicting.dry_run import DryRank, dry_rank
 from harness.predicting.figures import (
-    DEPTHS,
-    EQUAL,
+    BACKWARD,
+    FORWARD,
     Forecast,
     Memory,
     StageForecast,
     States,
     Traffic,
+    compared,
     data_ranks,
+    first_difference,
     line,
+    live,
+    prices,
     traffic,
+    two_depths,
 )
-from harness.predicting.segments import BACKWARD, FORWARD, MESSAGES, MeasuredStage, live, measured, on_the_line
-from harness.predicting.timeline import together
+from harness.predicting.meter import START, TO_BACKWARD, TO_FORWARD
+from harness.predicting.timeline import AFTER_BACKWARD, Times, spent_until, together
 from harness.protocols import ActionLike, CaseLike, PipelineLike, SpanLike, Subject
+
+MESSAGES = "pipeline"
+"""The phase of messages between stages."""
+_COMPUTED = (FORWARD, BACKWARD)
+_BEFORE_BACKWARD = ("data", "forward", "loss", "metric")
+_Key = tuple[str, int, bool]
+"""Kind and chunk of a computation, and whether it is a later one of them than the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A computation that was measured: what it leaves behind, and the most that it holds beyond what it found."""
+
+    times: Times
+    left_bytes: float
+    more_bytes: float
+    flops: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredStage:
+    """A rank of a stage that was run: its computations, what follows the last of them, and what it found before."""
+
+    rank: int
+    segments: Mapping[_Key, Segment]
+    rest: Segment
+    before_bytes: float
+    memory: Memory
+    live: int
+    ledger: str
+    events: tuple[Event, ...] = field(repr=False)
+
+
+def measured(
+    case: CaseLike,
+    stage: int,
+    subject: Subject,
+    pipeline: PipelineLike,
+    cluster: Cluster,
+    engine: DryEngine,
+    timeout_s: float,
+) -> MeasuredStage:
+    """One rank of this stage, run dry and taken apart.
+
+    Raises NotComputed when a call has no price, and when the rank did not follow its program.
+    """
+    at = next(group for group in case.axes["pp"] if 0 in group)[stage]
+    rank = dry_rank(case, subject, engine, at, timeout_s)
+    program = pipeline.programs[stage]
+    computations = [together[0] for together in program if together[0].kind in _COMPUTED]
+    ends = _ends(rank, program)
+    price = prices(case, cluster, at)
+
+    def free(event: Event) -> tuple[str, float]:
+        return (MESSAGES, 0.0) if event.phase == MESSAGES else price(event)
+
+    until = spent_until(ends, rank.stretches, rank.events, cluster.device.flops_per_s(case.dtype), free)
+    made = _cut(rank, ends, until)
+    segments: dict[_Key, Segment] = {}
+    for action, segment in zip(computations, made[:-1], strict=True):
+        segments.setdefault((action.kind, action.chunk, False), segment)
+        segments[action.kind, action.chunk, True] = segment
+    key = computations[0].kind, computations[0].chunk
+    before = made[0].left_bytes - segments[*key, True].left_bytes  # the first forward found nothing, as if all were its
+    segments[*key, False] = replace(made[0], more_bytes=made[0].more_bytes - before)
+    return MeasuredStage(
+        rank=at,
+        segments=segments,
+        rest=made[-1],
+        before_bytes=before,
+        memory=Memory.of(rank, 0),
+        live=live(computations),
+        ledger=compared(case, subject, rank),
+        events=rank.events,
+    )
+
+
+def _cut(rank: DryRank, ends: Sequence[int], until: Sequence[Times]) -> list[Segment]:
+    """What lies between these numbers of stretches, with what was spent until each."""
+    made: list[Segment] = []
+    spent, first, found = Times(), 0, 0
+    for end, times in zip(ends, until, strict=True):
+        own = rank.stretches[first:end]
+        level = own[-1].held_bytes if own else found
+        made.append(
+            Segment(
+                times=together((1.0, times), (-1.0, spent)),
+                left_bytes=level - found,
+                more_bytes=max((stretch.peak_bytes for stretch in own), default=found) - found,
+                flops=sum(stretch.flops for stretch in own),
+            )
+        )
+        spent, first, found = times, end, level
+    return made
+
+
+def on_the_line(drawn: Sequence[tuple[float, MeasuredStage]]) -> MeasuredStage:
+    """One stage of several depths, each with its weight."""
+    if len(drawn) == 1:
+        return drawn[0][1]
+    numbers = ("segments", "rest", "before_bytes", "memory")
+    return replace(
+        drawn[0][1],
+        **{name: together(*((weight, getattr(one, name)) for weight, one in drawn)) for name in numbers},
+        ledger=first_difference(one.ledger for _, one in drawn),
+        events=tuple(event for _, one in drawn for event in one.events),
+    )
+
+
+def _ends(rank: DryRank, program: Sequence[Sequence[ActionLike]]) -> list[int]:
+    """Where each computation ends, as the number of stretches before; and where what follows the last one ends.
+
+    A batch of messages belongs to the computation behind it. Between two of them, forward and backward are told apart
+    by what autograd computes and by the phases of calls. Raises NotComputed when the rank did not follow its program.
+    """
+    by_ticket = {event.call_index: event for event in rank.events}
+    messages = [event.call_index for event in rank.events if event.phase == MESSAGES]
+    batches = [at for at, together in enumerate(program) if together[0].kind not in _COMPUTED for _ in together]
+    batch_of = dict(zip(messages, batches, strict=False))
+    computed = [at for at, together in enumerate(program) if together[0].kind in _COMPUTED]
+    ends: list[int] = []
+    for number, stretch in enumerate(rank.stretches, 1):
+        if len(ends) == len(computed):
+            break
+        now = computed[len(ends)]
+        event = by_ticket.get(stretch.ticket) if stretch.then == START else None
+        side = {TO_FORWARD: FORWARD, TO_BACKWARD: BACKWARD}.get(stretch.then, "")
+        if event is not None and event.phase == MESSAGES:
+            ends += [number] * (batch_of.get(event.call_index, -1) > now)
+        elif event is not None and event.phase in AFTER_BACKWARD and now == computed[-1]:
+            ends.append(number)
+        elif event is not None:
+            side = FORWARD if event.phase in _BEFORE_BACKWARD else BACKWARD
+        if side and side != program[now][0].kind and (now + 1 in computed or now == computed[-1]):
+            ends.append(number)
+    ends += [len(rank.stretches)] * (len(ends) == len(computed) - 1)
+    if len(messages) != len(batches) or len(ends) < len(computed):
+        raise NotComputed(
+            f"rank {rank.rank} issued {len(messages)} messages between stages and {len(ends)} computations could be "
+            f"told apart, and its program has {len(batches)} and {len(computed)}",
+            ranks=(rank.rank,),
+            positions=(),
+        )
+    return [*ends, len(rank.stretches)]
 
 
 def staged_forecast(
@@ -44,18 +196,16 @@ def staged_forecast(
     pipeline_of: Callable[[CaseLike], PipelineLike],
     cluster: Cluster,
     engine: DryEngine,
-    *,
-    states: States | None = None,
-    timeout_s: float = 60.0,
+    states: States | None,
+    timeout_s: float,
 ) -> Forecast:
     """Time and memory of every stage of the case; see harness.predicting.forecast.forecast."""
     pipeline = pipeline_of(case)
     ranks = next(group for group in case.axes["pp"] if 0 in group)
-    first, unit = getattr(case, "repeating_layers", (0, 1))
+    low, high = two_depths(case)
     run: dict[int, MeasuredStage] = {}
     for kind in sorted(set(pipeline.alike)):
         depth = pipeline.layers[kind] / pipeline.chunks
-        low, high = (first + unit * each for each in DEPTHS)
         deep = depth > low + high
         drawn = []
         for weight, each in zip(line(depth, low, high), (low, high), strict=True) if deep else [(1.0, None)]:
@@ -76,7 +226,7 @@ def staged_forecast(
     ends = [float(own[-1].end) + one.rest.times.total_s for own, one in zip(spans, every, strict=True)]
     sent = traffic(case, subject, ranks)
     stages = tuple(
-        _stage(index, pipeline, one, own, max(ends), bytes_, states)
+        _stage_forecast(index, pipeline, one, own, max(ends), bytes_, states)
         for index, (one, own, bytes_) in enumerate(zip(every, spans, sent, strict=True))
     )
     largest = max(stages, key=lambda stage: stage.memory.peak)
@@ -88,17 +238,16 @@ def staged_forecast(
         memory=largest.memory,
         flops=busiest.flops,
         tokens=int(getattr(case, "tokens", 0)) * case.micro * data_ranks(case),
-        ledger=next((stage.ledger for stage in stages if stage.ledger != EQUAL), EQUAL),
+        ledger=first_difference(stage.ledger for stage in stages),
         traffic=largest.traffic,
         events=events,
         stages=stages,
-        bubble=_bubble(spans),
         bubble_stated=pipeline.bubble_stated,
         spans=tuple(map(tuple, spans)),
     )
 
 
-def _stage(
+def _stage_forecast(
     index: int,
     pipeline: PipelineLike,
     one: MeasuredStage,
@@ -145,16 +294,5 @@ def _memory(one: MeasuredStage, program: Sequence[ActionLike], states: States | 
             kept += segment.left_bytes + leaves
         seen.add(place)
     peak = max(peak, one.before_bytes + kept + one.rest.more_bytes)
-    sizes = {each.name: float(getattr(one.memory, each.name)) for each in fields(Memory)}
-    if states and sizes["trained"]:
-        gradients = states.gradient * sizes["learned"]
-        peak += gradients - sizes["gradients"]
-        sizes |= {"gradients": gradients, "optimizer": states.optimizer * sizes["trained"]}
     more = (live(program) - one.live) * one.segments[FORWARD, 0, True].left_bytes
-    sizes |= {"saved": sizes["saved"] + more, "peak": peak + sizes["optimizer"]}
-    return Memory(**sizes)
-
-
-def _bubble(spans: Sequence[Sequence[SpanLike]]) -> float:
-    busy = sum(span.end - span.start for own in spans for span in own)
-    return float(1 - busy / (len(spans) * max(own[-1].end for own in spans)))
+    return replace(one.memory, saved=one.memory.saved + more, peak=peak).over_steps(states)

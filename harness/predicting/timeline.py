@@ -9,11 +9,13 @@ same time. Time that the rank waits for a call is exposed, the rest of the call'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, TypeVar, cast
 
 from harness.ledger import Event
 from harness.predicting.meter import START, WAIT, Stretch
 
+T = TypeVar("T")
 Price = Callable[[Event], tuple[str, float]]
 """The link that an event uses, and how long it takes."""
 _ROUNDING = 1e-9
@@ -38,21 +40,15 @@ def play(
     stretches: Sequence[Stretch], events: Sequence[Event], flops_per_s: float, price: Price
 ) -> tuple[Times, Times]:
     """The times of the last micro-batch of the last step, and of what follows it: synchronisation and optimizer."""
-    by_ticket = {event.call_index: event for event in events}
     first, last = parts(events)
-    clock = _Clock(flops_per_s)
-    body = Times()
+    clock, body = _Clock(flops_per_s, events, price), Times()
     for stretch in stretches:
         clock.compute(stretch.flops)
-        if stretch.then == START:
-            if stretch.ticket == last:
-                body = clock.times()
-            if stretch.ticket in (first, last):
-                clock = _Clock(flops_per_s)
-            event = by_ticket[stretch.ticket]
-            clock.start(event, *price(event))
-        elif stretch.then == WAIT:
-            clock.wait(stretch.ticket)
+        if stretch.then == START and stretch.ticket == last:
+            body = clock.times()
+        if stretch.then == START and stretch.ticket in (first, last):
+            clock = _Clock(flops_per_s, events, price)
+        clock.reach(stretch)
     return (clock.times(), Times()) if last < 0 else (body, clock.times())
 
 
@@ -60,16 +56,11 @@ def spent_until(
     ends: Sequence[int], stretches: Sequence[Stretch], events: Sequence[Event], flops_per_s: float, price: Price
 ) -> list[Times]:
     """What was spent from the beginning until so many stretches were done, for each of these numbers, in order."""
-    by_ticket = {event.call_index: event for event in events}
-    clock, spent, first = _Clock(flops_per_s), [], 0
+    clock, spent, first = _Clock(flops_per_s, events, price), [], 0
     for end in ends:
         for stretch in stretches[first:end]:
             clock.compute(stretch.flops)
-            if stretch.then == START:
-                event = by_ticket[stretch.ticket]
-                clock.start(event, *price(event))
-            elif stretch.then == WAIT:
-                clock.wait(stretch.ticket)
+            clock.reach(stretch)
         spent.append(clock.times())
         first = end
     return spent
@@ -89,15 +80,17 @@ def parts(events: Sequence[Event]) -> tuple[int, int]:
     return (first if step or micro else -1), last
 
 
-def together(*parts: tuple[float, Times]) -> Times:
-    """The sum of several times, each multiplied by its count."""
-    exposed: dict[str, float] = {}
-    hidden: dict[str, float] = {}
-    for weight, times in parts:
-        for sums, own in ((exposed, times.exposed_s), (hidden, times.hidden_s)):
-            for phase, spent in own.items():
-                sums[phase] = sums.get(phase, 0.0) + weight * spent
-    return Times(compute_s=sum(weight * times.compute_s for weight, times in parts), exposed_s=exposed, hidden_s=hidden)
+def together(*parts: tuple[float, T]) -> T:
+    """The sum of numbers, mappings or dataclasses of them, each multiplied by its weight."""
+    _, first = parts[0]
+    if is_dataclass(first) and not isinstance(first, type):
+        names = [field.name for field in fields(first)]
+        return replace(first, **{name: together(*((w, getattr(part, name)) for w, part in parts)) for name in names})
+    if isinstance(first, Mapping):
+        keys = dict.fromkeys(key for _, part in parts for key in part)  # type: ignore[attr-defined]
+        sums: Any = {key: together(*((w, part[key]) for w, part in parts if key in part)) for key in keys}  # type: ignore[index,operator]
+        return cast(T, sums)
+    return cast(T, sum(weight * cast(float, part) for weight, part in parts))
 
 
 def _rest(taken_s: float, exposed_s: float) -> float:
@@ -108,8 +101,9 @@ def _rest(taken_s: float, exposed_s: float) -> float:
 class _Clock:
     """One rank's time, and when each link is free again."""
 
-    def __init__(self, flops_per_s: float) -> None:
-        self._flops_per_s = flops_per_s
+    def __init__(self, flops_per_s: float, events: Sequence[Event], price: Price) -> None:
+        self._flops_per_s, self._price = flops_per_s, price
+        self._events = {event.call_index: event for event in events}
         self._now_s = self._compute_s = 0.0
         self._free_s: dict[str, float] = {}
         self._ends_s: dict[int, tuple[float, str]] = {}
@@ -121,15 +115,23 @@ class _Clock:
         self._compute_s += spent
         self._now_s += spent
 
-    def start(self, event: Event, link: str, spent_s: float) -> None:
+    def reach(self, stretch: Stretch) -> None:
+        """What ended a stretch of computing: a call that starts, or is waited for."""
+        if stretch.then == START:
+            event = self._events[stretch.ticket]
+            self._start(event, *self._price(event))
+        elif stretch.then == WAIT:
+            self._wait(stretch.ticket)
+
+    def _start(self, event: Event, link: str, spent_s: float) -> None:
         end_s = max(self._now_s, self._free_s.get(link, 0.0)) + spent_s
         self._free_s[link] = end_s
         self._taken_s[event.phase] = self._taken_s.get(event.phase, 0.0) + spent_s
         self._ends_s[event.call_index] = end_s, event.phase
         if not event.is_async:
-            self.wait(event.call_index)
+            self._wait(event.call_index)
 
-    def wait(self, ticket: int) -> None:
+    def _wait(self, ticket: int) -> None:
         end_s, phase = self._ends_s.pop(ticket, (0.0, ""))
         if end_s > self._now_s:
             self._exposed_s[phase] = self._exposed_s.get(phase, 0.0) + end_s - self._now_s

@@ -43,7 +43,7 @@ _HANDLERS = {
     "checkpoint": "reports.commands.checkpoints:main",
     "expect": "reports.commands.expect:main",
     "names": "reports.commands.names:main",
-    "new-subject": "reports.commands.new_subject:main",
+    "new-subject": "reports.commands.word_help:new_subject_main",
     "help": "reports.commands.word_help:main",
 }
 _TRUTH = "a dense model to compare with; alone: the subject itself on one rank (its attribute truth, or our decoder)"

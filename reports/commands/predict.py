@@ -25,8 +25,7 @@ from harness.predicting.figures import DEPTHS, Forecast
 from harness.subject import named
 from reports.predicting import pipelines
 from reports.predicting.answers import step_words
-from reports.predicting.merging import together
-from reports.predicting.prediction import Prediction, figure, predict
+from reports.predicting.prediction import Prediction, figure, predict, together
 from reports.printing import tables
 from reports.printing.tables import Table
 from reports.printing.text import plain, show_message, show_table, ticking

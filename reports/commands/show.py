@@ -20,7 +20,8 @@ from reports.commands.faults import show_matrix
 from reports.comparing import modes
 from reports.options.checks import EXPERIMENTS
 from reports.pages import page
-from reports.printing import tables, witnesses
+from reports.printing import tables
+from reports.printing.calls import witness_tables
 from reports.printing.tables import NOTHING, Table, count, mebibytes
 from reports.printing.text import STYLES, append_step_summary, show_message, show_report, show_table
 from reports.programs import tables as programs
@@ -72,7 +73,7 @@ def show_result(result: RunResult, run: Run, *, as_json: bool, interrupted: bool
         return
     if len(rows):
         show_table(headline, sys.stdout)
-    for table in witnesses.tables(result.path):
+    for table in witness_tables(result.path):
         show_table(table, sys.stdout)
     show_failures(run, sys.stdout)
     for note in notes:
@@ -120,7 +121,7 @@ def show_run(run: Run, stream: TextIO) -> None:
         show_table(tables.break_even_table(crossings), stream)
     if len(pipelines := summary.measured(run)):
         show_table(tables.pipeline_table(pipelines, summary.cores(run)), stream)
-    for table in witnesses.tables(run.path):
+    for table in witness_tables(run.path):
         show_table(table, stream)
     show_failures(run, stream)
     for note in (*unchecked_notes(run), *run.notes):

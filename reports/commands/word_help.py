@@ -1,17 +1,21 @@
-"""`shardproof help case | slice`: the words of the case language and of a slice, from what their classes declare.
+"""`shardproof help case | slice | calls CASE`: the words of the case language and of a slice, the calls of a case.
 
-`shardproof help calls CASE`: the calls that a subject states for a case.
+Words are printed from what their classes declare. `shardproof new-subject` writes a subject that runs, to start from:
+the files are those of `suites/subjects`, copied as they are.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from harness.errors import RequestError
@@ -121,3 +125,51 @@ def _groups(topic: Topic) -> Iterator[tuple[str, Iterable[Any]]]:
 def _legal(word: Any) -> str:
     derived = f" (* from {', '.join(word.follows)})" if word.follows else ""
     return f"{word.legal.replace('|', ', ')}{derived}"
+
+
+LIKE: Mapping[str, str] = {
+    "mlp": "an MLP split over tp by hand",
+    "dtensor": "DTensor's parallel styles",
+    "fsdp2": "fully_shard",
+    "pipelining": "stages of torch.distributed.pipelining",
+    "hf": "a Hugging Face model under its own tp plan",
+    "deepspeed": "DeepSpeed's ZeRO",
+    "megatron": "Megatron-Core's GPTModel",
+}
+"""What can be written -> what it shows."""
+_NEEDS = {
+    "hf": ("transformers", "transformers"),
+    "deepspeed": ("deepspeed", "deepspeed"),
+    "megatron": ("megatron", "megatron-core"),
+}
+"""The package that a subject needs beside torch, as import and as pip know it."""
+_FOLDER = Path(__file__).resolve().parents[2] / "suites" / "subjects"
+
+
+def new_subject_main(arguments: argparse.Namespace) -> int:
+    """Write the file and print the command that runs it. Exit status 0; raises RequestError, and writes nothing, when
+    there is a file already or the name is none of a module.
+    """
+    from reports.printing.text import show_message  # noqa: PLC0415  (loads rich, which the words do not need)
+
+    source = _FOLDER / f"{arguments.like}.py"
+    target, text = Path(arguments.file), source.read_text(encoding="utf-8")
+    if target.suffix != ".py" or not target.stem.isidentifier():
+        raise RequestError(f"file={target}: must be the file of a module; legal: my_model.py")
+    try:
+        with target.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as problem:
+        raise RequestError(f"file={target}: exists, and no file is overwritten; legal: a new name") from problem
+    except OSError as problem:
+        reason = problem.strerror or str(problem)
+        raise RequestError(
+            f"file={target}: cannot be written ({reason}); legal: a file in a folder of yours"
+        ) from problem
+    package, known = _NEEDS.get(arguments.like, ("torch", "torch"))
+    if find_spec(package) is None:
+        show_message(f"note: it needs {known}, which is not installed: pip install {known}", sys.stderr, style="yellow")
+    folder = "" if target.parent == Path() else f"cd {shlex.quote(str(target.parent))} && "
+    show_message(f"{target} is written: {LIKE[arguments.like]}. Run it, then make it yours:\n", sys.stdout)
+    show_message(f"    {folder}shardproof run --subject {target.stem}:subject", sys.stdout)
+    return 0

@@ -26,8 +26,8 @@ from reports.comparing import modes
 from reports.comparing.modes import modes_table, side_by_side
 from reports.pages import drawings
 from reports.pages.drawings import Node, by_module, last_micro_batch, timeline, tree
-from reports.printing import tables, witnesses
-from reports.printing.calls import calls_table
+from reports.printing import tables
+from reports.printing.calls import calls_table, witness_tables
 from reports.printing.tables import Table, mebibytes
 from reports.programs import tables as programs
 from reports.stored import failures, summary
@@ -118,7 +118,7 @@ def _parts(run: Run) -> dict[str, object]:
         "modes": modes_table(side_by_side(run)) if len(run.summary) and not program else None,
         "plots": _plots(run),
         "break_even": _break_even_table(run),
-        "traffic": programs.tables(run) if program else [*_traffic(run), *witnesses.tables(run.path)],
+        "traffic": programs.tables(run) if program else [*_traffic(run), *witness_tables(run.path)],
         "cases": [] if program else _cases(run),
         "stated": [] if program else _stated(run),
         "modules": _modules(run),

@@ -1,12 +1,13 @@
 """The computing half of `shardproof predict`: every candidate of a text forecast, the fastest first, the break-even.
 
-Sizes are bytes, times seconds, all of one rank and one step; nothing is printed here.
+Several texts are one prediction: their candidates side by side. Sizes are bytes, times seconds, all of one rank and one
+step; nothing is printed here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -19,7 +20,7 @@ from harness.predicting.forecast import forecast
 from harness.protocols import Subject
 from harness.subject import named
 from reports.comparing.modes import crossings
-from reports.predicting import fitting, pipelines
+from reports.predicting import pipelines, planning
 from reports.predicting.answers import reasons
 from reports.predicting.planning import DTYPE, Candidate, candidates, growth, stated_words
 from reports.predicting.suggesting import estimates
@@ -37,7 +38,7 @@ class Prediction:
 
     Rows that fit come before rows that do not, and those before cases that cannot be; columns: `_row`, and `lost`,
     why it is not the first. `phases`: seconds by candidate and phase. `changes`: what would make it fit where nothing
-    does (reports.predicting.fitting), else empty.
+    does (reports.predicting.planning), else empty.
     `states`: bytes kept of every parameter where they are by formula, "" where the program's own were measured.
     `stages`: the stages of the pipeline of the first row that has one (reports.predicting.pipelines), `pipeline` its
     forecast.
@@ -90,7 +91,7 @@ def predict(
     changes = pd.DataFrame()
     if not any(one.fits for one in legal):
         candidate, least = min(((c, f) for c, f in made if f is not None), key=lambda pair: pair[1].memory.peak)
-        changes = fitting.changes(candidate, least, subject, lambda c: _measured(c, subject, cluster, engine))
+        changes = planning.changes(candidate, least, subject, lambda c: _measured(c, subject, cluster, engine))
     modes = {one.case.mode: one.case for one in legal} if world is None else {}
     curves = {way: growth(modes.values(), subject, way) for way in ("layers", "all")} if len(modes) > 1 else {}
     crossed = [crossings(curve).assign(counted=way) for way, curve in curves.items()]
@@ -232,3 +233,49 @@ def _states(made: Iterable[tuple[Candidate, Forecast | None]]) -> str:
             )
             return f"{one.case.dtype}, AdamW as in Megatron-LM: {kept.together} bytes a parameter ({parts})"
     return ""
+
+
+def together(told: Sequence[Prediction]) -> Prediction:
+    """One prediction of all these texts, whose candidates are named by the words that they do not all have.
+
+    What belongs to one text alone is left out: crossings of its modes, its stages, what would make it fit.
+    """
+    texts = [str(case) for one in told for case in one.rows["case"]]
+    shared = set.intersection(*(set(text.split()) for text in texts))
+    short = {text: " ".join(word for word in text.split() if word not in shared) or text for text in texts}
+    rows = pd.concat([one.rows.assign(words=[short[case] for case in one.rows["case"]]) for one in told])
+    rows = rows.drop_duplicates("case", ignore_index=True)
+    places = [_place_of_row(row) for row in rows.to_dict("records")]
+    rows = rows.iloc[sorted(range(len(rows)), key=places.__getitem__)].reset_index(drop=True)
+    rows = rows.assign(lost=reasons(rows, told[0].cluster))
+    phases = [one.phases.replace({"words": _renamed(one, short)}) for one in told]
+    first = told[0]
+    return replace(
+        first,
+        text=" ".join(word for word in texts[0].split() if word in shared) or f"{len(told)} cases",
+        rows=rows,
+        phases=pd.concat(phases, ignore_index=True),
+        fastest=answer(rows, pd.DataFrame({"fits": []}), first.cluster),
+        states="; ".join(dict.fromkeys(one.states for one in told)),
+        forecasts=tuple(forecast for one in told for forecast in one.forecasts),
+        changes=first.changes.head(0),
+        crossings=first.crossings.head(0),
+        beside=first.beside.head(0),
+        stages=pd.DataFrame(),
+        pipeline=None,
+        curves={},
+    )
+
+
+def _renamed(one: Prediction, short: dict[str, str]) -> dict[str, str]:
+    return {str(row["words"]): short[str(row["case"])] for row in one.rows.to_dict("records")}
+
+
+def _place_of_row(row: Mapping[Hashable, Any]) -> tuple[int, float]:
+    """As in one prediction: what fits by its speed, what does not by what it needs, what cannot be."""
+    if row["legal"] != "yes":
+        return 2, 0.0
+    if row["fits"] != "yes":
+        return 1, float(row["peak_bytes"])
+    speed = row["tokens_per_s_per_rank"]
+    return 0, float(row["step_s"]) if pd.isna(speed) else -float(speed)

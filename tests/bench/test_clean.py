@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from reference.case import Case
 from reference.language.modes import MODES
 from suites.drawing.sizes import HIDDEN, TOKENS, large
 from suites.drawing.strategies import NOT_DRAWN, every_word
+from suites.session.sampling import sampled
 
 
 def wrong(case: Case, device: torch.device) -> Mapping[str, object]:
@@ -41,7 +41,6 @@ def _listen(case: Case) -> str:
 
 
 LISTENED: list[str] = []
-_ALL = tuple(HealthCheck)
 setattr(listening, "modes", ("tp",))  # noqa: B010
 setattr(listening, "refuses", _listen)  # noqa: B010
 setattr(wrong, "modes", ("tp",))  # noqa: B010  (a function's attribute, as product.md asks of subjects)
@@ -88,15 +87,7 @@ def test_every_fifth_case_is_at_a_size_that_users_train() -> None:
 
 
 def test_large_cases_have_up_to_16384_tokens_or_hidden_2048_in_every_dtype() -> None:
-    drawn: list[Case] = []
-
-    @settings(max_examples=100, database=None, deadline=None, phases=(Phase.generate,), suppress_health_check=_ALL)
-    @seed(2)
-    @given(case=st.sampled_from(tuple(MODES)).flatmap(large))
-    def draw(case: Case) -> None:
-        drawn.append(case)
-
-    draw()
+    drawn = sampled(st.sampled_from(tuple(MODES)).flatmap(large), 100, 2)
     tokens = [case.seq * case.batch * case.micro * case.dp for case in drawn]
     assert max(TOKENS) * 0.9 < max(tokens) <= max(TOKENS) == 16_384
     assert max(HIDDEN) * 0.9 < max(case.hidden for case in drawn) <= max(HIDDEN) == 2048
@@ -111,18 +102,8 @@ def test_a_wrong_request_is_one_line(option: str, tmp_path: Path, capsys: pytest
 
 
 def test_every_word_of_the_case_language_is_drawn_or_left_out_for_a_reason() -> None:
-    drawn: dict[str, set[object]] = {field.name: set() for field in fields(Case)}
-
-    @settings(max_examples=1200, database=None, deadline=None, phases=(Phase.generate,), suppress_health_check=_ALL)
-    @seed(1)
-    @given(data=st.data())
-    def draw(data: st.DataObject) -> None:
-        mode = data.draw(st.sampled_from(tuple(MODES)))
-        case = data.draw(every_word(mode))
-        for word, values in drawn.items():
-            values.add(getattr(case, word))
-
-    draw()
+    cases = [case for number, mode in enumerate(MODES) for case in sampled(every_word(mode), 90, number)]
+    drawn = {field.name: {getattr(case, field.name) for case in cases} for field in fields(Case)}
     assert {word for word, values in drawn.items() if len(values) == 1} == set(NOT_DRAWN)
     for word, legal in Case.legal_words().items():
         assert word in NOT_DRAWN or drawn[word] == set(legal), word

@@ -1,6 +1,6 @@
 """Foreign systems as subjects of their own words and truths: torch's DTensor, FSDP2 and DDP, Hugging Face, Megatron.
 
-Those of `shardproof new-subject` are run in tests/reports/commands/test_new_subject.py.
+Those of `shardproof new-subject` are run in tests/reports/commands/test_names.py.
 """
 
 from __future__ import annotations

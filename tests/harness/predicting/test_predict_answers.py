@@ -1,16 +1,24 @@
-"""What the table of a prediction says: of which step it is, why a candidate is not the first, several cases in one."""
+"""What the table of a prediction says, and suggested layouts: legal, on the same tokens, near their forecasts."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 
+from bugs.planting import planted_module, replaced
 from harness.engines.shapes.dry import DryEngine
-from harness.predicting.clusters import PRESETS
+from harness.errors import RequestError
+from harness.predicting.clusters import PRESETS, Cluster, Device, Link
+from harness.predicting.figures import Forecast
+from harness.predicting.forecast import forecast
 from parallel.subject import subject
 from reports.commands.cli import main
+from reports.predicting import suggesting
+from reports.predicting.planning import Candidate
 from reports.predicting.prediction import predict
 
 CLUSTER = PRESETS["8xH100-NVLink-IB400"]
@@ -67,3 +75,142 @@ def test_several_cases_are_one_table_the_fastest_first(capsys: pytest.CaptureFix
     speeds = [one["candidates"][0]["tokens_per_s_per_rank"] for one in json.loads(capsys.readouterr().out)]
     shown = [float(line.split("yes")[1].split()[0].replace(",", "")) for line in rows]
     assert shown == pytest.approx(sorted(speeds, reverse=True), rel=1e-3)
+
+
+WORDS = "family=llama hidden=512 heads=8 kv_heads=4 ffn=1536 vocab=1024 layers=8 seq=256 batch=2 dtype=bfloat16"
+DEEP = f"{WORDS} mode=tp-sp tp=2".replace("layers=8", "layers=12")
+LINKS = (Link(name="l", ranks=0, latency_us=0.01, bandwidth_gb_s=20),)
+
+
+def cluster(gib: float) -> Cluster:
+    return Cluster(
+        name="c", device=Device(name="d", memory_gib=gib, peak_tflops={"bfloat16": 10}), links=LINKS, algorithm="ring"
+    )
+
+
+LAYOUTS = (
+    "pp=4 dp=1 zero=0 recompute=none micro=16 first_layers=2 last_layers=2",
+    "pp=2 dp=2 zero=1 recompute=none micro=8",
+    "pp=2 dp=2 zero=2 recompute=full micro=8 no_sync=true",
+    "pp=2 dp=2 zero=3 recompute=none micro=8 no_sync=true",
+    "pp=1 dp=4 zero=0 recompute=full micro=4",
+    "pp=1 dp=4 zero=3 recompute=full micro=4",
+    "pp=1 dp=4 zero=2 recompute=selective micro=4",
+)
+"""What is forecast too, on eight ranks."""
+PLANTED = {
+    "one micro-batch in flight": ("min(pp - place, micro)", "1"),
+    "layers of the whole model on a stage": (
+        "model.left.layer * layers * in_flight",
+        "model.left.layer * 12 * in_flight",
+    ),
+    "states of the whole model on a stage": (
+        "parameters = model.parameters.layer * layers",
+        "parameters = model.parameters.layer * layers * pp",
+    ),
+    "optimizer not split": ("(ranks if zero >= 1 else 1)", "1"),
+    "nothing gathered": ("gathered = parameters if zero == 2", "gathered = 0.0 if zero == 2"),
+    "no bubble": ("(micro - 1) * max(stages_s) + sum(stages_s)", "micro * max(stages_s)"),
+    "even stages": ("return [first or even,", "return [layers // pp] * pp if first else [first or even,"),
+    "gathers of zero=3 once a step": ("micro * ((zero - 1) * gather_s", "((zero - 1) * gather_s"),
+    "gathers of a stage's zero=3 once a step": ("else 1 + micro) * gather_s", "else 1) * gather_s"),
+    "no buffer of gradients": ("1.0 if zero else model.gradients", "1.0 if zero else 0.0"),
+    "gradients of stages split": ("summed_once = pp > 1", "summed_once = False"),
+}
+"""Mistake -> text of the source and what it becomes."""
+
+
+@pytest.fixture(scope="module")
+def measure() -> Iterator[Callable[[Candidate], Forecast]]:
+    """A forecast of each case, made once."""
+    known: dict[str, Forecast] = {}
+    with DryEngine() as engine:
+
+        def made(one: Candidate) -> Forecast:
+            assert one.case is not None
+            key = str(one.case)
+            if key not in known:
+                known[key] = forecast(one.case, subject, cluster(1.0), engine, states=one.states)
+            return known[key]
+
+        yield made
+
+
+def far(module: ModuleType, measure: Callable[[Candidate], Forecast]) -> list[str]:
+    """The layouts whose memory or speed this module estimates elsewhere than within 8 % of the forecast."""
+    found = {one.candidate.words: one for one in module.estimates(DEEP, subject, cluster(1.0), 8, measure)}
+    wrong = []
+    for layout in LAYOUTS:
+        one = found[f"mode=tp-sp tp=2 cp=1 {layout}"]
+        told = measure(one.candidate)
+        ratios = one.peak_bytes / told.memory.peak, one.tokens_per_s_per_rank / told.tokens_per_s_per_rank
+        wrong += [f"{layout}: {ratio}" for ratio in ratios if ratio != pytest.approx(1, abs=0.08)]
+    return wrong
+
+
+def test_every_layout_is_legal_on_the_same_tokens_and_near_its_forecast(
+    measure: Callable[[Candidate], Forecast],
+) -> None:
+    found = suggesting.estimates(DEEP, subject, cluster(1.0), 8, measure)
+    layouts = [one.candidate.words for one in found]
+    assert len(set(layouts)) == len(layouts) == 30  # recompute: 3 of pp=1 and pp=2 with zero=0..3, pp=4 even and uneven
+    for one in found:
+        case = one.candidate.case
+        assert case is not None and case.world_size == 8
+        assert len(case.axes["dp"][0]) * case.micro == 16  # two micro-batches for each of eight ranks
+    assert far(suggesting, measure) == []
+
+
+def test_other_modes_are_tried_where_the_best_layout_without_stages_lies(
+    measure: Callable[[Candidate], Forecast],
+) -> None:
+    (known,) = (
+        one.candidate
+        for one in suggesting.estimates(f"{DEEP} zero=0 recompute=none", subject, cluster(1.0), 2, measure)
+    )
+    text = DEEP.replace("mode=tp-sp ", "")
+    found = suggesting.estimates(text, subject, cluster(1.0), 8, lambda _: measure(known))
+    tried = {tuple(one.candidate.words.split()) for one in found if "mode=tp-sp" not in one.candidate.words}
+    assert {words[0] for words in tried} == {f"mode={mode}" for mode in ("mtp", "msp", "fsp", "isp", "autotp")}
+    assert all({"tp=2", "pp=1"} <= {*words} for words in tried)
+    assert {words[-1] for words in tried if "mode=isp" in words} == {"wp=8"}
+
+
+@pytest.mark.parametrize("mistake", PLANTED)
+def test_a_mistake_in_an_estimate_is_far_from_a_forecast(
+    mistake: str, measure: Callable[[Candidate], Forecast]
+) -> None:
+    name = suggesting.__name__
+    assert far(planted_module(replaced(name, *PLANTED[mistake]), name), measure)
+
+
+def test_the_answer_fits_and_needs_a_number_of_ranks() -> None:
+    with DryEngine() as engine:
+        told = predict(f"{WORDS} mode=tp-sp tp=2 recompute=none", subject, cluster(1.0), engine, world=4, suggest=True)
+    assert len(told.rows) == 3 and told.fastest.startswith("fastest that fits into the 1 GiB of a d: mode=tp-sp tp=2 ")
+    assert set(told.rows["ledger"]) == {"equal"} and set(told.rows["ranks"]) == {4}
+    with DryEngine() as engine, pytest.raises(RequestError, match="suggest: needs .*; legal: --suggest --world 64"):
+        predict(WORDS, subject, cluster(1.0), engine, suggest=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        ("tp=16", "kv_heads=8: must be a multiple of tp=16"),
+        ("tp=0", "tp=0: must be"),
+        ("micro=x", "micro=x: must be a"),
+    ],
+)
+def test_what_no_layout_can_be_is_one_message(words: str, rule: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", f"preset=llama3-8b {words}", "--suggest", "--world", "16"]) == 2
+    error = capsys.readouterr().err
+    assert rule in error and error.count("\n") == 1
+
+
+@pytest.mark.deep("20 CPU seconds")
+def test_70_billion_parameters_find_a_layout_on_64_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "preset=llama3-70b", "--world", "64", "--suggest", "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)
+    best = told["candidates"][0]
+    assert (best["fits"], best["ranks"], best["ledger"]) == ("yes", 64, "equal")
+    assert best["peak_bytes"] < PRESETS["8xH100-NVLink-IB400"].device.memory_gib * 2**30

@@ -12,13 +12,6 @@ from reports.comparing.snapshot import members, save, side, snapshot, span
 from reports.stored.frames import load
 from tests.harness.command_line import CommandLine
 from tests.reports import sample_run
-from tests.reports.toy_traffic import WAYS, stored
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    out = tmp_path_factory.mktemp("runs")
-    return {way: stored(out, way) for way in (*WAYS, "again")}
 
 
 def test_a_baseline_stands_for_its_run(runs: dict[str, Path], tmp_path: Path) -> None:

@@ -4,27 +4,64 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from harness.errors import RequestError
+from parallel.subject import subject as ours
+from reference.case import Case
 from reports.comparing.comparison import Comparison, compare
 from reports.comparing.limits import breaches, limits
 from reports.comparing.snapshot import side
 from reports.stored.frames import load
+from suites.session.prover import Prover
 from tests.harness.command_line import CommandLine
 from tests.reports import sample_run
-from tests.reports.comparing.slowed import MODULE
-from tests.reports.comparing.slowed import stored as stored_slowed
-from tests.reports.toy_traffic import WAYS, stored
+
+MODULE = "layers.1.mlp.w1"
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    out = tmp_path_factory.mktemp("runs")
-    return {way: stored(out, way) for way in (*WAYS, "again")}
+class Slow:
+    """Our subject; every backward of one module begins with 20 ms of idle work of the processor, on every rank."""
+
+    modes = ours.modes
+    expected = staticmethod(ours.expected)
+
+    def __call__(self, case: Case, device: torch.device) -> dict[str, Any]:
+        """The outcome of ours. The hooks see the modules of all ranks of this process and heed their own."""
+        rank, names = dist.get_rank(), dict[nn.Module, str]()
+
+        def named(module: nn.Module, _: Any) -> None:
+            if dist.get_rank() == rank and module not in names:
+                names.update({part: name for name, part in module.named_modules()})
+
+        def slow(module: nn.Module, _: Any, output: Any) -> None:
+            if dist.get_rank() == rank and names[module] == MODULE and isinstance(output, Tensor):
+                output.register_hook(_wait)
+
+        hooks = register_module_forward_pre_hook(named), register_module_forward_hook(slow)
+        try:
+            return dict(ours(case, device))
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _wait(_: Tensor) -> None:
+    end_s = time.thread_time() + 0.02
+    while time.thread_time() < end_s:
+        pass
+
+
+slow = Slow()
 
 
 def held(runs: dict[str, Path], way: str, *fail: str) -> Comparison:
@@ -130,8 +167,11 @@ def test_a_ledger_whose_calls_take_longer_breaks_the_limit_of_time(runs: dict[st
 
 def test_work_in_one_module_is_told_with_its_phase_and_module(tmp_path: Path) -> None:
     sizes = "layers=2 hidden=16 heads=2 kv_heads=2 ffn=32 vocab=24 seq=8"
-    case = (f"mode=tp tp=2 steps=8 lr=0.01 {sizes}",)
-    base, slow = (stored_slowed(tmp_path / str(work_us), case, work_us)[0] for work_us in (0, 20_000))
+    case = Case.parse(f"mode=tp tp=2 steps=8 lr=0.01 {sizes}")
+    for name in ("parallel.subject:subject", f"{__name__}:slow"):
+        with Prover.on(name, "2", out=tmp_path / name) as prover:
+            prover.holds(case, "ledger")
+    base, slow = (side(str(tmp_path / name / "latest")) for name in ("parallel.subject:subject", f"{__name__}:slow"))
     found = compare(base, slow, limits(["events:0", "time:100%"]))
     assert any("tp backward: " in breach and f"mostly in {MODULE}" in breach for breach in found.breaches)
 
