@@ -121,14 +121,14 @@ class Evidence:
     """
 
     case: CaseLike
-    outcomes: Outcomes
-    captured: Outcomes
     merged: Merged
-    truth: Mapping[str, Tensor]
-    controls: tuple[Mapping[str, Tensor], ...]
-    events: tuple[Event, ...]
-    expectation: tuple[TermLike, ...] | None
-    repeats: tuple[Outcomes, ...]
+    outcomes: Outcomes = ()
+    captured: Outcomes = ()
+    truth: Mapping[str, Tensor] = field(default_factory=dict)
+    controls: tuple[Mapping[str, Tensor], ...] = ()
+    events: tuple[Event, ...] = ()
+    expectation: tuple[TermLike, ...] | None = None
+    repeats: tuple[Outcomes, ...] = ()
     far: Mapping[str, Controlled] = field(default_factory=dict)
     kinks: tuple[Mapping[str, Tensor], ...] = ()
     slack: Mapping[str, Tensor] = field(default_factory=dict)

@@ -21,9 +21,8 @@ from harness.checking.measures.kinds import is_state, step_of
 from harness.checking.measures.tolerance import Measured, epsilon
 from harness.checking.numeric_checks import NUMERIC_KINDS
 from harness.errors import MachineError, ProgramError, RequestError
-from harness.protocols import CaseLike, case_text
+from harness.protocols import CaseLike
 from harness.recording.capturing.islands import Island, NarrowProbe, Probed, narrower
-from harness.running.ranks.execution import execute
 from harness.running.trials.trial import Trial
 from harness.running.truth.reference import one_rank
 from harness.running.truth.rounded_products import BOTH, RoundedControl, Rounding
@@ -166,15 +165,7 @@ def _islands(trial: Trial, case: CaseLike, constants: bool) -> list[Island]:
     `constants`: whether numbers count that were not computed in the case's dtype.
     """
     try:
-        run = execute(
-            case,
-            Probed(trial.subject, case.dtype, constants=constants),
-            trial.engine,
-            text=case_text(case),
-            record=False,
-            device=trial.device,
-            timeout_s=trial.timeout_s,
-        )
+        run = trial.run(Probed(trial.subject, case.dtype, constants=constants), case)
     except (ProgramError, MachineError):  # a program that a dispatch mode disturbs: its errors stand
         return []
     return [Island.read(name) for name in dict.fromkeys(name for outcome in run.outcomes for name in outcome)]
