@@ -20,6 +20,7 @@ from harness.subject import case_of, named
 from parallel.subject import subject as decoder
 from suites.mutants.catalogue import MUTANTS, of_file
 from tests.harness import own_words
+from tests.harness.proofs import proved
 
 Loss = Callable[[Any, Tensor, Tensor], Tensor]
 
@@ -48,9 +49,7 @@ def summed(x: Tensor) -> Tensor:
 
 
 def law(subject: Any, text: str) -> Any:
-    given = named(subject)
-    with InprocEngine() as engine:
-        (verdict,) = prove(case_of(text, given), given, engine, checks={"regrouping": LAWS["regrouping"]}).verdicts
+    (verdict,) = proved(subject, text, checks={"regrouping": LAWS["regrouping"]}).verdicts
     return verdict
 
 
@@ -87,14 +86,13 @@ def test_a_gradient_that_is_not_divided_by_the_micro_batches_breaks_it(monkeypat
     assert verdict.verdict == "fail" and "(the factor grows with micro)" in verdict.message
 
 
-def test_the_decoder_keeps_it_and_is_its_own_truth_on_one_rank() -> None:
+def test_the_decoder_keeps_it_and_is_its_own_truth_on_one_rank(engine: InprocEngine) -> None:
     case = read_case("mode=tp-sp tp=2 dp=3 micro=2 steps=1 layers=1")
     assert [sizes for sizes, _ in groupings(case, named(decoder))] == [
         {"dp": 1, "micro": 6},
         {"dp": 1, "micro": 6, "cp": 2},  # one layer is no two stages
     ]
-    with InprocEngine() as engine:
-        result = prove(case, named(decoder, "alone"), engine)
+    result = prove(case, named(decoder, "alone"), engine)
     assert result.verdict == "pass" and "regrouping" in {verdict.check for verdict in result.verdicts}
 
 

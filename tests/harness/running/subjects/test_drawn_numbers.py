@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from harness.engines.threads.inproc import InprocEngine
-from harness.running.proof import CaseResult, prove
-from harness.subject import case_of, named
+from harness.running.proof import CaseResult
+from tests.harness.proofs import proved
 
 ROWS, WIDTH, EXPERTS = 4, 8, 3
 
@@ -96,11 +96,6 @@ def same(case: Any, device: torch.device) -> Mapping[str, Any]:
 def quiet(case: Any, device: torch.device) -> Mapping[str, Any]:
     """The dense model without any, unless it is seeded."""
     return trained(case, case.noise if case.noise == "seeded" else "none", range(case.dp))
-
-
-def proved(subject: Any, text: str, engine: InprocEngine) -> CaseResult:
-    given = named(subject)
-    return prove(case_of(text, given), given, engine)
 
 
 OPERATORS = {
