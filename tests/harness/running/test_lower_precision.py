@@ -19,8 +19,6 @@ from harness.errors import RequestError
 from harness.recording.capturing.islands import Probed
 from harness.running.ranks.execution import execute
 from harness.subject import case_of, named
-from suites.mutants.catalogue import MUTANTS
-from suites.mutants.rows import mutant_killed
 from tests.harness import own_words
 from tests.harness.own_words import Network
 from tests.harness.proofs import proved, told, unchecked
@@ -278,9 +276,3 @@ def test_they_are_looked_for_in_the_session_of_the_subject(engine: InprocEngine)
     given = named(Patched())
     run = execute(case_of("tp=2", given), Probed(given), engine, text="tp=2", record=False)
     assert run.outcomes == ({},) * 2
-
-
-def test_parameters_that_are_stored_in_float32_are_no_part_of_the_model(engine: InprocEngine) -> None:
-    (mutant,) = (one for one in MUTANTS if one.name == "parameters-rounded-to-float32")
-    row = mutant_killed(mutant, "tp-sp", engine).row
-    assert "update" in row.killed_by and row.cause_told == "right"

@@ -274,8 +274,7 @@ def verdicts(folder: Path) -> list[str]:
 
 
 def test_wherever_the_verdicts_are_cut_no_case_reads_as_a_pass(folder: Path) -> None:
-    path = folder / "verdicts.jsonl"
-    data = path.read_bytes()
+    data = (path := folder / "verdicts.jsonl").read_bytes()
     ends = [place + 1 for place, byte in enumerate(data) if byte == ord("\n")]
     for place in sorted({*ends, *(end - 1 for end in ends), *(end + 1 for end in ends[:-1]), *range(0, len(data), 37)}):
         path.write_bytes(data[:place])
@@ -297,5 +296,5 @@ def test_a_folder_of_an_older_release_is_read_as_far_as_it_can_be_known(folder: 
     path = folder / "verdicts.jsonl"
     path.write_text(re.sub(r', "of": \d+', "", path.read_text()))
     assert load(folder).notes == () and verdicts(folder) == ["fail", "fail"]
-    path.write_text(text[:-20])
+    path.write_text(path.read_text()[:-20])
     assert verdicts(folder) == ["fail", "unknown"], "the line that was cut was one of the last case"
