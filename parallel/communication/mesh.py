@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch.distributed as dist
@@ -88,6 +89,7 @@ def axis_rank(case: Case, name: str, rank: int) -> int:
     return case.axis_rank(name, rank)
 
 
-def coordinates(case: Case, rank: int) -> dict[str, tuple[int, int]]:
+@lru_cache(maxsize=1024)
+def coordinates(case: Case, rank: int) -> Mapping[str, tuple[int, int]]:
     """Axis -> (place of a global rank on it, ranks on it); needs no running world."""
     return {name: (axis_rank(case, name, rank), axis_size(case, name)) for name in case.axis_sizes}

@@ -3,8 +3,8 @@
     key      the first 8 bytes of sha256("<seed> <site>") as two little-endian words of 32 bits
     counter  (element mod 2^32, element div 2^32, sample, step), element row-major in the tensor of one sample
 
-Words are int64 in [0, 2^32), multiplied by halves of 16 bits, so that nothing overflows. Source: Salmon et al.,
-"Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011; its test vectors are in the tests.
+Products of two words are unsigned numbers of 64 bits, in numpy, because torch multiplies signed ones alone. Source:
+Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011; its test vectors are in the tests.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ from __future__ import annotations
 import hashlib
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
 __all__ = ["philox4x32", "words"]
 
-_LOW, _WORD = 2**16 - 1, 2**32 - 1
+_WORD = 2**32 - 1
+_STEPS = 0x9E3779B9, 0xBB67AE85
+_FACTORS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_HALF, _LOW = np.uint64(32), np.uint64(_WORD)
 
 
 def words(text: str, *, samples: range, step: int, shape: tuple[int, ...]) -> Tensor:
@@ -32,15 +36,14 @@ def words(text: str, *, samples: range, step: int, shape: tuple[int, ...]) -> Te
 
 def philox4x32(counter: Tensor, key: list[int], rounds: int = 10) -> Tensor:
     """The words int64 [4, ...] of counters int64 [4, ...]."""
-    left, first, right, second = counter
+    left, first, right, second = counter.numpy().astype(np.uint64)
     for number in range(rounds):
-        a, b = ((word + number * step) & _WORD for word, step in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True))
-        (high, low), (other_high, other_low) = _product(0xD2511F53, left), _product(0xCD9E8D57, right)
-        left, first, right, second = other_high ^ first ^ a, other_low, high ^ second ^ b, low
-    return torch.stack((left, first, right, second))
-
-
-def _product(factor: int, word: Tensor) -> tuple[Tensor, Tensor]:
-    """The upper and the lower 32 bits of a product of two words."""
-    low, high = factor * (word & _LOW), factor * (word >> 16)  # 48 bits each
-    return (high + (low >> 16)) >> 16, (((high & _LOW) << 16) + low) & _WORD
+        a, b = (np.uint64((word + number * step) & _WORD) for word, step in zip(key, _STEPS, strict=True))
+        product, other = left * _FACTORS[0], right * _FACTORS[1]
+        left, first, right, second = (
+            (other >> _HALF) ^ first ^ a,
+            other & _LOW,
+            (product >> _HALF) ^ second ^ b,
+            product & _LOW,
+        )
+    return torch.from_numpy(np.stack((left, first, right, second)).astype(np.int64))
