@@ -286,12 +286,4 @@ def _verdict(
         message = tell(told, finding, evidence, name, options)
     elif told is not None:
         message += f" (its diagnosis failed: {type(told).__name__}: {told})"
-    return Verdict(
-        case=text,
-        check=check,
-        verdict=finding.verdict,
-        worst=finding.worst,
-        message=message,
-        unchecked=finding.unchecked,
-        decided=finding.decided,
-    )
+    return finding.verdict_on(text, check, message)

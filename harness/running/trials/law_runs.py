@@ -20,7 +20,7 @@ from harness.errors import ProgramError, RequestError
 from harness.outcome.merging import merge
 from harness.protocols import CaseLike, unsaved
 from harness.running.trials.trial import Trial
-from harness.running.truth.partial_sums import PERTURBED
+from harness.running.truth.control_modes import PERTURBED
 from harness.running.truth.reference import OwnTruth
 from harness.subject import NamedSubject, offers, own_cases, refusal
 

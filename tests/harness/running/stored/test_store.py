@@ -261,9 +261,7 @@ def folder(tmp_path: Path) -> Path:
     store.plan({"case": case, "mode": "tp", "world_size": 2} for case in (FIRST, SECOND))
     for case in (FIRST, SECOND):
         words = zip(CHECKS, ("pass", "pass", "fail"), strict=True)
-        verdicts = [
-            Verdict(case=case, check=check, verdict=word, worst=None, message=f"m {check}") for check, word in words
-        ]
+        verdicts = [Verdict(case=case, check=check, verdict=word, message=f"m {check}") for check, word in words]
         store.add(case, "", (), verdicts, {"truth": 0.5})
     store.close()
     return store.path
