@@ -1,4 +1,4 @@
-"""The default cases kill bugs that show with one word only, and ranges that are one row off: what they were made for."""
+"""The default cases kill bugs that show with one word only, and ranges that are one row off."""
 
 from __future__ import annotations
 
