@@ -4,6 +4,7 @@ hidden: on every engine.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -161,7 +162,7 @@ def test_calls_that_no_longer_overlap_fail_this_check_alone(name: str, request: 
     assert right.verdict == PASS and "overlap" in {verdict.check for verdict in right.verdicts}
     (failed,) = [verdict for verdict in wrong.verdicts if verdict.verdict == FAIL]
     assert failed.check == "overlap" and wrong.diagnosis is not None
-    assert "in backward of head at parallel/" in failed.message
+    assert re.search(r"in backward of head at \S*parallel/", failed.message)  # shortened where that line was first seen
     assert [cause.id for cause in wrong.diagnosis.causes] == ["exposed"]
 
 
