@@ -121,14 +121,14 @@ class Evidence:
     """
 
     case: CaseLike
-    outcomes: Outcomes
-    captured: Outcomes
     merged: Merged
-    truth: Mapping[str, Tensor]
-    controls: tuple[Mapping[str, Tensor], ...]
-    events: tuple[Event, ...]
-    expectation: tuple[TermLike, ...] | None
-    repeats: tuple[Outcomes, ...]
+    outcomes: Outcomes = ()
+    captured: Outcomes = ()
+    truth: Mapping[str, Tensor] = field(default_factory=dict)
+    controls: tuple[Mapping[str, Tensor], ...] = ()
+    events: tuple[Event, ...] = ()
+    expectation: tuple[TermLike, ...] | None = None
+    repeats: tuple[Outcomes, ...] = ()
     far: Mapping[str, Controlled] = field(default_factory=dict)
     kinks: tuple[Mapping[str, Tensor], ...] = ()
     slack: Mapping[str, Tensor] = field(default_factory=dict)
@@ -228,6 +228,11 @@ class Finding:
     region: str = ""
     decided: Mapping[str, Decided] = field(default_factory=dict)
 
+    def verdict_on(self, case: str, check: str, message: str = "") -> Verdict:
+        """The finding as the verdict of this check on this case, in its own words or in these."""
+        said = {"verdict": self.verdict, "message": message or self.message}
+        return Verdict(case=case, check=check, **said, worst=self.worst, unchecked=self.unchecked, decided=self.decided)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
@@ -236,7 +241,7 @@ class Verdict:
     case: str
     check: str
     verdict: str
-    worst: Worst | None
+    worst: Worst | None = None
     message: str
     unchecked: tuple[str, ...] = ()
     decided: Mapping[str, Decided] = field(default_factory=dict)

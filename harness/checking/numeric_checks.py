@@ -108,7 +108,7 @@ def _with_each_kind(finding: Finding, counts: Mapping[str, Decided], measured: S
     names = [name for name in finding.unchecked if called(kind_of(name)) == empty[0]]
     lost = any(m.right and called(kind_of(m.name)) == empty[0] for m in measured)
     message = f"no tensor of the {empty[0]} could be compared: {_why(names, lost=lost)}; first: {names[0]}"
-    return replace(finding, verdict=UNKNOWN, message=message, worst=None)
+    return replace(finding, verdict=UNKNOWN, message=message)
 
 
 def _why(unchecked: Sequence[str], *, lost: bool) -> str:

@@ -180,7 +180,7 @@ def _proved(trial: Trial, checks: Mapping[str, Check], options: str, *, explain:
     with trial.timed("checks"):
         evidence, findings = judged(trial, evidence, checks)
     if not explain:
-        verdicts = (_verdict(trial.text, evidence, found, None, check, "", "") for check, found in findings.items())
+        verdicts = (found.verdict_on(trial.text, check) for check, found in findings.items())
         return CaseResult(case=trial.case, text=trial.text, verdicts=tuple(verdicts), evidence=evidence)
     context = findings
     if any(finding.verdict == FAIL for finding in findings.values()):
@@ -286,12 +286,4 @@ def _verdict(
         message = tell(told, finding, evidence, name, options)
     elif told is not None:
         message += f" (its diagnosis failed: {type(told).__name__}: {told})"
-    return Verdict(
-        case=text,
-        check=check,
-        verdict=finding.verdict,
-        worst=finding.worst,
-        message=message,
-        unchecked=finding.unchecked,
-        decided=finding.decided,
-    )
+    return finding.verdict_on(text, check, message)

@@ -61,16 +61,6 @@ class RunResult:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Tally:
-    """What is remembered of a stored case."""
-
-    case: CaseLike
-    verdicts: tuple[Verdict, ...]
-    verdict: str
-    machine: bool
-
-
 def run(request: Request, on_progress: Progress = lambda *_: None) -> RunResult:
     """Prove every case and write the run folder as it goes; finished cases stay readable whatever stops the run.
 
@@ -80,7 +70,7 @@ def run(request: Request, on_progress: Progress = lambda *_: None) -> RunResult:
     """
     cases, subject = request.cases, request.subject
     _check(request)
-    results: list[_Tally] = []
+    results: list[Proved] = []  # but for what is stored of them
     notes: list[str] = []
     by_text = {case_text(case): case for case in cases}
     with _processes(request) as others, nullcontext() if others else proving(request) as prove_case:
@@ -90,7 +80,7 @@ def run(request: Request, on_progress: Progress = lambda *_: None) -> RunResult:
             case = by_text[found.text]
             result = replace(found, verdicts=with_traceback(found.verdicts, found.text, found.traceback, store))
             _keep(store, result)
-            results.append(_Tally(case, result.verdicts, result.verdict, result.machine))
+            results.append(replace(result, ledger="", rows=(), errors=(), spans=()))
             on_progress(len(results), len(cases), case, result.verdict)
             return not request.fail_fast or result.verdict in (PASS, SKIP)
 
@@ -111,7 +101,7 @@ def run(request: Request, on_progress: Progress = lambda *_: None) -> RunResult:
                     with interrupted_after():
                         if not keep(result):
                             break
-            failures = [Failed(case=one.case, verdicts=one.verdicts) for one in results if one.verdict == FAIL]
+            failures = [Failed(case=by_text[one.text], verdicts=one.verdicts) for one in results if one.verdict == FAIL]
             amended = look_for_words(failures, request, proving, store, apart=prove_case is None)
         finally:
             store.close()
@@ -119,7 +109,7 @@ def run(request: Request, on_progress: Progress = lambda *_: None) -> RunResult:
         request.page(store.path)
     return RunResult(
         path=store.path,
-        verdicts=tuple(v for result in results for v in amended.get(case_text(result.case), result.verdicts)),
+        verdicts=tuple(v for result in results for v in amended.get(result.text, result.verdicts)),
         exit_status=INTERRUPTED if STOPPED in store.notes else _exit_status(results),
         notes=(
             *store.notes,
@@ -177,7 +167,7 @@ def proving(request: Request, heard: Callable[[str], object] = str) -> Iterator[
 
 def _refused(case: CaseLike, why: str) -> CaseResult:
     text = case_text(case)
-    skip = Verdict(case=text, check=_REFUSED, verdict=SKIP, worst=None, message=why)
+    skip = Verdict(case=text, check=_REFUSED, verdict=SKIP, message=why)
     return CaseResult(case=case, text=text, verdicts=(skip,), skipped=why)
 
 
@@ -282,7 +272,7 @@ def _keep(store: Store, result: Proved) -> None:
     store.add(result.text, result.ledger, result.rows, result.verdicts, result.seconds, result.saved_bytes, result.ran)
 
 
-def _exit_status(results: Sequence[_Tally]) -> int:
+def _exit_status(results: Sequence[Proved]) -> int:
     """A failed check outweighs a failed machine: it is a fact about the subject, whatever else went wrong."""
     if any(result.verdict in (FAIL, UNKNOWN) and not result.machine for result in results):
         return 1

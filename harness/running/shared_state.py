@@ -1,25 +1,235 @@
 """Whether ranks failed because they are threads: the first failed case of a run again, on ranks that are processes.
 
 Asked once a run, of a foreign subject whose modules keep state that a process has once (`keepers`), so neither right
-runs nor other failures take longer. If the case passes there, which modules `per_rank` needs is found out in a fresh
-process (`shared_modules`). Times are seconds.
+runs nor other failures take longer. If the case passes there, which modules `per_rank` needs is found out by trying: a
+fresh process imports what the subject imports and forks one child for each try, so that none sees what another has
+left. The modules whose state a run in threads changes are tried together, then each is left out once; what is returned
+is what a run passed with. Times are seconds.
 """
 
 from __future__ import annotations
 
+import dis
+import importlib
+import multiprocessing
+import pickle
 import re
-from contextlib import suppress
-from dataclasses import replace
-from typing import Protocol
+import sys
+import time
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, cast
 
 from harness.checking.evidence import FAIL
 from harness.diagnosing.rules.causes import reported
 from harness.engines.processes.forked.pool import PoolEngine
+from harness.engines.threads.inproc import InprocEngine
+from harness.engines.threads.state.module_state import namespaces_of
 from harness.errors import ShardproofError
 from harness.protocols import CaseLike
+from harness.running.forked_process import forked
 from harness.running.proof import CaseResult, prove
-from harness.running.shared_modules import LOSS_PARALLEL, keepers, searching
+from harness.running.request import Request
 from harness.subject import NamedSubject, kept_per_rank, offers
+
+LOSS_PARALLEL = "torch.distributed.tensor.parallel.loss"
+"""The module of torch's loss_parallel, which changes DTensor for the process: the first rank to leave it ends it."""
+_STORES = dis.opmap["STORE_GLOBAL"]
+_CONTAINERS = (dict, list, set, OrderedDict, defaultdict, deque)
+_NOT_FOREIGN = frozenset(sys.stdlib_module_names) | frozenset(
+    "torch numpy pandas harness parallel reference reports bench shardproof pytest _pytest hypothesis sympy".split()
+)
+"""Packages that are not looked through: Python's, torch and what it rests on, and our own."""
+
+
+def keepers(address: str) -> tuple[str, ...]:
+    """The modules that the subject at module:object reaches and that keep state: a global that a function assigns, a
+    container that is no constant, a default that can be changed.
+    """
+    return tuple(name for name in _reached(address.partition(":")[0]) if _keeps(sys.modules[name]))
+
+
+@contextmanager
+def searching(case: CaseLike, subject: NamedSubject, *, limit_s: float) -> Iterator[Callable[[], tuple[str, ...]]]:
+    """Look, meanwhile, for those of them with which as `per_rank` the case passes in threads.
+
+    Yields what waits for the answer: () where none are found in time.
+    """
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_search, args=(theirs, pickle.dumps((case, subject)), limit_s), daemon=True)
+    process.start()
+    theirs.close()
+
+    def answer() -> tuple[str, ...]:
+        with suppress(EOFError, OSError):
+            if wait([mine, process.sentinel], 2 * limit_s) and mine.poll(1.0):
+                return cast(tuple[str, ...], mine.recv())
+        return ()
+
+    try:
+        yield answer
+    finally:
+        process.kill()
+        process.join()
+
+
+def _search(answer: Connection, sent: bytes, limit_s: float) -> None:
+    """The fresh process: every try in a child of its own."""
+    until_s = time.monotonic() + limit_s
+    case, subject = pickle.loads(sent)
+    tries = _Tries(case, subject, until_s)
+    for name in tries.of(tries.imported) or ():  # what the run imports is imported before the other tries
+        with suppress(Exception):
+            importlib.import_module(name)
+    needed = list(tries.of(tries.changed) or ())
+    if not needed or not tries.passes(needed):
+        answer.send(())
+        return
+    for name in list(needed):
+        rest = [other for other in needed if other != name]
+        if rest and tries.passes(rest):
+            needed = rest
+    answer.send(tuple(needed))
+
+
+@dataclass(frozen=True, slots=True)
+class _Tries:
+    """Runs of the case in threads, each in a forked child."""
+
+    case: CaseLike
+    subject: NamedSubject
+    until_s: float
+
+    def of(self, what: Callable[[], Any]) -> Any:
+        """What the child returns; None where it fails, or has no time left."""
+        child = forked(lambda connection: connection.send(what()))
+        try:
+            if child and child.connection.poll(max(0.0, self.until_s - time.monotonic())):
+                return child.connection.recv()
+        except (EOFError, OSError, pickle.UnpicklingError):
+            pass
+        finally:
+            if child:
+                child.kill()
+                child.close()
+        return None
+
+    def imported(self) -> tuple[str, ...]:
+        """The modules that a run imports."""
+        before = set(sys.modules)
+        self._ran(())
+        return tuple(name for name in sys.modules if name not in before and _is_foreign(name))
+
+    def changed(self) -> tuple[str, ...]:
+        """The modules whose state a run in threads changes."""
+        names = keepers(self.subject.address)
+        before = {name: _state(name) for name in names}
+        self._ran(())
+        return tuple(name for name in names if _state(name) != before[name])
+
+    def passes(self, modules: Sequence[str]) -> bool:
+        """Whether the case passes where every rank has the state of these modules for itself."""
+        return bool(self.of(lambda: self._ran(modules)))
+
+    def _ran(self, modules: Sequence[str]) -> bool:
+        per_rank = (*kept_per_rank(self.subject.call), *modules)
+        subject = NamedSubject(
+            name=self.subject.name, call=_WithState(self.subject.call, per_rank), truth=self.subject.truth
+        )
+        with suppress(ShardproofError), InprocEngine() as engine:
+            result = prove(self.case, subject, engine, timeout_s=max(1.0, self.until_s - time.monotonic()))
+            return result.evidence is not None and result.verdict != FAIL
+        return False
+
+
+class _WithState:
+    """The subject with these modules as its `per_rank`."""
+
+    def __init__(self, call: Any, per_rank: tuple[str, ...]) -> None:
+        self._call = call
+        self.per_rank = per_rank
+
+    def __call__(self, case: Any, device: Any) -> Any:
+        """The subject's outcome."""
+        return self._call(case, device)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
+
+
+def _reached(first: str) -> Iterator[str]:
+    """The foreign modules that are loaded and reached from this one, itself first."""
+    seen, waiting = {first}, [first]
+    while waiting:
+        name = waiting.pop()
+        module = sys.modules.get(name)
+        if module is None:
+            continue
+        yield name
+        values = list(vars(module).values())
+        found = {
+            str(getattr(value, "__name__" if isinstance(value, ModuleType) else "__module__", "")) for value in values
+        }
+        found |= {name for code in _codes(module) for name in code.co_names}  # imported in a function
+        fresh = {other for other in found if other in sys.modules and _is_foreign(other)} - seen
+        seen |= fresh
+        waiting += sorted(fresh)
+
+
+def _is_foreign(name: str) -> bool:
+    return name == LOSS_PARALLEL or name.partition(".")[0] not in _NOT_FOREIGN
+
+
+def _keeps(module: ModuleType) -> bool:
+    """Whether a module may keep state: a guess, of which the tries keep what is needed."""
+    if module.__name__ == LOSS_PARALLEL:
+        return True
+    names = [name for name in vars(module) if not name.startswith("__") and not name.isupper()]
+    if any(type(vars(module)[name]) in _CONTAINERS for name in names):
+        return True
+    if any(_STORES in code.co_code[::2] for code in _codes(module)):
+        return True
+    defaults = [value for function in _functions(module) for value in function.__defaults__ or ()]
+    return any(type(value) in _CONTAINERS for value in defaults)
+
+
+def _functions(module: ModuleType) -> Iterator[FunctionType]:
+    """The functions of a module and of its classes."""
+    for value in list(vars(module).values()):
+        if getattr(value, "__module__", "") != module.__name__:
+            continue
+        parts = list(vars(value).values()) if isinstance(value, type) else [value]
+        plain = [part.__wrapped__ if isinstance(part, staticmethod | classmethod) else part for part in parts]
+        yield from (part for part in plain if isinstance(part, FunctionType))
+
+
+def _codes(module: ModuleType) -> Iterator[CodeType]:
+    """The code of these functions, and of the functions in them."""
+    waiting = [function.__code__ for function in _functions(module)]
+    while waiting:
+        code = waiting.pop()
+        yield code
+        waiting += [part for part in code.co_consts if isinstance(part, CodeType)]
+
+
+def _state(name: str) -> list[dict[str, Any]]:
+    """What the places of a module have: what its names refer to, and what is in its containers."""
+    places = namespaces_of((name,))
+    return [{key: _print(value) for key, value in place.read().items()} for place in places]
+
+
+def _print(value: Any) -> Any:
+    if isinstance(value, dict):
+        return id(value), len(value), tuple((id(key), id(item)) for key, item in list(value.items()))
+    if type(value) in _CONTAINERS:
+        return id(value), tuple(map(id, list(value)))
+    return id(value)
+
 
 _LIMIT_S = 60.0
 _OURS = "parallel"
@@ -27,23 +237,10 @@ _CAUSES = re.compile(r"^causes: .*$", re.MULTILINE)
 _MAYBE = re.compile(r"; if --engine pool passes, ranks share state.*?(?=\n|$)")
 
 
-class _Request(Protocol):
-    """How the cases of a run are proved."""
-
-    @property
-    def engine(self) -> str: ...
-    @property
-    def device(self) -> str: ...
-    @property
-    def subject(self) -> NamedSubject: ...
-    @property
-    def timeout_s(self) -> float: ...
-
-
 class OnProcesses:
     """The second opinion of a run: `of` looks at its results, and asks for the first that may fail for its threads."""
 
-    def __init__(self, request: _Request) -> None:
+    def __init__(self, request: Request) -> None:
         self._request = request
         self._asked = False
 

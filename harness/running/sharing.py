@@ -16,10 +16,9 @@ import signal
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
-from itertools import chain, groupby
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeAlias
 
@@ -248,36 +247,25 @@ class Sharing:
 
 
 def together(cases: Sequence[CaseLike]) -> list[list[int]]:
-    """The numbers of the cases, those in one list that follow each other and are one case to the dense model, or of
-    which one loads what another one before it saves.
+    """The numbers of the cases, those in one list that are one case to the dense model, or of which one loads what
+    another one before it saves.
     """
-    groups = [list(numbers) for _, numbers in groupby(range(len(cases)), key=lambda number: _alike(cases[number]))]
-    found: list[list[int]] = []
-    saving: dict[str, list[int]] = {}
-    for group in groups:
-        earlier = next((saving[word] for number in group if (word := folder_of(cases[number], "load")) in saving), None)
-        if earlier is None:
-            found.append(group)
-        else:
-            earlier += group
-        home = group if earlier is None else earlier
-        saving |= {word: home for number in group if (word := folder_of(cases[number], "save"))}
-    return found
-
-
-def arranged(cases: Iterable[CaseLike]) -> tuple[CaseLike, ...]:
-    """The cases with those together that are one case to the dense model, the most ranks and steps first: two processes
-    that take such groups in turn then end at nearly the same time.
-    """
-    groups: dict[CaseLike, list[CaseLike]] = {}
+    groups: dict[CaseLike, list[int]] = {}
     saving: dict[str, CaseLike] = {}
-    for case in cases:
+    for number, case in enumerate(cases):
         alike = saving.get(folder_of(case, "load"), _alike(case))
-        groups.setdefault(alike, []).append(case)
+        groups.setdefault(alike, []).append(number)
         saving |= {word: alike for word in [folder_of(case, "save")] if word}
-    return tuple(
-        chain(*sorted(groups.values(), key=lambda group: -sum(case.world_size * case.steps for case in group)))
-    )
+    return list(groups.values())
+
+
+def arranged(cases: Sequence[CaseLike]) -> tuple[CaseLike, ...]:
+    """The cases, those `together` that belong so, the most ranks and steps first: two processes that take such groups
+    in turn then end at nearly the same time.
+    """
+    work = [case.world_size * case.steps for case in cases]
+    groups = sorted(together(cases), key=lambda group: -sum(work[number] for number in group))
+    return tuple(cases[number] for group in groups for number in group)
 
 
 def _alike(case: CaseLike) -> CaseLike:

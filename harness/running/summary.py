@@ -140,7 +140,6 @@ def _row(
     apart = None
     if stated is not None and calls is not None and size is not None:
         apart = sum(tuple(mine[:2]) != due for mine, due in zip(by_rank, stated, strict=True))
-    differ = most != least
     return SummaryRow(
         case=case,
         mode=mode,
@@ -148,14 +147,10 @@ def _row(
         op=op,
         axis=axis,
         group_size=group_size,
-        calls=most[0],
-        payload_bytes=most[1],
-        wire_bytes=most[2],
+        **dict(zip(COUNTS, most, strict=True)),
         expected_calls=calls,
         expected_payload_bytes=size,
-        min_calls=least[0] if differ else None,
-        min_payload_bytes=least[1] if differ else None,
-        min_wire_bytes=least[2] if differ else None,
+        **({f"min_{name}": number for name, number in zip(COUNTS, least, strict=True)} if most != least else {}),
         ranks_apart=apart,
     )
 

@@ -157,14 +157,7 @@ def witnesses(
 
 def _told(found: Finding, text: str, tables: Mapping[str, Rows]) -> Told:
     return Told(
-        verdict=Verdict(
-            case=text,
-            check=CHECK,
-            verdict=found.verdict,
-            worst=found.worst,
-            message=found.message,
-            unchecked=found.unchecked,
-        ),
+        verdict=found.verdict_on(text, CHECK),
         tables={name: (_COLUMNS[name], rows) for name, rows in tables.items() if rows},
     )
 

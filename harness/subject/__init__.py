@@ -18,7 +18,19 @@ All of it is the subject's own code: whatever it raises, or leaves with, becomes
 knows no modes: which there are is read from the case's own list, by name. `harness.protocols.Subject` states the types.
 """
 
-from harness.subject.call import NamedSubject, Unanswered, answered, called, named, offers, session
+from harness.subject.call import (
+    NamedSubject,
+    Unanswered,
+    answered,
+    called,
+    deviations,
+    named,
+    named_axes,
+    offers,
+    orders,
+    session,
+    stated,
+)
 from harness.subject.claims import (
     Claims,
     case_of,
@@ -33,7 +45,6 @@ from harness.subject.claims import (
     refusal,
     vocabulary,
 )
-from harness.subject.stated import deviations, named_axes, orders, stated
 from harness.subject.truth import ALONE, DenseModel, Deviation, deviating, lower_dtypes, truth_of
 
 __all__ = [

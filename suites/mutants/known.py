@@ -33,7 +33,7 @@ SHOWN_BY: Mapping[str, str] = {
     "part_as_whole": f"{_DIAGNOSING}/test_layouts.py",
     "drawn_anew": "tests/harness/running/subjects/test_recorded_masks.py",
     "other_numbers": "tests/harness/running/subjects/test_drawn_numbers.py",
-    "other_model": "tests/harness/running/test_one_function.py",
+    "other_model": "tests/harness/running/test_laws.py",
     "shared_state": "tests/harness/running/test_shared_state.py",
     "crashed": f"{_DIAGNOSING}/test_six_lines.py",
     "machine": f"{_DIAGNOSING}/test_six_lines.py",

@@ -18,10 +18,9 @@ from harness.checking.measures.tolerance import CONTROL_FACTOR, FLOOR_EPSILONS, 
 from harness.checking.numeric_checks import NUMERIC_KINDS
 from harness.errors import ProgramError, RequestError
 from harness.outcome.merging import merge
-from harness.protocols import CaseLike, case_text, unsaved
-from harness.running.ranks.execution import execute
+from harness.protocols import CaseLike, unsaved
 from harness.running.trials.trial import Trial
-from harness.running.truth.partial_sums import PERTURBED
+from harness.running.truth.control_modes import PERTURBED
 from harness.running.truth.reference import OwnTruth
 from harness.subject import NamedSubject, offers, own_cases, refusal
 
@@ -46,16 +45,7 @@ def regrouped(trial: Trial, evidence: Evidence) -> Evidence:
 def _run(trial: Trial, sizes: dict[str, int], case: CaseLike) -> Regrouped:
     try:
         with trial.timed("regrouped"):
-            run = execute(
-                case,
-                trial.subject.call,
-                trial.engine,
-                text=case_text(case),
-                record=False,
-                device=trial.device,
-                timeout_s=trial.timeout_s,
-                name=trial.subject.address,
-            )
+            run = trial.run(trial.subject.call, case, name=trial.subject.address)
     except ProgramError as error:
         return Regrouped(sizes=sizes, problem=error.cause)
     merged = merge(run.outcomes)

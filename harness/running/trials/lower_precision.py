@@ -1,7 +1,7 @@
 """Cases that compute or send in a lower precision than their own dtype: as the subject states, or as it is found.
 
 Only tensors beyond the limits of the case's own dtype are judged by those of the lower one, with control runs made in
-it (harness.running.truth.rounded_products); all others stay as they were judged. Where the subject states nothing and
+it (harness.running.truth.control_modes); all others stay as they were judged. Where the subject states nothing and
 errors are as small as a lower precision may make them, the ranks are run once more and looked at: does a number of a
 lower dtype enter arithmetic of the case's dtype (an island)? If so on one rank too, it belongs to the model: its limits
 hold, and the findings say where it is. If on several ranks alone, it is part of what is proved, and wrong. Where there
@@ -11,9 +11,13 @@ is no such case on one rank, nobody can know, and what its limits would admit is
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from harness.checking.checks import LAWS, Check, examine
 from harness.checking.evidence import PASS, UNKNOWN, Evidence, Finding
@@ -21,12 +25,12 @@ from harness.checking.measures.kinds import is_state, step_of
 from harness.checking.measures.tolerance import Measured, epsilon
 from harness.checking.numeric_checks import NUMERIC_KINDS
 from harness.errors import MachineError, ProgramError, RequestError
-from harness.protocols import CaseLike, case_text
+from harness.protocols import CaseLike
 from harness.recording.capturing.operator_probes import Island, NarrowProbe, Probed, narrower
-from harness.running.ranks.execution import execute
+from harness.resolve import resolve
 from harness.running.trials.trial import Trial
-from harness.running.truth.reference import one_rank
-from harness.running.truth.rounded_products import BOTH, RoundedControl, Rounding
+from harness.running.truth.control_modes import BOTH, Rounding
+from harness.running.truth.reference import Function, OwnTruth, one_rank
 from harness.subject import lower_dtypes, refusal, truth_of
 
 Found = tuple[Evidence, dict[str, Finding]]
@@ -37,6 +41,38 @@ _LARGEST: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.
 """The largest error for which a lower precision is looked for."""
 _USUAL = 0.1
 """The share of it up to which one is looked for where the verdict alone is asked for: a search is a run more."""
+
+_GOLDEN = 0.618
+"""Steps of this share of 1 come near no earlier one for long."""
+_WHOLE = "float32"
+"""What a case is computed in as a whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundedControl:
+    """The function (case, device) -> outcome of a control run in a lower precision.
+
+    Where everything is computed in float32 (in a float64 case), it is that of the case in float32, tables of positions
+    included.
+    """
+
+    control: Function
+    rounding: Rounding
+
+    def __call__(self, case: CaseLike, device: torch.device, *, parts: int = 0, **words: Any) -> Mapping[str, Tensor]:
+        """The outcome in this precision. Each number of `parts` rounds otherwise: runs that all round the same numbers
+        alike would be one run.
+        """
+        rounds = partial(self.rounding.mode, 1 + parts * _GOLDEN % 1)
+        if self.rounding.compute == _WHOLE:
+            with suppress(ValueError):  # a subject whose cases have no such dtype
+                case = case.but(dtype=_WHOLE)
+        if isinstance(self.control, OwnTruth):  # rounds in the thread of its rank
+            return replace(self.control, around=rounds)(case, device, parts=parts, **words)
+        function: Any = resolve(self.control) if isinstance(self.control, str) else self.control
+        with rounds():
+            outcome: Mapping[str, Tensor] = function(case, device, parts=parts, **words)
+        return outcome
 
 
 def wrong_of(findings: Mapping[str, Finding]) -> list[Measured]:
@@ -169,15 +205,7 @@ def _islands(trial: Trial, case: CaseLike, constants: bool) -> list[Island]:
     `constants`: whether numbers count that were not computed in the case's dtype.
     """
     try:
-        run = execute(
-            case,
-            Probed(trial.subject, case.dtype, constants=constants),
-            trial.engine,
-            text=case_text(case),
-            record=False,
-            device=trial.device,
-            timeout_s=trial.timeout_s,
-        )
+        run = trial.run(Probed(trial.subject, case.dtype, constants=constants), case)
     except (ProgramError, MachineError):  # a program that a dispatch mode disturbs: its errors stand
         return []
     return [Island.read(name) for name in dict.fromkeys(name for outcome in run.outcomes for name in outcome)]

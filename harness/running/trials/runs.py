@@ -28,7 +28,7 @@ from harness.predicting.meter import hidden
 from harness.protocols import CaseLike
 from harness.recording.capturing.dropout_masks import WithMasks
 from harness.resolve import resolve
-from harness.running.ranks.execution import execute, execute_captured
+from harness.running.ranks.execution import execute_captured
 from harness.running.trials.trial import Trial, asked, expectation_of, facts_of, orders_of
 from harness.running.truth.joint_masks import masks_of
 from harness.running.truth.reference import OwnTruth, draws_of
@@ -81,9 +81,7 @@ def _recorded(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str]) -
     draws = draws_of(names.truth, trial.text)
     with trial.timed("recorded"):
         call, name = (WithMasks(trial.subject), "") if draws else (trial.subject.call, trial.subject.address)
-        run = execute(
-            case, call, trial.engine, text=trial.text, device=trial.device, timeout_s=trial.timeout_s, name=name
-        )
+        run = trial.run(call, record=True, name=name)
     ranks = masks_of(case, {**case.axes, **orders_of(trial)}, draws, run.outcomes)
     if ranks.problem:
         trial.problems["masks"], truth, torn = ranks.problem, {}, True
@@ -101,10 +99,8 @@ def _recorded(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str]) -
         captured=masks,
         merged=merged,
         truth=_asked_for(outcomes, truth),
-        controls=(),
         events=events,
         expectation=expectation_of(trial),
-        repeats=(),
         unwaited=unwaited,
         spans=spans,
         orders=orders_of(trial),
@@ -161,16 +157,7 @@ def watched(trial: Trial, evidence: Evidence) -> Evidence:
     if not same_outcomes(evidence.outcomes, plain.outcomes):
         repeats = [plain.outcomes]
         with trial.timed("again"):  # tells a subject that is not deterministic from a recording that disturbs it
-            again = execute(
-                case,
-                trial.subject.call,
-                trial.engine,
-                text=trial.text,
-                record=False,
-                device=trial.device,
-                timeout_s=trial.timeout_s,
-                name=trial.subject.address,
-            )
+            again = trial.run(trial.subject.call, name=trial.subject.address)
         repeats.append(again.outcomes)
     captured: Outcomes = plain.captured
     if isinstance(trial.reference.truth, OwnTruth):  # it knows no modules, unless it returns their tensors by name
@@ -225,9 +212,6 @@ def elsewhere(trial: Trial, case: CaseLike, first: str) -> Evidence | None:
         return None
 
 
-_NOBODY: Outcomes = ()
-
-
 def dry_evidence(trial: Trial, engine: DryEngine) -> Evidence:
     """The evidence of one recorded run on the ranks that stand for all; no truth, no outcome, no second run."""
     case = trial.case
@@ -236,14 +220,9 @@ def dry_evidence(trial: Trial, engine: DryEngine) -> Evidence:
         run = dry_run(case, trial.subject.call, engine, ranks, text=trial.text, timeout_s=trial.timeout_s)
     return Evidence(
         case=case,
-        outcomes=_NOBODY,
-        captured=_NOBODY,
-        merged=gathered(_NOBODY, _NOBODY, {}),
-        truth={},
-        controls=(),
+        merged=gathered((), (), {}),
         events=run.events,
         expectation=expectation_of(trial),
-        repeats=(),
         unwaited=tuple(_unwaited(rank, event) for rank in run.ranks for event in rank.unwaited),
         saved_bytes=tuple(rank.saved_bytes for rank in run.ranks),
         ran=ranks,

@@ -20,8 +20,9 @@ from torch import Tensor
 from harness.engines.calls.callers import is_user, shortened
 from harness.engines.engine import Engine
 from harness.errors import MachineError, RequestError, TimeLimit, error_text
-from harness.protocols import Axes, CaseLike, FactsLike, TermLike, case_text
+from harness.protocols import Axes, CaseLike, FactsLike, Subject, TermLike, case_text
 from harness.resolve import resolve
+from harness.running.ranks.execution import Execution, execute
 from harness.running.truth.reference import REFERENCE, Function, Reference, Truths
 from harness.subject import NamedSubject, Unanswered, orders, stated
 from harness.torch_internals.memory import out_of_memory, tight_heap
@@ -116,6 +117,12 @@ class Trial:
         finally:
             self.heard(_BETWEEN)
             self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start_s
+
+    def run(self, subject: Subject, case: CaseLike | None = None, *, record: bool = False, name: str = "") -> Execution:
+        """Run this subject once on the trial's engine, in the trial's case or in another; `name` as in `execute`."""
+        case = case or self.case
+        how: dict[str, Any] = {"record": record, "device": self.device, "timeout_s": self.timeout_s, "name": name}
+        return execute(case, subject, self.engine, text=case_text(case), **how)
 
     def dense(self, name: Function, *, part: str = "truth", **words: int) -> Mapping[str, Tensor]:
         """What a function of the reference computes, on the CPU, once for trials that share `known`; nothing of ""."""

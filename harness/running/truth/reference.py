@@ -2,7 +2,7 @@
 dense model, or the subject itself on one rank.
 
 A truth of its own runs in float64. Control runs are the same function in the case's dtype, every contraction cut into
-partial sums (harness.running.truth.partial_sums). The subject on one rank sees the data ranks' micro-batches in
+partial sums (harness.running.truth.control_modes). The subject on one rank sees the data ranks' micro-batches in
 sequence: every axis is 1 and there are dp times as many micro-batches.
 
 Masks of dropout come from the ranks: as `given` where the truth takes it, else in the place of those that torch draws.
@@ -28,8 +28,8 @@ from harness.plain_case import AXES, EXPERT_AXES, PlainCase
 from harness.protocols import CaseLike, Subject, Value, case_text, unsaved
 from harness.recording.capturing.dropout_masks import Draw, DropoutProbe, WithMasks, taken_out
 from harness.running.ranks.execution import execute
+from harness.running.truth.control_modes import partial_sums
 from harness.running.truth.joint_masks import in_order
-from harness.running.truth.partial_sums import partial_sums
 from harness.subject import ALONE, DenseModel, NamedSubject, answered, session, truth_of
 
 EXACT = "float64"

@@ -19,7 +19,7 @@ from harness.checking.evidence import PASS, Evidence
 from harness.checking.measures.kinds import error_of_sums, tokens_of
 from harness.checking.measures.tolerance import Measured, epsilon
 from harness.checking.numeric_checks import held
-from harness.running.truth.partial_sums import partial_sums
+from harness.running.truth.control_modes import partial_sums
 from reference.case import Case
 from reference.training.control import split_norm, squares_in_turn
 from suites.session.prover import Prover

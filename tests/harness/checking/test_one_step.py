@@ -100,33 +100,6 @@ def test_limits_of_one_step_hold_at_any_length(words: str, engine: InprocEngine)
     assert max(allowed) < (0.2 if "bfloat16" in words else 1e-6)
 
 
-def no_correction(optimizer: torch.optim.Optimizer, number: int, step: Callable[[], Any]) -> None:
-    step()
-    for parameter in optimizer.param_groups[0]["params"]:
-        state = optimizer.state[parameter]
-        late = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-8)
-        right = state["exp_avg"] / 0.1 / ((state["exp_avg_sq"] / 0.001).sqrt() + 1e-8)
-        parameter.data.add_(0.01 * (right - late))
-
-
-def with_words(**words: object) -> Callable[..., None]:
-    def bug(optimizer: torch.optim.Optimizer, number: int, step: Callable[[], Any]) -> None:
-        optimizer.param_groups[0].update(words)
-        step()
-
-    return bug
-
-
-@pytest.mark.parametrize(
-    "bug",
-    [no_correction, with_words(eps=1e-6), with_words(weight_decay=0.0), with_words(betas=(0.9, 0.99))],
-    ids=["bias correction", "eps", "decay", "beta"],
-)
-def test_a_wrong_adam_fails(bug: Callable[..., None], engine: InprocEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = planted(ONCE, engine, monkeypatch, bug)
-    assert {verdict.check for verdict in result.verdicts if verdict.verdict == "fail"} == {"update"}
-
-
 def one_wrong_element(optimizer: torch.optim.Optimizer, number: int, step: Callable[[], Any]) -> None:
     """A query bias beside the key biases, whose gradients are zero but for rounding."""
     step()

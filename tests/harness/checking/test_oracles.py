@@ -17,7 +17,7 @@ from harness.checking.checks import CHECKS, examine
 from harness.checking.evidence import FAIL, PASS, Evidence
 from harness.checking.measures.kinds import kind_of
 from harness.engines.engine import Unwaited
-from harness.engines.named import engine_named
+from harness.engines.threads.inproc import InprocEngine
 from harness.outcome.blocks import localize
 from harness.running.proof import prove
 from harness.running.truth.reference import Reference
@@ -133,12 +133,11 @@ def other_truth(case: Case, device: torch.device) -> dict[str, Tensor]:
     return dense.truth(case.but(seed=case.seed + 1), device)
 
 
-def test_a_proof_against_another_model_fails_in_every_number() -> None:
+def test_a_proof_against_another_model_fails_in_every_number(engine: InprocEngine) -> None:
     """No number is compared with itself (TransformerEngine's parallel loss test did: bugs.md, B-111)."""
     case = Case.parse("mode=tp tp=2 layers=1 hidden=16 heads=4 ffn=16 seq=8 vocab=264")
     wrong = Reference(truth=f"{__name__}:other_truth")
-    with engine_named("inproc") as engine:
-        result = prove(case, "parallel.subject:subject", engine, reference=wrong)
+    result = prove(case, "parallel.subject:subject", engine, reference=wrong)
     failed = {verdict.check for verdict in result.verdicts if verdict.verdict == FAIL}
     passed = {verdict.check for verdict in result.verdicts if verdict.verdict == PASS}
     numbers = {"forward", "activations", "activation_gradients", "parameter_gradients", "gradient_norm", "update"}

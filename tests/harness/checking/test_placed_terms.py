@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 
 from harness.checking.evidence import FAIL, PASS, UNKNOWN
-from harness.engines.threads.inproc import InprocEngine
 from harness.predicting.figures import traffic
-from harness.running.proof import CaseResult, prove
+from harness.running.proof import CaseResult
 from harness.running.summary import summarize
 from harness.terms import Term, closed_forms
 from harness.witnesses.agreement import agreement, of_ledger
 from harness.witnesses.chosen import terms_of
 from reference.case import Case
+from tests.harness.proofs import proved, verdict_of
 from tests.harness.toy_subjects import right
 
 CASE = Case.parse("mode=tp tp=2 dp=3 layers=1 hidden=16 heads=4 ffn=16 vocab=128 seq=8 batch=2 micro=1 steps=2")
@@ -54,30 +54,25 @@ class Uneven:
         return terms(self.at, case.steps)
 
 
-def proved(subject: Uneven) -> CaseResult:
-    with InprocEngine() as engine:
-        return prove(CASE, subject, engine)
-
-
 def ledger(result: CaseResult) -> Any:
-    return next(verdict for verdict in result.verdicts if verdict.check == "ledger")
+    return verdict_of(result, "ledger")
 
 
 def test_a_rank_must_issue_what_its_coordinates_select() -> None:
-    result = proved(Uneven())
+    result = proved(Uneven(), CASE)
     assert (ledger(result).verdict, ledger(result).message) == (PASS, "4 events a rank, as the closed form states")
     assert {len([e for e in result.events if e.rank == rank]) for rank in (0, 1, 2, 3)} == {2}
 
-    wrong = ledger(proved(Uneven(at={"dp": 0})))
+    wrong = ledger(proved(Uneven(at={"dp": 0}), CASE))
     assert wrong.verdict == FAIL and "ranks 0, 1 of 6" in wrong.message
-    everywhere = ledger(proved(Uneven(at={})))
+    everywhere = ledger(proved(Uneven(at={}), CASE))
     assert everywhere.verdict == FAIL and "ranks 0, 1, 2, 3 of 6" in everywhere.message
-    both = ledger(proved(Uneven(at={"dp": 2, "tp": 1})))
+    both = ledger(proved(Uneven(at={"dp": 2, "tp": 1}), CASE))
     assert both.verdict == FAIL and "rank 4 of 6" in both.message
 
 
 def test_an_axis_that_the_mesh_does_not_have_is_the_authors_mistake() -> None:
-    result = proved(Uneven(at={"stage": 1}))
+    result = proved(Uneven(at={"stage": 1}), CASE)
     (found,) = (verdict for verdict in result.verdicts if verdict.check == "expectation")
     assert found.verdict == UNKNOWN
     assert "stage is no axis of the case's mesh; legal: tp" in found.message
@@ -87,7 +82,7 @@ def test_an_axis_that_the_mesh_does_not_have_is_the_authors_mistake() -> None:
 
 
 def test_everybody_reads_the_terms_of_a_rank() -> None:
-    result = proved(Uneven())
+    result = proved(Uneven(), CASE)
     forms = closed_forms(terms({"dp": 2}), range(6), CASE.axes)
     assert [len(forms[rank].partial) for rank in range(6)] == [1, 1, 1, 1, 2, 2]
     rows = summarize(result.text, "tp", 6, result.events, terms({"dp": 2}), (), CASE.axes)

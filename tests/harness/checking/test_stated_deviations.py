@@ -12,13 +12,12 @@ import torch.distributed as dist
 
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError
-from harness.running.proof import CaseResult, prove
-from harness.subject import case_of, named
 from reports.stored.frames import load
 from reports.stored.unchecked import unchecked_notes
 from shardproof import run
 from tests.harness import own_words
 from tests.harness.own_words import Network
+from tests.harness.proofs import proved, verdict_of
 
 DESIGN = "the balance loss is summed over all ranks"
 CASE = "tp=2 dp=3 steps=1"
@@ -64,22 +63,13 @@ DEVIATES = {"grad/w2": DESIGN}
 noted = Balanced(deviates={**DEVIATES, "grad/w1": "a second one"})
 
 
-def proved(subject: Any, engine: InprocEngine, case: str = CASE) -> CaseResult:
-    given = named(subject)
-    return prove(case_of(case, given), given, engine)
-
-
-def of(result: CaseResult, check: str) -> Any:
-    return next(verdict for verdict in result.verdicts if verdict.check == check)
-
-
 @pytest.mark.parametrize("stated", [DEVIATES, lambda case: {"grad/w[2-9]": f" {DESIGN}\n"}])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_a_stated_deviation_is_named_and_not_judged(stated: Any, dtype: str, engine: InprocEngine) -> None:
-    assert proved(Balanced(), engine, f"{CASE} dtype={dtype}").verdict == "fail"
-    result = proved(Balanced(deviates=stated), engine, f"{CASE} dtype={dtype}")
+    assert proved(Balanced(), f"{CASE} dtype={dtype}", engine).verdict == "fail"
+    result = proved(Balanced(deviates=stated), f"{CASE} dtype={dtype}", engine)
     assert result.verdict == "pass", [verdict.message for verdict in result.verdicts if verdict.verdict != "pass"]
-    gradients = of(result, "parameter_gradients")
+    gradients = verdict_of(result, "parameter_gradients")
     assert gradients.unchecked == (f"grad/w2 (stated deviation: {DESIGN})",)
     assert gradients.message.startswith("1 tensors agree") and f"stated deviation: {DESIGN}" in gradients.message
 
@@ -88,32 +78,32 @@ def test_a_stated_deviation_is_named_and_not_judged(stated: Any, dtype: str, eng
     ("bug", "check"), [("w1", "parameter_gradients"), ("nan", "parameter_gradients"), ("replica", "replicas")]
 )
 def test_it_hides_no_other_failure(bug: str, check: str, engine: InprocEngine) -> None:
-    assert of(proved(Balanced(bug=bug, deviates=DEVIATES), engine), check).verdict == "fail"
+    assert verdict_of(proved(Balanced(bug=bug, deviates=DEVIATES), CASE, engine), check).verdict == "fail"
 
 
 def test_it_hides_no_call(engine: InprocEngine) -> None:
-    assert of(proved(Wired(deviates=DEVIATES), engine), "ledger").verdict == "fail"
-    assert proved(Balanced(bug="call", deviates=DEVIATES), engine).verdict == "fail"  # ranks that reduce otherwise
+    assert verdict_of(proved(Wired(deviates=DEVIATES), CASE, engine), "ledger").verdict == "fail"
+    assert proved(Balanced(bug="call", deviates=DEVIATES), CASE, engine).verdict == "fail"
 
 
 def test_one_that_does_not_occur_is_said(engine: InprocEngine) -> None:
-    result = proved(Balanced(factor=1.0, deviates=DEVIATES), engine)
+    result = proved(Balanced(factor=1.0, deviates=DEVIATES), CASE, engine)
     assert result.verdict == "pass"
-    gradients = of(result, "parameter_gradients")
+    gradients = verdict_of(result, "parameter_gradients")
     assert not gradients.unchecked
     assert gradients.message.endswith(f"stated deviation that does not occur: {DESIGN} (grad/w2)")
 
 
 def test_a_kind_of_which_everything_deviates_is_undecided(engine: InprocEngine) -> None:
-    result = proved(Balanced(deviates={"grad/*": DESIGN}, bug="w1"), engine)
-    gradients = of(result, "parameter_gradients")
+    result = proved(Balanced(deviates={"grad/*": DESIGN}, bug="w1"), CASE, engine)
+    gradients = verdict_of(result, "parameter_gradients")
     assert gradients.verdict == "unknown" and "every one deviates as stated" in gradients.message
 
 
 def test_what_states_everything_says_nothing(engine: InprocEngine) -> None:
-    coverage = of(proved(Balanced(deviates={"*": DESIGN}), engine), "coverage")
+    coverage = verdict_of(proved(Balanced(deviates={"*": DESIGN}), CASE, engine), "coverage")
     assert coverage.verdict == "unknown" and "states every name of the truth" in coverage.message
-    idle = of(proved(Balanced(factor=1.0, deviates={"grad/w3": DESIGN}), engine), "coverage")
+    idle = verdict_of(proved(Balanced(factor=1.0, deviates={"grad/w3": DESIGN}), CASE, engine), "coverage")
     assert "deviates='grad/w3' matches no name of the truth (grad/w2?)" in idle.message
 
 
@@ -127,24 +117,24 @@ def _applied(factor: float) -> Any:
 
 def test_a_truth_that_applies_it_judges_its_tensors(engine: InprocEngine) -> None:
     """And no others."""
-    right = proved(Balanced(deviates={"grad/w2": (DESIGN, _applied(1.5))}), engine)
+    right = proved(Balanced(deviates={"grad/w2": (DESIGN, _applied(1.5))}), CASE, engine)
     assert right.verdict == "pass"
-    gradients = of(right, "parameter_gradients")
+    gradients = verdict_of(right, "parameter_gradients")
     assert not gradients.unchecked and gradients.message.startswith("2 tensors agree")
     assert f"stated deviation that the truth applies: {DESIGN} (grad/w2)" in gradients.message
-    wrong = proved(Balanced(deviates={"grad/w2": (DESIGN, _applied(1.6))}), engine)
-    assert of(wrong, "parameter_gradients").verdict == "fail"
+    wrong = proved(Balanced(deviates={"grad/w2": (DESIGN, _applied(1.6))}), CASE, engine)
+    assert verdict_of(wrong, "parameter_gradients").verdict == "fail"
 
 
 @pytest.mark.parametrize("said", ["grad/w2", {"grad/w2": ""}, {"grad/w2": 3}, {3: DESIGN}, {"grad/w2": (DESIGN, 3)}])
 def test_what_is_no_statement_is_refused_before_anything_is_run(said: Any, engine: InprocEngine) -> None:
     with pytest.raises(RequestError, match="deviates=.* must map patterns of names to a sentence each.*; legal: "):
-        proved(Balanced(deviates=said), engine)
+        proved(Balanced(deviates=said), CASE, engine)
 
 
 def test_a_truth_that_applies_it_needs_a_dense_model(engine: InprocEngine) -> None:
     with pytest.raises(RequestError, match="there is no dense model of the subject's own; legal: subject.truth"):
-        proved(Balanced(deviates={"grad/w2": (DESIGN, _applied(1.5))}, truth="alone"), engine)
+        proved(Balanced(deviates={"grad/w2": (DESIGN, _applied(1.5))}, truth="alone"), CASE, engine)
 
 
 def test_the_notes_of_a_run_name_it(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def notes(folder: Path, *rows: tuple[str, str, tuple[str, ...], str]) -> list[st
     texts = [f"mode=tp seed={number}" for number in range(len(rows))]
     store.plan([{"case": text, "mode": "tp", "world_size": 2} for text in texts])
     for text, (check, message, unchecked, verdict) in zip(texts, rows, strict=True):
-        one = Verdict(case=text, check=check, verdict=verdict, worst=None, message=message, unchecked=unchecked)
+        one = Verdict(case=text, check=check, verdict=verdict, message=message, unchecked=unchecked)
         store.add(text, "", (), (one,), {})
     store.close()
     return unchecked_notes(load(store.path))

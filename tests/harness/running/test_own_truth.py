@@ -17,16 +17,13 @@ from harness.errors import RequestError
 from harness.injecting.equivalence import UNTOUCHED
 from harness.injecting.survey import survey
 from harness.plain_case import Vocabulary
-from harness.running.truth.partial_sums import partial_sums
+from harness.running.truth.control_modes import partial_sums
 from harness.subject import Unanswered
 from tests.harness import own_words
 from tests.harness.own_words import CASES, Network, doubled, subject
+from tests.harness.proofs import failed
 
 OWN = "tests.harness.own_words:subject"
-
-
-def failed(result: Any) -> set[str]:
-    return {verdict.check for verdict in result.verdicts if verdict.verdict != "pass"}
 
 
 @pytest.mark.parametrize("truth", ["", "alone", "tests.harness.own_words:truth"])

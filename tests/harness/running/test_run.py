@@ -11,7 +11,7 @@ import pytest
 import shardproof
 from harness.cases import parse_cases
 from harness.engines import named as named_engines
-from harness.engines.named import engine_named
+from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError
 from harness.running.proof import prove
 from harness.running.request import Request
@@ -154,10 +154,9 @@ def test_one_lucky_control_run_makes_no_false_alarm_and_hides_no_error() -> None
 
 
 @pytest.mark.parametrize("mesh", ["tp=2 heads=6", "tp=3 dp=2 heads=6"])
-def test_dtensors_of_real_ranks_are_merged_without_communication(mesh: str) -> None:
+def test_dtensors_of_real_ranks_are_merged_without_communication(mesh: str, engine: InprocEngine) -> None:
     case = Case.parse(f"mode=tp layers=1 hidden=36 vocab=25 seq=8 {mesh}")
-    with engine_named("inproc") as engine:
-        result = prove(case, f"{TOY}distributed", engine)
+    result = prove(case, f"{TOY}distributed", engine)
     assert {verdict.check: verdict.message for verdict in result.verdicts if verdict.verdict != "pass"} == {}
     names = {verdict.check for verdict in result.verdicts}
     assert {"parameter_gradients", "update", "parallelism", "replicas"} <= names

@@ -15,7 +15,7 @@ from harness.running import shared_state
 from harness.running.proof import CaseResult
 from harness.running.request import Request
 from harness.running.run import proving
-from harness.running.shared_modules import keepers, searching
+from harness.running.shared_state import keepers, searching
 from harness.subject import named
 from tests.harness.running.subjects import shared_groups
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.engines.threads.inproc import InprocEngine
-from tests.harness.running.proved_cases import proved, told, unchecked
+from tests.harness.proofs import proved, told, unchecked
 
 ROWS, WIDTH, INNER, LR = 4, 12, 32, 0.05
 

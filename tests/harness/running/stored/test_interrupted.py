@@ -10,13 +10,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from harness.cases import parse_cases
 from harness.running.store import interrupted_after
+from reference.case import Case
 from reports.options import request
 from reports.stored.frames import load
 from shardproof.__main__ import main
 from tests.forked import started
+from tests.harness import toy_subjects
 
 TWO_LAYERS = "mode=tp tp=1 layers=2 hidden=16 heads=2 vocab=24 seq=8"
 _RUN = ["run", "--subject"]
@@ -44,9 +48,7 @@ def interrupted(folder: Path, program: Callable[..., int], *words: object) -> tu
 
 def test_the_cases_finished_before_are_stored_and_printed(tmp_path: Path) -> None:
     cases = [TWO_LAYERS, f"{TWO_LAYERS} seed=1", f"{TWO_LAYERS} seed=2"]
-    status, out, err = interrupted(
-        tmp_path, main, [*_RUN, "tests.harness.running.stored.interrupted:slow_second", *cases]
-    )
+    status, out, err = interrupted(tmp_path, main, [*_RUN, f"{__name__}:slow_second", *cases])
     assert status == 130
     assert "interrupted" in err and "Traceback" not in err
     rows = [line for line in out.splitlines() if line.startswith("tp ")]
@@ -57,7 +59,13 @@ def test_the_cases_finished_before_are_stored_and_printed(tmp_path: Path) -> Non
 
 def test_a_run_is_reported_whole_when_its_experiments_are_interrupted(tmp_path: Path) -> None:
     """And no script is looked for then."""
-    command = [*_RUN, "tests.harness.running.stored.interrupted:slow_shrink", TWO_LAYERS, "--emit-repro", "repro.py"]
+    command = [
+        *_RUN,
+        f"{__name__}:slow_shrink",
+        TWO_LAYERS,
+        "--emit-repro",
+        "repro.py",
+    ]
     status, out, err = interrupted(tmp_path, main, command)
     assert status == 130 and "Traceback" not in err
     assert "\nwhat:" in out and "\nwhen:" not in out and "their lines `when:` are missing" in out
@@ -69,7 +77,7 @@ def test_both_processes_of_the_default_run_are_interrupted(tmp_path: Path) -> No
     if (os.cpu_count() or 1) < 2:
         pytest.skip("one processor: no second process")
     cases = [f"{TWO_LAYERS} seed={seed}" for seed in (2, 1, 3, 4, 5, 6)]
-    status, out, err = interrupted(tmp_path, default_run, "tests.harness.running.stored.interrupted:slow_second", cases)
+    status, out, err = interrupted(tmp_path, default_run, f"{__name__}:slow_second", cases)
     assert status == 130 and "Traceback" not in err
     verdicts = load(tmp_path / "runs" / "latest").verdicts
     finished = verdicts["case"].nunique()
@@ -85,3 +93,26 @@ def test_a_signal_while_a_case_is_stored_comes_after_it() -> None:
         stored.append("all of it")
     assert stored == ["all of it"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+STARTED = Path("started")
+"""Made in the current folder when the slow part begins; it holds the id of the process."""
+
+
+def slow_second(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """The case of seed 1 does not end by itself."""
+    if case.seed == 1:
+        _wait()
+    return toy_subjects.right(case, device)
+
+
+def slow_shrink(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """Wrong as it is; the smaller case of one layer, which a script is looked for in, does not end by itself."""
+    if case.layers == 1:
+        _wait()
+    return toy_subjects.wrong(case, device)
+
+
+def _wait() -> None:
+    STARTED.write_text(str(os.getpid()))
+    time.sleep(40)

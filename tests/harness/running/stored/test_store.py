@@ -1,4 +1,6 @@
-"""The run folder: readable at any moment, safe names, no run overwritten, one clear error when it cannot be written."""
+"""The run folder: readable at any moment, also when a run was killed; safe names, no run overwritten, one clear error
+when it cannot be written.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import errno
 import gzip
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,7 +28,9 @@ from harness.running import store as store_module
 from harness.running.store import Store, environment, ledger_rows
 from harness.running.summary import SUMMARY_COLUMNS, summarize
 from harness.terms import Term
+from reports.commands.cli import main
 from reports.stored.frames import load
+from reports.stored.summary import headline
 from tests.harness.toy_evidence import TERMS, events, without
 
 CASE = "mode=tp"
@@ -243,3 +248,51 @@ def test_a_run_that_is_killed_leaves_a_readable_folder(tmp_path: Path) -> None:
     assert len(run.ledger) >= 40 * len(run.verdicts)  # verdicts come last: theirs are complete cases
     assert run.env["command"] == ["shardproof", "run"]
     assert len(run.summary) >= 3 * len(run.verdicts)
+
+
+FIRST, SECOND = "mode=tp tp=2", "mode=tp tp=4"
+CHECKS = ("forward", "replicas", "update")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two cases of three verdicts each; the last one of each fails."""
+    store = Store(tmp_path, "my_pkg.tp:subject", {"versions": {}})
+    store.plan({"case": case, "mode": "tp", "world_size": 2} for case in (FIRST, SECOND))
+    for case in (FIRST, SECOND):
+        words = zip(CHECKS, ("pass", "pass", "fail"), strict=True)
+        verdicts = [Verdict(case=case, check=check, verdict=word, message=f"m {check}") for check, word in words]
+        store.add(case, "", (), verdicts, {"truth": 0.5})
+    store.close()
+    return store.path
+
+
+def verdicts(folder: Path) -> list[str]:
+    return list(headline(load(folder))["verdict"])
+
+
+def test_wherever_the_verdicts_are_cut_no_case_reads_as_a_pass(folder: Path) -> None:
+    data = (path := folder / "verdicts.jsonl").read_bytes()
+    ends = [place + 1 for place, byte in enumerate(data) if byte == ord("\n")]
+    for place in sorted({*ends, *(end - 1 for end in ends), *(end + 1 for end in ends[:-1]), *range(0, len(data), 37)}):
+        path.write_bytes(data[:place])
+        whole = sum(end <= place for end in ends)
+        first, second = "fail" if whole >= 3 else "unknown", "fail" if whole >= 6 else "unknown"
+        assert verdicts(folder) == [first, second], place
+
+
+def test_a_cut_between_two_lines_of_a_case_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / "verdicts.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:5]))
+    assert main(["show", str(folder)]) == 0
+    told = capsys.readouterr().out
+    assert f"unknown (run): {SECOND}\n2 of its 3 verdicts are stored: the run was stopped while they were writ" in told
+    assert "note: verdicts.jsonl lacks verdicts of 1 of the cases in it: the run was stopped\n" in told
+
+
+def test_a_folder_of_an_older_release_is_read_as_far_as_it_can_be_known(folder: Path) -> None:
+    path = folder / "verdicts.jsonl"
+    path.write_text(re.sub(r', "of": \d+', "", path.read_text()))
+    assert load(folder).notes == () and verdicts(folder) == ["fail", "fail"]
+    path.write_text(path.read_text()[:-20])
+    assert verdicts(folder) == ["fail", "unknown"], "the line that was cut was one of the last case"

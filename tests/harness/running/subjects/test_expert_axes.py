@@ -90,10 +90,9 @@ class _Experts:
 DESCRIBED = {"ep": "EXPERT_MODEL_PARALLEL_GROUP", "edp": "EXPERT_DATA_PARALLEL_GROUP"}
 
 
-def test_a_case_with_experts_is_proved_against_itself_on_one_rank() -> None:
+def test_a_case_with_experts_is_proved_against_itself_on_one_rank(engine: InprocEngine) -> None:
     case = Vocabulary.of({"ep": 1}).parse("dp=4 ep=2 steps=1")
-    with InprocEngine() as engine:
-        right, wrong = prove(case, _Experts("ep", "edp"), engine), prove(case, _Experts("edp"), engine)
+    right, wrong = prove(case, _Experts("ep", "edp"), engine), prove(case, _Experts("edp"), engine)
     assert right.verdict == PASS, [one.message for one in right.verdicts if one.verdict != PASS]
     assert {event.axis for event in right.events} == {"ep", "edp"}
     assert wrong.verdict == FAIL

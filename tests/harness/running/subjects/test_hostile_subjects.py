@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,12 +104,6 @@ def leaves(*_: object) -> object:
 number_for_modes = Speaking(modes=7)
 broken_pipeline = Speaking(pipeline=raising)
 broken_refusal = Speaking(refuses=lambda case: "" if case.seed else raising())
-
-
-@pytest.fixture
-def engine() -> Iterator[InprocEngine]:
-    with InprocEngine() as made:
-        yield made
 
 
 def told(engine: InprocEngine, subject: Callable[..., Any]) -> CaseResult:

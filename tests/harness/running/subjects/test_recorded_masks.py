@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import shardproof
 from harness.engines.threads.inproc import InprocEngine
 from suites.subjects import dropout
-from tests.harness.running.test_own_truth import failed
+from tests.harness.proofs import failed
 
 
 def message(result: Any, check: str) -> str:

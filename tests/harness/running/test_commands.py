@@ -1,18 +1,77 @@
-"""`shardproof run --variant NAME`: the cases that can show it, the failure that names its cause, wrong requests."""
+"""The command `run`: each case is parsed once, the subject resolved once; a case that loads what another one saves
+follows it; `--variant NAME` makes cases that show the variant, and names its cause.
+"""
 
 from __future__ import annotations
 
 import csv
+import sys
+from collections import Counter
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
 from harness.engines.named import ENGINES
+from harness.running.request import unsaved
+from harness.running.sharing import arranged, together
+from parallel.subject import subject as ours
 from reference.case import Case
+from reports.commands import cli
 from reports.options import request as request_command
 from reports.stored import frames
 from tests.harness.command_line import CommandLine, command_line
 from tests.reports.pages.map_figures import map_flaws
+
+TINY = "layers=1 hidden=16 heads=2 vocab=24 seq=8 micro=1 steps=1"
+PARSED: Counter[str] = Counter()
+
+
+class Counted(ModuleType):
+    """A module that counts how often its `subject` is read: `resolve` looks whether it is there, then reads it."""
+
+    read = 0
+
+    @property
+    def subject(self) -> object:
+        """The subject under test."""
+        Counted.read += 1
+        return ours
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    parse: Any = Case.parse
+
+    def counting(text: str) -> Case:
+        PARSED[text] += 1
+        case: Case = parse(text)
+        return case
+
+    PARSED.clear()
+    Counted.read = 0
+    monkeypatch.setattr(Case, "parse", counting)
+    monkeypatch.setitem(sys.modules, "counted_module", Counted("counted_module"))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("counted")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("run", f"mode=tp tp=2 {TINY}", f"mode=tp tp=2 seed=1 {TINY}"),
+        ("run", f"mode=tp tp=2 {TINY}", "--engine", "dry"),
+        ("run", f"mode=tp tp=2 {TINY}", "--emit-repro", "script.py"),
+        ("predict", f"mode=tp tp=2 {TINY}", "--cluster", "laptop"),
+    ],
+    ids=lambda words: f"{words[0]} {words[-1]}"[:20],
+)
+def test_a_command_parses_a_case_once_and_resolves_its_subject_once(words: tuple[str, ...]) -> None:
+    assert cli.main([*words, "--subject", "counted_module:subject"]) == 0
+    assert set(PARSED.values()) == {1}, PARSED
+    assert Counted.read == 2
+
 
 SMALL = "family=internlm2 vocab=264 layers=1 steps=1 micro=1 seq=8 heads=4 kv_heads=2 hidden=16 ffn=32 tp=2"
 
@@ -68,3 +127,27 @@ def test_what_cannot_be_shown_is_a_wrong_request(shardproof: CommandLine, words:
     assert status == 2
     assert message in err
     assert not Path("runs").exists()
+
+
+SAVES = Case.parse("tp=2 layers=1 micro=3 steps=1 optimizer=adamw save=ck")
+LOADS = Case.parse("tp=2 dp=2 layers=1 micro=3 steps=1 optimizer=adamw load=ck")
+OTHERS = [Case.parse(f"tp=2 layers=1 micro=3 steps=1 seed={seed}") for seed in (1, 2, 3)]
+
+
+def test_it_is_in_the_group_of_the_case_that_saves() -> None:
+    cases = [OTHERS[0], SAVES, OTHERS[1], LOADS, OTHERS[2]]
+    assert together(cases) == [[0], [1, 3], [2], [4]]
+    assert together([LOADS, SAVES]) == [[0], [1]], "what it loads is there before the run"
+    assert unsaved(cases) == [OTHERS[0], SAVES, OTHERS[1], OTHERS[2]]
+
+
+def test_the_order_of_a_default_run_keeps_it_behind() -> None:
+    found = arranged([LOADS.but(load="elsewhere"), *OTHERS, SAVES, LOADS])
+    assert found.index(LOADS) == found.index(SAVES) + 1
+
+
+def test_a_run_saves_and_loads_in_one_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes, folder = "hidden=16 heads=4 kv_heads=4 ffn=28 vocab=268 seq=8 batch=3", tmp_path / "ck"
+    texts = [f"{sizes} {case}".replace("=ck", f"={folder}") for case in (SAVES, LOADS)]
+    assert cli.main(["run", *texts, "--out", str(tmp_path / "runs")]) == 0
+    assert "2 cases: 2 pass" in capsys.readouterr().out

@@ -1,0 +1,207 @@
+"""The groups of a run are rank lists of the axis that they are named after, and what a closed form promises to hide is
+hidden: on every engine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from harness.checking.checks import CHECKS
+from harness.checking.evidence import FAIL, PASS, UNKNOWN, Finding
+from harness.checking.ledger_checks import groups, overlap
+from harness.engines.engine import Engine
+from harness.engines.named import engine_named
+from harness.recording.measures import Overlap
+from harness.running.proof import CaseResult, prove
+from parallel.subject import subject
+from reference.case import Case
+from reference.training import subject as dense
+from tests.harness.toy_evidence import TERMS, events, evidence
+
+STRIDED = {"tp": ((0, 2), (1, 3)), "dp": ((0, 1), (2, 3))}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strided:
+    """Sums over the dim of a DeviceMesh that it calls `dim`; `order` is what it says of its axes, None for nothing."""
+
+    dim: str = "tp"
+    order: Any = None
+
+    def axes(self, case: Case) -> Any:
+        """The rank lists of its axes."""
+        return self.order
+
+    def __call__(self, case: Case, device: torch.device) -> dict[str, Tensor]:
+        """The dense model after one call; nothing on meta tensors."""
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(self.dim, "dp"))
+        dist.all_reduce(torch.ones(3, device=device), group=mesh[self.dim].get_group())
+        return {} if device.type == "meta" else dense.subject(case, device)
+
+
+unstated, stated, own_name = Strided(), Strided(order=STRIDED), Strided(dim="ring")
+
+
+CASE = Case.parse("mode=tp tp=2 dp=2 layers=1 hidden=16 heads=2 seq=4")
+TOY = "tests.harness.checking.test_call_checks:"
+ASKED = {"groups": CHECKS["groups"]}
+
+
+@pytest.fixture(scope="module", params=["inproc", "pool", "dry"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    if request.param == "pool":
+        yield request.getfixturevalue("pool")
+        return
+    with engine_named(request.param) as made:
+        yield made
+
+
+def asked(subject: Any, engine: Engine) -> CaseResult:
+    return prove(CASE, subject, engine, checks=ASKED)
+
+
+def of_groups(result: CaseResult) -> tuple[str, str]:
+    return next((told.verdict, told.message) for told in result.verdicts if told.check == "groups")
+
+
+def test_a_mesh_of_another_rank_order_is_named_with_the_ranks_seen_and_the_legal_ones(engine: Engine) -> None:
+    result = asked(f"{TOY}unstated", engine)
+    verdict, message = of_groups(result)
+    assert verdict == FAIL
+    seen = "[0, 2]" if engine.name == "dry" and len(result.events) < 4 else "[0, 2] [1, 3]"
+    assert f"calls named tp run over the ranks {seen}, which are no rank lists of axis tp: [0, 1] [2, 3]" in message
+    assert result.diagnosis is not None
+    assert [cause.id for cause in result.diagnosis.causes] == ["wrong_group"]
+    assert f"run over the ranks {seen}; the rank lists of axis tp are [0, 1] [2, 3]" in message
+    assert "subject.axes(case)" in message
+
+
+def test_a_subject_that_states_its_rank_order_passes(engine: Engine) -> None:
+    assert of_groups(asked(f"{TOY}stated", engine))[0] == PASS
+
+
+def test_a_name_that_no_axis_has_is_a_note() -> None:
+    with engine_named("inproc") as engine:
+        verdict = asked(f"{TOY}own_name", engine).verdicts[0]
+    # the ranks are those of the case's dp, which is then the name in the ledger
+    assert (verdict.verdict, verdict.unchecked) == (PASS, ())
+    found = _judged(tuple(replace(event, axis="0,3", group=(0, 3)) for event in events()))
+    assert found.verdict == PASS
+    assert found.unchecked == ("group 0,3: no axis of the case or of subject.axes(case) has this name",)
+
+
+@pytest.mark.parametrize(("ranks", "verdict"), [((0, 1, 2, 3), PASS), ((0, 1), FAIL)])
+def test_an_axis_that_joins_two_has_the_ranks_of_both(ranks: tuple[int, ...], verdict: str) -> None:
+    joint = tuple(replace(event, axis="tp_dp", group=ranks) for event in events())
+    found = groups(evidence(case=CASE, events=joint))
+    assert found is not None
+    assert (found.verdict, found.unchecked) == (verdict, ())
+
+
+def _judged(ledger: Any) -> Finding:
+    found = groups(evidence(events=ledger))
+    assert found is not None
+    return found
+
+
+def test_a_group_of_one_that_is_named_after_a_split_axis_is_a_wrong_group() -> None:
+    alone = tuple(replace(event, group=(event.rank,), group_size=1) for event in events())
+    found = _judged(alone)
+    assert (found.verdict, found.phase, found.region) == (FAIL, "forward", "embedding")
+
+
+@pytest.mark.parametrize(
+    ("order", "rule"),
+    [
+        ({"tp": ((0, 2), (1, 2))}, "axis tp=((0, 2), (1, 2)): every rank of 4 must be in one rank list"),
+        ({"tp": ((0, 1, 2, 3),)}, "axis tp=((0, 1, 2, 3),): the case has groups of 2 ranks"),
+        ({"tp": 2}, "axis tp=2: every rank of 4 must be in one rank list"),
+        (7, "axes=7 must map axes to rank lists; legal: {'tp': ((0, 1), (2, 3))}"),
+    ],
+)
+def test_rank_lists_that_are_none_make_the_check_unknown_in_one_sentence(order: Any, rule: str) -> None:
+    with engine_named("inproc") as engine:
+        verdict, message = of_groups(asked(Strided(order=order), engine))
+    assert verdict == UNKNOWN
+    assert message.startswith("subject.axes failed: ") and rule in message
+    assert "legal: " in message and "\n" not in message
+
+
+OVERLAPPED = Case.parse("mode=tp-sp tp=2 layers=1 hidden=16 heads=2 seq=4")
+OF_CALLS = {name: CHECKS[name] for name in ("ledger", "waits", "overlap")}
+
+
+class Exposed:
+    """Ours without overlap, which promises the overlap of the case; the ledger is the same."""
+
+    modes, refuses, expected = subject.modes, subject.refuses, subject.expected
+
+    def __call__(self, case: Case, device: torch.device) -> Any:
+        """Every call synchronous."""
+        return subject(case.but(overlap=False), device)
+
+
+exposed = Exposed()
+
+
+@pytest.mark.parametrize("name", ["inproc", "pool", "dry"])
+def test_calls_that_no_longer_overlap_fail_this_check_alone(name: str, request: pytest.FixtureRequest) -> None:
+    with nullcontext(request.getfixturevalue("pool")) if name == "pool" else engine_named(name) as engine:
+        right = prove(OVERLAPPED, "parallel.subject:subject", engine, checks=OF_CALLS)
+        wrong = prove(OVERLAPPED, "tests.harness.checking.test_call_checks:exposed", engine, checks=OF_CALLS)
+    assert right.verdict == PASS and "overlap" in {verdict.check for verdict in right.verdicts}
+    (failed,) = [verdict for verdict in wrong.verdicts if verdict.verdict == FAIL]
+    assert failed.check == "overlap" and wrong.diagnosis is not None
+    assert re.search(r"in backward of head at \S*parallel/", failed.message)  # shortened where that line was first seen
+    assert [cause.id for cause in wrong.diagnosis.causes] == ["exposed"]
+
+
+def test_as_many_calls_as_promised_must_be_hidden_on_every_rank() -> None:
+    promised = (replace(TERMS[0], hidden=True), *TERMS[1:])
+    mine = [event for event in events() if event.region == "embedding"]
+    hidden = {(event.rank, event.call_index) for event in mine}
+
+    def verdict(hidden: set[tuple[int, int]], **changes: Any) -> str:
+        found = overlap(evidence(expectation=promised, hidden=frozenset(hidden), **changes))
+        assert found is not None
+        return found.verdict
+
+    assert verdict(hidden) == PASS
+    assert verdict(hidden - {(1, mine[-1].call_index)}) == FAIL
+    left_out = tuple(event for event in events() if event.region != "embedding")
+    assert verdict(set(), events=left_out) == PASS  # a missing call is the ledger's
+
+
+def test_nothing_is_asked_without_a_promise_or_a_measurement() -> None:
+    assert overlap(evidence(hidden=frozenset())) is None
+    assert overlap(evidence(expectation=tuple(replace(term, hidden=True) for term in TERMS))) is None
+
+
+def test_products_are_counted_on_the_ranks_thread_and_nothing_stays() -> None:
+    call: Any = type("Call", (), {"is_async": True, "device": "cpu"})()
+    a = torch.ones(3, 3, requires_grad=True)
+
+    def hidden(compute: Any) -> bool:
+        with Overlap() as watching, watching.on_rank(0):
+            ticket = watching.issued(0, call)
+            compute()
+            watching.completed(0, ticket)
+            a @ a
+        return (0, ticket) in watching.hidden
+
+    assert hidden(lambda: a @ a)
+    assert hidden(lambda: torch.nn.functional.scaled_dot_product_attention(a[None], a[None], a[None]))
+    assert not hidden(lambda: (a + a).relu().clone())
+    total = (a @ a).sum()
+    assert hidden(total.backward)  # the products of backward run in C++
+    assert not torch._C._dispatch_has_kernel_for_dispatch_key("aten::mm", "BackendSelect")

@@ -1,0 +1,40 @@
+"""One case of a subject proved, and what its verdicts say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.engines.engine import Engine
+from harness.engines.threads.inproc import InprocEngine
+from harness.running.proof import CaseResult, prove
+from harness.subject import case_of, named
+
+
+def proved(subject: Any, case: Any, engine: Engine | None = None, *, truth: str = "", **how: Any) -> CaseResult:
+    """The result of a case, or of its text, on ranks that are threads unless an engine is given."""
+    given = named(subject, truth)
+    read = case_of(case, given) if isinstance(case, str) else case
+    if engine is not None:
+        return prove(read, given, engine, **how)
+    with InprocEngine() as made:
+        return prove(read, given, made, **how)
+
+
+def failed(result: Any) -> set[str]:
+    """The checks that did not pass."""
+    return {verdict.check for verdict in result.verdicts if verdict.verdict != "pass"}
+
+
+def verdict_of(result: Any, check: str) -> Any:
+    """The verdict of one check."""
+    return next(verdict for verdict in result.verdicts if verdict.check == check)
+
+
+def unchecked(result: CaseResult) -> set[str]:
+    """Everything that no check looked at."""
+    return {name for verdict in result.verdicts for name in verdict.unchecked}
+
+
+def told(result: CaseResult) -> str:
+    """What did not pass, a line each."""
+    return "\n".join(f"{one.check}: {one.verdict}: {one.message}" for one in result.verdicts if one.verdict != "pass")

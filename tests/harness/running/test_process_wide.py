@@ -1,0 +1,217 @@
+"""What a proof does to its process: a time limit for what computes here, prints of ranks shown once, no compiler
+loaded, modules of `per_rank` as they were.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.errors import TimeLimit
+from harness.running.proof import prove
+from harness.running.ranks.execution import RankTask, perform
+from harness.running.ranks.output import rank_output, shown_once
+from harness.running.request import Request
+from harness.running.run import run
+from harness.running.trials.trial import in_time
+from harness.subject import NamedSubject, cases_of, named
+from reference.case import Case
+from reference.training import subject as dense
+from suites.subjects import mlp
+from tests.harness.command_line import ONE
+from tests.harness.toy_subjects import LoopEngine
+
+
+def endless() -> None:
+    """Compute for ever."""
+    while True:
+        time.sleep(0.01)
+
+
+def test_what_takes_longer_than_its_limit_ends_with_the_line_where_it_stood() -> None:
+    begin_s = time.monotonic()
+    told = r"time limit of 0\.1 s: the model is at work at \S*test_process_wide\.py:\d+ in endless"
+    with pytest.raises(TimeLimit, match=told), in_time(0.1, "the model"):
+        endless()
+    assert time.monotonic() - begin_s < 10
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+def test_a_body_that_catches_the_interruption_is_interrupted_again() -> None:
+    caught = 0
+    with pytest.raises(TimeLimit), in_time(0.1, "the model"):
+        try:
+            endless()
+        except Exception:
+            caught += 1
+            endless()
+    assert caught == 1
+
+
+def test_a_program_with_an_alarm_of_its_own_keeps_it() -> None:
+    heard: list[int] = []
+    signal.signal(signal.SIGALRM, lambda number, _: heard.append(number))
+    try:
+        with in_time(0.01, "the model"):
+            time.sleep(0.7)
+        assert not heard and signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+class Endless:
+    """A right subject whose truth never ends."""
+
+    def __call__(self, case: Case, device: torch.device) -> dict[str, Tensor]:
+        return dense.subject(case, device)
+
+    @staticmethod
+    def truth(case: Case, device: torch.device) -> dict[str, Tensor]:
+        """Nothing, ever."""
+        endless()
+        return {}
+
+
+def test_a_truth_that_never_ends_is_unknown_in_the_time_of_a_run() -> None:
+    subject = NamedSubject(name="my:subject", call=Endless())
+    result = prove(Case.parse(ONE), subject, LoopEngine(), timeout_s=0.2)
+    assert result.verdict == "unknown" and result.machine.startswith("time limit of 0.2 s: the dense model is at work")
+
+
+LOG = logging.getLogger(__name__)
+
+
+def subject(case: object, device: torch.device) -> object:
+    """Prints in all ways; one line is each rank's own."""
+    print("hello")
+    print("hello")
+    print("rank", dist.get_rank())
+    print("stray", file=sys.stderr)
+    LOG.warning("logged")
+    print("no end", end="")
+    return mlp.subject(case, device)
+
+
+subject.truth, subject.words = mlp.truth, mlp.subject.words  # type: ignore[attr-defined]
+subject.refuses, subject.cases = mlp.subject.refuses, ("tp=2",)  # type: ignore[attr-defined]
+
+
+def test_what_every_rank_prints_in_every_run_is_shown_once_with_how_often(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = named(f"{__name__}:subject")
+    handler = logging.StreamHandler(sys.stderr)  # made before the run, as libraries do
+    LOG.addHandler(handler)
+    try:
+        result = run(Request(cases=cases_of(("tp=2",), given), subject=given, out=tmp_path))
+    finally:
+        LOG.removeHandler(handler)
+    out, err = capsys.readouterr()
+    assert result.exit_status == 0
+    assert handler.stream is sys.stderr
+    lines = [line for line in out.splitlines() if "rank" not in line]
+    assert lines == ["hello", "hello", "no end"]  # of what a rank itself repeats, nothing is lost
+    assert {"rank 0", "rank 1"} <= set(out.splitlines())
+    assert err.splitlines().count("stray") == 1 and err.splitlines().count("logged") == 1
+    told = re.search(r"\(what the ranks repeated is shown once: \d+ lines, (\d+) to (\d+) times\)", err)
+    assert told is not None and 2 <= int(told[1]) <= int(told[2])  # two ranks, several runs
+
+
+def test_others_than_ranks_and_lines_that_are_flushed_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    with shown_once():
+        for _rank in range(2):
+            print("truth")
+            with rank_output():
+                print("progress", end="\r", flush=True)
+    out, err = capsys.readouterr()
+    assert out == "truth\nprogress\r" * 2
+    assert err == ""
+
+
+PROGRAM = """
+import sys, torch
+from torch.utils.checkpoint import checkpoint
+from harness.engines.threads.inproc import InprocEngine
+from harness.running.proof import prove
+from reference.case import Case
+
+def stepped(kind):
+    weight = torch.linspace(-1, 1, 7, dtype=torch.float64, requires_grad=True)
+    optimizer = kind([weight], lr=0.1, weight_decay=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (weight**3).sum().backward()
+        optimizer.step()
+    assert torch.is_grad_enabled()
+    return weight.detach()
+
+def recomputed():
+    weight = torch.linspace(-1, 1, 7, dtype=torch.float64, requires_grad=True)
+    checkpoint(torch.sin, checkpoint(torch.exp, weight, use_reentrant=False), use_reentrant=False).sum().backward()
+    return weight.grad
+
+with InprocEngine() as engine:
+    case = Case.parse("mode=tp tp=2 layers=1 hidden=16 heads=2 ffn=16 seq=8 optimizer=adamw recompute=full")
+    assert prove(case, "parallel.subject:subject", engine).verdict == "pass"
+kinds = torch.optim.SGD, torch.optim.AdamW
+before = [stepped(kind) for kind in kinds]
+gradient = recomputed()
+assert "torch._dynamo" not in sys.modules
+assert torch._dynamo.config.error_on_nested_fx_trace is not None  # asked by anyone else, it is loaded
+assert torch._dynamo is sys.modules["torch._dynamo"]
+assert torch.equal(gradient, recomputed())
+assert all(torch.equal(one, stepped(kind)) for one, kind in zip(before, kinds))
+assert torch.optim.Optimizer.zero_grad.__wrapped__.__dynamo_disable.__module__.startswith("torch.")
+assert checkpoint.__wrapped__.__dynamo_disable.__module__.startswith("torch.")
+print(before[0].tolist())
+"""
+
+
+def test_optimizers_and_checkpoints_run_without_the_compiler_and_with_it_alike() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    weight = torch.linspace(-1, 1, 7, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1, weight_decay=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (weight**3).sum().backward()
+        optimizer.step()
+    assert done.stdout.strip() == str(weight.tolist())
+
+
+GROUPS: list[str] = []
+"""What a library keeps for a process."""
+
+
+class Library:
+    """Its first call fills what the process has, and it refuses to do that twice, as Megatron does."""
+
+    def __call__(self, case: Case, device: torch.device) -> dict[str, Tensor]:
+        """An outcome."""
+        if GROUPS:
+            raise RuntimeError("already initialized")
+        GROUPS.append("tp")
+        return {"loss/0": torch.ones(())}
+
+
+def test_a_process_runs_case_after_case() -> None:
+    forgetful, careful = Library(), Library()
+    careful.per_rank = (__name__,)  # type: ignore[attr-defined]
+    task = RankTask(case=Case.parse("mode=tp tp=2"), subject=careful, device="cpu")
+    for _ in range(2):
+        assert "loss/0" in perform(0, task).outcomes[0]
+        assert not GROUPS
+    perform(0, RankTask(case=task.case, subject=forgetful, device="cpu"))
+    assert GROUPS == ["tp"], "what is not named stays"
+    GROUPS.clear()
