@@ -1,4 +1,4 @@
-"""What a comparison is asked for, read without pandas: its two sides by name, and `--fail WHAT:LIMIT`.
+"""What a comparison needs, read without pandas: its two sides by name, and `--fail WHAT:LIMIT`.
 
 events:0    no event is new, gone or changed        calls:0  bytes:0    exactly the same calls, bytes at every place
 calls:N  bytes:N  calls:P%  bytes:P%                may grow by that much on the busiest rank of a case
