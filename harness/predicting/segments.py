@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from harness.engines.shapes.dry import DryEngine
 from harness.errors import NotComputed
 from harness.ledger import Event, unmapped
+from harness.mesh_axes import first_pipeline
 from harness.predicting.clusters import Cluster
 from harness.predicting.dry_run import DryRank, dry_run
 from harness.predicting.figures import EQUAL, Memory, compared, prices
@@ -66,7 +67,7 @@ def measured(
 
     Raises NotComputed when a call has no price, and when the rank did not follow its program.
     """
-    at = next(group for group in case.axes["pp"] if 0 in group)[stage]
+    at = first_pipeline(case.axes)[stage]
     (rank,) = dry_run(case, subject, engine, (at,), text=str(case), timeout_s=timeout_s).ranks
     if names := unmapped(rank.events):
         raise NotComputed(f"operator {names} of torch is not known, so it has no price", ranks=(at,), positions=())

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 
 from harness.engines.shapes.dry import DryEngine
+from harness.mesh_axes import first_pipeline
 from harness.predicting.clusters import Cluster
 from harness.predicting.costs import route, seconds
 from harness.predicting.figures import (
@@ -52,7 +53,7 @@ def staged_forecast(
 ) -> Forecast:
     """Time and memory of every stage of the case; see harness.predicting.forecast.forecast."""
     pipeline = pipeline_of(case)
-    ranks = next(group for group in case.axes["pp"] if 0 in group)
+    ranks = first_pipeline(case.axes)
     first, unit = getattr(case, "repeating_layers", (0, 1))
     run: dict[int, MeasuredStage] = {}
     for kind in sorted(set(pipeline.alike)):

@@ -9,6 +9,7 @@ import math
 from bisect import bisect_right
 from typing import Any, NamedTuple
 
+from harness.mesh_axes import PIPELINE
 from harness.recording.annotations import Override
 from harness.recording.naming import group_word
 
@@ -70,7 +71,7 @@ def is_hop(call: Any, *, outside: bool) -> bool:
     if call.op not in {"send", "recv"}:
         return False
     word = group_word(call.group_desc)
-    return word == "pp" or (outside and not word)
+    return word == PIPELINE or (outside and not word)
 
 
 def said(override: Override, call: Any) -> Override:

@@ -13,6 +13,8 @@ from itertools import combinations
 
 from torch import Tensor, nn
 
+from harness.mesh_axes import KNOWN, SPELT
+
 __all__ = ["Paths", "axis_name", "group_word"]
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -21,34 +23,6 @@ _BY_TORCH = re.compile(r"|undefined|default_pg|mesh_default|mesh_dim_\d+|.*:spli
 _WORLD = ("default_pg", "mesh_default")
 """torch's own names for the group of all ranks: the only axis of the case that has them all is no guess."""
 _FILLERS = frozenset({"parallel", "group", "gloo", "ag", "and", "with", "partial"})
-_SPELT = {
-    "intra distributed optimizer instance": "intra tp cp dp pp",
-    "expert tensor model pipeline": "etp ep pp",
-    "expert tensor model": "etp ep",
-    "expert tensor": "etp",
-    "expert model": "ep",
-    "expert data": "edp",
-    "tensor model": "tp",
-    "pipeline model": "pp",
-    "expert": "ep",
-    "experts": "ep",
-    "tensor": "tp",
-    "data": "dp",
-    "context": "cp",
-    "pipeline": "pp",
-    "pipe": "pp",
-    "stage": "pp",
-    "model": "tp pp",
-    "embd": "embedding",
-    "batch": "dp",
-    "loss mesh": "dp cp",
-    "loss": "dp cp",
-    "fsdp": "dp shard cp",
-    "efsdp": "edp",
-}
-"""Words of Megatron-Core (parallel_state.initialize_model_parallel), without fillers, and of torchtitan's meshes
-(distributed.parallel_dims) -> the axes that they stand for. What stands for more words comes first."""
-_KNOWN = frozenset("tp pp dp cp ep etp edp wp wdp embedding".split())
 
 
 def group_word(group_desc: str) -> str:
@@ -62,17 +36,17 @@ def group_word(group_desc: str) -> str:
     said = group_desc.removeprefix("mesh_")
     words = [word for word in said.lower().split("_") if word not in _FILLERS]
     axes = _axes_in(words)
-    understood = said.isupper() or all(axis in _KNOWN for axis in axes if axis in words)
-    return "_".join(axes) if understood and _KNOWN.intersection(axes) else said
+    understood = said.isupper() or all(axis in KNOWN for axis in axes if axis in words)
+    return "_".join(axes) if understood and KNOWN.intersection(axes) else said
 
 
 def _axes_in(words: list[str]) -> list[str]:
-    """The words, in which those that _SPELT has are the axes that they stand for."""
+    """The words, in which those that SPELT has are the axes that they stand for."""
     axes: list[str] = []
     at = 0
     while at < len(words):
         for length in range(len(words) - at, 0, -1):
-            if meant := _SPELT.get(" ".join(words[at : at + length])):
+            if meant := SPELT.get(" ".join(words[at : at + length])):
                 axes += meant.split()
                 break
         else:
@@ -98,7 +72,7 @@ def axis_name(
     joint = said.split("_") if said else []
     if meant := _together(ranks, [axis for axis in joint if axis in split], axes):
         return meant, ""
-    if set(joint) & (_KNOWN | axes.keys()):
+    if set(joint) & (KNOWN | axes.keys()):
         return said, ""
     having = [axis for axis, lists in split.items() if any(tuple(sorted(ranks_)) == ranks for ranks_ in lists)]
     if len(having) == 1 and group_desc in _WORLD:

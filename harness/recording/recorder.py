@@ -23,6 +23,7 @@ from torch import nn
 
 from harness.engines.calls.callers import Caller
 from harness.ledger import Call, Event, shape_text, wire_bytes
+from harness.mesh_axes import PIPELINE
 from harness.recording.annotations import phase, region
 from harness.recording.attribution import Attribution
 from harness.recording.lanes import Site
@@ -178,7 +179,7 @@ class Recorder:
 
     def _axis(self, group: tuple[int, ...], group_desc: str, hops: bool) -> tuple[str, str]:
         """The axis of a group and what is not certain of it; messages between stages have no axis but pp by ranks."""
-        axes = {"pp": self._axes["pp"]} if hops and "pp" in self._axes else {} if hops else self._axes
+        axes = {axis: ranks for axis, ranks in self._axes.items() if not hops or axis == PIPELINE}
         return axis_name(group, group_desc, axes, self._world_size)
 
     def _span_s(self, track: _Track, seen: Issued) -> tuple[float, float]:

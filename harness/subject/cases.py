@@ -7,7 +7,8 @@ from typing import Any
 
 from harness.cases import read_case
 from harness.errors import RequestError
-from harness.plain_case import AXES, PlainCase, Vocabulary
+from harness.mesh_axes import AXES
+from harness.plain_case import PlainCase, Vocabulary
 from harness.protocols import CaseLike
 from harness.resolve import resolve
 from harness.subject.call import NamedSubject, answered, words_of

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
+from harness.ledger import BACKWARD
 from reports.stored.frames import Run
 
 __all__ = ["MOST_NODES", "Node", "by_module", "tree"]
@@ -69,7 +70,7 @@ def _nodes(rows: list[_Row], depth: int) -> Iterator[Node]:
             calls=sum(calls for _, _, calls, _ in inside),
             payload_bytes=_sum(inside),
             forward_bytes=_sum(inside, "forward"),
-            backward_bytes=_sum(inside, "backward", "recompute"),
+            backward_bytes=_sum(inside, *BACKWARD),
             parts=parts,
         )
 

@@ -18,13 +18,13 @@ import pandas as pd
 
 from harness.cases import known_modes
 from harness.ledger import COLUMNS, OPS, PHASES, Event
+from harness.mesh_axes import SHOWN
 from reports.stored import parts
 from reports.stored.files import RunFolderError, csv_table, environment_of, json_lines, run_folder
 
-__all__ = ["AXES", "SUMMARY_COLUMNS", "Run", "RunFolderError", "in_order", "load"]
+__all__ = ["SUMMARY_COLUMNS", "Run", "RunFolderError", "in_order", "load"]
 
-AXES = ("tp", "wp", "cp", "cp_inner", "cp_outer", "dp", "dp_cp", "wdp", "etp", "ep", "edp", "pp", "world")
-_ORDER = {"phase": PHASES, "op": OPS, "axis": AXES}
+_ORDER = {"phase": PHASES, "op": OPS, "axis": SHOWN}
 
 _KEYS = ("case", "mode", "phase", "op", "axis", "group_size")
 _COUNTS = ("calls", "payload_bytes", "wire_bytes")

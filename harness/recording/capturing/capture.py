@@ -19,6 +19,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from harness.ledger import AGAIN
 from harness.recording.attribution import Attribution
 from harness.recording.observations import read
 from harness.recording.watch import Emit, ThreadWatch, Watch
@@ -86,7 +87,7 @@ class Capture:
             return
         if site.phase == "forward" and path not in captured.outputs:
             captured.outputs[path] = _copy(tensor)
-        elif path in captured.hooked or site.phase != "recompute":
+        elif path in captured.hooked or site.phase != AGAIN:
             return
         if tensor.requires_grad:
             captured.hooked.add(path)

@@ -20,6 +20,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from harness.ledger import AGAIN
 from harness.outcome.blocks import Block, blocks
 from harness.recording.attribution import Attribution
 from harness.recording.capturing.capture import first_tensor
@@ -141,7 +142,7 @@ class CallCapture:
                 rank.plain.add(path)
             if any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
                 rank.linear.add(path)
-        elif phase != "recompute":
+        elif phase != AGAIN:
             return
         number = rank.hooked.get(path, 0)
         if tensor.requires_grad and number < len(rank.gradients.get(path, ())):

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from harness.checking.evidence import Evidence, Regrouped
 from harness.errors import ProgramError
+from harness.mesh_axes import SAME_SAMPLES
 from harness.outcome.merging import merge
 from harness.protocols import CaseLike, case_text, unsaved
 from harness.running.ranks.execution import execute
@@ -16,8 +17,6 @@ from harness.subject import NamedSubject, offers, own_cases, refusal
 __all__ = ["groupings", "most_exact", "regrouped"]
 
 _GROUPINGS = 2
-_SAME_SAMPLES = ("cp", "pp")
-"""Words for ranks that see the same samples: slices of rows, stages of layers."""
 _LARGEST = 8
 """Ranks of a grouping, where the case itself has fewer."""
 
@@ -84,7 +83,7 @@ def _otherwise(case: CaseLike, subject: NamedSubject) -> list[dict[str, int]]:
     """
     own = own_cases(subject)
     named = (case,) if own is None and offers(subject.call, "refuses") else own or ()
-    words = [word for word in _SAME_SAMPLES if any(hasattr(one, word) for one in named)]
+    words = [word for word in SAME_SAMPLES if any(hasattr(one, word) for one in named)]
     if own is not None:
         words = [word for word in words if any(getattr(one, word) > 1 for one in own)]
     changed = {word: 1 if getattr(case, word) > 1 else 2 for word in words}

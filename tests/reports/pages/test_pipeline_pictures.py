@@ -10,8 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from parallel.schedules.orders import orders
-from parallel.schedules.pipeline import Pipeline
+from parallel.schedules.pipeline import Pipeline, orders
 from parallel.schedules.timing import bubble_stated, timeline
 from reports.commands.show import show_run
 from reports.commands.trace import trace_events
@@ -21,7 +20,7 @@ from reports.stored.frames import Run, load
 from tests.reports import sample_run
 from tests.reports.commands.test_trace import broken
 
-SHAPE = Pipeline(schedule="1f1b", pp=2, micro=5)
+SHAPE = Pipeline(schedule="1f1b", ranks=2, micro=5)
 
 
 def spans_of(shape: Pipeline) -> pd.DataFrame:
