@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import MappingProxyType
 
-from harness.ledger import PHASES, Event
+from harness.ledger import BACKWARD, PHASES, Event
 from harness.protocols import Axes, TermLike
 from harness.terms import FIELDS, EventKey, Term, closed_forms, key_of
 
@@ -186,6 +186,6 @@ def _when(line: EventKey, places: Mapping[str, int]) -> tuple[int, int]:
     """Sort key: phase, then module; backward phases meet the modules in reverse."""
     last = len(places)
     place = places.get(line.region, last)
-    backwards = line.phase in ("backward", "recompute")
+    backwards = line.phase in BACKWARD
     phase = PHASES.index("backward" if backwards else line.phase) if line.phase in PHASES else len(PHASES)
     return phase, -place if backwards and place < last else place

@@ -11,7 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-PHASES = ("data", "forward", "loss", "backward", "recompute", "pipeline", "grad_sync", "metric", "step", "checkpoint")
+AGAIN = "recompute"
+"""The phase of what backward computes again."""
+BACKWARD = ("backward", AGAIN)
+PASSES = ("forward", *BACKWARD)
+PHASES = ("data", "forward", "loss", *BACKWARD, "pipeline", "grad_sync", "metric", "step", "checkpoint")
 NO_UPDATE = "step: no optimizer of torch.optim stepped and no parameter was seen to change, so all is in step 0"
 """The doubt of a run whose forwards are micro-batches of one step as far as can be seen."""
 EITHER_GATHER = "phase: a gather before parameters changed by hand is grad_sync, and may be one of updated parameters"

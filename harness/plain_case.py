@@ -15,15 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-Word: TypeAlias = "int | float | bool | str"
-AXES = ("tp", "cp", "dp", "pp")
-"""Mesh axes, fastest first, as in Megatron; ranks of one tp group are neighbours. Each is 1 unless the case says."""
-EXPERT_AXES = ("etp", "ep")
-"""Axes that a case has where `subject.words` names them: how expert layers lie on the ranks of tp, cp and dp.
+from harness.mesh_axes import AXES, EXPERT_AXES, PIPELINE, WITH_EXPERTS_APART
 
-Ranks of one etp group are neighbours, then ep, then `edp`, the ranks that hold the same experts, then pp, as in
-Megatron-Core and torchtitan. Without the word, etp is tp (as in Megatron-Core) and ep is 1.
-"""
+Word: TypeAlias = "int | float | bool | str"
 COMMON: Mapping[str, tuple[Word, ...]] = {
     "steps": (2,),
     "micro": (2,),
@@ -197,7 +191,7 @@ class PlainCase:
         if not set(EXPERT_AXES) & values.keys():
             return {}
         sizes = {"etp": int(values.get("etp", dense["tp"])), "ep": int(values.get("ep", 1))}
-        return {**sizes, "edp": dense["tp"] * dense["cp"] * dense["dp"] // math.prod(sizes.values())}
+        return {**sizes, "edp": math.prod(dense[axis] for axis in WITH_EXPERTS_APART) // math.prod(sizes.values())}
 
     @property
     def _strides(self) -> dict[str, tuple[int, int]]:
@@ -212,7 +206,7 @@ class PlainCase:
 
     def require_expert_axes(self) -> None:
         """Raises WordError where experts do not lie evenly on the ranks of a stage."""
-        stage = self.world_size // self._dense_sizes["pp"]
+        stage = self.world_size // self._dense_sizes[PIPELINE]
         for axis, size in self._expert_sizes.items():
             if axis != "edp" and stage % size:
                 raise WordError(axis, size, f"must divide tp * cp * dp, {stage}", f"{axis}=1")

@@ -57,8 +57,8 @@ _WORDS = {"phase": PHASES, "op": OPS, "reduce_op": REDUCE_OPS}
 class Term:
     """Calls that every rank issues over the whole run; fields as in the ledger, None where any value will do.
 
-    `at` maps mesh axes to places on them: the term holds for the ranks at these places alone (`at={"pp": 0}`, the first
-    pipeline stage), and for every rank when it is empty. `payload_bytes` is that of each call, `total_bytes` the sum
+    `at` maps mesh axes to places on them: the term holds for the ranks at these places alone, such as those of one
+    pipeline stage, and for every rank when it is empty. `payload_bytes` is that of each call, `total_bytes` the sum
     over all calls; `calls` None: any number of them. `hidden`: each travels while a product is computed, which lies
     between its issue and its wait. Raises ValueError or TypeError for a field that no call can have, and when nothing
     is stated.

@@ -74,7 +74,7 @@ class ParallelSubject:
         """What Megatron itself counts and issues beside this closed form; nothing in modes of other systems, and
         nothing on several pipeline stages, whose ranks differ.
         """
-        if modes.MODES[case.mode].system != "Megatron-Core" or case.pp > 1:
+        if modes.MODES[case.mode].system != "Megatron-Core" or case.pipeline_axes:
             return ()
         every = self.expected(case)
         return (*megatron_beside(case, strategy_of(case).placements(case)), *ledger_lines(case, every))

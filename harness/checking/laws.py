@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from harness.ledger import Event
+from harness.ledger import BACKWARD, Event
 
 Group = tuple[int, ...]
 
@@ -88,7 +88,7 @@ def _exchanged_back(events: Sequence[Event]) -> list[Broken]:
     for axis in dict.fromkeys(event.axis for event in moved):
         own = [e for e in moved if e.axis == axis]
         back = [e for e in own if e.phase == "backward"]
-        may = [e for e in own if e.phase not in ("backward", "recompute")]
+        may = [e for e in own if e.phase not in BACKWARD]
         must = [e for e in may if _asked_for(e)]
         for there, wrong in ((must, _fewer(back, must)), (may, _fewer(may, back))):
             if wrong:

@@ -28,6 +28,7 @@ from torch import Tensor
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
 from harness.checking.measures.kinds import kind_of
 from harness.checking.numeric_checks import numeric
+from harness.mesh_axes import pipelines
 from harness.outcome.blocks import Block
 
 ALARM = 1e-9
@@ -197,7 +198,7 @@ def _of_draws(evidence: Evidence, names: Sequence[str]) -> Iterator[_Test]:
     """
     held = evidence.held
     alone = [(rank,) for rank in range(len(held))]
-    for ranks in evidence.axes.get("pp", alone):
+    for ranks in pipelines(evidence.axes) or alone:
         by_shape: dict[tuple[int, ...], list[tuple[str, Tensor]]] = {}
         for name in names:
             rank = next((rank for rank in ranks if held[rank].get(name)), ranks[0])

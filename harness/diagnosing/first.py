@@ -28,7 +28,7 @@ from harness.diagnosing.rules.places import held_whole, place_of
 from harness.diagnosing.rules.proofs import explains
 from harness.differences import Difference
 from harness.engines.engine import Unwaited
-from harness.ledger import PHASES, Event
+from harness.ledger import BACKWARD, PHASES, Event
 
 __all__ = ["First", "first_place"]
 
@@ -113,7 +113,7 @@ def _call_comes_first(evidence: Evidence, parted: Difference, shown: First) -> b
 
 
 def _order(phase: str) -> int:
-    phase = "backward" if phase == "recompute" else phase
+    phase = "backward" if phase in BACKWARD else phase
     return PHASES.index(phase) if phase in PHASES else len(PHASES)
 
 

@@ -57,7 +57,7 @@ class NeededWords:
 
     @property
     def text(self) -> str:
-        """The line of a failure: "only with packed=true and cp=2; right with packed=false, with cp=1"."""
+        """The line of a failure: "only with tied=true and tp=2; right with tied=false, with tp=1"."""
         more = f" and {len(self.untried) - _LISTED} more" if len(self.untried) > _LISTED else ""
         untried = f" (no time was left to try {', '.join(self.untried[:_LISTED])}{more})" if self.untried else ""
         if not self.needed:
@@ -238,5 +238,5 @@ def _is_ordered(word: str, value: Any) -> bool:
 
 
 def _said(word: str, values: Sequence[Any]) -> str:
-    """The word with these values as a case writes them: "recompute=none|full"."""
+    """The word with these values as a case writes them: "norm=layernorm|rmsnorm"."""
     return f"{word}=" + "|".join(str(value).lower() if isinstance(value, bool) else str(value) for value in values)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from harness.engines.shapes.dry import DryEngine
 from harness.errors import RequestError
 from harness.ledger import Event
+from harness.mesh_axes import PIPELINE, stage_count
 from harness.predicting.clusters import Cluster
 from harness.predicting.dry_run import dry_rank
 from harness.predicting.figures import (
@@ -83,10 +84,10 @@ def forecast(
     has no `pipeline` (harness.protocols).
     """
     cluster.device.flops_per_s(case.dtype)
-    if (stages := len(named_axes(case, subject).get("pp", ((0,),))[0])) > 1:
+    if (stages := stage_count(named_axes(case, subject))) > 1:
         if (pipeline := getattr(subject, "pipeline", None)) is None:
             rule = "the subject has no attribute pipeline, which says what its stages do and when"
-            raise RequestError(f"pp={stages}: {rule}; legal: pp=1")
+            raise RequestError(f"{PIPELINE}={stages}: {rule}; legal: {PIPELINE}=1")
         return staged_forecast(case, subject, pipeline, cluster, engine, states, timeout_s)
     layers = int(getattr(case, "layers", 0))
     low, high = two_depths(case)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from harness.engines.shapes.dry import DryEngine
 from harness.errors import NotComputed
 from harness.ledger import Event
+from harness.mesh_axes import first_pipeline
 from harness.predicting.clusters import Cluster
 from harness.predicting.costs import route, seconds
 from harness.predicting.dry_run import DryRank, dry_rank
@@ -90,7 +91,7 @@ def measured(
 
     Raises NotComputed when a call has no price, and when the rank did not follow its program.
     """
-    at = next(group for group in case.axes["pp"] if 0 in group)[stage]
+    at = first_pipeline(case.axes)[stage]
     rank = dry_rank(case, subject, engine, at, timeout_s)
     program = pipeline.programs[stage]
     computations = [together[0] for together in program if together[0].kind in _COMPUTED]
@@ -201,7 +202,7 @@ def staged_forecast(
 ) -> Forecast:
     """Time and memory of every stage of the case; see harness.predicting.forecast.forecast."""
     pipeline = pipeline_of(case)
-    ranks = next(group for group in case.axes["pp"] if 0 in group)
+    ranks = first_pipeline(case.axes)
     low, high = two_depths(case)
     run: dict[int, MeasuredStage] = {}
     for kind in sorted(set(pipeline.alike)):

@@ -21,8 +21,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from harness.ledger import EITHER_GATHER, NO_UPDATE
-from harness.recording.lanes import Frame, Lane, Lanes, Site, Waiting, is_hop, is_scalar, said
+from harness.ledger import AGAIN, EITHER_GATHER, NO_UPDATE
+from harness.recording.lanes import (
+    Frame,
+    Lane,
+    Lanes,
+    Site,
+    Waiting,
+    is_hop,
+    is_scalar,
+    said,
+)
 from harness.recording.naming import Paths
 from harness.recording.observations import (
     LEAF,
@@ -129,7 +138,7 @@ class Attribution:
         if seen.task != OUTSIDE and (above is None or above.task != seen.task):
             self._since = "inside"
             made = self._made(lane, seen.task, seen.node)
-            site = made._replace(phase="recompute", region=self.paths.module(seen.module, made.region))
+            site = made._replace(phase=AGAIN, region=self.paths.module(seen.module, made.region))
         elif above is None or above.steps:
             counts = next(seen.module.parameters(), None) is not None
             self._compare(seen.look)
@@ -261,7 +270,7 @@ class Attribution:
             site = self._lanes[0].made(seen.outer) or site
         if seen.node == LEAF:
             site = site._replace(region=self.paths.parameter(seen.parameter))
-        return site._replace(phase="recompute" if seen.again else "backward")
+        return site._replace(phase=AGAIN if seen.again else "backward")
 
     def settle(self, by: str) -> None:
         """What follows has come, "" for the end: name the phase of what waited. Data belongs to the coming batch."""

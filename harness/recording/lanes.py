@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from typing import Any, NamedTuple
 
+from harness.mesh_axes import PIPELINE
 from harness.recording.naming import group_word
 from harness.recording.observations import LEAF, OUTSIDE, Override
 
@@ -126,7 +127,7 @@ def is_hop(call: Any, *, outside: bool) -> bool:
     if call.op not in {"send", "recv"}:
         return False
     word = group_word(call.group_desc)
-    return word == "pp" or (outside and not word)
+    return word == PIPELINE or (outside and not word)
 
 
 def said(override: Override, call: Any) -> Override:

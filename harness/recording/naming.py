@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from harness.ledger import Call
+from harness.mesh_axes import KNOWN, PIPELINE, SPELT
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _BY_TORCH = re.compile(r"|undefined|default_pg|mesh_default|mesh_dim_\d+|.*:split:\d+")
@@ -24,34 +25,6 @@ _BY_TORCH = re.compile(r"|undefined|default_pg|mesh_default|mesh_dim_\d+|.*:spli
 _WORLD = ("default_pg", "mesh_default")
 """torch's own names for the group of all ranks: the only axis of the case that has them all is no guess."""
 _FILLERS = frozenset({"parallel", "group", "gloo", "ag", "and", "with", "partial"})
-_SPELT = {
-    "intra distributed optimizer instance": "intra tp cp dp pp",
-    "expert tensor model pipeline": "etp ep pp",
-    "expert tensor model": "etp ep",
-    "expert tensor": "etp",
-    "expert model": "ep",
-    "expert data": "edp",
-    "tensor model": "tp",
-    "pipeline model": "pp",
-    "expert": "ep",
-    "experts": "ep",
-    "tensor": "tp",
-    "data": "dp",
-    "context": "cp",
-    "pipeline": "pp",
-    "pipe": "pp",
-    "stage": "pp",
-    "model": "tp pp",
-    "embd": "embedding",
-    "batch": "dp",
-    "loss mesh": "dp cp",
-    "loss": "dp cp",
-    "fsdp": "dp shard cp",
-    "efsdp": "edp",
-}
-"""Words of Megatron-Core (parallel_state.initialize_model_parallel), without fillers, and of torchtitan's meshes
-(distributed.parallel_dims) -> the axes that they stand for. What stands for more words comes first."""
-_KNOWN = frozenset("tp pp dp cp ep etp edp wp wdp embedding".split())
 
 
 def group_word(group_desc: str) -> str:
@@ -65,17 +38,17 @@ def group_word(group_desc: str) -> str:
     said = group_desc.removeprefix("mesh_")
     words = [word for word in said.lower().split("_") if word not in _FILLERS]
     axes = _axes_in(words)
-    understood = said.isupper() or all(axis in _KNOWN for axis in axes if axis in words)
-    return "_".join(axes) if understood and _KNOWN.intersection(axes) else said
+    understood = said.isupper() or all(axis in KNOWN for axis in axes if axis in words)
+    return "_".join(axes) if understood and KNOWN.intersection(axes) else said
 
 
 def _axes_in(words: list[str]) -> list[str]:
-    """The words, in which those that _SPELT has are the axes that they stand for."""
+    """The words, in which those that SPELT has are the axes that they stand for."""
     axes: list[str] = []
     at = 0
     while at < len(words):
         for length in range(len(words) - at, 0, -1):
-            if meant := _SPELT.get(" ".join(words[at : at + length])):
+            if meant := SPELT.get(" ".join(words[at : at + length])):
                 axes += meant.split()
                 break
         else:
@@ -95,7 +68,7 @@ class AxisNames:
         """The axis of a call's group and what is not certain of it; messages between stages have none but pp."""
         key = call.group, call.group_desc, phase == "pipeline"
         if key not in self._known:
-            axes = {axis: lists for axis, lists in self._axes.items() if axis == "pp" or phase != "pipeline"}
+            axes = {axis: lists for axis, lists in self._axes.items() if axis == PIPELINE or phase != "pipeline"}
             self._known[key] = axis_name(call.group, call.group_desc, axes, self._world_size)
         return self._known[key]
 
@@ -117,7 +90,7 @@ def axis_name(
     joint = said.split("_") if said else []
     if meant := _together(ranks, [axis for axis in joint if axis in split], axes):
         return meant, ""
-    if set(joint) & (_KNOWN | axes.keys()):
+    if set(joint) & (KNOWN | axes.keys()):
         return said, ""
     having = [axis for axis, lists in split.items() if any(tuple(sorted(ranks_)) == ranks for ranks_ in lists)]
     if len(having) == 1 and group_desc in _WORLD:

@@ -20,6 +20,7 @@ from harness.checking.witness_checks import CHECK
 from harness.diagnosing.errors_by_place import ERROR_COLUMNS
 from harness.engines.named import engine_named
 from harness.errors import RequestError, ShardproofError
+from harness.mesh_axes import stage_count
 from harness.plain_case import PlainCase
 from harness.protocols import CaseLike, case_text
 from harness.recording.spans import SPAN_COLUMNS, span_row
@@ -249,7 +250,7 @@ def _planned(case: CaseLike, subject: NamedSubject) -> dict[str, object]:
     row: dict[str, object] = {"case": case_text(case), "mode": case.mode, "world_size": case.world_size}
     row |= {"dtype": case.dtype, "micro": case.micro, "steps": case.steps}
     row |= {"words": case.words()} if isinstance(case, PlainCase) else {}  # nobody else can read its text
-    if len(case.axes.get("pp", ((0,),))[0]) > 1:
+    if stage_count(case.axes) > 1:
         with suppress(Unanswered):  # only pages show it
             row |= answered("pipeline", lambda: _bubble(case, subject))
     tokens = getattr(case, "tokens", None)

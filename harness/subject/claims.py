@@ -10,7 +10,8 @@ from typing import Any
 
 from harness.cases import check_modes, known_modes, read_case
 from harness.errors import RequestError
-from harness.plain_case import AXES, PlainCase, Vocabulary
+from harness.mesh_axes import AXES
+from harness.plain_case import PlainCase, Vocabulary
 from harness.protocols import CaseLike, Subject
 from harness.resolve import resolve
 from harness.subject.call import NamedSubject, answered, named, offers, words_of

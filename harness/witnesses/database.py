@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from harness.errors import MachineError
-from harness.ledger import OPS
+from harness.ledger import BACKWARD, OPS
 from harness.recording.ranges import DOMAIN
 from harness.witnesses.agreement import UNKNOWN, Sighting
 
 _DOMAIN, _CATEGORY, _MARK = 75, 33, 34
 _SETTLED_BY = {"forward": "data", "step": "grad_sync"}
 """Phase of calls between a backward or step and what follows, by what follows (harness.recording.attribution)."""
-_SETTLED_AT_END = {"backward": "grad_sync", "recompute": "grad_sync", "step": "metric"}
+_SETTLED_AT_END = {**dict.fromkeys(BACKWARD, "grad_sync"), "step": "metric"}
 _QUERY = """
     SELECT e.start, e.end, e.eventType, COALESCE(e.text, s.value), e.category, e.domainId, e.globalTid, e.int64Value
     FROM NVTX_EVENTS AS e LEFT JOIN StringIds AS s ON e.textId = s.id ORDER BY e.start, e.rowid

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from harness.ledger import AGAIN
+
 NODE, MODULE, STEP, CHECKPOINT, CALL, QUIET, LOUD = (
     "node",
     "module",
@@ -146,7 +148,7 @@ class Phases:
             phase = ""
             self._since = "sent" if outside and self._since == "forward" else self._since
         elif NODE in kinds:
-            phase = "backward" if kinds[-1] == NODE else "recompute"
+            phase = "backward" if kinds[-1] == NODE else AGAIN
         elif STEP in kinds:
             phase = "step"
         elif any(open_.model for open_ in above):

@@ -21,6 +21,7 @@ from parallel.checkpoints.errors import CheckpointError
 from parallel.checkpoints.folder import Stored
 from parallel.checkpoints.state import RANKS
 from parallel.checkpoints.weights import Weights
+from reference.case import Case
 from reference.checkpoints.foreign import Form, is_foreign, is_megatron, parameters, write
 from reference.errors import CaseError
 
@@ -163,7 +164,7 @@ def _ranks(stored: Source) -> str:
     if RANKS not in stored.tensors:
         return ""
     sizes = stored.full(RANKS).tolist()
-    return " ".join(f"{axis}={size}" for axis, size in zip(("tp", "cp", "dp", "pp"), sizes, strict=True))
+    return " ".join(f"{axis}={size}" for axis, size in zip(Case().mesh, sizes, strict=False))
 
 
 def _is_bare(stored: Source) -> bool:

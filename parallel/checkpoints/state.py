@@ -69,7 +69,7 @@ def trained(rank: Rank, states: Mapping[str, Mapping[str, Tensor]]) -> Iterator[
                 yield StateTensor(key=key, local=state[moment], place=place, axes=place.axes)
         if "step" in state:
             key, whole = f"optimizer.state.{name}.step", Placement(shape=())
-            yield StateTensor(key=key, local=state["step"], place=whole, axes=("pp",))
+            yield StateTensor(key=key, local=state["step"], place=whole, axes=rank.case.pipeline_axes)
 
 
 def computing(rank: Rank) -> Iterator[StateTensor]:
@@ -87,19 +87,19 @@ def keys(case: Case, shapes: Mapping[str, tuple[int, ...]], *, states: bool) -> 
         for name, shape in shapes.items():
             found |= {f"optimizer.state.{name}.{moment}": shape for moment in MOMENTS}
             found[f"optimizer.state.{name}.step"] = ()
-    return found | {STEPS: (), RANKS: (4,)} | ({} if case.scaler == "none" else {SCALE: (3,)})
+    return found | {STEPS: (), RANKS: (len(case.mesh),)} | ({} if case.scaler == "none" else {SCALE: (3,)})
 
 
 def rng_keys(rank: Rank) -> dict[str, str]:
     """Stream of a rank -> the key of its state."""
     at = rank.mesh.coordinates
-    place = ".".join(f"{axis}{at[axis][0]}" for axis in ("tp", "cp", "dp", "pp"))
+    place = ".".join(f"{axis}{at[axis][0]}" for axis in rank.case.mesh)
     return {stream: f"rng.{place}.{stream}" for stream in rank.dropout.streams.state_dict()}
 
 
 def ranks_of(case: Case) -> Tensor:
     """What `train.ranks` is."""
-    return torch.tensor([case.tp, case.cp, case.dp, case.pp], device="cpu")
+    return torch.tensor([*case.mesh.values()], device="cpu")
 
 
 def writes(case: Case, rank: int, axes: Sequence[str]) -> bool:

@@ -18,8 +18,7 @@ from types import CodeType
 from typing import Any
 
 from parallel.communication.mesh import axis_size
-from parallel.schedules.recompute import computed_again, ends_of_units
-from parallel.schedules.stages import stages
+from parallel.schedules.stages import computed_again, ends_of_units, stages
 from reference.case import Case
 
 __all__ = [
@@ -203,14 +202,14 @@ def _compiled(formula: str) -> tuple[CodeType, tuple[str, ...]]:
 
 
 class _Repeated:
-    """Which forward calls backward issues once more (recompute=full): those of a layer that is computed again.
+    """Which forward calls backward issues once more (`recompute`): those of a layer that is computed again.
 
     `early_stop` leaves out what ends a unit, unless dropout or a feature follows it, which needs it in backward.
     """
 
     def __init__(self, case: Case) -> None:
         self._again = {"": frozenset[int](), "layer": computed_again(case), "core": computed_again(case)}
-        if case.recompute == "selective":
+        if case.core_again:
             self._again["core"] = frozenset(range(case.layers))
         followed = case.dropout or case.layer_shapes
         self._ends = ends_of_units(case) if case.early_stop and not followed else frozenset[int]()

@@ -56,8 +56,9 @@ def norm(
         return all(axis.name in places[name].axes or axis.rank == 0 for axis in axes)
 
     squares = [gradient.to(dtype).square().sum() for name, gradient in gradients.items() if counts(name)]
-    none = next(iter(gradients.values())).new_zeros((), dtype=dtype)  # a rank may hold copies of others' alone
-    total = torch.stack(squares or [none]).sum()
+    if not squares:  # a rank may hold nothing but copies of others' gradients
+        squares = [next(iter(gradients.values())).new_zeros((), dtype=dtype)]
+    total = torch.stack(squares).sum()
     for axis in axes:
         total = all_reduce(total, axis)
     return total.sqrt()

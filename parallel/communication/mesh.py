@@ -16,8 +16,8 @@ from reference.case import Case
 
 __all__ = ["Axis", "Mesh", "axis_rank", "axis_size", "coordinates"]
 
-_OPTIONAL = ("cp", "pp")
-"""Axes that every case has and nothing talks on where they have one rank."""
+_TALKING = ("tp", "dp")
+"""Axes of every mesh that are talked on even where they have one rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,14 +51,14 @@ class Mesh:
         world_size, rank = dist.get_world_size(), dist.get_rank()
         if world_size != case.world_size:
             raise ValueError(
-                f"world_size={world_size}: the case needs tp*dp*pp*cp={case.world_size} ranks; "
+                f"world_size={world_size}: the case needs {'*'.join(case.mesh)}={case.world_size} ranks; "
                 f"legal: {case.world_size} ranks"
             )
         axes: dict[str, Axis] = {}
         for name, groups in case.axes.items():
             # Every rank makes every group, in one order, its own or not: new_group is collective over the world. Axes
             # that nothing talks on have no groups: two for every rank would be most of what a large world costs.
-            talks = name not in _OPTIONAL or len(groups[0]) > 1
+            talks = name not in case.mesh or name in _TALKING or len(groups[0]) > 1
             made = [(ranks, dist.new_group(list(ranks), group_desc=name) if talks else None) for ranks in groups]
             own = [(ranks, group) for ranks, group in made if rank in ranks]
             if not own:

@@ -35,10 +35,8 @@ from parallel.data_parallel.words import (
 )
 from parallel.layers.roles import attention_linears, head_norms, mlp_linears
 from parallel.model.strategy import Strategy
-from parallel.schedules.orders import order
-from parallel.schedules.pipeline import Kind
-from parallel.schedules.recompute import computed_again, in_backward
-from parallel.schedules.stages import TABLE, Stage, held, pipeline_of, stages
+from parallel.schedules.pipeline import Kind, order
+from parallel.schedules.stages import TABLE, Stage, computed_again, held_by_rank, in_backward, pipeline_of, stages
 from reference.case import Case
 from reference.language.modes import MODES
 
@@ -126,8 +124,7 @@ def _by_rank(strategy: Strategy, places: Placements, axis: str, case: Case) -> I
     names = [name for name, place in places.items() if axis in _summed_over(strategy, case, name, place)]
     together = strategy.coalesced or axis != strategy.weight_axis
     every = range(case.tp if MODES[case.mode].uneven else 1)
-    for rank in range(case.pp):
-        own = held(case, rank)
+    for own in held_by_rank(case):
         mine = [name for name in names if any(stage.holds(name) for stage in own)]
         ranks = [_at(case, tp=tp, **own[0].at) for tp in every]
         for group in [mine] if together and mine else [[name] for name in mine]:
@@ -164,7 +161,7 @@ def _completing(case: Case, stage: Stage, bucket: Bucket) -> tuple[str, bool]:
         order = sorted(order, key=lambda module: f"{module}.weight" != TABLE)
     latest = max(order.index(slot.name.rpartition(".")[0]) for slot in bucket.slots)
     last_product = order.index(f"layers.{stage.layers[0]}.attention.{attention_linears(case)[0]}")
-    return order[latest], case.overlap and (latest < last_product or stage.index >= stage.pp)
+    return order[latest], case.overlap and (latest < last_product or stage.chunk > 0)
 
 
 def _backward_order(case: Case) -> list[str]:
@@ -231,10 +228,10 @@ def _gathers(case: Case, stage: Stage, phase: Kind, *, drops: bool) -> int:
     behind a forward. In a pipeline it stays from a backward to the next forward.
     """
     kept, left, found = False, 0, 0
-    for action in order(pipeline_of(case), stage.index % case.pp):
+    for action in order(pipeline_of(case), stage.rank):
         if action.stage != stage.index:
             continue
         found += not kept and (action.kind is Kind.F) == (phase is Kind.F)
         left += action.kind is not Kind.F
-        kept = not drops if action.kind is Kind.F else case.pp > 1 and left < case.micro
+        kept = not drops if action.kind is Kind.F else stage.count > 1 and left < case.micro
     return found

@@ -15,9 +15,9 @@ layer, a layer the next, in backward the one that backward comes to next.
 Each chunk of a pipeline is a model of its own. Several micro-batches are under way in it: what backward has gathered
 stays until a forward has used it too, or the last backward of the step.
 
-With recompute=full the layer's second forward gathers it, and backward uses what that gathered. The optimizer steps the
-shards: in float32 with `master=float32`, rounded before every gather. A rank beyond the rows of a parameter holds none
-of it. Other calls are awaited at once. Sources: torch 2.13 `fully_shard`, and `_PipelineStageBase` around it, whose
+Of a layer that is computed again the second forward gathers it, and backward uses what that gathered. The optimizer
+steps the shards: in float32 with `master=float32`, rounded before every gather. A rank beyond the rows of a parameter
+holds none of it. Other calls are awaited at once. Sources: torch 2.13 `fully_shard`, `_PipelineStageBase`, whose
 `backward_maybe_with_nosync` keeps what is gathered and reduces once (around.md 15.3); arXiv:1910.02054 for ZeRO.
 """
 
@@ -39,7 +39,7 @@ from parallel.data_parallel.rows import Unit, padded_rows
 from parallel.data_parallel.words import REPLICAS, gradient_dtype, shard_axis, trained_dtype, unit_of
 from parallel.model.strategy import Rank
 from parallel.model.transformer import Transformer
-from parallel.schedules.recompute import computed_again, in_backward
+from parallel.schedules.stages import computed_again, in_backward
 from reference.case import Case
 from reference.model.parameters import dtype_of
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from parallel.communication.expectation import CompleteTerm, gradient_dtype
 from parallel.communication.layout import Placement, local_shape
-from parallel.communication.mesh import coordinates
+from parallel.communication.mesh import axis_size, coordinates
 from reference.case import Case
 from reference.model.parameters import shapes
 
@@ -71,7 +71,7 @@ def estimated_mb(case: Case) -> float:
 def step_calls(case: Case, elements: int) -> Iterator[tuple[str, str, int, str, str]]:
     """(what, op, elements, dtype, group) of each call that Megatron's step issues once and ours does not."""
     model, data = f"{case.tp} ranks of tp", "a group of one"
-    if case.dp * case.cp == 1:
+    if axis_size(case, case.token_axis) == 1:
         yield "gradients", "all_reduce", elements, gradient_dtype(case), data
         yield "loss and number of tokens", "all_reduce", 2, "float32", data
     if case.dtype == "float16" and case.scaler == "none":

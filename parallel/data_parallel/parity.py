@@ -26,7 +26,7 @@ from parallel.communication.expectation import CallPlace, CallRow
 from parallel.communication.mesh import axis_size
 from parallel.data_parallel.words import REPLICAS
 from parallel.model.strategy import Rank, Step, Strategy
-from parallel.schedules.stages import TABLE, held
+from parallel.schedules.stages import TABLE, held_by_rank
 from reference.case import Case
 
 __all__ = ["bits_hash", "with_parity"]
@@ -59,8 +59,7 @@ def _rows(replicated: Mapping[str, Sequence[str]]) -> Iterator[CallRow]:
 def _hashes(axis: str, names: frozenset[str], case: Case) -> Iterator[CallPlace]:
     """Every rank of a pipeline that holds any of the parameters."""
     ranks = 2 if axis == "embedding" else axis_size(case, axis)
-    for rank in range(case.pp):
-        own = held(case, rank)
+    for own in held_by_rank(case):
         if count := sum(any(stage.holds(name) for stage in own) for name in names):
             yield CallPlace(at=own[0].at, values={"hashes": count * ranks})
 

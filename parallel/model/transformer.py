@@ -17,12 +17,11 @@ from parallel.communication.batch import Delivered
 from parallel.layers.attention import Attention, HeadShape, rotary_table
 from parallel.layers.mlp import Mlp
 from parallel.layers.norm import Norm
-from parallel.layers.recompute import computed_later_again
 from parallel.layers.roles import attention_linears, head_norms, mlp_linears
+from parallel.layers.units import computed_later_again
 from parallel.model.strategy import Parts, Strategy
 from parallel.randomness.dropout import Draw, Dropout
-from parallel.schedules.recompute import units
-from parallel.schedules.stages import Stage
+from parallel.schedules.stages import Stage, units
 from reference.case import Case
 from reference.model.parameters import dtype_of
 
@@ -64,7 +63,7 @@ class Layer(nn.Module):
 class Transformer(nn.Module):
     """The part of the model that one stage holds, all of it without a pipeline, under the names of the whole.
 
-    Backward computes the units of `recompute=full` again, which are the first layers here, or all of them; `again` is
+    Backward computes the units of recomputed layers again, which are the first layers here, or all of them; `again` is
     true while it does.
     """
 
@@ -143,7 +142,7 @@ def _layer(case: Case, strategy: Strategy, parts: Parts, dropout: Dropout, devic
         group=case.heads // case.kv_heads,
         dim=case.head_dim,
         sequence_dim=strategy.sequence_dim,
-        recompute_core=case.recompute == "selective",
+        recompute_core=case.core_again,
     )
     attention = Attention(
         heads,

@@ -1,4 +1,4 @@
-"""Pipeline parallelism (`pp=`): each stage holds consecutive layers, and activations travel from stage to stage.
+"""Pipeline parallelism (axis pp): each stage holds consecutive layers, and activations travel from stage to stage.
 
 execution   a step: the orders of `parallel.schedules`, executed with batches of isend and irecv
 terms       the closed form: every term at its stage, the messages, the sums over stages

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from parallel.schedules.messages import Program, programs
 from parallel.schedules.pipeline import Action
-from parallel.schedules.stages import held, pipeline_of
+from parallel.schedules.stages import held_by_rank, pipeline_of
 from parallel.schedules.timing import Span, bubble_stated, played
 from reference.case import Case
 
@@ -23,8 +23,7 @@ class CasePipeline:
     @property
     def layers(self) -> tuple[int, ...]:
         """The layers of every rank, all chunks together."""
-        case = self.case
-        return tuple(sum(len(stage.layers) for stage in held(case, rank)) for rank in range(case.pp))
+        return tuple(sum(len(stage.layers) for stage in own) for own in held_by_rank(self.case))
 
     @property
     def chunks(self) -> int:
@@ -34,7 +33,7 @@ class CasePipeline:
     @property
     def alike(self) -> tuple[int, ...]:
         """Rank -> the first rank that has as many layers and the same ends of the model."""
-        ranks = [held(self.case, rank) for rank in range(self.case.pp)]
+        ranks = held_by_rank(self.case)
         kinds = [[(stage.first, stage.last, len(stage.layers)) for stage in own] for own in ranks]
         return tuple(kinds.index(kind) for kind in kinds)
 
@@ -51,13 +50,13 @@ class CasePipeline:
 
     def sample(self, depth: int | None) -> Case:
         """One step of the fewest micro-batches, two or a group of them; with `depth` layers in every chunk."""
-        case = self.case
-        short = {"steps": 1, "micro": (case.group or case.pp) if self.chunks > 1 else 2}
+        case, pipeline = self.case, pipeline_of(self.case)
+        short = {"steps": 1, "micro": pipeline.in_a_row if self.chunks > 1 else 2}
         if depth is None:
             return case.but(**short)
         each = depth * self.chunks
         ends = {"first_layers": each * bool(case.first_layers), "last_layers": each * bool(case.last_layers)}
-        return case.but(**short, **ends, layers=each * case.pp)
+        return case.but(**short, **ends, layers=each * pipeline.ranks)
 
     def spans(
         self, seconds: Callable[[int, Action], float], message_s: Callable[[int, int], float]

@@ -4,6 +4,16 @@ A rank builds and fills what its stages hold. The last stage has loss and number
 summed over the pipeline; so is the squared norm, in which a tied token table counts on the first stage alone. Its
 gradient is summed over the first and the last stage once a step, after the sums over data ranks (around.md 18.2), so
 that both copies take the same steps.
+
+A step on one rank of a pipeline: forwards, backwards and messages of its stages, in the order of its schedule.
+
+A message is an activation or its gradient, [S, B, D] in the case's dtype, under tp-sp this rank's part of S. Messages
+that are issued together are one batch of isend and irecv over the pipeline's group, and all of it is awaited at once.
+What is received is an empty tensor that requires a gradient; what is sent back is that gradient.
+
+Interleaved stages on two ranks send both activations and gradients to the same rank in one batch, where messages are
+matched by their order alone: gradients have a group of their own there, which makes two batches (around.md 13.4).
+Source: Megatron-Core 0.16.1 `schedules.py`, `p2p_communication.py` (around.md 13.1, 13.2, 13.4).
 """
 
 from __future__ import annotations
@@ -11,14 +21,148 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
 from parallel.communication import gradients as sync
+from parallel.communication.batch import deliver
 from parallel.communication.expectation import ACTIVATION, STAGES, CallRow
-from parallel.communication.layout import Cut, Placement
+from parallel.communication.layout import Box, Cut, Placement, rows
+from parallel.layers.loss import counted
 from parallel.model.strategy import Rank, Step, Strategy
-from parallel.pipeline.execution import as_scheduled, with_channels
-from parallel.schedules.stages import TABLE, Stage, held
+from parallel.schedules.checks import delivery
+from parallel.schedules.messages import peer, program
+from parallel.schedules.pipeline import Action, Kind
+from parallel.schedules.stages import TABLE, Stage, held_by_rank, pipeline_of
+from parallel.training.step import keeps_logits
 from reference.case import Case
-from reference.language.modes import MODES
+from reference.model.parameters import dtype_of
+
+BACK = "pp_back"
+"""Name in the mesh of the pipeline's group for gradients, where activations have another."""
+Scheduled = tuple[Tensor, Tensor, tuple[Box, ...] | None]
+_RECEIVED = (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
+_BACK = (Kind.SEND_BACKWARD, Kind.RECV_BACKWARD)
+
+
+def message_shape(case: Case, *, sequence_dim: int) -> tuple[int, ...]:
+    """The shape of one activation on one rank, between two stages."""
+    length = case.slice_tokens // case.rows // (case.tp if case.system.sequence else 1)
+    return (length, case.rows, case.hidden) if sequence_dim == 0 else (case.rows, length, case.hidden)
+
+
+def with_channels(rank: Rank) -> Rank:
+    """The rank with the group for gradients in its mesh, where its schedule needs one; every rank must call this."""
+    if delivery(pipeline_of(rank.case))[1] == 1:
+        return rank
+    mesh, axis = rank.mesh, rank.mesh.axis("pp")
+    made = {ranks: dist.new_group(list(ranks), group_desc="pp") for ranks in rank.case.axes["pp"]}
+    return replace(rank, mesh=replace(mesh, axes={**mesh.axes, BACK: replace(axis, group=made[axis.ranks])}))
+
+
+def as_scheduled(rank: Rank, step: int, by: type[StageRun] | None = None) -> Scheduled:
+    """All micro-batches of a step in the order of the schedule: loss sum, number of tokens and logits.
+
+    `by` a `StageRun` that is one of the caller's. Ranks before the last have 0, 0 and None.
+    """
+    axis = rank.mesh.axis("pp")
+    pipeline, run = pipeline_of(rank.case), (by or StageRun)(rank, step)
+    for together in program(pipeline, axis.rank):
+        match together[0].kind:
+            case Kind.F:
+                run.forward(together[0])
+            case Kind.B:
+                run.backward(together[0])
+            case _:
+                run.exchange(together, [axis.ranks[peer(pipeline, message)] for message in together])
+    return run.loss, run.tokens, run.logits
+
+
+class StageRun:
+    """One step of one rank: what came in and went out, by micro-batch and stage, and the sums of the last stage."""
+
+    def __init__(self, rank: Rank, step: int) -> None:
+        self.rank, self.step = rank, step
+        self.loss = torch.zeros((), dtype=torch.float64, device=rank.device)
+        self.tokens = torch.zeros_like(self.loss)
+        self._boxes: list[Box] = []
+        self.inputs: dict[tuple[int, int], Tensor] = {}
+        self.outputs: dict[tuple[int, int], Tensor] = {}
+        self._gradients: dict[tuple[int, int], Tensor] = {}
+
+    @property
+    def logits(self) -> tuple[Box, ...] | None:
+        """The last stage's of the micro-batches so far; None elsewhere, and where an outcome leaves them out."""
+        return tuple(self._boxes) if self.rank.chunks[-1][0].last and keeps_logits(self.rank) else None
+
+    def forward(self, action: Action) -> None:
+        """A stage's layers of a micro-batch; on the last one its loss too."""
+        rank, micro, key = self.rank, action.micro, (action.micro, action.stage)
+        stage, chunk = rank.chunks[action.chunk]
+        batch = rank.parts.local(deliver(rank.case, rank.mesh, self.step, micro, rank.device, stage=stage))
+        output = chunk(batch, self.inputs.get(key))
+        self.outputs[key] = output
+        if not stage.last:
+            return
+        labels = rank.strategy.laid_out(batch.labels)
+        losses = rank.parts.loss(output, labels)
+        weights = counted(labels, rank.strategy.laid_out(batch.loss_mask)).to(losses.dtype)
+        summed = (losses * weights).sum()
+        self.loss += summed.detach()
+        self.tokens += weights.sum()
+        self.outputs[key] = summed if rank.step.loss_scale is None else rank.step.loss_scale.scaled(summed)
+        if rank.metric is not None:
+            with torch.no_grad():
+                rank.metric(output, labels, weights)
+        if keeps_logits(rank):
+            self._boxes += self._logits(micro, output)
+
+    def _logits(self, micro: int, logits: Tensor) -> tuple[Box, ...]:
+        rank, case = self.rank, self.rank.case
+        place = rank.strategy.activation(case, "head")
+        assert place is not None
+        first = (rank.mesh.axis("dp").rank * case.micro + micro) * case.rows
+        boxes = rank.boxes(rank.strategy.laid_out(logits.detach()), place)
+        return rows(boxes, first=first, total=case.dp * case.micro * case.rows)
+
+    def backward(self, action: Action) -> None:
+        """Gradients of a stage's parameters and of what it received, from the gradient of what it sent."""
+        key = action.micro, action.stage
+        torch.autograd.backward(self.outputs.pop(key), self._gradients.pop(key, None))
+
+    def exchange(self, messages: Sequence[Action], peers: Sequence[int]) -> None:
+        """Issue these messages together and wait for all of them; `peers` are the global ranks at their ends.
+
+        They are one batch in each group.
+        """
+        axes = self.rank.mesh.axes
+        batches: dict[str, list[dist.P2POp]] = {}
+        for message, other in zip(messages, peers, strict=True):
+            axis = BACK if BACK in axes and message.kind in _BACK else "pp"
+            received = message.kind in _RECEIVED
+            tensor = self._received(message) if received else self._sent(message)
+            operation = dist.P2POp(dist.irecv if received else dist.isend, tensor, other, axes[axis].group)
+            batches.setdefault(axis, []).append(operation)
+        for work in [work for batch in batches.values() for work in dist.batch_isend_irecv(batch)]:
+            work.wait()
+
+    def _received(self, message: Action) -> Tensor:
+        """An empty tensor for what comes, kept for the computation that needs it."""
+        rank, forward = self.rank, message.kind is Kind.RECV_FORWARD
+        shape = message_shape(rank.case, sequence_dim=rank.strategy.sequence_dim)
+        tensor = torch.empty(shape, dtype=dtype_of(rank.case), device=rank.device, requires_grad=forward)
+        (self.inputs if forward else self._gradients)[message.micro, message.stage] = tensor
+        return tensor.detach()
+
+    def _sent(self, message: Action) -> Tensor:
+        """The output of a forward, or the gradient of a backward's input."""
+        key = message.micro, message.stage
+        if message.kind is Kind.SEND_FORWARD:
+            return self.outputs[key].detach().contiguous()
+        gradient = self.inputs.pop(key).grad
+        assert gradient is not None
+        return gradient.contiguous()
 
 
 def applied(strategy: Strategy, case: Case) -> Strategy:
@@ -27,7 +171,7 @@ def applied(strategy: Strategy, case: Case) -> Strategy:
         return strategy
 
     def placements(case: Case) -> dict[str, Placement]:
-        ranks = [held(case, rank) for rank in range(case.pp)]
+        ranks = held_by_rank(case)
         return {name: _on_stages(place, ranks, name) for name, place in strategy.placements(case).items()}
 
     def step(case: Case, plain: Step) -> Step:
@@ -51,7 +195,7 @@ def applied(strategy: Strategy, case: Case) -> Strategy:
 
 def _messages(case: Case) -> Iterator[CallRow]:
     """Activations go on and gradients back, over every border of two stages; split ones each rank's part of them."""
-    elements = "slice_tokens // tp * hidden" if MODES[case.mode].sequence else ACTIVATION
+    elements = "slice_tokens // tp * hidden" if case.system.sequence else ACTIVATION
     for op, when, why in (
         ("send", "not last", "activations to the next stage"),
         ("recv", "not last", "gradients from the next stage"),

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from parallel.communication.layout import Box, Coordinates, Placement, pieces, rows
 from parallel.randomness.field import indices, kept
-from parallel.randomness.streams import DEFAULT, MODEL_PARALLEL, Streams, seeds
+from parallel.randomness.streams import DEFAULT, MODEL_PARALLEL, Streams, seeds_at
 from reference.case import Case
 from reference.checkpoints.stored import steps_before
 from reference.language.modes import MODES
@@ -68,7 +68,7 @@ class Dropout:
             places=places,
             sequence_dim=sequence_dim,
             device=device,
-            streams=Streams(seeds(case.seed, tp_rank=at["tp"][0], pp_rank=at["pp"][0], cp_rank=at["cp"][0])),
+            streams=Streams(seeds_at(case.seed, at, slices=True)),
         )
 
     def hidden(self, x: Tensor, site: str, draw: Draw) -> Tensor:

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from parallel.communication.layout import Coordinates, Placement, local_shape, shard
 from parallel.randomness.field import indices, standard
-from parallel.randomness.streams import DEFAULT, MODEL_PARALLEL, Streams, seeds
+from parallel.randomness.streams import DEFAULT, MODEL_PARALLEL, Streams, seeds_at
+from parallel.schedules.stages import held_at
 from reference.case import Case
 from reference.language.modes import MODES
 from reference.model.parameters import drawn
@@ -38,8 +39,8 @@ _STAGE = 1024
 def streams_of(case: Case, at: Coordinates) -> Streams:
     """The streams from which the rank at these coordinates draws initial values."""
     if not _is_internevo(case):
-        return Streams(seeds(case.seed, tp_rank=at["tp"][0], pp_rank=at["pp"][0]))
-    first, rank = case.seed + _STAGE * at["pp"][0], at[_axis(case)][0]
+        return Streams(seeds_at(case.seed, at, slices=False))
+    first, rank = case.seed + _STAGE * held_at(case, at)[0].rank, at[_axis(case)][0]
     return Streams({_FIRST: first, **({_OWN: first + rank} if rank else {})})
 
 

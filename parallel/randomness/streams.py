@@ -17,6 +17,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from parallel.communication.layout import Coordinates
+
 __all__ = ["CONTEXT_STRIDE", "DEFAULT", "EXPERT", "MODEL_PARALLEL", "Streams", "seeds"]
 
 DEFAULT, MODEL_PARALLEL, EXPERT = "data-parallel-rng", "model-parallel-rng", "expert-parallel-rng"
@@ -40,6 +42,16 @@ def seeds(
     own = seed + 100 * pp_rank + CONTEXT_STRIDE * cp_rank + (10 * dp_rank if data_parallel_random_init else 0)
     found = {DEFAULT: own, MODEL_PARALLEL: own + 2718 + tp_rank, EXPERT: own + 1024 + 100 * ep_rank + etp_rank}
     return {name: value % _SEEDS for name, value in found.items()}
+
+
+def seeds_at(seed: int, at: Coordinates, *, slices: bool) -> dict[str, int]:
+    """The same of the rank at these coordinates; `slices`: each context rank has seeds of its own."""
+    return seeds(seed, tp_rank=at["tp"][0], pp_rank=at["pp"][0], cp_rank=at["cp"][0] if slices else 0)
+
+
+def goes_on(at: Coordinates) -> bool:
+    """Do the streams of initial values go on as those of dropout? Those of the first context ranks do."""
+    return at["cp"][0] == 0
 
 
 class Streams:

@@ -32,7 +32,7 @@ def delivery(pipeline: Pipeline) -> tuple[Sends, int]:
     """
     if pipeline.v_shaped:
         return Sends.BUFFERED, 2
-    return Sends.BATCHED, 2 if pipeline.schedule == "interleaved" and pipeline.pp == 2 else 1
+    return Sends.BATCHED, 2 if pipeline.schedule == "interleaved" and pipeline.ranks == 2 else 1
 
 
 def check_complete(pipeline: Pipeline, made: Sequence[Program]) -> list[str]:
@@ -76,7 +76,7 @@ def check_legal(pipeline: Pipeline, made: Sequence[Program], sends: Sends, chann
     and gradients go over two process groups, so that only messages of one direction are in one order.
     """
     run = _Run(pipeline, made, sends, channels)
-    while any([run.advance(rank) for rank in range(pipeline.pp)]):
+    while any([run.advance(rank) for rank in range(pipeline.ranks)]):
         pass
     return [*run.breaches, *run.stuck()]
 
@@ -95,7 +95,7 @@ def live_stated(pipeline: Pipeline, rank: int) -> int:
 
     Until W it is min(pp, micro) on every rank of ZB-H1, and the same as until B for ZBV.
     """
-    pp, micro, chunks = pipeline.pp, pipeline.micro, pipeline.chunks
+    pp, micro, chunks = pipeline.ranks, pipeline.micro, pipeline.chunks
     match pipeline.schedule:
         case "gpipe":
             return micro

@@ -15,8 +15,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
-from parallel.schedules.orders import backward_table, forward_table, order, warm_up
-from parallel.schedules.pipeline import Action, Kind, Pipeline
+from parallel.schedules.pipeline import Action, Kind, Pipeline, backward_table, forward_table, order, warm_up
 
 __all__ = ["Program", "counterpart", "message_bytes", "message_counts", "peer", "program", "programs", "sends_stated"]
 
@@ -55,7 +54,7 @@ def program(pipeline: Pipeline, rank: int) -> Program:
 
 def programs(pipeline: Pipeline) -> tuple[Program, ...]:
     """The programs of all ranks."""
-    return tuple(program(pipeline, rank) for rank in range(pipeline.pp))
+    return tuple(program(pipeline, rank) for rank in range(pipeline.ranks))
 
 
 def message_counts(made: Program) -> Counter[Kind]:
@@ -65,7 +64,7 @@ def message_counts(made: Program) -> Counter[Kind]:
 
 def sends_stated(pipeline: Pipeline, rank: int) -> tuple[int, int]:
     """Closed form: sends of (activations, gradients) of a rank in one step of training."""
-    pp, micro, chunks = pipeline.pp, pipeline.micro, pipeline.chunks
+    pp, micro, chunks = pipeline.ranks, pipeline.micro, pipeline.chunks
     if pp == 1:
         return 0, 0
     first, last = int(rank == 0), int(rank == pp - 1)
@@ -148,5 +147,5 @@ def _due(
         for message in _message(pipeline, kind, action):
             other = counterpart(pipeline, message)
             sent = place[other.chunk, other.micro]
-            due[sent + pipeline.pp - 1 if other.chunk != action.chunk else index - 1] += (message,)
+            due[sent + pipeline.ranks - 1 if other.chunk != action.chunk else index - 1] += (message,)
     yield from due.items()

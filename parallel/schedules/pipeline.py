@@ -3,17 +3,25 @@
 A *virtual stage* is one chunk of layers; virtual stages are numbered in the order in which a micro-batch passes them.
 In a looped pipeline rank r holds the stages r, r+pp, r+2pp, ..; in a V-shaped one it holds r and 2pp-1-r.
 Sources: GPipe arXiv:1811.06965, 1F1B and interleaved arXiv:2104.04473, zero bubble (ZB-H1, ZBV) arXiv:2401.10241.
+
+The order in which a rank computes, for each schedule.
+
+GPipe, 1F1B and interleaved are one rule with different warm-ups: `warm` forwards, then forward and backward in turn,
+then the backwards that are left. ZB-H1 is 1F1B with each weight gradient put off by as many backwards as the rank's
+number. Sources: Megatron-Core 0.16.1 `pipeline_parallel/schedules.py` (around.md 13.1, 13.2), arXiv:2401.10241
+sections 2.1 and 6 (around.md 13.3).
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from typing import NamedTuple
 
 from reference.errors import CaseError
-
-__all__ = ["SCHEDULES", "Action", "Kind", "Pipeline"]
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
 _V_SHAPED = ("zbv",)
@@ -61,7 +69,7 @@ class Pipeline:
     """
 
     schedule: str
-    pp: int
+    ranks: int
     micro: int
     chunks: int = 1
     group: int | None = None
@@ -69,7 +77,7 @@ class Pipeline:
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
             raise CaseError("schedule", self.schedule, "is not a schedule", " ".join(SCHEDULES))
-        for key, value in (("pp", self.pp), ("micro", self.micro), ("chunks", self.chunks)):
+        for key, value in (("ranks", self.ranks), ("micro", self.micro), ("chunks", self.chunks)):
             if value < 1:
                 raise CaseError(key, value, "must be at least 1", "1")
         if self.v_shaped:
@@ -84,20 +92,20 @@ class Pipeline:
 
     def _check_interleaved(self) -> None:
         """Megatron-Core's rules: pp <= group <= micro, and the last group is no smaller than pp."""
-        if self.pp < 2:
-            raise CaseError("pp", self.pp, "schedule=interleaved needs at least two ranks", "2")
+        if self.ranks < 2:
+            raise CaseError("ranks", self.ranks, "schedule=interleaved needs at least two ranks", "2")
         if self.chunks < 2:
             raise CaseError("chunks", self.chunks, "schedule=interleaved needs at least two chunks on every rank", "2")
-        if self.micro < self.pp:
-            rule = f"schedule=interleaved needs at least pp={self.pp} micro-batches"
-            raise CaseError("micro", self.micro, rule, str(self.pp))
-        if not self.pp <= self.in_a_row <= self.micro:
-            rule = f"must be from pp={self.pp} to micro={self.micro}"
-            raise CaseError("group", self.in_a_row, rule, str(self.pp))
-        if 0 < self.micro % self.in_a_row < self.pp:
+        if self.micro < self.ranks:
+            rule = f"schedule=interleaved needs at least ranks={self.ranks} micro-batches"
+            raise CaseError("micro", self.micro, rule, str(self.ranks))
+        if not self.ranks <= self.in_a_row <= self.micro:
+            rule = f"must be from ranks={self.ranks} to micro={self.micro}"
+            raise CaseError("group", self.in_a_row, rule, str(self.ranks))
+        if 0 < self.micro % self.in_a_row < self.ranks:
             rule = (
                 f"the last group would have {self.micro % self.in_a_row} micro-batches, "
-                f"fewer than pp={self.pp} (group={self.in_a_row})"
+                f"fewer than ranks={self.ranks} (group={self.in_a_row})"
             )
             raise CaseError("micro", self.micro, rule, str(self.micro - self.micro % self.in_a_row))
 
@@ -114,25 +122,25 @@ class Pipeline:
     @property
     def in_a_row(self) -> int:
         """Micro-batches in a row per chunk."""
-        return self.pp if self.group is None else self.group
+        return self.ranks if self.group is None else self.group
 
     @property
     def virtual_stages(self) -> int:
         """Virtual stages on all ranks together."""
-        return self.pp * self.chunks
+        return self.ranks * self.chunks
 
     def stage(self, rank: int, chunk: int) -> int:
         """The virtual stage that is chunk number `chunk` of a rank."""
-        return 2 * self.pp - 1 - rank if self.v_shaped and chunk else chunk * self.pp + rank
+        return 2 * self.ranks - 1 - rank if self.v_shaped and chunk else chunk * self.ranks + rank
 
     def rank(self, stage: int) -> int:
         """The rank that holds a virtual stage."""
-        place = stage % self.pp
-        return self.pp - 1 - place if self.v_shaped and stage >= self.pp else place
+        place = stage % self.ranks
+        return self.ranks - 1 - place if self.v_shaped and stage >= self.ranks else place
 
     def at(self, kind: Kind, micro: int, stage: int) -> Action:
         """The action of a virtual stage."""
-        chunk = int(stage >= self.pp) if self.v_shaped else stage // self.pp
+        chunk = int(stage >= self.ranks) if self.v_shaped else stage // self.ranks
         return Action(kind, micro, chunk, stage)
 
     def action(self, kind: Kind, rank: int, chunk: int, micro: int) -> Action:
@@ -150,5 +158,93 @@ class Pipeline:
 
     def check_rank(self, rank: int) -> None:
         """Raise CaseError when the pipeline has no such rank."""
-        if not 0 <= rank < self.pp:
-            raise CaseError("rank", rank, f"is not a rank of pp={self.pp}", f"0 to {self.pp - 1}")
+        if not 0 <= rank < self.ranks:
+            raise CaseError("rank", rank, f"is not a rank of ranks={self.ranks}", f"0 to {self.ranks - 1}")
+
+
+def warm_up(pipeline: Pipeline, rank: int) -> int:
+    """Forwards of a rank before its first backward's own forward; for ZBV all forwards of the first chunk alone."""
+    pp, micro, after = pipeline.ranks, pipeline.micro, pipeline.ranks - 1 - rank
+    match pipeline.schedule:
+        case "gpipe":
+            return micro
+        case "interleaved":
+            return min(2 * after + (pipeline.chunks - 1) * pipeline.in_a_row, micro * pipeline.chunks)
+        case "zbv":
+            return min(2 * (pp - rank) - 1, micro)
+        case _:
+            return min(after, micro)
+
+
+def forward_table(pipeline: Pipeline) -> tuple[tuple[int, int], ...]:
+    """(chunk, micro-batch) of all forwards of any rank of a looped pipeline, in order."""
+    group = pipeline.in_a_row if pipeline.chunks > 1 else pipeline.micro
+    return tuple(
+        (chunk, micro)
+        for first in range(0, pipeline.micro, group)
+        for chunk in range(pipeline.chunks)
+        for micro in range(first, min(first + group, pipeline.micro))
+    )
+
+
+def backward_table(pipeline: Pipeline) -> tuple[tuple[int, int], ...]:
+    """(chunk, micro-batch) of all backwards of any rank of a looped pipeline: the last chunk comes first."""
+    return tuple((pipeline.chunks - 1 - chunk, micro) for chunk, micro in forward_table(pipeline))
+
+
+def order(pipeline: Pipeline, rank: int) -> tuple[Action, ...]:
+    """All computations of a rank in one step of training, in order. Raises CaseError when there is no such rank."""
+    pipeline.check_rank(rank)
+    if pipeline.schedule == "zbv":
+        return _zbv(pipeline, rank)
+    warm = warm_up(pipeline, rank)
+    forwards = [pipeline.action(Kind.F, rank, *place) for place in forward_table(pipeline)]
+    backwards = [pipeline.action(Kind.B, rank, *place) for place in backward_table(pipeline)]
+    steady = chain.from_iterable(zip(forwards[warm:], backwards, strict=False))
+    made = (*forwards[:warm], *steady, *backwards[len(forwards) - warm :])
+    return _with_weights(made, put_off=rank) if pipeline.splits_backward else made
+
+
+def orders(pipeline: Pipeline) -> tuple[tuple[Action, ...], ...]:
+    """The computations of all ranks."""
+    return tuple(order(pipeline, rank) for rank in range(pipeline.ranks))
+
+
+def _with_weights(made: Sequence[Action], put_off: int) -> tuple[Action, ...]:
+    """Every backward's weight gradient, `put_off` backwards later; those that are left come at the end."""
+    weights = iter([action._replace(kind=Kind.W) for action in made if action.kind is Kind.B])
+    filled: list[Action] = []
+    seen = 0
+    for action in made:
+        filled.append(action)
+        if action.kind is Kind.B:
+            seen += 1
+            if seen > put_off:
+                filled.append(next(weights))
+    return (*filled, *weights)
+
+
+def _zbv(pipeline: Pipeline, rank: int) -> tuple[Action, ...]:
+    """ZBV for at least 2pp-1 micro-batches, without the actions of those that the pipeline does not have."""
+    pp, drawn = pipeline.ranks, max(2 * pipeline.ranks - 1, pipeline.micro)
+    down, up = [(kind, 0) for kind in (Kind.F, Kind.B, Kind.W)], [(kind, 1) for kind in (Kind.F, Kind.B, Kind.W)]
+    with_forward = drawn - (2 * pp - 1 - rank)
+    phases = [
+        down[:1] * (2 * (pp - rank) - 1),
+        [up[0], down[0]] * rank,
+        up * (pp - rank),
+        (down + up) * with_forward,
+        (down[1:] + up) * (drawn - pp - with_forward),
+        [down[1], up[1]] * rank,
+        down[1:] * (pp - rank),
+        [up[2]] * rank,
+        [down[2]] * rank,
+    ]
+    counted: Counter[tuple[Kind, int]] = Counter()
+    made: list[Action] = []
+    for kind, chunk in chain.from_iterable(phases):
+        micro = counted[kind, chunk]
+        counted[kind, chunk] += 1
+        if micro < pipeline.micro:
+            made.append(pipeline.action(kind, rank, chunk, micro))
+    return tuple(made)

@@ -3,19 +3,25 @@
 A rank holds one stage, or one for each of its chunks: stage k*pp + r is chunk k of rank r. Names are those of the whole
 model: stage 1 of two holds `layers.2`, not a `layers.0` of its own. With tied embeddings the last stage holds a copy of
 the token table for its head, under the table's name. Without a pipeline the one stage is the whole model.
-Source: Megatron-Core `transformer_layer.py`: get_transformer_layer_offset, `parallel_state.py` (around.md 13.5).
+
+Which layers of a stage backward computes again, and which of them together, as one unit:
+
+    recompute_method=uniform    all layers, in units of recompute_layers; a unit saves its input alone
+    recompute_method=block      the first recompute_layers layers of every stage, each a unit; the others save all
+
+Sources: Megatron-Core 0.16.1 `transformer_layer.py`: get_transformer_layer_offset, `parallel_state.py` (around.md
+13.5), `TransformerBlock._checkpointed_forward` (around.md 16); InternEvo recomputes the first layers, too
+(`model.checkpoint`, a share of them).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from parallel.schedules.pipeline import Pipeline
 from reference.case import Case
 from reference.groups import PipelineGroup
-
-__all__ = ["TABLE", "Stage", "held", "pipeline_of", "stages"]
 
 TABLE = "embedding.tokens.weight"
 """The parameter that the first and the last stage hold when embeddings are tied."""
@@ -23,18 +29,28 @@ TABLE = "embedding.tokens.weight"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One stage of `count` on `pp` ranks: the numbers of its layers, and whether the head uses the token table."""
+    """One stage of `count` on this many ranks: the numbers of its layers, and whether the head uses the token table."""
 
     index: int
     count: int
-    pp: int
+    ranks: int
     layers: range
     tied: bool
 
     @property
     def at(self) -> Mapping[str, int]:
         """Its rank's place on the mesh, as a term has it; nothing where there is one stage."""
-        return {"pp": self.index % self.pp} if self.pp > 1 else {}
+        return {"pp": self.rank} if self.ranks > 1 else {}
+
+    @property
+    def rank(self) -> int:
+        """The place in the pipeline of the rank that holds it."""
+        return self.index % self.ranks
+
+    @property
+    def chunk(self) -> int:
+        """Which chunk of its rank it is."""
+        return self.index // self.ranks
 
     @property
     def first(self) -> bool:
@@ -76,14 +92,57 @@ def held(case: Case, rank: int) -> tuple[Stage, ...]:
     return stages(case)[rank :: case.pp]
 
 
+def held_by_rank(case: Case) -> tuple[tuple[Stage, ...], ...]:
+    """The stages of every rank of a pipeline."""
+    return tuple(held(case, rank) for rank in range(case.pp))
+
+
+def held_at(case: Case, at: Mapping[str, tuple[int, int]]) -> tuple[Stage, ...]:
+    """The stages of the rank at these coordinates, mesh axis -> (place, ranks)."""
+    return held(case, at["pp"][0])
+
+
 def pipeline_of(case: Case) -> Pipeline:
     """The shape of the case's pipeline, as its schedule orders it."""
-    return Pipeline(schedule=case.schedule, pp=case.pp, micro=case.micro, chunks=case.chunks, group=case.group or None)
+    return Pipeline(
+        schedule=case.schedule, ranks=case.pp, micro=case.micro, chunks=case.chunks, group=case.group or None
+    )
 
 
 def _stage(case: Case, rank: int, chunk: int) -> Stage:
     group = PipelineGroup(ranks=tuple(range(case.pp)), chunks=case.chunks)
     layers = group.layers(case.layers, rank, chunk, first=case.first_layers or None, last=case.last_layers or None)
     return Stage(
-        index=group.virtual_stage(rank, chunk), count=case.pp * case.chunks, pp=case.pp, layers=layers, tied=case.tied
+        index=group.virtual_stage(rank, chunk),
+        count=case.pp * case.chunks,
+        ranks=case.pp,
+        layers=layers,
+        tied=case.tied,
     )
+
+
+def units(case: Case, layers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The units among these consecutive layers, which are all of a stage's, in their order."""
+    if not case.layers_again:
+        return ()
+    size = case.recompute_layers
+    if case.recompute_method == "block":
+        return tuple((layer,) for layer in layers[:size])
+    return tuple(tuple(layers[first : first + size]) for first in range(0, len(layers), size))
+
+
+def computed_again(case: Case) -> frozenset[int]:
+    """The numbers of all layers that are computed again, on whatever stage."""
+    return frozenset(layer for stage in stages(case) for unit in units(case, stage.layers) for layer in unit)
+
+
+def ends_of_units(case: Case) -> frozenset[int]:
+    """The numbers of the last layers of all units."""
+    return frozenset(unit[-1] for stage in stages(case) for unit in units(case, stage.layers))
+
+
+def in_backward(case: Case, layers: Sequence[int]) -> tuple[int, ...]:
+    """These layers, which are all of a stage's, as backward comes to them: those of a unit from its first one on."""
+    made = units(case, layers)
+    rest = layers[sum(map(len, made)) :]
+    return (*reversed(rest), *(layer for unit in reversed(made) for layer in unit))

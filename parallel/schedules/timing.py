@@ -153,7 +153,7 @@ def duration_stated(pipeline: Pipeline, times: ComputeTimes | None = None) -> Fr
     (pp-1)F/2 after rank 0.
     """
     times = times or ComputeTimes()
-    pp, micro, work = pipeline.pp, pipeline.micro, pipeline.micro * times.all
+    pp, micro, work = pipeline.ranks, pipeline.micro, pipeline.micro * times.all
     match pipeline.schedule:
         case "gpipe" | "1f1b":
             return work + (pp - 1) * times.all

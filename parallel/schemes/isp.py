@@ -22,8 +22,7 @@ from parallel.communication.expectation import STAGES, CallPlace, CallRow, Place
 from parallel.layers.loss import LOSS
 from parallel.layers.roles import ATTENTION, attention_linears, mlp_linears
 from parallel.model.strategy import Strategy
-from parallel.schedules.recompute import computed_again
-from parallel.schedules.stages import stages
+from parallel.schedules.stages import computed_again, stages
 from parallel.schemes import weight_parallel
 from reference.case import Case
 from reference.model.parameters import Shape, shapes

@@ -22,8 +22,8 @@ from parallel.communication.mesh import Axis, Mesh
 from parallel.layers.embedding import Head, HiddenEmbedding, VocabularyEmbedding
 from parallel.layers.linear import ColumnLinear, Region, RowLinear
 from parallel.layers.loss import LOGITS, vocabulary_cross_entropy
-from parallel.layers.recompute import SAVED
 from parallel.layers.roles import COLUMN_LINEARS, ROW_LINEARS, is_column, is_row
+from parallel.layers.units import SAVED
 from parallel.model.strategy import Parts
 from reference.case import Case
 from reference.model.parameters import dtype_of, shapes

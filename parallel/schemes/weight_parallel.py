@@ -27,8 +27,7 @@ from parallel.layers.loss import vocabulary_cross_entropy
 from parallel.layers.roles import is_column, is_row
 from parallel.layers.ulysses import by_all_to_all
 from parallel.model.strategy import Parts
-from parallel.schedules.recompute import computed_again
-from parallel.schedules.stages import held
+from parallel.schedules.stages import computed_again, held_at
 from parallel.weights.linear import WeightLinear
 from parallel.weights.prefetch import Gathers, PrefetchPlan
 from parallel.weights.tables import WeightEmbedding, WeightHead
@@ -103,8 +102,8 @@ def parts(case: Case, mesh: Mesh, device: torch.device) -> Parts:
     """The strategy of a case on one rank."""
     sequence, weights = mesh.axis("tp"), mesh.axis("wp")
     places, dtype = placements(case), dtype_of(case)
-    plan = PrefetchPlan(ahead=case.overlap, fused=case.fuse_weights, recompute=computed_again(case))
-    own_stages = held(case, mesh.axis("pp").rank)
+    plan = PrefetchPlan(ahead=case.overlap, fused=case.fuse_weights, again=computed_again(case))
+    own_stages = held_at(case, mesh.coordinates)
     by_layer = {layer: one for stage in own_stages for one in [Gathers(weights, plan)] for layer in stage.layers}
 
     def own(name: str) -> tuple[int, ...] | None:

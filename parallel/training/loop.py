@@ -25,7 +25,8 @@ from parallel.model.strategy import Rank, Strategy, Value
 from parallel.model.transformer import Transformer
 from parallel.randomness.dropout import SHARES, Dropout
 from parallel.randomness.initial import initial, streams_of
-from parallel.schedules.stages import held
+from parallel.randomness.streams import goes_on
+from parallel.schedules.stages import held_at
 from parallel.training.step import PLAIN
 from reference.case import Case
 from reference.language.modes import MODES
@@ -81,7 +82,7 @@ def set_up(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> 
     """Build the model and fill every parameter with its part of the full weight; a meta device holds no values."""
     places = strategy.placements(case)
     parts = strategy.parts(case, mesh, device)
-    own = held(case, mesh.axis("pp").rank)
+    own = held_at(case, mesh.coordinates)
     dropout = Dropout.of(
         case, mesh.coordinates, partial(_place, case, strategy), sequence_dim=strategy.sequence_dim, device=device
     )
@@ -96,7 +97,7 @@ def set_up(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> 
                 parameter.fill_(math.nan)  # until the checkpoint is read, by another reader than the dense model's
             else:
                 parameter.copy_(initial(case, name, places[name], mesh.coordinates, streams))
-    if case.init == "shard" and at["cp"][0] == 0 and MODES[case.mode].system == "Megatron-Core":
+    if case.init == "shard" and goes_on(at) and MODES[case.mode].system == "Megatron-Core":
         dropout.streams.load_state_dict(streams.state_dict())  # they go on; other context ranks have seeds of their own
     rank = Rank(
         case=case,

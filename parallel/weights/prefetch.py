@@ -44,15 +44,15 @@ _PREFETCHING = "wo"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefetchPlan:
-    """The first columns of the table above; `recompute` are the blocks that are recomputed."""
+    """The first columns of the table above; `again` are the blocks that are computed again."""
 
     ahead: bool
     fused: bool
-    recompute: Container[int]
+    again: Container[int]
 
     def by_block(self, block: int) -> bool:
         """Is this block gathered as a whole in backward?"""
-        return self.fused or (self.ahead and block in self.recompute)
+        return self.fused or (self.ahead and block in self.again)
 
 
 @dataclass(slots=True)
@@ -191,7 +191,7 @@ class Gathers:
 
     def _start(self, seats: Sequence[Seat], *, again: bool = False) -> None:
         """Issue the gathers of these seats, in this order on every rank. `again`: a recompute will use them too."""
-        uses = 2 if again and seats and seats[0].block in self.plan.recompute else 1
+        uses = 2 if again and seats and seats[0].block in self.plan.again else 1
         if not self.plan.fused:
             for seat in seats:
                 pending = [start_all_gather(x.detach(), self.axis, dim=0, overlap=self.plan.ahead) for x in seat.shards]

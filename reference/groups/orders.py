@@ -5,21 +5,18 @@
 A group along some axes holds the ranks that differ only in their places on these. Axes are joined by `-`: "dp-cp"; the
 order of the words does not matter, the members of a group and the groups themselves always ascend.
 
-Source: Megatron-Core `parallel_state.py`: RankGenerator, generate_masked_orthogonal_rank_groups, and for the cuts of
-one group create_hierarchical_groups, create_hybrid_dp_cp_groups.
+Source: Megatron-Core `parallel_state.py`: RankGenerator, generate_masked_orthogonal_rank_groups.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from reference.errors import CaseError
-
-__all__ = ["Groups", "RankOrder", "check_size", "hybrid", "levels"]
 
 Groups: TypeAlias = tuple[tuple[int, ...], ...]
 
@@ -140,35 +137,6 @@ def check_size(field: str, size: object) -> None:
     """Raise CaseError unless a size is a whole number of at least 1."""
     if type(size) is not int or size < 1:
         raise CaseError(field, size, "must be a whole number of at least 1", f"{field}=1")
-
-
-def levels(ranks: Sequence[int], sizes: Sequence[int]) -> tuple[Groups, ...]:
-    """One group cut into levels: level 0 groups neighbours, each higher level strides over the lower ones.
-
-    Megatron-Core cuts the context group into [inner, outer] for all-to-all and point-to-point, and the dp-cp group into
-    [ranks of one optimizer instance, instances]. Raises CaseError when the sizes do not multiply to the group's.
-    """
-    for size in sizes:
-        check_size("level", size)
-    if math.prod(sizes) != len(ranks):
-        written = "x".join(map(str, sizes))
-        raise CaseError("levels", written, f"must multiply to the {len(ranks)} ranks of the group", f"{len(ranks)}")
-    mesh = RankOrder(tuple((str(level), size) for level, size in enumerate(sizes)))
-    return tuple(tuple(tuple(ranks[i] for i in group) for group in groups) for groups in mesh.lists().values())
-
-
-def hybrid(ranks: Sequence[int]) -> dict[int, Groups]:
-    """Size -> blocks of that many neighbours, for each power of two above 1 and below the largest in the group.
-
-    Megatron-Core's groups of hybrid data and context parallelism. Raises CaseError when a size leaves a smaller last
-    block: sizes of groups must divide.
-    """
-    check_size("ranks", len(ranks))
-    sizes = [2**power for power in range(1, int(math.log2(len(ranks))))]
-    if sizes and len(ranks) % sizes[-1]:
-        legal = 2 ** int(math.log2(len(ranks)))
-        raise CaseError("ranks", len(ranks), f"blocks of {sizes[-1]} must divide the group", f"a group of {legal}")
-    return {size: tuple(tuple(ranks[i : i + size]) for i in range(0, len(ranks), size)) for size in sizes}
 
 
 @functools.lru_cache(maxsize=32)

@@ -25,7 +25,7 @@ class Mode:
     uneven          ranks may hold shares of different sizes
     broadcasts      a batch reaches the ranks by broadcasts unless the case says otherwise
     data_parallel   data ranks may share gradients, optimizer and parameters (zero=, bucket=, ...)
-    stages          its layers may be the stages of a pipeline (pp=)
+    stages          its layers may be the stages of a pipeline
     measures        has the metric of its system
     presets         words of its plain cases, the model of its own system first
     """

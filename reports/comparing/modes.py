@@ -15,7 +15,7 @@ from itertools import combinations
 import numpy as np
 import pandas as pd
 
-from harness.ledger import PHASES
+from harness.ledger import PASSES, PHASES
 from reports.printing.tables import Table, count, mark, mebibytes, milliseconds, pair, table
 from reports.stored.frames import Run, in_order
 from reports.stored.summary import words_but
@@ -128,7 +128,7 @@ def _sent(ledger: pd.DataFrame, counted: str) -> pd.Series[float]:
     """Wire bytes of the busiest rank by case."""
     if counted == "layers":
         inside = ledger["region"].str.startswith("layers.") & (ledger["op"] != "all_to_all")
-        ledger = ledger[inside & ledger["phase"].isin(["forward", "backward", "recompute"])]
+        ledger = ledger[inside & ledger["phase"].isin(PASSES)]
     ranks = ledger.groupby(["case", "rank"], observed=True)["wire_bytes"].sum()
     return ranks.groupby("case").max().astype("float64")
 

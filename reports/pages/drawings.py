@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import pandas as pd
 from markupsafe import Markup, escape
 
-from harness.ledger import PHASES
+from harness.ledger import BACKWARD, PHASES
 from reports.printing.tables import count, mebibytes, small
 from reports.stored.frames import Run
 from reports.stored.summary import apart, badness, headline
@@ -152,7 +152,7 @@ def _nodes(rows: list[_Row], depth: int) -> Iterator[Node]:
             calls=sum(calls for _, _, calls, _ in inside),
             payload_bytes=_sum(inside),
             forward_bytes=_sum(inside, "forward"),
-            backward_bytes=_sum(inside, "backward", "recompute"),
+            backward_bytes=_sum(inside, *BACKWARD),
             parts=parts,
         )
 

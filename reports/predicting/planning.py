@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import pandas as pd
 
 from harness.errors import RequestError
-from harness.ledger import wire_bytes
+from harness.ledger import PASSES, wire_bytes
+from harness.mesh_axes import SAME_SAMPLES
 from harness.plain_case import PlainCase
 from harness.predicting.figures import Forecast, States, mixed_adamw
 from harness.protocols import CaseLike, Subject
@@ -32,7 +33,6 @@ DTYPE = "dtype=bfloat16"
 """What a text without `dtype=` is predicted in."""
 _WIDEST_SHARDS = (8, 64)
 """Weight-parallel sizes that a search tries beside wp=tp: a node of eight, and eight of them."""
-_PASSES = ("forward", "backward", "recompute")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ def _left(world: int, words: Iterable[str]) -> int:
     Raises RequestError when the world is no multiple of them.
     """
     said = {key: int(value) for key, value in stated_words(" ".join(words)).items() if value.isdecimal()}
-    for axis in ("pp", "cp"):
+    for axis in reversed(SAME_SAMPLES):
         if said.get(axis, 1) > 1:
             if world % said[axis]:
                 rule = f"must be a multiple of {axis}={said[axis]}"
@@ -162,7 +162,7 @@ def _of_a_step(case: CaseLike, batch: int) -> CaseLike:
 def _counts(line: EventKey, counted: str) -> bool:
     if counted == "all":
         return line.phase not in ("grad_sync", "step")
-    return line.phase in _PASSES and line.region.startswith("layers.") and line.op != "all_to_all"
+    return line.phase in PASSES and line.region.startswith("layers.") and line.op != "all_to_all"
 
 
 _LESS = "recompute=full"

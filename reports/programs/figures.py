@@ -14,7 +14,7 @@ import pandas as pd
 
 from harness.checking.laws import broken_laws
 from harness.errors import ranks_text
-from harness.ledger import Event
+from harness.ledger import PASSES, Event
 from reports.comparing.snapshot import span
 from reports.stored.files import GROUP_TYPES, STEP_TYPES, about_ranks, ends_of, joined
 from reports.stored.frames import Run
@@ -203,7 +203,7 @@ def _unlike(run: Run, unit: str) -> Iterator[str]:
     word = {"step": "steps", "microbatch": "micro-batches"}[unit]
     events = run.ledger.astype({"axis": "str", "op": "str", "phase": "str"})
     if unit == "microbatch":
-        inside = events["phase"].isin(["forward", "backward", "recompute"])
+        inside = events["phase"].isin(PASSES)
         events = events[inside & (events["step"] == events["step"].max())]
     kinds: dict[frozenset[tuple[Any, int]], list[int]] = {}
     for number, rows in events.groupby(unit):

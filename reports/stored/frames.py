@@ -18,6 +18,7 @@ import pandas as pd
 
 from harness.cases import known_modes
 from harness.ledger import COLUMNS, OPS, PHASES, Event
+from harness.mesh_axes import SHOWN
 from reports.stored.files import (
     RunFolderError,
     csv_table,
@@ -29,8 +30,7 @@ from reports.stored.files import (
     run_folder,
 )
 
-AXES = ("tp", "wp", "cp", "cp_inner", "cp_outer", "dp", "dp_cp", "wdp", "etp", "ep", "edp", "pp", "world")
-_ORDER = {"phase": PHASES, "op": OPS, "axis": AXES}
+_ORDER = {"phase": PHASES, "op": OPS, "axis": SHOWN}
 
 _KEYS = ("case", "mode", "phase", "op", "axis", "group_size")
 _COUNTS = ("calls", "payload_bytes", "wire_bytes")

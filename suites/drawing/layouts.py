@@ -10,7 +10,8 @@ from contextlib import suppress
 from random import Random
 from typing import Any
 
-from harness.plain_case import AXES, EXPERT_AXES, PlainCase
+from harness.mesh_axes import AXES, EXPERT_AXES
+from harness.plain_case import PlainCase
 from harness.protocols import CaseLike
 from harness.subject import NamedSubject, claims, own_cases, refusal
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from harness.mesh_axes import pipelines, stage_count
 from harness.outcome.merging import merge
 from harness.protocols import Axes
 from harness.recording.capturing.module_calls import Held
@@ -36,8 +37,7 @@ def as_declared(held: Mapping[int, Sequence[Held]]) -> dict[int, list[Tensor]] |
 
 
 def stages(parts: Mapping[int, list[Tensor]], axes: Axes) -> list[dict[int, list[Tensor]]]:
-    """The ranks of each stage of a pipeline (axis pp) with their tensors; nothing where there is one stage."""
-    lists = axes.get("pp", ())
-    count = max(map(len, lists), default=1)
+    """The ranks of each stage of a pipeline with their tensors; nothing where there is one stage."""
+    lists, count = pipelines(axes), stage_count(axes)
     places = [{ranks[stage] for ranks in lists if len(ranks) == count} for stage in range(count)] if count > 1 else []
     return [{rank: calls for rank, calls in parts.items() if rank in ranks} for ranks in places]

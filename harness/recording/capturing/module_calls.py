@@ -24,6 +24,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from harness.ledger import AGAIN
 from harness.outcome.blocks import Block, blocks
 from harness.recording.attribution import Attribution
 from harness.recording.lanes import Site
@@ -99,7 +100,7 @@ class Capture(_ModuleWatch):
         captured = self._of(lane.rank)
         if site.phase == "forward" and path not in captured.outputs:
             captured.outputs[path] = _copy(tensor)
-        elif path in captured.gradients or site.phase != "recompute":
+        elif path in captured.gradients or site.phase != AGAIN:
             return
         if tensor.requires_grad:
             captured.gradients[path] = None
@@ -193,7 +194,7 @@ class CallCapture(_ModuleWatch):
                 rank.plain.add(path)
             if any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
                 rank.linear.add(path)
-        elif site.phase == "recompute":
+        elif site.phase == AGAIN:
             slots = rank.gradients.get(path, {})
         else:
             return

@@ -17,6 +17,7 @@ from harness.checking.measures.kinds import ROUNDING, kind_of, step_of
 from harness.checking.measures.tolerance import CONTROL_FACTOR, FLOOR_EPSILONS, LEAP, Measured, epsilon
 from harness.checking.numeric_checks import NUMERIC_KINDS
 from harness.errors import ProgramError, RequestError
+from harness.mesh_axes import SAME_SAMPLES
 from harness.outcome.merging import merge
 from harness.protocols import CaseLike, unsaved
 from harness.running.trials.trial import Trial
@@ -25,8 +26,6 @@ from harness.running.truth.reference import OwnTruth
 from harness.subject import NamedSubject, offers, own_cases, refusal
 
 _GROUPINGS = 2
-_SAME_SAMPLES = ("cp", "pp")
-"""Words for ranks that see the same samples: slices of rows, stages of layers."""
 _LARGEST = 8
 """Ranks of a grouping, where the case itself has fewer."""
 
@@ -84,7 +83,7 @@ def _otherwise(case: CaseLike, subject: NamedSubject) -> list[dict[str, int]]:
     """
     own = own_cases(subject)
     named = (case,) if own is None and offers(subject.call, "refuses") else own or ()
-    words = [word for word in _SAME_SAMPLES if any(hasattr(one, word) for one in named)]
+    words = [word for word in SAME_SAMPLES if any(hasattr(one, word) for one in named)]
     if own is not None:
         words = [word for word in words if any(getattr(one, word) > 1 for one in own)]
     changed = {word: 1 if getattr(case, word) > 1 else 2 for word in words}

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from harness.checking.evidence import MaskDraws
+from harness.mesh_axes import PIPELINE, SAME_SAMPLES, SLICES
 from harness.outcome.blocks import Block
 from harness.protocols import Axes, CaseLike
 from harness.recording.capturing.dropout_masks import Draw, taken_out
 
-_SLICED = "cp"
-"""The axis whose slices of the sequence may be of any form: zigzag, contiguous."""
 Placed = dict[str, tuple[Block, ...]]
 
 
@@ -102,7 +101,7 @@ def _matched(
     """Every draw of the truth: its number, the data ranks whose rows it has, and what ranks drew for it."""
     lines = {draw.line for draw in truth}
     by_line = lines == {draw.line for drawn in ranks for draw in drawn}
-    stages, data_ranks = _places(axes, "pp", len(ranks)), _places(axes, "dp", len(ranks))
+    stages, data_ranks = _places(axes, PIPELINE, len(ranks)), _places(axes, "dp", len(ranks))
     dp, rounds = 1 + max(data_ranks), case.steps * case.micro
     for line in sorted(lines) if by_line else [""]:
         numbers = [number for number, draw in enumerate(truth) if draw.line == line or not by_line]
@@ -151,7 +150,7 @@ def _offsets(axes: Axes, shape: tuple[int, ...], held: Sequence[_Held]) -> list[
     if first is None:
         one = held[0]
         rule = f"has the shape {_shape(one.draw)} on rank {one.rank} and {shape} in the truth"
-        why = f"no cut over one axis in the order of ranks gives it (slices over {_SLICED} say nothing of their order)"
+        why = f"no cut over one axis in the order of ranks gives it (slices over {SLICES} say nothing of their order)"
         raise _Misplaced(f"the mask drawn at {one.draw.line} {rule}: {why}")
     return first
 
@@ -162,7 +161,8 @@ def _ways(axes: Axes, shape: tuple[int, ...], held: Sequence[_Held]) -> Iterator
     if any(len(own) != len(shape) for own in shapes.values()):
         return
     cut = [dim for dim, size in enumerate(shape) if any(own[dim] != size for own in shapes.values())]
-    known = {axis: lists for axis, lists in axes.items() if axis not in ("dp", "pp", _SLICED)}
+    # slices of the sequence may be of any form: zigzag, contiguous
+    known = {axis: lists for axis, lists in axes.items() if axis not in ("dp", *SAME_SAMPLES)}
     free = [axis for axis, lists in known.items() if any(len(group) > 1 for group in lists)]
     for over in permutations(free, len(cut)):
         way = [[0] * len(shape) for _ in held]

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from harness.engines.engine import Engine
 from harness.errors import ProgramError, RequestError
+from harness.mesh_axes import AXES, EXPERT_AXES
 from harness.outcome.blocks import localize
 from harness.outcome.merging import merge
-from harness.plain_case import AXES, EXPERT_AXES, PlainCase
+from harness.plain_case import PlainCase
 from harness.protocols import CaseLike, Subject, Value, case_text, unsaved
 from harness.recording.capturing.dropout_masks import Draw, DropoutProbe, WithMasks, taken_out
 from harness.running.ranks.execution import execute

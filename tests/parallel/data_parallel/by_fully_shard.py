@@ -21,7 +21,7 @@ from parallel.communication.layout import Cut
 from parallel.communication.mesh import Mesh
 from parallel.data_parallel.scheme import applied
 from parallel.model.strategy import Rank, Step, Value
-from parallel.pipeline.execution import StageRun, as_scheduled, with_channels
+from parallel.pipeline.scheme import StageRun, as_scheduled, with_channels
 from parallel.registry import MODES, strategy_of
 from parallel.schedules.pipeline import Action
 from parallel.subject import subject as ours

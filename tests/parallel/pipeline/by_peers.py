@@ -15,7 +15,7 @@ from parallel.communication.expectation import CompleteTerm
 from parallel.communication.layout import Box
 from parallel.communication.mesh import Mesh
 from parallel.model.strategy import Rank, Step, Value
-from parallel.pipeline.execution import StageRun, message_shape
+from parallel.pipeline.scheme import StageRun, message_shape
 from parallel.registry import strategy_of
 from parallel.schedules.pipeline import Action, Kind
 from parallel.subject import subject as ours

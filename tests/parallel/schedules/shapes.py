@@ -19,9 +19,9 @@ def every(schedule: str, pp: int, micro: int) -> Iterator[Pipeline]:
         if schedule == "interleaved":
             for chunks, group in product((2, 3), range(ranks, batches + 1)):
                 if ranks > 1 and not 0 < batches % group < ranks:
-                    yield Pipeline(schedule=schedule, pp=ranks, micro=batches, chunks=chunks, group=group)
+                    yield Pipeline(schedule=schedule, ranks=ranks, micro=batches, chunks=chunks, group=group)
         else:
-            yield Pipeline(schedule=schedule, pp=ranks, micro=batches, chunks=1 + (schedule == "zbv"))
+            yield Pipeline(schedule=schedule, ranks=ranks, micro=batches, chunks=1 + (schedule == "zbv"))
 
 
 @st.composite
@@ -29,11 +29,11 @@ def larger(draw: st.DrawFn) -> Pipeline:
     """A pipeline of up to 12 ranks, with fewer and with more micro-batches than ranks, whole and broken groups."""
     schedule, pp = draw(st.sampled_from(SCHEDULES)), draw(st.integers(2, 12))
     if schedule != "interleaved":
-        return Pipeline(schedule=schedule, pp=pp, micro=draw(st.integers(1, 40)), chunks=1 + (schedule == "zbv"))
+        return Pipeline(schedule=schedule, ranks=pp, micro=draw(st.integers(1, 40)), chunks=1 + (schedule == "zbv"))
     group = draw(st.integers(pp, pp + 4))
     rest = draw(st.sampled_from([0, *range(pp, group)]))
     micro = group * draw(st.integers(1, 3)) + rest
-    return Pipeline(schedule=schedule, pp=pp, micro=micro, chunks=draw(st.integers(2, 4)), group=group)
+    return Pipeline(schedule=schedule, ranks=pp, micro=micro, chunks=draw(st.integers(2, 4)), group=group)
 
 
 def computations(made: Sequence[Program]) -> list[list[Action]]:
@@ -49,7 +49,7 @@ def broken(pipeline: Pipeline, made: Sequence[Program]) -> dict[str, object]:
         slow = [f"bubble {simulated}, closed form {stated}"] if stated is not None and simulated != stated else []
     except ValueError as forever:
         slow = [str(forever)]
-    ranks = range(pipeline.pp)
+    ranks = range(pipeline.ranks)
     lives = [(live(made[rank]), live_stated(pipeline, rank)) for rank in ranks]
     counts = [message_counts(steps) for steps in made]
     sends = [(count[Kind.SEND_FORWARD], count[Kind.SEND_BACKWARD]) for count in counts]

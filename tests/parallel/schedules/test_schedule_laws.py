@@ -12,8 +12,7 @@ from hypothesis import given
 
 from parallel.schedules.checks import Sends, check_legal, live
 from parallel.schedules.messages import message_bytes, message_counts, programs, sends_stated
-from parallel.schedules.orders import order, orders
-from parallel.schedules.pipeline import SCHEDULES, Kind, Pipeline
+from parallel.schedules.pipeline import SCHEDULES, Kind, Pipeline, order, orders
 from parallel.schedules.timing import ComputeTimes, Span, bubble, duration_stated, idle_inside, played, timeline
 from reference.errors import CaseError
 from tests.parallel.schedules.shapes import broken, every, larger
@@ -38,7 +37,7 @@ def test_a_larger_pipeline_keeps_all_laws(pipeline: Pipeline) -> None:
 
 @given(pipeline=larger())
 def test_all_ranks_together_send_each_micro_batch_once_over_each_border_and_way(pipeline: Pipeline) -> None:
-    sent = sum(sum(sends_stated(pipeline, rank)) for rank in range(pipeline.pp))
+    sent = sum(sum(sends_stated(pipeline, rank)) for rank in range(pipeline.ranks))
     borders = pipeline.virtual_stages - 1 - pipeline.v_shaped
     assert sent == 2 * pipeline.micro * borders
 
@@ -73,7 +72,7 @@ def test_programs_whose_messages_take_no_time_take_as_long_as_their_orders(sched
 
 def test_messages_hold_up_sender_and_receiver() -> None:
     """Two stages, two micro-batches, all by hand: computations of one unit, messages of a quarter."""
-    pipeline = Pipeline(schedule="1f1b", pp=2, micro=2)
+    pipeline = Pipeline(schedule="1f1b", ranks=2, micro=2)
     spans = played(pipeline, programs(pipeline), lambda _: 1, lambda *_: 0.25)
     starts = [[(str(span.action.kind), float(span.start)) for span in own] for own in spans]
     assert starts == [
@@ -88,9 +87,9 @@ def test_messages_hold_up_sender_and_receiver() -> None:
 
 
 def test_zbv_has_no_bubble_inside_a_rank_and_zb_h1_a_third_of_that_of_1f1b() -> None:
-    zbv = Pipeline(schedule="zbv", pp=4, micro=7, chunks=2)
+    zbv = Pipeline(schedule="zbv", ranks=4, micro=7, chunks=2)
     assert [idle_inside(own) for own in timeline(zbv, orders(zbv))] == [0] * 4
-    plain, filled = (Pipeline(schedule=name, pp=4, micro=8) for name in ("1f1b", "zb-h1"))
+    plain, filled = (Pipeline(schedule=name, ranks=4, micro=8) for name in ("1f1b", "zb-h1"))
     assert bubble(timeline(plain, orders(plain))) == Fraction(9, 33)
     assert bubble(timeline(filled, orders(filled))) == Fraction(3, 27)
 
@@ -98,16 +97,16 @@ def test_zbv_has_no_bubble_inside_a_rank_and_zb_h1_a_third_of_that_of_1f1b() -> 
 def test_weight_gradients_put_off_keep_as_many_activations_on_every_rank_as_1f1b_on_its_first() -> None:
     for pipeline in every("zb-h1", 6, 12):
         held = {live(steps, until=Kind.W) for steps in programs(pipeline)}
-        assert held == {min(pipeline.pp, pipeline.micro)}
+        assert held == {min(pipeline.ranks, pipeline.micro)}
 
 
 def test_live_chunks_of_the_runs_of_megatron_and_torch() -> None:
     """Numbers of around.md 13.2 and 13.3, from runs of Megatron-Core 0.16.1 and torch 2.13."""
-    interleaved = Pipeline(schedule="interleaved", pp=4, micro=8, chunks=2)
+    interleaved = Pipeline(schedule="interleaved", ranks=4, micro=8, chunks=2)
     assert [live(steps) for steps in programs(interleaved)] == [11, 9, 7, 5]
-    in_fives = Pipeline(schedule="interleaved", pp=4, micro=5, chunks=2, group=5)
+    in_fives = Pipeline(schedule="interleaved", ranks=4, micro=5, chunks=2, group=5)
     assert [live(steps) for steps in programs(in_fives)] == [10, 10, 8, 6]
-    zbv = Pipeline(schedule="zbv", pp=4, micro=16, chunks=2)
+    zbv = Pipeline(schedule="zbv", ranks=4, micro=16, chunks=2)
     assert [live(steps) for steps in programs(zbv)] == [8, 8, 8, 8]
 
 
@@ -116,8 +115,8 @@ def test_batches_of_1f1b_are_those_of_a_run_of_megatron() -> None:
     for pipeline in every("1f1b", 6, 9):
         for rank, steps in enumerate(programs(pipeline)):
             sizes = [len(step) for step in steps if not step[0].kind.computes]
-            first, last = rank == 0, rank == pipeline.pp - 1
-            warm = min(pipeline.pp - 1 - rank, pipeline.micro)
+            first, last = rank == 0, rank == pipeline.ranks - 1
+            warm = min(pipeline.ranks - 1 - rank, pipeline.micro)
             steady = pipeline.micro - warm
             assert sizes.count(1) == (not first) * (2 * warm + 2 * (steady > 0)) + (not last) * 2 * warm
             assert sizes.count(2) == (not last) * steady + (not first) * max(steady - 1, 0)
@@ -126,7 +125,7 @@ def test_batches_of_1f1b_are_those_of_a_run_of_megatron() -> None:
 def test_one_message_at_a_time_waits_forever_in_1f1b_but_not_in_gpipe() -> None:
     for pipeline in every("gpipe", 5, 7):
         assert not check_legal(pipeline, programs(pipeline), Sends.BLOCKING, 1)
-    pipeline = Pipeline(schedule="1f1b", pp=2, micro=2)
+    pipeline = Pipeline(schedule="1f1b", ranks=2, micro=2)
     assert check_legal(pipeline, programs(pipeline), Sends.BLOCKING, 1) == [
         "rank 0: waits forever in send_forward of micro-batch 1 on stage 0",
         "rank 1: waits forever in send_backward of micro-batch 0 on stage 1",
@@ -134,7 +133,7 @@ def test_one_message_at_a_time_waits_forever_in_1f1b_but_not_in_gpipe() -> None:
 
 
 def test_the_hop_inside_the_last_rank_of_a_v_is_no_message() -> None:
-    made = programs(Pipeline(schedule="zbv", pp=3, micro=4, chunks=2))
+    made = programs(Pipeline(schedule="zbv", ranks=3, micro=4, chunks=2))
     assert [sum(message_counts(steps).values()) for steps in made] == [16, 32, 16]
 
 
@@ -143,7 +142,7 @@ def test_a_message_is_split_over_context_and_tensor_ranks() -> None:
 
 
 def test_schedules_need_no_torch() -> None:
-    code = "import sys, parallel.schedules.picture, parallel.schedules.layers; print('torch' in sys.modules)"
+    code = "import sys, parallel.schedules.timing, parallel.schedules.checks; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"False\n"
 
 
@@ -151,7 +150,7 @@ def test_schedules_need_no_torch() -> None:
     ("words", "message"),
     [
         ({"schedule": "2f1b"}, "schedule=2f1b: is not a schedule; legal: gpipe 1f1b interleaved zb-h1 zbv"),
-        ({"pp": 0}, "pp=0: must be at least 1; legal: 1"),
+        ({"ranks": 0}, "ranks=0: must be at least 1; legal: 1"),
         ({"micro": 0}, "micro=0: must be at least 1; legal: 1"),
         ({"chunks": 2}, "chunks=2: schedule=1f1b has one chunk on every rank; legal: 1"),
         ({"group": 4}, "group=4: only schedule=interleaved has groups; legal: leave it out"),
@@ -161,29 +160,29 @@ def test_schedules_need_no_torch() -> None:
             "chunks=1: schedule=interleaved needs at least two chunks on every rank; legal: 2",
         ),
         (
-            {"schedule": "interleaved", "pp": 1, "chunks": 2},
-            "pp=1: schedule=interleaved needs at least two ranks; legal: 2",
+            {"schedule": "interleaved", "ranks": 1, "chunks": 2},
+            "ranks=1: schedule=interleaved needs at least two ranks; legal: 2",
         ),
         (
             {"schedule": "interleaved", "chunks": 2, "micro": 3},
-            "micro=3: schedule=interleaved needs at least pp=4 micro-batches; legal: 4",
+            "micro=3: schedule=interleaved needs at least ranks=4 micro-batches; legal: 4",
         ),
-        ({"schedule": "interleaved", "chunks": 2, "group": 3}, "group=3: must be from pp=4 to micro=6; legal: 4"),
+        ({"schedule": "interleaved", "chunks": 2, "group": 3}, "group=3: must be from ranks=4 to micro=6; legal: 4"),
         (
             {"schedule": "interleaved", "chunks": 2},
-            "micro=6: the last group would have 2 micro-batches, fewer than pp=4 (group=4); legal: 4",
+            "micro=6: the last group would have 2 micro-batches, fewer than ranks=4 (group=4); legal: 4",
         ),
     ],
 )
 def test_a_pipeline_that_cannot_be_is_refused_with_the_rule(words: dict[str, Any], message: str) -> None:
     with pytest.raises(CaseError) as refused:
-        Pipeline(**dict[str, Any](schedule="1f1b", pp=4, micro=6) | words)
+        Pipeline(**dict[str, Any](schedule="1f1b", ranks=4, micro=6) | words)
     assert str(refused.value) == message
 
 
 def test_a_rank_that_is_not_and_a_time_that_cannot_be_are_refused() -> None:
-    with pytest.raises(CaseError, match="rank=4: is not a rank of pp=4; legal: 0 to 3"):
-        order(Pipeline(schedule="1f1b", pp=4, micro=6), 4)
+    with pytest.raises(CaseError, match="rank=4: is not a rank of ranks=4; legal: 0 to 3"):
+        order(Pipeline(schedule="1f1b", ranks=4, micro=6), 4)
     with pytest.raises(CaseError, match="input=0: must be more than 0; legal: 1"):
         ComputeTimes(input=0)
     with pytest.raises(CaseError, match="weight=-1: must not be negative; legal: 0"):

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel.schedules.layers import layers_of
 from parallel.schedules.pipeline import Pipeline
 from reference.errors import CaseError
+from tests.parallel.schedules.layers import layers_of
 from tests.parallel.schedules.shapes import larger
 
 
@@ -18,7 +18,7 @@ from tests.parallel.schedules.shapes import larger
 def test_every_layer_is_on_one_stage_and_stated_ranks_hold_what_is_stated(
     pipeline: Pipeline, data: st.DataObject
 ) -> None:
-    pp, chunks = pipeline.pp, pipeline.chunks
+    pp, chunks = pipeline.ranks, pipeline.chunks
     each = st.none() if pipeline.v_shaped else st.none() | st.integers(1, 3)
     first, last = data.draw(each, "first"), data.draw(each, "last")
     even, sharing = data.draw(st.integers(1, 3), "each"), pp - (first is not None) - (last is not None)
@@ -32,14 +32,14 @@ def test_every_layer_is_on_one_stage_and_stated_ranks_hold_what_is_stated(
 
 
 def test_llama3_405b_has_seven_layers_at_either_end_and_eight_between() -> None:
-    stages = layers_of(Pipeline(schedule="1f1b", pp=16, micro=32), 126, first_layers=7, last_layers=7)
+    stages = layers_of(Pipeline(schedule="1f1b", ranks=16, micro=32), 126, first_layers=7, last_layers=7)
     assert [len(stage) for stage in stages] == [7, *[8] * 14, 7]
     assert stages[1] == range(7, 15)
 
 
 def test_chunks_of_an_uneven_pipeline_follow_megatron() -> None:
     """Offset of a chunk: chunk * (first + middle + last) / chunks, plus the ranks before it."""
-    stages = layers_of(Pipeline(schedule="interleaved", pp=4, micro=8, chunks=2), 20, first_layers=2, last_layers=6)
+    stages = layers_of(Pipeline(schedule="interleaved", ranks=4, micro=8, chunks=2), 20, first_layers=2, last_layers=6)
     assert stages[:4] == (range(1), range(1, 4), range(4, 7), range(7, 10))
     assert stages[4:] == (range(10, 11), range(11, 14), range(14, 17), range(17, 20))
 
@@ -59,9 +59,13 @@ def test_chunks_of_an_uneven_pipeline_follow_megatron() -> None:
             "first_layers=12: leaves none of layers=12 to the other ranks; legal: 1",
         ),
         ({}, {"layers": 12, "last_layers": 0}, "last_layers=0: must be a positive multiple of chunks=1; legal: 1"),
-        ({"pp": 1}, {"layers": 12, "first_layers": 4}, "first_layers=4: needs pp of at least 2; legal: leave it out"),
         (
-            {"pp": 2},
+            {"ranks": 1},
+            {"layers": 12, "first_layers": 4},
+            "first_layers=4: needs pp of at least 2; legal: leave it out",
+        ),
+        (
+            {"ranks": 2},
             {"layers": 12, "first_layers": 4, "last_layers": 4},
             "layers=12: must be the sum of first_layers=4 last_layers=4; legal: 8",
         ),
@@ -82,5 +86,5 @@ def test_layers_that_cannot_be_shared_are_refused(
     pipeline: dict[str, Any], words: dict[str, int], message: str
 ) -> None:
     with pytest.raises(CaseError) as refused:
-        layers_of(Pipeline(**dict[str, Any](schedule="1f1b", pp=4, micro=8) | pipeline), **words)
+        layers_of(Pipeline(**dict[str, Any](schedule="1f1b", ranks=4, micro=8) | pipeline), **words)
     assert str(refused.value) == message

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from parallel.schedules.layers import layers_of
 from parallel.schedules.messages import programs
 from parallel.schedules.pipeline import Kind, Pipeline
+from tests.parallel.schedules.layers import layers_of
 from tests.parallel.schedules.shapes import every
 
 with warnings.catch_warnings():
@@ -125,7 +125,7 @@ def run(pipeline: Pipeline, rank: int) -> list[Step]:
         num_layers=pipeline.virtual_stages,
         hidden_size=4,
         num_attention_heads=1,
-        pipeline_model_parallel_size=pipeline.pp,
+        pipeline_model_parallel_size=pipeline.ranks,
         virtual_pipeline_model_parallel_size=pipeline.chunks if looped else None,
         microbatch_group_size_per_vp_stage=pipeline.in_a_row if looped else None,
         pipeline_dtype=torch.float32,
@@ -134,7 +134,7 @@ def run(pipeline: Pipeline, rank: int) -> list[Step]:
         deallocate_pipeline_outputs=False,
     )
     done: list[Step] = []
-    group, one = Group(pipeline.pp, rank), Group()
+    group, one = Group(pipeline.ranks, rank), Group()
     chunks = [Chunk(config, number, done) for number in range(pipeline.chunks)]
     names = ("forward_backward_pipelining_without_interleaving", "forward_backward_pipelining_with_interleaving")
     with OnTheCPU(), pytest.MonkeyPatch.context() as patched:
@@ -161,7 +161,7 @@ def ours(pipeline: Pipeline) -> list[list[Step]]:
 
 @pytest.mark.parametrize(("schedule", "sizes"), [("1f1b", (5, 7)), ("interleaved", (4, 9))])
 def test_computations_and_batches_are_those_of_megatron(schedule: str, sizes: tuple[int, int]) -> None:
-    pipelines = [pipeline for pipeline in every(schedule, *sizes) if pipeline.pp > 1]
+    pipelines = [pipeline for pipeline in every(schedule, *sizes) if pipeline.ranks > 1]
     assert len(pipelines) > 20
     for pipeline in pipelines:
         for rank, stated in enumerate(ours(pipeline)):
@@ -171,13 +171,13 @@ def test_computations_and_batches_are_those_of_megatron(schedule: str, sizes: tu
 @pytest.mark.parametrize(
     ("pipeline", "layers", "first", "last"),
     [
-        (Pipeline(schedule="1f1b", pp=4, micro=4), 12, None, None),
-        (Pipeline(schedule="1f1b", pp=4, micro=4), 13, 2, 5),
-        (Pipeline(schedule="1f1b", pp=4, micro=4), 14, None, 5),
-        (Pipeline(schedule="1f1b", pp=2, micro=4), 5, 2, 3),
-        (Pipeline(schedule="interleaved", pp=4, micro=4, chunks=3), 24, None, None),
-        (Pipeline(schedule="interleaved", pp=4, micro=4, chunks=2), 20, 2, 6),
-        (Pipeline(schedule="interleaved", pp=4, micro=4, chunks=2), 22, 4, None),
+        (Pipeline(schedule="1f1b", ranks=4, micro=4), 12, None, None),
+        (Pipeline(schedule="1f1b", ranks=4, micro=4), 13, 2, 5),
+        (Pipeline(schedule="1f1b", ranks=4, micro=4), 14, None, 5),
+        (Pipeline(schedule="1f1b", ranks=2, micro=4), 5, 2, 3),
+        (Pipeline(schedule="interleaved", ranks=4, micro=4, chunks=3), 24, None, None),
+        (Pipeline(schedule="interleaved", ranks=4, micro=4, chunks=2), 20, 2, 6),
+        (Pipeline(schedule="interleaved", ranks=4, micro=4, chunks=2), 22, 4, None),
     ],
 )
 def test_layers_of_every_stage_are_those_of_megatron(
@@ -188,7 +188,7 @@ def test_layers_of_every_stage_are_those_of_megatron(
         num_layers=layers,
         hidden_size=4,
         num_attention_heads=1,
-        pipeline_model_parallel_size=pipeline.pp,
+        pipeline_model_parallel_size=pipeline.ranks,
         virtual_pipeline_model_parallel_size=pipeline.chunks if looped else None,
         num_layers_in_first_pipeline_stage=first,
         num_layers_in_last_pipeline_stage=last,
@@ -196,13 +196,13 @@ def test_layers_of_every_stage_are_those_of_megatron(
     )
     found = []
     for stage in range(pipeline.virtual_stages):
-        chunk, rank = divmod(stage, pipeline.pp)
+        chunk, rank = divmod(stage, pipeline.ranks)
         start = get_transformer_layer_offset(config, chunk if looped else None, rank)
         found.append(range(start, start + get_num_layers_to_build(config, chunk if looped else None, rank)))
     assert layers_of(pipeline, layers, first, last) == tuple(found)
 
 
 def test_another_order_would_be_seen() -> None:
-    pipeline = Pipeline(schedule="interleaved", pp=2, micro=4, chunks=2)
+    pipeline = Pipeline(schedule="interleaved", ranks=2, micro=4, chunks=2)
     stated = ours(pipeline)
     assert run(pipeline, 0) == stated[0] != stated[1]

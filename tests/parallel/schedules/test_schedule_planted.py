@@ -8,17 +8,16 @@ import pytest
 
 from parallel.schedules.checks import Sends, check_legal, delivery
 from parallel.schedules.messages import Program, programs
-from parallel.schedules.orders import forward_table, warm_up
-from parallel.schedules.pipeline import Action, Kind, Pipeline
+from parallel.schedules.pipeline import Action, Kind, Pipeline, forward_table, warm_up
 from tests.parallel.schedules.shapes import broken
 
 Steps = list[list[Action]]
 Bug = Callable[[Steps], Steps]
-PLAIN = Pipeline(schedule="1f1b", pp=4, micro=6)
-GPIPE = Pipeline(schedule="gpipe", pp=3, micro=5)
-LOOPED = Pipeline(schedule="interleaved", pp=3, micro=6, chunks=2)
-FILLED = Pipeline(schedule="zb-h1", pp=4, micro=6)
-V = Pipeline(schedule="zbv", pp=3, micro=6, chunks=2)
+PLAIN = Pipeline(schedule="1f1b", ranks=4, micro=6)
+GPIPE = Pipeline(schedule="gpipe", ranks=3, micro=5)
+LOOPED = Pipeline(schedule="interleaved", ranks=3, micro=6, chunks=2)
+FILLED = Pipeline(schedule="zb-h1", ranks=4, micro=6)
+V = Pipeline(schedule="zbv", ranks=3, micro=6, chunks=2)
 
 
 def first(steps: Steps, kind: Kind, nth: int = 0) -> int:
@@ -140,12 +139,12 @@ def longer(pipeline: Pipeline, rank: int) -> int:
 
 def of_one_chunk(pipeline: Pipeline, rank: int) -> int:
     """The warm-up of 1F1B where there are chunks."""
-    return pipeline.pp - 1 - rank
+    return pipeline.ranks - 1 - rank
 
 
 def none_at_the_end(pipeline: Pipeline, rank: int) -> int:
     """A warm-up that counts ranks from the first, not from the last."""
-    return warm_up(pipeline, pipeline.pp - 1 - rank)
+    return warm_up(pipeline, pipeline.ranks - 1 - rank)
 
 
 @pytest.mark.parametrize(
@@ -163,13 +162,13 @@ def none_at_the_end(pipeline: Pipeline, rank: int) -> int:
 def test_a_wrong_warm_up_is_found_by_these_checks(
     pipeline: Pipeline, wrong: Callable[[Pipeline, int], int], checks: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("parallel.schedules.orders.warm_up", wrong)
+    monkeypatch.setattr("parallel.schedules.pipeline.warm_up", wrong)
     monkeypatch.setattr("parallel.schedules.messages.warm_up", wrong)
     assert set(broken(pipeline, programs(pipeline))) == checks
 
 
 def test_chunks_backward_in_the_order_of_the_forward_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("parallel.schedules.orders.backward_table", forward_table)
+    monkeypatch.setattr("parallel.schedules.pipeline.backward_table", forward_table)
     monkeypatch.setattr("parallel.schedules.messages.backward_table", forward_table)
     # A receive is due after the neighbour's send, which now comes after the end: it is never issued.
     assert set(broken(LOOPED, programs(LOOPED))) == {"conserved", "legal", "time"}
@@ -177,14 +176,14 @@ def test_chunks_backward_in_the_order_of_the_forward_are_found(monkeypatch: pyte
 
 def test_interleaved_on_two_ranks_swaps_activations_and_gradients_in_one_group() -> None:
     """around.md 13.4 PP1: one batch, one peer, two ways. With as many micro-batches as ranks nothing is swapped."""
-    pipeline = Pipeline(schedule="interleaved", pp=2, micro=4, chunks=2)
+    pipeline = Pipeline(schedule="interleaved", ranks=2, micro=4, chunks=2)
     assert delivery(pipeline) == (Sends.BATCHED, 2)
     assert not check_legal(pipeline, programs(pipeline), Sends.BATCHED, 2)
     found = check_legal(pipeline, programs(pipeline), Sends.BATCHED, 1)
     assert any("recv_backward" in breach and "meets send_forward" in breach for breach in found), found
-    hidden = Pipeline(schedule="interleaved", pp=2, micro=2, chunks=2)
+    hidden = Pipeline(schedule="interleaved", ranks=2, micro=2, chunks=2)
     assert not check_legal(hidden, programs(hidden), Sends.BATCHED, 1)
-    three = Pipeline(schedule="interleaved", pp=3, micro=6, chunks=2)
+    three = Pipeline(schedule="interleaved", ranks=3, micro=6, chunks=2)
     assert not check_legal(three, programs(three), Sends.BATCHED, 1)
 
 

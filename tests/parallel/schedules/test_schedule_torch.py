@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as theirs
 
-from parallel.schedules.orders import order
-from parallel.schedules.pipeline import Kind, Pipeline
+from parallel.schedules.pipeline import Kind, Pipeline, order
 from tests.parallel.schedules.shapes import every
 
 Place = tuple[str, int, int]
@@ -31,7 +30,7 @@ class Stage:
 
     def __init__(self, pipeline: Pipeline, rank: int, chunk: int = 0) -> None:
         self.stage_index, self.num_stages = pipeline.stage(rank, chunk), pipeline.virtual_stages
-        self.group_rank, self.group_size = rank, pipeline.pp
+        self.group_rank, self.group_size = rank, pipeline.ranks
         self.is_first, self.is_last = self.stage_index == 0, self.stage_index == self.num_stages - 1
         self.has_backward, self.submod = True, None
         self.done: list[Place] = []
@@ -70,7 +69,7 @@ def listed(pipeline: Pipeline, rank: int) -> list[Place]:
 def rounds(schedule: str, pp: int, micro: int) -> Iterator[Pipeline]:
     """Those that torch runs: whole rounds, for the interleaved one in groups of its own number."""
     for pipeline in every(schedule, pp, micro):
-        whole, rest = divmod(pipeline.micro, max(1, pipeline.micro // pipeline.pp))
+        whole, rest = divmod(pipeline.micro, max(1, pipeline.micro // pipeline.ranks))
         if schedule == "zbv" or (not rest and pipeline.group in (None, whole)):
             yield pipeline
 
@@ -80,7 +79,7 @@ def test_the_order_is_the_one_that_torch_lists(schedule: str) -> None:
     pipelines = list(rounds(schedule, 4, 10))
     assert len(pipelines) > 20
     for pipeline in pipelines:
-        for rank in range(pipeline.pp):
+        for rank in range(pipeline.ranks):
             assert ours(pipeline, rank) == listed(pipeline, rank), (pipeline, rank)
 
 
@@ -88,16 +87,16 @@ def test_the_order_is_the_one_that_torch_lists(schedule: str) -> None:
 def test_the_order_is_the_one_that_torch_runs(schedule: str, runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "_initialize_stage", lambda *args, **words: None)
     for pipeline in every(schedule, 4, 7):
-        if schedule == "1f1b" and pipeline.micro < pipeline.pp:
+        if schedule == "1f1b" and pipeline.micro < pipeline.ranks:
             continue
-        for rank in range(pipeline.pp):
+        for rank in range(pipeline.ranks):
             stage = Stage(pipeline, rank)
             runs(stage, pipeline.micro)._step_microbatches([()] * pipeline.micro, [{}] * pipeline.micro)
             assert ours(pipeline, rank) == stage.done, (pipeline, rank)
 
 
 def test_another_order_would_be_seen() -> None:
-    pipeline = Pipeline(schedule="zb-h1", pp=4, micro=8)
+    pipeline = Pipeline(schedule="zb-h1", ranks=4, micro=8)
     assert listed(pipeline, 1) == ours(pipeline, 1) != ours(pipeline, 2)
-    plain = ours(Pipeline(schedule="1f1b", pp=4, micro=8), 1)
+    plain = ours(Pipeline(schedule="1f1b", ranks=4, micro=8), 1)
     assert [place for place in listed(pipeline, 1) if place[0] != Kind.W] == plain != listed(pipeline, 1)

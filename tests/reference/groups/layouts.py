@@ -6,7 +6,8 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from reference.errors import CaseError
-from reference.groups import Layout, RankOrder, megatron
+from reference.groups import Layout, RankOrder
+from tests.reference.groups.systems import megatron
 
 WORDS = ("tp", "cp", "ep", "dp", "pp")
 

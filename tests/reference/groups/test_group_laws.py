@@ -11,8 +11,10 @@ from unittest.mock import patch
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from reference.groups import Groups, Layout, RankOrder, megatron, systems
+from reference.groups import Groups, Layout, RankOrder
+from tests.reference.groups import systems
 from tests.reference.groups.layouts import layouts, rank_orders
+from tests.reference.groups.systems import megatron
 
 Law = Callable[[Layout], None]
 

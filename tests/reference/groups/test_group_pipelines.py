@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from reference.groups import PipelineGroup, megatron
+from reference.groups import PipelineGroup
+from tests.reference.groups.systems import megatron
 
 SIXTEEN = megatron(world=16, tp=2, pp=4)
 PLAIN = PipelineGroup(ranks=SIXTEEN.group("pp", 5))

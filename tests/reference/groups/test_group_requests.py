@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from reference.errors import CaseError
-from reference.groups import PipelineGroup, RankOrder, hybrid, internevo, levels, megatron, picotron, torchtitan
+from reference.groups import PipelineGroup, RankOrder
+from tests.reference.groups.systems import hybrid, internevo, levels, megatron, picotron, torchtitan
 
 SIZES = {"tp": 2, "dp": 3, "pp": 1}
 MESH = RankOrder.of("tp-dp-pp", SIZES)

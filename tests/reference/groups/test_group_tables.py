@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from reference.case import Case
-from reference.groups import Groups, Layout, RankOrder, hybrid, internevo, levels, megatron, picotron, torchtitan
+from reference.groups import Groups, Layout, RankOrder
+from tests.reference.groups.systems import hybrid, internevo, levels, megatron, picotron, torchtitan
 
 TABLE = {
     "tp-cp-ep-dp-pp": "0,1 | 0,2 1,3 | 0,4 1,5 | 0,8 | 0,1,8,9 | 0,2,4,6",

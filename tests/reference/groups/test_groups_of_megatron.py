@@ -13,8 +13,10 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from reference.errors import CaseError
-from reference.groups import PipelineGroup, hybrid, levels, megatron, systems
+from reference.groups import PipelineGroup
+from tests.reference.groups import systems
 from tests.reference.groups.layouts import requests
+from tests.reference.groups.systems import hybrid, levels, megatron
 
 REASON = "megatron-core (extra `peers`) is not installed"
 state = pytest.importorskip("megatron.core.parallel_state", reason=REASON, exc_type=ImportError)

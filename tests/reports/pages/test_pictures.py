@@ -12,8 +12,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from parallel.schedules.orders import orders
-from parallel.schedules.pipeline import Pipeline
+from parallel.schedules.pipeline import Pipeline, orders
 from parallel.schedules.timing import bubble_stated, timeline
 from reports.commands.show import show_run
 from reports.commands.trace import trace_events
@@ -106,7 +105,7 @@ def test_a_page_without_a_break_even_loads_no_plotting_library(tmp_path: Path) -
     assert done.stdout == "False\n"
 
 
-SHAPE = Pipeline(schedule="1f1b", pp=2, micro=5)
+SHAPE = Pipeline(schedule="1f1b", ranks=2, micro=5)
 
 
 def spans_of(shape: Pipeline) -> pd.DataFrame:

@@ -14,7 +14,7 @@ from harness.checking.evidence import FAIL, PASS
 from harness.engines.threads.inproc import InprocEngine
 from harness.plain_case import Vocabulary, WordError
 from harness.running.proof import prove
-from reference.groups import megatron
+from tests.reference.groups.systems import megatron
 
 EXPERTS = Vocabulary.of({"ep": 1, "etp": 1})
 

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from parallel.communication.collectives import all_gather, own_slice
 from parallel.communication.expectation import ACTIVATION, CallRow, in_modules
 from parallel.communication.mesh import Axis
-from parallel.schedules.recompute import ends_of_units
+from parallel.schedules.stages import ends_of_units
 from reference.case import Case
 
 __all__ = ["SAVED", "computed_later_again"]

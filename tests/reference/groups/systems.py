@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from reference.errors import CaseError
-from reference.groups.layouts import Layout
-from reference.groups.orders import RankOrder, check_size
-
-__all__ = ["internevo", "megatron", "picotron", "torchtitan"]
+from reference.groups import Groups, Layout, RankOrder
+from reference.groups.orders import check_size
 
 _STAGE = "ranks of a pipeline stage"
 
@@ -149,3 +148,32 @@ def _named(order: RankOrder, names: str) -> RankOrder:
     """The axes of an order that stand in `names`, "dp=edp" under another name; all others have one rank."""
     new = {word.partition("=")[0]: word.rpartition("=")[2] for word in names.split()}
     return RankOrder(tuple((new[axis], size) for axis, size in order.axes if axis in new))
+
+
+def levels(ranks: Sequence[int], sizes: Sequence[int]) -> tuple[Groups, ...]:
+    """One group cut into levels: level 0 groups neighbours, each higher level strides over the lower ones.
+
+    Megatron-Core cuts the context group into [inner, outer] for all-to-all and point-to-point, and the dp-cp group into
+    [ranks of one optimizer instance, instances]. Raises CaseError when the sizes do not multiply to the group's.
+    """
+    for size in sizes:
+        check_size("level", size)
+    if math.prod(sizes) != len(ranks):
+        written = "x".join(map(str, sizes))
+        raise CaseError("levels", written, f"must multiply to the {len(ranks)} ranks of the group", f"{len(ranks)}")
+    mesh = RankOrder(tuple((str(level), size) for level, size in enumerate(sizes)))
+    return tuple(tuple(tuple(ranks[i] for i in group) for group in groups) for groups in mesh.lists().values())
+
+
+def hybrid(ranks: Sequence[int]) -> dict[int, Groups]:
+    """Size -> blocks of that many neighbours, for each power of two above 1 and below the largest in the group.
+
+    Megatron-Core's groups of hybrid data and context parallelism. Raises CaseError when a size leaves a smaller last
+    block: sizes of groups must divide.
+    """
+    check_size("ranks", len(ranks))
+    sizes = [2**power for power in range(1, int(math.log2(len(ranks))))]
+    if sizes and len(ranks) % sizes[-1]:
+        legal = 2 ** int(math.log2(len(ranks)))
+        raise CaseError("ranks", len(ranks), f"blocks of {sizes[-1]} must divide the group", f"a group of {legal}")
+    return {size: tuple(tuple(ranks[i : i + size]) for i in range(0, len(ranks), size)) for size in sizes}

@@ -26,7 +26,7 @@ def layers_of(
     stated = {"first_layers": first_layers, "last_layers": last_layers}
     for key, value in stated.items():
         _check_stated(pipeline, key, value, layers)
-    pp, chunks = pipeline.pp, pipeline.chunks
+    pp, chunks = pipeline.ranks, pipeline.chunks
     left = layers - sum(filter(None, stated.values()))
     sharing = pp - sum(value is not None for value in stated.values())
     each = _share(layers, left, sharing, chunks, stated)
@@ -45,7 +45,7 @@ def _check_stated(pipeline: Pipeline, key: str, value: int | None, layers: int) 
     if pipeline.v_shaped:
         rule = f"schedule={pipeline.schedule} has the first and the last layer on one rank, so all ranks hold as many"
         raise CaseError(key, value, rule, "leave it out")
-    if pipeline.pp < 2:
+    if pipeline.ranks < 2:
         raise CaseError(key, value, "needs pp of at least 2", "leave it out")
     if value < 1 or value % pipeline.chunks:
         rule = f"must be a positive multiple of chunks={pipeline.chunks}"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
-from parallel.schedules.orders import orders
-from parallel.schedules.pipeline import Kind, Pipeline
+from parallel.schedules.pipeline import Kind, Pipeline, orders
 from parallel.schedules.timing import ComputeTimes, Span, bubble, bubble_stated, timeline
 
 __all__ = ["picture"]

@@ -1,0 +1,71 @@
+"""Axes of a mesh that mean something to the harness: of a case in a subject's own words, of a pipeline, of slices.
+
+An axis is known here by its name, as in a case and in the words that real systems give their groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from harness.protocols import Axes
+
+AXES = ("tp", "cp", "dp", "pp")
+"""Mesh axes, fastest first, as in Megatron; ranks of one tp group are neighbours. Each is 1 unless the case says."""
+EXPERT_AXES = ("etp", "ep")
+"""Axes that a case has where `subject.words` names them: how expert layers lie on the ranks of tp, cp and dp.
+
+Ranks of one etp group are neighbours, then ep, then `edp`, the ranks that hold the same experts, then pp, as in
+Megatron-Core and torchtitan. Without the word, etp is tp (as in Megatron-Core) and ep is 1.
+"""
+SHOWN = ("tp", "wp", "cp", "cp_inner", "cp_outer", "dp", "dp_cp", "wdp", "etp", "ep", "edp", "pp", "world")
+"""The order in which tables have the axes; others follow."""
+PIPELINE, SLICES = "pp", "cp"
+"""The axis of the stages of a model, and that of the slices of a sequence."""
+SAME_SAMPLES = (SLICES, PIPELINE)
+"""Axes whose ranks see the same samples: slices of rows, stages of layers."""
+WITH_EXPERTS_APART = tuple(axis for axis in AXES if axis != PIPELINE)
+"""Axes whose ranks experts share out anew."""
+SPELT: Mapping[str, str] = {
+    "intra distributed optimizer instance": "intra tp cp dp pp",
+    "expert tensor model pipeline": "etp ep pp",
+    "expert tensor model": "etp ep",
+    "expert tensor": "etp",
+    "expert model": "ep",
+    "expert data": "edp",
+    "tensor model": "tp",
+    "pipeline model": "pp",
+    "expert": "ep",
+    "experts": "ep",
+    "tensor": "tp",
+    "data": "dp",
+    "context": "cp",
+    "pipeline": "pp",
+    "pipe": "pp",
+    "stage": "pp",
+    "model": "tp pp",
+    "embd": "embedding",
+    "batch": "dp",
+    "loss mesh": "dp cp",
+    "loss": "dp cp",
+    "fsdp": "dp shard cp",
+    "efsdp": "edp",
+}
+"""Words of Megatron-Core (parallel_state.initialize_model_parallel), without fillers, and of torchtitan's meshes
+(distributed.parallel_dims) -> the axes that they stand for. What stands for more words comes first."""
+KNOWN = frozenset((*AXES, *EXPERT_AXES, "edp", "wp", "wdp", "embedding"))
+"""Axes that a description may name as they are."""
+
+
+def pipelines(axes: Axes) -> tuple[tuple[int, ...], ...]:
+    """The ranks of every pipeline, stage by stage; none without that axis."""
+    return tuple(tuple(ranks) for ranks in axes.get(PIPELINE, ()))
+
+
+def stage_count(axes: Axes) -> int:
+    """The stages of a pipeline, 1 without any."""
+    return max(map(len, pipelines(axes)), default=1)
+
+
+def first_pipeline(axes: Axes) -> tuple[int, ...]:
+    """The pipeline of rank 0, stage by stage."""
+    return next((ranks for ranks in pipelines(axes) if 0 in ranks), (0,))
