@@ -1,4 +1,4 @@
-"""What goes wrong on the pool alone: dead and stopped processes, groups of one rank, values that cannot be sent."""
+"""What the pool alone has: dead and stopped processes, what cannot be sent, processors, hash seeds, one clock."""
 
 from __future__ import annotations
 

@@ -13,25 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.engines.faults.disturbance import Disturbed
 from harness.engines.threads.concurrent import ConcurrentEngine
-from harness.engines.threads.inproc import InprocEngine
-from harness.errors import RequestError, TimeLimit
-from harness.faults import Fault, targets_of
-from harness.running.ranks.execution import execute
-from parallel.subject import subject
-from reference.case import Case
+from harness.errors import TimeLimit
 
 
 @pytest.fixture(scope="module")
 def together() -> Iterator[ConcurrentEngine]:
     with ConcurrentEngine() as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def in_turns() -> Iterator[InprocEngine]:
-    with InprocEngine() as engine:
         yield engine
 
 
@@ -85,10 +73,3 @@ def test_the_callers_streams_and_processors_are_as_before(together: ConcurrentEn
     if sys.platform == "linux":
         everywhere = os.sched_getaffinity(0)
         assert together.run(lambda rank: os.sched_getaffinity(0), world_size=2) == [everywhere] * 2
-
-
-def test_faults_need_turns(together: ConcurrentEngine, in_turns: InprocEngine) -> None:
-    case = Case.parse("mode=tp tp=2 dp=2 layers=1 hidden=16 heads=2 seq=8 steps=1")
-    target = targets_of(execute(case, subject, in_turns, text="").events)[0]
-    with pytest.raises(RequestError, match="engine=inproc-concurrent: takes no interventions"):
-        Disturbed(together, Fault(kind="drop", target=target))
