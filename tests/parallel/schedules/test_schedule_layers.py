@@ -59,7 +59,11 @@ def test_chunks_of_an_uneven_pipeline_follow_megatron() -> None:
             "first_layers=12: leaves none of layers=12 to the other ranks; legal: 1",
         ),
         ({}, {"layers": 12, "last_layers": 0}, "last_layers=0: must be a positive multiple of chunks=1; legal: 1"),
-        ({"ranks": 1}, {"layers": 12, "first_layers": 4}, "first_layers=4: needs pp of at least 2; legal: leave it out"),
+        (
+            {"ranks": 1},
+            {"layers": 12, "first_layers": 4},
+            "first_layers=4: needs pp of at least 2; legal: leave it out",
+        ),
         (
             {"ranks": 2},
             {"layers": 12, "first_layers": 4, "last_layers": 4},
