@@ -116,11 +116,7 @@ def targets_of(events: Iterable[Event]) -> tuple[Target, ...]:
 
 
 def faults_of(
-    events: Iterable[Event],
-    axes: Mapping[str, Partition],
-    *,
-    kinds: Sequence[str] = KINDS,
-    rank: int = -1,
+    events: Iterable[Event], axes: Mapping[str, Partition], *, kinds: Sequence[str] = KINDS, rank: int = -1
 ) -> tuple[Fault, ...]:
     """Every legal fault of these kinds for every target of a clean ledger; `axes` are the case's.
 

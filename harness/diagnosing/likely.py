@@ -35,10 +35,7 @@ from harness.terms import EventKey
 __all__ = ["likely"]
 
 _STATED: Mapping[str, tuple[str, str]] = {
-    "data": (
-        "data_path",
-        "the code that reads the data, which the dense model and the ranks have in common",
-    ),
+    "data": ("data_path", "the code that reads the data, which the dense model and the ranks have in common"),
     "truth": (
         "other_model",
         "its weights, or other numbers, are drawn in the case's dtype, where the same seed gives others: draw them in "
@@ -48,15 +45,9 @@ _STATED: Mapping[str, tuple[str, str]] = {
         "uncheckable",
         "names that are not the canonical ones (loss/<step>, grad/<parameter>, ...), or a subject that returns nothing",
     ),
-    "merge": (
-        "layout",
-        "offsets of another rank, a padded or transposed shard, or a rank that leaves its part out",
-    ),
+    "merge": ("layout", "offsets of another rank, a padded or transposed shard, or a rank that leaves its part out"),
     "waits": ("not_waited", "the handle was dropped before its wait()"),
-    "parallelism": (
-        "not_parallel",
-        "the split was done to a tensor that is not used, or undone by what followed it",
-    ),
+    "parallelism": ("not_parallel", "the split was done to a tensor that is not used, or undone by what followed it"),
     "determinism": (
         "not_deterministic",
         "uninitialised memory, a random number without a seed, or a sum in no fixed order",
@@ -65,10 +56,7 @@ _STATED: Mapping[str, tuple[str, str]] = {
 """Checks that are a cause by themselves and come before any number: check -> (cause, words)."""
 _USUAL: Mapping[str, tuple[str, str]] = {
     "overlap": ("exposed", "the call is awaited where it is issued, or is no longer asynchronous"),
-    "recording": (
-        "recording",
-        "a program that asks whether modules or optimizers are watched, or that measures time",
-    ),
+    "recording": ("recording", "a program that asks whether modules or optimizers are watched, or that measures time"),
 }
 """What is usually behind a check that nothing else explains: check -> (cause, words)."""
 

@@ -84,12 +84,7 @@ class Engine(ABC):
         Raises RequestError (exit status 2), ProgramError (1) or MachineError (3); the engine stays usable.
         """
         request = RunRequest(
-            program=program,
-            args=args,
-            world_size=world_size,
-            seed=seed,
-            timeout_s=timeout_s,
-            per_rank=tuple(per_rank),
+            program=program, args=args, world_size=world_size, seed=seed, timeout_s=timeout_s, per_rank=tuple(per_rank)
         )
         return self.run_request(request, observer)
 

@@ -66,13 +66,7 @@ class DryRun:
 
 
 def dry_run(
-    case: CaseLike,
-    subject: Subject,
-    engine: DryEngine,
-    ranks: Sequence[int],
-    *,
-    text: str,
-    timeout_s: float = 60.0,
+    case: CaseLike, subject: Subject, engine: DryEngine, ranks: Sequence[int], *, text: str, timeout_s: float = 60.0
 ) -> DryRun:
     """Run the case on these ranks. Raises what the engine raises: NoNumbers when the subject looks at a value."""
     start_s = time.perf_counter()

@@ -1,27 +1,23 @@
 """One recording: the run folder that all ranks share, what is recorded, and how both reach the ranks' processes.
 
 Everything travels in one variable of the environment, so every Python process below a launcher finds it, on every
-machine with the same file system. Recording begins in a process after
-torch.distributed was initialised, when rank and world size are known (`arm`). No torch is imported here: the process
-that runs this is replaced by the program, and a rank imports it while torch itself is being imported.
+machine with the same file system. No torch is imported here: the process that runs this is replaced by the program, and
+a rank imports it while torch itself is being imported.
 """
 
 from __future__ import annotations
 
 import fcntl
-import functools
 import hashlib
 import json
 import os
 import re
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import ModuleType
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from harness.errors import RequestError
 from harness.run_folder import link_latest, new_run_folder, writing
@@ -129,11 +125,7 @@ def new_session(out: str, name: str, command: Sequence[str], options: Options) -
         (folder / "ranks").mkdir()
     link_latest(folder)
     return ProgramSession(
-        folder=str(folder.resolve()),
-        **options,
-        origin_s=time.perf_counter(),
-        boot=boot_id(),
-        command=tuple(command),
+        folder=str(folder.resolve()), **options, origin_s=time.perf_counter(), boot=boot_id(), command=tuple(command)
     )
 
 
@@ -184,27 +176,3 @@ def _locked(path: Path) -> Iterator[None]:
                     raise
                 time.sleep(0.02)
         yield
-
-
-def arm(module: ModuleType) -> None:
-    """Replace `init_process_group` of torch.distributed.distributed_c10d by one that starts the recorder too.
-
-    A process records once: a world that is initialised again goes on in the same files.
-    """
-    original = module.init_process_group
-    started: list[int] = []
-
-    @functools.wraps(original)
-    def init_process_group(*args: Any, **words: Any) -> Any:
-        result = original(*args, **words)
-        if os.getpid() not in started:  # a fork has the list of its parent, and no recorder
-            started.append(os.getpid())
-            try:
-                from harness.programs.rank import begin  # noqa: PLC0415  (torch is complete only now)
-
-                begin(ProgramSession.of(os.environ[VARIABLE]))
-            except Exception as problem:
-                sys.stderr.write(f"shardproof: this process is not recorded: {type(problem).__name__}: {problem}\n")
-        return result
-
-    module.init_process_group = init_process_group  # type: ignore[attr-defined]

@@ -22,16 +22,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from harness.ledger import AGAIN, EITHER_GATHER, NO_UPDATE
-from harness.recording.lanes import (
-    Frame,
-    Lane,
-    Lanes,
-    Site,
-    Waiting,
-    is_hop,
-    is_scalar,
-    said,
-)
+from harness.recording.lanes import Frame, Lane, Lanes, Site, Waiting, is_hop, is_scalar, said
 from harness.recording.naming import Paths
 from harness.recording.observations import (
     LEAF,

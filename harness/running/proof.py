@@ -33,16 +33,7 @@ from harness.running.trials.law_runs import regrouped
 from harness.running.trials.runs import dry_evidence, elsewhere, explained, recorded, watched
 from harness.running.trials.trial import Trial
 from harness.running.truth.reference import Reference, Truths, reference_of
-from harness.subject import (
-    NamedSubject,
-    Unanswered,
-    deviating,
-    kept_per_rank,
-    lower_dtypes,
-    named,
-    refusal,
-    truth_of,
-)
+from harness.subject import NamedSubject, Unanswered, deviating, kept_per_rank, lower_dtypes, named, refusal, truth_of
 from harness.torch_internals.compiler import leave_unloaded
 from harness.torch_internals.memory import give_back
 
@@ -209,11 +200,7 @@ def _with_other_sizes(trial: Trial, evidence: Evidence, findings: Mapping[str, F
 
 
 def _result(
-    trial: Trial,
-    evidence: Evidence,
-    findings: dict[str, Finding],
-    context: Mapping[str, Finding],
-    options: str,
+    trial: Trial, evidence: Evidence, findings: dict[str, Finding], context: Mapping[str, Finding], options: str
 ) -> CaseResult:
     """The verdicts of these findings; `context` are all findings by which a failure is explained."""
     for check, problem in trial.problems.items():
@@ -225,12 +212,7 @@ def _result(
     )
     known = {check: found for check, found in diagnoses.items() if isinstance(found, Diagnosis)}
     return CaseResult(
-        case=trial.case,
-        text=text,
-        verdicts=verdicts,
-        evidence=evidence,
-        seconds=trial.seconds,
-        diagnoses=known,
+        case=trial.case, text=text, verdicts=verdicts, evidence=evidence, seconds=trial.seconds, diagnoses=known
     )
 
 

@@ -2,17 +2,7 @@
 
 from __future__ import annotations
 
-from harness.torch_internals import (
-    autograd,
-    compiler,
-    groups,
-    memory,
-    meshes,
-    meta_device,
-    modes,
-    operators,
-    world,
-)
+from harness.torch_internals import autograd, compiler, groups, memory, meshes, meta_device, modes, operators, world
 from harness.torch_internals.lookup import Probe
 
 _PARTS = (autograd, compiler, modes, memory, operators, groups, world, meshes, meta_device)

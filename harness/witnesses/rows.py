@@ -20,15 +20,7 @@ import torch
 
 from harness.ledger import AGAIN
 
-NODE, MODULE, STEP, CHECKPOINT, CALL, QUIET, LOUD = (
-    "node",
-    "module",
-    "step",
-    "checkpoint",
-    "call",
-    "quiet",
-    "loud",
-)
+NODE, MODULE, STEP, CHECKPOINT, CALL, QUIET, LOUD = ("node", "module", "step", "checkpoint", "call", "quiet", "loud")
 Trace = Mapping[str, Any]
 
 

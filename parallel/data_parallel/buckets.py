@@ -68,12 +68,7 @@ class Share:
 
 
 def bucketed(
-    sizes: Mapping[str, int],
-    *,
-    ranks: int,
-    sharded: bool,
-    largest: int = 0,
-    apart: Collection[str] = (),
+    sizes: Mapping[str, int], *, ranks: int, sharded: bool, largest: int = 0, apart: Collection[str] = ()
 ) -> tuple[Bucket, ...]:
     """The buckets of parameters, given as name -> elements in order of registration.
 

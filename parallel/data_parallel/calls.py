@@ -26,13 +26,7 @@ from parallel.communication.expectation import MICRO_BATCHES, ONCE_A_STEP, CallP
 from parallel.communication.layout import Coordinates, Cut, Placement, local_shape
 from parallel.communication.mesh import axis_size, coordinates
 from parallel.data_parallel.buckets import Bucket
-from parallel.data_parallel.words import (
-    REPLICAS,
-    shard_axis,
-    stage_buckets,
-    taken_over,
-    unit_of,
-)
+from parallel.data_parallel.words import REPLICAS, shard_axis, stage_buckets, taken_over, unit_of
 from parallel.layers.roles import attention_linears, head_norms, mlp_linears
 from parallel.model.strategy import Strategy
 from parallel.schedules.pipeline import Kind, order

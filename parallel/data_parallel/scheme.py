@@ -32,9 +32,7 @@ def _with_shared_gradients(strategy: Strategy, case: Case) -> Strategy:
         return _held_by(Shards(case) if case.zero >= 2 else Buckets(case), case, strategy.step(case, plain))
 
     return replace(
-        strategy,
-        norm_axes=(*strategy.norm_axes, shard_axis(case)) if case.zero else strategy.norm_axes,
-        step=step,
+        strategy, norm_axes=(*strategy.norm_axes, shard_axis(case)) if case.zero else strategy.norm_axes, step=step
     )
 
 

@@ -13,15 +13,7 @@ from parallel.schedules.stages import TABLE, Stage
 from reference.case import Case
 from reference.model.parameters import dtype_of
 
-__all__ = [
-    "REPLICAS",
-    "gradient_dtype",
-    "shard_axis",
-    "stage_buckets",
-    "taken_over",
-    "trained_dtype",
-    "unit_of",
-]
+__all__ = ["REPLICAS", "gradient_dtype", "shard_axis", "stage_buckets", "taken_over", "trained_dtype", "unit_of"]
 
 REPLICAS = "replica"
 """The mesh axis over which shards are replicated."""

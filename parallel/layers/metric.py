@@ -139,8 +139,5 @@ _SPLIT = (
     _calls("all_reduce", "tokens", "sum of exp, of the loss"),
 )
 """Logits split along the vocabulary."""
-_SLICED = (
-    _calls("all_reduce", "1", "log-likelihood"),
-    _calls("all_reduce", str(DATASETS), "loss of every dataset"),
-)
+_SLICED = (_calls("all_reduce", "1", "log-likelihood"), _calls("all_reduce", str(DATASETS), "loss of every dataset"))
 """Logits split along the sequence."""

@@ -51,12 +51,7 @@ def computed_later_again(
 
         saved = own_slice(x.detach().flatten(), axis, dim=0).clone()  # a part of the memory, not a view of all
     y: Tensor = checkpoint(
-        through,
-        saved,
-        use_reentrant=False,
-        preserve_rng_state=False,
-        context_fn=contexts,
-        early_stop=early_stop,
+        through, saved, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, early_stop=early_stop
     )
     return y
 

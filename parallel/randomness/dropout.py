@@ -53,13 +53,7 @@ class Dropout:
 
     @classmethod
     def of(
-        cls,
-        case: Case,
-        at: Coordinates,
-        places: Callable[[str], Placement],
-        *,
-        sequence_dim: int,
-        device: torch.device,
+        cls, case: Case, at: Coordinates, places: Callable[[str], Placement], *, sequence_dim: int, device: torch.device
     ) -> Dropout:
         """The dropout of the rank at these coordinates, its streams at their beginnings."""
         return cls(

@@ -124,13 +124,7 @@ def parts(case: Case, mesh: Mesh, device: torch.device) -> Parts:
 
     def head() -> nn.Module:
         return WeightHead(
-            own("head.weight"),
-            weights,
-            sequence,
-            form=case.head,
-            vocab=case.vocab,
-            dtype=dtype,
-            device=device,
+            own("head.weight"), weights, sequence, form=case.head, vocab=case.vocab, dtype=dtype, device=device
         )
 
     def local(batch: Delivered) -> Delivered:

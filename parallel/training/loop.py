@@ -146,11 +146,7 @@ def _metrics(rank: Rank, metric: Metric) -> dict[str, tuple[Box, ...]]:
     sums: dict[str, Tensor] = {name: getattr(metric.total, name) for name in names}
     return {
         f"metric/{name}": (
-            Box(
-                local=value[None],
-                offsets=(dp.rank, *[0] * value.dim()),
-                global_shape=(dp.size, *value.shape),
-            ),
+            Box(local=value[None], offsets=(dp.rank, *[0] * value.dim()), global_shape=(dp.size, *value.shape)),
         )
         for name, value in sums.items()
     }

@@ -89,11 +89,7 @@ def _plain(mode: str) -> list[Case]:
 
 
 def default_cases(
-    modes: Sequence[str] = tuple(MODES),
-    refuses: Refuses = lambda case: "",
-    *,
-    deep: bool = False,
-    checkpoint: str = "",
+    modes: Sequence[str] = tuple(MODES), refuses: Refuses = lambda case: "", *, deep: bool = False, checkpoint: str = ""
 ) -> tuple[Case, ...]:
     """The default cases of these modes: a plain one of each, recipes, and those that hold every pair.
 

@@ -74,10 +74,7 @@ def _proposed(problem: Problem, fixed: Mapping[str, Any], domains: Mapping[str, 
 
 
 def _first_legal(
-    words: Words,
-    fixed: Mapping[str, Any],
-    domains: Mapping[str, Sequence[Any]],
-    problem_in: Callable[[Words], Problem],
+    words: Words, fixed: Mapping[str, Any], domains: Mapping[str, Sequence[Any]], problem_in: Callable[[Words], Problem]
 ) -> Words:
     changes = ({word: value} for word, values in domains.items() if word not in fixed for value in values)
     return next((change for change in changes if not problem_in({**words, **change})), {})

@@ -59,13 +59,7 @@ class Batch:
 
 
 def micro_batch(
-    case: Case,
-    step: int,
-    micro: int,
-    dp_rank: int,
-    *,
-    device: torch.device | str = "cpu",
-    padding: int = IGNORED,
+    case: Case, step: int, micro: int, dp_rank: int, *, device: torch.device | str = "cpu", padding: int = IGNORED
 ) -> Batch:
     """Micro-batch `micro` of step `step` on data rank `dp_rank`: a pure function of the case and its corpus.
 

@@ -142,10 +142,7 @@ def build_unpack(
 
 
 def collate(
-    packs: Sequence[Pack],
-    *,
-    zero: Literal["learn", "ignore"] = "learn",
-    cu_seqlens: Literal["list", "stack"] = "list",
+    packs: Sequence[Pack], *, zero: Literal["learn", "ignore"] = "learn", cu_seqlens: Literal["list", "stack"] = "list"
 ) -> tuple[Data, Tensor]:
     """The packs of one step as one batch: Data with [M, P] fields, and labels int64 [M, P].
 
@@ -178,12 +175,7 @@ def packed_data_normalizer(data: Data, label: Tensor) -> tuple[Data, Tensor]:
 
 
 def unpack_data(
-    data: Data,
-    label: Tensor,
-    *,
-    micro_bsz: int,
-    seq_len: int,
-    indexes: Literal["rows", "first", "drop"] = "rows",
+    data: Data, label: Tensor, *, micro_bsz: int, seq_len: int, indexes: Literal["rows", "first", "drop"] = "rows"
 ) -> tuple[Data, Tensor]:
     """One micro-batch of `build_unpack` as rows: input_ids, indexes and labels [micro_bsz, seq_len].
 

@@ -20,11 +20,7 @@ class Context(Core):
     """A case with context ranks."""
 
     cp: int = word(
-        1,
-        "context-parallel ranks, each of which holds a slice of every row",
-        domain=(1, 2, 4),
-        after="dp",
-        axis=20,
+        1, "context-parallel ranks, each of which holds a slice of every row", domain=(1, 2, 4), after="dp", axis=20
     )
     cp_comm: str = word(
         "ring",

@@ -124,11 +124,7 @@ class DataParallel(Core):
             yield "shard", f"must divide dp={dp}", f"shard={math.gcd(dp, shard)}"
         for key, legal in (("grad_dtype", "grad_dtype=model"), ("master", "master=none")):
             if getattr(self, key) == "float32" and self.dtype not in _NARROW:
-                yield (
-                    key,
-                    f"is wider than the parameters, and dtype={self.dtype} is not narrower",
-                    legal,
-                )
+                yield (key, f"is wider than the parameters, and dtype={self.dtype} is not narrower", legal)
         if self.grad_dtype == "float32" and self.master == "none":
             yield "grad_dtype", "master=none steps parameters by gradients of their own dtype", "grad_dtype=model"
         yield from self._layer_by_layer()

@@ -61,13 +61,7 @@ def _megatron(*, sequence: bool) -> Mode:
 
 def _internevo(**more: Any) -> Mode:
     presets = ({"preset": "tiny-internlm2"}, {"preset": "tiny-gpt"})
-    plain = {
-        "system": "InternEvo",
-        "measures": True,
-        "stages": True,
-        "data_parallel": True,
-        "presets": presets,
-    }
+    plain = {"system": "InternEvo", "measures": True, "stages": True, "data_parallel": True, "presets": presets}
     return Mode(**{**plain, **more})
 
 
@@ -77,11 +71,7 @@ MODES: dict[str, Mode] = {
     "mtp": _internevo(),
     "msp": _internevo(sequence=True),
     "fsp": _internevo(sequence=True),
-    "isp": _internevo(
-        heads=("exchange", "local", "gather"),
-        sequence=True,
-        weight_axis="wp",
-    ),
+    "isp": _internevo(heads=("exchange", "local", "gather"), sequence=True, weight_axis="wp"),
     "autotp": Mode(
         system="DeepSpeed",
         heads=("gather", "sum"),

@@ -28,11 +28,7 @@ def totals(logits_BSV: Tensor, labels_BS: Tensor, loss_mask_BS: Tensor) -> Total
     hit_BS = x_BSV.gather(-1, place_BS[..., None])[..., 0]
     right_BS = (hit_BS >= x_BSV.amax(-1)) * counts_BS
     likelihood_BS = x_BSV.log_softmax(-1).gather(-1, place_BS[..., None])[..., 0] * counts_BS
-    return {
-        "right": right_BS.sum().long(),
-        "tokens": counts_BS.sum().long(),
-        "log_likelihood": likelihood_BS.sum(),
-    }
+    return {"right": right_BS.sum().long(), "tokens": counts_BS.sum().long(), "log_likelihood": likelihood_BS.sum()}
 
 
 def outcome(by_rank: list[Totals], *, exact: bool) -> dict[str, Tensor]:

@@ -36,10 +36,7 @@ _ANYTHING = 1e30
 
 
 def slack(
-    case: Case,
-    states: Mapping[str, Tensor],
-    truth: Mapping[str, Tensor],
-    controls: Sequence[Mapping[str, Tensor]],
+    case: Case, states: Mapping[str, Tensor], truth: Mapping[str, Tensor], controls: Sequence[Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
     """By name, `param_after/<step>/<param>` and `param/<param>`: how far every element may be off; {} for sgd.
 

@@ -43,11 +43,7 @@ __all__ = [
 
 @takes_given
 def control(
-    case: Case,
-    device: torch.device,
-    *,
-    parts: int = 0,
-    states: Mapping[str, Tensor] | None = None,
+    case: Case, device: torch.device, *, parts: int = 0, states: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
     """The outcome of dense training and its activations, in the case's dtype, with the sums in another order.
 
@@ -86,13 +82,7 @@ def split_linear(x_BSE: Tensor, weight: Tensor, bias: Tensor | None, *, parts: i
 
 
 def split_attention(
-    q_BSND: Tensor,
-    k_BSKD: Tensor,
-    v_BSKD: Tensor,
-    visible_SS: Tensor,
-    keep_BNSS: Tensor | None = None,
-    *,
-    parts: int,
+    q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, visible_SS: Tensor, keep_BNSS: Tensor | None = None, *, parts: int
 ) -> Tensor:
     """Attention as `layers` has it, its scores by blocks of keys and `parts` partial sums over features."""
     score_BNSS, v_BNSD = _scores(q_BSND, k_BSKD, v_BSKD, visible_SS, parts)
@@ -103,13 +93,7 @@ def split_attention(
 
 
 def merged_attention(
-    q_BSND: Tensor,
-    k_BSKD: Tensor,
-    v_BSKD: Tensor,
-    visible_SS: Tensor,
-    keep_BNSS: Tensor | None = None,
-    *,
-    parts: int,
+    q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, visible_SS: Tensor, keep_BNSS: Tensor | None = None, *, parts: int
 ) -> Tensor:
     """Attention as where blocks of keys are merged: a share is exp(score - log sum exp), and the gradient of a score
     takes off sum(dO * O).

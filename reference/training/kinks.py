@@ -45,11 +45,7 @@ class _Moved(torch.autograd.Function):
 
 @takes_given
 def kinks(
-    case: Case,
-    device: torch.device,
-    *,
-    side: int,
-    states: Mapping[str, Tensor] | None = None,
+    case: Case, device: torch.device, *, side: int, states: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
     """By how much every float of the outcome and of the activations changes when the kink moves to this side (1, -1).
 

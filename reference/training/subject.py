@@ -28,12 +28,7 @@ def subject(case: Case, device: torch.device) -> dict[str, Tensor]:
 
 
 @takes_given
-def truth(
-    case: Case,
-    device: torch.device,
-    *,
-    states: Mapping[str, Tensor] | None = None,
-) -> dict[str, Tensor]:
+def truth(case: Case, device: torch.device, *, states: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """The same outcome and the activations (see reference.activations), with all arithmetic in float64.
 
     `given`: what it must be given, by name (see reference.training.given).

@@ -162,12 +162,7 @@ def _norms(case: Case) -> dict[str, Callable[[Tensor, Tensor, Tensor | None], Te
 
 
 def _norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    epsilon: float = layers.EPSILON,
-    other_centre: bool = False,
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, epsilon: float = layers.EPSILON, other_centre: bool = False
 ) -> Tensor:
     """`layers.norm` with another epsilon, or centred where it is not and the other way round."""
     y = x - x.mean(-1, keepdim=True) if (bias is None) == other_centre else x

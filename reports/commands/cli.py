@@ -196,9 +196,7 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument("--truth", metavar="M:O|alone", help=_TRUTH)
     run.add_argument("--modes", default="all", metavar="all|a,b", help="modes to run when no CASE is given (all)")
     run.add_argument(
-        "--deep",
-        action="store_true",
-        help="without a CASE: every two values of two words together, on up to 8 ranks",
+        "--deep", action="store_true", help="without a CASE: every two values of two words together, on up to 8 ranks"
     )
     run.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help="how ranks are run (inproc)")
     run.add_argument("--device", choices=DEVICES, default=DEVICES[0], help="where tensors live (cpu)")

@@ -180,9 +180,7 @@ def _summed(fields: dict[str, Any], amounts: Amounts, ranks: Sequence[int]) -> L
     """One term of all these calls, with the numbers that all ranks have in common."""
     calls, sizes = ({amount[place] for amount in amounts} for place in range(2))
     term = Term(
-        **fields,
-        calls=calls.pop() if len(calls) == 1 else None,
-        total_bytes=sizes.pop() if len(sizes) == 1 else None,
+        **fields, calls=calls.pop() if len(calls) == 1 else None, total_bytes=sizes.pop() if len(sizes) == 1 else None
     )
     alike: dict[tuple[int, int], list[int]] = {}
     for rank, amount in zip(ranks, amounts, strict=True):

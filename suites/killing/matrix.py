@@ -69,12 +69,7 @@ class KillPlan:
 
 
 def planned(
-    subject: NamedSubject,
-    *,
-    quick: bool,
-    only: str = "",
-    cases: Sequence[CaseLike] = (),
-    timeout_s: float = 60.0,
+    subject: NamedSubject, *, quick: bool, only: str = "", cases: Sequence[CaseLike] = (), timeout_s: float = 60.0
 ) -> list[KillPlan]:
     """What to plant in this subject; `only` "held-back" are those mutants alone, "open" is everything else.
 

@@ -24,10 +24,10 @@ __all__ = ["KNOWN", "SHOWN_BY", "KnownBug", "main"]
 
 _DIAGNOSING, _WITNESSES = "tests/harness/diagnosing", "tests/harness/witnesses"
 SHOWN_BY: Mapping[str, str] = {
-    "witness_slip": f"{_WITNESSES}/test_witness_telling.py",
-    "recorder_blind": f"{_WITNESSES}/test_witness_telling.py",
-    "session_differs": f"{_WITNESSES}/test_witness_telling.py",
-    "not_stated": f"{_WITNESSES}/test_witness_telling.py",
+    "witness_slip": f"{_WITNESSES}/test_witness_agreement.py",
+    "recorder_blind": f"{_WITNESSES}/test_witness_agreement.py",
+    "session_differs": f"{_WITNESSES}/test_witness_agreement.py",
+    "not_stated": f"{_WITNESSES}/test_witness_agreement.py",
     "other_dtype": f"{_DIAGNOSING}/test_layouts.py",
     "other_shape": f"{_DIAGNOSING}/test_layouts.py",
     "part_as_whole": f"{_DIAGNOSING}/test_layouts.py",

@@ -130,12 +130,7 @@ class Prover:
         return found
 
     def _drawn_of_own_words(
-        self,
-        data: st.DataObject,
-        mode: str,
-        own: Vocabulary,
-        where_known: Mapping[str, Any],
-        fixed: Mapping[str, Any],
+        self, data: st.DataObject, mode: str, own: Vocabulary, where_known: Mapping[str, Any], fixed: Mapping[str, Any]
     ) -> CaseLike:
         """A case around those that the subject names. Skips the test when it has not a word that must be fixed."""
         known = dict(own.words)

@@ -24,8 +24,7 @@ def test_the_matrix_is_what_is_said_to_be_tested() -> None:
 
 
 @pytest.mark.parametrize(
-    ("results", "status"),
-    [((PASSED, PASSED), 0), ((PASSED, FAILED), 1), ((NOT_RUN,), 1), ((NOT_RUN, PASSED), 0)],
+    ("results", "status"), [((PASSED, PASSED), 0), ((PASSED, FAILED), 1), ((NOT_RUN,), 1), ((NOT_RUN, PASSED), 0)]
 )
 def test_a_failed_step_or_nothing_run_is_status_1_and_its_reason_stands_below_the_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], results: tuple[str, ...], status: int

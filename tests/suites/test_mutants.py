@@ -78,11 +78,10 @@ def test_every_check_has_a_bug_that_no_other_check_kills() -> None:
 def test_every_bug_finds_its_lines_and_its_case_can_show_it(one: Mutant) -> None:
     assert one.sources() and one.wrong and one.held_back
     assert one.shows(Case.parse(one.case))
-    assert {*one.condition.split()} <= {*one.case.split()}
 
 
 def test_names_are_unique() -> None:
-    assert len({one.name for one in UNSEEN}) == len(UNSEEN) == 30
+    assert len({one.name for one in UNSEEN}) == len(UNSEEN) == 60
 
 
 def texts(folder: str, *, but: Iterable[str] = ()) -> set[str]:

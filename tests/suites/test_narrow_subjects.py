@@ -51,9 +51,7 @@ speechless = Narrow(_no_words)
 lenient = Narrow(lambda case: "")
 
 
-def test_a_subject_of_one_architecture_is_proved_on_its_default_cases(
-    outside: Callable[..., pytest.RunResult],
-) -> None:
+def test_a_subject_of_one_architecture_is_proved_on_its_default_cases(outside: Callable[..., pytest.RunResult]) -> None:
     PROVED.clear()
     result = outside("suites.test_training", "--subject", f"{ME}one", "--worlds", "2,4")
     result.assert_outcomes(passed=1)

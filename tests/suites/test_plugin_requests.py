@@ -110,9 +110,7 @@ def test_what_is_found_wrong_while_collecting_is_one_sentence(pytester: pytest.P
 
 def test_a_mode_that_no_case_can_have_is_left_out_and_told(outside: Callable[..., pytest.RunResult]) -> None:
     result = outside("suites.test_forward", "--co", "-q", "--subject", f"{__name__}:ahead")
-    assert [line for line in result.outlines if "::" in line] == [
-        "::test_losses_and_logits[tp]",
-    ]
+    assert [line for line in result.outlines if "::" in line] == ["::test_losses_and_logits[tp]"]
     told = outside("suites.test_forward", "--co", "--subject", f"{__name__}:ahead").outlines
     assert [line for line in told if line.startswith("shardproof:")] == [
         f"shardproof: subject {__name__}:ahead, modes all, worlds 2,3,4,6, engine inproc, "

@@ -76,12 +76,7 @@ class Truth:
 
 
 def distance_from(
-    value: Tensor,
-    true: Truth,
-    least: float,
-    own: float = 0.0,
-    slack: Tensor | None = None,
-    factor: float = 1.0,
+    value: Tensor, true: Truth, least: float, own: float = 0.0, slack: Tensor | None = None, factor: float = 1.0
 ) -> Distance:
     """The same of `factor` times the value, for a truth that several values are compared with.
 

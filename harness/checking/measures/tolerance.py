@@ -32,13 +32,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from harness.checking.measures.distance import (
-    MEASURES,
-    Distance,
-    Truth,
-    distance_from,
-    ratio,
-)
+from harness.checking.measures.distance import MEASURES, Distance, Truth, distance_from, ratio
 
 FLOAT64_ALLOWED = 1e-9
 FLOOR_EPSILONS: Mapping[str, float] = {"frobenius": 4.0, "peak": 32.0}

@@ -86,11 +86,7 @@ def _counted_otherwise(evidence: Evidence, squares: Mapping[str, float]) -> Iter
 def _groups(evidence: Evidence, names: Sequence[str]) -> dict[str, frozenset[str]]:
     """Gradients that code may count alike, in words: by who holds what of them, one by one, by kind, by dims."""
     whole = {name for name in names if held_whole(evidence, name)}
-    found = {
-        "what every rank holds whole": whole,
-        "what is split over ranks": {*names} - whole,
-        "everything": {*names},
-    }
+    found = {"what every rank holds whole": whole, "what is split over ranks": {*names} - whole, "everything": {*names}}
     for axis in split_axes(evidence.case):
         lists = evidence.axes.get(axis, ((),))
         alike = {name for name in names if all(_alike(evidence, name, ranks) for ranks in lists)}

@@ -13,14 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from harness.engines.calls.desync import (
-    RootCause,
-    call_text,
-    of_deadlock,
-    of_mismatch,
-    of_skipped,
-    position_in_call,
-)
+from harness.engines.calls.desync import RootCause, call_text, of_deadlock, of_mismatch, of_skipped, position_in_call
 from harness.engines.engine import Unwaited
 from harness.engines.processes.exit_status import ProcessEnd
 from harness.engines.processes.flight_recorder import ReadCalls

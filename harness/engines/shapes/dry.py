@@ -77,12 +77,7 @@ class DryEngine(Engine):
         Raises RequestError, NoNumbers, RankRaised or TimeLimit.
         """
         request = RunRequest(
-            program=program,
-            args=args,
-            world_size=world_size,
-            seed=seed,
-            timeout_s=timeout_s,
-            per_rank=tuple(per_rank),
+            program=program, args=args, world_size=world_size, seed=seed, timeout_s=timeout_s, per_rank=tuple(per_rank)
         )
         return self._run(request, ranks, observers)
 

@@ -33,12 +33,7 @@ from harness.engines.calls.arguments import (
 )
 from harness.engines.calls.arithmetic import Combine, Operands
 from harness.engines.calls.pending import ANY, RankGroup
-from harness.engines.calls.signature import (
-    Signature,
-    dtype_text,
-    shapes_of,
-    signature_of,
-)
+from harness.engines.calls.signature import Signature, dtype_text, shapes_of, signature_of
 from harness.engines.threads.group_facts import GroupFacts
 from harness.engines.threads.matcher import CollectiveMatcher
 from harness.engines.threads.work import COMPLETE, BatchedWorks, RankCall, Work

@@ -105,13 +105,7 @@ class OwnTruth:
             call = InParts(replace(self.subject, call=call, address=""), parts, self.around)
         try:
             run = execute(
-                one,
-                call,
-                self.engine,
-                text=case_text(one),
-                record=False,
-                device=str(device),
-                timeout_s=self.timeout_s,
+                one, call, self.engine, text=case_text(one), record=False, device=str(device), timeout_s=self.timeout_s
             )
         except ProgramError as problem:
             rule = f"{self.subject.name} does not finish on one rank, which is its truth"

@@ -18,14 +18,7 @@ from harness.outcome.merging import Merged
 from harness.running.judging import judged
 from harness.running.proof import prove
 from harness.running.trials import rounding
-from harness.running.trials.rounding import (
-    FURTHER_PARTS,
-    MORE_PARTS,
-    NEAR,
-    controlled,
-    measured_apart,
-    stepwise,
-)
+from harness.running.trials.rounding import FURTHER_PARTS, MORE_PARTS, NEAR, controlled, measured_apart, stepwise
 from harness.running.trials.runs import recorded, watched
 from harness.running.trials.trial import Trial
 from harness.subject import named

@@ -36,10 +36,7 @@ def planted(**wrong: Tensor) -> Evidence:
             ["act_grad/layers.0.mlp.w1", "act_grad/embedding", W1, "loss/1"],
             "backward of layers.0.mlp in step 0: act_grad/layers.0.mlp.w1",
         ),
-        (
-            [W1, "param/layers.0.mlp.w1.weight"],
-            f"backward of layers.0.mlp.w1 in step 0: {W1}",
-        ),
+        ([W1, "param/layers.0.mlp.w1.weight"], f"backward of layers.0.mlp.w1 in step 0: {W1}"),
         (["grad/embedding.tokens.weight", W1], f"backward of head in step 0: {W1}"),
         (["loss/1", "param/layers.0.mlp.w1.weight"], "loss in step 1: loss/1"),
         (["param/layers.0.mlp.w1.weight"], "step of layers.0.mlp.w1 in step 1: param/layers.0.mlp.w1.weight"),

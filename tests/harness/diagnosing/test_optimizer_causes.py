@@ -168,10 +168,7 @@ def test_a_step_that_some_ranks_do_not_take() -> None:
             moved = START[name] - share * GRADIENTS[0][name]
             values[rank] = {f"param_after/0/{name}": Shard(moved.chunk(2)[rank], (4 * rank, 0), (8, 6))}
         seen = evidence(
-            *values.values(),
-            truth={**truth(), **true},
-            case=case(SGD),
-            shares={f"start/{name}": START[name]},
+            *values.values(), truth={**truth(), **true}, case=case(SGD), shares={f"start/{name}": START[name]}
         )
         return [cause.id for cause in from_states(seen, [f"param_after/0/{name}"])]
 

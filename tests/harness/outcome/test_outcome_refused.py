@@ -53,10 +53,7 @@ class Alien(Tensor):
             lambda: torch.zeros(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
             "numbers of float4_e2m1fn_x2 cannot be read; legal: a tensor of another dtype",
         ),
-        (
-            lambda: SimpleNamespace(local="4", offsets=(), global_shape=()),
-            "str is not a tensor; legal: a torch.Tensor",
-        ),
+        (lambda: SimpleNamespace(local="4", offsets=(), global_shape=()), "str is not a tensor; legal: a torch.Tensor"),
     ],
     ids=("sparse", "quantized", "meta", "nested", "alien", "unreadable", "text"),
 )

@@ -35,10 +35,7 @@ MODES |= {mode: f"preset=tiny-internlm2 mode={mode} tp=4 {FOUR}" for mode in ("m
 MODES |= {"autotp": f"mode=autotp family=opt tp=4 {FOUR}"}
 MODES |= {"isp": f"preset=tiny-internlm2 mode=isp tp=2 dp=2 wp=4 {FOUR}"}
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(GPUS == 0, reason="no CUDA device: nothing can be tried on one here"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no CUDA device: nothing can be tried on one here")]
 SEVERAL = pytest.mark.skipif(GPUS < 2, reason=f"{GPUS} CUDA devices: NCCL needs one a rank, so two")
 
 

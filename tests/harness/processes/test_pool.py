@@ -16,13 +16,7 @@ from harness.engines.engine import Engine
 from harness.engines.processes.forked.pool import PoolEngine
 from harness.engines.processes.forked.worker import share
 from harness.engines.threads.inproc import InprocEngine
-from harness.errors import (
-    Desynchronised,
-    RankCrashed,
-    RankDied,
-    RequestError,
-    TimeLimit,
-)
+from harness.errors import Desynchronised, RankCrashed, RankDied, RequestError, TimeLimit
 from harness.outcome.merging import merge
 from harness.recording.spans import RankSpan
 from harness.running.proof import prove

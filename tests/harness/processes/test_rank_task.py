@@ -12,13 +12,7 @@ import pytest
 import torch
 
 from harness.engines.engine import RunRequest
-from harness.engines.processes.flight_recorder import (
-    _COUNT,
-    FlightRecorder,
-    ReadCalls,
-    Recording,
-    anonymous_file,
-)
+from harness.engines.processes.flight_recorder import _COUNT, FlightRecorder, ReadCalls, Recording, anonymous_file
 from harness.engines.processes.rank_program import run_rank
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import tests.forked
+from harness.programs.arming import arm
 from harness.programs.launch import add_options, request_of
-from harness.programs.session import VARIABLE, arm, new_session
+from harness.programs.session import VARIABLE, new_session
 from tests import ROOT
 
 LIMIT_S = 240.0

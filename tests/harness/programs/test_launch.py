@@ -15,16 +15,8 @@ import torch
 from torch.distributed import distributed_c10d
 
 from harness.errors import RequestError
-from harness.programs.session import (
-    VARIABLE,
-    Options,
-    ProgramSession,
-    arm,
-    shared_session,
-    silence_of,
-    steps_of,
-    tools_of,
-)
+from harness.programs.arming import arm
+from harness.programs.session import VARIABLE, Options, ProgramSession, shared_session, silence_of, steps_of, tools_of
 from reports.stored.frames import load
 from tests.forked import started
 from tests.harness.programs.launched import environment
@@ -99,10 +91,7 @@ def test_nsys_wraps_the_whole_command(tmp_path: Path) -> None:
     [
         (["--steps", "3:2", "x.py"], "steps=3:2: holds no step, for END is not included; legal: --steps 10:20"),
         (["--steps", "3", "x.py"], "steps=3: must be FIRST:END"),
-        (
-            ["--profile", "torch", "x.py"],
-            "profile=torch: torch's profiler and its execution traces keep",
-        ),
+        (["--profile", "torch", "x.py"], "profile=torch: torch's profiler and its execution traces keep"),
         (["--profile", "nsys", "x.py"], "legal: shardproof record --profile nsys -- torchrun"),
         (["--profile", "perf", "x.py"], "profile=perf: is not a profiler; legal: torch,nsys,et"),
         (["--tokens", "0", "x.py"], "tokens=0: must be the tokens of all ranks in one step"),

@@ -27,15 +27,7 @@ Said = tuple[str, str, int, str, str, int, bool]
 
 
 def said(event: Event) -> Said:
-    return (
-        event.op,
-        event.reduce_op,
-        event.group_size,
-        event.dtype,
-        event.shape,
-        event.payload_bytes,
-        event.is_async,
-    )
+    return (event.op, event.reduce_op, event.group_size, event.dtype, event.shape, event.payload_bytes, event.is_async)
 
 
 def call(

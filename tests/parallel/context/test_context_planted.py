@@ -76,9 +76,7 @@ def _send_first(block: Tensor, axis: Axis, slices: Slices, step: int, *, overlap
     return Pending(None, lambda: arriving)
 
 
-def _backward_of_block(
-    local: tuple[bool, bool],
-) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+def _backward_of_block(local: tuple[bool, bool]) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     """Backward with the block's own (output, log sum) instead of that of all keys."""
 
     def gradients(
@@ -139,11 +137,7 @@ PLANTED: dict[str, tuple[str, Plant, list[str]]] = {
     "query heads read other kv heads": ("ring", _set(blocks, "_grouped", _other_groups), ALL),
     "gathered keys' gradients are not summed": (
         "gathered",
-        _set(
-            gathered,
-            "gather_from_sequence",
-            partial(gather_from_sequence, tensor_parallel_output_grad=False),
-        ),
+        _set(gathered, "gather_from_sequence", partial(gather_from_sequence, tensor_parallel_output_grad=False)),
         ALL[2:],
     ),
     "gathered keys are taken for the row in order": ("gathered", _set(Slices, "whole", property(_in_row_order)), ALL),

@@ -57,10 +57,7 @@ def test_counts_of_one_micro_batch(words: str, columns: int, positions: str) -> 
     else:
         forward["reduce_scatter"] += 1
     assert _counts(sp, "forward") == forward
-    assert _counts(sp, "backward") == {
-        "all_gather": (columns + 2) * LAYERS + 2,
-        "reduce_scatter": columns * LAYERS + 1,
-    }
+    assert _counts(sp, "backward") == {"all_gather": (columns + 2) * LAYERS + 2, "reduce_scatter": columns * LAYERS + 1}
     assert _counts(sp, "recompute") == {"all_gather": columns * LAYERS, "reduce_scatter": 2 * LAYERS}
     assert _counts(tp, "loss") == _counts(sp, "loss") == {"all_reduce": 3}
 

@@ -15,12 +15,7 @@ from parallel.subject import subject
 from reference.case import Case
 
 EVO = "mode=isp family=internlm2 vocab=264 heads=4 kv_heads=2 hidden=16 ffn=24 seq=4 steps=1 batch=1"
-LINEARS = {
-    2: "fuse_mlp=true",
-    3: "",
-    4: "fuse_qkv=false fuse_mlp=true",
-    5: "fuse_qkv=false",
-}
+LINEARS = {2: "fuse_mlp=true", 3: "", 4: "fuse_qkv=false fuse_mlp=true", 5: "fuse_qkv=false"}
 """Column linears a layer -> the words that give them."""
 
 

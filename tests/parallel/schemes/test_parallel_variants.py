@@ -106,10 +106,7 @@ def test_without_the_word_the_same_case_is_right(name: str) -> None:
         ("mode=fsp tied=false batch=1 variant=flat-dim1", "shows with batch>1 only"),
         ("mode=fsp family=internlm2 vocab=264 packed=true variant=flat-dim1", "shows with packed=false only"),
         ("mode=tp variant=label-smoothing-local", "shows with label_smoothing>0 only"),
-        (
-            "cp=2 heads=4 kv_heads=4 hidden=16 variant=context-heads-repeated",
-            "shows with kv_heads<heads only",
-        ),
+        ("cp=2 heads=4 kv_heads=4 hidden=16 variant=context-heads-repeated", "shows with kv_heads<heads only"),
         ("mode=autotp fuse_qkv=false variant=decoder-layer-thirds", "shows with fuse_qkv=true only"),
         (
             "mode=autotp heads=4 kv_heads=2 hidden=16 variant=decoder-layer-thirds",
@@ -123,10 +120,7 @@ def test_without_the_word_the_same_case_is_right(name: str) -> None:
             "shows with bucket<table only; table = 16256 elements of a rank's token table",
         ),
         ("mode=tp pp=2 tied=true variant=tied-bucket-misaligned", "shows with zero=1 only"),
-        (
-            "mode=tp pp=2 schedule=interleaved chunks=2 layers=4 variant=two-stage-swap",
-            "shows with micro>2 only",
-        ),
+        ("mode=tp pp=2 schedule=interleaved chunks=2 layers=4 variant=two-stage-swap", "shows with micro>2 only"),
     ],
 )
 def test_a_case_that_cannot_show_a_variant_is_refused(text: str, rule: str) -> None:

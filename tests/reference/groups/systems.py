@@ -44,14 +44,7 @@ def megatron(
 
 
 def internevo(
-    *,
-    world: int,
-    tp: int = 1,
-    pp: int = 1,
-    wp: int | None = None,
-    zero1: int | None = None,
-    ep: int = 1,
-    ewp: int = 1,
+    *, world: int, tp: int = 1, pp: int = 1, wp: int | None = None, zero1: int | None = None, ep: int = 1, ewp: int = 1
 ) -> Layout:
     """InternEvo's groups: tp, dp, pp; zero1 inside the data group; experts inside it too.
 

@@ -15,10 +15,7 @@ MESH = RankOrder.of("tp-dp-pp", SIZES)
 FOUR = PipelineGroup(ranks=(0, 2, 4, 6), chunks=2)
 GUARDED = {"world": 16, "tp": 2, "pp": 2, "etp": 1, "ep": 4}
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
-    "world": (
-        lambda: megatron(world=16, tp=3, cp=2),
-        "world=16: must be a multiple of tp*cp*pp=6; legal: world=12",
-    ),
+    "world": (lambda: megatron(world=16, tp=3, cp=2), "world=16: must be a multiple of tp*cp*pp=6; legal: world=12"),
     "small world": (lambda: picotron(world=2, tp=4), "world=2: must be a multiple of tp*cp*pp=4; legal: world=4"),
     "no size": (lambda: megatron(world=16, tp=0), "tp=0: must be a whole number of at least 1; legal: tp=1"),
     "half a size": (lambda: megatron(world=16, ep=0.5), "ep=0.5: must be a whole number of at least 1; legal: ep=1"),  # type: ignore[arg-type]
@@ -58,18 +55,12 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "place": (lambda: MESH.rank({"dp": 3}), "dp=3: must be a place on an axis of 3; legal: 0..2"),
     "place on no axis": (lambda: MESH.rank({"cp": 0}), "axis=cp: is not an axis of this mesh; legal: tp dp pp"),
     "levels": (lambda: levels(range(8), (2, 3)), "levels=2x3: must multiply to the 8 ranks of the group; legal: 8"),
-    "hybrid": (
-        lambda: hybrid(range(10)),
-        "ranks=10: blocks of 4 must divide the group; legal: a group of 8",
-    ),
+    "hybrid": (lambda: hybrid(range(10)), "ranks=10: blocks of 4 must divide the group; legal: a group of 8"),
     "zero1": (
         lambda: internevo(world=16, tp=4, zero1=3),
         "zero1=3: must divide 4, the ranks with equal weights; legal: zero1=2",
     ),
-    "wp": (
-        lambda: internevo(world=16, pp=2, wp=3),
-        "wp=3: must divide 8, the ranks of a pipeline stage; legal: wp=2",
-    ),
+    "wp": (lambda: internevo(world=16, pp=2, wp=3), "wp=3: must divide 8, the ranks of a pipeline stage; legal: wp=2"),
     "ewp": (
         lambda: internevo(world=16, ewp=2),
         "ewp=2: experts are gathered over ranks only where weights are: it needs wp; legal: ewp=1",

@@ -80,13 +80,7 @@ def test_scores_are_scaled_and_normalised_in_float32(dtype: torch.dtype) -> None
 
 def test_token_sees_itself_and_its_past_in_its_sentence_only() -> None:
     found = layers.visible(5, torch.tensor([0, 2, 5]), torch.device("cpu"))
-    right = [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [0, 0, 1, 0, 0],
-        [0, 0, 1, 1, 0],
-        [0, 0, 1, 1, 1],
-    ]
+    right = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]
     assert found.int().tolist() == right
     assert layers.visible(5, None, torch.device("cpu")).int().tolist() == torch.ones(5, 5).tril().tolist()
 

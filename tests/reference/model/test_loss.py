@@ -34,10 +34,7 @@ def test_mean_loss_and_gradient_equal_torch_after_conversion_of_the_smoothing(
     logits, labels, mask = drawn(vocab, seed)
     summed, tokens = loss.summed(logits, labels, mask, torch_smoothing * (vocab - 1) / vocab)
     right = functional.cross_entropy(
-        logits.flatten(0, 1),
-        labels.where(mask > 0, -100).flatten(),
-        label_smoothing=torch_smoothing,
-        reduction="sum",
+        logits.flatten(0, 1), labels.where(mask > 0, -100).flatten(), label_smoothing=torch_smoothing, reduction="sum"
     )
     torch.testing.assert_close(summed, right, rtol=1e-12, atol=1e-12)
     (gradient,) = torch.autograd.grad(summed, logits)

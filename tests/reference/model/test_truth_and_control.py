@@ -12,14 +12,7 @@ from harness.checking.evidence import PASS
 from reference.case import Case
 from reference.model import layers
 from reference.model.parameters import weights
-from reference.training.control import (
-    control,
-    merged_attention,
-    reordered,
-    split_attention,
-    split_linear,
-    split_norm,
-)
+from reference.training.control import control, merged_attention, reordered, split_attention, split_linear, split_norm
 from reference.training.subject import activations, subject, true_activations, truth
 from suites.session.prover import Prover
 from tests.reference.model.dense_run import CPU

@@ -117,10 +117,7 @@ def test_norms(rope: dict[str, Tensor], learned: dict[str, Tensor]) -> None:
     x = dense.true_activations(LEARNED, CPU)["act/embedding"]
     w = weight(LEARNED, "layers.0.attention_norm.weight")
     close(learned[f"normed_otherwise.weight_less_one/{FIRST_NORM}"], functional.rms_norm(x, x.shape[-1:], 1 + w, 1e-5))
-    close(
-        learned[f"normed_otherwise.other_centre/{FIRST_NORM}"],
-        functional.layer_norm(x, x.shape[-1:], w, None, 1e-5),
-    )
+    close(learned[f"normed_otherwise.other_centre/{FIRST_NORM}"], functional.layer_norm(x, x.shape[-1:], w, None, 1e-5))
 
 
 def test_norms_over_heads_alone() -> None:

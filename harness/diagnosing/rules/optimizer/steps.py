@@ -20,13 +20,7 @@ from harness.checking.measures.kinds import kind_of, step_of
 from harness.diagnosing.rules.causes import Cause, claimed
 from harness.diagnosing.rules.factors import Measure, Predict, meaning_of
 from harness.diagnosing.rules.optimizer.clipped import by_block, by_element, by_square
-from harness.diagnosing.rules.optimizer.moments import (
-    correction,
-    epsilon,
-    from_moments,
-    gradient_factor,
-    of_gradients,
-)
+from harness.diagnosing.rules.optimizer.moments import correction, epsilon, from_moments, gradient_factor, of_gradients
 from harness.diagnosing.rules.optimizer.moved import Moved, before_step, fitted, moved, of_kind, times
 from harness.diagnosing.rules.places import blocks_of
 from harness.diagnosing.rules.proofs import Explained

@@ -27,14 +27,7 @@ from harness.engines.processes.exit_status import ProcessEnd
 from harness.engines.processes.flight_recorder import ReadCalls
 from harness.engines.processes.forked.fork_server import ForkServer, Worker
 from harness.engines.processes.forked.stacks import standings
-from harness.engines.processes.messages import (
-    RunOrder,
-    Standing,
-    WorkerReport,
-    packed,
-    packed_program,
-    unpacked,
-)
+from harness.engines.processes.messages import RunOrder, Standing, WorkerReport, packed, packed_program, unpacked
 from harness.engines.processes.supervisor import Supervisor
 from harness.errors import MachineError
 from harness.ledger import Observer

@@ -27,17 +27,7 @@ from typing import Any
 from harness.engines.engine import Engine, RunRequest
 from harness.engines.processes.exit_status import ProcessEnd
 from harness.engines.processes.flight_recorder import ReadCalls
-from harness.engines.processes.launched.agent import (
-    CALLS,
-    END,
-    KILL,
-    LEAVE,
-    RUN,
-    START,
-    WHERE,
-    Progress,
-    relayed,
-)
+from harness.engines.processes.launched.agent import CALLS, END, KILL, LEAVE, RUN, START, WHERE, Progress, relayed
 from harness.engines.processes.launched.rendezvous import gather, join, launched
 from harness.engines.processes.messages import RunOrder, Standing, WorkerReport, packed_program, unpacked
 from harness.engines.processes.supervisor import Supervisor

@@ -59,13 +59,7 @@ def test_the_cases_finished_before_are_stored_and_printed(tmp_path: Path) -> Non
 
 def test_a_run_is_reported_whole_when_its_experiments_are_interrupted(tmp_path: Path) -> None:
     """And no script is looked for then."""
-    command = [
-        *_RUN,
-        f"{__name__}:slow_shrink",
-        TWO_LAYERS,
-        "--emit-repro",
-        "repro.py",
-    ]
+    command = [*_RUN, f"{__name__}:slow_shrink", TWO_LAYERS, "--emit-repro", "repro.py"]
     status, out, err = interrupted(tmp_path, main, command)
     assert status == 130 and "Traceback" not in err
     assert "\nwhat:" in out and "\nwhen:" not in out and "their lines `when:` are missing" in out
