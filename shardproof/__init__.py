@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from harness.errors import RequestError, ShardproofError
     from harness.faults import softmax_shift
     from harness.programs.watching import watch
-    from harness.recording.enclosing import phase, region
+    from harness.recording.annotations import phase, region
     from harness.shard import Shard
     from harness.terms import Term
     from harness.torch_internals.cuda_on_cpu import cuda_on_cpu
@@ -79,9 +79,9 @@ _PLACES = {
     "load": "reports.stored.frames:load",
     "micro_batch": "reference.data.batches:micro_batch",
     "parameter_shapes": "reference.model.parameters:shapes",
-    "phase": "harness.recording.enclosing:phase",
+    "phase": "harness.recording.annotations:phase",
     "prove": "shardproof.proving:prove",
-    "region": "harness.recording.enclosing:region",
+    "region": "harness.recording.annotations:region",
     "run": "shardproof.proving:run",
     "side_by_side": "reports.comparing.modes:side_by_side",
     "snapshot": "reports.comparing.snapshot:snapshot",

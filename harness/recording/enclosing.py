@@ -1,8 +1,4 @@
-"""What encloses a call: by the Python stack user code, checkpointing, another backward, optimizer steps; by the
-subject's own statement a phase and a region, for code that is made of functions and not of modules:
-
-    with phase("grad_sync"), region("layers.0"):
-        dist.all_reduce(buffer)
+"""What encloses a call by the Python stack: user code, checkpointing, another backward, optimizer steps.
 
 Frames are compared by their code objects and left alone: looking at a frame's variables keeps them alive as long as the
 frame, so that only a Function's own forward or backward is looked into, which ends soon.
@@ -10,16 +6,12 @@ frame, so that only a Function's own forward or backward is looked into, which e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from types import CodeType, FrameType
 
 from torch.utils import checkpoint
 
 from harness.engines.calls.callers import issued_at
-from harness.ledger import PHASES
-from harness.recording.observations import OUTSIDE, Override
+from harness.recording.observations import OUTSIDE
 from harness.torch_internals.autograd import BACKWARD, STEP, function_context, number_of
 
 _CHECKPOINT = checkpoint.__file__
@@ -70,30 +62,3 @@ def steps_around(frame: FrameType | None) -> int:
         count += frame.f_code is STEP
         frame = frame.f_back
     return count
-
-
-_OVERRIDE: ContextVar[Override] = ContextVar("shardproof_override", default=(None, None))
-overridden = _OVERRIDE.get
-"""What the subject states about the calls of this thread right now."""
-
-
-@contextmanager
-def phase(name: str) -> Iterator[None]:
-    """Set the phase of the calls made inside, in place of the inferred one. Raises ValueError for an unknown phase."""
-    if name not in PHASES:
-        raise ValueError(f"phase {name!r} must be one of the ledger's phases, such as 'grad_sync': {' '.join(PHASES)}")
-    token = _OVERRIDE.set((name, overridden()[1]))
-    try:
-        yield
-    finally:
-        _OVERRIDE.reset(token)
-
-
-@contextmanager
-def region(path: str) -> Iterator[None]:
-    """Set the dotted module path of the calls made inside, in place of the inferred one."""
-    token = _OVERRIDE.set((overridden()[0], path))
-    try:
-        yield
-    finally:
-        _OVERRIDE.reset(token)

@@ -20,10 +20,9 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
+from harness.recording.annotations import Override
 from harness.torch_internals.autograd import version_of
 
-Override = tuple[str | None, str | None]
-"""Phase and region that the subject stated, None where it stated none."""
 Look = tuple[tuple[bytes | int, ...], ...]
 """Of each parameter, in the order in which they were first seen: some of its elements, or its version counter."""
 

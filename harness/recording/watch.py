@@ -27,7 +27,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from harness.recording.enclosing import around, overridden, quiet_since, steps_around
+from harness.recording.annotations import overridden
+from harness.recording.enclosing import around, quiet_since, steps_around
 from harness.recording.observations import (
     LEAF,
     OUTSIDE,

@@ -88,7 +88,8 @@ class _Pass:
         x_BSH = self.arithmetic.join("attention", x_BSH, self._dropped(f"{name}.attention", y_BSH))
         y_BSH = self.mlp(f"{name}.mlp", self.norm(f"{name}.mlp_norm", x_BSH))
         x_BSH = self.arithmetic.join("mlp", x_BSH, self._dropped(f"{name}.mlp", y_BSH))
-        return self._told(name, self.case.behind_layer(x_BSH, lambda leaf: self.weights[f"{name}.{leaf}"]))
+        behind = getattr(self.case, "behind_layer", None)  # a case that is words alone has no features
+        return self._told(name, behind(x_BSH, lambda leaf: self.weights[f"{name}.{leaf}"]) if behind else x_BSH)
 
     def attention(self, name: str, x_BSH: Tensor, visible_SS: Tensor) -> Tensor:
         heads, kv_heads = self.case.heads, self.case.kv_heads

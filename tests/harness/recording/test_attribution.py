@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.recording.enclosing import phase, region
+from harness.recording.annotations import phase, region
 from tests.harness.recording.toy_calls import Linear, Model, Speak, Voice, backward, forward, input_BD, record, told
 
 
