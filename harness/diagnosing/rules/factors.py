@@ -86,7 +86,7 @@ def sizes_of(evidence: Evidence, factor: float, near: float = _NEAR, more: tuple
     """Which sizes of the case this factor is in words, the fewest that fit: "the root of tp=2", "dp=2 / micro=4";
     "" when it is none.
     """
-    known = [size for size in (*_sizes(evidence), "micro", *more) if _counts(evidence)[size] > 1]
+    known = [size for size in (*_sizes(evidence), "micro", "loss_scale", *more) if _counts(evidence)[size] > 1]
     powers = [(size, words, _counts(evidence)[size] ** power) for power, words in _POWERS.items() for size in known]
     alone = [(words.format(_label(evidence, size)), number) for size, words, number in powers]
     plain = [(words, number) for words, number in alone if " of " not in words]
@@ -240,6 +240,7 @@ def _counts(evidence: Evidence) -> dict[str, float]:
     found: dict[str, float] = {**split_axes(evidence.case), "all ranks": evidence.case.world_size}
     tokens = evidence.truth.get("tokens/0")
     found |= {"micro": evidence.case.micro} | ({} if tokens is None else {"tokens of the step": float(tokens)})
+    found["loss_scale"] = float(getattr(evidence.case, "loss_scale", 1.0))
     found[_DEPTH[0]] = 2.0 * getattr(evidence.case, "layers", 0)
     return found
 

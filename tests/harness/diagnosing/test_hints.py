@@ -82,6 +82,11 @@ def test_sizes_and_their_powers_and_ratios(factor: float, words: str) -> None:
     assert sizes_of(evidence(case=case("mode=tp tp=2 dp=3 seq=16 micro=5 batch=30")), factor) == words
 
 
+def test_a_loss_scale_is_a_size_that_one_axis_explains_before_two_do() -> None:
+    scaled = case("mode=tp tp=2 dp=2 dtype=float16 master=float32 scaler=static loss_scale=8")
+    assert sizes_of(evidence(case=scaled), 0.125) == "1 / loss_scale=8"
+
+
 def test_one_small_count_that_is_a_size_times_the_truth_says_that_it_is_one_number() -> None:
     tokens = {"tokens/0": torch.tensor(8)}
     words = causes_line(seen({"tokens/0": torch.tensor(16)}, "mode=tp tp=2 seq=16 micro=1", tokens))
