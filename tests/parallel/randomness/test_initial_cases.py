@@ -27,7 +27,7 @@ def test_internevos_ranks_draw_from_streams_of_their_own(words: str, axis: str) 
     """All parameters from seed + rank + 1024 * stage, in order; what is whole is the first rank's, as its broadcasts
     leave it.
     """
-    case = Case.parse(f"{SIZES} {words} init=shard kv_heads=6 vocab=384 seed=5")
+    case = Case.parse(f"{SIZES} {words} pp=2 first_layers=1 tied=false init=shard kv_heads=6 vocab=384 seed=5")
     size, parts = getattr(case, axis), {}
     for rank in range(size):
         at = {"tp": (0, case.tp), "pp": (1, 2), "wp": (0, case.wp), axis: (rank, size)}
