@@ -113,7 +113,7 @@ def overlap(evidence: Evidence) -> Finding | None:
 
     A term with `hidden=True` promises that each of its calls is asynchronous and that a product is computed between its
     issue and its first wait; a term without it promises nothing. Which calls were hidden is measured in the run that is
-    watched (harness.recording.overlap), in a dry run by its meter: the order of the program, and no time.
+    watched (harness.recording.measures), in a dry run by its meter: the order of the program, and no time.
     """
     hidden = [term for term in evidence.expectation or () if getattr(term, "hidden", False)]
     if not hidden or evidence.hidden is None:
