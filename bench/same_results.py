@@ -53,7 +53,8 @@ def results(tree: Path, texts: list[str], work: Path) -> Results:
         "DIGESTS": str(work / "digests.jsonl"),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "shardproof", "run", "--subject", "digested:subject", "--out", str(work / "runs")]
+    started = "import sys; from reports.commands.cli import main; sys.exit(main())"  # shardproof takes installed rooms
+    command = [sys.executable, "-c", started, "run", "--subject", "digested:subject", "--out", str(work / "runs")]
     ended = subprocess.run([*command, *texts], cwd=tree, env=environment, capture_output=True, text=True, check=False)
     if not (work / "runs/latest").exists():
         raise SystemExit(f"{tree}: no run folder; exit {ended.returncode}\n{ended.stdout}\n{ended.stderr}")
