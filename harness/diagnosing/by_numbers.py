@@ -46,10 +46,11 @@ def by_numbers(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
 
 
 def in_other_places(evidence: Evidence, name: str) -> list[Cause]:
-    """Whether the right numbers of a tensor stand in wrong places."""
-    value = evidence.merged.tensors.get(name)
-    found = [] if value is None else _of_places(evidence, name, value, evidence.truth[name])
-    return found or from_regions(evidence, name)
+    """Whether the right numbers of a tensor stand in wrong places; nothing of one without a truth."""
+    value, truth = evidence.merged.tensors.get(name), evidence.truth.get(name)
+    if truth is None:
+        return []
+    return ([] if value is None else _of_places(evidence, name, value, truth)) or from_regions(evidence, name)
 
 
 def _by_kind(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:

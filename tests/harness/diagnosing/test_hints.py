@@ -132,3 +132,11 @@ def test_an_update_of_right_gradients_says_where_to_look() -> None:
     assert hint(found, first, wrong) == f"{look} (the updates of step 0 are 0.7 x the right ones)"
     bad = [f"grad/{NAMES[0]}", *wrong]
     assert hint(found, First(phase="backward", name=bad[0], step=0), bad) == ""
+
+
+def test_drawn_replicas_that_differ_have_no_truth_and_are_told_all_the_same() -> None:
+    """The dense model is given what ranks drew; where they drew apart, nothing can be given."""
+    true = {name: tensor for name, tensor in truth().items() if name != TABLE}
+    ranks = (outcome_of(rank, {**true, TABLE: drawn(12, 6) + rank}) for rank in range(2))
+    first = First(phase="forward", region="embedding.tokens", step=0, name=TABLE)
+    assert hint(evidence(*ranks, truth=true), first, [TABLE]).startswith("initial values: parameters as built differ")
