@@ -19,7 +19,7 @@ from reference.language.words import Problem, declared, not_default, word
 _LAYERS = "0, or at least 1"
 
 
-class Pipeline(Core):
+class PipelineParallel(Core):
     """A case with pipeline stages."""
 
     pp: int = word(1, "pipeline stages: each holds consecutive layers", domain=(1, 2), after="dp", axis=50)
@@ -95,7 +95,7 @@ class Pipeline(Core):
             if getattr(self, key) < 0:
                 yield key, "must not be negative", f"{key}=0"
         if self.pp == 1:
-            for key, legal in not_default(Pipeline, self):
+            for key, legal in not_default(PipelineParallel, self):
                 yield key, "is for several pipeline stages, and pp=1 has one", legal
             return
         if not self.system.stages:
@@ -120,7 +120,7 @@ class Pipeline(Core):
         pp, micro, group = self.pp, self.micro, self.group or self.pp
         if self.schedule != "interleaved":
             for key in ("chunks", "group"):
-                if getattr(self, key) != (plain := declared(Pipeline)[key].default):
+                if getattr(self, key) != (plain := declared(PipelineParallel)[key].default):
                     yield key, f"is for schedule=interleaved, not for schedule={self.schedule}", f"{key}={plain}"
             return
         if self.chunks < 2:

@@ -45,9 +45,16 @@ _DOMAINS: Mapping[str, Sequence[Any]] = {
     "micro": (1, 2, 3, 4, 5, 6),
     "group": (0, 2, 3, 4),
     "recompute_layers": (1, 2, 3, 4),
-    "shard": (0, 1, 2),
+    "shard": (0, 1, 2, 3),
+    "cp_comm": (*domains()["cp_comm"], *("alltoall-ring",) * 4),  # few ranks and heads allow it
+    "bucket": (0, 300, 2000),
+    "parity": (0, 1, 2),
+    "first_layers": (0, 1, 2),
+    "last_layers": (0, 1, 2),
+    "dropout": (0.0, 0.0, 0.1, 0.3),
+    "attention_dropout": (0.0, 0.0, 0.1, 0.3),
 }
-"""The values that are drawn, or that a rule may propose instead."""
+"""The values that are drawn, or that a rule may propose instead: more than the domains of experiments have."""
 _NONE: Mapping[str, bool] = MappingProxyType({})
 _RARELY = (False, False, False, True)
 _STEPS = ((2,) * 9 + (1,) * 7 + (3,) * 5 + (4, 5, 6, 7, 8)) * 2 + (20,)
