@@ -30,7 +30,9 @@ from parallel.registry import MODES, rows_of, strategy_of
 from parallel.training.loop import train
 from parallel.variants import deviating
 from reference.case import Case
+from reference.features import FEATURES
 from reference.language import modes
+from reference.language.words import declared
 
 __all__ = ["ParallelSubject", "subject"]
 
@@ -65,6 +67,15 @@ class ParallelSubject:
         if case.mode not in MODES:
             return f"mode={case.mode}: is not offered here; legal: {' '.join(MODES)}"
         return ""
+
+    def features(self, case: Case) -> tuple[str, ...]:
+        """The mode of a case, and every feature of which it has a word that is not the default."""
+        own = (
+            name
+            for name, feature in FEATURES.items()
+            if any(getattr(case, word) != field.default for word, field in declared(feature).items())
+        )
+        return (f"mode={case.mode}", *(name.replace("_", " ") for name in own))
 
     def expected(self, case: Case) -> Iterable[CompleteTerm]:
         """The calls that every rank issues over the whole run of a case it does not refuse, variants left aside."""

@@ -22,6 +22,7 @@ import os
 import platform
 import shutil
 import signal
+import subprocess
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ from harness.torch_internals.lookup import untested
 
 LARGEST_LEDGER = 50_000_000
 """Bytes of ledger.csv above which it is packed."""
+_GIT_S = 5.0
 _ROW = operator.attrgetter(*COLUMNS)
 
 
@@ -188,14 +190,15 @@ _PACKAGES = ("shardproof", "torch", "numpy", "pandas", "nvtx", "hypothesis", "py
 def environment(command: Sequence[str], request: Mapping[str, object]) -> dict[str, object]:
     """A JSON object: command, request, start time, versions of the packages that matter, machine.
 
-    `note` is there when this version of torch was not tested.
+    `note` is there when this version of torch was not tested, `commit` where the working directory is in a repository.
     """
-    note = untested(torch.__version__)
+    note, commit = untested(torch.__version__), _commit()
     return {
         "command": list(command),
         "request": dict(request),
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **({"note": note} if note else {}),
+        **({"commit": commit} if commit else {}),
         "versions": {"python": platform.python_version(), **_versions()},
         "machine": {
             "platform": platform.platform(),
@@ -205,6 +208,16 @@ def environment(command: Sequence[str], request: Mapping[str, object]) -> dict[s
             "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         },
     }
+
+
+def _commit() -> str:
+    """The commit of the working directory's repository, "" without one."""
+    words = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        told = subprocess.run(words, capture_output=True, text=True, timeout=_GIT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return told.stdout.strip()
 
 
 def _versions() -> dict[str, str]:

@@ -2,14 +2,16 @@
 
 Bars: one line a case, wire bytes by phase and memory saved for backward. A bar is 100 by 10 units and stretches with
 its cell; all bars of a column have one scale, and no bar adds up two cases. Bytes are the most that any rank sends.
+Margin: how close the worst tensor of a case came to its limit, from a millionth of it to the whole, by powers of ten.
 Timeline: one micro-batch, one row a rank, one colour a phase, asynchronous calls on the lower half of a row; times are
-milliseconds from the first call drawn. Tree: what a module sends is what it and everything in it send, calls and
-payload bytes of the busiest rank, all cases of a mode on as many ranks added up; where a model has many layers, equal
-paths of different layers are one: "layers.*.mlp.w1".
+milliseconds from the first call drawn. A call has its phase, op, bytes and module under the pointer. Tree: what a
+module sends is what it and everything in it send, calls and payload bytes of the busiest rank, all cases of a mode on
+as many ranks added up; where a model has many layers, equal paths of different layers are one: "layers.*.mlp.w1".
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +26,9 @@ from reports.stored.summary import apart, badness, headline
 
 _COLOURS = "#8d99ae #3b82c4 #8e6bbf #e08a2e #d1495b #5b5f97 #2a9d6f #a1785a #2fa7b5 #6d6875"
 PHASE_COLOURS = dict(zip(PHASES, _COLOURS.split(), strict=True))
-_SAVED = "#7a8450"
+_SAVED, _WITHIN, _BEYOND = "#7a8450", "#2a9d6f", "#c8372d"
+_DECADES = 6
+"""Powers of ten below the limit at which the bar of a margin begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +45,16 @@ class CaseBars:
     saved: Markup
     saved_mib: str
     error: str
+    margin: Markup
+    share: float
+    """Error as a share of what is allowed; -1 where nothing was measured."""
     decided: str
     begins: bool
     """Whether this is the first line of so many ranks."""
 
 
 def lines(run: Run) -> tuple[tuple[CaseBars, ...], str]:
-    """The lines, failures first, then by ranks and mode; and the words that all of their cases share."""
+    """The lines, failures first, then by mode and ranks; and the words that all of their cases share."""
     frame = headline(run)
     shared, own = apart(frame["words"])
     frame = frame.assign(own=own, bad=-frame["verdict"].map(badness))
@@ -58,7 +65,7 @@ def lines(run: Run) -> tuple[tuple[CaseBars, ...], str]:
     longest = max((sum(sizes.values()) for sizes in wire.values()), default=0.0)
     fullest = max((float(size) for size in frame["saved_bytes"].dropna()), default=0.0)
     made: list[CaseBars] = []
-    for row in frame.sort_values(["bad", "ranks", "mode"], kind="stable").to_dict("records"):
+    for row in frame.sort_values(["bad", "mode", "ranks"], kind="stable").to_dict("records"):
         sent = wire[row["case"]]
         parts = [(phase, sent[phase], colour) for phase, colour in PHASE_COLOURS.items() if sent.get(phase)]
         kept = 0.0 if pd.isna(row["saved_bytes"]) else float(row["saved_bytes"])
@@ -75,8 +82,10 @@ def lines(run: Run) -> tuple[tuple[CaseBars, ...], str]:
                 saved=_bar([("saved", kept, _SAVED)], fullest, "saved MiB"),
                 saved_mib=mebibytes(row["saved_bytes"]),
                 error=_pair(row["worst_error"], row["worst_allowed"]),
+                margin=_margin(row["worst_error"], row["worst_allowed"]),
+                share=_share(row["worst_error"], row["worst_allowed"]),
                 decided="-" if pd.isna(row["tensors"]) else f"{count(row['decided'])} of {count(row['tensors'])}",
-                begins=bool(made) and (made[-1].ranks, made[-1].verdict) != (ranks, row["verdict"]),
+                begins=bool(made) and made[-1].mode == row["mode"] and made[-1].ranks != ranks,
             )
         )
     return tuple(made), shared
@@ -84,6 +93,23 @@ def lines(run: Run) -> tuple[tuple[CaseBars, ...], str]:
 
 def _pair(error: float, allowed: float) -> str:
     return "-" if pd.isna(error) else f"{small(error)} / {small(allowed)}"
+
+
+def _share(error: float, allowed: float) -> float:
+    if math.isnan(error):
+        return -1.0
+    return error / allowed if allowed else math.inf if error else 0.0
+
+
+def _margin(error: float, allowed: float) -> Markup:
+    """How far the worst tensor of a case is on its way to the limit, by powers of ten; the whole cell beyond it."""
+    share = _share(error, allowed)
+    if share < 0:
+        return Markup("-")
+    way = max(0.0, min(1.0, 1 + math.log10(share) / _DECADES)) if share > 0 else 0.0
+    rule = f'<rect width="{100 * way:.1f}" height="10" fill="{_WITHIN if share <= 1 else _BEYOND}"/>'
+    label = f'role="img" aria-label="{escape(_pair(error, allowed))}: error / allowed"'
+    return Markup(f'<svg {label} class="bar" viewBox="0 0 100 10" preserveAspectRatio="none">{rule}</svg>')  # noqa: S704
 
 
 def _bar(parts: Sequence[tuple[str, float, str]], full: float, what: str) -> Markup:
@@ -167,8 +193,9 @@ def _natural(name: str) -> tuple[int, str, int]:
     return (2 if name == OUTSIDE else 0), "" if number else name, int(name) if number else 0
 
 
-_WIDTH, _LEFT, _ROW, _TOP = 760.0, 64.0, 22.0, 8.0
+_WIDTH, _LEFT, _ROW, _TOP = 1400.0, 64.0, 22.0, 8.0
 _MOST_RANKS, _MOST_CALLS = 16, 3000
+_CALL = ["phase", "op", "payload_bytes", "region"]
 
 
 def last_micro_batch(ledger: pd.DataFrame) -> pd.DataFrame:
@@ -195,15 +222,15 @@ def timeline(calls: pd.DataFrame, title: str) -> str:
         for rank, y in rows.items()
     ]
     drawn = [phase for phase in PHASE_COLOURS if (calls["phase"] == phase).any()]
-    for phase in drawn:
-        of_phase = calls[calls["phase"] == phase]
+    for (phase, op, size, region), alike in calls.groupby(_CALL, observed=True, sort=False):
         path = "".join(
             _rectangle(_LEFT + (start - start_us) * scale, rows[rank] + (9 if later else 2), spent * scale, later)
             for rank, start, spent, later in zip(
-                of_phase["rank"], of_phase["start_us"], of_phase["duration_us"], of_phase["is_async"], strict=True
+                alike["rank"], alike["start_us"], alike["duration_us"], alike["is_async"], strict=True
             )
         )
-        parts.append(f'<path d="{path}" fill="{PHASE_COLOURS[phase]}"><title>{phase}</title></path>')
+        told = escape(f"{phase}: {op}, {size:,} bytes, {region or OUTSIDE}")
+        parts.append(f'<path d="{path}" fill="{PHASE_COLOURS[str(phase)]}"><title>{told}</title></path>')
     bottom = _TOP + _ROW * len(ranks)
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         x, anchor = _LEFT + share * spent_us * scale, "middle" if share < 1 else "end"
@@ -220,7 +247,7 @@ def timeline(calls: pd.DataFrame, title: str) -> str:
         )
     label = escape(f"{title}: {len(calls)} calls on {len(ranks)} ranks in {spent_us / 1000:,.3g} ms")
     box = f'viewBox="0 0 {_WIDTH:.0f} {height:.0f}" width="{_WIDTH:.0f}" height="{height:.0f}"'
-    return f'<svg role="img" aria-label="{label}" {box}>{"".join(parts)}</svg>'
+    return f'<svg role="img" aria-label="{label}" class="timeline" {box}>{"".join(parts)}</svg>'
 
 
 def _rectangle(x: float, y: float, width: float, later: bool) -> str:

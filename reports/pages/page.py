@@ -24,7 +24,7 @@ from harness.errors import RequestError
 from harness.resolve import resolve
 from reports.comparing import modes
 from reports.comparing.modes import modes_table, side_by_side
-from reports.pages import drawings
+from reports.pages import drawings, opening
 from reports.pages.drawings import Node, by_module, last_micro_batch, timeline, tree
 from reports.printing import tables
 from reports.printing.calls import calls_table, witness_tables
@@ -48,6 +48,19 @@ _OURS = "parallel.subject:subject"
 _TURNS = "inproc"
 """The engine whose ranks take turns, so that times say nothing of speed."""
 _TEMPLATES = Path(__file__).parent
+_WORDS = {
+    "payload": "all_reduce: the tensor; all_gather: the gathered output; reduce_scatter: the full input; all_to_all: "
+    "what one rank sends",
+    "wire": "ring model, a rank: all_reduce 2(p-1)/p of the payload; all_gather, reduce_scatter, all_to_all (p-1)/p; "
+    "groups of one: nothing",
+    "expected": "the closed form of the mode, from formulas alone; - where the subject gives none",
+    "saved": "the most bytes that autograd held for backward on a rank",
+    "exposed": "time inside calls that are waited for at once, so that the rank does not compute",
+    "allowed": "how far a right result may be from the dense model, from dtype and depth; exact checks allow 0",
+    "decided": "tensors found right or wrong, of those that the case has",
+    "verdict": "pass, fail, or unknown: a check that could not be answered is never a pass",
+}
+"""What column headers mean."""
 
 
 _KILL_COLUMNS = {
@@ -104,11 +117,15 @@ def _parts(run: Run) -> dict[str, object]:
         "tally": summary.tally(headline, run.verdicts),
         "worst": int((headline["verdict"] == summary.overall(headline)).sum()),
         "against": tables.headline_table(headline).title,
+        "strip": opening.figures(run, headline),
+        "first_table": tables.first_table(headline) if len(headline) and not program else None,
+        "pairs": None if program else _pairs(run, headline),
+        "words": _WORDS,
         "about": _about(run.env),
         "lines": lines,
         "shared": shared,
         "phases": [(phase, colour) for phase, colour in drawings.PHASE_COLOURS.items() if phase in used],
-        "failures": failures.groups(failed[failed["verdict"] == "fail"], run.path),
+        "failures": failures.groups(failed[failed["verdict"] == "fail"], run.path, run.ledger),
         "open": _open(verdicts),
         "most_messages": _MOST_MESSAGES,
         "turns": run.env.get("request", {}).get("engine") == _TURNS,
@@ -242,6 +259,18 @@ def _stated(run: Run) -> list[Table]:
     return [
         calls_table(str(case), ours.expected(case)) for case in _readable(run.cases.drop_duplicates("mode")["case"])
     ]
+
+
+def _pairs(run: Run, headline: pd.DataFrame) -> Table | None:
+    """The pairs of features that passed together; None for subjects that do not name the features of a case."""
+    if run.env.get("request", {}).get("subject") != _OURS:
+        return None
+    ours: Any = resolve(_OURS)
+
+    def features_of(text: str) -> Iterable[str]:
+        return (feature for case in _readable([text]) for feature in ours.features(case))
+
+    return opening.pairs(zip(headline["case"], headline["verdict"], strict=True), features_of)
 
 
 def _readable(texts: Iterable[object]) -> Iterator[Any]:

@@ -8,6 +8,7 @@ theirs: they follow from it. The first place has a mark of its own, whatever its
 
 from __future__ import annotations
 
+import linecache
 import math
 import re
 from collections.abc import Collection, Mapping
@@ -130,10 +131,14 @@ class Group:
     message: str
     map: Map | None
     others: tuple[dict[str, str], ...]
+    called_at: str = ""
+    """Where the first call of the first place is issued, "" where it has none: `file:line: source`."""
 
 
-def groups(failed: pd.DataFrame, folder: Path) -> list[Group]:
-    """Failed checks (rows of `Run.verdicts`) by their first place, in the order in which they are stored."""
+def groups(failed: pd.DataFrame, folder: Path, ledger: pd.DataFrame) -> list[Group]:
+    """Failed checks (rows of `Run.verdicts`) by their first place, in the order in which they are stored; `ledger` has
+    the calls of the run.
+    """
     found: dict[str, list[dict[str, str]]] = {}
     for row in failed.to_dict("records"):
         line = {str(key): str(value) for key, value in row.items()}
@@ -148,9 +153,21 @@ def groups(failed: pd.DataFrame, folder: Path) -> list[Group]:
             message=rows[0]["message"],
             map=drawn.get(rows[0]["case"]),
             others=tuple(rows[1:]),
+            called_at=_called_at(ledger[ledger["case"] == rows[0]["case"]], _place(rows[0]["message"])),
         )
         for rows in found.values()
     ]
+
+
+def _called_at(calls: pd.DataFrame, place: str) -> str:
+    """File and line of the first of these calls in a place, "backward of layers.0.mlp.w1", with the source if here."""
+    phase, _, module = place.partition(" of ")
+    module = module.split(" ")[0]
+    first = calls[(calls["phase"] == phase) & (calls["region"] == module)]["caller"].head(1)
+    caller = str(first.iloc[0]) if len(first) else ""
+    file, _, line = caller.rpartition(":")
+    source = linecache.getline(file, int(line)).strip() if line.isdigit() else ""
+    return f"{caller}: {source}" if source else caller
 
 
 def _place(message: str) -> str:

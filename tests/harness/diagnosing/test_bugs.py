@@ -84,7 +84,7 @@ def test_the_simplest_case_is_shown_first(tmp_path: Path) -> None:
     run = load(store.path)
     simplest = ["mode=tp tp=4", "mode=isp tp=8"]
     assert [bug.case for bug in bugs(simplest_first(run))] == simplest
-    assert [group.case for group in failures.groups(simplest_first(run), run.path)] == simplest
+    assert [group.case for group in failures.groups(simplest_first(run), run.path, run.ledger)] == simplest
 
 
 def test_a_place_that_another_test_reported_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,8 @@ import pandas as pd
 import pytest
 
 from reports.pages import page, plots
-from reports.pages.drawings import by_module, last_micro_batch, timeline, tree
+from reports.pages.drawings import by_module, last_micro_batch, lines, timeline, tree
+from reports.pages.opening import pairs
 from reports.printing import tables
 from reports.stored.frames import Run, in_order, load
 from tests.reports import sample_run
@@ -70,7 +71,7 @@ def test_nothing_is_loaded_from_outside(html: str) -> None:
     assert "https://" not in html
     assert all(target.startswith("#") for target in Structure(html).targets)
     assert not re.search(r"@import|url\((?!#)", html)
-    assert "<script" not in html
+    assert html.count("<script") == 1, "our own, which the page does without"
 
 
 def test_every_tag_closes_and_ids_are_unique(html: str) -> None:
@@ -93,9 +94,10 @@ def test_the_page_tells_the_whole_run(html: str) -> None:
     assert "logits/0 and 2 more" in html, "what nobody checked is said"
     for line in sample_run.MESSAGE.replace("<b>", "&lt;b&gt;").replace('"', "&#34;").splitlines():
         assert line in html, "all six lines"
-    assert Structure(html).tags.count("table") == 1 + 1 + 1 + 2 + 2 + 1 + 1, (
-        "a map, cases, side by side, 2 modes, 2 cases, verdicts, ..."
+    assert Structure(html).tags.count("table") == 1 + 1 + 2 + 1 + 2 + 2 + 1 + 1, (
+        "first table, a map, cases of 2 modes, side by side, 2 modes, 2 cases, verdicts, ..."
     )
+    assert '<li class="is-fail"><b>1</b>failed</li>' in html and "<b>2 of 2</b>cases with the bytes expected" in html
 
 
 def test_the_page_of_a_passing_run_has_no_failures(tmp_path: Path) -> None:
@@ -115,7 +117,7 @@ def test_nothing_a_run_wrote_becomes_markup(failing: Run) -> None:
         summary=failing.summary.assign(case=failing.summary["case"] + bomb),
     )
     html = page.render(hostile)
-    assert "<script" not in html
+    assert html.count("<script") == 1 and bomb not in html
     assert "<img" not in html
     assert Structure(html).open == []
 
@@ -145,8 +147,8 @@ def test_a_run_killed_at_once_has_a_page_with_its_notes(tmp_path: Path) -> None:
 
 
 def test_modules_unfold_and_add_up(failing: Run) -> None:
-    lines = by_module(failing)
-    (outside, layer) = sorted(tree(lines[lines["mode"] == "tp"]), key=lambda node: node.name != "outside modules")
+    modules = by_module(failing)
+    (outside, layer) = sorted(tree(modules[modules["mode"] == "tp"]), key=lambda node: node.name != "outside modules")
     assert (outside.name, outside.calls, outside.other_bytes) == ("outside modules", 1, 4096)
     assert (layer.name, layer.calls, layer.payload_bytes) == ("layers.0", 5, 5 * 4096)
     assert [(part.name, part.calls) for part in layer.parts] == [("attention.wo", 3), ("mlp.w1", 2)]
@@ -178,6 +180,39 @@ def test_a_kill_matrix_is_shown_when_it_is_there(tmp_path: Path) -> None:
     html = page.render(load(folder))
     assert "1 of 2 planted bugs were noticed" in html
     assert html.index(">late<") < html.index(">drop<"), "what survived comes first"
+
+
+def test_every_call_of_the_timeline_names_itself_under_the_pointer(failing: Run) -> None:
+    svg = timeline(last_micro_batch(failing.ledger[failing.ledger["case"] == sample_run.TP]), "t")
+    assert "<title>forward: all_reduce, 4,096 bytes, layers.0.attention.wo</title>" in svg
+    assert "<title>loss: all_reduce, 4,096 bytes, outside modules</title>" in svg
+
+
+def test_a_margin_is_a_way_to_the_limit_by_powers_of_ten(failing: Run) -> None:
+    def margin(error: float) -> str:
+        told = failing.verdicts.assign(worst_error=error, worst_allowed=1e-9)
+        return str(lines(dataclasses.replace(failing, verdicts=told))[0][0].margin)
+
+    for error, width in ((1e-9, "100.0"), (2e-9, "100.0"), (1e-12, "50.0"), (1e-16, "0.0"), (0.0, "0.0")):
+        assert f'width="{width}"' in margin(error)
+    assert margin(1e-9) != margin(2e-9), "the other colour"
+
+
+def test_the_first_call_of_a_wrong_place_has_its_line_of_source(failing: Run, tmp_path: Path) -> None:
+    source = tmp_path / "model.py"
+    source.write_text("import torch\n\ny = all_reduce(x, axis)\n")
+    told = failing.verdicts.assign(message="what:   x\nfirst:  backward of layers.0.mlp.w1 in step 0: act_grad/x")
+    ledger = failing.ledger.assign(caller=f"{source}:3")
+    html = page.render(dataclasses.replace(failing, verdicts=told.iloc[-1:], ledger=ledger))
+    assert f"First call there: <code>{source}:3: y = all_reduce(x, axis)</code>" in html
+
+
+def test_pairs_of_features_are_counted_in_passed_cases_alone() -> None:
+    features = {"a": ["mode=tp", "context"], "b": ["mode=tp", "context", "pipeline"], "c": ["mode=isp", "packing"]}
+    table = pairs([("a", "pass"), ("b", "pass"), ("c", "fail")], features.__getitem__)
+    assert table and table.headers == ("feature", "context", "pipeline")
+    assert table.rows == (("context", "2", "1"), ("pipeline", "1", "1"), ("mode=tp", "2", "1"))
+    assert pairs([("c", "fail")], features.__getitem__) is None
 
 
 # Everybody can read it

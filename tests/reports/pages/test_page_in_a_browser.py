@@ -22,7 +22,7 @@ from tests import ROOT
 from tests.reports import sample_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-WIDTHS = (390, 820, 1400)
+WIDTHS = (390, 1400, 2500)
 ALONE = ("--headless=new", "--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND")
 AXE = ROOT / ".axe/node_modules/axe-core/axe.min.js"
 AUDIT = """<script>axe.run(document, {resultTypes: ["violations"]}).then(found => {

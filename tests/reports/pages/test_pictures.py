@@ -43,16 +43,17 @@ def test_a_bar_is_one_case_and_as_long_as_its_bytes(tmp_path: Path) -> None:
     assert 'aria-label="wire MiB: forward 0.012, loss 0.004, backward 0.008"' in html
     wider = html.replace('width="50.000" height="10"', 'width="51.000" height="10"', 1)
     assert wider != html and "bar of forward of mode=tp tp=2: 0.000 51.000" in compared(wider, folder).apart[0]
-    other = html.replace('">0.008</td>', '">0.009</td>', 1)
+    other = html.replace('kept-mib">0.008</td>', 'kept-mib">0.009</td>', 1)
     assert other != html and compared(other, folder).apart
 
 
 def test_lines_put_failures_first_and_few_ranks_before_many(failing: Run) -> None:
     assert [(line.verdict, line.mode) for line in drawings.lines(failing)[0]] == [("fail", "tp"), ("pass", "tp-sp")]
     wide = dataclasses.replace(failing, cases=failing.cases.assign(world_size=[2, 4]), verdicts=failing.verdicts[:6])
-    swapped = dataclasses.replace(wide, cases=wide.cases.assign(world_size=[4, 2]))
+    swapped = dataclasses.replace(wide, cases=wide.cases.assign(world_size=[4, 2], mode="tp"))
     assert [line.mode for line in drawings.lines(wide)[0]] == ["tp", "tp-sp"]
-    assert [(line.mode, line.begins) for line in drawings.lines(swapped)[0]] == [("tp-sp", False), ("tp", True)]
+    assert [(line.mode, line.begins) for line in drawings.lines(swapped)[0]] == [("tp", False), ("tp", True)]
+    assert [line.ranks for line in drawings.lines(swapped)[0]] == ["2", "4"]
 
 
 def test_a_failing_case_has_a_map_of_layers_by_phases_with_the_first_place_marked(failing: Run, html: str) -> None:
@@ -81,7 +82,7 @@ def test_failures_with_one_first_place_are_one_block(failing: Run) -> None:
     told = failing.verdicts.iloc[-1:]
     elsewhere = told.assign(message=sample_run.MESSAGE.replace("act_grad/layers.0.mlp", "forward of head: logits/0"))
     rows = pd.concat([told, elsewhere, told.assign(case=sample_run.TP_SP)])
-    found = failures.groups(rows, failing.path)
+    found = failures.groups(rows, failing.path, failing.ledger)
     assert [(group.place, len(group.cases), len(group.others)) for group in found] == [
         ("act_grad/layers.0.mlp", 2, 1),
         ("forward of head", 1, 0),

@@ -1,0 +1,69 @@
+"""What a page opens with: figures of the whole run, its table of modes, and which pairs of features passed together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from itertools import permutations
+
+import pandas as pd
+
+from reports.printing.tables import NOTHING, Table, count
+from reports.stored.frames import Run
+
+_VERDICTS = ("pass", "fail", "unknown")
+_LABELS = {"pass": "passed", "fail": "failed", "unknown": "unknown"}
+_MOST = 20
+"""Features beyond which a picture of their pairs is not read."""
+Figure = tuple[str, str, str]
+"""A figure, what it counts, and the verdict that colours it, "" for none."""
+
+
+def figures(run: Run, headline: pd.DataFrame) -> tuple[Figure, ...]:
+    """Cases by verdict, ranks, cases whose bytes are those expected, seconds, torch and commit; what is known of these.
+
+    Seconds are those of all cases together, which several processes may share.
+    """
+    verdicts = headline["verdict"].value_counts()
+    found = [(str(int(verdicts.get(word, 0))), _LABELS[word], word) for word in _VERDICTS]
+    found = [(number, label, word if number != "0" else "") for number, label, word in found]
+    ranks = headline["ranks"].dropna()
+    if len(ranks):
+        least, most = count(ranks.min()), count(ranks.max())
+        found.append((least if least == most else f"{least} to {most}", "ranks", ""))
+    known = headline["expected_payload_bytes"].notna()
+    if known.any():
+        met = headline["payload_bytes"].eq(headline["expected_payload_bytes"]).fillna(False)[known]
+        found.append((f"{int(met.sum())} of {len(met)}", "cases with the bytes expected", ""))
+    if len(run.timings):
+        found.append((f"{run.timings['seconds'].sum():.1f}", "seconds of all cases", ""))
+    told = (("torch", run.env.get("versions", {}).get("torch")), ("commit", run.env.get("commit")))
+    return (*found, *((str(value), label, "") for label, value in told if value))
+
+
+def pairs(cases: Iterable[tuple[str, str]], features_of: Callable[[str], Iterable[str]]) -> Table | None:
+    """How many passed cases have both features of a pair, from (text of a case, verdict); None for fewer than two.
+
+    `features_of` gives the features of a case by its text, its mode among them.
+    """
+    alone, both = Counter[str](), Counter[tuple[str, str]]()
+    for text, verdict in cases:
+        if verdict == "pass":
+            own = tuple(dict.fromkeys(features_of(text)))
+            alone.update(own)
+            both.update(permutations(own, 2))
+    names = sorted(alone, key=lambda name: (name.startswith("mode="), name))
+    columns = [name for name in names if not name.startswith("mode=")]
+    if len(names) < 2 or not columns or len(columns) > _MOST:
+        return None
+    rows = tuple((name, *(_cell(name, other, alone, both) for other in columns)) for name in names)
+    missing = sum(cell == NOTHING for row in rows for cell in row)
+    note = "passed cases that have both; on the diagonal those that have the feature" + (
+        f"; {NOTHING}: no case of this run" if missing else ""
+    )
+    return Table(title="Pairs of features that passed together", headers=("feature", *columns), rows=rows, note=note)
+
+
+def _cell(name: str, other: str, alone: Counter[str], both: Counter[tuple[str, str]]) -> str:
+    number = alone[name] if name == other else both[name, other]
+    return str(number) if number else NOTHING
