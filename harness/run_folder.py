@@ -22,10 +22,16 @@ _RUNS_A_SECOND = 1000
 
 
 def new_run_folder(out: Path, name: str) -> Path:
-    """A folder that did not exist before: a second run of the same second gets a number. Raises RequestError."""
+    """A folder that did not exist before: a second run of the same second gets a number. Raises RequestError.
+
+    A new `out` gets a `.gitignore`, so that runs stay out of the user's repository.
+    """
     stem = f"{datetime.datetime.now().strftime('%Y%m%d-%H%M%S')}-{safe_name(name)}"
     with writing(out):
+        is_new = not out.exists()
         out.mkdir(parents=True, exist_ok=True)
+        if is_new:
+            (out / ".gitignore").write_text("*\n", encoding="utf-8")
         for attempt in range(1, _RUNS_A_SECOND):
             path = out / (stem if attempt == 1 else f"{stem}-{attempt}")
             with suppress(FileExistsError):  # taken: the next number

@@ -147,6 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     for command in (show, page, trace):
         command.add_argument("run", nargs="?", default="runs/latest", metavar="RUN", help="run folder (runs/latest)")
     page.add_argument("-o", dest="output", metavar="FILE", help="where to write it (report.html in the run folder)")
+    page.add_argument("--markdown", action="store_true", help="a comment for a pull request, printed without -o")
     trace.add_argument("-o", dest="output", metavar="FILE", help="where to write it (trace.json there); .gz is packed")
     _add_faults(add("faults", help="plant bugs one at a time: which check notices which"))
     _add_predict(add("predict", help="time, memory and bytes at any size, without running it; which mode, and where"))

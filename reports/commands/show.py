@@ -20,6 +20,7 @@ from reports.commands.faults import show_matrix
 from reports.comparing import modes
 from reports.options.checks import EXPERIMENTS
 from reports.pages import page
+from reports.pages.comment import comment
 from reports.printing import tables
 from reports.printing.calls import witness_tables
 from reports.printing.tables import NOTHING, Table, count, mebibytes
@@ -42,11 +43,20 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def page_main(arguments: argparse.Namespace) -> int:
-    """Write the page of a run and print where it is. Raises RequestError when it cannot be written."""
+    """Write the page of a run and print where it is; with `markdown` print or write a comment of it.
+
+    Raises RequestError when the file cannot be written.
+    """
     run = load(arguments.run)
+    if arguments.markdown and not arguments.output:
+        show_message(comment(run), sys.stdout)
+        return 0
     target = Path(arguments.output) if arguments.output else run.path / "report.html"
     try:
-        page.write(run, target)
+        if arguments.markdown:
+            target.write_text(comment(run), encoding="utf-8")
+        else:
+            page.write(run, target)
     except OSError as problem:
         reason = problem.strerror or str(problem)
         raise RequestError(f"-o {target}: cannot be written ({reason}); legal: -o report.html") from problem

@@ -87,22 +87,21 @@ def planned(
     if dtype and (cases or subject.name != OURS):
         raise RequestError(f"--dtype {dtype}: is for drawn cases of {OURS}; legal: CASEs with dtype={dtype}")
     if cases:
-        return _of_cases(subject, cases, quick, only, timeout_s)
-    plans = planted(quick=quick, only=only) if subject.name == OURS else []
-    if only == "held-back":
+        plans = _of_cases(subject, cases, quick, only, timeout_s)
+    else:
+        plans = planted(quick=quick, only=only) if subject.name == OURS else []
+        if only != "held-back":
+            with engine_named("inproc") as engine:
+                for mode in claims(subject).modes:
+                    plans += disturbed(subject, mode, engine, quick=quick, timeout_s=timeout_s, dtype=dtype)
+        if not plans and only == "held-back":
+            rule = f"has no held-back mutants; legal: {OURS}, or leave out --held-back"
+            raise RequestError(f"subject={subject.name}: {rule}")
         if not plans:
+            rule = "takes none of the cases whose collectives would be disturbed"
             raise RequestError(
-                f"subject={subject.name}: has no held-back mutants; legal: {OURS}, or leave out --held-back"
+                f"subject={subject.name}: {rule}; legal: one that takes {_SMALL[-1].format(mode='tp')!r}"
             )
-        return [replace(plan, timeout_s=timeout_s, dtype=dtype) for plan in plans]
-    with engine_named("inproc") as engine:
-        for mode in claims(subject).modes:
-            plans += disturbed(subject, mode, engine, quick=quick, timeout_s=timeout_s, dtype=dtype)
-    if not plans:
-        raise RequestError(
-            f"subject={subject.name}: takes none of the cases whose collectives would be disturbed; "
-            f"legal: a subject that takes {_SMALL[-1].format(mode='tp')!r}"
-        )
     return [replace(plan, timeout_s=timeout_s, dtype=dtype) for plan in plans]
 
 
@@ -120,7 +119,7 @@ def _of_cases(
     if not any(plans):
         rule = "its ranks issue no collective, so there is nothing to disturb"
         raise RequestError(f"case {case_text(cases[0])!r}: {rule}; legal: a case of two or more ranks")
-    return [replace(plan, timeout_s=timeout_s) for of_case in plans for plan in of_case]
+    return list(itertools.chain.from_iterable(plans))
 
 
 def planted(*, quick: bool, only: str = "") -> list[KillPlan]:
@@ -173,14 +172,13 @@ def _shown(subject: NamedSubject, mode: str, quick: bool, dtype: str) -> list[Ca
 
 def _parts(faults: Sequence[Fault]) -> Iterator[tuple[Fault, ...]]:
     """Faults to survey together: at least _AT_ONCE but for the last, the faults of one target never apart."""
-    part: list[Fault] = []
+    part: tuple[Fault, ...] = ()
     for _, of_target in itertools.groupby(faults, key=lambda fault: fault.target):
-        part += of_target
+        part += (*of_target,)
         if len(part) >= _AT_ONCE:
-            yield tuple(part)
-            part = []
-    if part:
-        yield tuple(part)
+            yield part
+            part = ()
+    yield from [part] if part else []
 
 
 def kills(plans: Sequence[KillPlan], subject: NamedSubject, *, processes: int = 1) -> Iterator[Killed]:

@@ -11,7 +11,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from reports.commands.cli import main
 from reports.pages import page, plots
+from reports.pages.comment import comment
 from reports.pages.drawings import by_module, last_micro_batch, lines, timeline, tree
 from reports.pages.opening import pairs
 from reports.printing import tables
@@ -180,6 +182,16 @@ def test_a_kill_matrix_is_shown_when_it_is_there(tmp_path: Path) -> None:
     html = page.render(load(folder))
     assert "1 of 2 planted bugs were noticed" in html
     assert html.index(">late<") < html.index(">drop<"), "what survived comes first"
+
+
+def test_a_comment_has_the_verdict_the_failures_and_the_table(failing: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["page", str(failing.path), "--markdown"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("## shardproof: fail\n\n2 cases: 1 pass, 1 fail")
+    assert f"```text\n{sample_run.MESSAGE}" in told and "| mode | ranks |" in told and "**1** failed" in told
+    bomb = "```\n# not a title"
+    hostile = dataclasses.replace(failing, verdicts=failing.verdicts.assign(message=bomb))
+    assert comment(hostile).count("```") == 2 * comment(hostile).count("```text")
 
 
 def test_every_call_of_the_timeline_names_itself_under_the_pointer(failing: Run) -> None:

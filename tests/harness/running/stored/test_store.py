@@ -63,6 +63,7 @@ def test_a_run_folder_holds_the_contracts_files_and_columns(tmp_path: Path) -> N
     names = {"env.json", "cases.jsonl", "ledger.csv", "summary.csv", "verdicts.jsonl", "timings.csv", "memory.csv"}
     assert {path.name for path in store.path.iterdir()} == names
     assert (tmp_path / "runs" / "latest").resolve() == store.path.resolve()
+    assert (tmp_path / "runs" / ".gitignore").read_text() == "*\n", "runs stay out of the user's repository"
     ledger = table(store.path / "ledger.csv")
     assert tuple(ledger[0]) == COLUMNS and len(ledger) == 40
     assert ledger[0]["region"] == "embedding" and ledger[0]["is_async"] == "False"
