@@ -199,8 +199,7 @@ def kills(plans: Sequence[KillPlan], subject: NamedSubject, *, processes: int = 
         for done in as_completed([pool.submit(_in_a_process, plan, sent) for plan in plans]):
             yield from done.result()
     except BrokenProcessPool as problem:
-        cause = f"a process of the kill matrix ended by force: {problem}"
-        raise RankDied(cause, ranks=(), positions=()) from problem
+        raise RankDied(f"a process of the kill matrix ended by force: {problem}", ranks=(), positions=()) from problem
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -288,16 +287,14 @@ class Necessity:
     def _told(self, collective: Collective, wrong: Sequence[Killed]) -> str:
         target, suite = collective.faults[0].target, "pytest --pyargs suites.test_faults --faults"
         kinds = {killed.row.name.partition(":")[0].removesuffix(f" {target}"): killed for killed in wrong}
-        said = [f"{kind} ({killed.told or killed.row.stands_for})" for kind, killed in kinds.items()]
-        unmissed = next((killed.unmissed for killed in wrong if killed.unmissed), "")
-        causes = unmissed or "no check depends on its data: a blind spot, or what is returned is not checked"
+        unmissed = (killed.unmissed for killed in wrong if killed.unmissed)
         lines = {
             "what": f"nobody notices that {target} is disturbed",
             "where": f"mode={collective.mode} phase={target.phase} module={target.region or 'none'} "
             f"call {target.calls[0][1]} of rank {target.calls[0][0]}",
             "error": f"{len(wrong)} of {len(collective.faults)} faults are neither killed nor proved equivalent",
-            "first": ", ".join(said),
-            "causes": causes,
+            "first": ", ".join(f"{kind} ({killed.told or killed.row.stands_for})" for kind, killed in kinds.items()),
+            "causes": next(unmissed, "no check depends on its data: a blind spot, or what is returned is not checked"),
             "repeat": f'{suite} --subject {self.subject.name} --case "{collective.case}"',
         }
         return "\n".join(f"{word + ':':<8}{text}" for word, text in lines.items())
