@@ -1,4 +1,6 @@
-"""The README's first screen has what a reader needs, and links lead somewhere. Its table: test_default_run."""
+"""The README's first screen has what a reader needs, its story is true, and links lead somewhere. The table of the
+default run: test_default_run.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from reports.commands.cli import main
 from tests import ROOT
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-LONGEST = 120
-"""Lines of the README: what needs more room is a page in docs/."""
-FIRST_SCREEN = (ROOT / "README.md").read_text().splitlines()[:52]
+README = (ROOT / "README.md").read_text()
+LONGEST, WIDEST = 100, 120
+"""Lines of the README, and characters of a line that is no row of a table: what needs more room is a page in docs/."""
+TABLE = (ROOT / "docs" / "checks.md").read_text()
 ERROR = slice(11, 14)
 """Where a row's words hold its error: rounding, which may differ between machines."""
 
@@ -23,15 +27,35 @@ def table_rows(text: str) -> list[list[str]]:
     return [[*row[: ERROR.start], *row[ERROR.stop :]] for row in rows]
 
 
-def test_the_first_screen_has_the_sentence_the_table_the_commands_and_the_subject() -> None:
-    text = "\n".join(FIRST_SCREEN)
+def test_the_first_screens_have_the_story_the_commands_and_the_subject() -> None:
+    text = "\n".join(README.splitlines()[:75])
     for needed in ("make run", "make test", "Point it at your own code", "def subject(case, device)", "--subject"):
         assert needed in text
-    assert len(table_rows(text)) == 21
+    assert len(table_rows(TABLE)) == 21
 
 
 def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= LONGEST
+    lines = README.splitlines()
+    assert len(lines) <= LONGEST
+    assert [line for line in lines if len(line) > (200 if "](" in line else WIDEST) and line[:1] != "|"] == []
+
+
+def test_the_story_runs_and_its_bug_is_found_as_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, printed = (
+        re.findall(rf"^```{kind}\n(.*?)^```$", README, re.M | re.S)[0] for kind in ("python mlp.py", "text")
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("mlp.py").write_text(code)
+    assert main(["run", "--subject", "mlp:subject"]) == 1
+    told = capsys.readouterr().out
+    assert [line for line in printed.splitlines() if line not in told] == []
+    Path("right.py").write_text(
+        code.replace("    loss.backward()", "    loss.backward()\n    dist.all_reduce(w0.grad)")
+    )
+    assert main(["run", "--subject", "right:subject"]) == 0, "with the line that is missing it passes"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -1,4 +1,4 @@
-"""`shardproof run` without arguments, as users see it: the README's table, and a page with the figures of its summary.
+"""`shardproof run` without arguments, as users see it: the table of docs/checks.md, and a page with its figures.
 
 One run for all of these tests. What needs a browser is skipped where no Chromium is installed.
 """
@@ -15,7 +15,7 @@ import pytest
 from reports.commands.cli import main
 from reports.stored.frames import load
 from reports.stored.summary import traffic
-from tests.project.test_readme import FIRST_SCREEN, table_rows
+from tests.project.test_readme import TABLE, table_rows
 from tests.reports.pages.page_figures import compared
 from tests.reports.pages.test_page_in_a_browser import CHROMIUM, SCHEMES, audited, browse, needs_axe
 
@@ -37,9 +37,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, printed: io.StringIO) -> Pa
     return out / "latest"
 
 
-def test_the_readmes_table_is_what_a_run_prints(folder: Path, printed: io.StringIO) -> None:
+def test_the_documented_table_is_what_a_run_prints(folder: Path, printed: io.StringIO) -> None:
     rows = table_rows(printed.getvalue())
-    assert rows == table_rows("\n".join(FIRST_SCREEN))
+    assert rows == table_rows(TABLE)
     assert sum(int(row[2]) for row in rows) == len(load(folder).cases) == CASES
 
 
