@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from parallel.schedules.messages import programs
 from parallel.schedules.pipeline import Kind, Pipeline
-from tests.parallel.schedules.layers import layers_of
+from reference.groups import PipelineGroup
 from tests.parallel.schedules.shapes import every
 
 with warnings.catch_warnings():
@@ -199,7 +199,9 @@ def test_layers_of_every_stage_are_those_of_megatron(
         chunk, rank = divmod(stage, pipeline.ranks)
         start = get_transformer_layer_offset(config, chunk if looped else None, rank)
         found.append(range(start, start + get_num_layers_to_build(config, chunk if looped else None, rank)))
-    assert layers_of(pipeline, layers, first, last) == tuple(found)
+    group = PipelineGroup(ranks=tuple(range(pipeline.ranks)), chunks=pipeline.chunks)
+    places = [divmod(stage, pipeline.ranks) for stage in range(pipeline.virtual_stages)]
+    assert [group.layers(layers, rank, chunk, first=first, last=last) for chunk, rank in places] == found
 
 
 def test_another_order_would_be_seen() -> None:
