@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from reference.case import Case
-from tests.reference.model.double_torch import DoubleTorch
+from tests.reference.model.hugging_face import DoubleTorch
 from tests.reference.model.drawn_batches import rows
 from tests.reference.model.hugging_face import equal
 
