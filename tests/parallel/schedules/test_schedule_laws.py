@@ -14,7 +14,16 @@ from hypothesis import given
 from parallel.schedules.checks import Sends, check_legal, live
 from parallel.schedules.messages import message_bytes, message_counts, programs, sends_stated
 from parallel.schedules.pipeline import SCHEDULES, Kind, Pipeline, order, orders
-from parallel.schedules.timing import ComputeTimes, Span, bubble, bubble_stated, duration_stated, idle_inside, played, timeline
+from parallel.schedules.timing import (
+    ComputeTimes,
+    Span,
+    bubble,
+    bubble_stated,
+    duration_stated,
+    idle_inside,
+    played,
+    timeline,
+)
 from reference.errors import CaseError
 from tests import ROOT
 from tests.parallel.schedules.shapes import broken, every, larger

@@ -1,4 +1,4 @@
-"""Micro-batches: distinct for every data rank, a pure function of the case; which tokens count is uneven, never a prompt."""
+"""Micro-batches: distinct for every data rank, a pure function of the case; which tokens count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files to tokens: every format read back, Megatron's .bin/.idx too; test_hostile_data.py has files that are refused."""
+"""Files to tokens: every format read back, Megatron's .bin/.idx too; test_hostile_data.py has the refused ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activations and their gradients: the canonical modules, what calculus says of them, and what a relu's kink may change."""
+"""Activations and their gradients: the canonical modules, what calculus says of them, what a relu's kink may change."""
 
 from __future__ import annotations
 

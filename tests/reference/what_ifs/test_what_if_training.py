@@ -1,4 +1,4 @@
-"""What-ifs of steps and metric, each held against the rule that was broken; step 0 taken apart adds up to its gradient."""
+"""What-ifs of steps and metric, each held against the rule that was broken; step 0 taken apart adds up."""
 
 from __future__ import annotations
 
