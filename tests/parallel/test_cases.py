@@ -1,4 +1,4 @@
-"""Every table of cases: the dense model's training on every rank, and every byte stated."""
+"""Every table of cases: the dense model's training on every rank, and every byte stated; bugs of schemes are caught."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 
-from harness.checking.evidence import PASS
+from bugs.planting import planted
+from harness.checking.evidence import FAIL, PASS
 from harness.running.proof import CaseResult
 from parallel.subject import subject
 from reference.case import Case
+from suites.mutants.catalogue import of_file
+from suites.mutants.mutant import Mutant
 from suites.session.prover import Prover
 from tests.parallel.case_tables import TABLES
 
@@ -46,3 +49,9 @@ def test_training_is_the_dense_models_and_every_byte_is_stated(prover: Prover, t
     if table == "dropout":
         masks = [name for name in result.evidence.merged.tensors if name.startswith("mask/")]
         assert len(masks) == case.steps * (1 + 3 * case.layers), "the embedding's, and three sites of every layer"
+
+
+@pytest.mark.parametrize("bug", of_file("tests/schemes"), ids=lambda bug: bug.name)
+def test_a_planted_bug_is_caught(prover: Prover, bug: Mutant) -> None:
+    result = prover.proof(Case.parse(bug.case), planted(bug.sources()))
+    assert {*bug.kills.split("|")} & {verdict.check for verdict in result.verdicts if verdict.verdict == FAIL}

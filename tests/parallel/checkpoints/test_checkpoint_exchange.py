@@ -17,7 +17,6 @@ from parallel.checkpoints.comparing import compare, export
 from parallel.checkpoints.errors import CheckpointError
 from parallel.subject import subject
 from reference.case import Case, CaseError
-from reference.checkpoints.fused import joined
 from reference.checkpoints.stored import stored
 from reference.data.batches import micro_batch
 from reference.model import decoder
@@ -186,11 +185,3 @@ def test_a_fake_of_megatron_core_is_one_sentence(
             assert main(words) == 2
             error = capsys.readouterr().err
             assert rule in error and len(error.splitlines()) == 1, error
-
-
-def test_parts_of_other_heads_are_not_joined() -> None:
-    rows = {"wq": 8, "wk": 4, "wv": 4}
-    parts = {f"layers.0.attention.{part}.weight": torch.ones(count, 8) for part, count in rows.items()}
-    for kv_heads in (0, 3):
-        with pytest.raises(ValueError, match=rf"\(8, 8\), \(4, 8\), \(4, 8\), which are not of {kv_heads} kv heads"):
-            joined(parts, kv_heads, qkv=True, mlp=True)

@@ -9,12 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.checking.evidence import PASS
 from harness.outcome.blocks import localize
 from harness.outcome.merging import merge
-from parallel.subject import subject
 from reference.case import Case
-from suites.session.prover import Prover
 from tests.parallel.checkpoints.layouts import MODEL, full_tensors, layouts, models, relaid, trained
 
 DEEP = settings().max_examples > 100
@@ -30,12 +27,6 @@ SAME = (
     f"mode=tp tp=2 dp=3 zero=1 micro=2 {HALF} grad_dtype=float32",
     "mode=isp tp=3 dp=2 wp=2 micro=3",
 )
-MOVED = (
-    ("mode=tp tp=1 dp=3 zero=1 bucket=700 micro=2", "mode=tp-sp tp=2 dp=2 zero=2 micro=3"),
-    ("mode=tp-sp tp=3 pp=2 micro=6", "mode=isp tp=2 wp=6 dp=3 micro=2"),
-    ("mode=fsp tp=6 micro=6", "mode=tp tp=2 cp=2 zero=3 micro=6"),
-)
-FUSED = "activation=swiglu fuse_mlp=true optimizer=adamw lr=0.01"
 
 
 @settings(max_examples=PAIRS)
@@ -65,29 +56,3 @@ def test_in_one_layout_training_goes_on_bit_for_bit(tmp_path: Path, words: str) 
     for kind in ("loss", "logits", "grad_norm"):
         again |= {f"{kind}/{step + 2}": second[f"{kind}/{step}"] for step in range(2)}
     assert not [name for name, tensor in again.items() if not torch.equal(tensor, whole[name])]
-
-
-@pytest.mark.parametrize("before, after", MOVED if DEEP else ())  # suites/test_checkpoints.py draws pairs
-def test_at_another_layout_the_checks_hold(prover: Prover, tmp_path: Path, before: str, after: str) -> None:
-    folder = str(tmp_path / "saved")
-    _proved(prover, Case.parse(f"{MODEL} {FUSED} {before} steps=2 save={folder}"))
-    _proved(prover, Case.parse(f"{MODEL} {FUSED} {after} steps=2 load={folder}"))
-
-
-@pytest.mark.slow
-@settings(max_examples=40)
-@given(data=st.data())
-def test_at_any_layout_the_checks_hold(
-    prover: Prover, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
-    if not DEEP:
-        pytest.skip("40 pairs are proved in the deep profile")
-    model, folder = data.draw(models(), label="model"), str(tmp_path_factory.mktemp("moved") / "saved")
-    before, after = data.draw(layouts(model), label="before"), data.draw(layouts(model), label="after")
-    trained(before.but(steps=2, save=folder))
-    _proved(prover, after.but(steps=2, load=folder, lr=0.01))
-
-
-def _proved(prover: Prover, case: Case) -> None:
-    wrong = [one.message for one in prover.proof(case, subject).verdicts if one.verdict != PASS]
-    assert not wrong

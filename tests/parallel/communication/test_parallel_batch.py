@@ -21,28 +21,6 @@ def _delivered(case: Case, calls: Calls | None = None) -> list[Delivered]:
     return on_ranks(case.world_size, lambda rank: deliver(case, Mesh.of(case), 1, case.micro - 1, CPU), observer=calls)
 
 
-@pytest.mark.parametrize("words", ["delivery=tensors", "delivery=flat", "delivery=local"])
-@pytest.mark.parametrize("mask", [True, False])
-def test_every_rank_holds_its_data_ranks_micro_batch(words: str, mask: bool) -> None:
-    case = BASE.but(delivery=words.partition("=")[2], attention_mask=mask)
-    for rank, found in enumerate(_delivered(case)):
-        truth = micro_batch(case, 1, case.micro - 1, rank // TP)
-        for mine, expected in (
-            (found.tokens, truth.tokens),
-            (found.labels, truth.labels),
-            (found.loss_mask, truth.loss_mask),
-            (found.positions, truth.positions),
-        ):
-            assert mine.dtype == expected.dtype
-            assert torch.equal(mine, expected)
-        if mask and case.delivery != "local":
-            assert found.attention_mask is not None
-            assert found.attention_mask.shape == (case.batch, 1, case.seq, case.seq)
-            assert torch.equal(found.attention_mask[1, 0], ~layers.visible(case.seq, None, CPU))
-        else:
-            assert found.attention_mask is None
-
-
 N, MASK = BASE.tokens, BASE.batch * BASE.seq**2
 SENT = {
     ("tensors", True): [(8 * N, "int64"), (8 * N, "int64"), (4 * N, "float32"), (MASK, "bool"), (8 * N, "int64")],
@@ -62,12 +40,6 @@ def test_the_broadcasts_are_megatrons_on_any_number_of_ranks(
     for rank in range(case.world_size):
         assert [(call.payload_bytes, call.dtype) for call in calls.by_rank[rank]] == expected
         assert {(call.op, len(call.group)) for call in calls.by_rank[rank]} == {("broadcast", tp)}
-
-
-def test_local_delivery_sends_nothing() -> None:
-    calls = Calls()
-    _delivered(BASE.but(delivery="local"), calls)
-    assert calls.by_rank == {}
 
 
 @pytest.mark.parametrize(("words", "readers"), [("tensors", {0, 3}), ("flat", {0, 3}), ("local", set(range(6)))])

@@ -8,11 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel.communication.layout import Box, Cut, Placement, gather, local_shape, meshgrid, pieces, rows, shard
-from parallel.communication.mesh import axis_size
-from parallel.registry import MODES
-from reference.case import Case
-from reference.model.parameters import full, shapes
-from tests.parallel.ranks import MEGATRON
 
 SIZES = st.fixed_dictionaries({"tp": st.integers(1, 4), "dp": st.sampled_from((1, 3, 5))})
 """Two axes of unequal sizes, more often than not."""
@@ -108,26 +103,6 @@ def test_a_range_of_a_flat_bucket_is_boxes_of_the_parameter() -> None:
     ]
 
 
-def test_a_causal_sequence_in_zigzag() -> None:
-    place = Placement(shape=(1, 12), cuts=(Cut(axis="cp", dim=1, order="zigzag"),))
-    assert shard(torch.arange(12)[None], place, {"cp": (1, 3)}).tolist() == [[2, 3, 8, 9]]
-
-
-def test_a_fused_weight_gives_every_rank_its_part_of_both_blocks() -> None:
-    place = Placement(shape=(12, 1), cuts=(Cut(axis="tp", blocks=(6, 6)),))
-    local = shard(torch.arange(12)[:, None], place, {"tp": (1, 3)})
-    assert local[:, 0].tolist() == [2, 3, 8, 9]
-    assert [piece.offsets for piece in pieces(local, place, {"tp": (1, 3)})] == [(2, 0), (8, 0)]
-
-
-def test_padding_is_zero_and_a_rank_of_padding_alone_has_no_piece() -> None:
-    place = Placement(shape=(5, 2), cuts=(Cut(axis="tp", blocks=(8,)),))
-    locals_ = [shard(torch.ones(5, 2), place, {"tp": (index, 4)}) for index in range(4)]
-    assert locals_[2].tolist() == [[1, 1], [0, 0]]
-    assert locals_[3].tolist() == [[0, 0], [0, 0]]
-    assert pieces(locals_[3], place, {"tp": (3, 4)}) == ()
-
-
 def test_a_cut_inside_a_kv_group_is_refused() -> None:
     with pytest.raises(ValueError, match=r"blocks=\(12,\): each must be a multiple of 2 ranks x 4 .*legal: 16"):
         local_shape(Placement(shape=(12, 3), cuts=(Cut(axis="tp", unit=4),)), {"tp": (0, 2)})
@@ -151,27 +126,3 @@ def test_rows_move_boxes_down_a_taller_tensor() -> None:
     (moved,) = rows([box], first=6, total=12)
     assert (moved.offsets, moved.global_shape) == ((7, 4), (12, 7))
     assert moved.local is box.local
-
-
-@pytest.mark.parametrize("megatron", MEGATRON)
-@pytest.mark.parametrize(
-    "words",
-    [
-        "tp=3 heads=6 kv_heads=3 hidden=48 ffn=96 seq=12 fuse_qkv=false",
-        "tp=4 kv_heads=4 vocab=300 tied=false qk_norm=true",
-        "tp=2 family=internlm2 vocab=264 fuse_mlp=true",
-    ],
-)
-def test_every_parameter_of_a_case_survives_the_round_trip(megatron: str, words: str) -> None:
-    case = Case.parse(f"mode={megatron} {words}")
-    places = MODES[megatron].placements(case)
-    assert list(places) == list(shapes(case))
-    split = 0
-    for name, place in places.items():
-        value = full(case, name)
-        locals_ = [
-            (at, shard(value, place, at)) for at in meshgrid({axis: axis_size(case, axis) for axis in place.axes})
-        ]
-        assert torch.equal(gather(locals_, place), value), name
-        split += len(locals_) > 1
-    assert split > 0

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from parallel.communication.batch import hidden_pairs
-from parallel.communication.mesh import Axis, Mesh
-from parallel.context.exchanged import exchanged_attention, nested_attention
+from parallel.communication.mesh import Mesh
+from parallel.context.exchanged import exchanged_attention
 from parallel.context.gathered import gathered_attention
 from parallel.context.ring import ring_attention
 from parallel.context.slices import Slices, contiguous, sliced, together, zigzag, zigzag_by_document
@@ -81,26 +81,6 @@ def on_axis(method: Method, full: list[Tensor], slices: Slices, *, observer: Cal
         return backward(method(q, k, v, axis=axis, slices=slices), q, k, v)
 
     return _whole(on_ranks(ranks, program, observer=observer), slices)
-
-
-def on_two_axes(
-    full: list[Tensor], slices: Slices, *, inner: int, outer: int, observer: Calls | None = None
-) -> list[Tensor]:
-    """The same by all-to-all among `inner` neighbours inside of a ring of `outer` ranks."""
-    case = Case.of(tp=inner, dp=outer, heads=inner, kv_heads=inner, hidden=2 * inner, ffn=inner)
-
-    def program(rank: int) -> list[Tensor]:
-        mesh = Mesh.of(case)
-        q, k, v = (sliced(x, slices.held[rank]).requires_grad_() for x in full)
-        context = nested_attention(q, k, v, inner=mesh.axis("tp"), outer=mesh.axis("dp"), slices=slices)
-        return backward(context, q, k, v)
-
-    return _whole(on_ranks(inner * outer, program, observer=observer), slices)
-
-
-def axis_of(ranks: int, rank: int) -> Axis:
-    """An axis without a group."""
-    return Axis(name="cp", ranks=tuple(range(ranks)), rank=rank, group=None)
 
 
 def error(found: list[Tensor], expected: list[Tensor]) -> dict[str, float]:

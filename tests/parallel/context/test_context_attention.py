@@ -15,7 +15,7 @@ from parallel.communication.collectives import Pending
 from parallel.context import ring
 from parallel.context.blocks import Partial, attend, merged, over_all_keys
 from parallel.context.slices import Slices, contiguous, zigzag
-from tests.parallel.context.rows import METHODS, borders, dense, full_row, hidden, on_axis, on_two_axes, ordered, wrong
+from tests.parallel.context.rows import METHODS, borders, dense, full_row, hidden, on_axis, ordered, wrong
 from tests.parallel.ranks import numbers
 
 ORDERS = ("zigzag", "contiguous", "zigzag by document")
@@ -45,18 +45,6 @@ def test_every_method_is_dense_attention(
     slices = Slices(held=held, hidden=hidden(length, cu_seqlens))
     full = full_row(rows, length, *heads, seed=seed)
     assert wrong(on_axis(METHODS[method], full, slices), dense(full, cu_seqlens)) == []
-
-
-@pytest.mark.parametrize(("inner", "outer"), [(2, 2), (3, 2), (2, 3)])
-@pytest.mark.parametrize("packed", [False, True])
-def test_all_to_all_inside_of_a_ring_is_dense_attention(inner: int, outer: int, packed: bool) -> None:
-    """Also with fewer kv heads than inner ranks."""
-    length = 4 * inner * outer
-    cu_seqlens = borders(5, length - 8, 3) if packed else None
-    slices = Slices(held=zigzag(length, inner * outer), hidden=hidden(length, cu_seqlens))
-    for kv_heads in (inner, 1):
-        full = full_row(2, length, 2 * inner, kv_heads, seed=kv_heads)
-        assert wrong(on_two_axes(full, slices, inner=inner, outer=outer), dense(full, cu_seqlens)) == []
 
 
 @pytest.mark.parametrize("order", ["zigzag", "contiguous"])

@@ -98,12 +98,6 @@ def padded(case: Case) -> dict[str, tuple[int, ...]]:
     }
 
 
-def test_a_case_without_these_words_is_one_flat_call() -> None:
-    case = Case.parse(f"{SIZES} mode=tp tp=3 dp=2")
-    (gradients,) = (term for term in subject.expected(case) if term.axis == "dp" and term.payload_bytes > 16)
-    assert (gradients.op, gradients.phase, gradients.calls) == ("all_reduce", "grad_sync", 3)
-
-
 def test_a_skipped_step_changes_nothing_on_any_rank(prover: Prover) -> None:
     """At 2**32 every step overflows: parameters stay bit for bit, two skips use up patience, the third halves."""
     result = proved(prover, f"{SIZES} mode=tp-sp tp=3 dp=2 {ONE_LAYER} zero=1 scaler=dynamic")

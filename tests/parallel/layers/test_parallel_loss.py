@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +11,7 @@ from torch.nn import functional
 from parallel.communication.layout import Cut, Placement, shard
 from parallel.communication.mesh import Axis
 from parallel.layers.loss import IGNORED, counted, vocabulary_cross_entropy
-from tests.parallel.ranks import Calls, along_tp, numbers
+from tests.parallel.ranks import along_tp, numbers
 
 
 def _dense(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
@@ -70,61 +69,3 @@ def test_loss_and_gradient_are_those_of_the_whole_unpadded_vocabulary(
     gradient = torch.cat([gradient for _, gradient in results], -1)
     torch.testing.assert_close(gradient[..., :vocab], dense.grad, rtol=1e-11, atol=1e-11)
     assert torch.equal(gradient[..., vocab:], torch.zeros_like(gradient[..., vocab:]))
-
-
-def test_without_smoothing_it_is_torchs_cross_entropy() -> None:
-    logits, labels, _ = _case(0, 12)
-
-    def program(axis: Axis) -> Tensor:
-        own = shard(logits, Placement(shape=(4, 3, 12), cuts=(Cut(axis="tp", dim=2),)), {"tp": (axis.rank, axis.size)})
-        return vocabulary_cross_entropy(own, labels, axis, vocab=12)
-
-    expected = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED)
-    for losses in along_tp(3, program):
-        torch.testing.assert_close(losses.flatten() * (labels.flatten() != IGNORED), expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_low_precision_logits_get_a_float32_loss_and_a_gradient_in_their_dtype(dtype: torch.dtype) -> None:
-    logits, labels, _ = _case(1, 9)
-    rounded = (logits / 20).to(dtype)
-
-    def program(axis: Axis) -> tuple[Tensor, torch.dtype]:
-        own = rounded[..., axis.rank * 3 : axis.rank * 3 + 3].clone().requires_grad_()
-        losses = vocabulary_cross_entropy(own, labels, axis, vocab=9)
-        losses.sum().backward()
-        assert own.grad is not None
-        return losses.detach(), own.grad.dtype
-
-    expected = _dense(rounded.float(), labels, 0.0)
-    for losses, gradient_dtype in along_tp(3, program):
-        assert losses.dtype == torch.float32
-        assert gradient_dtype == dtype
-        known = labels != IGNORED
-        torch.testing.assert_close(losses[known], expected[known], rtol=1e-5, atol=1e-5)
-
-
-CALLS = {
-    (False, 0.0): [("max", 1), ("sum", 1), ("sum", 1)],
-    (False, 0.1): [("max", 1), ("sum", 1), ("sum", 1), ("sum", 1)],
-    (True, 0.0): [("max", 1), ("sum", 2)],
-    (True, 0.1): [("max", 1), ("sum", 3)],
-}
-
-
-@pytest.mark.parametrize(("form", "expected"), CALLS.items())
-@pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 4), (torch.float64, 8)])
-def test_the_calls_are_one_maximum_and_the_sums(
-    form: tuple[bool, float], expected: list[tuple[str, int]], dtype: torch.dtype, width: int
-) -> None:
-    calls = Calls()
-
-    def program(axis: Axis) -> None:
-        own = numbers(4, 3, 5, dtype=dtype).requires_grad_()
-        labels = torch.ones(4, 3, dtype=torch.int64)
-        vocabulary_cross_entropy(own, labels, axis, vocab=10, fused=form[0], smoothing=form[1]).sum().backward()
-
-    along_tp(2, program, observer=calls)
-    assert [(call.reduce_op, call.payload_bytes) for call in calls.by_rank[1]] == [
-        (op, tokens * 12 * width) for op, tokens in expected
-    ]

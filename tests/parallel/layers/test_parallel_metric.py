@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from harness.outcome.blocks import localize
 from parallel.communication.batch import deliver
 from parallel.communication.layout import Cut, Placement, shard
 from parallel.communication.mesh import Axis, Mesh
@@ -70,19 +69,6 @@ def test_a_tie_is_right_on_every_split(form: str) -> None:
         assert found.perplexity == pytest.approx(VOCAB)
 
 
-@pytest.mark.parametrize(("form", "calls"), [("vocabulary", 8), ("sequence", 4), ("whole", 0)])
-def test_calls_of_a_micro_batch(form: str, calls: int) -> None:
-    seen = Calls()
-    _measured(PLACES[form], LOGITS, seen)
-    assert seen.ops() == ["all_reduce"] * (2 * calls)
-    if form == "vocabulary":
-        one = ROWS * SEQ * 8
-        order = [(call.reduce_op, call.dtype, call.payload_bytes, len(call.shapes[0])) for call in seen.by_rank[0][:8]]
-        real = ("sum", "float64", one, 2)
-        ints = [("sum", "int64", 8, 1), ("sum", "int64", 8, 0)]
-        assert order == [("max", "float64", one, 2), *ints, real, real, ("max", "float64", one, 2), real, real]
-
-
 def _terms(case: Case) -> Counter[tuple[str, str, str, str, str, str, int]]:
     found: Counter[tuple[str, str, str, str, str, str, int]] = Counter()
     for t in subject.expected(case):
@@ -108,16 +94,6 @@ def test_eight_more_calls_a_micro_batch_and_nothing_else_changes(name: str) -> N
         ("sum", "float32", one): 4 * runs,
         ("sum", "int64", 8): 2 * runs,
     }
-
-
-@pytest.mark.parametrize("words", ["mode=fsp tp=2", "mode=isp family=internlm2 vocab=264 tp=2 head=local"])
-def test_training_does_not_see_it(words: str) -> None:
-    case = Case.parse(f"{words} layers=1 steps=1 seq=8 micro=1")
-    with_, without = (on_ranks(2, lambda _, c=c: localize(subject(c, CPU))) for c in (case.but(metric=True), case))
-    for measured, plain in zip(with_, without, strict=True):
-        assert {name for name in measured if not name.startswith("metric/")} == set(plain)
-        for name, blocks in plain.items():
-            assert all(torch.equal(a.local, b.local) for a, b in zip(blocks, measured[name], strict=True)), name
 
 
 def test_it_measures_the_loss_that_is_trained() -> None:

@@ -8,9 +8,6 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.checking.evidence import PASS
-from harness.engines.shapes.dry import DryEngine
-from harness.running.proof import prove
 from parallel.communication.layout import local_shape
 from parallel.communication.mesh import coordinates
 from parallel.schedules.stages import held, stages
@@ -18,15 +15,6 @@ from parallel.schemes.tp import TP
 from parallel.subject import subject
 from reference.case import Case
 from reference.model.parameters import shapes
-from tests.parallel.case_tables import PIPELINE
-
-
-def test_on_shapes_alone() -> None:
-    """Every kind of stage by itself: the first, one in the middle, the last."""
-    case = Case.parse(f"{PIPELINE.sizes} mode=tp-sp tp=1 pp=3 layers=4 first_layers=1 last_layers=1 micro=2")
-    with DryEngine() as engine:
-        result = prove(case, subject, engine)
-    assert [v.verdict for v in result.verdicts if v.check == "ledger"] == [PASS]
 
 
 @st.composite

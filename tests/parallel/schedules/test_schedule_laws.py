@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from fractions import Fraction
@@ -13,8 +14,18 @@ from hypothesis import given
 from parallel.schedules.checks import Sends, check_legal, live
 from parallel.schedules.messages import message_bytes, message_counts, programs, sends_stated
 from parallel.schedules.pipeline import SCHEDULES, Kind, Pipeline, order, orders
-from parallel.schedules.timing import ComputeTimes, Span, bubble, duration_stated, idle_inside, played, timeline
+from parallel.schedules.timing import (
+    ComputeTimes,
+    Span,
+    bubble,
+    bubble_stated,
+    duration_stated,
+    idle_inside,
+    played,
+    timeline,
+)
 from reference.errors import CaseError
+from tests import ROOT
 from tests.parallel.schedules.shapes import broken, every, larger
 
 SIZES = {"interleaved": (5, 11), "zbv": (6, 14)}
@@ -139,6 +150,16 @@ def test_the_hop_inside_the_last_rank_of_a_v_is_no_message() -> None:
 
 def test_a_message_is_split_over_context_and_tensor_ranks() -> None:
     assert message_bytes(seq=48, batch=2, hidden=16, itemsize=2, cp=2, split=4) == 6 * 2 * 16 * 2
+
+
+def test_the_picture_of_the_docs_is_the_timeline() -> None:
+    pipeline = Pipeline(schedule="1f1b", ranks=4, micro=6)
+    spans, page = timeline(pipeline, orders(pipeline)), (ROOT / "docs/schedules.md").read_text()
+    for rank, own in enumerate(spans):
+        (drawn,) = re.findall(rf"^rank {rank} \|(.*)$", page, re.MULTILINE)
+        found = [(drawn[at : at + 2], at // 3) for at in range(0, len(drawn), 3) if drawn[at] in "FB"]
+        assert found == [(f"{span.action.kind}{span.action.micro}", span.start) for span in own]
+    assert f"\nbubble {bubble(spans)}, closed form {bubble_stated(pipeline)}\n" in page
 
 
 def test_schedules_need_no_torch() -> None:

@@ -19,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 
 from parallel.schedules.messages import programs
 from parallel.schedules.pipeline import Kind, Pipeline
-from tests.parallel.schedules.layers import layers_of
 from tests.parallel.schedules.shapes import every
 
 with warnings.catch_warnings():
@@ -29,8 +28,6 @@ with warnings.catch_warnings():
     from megatron.core.pipeline_parallel import schedules as theirs
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.transformer_block import get_num_layers_to_build
-    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
@@ -166,40 +163,6 @@ def test_computations_and_batches_are_those_of_megatron(schedule: str, sizes: tu
     for pipeline in pipelines:
         for rank, stated in enumerate(ours(pipeline)):
             assert stated == run(pipeline, rank), (pipeline, rank)
-
-
-@pytest.mark.parametrize(
-    ("pipeline", "layers", "first", "last"),
-    [
-        (Pipeline(schedule="1f1b", ranks=4, micro=4), 12, None, None),
-        (Pipeline(schedule="1f1b", ranks=4, micro=4), 13, 2, 5),
-        (Pipeline(schedule="1f1b", ranks=4, micro=4), 14, None, 5),
-        (Pipeline(schedule="1f1b", ranks=2, micro=4), 5, 2, 3),
-        (Pipeline(schedule="interleaved", ranks=4, micro=4, chunks=3), 24, None, None),
-        (Pipeline(schedule="interleaved", ranks=4, micro=4, chunks=2), 20, 2, 6),
-        (Pipeline(schedule="interleaved", ranks=4, micro=4, chunks=2), 22, 4, None),
-    ],
-)
-def test_layers_of_every_stage_are_those_of_megatron(
-    pipeline: Pipeline, layers: int, first: int | None, last: int | None
-) -> None:
-    looped = pipeline.schedule == "interleaved"
-    config = TransformerConfig(
-        num_layers=layers,
-        hidden_size=4,
-        num_attention_heads=1,
-        pipeline_model_parallel_size=pipeline.ranks,
-        virtual_pipeline_model_parallel_size=pipeline.chunks if looped else None,
-        num_layers_in_first_pipeline_stage=first,
-        num_layers_in_last_pipeline_stage=last,
-        pipeline_dtype=torch.float32,
-    )
-    found = []
-    for stage in range(pipeline.virtual_stages):
-        chunk, rank = divmod(stage, pipeline.ranks)
-        start = get_transformer_layer_offset(config, chunk if looped else None, rank)
-        found.append(range(start, start + get_num_layers_to_build(config, chunk if looped else None, rank)))
-    assert layers_of(pipeline, layers, first, last) == tuple(found)
 
 
 def test_another_order_would_be_seen() -> None:

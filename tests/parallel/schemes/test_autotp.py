@@ -7,9 +7,6 @@ from collections import Counter
 import pytest
 import torch
 
-from bugs.planting import planted
-from harness.engines.engine import Engine
-from harness.running.proof import prove
 from parallel.communication.layout import gather, meshgrid, shard
 from parallel.registry import MODES
 from parallel.slicing.held import widths
@@ -18,26 +15,9 @@ from parallel.slicing.words import Sliced
 from parallel.subject import subject
 from reference.case import Case
 from reference.model.parameters import full, shapes
-from suites.mutants.catalogue import of_file
-from suites.mutants.mutant import Mutant
-from suites.session.prover import Prover
 from tests.parallel.case_tables import UNEVEN
-from tests.parallel.test_cases import proved
 
 MODE = MODES["autotp"]
-
-
-@pytest.mark.parametrize(
-    ("tp", "family", "head"),
-    [(2, "opt", "gather"), (2, "llama", "sum"), (3, "opt", "sum"), (3, "llama", "gather"), (4, "opt", "gather")],
-)
-def test_uneven_ranks_compute_what_the_dense_model_does(prover: Prover, tp: int, family: str, head: str) -> None:
-    """OPT is tied, Llama is not: all four heads. In float64 errors stay below 1e-12."""
-    words = f"{UNEVEN.sizes} tp={tp} family={family} head={head}"
-    places = MODE.placements(Case.parse(words)).values()
-    assert len({widths(cut.held) for place in places for cut in place.cuts}) > 1
-    verdicts = proved(prover, words, UNEVEN.checks).verdicts
-    assert max(verdict.worst.error for verdict in verdicts if verdict.worst is not None) <= 1e-12
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4])
@@ -95,11 +75,3 @@ def test_calls_are_deepspeed_s() -> None:
                 outside[term.phase, term.op] += term.calls
         assert found == {("forward", "all_reduce"): 2 * 12, ("backward", "all_reduce"): 4 * 12}
         assert outside == head
-
-
-@pytest.mark.parametrize(
-    "bug", [bug for bug in of_file("tests/schemes") if "autotp" in bug.case], ids=lambda bug: bug.name
-)
-def test_a_planted_bug_is_caught(bug: Mutant, engine: Engine) -> None:
-    result = prove(Case.parse(bug.case), planted(bug.sources()), engine)
-    assert {*bug.kills.split("|")} & {verdict.check for verdict in result.verdicts if verdict.verdict == "fail"}

@@ -9,8 +9,6 @@ from collections import Counter
 
 import pytest
 
-from parallel.data_parallel.megatron import local_elements
-from parallel.schemes import tensor
 from parallel.subject import subject
 from reference.case import Case
 
@@ -101,16 +99,6 @@ def test_gpt3_857m_sends_what_was_measured_on_megatron() -> None:
     assert {t.dtype for t in subject.expected(GPT3) if t.phase == "loss"} == {"float32"}
 
 
-def test_gpt3_857m_has_megatrons_parameters_on_every_rank() -> None:
-    assert GPT3.padded_vocab == 50_688
-    assert local_elements(GPT3, tensor.placements(GPT3)) == 90_763_264
-    assert local_elements(GPT3.but(tp=1), tensor.placements(GPT3.but(tp=1, vocab=50_688))) == 356_313_088
-    (flat,) = [
-        t for t in subject.expected(GPT3.but(dp=2)) if (t.phase, t.axis, t.dtype) == ("grad_sync", "dp", "float16")
-    ]
-    assert flat.payload_bytes == 181_526_528
-
-
 def test_the_partial_gradients_are_norms_row_biases_and_head_norms() -> None:
     """Under sp: 2 norms a layer and the last one (weight, bias), 2 row biases a layer; q/k norms under both modes."""
     hidden, head_dim, item = 64, 8, 8
@@ -135,9 +123,3 @@ def test_one_rank_of_tp_expects_its_data_broadcasts_alone() -> None:
     case = Case.parse("mode=tp-sp tp=1 dp=2 steps=1 micro=1")
     found = Counter((t.phase, t.op, t.axis, t.group_size) for t in subject.expected(case) for _ in range(t.calls))
     assert found == {("data", "broadcast", "tp", 1): 5, ("grad_sync", "all_reduce", "dp", 2): 2}
-
-
-def test_every_mode_is_offered_with_its_variants_and_metrics() -> None:
-    for words in ("mode=tp metric=true", "mode=msp variant=norm-average"):
-        assert subject.refuses(Case.parse(words)) == ""
-    assert {"tp", "tp-sp"} <= set(subject.modes)

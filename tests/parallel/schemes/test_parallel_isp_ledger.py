@@ -8,58 +8,12 @@ from itertools import product
 
 import pytest
 
-from harness.differences import differences
-from harness.engines.threads.inproc import InprocEngine
-from harness.running.ranks.execution import execute
 from parallel.subject import subject
 from reference.case import Case
 
 EVO = "mode=isp family=internlm2 vocab=264 heads=4 kv_heads=2 hidden=16 ffn=24 seq=4 steps=1 batch=1"
 LINEARS = {2: "fuse_mlp=true", 3: "", 4: "fuse_qkv=false fuse_mlp=true", 5: "fuse_qkv=false"}
 """Column linears a layer -> the words that give them."""
-
-
-def _agree(case: Case, engine: InprocEngine) -> None:
-    """Every rank issues exactly the closed form, and waits for all of it."""
-    run = execute(case, subject, engine, text=str(case))
-    assert differences(run.events, subject.expected(case), range(case.world_size)) == []
-    assert run.unwaited == ()
-
-
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("overlap", ["true", "false"])
-@pytest.mark.parametrize("columns", LINEARS)
-def test_ranks_issue_the_closed_form(columns: int, overlap: str, recompute: str, engine: InprocEngine) -> None:
-    """Three layers, so that a first, an inner and a last one are among them; biases and several micro-batches."""
-    words = f"tp=2 layers=3 micro=2 bias=true overlap={overlap} recompute={recompute} {LINEARS[columns]}"
-    _agree(Case.parse(f"{EVO} {words}"), engine)
-
-
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("overlap", ["true", "false"])
-@pytest.mark.parametrize("columns", [2, 5])
-def test_ranks_issue_the_closed_form_fused(columns: int, overlap: str, recompute: str, engine: InprocEngine) -> None:
-    words = f"tp=2 layers=3 micro=3 bias=true fuse_weights=true overlap={overlap} recompute={recompute}"
-    _agree(Case.parse(f"{EVO} {words} {LINEARS[columns]}"), engine)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "tp=4 wp=2 heads=8 head=local",
-        "tp=2 dp=2 wp=4 head=gather packed=true batch=2",
-        "tp=2 dp=3 wp=3 hidden=48 vocab=258 qk_norm=true cross_entropy=fused label_smoothing=0.1",
-        "tp=1 dp=4 wp=2 embedding=vocab steps=2",
-        "tp=2 wp=1 dp=2 fuse_weights=true",
-        "tp=1 wp=1",
-        "tp=2 family=gpt delivery=tensors vocab=100",
-        "tp=2 family=gpt tied=false embedding=hidden delivery=flat vocab=100 dtype=bfloat16 lr=0.1",
-    ],
-)
-def test_ranks_issue_the_closed_form_on_meshes_and_with_every_form_of_the_head(
-    words: str, engine: InprocEngine
-) -> None:
-    _agree(Case.parse(f"{EVO} {words}"), engine)
 
 
 def _per_layer(case: Case) -> dict[tuple[str, str], tuple[int, int]]:

@@ -5,26 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.nn import functional
 
-from bugs.anchors import changed
-from bugs.planting import planted_module
 from harness.checking.checks import CHECKS
 from harness.engines.engine import Engine
-from harness.outcome.blocks import localize
-from harness.outcome.merging import merge
 from harness.running.proof import prove
-from parallel.communication.mesh import Axis
-from parallel.subject import subject
 from reference.case import Case, CaseError
 from reference.case.variants import VARIANTS, words
-from reference.training import subject as dense
 from suites.drawing.strategies import cases
-from tests.parallel.ranks import CPU, along_tp, numbers, on_ranks
 
 AVERAGED = "averaged over tp where it must be summed"
 FLAT = "it holds the right numbers as if flat memory were its"
@@ -81,19 +70,6 @@ def test_a_variant_fails_and_its_cause_is_named(name: str, engine: Engine, data:
     assert any(one in causes for one in told.split("|")), failed[check]
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_without_the_word_the_same_case_is_right(name: str) -> None:
-    """What the variant changes is what makes it wrong: the word alone is between right and wrong."""
-    mode = next(iter(VARIANTS[name].modes))
-    text = f"mode={mode} family=internlm2 vocab=264 tp=2 layers=1 steps=1 micro=1 seq=8 heads=4 kv_heads=2 hidden=16"
-    case = Case.parse(f"{text} ffn=32").but(**words(name))
-    truth = dense.subject(case, CPU)
-    for found, right in ((case, TOLD[name][0] == "ledger"), (case.but(variant=""), True)):
-        merged = merge(on_ranks(case.world_size, lambda _, c=found: localize(subject(c, CPU))))
-        errors = [float((value - truth[key]).abs().max()) for key, value in merged.tensors.items()]
-        assert (max(errors) < 1e-9 and merged.flaws == ()) is right
-
-
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
@@ -142,23 +118,3 @@ def test_its_words_make_every_mode_that_has_it_show_it(name: str) -> None:
 def test_an_unknown_variant_has_no_words() -> None:
     with pytest.raises(ValueError, match="variant=E7: is not a known variant; legal: norm-average isp-average"):
         words("E7")
-
-
-def test_smoothing_by_parts_is_smoothing_where_one_rank_has_it_all() -> None:
-    """Its mathematics is the right one on a group of one; on two ranks every rank has another loss."""
-    logits, labels = numbers(5, 8), torch.tensor([1, 7, 3, 0, 5])
-    spread = 0.1 / 7
-    changes = VARIANTS["label-smoothing-local"].changes
-    smoothed_by_parts = planted_module(changed("local", changes), "parallel.layers.loss").vocabulary_cross_entropy
-    right = functional.cross_entropy(logits, labels, reduction="none", label_smoothing=8 * spread)
-
-    def program(axis: Axis) -> Tensor:
-        own = logits.chunk(axis.size, -1)[axis.rank]
-        loss: Tensor = smoothed_by_parts(own, labels, axis, vocab=8, smoothing=0.1)
-        return loss
-
-    (alone,) = along_tp(1, program)
-    torch.testing.assert_close(alone, right)
-    first, second = along_tp(2, program)
-    assert not torch.allclose(first, second)
-    assert not torch.allclose(first, right)

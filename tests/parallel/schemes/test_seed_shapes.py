@@ -13,22 +13,18 @@ and outputs by forward hooks, q, k, v, kv and context where attention hands them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from parallel.communication import collectives, pairs
 from parallel.communication.batch import deliver
-from parallel.communication.mesh import Axis, Mesh
-from parallel.layers import ulysses
+from parallel.communication.mesh import Mesh
 from parallel.layers.attention import Attention, Core
 from parallel.registry import MODES
 from parallel.training.loop import set_up
@@ -210,50 +206,6 @@ def test_shapes_of_weight_parallelism(mesh: str, kv: int, head: str) -> None:
     columns: Shapes = {"attention.wqkv": (qkv,), "mlp.w1": (FFN,), "mlp.w3": (FFN,)}
     expected |= _module_outputs(own, columns, hidden)
     _holds(case, expected)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Sent:
-    """One all-to-all as one rank starts it."""
-
-    rank: int
-    before: Shape
-    after: Shape
-
-
-def test_what_isp_sends_around_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three all-to-alls: q and kv scatter heads and gather the sequence, the context goes back the other way."""
-    sent: list[_Sent] = []
-
-    def noting(start: Callable[..., Any], finish: Callable[[Any], Tensor]) -> Callable[..., Any]:
-        def noted(x: Tensor, axis: Axis, **dims: int) -> Any:
-            result = start(x, axis, **dims)
-            after = tuple(finish(result).shape)
-            sent.append(_Sent(rank=dist.get_rank(), before=tuple(x.shape), after=after))
-            return result
-
-        return noted
-
-    class _Waited:
-        def __init__(self, value: Tensor) -> None:
-            self.value = value
-
-        def wait(self) -> Tensor:
-            return self.value
-
-    started, moved = collectives.start_all_to_all, collectives.all_to_all
-    monkeypatch.setattr(
-        ulysses, "start_all_to_all", noting(lambda *a, **k: _Waited(started(*a, **k).wait()), _Waited.wait)
-    )
-    monkeypatch.setattr(pairs, "_all_to_all", noting(moved, lambda x: x))
-    _run(Case.parse(f"mode=isp tp=4 wp=2 kv_heads=2 head=local {COMMON}"))
-    own = TOKENS // 4
-    for rank in range(4):
-        assert [(call.before, call.after) for call in sent if call.rank == rank] == [
-            ((1, own, HEADS, DIM), (1, TOKENS, HEADS // 4, DIM)),
-            ((1, own, 2, 4, DIM), (1, TOKENS, 2, 1, DIM)),
-            ((1, TOKENS, HEADS // 4, DIM), (1, own, HEADS, DIM)),
-        ]
 
 
 def test_unpacked_data_have_a_row_a_sequence() -> None:

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from parallel.slicing.laws import inverse, same_bits
 from parallel.slicing.slices import Slice, slices
 from parallel.slicing.strided import placed
 from parallel.slicing.words import Sliced
@@ -60,16 +59,6 @@ def test_two_ranks_of_opt_125m() -> None:
     }
     assert found["model.decoder.embed_positions.weight"].place.shape == (2050, 768)
     assert found["attn_qkvw"].sources == tuple(f"self_attn.{part}_proj.weight" for part in "qkv")
-
-
-def test_four_hidden_features_written_out() -> None:
-    """h = 4, two heads, two ranks: columns 0 1 | 4 5 | 8 9 and 2 3 | 6 7 | 10 11 of [q | k | v]."""
-    one = by_name("family=opt hidden=4 heads=2 tp=2")["attn_qkvw"]
-    whole = torch.arange(12).repeat(4, 1)
-    first, second = cut(whole, one, 2)
-    assert first.tolist() == [[0, 1, 4, 5, 8, 9]] * 4
-    assert second.tolist() == [[2, 3, 6, 7, 10, 11]] * 4
-    assert same_bits(inverse([first, second], one.place), whole)
 
 
 def cut(whole: Tensor, one: Slice, ranks: int) -> list[Tensor]:

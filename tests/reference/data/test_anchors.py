@@ -1,7 +1,7 @@
-"""What the reference states about its data holds for every case, each statement can fail, and edges of shards are met.
+"""What the reference states about its data holds for every case, each statement can fail, and edges of shards are met;
+what pipeline stages are sent, typed from Megatron's tables.
 
-That bugs of the data path break a statement is shown by the mutants of `bugs/open/shared_data.txt`.
-"""
+That bugs of the data path break a statement is shown by the mutants of `bugs/open/shared_data.txt`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parallel.subject import subject
 from reference.case import Case
 from reference.data import anchors as module
 from reference.data.anchors import anchors
 from reference.data.batches import Batch, micro_batch
 from reference.data.edges import own_edges, shard_edges
 from reference.data.packing import IGNORED
+from reference.data.stages import sent_bytes, sent_to_stage
 from tests.reference.data.batch_forms import FORMS, all_batches, every_form, valid
 from tests.reference.model.drawn_cases import models
 
@@ -121,3 +123,39 @@ def test_rows_that_nothing_looks_up_are_named(tmp_path: Path) -> None:
         "embedding.tokens.weight rows 0, 3, 5-6 and 2 ranges more "
         "(251 of 256 rows never looked up; first or last of a shard: 0, 127, 128, 255)"
     )
+
+
+ALL = "tokens labels loss_mask attention_mask positions"
+TABLE = {
+    (True, True, False): (ALL, 28),
+    (True, False, False): ("tokens attention_mask positions", 16),
+    (False, True, False): ("labels loss_mask attention_mask", 12),
+    (False, False, False): ("", 0),
+    (False, True, True): (ALL, 28),
+    (False, False, True): (ALL, 28),
+}
+"""(first, last, prediction layers) -> keys, and bytes a token without a mask."""
+ROWS, LENGTH = 3, 7
+
+
+@pytest.mark.parametrize("stage", TABLE)
+def test_keys_and_bytes_of_a_stage(stage: tuple[bool, bool, bool]) -> None:
+    first, last, prediction = stage
+    keys, per_token = TABLE[stage]
+    found = {
+        mask: sent_to_stage(ROWS, LENGTH, first=first, last=last, mask=mask, prediction=prediction)
+        for mask in (False, True)
+    }
+    assert list(found[True]) == keys.split()
+    assert list(found[False]) == [key for key in keys.split() if key != "attention_mask"]
+    assert sent_bytes(found[False]) == per_token * 21
+    assert sent_bytes(found[True]) == per_token * 21 + (147 if keys else 0)
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_the_closed_form_of_a_case_sends_these_bytes_to_its_stages(cp: int) -> None:
+    """Whole rows, however many context ranks slice them."""
+    case = Case.parse(f"pp=3 layers=3 batch=3 seq=8 micro=1 steps=1 cp={cp}")
+    data = [term for term in subject.expected(case) if term.phase == "data"]
+    sent = [sum(term.payload_bytes * term.calls for term in data if term.at == {"pp": stage}) for stage in range(3)]
+    assert sent == [16 * 24 + 192, 0, 12 * 24 + 192]

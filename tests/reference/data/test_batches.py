@@ -1,4 +1,4 @@
-"""Micro-batches: distinct for every data rank, uneven where a mean could hide an error, a pure function of the case."""
+"""Micro-batches: distinct for every data rank, a pure function of the case; which tokens count."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reference.case import Case
@@ -68,23 +70,13 @@ def test_a_batch_follows_from_the_case_alone(form: str) -> None:
     assert not equal(first, micro_batch(case.but(seed=1), 1, 1, 2))
 
 
-@every_form
-def test_writing_into_a_batch_does_not_reach_the_next(form: str) -> None:
-    case = Case.parse(FORMS[form])
-    before = micro_batch(case, 0, 0, 0)
-    spoiled = micro_batch(case, 0, 0, 0)
-    for tensor in (spoiled.tokens, spoiled.labels, spoiled.positions, spoiled.loss_mask):
-        tensor.fill_(7)
-    assert equal(before, micro_batch(case, 0, 0, 0))
-
-
 def test_full_rows_are_consecutive_text_and_labels_the_next_tokens() -> None:
     case = Case.parse(f"dp=2 micro=2 steps=2 seed=4 data={__file__}")  # data that a user names stay as they are
-    text = torch.cat(documents(case)).tolist()
+    text = 2 * torch.cat(documents(case)).tolist()  # read round and round
     follow = dict(all_batches(case))
     stream = [token for batch in follow.values() for token in batch.tokens.flatten().tolist()]
     starts = [at for at in range(len(text)) if text[at : at + len(stream)] == stream]
-    assert len(starts) == 1, "steps, micro-batches, data ranks and rows follow each other in the corpus"
+    assert starts, "steps, micro-batches, data ranks and rows follow each other in the corpus"
     after = text[starts[0] + 1 : starts[0] + 1 + len(stream)]
     labels = [label for batch in follow.values() for label in batch.labels.flatten().tolist()]
     assert all(label in (IGNORED, token) for label, token in zip(labels, after, strict=True))
@@ -204,15 +196,6 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_file_that_is_written_anew_is_read_anew(tmp_path: Path) -> None:
-    file = tmp_path / "a.txt"
-    case = Case.parse(f"{FORMS['sentences']} data={file} seq=32")
-    file.write_text("To be, or not to be, that is the question. " * 400)
-    before = micro_batch(case, 0, 0, 0)
-    file.write_text("Whether 'tis nobler in the mind to suffer the slings. " * 400)
-    assert not torch.equal(micro_batch(case, 0, 0, 0).tokens, before.tokens)
-
-
 @every_form
 @pytest.mark.parametrize("seq", [32, 2048])
 def test_a_micro_batch_is_a_few_operations_and_reads_no_file(
@@ -227,3 +210,56 @@ def test_a_micro_batch_is_a_few_operations_and_reads_no_file(
     with Operations() as operations:
         micro_batch(case, 1, 0, 0)
     assert operations.count <= 130
+
+
+@every_form
+@pytest.mark.parametrize("seed", range(5))
+def test_valid_tokens_are_uneven_over_rows_ranks_and_micro_batches(form: str, seed: int) -> None:
+    case = Case.parse(FORMS[form] + f" seed={seed} steps=1")
+    batches = dict(all_batches(case))
+    counts = {place: int(valid(batch).sum()) for place, batch in batches.items()}
+    ranks = [sum(counts[0, micro, rank] for micro in range(case.micro)) for rank in range(case.dp)]
+    micros = [sum(counts[0, micro, rank] for rank in range(case.dp)) for micro in range(case.micro)]
+    assert min(counts.values()) >= 1
+    assert len(set(ranks)) == len(ranks)
+    assert len(set(micros)) == len(micros)
+    assert form == "sentences" or list(counts.values()) == [47, 40, 33, 26, 19, 12]
+    rows = [valid(batch).sum(dim=1).tolist() for batch in batches.values()]
+    assert case.packed or sum(len(set(row)) > 1 for row in rows) >= len(rows) - 1
+
+
+@given(dp=st.integers(1, 4), micro=st.integers(1, 4), batch=st.integers(1, 4), seq=st.integers(2, 40))
+@settings(deadline=None)
+def test_no_two_micro_batches_of_a_step_count_the_same(dp: int, micro: int, batch: int, seq: int) -> None:
+    case = Case.of(mode="tp", tp=1, dp=dp, micro=micro, batch=batch, seq=seq, steps=1)
+    counts = [int(valid(got).sum()) for _, got in all_batches(case)]
+    room = case.tokens // 2
+    assert max(counts) <= max(1, 3 * case.tokens // 4)
+    assert len(set(counts)) == len(counts) or room < len(counts)
+
+
+@every_form
+def test_other_tokens_are_chosen_for_every_seed_step_rank_and_micro_batch(form: str) -> None:
+    cases = [Case.parse(f"{FORMS[form]} seed={seed}") for seed in range(3)]
+    chosen = [tuple(batch.loss_mask.flatten().tolist()) for case in cases for _, batch in all_batches(case)]
+    assert len(set(chosen)) == len(chosen) == 36
+
+
+def test_prompts_are_read_and_not_learned(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"tokens": [-11, -12, -13, 4, 5, 6, 7, 8]}\n' * 20)
+    for form in FORMS.values():
+        for _, batch in all_batches(Case.parse(f"{form} data={file}")):
+            assert {11, 12, 13} & set(batch.tokens.flatten().tolist())
+            assert not {11, 12, 13} & set(batch.labels.flatten().tolist())
+
+
+@every_form
+@given(seq=st.integers(1, 5), batch=st.integers(1, 4), seed=st.integers(0, 2**40), step=st.integers(0, 10**6))
+@settings(deadline=None)
+def test_the_smallest_sizes_hold_a_valid_token(form: str, seq: int, batch: int, seed: int, step: int) -> None:
+    case = Case.parse(FORMS[form]).but(mode="tp" if form == "rows" else "mtp", tp=1, seq=seq, batch=batch, seed=seed)
+    got = micro_batch(case, step, 1, 2)
+    assert got.tokens.numel() == seq * batch
+    assert valid(got).sum() >= 1
+    assert got.positions.max() < got.max_seqlen <= seq

@@ -83,19 +83,6 @@ def test_build_pack_labels_are_next_tokens_inside_a_sentence(
 
 @given(datasets(), SIZES, SIZES)
 @settings(deadline=None)
-def test_build_pack_sub_sequences_are_pieces_of_one_sentence(
-    sentences: Sentences, packed_length: int, seq_len: int
-) -> None:
-    owner = {token: number for number, sentence in enumerate(sentences) for token in sentence.tolist()}
-    for pack in build_pack(sentences, packed_length=packed_length, seq_len=seq_len):
-        for start, stop in pairwise(pack.cu_seqlens.tolist()):
-            piece = pack.tokens[start:stop].tolist()
-            assert len({owner.get(token) for token in piece}) == 1
-            assert piece[0] == 0 or len(piece) <= seq_len
-
-
-@given(datasets(), SIZES, SIZES)
-@settings(deadline=None)
 def test_dropping_the_tail_drops_only_the_short_pack(sentences: Sentences, packed_length: int, seq_len: int) -> None:
     padded = build_pack(sentences, packed_length=packed_length, seq_len=seq_len)
     dropped = build_pack(sentences, packed_length=packed_length, seq_len=seq_len, tail="drop")
@@ -191,39 +178,6 @@ def test_a_sentence_longer_than_a_pack_is_cut_as_internevo_cuts_it() -> None:
     assert [pack.cu_seqlens.tolist() for pack in packs] == [[0, 8, 16]] * 3
 
 
-def test_a_sentence_that_straddles_two_packs_restarts_in_the_second() -> None:
-    packs = build_pack([torch.arange(1, 11), torch.arange(11, 33)], packed_length=16, seq_len=8)
-    assert packs[0].cu_seqlens.tolist() == [0, 8, 10, 16]
-    assert packs[0].indexes.tolist() == [*range(8), 0, 1, *range(6)]
-    assert packs[1].cu_seqlens.tolist() == [0, 8, 16]
-    assert packs[1].labels[-1] == IGNORED
-
-
-def test_an_exact_fit_adds_no_padding_and_no_pack() -> None:
-    pair = [torch.arange(1, 9), torch.arange(9, 17)]
-    (packed,) = build_pack(pair, packed_length=16, seq_len=8)
-    (unpacked,) = build_unpack(pair, micro_bsz=2, seq_len=8)
-    for pack in (packed, unpacked):
-        assert pack.cu_seqlens.tolist() == [0, 8, 16]
-        assert pack.labels.tolist() == [*range(2, 9), IGNORED, *range(10, 17), IGNORED]
-    rows, _ = unpack_data(*collate([unpacked]), micro_bsz=2, seq_len=8)
-    assert rows.input_ids.tolist() == [[*range(1, 9)], [*range(9, 17)]]
-
-
-def test_padding_longer_than_a_row_is_no_obstacle_to_unpacking() -> None:
-    (pack,) = build_unpack([torch.tensor([5, 6])], micro_bsz=2, seq_len=8)
-    assert pack.cu_seqlens.tolist() == [0, 2, 16]
-    data, labels = unpack_data(*collate([pack]), micro_bsz=2, seq_len=8)
-    assert data.input_ids.tolist() == [[5, 6, *[0] * 6], [0] * 8]
-    assert labels.tolist() == [[6, *[IGNORED] * 7], [IGNORED] * 8]
-
-
-def test_a_short_last_pack_can_be_dropped() -> None:
-    three = [torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([4, 5])]
-    packs = build_unpack(three, micro_bsz=2, seq_len=2, tail="drop")
-    assert [pack.tokens.tolist() for pack in packs] == [[1, 2, 3, 0]]
-
-
 def test_label_0_is_learned_unless_asked_otherwise() -> None:
     packs = build_pack([torch.tensor([5, 0, 6])], packed_length=4, seq_len=4)
     assert collate(packs)[1].tolist() == [[0, 6, IGNORED, IGNORED]]
@@ -235,6 +189,19 @@ def test_a_negative_token_is_read_and_not_learned() -> None:
     data, labels = collate(packs)
     assert data.input_ids.tolist() == [[5, 7, 6, 8]]
     assert labels.tolist() == [[IGNORED, 6, 8, IGNORED]]
+
+
+def test_what_the_code_of_internevo_does_and_its_page_does_not() -> None:
+    """Borders as one tensor, positions of row 0 for all rows or none, whole labels for a head that gathers."""
+    packs = build_unpack([torch.arange(1, 5), torch.arange(5, 12)], micro_bsz=2, seq_len=8)
+    data, labels = collate([*packs, *packs], cu_seqlens="stack")
+    assert isinstance(data.cu_seqlens, Tensor) and data.cu_seqlens.tolist() == [[0, 4, 11, 16]] * 2
+    second, label = load_accum_batch(data, labels, micro=1)
+    assert isinstance(second.cu_seqlens, Tensor) and second.cu_seqlens.tolist() == [0, 4, 11, 16]
+    assert torch.equal(split_data_sequence_parallel(second, label, rank=1, size=2, labels="whole")[1], label)
+    first, _ = unpack_data(*collate(packs), micro_bsz=2, seq_len=8, indexes="first")
+    assert first.indexes is not None and first.indexes.tolist() == [0, 1, 2, 3, 0, 0, 0, 0]
+    assert unpack_data(*collate(packs), micro_bsz=2, seq_len=8, indexes="drop")[0].indexes is None
 
 
 @given(datasets(), st.integers(1, 4))

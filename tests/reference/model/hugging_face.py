@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,3 +44,12 @@ def equal(
             assert gradients[name].abs().max() < ALLOWED and gradient.abs().max() < ALLOWED
         else:
             assert largest_difference(gradients[name], gradient) < ALLOWED, name
+
+
+class DoubleTorch:
+    """The module torch, where float32 is float64."""
+
+    float = float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)

@@ -1,4 +1,4 @@
-"""Activations and activation gradients: the canonical modules, and what calculus says of them."""
+"""Activations and their gradients: the canonical modules, what calculus says of them, what a relu's kink may change."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from reference.case import Case
 from reference.data.batches import Batch, micro_batch
 from reference.model.parameters import shapes, weights
 from reference.training.activations import observe
+from reference.training.kinks import BAND, kinks
 from reference.training.subject import activations, subject, true_activations
 from tests.reference.model.dense_run import CPU, dense_run
 from tests.reference.model.drawn_batches import rows
@@ -46,13 +47,6 @@ def test_every_module_is_told_with_its_shape(text: str) -> None:
     for name, value in found.items():
         assert value.shape == (case.dp * case.batch, case.seq, widths.get(name.rpartition(".")[2].split("/")[-1], 24))
         assert value.isfinite().all() and value.abs().max() > 0 and not value.requires_grad
-
-
-def test_packed_activations_have_one_row_a_data_rank() -> None:
-    case = Case.parse(WORDS["gelu"]).but(packed=True)
-    found = activations(case, CPU)
-    assert found["act/layers.0"].shape == (case.dp, case.batch * case.seq, case.hidden)
-    assert found["act_grad/head"].shape == (case.dp, case.batch * case.seq, case.vocab)
 
 
 def test_activations_are_those_of_micro_batch_0_of_step_0_on_each_data_rank() -> None:
@@ -111,3 +105,32 @@ def test_true_activations_are_close_in_low_precision_and_equal_in_float64() -> N
     exact = case.but(dtype="float64")
     found, true = activations(exact, CPU), true_activations(exact, CPU)
     assert all(torch.equal(value, true[name]) for name, value in found.items())
+
+
+RELU = Case.parse("layers=1 hidden=24 heads=4 ffn=40 seq=16 batch=3 activation=relu dtype=bfloat16 steps=1 lr=0.1")
+
+
+@pytest.mark.parametrize("words", [{"dtype": "float64"}, {"activation": "gelu"}])
+def test_nothing_may_change_without_a_kink_or_in_float64(words: dict[str, str]) -> None:
+    assert kinks(RELU.but(**words), CPU, side=1) == {}
+
+
+@pytest.mark.parametrize("side", [1, -1])
+def test_gradients_change_exactly_where_the_input_lies_within_the_band_on_that_side(side: int) -> None:
+    truth = true_activations(RELU, CPU)
+    x, grad = truth["act/layers.0.mlp.w1"], truth["act_grad/layers.0.mlp.w1"]
+    gap = kinks(RELU, CPU, side=side)["act_grad/layers.0.mlp.w1"]
+    near = side * x / (x.square().mean().sqrt() * BAND * torch.finfo(torch.bfloat16).eps)
+    # The band is of one micro-batch's rms: a little away from its border both agree.
+    inside, outside = (near > 0.05) & (near < 0.8), (near < 0) | (near > 1.25)
+    assert inside.sum() > 3 and not gap[outside].any()
+    if side == 1:  # what was open closes
+        assert torch.equal(gap[inside], -grad[inside])
+    assert gap[inside].abs().max() > 0
+
+
+def test_what_comes_before_the_first_update_and_what_needs_no_gradient_stays() -> None:
+    gap = kinks(RELU, CPU, side=1)
+    assert not any(value.any() for name, value in gap.items() if name.startswith(("act/", "logits/", "loss/")))
+    assert gap["grad/layers.0.mlp.w1.weight"].any() and gap["param/layers.0.mlp.w1.weight"].any()
+    assert not gap["grad/layers.0.mlp.w2.weight"].any()

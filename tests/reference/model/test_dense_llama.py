@@ -16,9 +16,8 @@ from reference.case import Case
 from reference.data.batches import Batch
 from reference.model.parameters import weights
 from tests.reference.model.dense_run import CPU, dense_run, largest_difference
-from tests.reference.model.double_torch import DoubleTorch
 from tests.reference.model.drawn_batches import alone, rows, sentences
-from tests.reference.model.hugging_face import equal
+from tests.reference.model.hugging_face import DoubleTorch, equal
 
 transformers = pytest.importorskip("transformers", reason="the extra `peers` is not installed")
 modeling_llama = pytest.importorskip("transformers.models.llama.modeling_llama")

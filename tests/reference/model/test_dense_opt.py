@@ -8,9 +8,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from reference.case import Case
-from tests.reference.model.double_torch import DoubleTorch
 from tests.reference.model.drawn_batches import rows
-from tests.reference.model.hugging_face import equal
+from tests.reference.model.hugging_face import DoubleTorch, equal
 
 transformers = pytest.importorskip("transformers", reason="the extra `peers` is not installed")
 modeling_opt = pytest.importorskip("transformers.models.opt.modeling_opt")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 from typing import Any
 
@@ -118,18 +117,6 @@ def test_sgd_subtracts_the_clipped_gradient(clip: float) -> None:
         torch.testing.assert_close(outcome[f"param/{name}"], right, rtol=1e-12, atol=1e-13)
 
 
-def test_clipping_is_what_torch_does() -> None:
-    gradients = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([[12.0]])}
-    leaves = [torch.zeros_like(gradient).requires_grad_() for gradient in gradients.values()]
-    for leaf, gradient in zip(leaves, gradients.values(), strict=True):
-        leaf.grad = gradient.clone()
-    norm = torch.nn.utils.clip_grad_norm_(leaves, 2.6)
-    assert norm == training.gradient_norm(gradients) == 13.0
-    training.clip(gradients, norm, 2.6)
-    for leaf, gradient in zip(leaves, gradients.values(), strict=True):
-        torch.testing.assert_close(gradient, leaf.grad)
-
-
 @pytest.mark.parametrize("clip", [0.0, 0.25])
 def test_adamw_follows_its_formula_for_three_steps(clip: float) -> None:
     case = Case.parse(SMALL).but(optimizer="adamw", lr=0.01, clip=clip, steps=3)
@@ -158,32 +145,6 @@ def shifted(by: int) -> Feed:
         return micro_batch(case, step + by, micro, dp_rank, device=device)
 
     return feed
-
-
-@pytest.mark.parametrize("preset", ["tiny-gpt", "tiny-internlm2"])
-def test_sgd_with_lr_1_stays_finite_for_six_steps(preset: str) -> None:
-    outcome = subject(Case.of(preset=preset, tp=1, steps=6, lr=1.0), CPU)
-    assert all(value.isfinite().all() for value in outcome.values())
-    assert outcome["grad_norm/5"] < 1000
-
-
-def test_training_lowers_the_loss_of_repeated_data() -> None:
-    case = Case.parse(SMALL).but(steps=8)
-
-    def same(_: Case, step: int, micro: int, dp_rank: int, /, *, device: torch.device) -> Batch:
-        return rows(case, seed=micro)
-
-    outcome = train(case, weights(case, CPU), feed=same)
-    assert outcome["loss/7"] < 0.8 * outcome["loss/0"]
-    assert outcome["loss/0"].item() == pytest.approx(math.log(case.vocab), rel=0.4)
-
-
-def test_weights_given_are_left_as_they_are() -> None:
-    case = Case.parse(SMALL)
-    given_weights = weights(case, CPU)
-    train(case, given_weights)
-    assert all(torch.equal(value, weights(case, CPU)[name]) for name, value in given_weights.items())
-    assert not any(value.requires_grad for value in given_weights.values())
 
 
 @pytest.mark.parametrize("words", [{}, {"packed": True}], ids=["rows", "packed"])

@@ -1,4 +1,4 @@
-"""Single layers of the reference against torch's own and against their defining properties."""
+"""Layers, loss and Adam's slack of the reference against torch's own and against their defining properties."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from reference.model import layers
+from reference.model import layers, loss
+from reference.training.adam import EPS, rounding_slack
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -110,17 +111,131 @@ def test_rotated_scores_depend_on_distance_only(dtype: torch.dtype) -> None:
     assert abs(score(7, 3) - score(3, 7)) > 1e-2
 
 
-def test_split_of_a_fused_projection_follows_the_kv_groups() -> None:
-    # two groups of three queries, one key, one value; head_dim 1, so that every number is a head
-    q, k, v = layers.split_qkv(torch.arange(10)[None, None], heads=6, kv_heads=2)
-    assert q[..., 0].tolist() == [[[0, 1, 2, 5, 6, 7]]]
-    assert k[..., 0].tolist() == [[[3, 8]]]
-    assert v[..., 0].tolist() == [[[4, 9]]]
-
-
 def test_activations_equal_their_formulas() -> None:
     x, gate = noise(2, 3, 4), noise(2, 3, 4, seed=1)
     gelu = 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
     torch.testing.assert_close(layers.activate("gelu", x), gelu)
     torch.testing.assert_close(layers.activate("relu", x), x.clamp(min=0))
     torch.testing.assert_close(layers.activate("swiglu", x, gate), gate / (1 + torch.exp(-gate)) * x)
+
+
+SHAPE = (2, 5)
+
+
+def drawn(vocab: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, labels with some -100, and a mask with a counted first token."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(*SHAPE, vocab, generator=generator, dtype=torch.float64)
+    labels = torch.randint(vocab, SHAPE, generator=generator)
+    labels[torch.rand(SHAPE, generator=generator) < 0.3] = -100
+    mask = (torch.rand(SHAPE, generator=generator) < 0.6).float()
+    labels[0, 0], mask[0, 0] = vocab - 1, 1.0
+    return logits.requires_grad_(), labels, mask
+
+
+@settings(max_examples=30, deadline=None)
+@given(vocab=st.integers(2, 40), torch_smoothing=st.floats(0, 1), seed=st.integers(0, 1000))
+def test_mean_loss_and_gradient_equal_torch_after_conversion_of_the_smoothing(
+    vocab: int, torch_smoothing: float, seed: int
+) -> None:
+    # torch spreads its share over all V classes, the target included; Megatron over the other V - 1
+    logits, labels, mask = drawn(vocab, seed)
+    summed, tokens = loss.summed(logits, labels, mask, torch_smoothing * (vocab - 1) / vocab)
+    right = functional.cross_entropy(
+        logits.flatten(0, 1), labels.where(mask > 0, -100).flatten(), label_smoothing=torch_smoothing, reduction="sum"
+    )
+    torch.testing.assert_close(summed, right, rtol=1e-12, atol=1e-12)
+    (gradient,) = torch.autograd.grad(summed, logits)
+    (right_gradient,) = torch.autograd.grad(right, logits)
+    torch.testing.assert_close(gradient, right_gradient, rtol=1e-12, atol=1e-12)
+    assert tokens == ((labels != -100) & (mask > 0)).sum()
+
+
+def test_smoothed_loss_of_one_token_is_megatrons_formula() -> None:
+    probability = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
+    found = loss.cross_entropy(probability.log()[None, None], torch.tensor([[1]]), 0.3)
+    right = -(0.7 * probability[1].log() + 0.15 * probability[0].log() + 0.15 * probability[2].log())
+    torch.testing.assert_close(found[0, 0], right)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 1000), smoothing=st.sampled_from((0.0, 0.2)))
+def test_tokens_that_do_not_count_change_neither_loss_nor_gradient(seed: int, smoothing: float) -> None:
+    logits, labels, mask = drawn(9, seed)
+    summed, tokens = loss.summed(logits, labels, mask, smoothing)
+    uncounted = (labels == -100) | (mask == 0)
+    other_logits = torch.where(uncounted[..., None], logits.detach().flip(-1) + 1, logits.detach()).requires_grad_()
+    other_labels = torch.where((mask == 0) & (labels != -100), (labels + 1) % 9, labels)
+    other_summed, other_tokens = loss.summed(other_logits, other_labels, mask, smoothing)
+    assert torch.equal(summed, other_summed) and torch.equal(tokens, other_tokens)
+    (gradient,) = torch.autograd.grad(summed, logits)
+    assert not gradient[uncounted].any()
+    assert gradient[~uncounted].abs().sum(-1).min() > 0
+
+
+@pytest.mark.parametrize("weight", [0.25, 2.0])
+def test_loss_mask_is_a_weight_not_only_a_switch(weight: float) -> None:
+    logits, labels, mask = drawn(9, seed=4)
+    summed, tokens = loss.summed(logits, labels, mask)
+    scaled, scaled_tokens = loss.summed(logits, labels, weight * mask)
+    torch.testing.assert_close(scaled, weight * summed)
+    torch.testing.assert_close(scaled_tokens, weight * tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_loss_of_low_precision_logits_is_computed_in_float32(dtype: torch.dtype) -> None:
+    logits, labels, mask = drawn(40, seed=2)
+    rounded = logits.detach().to(dtype)
+    summed, tokens = loss.summed(rounded, labels, mask, 0.1)
+    right, _ = loss.summed(rounded.double(), labels, mask, 0.1)
+    assert summed.dtype == tokens.dtype == torch.float32
+    torch.testing.assert_close(summed.double(), right, rtol=1e-6, atol=0)
+
+
+def test_huge_logits_stay_finite() -> None:
+    logits = torch.tensor([[[60000.0, -60000.0, 0.0]]], dtype=torch.float16)
+    found = loss.cross_entropy(logits, torch.tensor([[1]]), 0.1)
+    assert found.item() == pytest.approx(0.9 * 119_990 + 0.05 * 59_995, rel=1e-3)
+
+
+ELEMENTS = 500
+
+
+def stepped(g: Tensor, mean: Tensor, square: Tensor, step: int) -> Tensor:
+    """How far torch's own Adam moves parameters of zero at lr 1 after these gradients."""
+    parameter = torch.zeros_like(g, requires_grad=True)
+    adam = torch.optim.AdamW([parameter], lr=1.0, weight_decay=0.0)
+    parameter.grad = g.clone()
+    state = {"step": torch.tensor(float(step)), "exp_avg": mean.clone(), "exp_avg_sq": square.clone()}
+    adam.state[parameter] = state
+    adam.step()
+    return -parameter.detach()
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 2**31), step=st.integers(0, 9))
+def test_the_slack_is_the_largest_change_within_the_noise(seed: int, step: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def sizes() -> Tensor:
+        """Magnitudes from 1e-18 to 10, evenly by power; a fifth of them 0."""
+        unit = torch.rand(2, ELEMENTS, generator=generator, dtype=torch.float64)
+        return 10 ** (19 * unit[0] - 18) * (unit[1] > 0.2)
+
+    signs = torch.randint(0, 2, (2, ELEMENTS), generator=generator) * 2 - 1
+    g, noise, mean, square = sizes() * signs[0], sizes(), sizes() * signs[1] * (step > 0), sizes().square() * (step > 0)
+    found, here = rounding_slack(g, noise, mean, square, step), stepped(g, mean, square, step)
+    grid = [stepped(g + share * noise, mean, square, step) for share in torch.linspace(-1, 1, 41)]
+    furthest = torch.stack([(at - here).abs() for at in grid]).amax(0)
+    assert bool((furthest <= found * (1 + 1e-6) + 1e-12 * here.abs()).all())
+    ends = torch.stack([(stepped(g + sign * noise, mean, square, step) - here).abs() for sign in (1, -1)]).amax(0)
+    alone = (mean == 0) & (square == 0)  # then f grows with g throughout
+    torch.testing.assert_close(found[alone], ends[alone], rtol=1e-6, atol=1e-12)
+
+
+def test_away_from_zero_there_is_next_to_no_slack() -> None:
+    one, nothing = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    first = rounding_slack(1e-3 * one, 1e-15 * one, nothing, nothing, 0)
+    assert float(first) == pytest.approx(1e-15 * EPS / (1e-3 + EPS) ** 2, rel=1e-3, abs=1e-15)
+    assert float(rounding_slack(nothing, 1e-15 * one, nothing, nothing, 0)) == pytest.approx(1e-7, rel=1e-5)
+    assert float(rounding_slack(nothing, 1e-3 * one, nothing, nothing, 0)) == pytest.approx(1.0, rel=1e-4)

@@ -45,14 +45,6 @@ def test_no_two_parameters_and_no_two_seeds_share_numbers(case: Case, other_seed
     assert len(set(heads)) == len(heads)
 
 
-@settings(max_examples=20, deadline=None)
-@given(case=models())
-def test_shapes_are_the_shapes_of_the_full_weights(case: Case) -> None:
-    for name, shape in shapes(case).items():
-        assert full(case, name).shape == shape
-        assert full(case, name).dtype == torch.float64
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=10, deadline=None)
 @given(case=models(bias=True, norm="layernorm", qk_norm=True))
@@ -96,13 +88,6 @@ def test_the_last_reader_gets_all_weights_and_leaves_no_large_one(monkeypatch: p
 def test_unknown_parameter_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"name=head\.weight: .*legal: embedding\.tokens\.weight"):
         full(Case.of(tied=True), "head.weight")
-
-
-def test_gpt3_857m_has_the_parameters_that_its_log_counts() -> None:
-    case = Case.parse("preset=gpt3-857m tp=4")
-    assert case.padded_vocab == 50688
-    dense = sum(math.prod(shape) for shape in shapes(case).values())
-    assert dense + (case.padded_vocab - case.vocab) * case.hidden == 356_313_088
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""What-ifs of the dense model: each is its own mathematics on what truth's own activations say, read otherwise."""
+"""What-ifs of the dense model: each is its own mathematics on what truth's own activations say, read otherwise.
+
+Exchanged heads are held against ranks that send and receive flat memory as the bug would have them do, tables and
+losses against the split program that has the bug."""
 
 from __future__ import annotations
 
@@ -91,3 +94,156 @@ def test_labels_that_are_shifted_twice() -> None:
         losses = functional.cross_entropy(logits.movedim(-1, 1), labels, reduction="none", ignore_index=-100)
         counts = batch.loss_mask.double() * (labels != -100)
         close(found[f"labels_shifted_twice.{reading}/loss/0"], (losses * counts).sum() / counts.sum())
+
+
+TABLES = "layers=1 hidden=8 heads=2 kv_heads=2 ffn=12 seq=8 batch=2 vocab=264 steps=1"
+
+
+def padded_table(case: Case) -> Tensor:
+    weight = full(case, "embedding.tokens.weight").double()
+    return functional.pad(weight, (0, 0, 0, case.padded_vocab - case.vocab))
+
+
+def test_rows_that_a_split_table_looks_up_otherwise() -> None:
+    case = Case.parse(f"mode=tp tp=3 {TABLES} micro=1 positions=rope hidden=12 heads=3 kv_heads=3")
+    found, ids = alternatives(case, CPU), micro_batch(case, 0, 0, 0).tokens
+    unmasked, late = torch.zeros(2, 8, 12).double(), torch.zeros(2, 8, 12).double()
+    for rank, rows in enumerate(padded_table(case).chunk(3)):
+        first = rank * len(rows)
+        local = ids - first
+        unmasked += rows[local.masked_fill((local < 0) | (local >= len(rows)), 0)]
+        local = local + (first > 0)
+        outside = (local < 0) | (local >= len(rows))
+        late += rows[local.masked_fill(outside, 0)].masked_fill(outside[..., None], 0)
+    close(found["foreign_rows.3/act/embedding"], unmasked)
+    close(found["rows_late.3/act/embedding"], late)
+    columns = torch.cat([columns[ids] for columns in padded_table(case).chunk(3, -1)])
+    close(found["flat_dim.3/act/embedding"], columns.reshape(2, 8, 12))
+
+
+def test_a_tied_gradient_is_the_sum_of_its_two_uses() -> None:
+    case = Case.parse(f"mode=tp tp=1 {TABLES} micro=2 tied=true")
+    name = "grad/embedding.tokens.weight"
+    found, truth = alternatives(case, CPU), dense.truth(case, CPU)[name]
+    looked_up, head = (found[f"tied_part.{missing}/{name}"] for missing in ("head", "embedding"))
+    close(looked_up + head, truth)
+    close(found[f"tied_twice.head/{name}"], truth + head)
+    close(found[f"tied_twice.embedding/{name}"], truth + looked_up)
+    read = torch.cat([micro_batch(case, 0, micro, 0).tokens.flatten() for micro in range(2)]).unique()
+    unread = torch.ones(case.vocab, dtype=torch.bool).index_fill(0, read, False)
+    assert not looked_up[unread].any() and head[unread].any()
+    assert not any(key.startswith("tied_") for key in alternatives(case.but(tied=False), CPU))
+
+
+def test_losses_under_other_rules_of_what_counts() -> None:
+    case = Case.parse(f"mode=tp tp=2 {TABLES} micro=1 label_smoothing=0.1")
+    found, logits = alternatives(case, CPU), dense.truth(case, CPU)["logits/0"]
+    batch = micro_batch(case, 0, 0, 0)
+    known = batch.labels != -100
+    counts, labels = (batch.loss_mask * known).double(), batch.labels.where(known, 0)
+
+    def mean(losses: Tensor) -> Tensor:
+        return (losses * counts).sum() / counts.sum()
+
+    def hits(x: Tensor) -> Tensor:
+        return x.gather(-1, labels[..., None])[..., 0]
+
+    close(found["smoothing_missing/loss/0"], mean(-hits(logits.log_softmax(-1))))
+    x = logits - logits.amax(-1, keepdim=True)
+    spread = 0.1 / (case.padded_vocab // 2 - 1)
+    by_part = x.exp().sum(-1).log() - (1 - 0.1 - spread) * hits(x) - spread * x.sum(-1)
+    close(found["smoothing_by_part.2/loss/0"], mean(by_part))
+    torchs = functional.cross_entropy(logits.movedim(-1, 1), labels, reduction="none", label_smoothing=0.1)
+    close(found["smoothing_over_all.label/loss/0"], mean(torchs))
+    for reading, classes in (("count", case.vocab), ("padding", case.padded_vocab - 1)):
+        wide = x.exp().sum(-1).log() - (1 - 0.1 - 0.1 / classes) * hits(x) - 0.1 / classes * x.sum(-1)
+        close(found[f"smoothing_over_all.{reading}/loss/0"], mean(wide))
+    own = -0.9 * hits(logits.log_softmax(-1)) - 0.1 / (case.vocab - 1) * (
+        logits.log_softmax(-1).sum(-1) - hits(logits.log_softmax(-1))
+    )
+    rows = (own * counts).sum(-1) / counts.sum(-1)
+    close(found["local_count.rows/loss/0"], rows.mean())
+    plain = case.but(label_smoothing=0.0)
+    found, padding = alternatives(plain, CPU), case.padded_vocab - case.vocab
+    log = functional.pad(logits, (0, padding)).log_softmax(-1)
+    close(found["padding_counted/loss/0"], mean(-hits(log)))
+    unlabelled = x.exp().sum(-1).log()
+    masked = batch.loss_mask.double()
+    every = (-hits(logits.log_softmax(-1))).where(known, unlabelled) * masked
+    close(found["ignored_learned/loss/0"], every.sum() / masked.sum())
+    assert not any(key.startswith("smoothing_") for key in found)
+
+
+RANKS = 4
+EXCHANGED = Case.parse(
+    f"mode=isp tp={RANKS} layers=1 hidden=16 heads=4 kv_heads=2 ffn=12 seq=8 batch=2 micro=1 steps=1 vocab=264 "
+    "positions=learned norm=layernorm bias=true fuse_qkv=false"
+)
+
+
+def projected(leaf: str) -> list[Tensor]:
+    """Every rank's [B, s, heads, D] of this projection."""
+    x = dense.true_activations(EXCHANGED, CPU)[f"act/layers.0.attention.{leaf}"]
+    return list(x.unflatten(-1, (-1, EXCHANGED.head_dim)).chunk(RANKS, 1))
+
+
+def exchange(xs: list[Tensor], split: int, gather: int, *, cut: bool = True, join: bool = True) -> list[Tensor]:
+    """An all-to-all of equal parts of flat memory; wrong where it is not `cut` or not `join`ed along its dims."""
+    sent = []
+    for x in xs:
+        parts = torch.cat(x.chunk(RANKS, split))
+        sent.append((parts if cut else x.contiguous().reshape(parts.shape)).chunk(RANKS))
+    received = [torch.cat([parts[rank] for parts in sent]) for rank in range(RANKS)]
+    joined = [torch.cat(y.chunk(RANKS), gather) for y in received]
+    return joined if join else [y.reshape(right.shape) for y, right in zip(received, joined, strict=True)]
+
+
+def attended_by_ranks(*, order: str = "beside", mixed: bool = False, cut: bool = True, join: bool = True) -> Tensor:
+    """The output of attention by ranks that exchange so."""
+    kv = [torch.stack(pair, 2) for pair in zip(projected("wk"), projected("wv"), strict=True)]
+    kv = [x.repeat_interleave(2, 3) if order == "beside" else x.repeat(1, 1, 1, 2, 1) for x in kv]
+    queries = exchange(projected("wq"), 2, 1, cut=cut, join=join)
+    queries = [q.transpose(0, 1).reshape(q.shape) if mixed else q for q in queries]
+    visible, contexts = layers.visible(EXCHANGED.seq, None, CPU), []
+    for q, both in zip(queries, exchange(kv, 3, 1, cut=cut, join=join), strict=True):
+        k, v = both.unbind(2)
+        contexts.append(layers.attention(q, k, v, visible).unflatten(-1, (-1, EXCHANGED.head_dim)))
+    context = torch.cat(exchange(contexts, 1, 2, cut=cut, join=join), 1).flatten(2)
+    weight, bias = (full(EXCHANGED, f"layers.0.attention.wo.{kind}").double() for kind in ("weight", "bias"))
+    return functional.linear(context, weight, bias)
+
+
+def test_exchanges_gone_wrong() -> None:
+    found, wo = alternatives(EXCHANGED, CPU), "act/layers.0.attention.wo"
+    close(attended_by_ranks(), dense.true_activations(EXCHANGED, CPU)[wo])
+    close(found[f"flat_dim.joined/{wo}"], attended_by_ranks(join=False))
+    close(found[f"flat_dim.cut/{wo}"], attended_by_ranks(cut=False))
+    close(found[f"transposed.q/{wo}"], attended_by_ranks(mixed=True))
+    close(found[f"kv_order/{wo}"], attended_by_ranks(order="one after the other"))
+    assert not any(
+        key.startswith(("transposed.", "kv_order/")) for key in alternatives(EXCHANGED.but(mode="tp", tp=2), CPU)
+    )
+
+
+def test_copies_of_which_one_alone_gives_a_gradient() -> None:
+    """With as many query heads as copies, the first query head of a kv head alone moves it."""
+    found, truth = alternatives(EXCHANGED, CPU), dense.true_activations(EXCHANGED, CPU)
+    wo, wk = "layers.0.attention.wo", "layers.0.attention.wk"
+    assert torch.equal(found[f"kv_alone/act/{wo}"], truth[f"act/{wo}"])
+    q, k, v = (torch.cat(projected(leaf), 1).detach() for leaf in ("wq", "wk", "wv"))
+    k = k.repeat_interleave(2, 2).requires_grad_()
+    context = layers.attention(q, k, v.repeat_interleave(2, 2), layers.visible(EXCHANGED.seq, None, CPU))
+    slope = truth[f"act_grad/{wo}"] @ full(EXCHANGED, f"{wo}.weight").double()
+    (grad,) = torch.autograd.grad(context, k, slope)
+    close(found[f"kv_alone/act_grad/{wk}"], grad[:, :, ::2].flatten(2))
+    close(truth[f"act_grad/{wk}"], (grad[:, :, ::2] + grad[:, :, 1::2]).flatten(2))
+
+
+def test_logits_of_which_each_part_learns_its_own_labels() -> None:
+    found, truth = alternatives(EXCHANGED, CPU), dense.true_activations(EXCHANGED, CPU)["act_grad/head"]
+    labels, columns = micro_batch(EXCHANGED, 0, 0, 0).labels, EXCHANGED.padded_vocab // RANKS
+    expected = torch.zeros_like(truth)
+    for first in range(0, EXCHANGED.vocab, columns):
+        mine = (labels >= first) & (labels < first + columns)
+        expected[..., first : first + columns] = truth[..., first : first + columns] * mine[..., None]
+    close(found[f"own_labels.{RANKS}/act_grad/head"], expected)
