@@ -21,8 +21,6 @@ from parallel.slicing.errors import SliceError
 from parallel.slicing.heads import ORDERS, Heads
 from parallel.slicing.held import Held, Ranges, times_held
 
-__all__ = ["broken", "copies", "inverse", "same_bits", "separated"]
-
 
 def copies(held: Held, length: int) -> int:
     """How many elements are held more than once, each counted as often as it is held too many times."""

@@ -21,8 +21,6 @@ from parallel.slicing.sizes import nonempty, shard_sizes
 from parallel.slicing.strided import plain, strided
 from parallel.slicing.words import Sliced
 
-__all__ = ["Slice", "slices"]
-
 Shape = tuple[int, ...]
 _WHOLE = "whole"
 _AFTER = "whole; added once, after the sum"

@@ -21,8 +21,6 @@ from torch import Tensor
 from reference.data.files import DataError, load
 from reference.data.readers import MAX_DOCUMENTS, record_of, tokens_of
 
-__all__ = ["meta_path", "read_internevo", "write_internevo"]
-
 _MAGIC = b"\x93NUMPY"
 _HEADER = re.compile(
     rb"\{'descr': '<i([48])', 'fortran_order': (True|False), 'shape': \(([0-9]{1,18}), ([0-9]{1,18})\), \}\s*"

@@ -18,8 +18,6 @@ from __future__ import annotations
 import math
 from typing import TypeAlias
 
-__all__ = ["Form", "sent_bytes", "sent_to_stage"]
-
 Form: TypeAlias = tuple[str, tuple[int, ...]]
 """Dtype and shape of a tensor."""
 _ITEM_BYTES = {"int64": 8, "float32": 4, "bool": 1}
