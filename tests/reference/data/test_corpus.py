@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from reference.case import Case
 from reference.data import corpus
 from reference.data.corpus import documents
-from reference.data.internevo_files import read_internevo, write_internevo
+from reference.data.internevo_files import read_internevo
 from reference.data.readers import END
+from tests.reference.data.internevo_writer import write_internevo
 
 
 def case(path: Path, *, vocab: int = END + 1, **words: int) -> Case:

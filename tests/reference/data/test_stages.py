@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from parallel.subject import subject
 from reference.case import Case
-from reference.data.stages import sent_bytes, sent_to_stage
+from reference.data.stages import Form, sent_to_stage
 
 ALL = "tokens labels loss_mask attention_mask positions"
 TABLE = {
@@ -19,6 +21,11 @@ TABLE = {
 }
 """(first, last, prediction layers) -> keys, and bytes a token without a mask."""
 ROWS, LENGTH = 3, 7
+_ITEM_BYTES = {"int64": 8, "float32": 4, "bool": 1}
+
+
+def sent_bytes(forms: dict[str, Form]) -> int:
+    return sum(_ITEM_BYTES[dtype] * math.prod(shape) for dtype, shape in forms.values())
 
 
 @pytest.mark.parametrize("stage", TABLE)
