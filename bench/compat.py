@@ -3,9 +3,9 @@
     python3 -m bench.compat [--only 3.12:2.14] [--keep]
 
 Needs no installed package. An environment is made in .compat/, used and deleted (each holds up to 6 GB; --keep keeps
-them, and uses those that are there). Prints one row a step: python, torch, step, result, seconds. Exit status 1 when a
-step failed or nothing could be run; an interpreter that is not here is `not run`, with the reason. Every step is
-bounded in time.
+them, and uses those that are there). Prints one line a step: python, torch, step, result, seconds, and of a failed step
+the end of its output. Exit status 1 when a step failed or nothing could be run; an interpreter that is not on PATH is
+`not run`. Every step is bounded in time.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACE = ROOT / ".compat"
@@ -40,24 +38,12 @@ _TESTS = (
     "tests/harness/shapes/test_unmapped.py",
     "tests/harness/threads/test_inproc_calls.py",
 )
-_INSTALL_S, _STEP_S = 1200.0, 600.0
+_LIMIT_S = 1200.0
 PASSED, FAILED, NOT_RUN = "pass", "FAIL", "not run"
-Command = Sequence[str]
-
-
-class Row(NamedTuple):
-    """How a step went; `why` is the end of its output where it failed, or why it was not run."""
-
-    python: str
-    torch: str
-    step: str
-    result: str
-    seconds: float = 0.0
-    why: str = ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the matrix and print the table."""
+    """Run the matrix."""
     parser = argparse.ArgumentParser(prog="bench.compat", description="shardproof under every tested torch")
     parser.add_argument("--only", default="", help="rows whose PYTHON:TORCH begins so, such as 3.12:2.14")
     parser.add_argument("--keep", action="store_true", help="keep the environments in .compat/, and use kept ones")
@@ -67,54 +53,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         legal = " ".join(":".join(pair) for pair in MATRIX)
         print(f"--only {asked.only}: no row begins so; legal: {legal}", file=sys.stderr)
         return 2
-    rows: list[Row] = []
+    results = set()
     for python, torch in chosen:
-        for row in _rows(python, torch, keep=asked.keep):
-            print(f"{row.python} torch {row.torch} {row.step}: {row.result} {row.seconds:.0f} s", flush=True)
-            rows.append(row)
-    print("\n" + table(rows))
-    results = {row.result for row in rows}
+        for step, result, seconds, why in proved(python, torch, keep=asked.keep):
+            print(f"{python} torch {torch} {step}: {result} {seconds:.0f} s{why and f': {why}'}", flush=True)
+            results.add(result)
     return 1 if FAILED in results or results == {NOT_RUN} else 0
 
 
-def table(rows: Sequence[Row]) -> str:
-    """The rows in columns, and below them why what did not pass did not."""
-    cells = [("python", "torch", "step", "result", "seconds")]
-    cells += [(row.python, row.torch, row.step, row.result, f"{row.seconds:.0f}") for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
-    reasons = [f"{row.result} {row.python} torch {row.torch} {row.step}: {row.why}" for row in rows if row.why]
-    return "\n".join([*lines, *reasons])
-
-
-def interpreter(version: str) -> tuple[str, str]:
-    """The path of a Python of this version ("3.12"), or "" and why there is none: on PATH first, then pyenv's."""
-    home = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
-    found = [shutil.which(f"python{version}") or "", sys.executable]
-    found += [str(path) for path in sorted(home.glob(f"versions/{version}*/bin/python"), reverse=True)]
-    question = "import sys, venv; print('{}.{}'.format(*sys.version_info))"
-    for path in filter(None, found):
-        told = subprocess.run([path, "-c", question], capture_output=True, text=True, check=False, timeout=60)
-        if told.returncode == 0 and told.stdout.strip() == version:
-            return path, ""
-    return "", f"no python{version} on PATH and none below {home}/versions"
-
-
-def _rows(python: str, torch: str, *, keep: bool) -> Iterator[Row]:
-    path, why = interpreter(python)
-    if not path:
-        yield Row(python, torch, "all", NOT_RUN, 0.0, why)
+def proved(python: str, torch: str, *, keep: bool) -> Iterator[tuple[str, str, float, str]]:
+    """The steps of one environment: name, result, seconds, and why it did not pass. Without an environment one step."""
+    if not (path := shutil.which(f"python{python}")):
+        yield "all", NOT_RUN, 0.0, f"no python{python} on PATH"
         return
     place = PLACE / f"py{python}-torch{torch}"
-    kept = keep and (place / "ready").exists()
-    steps = [("installed before", [], 0.0) if kept else ("install", _install(path, torch, place), _INSTALL_S)]
-    steps += [(name, [command], _STEP_S) for name, command in _steps(place / "bin")]
     try:
-        for name, commands, limit_s in steps:
+        for step, *commands in _steps(path, torch, place, made=keep and (place / "ready").exists()):
             began_s = time.monotonic()
-            why = next(filter(None, (_ended(command, limit_s, PLACE) for command in commands)), "")
-            yield Row(python, torch, name, FAILED if why else PASSED, time.monotonic() - began_s, why)
-            if name == "install" and why:
+            why = next(filter(None, map(ended, commands)), "")
+            yield step, FAILED if why else PASSED, time.monotonic() - began_s, why
+            if step == "install" and why:
                 return
             (place / "ready").touch()
     finally:
@@ -122,52 +80,41 @@ def _rows(python: str, torch: str, *, keep: bool) -> Iterator[Row]:
             shutil.rmtree(place, ignore_errors=True)
 
 
-def _install(python: str, torch: str, place: Path) -> list[Command]:
-    """Make the environment: this torch, the pins of constraints.txt but torch's own, and this checkout."""
+def _steps(python: str, torch: str, place: Path, *, made: bool) -> Iterator[tuple[str, *tuple[list[str], ...]]]:
+    """Name and commands of every step. Installed are this torch, all other pins of constraints.txt, this checkout."""
     PLACE.mkdir(exist_ok=True)
     pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("torch==")]
     (PLACE / "constraints.txt").write_text("\n".join(pins) + "\n")
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     others = [name for name in needed if not name.startswith("torch>")]
-    pip = [str(place / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    return [
-        [python, "-m", "venv", "--clear", str(place)],
-        [*pip, "--constraint", str(PLACE / "constraints.txt"), f"torch=={torch}", *others],
-        [*pip, "--no-deps", "--editable", str(ROOT)],
-    ]
-
-
-def _steps(binaries: Path) -> Iterator[tuple[str, Command]]:
-    """The steps of one environment: name and command."""
-    shardproof, python = str(binaries / "shardproof"), str(binaries / "python")
+    shardproof, own = str(place / "bin" / "shardproof"), str(place / "bin" / "python")
+    pip = [own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    if not made:
+        pinned = [*pip, "--constraint", str(PLACE / "constraints.txt"), f"torch=={torch}", *others]
+        checkout = [*pip, "--no-deps", "--editable", str(ROOT)]
+        yield "install", [python, "-m", "venv", "--clear", str(place)], pinned, checkout
+    launch = [own, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2", "--master-port", "29611"]
     yield "run", [shardproof, "run"]
     yield "run --engine pool", [shardproof, "run", "--engine", "pool", *_CASES]
     yield "run --engine dry", [shardproof, "run", "--engine", "dry", *_CASES]
-    launch = [python, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2", "--master-port", "29611"]
     yield "run --engine torchrun", [*launch, "-m", "shardproof", "run", "--engine", "torchrun", _CASES[0]]
     yield "record", [*launch, "-m", "shardproof.record", _PROGRAM]
-    yield "tests of the internals", [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *_TESTS]
+    yield "tests of the internals", [own, "-m", "pytest", "-q", "-p", "no:cacheprovider", *_TESTS]
 
 
-def _ended(command: Command, limit_s: float, folder: Path) -> str:
-    """Run a command to its end: "" when it succeeded, else its exit status and last lines. It may not outlive us."""
+def ended(command: Sequence[str], limit_s: float = _LIMIT_S) -> str:
+    """Run a command to its end: "" when it succeeded, else its exit status and last lines. `timeout` ends it and what
+    it started.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-    words = {"cwd": ROOT if "pytest" in command else folder, "env": environment, "start_new_session": True}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
-    process = subprocess.Popen(command, **words, **pipes)  # type: ignore[call-overload]
-    why = ""
-    try:
-        said, _ = process.communicate(timeout=limit_s)
-        if process.returncode:
-            why = f"exit status {process.returncode}"
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        said, why = process.communicate()[0], f"no end within {limit_s:.0f} s"
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    return why and f"{why}: {' | '.join(lines[-8:])}"
+    bounded = ["timeout", "--signal=KILL", str(limit_s), *command]
+    folder = ROOT if "pytest" in command else PLACE if PLACE.exists() else None
+    done = subprocess.run(bounded, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+    if not done.returncode:
+        return ""
+    how = f"no end within {limit_s:.0f} s" if done.returncode in (137, -9) else f"exit status {done.returncode}"
+    return f"{how}: {' | '.join(lines[-8:])}"
 
 
 if __name__ == "__main__":

@@ -6,52 +6,187 @@ The values are those of `reference.case.domains`, on meshes of up to 8 ranks. Th
 they hold. A case for a missing pair is a known one with both values, changed as the rules propose
 (`reference.case.repair`), and then in single words as long as that holds more (AETG: Cohen et al., IEEE TSE 23, 1997).
 After that a few cases at a time are taken out and found anew; what costs less is kept. The list is written to
-`reference/case/default_cases.txt`, from which another call goes on.
+`reference/case/default_cases.txt`, from which another call goes on. A value that needs several others which no line
+has: write a line with all of them first.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from itertools import combinations
 
-from bench.pairs.cases import cost, total
-from bench.pairs.search import Search
 from reference.case import Case
-from reference.case.default_cases import FILE, line_of, lines
-from reference.case.repair import Words, problem_of, words_of
+from reference.case.default_cases import FILE, RANKS, line_of, lines, paired_domains
+from reference.case.repair import Problem, Words, problem_of, repaired, words_of
+
+Pair = tuple[frozenset[tuple[str, object]], bool]
+"""Two words with their values; True where they are in a case that splits something, as pairs with a mode must be."""
+_NEAR, _TAKEN_OUT, _FEW = 20, 6, 4
+"""Cases near which a pair is looked for, cases found anew at a time, ranks of a case that must split something."""
+_DEARER = {"packed": 0.015, "dropout": 0.017, "dtype": 0.034, "recompute": 0.023, "zero": 0.017, "optimizer": 0.015}
+"""Words that make a case take longer, each with seconds of a rank and step."""
+_PLAIN = {"recompute": ("none", "selective"), "dtype": ("float64",), "optimizer": ("sgd",)}
 
 
-def shortest(words: Words) -> Words:
+def cost(words: Words) -> float:
+    """About how many seconds a case takes, as measured: a part for itself, and one for every rank and step."""
+    dearer = sum(seconds for word, seconds in _DEARER.items() if words[word] not in _PLAIN.get(word, (0, False)))
+    a_rank = 0.012 + 0.0375 * (words["layers"] - 1) + dearer
+    return float(0.16 + _ranks(words) * words["steps"] * a_rank * (0.4 + 0.2 * words["micro"]))
+
+
+def _ranks(words: Words) -> int:
+    return int(words["tp"] * words["dp"] * words["pp"] * words["cp"])
+
+
+def _splits(words: Words) -> bool:
+    return bool(words["tp"] > 1 or words["wp"] > 1)
+
+
+def _degenerate(case: Case) -> str:
+    """What makes a case show less than another one: too few ranks or too many, a factor that is two sizes."""
+    axes = {case.tp, case.dp, case.pp, case.cp, case.wp} - {1}
+    return "" if 2 <= case.world_size <= RANKS and case.micro not in axes else "ranks or micro-batches"
+
+
+class Search:
+    """Finds cases for pairs that `kept` do not hold; `known` are cases from which it starts."""
+
+    def __init__(self, kept: Sequence[Words], known: Sequence[Words], seed: int) -> None:
+        self.kept, self.known, self.random = kept, list(known), random.Random(seed)
+        self.domains = paired_domains()
+        self._legal: dict[tuple[object, ...], Problem] = {}
+        self._held: dict[tuple[object, ...], frozenset[Pair]] = {}
+        self.examples: dict[Pair, Words] = {}
+        every = [(word, value) for word, values in self.domains.items() for value in values]
+        pairs = [dict(pair) for pair in combinations(every, 2) if pair[0][0] != pair[1][0]]
+        have = self.union(known)
+        self.wanted = have | {pair for fixed in pairs for pair in self._possible(fixed, have)}
+        self.wanted -= {(pair, False) for pair, splits in self.wanted if splits} | self.union(kept)
+
+    def problem(self, words: Words) -> Problem:
+        """What is against a case: a rule, its number of ranks, or as many micro-batches as ranks on an axis."""
+        key = tuple(words.values())
+        if key not in self._legal:
+            self._legal[key] = problem_of(words, _degenerate)
+        return self._legal[key]
+
+    def held(self, words: Words) -> frozenset[Pair]:
+        """The pairs of a case; those with a mode twice where it splits something."""
+        key = tuple(words.values())
+        if key not in self._held:
+            levels = [(word, words[word]) for word, values in self.domains.items() if words[word] in values]
+            pairs = [
+                (frozenset(pair), pair[0][0] == "mode" or pair[1][0] == "mode") for pair in combinations(levels, 2)
+            ]
+            split = {(pair, True) for pair, of_mode in pairs if of_mode and _splits(words)}
+            self._held[key] = frozenset(split | {(pair, False) for pair, _ in pairs})
+        return self._held[key]
+
+    def union(self, found: Iterable[Words]) -> set[Pair]:
+        """All pairs of these cases."""
+        return set().union(*map(self.held, found))
+
+    def near(self, fixed: Words, needs: bool) -> Words | None:
+        """A legal case with these words; one that `needs` to split something does so over few ranks."""
+
+        def unfit(words: Words) -> Problem:
+            return self.problem(words) or ("unfit" if needs and not (_splits(words) and _ranks(words) <= _FEW) else "")
+
+        sources = self.random.sample(self.known, min(_NEAR, len(self.known)))
+        tries = ((words, search) for search in (False, True) for words in sources[: 6 if search else _NEAR])
+        made = (repaired(words, fixed, self.domains, unfit, search=search) for words, search in tries)
+        return next(filter(None, made), None)
+
+    def _possible(self, fixed: Words, have: set[Pair]) -> list[Pair]:
+        """The pair of these two words as it is wanted, [] where no legal case has it."""
+        pair = frozenset(fixed.items())
+        for needs in (True, False) if "mode" in fixed else (False,):
+            if (pair, needs) in have:
+                return [(pair, needs)]
+            if example := self.near(fixed, needs):
+                self.examples[pair, needs] = example
+                return [(pair, needs)]
+        return []
+
+    def completed(self, found: list[Words]) -> list[Words]:
+        """The cases and more of them, until no pair is missing."""
+        missing = self.wanted - self.union(found)
+        while missing:
+            pair = self.random.choice(sorted(missing, key=repr))
+            made = [*filter(None, (self.near(dict(pair[0]), pair[1]), self.examples.get(pair)))]
+            better = [self.improved(words, dict(pair[0]), missing) for words in made]
+            best = max(better, key=lambda words: self.worth(words, missing), default=None)
+            missing.discard(pair)
+            if best is not None:
+                missing -= self.held(best)
+                found.append(best)
+        return found
+
+    def worth(self, words: Words, missing: set[Pair]) -> float:
+        """How many missing pairs a case holds for what it costs."""
+        return len(self.held(words) & missing) / cost(words)
+
+    def improved(self, words: Words, fixed: Words, missing: set[Pair]) -> Words:
+        """The case with single words changed, as long as that is worth more."""
+        worth, again = self.worth(words, missing), True
+        levels = sorted({level for pair, _ in missing for level in pair if level[0] not in fixed}, key=repr)
+        while again:
+            again = False
+            self.random.shuffle(levels)
+            for word, value in levels:
+                other = self.changed(words, {**{key: words[key] for key in fixed}, word: value})
+                if other and (more := self.worth(other, missing)) > worth:
+                    words, worth, again = other, more, True
+        return words
+
+    def changed(self, words: Words, fixed: Words) -> Words | None:
+        """The legal case near this one that has these words, None where the rules propose none."""
+        return repaired(words, fixed, self.domains, self.problem)
+
+    def without_idle(self, found: list[Words]) -> list[Words]:
+        """The cases without those of which others hold all that is wanted, the dearest left out first."""
+        for words in sorted(found, key=cost, reverse=True):
+            others = [other for other in found if other is not words]
+            if not (self.held(words) & self.wanted) - self.union(others):
+                found = others
+        return found
+
+    def cheaper(self, found: list[Words]) -> list[Words]:
+        """The list with a few cases found anew, or as it was."""
+        out = self.random.sample(range(len(found)), min(len(found), self.random.randint(2, _TAKEN_OUT)))
+        new = self.without_idle(self.completed([words for place, words in enumerate(found) if place not in out]))
+        lost = (self.wanted & self.union(found)) - self.union(new)
+        return found if lost or sum(map(cost, new)) > sum(map(cost, found)) else new
+
+
+def _with(words: Words, steps: int, layers: Iterable[int]) -> Words:
+    """The case with so many steps and the first of these numbers of layers that is legal."""
+    words = {**words, "steps": steps}
+    return next((way for way in ({**words, "layers": few} for few in layers) if not problem_of(way)), words)
+
+
+def _short(words: Words) -> Words:
     """The case with one step and as few layers as it may have."""
-    words = {**words, "micro": words["micro"] if words["micro"] != 2 else 1}
-    ways = ({**words, "steps": 1, "layers": layers} for layers in range(1, words["layers"]))
-    return next((way for way in ways if not problem_of(way)), {**words, "steps": 1})
+    return _with({**words, "micro": 1 if words["micro"] == 2 else words["micro"]}, 1, range(1, 9))
 
 
-def finished(found: Sequence[Words], kept: Sequence[Words], domains: Mapping[str, Sequence[Any]]) -> list[Words]:
-    """The cases with two steps and layers where a value would be in no such case otherwise, not even one of those that
-    are kept.
-    """
-    longer = [_twice(words) for words in found]
-    price = [cost(after) - cost(before) for before, after in zip(found, longer, strict=True)]
-    held = [{(word, words[word]) for word in domains} for words in longer]
-    done = {(w, words[w]) for words in kept for w in domains if words["steps"] > 1 and words["layers"] > 1}
-    missing, chosen = set().union(*held) - done, set[int]()
-    while missing:
-        best = max(range(len(found)), key=lambda number: len(missing & held[number]) / price[number])
+def finished(found: Sequence[Words], kept: Sequence[Words], words: Iterable[str]) -> list[Words]:
+    """The cases with two steps and layers where a value of these words would be in no such case otherwise."""
+    words, done = list(words), set[tuple[str, object]]()
+    for case in kept:
+        done |= {(word, case[word]) for word in words} if case["steps"] > 1 and case["layers"] > 1 else set()
+    longer = [_with(case, 2, range(max(2, case["layers"]), 9)) for case in found]
+    held = [{(word, case[word]) for word in words} for case in longer]
+    chosen = set[int]()
+    while missing := set().union(*held) - done:
+        best = max(range(len(found)), key=lambda n: len(missing & held[n]) / (cost(longer[n]) - cost(found[n])))
         chosen.add(best)
-        missing -= held[best]
-    for number in sorted(chosen, key=lambda number: -price[number]):
-        others = set().union(done, *(held[other] for other in chosen - {number}))
-        chosen -= {number} if held[number] <= others else set()
-    return [longer[number] if number in chosen else words for number, words in enumerate(found)]
-
-
-def _twice(words: Words) -> Words:
-    ways = ({**words, "steps": 2, "layers": layers} for layers in range(max(2, words["layers"]), 9))
-    return next((way for way in ways if not problem_of(way)), {**words, "steps": 2})
+        done |= held[best]
+    return [longer[number] if number in chosen else case for number, case in enumerate(found)]
 
 
 def main() -> int:
@@ -62,20 +197,17 @@ def main() -> int:
     asked = parser.parse_args()
     end = time.monotonic() + asked.seconds
     kept, before = ([words_of(case) for case in lines()[section]] for section in ("recipes", "pairs"))
-    search = Search(kept, asked.seed)
-    search.begin([*kept, *before])
-    found = search.without_idle(search.completed([shortest(words) for words in before]))
+    search = Search(
+        kept, [short for words in (*before, *kept) if not problem_of(short := _short(words), _degenerate)], asked.seed
+    )
+    found = search.without_idle(search.completed([_short(words) for words in before]))
     while time.monotonic() < end:
         found = search.cheaper(found)
-        print(f"\r{len(found)} cases, cost {total(found):.2f}", end="", flush=True)
-    _write(finished(found, kept, search.domains))
-    return 0
-
-
-def _write(found: Sequence[Words]) -> None:
+        print(f"\r{len(found)} cases, cost {sum(map(cost, found)):.2f}", end="", flush=True)
     by_hand = FILE.read_text(encoding="utf-8").partition("\npairs:\n")[0]
-    new = sorted(line_of(Case(**words)) for words in found)
+    new = sorted(line_of(Case(**words)) for words in finished(found, kept, search.domains))
     FILE.write_text("\n".join([by_hand, "pairs:", *new, ""]), encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":

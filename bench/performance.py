@@ -10,7 +10,6 @@ Machines are shared and noisy, so every number that is compared is a ratio of ru
     real widths              a proof at hidden 2048 over its ranks alone, in CPU time; not with --quick
     recorded program         a step of BERT-small under `shardproof record` over one without, and its interval; not with
                              --quick
-    at once / in turns       the concurrent engine over the other one, at a large shape
     witnesses                recorder, nvtx, CommDebugMode, torch profiler, nsys over an unwatched step, on gloo
     examples per second      in-process engine, pool engine (persistent gloo processes), processes spawned for each
                              example
@@ -38,7 +37,6 @@ from bench.proof_costs import further_case, one_case, real_widths, recorded_step
 from bench.witnesses import measured
 from bench.workload import Sizes, data, dense, largest_error, pooled_example, rank_program, spawned_example, weights
 from harness.engines.processes.forked.pool import PoolEngine
-from harness.engines.threads.concurrent import ConcurrentEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.recording.recorder import Recorder
 
@@ -86,7 +84,6 @@ def measure(*, rounds: int, spawns: int, worlds: Sequence[int] = (2, 4, 8), quic
         with InprocEngine() as engine:
             rows = [_engine_row(engine, world_size, rounds) for world_size in worlds]
             rows.append(_recorder_row(engine, rounds))
-            rows.append(_concurrent_row(engine, max(rounds // 8, 1)))
             for world_size in (2, 4):
                 rows += _example_rows(engine, world_size, rounds, spawns)
         rows += _witness_rows(max(rounds // 4, 1))
@@ -143,28 +140,6 @@ def _recorder_row(engine: InprocEngine, rounds: int) -> Row:
     value = statistics.median(seconds["on"]) * 1e3
     return Row(
         metric="recording, 2 ranks", value=value, unit="ms", versus="not recording", ratio=statistics.median(ratios)
-    )
-
-
-def _concurrent_row(engine: InprocEngine, rounds: int) -> Row:
-    """Two ranks of a large shape at the same time, over two that take turns; as many processors as ranks halve it."""
-    sizes = Sizes(hidden=512, seq=256, ffn=2048)
-    full, (x, dy) = weights(sizes), data(sizes)
-    with ConcurrentEngine() as concurrent:
-        seconds = interleaved(
-            {
-                name: partial(each.run, rank_program, 2, sizes, full, x, dy, world_size=2)
-                for name, each in (("turns", engine), ("at once", concurrent))
-            },
-            rounds,
-        )
-    best = {name: min(times) for name, times in seconds.items()}
-    return Row(
-        metric="concurrent, 2 ranks, hidden 512",
-        value=best["at once"] * 1e3,
-        unit="ms",
-        versus="ranks in turns",
-        ratio=best["at once"] / best["turns"],
     )
 
 

@@ -14,8 +14,6 @@ from harness.protocols import CaseLike
 from suites.drawing.layouts import elsewhere
 from suites.session.prover import Prover
 
-__all__ = ["goes_on"]
-
 EXAMPLES = max(1, settings().max_examples // 8)
 """An example proves two cases."""
 

@@ -1,6 +1,6 @@
 """Engines agree: the same cases give equal verdicts and equal ledgers on threads, on processes and on shapes alone.
 
-`--hypothesis-profile deep` compares a hundred cases; `python -m suites.session.engines` as many as requested.
+`--hypothesis-profile deep` compares a hundred cases.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from harness.resolve import resolve
 ENGINES = {
     "inproc": "harness.engines.threads.inproc:InprocEngine",
     "pool": "harness.engines.processes.forked.pool:PoolEngine",
-    "inproc-concurrent": "harness.engines.threads.concurrent:ConcurrentEngine",
     "torchrun": "harness.engines.processes.launched.torchrun:TorchrunEngine",
     "dry": "harness.engines.shapes.dry:DryEngine",
 }

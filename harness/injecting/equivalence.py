@@ -1,10 +1,9 @@
 """Faults that cannot be noticed, because the program they make computes the same: rules, each with its proof in words.
 
-A rule speaks of the fault alone; so does what a subject knows of its own mathematics (`subject.harmless`). Three more
+A rule speaks of the fault alone; so does what a subject knows of its own mathematics (`subject.harmless`). Two more
 proofs need a run and are made by `harness.injecting.survey`: every disturbed call left the very bits that it leaves
-undisturbed (UNCHANGED); all other calls did, and all that the subject returns has the same bits (UNREAD); nothing
-looked at a late value before it came (UNTOUCHED). They hold for the case that was run. That no check failed proves
-nothing and is nowhere taken for a proof.
+undisturbed (UNCHANGED); all other calls did, and all that the subject returns has the same bits (UNREAD). They hold for
+the case that was run. That no check failed proves nothing and is nowhere taken for a proof.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from harness.faults import Fault
 
 UNCHANGED = "every call left the bits that it leaves undisturbed, on every rank: it is the same run"
 UNREAD = "every other call and all that the subject returns have the same bits: nothing depends on what was disturbed"
-UNTOUCHED = "no operator touched the late result before the rank's next call, at whose beginning it is there"
 
 _REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
 _MOVES = ("broadcast", "all_gather", "gather", "scatter")

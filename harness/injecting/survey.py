@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import chdir
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,11 +21,10 @@ from harness.checking.evidence import FAIL, PASS, Evidence, Finding
 from harness.checking.exact_checks import same_outcomes
 from harness.engines.engine import Engine
 from harness.engines.faults.disturbance import Disturbance
-from harness.engines.faults.touches import Touches
 from harness.engines.threads.intervention import Intervened, Intervention
 from harness.errors import MachineError, ProgramError, RequestError, TimeLimit
 from harness.faults import Fault, RankCallIndex, Target, faults_of
-from harness.injecting.equivalence import RULES, UNCHANGED, UNREAD, UNTOUCHED, Rule, proof_of
+from harness.injecting.equivalence import RULES, UNCHANGED, UNREAD, Rule, proof_of
 from harness.ledger import Event
 from harness.outcome.merging import Outcomes
 from harness.protocols import CaseLike, Subject
@@ -35,7 +33,7 @@ from harness.running.proof import NEED_WATCHING
 from harness.running.trials.runs import recorded, watched
 from harness.running.trials.trial import Trial
 from harness.running.truth.reference import Reference, reference_of
-from harness.subject import NamedSubject, answered, called, kept_per_rank, named, offers, session
+from harness.subject import NamedSubject, answered, named, offers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +113,7 @@ def survey(
     try:
         clean = _undisturbed(trial, checks)
         asked = faults_of(clean.events, case.axes) if faults is None else tuple(faults)
-        return _looked_at_late(trial, [_result(trial, fault, clean, rules, first_only) for fault in asked])
+        return [_result(trial, fault, clean, rules, first_only) for fault in asked]
     finally:
         torch.set_num_threads(threads)
 
@@ -219,43 +217,3 @@ def _same(fault: Fault, clean: _Undisturbed, delivered: Mapping[RankCallIndex, b
     elsewhere = clean.delivered.keys() - fault.places
     same = all(clean.delivered[place] == delivered.get(place) for place in elsewhere)
     return UNREAD if same and same_outcomes(clean.outcomes, outcomes) else ""
-
-
-def _touched(trial: Trial) -> frozenset[RankCallIndex]:
-    """The results that the undisturbed program looks at before its rank's next call."""
-    touches, case = Touches(), trial.case
-
-    def program(rank: int) -> None:
-        with touches.on_rank(rank):
-            called(trial.subject.call, case, torch.device(trial.device))
-
-    intervened = Intervened(trial.engine, touches)
-    with chdir("."), session(trial.subject.call):
-        intervened.run(
-            program,
-            world_size=case.world_size,
-            seed=case.seed,
-            timeout_s=trial.timeout_s,
-            per_rank=kept_per_rank(trial.subject.call),
-        )
-    return touches.touched
-
-
-def _looked_at_late(trial: Trial, results: Sequence[FaultResult]) -> list[FaultResult]:
-    """The results, with the proof for late values that are not read before they come; one run for all of them.
-
-    It says more than UNREAD, which holds for the numbers of this run.
-    """
-
-    def needs_a_look(result: FaultResult) -> bool:
-        return result.fault.kind == "delay" and (result.survived or result.equivalent == UNREAD)
-
-    if not any(map(needs_a_look, results)):
-        return list(results)
-    touched = _touched(trial)
-    return [
-        replace(result, equivalent=UNTOUCHED)
-        if needs_a_look(result) and touched.isdisjoint(result.fault.places)
-        else result
-        for result in results
-    ]

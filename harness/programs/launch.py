@@ -94,12 +94,7 @@ def stated(tokens: str | None, cluster: str | None, case: str | None) -> Mapping
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add them to a parser; what follows them is the program."""
     parser.add_argument("--steps", metavar="FIRST:END", help="record these steps; END is not included (all)")
-    parser.add_argument(
-        "--profile",
-        metavar="torch,nsys,et",
-        help="profilers to run beside; et: torch's execution traces, and what follows from them; torch and et need "
-        "--steps",
-    )
+    parser.add_argument("--profile", metavar="torch,nsys", help="profilers to run beside; torch needs --steps")
     parser.add_argument("--tokens", metavar="N", help="tokens of all ranks in a step, for tokens a second")
     parser.add_argument("--cluster", metavar="NAME|FILE", help="the machine's links, to hold bandwidth against them")
     parser.add_argument("--case", metavar="WORDS", help="the layout as a case, to hold calls, bytes and time against")

@@ -23,7 +23,7 @@ from harness.errors import RequestError
 from harness.run_folder import link_latest, new_run_folder, writing
 
 VARIABLE = "SHARDPROOF_RECORD"
-TOOLS = ("torch", "nsys", "et")
+TOOLS = ("torch", "nsys")
 _JOBS = (
     ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"),
     ("SLURM_JOB_ID", "SLURM_STEP_ID"),
@@ -104,8 +104,8 @@ def tools_of(word: str | None, steps: tuple[int, int] | None) -> tuple[str, ...]
     for tool in tools:
         if tool not in TOOLS:
             raise RequestError(f"profile={tool}: is not a profiler; legal: {','.join(TOOLS)}")
-    if {"torch", "et"} & set(tools) and steps is None:
-        rule = "torch's profiler and its execution traces keep every operator, so they need the steps to watch"
+    if "torch" in tools and steps is None:
+        rule = "torch's profiler keeps every operator, so it needs the steps to watch"
         raise RequestError(f"profile={word}: {rule}; legal: --profile {word} --steps 10:12")
     return tools
 

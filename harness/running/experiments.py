@@ -28,8 +28,6 @@ from harness.running.request import Request
 from harness.running.store import Store
 from harness.subject import NamedSubject, domains_of
 
-__all__ = ["STOPPED", "Failed", "look_for_words", "words_needed"]
-
 _IN_ALL = 3
 """How many failures may take their whole time."""
 _GRACE_S = 10.0

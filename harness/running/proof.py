@@ -37,8 +37,6 @@ from harness.subject import NamedSubject, Unanswered, deviating, kept_per_rank, 
 from harness.torch_internals.compiler import leave_unloaded
 from harness.torch_internals.memory import give_back
 
-__all__ = ["NEED_WATCHING", "CaseResult", "ended_by", "prove", "with_traceback"]
-
 _UNDECIDED = (NoNumbers, NotComputed)
 """Programs that an engine could not run to their end, and that may well be right."""
 NEED_WATCHING = frozenset({"coverage", "activations", "activation_gradients", "determinism", "recording", "overlap"})

@@ -41,10 +41,6 @@ from harness.torch_internals.lookup import untested
 from harness.torch_internals.memory import keep_freed_memory
 
 _DRY = "dry: ranks had shapes and no numbers, so calls, bytes and their order were checked, and nothing else"
-_AT_ONCE = (
-    "inproc-concurrent: its ranks share the global random streams, the default dtype and the state of modules; what "
-    "fails here and passes with --engine inproc depends on one of them"
-)
 INTERRUPTED = 130  # the exit status after a Ctrl-C
 _REFUSED = "truth"
 """The check of a case that the dense model cannot compute, among others that it can."""
@@ -116,7 +112,6 @@ def run(request: Request, on_progress: Progress = lambda *_: None) -> RunResult:
             *store.notes,
             *filter(None, [untested()]),
             *([_DRY] if request.engine == "dry" else _truth_note(subject)),
-            *([_AT_ONCE] if request.engine == "inproc-concurrent" and _exit_status(results) == 1 else []),
             *(seen.notes if seen else ()),
             *notes,
             *_not_run(request, len(results)),

@@ -46,7 +46,6 @@ _PARTS = 10
 """Checks and diagnoses end by themselves; this many time limits without a word are none of theirs."""
 _BEGINS = "case"
 """The part of a case before its first run."""
-_IN_PROCESS = "inproc", "inproc-concurrent"
 _THREADS = "; all ranks are threads of one process: --engine pool tells which rank it was"
 _HELD = 2
 """Cases that a process holds: one in work, and one to go on with."""
@@ -67,7 +66,7 @@ class ProvingProcess:
     def __init__(self, process: ForkedProcess, request: Request) -> None:
         """Use this one, which runs `serve`, for a request."""
         self._process = process
-        self._limit_s, self._hint = request.timeout_s, _THREADS if request.engine in _IN_PROCESS else ""
+        self._limit_s, self._hint = request.timeout_s, _THREADS if request.engine == "inproc" else ""
         self._part, self._since_s = "", 0.0
         self.asked: deque[int] = deque()
         self.note = ""

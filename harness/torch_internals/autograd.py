@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
@@ -17,7 +16,7 @@ from torch.autograd import graph
 from torch.autograd.function import Function, FunctionCtx
 from torch.optim.optimizer import Optimizer
 
-from harness.torch_internals.lookup import found, probe
+from harness.torch_internals.lookup import found
 
 _RECORDING = "recording"
 
@@ -159,99 +158,3 @@ def unversioned(tensors: tuple[Tensor, ...]) -> Iterator[None]:
     """
     with contextlib.nullcontext() if _unversioned is None else _unversioned(tensors):
         yield
-
-
-@probe(
-    "phases and modules of recorded calls",
-    names="torch._C._current_graph_task_id _current_autograd_node _autograd._get_sequence_nr Node._sequence_nr",
-    otherwise="nothing can be recorded: MachineError",
-)
-def _numbers_backward() -> bool:
-    """A backward has a task, a node and numbers, and there are none outside it."""
-    seen: list[tuple[int, int, bool]] = []
-    leaf = torch.ones(2, requires_grad=True)
-    first = leaf * 2
-    numbers = number_of(first.grad_fn), next_number()
-    first.register_hook(lambda _gradient: seen.append((current_task(), 0, current_node() is not None)))
-    ends: list[int] = []
-    first.register_hook(lambda _gradient: when_backward_ends(lambda: ends.append(1)))
-    first.sum().backward()
-    outside = current_task() == -1 and current_node() is None
-    return numbers[0] + 1 == numbers[1] and outside and len(seen) == 1 and seen[0][0] >= 0 and ends == [1]
-
-
-class _Twice(Function):
-    """A Function that checks whether its forward is recognised from its frames."""
-
-    seen: bool = False
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """x * 2."""
-        frame: FrameType | None = sys._getframe()
-        inner: FrameType | None = None
-        while frame is not None and not _Twice.seen:
-            inside, context = function_context(frame, inner)
-            _Twice.seen = inside and context is ctx
-            frame, inner = frame.f_back, frame
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        """2 times the gradient."""
-        return gradients[0] * 2
-
-
-@probe(
-    "metrics distinguished from the forward of an autograd Function",
-    names="Function.apply.__func__, or FunctionCtx in the frame of a Function's forward",
-    otherwise="a loss in a module without parameters may be recorded as a metric",
-)
-def _knows_forward() -> bool:
-    _Twice.seen = False
-    _Twice.apply(torch.ones(2, requires_grad=True))
-    return _Twice.seen
-
-
-@probe("modules watched from outside", names="torch.nn.Module._call_impl", otherwise="calls have no module")
-def _is_called() -> bool:
-    calls: list[int] = []
-    with called_by(lambda original: lambda module, *given: calls.append(1) or original(module, *given)):  # type: ignore[func-returns-value]
-        nn.Identity()(torch.ones(1))
-    return calls == [1]
-
-
-@probe(
-    "missing sums located in the module that leaves them out",
-    names="torch.nn.Module._forward_hooks _forward_pre_hooks",
-    otherwise="the place may be a torch.nn module in place of the one around it",
-)
-def _sees_hooks() -> bool:
-    bare, hooked = nn.Identity(), nn.Identity()
-    hooked.register_forward_hook(lambda *_: None)
-    return has_hooks(hooked) and not has_hooks(bare)
-
-
-@probe(
-    "faults that autograd does not notice",
-    names="torch.autograd._unsafe_preserve_version_counter",
-    otherwise="autograd may refuse a tensor that a fault has overwritten",
-)
-def _counts_no_change() -> bool:
-    tensor = torch.ones(1)
-    before = version_of(tensor)
-    with unversioned((tensor,)):
-        tensor.add_(1)
-    return version_of(tensor) == before
-
-
-@probe(
-    "steps of programs that update parameters by hand on a GPU",
-    names="torch.Tensor._version",
-    otherwise="they count as micro-batches of step 0",
-)
-def _counts_changes() -> bool:
-    tensor = torch.ones(1)
-    before = version_of(tensor)
-    tensor.add_(1)
-    return version_of(tensor) > before

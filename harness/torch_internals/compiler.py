@@ -16,8 +16,6 @@ import torch
 from torch.optim import Optimizer
 from torch.utils import checkpoint
 
-from harness.torch_internals.lookup import probe
-
 _COMPILER = "torch._dynamo"
 _INSTEAD = "__dynamo_disable"
 """Where torch keeps what it calls in place of a function that is never to be compiled."""
@@ -101,20 +99,3 @@ def _unbroken(step: Callable[..., Any]) -> Callable[..., Any]:
             return plain(optimizer, *arguments, **words)
 
     return call
-
-
-@probe(
-    "optimizers and checkpoints without torch's compiler",
-    names="Optimizer.zero_grad and checkpoint, their __wrapped__.__dynamo_disable; SGD.step.__wrapped__; _dynamo",
-    otherwise="the first optimizer or checkpoint of a process takes a second longer",
-)
-def _stays_unloaded() -> bool:
-    if _COMPILER in sys.modules:  # then it is too late for a trial: only the names are looked at
-        return all(hasattr(wrapper, "__wrapped__") for wrapper in _never_compiled())
-    leave_unloaded()
-    weight = torch.ones(1, device="cpu", requires_grad=True)
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    optimizer.zero_grad()
-    checkpoint.checkpoint(torch.square, weight, use_reentrant=False).backward()
-    optimizer.step()
-    return _COMPILER not in sys.modules

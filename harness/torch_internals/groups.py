@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from harness.torch_internals.lookup import found, lacking, probe
+from harness.torch_internals.lookup import found, lacking
 
 _Class = TypeVar("_Class", bound=type)
 _internals: Any = torch._C._distributed_c10d
@@ -124,32 +124,6 @@ def _telling(kind: Any, names: Iterable[str], waited_for: Callable[[int], None])
             setattr(kind, name, original)
 
 
-@probe(
-    "the dry engine and its timelines",
-    names="fake_pg.FakeStore FakeProcessGroup._create_internal ProcessGroup._register_backend FakeWork.wait",
-    otherwise="no dry engine, and no recording on real backends: MachineError",
-)
-def _waits() -> bool:
-    """A call of the fake group gives a work whose wait is seen."""
-    seen: list[int] = []
-    work = fake_group().allreduce([torch.ones(2)], dist.AllreduceOptions())
-    with waits_of_fakes(seen.append):
-        work.wait()
-    return fake_store() is not None and seen == [id(work)]
-
-
-@probe(
-    "groups that answer torch",
-    names="_allgather_base _reduce_scatter_base _start_coalescing _end_coalescing _source_rank _get_backend "
-    "_device_types _has_hooks",
-    otherwise="flat collectives, batched messages or any-source receives fail in the in-process engine",
-)
-def _calls_by_private_names() -> bool:
-    """Of every method that is answered under two names, torch has one."""
-    owners = dist.ProcessGroup, dist.Work
-    return all(any(hasattr(owner, name) for owner in owners for name in pair) for pair in _PRIVATE_NAMES.items())
-
-
 default_store: Any = found(c10d, "_get_default_store", "waiting for all ranks without a call")
 """The store over which the ranks of the world met. Uses distributed_c10d._get_default_store."""
 
@@ -170,12 +144,3 @@ def flight_record() -> list[Mapping[str, Any]]:
         return []
     entries: list[Mapping[str, Any]] = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
     return sorted(entries, key=lambda entry: int(entry["record_id"]))
-
-
-@probe(
-    "the Flight Recorder beside a torch trace",
-    names="torch._C._distributed_c10d._dump_fr_trace_json",
-    otherwise="`--profile torch` has the trace alone",
-)
-def _is_a_log() -> bool:
-    return isinstance(flight_record(), list)

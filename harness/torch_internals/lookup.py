@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -12,21 +10,6 @@ from harness.errors import MachineError
 
 TESTED = ((2, 11), (2, 15))
 """First and last release of torch that `make compat` was run with; all between them as well."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
-    """What a feature needs of torch: `works()` tries it; `otherwise` is what holds where it does not work."""
-
-    feature: str
-    names: str
-    otherwise: str
-    works: Callable[[], bool]
-
-
-def probe(feature: str, *, names: str, otherwise: str) -> Callable[[Callable[[], bool]], Probe]:
-    """A decorator: the function is the trial of a probe, which takes its place."""
-    return lambda works: Probe(feature=feature, names=names, otherwise=otherwise, works=works)
 
 
 def tested_span() -> str:

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.torch_internals.lookup import probe
-
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 """Parameters of glibc's mallopt, by malloc.h."""
 _KEPT_BYTES = 2**30
@@ -75,13 +73,3 @@ def _glibc(name: str, *words: int) -> None:
     """Call a function of glibc, if that is what there is."""
     with contextlib.suppress(OSError, AttributeError):
         getattr(ctypes.CDLL(None), name)(*words)
-
-
-@probe(
-    "memory counted by storage",
-    names="UntypedStorage._cdata",
-    otherwise="the identity of the Python object stands for it",
-)
-def _one_storage_one_number() -> bool:
-    whole = torch.empty(4, device="meta")
-    return storage_id(whole) == storage_id(whole[1:]) != storage_id(torch.empty(4, device="meta"))

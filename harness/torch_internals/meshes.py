@@ -25,8 +25,6 @@ from typing import Any
 import torch.distributed.nn.functional  # noqa: F401
 from torch.distributed import device_mesh
 
-from harness.torch_internals.lookup import probe
-
 _TABLES = {
     "torch.distributed.tensor._redistribute": ("_gen_transform_infos.cache_clear", "clear_redistribute_planner_cache"),
     "torch.distributed.tensor._collective_utils": ("MeshTopoInfo.build_from_mesh.cache_clear",),
@@ -70,15 +68,3 @@ def _empty_tables() -> None:
                 target = getattr(target, part, None)
             if target is not None:
                 target()
-
-
-@probe(
-    "meshes of rank threads kept apart",
-    names="torch.distributed.device_mesh.get_backend, threading; caches of torch.distributed.tensor",
-    otherwise="uneven shards of DTensor in the in-process engine may take another rank's cached plan",
-)
-def _tells_threads_apart() -> bool:
-    module: Any = device_mesh
-    with kept_apart(lambda: 3):
-        threaded, number = module.get_backend(), module.threading.get_ident()
-    return threaded == "threaded" and number % _RANKS == 3 and module.threading is threading

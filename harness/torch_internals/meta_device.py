@@ -17,10 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional
 
-from harness.torch_internals.groups import fake_group
-from harness.torch_internals.lookup import probe
 from harness.torch_internals.operators import arguments_of, dispatch_keys, has_kernel, kernels, operator_names
 
 _aten: Any = torch.ops.aten
@@ -70,20 +67,6 @@ def _backend_of_meta() -> Iterator[None]:
         kind._get_backend = original
 
 
-@probe(
-    "coalesced collectives, batches of messages and device modules on the meta device",
-    names="torch._C.DispatchKeySet, DispatchKey.CPU; kernels of c10d for the CPU; ProcessGroup._get_backend",
-    otherwise="a dry run of FSDP2, DTensor, a coalesced collective or a batch of messages is unknown",
-)
-def _reaches_the_group() -> bool:
-    tensors: list[Tensor] = [torch.ones(2, device="meta")]
-    with meta_device():
-        work = fake_group().allreduce_coalesced(tensors, dist.AllreduceCoalescedOptions())
-        device = torch.get_device_module("meta").current_device()
-        backend = fake_group()._get_backend(torch.device("meta"))
-    return isinstance(work, dist.Work) and device == 0 and backend is not None and not hasattr(torch, "meta")
-
-
 @contextmanager
 def fused_attention() -> Iterator[None]:
     """Within it, attention on meta tensors takes the fused kernel, in every thread of this process.
@@ -119,22 +102,3 @@ def _attention(
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
     out, _rows = FUSED(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
     return out  # type: ignore[no-any-return]
-
-
-@probe(
-    "attention of dry runs by the fused kernel",
-    names="torch.ops.aten._scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_attention_math",
-    otherwise="attention is decomposed, and its memory overestimated",
-)
-def _saves_no_scores() -> bool:
-    """Backward of 8 queries of 4 numbers keeps q, k, v, out and a row of 8, and no 8 by 8 scores."""
-    q = torch.empty(1, 1, 8, 4, device="meta", requires_grad=True)
-    saved: list[tuple[int, ...]] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.append(tuple(tensor.shape))
-        return tensor
-
-    with fused_attention(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = functional.scaled_dot_product_attention(q, q, q, is_causal=True)
-    return out.shape == q.shape and bool(saved) and all(shape[-2:] != (8, 8) for shape in saved)

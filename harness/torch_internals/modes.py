@@ -11,8 +11,6 @@ from torch import Tensor
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.torch_internals.lookup import probe
-
 DispatchMode = TorchDispatchMode
 """Sees every operator of its thread. torch.utils._python_dispatch.TorchDispatchMode, which the documentation names."""
 leaves: Callable[[Any], list[Any]] = _pytree.tree_leaves
@@ -104,42 +102,3 @@ def not_deterministic() -> None:
     Uses torch._C._set_deterministic_algorithms, else that function.
     """
     getattr(torch._C, "_set_deterministic_algorithms", torch.use_deterministic_algorithms)(False)
-
-
-class _Counting(DispatchMode):
-    """Counts operators."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count one."""
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-@probe(
-    "collectives of the in-process engine that autograd and modes do not see",
-    names="torch._C._AutoDispatchBelowAutograd _DisableTorchDispatch _len_torch_dispatch_stack; _foreach_copy_",
-    otherwise="torch.no_grad stands for it; dispatch modes see what collectives compute",
-)
-def _hides() -> bool:
-    leaf, counting = torch.ones(2, requires_grad=True), _Counting()
-    out = torch.zeros(2)
-    with counting, unseen():
-        copy_each([out], [leaf * 2])
-    version = out._version
-    with counting:
-        on, _twice = modes_are_on(), leaf * 2
-    return counting.count == 1 and bool(on) and not modes_are_on() and version == 1 and not out.requires_grad
-
-
-@probe(
-    "threads used again",
-    names="torch._C._dispatch_tls_local_include_set _dispatch_tls_local_exclude_set",
-    otherwise="every rank gets a new thread, 0.3 ms each",
-)
-def _shows_switches() -> bool:
-    before = switches()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = switches()
-    return before == switches() != inside

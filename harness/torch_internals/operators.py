@@ -7,11 +7,9 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from harness.torch_internals.groups import fake_group
-from harness.torch_internals.lookup import found, probe
+from harness.torch_internals.lookup import found
 
 _RECORDING = "recording on real backends"
 _GROUP = "c10d.ProcessGroup"
@@ -105,40 +103,3 @@ def end_functional(tensor: Tensor) -> None:
     Uses torch.ops._c10d_functional.wait_tensor.
     """
     torch.ops._c10d_functional.wait_tensor.default.redispatch(dispatch_keys("CompositeExplicitAutograd"), tensor)
-
-
-@probe(
-    "operators of collectives known by their schemas",
-    names="torch._C._dispatch_get_all_op_names OpOverload._schema _opname _overloadpacket",
-    otherwise="no recording on real backends: MachineError",
-)
-def _has_schemas() -> bool:
-    names = operator_names("c10d")
-    read = arguments_of(torch.ops.c10d.allgather_.default)
-    wanted = [("output_tensors", "tensors"), ("input_tensors", "tensors"), ("process_group", "group")]
-    named = full_name(torch.ops.aten.mm.out) == "aten::mm.out" and full_name(torch.ops.aten.mm.default) == "aten::mm"
-    return "allreduce_" in names and named and [tuple(argument) for argument in read[:3]] == wanted
-
-
-@probe(
-    "calls of real backends recorded at the dispatcher",
-    names="torch.library.Library._destroy torch._C.DispatchKey.BackendSelect OpOverload.redispatch",
-    otherwise="no recording on real backends: MachineError",
-)
-def _can_be_wrapped() -> bool:
-    """A kernel at BackendSelect sees a call, passes it on, and is gone afterwards."""
-    name, seen = "c10d::allreduce_", []
-    if has_kernel(name, "BackendSelect"):
-        return True  # the recorder is on, and it proves itself when it is entered
-    operator = torch.ops.c10d.allreduce_.default
-
-    def kernel(keys: Any, *arguments: Any) -> Any:
-        seen.append(arguments[0][0].numel())
-        return operator.redispatch(keys.remove(BACKEND_SELECT), *arguments)
-
-    group, options = fake_group(), dist.AllreduceOptions()
-    with kernels("c10d", "BackendSelect") as add:
-        add("allreduce_", kernel, with_keyset=True)
-        group.allreduce([torch.ones(3)], options).wait()
-    group.allreduce([torch.ones(3)], options).wait()
-    return seen == [3] and not has_kernel(name, "BackendSelect")

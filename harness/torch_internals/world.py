@@ -9,7 +9,6 @@ imported earlier are redirected as well.
 from __future__ import annotations
 
 import concurrent.futures.thread as executors
-import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from harness.errors import RequestError
-from harness.torch_internals.lookup import lacking, probe
+from harness.torch_internals.lookup import lacking
 
 _FEATURE = "the in-process engine"
 _registry: Any = torch._C._distributed_c10d
@@ -216,33 +215,6 @@ def groups_made_by(maker: Callable[[Maker, inspect.BoundArguments], tuple[Any, A
         yield
 
 
-@probe(
-    "a world of torch.distributed for every rank thread",
-    names="torch.distributed.distributed_c10d._world _World, torch._C._distributed_c10d._set_thread_isolation_mode",
-    otherwise="no in-process engine: MachineError",
-)
-def _has_own_world() -> bool:
-    with contextlib.suppress(RequestError), by_thread() as ranks:
-        world: Any = c10d._world
-        before = world.group_count
-        ranks[get_ident()] = mine = Tables()
-        world.group_count = 7
-        own = world.pg_map is mine.pg_map and mine.group_count == 7 and world.default_pg is None
-        leave_world()
-        return own and world.group_count == before
-    return rank_tables() is not None  # a run is active, so it works
-
-
-@probe(
-    "groups made by an engine",
-    names="torch.distributed.distributed_c10d._new_process_group_helper",
-    otherwise="neither the in-process engine nor the pool: MachineError",
-)
-def _names_its_arguments() -> bool:
-    names = inspect.signature(c10d._new_process_group_helper).parameters
-    return {"backend", "group_name", "global_ranks_in_group", "group_size"} <= set(names)
-
-
 @contextmanager
 def redirected(function: Callable[..., Any], replacement: Callable[..., Any]) -> Iterator[None]:
     """In the body, `function` is `replacement`, which is given the original first. Raises MachineError if it cannot."""
@@ -262,15 +234,3 @@ def _inner(function: Callable[..., Any]) -> CellType:
         if getattr(cell.cell_contents, "__name__", "") == function.__name__:
             return cell
     raise lacking("the world of an engine", f"wrapper that holds {function.__name__}")
-
-
-@probe(
-    "init_process_group and split_group redirected where user code imported them earlier",
-    names="the closure of torch's logging wrapper",
-    otherwise="neither the in-process engine nor the pool: MachineError",
-)
-def _is_redirected() -> bool:
-    calls: list[str] = []
-    with redirected(dist.init_process_group, lambda _original, *words, **_named: calls.append(str(*words))):
-        dist.init_process_group("nothing")
-    return calls == ["nothing"]

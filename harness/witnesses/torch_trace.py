@@ -72,12 +72,6 @@ def backend_word(op: str) -> str:
     return "all_reduce" if op == "reduce_scatter" else op
 
 
-def op_of(name: str) -> str:
-    """What a `c10d::` operator is in the ledger, "" for one that is no call."""
-    operator = _OPERATORS.get(name.removeprefix("c10d::"))
-    return "" if operator is None else operator.op
-
-
 def read_traces(folder: Path, world_size: int) -> list[Sighting]:
     """The sightings of every rank. Raises MachineError when a rank left no readable trace."""
     return [seen for rank in range(world_size) for seen in read_rank(folder / f"rank{rank}{TRACE_SUFFIX}", rank)]

@@ -1,14 +1,14 @@
 """Two checkpoints of any layouts, compared tensor by tensor: what agrees, and what the first difference is.
 
 Full tensors are compared, whatever chunks they were written in, bit for bit (in the wider dtype where dtypes differ).
+A cause is stated only where it gives every element of B from those of A.
 States of streams belong to ranks, and are compared where both were written by ranks that lie alike.
 """
 
 from __future__ import annotations
 
 import re
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,19 +16,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from parallel.checkpoints.causes import cause, same, unlike
 from parallel.checkpoints.errors import CheckpointError
 from parallel.checkpoints.folder import Stored
 from parallel.checkpoints.state import RANKS
 from parallel.checkpoints.weights import Weights
 from reference.case import Case
-from reference.checkpoints.foreign import Form, is_foreign, is_megatron, parameters, write
+from reference.checkpoints.foreign import Form, is_foreign, is_megatron, parameters
 from reference.errors import CaseError
-
-__all__ = ["CheckpointComparison", "Likeness", "Unlike", "compare", "export"]
 
 Source = Stored | Weights
 _TABLE = "model.embedding.tokens.weight"
+_VOCABULARY = re.compile(r"(embedding\.tokens|head)\.weight")
 _KINDS = (
     ("parameters", r"model\."),
     ("moments", r"optimizer\..*\.exp_avg(_sq)?$"),
@@ -100,34 +98,6 @@ def compare(a: str, b: str, pattern: str = "*") -> CheckpointComparison:
         others=tuple(differ[1:]),
         notes=tuple(notes),
     )
-
-
-def export(a: str, folder: str, like: str) -> int:
-    """Write the parameters of A in the form of another system's folder, which must be of the same model; returns how
-    many they are.
-
-    Raises CheckpointError for a folder that exists, for what cannot be read, and for a model of other parameters.
-    """
-    if Path(folder).exists():
-        raise CheckpointError(folder, "exists", "a folder that does not exist")
-    if not is_foreign(Path(like)):
-        raise CheckpointError(like, "is of no other system", "a folder that save_pretrained or Megatron-Core wrote")
-    one, other = _opened(Path(a), Path(like))
-    held = {key.removeprefix("model."): one.full(key) for key in one.tensors if key.startswith("model.")}
-    for key, tensor in other.tensors.items():
-        mine = held.get(key.removeprefix("model.")) if key in one.tensors else None
-        if mine is None or tuple(mine.shape) != tuple(tensor.size):
-            what = f"holds no {key} of {tuple(tensor.size)}, as {like} does"
-            raise CheckpointError(a, what, "a checkpoint of the same model")
-    try:
-        write(Path(folder), Path(like), held)
-    except CaseError as problem:
-        raise CheckpointError(folder, problem.rule, problem.legal) from problem
-    except OSError as problem:
-        shutil.rmtree(folder, ignore_errors=True)
-        what = f"cannot be written ({problem.strerror or problem})"
-        raise CheckpointError(folder, what, "a new folder in one that can be written to") from problem
-    return len(held)
 
 
 def _opened(a: Path, b: Path) -> tuple[Source, Source]:
@@ -237,6 +207,40 @@ def _explained(one: Source, other: Source, key: str) -> Unlike:
         pieces=f"{_wrote('A', one, key, at)}; {_wrote('B', other, key, at)}",
         cause=found,
     )
+
+
+def cause(key: str, a: Tensor, b: Tensor, read: Callable[[str], Tensor], shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """What turns `a` into `b`: rows of a padded vocabulary, a transpose, nothing written, another key, a shorter dtype.
+
+    `read` gives the other tensors of A, whose `shapes` these are. "" where it is none of these.
+    """
+    few, many = sorted((a, b), key=Tensor.numel)
+    if few.dim() and few.shape[1:] == many.shape[1:] and len(few) < len(many) and same(few, many[: len(few)]):
+        rows = f"{len(many) - len(few)} rows of the padded vocabulary behind the {len(few)} of its tokens"
+        return f"{'B' if many is b else 'A'} kept {rows}" if _VOCABULARY.search(key) else ""
+    if a.dim() == 2 and same(a.t(), b):
+        return "B is A transposed"
+    if not key.startswith("rng.") and not b.any():
+        return "B is zero throughout: nothing was written there"
+    kind = key.partition(".")[0].replace("optimizer", "model")  # a parameter and its moment may be exchanged
+    alike = [name for name, shape in shapes.items() if name != key and shape == tuple(b.shape)]
+    for other in alike if bool((b != b.flatten()[:1]).any()) else ():
+        if other.partition(".")[0].replace("optimizer", "model") == kind and same(read(other).to(b.dtype), b):
+            return f"B holds there what A holds as {other}"
+    for dtype in (torch.float16, torch.bfloat16) if a.is_floating_point() else ():
+        if same(a.to(dtype).to(a.dtype), b):
+            return f"B is A rounded to {_word(dtype)}"
+    return ""
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors hold the same numbers; NaN is NaN."""
+    return a.shape == b.shape and not unlike(a, b).any()
+
+
+def unlike(a: Tensor, b: Tensor) -> Tensor:
+    """Which elements of two tensors of one shape differ; NaN is NaN."""
+    return (a != b) & ~(a.isnan() & b.isnan()) if a.is_floating_point() else a != b
 
 
 def _other_words(key: str, shapes: Mapping[str, object], has: str) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["CheckpointError"]
-
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be read, or cannot be loaded here: names the folder, what is wrong and what is legal."""

@@ -31,8 +31,6 @@ from parallel.checkpoints.errors import CheckpointError
 from parallel.checkpoints.planners import BoxReader, BoxWriter
 from parallel.communication.layout import Box
 
-__all__ = ["METADATA", "Stored", "commit", "next_data", "write_part"]
-
 METADATA, _SUMS = ".metadata", "sums.json"
 _DATA, _RANK = "data-", "rank-"
 

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from parallel.checkpoints.folder import Stored
     from parallel.checkpoints.weights import Weights
 
-__all__ = ["load"]
-
 
 def load(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path) -> int:
     """Replace parameters, the optimizer's states, the loss scale and, where the ranks lie as those that saved, the

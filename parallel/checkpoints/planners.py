@@ -31,8 +31,6 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from parallel.communication.layout import Box
 
-__all__ = ["BoxReader", "BoxWriter", "chunk_of"]
-
 
 def chunk_of(box: Box) -> ChunkStorageMetadata:
     """Where a box lies in its full tensor."""

@@ -23,8 +23,6 @@ from reference.checkpoints.whole import tensors
 from reference.model.parameters import shapes
 from reference.training.states import kept
 
-__all__ = ["SAVING", "read_again", "save"]
-
 _FAILED = "has a rank failed?"
 SAVING = CallRow(
     "", "checkpoint", "all_reduce max", "1", _FAILED, axis="checkpoint", dtype="int64", times="1", when="save"

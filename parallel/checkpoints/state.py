@@ -26,20 +26,6 @@ from parallel.communication.mesh import coordinates
 from parallel.model.strategy import Rank
 from reference.case import Case
 
-__all__ = [
-    "MOMENTS",
-    "RANKS",
-    "SCALE",
-    "STEPS",
-    "StateTensor",
-    "computing",
-    "keys",
-    "ranks_of",
-    "rng_keys",
-    "trained",
-    "writes",
-]
-
 STEPS, SCALE, RANKS = "train.steps", "train.loss_scale", "train.ranks"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -11,8 +11,6 @@ from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorag
 
 from parallel.communication.layout import Box
 
-__all__ = ["Weights"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:

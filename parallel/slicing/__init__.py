@@ -5,7 +5,7 @@
     held          the ranges of elements that each rank holds, put together from parts
     heads         attention: heads of each rank, and the order in which a fused weight holds query, key and value
     strided       DeepSpeed's two copies by shapes alone (`strided_copy`, `copy`), and the scales of quantised weights
-    laws          what holds for every right slice, and the inverse of one
+    laws          the inverse of a slice
     families      the tensors of a layer by model family, and how each is cut
     words         the words of a slice: `family=opt hidden=768 heads=12 tp=2`
     checkpoint    a checkpoint cut and put together again

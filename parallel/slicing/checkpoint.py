@@ -22,8 +22,6 @@ from parallel.slicing.slices import Slice, slices
 from parallel.slicing.strided import placed
 from parallel.slicing.words import Sliced
 
-__all__ = ["Checked", "check"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from reference.errors import CaseError
 
-__all__ = ["SliceError"]
-
 
 class SliceError(CaseError):
     """A slice that cannot be: a ValueError that names the key, the value, the rule and a legal value."""

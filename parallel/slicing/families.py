@@ -18,8 +18,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["FAMILIES", "ROLES", "Family", "Linear"]
-
 ROLES = ("q", "k", "v", "value", "qkv", "out", "up", "gate_up", "down")
 
 

@@ -23,8 +23,6 @@ from parallel.slicing.errors import SliceError
 from parallel.slicing.held import Held, in_units, joined
 from parallel.slicing.sizes import even_shares
 
-__all__ = ["ORDERS", "SPARE", "Heads", "HeadShare", "fused_rows", "kv_rows", "query_rows", "shared_qk_rows", "shares"]
-
 SPARE = ("refuse", "empty", "replicate")
 """What becomes of ranks for which no kv head is left."""
 CODEGEN_BLOCKS = 4

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["Held", "Ranges", "beside", "in_turn", "in_units", "joined", "on_all", "times_held", "widths"]
-
 Ranges = tuple[range, ...]
 """What one rank holds, in the order in which it holds it."""
 Held = tuple[Ranges, ...]
@@ -22,11 +20,6 @@ def in_turn(sizes: Sequence[int], *, first: int = 0) -> Held:
         found.append(joined([range(first, first + size)]))
         first += size
     return tuple(found)
-
-
-def on_all(length: int, ranks: int, *, first: int = 0) -> Held:
-    """Every rank holds the same `length` elements from element `first` on."""
-    return (joined([range(first, first + length)]),) * ranks
 
 
 def beside(*parts: Held) -> Held:

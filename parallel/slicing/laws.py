@@ -1,13 +1,4 @@
-"""What holds for every right slice, checked on the elements that ranks hold, and the exact inverse.
-
-    broken(...)   the laws that a slice of a dim breaks, in words: every element is held, and once but for copies that
-                  are declared; a rank holds whole heads; its query heads meet their key and value head; its part of a
-                  fused weight is again a weight of the same order, with fewer heads; and these are the heads whose
-                  columns of the output projection it holds
-    inverse(...)  the whole tensor from all parts; copies must be equal bit for bit
-
-The laws know nothing of how a slice was computed, so that what another system cuts can be held against them.
-"""
+"""The whole tensor from the parts of all ranks; copies must be equal bit for bit."""
 
 from __future__ import annotations
 
@@ -18,91 +9,7 @@ from torch import Tensor
 
 from parallel.communication.layout import Placement, gather, meshgrid, pieces
 from parallel.slicing.errors import SliceError
-from parallel.slicing.heads import ORDERS, Heads
-from parallel.slicing.held import Held, Ranges, times_held
-
-__all__ = ["broken", "copies", "inverse", "same_bits", "separated"]
-
-
-def copies(held: Held, length: int) -> int:
-    """How many elements are held more than once, each counted as often as it is held too many times."""
-    return sum(max(times - 1, 0) for times in times_held(held, length))
-
-
-def broken(
-    held: Held,
-    length: int,
-    *,
-    heads: Heads | None = None,
-    order: str = "",
-    context: Held = (),
-    unit: int = 1,
-    copied: int = 0,
-) -> list[str]:
-    """The laws that this slice of a dim of `length` elements breaks; none for a right one.
-
-    `heads` and `order`: the dim is that of a fused weight, and `context` what the ranks hold of the output projection's
-    columns. `unit`: elements of a head, of a weight of query, key or value alone. `copied`: how many elements are meant
-    to be held once too often.
-    """
-    beyond = [part.stop for own in held for part in own if part.stop > length]
-    if beyond:
-        return [f"element {max(beyond) - 1} is held, and there are {length}"]
-    times = times_held(held, length)
-    found = []
-    if lost := times.count(0):
-        found.append(f"{lost} of {length} elements are held by no rank, the first is {times.index(0)}")
-    if copies(held, length) != copied:
-        found.append(f"{copies(held, length)} elements are held more than once, {copied} are meant to be")
-    cuts = [cut for own in held for part in own for cut in (part.start, part.stop) if cut % unit]
-    if cuts:
-        found.append(f"the cut at element {cuts[0]} falls inside a head of {unit}")
-    if heads is not None:
-        for rank, own in enumerate(held):
-            columns = context[rank] if context else ()
-            found += [f"rank {rank}: {law}" for law in separated(own, heads, order, columns)]
-    return found
-
-
-def separated(own: Ranges, heads: Heads, order: str, columns: Ranges) -> list[str]:
-    """What keeps one rank's part of a fused weight from being a weight of the same order with fewer heads, namely those
-    of these columns of the output projection.
-    """
-    rows = [row for part in own for row in part]
-    size = heads.size
-    units = [rows[start : start + size] for start in range(0, len(rows), size)]
-    if any(unit[0] % size or unit != list(range(unit[0], unit[0] + size)) for unit in units):
-        return [f"holds a part of a head: its {len(rows)} rows are not whole heads of {size}"]
-    whole = ORDERS[order](heads.query, heads.kv)
-    real = [whole[unit[0] // size] for unit in units]
-    query, key, value = (sum(part == own for own, _ in real) for part in "qkv")
-    if key != value or bool(key) != bool(query) or (key and query % key):
-        return [f"holds {query} query heads, {key} key heads and {value} value heads, which share nothing evenly"]
-    if not key:
-        return []
-    try:
-        slots = ORDERS[order](query, key)
-    except SliceError as problem:
-        return [str(problem)]
-    held = dict(zip(slots, real, strict=True))
-    for (part, number), (found, _) in held.items():
-        if part != found:
-            return [f"takes a head of {found} for its {part} head {number}"]
-    for (part, number), (_, head) in held.items():
-        partner = held["k", number * key // query if part == "q" else number][1]
-        if part == "q" and head // heads.group != partner:
-            return [f"query head {head} meets key head {partner}"]
-        if part == "v" and head != partner:
-            return [f"value head {head} meets key head {partner}"]
-    mine = [held["q", number][1] for number in range(query)]
-    theirs = [column // size for part in columns for column in part][::size]
-    if mine != theirs:
-        return [f"its query heads are {_list(mine)}, its columns of the output projection those of {_list(theirs)}"]
-    return []
-
-
-def _list(numbers: list[int]) -> str:
-    return " ".join(map(str, numbers)) or "none"
+from parallel.slicing.held import times_held
 
 
 def inverse(parts: Sequence[Tensor], place: Placement) -> Tensor:

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from parallel.slicing.errors import SliceError
 
-__all__ = ["even_shares", "follows_heads", "nonempty", "shard_sizes"]
-
 _MLP = frozenset({"mlp", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 """Parts of a module's path that mark an MLP: its features belong to no head."""
 _HEADS = frozenset({"lm_head", "embed_out"})

@@ -14,14 +14,11 @@ from dataclasses import dataclass
 from parallel.communication.layout import Cut, Placement
 from parallel.slicing.errors import SliceError
 from parallel.slicing.families import Linear
-from parallel.slicing.heads import Heads, fused_rows, kv_rows, query_rows, shared_qk_rows
+from parallel.slicing.heads import fused_rows, kv_rows, query_rows, shared_qk_rows
 from parallel.slicing.held import Held, beside, in_turn
-from parallel.slicing.laws import broken
 from parallel.slicing.sizes import nonempty, shard_sizes
 from parallel.slicing.strided import plain, strided
 from parallel.slicing.words import Sliced
-
-__all__ = ["Slice", "slices"]
 
 Shape = tuple[int, ...]
 _WHOLE = "whole"
@@ -37,9 +34,6 @@ class Slice:
     transposed  it is the transpose of that: [in, out]
     place       its whole shape, and the elements of one dim that every rank holds
     rule        in words
-    heads       of a fused query/key/value weight, with `order` and the columns of the output projection that the ranks
-                hold (`context`); None for any other tensor
-    unit        elements of a head in the cut dim of a weight of query, key, value or context alone; else 1
     copied      elements of the cut dim that lie on a rank more than one, counted for each such rank
     """
 
@@ -48,28 +42,7 @@ class Slice:
     place: Placement
     rule: str
     transposed: bool = False
-    heads: Heads | None = None
-    order: str = ""
-    context: Held = ()
-    unit: int = 1
     copied: int = 0
-
-    @property
-    def broken(self) -> list[str]:
-        """The laws that this slice breaks, in words (`parallel.slicing.laws`); none."""
-        if not self.place.cuts:
-            return []
-        (cut,) = self.place.cuts
-        length = self.place.shape[cut.dim or 0]
-        return broken(
-            cut.held,
-            length,
-            heads=self.heads,
-            order=self.order,
-            context=self.context,
-            unit=self.unit,
-            copied=self.copied,
-        )
 
 
 def slices(sliced: Sliced) -> tuple[Slice, ...]:
@@ -91,7 +64,6 @@ def _autotp(sliced: Sliced) -> Iterator[Slice]:
         held, rule = _cut(sliced, linear)
         rows = linear.role not in ("out", "down")
         shape = _shape(sliced, linear.role)
-        fused = linear.role == "qkv"
         names = [f"{linear.name}.weight"] + ([f"{linear.name}.bias"] if sliced.bias and linear.biased else [])
         for name in names:
             if name.endswith("bias") and not rows:
@@ -102,10 +74,6 @@ def _autotp(sliced: Sliced) -> Iterator[Slice]:
                 sources=(name,),
                 place=_held(shape if name.endswith("weight") else shape[:1], int(not rows), held),
                 rule=rule,
-                heads=sliced.attention if fused else None,
-                order=sliced.architecture.order if fused else "",
-                context=query_rows(sliced.attention, sliced.tp, spare=sliced.spare) if fused else (),
-                unit=sliced.head_dim if linear.role in ("q", "k", "v", "value", "out") else 1,
                 copied=_copied(sliced, linear.role),
             )
     yield from _norms(sliced)
@@ -180,8 +148,7 @@ def _container(sliced: Sliced) -> Iterator[Slice]:
         place = plain((width, hidden), (width // tp, hidden), ranks=tp)
         sources = (f"{linears[0]}.weight", f"{linears[0]}.bias")
         rule = "its input features; outputs are summed"
-        unit = heads.size if name == "attn_o" else 1
-        yield Slice(name=f"{name}w", sources=sources[:1], place=place, rule=rule, transposed=True, unit=unit)
+        yield Slice(name=f"{name}w", sources=sources[:1], place=place, rule=rule, transposed=True)
         if sliced.bias:
             whole = plain((hidden,), (hidden,), ranks=tp)
             yield Slice(name=f"{name}b", sources=sources[1:], place=whole, rule=_AFTER)
@@ -201,9 +168,6 @@ def _columns(sliced: Sliced, name: str, linears: list[str], parts: tuple[int, ..
                 place=strided(src, dst, ranks=tp, parts=parts),
                 rule=rule,
                 transposed=leaf == "weight",
-                heads=sliced.attention if name == "attn_qkv" else None,
-                order="blocks" if name == "attn_qkv" else "",
-                context=query_rows(sliced.attention, tp) if name == "attn_qkv" else (),
             )
 
 

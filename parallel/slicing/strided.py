@@ -23,8 +23,6 @@ from parallel.communication.layout import Cut, Placement, shard
 from parallel.slicing.errors import SliceError
 from parallel.slicing.held import Held, beside, in_turn
 
-__all__ = ["ORIENTATIONS", "equal_parts", "features_dim", "parts_held", "placed", "plain", "scales", "strided"]
-
 ORIENTATIONS = ("in-out", "out-in")
 Shape = tuple[int, ...]
 

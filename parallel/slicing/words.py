@@ -18,8 +18,6 @@ from reference.errors import CaseError
 from reference.language.core import mlp_width
 from reference.language.words import LARGEST_SIZE, Meaning, described, read, word
 
-__all__ = ["CONTAINERS", "PATHS", "Sliced"]
-
 PATHS = ("autotp", "container")
 CONTAINERS = ("opt", "llama")
 """Families with a container here; the other families are cut by AutoTP."""

@@ -1,14 +1,13 @@
-"""Folders of other systems: which system wrote one, its parameters in the names of the dense model, and the way back.
+"""Folders of other systems: which system wrote one, and its parameters in the names of the dense model.
 
     Hugging Face      config.json and files of safetensors, as `save_pretrained` writes them
     Megatron-Core     metadata.json and files of torch's format, as `dist_checkpointing.save` writes them
 
-Parameters alone are read and written.
+Parameters alone are read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +16,6 @@ from torch import Tensor
 from reference.checkpoints import hugging_face, megatron
 from reference.checkpoints.fused import Unfit, joined, kv_heads_of, parted
 from reference.errors import CaseError
-
-__all__ = ["Form", "is_foreign", "is_megatron", "parameters", "write"]
 
 is_megatron = megatron.is_megatron
 _ONE_MODEL = "the tensors of one model"
@@ -61,20 +58,6 @@ def parameters(folder: Path, form: Form) -> dict[str, Tensor]:
         return joined(parts, kv_heads, qkv=form.fuse_qkv, mlp=form.fuse_mlp)
     except Unfit as problem:
         raise CaseError("load", str(folder), str(problem), _ONE_MODEL) from problem
-
-
-def write(folder: Path, like: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write parameters of the dense model into a new folder, in the form of another one of their system.
-
-    Raises CaseError as `parameters`, and for a parameter that the other folder's model does not have.
-    """
-    try:
-        if is_megatron(like):
-            megatron.write(folder, like, joined(tensors, kv_heads_of(tensors), qkv=True, mlp=True))
-        else:
-            hugging_face.write(folder, like, parted(tensors, hugging_face.heads(like)[1]))
-    except Unfit as problem:
-        raise CaseError("like", str(like), f"is of another model than what {problem}", _ONE_MODEL) from problem
 
 
 def _kv_heads(folder: Path, held: int, wanted: int) -> int:

@@ -13,8 +13,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-__all__ = ["Unfit", "joined", "kv_heads_of", "parted"]
-
 
 class Unfit(ValueError):
     """Tensors that are not those of one model: says what a folder of them holds."""

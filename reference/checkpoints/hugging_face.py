@@ -13,17 +13,13 @@ from __future__ import annotations
 import importlib
 import json
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from reference.errors import CaseError
-
-__all__ = ["heads", "is_hugging_face", "read", "write"]
 
 _LLAMA = {
     "model.embed_tokens": "embedding.tokens",
@@ -55,7 +51,7 @@ _GPT2 = {
 }
 _NAMES = {"llama": _LLAMA, "qwen3": _LLAMA, "gpt2": _GPT2}
 _BUFFERS = re.compile(r"\.rotary_emb\.|\.attn\.(masked_)?bias$")
-_CONFIG, _FILE = "config.json", "model.safetensors"
+_CONFIG = "config.json"
 
 
 def is_hugging_face(folder: Path) -> bool:
@@ -110,34 +106,6 @@ def read(folder: Path) -> dict[str, Tensor]:
     return apart
 
 
-def write(folder: Path, like: Path, parameters: Mapping[str, Tensor]) -> None:
-    """Write parameters of the dense model (as `read` gives them) as the model of another folder, whose config is
-    copied.
-
-    Raises CaseError as `read`, and for a parameter that this model does not have; OSError where it cannot be written.
-    """
-    config = _config(like)
-    known = {ours: theirs for theirs, ours in _NAMES[config["model_type"]].items()}
-    library, found = _library(like), dict[str, Tensor]()
-    thirds: dict[tuple[str, str], dict[str, Tensor]] = {}
-    for name, tensor in parameters.items():
-        module, _, leaf = name.rpartition(".")
-        layer, _, last = module.rpartition(".")
-        if last in ("wq", "wk", "wv") and f"{_numberless(layer)}.thirds" in known:
-            thirds.setdefault((f"{layer}.thirds", leaf), {})[last] = tensor
-            continue
-        found[_theirs(like, known, module, leaf)] = _turned(config, module, leaf, tensor)
-    for (module, leaf), parts in thirds.items():
-        whole = torch.cat([parts[part] for part in ("wq", "wk", "wv")])
-        found[_theirs(like, known, module, leaf)] = _turned(config, module, leaf, whole)
-    folder.mkdir(parents=True)
-    try:
-        library.save_file({name: x.contiguous() for name, x in found.items()}, folder / _FILE, {"format": "pt"})
-    except Exception as problem:  # the library has errors of its own
-        raise OSError(f"{type(problem).__name__}: {problem}") from problem
-    shutil.copyfile(like / _CONFIG, folder / _CONFIG)
-
-
 def _check_heads(folder: Path, config: Mapping[str, Any], apart: Mapping[str, Tensor]) -> None:
     """Raise CaseError where queries, keys and values are not of the heads that the config says."""
     counts = dict(zip(("wq", "wk", "wv"), (heads(folder)[0], *2 * heads(folder)[1:]), strict=True))
@@ -152,23 +120,10 @@ def _check_heads(folder: Path, config: Mapping[str, Any], apart: Mapping[str, Te
                 raise CaseError("load", str(folder), rule, f"the heads of its {_CONFIG}")
 
 
-def _theirs(like: Path, known: Mapping[str, str], module: str, leaf: str) -> str:
-    name = known.get(_numberless(module))
-    if name is None:
-        rule = f"is of a model without {module}.{leaf}"
-        raise CaseError("like", str(like), rule, "a folder of a model of the same words")
-    number = re.search(r"\d+", module)
-    return f"{name.replace('#', number[0]) if number else name}.{leaf}"
-
-
 def _turned(config: Mapping[str, Any], module: str, leaf: str, tensor: Tensor) -> Tensor:
     """GPT-2's linears hold [in, out]."""
     linear = module.startswith("layers.") and not module.endswith("norm") and leaf == "weight"
     return tensor.t() if config["model_type"] == "gpt2" and linear else tensor
-
-
-def _numberless(module: str) -> str:
-    return re.sub(r"\d+", "#", module, count=1)
 
 
 def _named(known: Mapping[str, str], module: str) -> str | None:

@@ -12,17 +12,13 @@ Source: Megatron-Core 0.16.1 `GPTModel.sharded_state_dict`, `TransformerBlock.sh
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from reference.checkpoints.whole import tensors
 from reference.errors import CaseError
-
-__all__ = ["is_megatron", "read", "write"]
 
 _NAMES = {
     "embedding.word_embeddings": "embedding.tokens",
@@ -42,8 +38,6 @@ _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 _OTHERS = ("optimizer.", "rng_state")
-_SAME = "a folder of a model of the same words"
-_COPIED = ("metadata.json", "common.pt")
 
 
 def is_megatron(folder: Path) -> bool:
@@ -70,39 +64,6 @@ def read(folder: Path, *, vocab: int) -> dict[str, Tensor]:
         if key in _VOCABULARY:
             found[ours] = tensor[: vocab or len(tensor)]
     return found
-
-
-def write(folder: Path, like: Path, parameters: Mapping[str, Tensor]) -> None:
-    """Write parameters (as `read` names them) as the checkpoint of another folder: its keys, its form of layers and the
-    rows of its vocabulary, those behind ours zero; bytes, metadata.json and common.pt are copied.
-
-    Raises CaseError as `read`, and where the other folder is of another model.
-    """
-    held, left, found = _parameters(like), dict(parameters), dict[str, Tensor]()
-    gated = _is_gated(held)
-    for key, tensor in held.items():
-        ours, number = _named(like, key, gated=gated)
-        layers = range(len(tensor)) if "#" in ours and not number else [number]
-        names = [ours.replace("#", str(layer)) for layer in layers]
-        if missing := [name for name in names if name not in left]:
-            raise CaseError("like", str(like), f"is of a model with {missing[0]}", _SAME)
-        parts = [left.pop(name) for name in names]
-        whole = torch.stack(parts) if isinstance(layers, range) else parts[0]
-        if key in _VOCABULARY and len(whole) < len(tensor):
-            whole = torch.cat([whole, whole.new_zeros(len(tensor) - len(whole), *whole.shape[1:])])
-        if whole.shape != tensor.shape:
-            rule = f"holds {key} of {tuple(tensor.shape)}, not {tuple(whole.shape)}"
-            raise CaseError("like", str(like), rule, _SAME)
-        found[key] = whole
-    if left:
-        raise CaseError("like", str(like), f"is of a model without {min(left)}", _SAME)
-    from reference.checkpoints import torch_format  # noqa: PLC0415  (takes a second to import)
-
-    copied = {key: held for key, held in torch_format.bytes_in(like).items() if not key.startswith(_OTHERS)}
-    folder.mkdir(parents=True)
-    torch_format.write(folder, {**found, **copied})
-    for name in _COPIED:
-        shutil.copyfile(like / name, folder / name)
 
 
 def _parameters(folder: Path) -> dict[str, Tensor]:

@@ -21,8 +21,6 @@ from reference.case import Case
 from reference.checkpoints.foreign import Form, is_foreign, parameters
 from reference.checkpoints.whole import tensors
 
-__all__ = ["steps_before", "stored"]
-
 
 def stored(case: Case) -> Mapping[str, Tensor]:
     """Every tensor of the checkpoint that the case loads, by key, to be read only. Raises CaseError as `tensors`."""

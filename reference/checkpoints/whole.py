@@ -15,8 +15,6 @@ from torch import Tensor
 
 from reference.errors import CaseError
 
-__all__ = ["tensors"]
-
 _METADATA = ".metadata"
 
 

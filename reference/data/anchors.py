@@ -27,8 +27,6 @@ from reference.data.packing import IGNORED
 from reference.data.printed import Pairs, examples
 from reference.data.stream import reading, stream_of
 
-__all__ = ["Facts", "anchors"]
-
 _SAMPLE_BYTES = 2048
 """Bytes of the first file whose ids are held against them."""
 _RANGES = 3

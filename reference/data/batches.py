@@ -35,8 +35,6 @@ from reference.data.edges import shard_edges
 from reference.data.packing import IGNORED, build_pack, build_unpack, collate, load_accum_batch, unpack_data
 from reference.data.stream import mixed, stream_of
 
-__all__ = ["Batch", "micro_batch"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:

@@ -27,8 +27,6 @@ from reference.data.internevo_files import meta_path, read_internevo
 from reference.data.megatron_files import index_path, read_megatron
 from reference.data.readers import MAX_DOCUMENTS, json_lines, plain_text
 
-__all__ = ["STANDARD_LIBRARY_BYTES", "TEXT_SUFFIXES", "Source", "Tokens", "documents", "read", "sources"]
-
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
 STANDARD_LIBRARY_BYTES = 512 * 2**10
 """How much of the standard library is read: whole files, in sorted order, until they hold this much."""

@@ -11,8 +11,6 @@ from functools import lru_cache
 
 from reference.case import Case
 
-__all__ = ["own_edges", "shard_edges"]
-
 _PARTS = (2, 4, 8, 3, 6, 5, 7)
 """Numbers of shards, the usual ones first: small data hold as many edges as they can, in this order."""
 _PADDED_TO = 128

@@ -6,8 +6,6 @@ import os
 import stat
 from pathlib import Path
 
-__all__ = ["MAX_FILE_BYTES", "DataError", "load", "status"]
-
 MAX_FILE_BYTES = 32 * 2**20
 
 

@@ -16,8 +16,6 @@ from torch import Tensor
 from reference.data.files import DataError, load
 from reference.data.readers import MAX_DOCUMENTS
 
-__all__ = ["index_path", "read_megatron"]
-
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEAD = struct.Struct("<QBQQ")
 _TYPES = {1: torch.uint8, 3: torch.int16, 4: torch.int32, 5: torch.int64, 8: torch.uint16}

@@ -28,20 +28,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = [
-    "IGNORED",
-    "Data",
-    "Pack",
-    "Process",
-    "build_pack",
-    "build_unpack",
-    "collate",
-    "load_accum_batch",
-    "packed_data_normalizer",
-    "split_data_sequence_parallel",
-    "unpack_data",
-]
-
 IGNORED = -100
 """The label of a token that is not learned."""
 

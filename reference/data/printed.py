@@ -24,8 +24,6 @@ from reference.data.packing import (
 from reference.data.readers import encode
 from reference.data.stream import Stream
 
-__all__ = ["Pairs", "examples"]
-
 Pairs = dict[str, tuple[Tensor, Tensor]]
 """Statement -> (what the code under test gives, what it must give)."""
 

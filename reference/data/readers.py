@@ -18,8 +18,6 @@ from torch import Tensor
 
 from reference.data.files import DataError, load
 
-__all__ = ["END", "MAX_DOCUMENTS", "encode", "json_lines", "plain_text", "record_of", "tokens_of"]
-
 END = 256
 """The token that ends a document of text."""
 MAX_DOCUMENTS = 1_000_000

@@ -15,14 +15,10 @@ Source: Megatron-Core get_batch_on_this_tp_rank (around.md 12.1).
 
 from __future__ import annotations
 
-import math
 from typing import TypeAlias
-
-__all__ = ["Form", "sent_bytes", "sent_to_stage"]
 
 Form: TypeAlias = tuple[str, tuple[int, ...]]
 """Dtype and shape of a tensor."""
-_ITEM_BYTES = {"int64": 8, "float32": 4, "bool": 1}
 
 
 def sent_to_stage(
@@ -42,8 +38,3 @@ def sent_to_stage(
         "positions": (begins, ("int64", (rows, length))),
     }
     return {key: form for key, (sent, form) in forms.items() if sent}
-
-
-def sent_bytes(forms: dict[str, Form]) -> int:
-    """Bytes of tensors of these dtypes and shapes."""
-    return sum(_ITEM_BYTES[dtype] * math.prod(shape) for dtype, shape in forms.values())

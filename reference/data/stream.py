@@ -17,8 +17,6 @@ from torch import Tensor
 from reference.case import Case
 from reference.data import corpus
 
-__all__ = ["Stream", "mixed", "reading", "stream_of"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stream:

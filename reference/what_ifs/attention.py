@@ -17,8 +17,6 @@ from reference.model import layers
 from reference.model.decoder import Arithmetic
 from reference.training.activations import observe
 
-__all__ = ["exchanged"]
-
 _Move = Callable[[Tensor, int], Tensor]
 """[B, S, heads, ...] of all ranks and p -> the same, moved otherwise."""
 

@@ -16,8 +16,6 @@ from reference.case import Case
 from reference.data.batches import Batch, micro_batch
 from reference.model import decoder, loss
 
-__all__ = ["edges"]
-
 _Weights = dict[str, Tensor]
 _Rows = Callable[[Tensor], Tensor]
 """Ids [B, S] -> what is read for them, [B, S, ...]; 0 for ids below 0."""

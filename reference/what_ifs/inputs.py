@@ -27,8 +27,6 @@ from reference.what_ifs.edges import edges
 from reference.what_ifs.slices import other_labels
 from reference.what_ifs.tables import embedded, losses, own_labels, tied_uses
 
-__all__ = ["alternatives", "weights_of"]
-
 _NEXT_TO_NOTHING = 1e-7
 """A learning rate by this much smaller leaves the weights of every step as good as the first ones."""
 

@@ -17,8 +17,6 @@ from reference.model.given import takes_given
 from reference.training.steps import train
 from reference.what_ifs.inputs import weights_of
 
-__all__ = ["metrics"]
-
 _READINGS: Mapping[str, tuple[slice, slice]] = {
     "last": (slice(None), slice(-1, None)),
     "first": (slice(None), slice(0, 1)),

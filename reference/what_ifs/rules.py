@@ -27,8 +27,6 @@ from reference.training.steps import Feed
 from reference.what_ifs.inputs import weights_of
 from reference.what_ifs.slices import masks, other_positions
 
-__all__ = ["rules"]
-
 _EPSILONS = (0.0, 1e-12, 1e-8, 1e-6, 1e-3)
 _BASES = (500_000.0, 1_000_000.0)
 

@@ -15,8 +15,6 @@ from reference.model import decoder, loss
 from reference.model.given import takes_given
 from reference.what_ifs.inputs import weights_of
 
-__all__ = ["shares"]
-
 
 @takes_given
 def shares(case: Case, device: torch.device) -> dict[str, Tensor]:

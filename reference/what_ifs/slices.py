@@ -20,8 +20,6 @@ from reference.data.packing import IGNORED
 from reference.model import layers
 from reference.training.steps import Feed
 
-__all__ = ["masks", "other_labels", "other_positions"]
-
 _Attention = Callable[..., Tensor]
 
 

@@ -17,8 +17,6 @@ from reference.model.loss import IGNORED, counted
 from reference.training.activations import observe
 from reference.training.steps import train
 
-__all__ = ["embedded", "losses", "own_labels", "tied_uses"]
-
 _Weights = dict[str, Tensor]
 
 

@@ -18,8 +18,6 @@ from reference.model.given import takes_given
 from reference.training.steps import train
 from reference.what_ifs.inputs import weights_of
 
-__all__ = ["trainings"]
-
 
 @takes_given
 def trainings(case: Case, device: torch.device) -> dict[str, Tensor]:

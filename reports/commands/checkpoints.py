@@ -1,7 +1,7 @@
 """`shardproof checkpoint`: two checkpoints of any layouts, compared full tensor by full tensor; `shardproof slice`.
 
 Of checkpoint the exit status is 0 where every tensor agrees, 1 where one differs (six lines on the first), 2 where a
-folder holds no whole checkpoint; with --export, A is written in the form of another system's folder. slice prints what
+folder holds no whole checkpoint. slice prints what
 every rank holds of each tensor of a model, and a checkpoint cut and joined again; ranges are first-last, both included.
 Both come from `parallel`, found by name as a subject is.
 """
@@ -24,7 +24,7 @@ from harness.resolve import resolve
 from reports.printing.tables import Table, count, mark, table
 from reports.printing.text import show_message, show_table
 
-COMPARE, EXPORT = "parallel.checkpoints.comparing:compare", "parallel.checkpoints.comparing:export"
+COMPARE = "parallel.checkpoints.comparing:compare"
 
 
 def main(parsed: argparse.Namespace) -> int:
@@ -32,14 +32,8 @@ def main(parsed: argparse.Namespace) -> int:
 
     Raises RequestError for what is no whole checkpoint.
     """
-    if len({parsed.b is None, parsed.export is not None, parsed.like is not None}) > 1:
-        raise RequestError("checkpoint: needs B, or --export and --like without B; legal: shardproof checkpoint A B")
     compare: Any = resolve(COMPARE)
     try:
-        if parsed.export:
-            export: Any = resolve(EXPORT)
-            print(f"{parsed.export}: {export(parsed.a, parsed.export, parsed.like)} parameters were written")
-            return 0
         found = compare(parsed.a, parsed.b, parsed.tensor)
     except ValueError as problem:
         raise RequestError(str(problem)) from problem

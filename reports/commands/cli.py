@@ -22,7 +22,7 @@ from typing import NoReturn
 from harness.errors import ShardproofError
 from reports.options.words import add_checkpoint, add_hang, add_record, add_slice
 
-ENGINES = ("inproc", "inproc-concurrent", "pool", "torchrun", "dry")
+ENGINES = ("inproc", "pool", "torchrun", "dry")
 DEVICES = ("cpu", "cuda")
 SUBJECT = "parallel.subject:subject"
 LIKE = ("mlp", "dtensor", "fsdp2", "pipelining", "hf", "deepspeed", "megatron")

@@ -44,14 +44,13 @@ Row = tuple[str, str, str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What was seen: versions as text, "" for what is not installed; features of ours that this torch lacks.
+    """What was seen: versions as text, "" for what is not installed.
 
-    `problems`: what could not be looked at -> the error. `probes` and `torch_note` are of this torch.
+    `problems`: what could not be looked at -> the error; `torch_note` says whether this torch was tested.
     """
 
     python: str
     torch: str
-    lacking: tuple[str, ...]
     nvtx: str
     nvtx_listener: bool
     backends: tuple[str, ...]
@@ -59,7 +58,6 @@ class Machine:
     nsys: str
     peers: dict[str, str]
     cores: int
-    probes: int = 0
     torch_note: str = ""
     problems: dict[str, str] = field(default_factory=dict)
 
@@ -105,8 +103,6 @@ def inspect() -> Machine:
         python=platform.python_version(),
         torch=version,
         torch_note=seen("torch", lambda: _torch_note(version), "") if version else "",
-        lacking=seen("torch internals", _lacking, ()) if version else (),
-        probes=seen("torch internals", _probes, 0) if version else 0,
         nvtx=_version("nvtx"),
         nvtx_listener=seen("nvtx", _listens, False),
         backends=seen("torch.distributed", _backends, ()) if version else (),
@@ -120,18 +116,10 @@ def inspect() -> Machine:
 
 def _torch_note(version: str) -> str:
     lookup = import_module("harness.torch_internals.lookup")
+    import_module("harness.torch_internals.autograd")  # a torch that is there in part shows
     if _release(version) < lookup.TESTED[0]:
         return f"too old: {lookup.untested(version)}"
     return str(lookup.untested(version)) or f"tested with {lookup.tested_span()}"
-
-
-def _probes() -> int:
-    return len(import_module("harness.torch_internals.probes").PROBES)
-
-
-def _lacking() -> tuple[str, ...]:
-    failing = import_module("harness.torch_internals.probes").failing()
-    return tuple(f"{probe.feature}: {probe.otherwise}" for probe in failing)
 
 
 def _listens() -> bool:
@@ -175,10 +163,6 @@ def _base(machine: Machine) -> Iterator[Row]:
     broken = machine.problems.get("torch", "")
     usable = bool(machine.torch) and not broken and not machine.torch_note.startswith("too old")
     yield "torch", machine.torch or "-", _word(usable), f"cannot be used: {broken}" if broken else machine.torch_note
-    lack = machine.problems.get("torch internals", "") or "; ".join(machine.lacking)
-    works = f"all {machine.probes} features that use private names of torch work here"
-    if usable:
-        yield "torch internals", "some missing" if lack else "all there", _word(not lack), lack or works
     lost = {name: machine.problems[name] for name in NEEDED if name in machine.problems}
     told = "; ".join(f"{name}: {problem}" for name, problem in lost.items())
     yield "packages", "some missing" if lost else "all there", _word(not lost), told or ", ".join(NEEDED)

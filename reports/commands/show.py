@@ -25,6 +25,7 @@ from reports.printing import tables
 from reports.printing.calls import witness_tables
 from reports.printing.tables import NOTHING, Table, count, mebibytes
 from reports.printing.text import STYLES, append_step_summary, show_message, show_report, show_table
+from reports.programs import figures
 from reports.programs import tables as programs
 from reports.stored import summary
 from reports.stored.failures import bugs, simplest_first
@@ -149,7 +150,7 @@ def _show_program(run: Run, stream: TextIO) -> None:
     """A recorded program: what it did, what is worth knowing, notes."""
     for table in (programs.overview(run), *programs.tables(run)):
         show_table(table, stream)
-    for finding in programs.findings(run):
+    for finding in figures.findings(run):
         show_message(finding, stream)
     for note in run.notes:
         show_message(f"note: {note}", stream, style="yellow")

@@ -15,12 +15,8 @@ def add_checkpoint(checkpoint: argparse.ArgumentParser) -> None:
     )
     checkpoint.epilog = "example: shardproof checkpoint before after --tensor '*.exp_avg'"
     checkpoint.add_argument("a", metavar="A", help="folder of a checkpoint (docs/checkpoints.md)")
-    checkpoint.add_argument(
-        "b", nargs="?", metavar="B", help="the same; or of Hugging Face or Megatron-Core, as A may be"
-    )
+    checkpoint.add_argument("b", metavar="B", help="the same; or of Hugging Face or Megatron-Core, as A may be")
     checkpoint.add_argument("--tensor", default="*", metavar="KEY", help="only these keys, * and ? as in file names")
-    checkpoint.add_argument("--export", metavar="DIR", help="instead: write A's parameters as another system's")
-    checkpoint.add_argument("--like", metavar="DIR", help="with --export: a folder of that system and model")
     checkpoint.add_argument("--json", action="store_true", help="the result as JSON on stdout, and nothing else there")
 
 

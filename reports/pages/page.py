@@ -29,6 +29,7 @@ from reports.pages.drawings import Node, by_module, last_micro_batch, timeline, 
 from reports.printing import tables
 from reports.printing.calls import calls_table, witness_tables
 from reports.printing.tables import Table, mebibytes
+from reports.programs import figures
 from reports.programs import tables as programs
 from reports.stored import failures, summary
 from reports.stored.failures import simplest_first
@@ -112,7 +113,7 @@ def _parts(run: Run) -> dict[str, object]:
     return {
         "name": run.path.resolve().name,
         "program": programs.overview(run) if program else None,
-        "findings": programs.findings(run) if program else [],
+        "findings": figures.findings(run) if program else [],
         "overall": summary.overall(headline),
         "tally": summary.tally(headline, run.verdicts),
         "worst": int((headline["verdict"] == summary.overall(headline)).sum()),

@@ -1,7 +1,7 @@
-"""How fast a recorded program was: tokens, FLOPs and bandwidth, and its step beside the case that describes it.
+"""How fast a recorded program was: tokens and bandwidth, and its step beside the case that describes it.
 
-Execution traces add FLOPs of a step, results that nothing reads, and repeated gathers. Beside a case: calls and bytes
-of rank 0 in the median recorded step and in the closed form of the case, and the time that is predicted.
+Beside a case: calls and bytes of rank 0 in the median recorded step and in the closed form of the case, and the time
+that is predicted.
 """
 
 from __future__ import annotations
@@ -9,120 +9,36 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import pandas as pd
 
 from harness.cases import read_case
 from harness.engines.shapes.dry import DryEngine
-from harness.errors import MachineError, ShardproofError
+from harness.errors import ShardproofError
 from harness.predicting.clusters import read
 from harness.predicting.costs import route
 from harness.predicting.forecast import forecast
-from harness.programs.execution_trace import TracedOperator, Used, flops, nodes_of, used
-from harness.programs.kineto import EXECUTION_SUFFIX, OPERATOR_STEPS
 from harness.protocols import CaseLike
 from harness.subject import named, named_axes, stated
 from harness.terms import closed_forms
 from reports.programs.figures import grouped, median, steps
-from reports.stored.files import part_folders
 from reports.stored.frames import Run
-
-_Place = tuple[str, str, str, str]
-"""Op, axis, region and caller."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operators:
-    """FLOPs of a step by rank, and sentences; both empty without execution traces."""
-
-    flops: dict[int, float]
-    findings: tuple[str, ...]
-
-
-def watched_steps(run: Run) -> list[int]:
-    """The steps that the execution traces cover, which took longer for it; [] without traces."""
-    if not list((run.path / "traces").glob(f"rank*{EXECUTION_SUFFIX}")):
-        return []
-    return sorted(set(steps(run)["step"]))[:OPERATOR_STEPS]
-
-
-def operators(run: Run) -> Operators:
-    """Read the traces of all ranks: a second for some ten thousand operators."""
-    within = watched_steps(run)
-    work: dict[int, float] = {}
-    unread: list[Counter[_Place]] = []
-    repeated: list[Counter[_Place]] = []
-    problems: list[str] = []
-    for rank in part_folders(run.path) if within else ():
-        path = run.path / "traces" / f"rank{rank}{EXECUTION_SUFFIX}"
-        try:
-            nodes = nodes_of(path)
-        except MachineError as problem:
-            problems.append(str(problem))
-            continue
-        work[rank] = flops(nodes) / len(within)
-        places = _placed(run, rank, within, nodes)
-        unread.append(Counter(place for place, one in places if one.unread))
-        repeated.append(Counter(place for place, one in places if one.repeated))
-    which = f"steps {within[0]} to {within[-1]}" if within else ""
-    told = [f"{_call(place, n)} whose result no operator reads on any rank ({which})" for place, n in _common(unread)]
-    told += [
-        f"{_call(place, n)} of what was gathered before and is unchanged, on every rank ({which})"
-        for place, n in _common(repeated)
-    ]
-    return Operators(flops=work, findings=(*told, *problems))
-
-
-def _placed(run: Run, rank: int, within: list[int], nodes: list[TracedOperator]) -> list[tuple[_Place, Used]]:
-    """The calls of a trace with the places that the ledger gives them; without one where the two do not reconcile."""
-    frame = steps(run)
-    began = frame[frame["rank"] == rank].set_index("step")["start_us"]
-    # Calls between two steps may belong to either; the trace begins and ends with the first forward of a step.
-    begin, middle, end = (began.get(within[0] + more, float("inf")) for more in range(3))
-    rows = run.ledger[(run.ledger["rank"] == rank) & run.ledger["start_us"].between(begin, end, inclusive="left")]
-    rows = rows.sort_values("call_index")
-    calls = used(nodes, settled=int((rows["start_us"] < middle).sum()))
-    texts: list[Any] = rows[["op", "axis", "region", "caller"]].astype("str").values.tolist()
-    if [one.op for one in calls] != [text[0] for text in texts]:
-        return [((one.op, "", "", ""), one) for one in calls]
-    return [((op, axis, region, caller), one) for (op, axis, region, caller), one in zip(texts, calls, strict=True)]
-
-
-def _common(found: list[Counter[_Place]]) -> Iterator[tuple[_Place, int]]:
-    """What is so on every rank, where it is least often so, most often first."""
-    if found:
-        yield from reduce(lambda one, other: one & other, found).most_common(5)
-
-
-def _call(place: _Place, number: int) -> str:
-    op, axis, region, caller = place
-    over = f" over {axis}" if axis else ""
-    return f"{number} {op}{over}{f' in {region}' if region else ''} at {caller or '?'}"
 
 
 def step_s(run: Run) -> float:
-    """Seconds of a step: the median over steps of the slowest rank; steps under an execution trace only if all are."""
-    frame = steps(run)
-    free = frame[~frame["step"].isin(watched_steps(run))]
-    frame = free if free["step_us"].notna().any() else frame
-    return float(frame.groupby("step")["step_us"].max().median()) / 1e6
+    """Seconds of a step: the median over steps of the slowest rank."""
+    return float(steps(run).groupby("step")["step_us"].max().median()) / 1e6
 
 
-def speed(run: Run, work: Operators) -> Iterator[tuple[str, str]]:
-    """What and how much: tokens a second where the recording was given them, FLOPs where a trace counted them."""
+def speed(run: Run) -> Iterator[tuple[str, str]]:
+    """What and how much: tokens a second where the recording was given them."""
     took = step_s(run)
     if math.isnan(took) or not took:
         return
     if tokens := run.env.get("stated", {}).get("tokens"):
         yield "tokens a second", f"{tokens / took:,.0f}"
         yield "tokens a second and rank", f"{tokens / took / max(1, run.ledger['rank'].nunique()):,.0f}"
-    if work.flops:
-        whole = sum(work.flops.values())
-        yield "TFLOP a step, all ranks", f"{whole / 1e12:.4g}"
-        yield "TFLOP/s of a rank", f"{whole / len(work.flops) / took / 1e12:.4g}"
 
 
 def bandwidth(run: Run) -> pd.DataFrame:

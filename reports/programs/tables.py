@@ -8,7 +8,7 @@ import pandas as pd
 
 from reports.printing.tables import Table, count, mark, mebibytes, milliseconds, table
 from reports.programs import figures, speed
-from reports.programs.speed import beside, operators
+from reports.programs.speed import beside
 from reports.stored.files import about_ranks
 from reports.stored.frames import Run
 
@@ -58,11 +58,6 @@ def tables(run: Run) -> list[Table]:
     return [_traffic(run), _modules(run), _ranks(run), *_bandwidth(run), *_speed(run), *_beside(run)]
 
 
-def findings(run: Run) -> list[str]:
-    """The sentences of figures.findings, and those of the execution traces."""
-    return [*figures.findings(run), *operators(run).findings]
-
-
 def _traffic(run: Run) -> Table:
     return table(
         "Calls and bytes",
@@ -102,9 +97,8 @@ def _bandwidth(run: Run) -> list[Table]:
 
 
 def _speed(run: Run) -> list[Table]:
-    rows = list(speed.speed(run, operators(run)))
-    note = "a step: the median over steps of the slowest rank, those under an execution trace left out if others are "
-    note += "there; FLOPs: products, convolutions and attention, as run (recomputation too)"
+    rows = list(speed.speed(run))
+    note = "a step: the median over steps of the slowest rank"
     frame = pd.DataFrame(rows, columns=["what", "much"])
     return [table("Speed", frame, (("what", "what", str), ("how much", "much", str)), note=note)] if rows else []
 

@@ -15,8 +15,6 @@ from harness.plain_case import PlainCase
 from harness.protocols import CaseLike
 from harness.subject import NamedSubject, claims, own_cases, refusal
 
-__all__ = ["elsewhere"]
-
 _TRIES = 60
 _SIZES = {"tp": (1, 2, 3, 4, 6), "wp": (1, 2, 3), "zero": (0, 0, 1, 2, 3)}
 _OTHER = (1, 1, 2)

@@ -15,8 +15,6 @@ from harness.errors import RequestError
 from harness.plain_case import COMMON, PlainCase
 from harness.subject import NamedSubject, draws, own_cases
 
-__all__ = ["around"]
-
 _DRAWN: Mapping[str, st.SearchStrategy[Any]] = {
     "steps": st.integers(2, 3),
     "micro": st.sampled_from((3, 2, 1)),

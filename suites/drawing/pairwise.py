@@ -11,8 +11,6 @@ from collections.abc import Mapping
 
 from reference.language.modes import MODES
 
-__all__ = ["rows"]
-
 _EVERYWHERE = ("packed", "bias", "tied", "qk_norm", "fuse_qkv", "overlap", "fuse_mlp")
 _ROWS = 6
 """Enough for ten words: so many sets of three rows are there among five."""

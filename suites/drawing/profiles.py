@@ -6,8 +6,6 @@ import os
 
 from hypothesis import HealthCheck, Phase, settings
 
-__all__ = ["ONE_CASE", "PROFILES", "register"]
-
 PROFILES = {"quick": 8, "default": 50, "deep": 1000}
 """Profile -> cases a property and mode; 8 have every pair of two boolean words (see `pairwise`). `deep` is for one
 property or one mode at a time.

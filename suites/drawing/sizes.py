@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from reference.case import Case, CaseError
 from suites.drawing.strategies import every_word
 
-__all__ = ["HIDDEN", "TOKENS", "large"]
-
 TOKENS = (1024, 4096, 16_384)
 """The most tokens of a step that such a case has; a few of the smallest batch less."""
 HIDDEN = (256, 1024, 2048)

@@ -23,8 +23,6 @@ from reference.language.core import Core
 from reference.language.modes import MODES
 from reference.language.words import declared
 
-__all__ = ["NOT_DRAWN", "WORLDS", "cases", "every_word", "meshes", "schedules"]
-
 NOT_DRAWN = {
     "preset": "stands for other words, each of which is drawn",
     "load": "names a folder (suites.test_checkpoints draws pairs of layouts)",

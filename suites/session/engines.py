@@ -1,8 +1,5 @@
 """The same cases on every engine: equal verdicts, equal ledgers, equal expectations; what differs is a bug.
 
-    python -m suites.engines --cases 100 --engines inproc,pool,dry
-    torchrun --nproc-per-node 4 -m suites.engines --cases 100 --engines inproc,pool,torchrun,dry
-
 Cases are drawn once, by the driver, in equal shares for all modes. Every engine is held against the first. Of a ledger
 all columns are compared but the times and the caller. The dry engine has no numbers and runs the ranks that stand for
 all: the verdicts it has, the events of those ranks, and the expectation are compared.
@@ -10,17 +7,10 @@ all: the verdicts it has, the events of those ranks, and the expectation are com
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
-import torch
-
 from harness.engines.engine import Engine
-from harness.engines.named import ENGINES, engine_named
-from harness.engines.processes.launched.torchrun import serve, serves
 from harness.errors import ShardproofError
 from harness.ledger import REPEATABLE, Event
 from harness.protocols import CaseLike
@@ -102,41 +92,3 @@ def _rows(events: Sequence[Event], ranks: set[int] | None = None) -> list[tuple[
         for event in ordered
         if ranks is None or event.rank in ranks
     ]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare and print. Exit status: 0 all equal, 1 a difference, 2 the request was wrong."""
-    parser = argparse.ArgumentParser(prog="suites.session.engines", description="The same cases on every engine.")
-    parser.add_argument("--cases", type=int, default=12, help="how many to draw (12)")
-    parser.add_argument("--seed", type=int, default=0, help="where the drawing starts (0)")
-    parser.add_argument("--subject", default=SUBJECT, help=f"module:object ({SUBJECT})")
-    known = ",".join(name for name in ENGINES if name != "torchrun")
-    parser.add_argument("--engines", default=known, help=f"comma separated, the first is the measure ({known})")
-    asked = parser.parse_args(arguments)
-    names = asked.engines.split(",")
-    torch.set_num_threads(1)
-    try:
-        if "torchrun" in names and serves():
-            return serve()
-        with ExitStack() as stack:
-            engines = {name: stack.enter_context(engine_named(name)) for name in names}
-            return _compared(drawn(asked.cases, asked.seed, asked.subject), asked.subject, engines)
-    except ShardproofError as error:
-        print(f"suites.session.engines: {error}", file=sys.stderr)
-        return error.exit_status
-
-
-def _compared(found: Sequence[Case], subject: str, engines: Mapping[str, Engine]) -> int:
-    apart = 0
-    for number, case in enumerate(found, 1):
-        told = differences(case, subject, engines)
-        apart += bool(told)
-        print(f"[{number}/{len(found)}] {'differs' if told else 'equal'} {case}", file=sys.stderr, flush=True)
-        for words in told:
-            print(f"{case}\n  {words}", flush=True)
-    print(f"{len(found)} cases on {' '.join(engines)}: {apart or 'no'} case{'s' * (apart != 1)} differ")
-    return 1 if apart else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

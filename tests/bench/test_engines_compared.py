@@ -14,7 +14,7 @@ from harness.errors import RankDied
 from harness.ledger import COLUMNS, REPEATABLE
 from harness.running.proof import CaseResult, prove
 from reference.case import Case
-from suites.session.engines import SUBJECT, differences, drawn, main, unlike
+from suites.session.engines import SUBJECT, differences, drawn, unlike
 
 CASE = Case.parse("mode=tp layers=1 hidden=16 heads=2 ffn=16 vocab=64 seq=8 micro=1 steps=1 tp=2")
 
@@ -95,10 +95,3 @@ def test_cases_are_drawn_again_from_the_same_seed_and_from_every_mode() -> None:
     assert once == drawn(6, 3, worlds=(2,)) and once != drawn(6, 4, worlds=(2,))
     assert len({case.mode for case in once}) == 6
     assert {case.world_size for case in drawn(30)} == {2, 3, 4}
-
-
-def test_the_command_tells_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--cases", "1", "--engines", "inproc,dry"]) == 0
-    assert "1 cases on inproc dry: no cases differ" in capsys.readouterr().out
-    assert main(["--engines", "inproc,nowhere"]) == 2
-    assert "engine=nowhere: is not a known engine" in capsys.readouterr().err

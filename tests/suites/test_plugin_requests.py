@@ -44,8 +44,8 @@ def outside(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Calla
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--engine foo", "engine=foo: is not a known engine; legal: inproc pool inproc-concurrent torchrun dry"),
-        ("--engine foo -n 2", "engine=foo: is not a known engine; legal: inproc pool inproc-concurrent torchrun dry"),
+        ("--engine foo", "engine=foo: is not a known engine; legal: inproc pool torchrun dry"),
+        ("--engine foo -n 2", "engine=foo: is not a known engine; legal: inproc pool torchrun dry"),
         ("--worlds 1,x", "worlds=1,x: must be whole numbers above 1, comma separated; legal: --worlds 2,3"),
         ("--device tpu", "device=tpu: must be cpu or cuda; legal: --device cpu"),
         ("--device cuda", "device=cuda: this machine offers no CUDA device; legal: --device cpu"),

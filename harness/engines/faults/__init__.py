@@ -1,1 +1,1 @@
-"""Interventions for the in-process engine: disturbed calls, drawn schedules, and what reads a call's result."""
+"""Interventions for the in-process engine: disturbed calls and drawn schedules."""

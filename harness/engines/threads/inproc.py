@@ -63,11 +63,9 @@ class InprocEngine(Engine):
     takes_interventions = True
     drew = True
     """Whether ranks of the last run drew from a random stream of the process, or seeded one."""
-    _on_one_processor = True
-    _parts: Intervention = Intervention()
 
     def __init__(self) -> None:
-        self._threads = RankThreads(on_one_processor=self._on_one_processor)
+        self._threads = RankThreads()
         weakref.finalize(self, self._threads.end)
         self._streams = CallerStreams()
         self._heap = Heap()
@@ -78,7 +76,7 @@ class InprocEngine(Engine):
     ) -> list[Any]:
         """The results by rank under the intervention; see Engine.run."""
         self._require_open()
-        parts = intervention or self._parts
+        parts = intervention or Intervention()
         self.unwaited = ()
         num_threads = torch.get_num_threads()
         places = namespaces_of(request.per_rank)

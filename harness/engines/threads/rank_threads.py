@@ -103,19 +103,17 @@ class RankThread:
 
 
 class RankThreads:
-    """The idle threads of an engine; those of one run stay on one processor, or go where there is room."""
+    """The idle threads of an engine; those of one run stay on one processor."""
 
-    def __init__(self, *, on_one_processor: bool = True) -> None:
-        if on_one_processor:
-            share_one_arena()
-        self._on_one_processor = on_one_processor
+    def __init__(self) -> None:
+        share_one_arena()
         self._idle: list[RankThread] = []
 
     def take(self, count: int) -> list[RankThread]:
         """`count` threads; new ones as far as needed."""
         taken = [self._idle.pop() for _ in range(min(count, len(self._idle)))]
         taken += [RankThread() for _ in range(count - len(taken))]
-        if count > 1 and self._on_one_processor:
+        if count > 1:
             processor = _processor()
             for thread in taken:
                 thread.stay_on(processor)

@@ -130,7 +130,7 @@ class Scheduler:
         """Start the ranks; return at the run's end, when no rank can go on, at a failure or at the time limit."""
         self._body = body
         end_s = time.monotonic() + self._timeout_s
-        self._start()
+        self._successor()()
         while not self._driver.acquire(timeout=max(0.0, min(_LISTEN_S, end_s - time.monotonic()))):
             if time.monotonic() >= end_s:
                 return RunEnd.TIME
@@ -179,10 +179,6 @@ class Scheduler:
         return False
 
     # inside
-
-    def _start(self) -> None:
-        """Give the first rank its turn."""
-        self._successor()()
 
     def _serve(self, rank: int) -> Callable[[], None]:
         """One rank, from its first turn to its end. Returns what starts the next turn."""

@@ -16,8 +16,6 @@ from harness.resolve import resolve
 from harness.running.ranks.execution import RankTask, sendable
 from harness.subject import called, kept_per_rank, session
 
-__all__ = ["calls_of_ranks", "calls_of_truth"]
-
 
 def calls_of_ranks(task: RankTask, engine: Engine, timeout_s: float) -> list[ModuleCalls]:
     """Run the subject once on all ranks; by rank, what its modules were given and returned.

@@ -20,8 +20,6 @@ from harness.running.trials.trial import Trial
 from harness.running.truth.reference import EXACT, OwnTruth, one_rank
 from harness.subject import ALONE
 
-__all__ = ["with_drawn_numbers"]
-
 _LATER = frozenset({"act_grad", "grad", "grad_norm", "tokens", "param", "saved"})
 """Kinds of names that no forward computes."""
 

@@ -24,8 +24,6 @@ from harness.running.trials.trial import Trial
 from harness.running.truth.reference import EXACT, Function, InParts, OwnTruth, one_rank
 from harness.subject import ALONE
 
-__all__ = ["modules_of", "with_wrong_module"]
-
 _COPIES = 8
 """How often what autograd saves is held at most: inputs, outputs and the gradients of both, of subject and truth."""
 _PARTS = 2

@@ -74,11 +74,7 @@ def admit_ranks(case: CaseLike, engine: str) -> None:
 
     `dry` runs few of them, and how many `torchrun` has is decided where it was launched.
     """
-    most = {
-        "inproc": (_THREADS, "threads"),
-        "inproc-concurrent": (_THREADS, "threads"),
-        "pool": (max(2, memory_bytes() // _PROCESS_BYTES), "processes"),
-    }
+    most = {"inproc": (_THREADS, "threads"), "pool": (max(2, memory_bytes() // _PROCESS_BYTES), "processes")}
     if engine not in most or case.world_size <= most[engine][0]:
         return
     limit, kind = most[engine]

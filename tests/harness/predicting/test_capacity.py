@@ -92,7 +92,7 @@ def test_no_word_is_blamed_that_another_one_needs() -> None:
     ("words", "engine", "rule"),
     [
         ("tp=100000", "inproc", "tp=100000: comes to 100000 ranks, and engine inproc runs at most 4096 threads"),
-        ("tp=2 dp=3000", "inproc-concurrent", "dp=3000: comes to 6000 ranks, .*; legal: at most dp=2048, or --engine"),
+        ("tp=2 dp=3000", "inproc", "dp=3000: comes to 6000 ranks, .*; legal: at most dp=2048, or --engine"),
         ("dp=999999 tp=999999 pp=999999", "pool", r"tp=999999: comes to \d+ ranks, .* processes .*; legal: smaller "),
     ],
 )

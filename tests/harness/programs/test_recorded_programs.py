@@ -24,7 +24,7 @@ from tests import ROOT
 from tests.harness.programs.launched import LIMIT_S, environment, forked, free_port
 
 SCRIPT = Path(__file__).with_name("training.py")
-TOOLS = ["--profile", "torch,et"]
+TOOLS = ["--profile", "torch"]
 CASE = "mode=tp tp=1 dp=2"
 TOKENS = 7000
 STATED = ["--tokens", str(TOKENS), "--cluster", "laptop", "--case", CASE]
@@ -99,15 +99,11 @@ def test_the_reports_take_the_folder(recorded: tuple[Run, str]) -> None:
 
 def test_speed_bandwidth_and_the_case_beside_it_are_reported(recorded: tuple[Run, str]) -> None:
     run = recorded[0]
-    assert (speed.watched_steps(run), run.env["stated"]["tokens"]) == ([0, 1], TOKENS)
-    took_s = figures.steps(run).query("step == 2")["step_us"].max() / 1e6  # the one that no execution trace slowed
-    assert speed.step_s(run) == pytest.approx(took_s)
-    work = speed.operators(run)
-    # a micro-batch of one rank: two layers forward, the gradients of two weights and of one input, 2 * 3 * 5 * 5 each
-    assert work.flops == {rank: 2 * 5 * 2 * 3 * 5 * 5 for rank in (0, 1)}
-    rows = dict(speed.speed(run, work))
+    assert run.env["stated"]["tokens"] == TOKENS
+    took_s = speed.step_s(run)
+    assert took_s == pytest.approx(figures.steps(run).groupby("step")["step_us"].max().median() / 1e6)
+    rows = dict(speed.speed(run))
     assert float(rows["tokens a second"].replace(",", "")) == pytest.approx(TOKENS / took_s, abs=1)
-    assert float(rows["TFLOP a step, all ranks"]) == pytest.approx(2 * 1500 / 1e12)
     links = speed.bandwidth(run)
     assert set(links["link"]) == {"memory"}
     assert links["share"].tolist() == pytest.approx(links["gb_s"].tolist())  # the preset's link: 1e9 bytes a second

@@ -14,7 +14,7 @@ import shardproof
 from harness.engines.shapes.dry import DryEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError
-from harness.injecting.equivalence import UNTOUCHED
+from harness.injecting.equivalence import UNREAD
 from harness.injecting.survey import survey
 from harness.plain_case import Vocabulary
 from harness.running.truth.control_modes import partial_sums
@@ -131,7 +131,7 @@ def test_the_session_surrounds_the_ranks_and_the_truth(engine: InprocEngine) -> 
         def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
             seen.update(f"{word} ranks" for word in open_now)
             outside.extend([] if open_now else [str(device)])
-            torch.distributed.all_reduce(torch.ones(2))  # read by nobody: whether it may be late is found in a run more
+            torch.distributed.all_reduce(torch.ones(2))  # read by nobody
             return super().__call__(case, device)
 
         def truth(self, case: Any, device: torch.device) -> Mapping[str, Tensor]:
@@ -143,7 +143,7 @@ def test_the_session_surrounds_the_ranks_and_the_truth(engine: InprocEngine) -> 
     with DryEngine() as dry:
         assert failed(shardproof.prove("tp=2", Inside(), dry)) == set()
     tried = survey(Vocabulary.of(own_words.WORDS).parse("tp=2 micro=1 steps=1"), Inside(), engine)
-    assert UNTOUCHED in {found.equivalent for found in tried} and outside == []
+    assert UNREAD in {found.equivalent for found in tried} and outside == []
 
 
 @pytest.mark.parametrize("parts", [2, 3, 5])

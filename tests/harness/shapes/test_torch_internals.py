@@ -13,19 +13,18 @@ from torch import Tensor, nn
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import MachineError
 from harness.recording.recorder import Recorder
-from harness.torch_internals import autograd, lookup, memory, modes, probes, world
-from harness.torch_internals.lookup import Probe, found
+from harness.torch_internals import autograd, lookup, memory, modes, world
+from harness.torch_internals.lookup import found
 from reports.commands import cli
+from tests.harness.shapes import probes_of_autograd, probes_of_groups
+from tests.harness.shapes.probe import Probe
+
+PROBES = (*probes_of_autograd.PROBES, *probes_of_groups.PROBES)
 
 
-@pytest.mark.parametrize("probe", probes.PROBES, ids=lambda probe: probe.feature.replace(" ", "_"))
+@pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.feature.replace(" ", "_"))
 def test_every_feature_works_with_this_torch(probe: Probe) -> None:
     assert probe.works(), f"{probe.names}: {probe.otherwise}"
-
-
-def test_a_probe_that_raises_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autograd, "next_number", lambda: 1 // 0)
-    assert [probe.feature for probe in probes.failing()] == ["phases and modules of recorded calls"]
 
 
 def test_a_name_that_torch_lacks_is_a_sentence_when_it_is_needed() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from harness.engines.processes.forked.pool import PoolEngine
-from harness.engines.threads.concurrent import ConcurrentEngine
 from harness.engines.threads.inproc import InprocEngine
 from tests.harness.threads.torch_calls.beyond_gloo import NOT_ON_GLOO, WRONG_ON_GLOO
 from tests.harness.threads.torch_calls.listed import CALLS, plain
@@ -41,10 +40,9 @@ def test_worlds_of_fewer_ranks(world_size: int, pool: PoolEngine, engine: Inproc
     assert not [name for name in OF_ANY_SIZE if isinstance(here[0][name], frozenset)]
 
 
-@pytest.mark.parametrize("engine", [InprocEngine, ConcurrentEngine])
-def test_threads_give_what_gloo_gives_and_raise_where_it_raises(engine: Any, on_gloo: list[dict[str, Any]]) -> None:
+def test_threads_give_what_gloo_gives_and_raise_where_it_raises(on_gloo: list[dict[str, Any]]) -> None:
     """An error in threads can be caught by every kind by which gloo's can be."""
-    with engine() as made:
+    with InprocEngine() as made:
         in_process = made.run(on_rank, RANKS, NAMES, world_size=RANKS)
     assert len(NAMES) > 120
     different = {

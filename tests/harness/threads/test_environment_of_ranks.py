@@ -11,12 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.engines.threads.concurrent import ConcurrentEngine
 from harness.engines.threads.inproc import InprocEngine
 from tests.harness.engines import programs
 
 RANKS = 3
-THREADS = (InprocEngine, ConcurrentEngine)
 
 
 def test_an_address_that_the_process_was_given_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,8 +24,7 @@ def test_an_address_that_the_process_was_given_stays(monkeypatch: pytest.MonkeyP
         assert [found[6] for found in engine.run(programs.words, world_size=2)] == ["12345"] * 2
 
 
-@pytest.mark.parametrize("engine", THREADS)
-def test_what_a_rank_changes_is_its_own_and_gone_after_the_run(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_rank_changes_is_its_own_and_gone_after_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDPROOF_GIVEN", "by the process")
     monkeypatch.delenv("SHARDPROOF_MADE", raising=False)
 
@@ -39,7 +36,7 @@ def test_what_a_rank_changes_is_its_own_and_gone_after_the_run(engine: Any, monk
         names = [name for name in os.environ if name.startswith("SHARDPROOF_")]
         return (sorted(names), os.environ["SHARDPROOF_MADE"], os.environ.get("SHARDPROOF_GIVEN"), len(os.environ))
 
-    with engine() as made:
+    with InprocEngine() as made:
         first, second = made.run(program, world_size=2)
     assert first[:3] == (["SHARDPROOF_GIVEN", "SHARDPROOF_MADE"], "0", "by the process")
     assert second[:3] == (["SHARDPROOF_MADE"], "1", None)

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from harness.engines.engine import Engine
 from harness.engines.shapes.dry import DryEngine
-from harness.engines.threads.concurrent import ConcurrentEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RankRaised, RequestError
 from harness.running.proof import prove
@@ -166,11 +165,6 @@ def test_what_is_not_named_is_shared(module: Any) -> None:
     with InprocEngine() as engine:
         shared = engine.run(_program, world_size=2)
     assert [end[0] for _, end, *_ in shared] == [1, 1]
-
-
-def test_ranks_that_run_at_once_cannot_have_it(module: Any) -> None:
-    with ConcurrentEngine() as engine, pytest.raises(RequestError, match="legal: --engine inproc, --engine pool"):
-        engine.run(_program, world_size=2, per_rank=(MODULE,))
 
 
 class _Subject:

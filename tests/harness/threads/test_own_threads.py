@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from harness.engines.threads.concurrent import ConcurrentEngine
 from harness.engines.threads.inproc import InprocEngine
-from harness.errors import NotComputed, RankRaised, TimeLimit
+from harness.errors import NotComputed, TimeLimit
 from harness.running.ranks.execution import execute
 from reference.case import Case
 
@@ -81,11 +80,6 @@ def test_calls_that_a_rank_would_have_to_make_at_once_are_left_to_the_pool(engin
     with pytest.raises(NotComputed, match="rank 0 calls all_reduce in thread 'reducer' .*; legal: --engine pool"):
         engine.run(program, world_size=2)
     assert engine.run(lambda rank: _in_thread(lambda: _summed(rank)), world_size=2) == [1.0, 1.0]
-
-
-def test_ranks_that_run_at_once_refuse_calls_of_their_threads() -> None:
-    with ConcurrentEngine() as engine, pytest.raises(RankRaised, match="takes calls from the rank's own thread"):
-        engine.run(lambda rank: SHARED.submit(_summed, rank).result(), world_size=2)
 
 
 def test_a_rank_that_waits_for_a_lock_of_another_is_named_with_the_engine_that_works(engine: InprocEngine) -> None:

@@ -1,4 +1,4 @@
-"""What DeepSpeed 0.19.8 cuts wrongly, by name: each breaks a law of `parallel.slicing.laws`, and the tests see it.
+"""What DeepSpeed 0.19.8 cuts wrongly, by name: each breaks a law of `tests.parallel.slicing.laws`, as tests see.
 
 Nothing here is used by a slice of ours. `needs` says for which heads and ranks a deviation is wrong; outside of that it
 cuts as the rule does. Sources: modes.md 8 and 10 (D1), experts.md 27 and 28 (X16); the functions named are DeepSpeed's.

@@ -15,11 +15,11 @@ from torch import Tensor
 from parallel.slicing.errors import SliceError
 from parallel.slicing.heads import Heads, query_rows
 from parallel.slicing.held import in_turn
-from parallel.slicing.laws import broken
 from parallel.slicing.sizes import shard_sizes
 from parallel.slicing.strided import placed, plain, scales, strided
 from tests.parallel.slicing.deepspeed_copies import Named, copied, imported, numbered, parts_of, same
 from tests.parallel.slicing.deviations import DEVIATIONS
+from tests.parallel.slicing.laws import broken
 
 deepspeed = imported()
 pytestmark = pytest.mark.peers

@@ -6,6 +6,7 @@ That bugs of the data path break a statement is shown by the mutants of `bugs/op
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from reference.data.anchors import anchors
 from reference.data.batches import Batch, micro_batch
 from reference.data.edges import own_edges, shard_edges
 from reference.data.packing import IGNORED
-from reference.data.stages import sent_bytes, sent_to_stage
+from reference.data.stages import Form, sent_to_stage
 from tests.reference.data.batch_forms import FORMS, all_batches, every_form, valid
 from tests.reference.model.drawn_cases import models
 
@@ -136,6 +137,11 @@ TABLE = {
 }
 """(first, last, prediction layers) -> keys, and bytes a token without a mask."""
 ROWS, LENGTH = 3, 7
+_ITEM_BYTES = {"int64": 8, "float32": 4, "bool": 1}
+
+
+def sent_bytes(forms: dict[str, Form]) -> int:
+    return sum(_ITEM_BYTES[dtype] * math.prod(shape) for dtype, shape in forms.values())
 
 
 @pytest.mark.parametrize("stage", TABLE)

@@ -19,9 +19,10 @@ from reference.case import Case
 from reference.data import corpus
 from reference.data.corpus import documents
 from reference.data.files import DataError
-from reference.data.internevo_files import read_internevo, write_internevo
+from reference.data.internevo_files import read_internevo
 from reference.data.megatron_files import read_megatron
 from reference.data.readers import END
+from tests.reference.data.internevo_writer import write_internevo
 
 
 def case(path: Path, *, vocab: int = END + 1, **words: int) -> Case:

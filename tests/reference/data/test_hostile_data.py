@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from reference.data import corpus, files, readers
 from reference.data.files import DataError
-from reference.data.internevo_files import read_internevo, write_internevo
+from reference.data.internevo_files import read_internevo
+from tests.reference.data.internevo_writer import write_internevo
 
 
 def read(path: Path, vocab: int = 257) -> corpus.Tokens:
