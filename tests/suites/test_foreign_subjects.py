@@ -28,6 +28,7 @@ from suites.subjects import two_d
 from tests.deep import deep
 
 NEEDS = {"hf": "transformers", "qwen3": "transformers", "mcore": "megatron"}
+NEEDS |= dict.fromkeys(("mcore_experts", "mcore_latent", "mcore_heads"), "megatron")
 PEERS = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 RIGHT = [
     ("two_d:subject", "tp=2 dp=2 sp=true loss_parallel=true"),
@@ -36,6 +37,10 @@ RIGHT = [
     ("qwen3:subject", "tp=2"),
     ("mcore:subject", "tp=2 dp=2"),
     ("mcore:subject", "tp=2 sp=true llama=true"),
+    ("mcore_experts:subject", "tp=2 dp=2 ep=2 etp=2 steps=1 micro=1"),
+    ("mcore_experts:subject", "tp=2 ep=2 dispatcher=allgather steps=1 micro=1"),
+    ("mcore_latent:subject", "tp=2 sp=true qk_norm=true steps=1 micro=1"),
+    ("mcore_heads:subject", "tp=2 dp=2 sp=true heads=2 steps=1 micro=1"),
 ]
 ON_PROCESSES = [("fsdp2:subject", "dp=2"), ("two_d:subject", "tp=2 loss_parallel=true")]
 LATE = pytest.param("mcore:subject", "tp=2", marks=[*PEERS, pytest.mark.deep("ten CPU seconds: every rank imports it")])
