@@ -17,10 +17,14 @@ LLAMA = {"normalization": "RMSNorm", "gated_linear_unit": True, "activation_func
 LLAMA |= {"num_query_groups": 2, "add_bias_linear": False}
 
 
-def subject(case, device):
+def build(case):
     config = TransformerConfig(**start(case), **(LLAMA if case.llama else {}))
     places = "rope" if case.llama else "learned_absolute"
-    return train(case, wrapped(case, config, specs.get_gpt_layer_local_spec(), position_embedding_type=places))
+    return wrapped(case, config, specs.get_gpt_layer_local_spec(), position_embedding_type=places)
+
+
+def subject(case, device):
+    return train(case, build(case))
 
 
 stated(subject, sp=False, llama=False)

@@ -5,6 +5,7 @@ mcore_heads build and train it: weights that follow from their names, where each
 import warnings
 import zlib
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ with warnings.catch_warnings(action="ignore"):  # Megatron's own, at import
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 SIZES = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 4, "ffn_hidden_size": 40}
-PLAIN = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "use_cpu_initialization": True}
+PLAIN: dict[str, Any] = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "use_cpu_initialization": True}
 PLAIN |= dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), torch.nn.init.zeros_)
 
 

@@ -40,13 +40,10 @@ FORMS = {"llama": WORDS, "gpt": f"{SIZES} kv_heads=4 positions=learned norm=laye
 def _saved(folder: Path, tokens: Tensor, form: str, patch: pytest.MonkeyPatch) -> Tensor:
     """Save a small GPTModel of Megatron-Core, and return its logits."""
     from megatron.core import dist_checkpointing, parallel_state  # noqa: PLC0415
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: PLC0415
 
-    from suites.subjects import mcore, megatron  # noqa: PLC0415
+    from suites.subjects import mcore, mcore_training, megatron  # noqa: PLC0415
 
     def program(_: int) -> Any:
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=1)
-        model_parallel_cuda_manual_seed(1)
         model = mcore.build(SimpleNamespace(tp=1, sp=False, llama=form == "llama", dtype="float32", seed=3)).module
         dist_checkpointing.save(model.sharded_state_dict(), str(folder))
         mask = torch.ones(1, 1, 12, 12).triu(1).bool()
@@ -54,7 +51,8 @@ def _saved(folder: Path, tokens: Tensor, form: str, patch: pytest.MonkeyPatch) -
         parallel_state.destroy_model_parallel()
         return logits
 
-    patch.setitem(mcore.PLAIN, "activation_func", partial(gelu, approximate="tanh"))  # as Megatron-LM's fused one is
+    fused = partial(gelu, approximate="tanh")  # as Megatron-LM's is
+    patch.setitem(mcore_training.PLAIN, "activation_func", fused)
     with InprocEngine() as engine, megatron.session():
         (logits,) = engine.run(program, world_size=1)
     assert isinstance(logits, Tensor)

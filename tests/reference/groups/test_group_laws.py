@@ -127,7 +127,7 @@ QUICK = settings(
     deadline=None,
     phases=[Phase.generate],
     report_multiple_bugs=False,
-    suppress_health_check=HealthCheck,
+    suppress_health_check=tuple(HealthCheck),
 )
 
 
