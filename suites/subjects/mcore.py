@@ -18,7 +18,7 @@ LLAMA |= {"num_query_groups": 2, "add_bias_linear": False}
 
 
 def build(case):
-    config = TransformerConfig(**start(case), **(LLAMA if case.llama else {}))
+    config = TransformerConfig(**{**start(case), **(LLAMA if case.llama else {})})
     places = "rope" if case.llama else "learned_absolute"
     return wrapped(case, config, specs.get_gpt_layer_local_spec(), position_embedding_type=places)
 
