@@ -1,26 +1,37 @@
 """Whether ranks failed because they are threads: the first failed case of a run again, on ranks that are processes.
 
 Asked once a run, of a foreign subject whose modules keep state that a process has once (`keepers`), so neither right
-runs nor other failures take longer. If the case passes there, the cause says so and names these modules, of which
-`per_rank` needs some. Times are seconds.
+runs nor other failures take longer. If the case passes there, which modules `per_rank` needs is found out by trying: a
+fresh process imports what the subject imports and forks one child for each try, so that none sees what another has
+left. The modules whose state a run in threads changes are tried together, then each is left out once; what is returned
+is what a run passed with. Times are seconds.
 """
 
 from __future__ import annotations
 
 import dis
+import importlib
+import multiprocessing
+import pickle
 import re
 import sys
+import time
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
 from types import CodeType, FunctionType, ModuleType
+from typing import Any, cast
 
 from harness.checking.evidence import FAIL
 from harness.diagnosing.rules.causes import reported
 from harness.engines.processes.forked.pool import PoolEngine
+from harness.engines.threads.inproc import InprocEngine
+from harness.engines.threads.state.module_state import namespaces_of
 from harness.errors import ShardproofError
 from harness.protocols import CaseLike
+from harness.running.forked_process import forked
 from harness.running.proof import CaseResult, prove
 from harness.running.request import Request
 from harness.subject import NamedSubject, kept_per_rank, offers
@@ -40,6 +51,115 @@ def keepers(address: str) -> tuple[str, ...]:
     container that is no constant, a default that can be changed.
     """
     return tuple(name for name in _reached(address.partition(":")[0]) if _keeps(sys.modules[name]))
+
+
+@contextmanager
+def searching(case: CaseLike, subject: NamedSubject, *, limit_s: float) -> Iterator[Callable[[], tuple[str, ...]]]:
+    """Look, meanwhile, for those of them with which as `per_rank` the case passes in threads.
+
+    Yields what waits for the answer: () where none are found in time.
+    """
+    context = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_search, args=(theirs, pickle.dumps((case, subject)), limit_s), daemon=True)
+    process.start()
+    theirs.close()
+
+    def answer() -> tuple[str, ...]:
+        with suppress(EOFError, OSError):
+            if wait([mine, process.sentinel], 2 * limit_s) and mine.poll(1.0):
+                return cast(tuple[str, ...], mine.recv())
+        return ()
+
+    try:
+        yield answer
+    finally:
+        process.kill()
+        process.join()
+
+
+def _search(answer: Connection, sent: bytes, limit_s: float) -> None:
+    """The fresh process: every try in a child of its own."""
+    until_s = time.monotonic() + limit_s
+    case, subject = pickle.loads(sent)
+    tries = _Tries(case, subject, until_s)
+    for name in tries.of(tries.imported) or ():  # what the run imports is imported before the other tries
+        with suppress(Exception):
+            importlib.import_module(name)
+    needed = list(tries.of(tries.changed) or ())
+    if not needed or not tries.passes(needed):
+        answer.send(())
+        return
+    for name in list(needed):
+        rest = [other for other in needed if other != name]
+        if rest and tries.passes(rest):
+            needed = rest
+    answer.send(tuple(needed))
+
+
+@dataclass(frozen=True, slots=True)
+class _Tries:
+    """Runs of the case in threads, each in a forked child."""
+
+    case: CaseLike
+    subject: NamedSubject
+    until_s: float
+
+    def of(self, what: Callable[[], Any]) -> Any:
+        """What the child returns; None where it fails, or has no time left."""
+        child = forked(lambda connection: connection.send(what()))
+        try:
+            if child and child.connection.poll(max(0.0, self.until_s - time.monotonic())):
+                return child.connection.recv()
+        except (EOFError, OSError, pickle.UnpicklingError):
+            pass
+        finally:
+            if child:
+                child.kill()
+                child.close()
+        return None
+
+    def imported(self) -> tuple[str, ...]:
+        """The modules that a run imports."""
+        before = set(sys.modules)
+        self._ran(())
+        return tuple(name for name in sys.modules if name not in before and _is_foreign(name))
+
+    def changed(self) -> tuple[str, ...]:
+        """The modules whose state a run in threads changes."""
+        names = keepers(self.subject.address)
+        before = {name: _state(name) for name in names}
+        self._ran(())
+        return tuple(name for name in names if _state(name) != before[name])
+
+    def passes(self, modules: Sequence[str]) -> bool:
+        """Whether the case passes where every rank has the state of these modules for itself."""
+        return bool(self.of(lambda: self._ran(modules)))
+
+    def _ran(self, modules: Sequence[str]) -> bool:
+        per_rank = (*kept_per_rank(self.subject.call), *modules)
+        subject = NamedSubject(
+            name=self.subject.name, call=_WithState(self.subject.call, per_rank), truth=self.subject.truth
+        )
+        with suppress(ShardproofError), InprocEngine() as engine:
+            result = prove(self.case, subject, engine, timeout_s=max(1.0, self.until_s - time.monotonic()))
+            return result.evidence is not None and result.verdict != FAIL
+        return False
+
+
+class _WithState:
+    """The subject with these modules as its `per_rank`."""
+
+    def __init__(self, call: Any, per_rank: tuple[str, ...]) -> None:
+        self._call = call
+        self.per_rank = per_rank
+
+    def __call__(self, case: Any, device: Any) -> Any:
+        """The subject's outcome."""
+        return self._call(case, device)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._call, name)
 
 
 def _reached(first: str) -> Iterator[str]:
@@ -97,6 +217,20 @@ def _codes(module: ModuleType) -> Iterator[CodeType]:
         waiting += [part for part in code.co_consts if isinstance(part, CodeType)]
 
 
+def _state(name: str) -> list[dict[str, Any]]:
+    """What the places of a module have: what its names refer to, and what is in its containers."""
+    places = namespaces_of((name,))
+    return [{key: _print(value) for key, value in place.read().items()} for place in places]
+
+
+def _print(value: Any) -> Any:
+    if isinstance(value, dict):
+        return id(value), len(value), tuple((id(key), id(item)) for key, item in list(value.items()))
+    if type(value) in _CONTAINERS:
+        return id(value), tuple(map(id, list(value)))
+    return id(value)
+
+
 _LIMIT_S = 60.0
 _OURS = "parallel"
 _CAUSES = re.compile(r"^causes: .*$", re.MULTILINE)
@@ -116,9 +250,11 @@ class OnProcesses:
             return result
         self._asked = True
         subject, limit_s = self._request.subject, min(self._request.timeout_s, _LIMIT_S)
-        with suppress(ShardproofError):
+        with suppress(ShardproofError), searching(result.case, subject, limit_s=limit_s) as needed:
             if self._passes(result.case, limit_s):
-                return _told(result, _legal(subject))
+                modules = needed()
+                per_rank = (*kept_per_rank(subject.call), *modules) if modules else ()
+                return _told(result, _legal(per_rank, LOSS_PARALLEL in _keepers(subject)))
         return result  # what cannot be found out leaves the failure as it is
 
     def _may_share(self, result: CaseResult) -> bool:
@@ -141,13 +277,12 @@ def _keepers(subject: NamedSubject) -> tuple[str, ...]:
     )
 
 
-def _legal(subject: NamedSubject) -> str:
-    """What helps: modules that may keep the state; a context that only a session can enter once; processes."""
-    found = _keepers(subject)
-    modules = (*kept_per_rank(subject.call), *(name for name in found if name != LOSS_PARALLEL))
-    session = "subject.session = torch.distributed.tensor.parallel.loss_parallel in place of each rank's own, "
-    own = f"subject.per_rank = {modules!r} or some of these, which keep state, " if modules else ""
-    return f"{session if LOSS_PARALLEL in found else ''}{own}or --engine pool"
+def _legal(per_rank: tuple[str, ...], in_loss_parallel: bool) -> str:
+    """What helps: the modules with which the case passed; a context that only a session can enter once; processes."""
+    if per_rank:
+        return f"subject.per_rank = {per_rank!r}, with which it passes here too"
+    session = "subject.session = torch.distributed.tensor.parallel.loss_parallel in place of each rank's own, or "
+    return f"{session if in_loss_parallel else ''}--engine pool"
 
 
 def _told(result: CaseResult, legal: str) -> CaseResult:
