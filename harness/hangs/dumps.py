@@ -1,10 +1,17 @@
-"""Reads what ranks left of a hang: the parts of a run folder of `shardproof record`."""
+"""Reads what ranks left of a hang: our recorder's parts, and torch's Flight Recorder as pickle or JSON.
+
+A Flight Recorder file of NCCL is a pickle of plain dicts, lists, texts and numbers; anything else in it is refused, so
+that a dump can run no code. Its rank is the number that ends the file's name (`nccl_trace_rank_3`), as torch writes it.
+Format: torch/csrc/distributed/c10d/FlightRecorder.hpp, version 2.
+"""
 
 from __future__ import annotations
 
 import csv
 import gc
 import json
+import pickle
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +25,7 @@ KIND = ("group", "axis", "op", "reduce_op", "dtype", "shape", "root", "peer", "p
 """What our recorder writes of a kind of call."""
 RECORD = ("kind", "number", "order", "step", "microbatch")
 """What it writes of one call."""
-_LEGAL = "legal: the run folder of `shardproof record`, or a last.json in it; torchfrtrace reads NCCL's Flight Recorder"
+_LEGAL = "legal: the run folder of `shardproof record`, or the files that NCCL's Flight Recorder wrote"
 _MESSAGES = ("send", "recv")
 
 
@@ -60,7 +67,8 @@ def _of_folder(path: Path) -> list[RankStanding]:
     numbered = [folder for folder in parts.iterdir() if folder.is_dir() and folder.name.isdigit()]
     if numbered:
         return [_of_part(folder) for folder in numbered]
-    return [_of_file(file) for file in sorted(path.glob("*.json"))]
+    files = [file for file in sorted(path.iterdir()) if file.is_file() and _rank_of(file) is not None]
+    return [_of_file(file) for file in files]
 
 
 def _of_part(folder: Path) -> RankStanding:
@@ -128,10 +136,66 @@ def _channel(group: str, ranks: Iterable[int], direction: str) -> Channel:
 
 
 def _of_file(path: Path) -> RankStanding:
-    words = _json(path)
-    if words.get("shardproof") != "last calls":
-        raise RequestError(f"dump {path}: has no last calls of a rank; {_LEGAL}")
-    return _of_last(words, str(path))
+    words = _json(path) if path.read_bytes()[:1] in (b"{", b"[") else _pickled(path)
+    if words.get("shardproof") == "last calls":
+        return _of_last(words, str(path))
+    if "entries" not in words:
+        raise RequestError(f"dump {path}: has no `entries`, so it is no Flight Recorder's; {_LEGAL}")
+    return _of_flight(words, path)
+
+
+def _of_flight(words: Mapping[str, Any], path: Path) -> RankStanding:
+    """A dump of torch's Flight Recorder: collectives by their number in the group, messages by pair in order."""
+    rank = int(words["rank"]) if "rank" in words else _rank_of(path)
+    if rank is None:
+        raise RequestError(f"dump {path}: its name must end in the rank; legal: nccl_trace_rank_3")
+    config = words.get("pg_config") or {}
+    ranks = {str(group["name"]): tuple(_numbers(group["ranks"])) for group in config.values()}
+    entries = sorted(words["entries"], key=lambda entry: int(entry.get("record_id", 0)))
+    calls: dict[Channel, dict[int, LastCall]] = {}
+    for order, entry in enumerate(entries):
+        name, description = (str(word) for word in entry["process_group"][:2])
+        op = str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"])
+        op, _, ends = op.partition(" ")
+        members = ranks.get(name, ())
+        direction = _flight_direction(op, ends, members) if entry.get("is_p2p") else ""
+        channel = _channel(name, members, direction)
+        own = calls.setdefault(channel, {})
+        number = len(own) + 1 if direction else int(entry["collective_seq_id"])
+        if number not in own:  # the members of a coalesced call have one number
+            own[number] = _flight_call(entry, op, description or name, order)
+    last = {channel: max(by) for channel, by in calls.items()}
+    sizes = [len(group) for group in ranks.values()]
+    return RankStanding(rank=rank, world_size=max(sizes, default=0), source=str(path), calls=calls, last=last)
+
+
+def _flight_call(entry: Mapping[str, Any], op: str, axis: str, order: int) -> LastCall:
+    dtypes = "+".join(dict.fromkeys(str(word).lower() for word in entry.get("input_dtypes", ())))
+    sizes = "" if "to_all" in op or "toall" in op else "+".join("x".join(map(str, s)) for s in entry["input_sizes"])
+    frames = entry.get("frames") or ()
+    own = next((frame for frame in frames if "/torch/" not in str(frame.get("filename"))), None)
+    caller = f"{own['filename']}:{own['line']} in {own['name']}" if own else ""
+    done = {"completed": True, "started": False, "scheduled": False}.get(str(entry.get("state")))
+    known = None if not entry.get("time_discovered_completed_ns") and entry.get("retired") else done
+    return LastCall((op, dtypes, sizes), (), axis, caller, order, known)
+
+
+def _flight_direction(op: str, ends: str, members: tuple[int, ...]) -> str:
+    """ "send 3" of "0->3"; the ends are ranks of the group."""
+    found = re.fullmatch(r"(\d+)(->|<-)(\d+)", ends)
+    if not found:
+        return op
+    peer = int(found[3])
+    return f"{op} {members[peer] if peer < len(members) else peer}"
+
+
+def _numbers(text: object) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", str(text))]
+
+
+def _rank_of(path: Path) -> int | None:
+    found = re.search(r"(\d+)(\.json|\.pickle|\.pkl)?$", path.name)
+    return int(found[1]) if found else None
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -141,4 +205,22 @@ def _json(path: Path) -> dict[str, Any]:
         raise RequestError(f"dump {path}: cannot be read ({problem}); {_LEGAL}") from problem
     if not isinstance(found, dict):
         raise RequestError(f"dump {path}: must hold one JSON object; {_LEGAL}")
+    return found
+
+
+class _Plain(pickle.Unpickler):
+    """Unpickles dicts, lists, texts and numbers, and nothing that has a class."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it holds a {module}.{name}")
+
+
+def _pickled(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            found = _Plain(file).load()
+    except (pickle.UnpicklingError, EOFError, ValueError, IndexError, OSError) as problem:
+        raise RequestError(f"dump {path}: is no dump of plain values ({problem}); {_LEGAL}") from problem
+    if not isinstance(found, dict):
+        raise RequestError(f"dump {path}: must hold one dict; {_LEGAL}")
     return found

@@ -47,5 +47,5 @@ def add_record(record: argparse.ArgumentParser) -> None:
 def add_hang(hang: argparse.ArgumentParser) -> None:
     """Add what `shardproof hang` takes."""
     hang.description = "Compare what every rank did last. Exit status 1 when ranks parted, 0 when none did."
-    hang.epilog = "example: shardproof hang runs/latest"
-    hang.add_argument("dumps", nargs="+", metavar="DUMP", help="a run folder of `record`")
+    hang.epilog = "example: shardproof hang runs/latest   or   shardproof hang /tmp/nccl_trace_rank_*"
+    hang.add_argument("dumps", nargs="+", metavar="DUMP", help="a run folder of `record`, or Flight Recorder files")

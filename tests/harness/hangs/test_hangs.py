@@ -1,11 +1,13 @@
-"""The ranks that parted, their call, module and line: from real gloo jobs, and generated dumps."""
+"""The ranks that parted, their call, module and line: from real gloo jobs, generated dumps, and NCCL's."""
 
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -197,11 +199,62 @@ def test_many_ranks_are_compared_in_seconds(tmp_path: Path) -> None:
     assert time.process_time() - begin_s < world / 100
 
 
-def test_what_is_no_dump_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "trace_0").write_bytes(b"\x80\x04N.")
+def entry(
+    number: int, group: tuple[str, str], op: str, sizes: list[list[int]], state: str, line: int
+) -> dict[str, Any]:
+    """An entry as NCCL's Flight Recorder writes it."""
+    return {
+        "record_id": number, "collective_seq_id": number, "p2p_seq_id": 0, "op_id": number, "pg_id": 0,
+        "process_group": group, "profiling_name": f"nccl:{op}", "is_p2p": False, "state": state, "retired": False,
+        "input_sizes": sizes, "input_dtypes": ["Float"], "output_sizes": sizes, "output_dtypes": ["Float"],
+        "time_discovered_completed_ns": None, "time_created_ns": number,
+        "frames": [
+            {"name": "all_reduce", "filename": "/x/site-packages/torch/distributed/distributed_c10d.py", "line": 3},
+            {"name": "forward", "filename": "/home/me/model.py", "line": line},
+        ],
+    }  # fmt: skip
+
+
+def write_flight(folder: Path, *, as_json: bool, rank_1_calls: int) -> None:
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2]"}}
+    for rank in range(3):
+        calls = rank_1_calls if rank == 1 else 9
+        entries = [
+            entry(n, ("0", "default_pg"), "all_reduce", [[n, 4]], "completed" if n < 9 else "started", 10 + n)
+            for n in range(4, calls + 1)
+        ]
+        dump = {"version": "2.10", "pg_config": config, "pg_status": {}, "entries": entries}
+        path = folder / f"nccl_trace_rank_{rank}{'.json' if as_json else ''}"
+        path.write_bytes(json.dumps(dump).encode() if as_json else pickle.dumps(dump))
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_flight_recorder_dumps_name_rank_call_and_line(tmp_path: Path, as_json: bool) -> None:
+    write_flight(tmp_path, as_json=as_json, rank_1_calls=8)
+    found, text = found_in(*sorted(tmp_path.iterdir()))
+    assert [(one.how, one.ranks, one.number, one.waiting) for one in found] == [(STOPPED, (1,), 9, (0, 2))]
+    assert "rank 1 never issued event 9 of default_pg (0-2)" in text.replace("0 1 2", "0-2")
+    assert "all_reduce float 9x4 over default_pg, at /home/me/model.py:19 in forward" in text
+
+
+def test_flight_recorder_dumps_of_a_healthy_job_have_no_finding(tmp_path: Path) -> None:
+    write_flight(tmp_path, as_json=False, rank_1_calls=9)
+    assert found_in(tmp_path)[0] == []
+
+
+class Runs:
+    """Pickled, it would run code when it is read."""
+
+    def __reduce__(self) -> Any:
+        return print, ("run",)
+
+
+def test_what_is_no_dump_is_refused_in_one_sentence_and_runs_nothing(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "trace_0").write_bytes(pickle.dumps({"entries": Runs()}))
     (tmp_path / "trace_1").write_text("{}")
     (tmp_path / "trace_2").write_text("{")
     (tmp_path / "empty").mkdir()
     for name in ("trace_0", "trace_1", "trace_2", "empty", "missing"):
         with pytest.raises(RequestError, match="dump.*legal: the run folder of `shardproof record`"):
             standings([tmp_path / name])
+    assert capsys.readouterr().out == ""
