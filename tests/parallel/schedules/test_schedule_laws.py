@@ -158,7 +158,7 @@ def test_the_picture_of_the_docs_is_the_timeline() -> None:
     for rank, own in enumerate(spans):
         (drawn,) = re.findall(rf"^rank {rank} \|(.*)$", page, re.MULTILINE)
         found = [(drawn[at : at + 2], at // 3) for at in range(0, len(drawn), 3) if drawn[at] in "FB"]
-        assert found == [(f"{span.action.kind}{span.action.micro}", span.start) for span in own]
+        assert found == [(f"{span.action.kind}{span.action.micro}", int(span.start)) for span in own]
     assert f"\nbubble {bubble(spans)}, closed form {bubble_stated(pipeline)}\n" in page
 
 

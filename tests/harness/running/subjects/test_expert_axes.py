@@ -14,7 +14,7 @@ from harness.checking.evidence import FAIL, PASS
 from harness.engines.threads.inproc import InprocEngine
 from harness.plain_case import Vocabulary, WordError
 from harness.running.proof import prove
-from tests.reference.groups.systems import megatron
+from reference.groups import RankOrder
 
 EXPERTS = Vocabulary.of({"ep": 1, "etp": 1})
 
@@ -29,10 +29,12 @@ EXPERTS = Vocabulary.of({"ep": 1, "etp": 1})
 )
 def test_the_groups_are_those_of_megatrons_order(tp: int, cp: int, dp: int, pp: int, ep: int, etp: int) -> None:
     case = EXPERTS.parse(f"tp={tp} cp={cp} dp={dp} pp={pp} ep={ep} etp={etp}")
-    layout = megatron(world=tp * cp * dp * pp, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
+    dense = RankOrder.of("tp-cp-ep-dp-pp", {"tp": tp, "cp": cp, "ep": 1, "dp": dp, "pp": pp})
+    experts = RankOrder((("etp", etp), ("ep", ep), ("edp", tp * cp * dp // etp // ep), ("pp", pp)))
     assert case.world_size == tp * cp * dp * pp
     for axis in ("tp", "cp", "dp", "pp", "etp", "ep", "edp"):
-        assert sorted(case.axes[axis]) == sorted(map(tuple, layout.groups(axis))), axis
+        order = experts if axis in {"etp", "ep", "edp"} else dense
+        assert sorted(case.axes[axis]) == sorted(map(tuple, order.groups(axis))), axis
         assert [case.axis_rank(axis, rank) for rank in range(case.world_size)] == [
             next(ranks.index(rank) for ranks in case.axes[axis] if rank in ranks) for rank in range(case.world_size)
         ]
