@@ -27,7 +27,7 @@ from harness.shard import Shard
 from reference.case import Case
 from reference.data.anchors import Facts
 from reference.training import subject as dense
-from tests.harness.toy_evidence import TERMS, case, events, evidence, named, outcome_of, truth, without
+from tests.harness.toy_evidence import TERMS, case, evidence, named, outcome_of, truth
 
 
 def right_ranks() -> tuple[dict[str, object], ...]:
@@ -120,14 +120,6 @@ def test_a_right_save_passes_and_one_of_another_shape_does_not() -> None:
 def test_every_single_tensor_of_the_truth_is_looked_at(name: str) -> None:
     other = {**truth(), name: _nudged(truth()[name])}
     assert len(named(examine(evidence(*right_ranks(), truth=other)), FAIL)) == 1
-
-
-@pytest.mark.parametrize("place", range(len(TERMS)))
-def test_every_single_term_of_the_expectation_is_looked_at(place: int) -> None:
-    wrong = tuple(replace(term, calls=term.calls + (i == place)) for i, term in enumerate(TERMS))
-    assert named(examine(evidence(expectation=wrong)), FAIL) == {"ledger"}
-    lost = without(events(), phase=TERMS[place].phase, region=TERMS[place].region)
-    assert named(examine(evidence(events=lost)), FAIL) == {"ledger"}
 
 
 def other_truth(case: Case, device: torch.device) -> dict[str, Tensor]:
