@@ -5,7 +5,6 @@ They compute the dense model on every rank, so that only what a test plants is w
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
@@ -98,11 +97,6 @@ def in_set_order(case: Case, device: torch.device) -> dict[str, Tensor]:
     return outcome
 
 
-def losses_only(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """The least that can be checked."""
-    return {name: value for name, value in dense.subject(case, device).items() if name.startswith("loss/")}
-
-
 def empty(case: Case, device: torch.device) -> dict[str, Tensor]:
     """Nothing checkable."""
     return {}
@@ -122,16 +116,6 @@ def dying(case: Case, device: torch.device) -> dict[str, Tensor]:
     if case.seed == 14:
         raise TimeLimit("no end after 1 s", ranks=(0,), positions=())
     return wrong(case, device) if case.seed == 15 else dense.subject(case, device)
-
-
-_calls = itertools.count()
-
-
-def shaky(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """Another last bit in every run."""
-    outcome = dense.subject(case, device)
-    outcome["loss/0"] = outcome["loss/0"] * (1 + next(_calls) * 2**-52)
-    return outcome
 
 
 class Limited:
@@ -156,30 +140,4 @@ class Refusing:
         return dense.subject(case, device)
 
 
-class BrokenExpectation:
-    """Right, but its closed form raises."""
-
-    def expected(self, case: Case) -> list[object]:
-        """Always fails."""
-        raise KeyError("no such term")
-
-    def __call__(self, case: Case, device: torch.device) -> dict[str, Tensor]:
-        """The dense model."""
-        return dense.subject(case, device)
-
-
-class Misplaced:
-    """Right, but it cannot say where its activations belong."""
-
-    def activations(self, case: Case, rank: int, module: str, local: Tensor) -> object:
-        """Always fails."""
-        raise LookupError(module)
-
-    def __call__(self, case: Case, device: torch.device) -> dict[str, Tensor]:
-        """The dense model, after a module that can be captured."""
-        model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-        model(torch.ones(1, 2)).sum().backward()
-        return dense.subject(case, device)
-
-
-limited, refusing, broken_expectation, misplaced = Limited(), Refusing(), BrokenExpectation(), Misplaced()
+limited, refusing = Limited(), Refusing()

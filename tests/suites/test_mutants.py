@@ -33,7 +33,7 @@ _ALONE = {mutant.kills: mutant for mutant in reversed(MUTANTS) if mutant.alone}
 """Check -> a mutant that no other check kills."""
 _BY_TOYS = {"parallelism": "tests.harness.toy_subjects:right"}
 """Check -> a subject that no other check fails. Ours states a closed form, so that its ledger fails as well."""
-_BY_FILES = {"saved": "tests.parallel.checkpoints.test_checkpoint_mutants:WRONG_SAVES"}
+_BY_FILES = {"saved": "tests.parallel.checkpoints.test_checkpoint_layouts:WRONG_SAVES"}
 """Check -> planted bugs whose cases name a folder, which those of the catalogue cannot."""
 
 

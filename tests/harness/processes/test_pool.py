@@ -149,14 +149,6 @@ def test_a_failure_is_repeated_on_the_pool(engine: PoolEngine) -> None:
     assert "--engine pool" in failed.message.splitlines()[-1]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: NCCL cannot be tried here")
-def test_a_case_is_proved_on_nccl(engine: PoolEngine) -> None:
-    text = f"mode=tp tp={min(torch.cuda.device_count(), 2)} layers=1 dtype=float64"
-    result = prove(Case.parse(text), "parallel.subject:subject", engine, device="cuda")
-    assert result.verdict == "pass", [verdict.message for verdict in result.verdicts if verdict.verdict != "pass"]
-
-
 def test_a_sum_in_the_order_of_a_set_is_a_replica_conflict_on_processes_and_none_on_threads(engine: PoolEngine) -> None:
     case = Case.parse("mode=tp tp=2 layers=1 hidden=16 heads=2 seq=4 steps=1")
     asked = {name: CHECKS[name] for name in ("replicas", "forward")}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,12 +13,8 @@ import torch
 from harness.engines.engine import RunRequest
 from harness.engines.processes.flight_recorder import _COUNT, FlightRecorder, ReadCalls, Recording, anonymous_file
 from harness.engines.processes.rank_program import run_rank
-from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError
-from harness.ledger import Event
-from harness.outcome.merging import Merged, merge
-from harness.running.ranks.execution import execute, execute_captured
-from parallel.subject import subject
+from harness.running.ranks.execution import execute
 from reference.case import Case
 from tests.harness.toy_subjects import LoopEngine
 
@@ -40,24 +35,6 @@ class OneProcess(LoopEngine):
         if ended.error is not None:
             raise ended.error
         return [pickle.loads(pickle.dumps(ended.value))]
-
-
-@pytest.mark.parametrize("name", ["", "parallel.subject:subject"], ids=["pickled", "named"])
-def test_a_recorded_run_is_the_same_as_in_this_process(name: str) -> None:
-    with InprocEngine() as inproc:
-        here = execute(CASE, subject, inproc, text="x")
-    there = execute(CASE, subject, OneProcess(), text="x", name=name)
-    assert here.events and [untimed(event) for event in there.events] == [untimed(event) for event in here.events]
-    assert same(merge(here.outcomes), merge(there.outcomes))
-
-
-def test_a_watched_run_is_the_same_as_in_this_process() -> None:
-    with InprocEngine() as inproc:
-        here = execute_captured(CASE, subject, inproc)
-    there = execute_captured(CASE, subject, OneProcess())
-    assert here.captured[0] and same(merge(here.captured), merge(there.captured))
-    assert there.saved_bytes == here.saved_bytes and there.saved_bytes[0] > 0
-    assert not there.events
 
 
 def test_a_subject_that_cannot_be_sent_is_a_wrong_request() -> None:
@@ -97,13 +74,3 @@ def test_a_recording_that_is_read_while_it_is_written_has_every_call_once() -> N
     recorder.makes_group("2", (0, 1))
     assert [call.group for _, call in recording.read().new] == ["2"]
     os.close(file)
-
-
-def untimed(event: Event) -> Event:
-    return replace(event, start_us=0.0, duration_us=0.0)
-
-
-def same(one: Merged, other: Merged) -> bool:
-    return one.tensors.keys() == other.tensors.keys() and all(
-        torch.equal(tensor, other.tensors[name]) for name, tensor in one.tensors.items()
-    )

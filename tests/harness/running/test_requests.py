@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from harness.subject import named
-from parallel.subject import subject
 from reference.language.modes import MODES
 from reports.commands import cli
 from reports.options import request as request_command
@@ -46,19 +45,6 @@ def test_a_case_that_cannot_be_is_refused_with_its_rule(shardproof: CommandLine,
         assert word in message
     assert "legal:" in message
     assert not Path("runs").exists(), "before anything runs"
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("no_colon", "must be written module:object; legal: parallel.subject:subject"),
-        ("nowhere.at.all:subject", "there is no module 'nowhere'"),
-        (f"{TOY}rihgt", "has no 'rihgt'; legal: tests.harness.toy_subjects:right"),
-    ],
-)
-def test_a_subject_that_cannot_be_found_is_refused(shardproof: CommandLine, name: str, words: str) -> None:
-    assert words in shardproof.refused("run", "--subject", name)
-    assert words in shardproof.refused("run", ONE, "--subject", name)
 
 
 @pytest.mark.parametrize("harm", ["missing", "empty", "not text", "a space"])
@@ -180,11 +166,6 @@ def test_without_a_case_every_claimed_mode_runs_on_two_and_four_ranks() -> None:
     assert {case.world_size for case in deep} >= {2, 4, 8}
 
 
-def test_modes_narrow_the_default_cases() -> None:
-    chosen = request_command.default_cases(named("parallel.subject:subject"), "tp,tp-sp")
-    assert list(dict.fromkeys(case.mode for case in chosen)) == ["tp", "tp-sp"]
-
-
 def test_a_claimed_mode_that_no_case_can_have_is_left_out_and_named(
     shardproof: CommandLine, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -193,12 +174,6 @@ def test_a_claimed_mode_that_no_case_can_have_is_left_out_and_named(
     status, _, err = shardproof("run", "--subject", name, "--engine", "dry")
     assert status == 2, "it takes no case"
     assert f"note: {name} claims ep, cp, which no case can have: left out\n" in err
-
-
-def test_every_mode_that_our_subject_claims_has_default_cases() -> None:
-    cases: Any = request_command.default_cases(named(cli.SUBJECT), "all")
-    assert {case.mode for case in cases} == set(subject.modes)
-    assert not [reason for case in cases if (reason := subject.refuses(case))]
 
 
 @pytest.mark.parametrize(("options", "saves"), [(("--out", "a b"), 0), (("--engine", "dry"), 0), ((), 1)])

@@ -10,10 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -56,84 +52,14 @@ def batch(rows: int = 4) -> Tensor:
     return torch.randn(rows, 6, 8, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 
 
-def dense_gradients(x: Tensor) -> dict[str, Tensor]:
-    net = model()
-    net(x).square().mean().backward()
-    return {name: parameter.grad for name, parameter in net.named_parameters() if parameter.grad is not None}
-
-
 def close(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.allclose(one, other, rtol=1e-12, atol=1e-14)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def assert_gradients(results: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
     for gradients in results:
         assert gradients.keys() == expected.keys()
         assert all(close(gradients[name], expected[name]) for name in expected)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_dtensor_matmul_forward_and_backward(engine: InprocEngine, world_size: int) -> None:
-    left, right = batch(1)[0], batch(2)[1].t().contiguous()
-
-    def program(rank: int) -> tuple[Tensor, Tensor, Tensor]:
-        mesh = init_device_mesh("cpu", (world_size,))
-        a = distribute_tensor(left, mesh, [Shard(1)]).requires_grad_()
-        b = distribute_tensor(right, mesh, [Shard(0)]).requires_grad_()
-        product = a @ b
-        assert isinstance(product, DTensor)
-        product.redistribute(mesh, [Replicate()]).square().sum().backward()
-        assert a.grad is not None and b.grad is not None
-        return whole(product).detach(), whole(a.grad), whole(b.grad)
-
-    a, b = left.clone().requires_grad_(), right.clone().requires_grad_()
-    (a @ b).square().sum().backward()
-    assert a.grad is not None and b.grad is not None
-    for product, a_grad, b_grad in engine.run(program, world_size=world_size):
-        assert close(product, left @ right) and close(a_grad, a.grad) and close(b_grad, b.grad)
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_parallelize_module(engine: InprocEngine, sequence_parallel: bool) -> None:
-    x = batch()
-
-    def program(rank: int) -> dict[str, Tensor]:
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        net = model()
-        for block in net:
-            plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-            if sequence_parallel:
-                plan = {
-                    "norm": SequenceParallel(),
-                    "up": ColwiseParallel(input_layouts=Shard(1)),
-                    "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
-                }
-            parallelize_module(block, mesh, plan)
-        start: Tensor = distribute_tensor(x, mesh, [Shard(1)]) if sequence_parallel else x
-        whole(net(start)).square().mean().backward()
-        return {name: whole(p.grad) for name, p in net.named_parameters() if p.grad is not None}
-
-    assert_gradients(engine.run(program, world_size=2), dense_gradients(x))
-
-
-def test_fully_shard_on_a_mesh_of_two_by_two(engine: InprocEngine) -> None:
-    x = batch()
-
-    def program(rank: int) -> dict[str, Tensor]:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        net = model()
-        for block in net:
-            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-            fully_shard(block, mesh=mesh["dp"])
-        fully_shard(net, mesh=mesh["dp"])
-        net(x.chunk(2)[mesh["dp"].get_local_rank()]).square().mean().backward()
-        return {name: whole(p.grad) for name, p in net.named_parameters() if p.grad is not None}
-
-    assert_gradients(engine.run(program, world_size=4), dense_gradients(x))
 
 
 def trained(net: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> dict[str, Tensor]:
@@ -143,19 +69,6 @@ def trained(net: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> dict
         net(x).square().mean().backward()
         optimizer.step()
     return {name.removeprefix("module."): p.detach() for name, p in net.named_parameters()}
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_ddp_over_three_steps(engine: InprocEngine, world_size: int) -> None:
-    x = batch(8)
-
-    def program(rank: int) -> dict[str, Tensor]:
-        net = DistributedDataParallel(model(), bucket_cap_mb=1)
-        return trained(net, torch.optim.SGD(net.parameters(), lr=0.1), x.chunk(world_size)[rank])
-
-    net = model()
-    expected = trained(net, torch.optim.SGD(net.parameters(), lr=0.1), x)
-    assert_gradients(engine.run(program, world_size=world_size), expected)
 
 
 def test_ddp_starts_from_the_weights_of_rank_0(engine: InprocEngine) -> None:

@@ -126,13 +126,6 @@ def test_a_slip_of_a_witness_fails_and_names_the_event(slip: Callable[[Seen], Se
     assert (found.phase, found.region) == ("forward", "layers.0.mlp")
 
 
-def test_an_event_that_only_a_witness_saw_fails() -> None:
-    found = finding(agreement(LEDGER, {"nsys": doubled(LEDGER, 0, 3)}))
-    assert found.message == (
-        "event 4 of rank 0: the ledger has nothing; nsys saw grad_sync all_reduce of 256 B over 0,2"
-    )
-
-
 def test_the_closed_form_misses_and_demands() -> None:
     fewer = agreement(LEDGER, {}, EVENTS, TERMS[:-1])
     assert [row.words["closed_form"] for row in fewer.broken] == ["missing"] * 4

@@ -17,9 +17,9 @@ from harness.errors import MachineError
 from harness.running.witnessing import witnesses
 from harness.witnesses import measured
 from harness.witnesses import session as session_module
-from harness.witnesses.measured import SessionRequest, WatchedRank
+from harness.witnesses.measured import SessionRequest
 from harness.witnesses.nsys import command, database_of, nsys_path, on_gpus
-from harness.witnesses.session import Session, hold
+from harness.witnesses.session import hold
 from tests.forked import started
 from tests.harness.witnesses.stepped_subject import CALLS, subject
 
@@ -66,15 +66,6 @@ def test_a_model_with_views_changed_in_place_is_seen_alike_by_every_witness(
     ):
         verdict_ = replace(seen, sessions={tool: {text: spoiled}}).told(case, (), None).verdict
         assert (verdict_.verdict, words in verdict_.message) == (verdict, True)
-
-
-def test_an_outcome_that_changes_when_watched_fails() -> None:
-    (case,) = parse_cases(["mode=tp tp=2 steps=2 seed=9"])
-    watched = WatchedRank(
-        events=(), calls=range(0), seconds=(1.0,), watched_s=1.0, peak_bytes=1, plain="a", watched="b"
-    )
-    session = Session(tool="nsys", folder=Path(), ranks=(watched, replace(watched, watched="a")))
-    assert session.disturbed == (0,)
 
 
 def test_a_missing_nsys_is_one_sentence_and_takes_nothing_along(

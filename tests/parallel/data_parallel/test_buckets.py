@@ -1,14 +1,47 @@
-"""Buckets of flat buffers: every element once, ranges that tile, padding that belongs to nothing."""
+"""Buckets of flat buffers, shards of rows and loss scales: every element once, ranges that tile, padding that belongs
+to nothing; the log of the seed, and the rule of Megatron's scaler.
+"""
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import math
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
+import torch
 from hypothesis import given
+from hypothesis import strategies as st
 
 from parallel.data_parallel.buckets import ALIGNMENT, DIVISOR, bucketed, shares
-from tests.parallel.data_parallel.layouts import Layout, layouts
+from parallel.data_parallel.loss_scale import DynamicScale, scales
+from parallel.data_parallel.rows import Unit, padded_rows, rows_of
+
+
+class Layout(NamedTuple):
+    """What a buffer is laid out from."""
+
+    sizes: dict[str, int]
+    ranks: int
+    sharded: bool
+    largest: int
+    apart: frozenset[str]
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """Any: up to nine parameters of unequal sizes, buckets from smaller than one of them to larger than all."""
+    sizes = draw(st.lists(st.integers(1, 1500), min_size=1, max_size=9))
+    named = {f"p{number}": size for number, size in enumerate(sizes)}
+    return Layout(
+        sizes=named,
+        ranks=draw(st.sampled_from([1, 2, 3, 5, 7, 8])),
+        sharded=draw(st.booleans()),
+        largest=draw(st.sampled_from([0, 1, 64, 700, 2000, 20_000])),
+        apart=frozenset(draw(st.sets(st.sampled_from(list(named)), max_size=2))),
+    )
 
 
 def test_the_example_of_around_15() -> None:
@@ -68,3 +101,88 @@ def test_a_bucket_that_is_not_padded_has_no_equal_parts() -> None:
     (bucket,) = bucketed({"a": 7}, ranks=2, sharded=False)
     with pytest.raises(ValueError, match="ranks=2: must divide the 7 elements"):
         bucket.owned(0, 2)
+
+
+SHAPES = st.lists(st.integers(1, 5), max_size=3).map(tuple)
+
+
+@given(st.integers(0, 30), st.integers(1, 9))
+def test_rows_are_cut_as_torch_chunk_cuts_them(rows: int, ranks: int) -> None:
+    held = [[*rows_of(rows, rank, ranks)] for rank in range(ranks)]
+    theirs = [chunk.tolist() for chunk in torch.arange(rows).chunk(ranks)] if rows else []
+    assert [rows_held for rows_held in held if rows_held] == [chunk for chunk in theirs if chunk]
+    assert sum(held, []) == [*range(rows)]
+    assert all(len(rows_held) <= padded_rows(rows, ranks) for rows_held in held)
+
+
+def test_the_units_of_around_15() -> None:
+    block = Unit(shapes={"0.weight": (5, 6), "0.bias": (5,), "1.weight": (6, 5)}, ranks=4)
+    root = Unit(shapes={"embedding.weight": (7, 6), "norm.weight": (6,), "norm.bias": (6,)}, ranks=4)
+    assert (block.elements, root.elements) == (96, 64)
+    assert [block.shard_shape("0.weight", rank) for rank in range(4)] == [(2, 6), (2, 6), (1, 6), (0, 6)]
+
+
+@given(st.lists(SHAPES.filter(bool), min_size=1, max_size=4), st.integers(1, 6))
+def test_a_unit_holds_every_padded_shard_end_to_end(shapes: list[tuple[int, ...]], ranks: int) -> None:
+    unit = Unit(shapes={str(number): shape for number, shape in enumerate(shapes)}, ranks=ranks)
+    places = [*unit.places()]
+    assert [first for _, first, _ in places] == [sum(size for _, _, size in places[:n]) for n in range(len(places))]
+    assert sum(size for _, _, size in places) * ranks == unit.elements
+    for name, _, size in places:
+        held = [math.prod(unit.shard_shape(name, rank)) for rank in range(ranks)]
+        assert sum(held) == math.prod(unit.shapes[name])
+        assert max(held) == held[0] == size
+
+
+def test_the_log_of_the_seed() -> None:
+    """20 of 200 steps are skipped from 2**32 on: the first only uses up patience, 19 halve, and the log says 8192."""
+    assert scales(DynamicScale(), [True] * 20 + [False] * 180)[-1] == 8192.0
+
+
+def test_a_finite_step_alone_does_not_restore_hysteresis() -> None:
+    rule = DynamicScale(first=1024.0, interval=3)
+    assert scales(rule, [True, False, True]) == (1024.0, 1024.0, 1024.0, 512.0)
+    grown = scales(rule, [True, False, False, False, True, True])
+    assert grown == (1024.0, 1024.0, 1024.0, 1024.0, 2048.0, 2048.0, 1024.0)
+
+
+def test_the_scale_stays_above_the_least() -> None:
+    assert scales(DynamicScale(first=4.0, least=2.0, hysteresis=1), [True] * 3)[-1] == 2.0
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"least": 0.0}, {"growth_factor": 1.0}, {"backoff_factor": 1.0}, {"interval": 0}, {"hysteresis": 0}]
+)
+def test_a_rule_that_cannot_work_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}=.*; legal: "):
+        DynamicScale(**wrong)
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore")
+@given(
+    st.lists(st.booleans(), max_size=40),
+    st.fixed_dictionaries({"interval": st.integers(1, 4), "hysteresis": st.integers(1, 3)}),
+)
+def test_megatrons_own_scaler_agrees(steps: list[bool], words: dict[str, int]) -> None:
+    theirs = importlib.import_module("megatron.core.optimizer.grad_scaler")
+    rule = DynamicScale(first=2.0**16, least=2.0, **words)
+    made = torch.tensor
+
+    def on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return made(*args, **{**kwargs, "device": "cpu"})
+
+    with patch.object(theirs.torch, "tensor", on_cpu):
+        scaler = theirs.DynamicGradScaler(
+            initial_scale=rule.first,
+            min_scale=rule.least,
+            growth_factor=rule.growth_factor,
+            backoff_factor=rule.backoff_factor,
+            growth_interval=rule.interval,
+            hysteresis=rule.hysteresis,
+        )
+    found = [scaler.scale.item()]
+    for infinite in steps:
+        scaler.update(infinite)
+        found.append(scaler.scale.item())
+    assert scales(rule, steps) == tuple(found)

@@ -13,7 +13,7 @@ from hypothesis import Phase, given, settings
 from torch import nn
 
 from parallel.data_parallel.buckets import bucketed, shares
-from tests.parallel.data_parallel.layouts import Layout, layouts
+from tests.parallel.data_parallel.test_buckets import Layout, layouts
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Megatron's own, at import

@@ -1,14 +1,18 @@
-"""Census of replicated parameters: those summed over the weight axis are exactly those whose gradients need it.
+"""Census of replicated parameters, and conjugacy: what must be summed, and what goes backward, told without a closed
+form.
 
-Which need it is found by experiment, not from the mode's own list: without the sum, ranks disagree on their gradients.
+Which gradients need a sum is found by experiment, not from the mode's own list: without it ranks disagree on them.
 Which are summed is read from the ledger's bytes. That would have caught bugs.md B-01 to B-12 as one property.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
+import torch
 
 from bugs.planting import planted, replaced
 from harness.outcome.merging import merge
@@ -18,6 +22,8 @@ from parallel.registry import MODES
 from parallel.subject import subject
 from reference.case import Case
 from reference.model.parameters import shapes
+from suites.mutants.catalogue import of_file
+from suites.mutants.mutant import Mutant
 from suites.session.prover import Prover
 
 SIZES = "layers=1 heads=4 kv_heads=2 hidden=16 ffn=24 seq=8 vocab=264 steps=1 micro=1 tp=2"
@@ -64,3 +70,31 @@ def test_one_parameter_forgotten_parts_the_two_sets(prover: Prover) -> None:
     wrong, right = ran(prover, case, forgotten), ran(prover, case, subject)
     assert torn(wrong) == {"final_norm.weight"}
     assert summed_bytes(right, "tp") - summed_bytes(wrong, "tp") == 8 * 16
+
+
+MISSING = {"context-is-not-exchanged-back": "all-to-alls", "gradients-of-a-cut-sum-are-not-gathered": "reduce_scatters"}
+"""Bug -> which moves lack their conjugates."""
+
+
+class Closed:
+    """A subject whose closed form nobody knows."""
+
+    def __init__(self, inner: Subject) -> None:
+        self.inner = inner
+
+    def __call__(self, case: Case, device: torch.device) -> Mapping[str, Any]:
+        """What the subject returns."""
+        found: Mapping[str, Any] = self.inner(case, device)
+        return found
+
+
+@pytest.mark.parametrize("bug", of_file("tests/conjugates"), ids=lambda bug: bug.name)
+def test_a_missing_conjugate_is_told_without_a_closed_form(bug: Mutant, prover: Prover) -> None:
+    case = Case.parse(bug.case)
+    assert case.mode in subject.modes
+    (right,) = [v for v in prover.proof(case, Closed(subject)).verdicts if v.check == "ledger"]
+    assert right.verdict == "pass"
+    result = prover.proof(case, Closed(planted(bug.sources())))
+    (wrong,) = [verdict for verdict in result.verdicts if verdict.check == "ledger"]
+    assert wrong.verdict == "fail"
+    assert MISSING[bug.name] in wrong.message

@@ -7,14 +7,9 @@ from itertools import product
 
 import pytest
 import torch
-from torch import Tensor
 
 from harness.outcome.blocks import localize
-from parallel.communication.batch import deliver
-from parallel.communication.mesh import Mesh
-from parallel.registry import MODES
 from parallel.subject import subject
-from parallel.training.loop import set_up
 from reference.case import Case
 from tests.parallel.ranks import CPU, on_ranks
 
@@ -105,35 +100,3 @@ def test_msp_and_fsp_give_the_same_bits(words: str) -> None:
         assert set(kept) == set(gathered) and {"loss/0", "logits/0"} <= set(kept)
         for name, blocks in kept.items():
             assert all(torch.equal(a.local, b.local) for a, b in zip(blocks, gathered[name], strict=True)), name
-
-
-def _saved_bytes(case: Case) -> list[int]:
-    """By rank, bytes of distinct tensors that autograd keeps for the backward of the first micro-batch, no weights."""
-
-    def program(rank: int) -> int:
-        state, kept = set_up(case, MODES[case.mode], Mesh.of(case), CPU), {}
-        own = {p.untyped_storage().data_ptr() for p in state.model.parameters()}
-
-        def pack(x: Tensor) -> Tensor:
-            storage = x.untyped_storage()
-            if storage.data_ptr() not in own:
-                kept[storage.data_ptr()] = (storage.nbytes(), x)  # held, so that no address comes twice
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            state.model(deliver(case, state.mesh, 0, 0, CPU))
-        return sum(size for size, _ in kept.values())
-
-    return on_ranks(case.world_size, program)
-
-
-def test_fsp_keeps_a_share_of_the_inputs_that_msp_keeps() -> None:
-    """A column linear's saved input: A under msp, A/p under fsp; what else is saved is the same under both.
-
-    w1 and w3 gather the same tensor, so msp keeps two copies; fsp's slices are the norm's output, kept once.
-    """
-    case = Case.parse(f"mode=msp {EVO} tp=4 layers=2 heads=4 kv_heads=4 hidden=16 ffn=32 seq=8 batch=1")
-    whole = case.tokens * case.hidden * 8
-    columns, norms = 3 * case.layers + 1, 2 * case.layers + 1
-    for msp, fsp in zip(_saved_bytes(case), _saved_bytes(case.but(mode="fsp")), strict=True):
-        assert msp - fsp == columns * whole - norms * whole // 4

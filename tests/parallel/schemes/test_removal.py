@@ -27,7 +27,7 @@ from parallel.communication.mesh import Axis
 from parallel.subject import subject
 from reference.case import Case
 from suites.session.prover import Prover
-from tests.parallel.communication.pair_laws import broken_pairs
+from tests.parallel.communication.test_pairs import broken_pairs
 from tests.parallel.schemes.removal import CallSite, sites, source_without, without
 
 SMALL = "layers=1 heads=4 kv_heads=4 hidden=16 ffn=16 seq=8 steps=1 micro=1 tp=2"

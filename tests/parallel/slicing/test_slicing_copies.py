@@ -14,8 +14,7 @@ from parallel.slicing.heads import Heads, fused_rows
 from parallel.slicing.held import Held, in_turn
 from parallel.slicing.laws import inverse, same_bits
 from parallel.slicing.strided import equal_parts, placed, plain, scales, strided
-from tests.parallel.slicing.deviations import whole_scales
-from tests.parallel.slicing.drawn_slices import DTYPES, drawn, heads_and_ranks, round_trip
+from tests.parallel.slicing.deviations import DTYPES, drawn, heads_and_ranks, round_trip, whole_scales
 
 
 @settings(max_examples=300, deadline=None)

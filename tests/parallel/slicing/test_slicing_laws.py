@@ -15,8 +15,14 @@ from parallel.slicing.heads import ORDERS, Heads, fused_rows, kv_rows, query_row
 from parallel.slicing.held import in_turn, times_held, widths
 from parallel.slicing.laws import same_bits
 from parallel.slicing.sizes import even_shares, shard_sizes
-from tests.parallel.slicing.deviations import DEVIATIONS
-from tests.parallel.slicing.drawn_slices import DTYPES, drawn, few_heads_and_ranks, heads_and_ranks, round_trip
+from tests.parallel.slicing.deviations import (
+    DEVIATIONS,
+    DTYPES,
+    drawn,
+    few_heads_and_ranks,
+    heads_and_ranks,
+    round_trip,
+)
 from tests.parallel.slicing.laws import broken
 
 

@@ -201,13 +201,6 @@ def test_show_prints_the_tables_and_the_failures(shardproof: CommandLine, folder
     assert sample_run.MESSAGE in out
 
 
-def test_show_tells_what_a_killed_run_lacks(shardproof: CommandLine, folder: Path) -> None:
-    (folder / "summary.csv").unlink()
-    status, out, _ = shardproof("show", str(folder))
-    assert status == 0
-    assert "note: summary.csv lacks 2 of the ledger's cases" in out
-
-
 @pytest.mark.parametrize("command", ["show", "page"])
 def test_a_folder_that_is_no_run_is_refused(shardproof: CommandLine, folder: Path, command: str) -> None:
     assert "run runs/latest: no such folder" in shardproof.refused(command)

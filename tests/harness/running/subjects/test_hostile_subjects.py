@@ -15,13 +15,11 @@ from torch import Tensor
 from harness.cases import parse_cases
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError, error_text
-from harness.resolve import resolve
 from harness.running.proof import CaseResult, prove
 from harness.running.ranks.execution import RankTask, perform
 from harness.running.request import Request
 from harness.running.run import run
-from harness.subject import Unanswered, answered, named, stated
-from harness.terms import closed_form
+from harness.subject import Unanswered, answered, named
 from reference.case import Case
 from reference.training import subject as dense
 
@@ -48,11 +46,6 @@ def silent(case: Case, device: torch.device) -> dict[str, Tensor]:
     if case.seed:
         return dense.subject(case, device)
     raise Silent
-
-
-def talkative(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """Raises in several lines, the first of them empty."""
-    raise ValueError("\none\ntwo")
 
 
 class Speaking:
@@ -153,10 +146,6 @@ def test_lines_that_are_left_out_of_an_exception_are_marked(error: Exception, te
     assert error_text(error) == text
 
 
-def test_a_failure_marks_lines_that_are_left_out(engine: InprocEngine) -> None:
-    assert what(told(engine, talkative)).startswith("rank 0 of 2 raised ValueError: one ..., at ")
-
-
 def test_modes_that_are_no_words_are_one_sentence_before_anything_is_stored(tmp_path: Path) -> None:
     request = Request(cases=parse_cases((str(CASE),)), subject=named(f"{HERE}:number_for_modes"), out=tmp_path)
     with pytest.raises(RequestError, match=r": modes=7 must be a tuple of words; legal: modes = \('tp',\)$"):
@@ -208,14 +197,6 @@ def test_activations_that_fail_leave_activations_unknown(engine: InprocEngine, a
     subject.activations = activations  # type: ignore[attr-defined]
     (unknown,) = [verdict for verdict in told(engine, subject).verdicts if verdict.check == "activations"]
     assert unknown.verdict == "unknown" and unknown.message.startswith("subject.activations failed: ")
-
-
-def test_a_stated_closed_form_is_handed_on() -> None:
-    assert stated(CASE, dense.subject) is None
-    ours: Any = resolve("parallel.subject:subject")
-    terms = stated(CASE, ours)
-    assert terms is not None and not any(term.left_out for term in terms)
-    assert closed_form(terms) == closed_form(ours.expected(CASE))
 
 
 def test_an_interruption_by_the_user_is_no_answer() -> None:

@@ -69,24 +69,6 @@ def test_a_file_in_the_working_directory_is_found_and_its_errors_are_told(
         resolve("my_raising_subject:subject")
 
 
-@pytest.mark.parametrize(
-    ("line", "told"),
-    [
-        ("sys.exit(0)", "SystemExit: 0$"),
-        ("sys.exit()", "SystemExit$"),
-        ("raise BaseException('x')", "BaseException: x"),
-    ],
-)
-def test_a_module_that_leaves_on_import_is_told_and_does_not_end_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, told: str
-) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "my_leaving_subject", raising=False)
-    (tmp_path / "my_leaving_subject.py").write_text(f"import sys\n{line}\n")
-    with pytest.raises(RequestError, match=f"my_leaving_subject fails on import: {told}"):
-        resolve("my_leaving_subject:subject")
-
-
 def test_ctrl_c_while_a_module_is_imported_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "my_interrupted_subject.py").write_text("raise KeyboardInterrupt\n")
