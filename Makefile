@@ -6,7 +6,7 @@ BIN := .venv/bin
 comma := ,
 READY := .venv/ready-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: run test lint witnesses compat clean
+.PHONY: run test lint witnesses compat dist clean
 
 run: $(READY)            ## every mode on 2 and 4 CPU ranks against the dense model; prints the table
 	$(BIN)/shardproof run
@@ -29,10 +29,18 @@ witnesses: $(READY)      ## every mode on 4 processes: recorder, torch profiler,
 compat:                  ## torch 2.11 to 2.15 on Python 3.12, once on 3.11 and 3.13, each in .compat/; COMPAT_ARGS="--only 3.12:2.14"
 	$(PYTHON) -m bench.compat $(COMPAT_ARGS)
 
+dist:                    ## a wheel in dist/, installed into a bare environment that proves a case
+	rm -rf dist .dist
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
+	$(PYTHON) -m venv .dist
+	.dist/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt dist/shardproof-*.whl
+	cd .dist && bin/shardproof run "tp=2" "mode=isp tp=2"
+
 $(READY): pyproject.toml constraints.txt
+	@echo "installing shardproof and what it needs into .venv/: a few minutes the first time"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[$(EXTRAS)]"
 	touch $@
 
 clean:
-	rm -rf .venv .compat .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info
+	rm -rf .venv .compat .dist dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info
