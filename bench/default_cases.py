@@ -24,7 +24,7 @@ from reference.case.repair import Problem, Words, problem_of, repaired, words_of
 
 Pair = tuple[frozenset[tuple[str, object]], bool]
 """Two words with their values; True where they are in a case that splits something, as pairs with a mode must be."""
-_NEAR, _TAKEN_OUT, _FEW = 20, 6, 4
+_NEAR, _TAKEN_OUT, _FEW = 60, 6, 4
 """Cases near which a pair is looked for, cases found anew at a time, ranks of a case that must split something."""
 _DEARER = {"packed": 0.015, "dropout": 0.017, "dtype": 0.034, "recompute": 0.023, "zero": 0.017, "optimizer": 0.015}
 """Words that make a case take longer, each with seconds of a rank and step."""
@@ -97,7 +97,7 @@ class Search:
             return self.problem(words) or ("unfit" if needs and not (_splits(words) and _ranks(words) <= _FEW) else "")
 
         sources = self.random.sample(self.known, min(_NEAR, len(self.known)))
-        tries = ((words, search) for search in (False, True) for words in sources[: 6 if search else _NEAR])
+        tries = ((words, search) for search in (False, True) for words in sources[: _NEAR // 6 if search else _NEAR])
         made = (repaired(words, fixed, self.domains, unfit, search=search) for words, search in tries)
         return next(filter(None, made), None)
 
