@@ -145,9 +145,7 @@ class Low(Averaged):
     ("factor", "said"),
     [(lambda case: 1.0, ""), (lambda case: 1 + 1e-5 * case.dp, "(no ratio of sizes"), (lambda case: case.dp, "dp)")],
 )
-def test_a_subject_without_float64_is_held_to_the_limits_of_its_own_dtype(
-    factor: Callable[[Any], float], said: str
-) -> None:
+def test_subject_without_float64_is_held_to_limits_of_its_own_dtype(factor: Callable[[Any], float], said: str) -> None:
     verdict = law(Low(lambda case, loss, count: summed(loss) / summed(count) * factor(case)), "dp=3")
     assert verdict.verdict == ("fail" if said else "pass") and said in verdict.message, verdict.message
 

@@ -158,9 +158,7 @@ def test_a_hostile_folder_is_one_sentence(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("place", ["config.json/new", "n" * 300])
-def test_a_bad_place_to_export_to_is_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
-) -> None:
+def test_bad_place_to_export_to_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str) -> None:
     save = pytest.importorskip("safetensors.torch", reason="safetensors (extra `peers`) is not installed").save
     (tmp_path / "model.safetensors").write_bytes(save(_llama()))
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
@@ -173,9 +171,7 @@ def test_a_bad_place_to_export_to_is_one_sentence(
 @pytest.mark.parametrize(
     "marked", ['{"sharded_backend": "torch_dist"}', '["sharded_backend"', '{"sharded_backend": 0}']
 )
-def test_a_fake_of_megatron_core_is_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], marked: str
-) -> None:
+def test_fake_of_megatron_core_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str], marked: str) -> None:
     (tmp_path / "metadata.json").write_text(marked)
     case = f"{KINDS['llama']} load={tmp_path}"
     for metadata, rule in ((None, "holds no checkpoint"), (b"torn", "is a checkpoint that torch cannot read")):

@@ -31,7 +31,7 @@ from reference.model.parameters import shapes
 from reference.training.scaling import LossScale
 from suites.session.prover import Prover
 from tests.parallel.case_tables import DATA_PARALLEL, HALF
-from tests.parallel.test_cases import proved
+from tests.parallel.test_parallel_subject import proved
 
 SIZES = DATA_PARALLEL.sizes
 ONE_LAYER = f"layers=1 {HALF}"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from reference.case import Case
-from tests.reference.model.drawn_batches import rows
+from tests.reference.model.dense_run import rows
 from tests.reference.model.hugging_face import equal
 
 transformers = pytest.importorskip("transformers", reason="the extra `peers` is not installed")

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from reference.case import Case
-from tests.reference.model.drawn_batches import rows
+from tests.reference.model.dense_run import rows
 from tests.reference.model.hugging_face import DoubleTorch, equal
 
 transformers = pytest.importorskip("transformers", reason="the extra `peers` is not installed")

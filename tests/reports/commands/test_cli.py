@@ -230,9 +230,7 @@ def test_page_writes_where_it_is_told(shardproof: CommandLine, folder: Path, tmp
     ],
     ids=" ".join,
 )
-def test_a_name_too_long_for_a_file_is_one_sentence(
-    shardproof: CommandLine, folder: Path, words: tuple[str, ...]
-) -> None:
+def test_name_too_long_for_file_is_one_sentence(shardproof: CommandLine, folder: Path, words: tuple[str, ...]) -> None:
     message = shardproof.refused(*(word.replace("LONG", "x" * 5000).replace("FOLDER", str(folder)) for word in words))
     assert f"run {'x' * 80}... (5,000 characters): cannot be looked at (File name too long); legal: a fol" in message
 
