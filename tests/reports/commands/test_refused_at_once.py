@@ -152,6 +152,7 @@ def test_what_only_a_child_cannot_import_is_one_sentence(tmp_path: Path, words: 
     assert "name 'broken:subject': broken fails on import: " in done.stderr
 
 
+@pytest.mark.deep("eleven CPU seconds")
 def test_what_launched_ranks_cannot_import_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(IN_A_CHILD.format(how="import no_such_module"))
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "shardproof", "run", "tp=2")
