@@ -4,8 +4,9 @@
 
 For every bug the default cases run, the simplest first, until one fails; then the words that the failure needs are
 looked for, as `shardproof run` does. A row has the case, whether the first place is the bug's, the causes with their
-words, the line `when:` and whether it names exactly the words that the bug needs: the words of its condition, and words
-whose value is the usual one. Causes of the unseen bugs are judged by hand, beside the sentence `wrong` of the bug.
+words, the line `when:` and whether it names exactly the words that the bug needs: the words of its condition, but for
+those that others imply by the rules of the case language, and words whose value is the usual one. Causes of the unseen
+bugs are judged by hand, beside the sentence `wrong` of the bug.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ from pathlib import Path
 import torch
 
 from harness.checking.evidence import FAIL
+from harness.diagnosing.needed_words import NeededWords
 from harness.engines.threads.inproc import InprocEngine
 from harness.running.experiments import Failed, words_needed
 from harness.running.proof import CaseResult, prove
 from harness.subject import named
 from reference.case import Case
 from reference.case.default_cases import default_cases
+from reference.case.domains import domains
+from reference.case.repair import repaired, words_of
 from reference.language.modes import MODES
 from suites.mutants.catalogue import HELD_BACK, UNSEEN
 from suites.mutants.mutant import Mutant, holds
@@ -82,20 +86,34 @@ def measured(bug: Mutant, engine: InprocEngine) -> Row:
         failed = Failed(case=result.case, verdicts=result.verdicts)
         proves = partial(prove, subject=subject, engine=engine, explain=False)
         found = words_needed(failed, subject, proves, time.monotonic() + _WHEN_S)
-        names = {one.word for one in found.needed}
-        right = _exactly(bug, found.case, names) if names and isinstance(found.case, Case) else "none"
-        return _row(bug, result, right, found.text, time.monotonic() - start_s)
+        return _row(bug, result, _judged(bug, found), found.text, time.monotonic() - start_s)
 
 
-def _exactly(bug: Mutant, case: Case, words: set[str]) -> str:
-    """Whether these are the words that the bug needs, "yes" or "no"."""
+def _judged(bug: Mutant, found: NeededWords) -> str:
+    """Whether the line names exactly the words that the bug needs, "yes" or "no"; "none" for a line that names none,
+    unless the bug needs none and every word was tried.
+    """
+    words, case = {one.word for one in found.needed}, found.case
+    if not isinstance(case, Case) or not words and found.untried:
+        return "none"
     condition = f"{bug.condition} {bug.modes.get(case.mode, '')}"
-    asked = {re.split(r"[!=<>]", word)[0] for word in condition.split()}
+    asked = {re.split(r"[!=<>%]", word)[0] for word in condition.split()}
     needed = {word for word in asked if word not in _DERIVED and not word.endswith("_rest")}
+    if not words:
+        return "none" if needed or {*bug.modes} != {*MODES} else "yes"
     allowed = {word for word in words if getattr(case, word) == getattr(Case(), word)}
     allowed |= {word for derived in asked & {*_DERIVED} for word in _DERIVED[derived]}
     allowed |= {"mode"} if {*bug.modes} != {*MODES} else set()
-    return "yes" if words - allowed <= needed <= words and holds(condition, case) else "no"
+    named = all(word in words or _implied(word, words, case, condition) for word in needed)
+    return "yes" if words - allowed <= needed and named and holds(condition, case) else "no"
+
+
+def _implied(word: str, words: set[str], case: Case, condition: str) -> bool:
+    """Whether the case language has no case with these words as they are that breaks the condition by this word."""
+    fixed = {each: getattr(case, each) for each in words}
+    others = (repaired(words_of(case), {**fixed, word: value}, domains()) for value in domains().get(word, ()))
+    about = " ".join(each for each in condition.split() if re.split(r"[!=<>%]", each)[0] == word)
+    return all(holds(about, Case(**other)) for other in others if other)
 
 
 def _row(bug: Mutant, result: CaseResult | None, when_right: str, when: str, seconds: float) -> Row:

@@ -44,15 +44,16 @@ def main(arguments: argparse.Namespace) -> int:
     planned: Any = resolve(f"{KILLING}:planned")
     kills: Any = resolve(f"{KILLING}:kills")
     only = "held-back" if arguments.held_back else "open" if arguments.open else ""
-    timeout_s = seconds(arguments.timeout, "timeout")
+    timeout_s, dtype = seconds(arguments.timeout, "timeout"), arguments.dtype or ""
     cases = cases_of(arguments.cases, subject)
-    plans = planned(subject, quick=arguments.quick, only=only, cases=cases, timeout_s=timeout_s)
+    plans = planned(subject, quick=arguments.quick, only=only, cases=cases, timeout_s=timeout_s, dtype=dtype)
     total = sum(plan.rows for plan in plans)
     words = {
         "subject": subject.name,
         "cases": [case_text(case) for case in cases],
         "quick": arguments.quick,
         "only": only,
+        "dtype": dtype,
         "rows": total,
     }
     store = Store(Path(arguments.out), subject.name, environment(tuple(sys.argv), words))

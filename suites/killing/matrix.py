@@ -53,7 +53,7 @@ _ROWS = {row.name: row for row in (*MUTANTS, *VARIANT_ROWS, *HELD_BACK)}
 class KillPlan:
     """Rows to come in one mode: a mutant or variant by name, or some faults of a case by their objects.
 
-    A run of theirs may take `timeout_s` seconds.
+    A run of theirs may take `timeout_s` seconds; cases of mutants are of `dtype` where such can show them.
     """
 
     mode: str
@@ -61,6 +61,7 @@ class KillPlan:
     case: CaseLike | None = None
     faults: tuple[Fault, ...] = ()
     timeout_s: float = 60.0
+    dtype: str = ""
 
     @property
     def rows(self) -> int:
@@ -69,13 +70,22 @@ class KillPlan:
 
 
 def planned(
-    subject: NamedSubject, *, quick: bool, only: str = "", cases: Sequence[CaseLike] = (), timeout_s: float = 60.0
+    subject: NamedSubject,
+    *,
+    quick: bool,
+    only: str = "",
+    cases: Sequence[CaseLike] = (),
+    timeout_s: float = 60.0,
+    dtype: str = "",
 ) -> list[KillPlan]:
     """What to plant in this subject; `only` "held-back" are those mutants alone, "open" is everything else.
 
-    With `cases` the faults of their collectives, and no mutants. Raises RequestError when the subject takes none of the
-    cases that would show a fault, or refuses a given one, or has no such mutants.
+    With `cases` the faults of their collectives, and no mutants. With `dtype` mutants, variants and faults in cases of
+    it, but for mutants that show in other dtypes alone. Raises RequestError when the subject takes none of the cases
+    that would show a fault, or refuses a given one, or has no such mutants, or is not ours where a dtype is asked for.
     """
+    if dtype and (cases or subject.name != OURS):
+        raise RequestError(f"--dtype {dtype}: is for drawn cases of {OURS}; legal: CASEs with dtype={dtype}")
     if cases:
         return _of_cases(subject, cases, quick, only, timeout_s)
     plans = planted(quick=quick, only=only) if subject.name == OURS else []
@@ -84,16 +94,16 @@ def planned(
             raise RequestError(
                 f"subject={subject.name}: has no held-back mutants; legal: {OURS}, or leave out --held-back"
             )
-        return [replace(plan, timeout_s=timeout_s) for plan in plans]
+        return [replace(plan, timeout_s=timeout_s, dtype=dtype) for plan in plans]
     with engine_named("inproc") as engine:
         for mode in claims(subject).modes:
-            plans += disturbed(subject, mode, engine, quick=quick, timeout_s=timeout_s)
+            plans += disturbed(subject, mode, engine, quick=quick, timeout_s=timeout_s, dtype=dtype)
     if not plans:
         raise RequestError(
             f"subject={subject.name}: takes none of the cases whose collectives would be disturbed; "
             f"legal: a subject that takes {_SMALL[-1].format(mode='tp')!r}"
         )
-    return [replace(plan, timeout_s=timeout_s) for plan in plans]
+    return [replace(plan, timeout_s=timeout_s, dtype=dtype) for plan in plans]
 
 
 def _of_cases(
@@ -133,13 +143,14 @@ def disturbed(
     quick: bool,
     only: CaseLike | None = None,
     timeout_s: float = 60.0,
+    dtype: str = "",
 ) -> list[KillPlan]:
     """The faults of one mode, from the ledgers of undisturbed runs; none in a mode that the subject refuses.
 
-    With `only` those of this case.
+    With `only` those of this case; with `dtype` of the usual cases in it.
     """
     plans, known = [], set[str]()
-    for case in [only] if only else _shown(subject, mode, quick):
+    for case in [only] if only else _shown(subject, mode, quick, dtype):
         events = execute(case, subject.call, engine, text=case_text(case), timeout_s=timeout_s).events
         faults = [fault for fault in faults_of(events, case.axes) if str(fault) not in known]
         known |= {str(fault) for fault in faults}
@@ -148,12 +159,12 @@ def disturbed(
     return plans
 
 
-def _shown(subject: NamedSubject, mode: str, quick: bool) -> list[CaseLike]:
+def _shown(subject: NamedSubject, mode: str, quick: bool, dtype: str) -> list[CaseLike]:
     """The cases of a mode whose collectives are disturbed: those that the subject names, else some that it takes."""
     if (own := own_cases(subject)) is not None:
         taken = [case for case in own if case.mode == mode and not refusal(case, subject)]
         return taken[:1] if quick else taken
-    usual = [Case.parse(words.format(mode=mode)) for words in _SMALL]
+    usual = [Case.parse(words.format(mode=mode) + (f" dtype={dtype}" if dtype else "")) for words in _SMALL]
     shown = [case for case in usual if not refusal(case, subject)][:1]
     knows = not quick and callable(getattr(subject.call, "refuses", None))
     wider = [Case.parse(f"{case} {_OPTIONS}") for case in shown if knows]
@@ -209,7 +220,7 @@ def _in_a_process(plan: KillPlan, sent: bytes) -> list[Killed]:
 def _killed(plan: KillPlan, subject: NamedSubject, engine: Engine) -> list[Killed]:
     if plan.case is not None:
         return faults_killed(plan.case, plan.faults, subject, engine, plan.timeout_s)
-    return [mutant_killed(_ROWS[plan.name], plan.mode, engine, plan.timeout_s)]
+    return [mutant_killed(_ROWS[plan.name], plan.mode, engine, plan.timeout_s, plan.dtype)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

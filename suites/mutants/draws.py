@@ -12,7 +12,7 @@ from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from reference.case import Case
+from reference.case import Case, CaseError
 from suites.drawing.profiles import PROFILES
 from suites.drawing.strategies import cases
 from suites.mutants.mutant import Mutant, Words
@@ -47,9 +47,15 @@ def drawn(mode: str, fixed: Words) -> tuple[Case, ...]:
     return _drawn(mode, tuple(sorted(fixed.items())))
 
 
-def showing(mutant: Mutant, mode: str) -> tuple[Case, ...]:
-    """The drawn cases of this mode that can show the mutant."""
-    return tuple(case for case in drawn(mode, mutant.suite) if mutant.shows(case))
+def showing(mutant: Mutant, mode: str, dtype: str = "") -> tuple[Case, ...]:
+    """The drawn cases of this mode that can show the mutant; of `dtype`, unless it shows in others alone."""
+    if not dtype:
+        return tuple(case for case in drawn(mode, mutant.suite) if mutant.shows(case))
+    try:
+        cases_of_dtype = drawn(mode, {"dtype": dtype, **mutant.suite})
+    except CaseError:  # its property is about words that need another dtype
+        cases_of_dtype = ()
+    return tuple(case for case in cases_of_dtype if mutant.shows(case)) or showing(mutant, mode)
 
 
 def work(case: Case) -> int:

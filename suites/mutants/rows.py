@@ -57,14 +57,14 @@ class Killed:
     unmissed: str = ""
 
 
-def mutant_killed(mutant: Mutant, mode: str, engine: Engine, timeout_s: float = 60.0) -> Killed:
-    """The row of one mutant or variant in one mode."""
+def mutant_killed(mutant: Mutant, mode: str, engine: Engine, timeout_s: float = 60.0, dtype: str = "") -> Killed:
+    """The row of one mutant or variant in one mode; in cases of `dtype` where such can show it."""
     if mutant.equivalent:
         return Killed(row=_row(mutant, mode, None, 0.0), case="", told="")
     start_s = time.perf_counter()
     result: CaseResult | None = None
     with mutant.subject() as subject:
-        for case in itertools.islice(showing(mutant, mode), TRIES):
+        for case in itertools.islice(showing(mutant, mode, dtype), TRIES):
             result = prove(case, subject, engine, timeout_s=timeout_s)
             if result.verdict == FAIL:
                 break

@@ -67,7 +67,13 @@ def kill(
 
 
 def planned(
-    subject: NamedSubject, *, quick: bool, only: str = "", cases: Sequence[Any] = (), timeout_s: float = 60.0
+    subject: NamedSubject,
+    *,
+    quick: bool,
+    only: str = "",
+    cases: Sequence[Any] = (),
+    timeout_s: float = 60.0,
+    dtype: str = "",
 ) -> list[Plan]:
     """Four rows, the last one a survivor unless it must be quick; of held-back mutants two others."""
     if only == "held-back":

@@ -19,6 +19,7 @@ from reports.commands import faults
 from reports.commands.cli import main
 from suites.killing import matrix as killing
 from suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS
+from suites.mutants.draws import showing
 from suites.mutants.rows import OURS, cause_told
 from tests.suites import planned_kills
 from tests.suites.planned_kills import INTERRUPTED, kill
@@ -228,3 +229,13 @@ def test_the_command_reads_the_case_in_the_words_of_subject(tmp_path: Path, caps
     assert "hidden=7" in capsys.readouterr().err
     assert main(["faults", "tp=2", "--quick", "--out", str(tmp_path)]) == 0
     assert json.loads((tmp_path / "latest" / "env.json").read_text())["request"]["cases"] == ["mode=tp"]
+
+
+def test_a_dtype_is_that_of_every_drawn_case_but_for_bugs_of_other_dtypes() -> None:
+    bugs = {row.name: row for row in MUTANTS}
+    any_dtype = next(row for row in bugs.values() if "dtype" not in {**row.suite})
+    other = bugs["masters-not-rounded-back"]
+    assert {case.dtype for case in showing(any_dtype, min(any_dtype.modes), "float32")} == {"float32"}
+    assert {case.dtype for case in showing(other, min(other.modes), "float32")} == {"bfloat16"}
+    with pytest.raises(RequestError, match=r"--dtype float32: is for drawn cases of parallel\.subject:subject"):
+        killing.planned(named("tests.suites.planned_kills:theirs"), quick=True, dtype="float32")
