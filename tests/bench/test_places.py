@@ -1,6 +1,4 @@
-"""Campaigns: false alarms are counted on distinct valid cases, and the first wrong module is named where no layout is
-declared.
-"""
+"""Campaigns: false alarms counted on distinct valid cases; the first wrong module where no layout is declared."""
 
 from __future__ import annotations
 

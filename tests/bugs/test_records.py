@@ -1,6 +1,4 @@
-"""Files of planted bugs: how they are read, how lines are found, what a bug costs; bugs as stand-alone scripts and on
-every engine.
-"""
+"""Files of planted bugs: how they are read and lines are found; bugs as stand-alone scripts and on every engine."""
 
 from __future__ import annotations
 

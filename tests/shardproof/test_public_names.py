@@ -1,6 +1,4 @@
-"""`import shardproof`: its names are there, typed, imported when they are used; beside packages with the names of our
-folders.
-"""
+"""`import shardproof`: its names are there, typed, imported when used; beside packages with our folders' names."""
 
 from __future__ import annotations
 

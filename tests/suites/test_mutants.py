@@ -1,6 +1,4 @@
-"""The catalogue of mutants keeps its rules, and planted bugs are killed by the check that it names: a sample of every
-family, all in the profile `deep`.
-"""
+"""The catalogue of mutants keeps its rules, and planted bugs are killed by the check that it names."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What a property draws: every pair of values of two boolean words in a few draws, and what fails shrinks. The property
-of checkpoints, and mode equivalence to a billionth.
-"""
+"""What a property draws, every pair of boolean words, and how it shrinks. The properties of checkpoints and modes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What a subject states beside its numbers: deviations, named and not judged, which cover no other failure; terms that
-hold at some places of the mesh alone.
-"""
+"""What a subject states: deviations, which cover no other failure; terms that hold at some places of the mesh."""
 
 from __future__ import annotations
 

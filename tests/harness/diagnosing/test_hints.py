@@ -1,6 +1,4 @@
-"""Factors and offsets: which sizes of the case a wrong tensor's factor may come from; what is said where no cause
-fits.
-"""
+"""Factors and offsets: which sizes of the case a factor may come from; what is said where no cause fits."""
 
 from __future__ import annotations
 

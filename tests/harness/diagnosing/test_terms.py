@@ -1,6 +1,4 @@
-"""Terms, parts and dtypes: what a wrong tensor is made of, what a cause may leave of it, and nothing where several
-makings fit.
-"""
+"""Terms, parts and dtypes: what a wrong tensor is made of, and nothing where several makings fit."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What ranks that are processes have alone: dead and stopped ones, what cannot be sent, processors, hash seeds, one
-clock.
-"""
+"""What ranks that are processes have: dead and stopped ones, what cannot be sent, processors, hash seeds, a clock."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A recorded program starts as Python would start it; ranks of a launch share one folder; wrong words are refused.
-Execution traces tell what operators did with the results of calls.
-"""
+"""A recorded program starts as Python would start it, ranks share a folder; execution traces tell of results."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ def told(engine: InprocEngine, subject: Network, case: str, truth: str = "") -> 
 
 @pytest.mark.parametrize("truth", ["", "alone"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("share", [1e-2, 1e-3, 1e-4])
+@pytest.mark.parametrize("share", [1e-2, 1e-4])
 def test_another_function_in_float32_fails_with_that_as_its_cause(
     engine: InprocEngine, share: float, dtype: str, truth: str
 ) -> None:

@@ -1,6 +1,4 @@
-"""What may be asked: one message for every wrong request, before anything runs; the cases that run unasked, and the
-bugs that they kill.
-"""
+"""What may be asked: one message for every wrong request; the cases that run unasked, and the bugs they kill."""
 
 from __future__ import annotations
 
@@ -42,25 +40,6 @@ ahead.refuses = lambda case: "never"  # type: ignore[attr-defined]
 # Wrong requests: one message that names key, value, rule and something legal
 
 
-@pytest.mark.parametrize(
-    ("case", "words"),
-    [
-        ("mode=tp colour=red", ["colour=red", "is not a word", "mode"]),
-        ("mode=zeta", ["mode=zeta", "is not a known word", "tp|tp-sp"]),
-        ("tp=two", ["tp=two", "must be a whole number", "tp=1"]),
-        ("tp=3", ["ffn=256", "must be a multiple of tp=3", "ffn=258"]),
-        ("mode=msp tp=4 kv_heads=4 seq=30", ["seq=30", "splits it over tp=4", "seq=32"]),
-        ("nonsense", ["nonsense", "is not a word"]),
-    ],
-)
-def test_a_case_that_cannot_be_is_refused_with_its_rule(shardproof: CommandLine, case: str, words: list[str]) -> None:
-    message = shardproof.refused("run", ONE, case)
-    for word in words:
-        assert word in message
-    assert "legal:" in message
-    assert not Path("runs").exists(), "before anything runs"
-
-
 @pytest.mark.parametrize("harm", ["missing", "empty", "not text", "a space"])
 def test_data_that_cannot_be_read_are_a_wrong_request(shardproof: CommandLine, tmp_path: Path, harm: str) -> None:
     path = tmp_path / {"a space": "a b.txt"}.get(harm, "corpus.jsonl")
@@ -72,15 +51,6 @@ def test_data_that_cannot_be_read_are_a_wrong_request(shardproof: CommandLine, t
     assert "legal:" in message
     assert shardproof.refused("run", f"{ONE} data={tmp_path}/nowhere.txt").count("nowhere.txt") >= 1
     assert not Path("runs").exists(), "before anything runs"
-
-
-def test_modes_choose_among_what_the_subject_claims(shardproof: CommandLine) -> None:
-    message = shardproof.refused("run", "--modes", "tp-sp,zeta", "--subject", f"{TOY}limited")
-    assert "modes=zeta: no case has this mode; legal: all, or some of tp,tp-sp," in message
-    message = shardproof.refused("run", "--modes", "tp-sp,isp", "--subject", f"{TOY}limited")
-    assert f"modes=isp: {TOY}limited claims tp-sp; legal: --modes all" in message
-    message = shardproof.refused("run", ONE, "--modes", "tp")
-    assert "modes=tp" in message and "legal: mode= in the case" in message
 
 
 @pytest.mark.parametrize(

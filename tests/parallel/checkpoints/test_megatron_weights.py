@@ -1,6 +1,4 @@
-"""Checkpoints of Megatron-Core's dist_checkpointing: the dense model gives its logits, ranks train from them, and
-Megatron-Core reads what is written in their form.
-"""
+"""Checkpoints of Megatron-Core's dist_checkpointing are read, trained from and written as it reads them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The law of every conjugate pair: the logical tensor is kept forward and the logical gradient backward. Layout:
-cutting and putting together are inverse.
-"""
+"""The law of conjugate pairs: logical tensors are kept forward, gradients backward. Cutting and joining are inverse."""
 
 from __future__ import annotations
 

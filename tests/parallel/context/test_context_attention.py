@@ -1,6 +1,4 @@
-"""Attention on slices is the dense model's attention, by every method; slices of a row: a partition, its inverse, the
-causal work of every rank, Megatron-Core's own slices.
-"""
+"""Attention on slices is the dense model's, by every method; slices of a row: a partition, its inverse, its work."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Buckets, ZeRO, masters and loss scales: bytes of a step, replicas that differ, skipped steps, and what a rank
-keeps.
-"""
+"""Buckets, ZeRO, masters and loss scales: bytes of a step, replicas that differ, skipped steps, what a rank keeps."""
 
 from __future__ import annotations
 

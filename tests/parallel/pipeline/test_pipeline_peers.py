@@ -1,6 +1,4 @@
-"""Pipeline stages against the dense model and their closed form, and in the hands of Megatron-Core's and torch's own
-schedules.
-"""
+"""Pipeline stages beside the dense model and their closed form, and in Megatron-Core's and torch's own schedules."""
 
 from __future__ import annotations
 

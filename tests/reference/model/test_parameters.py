@@ -1,6 +1,4 @@
-"""Full weights, from seed and name alone; how far rounding carries the dense model, and that the control really
-differs.
-"""
+"""Full weights, from seed and name alone; how far rounding carries the dense model, and that the control differs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What is refused: a wrong word before anything is loaded that takes long, a subject that cannot be imported in one
-sentence.
-"""
+"""What is refused: a wrong word before anything slow is loaded, a subject that cannot be imported in one sentence."""
 
 from __future__ import annotations
 

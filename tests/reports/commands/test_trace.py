@@ -1,6 +1,4 @@
-"""Runs written down otherwise: `trace`, every event once in the format's words; `expect`, terms that hold for the same
-program and for no other.
-"""
+"""Runs written down otherwise: `trace`, every event once in the format's words; `expect`, terms that hold for it."""
 
 from __future__ import annotations
 

@@ -42,27 +42,6 @@ def test_spans_read_back(numbers: list[int]) -> None:
     assert members(span(numbers)) == sorted(numbers)
 
 
-@pytest.mark.parametrize("harm", ["torn", "foreign", "missing", "not numbers", "not json", "empty"])
-def test_a_baseline_that_was_harmed_is_one_sentence(
-    shardproof: CommandLine, runs: dict[str, Path], tmp_path: Path, harm: str
-) -> None:
-    folder = save(side(str(runs["right"])), "main", "baselines")
-    events = folder / "events.csv"
-    if harm == "torn":
-        events.write_bytes(events.read_bytes()[:-7])
-    elif harm == "foreign":
-        events.write_text("a,b\n1,2\n")
-    elif harm == "missing":
-        events.unlink()
-    elif harm == "not numbers":
-        events.write_text(events.read_text().replace("0..2", "zero"))
-    elif harm == "empty":
-        events.write_text("")
-    else:
-        (folder / "baseline.json").write_text("{")
-    assert "baseline" in shardproof.refused("compare", "main", str(runs["right"]))
-
-
 def test_folders_and_names_that_are_none_are_one_sentence(
     shardproof: CommandLine, runs: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -1,6 +1,4 @@
-"""The headline, the traffic beside its expectation and the break-even: numbers added up by hand. The example
-notebook.
-"""
+"""The headline, traffic beside its expectation and the break-even, added up by hand. The example notebook."""
 
 from __future__ import annotations
 
