@@ -97,6 +97,11 @@ def in_set_order(case: Case, device: torch.device) -> dict[str, Tensor]:
     return outcome
 
 
+def losses_only(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """The least that can be checked."""
+    return {name: value for name, value in dense.subject(case, device).items() if name.startswith("loss/")}
+
+
 def empty(case: Case, device: torch.device) -> dict[str, Tensor]:
     """Nothing checkable."""
     return {}
@@ -140,4 +145,16 @@ class Refusing:
         return dense.subject(case, device)
 
 
-limited, refusing = Limited(), Refusing()
+class BrokenExpectation:
+    """Right, but its closed form raises."""
+
+    def expected(self, case: Case) -> list[object]:
+        """Always fails."""
+        raise KeyError("no such term")
+
+    def __call__(self, case: Case, device: torch.device) -> dict[str, Tensor]:
+        """The dense model."""
+        return dense.subject(case, device)
+
+
+limited, refusing, broken_expectation = Limited(), Refusing(), BrokenExpectation()

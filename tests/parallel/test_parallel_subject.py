@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bugs.planting import planted
+from harness.checking.evidence import FAIL, PASS
 from harness.engines.shapes.dry import DryEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.outcome.blocks import localize
@@ -20,6 +23,7 @@ from harness.outcome.merging import merge
 from harness.predicting.clusters import PRESETS
 from harness.predicting.figures import EQUAL
 from harness.predicting.forecast import forecast
+from harness.running.proof import CaseResult
 from harness.running.ranks.execution import execute
 from parallel.communication.batch import Delivered, deliver
 from parallel.communication.layout import gather, pieces, shard
@@ -28,7 +32,10 @@ from parallel.registry import MODES
 from parallel.subject import subject
 from reference.case import Case
 from reference.data.batches import micro_batch
+from suites.mutants.catalogue import of_file
+from suites.mutants.mutant import Mutant
 from suites.session.prover import Prover
+from tests.parallel.case_tables import TABLES
 from tests.parallel.ranks import CPU, on_ranks
 
 
@@ -190,3 +197,42 @@ def test_a_batch_comes_back_from_its_ranks(prover: Prover, mode: str, data: st.D
         first = axis_rank(case, "tp", rank) * own.shape[1] if own.shape != sent.tokens.shape else 0
         assert torch.equal(own, sent.tokens[:, first : first + own.shape[1]])
         assert own.shape[1] in (sent.tokens.shape[1], sent.tokens.shape[1] // case.tp)
+
+
+def proved(prover: Prover, words: str, checks: Iterable[str] = ()) -> CaseResult:
+    """The case on our implementation, of which every check passes, these among them."""
+    result = prover.proof(Case.parse(words), subject)
+    assert [verdict.message for verdict in result.verdicts if verdict.verdict != PASS] == []
+    assert {*checks} <= {verdict.check for verdict in result.verdicts}
+    return result
+
+
+def every_case() -> list[Any]:
+    cost = pytest.mark.deep("two CPU minutes a table")
+    return [
+        pytest.param(name, words, marks=marks, id=f"{name}-{words}")
+        for name, table in TABLES.items()
+        for marks, every in (((), table.cases), (cost, table.deep))
+        for words in every
+    ]
+
+
+@pytest.mark.parametrize(("table", "words"), every_case())
+def test_training_is_the_dense_models_and_every_byte_is_stated(prover: Prover, table: str, words: str) -> None:
+    result = proved(prover, f"{TABLES[table].sizes} {words}", TABLES[table].checks)
+    case, checks = result.case, {verdict.check for verdict in result.verdicts}
+    assert isinstance(case, Case) and result.evidence is not None
+    if table in ("data_parallel", "context") and words in TABLES[table].cases:
+        waits = "tp=1" in words if table == "data_parallel" else "cp_comm" in words and "ring" not in words
+        assert "overlap" in checks or waits or not case.overlap
+    if case.pp > 1:
+        assert any(event.phase == "pipeline" for event in result.events)
+    if table == "dropout":
+        masks = [name for name in result.evidence.merged.tensors if name.startswith("mask/")]
+        assert len(masks) == case.steps * (1 + 3 * case.layers), "the embedding's, and three sites of every layer"
+
+
+@pytest.mark.parametrize("bug", of_file("tests/schemes"), ids=lambda bug: bug.name)
+def test_a_planted_bug_is_caught(prover: Prover, bug: Mutant) -> None:
+    result = prover.proof(Case.parse(bug.case), planted(bug.sources()))
+    assert {*bug.kills.split("|")} & {verdict.check for verdict in result.verdicts if verdict.verdict == FAIL}

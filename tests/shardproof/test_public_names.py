@@ -1,9 +1,10 @@
-"""`import shardproof`: its names are there, typed, imported when they are used; and how the command ends."""
+"""`import shardproof`: its names are there, typed, imported when used; beside packages with our folders' names."""
 
 from __future__ import annotations
 
 import ast
 import gc
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import shardproof
+from shardproof import rooms
 from shardproof.__main__ import main
 from shardproof.rooms import ROOMS
 
@@ -96,3 +98,195 @@ def test_what_is_left_is_collected_where_nanobind_would_report_it(monkeypatch: p
     gc.collect()
     if "triton._C.libtriton" not in sys.modules:
         assert (main(), frozen) == (0, ["frozen"])
+
+
+THEIRS = ("suites", "reports", "parallel")
+CONFTEST = """
+def pytest_addoption(parser):
+    for word in ("subject", "modes", "case", "engine", "device", "faults", "worlds"):
+        parser.addoption(f"--{word}", default="theirs")
+"""
+TEST = """
+import sys
+import suites.mine, reports.mine, parallel.mine
+
+def test_nothing_of_ours_is_loaded(pytestconfig):
+    assert pytestconfig.pluginmanager.has_plugin("shardproof"), "the plugin is installed here"
+    assert {suites.mine.OWNER, reports.mine.OWNER, parallel.mine.OWNER} == {"me"}
+    assert not {"harness", "reference", "torch", "numpy", "pandas", "matplotlib"} & {*sys.modules}
+    assert pytestconfig.getoption("engine") == "torchrun" and pytestconfig.getoption("device") == "theirs"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A user's project."""
+    for name in THEIRS:
+        package(tmp_path / name)
+    (tmp_path / "suites" / "test_theirs.py").write_text("def test_theirs(): pass\n")
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_mine.py").write_text(TEST)
+    return tmp_path
+
+
+def package(place: Path) -> None:
+    place.mkdir()
+    (place / "__init__.py").touch()
+    (place / "mine.py").write_text("OWNER = 'me'\n")
+
+
+def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """A command of this interpreter in the folder."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+    environment["PYTHONPATH"] = str(rooms.HOME)
+    command = [sys.executable, *words]
+    return subprocess.run(
+        command, check=False, cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_an_unrelated_session_notices_nothing(folder: Path) -> None:
+    done = python(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--engine", "torchrun", "test_mine.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = python(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs", "suites", "--device", "cpu")
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+SUBJECT = """
+import sys
+import torch, torch.distributed as dist
+import parallel.mine, harness.errors, reports.mine as mine
+from parallel import deeper
+from bench import alone  # a folder without __init__.py
+
+words = {"width": 4}
+
+def subject(case, device):
+    from reference.mine import OWNER
+    assert {OWNER, parallel.mine.OWNER, harness.errors.OWNER, mine.OWNER, deeper.OWNER, alone.OWNER} == {"me"}
+    local = torch.ones((), dtype=torch.float64) / dist.get_world_size()
+    dist.all_reduce(local)
+    return {"loss/0": local}
+
+subject.words, subject.truth, subject.cases = words, "alone", ("tp=2 steps=1",)
+"""
+
+
+@pytest.fixture
+def beside(tmp_path: Path) -> Path:
+    """A user's folder with a package of every name of ours, one of them without `__init__.py`, and a subject."""
+    for name in ("reference", "parallel", "harness", "reports", "suites"):
+        package(tmp_path / name)
+    (tmp_path / "harness" / "errors.py").write_text("OWNER = 'me'\n")
+    (tmp_path / "parallel" / "deeper.py").write_text("from parallel.mine import OWNER\n")
+    (tmp_path / "parallel" / "named.py").write_text("from my_subject import subject\n")
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "alone.py").write_text("from .other import OWNER\n")
+    (tmp_path / "bench" / "other.py").write_text("OWNER = 'me'\n")
+    (tmp_path / "my_subject.py").write_text(SUBJECT)
+    return tmp_path
+
+
+def test_a_subject_in_such_a_package_imports_its_packages_and_we_ours(beside: Path) -> None:
+    """On processes; in a session of the suites below, on threads."""
+    done = python(beside, "-m", "shardproof", "run", "--subject", "parallel.named:subject", "--engine", "pool")
+    assert done.returncode == 0 and " pass " in done.stdout, done.stdout + done.stderr
+
+
+def test_the_suites_are_ours_beside_others(beside: Path) -> None:
+    (beside / "conftest.py").write_text("import parallel.mine\nassert parallel.mine.OWNER == 'me'\n")
+    words = ("--hypothesis-profile", "one-case", "--subject", "my_subject:subject")
+    done = python(beside, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs", "suites.test_forward", *words)
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_commands_run_beside_others(beside: Path) -> None:
+    words = (("help", "case"), ("doctor",), ("run", "mode=tp tp=2 layers=1 seq=8", "--out", ".", "--when", "0"))
+    command = "import sys; sys.path.remove(''); from shardproof.__main__ import main"
+    done = python(beside, "-c", f"{command}; sys.exit(any([main(words) for words in {words}]))")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.deep("ten CPU seconds")
+def test_a_session_of_witnesses_runs_beside_others(beside: Path) -> None:
+    done = python(beside, "-m", "shardproof", "run", "mode=tp tp=2 layers=1 seq=8", "--profile", "torch")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.deep("ten CPU seconds")
+def test_launched_ranks_run_beside_others(beside: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "shardproof")
+    words = ("run", "tp=2 steps=1", "--subject", "my_subject:subject", "--engine", "torchrun")
+    done = python(beside, *launcher, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+PROGRAM = """
+import {first}
+import torch.distributed as dist
+dist.init_process_group("gloo", rank=0, world_size=1, init_method="file://{store}")
+import harness.errors, parallel.mine
+assert parallel.mine.OWNER == harness.errors.OWNER == "me" and parallel.__name__ == "parallel"
+dist.barrier()
+"""
+
+
+def test_a_recorded_program_imports_its_packages(beside: Path) -> None:
+    (beside / "train.py").write_text(PROGRAM.format(first="reports.mine", store=beside / "store"))
+    for recorder in (("shardproof.record",), ("shardproof", "record", "--", sys.executable)):
+        done = python(beside, "-m", *recorder, "train.py")
+        assert done.returncode == 0 and "not recorded" not in done.stderr, done.stdout + done.stderr
+        (beside / "store").unlink(missing_ok=True)
+        assert "train.py" in (beside / "runs" / "latest" / "cases.jsonl").read_text()
+    assert "train.py" in python(beside, "-m", "shardproof", "show").stdout
+
+
+def test_a_recorded_program_that_has_the_recorders_name_runs_on_with_one_sentence(beside: Path) -> None:
+    (beside / "train.py").write_text(PROGRAM.format(first="harness.mine", store=beside / "store"))
+    done = python(beside, "-m", "shardproof.record", "train.py")
+    assert done.returncode == 0
+    sentence = f"this process is not recorded: ShadowedError: package harness: {beside}/harness has been imported, and"
+    assert sentence in done.stderr and done.stderr.count("\n") == 2
+
+
+def test_a_module_imported_by_a_function_is_one_sentence(beside: Path) -> None:
+    (beside / "by_function.py").write_text("import importlib\nimportlib.import_module('parallel.mine')\n")
+    done = python(beside, "-m", "shardproof", "run", "--subject", "by_function:subject")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert f"'parallel.mine' in {rooms.HOME / 'parallel'}, and {beside / 'parallel'} stands beside it" in done.stderr
+
+
+def test_names_of_ours_are_found_beside_others(beside: Path) -> None:
+    program = "import shardproof, parallel.mine; print(shardproof.Case().tp, shardproof.Shard, parallel.__name__)"
+    done = python(beside, "-c", program)
+    assert done.stdout == "2 <class 'harness.shard.Shard'> parallel\n", done.stderr
+
+
+def test_a_name_in_the_place_of_others_is_an_import_error(tmp_path: Path) -> None:
+    package(tmp_path / "reference")
+    done = python(
+        tmp_path, "-c", "import reference, shardproof\ntry: shardproof.Case\nexcept ImportError as e: print(e)"
+    )
+    assert done.stdout.startswith(f"package reference: {tmp_path}/reference has been imported, and shardproof needs")
+
+
+def test_a_folder_without_python_is_no_package(tmp_path: Path) -> None:
+    for name in rooms.ROOMS:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "of-march.html").touch()
+    done = python(tmp_path, "-m", "shardproof", "help", "case")
+    assert done.returncode == 0, done.stderr
+
+
+def test_ours_are_ours() -> None:
+    assert [rooms.foreign(room) for room in rooms.ROOMS] == [""] * len(rooms.ROOMS)
+
+
+def test_a_wrong_option_of_a_session_loads_nothing_slow(tmp_path: Path) -> None:
+    program = """import sys, pytest
+status = pytest.main(["-p", "no:cacheprovider", "--pyargs", "suites.test_forward", *sys.argv[1:]])
+sys.exit(f"{int(status)} {[name for name in ('torch', 'pandas', 'numpy') if name in sys.modules]}")"""
+    for words in (("--case", "mode=unknown"), ("--modes", "unknown"), ("--worlds", "1"), ("--engine", "steam")):
+        done = python(tmp_path, "-c", program, *words)
+        assert done.stderr.endswith("\n4 []\n"), done.stdout + done.stderr
+        assert f"ERROR: {'case ' if words[0] == '--case' else words[0][2:] + '='}" in done.stderr

@@ -44,9 +44,7 @@ def matrix(out: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_show_says_what_the_folder_is_and_others_how_to_see_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show_says_what_folder_is_and_others_how_to_see_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["faults", "--out", str(tmp_path)])
     capsys.readouterr()
     folder = str(tmp_path / "latest")
@@ -226,9 +224,7 @@ def test_a_given_case_is_disturbed_and_no_other() -> None:
         killing.planned(subject, quick=True, cases=cases_of(["mode=fsp"], subject))
 
 
-def test_the_command_reads_the_case_in_the_words_of_the_subject(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_reads_the_case_in_the_words_of_subject(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["faults", "tp=2 hidden=7 heads=2", "--out", str(tmp_path)]) == 2
     assert "hidden=7" in capsys.readouterr().err
     assert main(["faults", "tp=2", "--quick", "--out", str(tmp_path)]) == 0

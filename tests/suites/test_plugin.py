@@ -63,12 +63,6 @@ def test_every_option_has_its_twin_in_the_ini_file(pytester: pytest.Pytester) ->
     over.assert_outcomes(passed=1)
 
 
-def test_the_contracts_options_are_there() -> None:
-    words = {option.word for option in OPTIONS}
-    assert {"subject", "modes", "worlds", "device", "known-failures", "run-dir"} <= words
-    assert {"ledger-baseline", "update-ledgers"} <= words
-
-
 def test_the_page_on_ci_names_options_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
     docs = ROOT / "docs"
     text = (docs / "ci.md").read_text() + (docs / "shardproof.yml").read_text()

@@ -78,9 +78,7 @@ def test_a_wrong_request_ends_the_session_with_one_sentence(
     assert result.outlines == [], "nothing was collected"
 
 
-def test_a_wrong_ini_file_is_refused_as_well(
-    outside: Callable[..., pytest.RunResult], pytester: pytest.Pytester
-) -> None:
+def test_wrong_ini_file_is_refused_as_well(outside: Callable[..., pytest.RunResult], pytester: pytest.Pytester) -> None:
     pytester.makeini("[pytest]\nshardproof_worlds = 1")
     result = outside("suites.test_forward")
     assert (result.ret, result.outlines) == (pytest.ExitCode.USAGE_ERROR, [])

@@ -1,6 +1,4 @@
-"""The groups of a run are rank lists of the axis that they are named after, and what a closed form promises to hide is
-hidden: on every engine.
-"""
+"""The groups of a run are rank lists of the axis they are named after; what a closed form promises to hide is."""
 
 from __future__ import annotations
 

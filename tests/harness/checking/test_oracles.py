@@ -98,15 +98,10 @@ def test_every_check_has_its_wrong_evidence() -> None:
 
 
 @pytest.mark.parametrize("check", WRONG)
-def test_a_check_that_is_handed_a_wrong_reference_fails(check: str) -> None:
-    assert check in named(examine(WRONG[check]()), FAIL)
-    assert check not in named(examine(evidence()), FAIL)
-
-
-@pytest.mark.parametrize("check", sorted(set(WRONG) - {"coverage", "parallelism"}))
-def test_no_other_check_takes_offence(check: str) -> None:
+def test_a_check_that_is_handed_a_wrong_reference_fails_and_no_other(check: str) -> None:
     """`coverage` leaves nothing to compare, and a ledger without events is told by `parallelism` alone already."""
-    assert named(examine(WRONG[check]()), FAIL) == {check}
+    failed = named(examine(WRONG[check]()), FAIL)
+    assert failed == {check} or (check in failed and check in {"coverage", "parallelism"})
 
 
 def test_a_right_save_passes_and_one_of_another_shape_does_not() -> None:

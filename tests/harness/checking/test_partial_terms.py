@@ -52,9 +52,7 @@ def generalised(kept: Sequence[str], *, summed: bool) -> list[Term]:
 
 
 @given(kept=st.sets(st.sampled_from([name for name in FIELDS if name != "payload_bytes"])), summed=st.booleans())
-def test_whatever_is_left_out_a_right_ledger_passes_and_one_more_or_less_call_fails(
-    kept: set[str], summed: bool
-) -> None:
+def test_whatever_is_left_out_right_ledger_passes_and_one_more_or_less_call_fails(kept: set[str], summed: bool) -> None:
     terms = generalised(sorted(kept), summed=summed)
     assert differences(EVENTS, terms, range(2)) == []
     assert differences(EVENTS[:-1], terms, range(2))
@@ -90,9 +88,7 @@ def test_a_pass_lists_what_was_not_compared() -> None:
         ([*TERMS[1:], Term(op="all_reduce", total_bytes=1)], "total_bytes=1), found 20 calls, 6400 B", "other sizes"),
     ],
 )
-def test_a_term_that_does_not_hold_is_told_as_it_was_written(
-    terms: Sequence[TermLike], message: str, cause: str
-) -> None:
+def test_term_that_does_not_hold_is_told_as_it_was_written(terms: Sequence[TermLike], message: str, cause: str) -> None:
     finding = judged(terms)
     assert finding.verdict == FAIL and message in finding.message
     assert cause in causes(terms, EVENTS)

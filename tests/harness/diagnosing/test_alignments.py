@@ -1,6 +1,4 @@
-"""Which layouts are recognised without being declared; flaws of dtype or shape have a cause that fits, and what cannot
-be compared disturbs no diagnosis.
-"""
+"""Layouts that are recognised undeclared; flaws of dtype or shape have a cause, and disturb no diagnosis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said where no cause fits: initial values, a factor that is a size of the case, updates of right gradients."""
+"""Factors and offsets: which sizes of the case a factor may come from; what is said where no cause fits."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.checking.checks import examine
+from harness.checking.checks import CHECKS, examine
 from harness.checking.evidence import Evidence
 from harness.diagnosing.by_numbers import by_numbers
 from harness.diagnosing.diagnosis import First, explained
 from harness.diagnosing.hints import hint
 from harness.diagnosing.rules.factors import sizes_of
+from harness.diagnosing.rules.offsets import from_offsets
 from harness.diagnosing.six_lines import explain
+from harness.shard import Shard
 from tests.harness.diagnosing.test_optimizer_causes import CLIPS, GRADIENTS, NAMES, NORMS, START, seen_of
 from tests.harness.toy_evidence import case, evidence, outcome_of, truth
 
@@ -140,3 +142,89 @@ def test_drawn_replicas_that_differ_have_no_truth_and_are_told_all_the_same() ->
     ranks = (outcome_of(rank, {**true, TABLE: drawn(12, 6) + rank}) for rank in range(2))
     first = First(phase="forward", region="embedding.tokens", step=0, name=TABLE)
     assert hint(evidence(*ranks, truth=true), first, [TABLE]).startswith("initial values: parameters as built differ")
+
+
+W1 = "grad/layers.0.mlp.w1.weight"
+ACT = "act/layers.0.mlp.w2"
+ALONE = case("mode=tp tp=2 seq=16 micro=1")
+THREE = case("mode=tp tp=2 seq=16 micro=3")
+
+
+def told_times(factors: dict[str, float], text: object = ALONE) -> list[tuple[str, str]]:
+    """Ids and words of the causes when these tensors of two tensor-parallel ranks are multiplied so."""
+    values: dict[str, Tensor] = {name: truth()[name] * factor for name, factor in factors.items()}
+    seen = evidence(*(outcome_of(rank, {**truth(), **values}) for rank in range(2)), case=text)
+    return [(cause.id, cause.words) for cause in explained(seen, examine(seen)).causes]
+
+
+@pytest.mark.parametrize(
+    ("factors", "text", "ids"),
+    [
+        ({BIAS: 2}, ALONE, ["summed_twice"]),  # the ranks hold it whole: a sum over them doubles it
+        ({W1: 2}, ALONE, ["constant_factor"]),  # each holds other rows: a sum over the ranks would mix them
+        ({BIAS: 4}, ALONE, ["summed_twice"]),
+        ({BIAS: 1 / 2}, ALONE, ["averaged"]),
+        ({W1: 1 / 2}, ALONE, ["averaged"]),  # a division needs no sum
+        ({BIAS: 3}, THREE, ["constant_factor"]),
+        ({BIAS: 1 / 3}, THREE, ["constant_factor"]),
+        ({BIAS: 2}, case("mode=tp tp=2 seq=16 micro=2"), ["summed_twice", "constant_factor"]),  # nothing decides
+        ({ACT: 2}, case("mode=tp tp=2 seq=16 micro=2"), ["summed_twice"]),  # forward knows no other micro-batch
+        ({BIAS: -1}, ALONE, ["sign"]),
+        ({BIAS: 1.7}, ALONE, ["constant_factor"]),
+        ({BIAS: 2, W1: 3}, ALONE, ["summed_twice"]),  # the first one's
+        ({BIAS: 1.7, W1: 3}, ALONE, []),  # one bug has one factor
+        ({ACT: math.sqrt(2)}, ALONE, ["constant_factor"]),  # roots are of norms
+        ({NORM: 2}, ALONE, ["summed_twice"]),
+        ({NORM: 1.7}, ALONE, []),  # any wrong number is a factor times the right one
+    ],
+)
+def test_factor_is_told_by_sizes_that_it_can_come_from(factors: dict[str, float], text: object, ids: list[str]) -> None:
+    assert [known for known, _ in told_times(factors, text)] == ids
+
+
+def test_the_words_name_every_size_that_fits() -> None:
+    ((_, words),) = told_times({BIAS: 1 / 3}, THREE)
+    assert words == "it is 0.3333 x the truth, and micro=3: divided by it once more"
+    both = case("mode=tp tp=2 dp=2 seq=16 micro=1")
+    values = {**truth(), BIAS: truth()[BIAS] * 2}
+    seen = evidence(*(outcome_of(rank % 2, values) for rank in range(4)), case=both)
+    numbers = {check: CHECKS[check] for check in ("parameter_gradients",)}
+    (cause,) = explained(seen, examine(seen, numbers)).causes
+    assert (cause.id, "tp=2 or dp=2" in cause.words) == ("summed_twice", True)
+
+
+def test_a_loss_over_gathered_logits_is_told_by_its_logarithm() -> None:
+    def of(extra: float) -> list[str]:
+        values = {**truth(), "loss/0": truth()["loss/0"] + extra}
+        seen = evidence(*(outcome_of(rank, values) for rank in range(2)), case=ALONE)
+        return [cause.id for cause in explained(seen, examine(seen)).causes]
+
+    assert of(math.log(2)) == ["more_classes"]
+    assert of(0.97 * math.log(2)) == []
+
+
+def told_rolled(change: Tensor | int) -> list[tuple[str, str]]:
+    """What is told of two ranks whose shards of a gradient are rolled by this many elements, or all this."""
+    ranks = [outcome_of(rank, truth()) for rank in range(2)]
+    for outcome in ranks:
+        shard = outcome[W1]
+        local = shard.local.flatten().roll(change).view_as(shard.local) if isinstance(change, int) else change
+        outcome[W1] = Shard(local, shard.offsets, shard.global_shape)
+    return [(cause.id, cause.words) for cause in from_offsets(evidence(*ranks), [W1])]
+
+
+@pytest.mark.parametrize(
+    ("offset", "words"),
+    [
+        (1, "its elements stand 1 too late"),
+        (-1, "its elements stand 1 too early"),
+        (5, "its elements stand 5 too late"),
+    ],
+)
+def test_an_offset_in_flat_memory_is_told(offset: int, words: str) -> None:
+    assert told_rolled(offset) == [("flat_offset", f"{words} in flat memory: a buffer walked from another place")]
+
+
+def test_other_numbers_are_no_offset() -> None:
+    assert told_rolled(0) == told_rolled(9) == told_rolled(torch.zeros(4, 6)) == []
+    assert from_offsets(evidence(), ["param/layers.0.mlp.w1.weight"]) == []

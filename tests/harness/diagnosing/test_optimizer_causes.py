@@ -1,6 +1,4 @@
-"""The first place where it went wrong, causes that a ledger tells, and causes of a wrong step: an optimizer written out
-by hand, with one of its rules changed.
-"""
+"""The first place that went wrong, causes that a ledger tells, and causes of a wrong step of an optimizer."""
 
 from __future__ import annotations
 

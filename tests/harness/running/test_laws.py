@@ -145,9 +145,7 @@ class Low(Averaged):
     ("factor", "said"),
     [(lambda case: 1.0, ""), (lambda case: 1 + 1e-5 * case.dp, "(no ratio of sizes"), (lambda case: case.dp, "dp)")],
 )
-def test_a_subject_without_float64_is_held_to_the_limits_of_its_own_dtype(
-    factor: Callable[[Any], float], said: str
-) -> None:
+def test_subject_without_float64_is_held_to_limits_of_its_own_dtype(factor: Callable[[Any], float], said: str) -> None:
     verdict = law(Low(lambda case, loss, count: summed(loss) / summed(count) * factor(case)), "dp=3")
     assert verdict.verdict == ("fail" if said else "pass") and said in verdict.message, verdict.message
 
@@ -208,7 +206,7 @@ def told(engine: InprocEngine, subject: Network, case: str, truth: str = "") -> 
 
 @pytest.mark.parametrize("truth", ["", "alone"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("share", [1e-2, 1e-3, 1e-4])
+@pytest.mark.parametrize("share", [1e-2, 1e-4])
 def test_another_function_in_float32_fails_with_that_as_its_cause(
     engine: InprocEngine, share: float, dtype: str, truth: str
 ) -> None:

@@ -1,6 +1,4 @@
-"""A lower precision inside a case, found by itself: experts in bfloat16, sums that travel so, float32 inside a float64
-case; named, judged by its limits, and no excuse for a bug.
-"""
+"""A lower precision inside a case, found by itself: named, judged by its limits, and no excuse for a bug."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What a proof does to its process: a time limit for what computes here, prints of ranks shown once, no compiler
-loaded, modules of `per_rank` as they were.
-"""
+"""What a proof does to its process: a time limit, prints shown once, no compiler, `per_rank` modules as before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be asked: one message for every wrong request, before anything runs, and the cases that run unasked."""
+"""What may be asked: one message for every wrong request; the cases that run unasked, and the bugs they kill."""
 
 from __future__ import annotations
 
@@ -9,10 +9,22 @@ from typing import Any
 import pytest
 import torch
 
+from bugs.planting import planted
+from harness.checking.checks import CHECKS, examine
+from harness.checking.evidence import FAIL
+from harness.engines.threads.inproc import InprocEngine
+from harness.errors import RankRaised
+from harness.running.proof import NEED_WATCHING
+from harness.running.trials.runs import recorded
+from harness.running.trials.trial import Trial
 from harness.subject import named
+from reference.case import Case
+from reference.case.default_cases import default_cases
 from reference.language.modes import MODES
 from reports.commands import cli
 from reports.options import request as request_command
+from suites.mutants.catalogue import HELD_BACK, MUTANTS, of_file
+from suites.mutants.mutant import Mutant, holds
 from tests.harness.command_line import ONE, TOY, CommandLine
 
 
@@ -28,25 +40,6 @@ ahead.refuses = lambda case: "never"  # type: ignore[attr-defined]
 # Wrong requests: one message that names key, value, rule and something legal
 
 
-@pytest.mark.parametrize(
-    ("case", "words"),
-    [
-        ("mode=tp colour=red", ["colour=red", "is not a word", "mode"]),
-        ("mode=zeta", ["mode=zeta", "is not a known word", "tp|tp-sp"]),
-        ("tp=two", ["tp=two", "must be a whole number", "tp=1"]),
-        ("tp=3", ["ffn=256", "must be a multiple of tp=3", "ffn=258"]),
-        ("mode=msp tp=4 kv_heads=4 seq=30", ["seq=30", "splits it over tp=4", "seq=32"]),
-        ("nonsense", ["nonsense", "is not a word"]),
-    ],
-)
-def test_a_case_that_cannot_be_is_refused_with_its_rule(shardproof: CommandLine, case: str, words: list[str]) -> None:
-    message = shardproof.refused("run", ONE, case)
-    for word in words:
-        assert word in message
-    assert "legal:" in message
-    assert not Path("runs").exists(), "before anything runs"
-
-
 @pytest.mark.parametrize("harm", ["missing", "empty", "not text", "a space"])
 def test_data_that_cannot_be_read_are_a_wrong_request(shardproof: CommandLine, tmp_path: Path, harm: str) -> None:
     path = tmp_path / {"a space": "a b.txt"}.get(harm, "corpus.jsonl")
@@ -58,15 +51,6 @@ def test_data_that_cannot_be_read_are_a_wrong_request(shardproof: CommandLine, t
     assert "legal:" in message
     assert shardproof.refused("run", f"{ONE} data={tmp_path}/nowhere.txt").count("nowhere.txt") >= 1
     assert not Path("runs").exists(), "before anything runs"
-
-
-def test_modes_choose_among_what_the_subject_claims(shardproof: CommandLine) -> None:
-    message = shardproof.refused("run", "--modes", "tp-sp,zeta", "--subject", f"{TOY}limited")
-    assert "modes=zeta: no case has this mode; legal: all, or some of tp,tp-sp," in message
-    message = shardproof.refused("run", "--modes", "tp-sp,isp", "--subject", f"{TOY}limited")
-    assert f"modes=isp: {TOY}limited claims tp-sp; legal: --modes all" in message
-    message = shardproof.refused("run", ONE, "--modes", "tp")
-    assert "modes=tp" in message and "legal: mode= in the case" in message
 
 
 @pytest.mark.parametrize(
@@ -182,3 +166,42 @@ def test_default_cases_save_where_a_case_can_name_the_folder_and_ranks_have_numb
 ) -> None:
     request = request_command.requested(cli._parser().parse_args(["run", *options]))
     assert sum(bool(getattr(case, "save", "")) for case in request.cases) == saves
+
+
+KNOWN = {mutant.name: mutant for mutant in (*MUTANTS, *HELD_BACK)}
+
+
+KEYS_MISSED, RECOMPUTED = of_file("tests/one_word")
+NEEDING_WORDS = (
+    ("overlap=false", "tp-sp", KNOWN["norm-sync-behind-overlap-flag"]),
+    ("fuse_qkv=false", "mtp", KEYS_MISSED),
+    ("qk_norm=true", "tp", KNOWN["qk-norms-not-summed"]),
+    ("clip>0", "fsp", KNOWN["clipped-by-own-norm"]),
+    ("head=gather", "msp", KNOWN["gathered-logits-gradient-summed"]),
+    ("head=local", "isp", KNOWN["loss-sent-back-once-a-rank"]),
+    ("metric=true recompute!=none", "isp", RECOMPUTED),
+)
+
+
+@pytest.mark.parametrize(("words", "where", "mutant"), NEEDING_WORDS, ids=lambda value: getattr(value, "name", value))
+def test_a_bug_that_needs_a_word_is_killed(words: str, where: str, mutant: Mutant) -> None:
+    plain, *cases = default_cases([where])
+    assert not holds(words, plain)
+    shown = [case for case in cases if holds(words, case) and mutant.shows(case) and case.tp > case.pp]
+    assert any(_failing(mutant, case) for case in shown)
+
+
+def _failing(mutant: Mutant, case: Case) -> list[str]:
+    """The checks that fail on one recorded run of this case."""
+    with InprocEngine() as engine:
+        try:
+            evidence = recorded(Trial(case=case, subject=named(planted(mutant.sources())), engine=engine))
+        except RankRaised:  # its own check of replicas
+            return ["run"]
+    asked = {name: check for name, check in CHECKS.items() if name not in NEED_WATCHING}
+    return [name for name, finding in examine(evidence, asked).items() if finding.verdict == FAIL]
+
+
+def test_every_known_mutant_finds_a_default_case_that_can_show_it() -> None:
+    cases = default_cases()
+    assert [name for name, mutant in KNOWN.items() if not any(map(mutant.shows, cases))] == []

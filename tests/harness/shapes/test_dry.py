@@ -51,9 +51,7 @@ def _told(event: Event) -> tuple[object, ...]:
 @pytest.mark.parametrize("claimed", MODES)
 @settings(max_examples=2, deadline=None)
 @given(data=st.data())
-def test_any_drawn_case_has_its_closed_form_and_the_events_of_a_run_with_numbers(
-    claimed: str, data: st.DataObject
-) -> None:
+def test_any_drawn_case_has_its_closed_form_and_events_of_run_with_numbers(claimed: str, data: st.DataObject) -> None:
     case = data.draw(cases(claimed, worlds=(2, 6), steps=1, micro=2))
     dry = _dry(case)
     ranks = [rank.rank for rank in dry]

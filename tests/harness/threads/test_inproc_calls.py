@@ -105,18 +105,6 @@ def test_a_ring_of_every_kind_of_send_and_receive(engine: InprocEngine, world_si
             assert torch.equal(tensor, value(rank if name == "self" else (rank - 1) % world_size)), name
 
 
-def test_a_receive_from_anybody_takes_what_was_sent_first_and_tells_the_sender(engine: InprocEngine) -> None:
-    def program(rank: int) -> Any:
-        if rank != 1:
-            return dist.send(value(rank), dst=1)
-        tensors = [torch.empty(4), torch.empty(4)]
-        return [(dist.recv(tensor), tensor) for tensor in tensors]
-
-    received = engine.run(program, world_size=3)[1]
-    assert [sender for sender, _ in received] == [0, 2]
-    assert all(torch.equal(tensor, value(sender)) for sender, tensor in received)
-
-
 def test_meta_tensors_pass_through_every_collective(engine: InprocEngine) -> None:
     def program(rank: int) -> list[str]:
         with torch.device("meta"):
@@ -178,14 +166,6 @@ def summed(group: dist.ProcessGroup | None) -> float:
     tensor = torch.tensor([float(2 ** dist.get_rank())])
     dist.all_reduce(tensor, group=group)
     return tensor.item()
-
-
-def test_groups_made_by_members_alone(engine: InprocEngine) -> None:
-    def program(rank: int) -> float:
-        ranks = [0, 1] if rank < 2 else [2, 3]
-        return summed(dist.new_group(ranks, use_local_synchronization=True))
-
-    assert engine.run(program, world_size=4) == [3, 3, 12, 12]
 
 
 def test_split_groups_count_ranks_within_the_parent(engine: InprocEngine) -> None:

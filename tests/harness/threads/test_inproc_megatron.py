@@ -16,11 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from harness.engines.threads.inproc import InprocEngine
-from harness.errors import RankRaised
 from harness.plain_case import Vocabulary
 from harness.recording.recorder import Recorder
 from harness.torch_internals.cuda_on_cpu import cuda_on_cpu
@@ -100,18 +98,6 @@ def recorded(program: Any, words: str, size: int) -> tuple[list[Any], Recorder]:
     return found, recorder
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-def test_gpt_model_equals_one_rank_and_issues_the_calls_of_its_closed_form(tp: int) -> None:
-    ((loss, gradient, _),), _ = recorded(step, "tp=1", 1)
-    ranks, recorder = recorded(step, f"tp={tp}", tp)
-    assert [place for _, _, place in ranks] == list(range(tp))
-    for found, norm_gradient, _ in ranks:
-        assert abs(found - loss) <= 1e-6
-        assert (norm_gradient - gradient).abs().max() <= 1e-6
-    issued = Counter((event.rank, event.op) for event in recorder.events())
-    assert issued == {(rank, "all_reduce"): 4 * LAYERS + 5 for rank in range(tp)}
-
-
 def test_parallel_state_is_as_before_after_the_run_so_that_the_next_one_starts_clean() -> None:
     runs = []
     for _ in range(2):
@@ -120,15 +106,6 @@ def test_parallel_state_is_as_before_after_the_run_so_that_the_next_one_starts_c
             runs.append(engine.run(step, 2, world_size=2, per_rank=STATE))
     assert not parallel_state.model_parallel_is_initialized()
     assert all(torch.equal(one[1], other[1]) and one[0] == other[0] for one, other in zip(*runs, strict=True))
-
-
-def test_without_the_listing_ranks_share_the_globals_and_the_second_one_fails() -> None:
-    before = dict(vars(parallel_state))
-    try:
-        with InprocEngine() as engine, pytest.raises(RankRaised, match="is already initialized"):
-            engine.run(lambda rank: (dist.barrier(), step(rank, 2)), world_size=2)
-    finally:
-        vars(parallel_state).update(before)
 
 
 MOE = {

@@ -1,7 +1,8 @@
-"""Chosen steps of a run: witnesses see these alone. An event planted there fails, one planted elsewhere passes."""
+"""Chosen steps of a run, which witnesses see alone, and the published experiment, which is asked for by its name."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,10 +13,16 @@ from torch import nn
 
 from harness.cases import parse_cases
 from harness.checking.evidence import FAIL, PASS, UNKNOWN
-from harness.errors import MachineError
+from harness.errors import MachineError, RequestError
+from harness.running.request import Request
+from harness.running.run import run
 from harness.running.witnessing import Witnesses, witnesses
+from harness.subject import named
 from harness.witnesses.chosen import during, step_ends, terms_of
 from harness.witnesses.nsys import nsys_path
+from reports.commands.show import experiment_table
+from reports.options.checks import EXPERIMENTS, complete_experiment, profiled_steps, real_size
+from reports.stored.frames import load
 from tests.harness.witnesses.stepped_subject import CALLS, subject, uneven
 
 NAME = "tests.harness.witnesses.stepped_subject:subject"
@@ -143,3 +150,59 @@ def test_the_closed_form_of_chosen_steps_is_as_many_times_that_of_one_step() -> 
         None,
         "the closed form of one step failed: ValueError: no",
     )
+
+
+PUBLISHED = "gpt3-857m-tp4"
+
+
+def arguments(**words: object) -> argparse.Namespace:
+    given: dict[str, object] = {
+        "preset_experiment": PUBLISHED,
+        "cases": [],
+        "device": "cpu",
+        "profile": "",
+        "profile_steps": None,
+        "subject": "x:y",
+    }
+    return argparse.Namespace(**(given | words))
+
+
+def test_the_name_stands_for_case_subject_and_witnesses() -> None:
+    filled = arguments()
+    complete_experiment(filled)
+    (case,) = parse_cases(filled.cases)
+    assert (case.mode, case.world_size, case.dtype) == ("tp", 4, "float16")
+    assert (filled.subject, filled.profile) == ("parallel.subject:subject", "torch,nsys")
+    assert list(profiled_steps(filled, (case,)) or ()) == [2, 3, 4]
+    full = arguments(device="cuda")
+    complete_experiment(full)
+    (case,) = parse_cases(full.cases)
+    assert (getattr(case, "layers", 0), getattr(case, "hidden", 0)) == (24, 1024)
+    assert "--device cuda" in real_size(PUBLISHED)
+
+
+@pytest.mark.parametrize("words", [{"preset_experiment": "gpt5"}, {"cases": ["mode=tp tp=2"]}])
+def test_an_unknown_or_mixed_request_is_refused(words: dict[str, object]) -> None:
+    with pytest.raises(RequestError, match=r"preset-experiment=.*legal"):
+        complete_experiment(arguments(**words))
+
+
+def test_the_list_has_every_call_of_a_micro_batch_in_order(tmp_path: Path) -> None:
+    small = EXPERIMENTS[PUBLISHED].small.replace("layers=4", "layers=2").replace("tp=4", "tp=2")
+    case = f"{small} steps=1 micro=2"
+    result = run(Request(cases=parse_cases((case,)), subject=named(EXPERIMENTS[PUBLISHED].subject), out=tmp_path))
+    assert result.exit_status == 0
+    rows = experiment_table(load(result.path), PUBLISHED).rows
+    # modes.md 5: 5 broadcasts; forward 1 + 2 a layer, loss 3; backward 2 a layer + 1 of the head.
+    assert [row[:5] for row in rows] == [
+        ("data", "broadcast", "-", "-", "5"),
+        ("forward", "all_reduce", "embedding", "word_embeddings", "1"),
+        ("forward", "all_reduce", "attention.wo", "linear_proj", "2"),
+        ("forward", "all_reduce", "mlp.w2", "linear_fc2", "2"),
+        ("loss", "all_reduce", "-", "-", "3"),
+        ("backward", "all_reduce", "head", "output_layer", "1"),
+        ("backward", "all_reduce", "mlp.w1", "linear_fc1", "2"),
+        ("backward", "all_reduce", "attention.wqkv", "linear_qkv", "2"),
+        ("grad_sync", "all_reduce", "-", "-", "2"),
+    ]
+    assert [row[6] for row in rows] == ["yes"] * 4 + ["no"] * 5

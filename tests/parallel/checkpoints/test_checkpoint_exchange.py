@@ -153,9 +153,7 @@ def test_a_hostile_folder_is_one_sentence(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     "marked", ['{"sharded_backend": "torch_dist"}', '["sharded_backend"', '{"sharded_backend": 0}']
 )
-def test_a_fake_of_megatron_core_is_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], marked: str
-) -> None:
+def test_fake_of_megatron_core_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str], marked: str) -> None:
     (tmp_path / "metadata.json").write_text(marked)
     case = f"{KINDS['llama']} load={tmp_path}"
     for metadata, rule in ((None, "holds no checkpoint"), (b"torn", "is a checkpoint that torch cannot read")):

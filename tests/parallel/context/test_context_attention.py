@@ -1,6 +1,4 @@
-"""Attention on slices is the dense model's attention, by every method; slices of a row: a partition, its inverse, the
-causal work of every rank, Megatron-Core's own slices.
-"""
+"""Attention on slices is the dense model's, by every method; slices of a row: a partition, its inverse, its work."""
 
 from __future__ import annotations
 
@@ -125,9 +123,7 @@ def test_in_bfloat16_the_error_does_not_grow_with_the_ranks(monkeypatch: pytest.
     lengths=st.lists(st.integers(1, 17), min_size=1, max_size=4),
     rows=st.integers(1, 3),
 )
-def test_slices_partition_the_row_and_together_is_the_inverse(
-    order: str, ranks: int, lengths: list[int], rows: int
-) -> None:
+def test_slices_partition_row_and_together_is_inverse(order: str, ranks: int, lengths: list[int], rows: int) -> None:
     """For every length, also one that leaves ranks without a token; bit for bit."""
     cu_seqlens = borders(*lengths)
     length = sum(lengths)

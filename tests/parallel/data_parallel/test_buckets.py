@@ -1,6 +1,4 @@
-"""Buckets of flat buffers, shards of rows and loss scales: every element once, ranges that tile, padding that belongs
-to nothing; the log of the seed, and the rule of Megatron's scaler.
-"""
+"""Buckets of flat buffers, shards of rows and loss scales: every element once, ranges that tile, padding of nobody."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Buckets, ZeRO, masters and loss scales: bytes of a step, replicas that differ, skipped steps, and what a rank
-keeps.
-"""
+"""Buckets, ZeRO, masters and loss scales: bytes of a step, replicas that differ, skipped steps, what a rank keeps."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ from reference.model.parameters import shapes
 from reference.training.scaling import LossScale
 from suites.session.prover import Prover
 from tests.parallel.case_tables import DATA_PARALLEL, HALF
-from tests.parallel.test_cases import proved
+from tests.parallel.test_parallel_subject import proved
 
 SIZES = DATA_PARALLEL.sizes
 ONE_LAYER = f"layers=1 {HALF}"

@@ -1,19 +1,17 @@
-"""The orders of torch.distributed.pipelining, action by action.
-
-Of GPipe and 1F1B the order is taken from a step that torch runs over a stage that computes nothing; of the others from
-their `pipeline_order`. torch refuses 1F1B with fewer micro-batches than ranks.
-"""
+"""The orders of torch.distributed.pipelining, action by action; laws that break where a bug is planted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from torch.distributed.pipelining import schedules as theirs
 
-from parallel.schedules.pipeline import Kind, Pipeline, order
-from tests.parallel.schedules.shapes import every
+from parallel.schedules.checks import Sends, check_legal, delivery
+from parallel.schedules.messages import Program, programs
+from parallel.schedules.pipeline import Action, Kind, Pipeline, order
+from tests.parallel.schedules.shapes import broken, every
 
 Place = tuple[str, int, int]
 """Kind, virtual stage, micro-batch."""
@@ -100,3 +98,84 @@ def test_another_order_would_be_seen() -> None:
     assert listed(pipeline, 1) == ours(pipeline, 1) != ours(pipeline, 2)
     plain = ours(Pipeline(schedule="1f1b", ranks=4, micro=8), 1)
     assert [place for place in listed(pipeline, 1) if place[0] != Kind.W] == plain != listed(pipeline, 1)
+
+
+Steps = list[list[Action]]
+Bug = Callable[[Steps], Steps]
+PLAIN = Pipeline(schedule="1f1b", ranks=4, micro=6)
+FILLED = Pipeline(schedule="zb-h1", ranks=4, micro=6)
+V = Pipeline(schedule="zbv", ranks=3, micro=6, chunks=2)
+
+
+def first(steps: Steps, kind: Kind, nth: int = 0) -> int:
+    """The step of the n-th action of a kind."""
+    return [index for index, step in enumerate(steps) if kind in [action.kind for action in step]][nth]
+
+
+def without(kind: Kind, nth: int) -> Bug:
+    """Leave out the n-th message of a kind."""
+
+    def leave_out(steps: Steps) -> Steps:
+        at = first(steps, kind, nth)
+        kept = [action for action in steps[at] if action.kind is not kind]
+        return steps[:at] + [kept] * bool(kept) + steps[at + 1 :]
+
+    return leave_out
+
+
+def without_last_weight(steps: Steps) -> Steps:
+    """The last weight gradient is forgotten."""
+    return steps[:-1]
+
+
+def all_forwards_first(steps: Steps) -> Steps:
+    """GPipe under the name of 1F1B: the computations in another order, each with its own receive and send."""
+    parts: dict[bool, Steps] = {True: [], False: []}
+    kept = {
+        True: (Kind.F, Kind.RECV_FORWARD, Kind.SEND_FORWARD),
+        False: (Kind.B, Kind.RECV_BACKWARD, Kind.SEND_BACKWARD),
+    }
+    for forward, kinds in kept.items():
+        parts[forward] = [[action] for step in steps for action in step if action.kind in kinds]
+    return parts[True] + parts[False]
+
+
+BUGS: dict[str, tuple[Pipeline, int | None, Bug, set[str]]] = {
+    "last receive missing": (PLAIN, 3, without(Kind.RECV_FORWARD, 5), {"conserved", "legal"}),
+    "first gradient not sent": (PLAIN, 3, without(Kind.SEND_BACKWARD, 0), {"conserved", "legal", "sends"}),
+    "all forwards first": (PLAIN, None, all_forwards_first, {"live"}),
+    "last weight gradient forgotten": (FILLED, 0, without_last_weight, {"complete", "time"}),
+}
+
+
+def planted(pipeline: Pipeline, rank: int | None, bug: Bug) -> list[Program]:
+    """The programs with a bug on one rank, or on all."""
+    made = [[list(step) for step in steps] for steps in programs(pipeline)]
+    return [tuple(map(tuple, bug(s) if rank in (None, index) else s)) for index, s in enumerate(made)]
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_found_by_these_checks(name: str) -> None:
+    pipeline, rank, bug, checks = BUGS[name]
+    assert not broken(pipeline, programs(pipeline))
+    found = broken(pipeline, planted(pipeline, rank, bug))
+    assert set(found) == checks, found
+
+
+def test_interleaved_on_two_ranks_swaps_activations_and_gradients_in_one_group() -> None:
+    """around.md 13.4 PP1: one batch, one peer, two ways. With as many micro-batches as ranks nothing is swapped."""
+    pipeline = Pipeline(schedule="interleaved", ranks=2, micro=4, chunks=2)
+    assert delivery(pipeline) == (Sends.BATCHED, 2)
+    assert not check_legal(pipeline, programs(pipeline), Sends.BATCHED, 2)
+    found = check_legal(pipeline, programs(pipeline), Sends.BATCHED, 1)
+    assert any("recv_backward" in breach and "meets send_forward" in breach for breach in found), found
+    hidden = Pipeline(schedule="interleaved", ranks=2, micro=2, chunks=2)
+    assert not check_legal(hidden, programs(hidden), Sends.BATCHED, 1)
+    three = Pipeline(schedule="interleaved", ranks=3, micro=6, chunks=2)
+    assert not check_legal(three, programs(three), Sends.BATCHED, 1)
+
+
+def test_the_v_needs_two_groups_and_sends_that_do_not_wait() -> None:
+    assert not check_legal(V, programs(V), Sends.BUFFERED, 2)
+    assert check_legal(V, programs(V), Sends.BUFFERED, 1)
+    assert check_legal(V, programs(V), Sends.BATCHED, 2)

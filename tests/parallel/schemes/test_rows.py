@@ -1,6 +1,4 @@
-"""Rows of closed forms: each is met by a case, sums follow from placements; a new scheme is one file and its entry in
-two tables, then every command has it.
-"""
+"""Rows of closed forms: each is met by a case, sums follow from placements; a new scheme is one file, two entries."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from reference.data.edges import own_edges, shard_edges
 from reference.data.packing import IGNORED
 from reference.data.stages import Form, sent_to_stage
 from tests.reference.data.batch_forms import FORMS, all_batches, every_form, valid
-from tests.reference.model.drawn_cases import models
+from tests.reference.model.dense_run import models
 
 
 def broken(case: Case) -> list[str]:

@@ -1,13 +1,18 @@
-"""One forward and backward of the dense model on given weights: logits, mean loss, and every gradient."""
+"""Small dense models of every family, batches whose sentences are known, and one forward and backward of them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from reference.case import Case
+from reference.case.presets import FAMILIES
 from reference.data.batches import Batch
 from reference.model import decoder, loss
 from reference.model.parameters import weights
@@ -44,3 +49,86 @@ def largest_difference(found: Tensor, right: Tensor) -> float:
     """The largest difference of two tensors, relative to the largest element of the right one."""
     assert found.shape == right.shape, (found.shape, right.shape)
     return float((found - right.detach()).abs().max() / right.detach().abs().max())
+
+
+def rows(case: Case, seed: int) -> Batch:
+    """An unpacked micro-batch [batch, seq]."""
+    return _drawn(case, case.batch, case.seq, seed, None)
+
+
+def sentences(case: Case, lengths: Sequence[int], seed: int) -> Batch:
+    """One packed row that holds sentences of these lengths."""
+    return _drawn(case, 1, sum(lengths), seed, torch.tensor([0, *accumulate(lengths)]))
+
+
+def alone(batch: Batch, start: int, end: int) -> Batch:
+    """The tokens start..end of a packed row as a row of their own, positions from 0."""
+    cut = slice(start, end)
+    return Batch(
+        tokens=batch.tokens[:, cut],
+        labels=batch.labels[:, cut],
+        positions=torch.arange(end - start)[None],
+        loss_mask=batch.loss_mask[:, cut],
+        cu_seqlens=None,
+        max_seqlen=end - start,
+    )
+
+
+def joined(batches: Sequence[Batch]) -> Batch:
+    """Unpacked micro-batches as one."""
+    names = ("tokens", "labels", "positions", "loss_mask")
+    parts: dict[str, Any] = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in names}
+    return Batch(**parts, cu_seqlens=None, max_seqlen=batches[0].max_seqlen)
+
+
+def _drawn(case: Case, batch: int, length: int, seed: int, cu_seqlens: torch.Tensor | None) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (batch, length)
+    labels = torch.randint(case.vocab, shape, generator=generator)
+    labels[torch.rand(shape, generator=generator) < 0.2] = -100
+    labels[:, 0] = 0
+    loss_mask = (torch.rand(shape, generator=generator) < 0.8).float()
+    loss_mask[:, 0] = 1
+    positions = torch.arange(length).expand(batch, -1)
+    if cu_seqlens is not None:
+        positions = torch.cat([torch.arange(n) for n in cu_seqlens.diff().tolist()])[None]
+    return Batch(
+        tokens=torch.randint(case.vocab, shape, generator=generator),
+        labels=labels,
+        positions=positions,
+        loss_mask=loss_mask,
+        cu_seqlens=cu_seqlens,
+        max_seqlen=length if cu_seqlens is None else int(cu_seqlens.diff().max()),
+    )
+
+
+@st.composite
+def models(draw: st.DrawFn, /, **fixed: Any) -> Case:
+    """A small model on one rank; `fixed` words override what would be drawn."""
+    kv_heads, group = draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    head_dim = draw(st.sampled_from((4, 6)))
+    family = draw(st.sampled_from(tuple(FAMILIES)))
+    words: dict[str, Any] = {
+        "mode": "mtp",
+        "tp": 1,
+        "family": family,
+        "layers": draw(st.integers(1, 2)),
+        "heads": kv_heads * group,
+        "kv_heads": kv_heads,
+        "hidden": kv_heads * group * head_dim,
+        "ffn": draw(st.sampled_from((8, 15))),
+        "vocab": draw(st.sampled_from((11, 2, 37))),
+        "seq": draw(st.integers(2, 7)),
+        "batch": draw(st.integers(1, 3)),
+        "positions": draw(st.sampled_from(("rope", "learned"))),
+        "norm": draw(st.sampled_from(("layernorm", "rmsnorm"))),
+        "bias": draw(st.booleans()),
+        "tied": draw(st.booleans()),
+        "qk_norm": draw(st.booleans()),
+        "fuse_qkv": draw(st.booleans()),
+        "label_smoothing": draw(st.sampled_from((0.0, 0.1))),
+        "seed": draw(st.integers(0, 2**31 - 1)),
+    } | fixed
+    if words.setdefault("activation", FAMILIES[family]["activation"]) == "swiglu":
+        words.setdefault("fuse_mlp", draw(st.booleans()))
+    return Case.of(**words)

@@ -1,21 +1,25 @@
-"""Activations and their gradients: the canonical modules, what calculus says of them, what a relu's kink may change."""
+"""Activations and their gradients by canonical modules; dense training: means, optimizers, clipping, ties, packs."""
 
 from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from reference.case import Case
 from reference.data.batches import Batch, micro_batch
 from reference.model.parameters import shapes, weights
+from reference.training import steps as training
 from reference.training.activations import observe
 from reference.training.kinks import BAND, kinks
+from reference.training.steps import Feed, train
 from reference.training.subject import activations, subject, true_activations
-from tests.reference.model.dense_run import CPU, dense_run
-from tests.reference.model.drawn_batches import rows
-from tests.reference.model.drawn_cases import models
+from tests.reference.model.dense_run import CPU, alone, dense_run, ignored_labels, joined, models, rows, sentences
 
 FULL = "tp=1 dp=3 hidden=24 heads=6 kv_heads=2 ffn=16 vocab=37 seq=5 batch=2 bias=true "
 WORDS = {
@@ -134,3 +138,150 @@ def test_what_comes_before_the_first_update_and_what_needs_no_gradient_stays() -
     assert not any(value.any() for name, value in gap.items() if name.startswith(("act/", "logits/", "loss/")))
     assert gap["grad/layers.0.mlp.w1.weight"].any() and gap["param/layers.0.mlp.w1.weight"].any()
     assert not gap["grad/layers.0.mlp.w2.weight"].any()
+
+
+SMALL = "tp=1 hidden=24 heads=6 kv_heads=2 ffn=40 vocab=37 seq=7 batch=2 positions=rope bias=true lr=0.1 seed=1 "
+
+
+def close(found: dict[str, Tensor], right: dict[str, Tensor], tolerance: float = 1e-11) -> None:
+    """Assert equal names and values within `tolerance` of each tensor's largest element (at least 1e-3)."""
+    assert found.keys() == right.keys()
+    for name, value in right.items():
+        largest = max(value.abs().max().item(), 1e-3)
+        atol = tolerance * largest
+        torch.testing.assert_close(found[name], value, rtol=0, atol=atol, msg=f"{name}: {{}}".format)
+
+
+@settings(max_examples=25, deadline=None)
+@given(case=models(steps=2, micro=2, seq=16, batch=3, vocab=37))
+def test_outcome_is_complete_and_finite_and_every_gradient_is_alive(case: Case) -> None:
+    outcome = subject(case, CPU)
+    names = set(shapes(case))
+    steps = range(case.steps)
+    assert outcome.keys() == {
+        *(f"{kind}/{step}" for kind in ("tokens", "loss", "logits", "grad_norm") for step in steps),
+        *(f"{kind}/{name}" for kind in ("grad", "param", "param_after/0") for name in names),
+    }
+    assert all(value.isfinite().all() and not value.requires_grad for value in outcome.values())
+    assert outcome["logits/1"].shape == (case.micro * case.batch, case.seq, case.vocab)
+    for name in names:
+        dead = name.endswith((".wk.bias", "k_norm.bias")) and case.positions == "learned"  # the same for every score
+        assert dead or outcome[f"grad/{name}"].abs().max() > 1e-9, name
+
+
+@settings(max_examples=10, deadline=None)
+@given(micro=st.integers(1, 3), dp=st.integers(1, 3), batch=st.integers(1, 2), seed=st.integers(0, 999))
+def test_micro_batches_and_data_ranks_equal_one_big_batch(micro: int, dp: int, batch: int, seed: int) -> None:
+    case = Case.parse(SMALL).but(micro=micro, dp=dp, batch=batch, label_smoothing=0.1, clip=0.5, steps=2)
+    whole = case.but(micro=1, dp=1, batch=batch * micro * dp)
+
+    def one(_: Case, step: int, m: int, dp_rank: int, /, *, device: torch.device) -> Batch:
+        return rows(case, seed=seed + 100 * step + micro * dp_rank + m)
+
+    def all_(_: Case, step: int, m: int, dp_rank: int, /, *, device: torch.device) -> Batch:
+        return joined([one(case, step, i % micro, i // micro, device=device) for i in range(micro * dp)])
+
+    parts, big = train(case, weights(case, CPU), feed=one), train(whole, weights(whole, CPU), feed=all_)
+    close(parts, big)
+    reversed_sums = train(case, weights(case, CPU), feed=one, last_first=True)
+    close(reversed_sums, big)
+    if micro * dp > 2:
+        assert not torch.equal(reversed_sums["grad/final_norm.weight"], parts["grad/final_norm.weight"])
+
+
+@settings(max_examples=20, deadline=None)
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5), case=models(positions="rope"))
+def test_packed_sentences_equal_the_sentences_alone(lengths: list[int], case: Case) -> None:
+    case = case.but(packed=True, label_smoothing=0.1)
+    batch = sentences(case, lengths, seed=case.seed % 1000)
+    packed = dense_run(case, batch)
+    assert batch.cu_seqlens is not None
+    pieces = [alone(batch, start, end) for start, end in pairwise(batch.cu_seqlens.tolist())]
+    runs = [dense_run(case, piece) for piece in pieces]
+    torch.testing.assert_close(packed.logits, torch.cat([run.logits for run in runs], dim=1), rtol=0, atol=1e-11)
+    counts = [int((ignored_labels(piece) >= 0).sum()) for piece in pieces]
+    learned = [(run, count / sum(counts)) for run, count in zip(runs, counts, strict=True) if count]
+    torch.testing.assert_close(packed.loss, sum(run.loss * share for run, share in learned))
+    gradients = {
+        name: torch.stack([run.gradients[name] * share for run, share in learned]).sum(0) for name in packed.gradients
+    }
+    close(packed.gradients, gradients)
+
+
+def test_tied_head_adds_its_gradient_to_the_embedding() -> None:
+    tied = Case.parse(SMALL + "tied=true")
+    untied, batch = tied.but(tied=False), rows(tied, seed=3)
+    values = weights(tied, CPU)
+    both = dense_run(tied, batch, values)
+    apart = dense_run(untied, batch, values | {"head.weight": values["embedding.tokens.weight"]})
+    assert torch.equal(both.logits, apart.logits)
+    total = apart.gradients["embedding.tokens.weight"] + apart.gradients["head.weight"]
+    torch.testing.assert_close(both.gradients["embedding.tokens.weight"], total, rtol=0, atol=1e-13)
+
+
+def clipped(case: Case, norm: Tensor) -> float:
+    return min(1.0, case.clip / (norm.item() + 1e-6)) if case.clip else 1.0
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.25, 1e6], ids=["off", "binding", "slack"])
+def test_sgd_subtracts_the_clipped_gradient(clip: float) -> None:
+    case = Case.parse(SMALL).but(steps=1, clip=clip)
+    outcome, start = subject(case, CPU), weights(case, CPU)
+    gradients = {name: outcome[f"grad/{name}"] for name in start}
+    norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm()
+    torch.testing.assert_close(outcome["grad_norm/0"], norm, rtol=1e-13, atol=0)
+    assert clip != 0.25 or norm > 1  # the bound really binds
+    for name, weight in start.items():
+        right = weight - case.lr * clipped(case, norm) * gradients[name]
+        torch.testing.assert_close(outcome[f"param/{name}"], right, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.25])
+def test_adamw_follows_its_formula_for_three_steps(clip: float) -> None:
+    case = Case.parse(SMALL).but(optimizer="adamw", lr=0.01, clip=clip, steps=3)
+    values = weights(case, CPU)
+    first = {name: torch.zeros_like(value) for name, value in values.items()}
+    second = {name: torch.zeros_like(value) for name, value in values.items()}
+    for step in range(case.steps):
+        # one step of plain SGD on this step's data tells the gradient and the norm there
+        probe = train(case.but(optimizer="sgd", steps=1, clip=0.0), values, feed=shifted(step))
+        factor = clipped(case, probe["grad_norm/0"])
+        for name, value in values.items():
+            gradient = factor * probe[f"grad/{name}"]
+            first[name] = 0.9 * first[name] + 0.1 * gradient
+            second[name] = 0.999 * second[name] + 0.001 * gradient**2
+            mean, square = first[name] / (1 - 0.9 ** (step + 1)), second[name] / (1 - 0.999 ** (step + 1))
+            values[name] = value * (1 - case.lr * 0.01) - case.lr * mean / (square.sqrt() + 1e-8)
+    outcome = subject(case, CPU)
+    for name, value in values.items():
+        torch.testing.assert_close(outcome[f"param/{name}"], value, rtol=0, atol=1e-9)
+
+
+def shifted(by: int) -> Feed:
+    """The case's own micro-batches, `by` steps later."""
+
+    def feed(case: Case, step: int, micro: int, dp_rank: int, /, *, device: torch.device) -> Batch:
+        return micro_batch(case, step + by, micro, dp_rank, device=device)
+
+    return feed
+
+
+@pytest.mark.parametrize("words", [{}, {"packed": True}], ids=["rows", "packed"])
+def test_logits_are_ordered_by_data_rank_micro_batch_and_row(words: dict[str, Any]) -> None:
+    case = Case.parse(SMALL).but(dp=3, micro=2, steps=1, **words)
+    outcome = subject(case, CPU)
+    length = 1 if case.packed else case.batch
+    assert outcome["logits/0"].shape[0] == case.dp * case.micro * length
+    for data_rank, micro in [(0, 1), (2, 0)]:
+        batch = micro_batch(case, 0, micro, data_rank)
+        start = (data_rank * case.micro + micro) * length
+        assert torch.equal(outcome["logits/0"][start : start + length], dense_run(case, batch).logits)
+
+
+def test_logits_above_the_limit_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case.parse(SMALL).but(steps=1, micro=1)
+    elements = case.tokens * case.vocab
+    monkeypatch.setattr(training, "LARGEST_LOGITS", elements)
+    assert "logits/0" in subject(case, CPU)
+    monkeypatch.setattr(training, "LARGEST_LOGITS", elements - 1)
+    assert "logits/0" not in subject(case, CPU)

@@ -15,8 +15,7 @@ from torch import Tensor
 from reference.case import Case
 from reference.data.batches import Batch
 from reference.model.parameters import weights
-from tests.reference.model.dense_run import CPU, dense_run, largest_difference
-from tests.reference.model.drawn_batches import alone, rows, sentences
+from tests.reference.model.dense_run import CPU, alone, dense_run, largest_difference, rows, sentences
 from tests.reference.model.hugging_face import DoubleTorch, equal
 
 transformers = pytest.importorskip("transformers", reason="the extra `peers` is not installed")

@@ -1,14 +1,17 @@
-"""Baselines: as good as the run they were made of, without a diff for equal runs, and one sentence when harmed."""
+"""Baselines, as good as the run they were made of; times compared, on a machine that changes its speed."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
 
 from harness.errors import RequestError
 from reports.comparing.comparison import compare
-from reports.comparing.snapshot import members, save, side, snapshot, span
+from reports.comparing.intervals import phase_times, ratio_of_medians
+from reports.comparing.snapshot import TIME_TYPES, members, save, side, snapshot, span
 from reports.stored.frames import load
 from tests.harness.command_line import CommandLine
 from tests.reports import sample_run
@@ -39,27 +42,6 @@ def test_spans_read_back(numbers: list[int]) -> None:
     assert members(span(numbers)) == sorted(numbers)
 
 
-@pytest.mark.parametrize("harm", ["torn", "foreign", "missing", "not numbers", "not json", "empty"])
-def test_a_baseline_that_was_harmed_is_one_sentence(
-    shardproof: CommandLine, runs: dict[str, Path], tmp_path: Path, harm: str
-) -> None:
-    folder = save(side(str(runs["right"])), "main", "baselines")
-    events = folder / "events.csv"
-    if harm == "torn":
-        events.write_bytes(events.read_bytes()[:-7])
-    elif harm == "foreign":
-        events.write_text("a,b\n1,2\n")
-    elif harm == "missing":
-        events.unlink()
-    elif harm == "not numbers":
-        events.write_text(events.read_text().replace("0..2", "zero"))
-    elif harm == "empty":
-        events.write_text("")
-    else:
-        (folder / "baseline.json").write_text("{")
-    assert "baseline" in shardproof.refused("compare", "main", str(runs["right"]))
-
-
 def test_folders_and_names_that_are_none_are_one_sentence(
     shardproof: CommandLine, runs: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -77,3 +59,58 @@ def test_folders_and_names_that_are_none_are_one_sentence(
         save(side(right), "taken")
     with pytest.raises(RequestError, match="holds no event"):
         save(side(str(empty)), "main")
+
+
+def drawn(seed: int, slow: str = "", factor: float = 1.3, blocks: int = 40) -> pd.DataFrame:
+    """Times of one run: a common drift of up to threefold, 5 % jitter, `slow` slower by `factor`."""
+    random = np.random.default_rng(seed)
+    drift = 1 + 2 * random.random()
+    usual_us = {"data": 200.0, "forward": 3000.0, "loss": 500.0, "backward": 5000.0}
+    rows = []
+    for block in range(blocks):
+        busy = drift * random.lognormal(0, 0.2)
+        for phase, usual in usual_us.items():
+            spent = usual * busy * random.lognormal(0, 0.05) * (factor if phase == slow else 1.0)
+            for region, share in (("layers.0", 0.5), ("layers.1", 0.5 if phase != slow else 0.9)):
+                rows.append(("c", "tp", phase, region, block // 2, block % 2, spent * share, spent * share / 2))
+    return pd.DataFrame(rows, columns=list(TIME_TYPES))
+
+
+def test_twenty_pairs_of_equal_runs_on_a_changing_machine_are_no_slower() -> None:
+    for seed in range(20):
+        times = phase_times(drawn(seed), drawn(100 + seed))
+        assert times[times["low"] > 1.1].empty
+        assert set(times["blocks"]) == {40}
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "loss"])
+def test_a_phase_that_is_slower_by_a_third_is_named_and_no_other(phase: str) -> None:
+    times = phase_times(drawn(1), drawn(2, slow=phase))
+    broken = times[times["low"] > 1.1]
+    assert set(broken["phase"]) == {phase}
+    assert set(broken["measure"]) == {"elapsed", "in calls"}
+    assert set(broken["mostly"]) == {"layers.1"}
+    assert broken["ratio"].between(1.5, 2.1).all(), "1.3, and its second module grew from 0.5 to 0.9: 1.4 times more"
+
+
+def test_a_phase_that_became_faster_makes_no_other_slower() -> None:
+    times = phase_times(drawn(3), drawn(4, slow="forward", factor=0.3))
+    assert not (times["low"] > 1.1).any()
+    assert set(times[times["change"] == "faster"]["phase"]) >= {"forward"}
+
+
+def test_intervals_hold_the_truth_and_say_when_they_cannot() -> None:
+    random = np.random.default_rng(0)
+    held_true = 0
+    for seed in range(100):
+        base, new = random.lognormal(0, 0.3, 12), 1.5 * random.lognormal(0, 0.3, 12)
+        found = ratio_of_medians(base, new, seed)
+        held_true += found.low <= 1.5 <= found.high
+        assert found.low <= found.ratio <= found.high
+        assert found.ratio == pytest.approx(np.median(new) / np.median(base))
+    assert held_true >= 97
+    assert np.isnan(ratio_of_medians(np.ones(3), np.ones(3)).ratio), "too few"
+    assert np.isnan(ratio_of_medians(np.zeros(9), np.ones(9)).ratio), "no time at all"
+    exact = ratio_of_medians(base, 1.3 * base)
+    assert exact.low == pytest.approx(1.3) == exact.high
+    assert ratio_of_medians(base, new, 1) == ratio_of_medians(base, new, 1)

@@ -1,6 +1,4 @@
-"""The run folder: readable at any moment, also when a run was killed; safe names, no run overwritten, one clear error
-when it cannot be written.
-"""
+"""The run folder: readable at any moment, also of a killed run; safe names, nothing overwritten, one clear error."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Numbers that are drawn in forward are named as the cause where the truth does not draw them; recorded masks of
-dropout lie in those of the truth, or have no place there.
-"""
+"""Numbers drawn in forward are the cause where the truth draws none; masks of dropout lie in those of the truth."""
 
 from __future__ import annotations
 

@@ -42,9 +42,7 @@ def test_a_missing_object_brings_the_nearest_name() -> None:
         resolve("harness.ledger:COLUMN")
 
 
-def test_the_name_offered_is_the_modules_own_and_not_one_it_imports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_name_offered_is_modules_own_and_not_one_it_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_importing_subject.py").write_text("import torch\nfrom pathlib import Path\ndef train(): ...\n")
     (tmp_path / "my_empty_subject.py").write_text("")
