@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from harness.cases import read_case
 from harness.errors import RequestError
 from harness.predicting.clusters import PRESETS, read
 from harness.programs.session import VARIABLE, Options, ProgramSession, silence_of, steps_of, tools_of
@@ -74,7 +75,7 @@ def _has_gpus() -> bool:
     return Path("/dev/nvidiactl").exists()
 
 
-def stated(tokens: str | None, cluster: str | None) -> Mapping[str, object]:
+def stated(tokens: str | None, cluster: str | None, case: str | None) -> Mapping[str, object]:
     """These words as they stand in `env.json`, without those that are None. Raises RequestError for a wrong one."""
     words: dict[str, object] = {}
     if tokens is not None:
@@ -85,6 +86,8 @@ def stated(tokens: str | None, cluster: str | None) -> Mapping[str, object]:
     if cluster is not None:
         read(cluster)
         words["cluster"] = cluster if cluster in PRESETS else str(Path(cluster).resolve())
+    if case is not None:
+        words["case"] = str(read_case(case))
     return words
 
 
@@ -94,6 +97,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", metavar="torch,nsys", help="profilers to run beside; torch needs --steps")
     parser.add_argument("--tokens", metavar="N", help="tokens of all ranks in a step, for tokens a second")
     parser.add_argument("--cluster", metavar="NAME|FILE", help="the machine's links, to hold bandwidth against them")
+    parser.add_argument("--case", metavar="WORDS", help="the layout as a case, to hold calls, bytes and time against")
     parser.add_argument(
         "--silence",
         default="60",
@@ -110,5 +114,5 @@ def request_of(arguments: argparse.Namespace, *, wraps: bool) -> Options:
     if "nsys" in profile and not wraps:
         rule = "Nsight Systems must start the whole command"
         raise RequestError(f"profile=nsys: {rule}; legal: shardproof record --profile nsys -- torchrun ... train.py")
-    words = stated(arguments.tokens, arguments.cluster)
+    words = stated(arguments.tokens, arguments.cluster, arguments.case)
     return {"steps": steps, "profile": profile, "silence_s": silence_of(arguments.silence), "stated": words}

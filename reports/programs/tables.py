@@ -8,6 +8,7 @@ import pandas as pd
 
 from reports.printing.tables import Table, count, mark, mebibytes, milliseconds, table
 from reports.programs import figures, speed
+from reports.programs.speed import beside
 from reports.stored.files import about_ranks
 from reports.stored.frames import Run
 
@@ -51,10 +52,10 @@ def overview(run: Run) -> Table:
 
 
 def tables(run: Run) -> list[Table]:
-    """Traffic, modules, ranks and bandwidth; speed where the recording holds what it needs."""
+    """Traffic, modules, ranks and bandwidth; speed and the case beside it where the recording holds what they need."""
     if not len(run.ledger):
         return []
-    return [_traffic(run), _modules(run), _ranks(run), *_bandwidth(run), *_speed(run)]
+    return [_traffic(run), _modules(run), _ranks(run), *_bandwidth(run), *_speed(run), *_beside(run)]
 
 
 def _traffic(run: Run) -> Table:
@@ -100,6 +101,23 @@ def _speed(run: Run) -> list[Table]:
     note = "a step: the median over steps of the slowest rank"
     frame = pd.DataFrame(rows, columns=["what", "much"])
     return [table("Speed", frame, (("what", "what", str), ("how much", "much", str)), note=note)] if rows else []
+
+
+def _beside(run: Run) -> list[Table]:
+    frame, told = beside(run)
+    columns = (
+        ("op", "op", str),
+        ("ranks", "group_size", count),
+        ("calls", "calls", _half),
+        ("predicted", "predicted_calls", _half),
+        ("payload MiB", "payload_bytes", mebibytes),
+        ("predicted MiB", "predicted_bytes", mebibytes),
+    )
+    if not told:
+        return []
+    frame = frame if len(frame) else pd.DataFrame({name: [] for _, name, _ in columns})
+    note = f"rank 0, a step; predicted: the closed form of {run.env['stated']['case']!r}; {told}"
+    return [table("Beside its case", frame, columns, note=note)]
 
 
 def _three(value: object) -> str:

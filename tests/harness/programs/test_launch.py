@@ -98,6 +98,7 @@ def test_nsys_wraps_the_whole_command(tmp_path: Path) -> None:
         (["--profile", "nsys", "x.py"], "legal: shardproof record --profile nsys -- torchrun"),
         (["--profile", "perf", "x.py"], "profile=perf: is not a profiler; legal: torch,nsys"),
         (["--tokens", "0", "x.py"], "tokens=0: must be the tokens of all ranks in one step"),
+        (["--case", "mode=none", "x.py"], "case 'mode=none': "),
         (["--cluster", "no-such", "x.py"], "cluster=no-such"),
         (["--silence", "0", "x.py"], "silence=0: must be seconds, at least 1; legal: --silence 60"),
         ([], "program: is missing; legal: python -m shardproof.record train.py"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -24,8 +25,9 @@ from tests.harness.programs.launched import LIMIT_S, environment, forked, free_p
 
 SCRIPT = Path(__file__).with_name("training.py")
 TOOLS = ["--profile", "torch"]
+CASE = "mode=tp tp=1 dp=2"
 TOKENS = 7000
-STATED = ["--tokens", str(TOKENS), "--cluster", "laptop"]
+STATED = ["--tokens", str(TOKENS), "--cluster", "laptop", "--case", CASE]
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +97,7 @@ def test_the_reports_take_the_folder(recorded: tuple[Run, str]) -> None:
     assert not any("waited" in line for line in told)  # DDP waits in C++ for what it issues
 
 
-def test_speed_and_bandwidth_are_reported(recorded: tuple[Run, str]) -> None:
+def test_speed_bandwidth_and_the_case_beside_it_are_reported(recorded: tuple[Run, str]) -> None:
     run = recorded[0]
     assert run.env["stated"]["tokens"] == TOKENS
     took_s = speed.step_s(run)
@@ -105,6 +107,12 @@ def test_speed_and_bandwidth_are_reported(recorded: tuple[Run, str]) -> None:
     links = speed.bandwidth(run)
     assert set(links["link"]) == {"memory"}
     assert links["share"].tolist() == pytest.approx(links["gb_s"].tolist())  # the preset's link: 1e9 bytes a second
+    beside, told = speed.beside(run)
+    (row,) = [row for row in beside.to_dict("records") if row["op"] == "all_reduce"]
+    assert (row["group_size"], row["calls"]) == (2, 2.0)
+    assert (row["payload_bytes"], row["predicted_calls"]) == (4 * 2 * (5 * 5 + 5) + 4, 2.0)
+    assert re.match(r"a step took [\d.e-]+ s, predicted [\d.e-]+ s on laptop: ", told)
+    assert "Beside its case" in page.render(run)
 
 
 @pytest.fixture(scope="module")
