@@ -19,6 +19,7 @@ NUMERIC_KINDS: dict[str, tuple[str, ...]] = {
     "initial_values": ("init",),
     "masks": ("mask",),
     "tokens": ("tokens",),
+    "routing": ("routing",),
     "forward": ("loss", "logits", "metric"),
     "activations": ("act",),
     "activation_gradients": ("act_grad",),

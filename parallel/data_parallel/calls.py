@@ -27,12 +27,13 @@ from parallel.communication.layout import Coordinates, Cut, Placement, local_sha
 from parallel.communication.mesh import axis_size, coordinates
 from parallel.data_parallel.buckets import Bucket
 from parallel.data_parallel.words import REPLICAS, shard_axis, stage_buckets, taken_over, unit_of
-from parallel.layers.roles import attention_linears, head_norms, mlp_linears
+from parallel.layers.roles import column_linears
 from parallel.model.strategy import Strategy
 from parallel.schedules.pipeline import Kind, order
 from parallel.schedules.stages import TABLE, Stage, computed_again, held_by_rank, in_backward, pipeline_of, stages
 from reference.case import Case
 from reference.language.modes import MODES
+from reference.model.parameters import shapes
 
 __all__ = ["step_rows", "summed_over"]
 
@@ -154,26 +155,13 @@ def _completing(case: Case, stage: Stage, bucket: Bucket) -> tuple[str, bool]:
     if stage.copies_table:  # its gradient comes from the head
         order = sorted(order, key=lambda module: f"{module}.weight" != TABLE)
     latest = max(order.index(slot.name.rpartition(".")[0]) for slot in bucket.slots)
-    last_product = order.index(f"layers.{stage.layers[0]}.attention.{attention_linears(case)[0]}")
+    last_product = order.index(next(name for name in column_linears(case) if stage.holds(name)))
     return order[latest], case.overlap and (latest < last_product or stage.chunk > 0)
 
 
 def _backward_order(case: Case) -> list[str]:
     """Modules in the order in which backward completes the gradients of their parameters."""
-    attention = attention_linears(case)
-    order = ["head", "final_norm"]
-    for layer in reversed(range(case.layers)):
-        leaves = [
-            *dict.fromkeys(name.rpartition(".")[0] for name in reversed(case.layer_shapes)),
-            *(f"mlp.{name}" for name in reversed(mlp_linears(case))),
-            "mlp_norm",
-            f"attention.{attention[-1]}",
-            *(f"attention.{name}" for name in reversed(head_norms(case))),
-            *(f"attention.{name}" for name in reversed(attention[:-1])),
-            "attention_norm",
-        ]
-        order += [f"layers.{layer}.{leaf}" for leaf in leaves]
-    return [*order, "embedding.positions", "embedding.tokens"]
+    return [*reversed(dict.fromkeys(name.rpartition(".")[0] for name in shapes(case)))]
 
 
 def _unit_rows(case: Case, places: Placements) -> Iterator[CallRow]:

@@ -7,8 +7,11 @@ norm    attention_norm, mlp_norm, final_norm; q_norm, k_norm act on heads
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from parallel.communication.expectation import in_modules
 from reference.case import Case
+from reference.model.parameters import shapes
 
 __all__ = [
     "ATTENTION",
@@ -56,17 +59,17 @@ def head_norms(case: Case) -> tuple[str, ...]:
 
 def column_linears(case: Case) -> list[str]:
     """Dotted names of all column linears, in forward order (C of them a layer)."""
-    return [name for name in _linears(case) if is_column(name)]
+    return [name for name in _modules(case) if is_column(name)]
 
 
 def row_linears(case: Case) -> list[str]:
     """Dotted names of all row linears, in forward order (two a layer)."""
-    return [name for name in _linears(case) if is_row(name)]
+    return [name for name in _modules(case) if is_row(name)]
 
 
-def _linears(case: Case) -> list[str]:
-    inner = [f"attention.{name}" for name in attention_linears(case)] + [f"mlp.{name}" for name in mlp_linears(case)]
-    return [f"layers.{layer}.{name}" for layer in range(case.layers) for name in inner]
+def _modules(case: Case) -> Iterator[str]:
+    """Dotted names of all modules with a weight, in forward order."""
+    return (name.removesuffix(".weight") for name in shapes(case) if name.endswith(".weight"))
 
 
 COLUMN_LINEARS, ROW_LINEARS = in_modules(column_linears), in_modules(row_linears)

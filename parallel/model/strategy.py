@@ -51,8 +51,9 @@ class Parts:
     column linear, the other way round for a row linear. `embedding` takes (tokens [B,S], positions [B,S]), `head`
     takes (hidden states, embedding weight). `loss` gives every token's loss from (logits, labels), both in the
     strategy's layout. `behind_layer` makes the modules of features, by name, that hidden states pass as they leave a
-    layer. `local` is this rank's part of a delivered micro-batch. `saved_over` is the axis whose ranks
-    share the saved inputs of recomputed layers, None where each rank saves them whole.
+    layer, `branches` those that a feature has in the place of a layer's attention or MLP (`Core.replaced`), from the
+    dotted name, and called as these are. `local` is this rank's part of a delivered micro-batch. `saved_over` is the
+    axis whose ranks share the saved inputs of recomputed layers, None where each rank saves them whole.
     """
 
     linear: Callable[[str], nn.Module]
@@ -63,6 +64,7 @@ class Parts:
     exchange: Exchange = direct
     local: Callable[[Delivered], Delivered] = _same
     behind_layer: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
+    branches: Mapping[str, Callable[[str], nn.Module]] = field(default_factory=dict)
     saved_over: Axis | None = None
 
 
@@ -142,6 +144,7 @@ class Step:
     norm        rank -> the norm of the full gradients, which are means by then, the same on every rank
     optimizer   rank -> the optimizer of `Rank.updated`, made once
     afterwards  rank -> None, after the optimizer's step: gathers of parameters
+    beside      (rank, step) -> what a step leaves in the outcome beside what every step does
     loss_scale  the factor of gradients between schedule and norm, None for one
     """
 
@@ -152,6 +155,7 @@ class Step:
     norm: Callable[[Rank], Tensor]
     optimizer: Callable[[Rank], torch.optim.Optimizer]
     afterwards: Callable[[Rank], None]
+    beside: Callable[[Rank, int], Mapping[str, Value]]
     loss_scale: LossScaler | None = None
 
 

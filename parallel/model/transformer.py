@@ -34,9 +34,9 @@ class Layer(nn.Module):
     def __init__(
         self,
         attention_norm: Norm,
-        attention: Attention,
+        attention: nn.Module,
         mlp_norm: Norm,
-        mlp: Mlp,
+        mlp: nn.Module,
         name: str,
         dropout: Dropout,
         behind: Mapping[str, nn.Module],
@@ -50,6 +50,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, table: tuple[Tensor, Tensor] | None, hidden_B1SS: Tensor | None, draw: Draw) -> Tensor:
         """Hidden states -> hidden states; `draw` is the step and the micro-batch that they are of."""
+        vars(self.mlp)["draw"] = draw  # what a feature has in its place may need it
         x = x + self._dropped("attention", self.attention(self.attention_norm(x), table, hidden_B1SS, draw), draw)
         y: Tensor = x + self._dropped("mlp", self.mlp(self.mlp_norm(x)), draw)
         for leaf in self.behind:
@@ -138,13 +139,26 @@ class Transformer(nn.Module):
 
 def _layer(case: Case, strategy: Strategy, parts: Parts, dropout: Dropout, device: torch.device, index: int) -> Layer:
     name = f"layers.{index}"
+    others = {branch: parts.branches[feature](f"{name}.{branch}") for branch, feature in case.replaced(index).items()}
+    attention = others.get("attention") or _attention(case, strategy, parts, dropout, device, name)
+    mlp = others.get("mlp") or Mlp(
+        case.activation, {leaf: parts.linear(f"{name}.mlp.{leaf}") for leaf in mlp_linears(case)}
+    )
+    behind = {leaf: module() for leaf, module in parts.behind_layer.items()}
+    norms = (_norm(case, case.hidden, device) for _ in range(2))
+    return Layer(next(norms), attention, next(norms), mlp, name, dropout, behind)
+
+
+def _attention(
+    case: Case, strategy: Strategy, parts: Parts, dropout: Dropout, device: torch.device, name: str
+) -> Attention:
     heads = HeadShape(
         group=case.heads // case.kv_heads,
         dim=case.head_dim,
         sequence_dim=strategy.sequence_dim,
         recompute_core=case.core_again,
     )
-    attention = Attention(
+    return Attention(
         heads,
         parts.core,
         parts.exchange,
@@ -153,10 +167,6 @@ def _layer(case: Case, strategy: Strategy, parts: Parts, dropout: Dropout, devic
         name,
         dropout,
     )
-    mlp = Mlp(case.activation, {leaf: parts.linear(f"{name}.mlp.{leaf}") for leaf in mlp_linears(case)})
-    behind = {leaf: module() for leaf, module in parts.behind_layer.items()}
-    norms = (_norm(case, case.hidden, device) for _ in range(2))
-    return Layer(next(norms), attention, next(norms), mlp, name, dropout, behind)
 
 
 def _tables(parts: Parts) -> nn.Module:

@@ -161,6 +161,12 @@ class Core:
         """Hidden states of the dense model as they leave a layer; `_weights` gives one of `layer_shapes` by name."""
         return x_BSH
 
+    def replaced(self, _layer: int) -> dict[str, str]:
+        """Branch of this layer, "attention" or "mlp" -> the feature that has another one in its place: its parameters
+        and mathematics are `reference.model.branches.FEATURE`, its module is that of `Parts.branches`.
+        """
+        return {}
+
     @property
     def system(self) -> Mode:
         """How the mode splits a model; of the first one for a word that is none, which a rule refuses."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from reference.case import Case
 from reference.data.batches import Batch, micro_batch
 from reference.model import decoder, loss
+from reference.model.branches import Beside
 from reference.model.decoder import PLAIN, Arithmetic
 from reference.training.scaling import LossScale
 from reference.training.steps import Feed
@@ -45,10 +46,11 @@ def _observe_one(
 ) -> dict[str, Tensor]:
     outputs: dict[str, Tensor] = {}
     leaves = {name: weight.detach().requires_grad_(gradients) for name, weight in weights.items()}
-    logits = decoder.logits(case, leaves, batch, tap=outputs.__setitem__, arithmetic=arithmetic)
+    beside = Beside()
+    logits = decoder.logits(case, leaves, batch, tap=outputs.__setitem__, arithmetic=arithmetic, beside=beside)
     acts = {f"act/{name}": output.detach().flatten(2) for name, output in outputs.items()}
     if not gradients:
         return acts
     summed, _ = loss.summed(logits, batch.labels, batch.loss_mask, case.label_smoothing)
-    slopes = torch.autograd.grad(summed * LossScale.of(case).value, list(outputs.values()))
+    slopes = torch.autograd.grad(sum(beside.losses, summed) * LossScale.of(case).value, list(outputs.values()))
     return acts | {f"act_grad/{name}": slope.flatten(2) for name, slope in zip(outputs, slopes, strict=True)}

@@ -18,6 +18,7 @@ from torch import Tensor
 from reference.case import Case
 from reference.data.batches import Batch, micro_batch
 from reference.model import decoder, layers, loss, metric
+from reference.model.branches import Beside
 from reference.model.decoder import PLAIN, Arithmetic
 from reference.model.layers import wide
 from reference.training.scaling import LossScale
@@ -46,6 +47,7 @@ class Sums:
     metric of every data rank, when the case has one, and the activations of micro-batch 0 when they are observed.
 
     `largest`, with a loss scale: the largest scaled gradient of a logit, and of a parameter after any micro-batch.
+    `counts`: integers that branches leave (`reference.model.branches`), rows as those of the logits.
     """
 
     loss: Tensor
@@ -54,6 +56,7 @@ class Sums:
     metrics: list[metric.Totals]
     activations: Mapping[str, Tensor]
     largest: tuple[float, float]
+    counts: Mapping[str, Tensor]
 
 
 def train(
@@ -95,6 +98,7 @@ def train(
         outcome[f"loss/{step}"] = sums.loss / sums.tokens
         if sums.logits is not None:
             outcome[f"logits/{step}"] = sums.logits
+        outcome |= {name.replace("/", f"/{step}/", 1): counts for name, counts in sums.counts.items()}
         gradients = {n: _handed(parameters[n], w).div_(sums.tokens * scale.value) for n, w in trained.items()}
         outcome |= scale.outcome(step, skipped=skipped)
         scale.update(skipped=skipped)
@@ -163,7 +167,7 @@ def _accumulate(
     device = next(iter(parameters.values())).device
     keep = case.dp * case.micro * case.tokens * case.vocab <= LARGEST_LOGITS
     places = [(data_rank, micro) for data_rank in range(case.dp) for micro in range(case.micro)]
-    losses, tokens, rows = {}, {}, {}
+    losses, tokens, rows, besides = {}, {}, {}, {place: Beside() for place in places}
     metrics: dict[int, metric.Totals] = {}
     outputs: dict[int, dict[str, Tensor]] = {}
     largest = [(0.0, 0.0)]
@@ -172,13 +176,15 @@ def _accumulate(
         batch = feed(case, step, micro, data_rank, device=device)
         tapped = outputs.setdefault(data_rank, {}) if observed and micro == 0 else None
         tap = decoder.silent if tapped is None else partial(_kept, tapped)
-        logits = decoder.logits(case, parameters, batch, tap=tap, arithmetic=arithmetic)
+        beside = besides[place]
+        logits = decoder.logits(case, parameters, batch, tap=tap, arithmetic=arithmetic, beside=beside)
         summed, tokens[place] = loss.summed(logits, batch.labels, batch.loss_mask, case.label_smoothing)
+        total = sum(beside.losses, summed)
         if case.scaler == "none":
-            summed.backward()
+            total.backward()
         else:
             logits.register_hook(lambda gradient: largest.append((float(gradient.abs().max()), 0.0)))
-            (summed * scale).backward()
+            (total * scale).backward()
             largest.append((0.0, max(float(_gradient(weight).abs().max()) for weight in parameters.values())))
         losses[place] = summed.detach()
         if keep:
@@ -193,6 +199,7 @@ def _accumulate(
         metrics=[metrics[data_rank] for data_rank in sorted(metrics)],
         activations=_joined([outputs[data_rank] for data_rank in sorted(outputs)]),
         largest=(max(one[0] for one in largest), max(one[1] for one in largest)),
+        counts={name: torch.cat([besides[place].counts[name] for place in places]) for name in beside.counts},
     )
 
 

@@ -1,0 +1,86 @@
+"""What features have in the place of a layer's attention or MLP: a file each, found by the name of the feature.
+
+A file has `shapes(case)`, the parameters without the prefix of their layer, and `forward(run, layer, x_BSH,
+visible_SS)`, the branch as a function of normed hidden states; which layers have it says `Core.replaced`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib import import_module
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from reference.case import Case
+from reference.data.batches import Batch
+
+__all__ = ["Beside", "Branch", "Forward", "branch_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside:
+    """What branches have beside their output, of one micro-batch: `losses`, terms [] of its summed loss, and `counts`,
+    integers by name, whose first dim is that of the rows.
+    """
+
+    losses: list[Tensor] = field(default_factory=list)
+    counts: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Forward(Protocol):
+    """The forward pass that a branch is part of (`reference.model.decoder`)."""
+
+    @property
+    def case(self) -> Case:
+        """The case."""
+        ...
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """Every parameter by its full name."""
+        ...
+
+    @property
+    def batch(self) -> Batch:
+        """The micro-batch."""
+        ...
+
+    @property
+    def arithmetic(self) -> Any:
+        """How sums are taken (`reference.model.decoder.Arithmetic`)."""
+        ...
+
+    @property
+    def beside(self) -> Beside:
+        """Where a branch leaves what it has beside its output."""
+        ...
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        """The linear of this name, a module."""
+        ...
+
+    def norm(self, name: str, x: Tensor) -> Tensor:
+        """The norm of this name, a module."""
+        ...
+
+    def told(self, name: str, output: Tensor) -> Tensor:
+        """The output of the module of this name."""
+        ...
+
+
+class Branch(Protocol):
+    """A file of this folder."""
+
+    shapes: Callable[[Case], dict[str, tuple[int, ...]]]
+    forward: Callable[[Forward, str, Tensor, Tensor], Tensor]
+
+
+@lru_cache
+def branch_of(feature: str) -> Branch:
+    """The branch of a feature."""
+    found: Any = import_module(f"{__name__}.{feature}")
+    branch: Branch = found
+    return branch
