@@ -46,7 +46,7 @@ def summed_over(strategy: Strategy, case: Case, name: str) -> tuple[str, ...]:
 
 
 def _summed_over(strategy: Strategy, case: Case, name: str, place: Placement) -> tuple[str, ...]:
-    other_data = [*((shard_axis(case), REPLICAS) if case.shard else (case.data_axis,))]
+    other_data = [*((shard_axis(case), REPLICAS) if case.shard else (case.data_axis_of(name),))]
     other_data += [strategy.weight_axis] if strategy.partial(case, name) else []
     other_data += ["embedding"] if name == TABLE and case.table_is_copied else []
     return tuple(axis for axis in other_data if axis not in place.axes)
@@ -57,15 +57,20 @@ def step_rows(strategy: Strategy, case: Case) -> tuple[CallRow, ...]:
     places = _trained(strategy, case)
     loss_axes = (case.token_axis, *case.pipeline_axes)
     shared, scaled = (strategy.weight_axis, *strategy.norm_axes), 'scaler != "none"'
+    shared_apart = [axis for axes in strategy.apart.values() for axis in axes]
     at_once = {strategy.weight_axis: "of partial gradients", "embedding": "of both copies of a tied table"}
     if not case.shares_gradients:
-        at_once = {case.data_axis: "of all gradients", **at_once}
+        at_once = {**dict.fromkeys((case.data_axis, *strategy.apart), "of all gradients"), **at_once}
     return (
-        *(_unit_rows(case, places) if case.zero >= 2 else _bucket_rows(case, places) if case.shares_gradients else ()),
+        *(_unit_rows(case, places) if case.zero >= 2 else ()),
+        *(_bucket_rows(case, places, strategy) if case.zero < 2 and case.shares_gradients else ()),
         *(_sum(partial(_by_rank, strategy, places, axis), axis, why) for axis, why in at_once.items()),
         *(_once("all_reduce", "2", "loss and number of tokens", axis, "float64") for axis in loss_axes),
-        *(_once("all_reduce max", "1", "infinite gradients", axis, "float32", when=scaled) for axis in shared),
-        *(_once("all_reduce", "1", "squared norm of the gradients", axis, "loss") for axis in shared),
+        *(
+            _once("all_reduce max", "1", "infinite gradients", axis, "float32", when=scaled)
+            for axis in strategy.all_norm_axes
+        ),
+        *(_once("all_reduce", "1", "squared norm of the gradients", axis, "loss") for axis in (*shared, *shared_apart)),
     )
 
 
@@ -80,15 +85,17 @@ def _sum(
     return CallRow(where, op=op, elements=elements, why=f"sum {why}", **words)
 
 
-def _bucket_rows(case: Case, places: Placements) -> Iterator[CallRow]:
+def _bucket_rows(case: Case, places: Placements, strategy: Strategy) -> Iterator[CallRow]:
     """Sums of buckets over the ranks with other tokens, and what shares them gathered."""
-    axis, op, buckets = case.data_axis, "reduce_scatter" if case.zero else "all_reduce", partial(_buckets, places)
-    yield _sum(buckets, axis, "of a bucket", "bucket", op, when="not inside")
-    yield _sum(buckets, axis, "of a bucket", "bucket", op, phase="backward", when="inside", hidden="hides")
-    why = "updated parameters of a bucket"
-    yield CallRow(
-        _unnamed(buckets), "step", "all_gather", "bucket", why, axis=axis, times=ONCE_A_STEP, when="zero == 1"
-    )
+    op = "reduce_scatter" if case.zero else "all_reduce"
+    for axis in (case.data_axis, *strategy.apart):
+        buckets = partial(_buckets, places, axis)
+        yield _sum(buckets, axis, "of a bucket", "bucket", op, when="not inside")
+        yield _sum(buckets, axis, "of a bucket", "bucket", op, phase="backward", when="inside", hidden="hides")
+        why = "updated parameters of a bucket"
+        yield CallRow(
+            _unnamed(buckets), "step", "all_gather", "bucket", why, axis=axis, times=ONCE_A_STEP, when="zero == 1"
+        )
 
 
 def _trained(strategy: Strategy, case: Case) -> Placements:
@@ -134,11 +141,13 @@ def _unnamed(where: Places) -> Places:
     return lambda case: (replace(place, module="") for place in where(case))
 
 
-def _buckets(places: Placements, case: Case) -> Iterator[CallPlace]:
+def _buckets(places: Placements, axis: str, case: Case) -> Iterator[CallPlace]:
+    """The buckets of every stage, of the parameters that have copies over an axis."""
+    own = {name: place for name, place in places.items() if case.data_axis_of(name) == axis}
     for stage in stages(case):
         at = _at(case, **stage.at)
-        sizes = {name: _local(place, at) for name, place in places.items() if stage.holds(name)}
-        for bucket in stage_buckets(case, stage, sizes, axis_size(case, case.data_axis)):
+        sizes = {name: _local(place, at) for name, place in own.items() if stage.holds(name)}
+        for bucket in stage_buckets(case, stage, sizes, axis_size(case, axis)):
             module, hides = _completing(case, stage, bucket)
             values = {"bucket": bucket.size, "inside": bool(module), "hides": hides}
             yield CallPlace(module=module, at=stage.at, values=values)

@@ -55,7 +55,7 @@ class LossScaling:
         gradients = rank.gradients().values()
         mine = torch.stack([(~torch.isfinite(gradient)).any() for gradient in gradients]).any()
         found = mine.to(torch.float32)
-        for axis in (rank.strategy.weight_axis, *rank.strategy.norm_axes):
+        for axis in rank.strategy.all_norm_axes:
             found = all_reduce(found, rank.mesh.axis(axis), op="max")
         for gradient in gradients:
             gradient.div_(self.value)

@@ -7,6 +7,7 @@ there), so that every call belongs to the module that needs it. A `Rank` is one 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -82,6 +83,7 @@ class Strategy:
     partial        (case, parameter whole on every rank) -> is its gradient on one rank a partial sum?
     coalesced      are the partial gradients summed in one flat all-reduce (Megatron), or in one each (InternEvo)?
     norm_axes      mesh axes beside the weight axis over which all gradients together lie
+    apart          of parameters on ranks numbered otherwise: their data axis -> the axes over which their gradients lie
     parts          (case, mesh, device) -> the strategy bound to one rank
     rows           the calls of its micro-batches; those of a step follow (`parallel.data_parallel.calls`)
     step           (case, step) -> what is done in a step, made of what the plain step does
@@ -98,9 +100,15 @@ class Strategy:
     partial: Callable[[Case, str], bool]
     coalesced: bool = True
     norm_axes: tuple[str, ...] = ()
+    apart: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     parts: Callable[[Case, Mesh, torch.device], Parts]
     rows: tuple[CallRow, ...]
     step: Callable[[Case, Step], Step] = _plain
+
+    @property
+    def all_norm_axes(self) -> tuple[str, ...]:
+        """Mesh axes over which gradients of any parameters lie, each once."""
+        return tuple(dict.fromkeys((self.weight_axis, *self.norm_axes, *itertools.chain(*self.apart.values()))))
 
     def laid_out(self, x_BS: Tensor) -> Tensor:
         """A tensor [B, S, ...] with its dims in the order of this strategy's hidden states, and back."""

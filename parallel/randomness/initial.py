@@ -31,7 +31,7 @@ from reference.model.parameters import drawn
 __all__ = ["initial", "streams_of"]
 
 _STANDARD = 0.02
-_ROW = ("wo", "w2")
+_ROW = ("wo", "w2", "down")
 _OWN, _FIRST = "own", "first rank's"
 _STAGE = 1024
 

@@ -218,6 +218,10 @@ class Core:
         """The mesh axis of the ranks that hold the same weights and see different tokens."""
         return "wdp" if self.system.gathers_weights else "dp"
 
+    def data_axis_of(self, _parameter: str) -> str:
+        """The mesh axis of the ranks that hold the same part of a parameter and see different tokens."""
+        return self.data_axis
+
     @property
     def token_axis(self) -> str:
         """The mesh axis of the ranks that see different tokens."""
