@@ -73,5 +73,5 @@ def _modules(case: Case) -> Iterator[str]:
 
 
 COLUMN_LINEARS, ROW_LINEARS = in_modules(column_linears), in_modules(row_linears)
-ATTENTION = in_modules(lambda case: [f"layers.{layer}.attention" for layer in range(case.layers)])
+ATTENTION = in_modules(lambda case: [f"{block}.attention" for block in case.blocks])
 """Places of the rows of a closed form."""

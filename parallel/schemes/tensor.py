@@ -133,7 +133,7 @@ def activation(case: Case, module: str, *, sequence_split: bool) -> Placement | 
         if case.head == "gather":
             return Placement(shape=shape)
         return Placement(shape=shape, cuts=(Cut(axis="tp", dim=2, blocks=(case.padded_vocab,)),))
-    block = module.startswith("layers.") and (leaf.isdigit() or leaf in ("attention", "mlp", "wo", "w2"))
+    block = module in case.blocks or leaf in ("attention", "mlp", "wo", "w2")
     if block or module == "embedding" or leaf in ("attention_norm", "mlp_norm", "final_norm"):
         return Placement(shape=(rows, length, case.hidden), cuts=(Cut(axis="tp", dim=1),) if sequence_split else ())
     return None
