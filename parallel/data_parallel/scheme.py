@@ -15,7 +15,7 @@ from parallel.data_parallel.words import shard_axis
 from parallel.model.strategy import Step, Strategy
 from reference.case import Case
 
-AFTER = ("context", "pipeline")
+AFTER = ("context", "latent", "pipeline")
 
 
 def applied(strategy: Strategy, case: Case) -> Strategy:

@@ -152,7 +152,7 @@ class Transformer(nn.Module):
 
 def _layer(case: Case, strategy: Strategy, parts: Parts, dropout: Dropout, device: torch.device, name: str) -> Layer:
     replaced = case.replaced(case.blocks[name])
-    others = {branch: parts.branches[feature](f"{name}.{branch}") for branch, feature in replaced.items()}
+    others = {branch: parts.branches[feature](f"{name}.{branch}", dropout) for branch, feature in replaced.items()}
     attention = others.get("attention") or _attention(case, strategy, parts, dropout, device, name)
     mlp = others.get("mlp") or Mlp(
         case.activation, {leaf: parts.linear(f"{name}.mlp.{leaf}") for leaf in mlp_linears(case)}

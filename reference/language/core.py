@@ -180,11 +180,6 @@ class Core:
         return ()
 
     @property
-    def rotated_dim(self) -> int:
-        """Features of a head that rotary positions turn."""
-        return self.head_dim
-
-    @property
     def system(self) -> Mode:
         """How the mode splits a model; of the first one for a word that is none, which a rule refuses."""
         return MODES.get(self.mode, MODES["tp"])
@@ -206,8 +201,18 @@ class Core:
 
     @property
     def head_dim(self) -> int:
-        """Width of one attention head."""
+        """Width of one attention head: of its query and key."""
         return self.hidden // self.heads
+
+    @property
+    def value_dim(self) -> int:
+        """Width of one attention head's value."""
+        return self.head_dim
+
+    @property
+    def rotated_dim(self) -> int:
+        """Features of a head's query and key that rotary positions turn."""
+        return self.head_dim
 
     @property
     def padded_vocab(self) -> int:
