@@ -61,7 +61,7 @@ class ExpertBlock(nn.Module):
         shared: Mlp | None,
     ) -> None:
         super().__init__()
-        self.case, self.layer, self.sequence_dim = case, int(name.split(".")[1]), sequence_dim
+        self.case, self.block, self.sequence_dim = case, name.removesuffix(".mlp"), sequence_dim
         self.tp, self.at = mesh.axis("tp"), coordinates(case, mesh.rank)
         self.router = Router(case, device)
         own = f"{name}.experts."
@@ -108,7 +108,7 @@ class ExpertBlock(nn.Module):
             return select(self.case, logits_TE)
         tokens_BS = tokens_of(self.case, self.at, *self.draw)
         tokens = (tokens_BS.T if self.sequence_dim == 0 else tokens_BS).flatten()
-        return forced(self.case, self.layer, tokens).to(logits_TE.device)
+        return forced(self.case, self.case.blocks[self.block], tokens).to(logits_TE.device)
 
     def _sent_by(self, step: int, micro: int, rank: int) -> tuple[int, ...]:
-        return rows_sent(self.case, self.layer, step, micro)[rank]
+        return rows_sent(self.case, self.block, step, micro)[rank]

@@ -39,24 +39,24 @@ def tokens_of(case: Case, at: Mapping[str, tuple[int, int]], step: int, micro: i
 
 
 @lru_cache(maxsize=256)
-def rows_sent(case: Case, layer: int, step: int, micro: int) -> Mapping[int, tuple[int, ...]]:
-    """Global rank -> the rows that it sends to each expert of a layer."""
+def rows_sent(case: Case, block: str, step: int, micro: int) -> Mapping[int, tuple[int, ...]]:
+    """Global rank -> the rows that it sends to each expert of the layer of this name."""
     found: dict[tuple[int, ...], tuple[int, ...]] = {}
     ranks: dict[int, tuple[int, ...]] = {}
     for rank in range(case.world_size):
         at = coordinates(case, rank)
         key = tuple(at[axis][0] for axis in ("tp", "cp", "dp"))
         if key not in found:
-            found[key] = tuple(_chosen(case, layer, step, micro, at).flatten(0, 1).sum(0).tolist())
+            found[key] = tuple(_chosen(case, block, step, micro, at).flatten(0, 1).sum(0).tolist())
         ranks[rank] = found[key]
     return ranks
 
 
-def _chosen(case: Case, layer: int, step: int, micro: int, at: Mapping[str, tuple[int, int]]) -> Tensor:
+def _chosen(case: Case, block: str, step: int, micro: int, at: Mapping[str, tuple[int, int]]) -> Tensor:
     """The choices for one rank's tokens, bool [rows, places of a row, experts]."""
     if case.routing != "learned":
-        return forced(case, layer, tokens_of(case, at, step, micro))
-    every = chosen_by_the_dense_model(case)[step, layer]
+        return forced(case, case.blocks[block], tokens_of(case, at, step, micro))
+    every = chosen_by_the_dense_model(case)[step, block]
     first = (at["dp"][0] * case.micro + micro) * case.rows
     return every[first : first + case.rows][:, places_of(case, at["cp"][0], at["tp"][0])]
 

@@ -72,7 +72,11 @@ def _exchanged(router: str) -> Iterator[CallRow]:
         yield CallRow(_by_rank, phase, op, rows, why, axis=axis, dtype=dtype, times="calls")
 
 
-_layers = in_modules(lambda case: [f"layers.{layer}.mlp" for layer in range(case.layers) if case.has_experts(layer)])
+def _named(case: Case) -> list[str]:
+    return [block for block, layer in case.blocks.items() if case.has_experts(layer)]
+
+
+_layers = in_modules(lambda case: [f"{block}.mlp" for block in _named(case)])
 
 
 def _by_rank(case: Case) -> Iterator[CallPlace]:
@@ -85,18 +89,18 @@ def _places(case: Case) -> tuple[CallPlace, ...]:
     found: list[CallPlace] = []
     for stage in stages(case):
         ranks = [rank for rank in range(case.world_size) if coordinates(case, rank)["pp"][0] == stage.rank]
-        for layer in filter(case.has_experts, stage.layers):
-            counts = {rank: _counts(case, layer, rank) for rank in ranks}
+        for block in filter(stage.holds, _named(case)):
+            counts = {rank: _counts(case, block, rank) for rank in ranks}
             alike = len({frozenset(of_rank.items()) for of_rank in counts.values()}) == 1
             for rank, of_rank in [*counts.items()][: 1 if alike else None]:
                 at = {} if alike else {axis: coordinates(case, rank)[axis][0] for axis in case.mesh}
                 for (sent, received, most), calls in of_rank.items():
                     values = {"sent": sent, "received": received, "most": most, "calls": calls}
-                    found.append(CallPlace(module=f"layers.{layer}.mlp", at={**stage.at, **at}, values=values))
+                    found.append(CallPlace(module=f"{block}.mlp", at={**stage.at, **at}, values=values))
     return tuple(found)
 
 
-def _counts(case: Case, layer: int, rank: int) -> Counter[tuple[int, int, int]]:
+def _counts(case: Case, block: str, rank: int) -> Counter[tuple[int, int, int]]:
     """(sent, received, most) of a rank -> in how many micro-batches of the run."""
     every = next(ranks for ranks in case.axes["etp_ep"] if rank in ranks)
     at = {(coordinates(case, one)["etp"][0], coordinates(case, one)["ep"][0]): one for one in every}
@@ -104,7 +108,7 @@ def _counts(case: Case, layer: int, rank: int) -> Counter[tuple[int, int, int]]:
     found: Counter[tuple[int, int, int]] = Counter()
     for step in range(case.steps):
         for micro in range(case.micro):
-            of_rank = rows_sent(case, layer, step, micro)
+            of_rank = rows_sent(case, block, step, micro)
             rows = tuple(tuple(of_rank[at[etp, ep]] for ep in range(case.ep)) for etp in range(case.expert_parts))
             sent = Sent(rows=rows, etp=own["etp"][0], ep=own["ep"][0])
             found[sum(sent.sent), sum(sent.received), sent.most] += 1

@@ -29,6 +29,7 @@ from parallel.experts.rows import rows_of_experts
 from parallel.layers.mlp import Mlp
 from parallel.layers.roles import mlp_linears
 from parallel.model.strategy import Parts, Rank, Step, Strategy, Value
+from parallel.randomness.dropout import Dropout
 from reference.case import Case
 
 AFTER = ("context", "pipeline")
@@ -96,6 +97,7 @@ def _block(
     places: dict[str, Placement],
     device: torch.device,
     name: str,
+    _dropout: Dropout,
 ) -> nn.Module:
     plain = case.but(fuse_mlp=False) if case.fuse_mlp else case
     linears = {leaf: parts.linear(f"{name}.shared.{leaf}") for leaf in mlp_linears(plain)} if case.shared_ffn else {}

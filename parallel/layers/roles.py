@@ -1,15 +1,17 @@
 """The modules of a case by their role, under the canonical names that the reference, the ledger and outcomes share.
 
 column  wqkv (or wq, wk, wv), w1, w3, w13      output features belong to heads or inner features
+        wuq, wukv                              the same, of latents
 row     wo, w2                                 input features do
 norm    attention_norm, mlp_norm, final_norm; q_norm, k_norm act on heads
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
-from parallel.communication.expectation import in_modules
+from parallel.communication.expectation import CallPlace, Places, in_modules
 from reference.case import Case
 from reference.model.parameters import shapes
 
@@ -24,9 +26,10 @@ __all__ = [
     "is_row",
     "mlp_linears",
     "row_linears",
+    "with_widths",
 ]
 
-_COLUMNS = frozenset({"wqkv", "wq", "wk", "wv", "w1", "w3", "w13"})
+_COLUMNS = frozenset({"wqkv", "wq", "wk", "wv", "wuq", "wukv", "w1", "w3", "w13"})
 _ROWS = frozenset({"wo", "w2"})
 
 
@@ -72,6 +75,16 @@ def _modules(case: Case) -> Iterator[str]:
     return (name.removesuffix(".weight") for name in shapes(case) if name.endswith(".weight"))
 
 
-COLUMN_LINEARS, ROW_LINEARS = in_modules(column_linears), in_modules(row_linears)
-ATTENTION = in_modules(lambda case: [f"layers.{layer}.attention" for layer in range(case.layers)])
+def with_widths(named: Callable[[Case], Iterable[str]]) -> Places:
+    """The places of linears by name, each with the `width` of its input."""
+
+    def places(case: Case) -> Iterator[CallPlace]:
+        for place in in_modules(named)(case):
+            yield replace(place, values={"width": shapes(case)[f"{place.module}.weight"][1]})
+
+    return places
+
+
+COLUMN_LINEARS, ROW_LINEARS = with_widths(column_linears), in_modules(row_linears)
+ATTENTION = in_modules(lambda case: [f"{block}.attention" for block in case.blocks])
 """Places of the rows of a closed form."""

@@ -21,12 +21,15 @@ from parallel.communication.layout import Box, Cut, Placement, pieces
 from parallel.communication.mesh import Axis, Mesh
 from parallel.layers.attention import Exchange, MaskedCore, core_attention, direct
 from parallel.layers.metric import Metric
+from parallel.layers.terms import Terms
 from parallel.randomness.dropout import Dropout
 from parallel.schedules.stages import Stage
 from reference.case import Case
 
 __all__ = ["LossScaler", "Parts", "Rank", "Step", "Strategy", "Value"]
 
+MakesLayer = Callable[[str], nn.Module]
+"""Makes a transformer layer of this dotted name, as those of the decoder are."""
 Value = Tensor | tuple[Box, ...]
 """One value of an outcome: a full tensor, or the boxes that this rank holds of it."""
 
@@ -53,8 +56,11 @@ class Parts:
     takes (hidden states, embedding weight). `loss` gives every token's loss from (logits, labels), both in the
     strategy's layout. `behind_layer` makes the modules of features, by name, that hidden states pass as they leave a
     layer, `branches` those that a feature has in the place of a layer's attention or MLP (`Core.replaced`), from the
-    dotted name, and called as these are. `local` is this rank's part of a delivered micro-batch. `saved_over` is the
-    axis whose ranks share the saved inputs of recomputed layers, None where each rank saves them whole.
+    dotted name and the rank's dropout, and called as these are. `behind_head` makes those of `Core.behind_decoder`, by
+    name, from a function that makes a transformer layer of a dotted name: the logits pass them, called with (logits,
+    normed hidden states, micro-batch, `parallel.model.transformer.Transformer`). `terms` are what modules add to the
+    loss. `local` is this rank's part of a delivered micro-batch. `saved_over` is the axis whose ranks share the saved
+    inputs of recomputed layers, None where each rank saves them whole.
     """
 
     linear: Callable[[str], nn.Module]
@@ -65,7 +71,9 @@ class Parts:
     exchange: Exchange = direct
     local: Callable[[Delivered], Delivered] = _same
     behind_layer: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
-    branches: Mapping[str, Callable[[str], nn.Module]] = field(default_factory=dict)
+    branches: Mapping[str, Callable[[str, Dropout], nn.Module]] = field(default_factory=dict)
+    behind_head: Mapping[str, Callable[[MakesLayer], nn.Module]] = field(default_factory=dict)
+    terms: Terms = field(default_factory=Terms)
     saved_over: Axis | None = None
 
 

@@ -114,6 +114,8 @@ def set_up(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> 
         metric=_metric(case, strategy, mesh) if own[-1].last else None,
         dropout=dropout,
     )
+    if rank.step.loss_scale is not None:
+        parts.terms.scaled = rank.step.loss_scale.scaled
     return rank.step.prepare(rank)
 
 

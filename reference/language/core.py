@@ -153,6 +153,11 @@ class Core:
         yield from ()
 
     @property
+    def blocks(self) -> dict[str, int]:
+        """Dotted name of every transformer layer -> the layer of the decoder that it is like, in forward order."""
+        return {f"layers.{layer}": layer for layer in range(self.layers)}
+
+    @property
     def layer_shapes(self) -> dict[str, tuple[int, ...]]:
         """The parameters that features add to a layer, without its prefix, with their shapes."""
         return {}
@@ -166,6 +171,13 @@ class Core:
         and mathematics are `reference.model.branches.FEATURE`, its module is that of `Parts.branches`.
         """
         return {}
+
+    @property
+    def behind_decoder(self) -> tuple[str, ...]:
+        """The features that go on from the decoder's normed hidden states, beside the head: their parameters and
+        mathematics are `reference.model.branches.FEATURE`, their modules those of `Parts.behind_head`.
+        """
+        return ()
 
     @property
     def system(self) -> Mode:
@@ -189,8 +201,18 @@ class Core:
 
     @property
     def head_dim(self) -> int:
-        """Width of one attention head."""
+        """Width of one attention head: of its query and key."""
         return self.hidden // self.heads
+
+    @property
+    def value_dim(self) -> int:
+        """Width of one attention head's value."""
+        return self.head_dim
+
+    @property
+    def rotated_dim(self) -> int:
+        """Features of a head's query and key that rotary positions turn."""
+        return self.head_dim
 
     @property
     def padded_vocab(self) -> int:

@@ -67,14 +67,19 @@ def logits(
 ) -> Tensor:
     """Logits [B, S, vocab] in the weights' dtype. The batch lies on the weights' device.
 
-    `beside` receives what the branches of features have beside their output.
+    `beside` receives what the branches of features have beside their output; without it nothing goes on behind the
+    decoder.
     """
     run = _Pass(case=case, weights=weights, batch=batch, tap=tap, arithmetic=arithmetic, beside=beside or Beside())
     visible_SS = layers.visible(batch.tokens.shape[1], batch.cu_seqlens, batch.tokens.device)
     x_BSH = run.embedding("embedding")
     for layer in range(case.layers):
-        x_BSH = run.block(layer, x_BSH, visible_SS)
-    return run.head("head", run.norm("final_norm", x_BSH))
+        x_BSH = run.block(f"layers.{layer}", x_BSH, visible_SS)
+    x_BSH = run.norm("final_norm", x_BSH)
+    logits_BSV = run.head("head", x_BSH)
+    for feature in getattr(case, "behind_decoder", ()) if beside else ():
+        branch_of(feature).forward(run, "", x_BSH, visible_SS)
+    return logits_BSV
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,9 +99,10 @@ class _Pass:
             x_BSH = x_BSH + self.weights[f"{name}.positions.weight"][self.batch.positions]
         return self._dropped(name, self.told(name, x_BSH))
 
-    def block(self, layer: int, x_BSH: Tensor, visible_SS: Tensor) -> Tensor:
-        name, replaced = f"layers.{layer}", getattr(self.case, "replaced", None)
-        others = replaced(layer) if replaced else {}  # a case that is words alone has no features
+    def block(self, name: str, x_BSH: Tensor, visible_SS: Tensor) -> Tensor:
+        """A transformer layer."""
+        replaced = getattr(self.case, "replaced", None)
+        others = replaced(self.case.blocks[name]) if replaced else {}  # a case that is words alone has no features
         for branch, plain in (("attention", self.attention), ("mlp", self.mlp)):
             y_BSH = self.norm(f"{name}.{branch}_norm", x_BSH)
             if branch in others:
@@ -120,10 +126,14 @@ class _Pass:
         if self.case.positions == "rope":
             q_BSND = self.arithmetic.rotate("q", q_BSND, self.batch.positions)
             k_BSKD = self.arithmetic.rotate("k", k_BSKD, self.batch.positions)
+        context_BSE = self.core(name, q_BSND, k_BSKD, v_BSKD, visible_SS)
+        return self.told(name, self.linear(f"{name}.wo", context_BSE))
+
+    def core(self, name: str, q_BSND: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, visible_SS: Tensor) -> Tensor:
+        """Attention, with the dropout of its shares."""
         kept_BNSS, rate = mask(self.case, self.batch, f"{name}.{SHARES}"), self.case.attention_dropout
         factors = () if kept_BNSS is None else (kept_BNSS.to(layers.wide(q_BSND.dtype)) / (1 - rate),)
-        context_BSE = self.arithmetic.attention(q_BSND, k_BSKD, v_BSKD, visible_SS, *factors)
-        return self.told(name, self.linear(f"{name}.wo", context_BSE))
+        return self.arithmetic.attention(q_BSND, k_BSKD, v_BSKE, visible_SS, *factors)
 
     def mlp(self, name: str, x_BSH: Tensor, _visible_SS: Tensor | None = None) -> Tensor:
         kind = self.case.activation

@@ -47,10 +47,13 @@ def _shapes(case: Case) -> dict[str, Shape]:
     if case.positions == "learned":
         found["embedding.positions.weight"] = (case.seq, case.hidden)
     for layer in range(case.layers):
-        found |= {f"layers.{layer}.{name}": shape for name, shape in (_block(case, layer) | case.layer_shapes).items()}
+        found |= _block(case, f"layers.{layer}")
     found |= _norm(case, "final_norm", case.hidden)
     if not case.tied:
         found["head.weight"] = (case.vocab, case.hidden)
+    for feature in case.behind_decoder:
+        for name, shape in branch_of(feature).shapes(case).items():
+            found |= _block(case, name) if name in case.blocks else {name: shape}
     return found
 
 
@@ -171,14 +174,14 @@ def _away(unit: Tensor) -> Tensor:
     return (0.25 + 0.75 * unit.abs()).copysign(unit)
 
 
-def _block(case: Case, layer: int) -> dict[str, Shape]:
-    """The parameters of one block, without the prefix of its layer."""
+def _block(case: Case, block: str) -> dict[str, Shape]:
+    """The parameters of the transformer layer of this name."""
     found: dict[str, Shape] = {}
     for branch, plain in (("attention", _attention), ("mlp", _mlp)):
-        other = case.replaced(layer).get(branch)
+        other = case.replaced(case.blocks[block]).get(branch)
         shapes_of = branch_of(other).shapes if other else plain
         found |= _norm(case, f"{branch}_norm", case.hidden) | shapes_of(case)
-    return found
+    return {f"{block}.{name}": shape for name, shape in (found | case.layer_shapes).items()}
 
 
 def _attention(case: Case) -> dict[str, Shape]:

@@ -34,19 +34,19 @@ def observe(
     """The activations of these full weights, on their device and in their dtype, and their gradients if wanted."""
     device = next(iter(weights.values())).device
     rows: dict[str, list[Tensor]] = {}
-    for data_rank in range(case.dp):
-        batch = feed(case, 0, 0, data_rank, device=device)
-        for name, tensor in _observe_one(case, weights, batch, arithmetic, gradients).items():
+    places = [(micro, data_rank) for micro in range(case.micro) for data_rank in range(case.dp)]
+    step = tuple(feed(case, 0, micro, data_rank, device=device) for micro, data_rank in places)
+    for batch in step[: case.dp]:
+        for name, tensor in _observe_one(case, weights, batch, Beside(step=step), arithmetic, gradients).items():
             rows.setdefault(name, []).append(tensor)
     return {name: torch.cat(tensors) for name, tensors in rows.items()}
 
 
 def _observe_one(
-    case: Case, weights: Mapping[str, Tensor], batch: Batch, arithmetic: Arithmetic, gradients: bool
+    case: Case, weights: Mapping[str, Tensor], batch: Batch, beside: Beside, arithmetic: Arithmetic, gradients: bool
 ) -> dict[str, Tensor]:
     outputs: dict[str, Tensor] = {}
     leaves = {name: weight.detach().requires_grad_(gradients) for name, weight in weights.items()}
-    beside = Beside()
     logits = decoder.logits(case, leaves, batch, tap=outputs.__setitem__, arithmetic=arithmetic, beside=beside)
     acts = {f"act/{name}": output.detach().flatten(2) for name, output in outputs.items()}
     if not gradients:

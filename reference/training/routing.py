@@ -16,18 +16,18 @@ from reference.training.steps import train
 __all__ = ["chosen_by_the_dense_model"]
 
 
-def chosen_by_the_dense_model(case: Case) -> Mapping[tuple[int, int], Tensor]:
-    """(step, layer) -> the experts of every token, bool [dp*micro*rows, seq, experts], in the order of the logits."""
+def chosen_by_the_dense_model(case: Case) -> Mapping[tuple[int, str], Tensor]:
+    """(step, layer) -> the experts of every token, bool [dp*micro*rows, seq, experts], rows as those of the logits."""
     return _chosen(dense_case(case))
 
 
 @lru_cache(maxsize=4)
-def _chosen(case: Case) -> Mapping[tuple[int, int], Tensor]:
+def _chosen(case: Case) -> Mapping[tuple[int, str], Tensor]:
     outcome = train(case, weights(case, torch.device("cpu")))
-    found: dict[tuple[int, int], Tensor] = {}
+    found: dict[tuple[int, str], Tensor] = {}
     for name, chosen in outcome.items():
         kind, _, rest = name.partition("/")
         if kind == "routing":
             step, _, module = rest.partition("/")
-            found[int(step), int(module.split(".")[1])] = chosen.bool()
+            found[int(step), module.removesuffix(".mlp")] = chosen.bool()
     return found

@@ -167,16 +167,17 @@ def _accumulate(
     device = next(iter(parameters.values())).device
     keep = case.dp * case.micro * case.tokens * case.vocab <= LARGEST_LOGITS
     places = [(data_rank, micro) for data_rank in range(case.dp) for micro in range(case.micro)]
-    losses, tokens, rows, besides = {}, {}, {}, {place: Beside() for place in places}
+    batches = {place: feed(case, step, place[1], place[0], device=device) for place in places}
+    besides = {place: Beside(step=tuple(batches.values())) for place in places}
+    losses, tokens, rows = {}, {}, {}
     metrics: dict[int, metric.Totals] = {}
     outputs: dict[int, dict[str, Tensor]] = {}
     largest = [(0.0, 0.0)]
     for place in reversed(places) if last_first else places:
         data_rank, micro = place
-        batch = feed(case, step, micro, data_rank, device=device)
+        batch, beside = batches[place], besides[place]
         tapped = outputs.setdefault(data_rank, {}) if observed and micro == 0 else None
         tap = decoder.silent if tapped is None else partial(_kept, tapped)
-        beside = besides[place]
         logits = decoder.logits(case, parameters, batch, tap=tap, arithmetic=arithmetic, beside=beside)
         summed, tokens[place] = loss.summed(logits, batch.labels, batch.loss_mask, case.label_smoothing)
         total = sum(beside.losses, summed)

@@ -1,12 +1,14 @@
 """What features have in the place of a layer's attention or MLP: a file each, found by the name of the feature.
 
 A file has `shapes(case)`, the parameters without the prefix of their layer, and `forward(run, layer, x_BSH,
-visible_SS)`, the branch as a function of normed hidden states; which layers have it says `Core.replaced`.
+visible_SS)`, the branch as a function of normed hidden states; which layers have it says `Core.replaced`. What goes on
+behind the decoder (`Core.behind_decoder`) is such a file too: its parameters have full names, a transformer layer of
+its own (`Core.blocks`) is one name among them, its layer is "", and what it returns is not used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import import_module
@@ -23,9 +25,10 @@ __all__ = ["Beside", "Branch", "Forward", "branch_of"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
     """What branches have beside their output, of one micro-batch: `losses`, terms [] of its summed loss, and `counts`,
-    integers by name, whose first dim is that of the rows.
+    integers by name, whose first dim is that of the rows. `step` are all micro-batches of the step, on all data ranks.
     """
 
+    step: Sequence[Batch] = ()
     losses: list[Tensor] = field(default_factory=list)
     counts: dict[str, Tensor] = field(default_factory=dict)
 
@@ -64,6 +67,14 @@ class Forward(Protocol):
 
     def norm(self, name: str, x: Tensor) -> Tensor:
         """The norm of this name, a module."""
+        ...
+
+    def core(self, name: str, q_BSND: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, visible_SS: Tensor) -> Tensor:
+        """Attention of these queries, keys and values, [B, S, N*E], with the dropout of this branch's shares."""
+        ...
+
+    def block(self, name: str, x_BSH: Tensor, visible_SS: Tensor) -> Tensor:
+        """Hidden states behind the transformer layer of this name."""
         ...
 
     def told(self, name: str, output: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ def forward(run: Forward, layer: str, x_BSH: Tensor, _visible_SS: Tensor) -> Ten
     else:
         first = first_token(case, run.batch.step, *divmod_number(case, run.batch.number))
         tokens_BS = first + torch.arange(case.tokens).view(x_BSH.shape[:2])
-        chosen_BSE = forced(case, int(layer.rpartition(".")[2]), tokens_BS).to(x_BSH.device)
+        chosen_BSE = forced(case, case.blocks[layer], tokens_BS).to(x_BSH.device)
     run.beside.counts[f"routing/{name}"] = chosen_BSE.int()
     weights_BSE = weights_of(case, logits_BSE, chosen_BSE).to(x_BSH.dtype)
     y_BSH = torch.zeros_like(x_BSH)
