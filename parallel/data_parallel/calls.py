@@ -56,8 +56,8 @@ def step_rows(strategy: Strategy, case: Case) -> tuple[CallRow, ...]:
     """The calls of a step of the strategy of a case, beside those of its modules."""
     places = _trained(strategy, case)
     loss_axes = (case.token_axis, *case.pipeline_axes)
-    shared, scaled = (strategy.weight_axis, *strategy.norm_axes), 'scaler != "none"'
-    shared_apart = [axis for axes in strategy.apart.values() for axis in axes]
+    every, scaled = (strategy.weight_axis, *strategy.norm_axes), 'scaler != "none"'
+    shared = [*every, *(axis for axes in strategy.apart.values() for axis in axes)]
     at_once = {strategy.weight_axis: "of partial gradients", "embedding": "of both copies of a tied table"}
     if not case.shares_gradients:
         at_once = {**dict.fromkeys((case.data_axis, *strategy.apart), "of all gradients"), **at_once}
@@ -66,11 +66,8 @@ def step_rows(strategy: Strategy, case: Case) -> tuple[CallRow, ...]:
         *(_bucket_rows(case, places, strategy) if case.zero < 2 and case.shares_gradients else ()),
         *(_sum(partial(_by_rank, strategy, places, axis), axis, why) for axis, why in at_once.items()),
         *(_once("all_reduce", "2", "loss and number of tokens", axis, "float64") for axis in loss_axes),
-        *(
-            _once("all_reduce max", "1", "infinite gradients", axis, "float32", when=scaled)
-            for axis in strategy.all_norm_axes
-        ),
-        *(_once("all_reduce", "1", "squared norm of the gradients", axis, "loss") for axis in (*shared, *shared_apart)),
+        *(_once("all_reduce max", "1", "infinite gradients", axis, "float32", when=scaled) for axis in shared),
+        *(_once("all_reduce", "1", "squared norm of the gradients", axis, "loss") for axis in shared),
     )
 
 

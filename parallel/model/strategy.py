@@ -7,7 +7,6 @@ there), so that every call belongs to the module that needs it. A `Rank` is one 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -112,11 +111,6 @@ class Strategy:
     parts: Callable[[Case, Mesh, torch.device], Parts]
     rows: tuple[CallRow, ...]
     step: Callable[[Case, Step], Step] = _plain
-
-    @property
-    def all_norm_axes(self) -> tuple[str, ...]:
-        """Mesh axes over which gradients of any parameters lie, each once."""
-        return tuple(dict.fromkeys((self.weight_axis, *self.norm_axes, *itertools.chain(*self.apart.values()))))
 
     def laid_out(self, x_BS: Tensor) -> Tensor:
         """A tensor [B, S, ...] with its dims in the order of this strategy's hidden states, and back."""
