@@ -68,7 +68,7 @@ def _replicated(strategy: Strategy, case: Case) -> dict[str, Sequence[str]]:
     """Axis -> the parameters that its ranks hold alike."""
     places = strategy.placements(case)
     sharded = case.zero >= 2 or (case.zero == 1 and case.master != "none")
-    data: Sequence[str] = ((REPLICAS,) if case.shard else ()) if sharded else strategy.data_axes
+    data: Sequence[str] = ((REPLICAS,) if case.shard else ()) if sharded else (*strategy.data_axes, *strategy.apart)
     dense = [name for name in places if case.data_axis_of(name) not in strategy.apart]
     whole = [name for name in dense if strategy.weight_axis not in places[name].axes]
     copied = {"embedding": [TABLE]} if case.table_is_copied else {}

@@ -24,7 +24,7 @@ class Together:
 
     def prepare(self, rank: Rank) -> Rank:
         """Each lays out its parameters, and has the optimizer step what it shall."""
-        made = {axis: buckets.prepare(_of(rank, axis)) for axis, buckets in self._held.items()}
+        made = {axis: buckets.prepare(rank.of(axis)) for axis, buckets in self._held.items()}
 
         def merged(part: Callable[[Rank], Mapping[str, _Held]]) -> dict[str, _Held]:
             return {name: part(made[rank.case.data_axis_of(name)])[name] for name in rank.parameters}
@@ -40,7 +40,7 @@ class Together:
     def reduce(self, rank: Rank) -> None:
         """The sums over the ranks with copies are complete."""
         for axis, buckets in self._held.items():
-            buckets.reduce(_of(rank, axis))
+            buckets.reduce(rank.of(axis))
 
     def gradients(self) -> Mapping[str, Tensor]:
         """Every parameter's place in its buffer."""
@@ -49,24 +49,9 @@ class Together:
     def hand_over(self, rank: Rank) -> None:
         """Give the optimizer's tensors their gradients, in their dtype."""
         for axis, buckets in self._held.items():
-            buckets.hand_over(_of(rank, axis))
+            buckets.hand_over(rank.of(axis))
 
     def afterwards(self, rank: Rank) -> None:
         """Round masters into the parameters, and gather what ranks share."""
         for axis, buckets in self._held.items():
-            buckets.afterwards(_of(rank, axis))
-
-
-def _of(rank: Rank, axis: str) -> Rank:
-    """The rank with the parameters alone that have copies over an axis."""
-
-    def own(tensors: Mapping[str, _Held]) -> dict[str, _Held]:
-        return {name: tensor for name, tensor in tensors.items() if rank.case.data_axis_of(name) == axis}
-
-    return replace(
-        rank,
-        parameters=own(rank.parameters),
-        places=own(rank.places),
-        updated=own(rank.updated),
-        updated_places=own(rank.updated_places),
-    )
+            buckets.afterwards(rank.of(axis))

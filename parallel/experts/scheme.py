@@ -25,6 +25,7 @@ from torch import nn
 from parallel.communication.layout import Box, Cut, Placement, rows
 from parallel.communication.mesh import Mesh
 from parallel.experts.block import ExpertBlock
+from parallel.experts.gradients import norm_of_all, over_copies
 from parallel.experts.rows import rows_of_experts
 from parallel.layers.mlp import Mlp
 from parallel.layers.roles import mlp_linears
@@ -50,7 +51,12 @@ def applied(strategy: Strategy, case: Case) -> Strategy:
 
     def step(case: Case, plain: Step) -> Step:
         before = strategy.step(case, plain)
-        return replace(before, beside=lambda rank, step: {**before.beside(rank, step), **_choices(rank, step)})
+        return replace(
+            before,
+            reductions={**before.reductions, "data": partial(over_copies, before.reductions["data"])},
+            norm=partial(norm_of_all, before.norm),
+            beside=lambda rank, step: {**before.beside(rank, step), **_choices(rank, step)},
+        )
 
     own = ("etp", "ep", *(("edp",) if case.zero else ()), *case.pipeline_axes)
     return replace(
@@ -58,7 +64,6 @@ def applied(strategy: Strategy, case: Case) -> Strategy:
         placements=placements,
         activation=lambda case, module: _activation(case, strategy, module),
         partial=lambda case, name: _partial(case, name) or strategy.partial(case, name),
-        data_axes=(*strategy.data_axes, "edp"),
         apart={**strategy.apart, "edp": own},
         parts=parts,
         rows=(*strategy.rows, *rows_of_experts(case)),

@@ -8,8 +8,8 @@ there), so that every call belongs to the module that needs it. A `Rank` is one 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ __all__ = ["LossScaler", "Parts", "Rank", "Step", "Strategy", "Value"]
 
 MakesLayer = Callable[[str], nn.Module]
 """Makes a transformer layer of this dotted name, as those of the decoder are."""
+_Held = TypeVar("_Held")
 Value = Tensor | tuple[Box, ...]
 """One value of an outcome: a full tensor, or the boxes that this rank holds of it."""
 
@@ -196,6 +197,20 @@ class Rank:
     def model(self) -> nn.Module:
         """The first chunk, which is all of the model without a pipeline."""
         return self.chunks[0][1]
+
+    def of(self, data_axis: str) -> Rank:
+        """The rank with the parameters alone that have copies over a mesh axis (`Core.data_axis_of`)."""
+
+        def own(tensors: Mapping[str, _Held]) -> dict[str, _Held]:
+            return {name: one for name, one in tensors.items() if self.case.data_axis_of(name) == data_axis}
+
+        return replace(
+            self,
+            parameters=own(self.parameters),
+            places=own(self.places),
+            updated=own(self.updated),
+            updated_places=own(self.updated_places),
+        )
 
     @property
     def proves(self) -> bool:

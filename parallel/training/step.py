@@ -72,10 +72,9 @@ def keeps_logits(rank: Rank) -> bool:
 
 
 def over_data(rank: Rank) -> None:
-    """The sums of gradients over the data axes, in one flat call each, of what has copies over that axis."""
-    mesh, every = rank.mesh, rank.step.partial(rank)
+    """The sums of all gradients over the data axes, in one flat call each."""
+    mesh, gradients = rank.mesh, rank.step.partial(rank)
     for axis in rank.strategy.data_axes:
-        gradients = {name: gradient for name, gradient in every.items() if rank.case.data_axis_of(name) == axis}
         sync.sum_gradients(gradients.values(), mesh.axis(axis))
 
 
@@ -94,15 +93,7 @@ def total_norm(rank: Rank) -> Tensor:
     gradients = rank.gradients()
     if rank.chunks[-1][0].copies_table:
         del gradients[TABLE]  # it counts on the first stage
-    apart, exact = rank.strategy.apart, wide(dtype_of(rank.case))
-    kinds = {name: rank.case.data_axis_of(name) for name in gradients}
-    total = sync.norm({n: g for n, g in gradients.items() if kinds[n] not in apart}, rank.updated_places, axes, exact)
-    for data_axis, others in apart.items():
-        mine = {name: gradient for name, gradient in gradients.items() if kinds[name] == data_axis}
-        mine = mine or {name: gradient.new_zeros(()) for name, gradient in [*gradients.items()][:1]}  # a stage of none
-        axes = [rank.mesh.axis(axis) for axis in others]
-        total = torch.hypot(total, sync.norm(mine, rank.updated_places, axes, exact))
-    return total
+    return sync.norm(gradients, rank.updated_places, axes, wide(dtype_of(rank.case)))
 
 
 def made_optimizer(case: Case, parameters: list[Tensor]) -> torch.optim.Optimizer:
