@@ -16,16 +16,20 @@ from torch.nn import functional
 from parallel.communication.layout import Placement, local_shape
 from parallel.communication.mesh import Mesh, coordinates
 from parallel.communication.pairs import gather_from_sequence, scatter_to_sequence
+from parallel.experts.capacity import taken
 from parallel.experts.counts import rows_sent, tokens_of
 from parallel.experts.dispatch import ByAllGather, ByAllToAll
 from parallel.experts.linears import Experts
+from parallel.experts.losses import balance_term
 from parallel.experts.router import Router, select, weigh
 from parallel.layers.mlp import Mlp
+from parallel.layers.terms import Terms
+from parallel.model.strategy import Rank
 from reference.case import Case
 from reference.data.routing import forced
 from reference.model.parameters import dtype_of
 
-__all__ = ["ExpertBlock"]
+__all__ = ["ExpertBlock", "blocks_of"]
 
 
 class _Gate(nn.Module):
@@ -59,10 +63,11 @@ class ExpertBlock(nn.Module):
         *,
         sequence_dim: int,
         shared: Mlp | None,
+        terms: Terms,
     ) -> None:
         super().__init__()
         self.case, self.block, self.sequence_dim = case, name.removesuffix(".mlp"), sequence_dim
-        self.tp, self.at = mesh.axis("tp"), coordinates(case, mesh.rank)
+        self.mesh, self.tp, self.at, self.terms = mesh, mesh.axis("tp"), coordinates(case, mesh.rank), terms
         self.router = Router(case, device)
         own = f"{name}.experts."
         shapes = {
@@ -95,8 +100,14 @@ class ExpertBlock(nn.Module):
         logits = self.router(x)
         logits_TE = logits.flatten(0, 1)
         chosen_TE = self._chosen(logits_TE)
-        self.chosen[micro] = chosen_TE.unflatten(0, x.shape[:2])
         weights_TE = weigh(self.case, logits_TE, chosen_TE)
+        if self.case.aux_loss or self.case.sequence_loss or self.case.z_loss:
+            logits_BSE, chosen_BSE = (self._by_row(one.unflatten(0, x.shape[:2])) for one in (logits_TE, chosen_TE))
+            weights_TE = self.terms.attached(weights_TE, balance_term(self.case, self.mesh, logits_BSE, chosen_BSE))
+        if self.case.capacity:
+            chosen_TE = taken(self.case, weights_TE, chosen_TE, self._tokens())
+            weights_TE = weights_TE * chosen_TE
+        self.chosen[micro] = chosen_TE.unflatten(0, x.shape[:2])
         known = partial(self._sent_by, step, micro)
         return self.dispatch(x.flatten(0, 1), weights_TE, chosen_TE, self.experts, known).view_as(x)
 
@@ -105,10 +116,22 @@ class ExpertBlock(nn.Module):
         if self.case.routing == "learned":
             if logits_TE.is_meta:
                 raise ValueError("routing=learned: depends on values, and there are shapes alone; legal: routing=equal")
-            return select(self.case, logits_TE)
-        tokens_BS = tokens_of(self.case, self.at, *self.draw)
-        tokens = (tokens_BS.T if self.sequence_dim == 0 else tokens_BS).flatten()
-        return forced(self.case, self.case.blocks[self.block], tokens).to(logits_TE.device)
+            return select(self.case, self.router.selecting(logits_TE))
+        return forced(self.case, self.case.blocks[self.block], self._tokens()).to(logits_TE.device)
+
+    def _tokens(self) -> Tensor:
+        """The numbers of this rank's own tokens, as hidden states have them end to end."""
+        return self._by_row(tokens_of(self.case, self.at, *self.draw)).flatten()
+
+    def _by_row(self, x: Tensor) -> Tensor:
+        """Rows first where hidden states have places first, and back."""
+        return x.transpose(0, 1) if self.sequence_dim == 0 else x
 
     def _sent_by(self, step: int, micro: int, rank: int) -> tuple[int, ...]:
         return rows_sent(self.case, self.block, step, micro)[rank]
+
+
+def blocks_of(rank: Rank) -> dict[str, ExpertBlock]:
+    """The blocks of a rank, by their dotted names."""
+    named = (pair for _, chunk in rank.chunks for pair in chunk.named_modules())
+    return {name: block for name, block in named if isinstance(block, ExpertBlock)}

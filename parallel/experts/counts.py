@@ -47,7 +47,8 @@ def rows_sent(case: Case, block: str, step: int, micro: int) -> Mapping[int, tup
         at = coordinates(case, rank)
         key = tuple(at[axis][0] for axis in ("tp", "cp", "dp"))
         if key not in found:
-            found[key] = tuple(_chosen(case, block, step, micro, at).flatten(0, 1).sum(0).tolist())
+            wanted = _chosen(case, block, step, micro, at).flatten(0, 1).sum(0)
+            found[key] = tuple((wanted * 0 + case.most_rows if case.pad else wanted.clamp(max=case.most_rows)).tolist())
         ranks[rank] = found[key]
     return ranks
 

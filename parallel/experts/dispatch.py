@@ -22,6 +22,7 @@ from torch.nn import functional
 from parallel.communication.collectives import all_gather
 from parallel.communication.mesh import Mesh, coordinates
 from parallel.communication.pairs import exchange_rows, gather_from_sequence, reduce_scatter_to_sequence
+from parallel.experts.capacity import filled
 from parallel.experts.counts import Sent
 from reference.case import Case
 
@@ -56,6 +57,8 @@ class ByAllToAll(_Among):
         sent = self._told(chosen_TE, known)
         experts_R, tokens_R = _pairs(chosen_TE, sum(sent.sent))
         x_RH, weights_R = x_TH[tokens_R], weights_TE[tokens_R, experts_R]
+        if self.case.pad:
+            (x_RH, places_R), (weights_R, _) = (filled(self.case, experts_R, rows) for rows in (x_RH, weights_R))
         x_RH, weights_R = (exchange_rows(rows, self.ep, sent.sent, sent.received) for rows in (x_RH, weights_R))
         x_RH, weights_R = (self._gathered(rows, sent.most) for rows in (x_RH, weights_R))
         order = torch.tensor(sent.sorted_by_expert(), dtype=torch.int64, device=x_TH.device)
@@ -63,10 +66,14 @@ class ByAllToAll(_Among):
         y_RH = torch.zeros_like(x_RH).index_copy(0, order, y_RH)
         y_RH = reduce_scatter_to_sequence(y_RH, self.etp, dim=0)[: sum(sent.received)]
         y_RH = exchange_rows(y_RH, self.ep, sent.received, sent.sent)
+        if self.case.pad:
+            y_RH = y_RH[places_R]
         return torch.zeros_like(x_TH).index_add(0, tokens_R, y_RH)
 
     def _told(self, chosen_TE: Tensor, known: Known) -> Sent:
-        """What every rank sends, by a collective."""
+        """What every rank sends, by a collective unless that is a number of the case."""
+        if self.case.pad:
+            return self.counted([[self.case.most_rows] * self.case.experts] * self.every.size)
         rows_WE = all_gather(chosen_TE.sum(0)[None], self.every, dim=0)
         if rows_WE.is_meta:
             return self.counted([known(rank) for rank in self.every.ranks])

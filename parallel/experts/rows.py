@@ -25,8 +25,8 @@ _OWN = "slice_tokens // tp"
 def rows_of_experts(case: Case) -> tuple[CallRow, ...]:
     """The calls of the case's layers with experts, shared ones aside, which are linears like others."""
     router = case.dtype if case.router_dtype == "model" else case.router_dtype
-    both = (*_around(case), *(_gathered(router) if case.dispatcher == "allgather" else _exchanged(router)))
-    return tuple(both)
+    dispatched = _gathered(router) if case.dispatcher == "allgather" else _exchanged(router)
+    return (*_around(case), *dispatched, *(BALANCE if case.aux_loss or case.sequence_loss else ()))
 
 
 def _around(case: Case) -> Iterator[CallRow]:
@@ -52,7 +52,14 @@ def _gathered(router: str) -> Iterator[CallRow]:
 
 def _exchanged(router: str) -> Iterator[CallRow]:
     yield CallRow(
-        _layers, "forward", "all_gather", "ranks * experts", "rows for every expert", axis="etp_ep", dtype="int64"
+        _layers,
+        "forward",
+        "all_gather",
+        "ranks * experts",
+        "rows for every expert",
+        axis="etp_ep",
+        dtype="int64",
+        when="not pad",
     )
     hidden, every = " * hidden", "ranks * most"
     for axis, phase, op, rows, why, dtype in (
@@ -72,11 +79,18 @@ def _exchanged(router: str) -> Iterator[CallRow]:
         yield CallRow(_by_rank, phase, op, rows, why, axis=axis, dtype=dtype, times="calls")
 
 
-def _named(case: Case) -> list[str]:
-    return [block for block, layer in case.blocks.items() if case.has_experts(layer)]
+_layers = in_modules(lambda case: [f"{block}.mlp" for block in case.layers_with_experts])
 
 
-_layers = in_modules(lambda case: [f"{block}.mlp" for block in _named(case)])
+def _counted(elements: str, why: str, when: str) -> CallRow:
+    return CallRow(_layers, "forward", "all_reduce", elements, why, axis="tp_cp", dtype="int64", when=when)
+
+
+BALANCE = (
+    _counted("experts", "tokens of every expert, of all ranks of a micro-batch", "aux_loss"),
+    _counted("rows * experts", "the same of every row", "sequence_loss"),
+)
+"""The counts of balance losses."""
 
 
 def _by_rank(case: Case) -> Iterator[CallPlace]:
@@ -89,7 +103,7 @@ def _places(case: Case) -> tuple[CallPlace, ...]:
     found: list[CallPlace] = []
     for stage in stages(case):
         ranks = [rank for rank in range(case.world_size) if coordinates(case, rank)["pp"][0] == stage.rank]
-        for block in filter(stage.holds, _named(case)):
+        for block in filter(stage.holds, case.layers_with_experts):
             counts = {rank: _counts(case, block, rank) for rank in ranks}
             alike = len({frozenset(of_rank.items()) for of_rank in counts.values()}) == 1
             for rank, of_rank in [*counts.items()][: 1 if alike else None]:

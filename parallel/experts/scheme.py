@@ -24,7 +24,8 @@ from torch import nn
 
 from parallel.communication.layout import Box, Cut, Placement, rows
 from parallel.communication.mesh import Mesh
-from parallel.experts.block import ExpertBlock
+from parallel.experts.bias import BIASES, move_biases
+from parallel.experts.block import ExpertBlock, blocks_of
 from parallel.experts.gradients import norm_of_all, over_copies
 from parallel.experts.rows import rows_of_experts
 from parallel.layers.mlp import Mlp
@@ -53,7 +54,11 @@ def applied(strategy: Strategy, case: Case) -> Strategy:
         before = strategy.step(case, plain)
         return replace(
             before,
-            reductions={**before.reductions, "data": partial(over_copies, before.reductions["data"])},
+            reductions={
+                **before.reductions,
+                "data": partial(over_copies, before.reductions["data"]),
+                **({"expert bias": move_biases} if case.bias_rate else {}),
+            },
             norm=partial(norm_of_all, before.norm),
             beside=lambda rank, step: {**before.beside(rank, step), **_choices(rank, step)},
         )
@@ -66,7 +71,7 @@ def applied(strategy: Strategy, case: Case) -> Strategy:
         partial=lambda case, name: _partial(case, name) or strategy.partial(case, name),
         apart={**strategy.apart, "edp": own},
         parts=parts,
-        rows=(*strategy.rows, *rows_of_experts(case)),
+        rows=(*strategy.rows, *rows_of_experts(case), *(BIASES if case.bias_rate else ())),
         step=step,
     )
 
@@ -107,21 +112,24 @@ def _block(
     plain = case.but(fuse_mlp=False) if case.fuse_mlp else case
     linears = {leaf: parts.linear(f"{name}.shared.{leaf}") for leaf in mlp_linears(plain)} if case.shared_ffn else {}
     shared = Mlp(case.activation, linears) if linears else None
-    return ExpertBlock(case, mesh, places, device, name, sequence_dim=strategy.sequence_dim, shared=shared)
+    return ExpertBlock(
+        case, mesh, places, device, name, sequence_dim=strategy.sequence_dim, shared=shared, terms=parts.terms
+    )
 
 
 def _choices(rank: Rank, step: int) -> Mapping[str, Value]:
     """The experts that every token went to in a step: int32 [dp*micro*rows, seq, experts] by layer."""
     case, found = rank.case, dict[str, Value]()
-    for _, chunk in rank.chunks:
-        for name, block in chunk.named_modules():
-            if not isinstance(block, ExpertBlock):
-                continue
-            place, boxes = rank.strategy.activation(case, f"{name}.router"), list[Box]()
-            assert place is not None
-            for micro, chosen in block.chosen.items():
-                first = (rank.mesh.axis("dp").rank * case.micro + micro) * case.rows
-                own = rank.boxes(rank.strategy.laid_out(chosen).int(), place)
-                boxes += rows(own, first=first, total=case.dp * case.micro * case.rows)
-            found[f"routing/{step}/{name}"] = tuple(boxes)
+    for name, block in blocks_of(rank).items():
+        place, boxes = rank.strategy.activation(case, f"{name}.router"), list[Box]()
+        assert place is not None
+        for micro, chosen in block.chosen.items():
+            first = (rank.mesh.axis("dp").rank * case.micro + micro) * case.rows
+            own = rank.boxes(rank.strategy.laid_out(chosen).int(), place)
+            boxes += rows(own, first=first, total=case.dp * case.micro * case.rows)
+        found[f"routing/{step}/{name}"] = tuple(boxes)
+        if case.bias_rate:
+            bias = block.router.bias.clone()
+            whole = Box(local=bias, offsets=(0,), global_shape=tuple(bias.shape))
+            found[f"value_after/{step}/{name}.router.bias"] = (whole,)
     return found

@@ -19,6 +19,7 @@ from reference.language.core import Core
 from reference.language.modes import whose
 from reference.language.words import Problem, declared, multiple, not_default, word
 
+_POSITIVE = "0 or a positive number"
 _OF_EXPERTS: Mapping[str, str] = {"tp": "etp", "dp": "edp"}
 """Axis of an order -> what stands in its place where experts are numbered."""
 
@@ -50,6 +51,38 @@ class Experts(Core):
         legal=("softmax", "pre-softmax", "sigmoid"),
     )
     router_scale: float = word(1.0, "factor on these weights", legal="a positive number", domain=(1.0, 2.5))
+    router_groups: int = word(
+        1, "groups of experts with neighbouring numbers, of which a token keeps some (routing=learned)", domain=(1, 4)
+    )
+    kept_groups: int = word(1, "groups that a token keeps, those with the largest scores", domain=(1, 2))
+    bias_rate: float = word(
+        0.0,
+        "step of the bias with which experts are chosen, so that all get as many tokens (router=sigmoid); 0: no bias",
+        legal="0 or a positive number",
+        domain=(0.0, 0.1),
+    )
+    aux_loss: float = word(
+        0.0,
+        "coefficient of the balance loss of a micro-batch: 1 where all experts get as many tokens",
+        legal=_POSITIVE,
+        domain=(0.0, 0.1),
+    )
+    sequence_loss: float = word(
+        0.0, "coefficient of the same loss of every row, a mean over rows", legal=_POSITIVE, domain=(0.0, 0.1)
+    )
+    z_loss: float = word(
+        0.0, "coefficient of the mean square of log sum exp of the logits", legal=_POSITIVE, domain=(0.0, 0.01)
+    )
+    capacity: float = word(
+        0.0,
+        "rows that an expert takes of each rank's tokens, as a factor on equal shares; 0: all",
+        legal=_POSITIVE,
+        domain=(0.0, 1.0),
+    )
+    drop: str = word(
+        "score", "rows beyond are those of the smallest weights, or of the last tokens", legal=("score", "position")
+    )
+    pad: bool = word(False, "every rank sends exactly as many rows to every expert (capacity)")
     routing: str = word(
         "learned",
         "who chooses: the router, or a function of seed, layer and token that loads experts as named",
@@ -83,6 +116,10 @@ class Experts(Core):
         if not self.experts:
             return layout
         joined = {**layout.joined, "etp_ep": "etp-ep"}
+        if self.aux_loss or self.sequence_loss:
+            joined["tp_cp"] = "tp-cp"
+        if self.bias_rate:
+            joined["tp_cp_dp"] = "tp-cp-dp"
         return replace(layout, orders=(*layout.orders, self._order_of_experts), joined=joined)
 
     @property
@@ -103,6 +140,27 @@ class Experts(Core):
     def expert_width(self) -> int:
         """Inner features of an expert."""
         return self.expert_ffn or self.ffn
+
+    @property
+    def own_tokens(self) -> int:
+        """Tokens of a micro-batch that one rank routes."""
+        return self.slice_tokens // self.tp
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that an expert takes of one rank's tokens."""
+        share = self.own_tokens * self.top_k / self.experts
+        return min(math.ceil(share * self.capacity), self.own_tokens) if self.capacity else self.own_tokens
+
+    @property
+    def truth_depends_on_split(self) -> bool:
+        """The same, and where a rank's own tokens compete for an expert."""
+        return self.capacity > 0 or super().truth_depends_on_split
+
+    @property
+    def layers_with_experts(self) -> tuple[str, ...]:
+        """Their dotted names."""
+        return tuple(block for block, layer in self.blocks.items() if self.has_experts(layer))
 
     def has_experts(self, layer: int) -> bool:
         """Does this layer have experts?"""
@@ -144,6 +202,10 @@ class Experts(Core):
             yield "router", rule, "router=pre-softmax"
         if not self.router_scale > 0 or math.isinf(self.router_scale):
             yield "router_scale", "must be a positive number", "router_scale=1.0"
+        for key in ("bias_rate", "aux_loss", "sequence_loss", "z_loss", "capacity"):
+            if not 0 <= getattr(self, key) < math.inf:
+                yield key, "must be 0 or a positive number", f"{key}=0.0"
+        yield from self._choices()
         if self.routing == "learned" and self.dtype != "float64":
             rule = f"compares choices exactly, and rounding in dtype={self.dtype} makes other ones"
             yield "routing", rule, "routing=skewed"
@@ -152,6 +214,36 @@ class Experts(Core):
         wide = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
         if self.router_dtype != "model" and wide[self.router_dtype] < wide.get(self.dtype, 8):
             yield "router_dtype", f"must not be narrower than dtype={self.dtype}", "router_dtype=model"
+
+    def _choices(self) -> Iterator[Problem]:
+        groups, kept, count = self.router_groups, self.kept_groups, self.top_k
+        if self.experts % groups:
+            yield (
+                "router_groups",
+                f"must divide experts={self.experts}",
+                f"router_groups={math.gcd(self.experts, groups)}",
+            )
+        elif kept > groups or (groups > 1 and (count % kept or count // kept > self.experts // groups)):
+            rule = f"of {groups} groups must share top_k={count} evenly, at most {self.experts // groups} a group"
+            yield "kept_groups", rule, f"kept_groups={min(groups, count)}"
+        for key in ("router_groups", "bias_rate"):
+            if self.routing != "learned" and getattr(self, key) != declared(Experts)[key].default:
+                rule = f"changes what the router chooses, and routing={self.routing} leaves it no choice"
+                yield key, rule, f"{key}={declared(Experts)[key].default}"
+        if self.bias_rate and self.router != "sigmoid":
+            yield "bias_rate", f"is added to sigmoids, and router={self.router} has none", "router=sigmoid"
+        for key in ("load", "save") if self.bias_rate else ():
+            if getattr(self, key):
+                yield "bias_rate", f"changes a bias that no checkpoint of {key}= holds", "bias_rate=0.0"
+        for key in ("drop", "pad") if not self.capacity else ():
+            if getattr(self, key) != declared(Experts)[key].default:
+                legal = "false" if key == "pad" else "score"
+                yield key, "is about rows beyond a capacity, and capacity=0.0 takes all", f"{key}={legal}"
+        if self.capacity and self.drop == "score" and self.dtype != "float64":
+            rule = f"compares weights exactly, and rounding in dtype={self.dtype} makes others the smallest"
+            yield "drop", rule, "drop=position"
+        if self.pad and self.dispatcher != "alltoall":
+            yield "pad", f"is about rows, and dispatcher={self.dispatcher} sends none", "dispatcher=alltoall"
 
     def _ranks(self) -> Iterator[Problem]:
         ep, etp, tp = self.ep, self.expert_parts, self.tp

@@ -158,6 +158,11 @@ class Core:
         return {f"layers.{layer}": layer for layer in range(self.layers)}
 
     @property
+    def truth_depends_on_split(self) -> bool:
+        """Does the dense model need to know how the work is split?"""
+        return False
+
+    @property
     def layer_shapes(self) -> dict[str, tuple[int, ...]]:
         """The parameters that features add to a layer, without its prefix, with their shapes."""
         return {}

@@ -15,7 +15,7 @@ from torch import Tensor
 from reference.case import Case
 from reference.data.batches import Batch, micro_batch
 from reference.model import decoder, loss
-from reference.model.branches import Beside
+from reference.model.branches import Beside, values_of
 from reference.model.decoder import PLAIN, Arithmetic
 from reference.training.scaling import LossScale
 from reference.training.steps import Feed
@@ -47,7 +47,9 @@ def _observe_one(
 ) -> dict[str, Tensor]:
     outputs: dict[str, Tensor] = {}
     leaves = {name: weight.detach().requires_grad_(gradients) for name, weight in weights.items()}
-    logits = decoder.logits(case, leaves, batch, tap=outputs.__setitem__, arithmetic=arithmetic, beside=beside)
+    logits = decoder.logits(
+        case, {**leaves, **values_of(case)}, batch, tap=outputs.__setitem__, arithmetic=arithmetic, beside=beside
+    )
     acts = {f"act/{name}": output.detach().flatten(2) for name, output in outputs.items()}
     if not gradients:
         return acts

@@ -18,7 +18,7 @@ from torch import Tensor
 from reference.case import Case
 from reference.data.batches import Batch, micro_batch
 from reference.model import decoder, layers, loss, metric
-from reference.model.branches import Beside
+from reference.model.branches import Beside, updated_values, values_of
 from reference.model.decoder import PLAIN, Arithmetic
 from reference.model.layers import wide
 from reference.training.scaling import LossScale
@@ -87,12 +87,15 @@ def train(
     outcome: dict[str, Tensor] = {}
     metrics: list[metric.Totals] = []
     activations: Mapping[str, Tensor] = {}
-    scale = LossScale.of(case)
+    scale, values = LossScale.of(case), values_of(case)
     for step in range(case.steps):
         if states is not None and step:
             load(case, step - 1, trained, stepper, states)
             _rounded(case, trained, parameters)
-        sums = _accumulate(case, parameters, step, feed, arithmetic, last_first, observed and step == 0, scale.value)
+            values = {name: states.get(f"value_after/{step - 1}/{name}", own) for name, own in values.items()}
+        sums = _accumulate(
+            case, parameters, values, step, feed, arithmetic, last_first, observed and step == 0, scale.value
+        )
         skipped = scale.overflows(step, *sums.largest, exact=dtype is not None)
         outcome[f"tokens/{step}"] = sums.tokens.long()
         outcome[f"loss/{step}"] = sums.loss / sums.tokens
@@ -115,6 +118,8 @@ def train(
         stepper.step()
         _rounded(case, trained, parameters)
         outcome |= {name: tensor for name, _, tensor in after(case, step, trained, stepper)}
+        values = updated_values(case, values, sums.counts)
+        outcome |= {f"value_after/{step}/{name}": value for name, value in values.items()}
         stepper.zero_grad()
         metrics = [_added(*both) for both in zip(metrics, sums.metrics, strict=True)] if metrics else sums.metrics
     outcome |= metric.outcome(metrics, exact=case.dtype == "float64") if metrics else {}
@@ -156,6 +161,7 @@ def _rounded(case: Case, trained: Mapping[str, Tensor], parameters: Mapping[str,
 def _accumulate(
     case: Case,
     parameters: Mapping[str, Tensor],
+    values: Mapping[str, Tensor],
     step: int,
     feed: Feed,
     arithmetic: Arithmetic,
@@ -178,7 +184,7 @@ def _accumulate(
         batch, beside = batches[place], besides[place]
         tapped = outputs.setdefault(data_rank, {}) if observed and micro == 0 else None
         tap = decoder.silent if tapped is None else partial(_kept, tapped)
-        logits = decoder.logits(case, parameters, batch, tap=tap, arithmetic=arithmetic, beside=beside)
+        logits = decoder.logits(case, {**parameters, **values}, batch, tap=tap, arithmetic=arithmetic, beside=beside)
         summed, tokens[place] = loss.summed(logits, batch.labels, batch.loss_mask, case.label_smoothing)
         total = sum(beside.losses, summed)
         if case.scaler == "none":

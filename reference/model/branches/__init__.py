@@ -4,6 +4,9 @@ A file has `shapes(case)`, the parameters without the prefix of their layer, and
 visible_SS)`, the branch as a function of normed hidden states; which layers have it says `Core.replaced`. What goes on
 behind the decoder (`Core.behind_decoder`) is such a file too: its parameters have full names, a transformer layer of
 its own (`Core.blocks`) is one name among them, its layer is "", and what it returns is not used.
+
+A file may have `values(case)` too, tensors by full name that no gradient changes and `weights` of a pass has beside the
+parameters, and `updated(case, values, counts)`, what they are after a step with these counts.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from torch import Tensor
 from reference.case import Case
 from reference.data.batches import Batch
 
-__all__ = ["Beside", "Branch", "Forward", "branch_of"]
+__all__ = ["Beside", "Branch", "Forward", "branch_of", "updated_values", "values_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +89,27 @@ class Branch(Protocol):
     """A file of this folder."""
 
     shapes: Callable[[Case], dict[str, tuple[int, ...]]]
+    values: Callable[[Case], dict[str, Tensor]]
+    updated: Callable[[Case, Mapping[str, Tensor], Mapping[str, Tensor]], dict[str, Tensor]]
     forward: Callable[[Forward, str, Tensor, Tensor], Tensor]
+
+
+def values_of(case: Case) -> dict[str, Tensor]:
+    """The values of all features of a case before its first step."""
+    return {name: value for branch in _with_values(case) for name, value in branch.values(case).items()}
+
+
+def updated_values(case: Case, values: Mapping[str, Tensor], counts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """These values after a step whose micro-batches left these counts."""
+    return {
+        name: value for branch in _with_values(case) for name, value in branch.updated(case, values, counts).items()
+    }
+
+
+def _with_values(case: Case) -> list[Branch]:
+    replaced = getattr(case, "replaced", None)  # a case that is words alone has no features
+    found = {feature for layer in range(case.layers) for feature in replaced(layer).values()} if replaced else set()
+    return [branch for feature in sorted(found) if hasattr(branch := branch_of(feature), "values")]
 
 
 @lru_cache
