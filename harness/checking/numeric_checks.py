@@ -19,12 +19,13 @@ NUMERIC_KINDS: dict[str, tuple[str, ...]] = {
     "initial_values": ("init",),
     "masks": ("mask",),
     "tokens": ("tokens",),
+    "routing": ("routing",),
     "forward": ("loss", "logits", "metric"),
     "activations": ("act",),
     "activation_gradients": ("act_grad",),
     "parameter_gradients": ("grad",),
     "gradient_norm": ("grad_norm",),
-    "update": ("param_after", "exp_avg_after", "exp_avg_sq_after", "param"),
+    "update": ("param_after", "exp_avg_after", "exp_avg_sq_after", "value_after", "param"),
     "saved": ("saved",),
 }
 """Check -> the kinds of names it compares, in the order in which training computes them."""
@@ -37,6 +38,7 @@ KIND_WORDS: dict[str, str] = {
     "param_after": "parameters",
     "exp_avg_after": "optimizer states",
     "exp_avg_sq_after": "optimizer states",
+    "value_after": "values updated once a step",
 }
 """Kind of name -> the kind of tensors in words, where that is another word than the name's."""
 _REST = "forward"

@@ -7,7 +7,7 @@ Order along a gathered dim is the order of `axis.ranks`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "broadcast",
+    "exchange",
     "own_slice",
     "reduce_scatter",
     "start_all_gather",
@@ -118,6 +119,18 @@ def start_all_to_all(x: Tensor, axis: Axis, *, split_dim: int, gather_dim: int, 
     received = torch.empty_like(parts)
     work = dist.all_to_all_single(received, parts, group=axis.group, async_op=overlap)
     return Pending(work, lambda: _join(received, axis, gather_dim))
+
+
+def exchange(x: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """The first `sent[0]` rows of `x` go to rank 0, the next to rank 1; what arrives from each lies in the same order.
+
+    In a group of one rank `x` itself.
+    """
+    if axis.size == 1:
+        return x
+    arriving = x.new_empty((sum(received), *x.shape[1:]))
+    dist.all_to_all_single(arriving, x.contiguous(), list(received), list(sent), group=axis.group)
+    return arriving
 
 
 def broadcast(x: Tensor, axis: Axis) -> Tensor:

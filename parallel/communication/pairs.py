@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from parallel.communication.collectives import all_gather as _all_gather
-from parallel.communication.collectives import all_reduce, own_slice
+from parallel.communication.collectives import all_reduce, exchange, own_slice
 from parallel.communication.collectives import all_to_all as _all_to_all
 from parallel.communication.collectives import reduce_scatter as _reduce_scatter
 from parallel.communication.mesh import Axis
@@ -27,6 +27,7 @@ __all__ = [
     "all_gather_last_dim",
     "all_to_all",
     "copy_to",
+    "exchange_rows",
     "gather_from",
     "gather_parts",
     "gather_from_sequence",
@@ -150,4 +151,13 @@ def all_to_all(x: Tensor, axis: Axis, *, split_dim: int, gather_dim: int) -> Ten
         axis,
         lambda y: _all_to_all(y, axis, split_dim=split_dim, gather_dim=gather_dim),
         lambda grad: _all_to_all(grad, axis, split_dim=gather_dim, gather_dim=split_dim),
+    )
+
+
+def exchange_rows(x: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """Rows to the ranks of an axis, `sent[i]` of them to rank i, in this order. Forward: all-to-all. Backward: the same
+    the other way, `received[i]` to rank i.
+    """
+    return _pair(
+        x, axis, lambda y: exchange(y, axis, sent, received), lambda grad: exchange(grad, axis, received, sent)
     )

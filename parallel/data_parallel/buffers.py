@@ -49,9 +49,13 @@ class _Under:
 
 
 class Buckets:
-    """The buffer of one rank; `prepare` makes it, and the parts of a step do the rest in their order."""
+    """The buffer of one rank; `prepare` makes it, and the parts of a step do the rest in their order.
 
-    def __init__(self, case: Case) -> None:
+    `apart`: the mesh axis of those that hold copies of its parameters, where it is not that of all others.
+    """
+
+    def __init__(self, case: Case, apart: str = "") -> None:
+        self._apart = apart
         self._case, self._sharded = case, case.zero == 1
         self._under: list[_Under] = []
         self._views: dict[str, Tensor] = {}
@@ -64,6 +68,8 @@ class Buckets:
     def prepare(self, rank: Rank) -> Rank:
         """Lay out the buffer, and have the optimizer step what it shall."""
         case, self._axis, self._model = self._case, rank.mesh.axis(rank.case.data_axis), rank.parameters
+        if self._apart:
+            self._axis = rank.mesh.axis(self._apart)
         self.lay_out(rank)
         for name, parameter in rank.parameters.items():
             self._came[name] = 0
@@ -78,7 +84,7 @@ class Buckets:
         for stage, _ in rank.chunks:
             sizes = {name: rank.parameters[name].numel() for name in rank.places if stage.holds(name)}
             found = stage_buckets(self._case, stage, sizes, self._axis.size)
-            flat = torch.zeros(found[-1].end, dtype=gradient_dtype(self._case), device=rank.device)
+            flat = torch.zeros(found[-1].end if found else 0, dtype=gradient_dtype(self._case), device=rank.device)
             for bucket in found:
                 self._under.append(_Under(bucket=bucket, flat=flat))
                 for slot in bucket.slots:

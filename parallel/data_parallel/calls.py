@@ -27,12 +27,13 @@ from parallel.communication.layout import Coordinates, Cut, Placement, local_sha
 from parallel.communication.mesh import axis_size, coordinates
 from parallel.data_parallel.buckets import Bucket
 from parallel.data_parallel.words import REPLICAS, shard_axis, stage_buckets, taken_over, unit_of
-from parallel.layers.roles import attention_linears, head_norms, mlp_linears
+from parallel.layers.roles import column_linears
 from parallel.model.strategy import Strategy
 from parallel.schedules.pipeline import Kind, order
 from parallel.schedules.stages import TABLE, Stage, computed_again, held_by_rank, in_backward, pipeline_of, stages
 from reference.case import Case
 from reference.language.modes import MODES
+from reference.model.parameters import shapes
 
 __all__ = ["step_rows", "summed_over"]
 
@@ -45,7 +46,7 @@ def summed_over(strategy: Strategy, case: Case, name: str) -> tuple[str, ...]:
 
 
 def _summed_over(strategy: Strategy, case: Case, name: str, place: Placement) -> tuple[str, ...]:
-    other_data = [*((shard_axis(case), REPLICAS) if case.shard else (case.data_axis,))]
+    other_data = [*((shard_axis(case), REPLICAS) if case.shard else (case.data_axis_of(name),))]
     other_data += [strategy.weight_axis] if strategy.partial(case, name) else []
     other_data += ["embedding"] if name == TABLE and case.table_is_copied else []
     return tuple(axis for axis in other_data if axis not in place.axes)
@@ -55,12 +56,14 @@ def step_rows(strategy: Strategy, case: Case) -> tuple[CallRow, ...]:
     """The calls of a step of the strategy of a case, beside those of its modules."""
     places = _trained(strategy, case)
     loss_axes = (case.token_axis, *case.pipeline_axes)
-    shared, scaled = (strategy.weight_axis, *strategy.norm_axes), 'scaler != "none"'
+    every, scaled = (strategy.weight_axis, *strategy.norm_axes), 'scaler != "none"'
+    shared = [*every, *(axis for axes in strategy.apart.values() for axis in axes)]
     at_once = {strategy.weight_axis: "of partial gradients", "embedding": "of both copies of a tied table"}
     if not case.shares_gradients:
-        at_once = {case.data_axis: "of all gradients", **at_once}
+        at_once = {**dict.fromkeys((case.data_axis, *strategy.apart), "of all gradients"), **at_once}
     return (
-        *(_unit_rows(case, places) if case.zero >= 2 else _bucket_rows(case, places) if case.shares_gradients else ()),
+        *(_unit_rows(case, places) if case.zero >= 2 else ()),
+        *(_bucket_rows(case, places, strategy) if case.zero < 2 and case.shares_gradients else ()),
         *(_sum(partial(_by_rank, strategy, places, axis), axis, why) for axis, why in at_once.items()),
         *(_once("all_reduce", "2", "loss and number of tokens", axis, "float64") for axis in loss_axes),
         *(_once("all_reduce max", "1", "infinite gradients", axis, "float32", when=scaled) for axis in shared),
@@ -79,15 +82,17 @@ def _sum(
     return CallRow(where, op=op, elements=elements, why=f"sum {why}", **words)
 
 
-def _bucket_rows(case: Case, places: Placements) -> Iterator[CallRow]:
+def _bucket_rows(case: Case, places: Placements, strategy: Strategy) -> Iterator[CallRow]:
     """Sums of buckets over the ranks with other tokens, and what shares them gathered."""
-    axis, op, buckets = case.data_axis, "reduce_scatter" if case.zero else "all_reduce", partial(_buckets, places)
-    yield _sum(buckets, axis, "of a bucket", "bucket", op, when="not inside")
-    yield _sum(buckets, axis, "of a bucket", "bucket", op, phase="backward", when="inside", hidden="hides")
-    why = "updated parameters of a bucket"
-    yield CallRow(
-        _unnamed(buckets), "step", "all_gather", "bucket", why, axis=axis, times=ONCE_A_STEP, when="zero == 1"
-    )
+    op = "reduce_scatter" if case.zero else "all_reduce"
+    for axis in (case.data_axis, *strategy.apart):
+        buckets = partial(_buckets, places, axis)
+        yield _sum(buckets, axis, "of a bucket", "bucket", op, when="not inside")
+        yield _sum(buckets, axis, "of a bucket", "bucket", op, phase="backward", when="inside", hidden="hides")
+        why = "updated parameters of a bucket"
+        yield CallRow(
+            _unnamed(buckets), "step", "all_gather", "bucket", why, axis=axis, times=ONCE_A_STEP, when="zero == 1"
+        )
 
 
 def _trained(strategy: Strategy, case: Case) -> Placements:
@@ -133,11 +138,13 @@ def _unnamed(where: Places) -> Places:
     return lambda case: (replace(place, module="") for place in where(case))
 
 
-def _buckets(places: Placements, case: Case) -> Iterator[CallPlace]:
+def _buckets(places: Placements, axis: str, case: Case) -> Iterator[CallPlace]:
+    """The buckets of every stage, of the parameters that have copies over an axis."""
+    own = {name: place for name, place in places.items() if case.data_axis_of(name) == axis}
     for stage in stages(case):
         at = _at(case, **stage.at)
-        sizes = {name: _local(place, at) for name, place in places.items() if stage.holds(name)}
-        for bucket in stage_buckets(case, stage, sizes, axis_size(case, case.data_axis)):
+        sizes = {name: _local(place, at) for name, place in own.items() if stage.holds(name)}
+        for bucket in stage_buckets(case, stage, sizes, axis_size(case, axis)):
             module, hides = _completing(case, stage, bucket)
             values = {"bucket": bucket.size, "inside": bool(module), "hides": hides}
             yield CallPlace(module=module, at=stage.at, values=values)
@@ -154,26 +161,13 @@ def _completing(case: Case, stage: Stage, bucket: Bucket) -> tuple[str, bool]:
     if stage.copies_table:  # its gradient comes from the head
         order = sorted(order, key=lambda module: f"{module}.weight" != TABLE)
     latest = max(order.index(slot.name.rpartition(".")[0]) for slot in bucket.slots)
-    last_product = order.index(f"layers.{stage.layers[0]}.attention.{attention_linears(case)[0]}")
+    last_product = order.index(next(name for name in column_linears(case) if stage.holds(name)))
     return order[latest], case.overlap and (latest < last_product or stage.chunk > 0)
 
 
 def _backward_order(case: Case) -> list[str]:
     """Modules in the order in which backward completes the gradients of their parameters."""
-    attention = attention_linears(case)
-    order = ["head", "final_norm"]
-    for layer in reversed(range(case.layers)):
-        leaves = [
-            *dict.fromkeys(name.rpartition(".")[0] for name in reversed(case.layer_shapes)),
-            *(f"mlp.{name}" for name in reversed(mlp_linears(case))),
-            "mlp_norm",
-            f"attention.{attention[-1]}",
-            *(f"attention.{name}" for name in reversed(head_norms(case))),
-            *(f"attention.{name}" for name in reversed(attention[:-1])),
-            "attention_norm",
-        ]
-        order += [f"layers.{layer}.{leaf}" for leaf in leaves]
-    return [*order, "embedding.positions", "embedding.tokens"]
+    return [*reversed(dict.fromkeys(name.rpartition(".")[0] for name in shapes(case)))]
 
 
 def _unit_rows(case: Case, places: Placements) -> Iterator[CallRow]:

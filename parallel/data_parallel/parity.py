@@ -68,10 +68,12 @@ def _replicated(strategy: Strategy, case: Case) -> dict[str, Sequence[str]]:
     """Axis -> the parameters that its ranks hold alike."""
     places = strategy.placements(case)
     sharded = case.zero >= 2 or (case.zero == 1 and case.master != "none")
-    data: Sequence[str] = ((REPLICAS,) if case.shard else ()) if sharded else strategy.data_axes
-    whole = [name for name, place in places.items() if strategy.weight_axis not in place.axes]
+    data: Sequence[str] = ((REPLICAS,) if case.shard else ()) if sharded else (*strategy.data_axes, *strategy.apart)
+    dense = [name for name in places if case.data_axis_of(name) not in strategy.apart]
+    whole = [name for name in dense if strategy.weight_axis not in places[name].axes]
     copied = {"embedding": [TABLE]} if case.table_is_copied else {}
-    return {strategy.weight_axis: whole, **{axis: [*places] for axis in data}, **copied}
+    held = {axis: [name for name in places if case.data_axis_of(name) == axis] for axis in strategy.apart}
+    return {strategy.weight_axis: whole, **{axis: held.get(axis, dense) for axis in data}, **copied}
 
 
 class _Parity:

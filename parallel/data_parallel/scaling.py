@@ -9,6 +9,7 @@ follow from the case alone. Source: Megatron-Core 0.16.1 `MixedPrecisionOptimize
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -56,6 +57,8 @@ class LossScaling:
         mine = torch.stack([(~torch.isfinite(gradient)).any() for gradient in gradients]).any()
         found = mine.to(torch.float32)
         for axis in (rank.strategy.weight_axis, *rank.strategy.norm_axes):
+            found = all_reduce(found, rank.mesh.axis(axis), op="max")
+        for axis in itertools.chain(*rank.strategy.apart.values()):
             found = all_reduce(found, rank.mesh.axis(axis), op="max")
         for gradient in gradients:
             gradient.div_(self.value)

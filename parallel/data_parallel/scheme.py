@@ -11,11 +11,12 @@ from parallel.data_parallel.buffers import Buckets
 from parallel.data_parallel.gathered import Shards
 from parallel.data_parallel.parity import with_parity
 from parallel.data_parallel.scaling import LossScaling
+from parallel.data_parallel.together import Together
 from parallel.data_parallel.words import shard_axis
 from parallel.model.strategy import Step, Strategy
 from reference.case import Case
 
-AFTER = ("context", "pipeline")
+AFTER = ("context", "experts", "latent", "pipeline")
 
 
 def applied(strategy: Strategy, case: Case) -> Strategy:
@@ -29,14 +30,17 @@ def _with_shared_gradients(strategy: Strategy, case: Case) -> Strategy:
         return strategy
 
     def step(case: Case, plain: Step) -> Step:
-        return _held_by(Shards(case) if case.zero >= 2 else Buckets(case), case, strategy.step(case, plain))
+        held: Shards | Buckets | Together = Shards(case) if case.zero >= 2 else Buckets(case)
+        if isinstance(held, Buckets) and strategy.apart:
+            held = Together({case.data_axis: held, **{axis: Buckets(case, axis) for axis in strategy.apart}})
+        return _held_by(held, case, strategy.step(case, plain))
 
     return replace(
         strategy, norm_axes=(*strategy.norm_axes, shard_axis(case)) if case.zero else strategy.norm_axes, step=step
     )
 
 
-def _held_by(held: Shards | Buckets, case: Case, plain: Step) -> Step:
+def _held_by(held: Shards | Buckets | Together, case: Case, plain: Step) -> Step:
     """A step whose gradients lie in these buckets or shards, and whose optimizer steps what they give it."""
     return replace(
         plain,

@@ -131,7 +131,7 @@ class Attention(nn.Module):
         if self.heads.sequence_dim == 0:
             q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
         if table is not None:
-            q, k = rotate(q, table), rotate(k, table)
+            q, k = self._turned(q, table), self._turned(k, table)
 
         def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return self.core(q, k, v, hidden_B1SS, self.dropout.shares(f"{self.name}.attention", draw, wide(q.dtype)))
@@ -157,6 +157,10 @@ class Attention(nn.Module):
             context = context.transpose(0, 1)
         y: Tensor = self.wo(context)
         return y
+
+    def _turned(self, x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+        """Queries or keys [.., .., N, D], turned by their positions."""
+        return rotate(x, table)
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [.., .., N, D], k and v [.., .., K, D] of this rank's heads, in the layout of hidden states."""

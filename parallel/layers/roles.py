@@ -1,14 +1,19 @@
 """The modules of a case by their role, under the canonical names that the reference, the ledger and outcomes share.
 
 column  wqkv (or wq, wk, wv), w1, w3, w13      output features belong to heads or inner features
+        wuq, wukv                              the same, of latents
 row     wo, w2                                 input features do
 norm    attention_norm, mlp_norm, final_norm; q_norm, k_norm act on heads
 """
 
 from __future__ import annotations
 
-from parallel.communication.expectation import in_modules
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+from parallel.communication.expectation import CallPlace, Places, in_modules
 from reference.case import Case
+from reference.model.parameters import shapes
 
 __all__ = [
     "ATTENTION",
@@ -21,9 +26,10 @@ __all__ = [
     "is_row",
     "mlp_linears",
     "row_linears",
+    "with_widths",
 ]
 
-_COLUMNS = frozenset({"wqkv", "wq", "wk", "wv", "w1", "w3", "w13"})
+_COLUMNS = frozenset({"wqkv", "wq", "wk", "wv", "wuq", "wukv", "w1", "w3", "w13"})
 _ROWS = frozenset({"wo", "w2"})
 
 
@@ -56,19 +62,29 @@ def head_norms(case: Case) -> tuple[str, ...]:
 
 def column_linears(case: Case) -> list[str]:
     """Dotted names of all column linears, in forward order (C of them a layer)."""
-    return [name for name in _linears(case) if is_column(name)]
+    return [name for name in _modules(case) if is_column(name)]
 
 
 def row_linears(case: Case) -> list[str]:
     """Dotted names of all row linears, in forward order (two a layer)."""
-    return [name for name in _linears(case) if is_row(name)]
+    return [name for name in _modules(case) if is_row(name)]
 
 
-def _linears(case: Case) -> list[str]:
-    inner = [f"attention.{name}" for name in attention_linears(case)] + [f"mlp.{name}" for name in mlp_linears(case)]
-    return [f"layers.{layer}.{name}" for layer in range(case.layers) for name in inner]
+def _modules(case: Case) -> Iterator[str]:
+    """Dotted names of all modules with a weight, in forward order."""
+    return (name.removesuffix(".weight") for name in shapes(case) if name.endswith(".weight"))
 
 
-COLUMN_LINEARS, ROW_LINEARS = in_modules(column_linears), in_modules(row_linears)
-ATTENTION = in_modules(lambda case: [f"layers.{layer}.attention" for layer in range(case.layers)])
+def with_widths(named: Callable[[Case], Iterable[str]]) -> Places:
+    """The places of linears by name, each with the `width` of its input."""
+
+    def places(case: Case) -> Iterator[CallPlace]:
+        for place in in_modules(named)(case):
+            yield replace(place, values={"width": shapes(case)[f"{place.module}.weight"][1]})
+
+    return places
+
+
+COLUMN_LINEARS, ROW_LINEARS = with_widths(column_linears), in_modules(row_linears)
+ATTENTION = in_modules(lambda case: [f"{block}.attention" for block in case.blocks])
 """Places of the rows of a closed form."""

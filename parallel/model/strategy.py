@@ -8,8 +8,8 @@ there), so that every call belongs to the module that needs it. A `Rank` is one 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,16 @@ from parallel.communication.layout import Box, Cut, Placement, pieces
 from parallel.communication.mesh import Axis, Mesh
 from parallel.layers.attention import Exchange, MaskedCore, core_attention, direct
 from parallel.layers.metric import Metric
+from parallel.layers.terms import Terms
 from parallel.randomness.dropout import Dropout
 from parallel.schedules.stages import Stage
 from reference.case import Case
 
 __all__ = ["LossScaler", "Parts", "Rank", "Step", "Strategy", "Value"]
 
+MakesLayer = Callable[[str], nn.Module]
+"""Makes a transformer layer of this dotted name, as those of the decoder are."""
+_Held = TypeVar("_Held")
 Value = Tensor | tuple[Box, ...]
 """One value of an outcome: a full tensor, or the boxes that this rank holds of it."""
 
@@ -51,8 +55,12 @@ class Parts:
     column linear, the other way round for a row linear. `embedding` takes (tokens [B,S], positions [B,S]), `head`
     takes (hidden states, embedding weight). `loss` gives every token's loss from (logits, labels), both in the
     strategy's layout. `behind_layer` makes the modules of features, by name, that hidden states pass as they leave a
-    layer. `local` is this rank's part of a delivered micro-batch. `saved_over` is the axis whose ranks
-    share the saved inputs of recomputed layers, None where each rank saves them whole.
+    layer, `branches` those that a feature has in the place of a layer's attention or MLP (`Core.replaced`), from the
+    dotted name and the rank's dropout, and called as these are. `behind_head` makes those of `Core.behind_decoder`, by
+    name, from a function that makes a transformer layer of a dotted name: the logits pass them, called with (logits,
+    normed hidden states, micro-batch, `parallel.model.transformer.Transformer`). `terms` are what modules add to the
+    loss. `local` is this rank's part of a delivered micro-batch. `saved_over` is the axis whose ranks share the saved
+    inputs of recomputed layers, None where each rank saves them whole.
     """
 
     linear: Callable[[str], nn.Module]
@@ -63,6 +71,9 @@ class Parts:
     exchange: Exchange = direct
     local: Callable[[Delivered], Delivered] = _same
     behind_layer: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
+    branches: Mapping[str, Callable[[str, Dropout], nn.Module]] = field(default_factory=dict)
+    behind_head: Mapping[str, Callable[[MakesLayer], nn.Module]] = field(default_factory=dict)
+    terms: Terms = field(default_factory=Terms)
     saved_over: Axis | None = None
 
 
@@ -80,6 +91,7 @@ class Strategy:
     partial        (case, parameter whole on every rank) -> is its gradient on one rank a partial sum?
     coalesced      are the partial gradients summed in one flat all-reduce (Megatron), or in one each (InternEvo)?
     norm_axes      mesh axes beside the weight axis over which all gradients together lie
+    apart          of parameters on ranks numbered otherwise: their data axis -> the axes over which their gradients lie
     parts          (case, mesh, device) -> the strategy bound to one rank
     rows           the calls of its micro-batches; those of a step follow (`parallel.data_parallel.calls`)
     step           (case, step) -> what is done in a step, made of what the plain step does
@@ -96,6 +108,7 @@ class Strategy:
     partial: Callable[[Case, str], bool]
     coalesced: bool = True
     norm_axes: tuple[str, ...] = ()
+    apart: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     parts: Callable[[Case, Mesh, torch.device], Parts]
     rows: tuple[CallRow, ...]
     step: Callable[[Case, Step], Step] = _plain
@@ -142,6 +155,7 @@ class Step:
     norm        rank -> the norm of the full gradients, which are means by then, the same on every rank
     optimizer   rank -> the optimizer of `Rank.updated`, made once
     afterwards  rank -> None, after the optimizer's step: gathers of parameters
+    beside      (rank, step) -> what a step leaves in the outcome beside what every step does
     loss_scale  the factor of gradients between schedule and norm, None for one
     """
 
@@ -152,6 +166,7 @@ class Step:
     norm: Callable[[Rank], Tensor]
     optimizer: Callable[[Rank], torch.optim.Optimizer]
     afterwards: Callable[[Rank], None]
+    beside: Callable[[Rank, int], Mapping[str, Value]]
     loss_scale: LossScaler | None = None
 
 
@@ -182,6 +197,20 @@ class Rank:
     def model(self) -> nn.Module:
         """The first chunk, which is all of the model without a pipeline."""
         return self.chunks[0][1]
+
+    def of(self, data_axis: str) -> Rank:
+        """The rank with the parameters alone that have copies over a mesh axis (`Core.data_axis_of`)."""
+
+        def own(tensors: Mapping[str, _Held]) -> dict[str, _Held]:
+            return {name: one for name, one in tensors.items() if self.case.data_axis_of(name) == data_axis}
+
+        return replace(
+            self,
+            parameters=own(self.parameters),
+            places=own(self.places),
+            updated=own(self.updated),
+            updated_places=own(self.updated_places),
+        )
 
     @property
     def proves(self) -> bool:

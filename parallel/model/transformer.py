@@ -34,9 +34,9 @@ class Layer(nn.Module):
     def __init__(
         self,
         attention_norm: Norm,
-        attention: Attention,
+        attention: nn.Module,
         mlp_norm: Norm,
-        mlp: Mlp,
+        mlp: nn.Module,
         name: str,
         dropout: Dropout,
         behind: Mapping[str, nn.Module],
@@ -50,6 +50,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, table: tuple[Tensor, Tensor] | None, hidden_B1SS: Tensor | None, draw: Draw) -> Tensor:
         """Hidden states -> hidden states; `draw` is the step and the micro-batch that they are of."""
+        vars(self.mlp)["draw"] = draw  # what a feature has in its place may need it
         x = x + self._dropped("attention", self.attention(self.attention_norm(x), table, hidden_B1SS, draw), draw)
         y: Tensor = x + self._dropped("mlp", self.mlp(self.mlp_norm(x)), draw)
         for leaf in self.behind:
@@ -73,14 +74,16 @@ class Transformer(nn.Module):
         super().__init__()
         self.case, self.ends, self.dropout = case, stage.last, dropout
         self.embedding = parts.embedding() if stage.first else _tables(parts) if stage.copies_table else None
-        self.layers = nn.ModuleDict(
-            {str(index): _layer(case, strategy, parts, dropout, device, index) for index in stage.layers}
-        )
+        layer = partial(_layer, case, strategy, parts, dropout, device)
+        self.layers = nn.ModuleDict({str(index): layer(f"layers.{index}") for index in stage.layers})
         self.units = units(case, [int(layer) for layer in self.layers])
         self.saved_over, self.again = parts.saved_over, False
         if self.ends:
             self.final_norm = _norm(case, case.hidden, device)
             self.head = parts.head()
+            self.behind_head = tuple(parts.behind_head)
+            for leaf, make in parts.behind_head.items():
+                self.add_module(leaf, make(layer))
 
     def forward(self, batch: Delivered, received: Tensor | None = None) -> Tensor:
         """This rank's logits, in the strategy's layout: whole, a part of the vocabulary, or a part of the sequence.
@@ -92,9 +95,7 @@ class Transformer(nn.Module):
             assert self.embedding is not None
             x = self.embedding(batch.tokens, batch.positions)
             x = self.dropout.hidden(x, "embedding", batch.draw)
-        table = None
-        if self.case.positions == "rope":
-            table = rotary_table(batch.positions, self.case.head_dim, x.dtype)
+        table = self.rotary(batch, x.dtype)
         early_stop, contexts = self.case.early_stop, self._contexts
         for unit in self.units if torch.is_grad_enabled() else ():
             through = partial(self._through, unit, table, batch.attention_mask, batch.draw)
@@ -104,10 +105,23 @@ class Transformer(nn.Module):
         x = self._through(rest, table, batch.attention_mask, batch.draw, x)
         if not self.ends:
             return x
+        x = self.final_norm(x)
+        logits = self.logits(x)
+        for leaf in self.behind_head:
+            logits = self.get_submodule(leaf)(logits, x, batch, self)
+        return logits
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The head's logits of normed hidden states."""
         tables = self.head if self.embedding is None else self.embedding.get_submodule("tokens")
         tied = tables.weight  # gathered, it is no parameter
-        logits: Tensor = self.head(self.final_norm(x), tied)
+        logits: Tensor = self.head(x, tied)
         return logits
+
+    def rotary(self, batch: Delivered, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """The table of rotary positions of a micro-batch; None without them."""
+        rotary = self.case.positions == "rope"
+        return rotary_table(batch.positions, self.case.rotated_dim, dtype) if rotary else None
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         forward, repeated = self.dropout.contexts()
@@ -136,15 +150,28 @@ class Transformer(nn.Module):
         return x
 
 
-def _layer(case: Case, strategy: Strategy, parts: Parts, dropout: Dropout, device: torch.device, index: int) -> Layer:
-    name = f"layers.{index}"
+def _layer(case: Case, strategy: Strategy, parts: Parts, dropout: Dropout, device: torch.device, name: str) -> Layer:
+    replaced = case.replaced(case.blocks[name])
+    others = {branch: parts.branches[feature](f"{name}.{branch}", dropout) for branch, feature in replaced.items()}
+    attention = others.get("attention") or _attention(case, strategy, parts, dropout, device, name)
+    mlp = others.get("mlp") or Mlp(
+        case.activation, {leaf: parts.linear(f"{name}.mlp.{leaf}") for leaf in mlp_linears(case)}
+    )
+    behind = {leaf: module() for leaf, module in parts.behind_layer.items()}
+    norms = (_norm(case, case.hidden, device) for _ in range(2))
+    return Layer(next(norms), attention, next(norms), mlp, name, dropout, behind)
+
+
+def _attention(
+    case: Case, strategy: Strategy, parts: Parts, dropout: Dropout, device: torch.device, name: str
+) -> Attention:
     heads = HeadShape(
         group=case.heads // case.kv_heads,
         dim=case.head_dim,
         sequence_dim=strategy.sequence_dim,
         recompute_core=case.core_again,
     )
-    attention = Attention(
+    return Attention(
         heads,
         parts.core,
         parts.exchange,
@@ -153,10 +180,6 @@ def _layer(case: Case, strategy: Strategy, parts: Parts, dropout: Dropout, devic
         name,
         dropout,
     )
-    mlp = Mlp(case.activation, {leaf: parts.linear(f"{name}.mlp.{leaf}") for leaf in mlp_linears(case)})
-    behind = {leaf: module() for leaf, module in parts.behind_layer.items()}
-    norms = (_norm(case, case.hidden, device) for _ in range(2))
-    return Layer(next(norms), attention, next(norms), mlp, name, dropout, behind)
 
 
 def _tables(parts: Parts) -> nn.Module:

@@ -49,7 +49,7 @@ def initial(case: Case, name: str, place: Placement, at: Coordinates, streams: S
     if case.init == "whole":
         return shard(drawn(case, name), place, at)
     real = shard(torch.ones(place.shape, dtype=torch.float64), place, at)  # 0 where there is padding
-    module, _, leaf = name.rpartition(".")
+    module, _, leaf = name.replace(".experts.down.", ".experts.w2.").rpartition(".")
     if leaf == "bias":
         return torch.zeros_like(real)
     if module.endswith("norm"):

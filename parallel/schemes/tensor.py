@@ -52,6 +52,14 @@ def _row(where: str | Places, phase: str, op: str, why: str, **formulas: Any) ->
 
 
 _INPUT = "gradient of the input, partial on every rank"
+_WIDTH = "slice_tokens * width"
+"""Elements of the whole input of a column linear."""
+COLUMNS = (CallRow(COLUMN_LINEARS, "backward", "all_reduce", _WIDTH, _INPUT, hidden=BEHIND_WEIGHTS),)
+SPLIT_COLUMNS = (
+    CallRow(COLUMN_LINEARS, "forward", "all_gather", _WIDTH, "split inputs"),
+    CallRow(COLUMN_LINEARS, "backward", "reduce_scatter", _WIDTH, f"{_INPUT} -> split", hidden=BEHIND_WEIGHTS),
+)
+"""What column linears issue where hidden states are whole, and where they are split along the sequence."""
 WHOLE = (
     *DELIVERY,
     _row("embedding", "forward", "all_gather", "columns of hidden states", when=_COLUMNS),
@@ -59,7 +67,7 @@ WHOLE = (
     _row(ROW_LINEARS, "forward", "all_reduce", "partial outputs"),
     SAVED,
     *LOGITS,
-    _row(COLUMN_LINEARS, "backward", "all_reduce", _INPUT, hidden=BEHIND_WEIGHTS),
+    *COLUMNS,
     _row("head", "backward", "all_reduce", _INPUT, hidden=BEHIND_WEIGHTS),
 )
 SPLIT = (
@@ -67,18 +75,17 @@ SPLIT = (
     _row("embedding", "forward", "all_gather", "columns of hidden states", when=_COLUMNS),
     _row("embedding", "forward", "all_reduce", "partial, whole until positions are added", when=_LEARNED),
     _row("embedding", "forward", "reduce_scatter", "partial -> split", when=_ROTARY),
-    _row(COLUMN_LINEARS, "forward", "all_gather", "split inputs"),
+    *SPLIT_COLUMNS,
     _row(ROW_LINEARS, "forward", "reduce_scatter", "partial outputs -> split"),
     _row("head", "forward", "all_gather", "split inputs"),
     *LOGITS,
-    _row(COLUMN_LINEARS, "backward", "reduce_scatter", f"{_INPUT} -> split", hidden=BEHIND_WEIGHTS),
     _row("head", "backward", "reduce_scatter", f"{_INPUT} -> split", hidden=BEHIND_WEIGHTS),
     _row(ROW_LINEARS, "backward", "all_gather", "split gradients of outputs"),
     _row("embedding", "backward", "all_gather", "split gradients of outputs"),
 )
 GATHERED_AGAIN = tuple(
-    _row(where, "backward", "all_gather", "inputs again, of which a slice was saved", hidden="overlap")
-    for where in (COLUMN_LINEARS, "head")
+    CallRow(where, "backward", "all_gather", elements, "inputs again, of which a slice was saved", hidden="overlap")
+    for where, elements in ((COLUMN_LINEARS, _WIDTH), ("head", ACTIVATION))
 )
 """What a column linear adds that does not keep its gathered input."""
 
@@ -113,9 +120,17 @@ def _blocks(case: Case, module: str) -> tuple[int, ...]:
 
 def _unit(case: Case, module: str) -> int:
     """Features that one kv group takes in a linear of attention: no cut may fall inside a group."""
-    group = case.heads // case.kv_heads
-    heads = {"wqkv": group + 2, "wq": group, "wk": 1, "wv": 1, "wo": group}.get(module.rpartition(".")[2])
-    return 1 if heads is None else heads * case.head_dim
+    group, key, value = case.heads // case.kv_heads, case.head_dim, case.value_dim
+    units = {
+        "wqkv": (group + 1) * key + value,
+        "wq": group * key,
+        "wk": key,
+        "wv": value,
+        "wo": group * value,
+        "wuq": key,
+        "wukv": key - case.rotated_dim + value,
+    }
+    return units.get(module.rpartition(".")[2], 1)
 
 
 def activation(case: Case, module: str, *, sequence_split: bool) -> Placement | None:
@@ -133,7 +148,7 @@ def activation(case: Case, module: str, *, sequence_split: bool) -> Placement | 
         if case.head == "gather":
             return Placement(shape=shape)
         return Placement(shape=shape, cuts=(Cut(axis="tp", dim=2, blocks=(case.padded_vocab,)),))
-    block = module.startswith("layers.") and (leaf.isdigit() or leaf in ("attention", "mlp", "wo", "w2"))
+    block = module in case.blocks or leaf in ("attention", "mlp", "wo", "w2")
     if block or module == "embedding" or leaf in ("attention_norm", "mlp_norm", "final_norm"):
         return Placement(shape=(rows, length, case.hidden), cuts=(Cut(axis="tp", dim=1),) if sequence_split else ())
     return None

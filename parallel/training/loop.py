@@ -67,7 +67,7 @@ def train(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> d
         optimizer.step()
         rank.step.afterwards(rank)
         if rank.proves:
-            outcome |= _left(rank, step, optimizer)
+            outcome |= {**_left(rank, step, optimizer), **rank.step.beside(rank, step)}
         del gradients  # or they would stand beside those of the next step
     if rank.metric is not None:
         outcome |= _metrics(rank, rank.metric)
@@ -114,6 +114,8 @@ def set_up(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> 
         metric=_metric(case, strategy, mesh) if own[-1].last else None,
         dropout=dropout,
     )
+    if rank.step.loss_scale is not None:
+        parts.terms.scaled = rank.step.loss_scale.scaled
     return rank.step.prepare(rank)
 
 

@@ -119,5 +119,6 @@ PLAIN = Step(
     norm=total_norm,
     optimizer=lambda rank: made_optimizer(rank.case, list(rank.updated.values())),
     afterwards=_nothing,
+    beside=lambda _rank, _step: {},
 )
 """Every micro-batch after the other, one flat call for the data axes, the case's optimizer over the parameters."""

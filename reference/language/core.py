@@ -153,6 +153,16 @@ class Core:
         yield from ()
 
     @property
+    def blocks(self) -> dict[str, int]:
+        """Dotted name of every transformer layer -> the layer of the decoder that it is like, in forward order."""
+        return {f"layers.{layer}": layer for layer in range(self.layers)}
+
+    @property
+    def truth_depends_on_split(self) -> bool:
+        """Does the dense model need to know how the work is split?"""
+        return False
+
+    @property
     def layer_shapes(self) -> dict[str, tuple[int, ...]]:
         """The parameters that features add to a layer, without its prefix, with their shapes."""
         return {}
@@ -160,6 +170,19 @@ class Core:
     def behind_layer(self, x_BSH: Tensor, _weights: Callable[[str], Tensor]) -> Tensor:
         """Hidden states of the dense model as they leave a layer; `_weights` gives one of `layer_shapes` by name."""
         return x_BSH
+
+    def replaced(self, _layer: int) -> dict[str, str]:
+        """Branch of this layer, "attention" or "mlp" -> the feature that has another one in its place: its parameters
+        and mathematics are `reference.model.branches.FEATURE`, its module is that of `Parts.branches`.
+        """
+        return {}
+
+    @property
+    def behind_decoder(self) -> tuple[str, ...]:
+        """The features that go on from the decoder's normed hidden states, beside the head: their parameters and
+        mathematics are `reference.model.branches.FEATURE`, their modules those of `Parts.behind_head`.
+        """
+        return ()
 
     @property
     def system(self) -> Mode:
@@ -183,8 +206,18 @@ class Core:
 
     @property
     def head_dim(self) -> int:
-        """Width of one attention head."""
+        """Width of one attention head: of its query and key."""
         return self.hidden // self.heads
+
+    @property
+    def value_dim(self) -> int:
+        """Width of one attention head's value."""
+        return self.head_dim
+
+    @property
+    def rotated_dim(self) -> int:
+        """Features of a head's query and key that rotary positions turn."""
+        return self.head_dim
 
     @property
     def padded_vocab(self) -> int:
@@ -211,6 +244,10 @@ class Core:
     def data_axis(self) -> str:
         """The mesh axis of the ranks that hold the same weights and see different tokens."""
         return "wdp" if self.system.gathers_weights else "dp"
+
+    def data_axis_of(self, _parameter: str) -> str:
+        """The mesh axis of the ranks that hold the same part of a parameter and see different tokens."""
+        return self.data_axis
 
     @property
     def token_axis(self) -> str:

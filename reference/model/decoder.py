@@ -8,13 +8,14 @@ bias, positions, tied, qk_norm, fuse_qkv, fuse_mlp); a family only sets their de
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from reference.case import Case
 from reference.data.batches import Batch
 from reference.model import layers
+from reference.model.branches import Beside, branch_of
 from reference.model.dropout import SHARES, mask, rate_of
 
 __all__ = ["PLAIN", "Arithmetic", "Tap", "logits", "silent"]
@@ -56,15 +57,29 @@ def silent(module: str, output: Tensor) -> None:
 
 
 def logits(
-    case: Case, weights: Mapping[str, Tensor], batch: Batch, *, tap: Tap = silent, arithmetic: Arithmetic = PLAIN
+    case: Case,
+    weights: Mapping[str, Tensor],
+    batch: Batch,
+    *,
+    tap: Tap = silent,
+    arithmetic: Arithmetic = PLAIN,
+    beside: Beside | None = None,
 ) -> Tensor:
-    """Logits [B, S, vocab] in the weights' dtype. The batch lies on the weights' device."""
-    run = _Pass(case=case, weights=weights, batch=batch, tap=tap, arithmetic=arithmetic)
+    """Logits [B, S, vocab] in the weights' dtype. The batch lies on the weights' device.
+
+    `beside` receives what the branches of features have beside their output; without it nothing goes on behind the
+    decoder.
+    """
+    run = _Pass(case=case, weights=weights, batch=batch, tap=tap, arithmetic=arithmetic, beside=beside or Beside())
     visible_SS = layers.visible(batch.tokens.shape[1], batch.cu_seqlens, batch.tokens.device)
     x_BSH = run.embedding("embedding")
     for layer in range(case.layers):
         x_BSH = run.block(f"layers.{layer}", x_BSH, visible_SS)
-    return run.head("head", run.norm("final_norm", x_BSH))
+    x_BSH = run.norm("final_norm", x_BSH)
+    logits_BSV = run.head("head", x_BSH)
+    for feature in getattr(case, "behind_decoder", ()) if beside else ():
+        branch_of(feature).forward(run, "", x_BSH, visible_SS)
+    return logits_BSV
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,20 +91,27 @@ class _Pass:
     batch: Batch
     tap: Tap
     arithmetic: Arithmetic
+    beside: Beside = field(default_factory=Beside)
 
     def embedding(self, name: str) -> Tensor:
         x_BSH = self.weights[f"{name}.tokens.weight"][self.batch.tokens]
         if self.case.positions == "learned":
             x_BSH = x_BSH + self.weights[f"{name}.positions.weight"][self.batch.positions]
-        return self._dropped(name, self._told(name, x_BSH))
+        return self._dropped(name, self.told(name, x_BSH))
 
     def block(self, name: str, x_BSH: Tensor, visible_SS: Tensor) -> Tensor:
-        y_BSH = self.attention(f"{name}.attention", self.norm(f"{name}.attention_norm", x_BSH), visible_SS)
-        x_BSH = self.arithmetic.join("attention", x_BSH, self._dropped(f"{name}.attention", y_BSH))
-        y_BSH = self.mlp(f"{name}.mlp", self.norm(f"{name}.mlp_norm", x_BSH))
-        x_BSH = self.arithmetic.join("mlp", x_BSH, self._dropped(f"{name}.mlp", y_BSH))
-        behind = getattr(self.case, "behind_layer", None)  # a case that is words alone has no features
-        return self._told(name, behind(x_BSH, lambda leaf: self.weights[f"{name}.{leaf}"]) if behind else x_BSH)
+        """A transformer layer."""
+        replaced = getattr(self.case, "replaced", None)
+        others = replaced(self.case.blocks[name]) if replaced else {}  # a case that is words alone has no features
+        for branch, plain in (("attention", self.attention), ("mlp", self.mlp)):
+            y_BSH = self.norm(f"{name}.{branch}_norm", x_BSH)
+            if branch in others:
+                y_BSH = self.told(f"{name}.{branch}", branch_of(others[branch]).forward(self, name, y_BSH, visible_SS))
+            else:
+                y_BSH = plain(f"{name}.{branch}", y_BSH, visible_SS)
+            x_BSH = self.arithmetic.join(branch, x_BSH, self._dropped(f"{name}.{branch}", y_BSH))
+        behind = getattr(self.case, "behind_layer", None)
+        return self.told(name, behind(x_BSH, lambda leaf: self.weights[f"{name}.{leaf}"]) if behind else x_BSH)
 
     def attention(self, name: str, x_BSH: Tensor, visible_SS: Tensor) -> Tensor:
         heads, kv_heads = self.case.heads, self.case.kv_heads
@@ -104,12 +126,16 @@ class _Pass:
         if self.case.positions == "rope":
             q_BSND = self.arithmetic.rotate("q", q_BSND, self.batch.positions)
             k_BSKD = self.arithmetic.rotate("k", k_BSKD, self.batch.positions)
+        context_BSE = self.core(name, q_BSND, k_BSKD, v_BSKD, visible_SS)
+        return self.told(name, self.linear(f"{name}.wo", context_BSE))
+
+    def core(self, name: str, q_BSND: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, visible_SS: Tensor) -> Tensor:
+        """Attention, with the dropout of its shares."""
         kept_BNSS, rate = mask(self.case, self.batch, f"{name}.{SHARES}"), self.case.attention_dropout
         factors = () if kept_BNSS is None else (kept_BNSS.to(layers.wide(q_BSND.dtype)) / (1 - rate),)
-        context_BSE = self.arithmetic.attention(q_BSND, k_BSKD, v_BSKD, visible_SS, *factors)
-        return self._told(name, self.linear(f"{name}.wo", context_BSE))
+        return self.arithmetic.attention(q_BSND, k_BSKD, v_BSKE, visible_SS, *factors)
 
-    def mlp(self, name: str, x_BSH: Tensor) -> Tensor:
+    def mlp(self, name: str, x_BSH: Tensor, _visible_SS: Tensor | None = None) -> Tensor:
         kind = self.case.activation
         if self.case.fuse_mlp:
             gate_BSF, up_BSF = self.linear(f"{name}.w13", x_BSH).chunk(2, -1)
@@ -119,24 +145,27 @@ class _Pass:
             y_BSF = self.arithmetic.activate(kind, self.linear(f"{name}.w3", x_BSH), gate_BSF)
         else:
             y_BSF = self.arithmetic.activate(kind, self.linear(f"{name}.w1", x_BSH), None)
-        return self._told(name, self.linear(f"{name}.w2", y_BSF))
+        return self.told(name, self.linear(f"{name}.w2", y_BSF))
 
     def head(self, name: str, x_BSH: Tensor) -> Tensor:
         weight = self.weights["embedding.tokens.weight" if self.case.tied else f"{name}.weight"]
-        return self._told(name, self.arithmetic.linear(x_BSH, weight, None))
+        return self.told(name, self.arithmetic.linear(x_BSH, weight, None))
 
     def linear(self, name: str, x: Tensor) -> Tensor:
+        """A linear with a bias where there is one."""
         weight, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
-        return self._told(name, self.arithmetic.linear(x, weight, bias))
+        return self.told(name, self.arithmetic.linear(x, weight, bias))
 
     def norm(self, name: str, x: Tensor) -> Tensor:
+        """A norm over the last dim, with a bias where there is one."""
         weight, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
-        return self._told(name, self.arithmetic.norm(x, weight, bias))
+        return self.told(name, self.arithmetic.norm(x, weight, bias))
 
     def _dropped(self, site: str, x_BSH: Tensor) -> Tensor:
         kept_BSH = mask(self.case, self.batch, site)
         return x_BSH if kept_BSH is None else x_BSH * kept_BSH / (1 - rate_of(self.case, site))
 
-    def _told(self, name: str, output: Tensor) -> Tensor:
+    def told(self, name: str, output: Tensor) -> Tensor:
+        """The output of a module, which the tap hears of."""
         self.tap(name, output)
         return output

@@ -22,8 +22,10 @@ SPLIT: Mapping[str, Any] = {
 def dense_case(case: Case) -> Case:
     """The case with all words of SPLIT at the same value: its truth is that of the case, bit by bit.
 
-    The case itself where its data depend on the split (see `reference.data.edges`), or where its variant does.
+    The case itself where its truth or its data depend on the split (see `reference.data.edges`), or its variant does.
     """
+    if case.truth_depends_on_split:
+        return case
     try:
         found = replace(case, **SPLIT)
     except CaseError:

@@ -28,12 +28,8 @@ def sites(case: Case) -> dict[str, tuple[int, ...]]:
     length = case.row_tokens
     hidden, shares = (length, case.hidden), (case.heads, length, length)
     found: dict[str, tuple[int, ...]] = {"embedding": hidden}
-    for layer in range(case.layers):
-        found |= {
-            f"layers.{layer}.attention.{SHARES}": shares,
-            f"layers.{layer}.attention": hidden,
-            f"layers.{layer}.mlp": hidden,
-        }
+    for block in case.blocks:
+        found |= {f"{block}.attention.{SHARES}": shares, f"{block}.attention": hidden, f"{block}.mlp": hidden}
     return {site: shape for site, shape in found.items() if rate_of(case, site)}
 
 

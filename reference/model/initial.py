@@ -21,7 +21,7 @@ from reference.model.field import words
 __all__ = ["STANDARD", "deviation", "of_field"]
 
 STANDARD = 0.02
-_ROW = (".wo", ".w2")
+_ROW = (".wo", ".w2", ".experts.down")
 
 
 def deviation(case: Case, name: str) -> float:

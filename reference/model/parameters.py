@@ -18,6 +18,7 @@ from torch import Tensor
 from reference.case import Case
 from reference.checkpoints.stored import stored
 from reference.errors import CaseError
+from reference.model.branches import branch_of
 from reference.model.given import given_now
 from reference.model.initial import of_field
 
@@ -46,10 +47,13 @@ def _shapes(case: Case) -> dict[str, Shape]:
     if case.positions == "learned":
         found["embedding.positions.weight"] = (case.seq, case.hidden)
     for layer in range(case.layers):
-        found |= {f"layers.{layer}.{name}": shape for name, shape in (_block(case) | case.layer_shapes).items()}
+        found |= _block(case, f"layers.{layer}")
     found |= _norm(case, "final_norm", case.hidden)
     if not case.tied:
         found["head.weight"] = (case.vocab, case.hidden)
+    for feature in case.behind_decoder:
+        for name, shape in branch_of(feature).shapes(case).items():
+            found |= _block(case, name) if name in case.blocks else {name: shape}
     return found
 
 
@@ -170,11 +174,20 @@ def _away(unit: Tensor) -> Tensor:
     return (0.25 + 0.75 * unit.abs()).copysign(unit)
 
 
-def _block(case: Case) -> dict[str, Shape]:
-    """The parameters of one block, without the prefix of its layer."""
+def _block(case: Case, block: str) -> dict[str, Shape]:
+    """The parameters of the transformer layer of this name."""
+    found: dict[str, Shape] = {}
+    for branch, plain in (("attention", _attention), ("mlp", _mlp)):
+        other = case.replaced(case.blocks[block]).get(branch)
+        shapes_of = branch_of(other).shapes if other else plain
+        found |= _norm(case, f"{branch}_norm", case.hidden) | shapes_of(case)
+    return {f"{block}.{name}": shape for name, shape in (found | case.layer_shapes).items()}
+
+
+def _attention(case: Case) -> dict[str, Shape]:
     hidden, head_dim = case.hidden, case.head_dim
     heads, kv = case.heads * head_dim, case.kv_heads * head_dim
-    found = _norm(case, "attention_norm", hidden)
+    found: dict[str, Shape] = {}
     if case.fuse_qkv:
         found |= _linear(case, "attention.wqkv", heads + 2 * kv, hidden)
     else:
@@ -183,8 +196,12 @@ def _block(case: Case) -> dict[str, Shape]:
         found |= _linear(case, "attention.wv", kv, hidden)
     if case.qk_norm:
         found |= _norm(case, "attention.q_norm", head_dim) | _norm(case, "attention.k_norm", head_dim)
-    found |= _linear(case, "attention.wo", hidden, heads)
-    found |= _norm(case, "mlp_norm", hidden)
+    return found | _linear(case, "attention.wo", hidden, heads)
+
+
+def _mlp(case: Case) -> dict[str, Shape]:
+    hidden = case.hidden
+    found: dict[str, Shape] = {}
     if case.fuse_mlp:
         found |= _linear(case, "mlp.w13", 2 * case.ffn, hidden)
     else:

@@ -15,6 +15,7 @@ from torch import Tensor
 from reference.case import Case
 from reference.data.batches import Batch, micro_batch
 from reference.model import decoder, loss
+from reference.model.branches import Beside, values_of
 from reference.model.decoder import PLAIN, Arithmetic
 from reference.training.scaling import LossScale
 from reference.training.steps import Feed
@@ -33,22 +34,25 @@ def observe(
     """The activations of these full weights, on their device and in their dtype, and their gradients if wanted."""
     device = next(iter(weights.values())).device
     rows: dict[str, list[Tensor]] = {}
-    for data_rank in range(case.dp):
-        batch = feed(case, 0, 0, data_rank, device=device)
-        for name, tensor in _observe_one(case, weights, batch, arithmetic, gradients).items():
+    places = [(micro, data_rank) for micro in range(case.micro) for data_rank in range(case.dp)]
+    step = tuple(feed(case, 0, micro, data_rank, device=device) for micro, data_rank in places)
+    for batch in step[: case.dp]:
+        for name, tensor in _observe_one(case, weights, batch, Beside(step=step), arithmetic, gradients).items():
             rows.setdefault(name, []).append(tensor)
     return {name: torch.cat(tensors) for name, tensors in rows.items()}
 
 
 def _observe_one(
-    case: Case, weights: Mapping[str, Tensor], batch: Batch, arithmetic: Arithmetic, gradients: bool
+    case: Case, weights: Mapping[str, Tensor], batch: Batch, beside: Beside, arithmetic: Arithmetic, gradients: bool
 ) -> dict[str, Tensor]:
     outputs: dict[str, Tensor] = {}
     leaves = {name: weight.detach().requires_grad_(gradients) for name, weight in weights.items()}
-    logits = decoder.logits(case, leaves, batch, tap=outputs.__setitem__, arithmetic=arithmetic)
+    logits = decoder.logits(
+        case, {**leaves, **values_of(case)}, batch, tap=outputs.__setitem__, arithmetic=arithmetic, beside=beside
+    )
     acts = {f"act/{name}": output.detach().flatten(2) for name, output in outputs.items()}
     if not gradients:
         return acts
     summed, _ = loss.summed(logits, batch.labels, batch.loss_mask, case.label_smoothing)
-    slopes = torch.autograd.grad(summed * LossScale.of(case).value, list(outputs.values()))
+    slopes = torch.autograd.grad(sum(beside.losses, summed) * LossScale.of(case).value, list(outputs.values()))
     return acts | {f"act_grad/{name}": slope.flatten(2) for name, slope in zip(outputs, slopes, strict=True)}

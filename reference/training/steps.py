@@ -18,6 +18,7 @@ from torch import Tensor
 from reference.case import Case
 from reference.data.batches import Batch, micro_batch
 from reference.model import decoder, layers, loss, metric
+from reference.model.branches import Beside, updated_values, values_of
 from reference.model.decoder import PLAIN, Arithmetic
 from reference.model.layers import wide
 from reference.training.scaling import LossScale
@@ -46,6 +47,7 @@ class Sums:
     metric of every data rank, when the case has one, and the activations of micro-batch 0 when they are observed.
 
     `largest`, with a loss scale: the largest scaled gradient of a logit, and of a parameter after any micro-batch.
+    `counts`: integers that branches leave (`reference.model.branches`), rows as those of the logits.
     """
 
     loss: Tensor
@@ -54,6 +56,7 @@ class Sums:
     metrics: list[metric.Totals]
     activations: Mapping[str, Tensor]
     largest: tuple[float, float]
+    counts: Mapping[str, Tensor]
 
 
 def train(
@@ -84,17 +87,21 @@ def train(
     outcome: dict[str, Tensor] = {}
     metrics: list[metric.Totals] = []
     activations: Mapping[str, Tensor] = {}
-    scale = LossScale.of(case)
+    scale, values = LossScale.of(case), values_of(case)
     for step in range(case.steps):
         if states is not None and step:
             load(case, step - 1, trained, stepper, states)
             _rounded(case, trained, parameters)
-        sums = _accumulate(case, parameters, step, feed, arithmetic, last_first, observed and step == 0, scale.value)
+            values = {name: states.get(f"value_after/{step - 1}/{name}", own) for name, own in values.items()}
+        sums = _accumulate(
+            case, parameters, values, step, feed, arithmetic, last_first, observed and step == 0, scale.value
+        )
         skipped = scale.overflows(step, *sums.largest, exact=dtype is not None)
         outcome[f"tokens/{step}"] = sums.tokens.long()
         outcome[f"loss/{step}"] = sums.loss / sums.tokens
         if sums.logits is not None:
             outcome[f"logits/{step}"] = sums.logits
+        outcome |= {name.replace("/", f"/{step}/", 1): counts for name, counts in sums.counts.items()}
         gradients = {n: _handed(parameters[n], w).div_(sums.tokens * scale.value) for n, w in trained.items()}
         outcome |= scale.outcome(step, skipped=skipped)
         scale.update(skipped=skipped)
@@ -111,6 +118,8 @@ def train(
         stepper.step()
         _rounded(case, trained, parameters)
         outcome |= {name: tensor for name, _, tensor in after(case, step, trained, stepper)}
+        values = updated_values(case, values, sums.counts)
+        outcome |= {f"value_after/{step}/{name}": value for name, value in values.items()}
         stepper.zero_grad()
         metrics = [_added(*both) for both in zip(metrics, sums.metrics, strict=True)] if metrics else sums.metrics
     outcome |= metric.outcome(metrics, exact=case.dtype == "float64") if metrics else {}
@@ -152,6 +161,7 @@ def _rounded(case: Case, trained: Mapping[str, Tensor], parameters: Mapping[str,
 def _accumulate(
     case: Case,
     parameters: Mapping[str, Tensor],
+    values: Mapping[str, Tensor],
     step: int,
     feed: Feed,
     arithmetic: Arithmetic,
@@ -163,22 +173,25 @@ def _accumulate(
     device = next(iter(parameters.values())).device
     keep = case.dp * case.micro * case.tokens * case.vocab <= LARGEST_LOGITS
     places = [(data_rank, micro) for data_rank in range(case.dp) for micro in range(case.micro)]
+    batches = {place: feed(case, step, place[1], place[0], device=device) for place in places}
+    besides = {place: Beside(step=tuple(batches.values())) for place in places}
     losses, tokens, rows = {}, {}, {}
     metrics: dict[int, metric.Totals] = {}
     outputs: dict[int, dict[str, Tensor]] = {}
     largest = [(0.0, 0.0)]
     for place in reversed(places) if last_first else places:
         data_rank, micro = place
-        batch = feed(case, step, micro, data_rank, device=device)
+        batch, beside = batches[place], besides[place]
         tapped = outputs.setdefault(data_rank, {}) if observed and micro == 0 else None
         tap = decoder.silent if tapped is None else partial(_kept, tapped)
-        logits = decoder.logits(case, parameters, batch, tap=tap, arithmetic=arithmetic)
+        logits = decoder.logits(case, {**parameters, **values}, batch, tap=tap, arithmetic=arithmetic, beside=beside)
         summed, tokens[place] = loss.summed(logits, batch.labels, batch.loss_mask, case.label_smoothing)
+        total = sum(beside.losses, summed)
         if case.scaler == "none":
-            summed.backward()
+            total.backward()
         else:
             logits.register_hook(lambda gradient: largest.append((float(gradient.abs().max()), 0.0)))
-            (summed * scale).backward()
+            (total * scale).backward()
             largest.append((0.0, max(float(_gradient(weight).abs().max()) for weight in parameters.values())))
         losses[place] = summed.detach()
         if keep:
@@ -193,6 +206,7 @@ def _accumulate(
         metrics=[metrics[data_rank] for data_rank in sorted(metrics)],
         activations=_joined([outputs[data_rank] for data_rank in sorted(outputs)]),
         largest=(max(one[0] for one in largest), max(one[1] for one in largest)),
+        counts={name: torch.cat([besides[place].counts[name] for place in places]) for name in beside.counts},
     )
 
 

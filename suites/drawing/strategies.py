@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from harness.engines.faults.races import Schedule
 from reference.case import Case, CaseError
+from reference.case.default_cases import PARTS
 from reference.case.domains import domains
 from reference.case.repair import repaired, words_of
 from reference.features import FEATURES
@@ -31,6 +32,9 @@ NOT_DRAWN = {
     "variant": "makes the implementation wrong",
     "scaler": "brings most models to the edge of float16, where rounding decides which step is skipped",
     "loss_scale": "scales with a scaler only",
+    **{
+        word: "is a part of some models, whose cases are named" for owner in PARTS for word in declared(FEATURES[owner])
+    },
 }
 """Words of the case language that `every_word` leaves at their defaults, and why."""
 

@@ -1,0 +1,10 @@
+"""Experts on ranks: who holds which, how tokens reach them and return, and the calls that this takes.
+
+scheme     what experts replace of a strategy
+block      the module in the place of an MLP
+router     logits, choice and weights
+dispatch   tokens to experts and back, by all-to-all or all-gather
+linears    the experts of a rank
+counts     how many rows every rank sends to every expert, from integers
+rows       the calls as rows
+"""

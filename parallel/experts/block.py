@@ -1,0 +1,137 @@
+"""Experts in the place of a layer's MLP: hidden states in and out as the mode has them.
+
+A rank routes tokens of its own. Where hidden states are whole on every tensor rank each of these takes its part of the
+sequence before, and all parts are gathered behind: copies of a token would each send its gradient to the experts, which
+would be tp times as large (experts.md 22.1). The shared expert is an MLP of the mode's own linears, beside them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from parallel.communication.layout import Placement, local_shape
+from parallel.communication.mesh import Mesh, coordinates
+from parallel.communication.pairs import gather_from_sequence, scatter_to_sequence
+from parallel.experts.capacity import taken
+from parallel.experts.counts import rows_sent, tokens_of
+from parallel.experts.dispatch import ByAllGather, ByAllToAll
+from parallel.experts.linears import Experts
+from parallel.experts.losses import balance_term
+from parallel.experts.router import Router, select, weigh
+from parallel.layers.mlp import Mlp
+from parallel.layers.terms import Terms
+from parallel.model.strategy import Rank
+from reference.case import Case
+from reference.data.routing import forced
+from reference.model.parameters import dtype_of
+
+__all__ = ["ExpertBlock", "blocks_of"]
+
+
+class _Gate(nn.Module):
+    """sigmoid(x wg), [.., .., 1]."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty((1, case.hidden), dtype=dtype_of(case), device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Hidden states -> the gate of every token."""
+        return functional.linear(x, self.weight).sigmoid()
+
+
+class ExpertBlock(nn.Module):
+    """`name` is its dotted one, "layers.1.mlp"; `places` how its parameters lie; `shared` the MLP of all tokens.
+
+    `draw` is the step and the micro-batch that it computes. `chosen` are the choices of a step by micro-batch, as
+    hidden states lie: bool [.., .., experts].
+    """
+
+    draw: tuple[int, int] = (0, 0)
+
+    def __init__(
+        self,
+        case: Case,
+        mesh: Mesh,
+        places: dict[str, Placement],
+        device: torch.device,
+        name: str,
+        *,
+        sequence_dim: int,
+        shared: Mlp | None,
+        terms: Terms,
+    ) -> None:
+        super().__init__()
+        self.case, self.block, self.sequence_dim = case, name.removesuffix(".mlp"), sequence_dim
+        self.mesh, self.tp, self.at, self.terms = mesh, mesh.axis("tp"), coordinates(case, mesh.rank), terms
+        self.router = Router(case, device)
+        own = f"{name}.experts."
+        shapes = {
+            key.removeprefix(own).removesuffix(".weight"): local_shape(place, self.at)
+            for key, place in places.items()
+            if key.startswith(own)
+        }
+        self.experts = Experts(case.activation, shapes, dtype_of(case), device)
+        if shared is not None:
+            self.shared = shared
+        if case.shared_gate:
+            self.shared_gate = _Gate(case, device)
+        self.dispatch = (ByAllGather if case.dispatcher == "allgather" else ByAllToAll)(case, mesh)
+        self.chosen: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Hidden states -> hidden states."""
+        own = x if self.case.system.sequence else scatter_to_sequence(x, self.tp, dim=self.sequence_dim)
+        y = self._routed(own)
+        if not self.case.system.sequence:
+            y = gather_from_sequence(y, self.tp, dim=self.sequence_dim, tensor_parallel_output_grad=False)
+        if self.case.shared_ffn:
+            shared = self.shared(x)
+            y = y + (shared * self.shared_gate(x) if self.case.shared_gate else shared)
+        return y
+
+    def _routed(self, x: Tensor) -> Tensor:
+        """The same for this rank's own tokens, without the shared expert."""
+        step, micro = self.draw
+        logits = self.router(x)
+        logits_TE = logits.flatten(0, 1)
+        chosen_TE = self._chosen(logits_TE)
+        weights_TE = weigh(self.case, logits_TE, chosen_TE)
+        if self.case.aux_loss or self.case.sequence_loss or self.case.z_loss:
+            logits_BSE, chosen_BSE = (self._by_row(one.unflatten(0, x.shape[:2])) for one in (logits_TE, chosen_TE))
+            weights_TE = self.terms.attached(weights_TE, balance_term(self.case, self.mesh, logits_BSE, chosen_BSE))
+        if self.case.capacity:
+            chosen_TE = taken(self.case, weights_TE, chosen_TE, self._tokens())
+            weights_TE = weights_TE * chosen_TE
+        self.chosen[micro] = chosen_TE.unflatten(0, x.shape[:2])
+        known = partial(self._sent_by, step, micro)
+        return self.dispatch(x.flatten(0, 1), weights_TE, chosen_TE, self.experts, known).view_as(x)
+
+    def _chosen(self, logits_TE: Tensor) -> Tensor:
+        """The experts of every token, bool [T, E]."""
+        if self.case.routing == "learned":
+            if logits_TE.is_meta:
+                raise ValueError("routing=learned: depends on values, and there are shapes alone; legal: routing=equal")
+            return select(self.case, self.router.selecting(logits_TE))
+        return forced(self.case, self.case.blocks[self.block], self._tokens()).to(logits_TE.device)
+
+    def _tokens(self) -> Tensor:
+        """The numbers of this rank's own tokens, as hidden states have them end to end."""
+        return self._by_row(tokens_of(self.case, self.at, *self.draw)).flatten()
+
+    def _by_row(self, x: Tensor) -> Tensor:
+        """Rows first where hidden states have places first, and back."""
+        return x.transpose(0, 1) if self.sequence_dim == 0 else x
+
+    def _sent_by(self, step: int, micro: int, rank: int) -> tuple[int, ...]:
+        return rows_sent(self.case, self.block, step, micro)[rank]
+
+
+def blocks_of(rank: Rank) -> dict[str, ExpertBlock]:
+    """The blocks of a rank, by their dotted names."""
+    named = (pair for _, chunk in rank.chunks for pair in chunk.named_modules())
+    return {name: block for name, block in named if isinstance(block, ExpertBlock)}

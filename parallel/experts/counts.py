@@ -1,0 +1,122 @@
+"""How many rows every rank sends to every expert in a micro-batch, from integers: no rank's own choice is used.
+
+Where `routing=` is a function the map is that; where a router chooses it is the dense model's (`reference.training.
+routing`), which the check `routing` holds against the ranks'. A rank routes the tokens that it holds: its slices of the
+rows (cp), and of these an equal part in a row (tp).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from parallel.communication.mesh import coordinates
+from reference.case import Case
+from reference.data.routing import first_token, forced
+from reference.training.routing import chosen_by_the_dense_model
+
+__all__ = ["Sent", "places_of", "rows_sent", "tokens_of"]
+
+
+def places_of(case: Case, cp_rank: int, tp_rank: int) -> Tensor:
+    """The places in a row that one rank routes, in the order in which it holds them."""
+    places = torch.arange(case.row_tokens)
+    if case.sliced:
+        places = torch.cat([places[run.start : run.stop] for run in case.slices[cp_rank]])
+    mine: Tensor = places.chunk(case.tp)[tp_rank]
+    return mine
+
+
+def tokens_of(case: Case, at: Mapping[str, tuple[int, int]], step: int, micro: int) -> Tensor:
+    """The numbers of the tokens that the rank at these coordinates routes, [rows, places of a row]."""
+    first = first_token(case, step, micro, at["dp"][0])
+    rows = torch.arange(first, first + case.tokens, case.row_tokens)[:, None]
+    return rows + places_of(case, at["cp"][0], at["tp"][0])
+
+
+@lru_cache(maxsize=256)
+def rows_sent(case: Case, block: str, step: int, micro: int) -> Mapping[int, tuple[int, ...]]:
+    """Global rank -> the rows that it sends to each expert of the layer of this name."""
+    found: dict[tuple[int, ...], tuple[int, ...]] = {}
+    ranks: dict[int, tuple[int, ...]] = {}
+    for rank in range(case.world_size):
+        at = coordinates(case, rank)
+        key = tuple(at[axis][0] for axis in ("tp", "cp", "dp"))
+        if key not in found:
+            wanted = _chosen(case, block, step, micro, at).flatten(0, 1).sum(0)
+            found[key] = tuple((wanted * 0 + case.most_rows if case.pad else wanted.clamp(max=case.most_rows)).tolist())
+        ranks[rank] = found[key]
+    return ranks
+
+
+def _chosen(case: Case, block: str, step: int, micro: int, at: Mapping[str, tuple[int, int]]) -> Tensor:
+    """The choices for one rank's tokens, bool [rows, places of a row, experts]."""
+    if case.routing != "learned":
+        return forced(case, case.blocks[block], tokens_of(case, at, step, micro))
+    every = chosen_by_the_dense_model(case)[step, block]
+    first = (at["dp"][0] * case.micro + micro) * case.rows
+    return every[first : first + case.rows][:, places_of(case, at["cp"][0], at["tp"][0])]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """What the ranks among which tokens are exchanged send: `rows[t][q]` to each expert, from the rank whose etp is t
+    and whose ep is q; what follows is of the rank at (`etp`, `ep`).
+    """
+
+    rows: tuple[tuple[tuple[int, ...], ...], ...]
+    etp: int
+    ep: int
+
+    @property
+    def local(self) -> range:
+        """The experts of this ep rank."""
+        share = len(self.rows[0][0]) // len(self.rows[0])
+        return range(self.ep * share, (self.ep + 1) * share)
+
+    @property
+    def sent(self) -> list[int]:
+        """Rows that this rank sends to every ep rank."""
+        mine = self.rows[self.etp][self.ep]
+        share = len(self.local)
+        return [sum(mine[first : first + share]) for first in range(0, len(mine), share)]
+
+    @property
+    def received(self) -> list[int]:
+        """Rows that it receives from every ep rank."""
+        return self._arriving(self.etp)
+
+    @property
+    def most(self) -> int:
+        """The most rows that one of the etp ranks which hold its experts receives."""
+        return max(sum(self._arriving(etp)) for etp in range(len(self.rows)))
+
+    @property
+    def by_expert(self) -> list[int]:
+        """Rows of each of its experts, of all etp ranks."""
+        return [sum(of_q[expert] for of_t in self.rows for of_q in of_t) for expert in self.local]
+
+    def sorted_by_expert(self) -> list[int]:
+        """The places of rows in which they are sorted by expert, then by ep and etp of their source.
+
+        They lie by etp rank, each padded to `most` rows, then by ep rank and expert.
+        """
+        starts: dict[tuple[int, int, int], int] = {}
+        for etp, of_t in enumerate(self.rows):
+            at = etp * self.most
+            for ep, of_q in enumerate(of_t):
+                for expert in self.local:
+                    starts[expert, ep, etp] = at
+                    at += of_q[expert]
+        return [
+            start + row
+            for (expert, ep, etp), start in sorted(starts.items())
+            for row in range(self.rows[etp][ep][expert])
+        ]
+
+    def _arriving(self, etp: int) -> list[int]:
+        return [sum(of_q[expert] for expert in self.local) for of_q in self.rows[etp]]

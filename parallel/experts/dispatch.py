@@ -1,0 +1,113 @@
+"""Tokens to their experts and back, among the ranks etp*ep that hold all experts of a layer together.
+
+    alltoall    every rank tells all how many rows it sends to each expert; rows and weights go to the ranks of their
+                experts over ep, sorted by expert; where etp ranks split an expert, these gather each other's rows,
+                padded to the most that one of them has, and add up their partial outputs; rows return as they came
+    allgather   choices, weights and tokens of all ranks are gathered; each rank adds up what its experts make of them,
+                and these sums are added over all ranks, each keeping its own tokens
+
+Outputs travel in the dtype of hidden states. T tokens, R rows, E experts, H hidden. Source: Megatron-Core 0.16.1
+`MoEAlltoAllTokenDispatcher`, `MoEAllGatherTokenDispatcher` (experts.md 22), whose gathers over etp are lists of unequal
+parts and whose sums travel in the dtype of weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from parallel.communication.collectives import all_gather
+from parallel.communication.mesh import Mesh, coordinates
+from parallel.communication.pairs import exchange_rows, gather_from_sequence, reduce_scatter_to_sequence
+from parallel.experts.capacity import filled
+from parallel.experts.counts import Sent
+from reference.case import Case
+
+__all__ = ["ByAllGather", "ByAllToAll", "Compute", "Known"]
+
+Compute = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
+"""(rows [R, H] sorted by expert, their weights [R], how many rows are each expert's) -> their outputs [R, H]."""
+Known = Callable[[int], Sequence[int]]
+"""Global rank -> how many rows it sends to each expert, where tensors have no values."""
+
+
+class _Among:
+    """The ranks that hold all experts together, as one of them sees them."""
+
+    def __init__(self, case: Case, mesh: Mesh) -> None:
+        self.case, self.every = case, mesh.axis("etp_ep")
+        self.etp, self.ep = mesh.axis("etp"), mesh.axis("ep")
+        self.at = [coordinates(case, rank) for rank in self.every.ranks]
+
+    def counted(self, rows_WE: Sequence[Sequence[int]]) -> Sent:
+        """What they send each other, given in the order of their ranks."""
+        table = {(at["etp"][0], at["ep"][0]): tuple(rows) for at, rows in zip(self.at, rows_WE, strict=True)}
+        rows = tuple(tuple(table[etp, ep] for ep in range(self.ep.size)) for etp in range(self.etp.size))
+        return Sent(rows=rows, etp=self.etp.rank, ep=self.ep.rank)
+
+
+class ByAllToAll(_Among):
+    """Rows for experts are exchanged."""
+
+    def __call__(self, x_TH: Tensor, weights_TE: Tensor, chosen_TE: Tensor, compute: Compute, known: Known) -> Tensor:
+        """What the experts of every token return, added up: [T, H]."""
+        sent = self._told(chosen_TE, known)
+        experts_R, tokens_R = _pairs(chosen_TE, sum(sent.sent))
+        x_RH, weights_R = x_TH[tokens_R], weights_TE[tokens_R, experts_R]
+        if self.case.pad:
+            (x_RH, places_R), (weights_R, _) = (filled(self.case, experts_R, rows) for rows in (x_RH, weights_R))
+        x_RH, weights_R = (exchange_rows(rows, self.ep, sent.sent, sent.received) for rows in (x_RH, weights_R))
+        x_RH, weights_R = (self._gathered(rows, sent.most) for rows in (x_RH, weights_R))
+        order = torch.tensor(sent.sorted_by_expert(), dtype=torch.int64, device=x_TH.device)
+        y_RH = compute(x_RH[order], weights_R[order], sent.by_expert)
+        y_RH = torch.zeros_like(x_RH).index_copy(0, order, y_RH)
+        y_RH = reduce_scatter_to_sequence(y_RH, self.etp, dim=0)[: sum(sent.received)]
+        y_RH = exchange_rows(y_RH, self.ep, sent.received, sent.sent)
+        if self.case.pad:
+            y_RH = y_RH[places_R]
+        return torch.zeros_like(x_TH).index_add(0, tokens_R, y_RH)
+
+    def _told(self, chosen_TE: Tensor, known: Known) -> Sent:
+        """What every rank sends, by a collective unless that is a number of the case."""
+        if self.case.pad:
+            return self.counted([[self.case.most_rows] * self.case.experts] * self.every.size)
+        rows_WE = all_gather(chosen_TE.sum(0)[None], self.every, dim=0)
+        if rows_WE.is_meta:
+            return self.counted([known(rank) for rank in self.every.ranks])
+        return self.counted(rows_WE.tolist())
+
+    def _gathered(self, rows: Tensor, most: int) -> Tensor:
+        """The rows of all etp ranks, each padded to the most."""
+        missing = most - rows.shape[0] if self.etp.size > 1 else 0
+        padded = functional.pad(rows, (*(0, 0) * (rows.dim() - 1), 0, missing))
+        return gather_from_sequence(padded, self.etp, dim=0)
+
+
+class ByAllGather(_Among):
+    """All tokens are gathered."""
+
+    def __call__(self, x_TH: Tensor, weights_TE: Tensor, chosen_TE: Tensor, compute: Compute, known: Known) -> Tensor:
+        """What the experts of every token return, added up: [T, H]."""
+        chosen_TE = all_gather(chosen_TE, self.every, dim=0)
+        weights_TE = gather_from_sequence(weights_TE, self.every, dim=0)
+        x_TH = gather_from_sequence(x_TH, self.every, dim=0)
+        share = self.case.experts // self.ep.size
+        local = slice(self.ep.rank * share, (self.ep.rank + 1) * share)
+        if chosen_TE.is_meta:
+            rows = self.counted([known(rank) for rank in self.every.ranks]).by_expert
+        else:
+            rows = chosen_TE[:, local].sum(0).tolist()
+        experts_R, tokens_R = _pairs(chosen_TE[:, local], sum(rows))
+        y_RH = compute(x_TH[tokens_R], weights_TE[:, local][tokens_R, experts_R], rows)
+        return reduce_scatter_to_sequence(torch.zeros_like(x_TH).index_add(0, tokens_R, y_RH), self.every, dim=0)
+
+
+def _pairs(chosen_TE: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Expert and token of every row, sorted by expert and then by token; there are this many."""
+    if chosen_TE.is_meta:
+        return (torch.empty(rows, dtype=torch.int64, device="meta"),) * 2
+    experts_R, tokens_R = chosen_TE.T.nonzero(as_tuple=True)
+    return experts_R, tokens_R

@@ -1,0 +1,43 @@
+"""Balance losses of this rank's own tokens: terms of the summed loss that push routers to use all experts alike.
+
+    aux_loss        E/(K T^2) * sum over experts of (its rows) * (the sum of its scores)     T tokens of a micro-batch
+    sequence_loss   the same of every row, and the mean over rows
+    z_loss          1/T * the sum of logsumexp(logits)^2
+
+Rows are those of all ranks that hold the micro-batch, one all-reduce of integers each; scores are this rank's own, so
+that the terms of all ranks add up to the loss. Each is times T, for a step's gradients are divided by its counted
+tokens in the end (Megatron's per-token mode, which took the rank's own number for T: experts.md 21.5, X1).
+Scores are the softmax, or shares of sigmoids; choices are those without groups and bias. Source: Megatron-Core 0.16.1
+`switch_load_balancing_loss_func`, `z_loss_func`; arXiv:2101.03961, 2202.08906.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from parallel.communication.collectives import all_reduce
+from parallel.communication.mesh import Mesh
+from parallel.experts.router import scores, select
+from reference.case import Case
+
+__all__ = ["balance_term"]
+
+
+def balance_term(case: Case, mesh: Mesh, logits_BSE: Tensor, chosen_BSE: Tensor) -> Tensor:
+    """All terms of this rank's tokens, []; a choice that is forced is the one that counts."""
+    share_BSE = scores(case, logits_BSE)
+    if case.routing == "learned":
+        chosen_BSE = select(case, share_BSE, plain=True)
+    factor, term = case.experts / case.top_k, logits_BSE.new_zeros(())
+    if case.aux_loss:
+        rows_E = all_reduce(chosen_BSE.sum((0, 1)), mesh.axis("tp_cp"))
+        balance = (rows_E * share_BSE.sum((0, 1))).sum() * factor / case.tokens**2
+        term = term + case.aux_loss * case.tokens * balance
+    if case.sequence_loss:
+        rows_BE = all_reduce(chosen_BSE.sum(1), mesh.axis("tp_cp"))
+        balance = (rows_BE * share_BSE.sum(1)).sum() * factor / case.row_tokens**2 / case.rows
+        term = term + case.sequence_loss * case.tokens * balance
+    if case.z_loss:
+        term = term + case.z_loss * torch.logsumexp(logits_BSE, -1).square().sum()
+    return term

@@ -1,0 +1,1 @@
+"""Latent attention under tensor parallelism: `attention`, its modules, and `scheme`, what it replaces of a strategy."""

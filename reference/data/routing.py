@@ -1,0 +1,63 @@
+"""Which experts tokens go to where no router chooses (`routing=`): a function of seed, layer and the token's number.
+
+    equal    the next top_k experts, round and round
+    skewed   expert x is drawn with a weight of 1 / (1 + x)
+    empty    only the first half of the experts is drawn, or the first top_k
+    one      the same top_k experts for all tokens
+
+Tokens are numbered through all steps of a training: those of a row by their places, rows of a micro-batch one after the
+other, micro-batches as `reference.data.batches` numbers them. Everything here is integers, so whoever needs to know how
+many rows a rank sends can count them without a model.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from reference.case import Case
+from reference.checkpoints.stored import steps_before
+
+__all__ = ["first_token", "forced"]
+
+_ODD = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)
+"""Odd multipliers of a hash of 64 bits (Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195)."""
+
+
+def first_token(case: Case, step: int, micro: int, dp_rank: int) -> int:
+    """The number of the first token of a micro-batch."""
+    return (((steps_before(case) + step) * case.micro + micro) * case.dp + dp_rank) * case.tokens
+
+
+def forced(case: Case, layer: int, tokens: Tensor) -> Tensor:
+    """The experts of these tokens, given by their numbers int64 [...]: bool [..., experts], on the CPU.
+
+    Raises ValueError where the router chooses.
+    """
+    count, every, chosen = case.top_k, torch.arange(case.experts), torch.zeros(0)
+    first = int(_hash(torch.tensor(case.seed % 2**62 + layer)) % case.experts)
+    match case.routing:
+        case "equal":
+            chosen = (every - tokens[..., None] * count - first) % case.experts < count
+        case "one":
+            chosen = ((every - first) % case.experts < count).expand(*tokens.shape, -1)
+        case "skewed" | "empty":
+            keys = _hash(tokens[..., None] * case.experts + every + _hash(torch.tensor(case.seed % 2**62 + layer)))
+            shares = ((keys & (2**52 - 1)).double() + 0.5) / 2**52
+            if case.routing == "empty":
+                shares[..., max(count, case.experts // 2) :] = 0
+            else:
+                shares = shares ** (1.0 + every)
+            best = shares.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+            chosen = torch.zeros(shares.shape, dtype=torch.bool).scatter_(-1, best, True)
+        case _:
+            raise ValueError(f"routing={case.routing}: leaves the choice to the router; legal: equal skewed empty one")
+    return chosen
+
+
+def _hash(x: Tensor) -> Tensor:
+    """Other integers for integers."""
+    for odd in _ODD:
+        x = x * odd
+        x = x ^ (x >> 29)
+    return x

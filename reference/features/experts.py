@@ -1,0 +1,285 @@
+"""Experts: layers whose MLP is replaced by several, of which a router chooses some for every token. Words and rules.
+
+Ranks are numbered for the weights of experts as Megatron-Core numbers them: by the case's order, in which `etp` stands
+where tp does, `ep` in its own place, and `edp`, the ranks that hold the same part of the same experts, where dp does;
+cp is none of its axes. So tp*cp*dp ranks are etp*ep*edp ranks, and expert x lies where ep is x // (experts/ep).
+Sources: Megatron-Core 0.16.1 `MoELayer` and `parallel_state` (experts.md 21, 22); arXiv:2006.16668, 2401.06066,
+2408.15664, 2412.19437.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from reference.errors import CaseError
+from reference.groups import Layout, RankOrder
+from reference.language.core import Core
+from reference.language.modes import whose
+from reference.language.words import Problem, declared, multiple, not_default, word
+
+_POSITIVE = "0 or a positive number"
+_OF_EXPERTS: Mapping[str, str] = {"tp": "etp", "dp": "edp"}
+"""Axis of an order -> what stands in its place where experts are numbered."""
+
+
+class Experts(Core):
+    """A case whose layers may have experts; by default none."""
+
+    ep: int = word(1, "ranks that share the experts of a layer among them", domain=(1, 2, 4), after="dp", dense=1)
+    etp: int = word(
+        0,
+        "ranks that split the inner features of an expert; 0: as many as tp",
+        legal="0, or at least 1",
+        domain=(0, 1, 2),
+        dense=0,
+    )
+    experts: int = word(
+        0, "experts of a layer; 0: it has an MLP", legal="0, or at least 2", domain=(0, 8), after="fuse_mlp"
+    )
+    top_k: int = word(2, "experts that a token goes to", domain=(2, 3))
+    expert_ffn: int = word(0, "inner width of an expert; 0: ffn", legal="0, or at least 1", domain=(0, 16))
+    shared_ffn: int = word(
+        0, "inner width of the expert that all tokens go to; 0: there is none", legal="0, or at least 1", domain=(0, 24)
+    )
+    shared_gate: bool = word(False, "what the shared expert returns is multiplied by sigmoid(x wg)")
+    dense_layers: int = word(0, "first layers that keep their MLP", legal="0, or at least 1", domain=(0, 1))
+    router: str = word(
+        "softmax",
+        "weights of the chosen experts: a softmax of them, of all experts, or shares of sigmoids",
+        legal=("softmax", "pre-softmax", "sigmoid"),
+    )
+    router_scale: float = word(1.0, "factor on these weights", legal="a positive number", domain=(1.0, 2.5))
+    router_groups: int = word(
+        1, "groups of experts with neighbouring numbers, of which a token keeps some (routing=learned)", domain=(1, 4)
+    )
+    kept_groups: int = word(1, "groups that a token keeps, those with the largest scores", domain=(1, 2))
+    bias_rate: float = word(
+        0.0,
+        "step of the bias with which experts are chosen, so that all get as many tokens (router=sigmoid); 0: no bias",
+        legal="0 or a positive number",
+        domain=(0.0, 0.1),
+    )
+    aux_loss: float = word(
+        0.0,
+        "coefficient of the balance loss of a micro-batch: 1 where all experts get as many tokens",
+        legal=_POSITIVE,
+        domain=(0.0, 0.1),
+    )
+    sequence_loss: float = word(
+        0.0, "coefficient of the same loss of every row, a mean over rows", legal=_POSITIVE, domain=(0.0, 0.1)
+    )
+    z_loss: float = word(
+        0.0, "coefficient of the mean square of log sum exp of the logits", legal=_POSITIVE, domain=(0.0, 0.01)
+    )
+    capacity: float = word(
+        0.0,
+        "rows that an expert takes of each rank's tokens, as a factor on equal shares; 0: all",
+        legal=_POSITIVE,
+        domain=(0.0, 1.0),
+    )
+    drop: str = word(
+        "score", "rows beyond are those of the smallest weights, or of the last tokens", legal=("score", "position")
+    )
+    pad: bool = word(False, "every rank sends exactly as many rows to every expert (capacity)")
+    routing: str = word(
+        "learned",
+        "who chooses: the router, or a function of seed, layer and token that loads experts as named",
+        legal=("learned", "equal", "skewed", "empty", "one"),
+    )
+    router_dtype: str = word(
+        "model", "dtype of the router and of the weights that it sends", legal=("model", "float32", "float64")
+    )
+    dispatcher: str = word(
+        "alltoall",
+        "how tokens reach experts: rows for experts are exchanged, or all tokens gathered",
+        legal=("alltoall", "allgather"),
+        after="fuse_weights",
+        dense="alltoall",
+    )
+
+    @property
+    def named_axes(self) -> dict[str, int]:
+        """The same; ep divides no dense weights, so its place in their order has one rank."""
+        return {**super().named_axes, "ep": 1}
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The same without ep."""
+        return {axis: size for axis, size in super().mesh.items() if axis != "ep"}
+
+    @property
+    def layout(self) -> Layout:
+        """The same with the order of the ranks that hold experts, and the ranks among which tokens are exchanged."""
+        layout = super().layout
+        if not self.experts:
+            return layout
+        joined = {**layout.joined, "etp_ep": "etp-ep"}
+        if self.aux_loss or self.sequence_loss:
+            joined["tp_cp"] = "tp-cp"
+        if self.bias_rate:
+            joined["tp_cp_dp"] = "tp-cp-dp"
+        return replace(layout, orders=(*layout.orders, self._order_of_experts), joined=joined)
+
+    @property
+    def _order_of_experts(self) -> RankOrder:
+        """Raises CaseError for an order that leaves out an axis of experts."""
+        stages = math.prod(self.mesh[axis] for axis in self.pipeline_axes)
+        edp = self.world_size // (self.expert_parts * self.ep * stages)
+        sizes = {"etp": self.expert_parts, "ep": self.ep, "edp": edp, "pp": stages}
+        words = [_OF_EXPERTS.get(axis, axis) for axis in self.order.lower().split("-")]
+        return RankOrder.of("-".join(axis for axis in words if axis in sizes), sizes)
+
+    @property
+    def expert_parts(self) -> int:
+        """Ranks that split an expert."""
+        return self.etp or self.tp
+
+    @property
+    def expert_width(self) -> int:
+        """Inner features of an expert."""
+        return self.expert_ffn or self.ffn
+
+    @property
+    def own_tokens(self) -> int:
+        """Tokens of a micro-batch that one rank routes."""
+        return self.slice_tokens // self.tp
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that an expert takes of one rank's tokens."""
+        share = self.own_tokens * self.top_k / self.experts
+        return min(math.ceil(share * self.capacity), self.own_tokens) if self.capacity else self.own_tokens
+
+    @property
+    def truth_depends_on_split(self) -> bool:
+        """The same, and where a rank's own tokens compete for an expert."""
+        return self.capacity > 0 or super().truth_depends_on_split
+
+    @property
+    def layers_with_experts(self) -> tuple[str, ...]:
+        """Their dotted names."""
+        return tuple(block for block, layer in self.blocks.items() if self.has_experts(layer))
+
+    def has_experts(self, layer: int) -> bool:
+        """Does this layer have experts?"""
+        return self.experts > 0 and layer >= self.dense_layers
+
+    def replaced(self, layer: int) -> dict[str, str]:
+        """The same with experts in place of the MLP."""
+        return {**super().replaced(layer), **({"mlp": "experts"} if self.has_experts(layer) else {})}
+
+    def data_axis_of(self, parameter: str) -> str:
+        """The same; experts' weights have copies of their own."""
+        return "edp" if ".mlp.experts." in parameter else super().data_axis_of(parameter)
+
+    def problems(self) -> Iterator[Problem]:
+        """Key, the rule that it breaks and a legal value, of every broken rule."""
+        if not self.experts:
+            for key, legal in not_default(Experts, self):
+                yield key, "is about experts, and experts=0 has none", legal
+            return
+        if self.experts < 2:
+            yield "experts", "is 0, or at least 2 to choose from", "experts=2"
+        if self.system.gathers_weights or self.system.uneven:
+            owners = whose(lambda mode: not mode.gathers_weights and not mode.uneven)
+            yield "experts", f"mode={self.mode} has none; layers of mode={owners} may have them", "experts=0"
+        for key in ("etp", "expert_ffn", "shared_ffn", "dense_layers"):
+            if getattr(self, key) < 0:
+                yield key, "must not be negative", f"{key}={declared(Experts)[key].default}"
+        if self.dense_layers >= self.layers:
+            yield "dense_layers", f"leaves none of layers={self.layers} to experts", "dense_layers=0"
+        yield from self._routers()
+        yield from self._ranks()
+        yield from self._beside()
+
+    def _routers(self) -> Iterator[Problem]:
+        if self.top_k > self.experts:
+            yield "top_k", f"must be at most experts={self.experts}", f"top_k={self.experts}"
+        if self.top_k == 1 and self.router == "softmax":
+            rule = "gives the only chosen expert the weight 1, and the router no gradient (top_k=1)"
+            yield "router", rule, "router=pre-softmax"
+        if not self.router_scale > 0 or math.isinf(self.router_scale):
+            yield "router_scale", "must be a positive number", "router_scale=1.0"
+        for key in ("bias_rate", "aux_loss", "sequence_loss", "z_loss", "capacity"):
+            if not 0 <= getattr(self, key) < math.inf:
+                yield key, "must be 0 or a positive number", f"{key}=0.0"
+        yield from self._choices()
+        if self.routing == "learned" and self.dtype != "float64":
+            rule = f"compares choices exactly, and rounding in dtype={self.dtype} makes other ones"
+            yield "routing", rule, "routing=skewed"
+        if self.shared_gate and not self.shared_ffn:
+            yield "shared_gate", "is for a shared expert, and shared_ffn=0 has none", "shared_gate=false"
+        wide = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+        if self.router_dtype != "model" and wide[self.router_dtype] < wide.get(self.dtype, 8):
+            yield "router_dtype", f"must not be narrower than dtype={self.dtype}", "router_dtype=model"
+
+    def _choices(self) -> Iterator[Problem]:
+        groups, kept, count = self.router_groups, self.kept_groups, self.top_k
+        if self.experts % groups:
+            yield (
+                "router_groups",
+                f"must divide experts={self.experts}",
+                f"router_groups={math.gcd(self.experts, groups)}",
+            )
+        elif kept > groups or (groups > 1 and (count % kept or count // kept > self.experts // groups)):
+            rule = f"of {groups} groups must share top_k={count} evenly, at most {self.experts // groups} a group"
+            yield "kept_groups", rule, f"kept_groups={min(groups, count)}"
+        for key in ("router_groups", "bias_rate"):
+            if self.routing != "learned" and getattr(self, key) != declared(Experts)[key].default:
+                rule = f"changes what the router chooses, and routing={self.routing} leaves it no choice"
+                yield key, rule, f"{key}={declared(Experts)[key].default}"
+        if self.bias_rate and self.router != "sigmoid":
+            yield "bias_rate", f"is added to sigmoids, and router={self.router} has none", "router=sigmoid"
+        for key in ("load", "save") if self.bias_rate else ():
+            if getattr(self, key):
+                yield "bias_rate", f"changes a bias that no checkpoint of {key}= holds", "bias_rate=0.0"
+        for key in ("drop", "pad") if not self.capacity else ():
+            if getattr(self, key) != declared(Experts)[key].default:
+                legal = "false" if key == "pad" else "score"
+                yield key, "is about rows beyond a capacity, and capacity=0.0 takes all", f"{key}={legal}"
+        if self.capacity and self.drop == "score" and self.dtype != "float64":
+            rule = f"compares weights exactly, and rounding in dtype={self.dtype} makes others the smallest"
+            yield "drop", rule, "drop=position"
+        if self.pad and self.dispatcher != "alltoall":
+            yield "pad", f"is about rows, and dispatcher={self.dispatcher} sends none", "dispatcher=alltoall"
+
+    def _ranks(self) -> Iterator[Problem]:
+        ep, etp, tp = self.ep, self.expert_parts, self.tp
+        if self.experts % ep:
+            yield "experts", f"must be a multiple of ep={ep}", f"experts={multiple(self.experts, ep)}"
+        if self.expert_width % etp:
+            yield "expert_ffn", f"must be a multiple of etp={etp}", f"expert_ffn={multiple(self.expert_width, etp)}"
+        if self.shared_ffn % tp:
+            yield "shared_ffn", f"must be a multiple of tp={tp}", f"shared_ffn={multiple(self.shared_ffn, tp)}"
+        ranks = self.world_size // math.prod(self.mesh[axis] for axis in self.pipeline_axes)
+        if ranks % (ep * etp):
+            key, size = ("etp", math.gcd(ranks // ep, etp)) if ranks % ep == 0 else ("ep", math.gcd(ranks, ep))
+            yield key, f"ep*etp={ep * etp} must divide the {ranks} ranks of a stage", f"{key}={size}"
+            return
+        length = self.row_tokens // self.mesh.get("cp", 1)
+        if not self.system.sequence and length % tp:
+            rule = f"each of tp={tp} ranks sends an equal part of the {length} tokens of a row that it holds"
+            yield "seq", rule, f"seq={multiple(self.seq, tp * self.mesh.get('cp', 1))}"
+        try:
+            own, dense = self._order_of_experts, super().layout.orders[0]
+        except CaseError as error:
+            axis = {experts: axis for axis, experts in _OF_EXPERTS.items()}
+            legal = "-".join(axis.get(word, word) for word in error.legal.removeprefix("order=").split("-"))
+            yield "order", f"{error.rule} (where experts are numbered)", f"order={legal}"
+            return
+        if self.pipeline_axes and own.lists()["pp"] != dense.lists()["pp"]:
+            words = [word for word in self.order.lower().split("-") if word != "pp"]
+            rule = "numbers other stages for experts than for dense weights; pp last does not"
+            yield "order", rule, f"order={'-'.join([*words, 'pp'])}"
+
+    def _beside(self) -> Iterator[Problem]:
+        """What is not implemented beside experts."""
+        if self.init == "shard":
+            yield "init", "draws dense weights alone, and experts=0 has no others", "init=field"
+        for key in ("early_stop", "distribute_saved"):
+            if getattr(self, key):
+                yield key, "is about the end of an MLP, and experts are in its place", f"{key}=false"
+        if self.zero >= 2:
+            yield "zero", "gathers whole layers, and experts have ranks of their own", "zero=1"

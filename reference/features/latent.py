@@ -1,0 +1,92 @@
+"""Latent attention: keys and values of all heads are projected from one short vector a token. Its words and rules.
+
+Lq, Lk = q_lora_rank, kv_lora_rank; n heads, each of dn + dr = qk_head_dim + qk_rope_dim features of a query and a key
+and dv = v_head_dim of a value. The dr rotary features of a key are one vector for all heads. Biases, norms and the
+rotary pairs (i, i + dr/2) are those of the case. Sources: DeepSeek-V2 (arXiv:2405.04434) 2.1; Megatron-Core 0.16.1
+`MLASelfAttention`, whose local spec splits the down projections and whose Transformer-Engine spec repeats them on every
+rank (experts.md 23).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from reference.language.core import Core
+from reference.language.words import Problem, multiple, not_default, word
+
+
+class Latent(Core):
+    """A case whose attention may be latent."""
+
+    kv_lora_rank: int = word(
+        0,
+        "features of the latent of keys and values (multi-head latent attention); 0: none",
+        legal="0, or at least 1",
+        domain=(),
+        after="qk_norm",
+    )
+    q_lora_rank: int = word(
+        0, "features of the latent of queries (kv_lora_rank above 0); 0: none", legal="0, or at least 1", domain=()
+    )
+    qk_head_dim: int = word(8, "features of a query and key that positions leave alone (kv_lora_rank)", domain=())
+    qk_rope_dim: int = word(4, "features of a query and key that positions turn (kv_lora_rank)", domain=())
+    v_head_dim: int = word(8, "features of a value (kv_lora_rank)", domain=())
+    latent_down: str = word(
+        "duplicated",
+        "projections to latents are whole on every rank, or columns that are gathered (kv_lora_rank)",
+        legal=("duplicated", "column"),
+        domain=(),
+        dense="duplicated",
+    )
+
+    def replaced(self, layer: int) -> dict[str, str]:
+        """The same with the attention."""
+        return super().replaced(layer) | ({"attention": "latent"} if self.kv_lora_rank else {})
+
+    @property
+    def head_dim(self) -> int:
+        """The same, of a query and a key with both parts."""
+        return self.qk_head_dim + self.qk_rope_dim if self.kv_lora_rank else super().head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """The same, of a value."""
+        return self.v_head_dim if self.kv_lora_rank else super().value_dim
+
+    @property
+    def rotated_dim(self) -> int:
+        """The same, of the rotary part."""
+        return self.qk_rope_dim if self.kv_lora_rank else super().rotated_dim
+
+    def problems(self) -> Iterator[Problem]:
+        """Key, the rule that it breaks and a legal value, of every broken rule."""
+        for key in ("kv_lora_rank", "q_lora_rank"):
+            if getattr(self, key) < 0:
+                yield key, "must not be negative", f"{key}=0"
+        if not self.kv_lora_rank:
+            for key, legal in not_default(Latent, self):
+                yield key, "is about latent attention, and kv_lora_rank=0 has none", legal
+            return
+        if self.system.system != "Megatron-Core":
+            yield "kv_lora_rank", f"mode={self.mode} has no latent attention (mode=tp|tp-sp)", "kv_lora_rank=0"
+        if self.positions != "rope":
+            yield "positions", "latent attention has rotary keys beside its latent", "positions=rope"
+        if self.qk_rope_dim % 2:
+            yield "qk_rope_dim", "rope rotates pairs", f"qk_rope_dim={self.qk_rope_dim + 1}"
+        if self.kv_heads != self.heads:
+            rule = f"latent attention has a key and a value for each of heads={self.heads}"
+            yield "kv_heads", rule, f"kv_heads={self.heads}"
+        if self.qk_norm:
+            yield "qk_norm", "is of each head, and latent attention has norms of its latents", "qk_norm=false"
+        if self.latent_down == "column":
+            yield from self._columns()
+
+    def _columns(self) -> Iterator[Problem]:
+        """Columns of the down projections on every rank."""
+        tp, joined = self.tp, self.kv_lora_rank + self.qk_rope_dim
+        if self.q_lora_rank % tp:
+            legal = f"q_lora_rank={multiple(self.q_lora_rank, tp)}"
+            yield "q_lora_rank", f"must be a multiple of tp={tp} (latent_down=column)", legal
+        if joined % tp:
+            rule = f"with qk_rope_dim={self.qk_rope_dim} must be a multiple of tp={tp} (latent_down=column)"
+            yield "kv_lora_rank", rule, f"kv_lora_rank={multiple(joined, tp) - self.qk_rope_dim}"

@@ -1,0 +1,134 @@
+"""Experts beside every other split: the dense loop over experts on every rank, and every byte stated by integers."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from parallel.subject import subject
+from reference.case import Case
+from reference.data.routing import forced
+from suites.session.prover import Prover
+from tests.parallel.case_tables import ADAMW, CHUNKS, SGD, CaseTable
+from tests.parallel.test_cases import proved
+
+EXPERTS = CaseTable(
+    sizes="heads=4 kv_heads=4 hidden=16 ffn=24 vocab=67 seq=16 batch=2 micro=2 steps=3 expert_ffn=12",
+    cases=(
+        f"mode=tp-sp tp=2 dp=2 ep=2 experts=8 shared_ffn=8 shared_gate=true routing=skewed {SGD}",
+        f"mode=tp tp=2 dp=2 ep=4 etp=1 experts=8 dispatcher=allgather capacity=1.0 {ADAMW}",
+        f"mode=tp tp=1 dp=2 cp=2 ep=2 experts=6 top_k=3 aux_loss=0.1 sequence_loss=0.1 z_loss=0.1 {SGD}",
+        f"mode=tp-sp tp=2 cp=2 pp=2 ep=2 etp=1 experts=8 top_k=1 router=pre-softmax dense_layers=1 layers=3"
+        f" first_layers=2 capacity=0.5 pad=true {SGD}",
+        f"mode=msp tp=2 dp=3 ep=3 etp=1 experts=6 top_k=3 router=sigmoid bias_rate=0.1 recompute=full"
+        f" activation=swiglu {SGD}",
+        f"mode=tp-sp tp=2 dp=2 ep=2 experts=8 routing=one zero=1 bucket=900 parity=1 {ADAMW}",
+    ),
+    deep=(
+        *(
+            f"mode={mode} tp=2 {axis}=2 ep={ep} etp={etp} experts={experts} dispatcher={dispatcher} {SGD}"
+            for mode, axis in (("tp-sp", "dp"), ("tp", "dp"), ("tp-sp", "cp"), ("tp", "cp"))
+            for ep, etp in ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1))
+            for experts, dispatcher in (("8", "alltoall"), ("8 top_k=3 routing=empty", "allgather"))
+        ),
+        f"mode=tp-sp tp=2 dp=3 ep=3 experts=6 top_k=3 {SGD}",
+        f"mode=tp tp=2 dp=2 pp=2 ep=4 etp=1 experts=8 layers=4 dense_layers=1 {CHUNKS} {SGD}",
+        f"mode=tp-sp tp=2 dp=2 pp=2 ep=2 experts=8 top_k=3 dispatcher=allgather capacity=1.0 sequence_loss=0.1"
+        f" router=sigmoid bias_rate=0.1 {SGD}",
+        f"mode=tp-sp tp=2 dp=2 ep=2 etp=1 experts=8 router=sigmoid bias_rate=0.1 router_groups=4 kept_groups=2"
+        f" recompute=full {SGD}",
+        f"mode=mtp tp=2 dp=3 ep=3 experts=6 top_k=3 activation=swiglu shared_ffn=8 fuse_mlp=true embedding=hidden"
+        f" tied=false {SGD}",
+        f"mode=fsp tp=2 dp=2 ep=2 etp=1 experts=8 activation=relu packed=true positions=rope zero=1 {ADAMW}",
+        f"mode=tp-sp tp=2 dp=2 ep=2 etp=1 experts=8 routing=empty dispatcher=allgather order=dp-ep-tp {SGD}",
+        f"mode=tp-sp tp=2 dp=4 ep=2 experts=8 routing=one order=dp-tp-ep clip=0.1 {SGD}",
+        f"mode=tp-sp tp=2 dp=2 ep=2 experts=8 dropout=0.1 capacity=1.0 drop=position {SGD}",
+        f"mode=tp-sp tp=2 dp=2 ep=2 experts=8 init=field wgrad=deferred bucket=900 {SGD}",
+        "mode=tp-sp tp=2 dp=2 ep=2 experts=8 routing=equal router_dtype=float32 dtype=bfloat16 master=float32"
+        " grad_dtype=float32 lr=0.01",
+    ),
+    checks=frozenset({"ledger", "groups", "routing", "activations", "parameter_gradients", "gradient_norm", "update"}),
+)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [*EXPERTS.cases, *(pytest.param(words, marks=pytest.mark.deep("30 CPU minutes")) for words in EXPERTS.deep)],
+)
+def test_training_is_that_of_the_dense_loop_and_every_byte_is_stated(prover: Prover, words: str) -> None:
+    result = proved(prover, f"{EXPERTS.sizes} {words}", EXPERTS.checks)
+    assert result.evidence is not None
+    case, merged = result.case, result.evidence.merged.tensors
+    assert isinstance(case, Case)
+    for name in case.layers_with_experts:
+        rows_E = merged[f"routing/0/{name}.mlp"].sum((0, 1))
+        assert int(rows_E.sum()) <= case.dp * case.micro * case.tokens * case.top_k
+        if not case.capacity:
+            assert int(rows_E.sum()) == case.dp * case.micro * case.tokens * case.top_k, "tokens are conserved"
+        if case.routing == "one":
+            assert int((rows_E == 0).sum()) == case.experts - case.top_k, "experts without tokens"
+
+
+def payloads(words: str, op: str, phase: str, axis: str) -> Counter[int]:
+    """Bytes of the calls of one kind that ranks issue together, each counted on every rank."""
+    case, found = Case.parse(words), Counter[int]()
+    for term in subject.expected(case):
+        if (term.op, term.phase, term.axis) == (op, phase, axis) and term.region.endswith(".mlp"):
+            found[term.payload_bytes] += term.calls * (1 if term.at else case.world_size)
+    return found
+
+
+SIZES = "mode=tp-sp layers=1 heads=4 hidden=16 seq=16 batch=2 micro=2 steps=1 experts=8 expert_ffn=12"
+
+
+def test_what_is_sent_is_received_and_equal_loads_are_arithmetic() -> None:
+    """experts.md 22.2, by hand: the 16 tokens of a rank go to 2 experts each, 32 rows of 16 float64 numbers."""
+    rows = 16 * 2
+    found = payloads(f"{SIZES} tp=2 dp=2 ep=4 etp=1 routing=equal", "all_to_all", "forward", "ep")
+    assert found == {rows * 16 * 8: 2 * 2 * 4, rows * 8: 2 * 4}
+    for phase in ("forward", "backward"):
+        skewed = payloads(f"{SIZES} tp=2 dp=2 ep=4 etp=1 routing=skewed", "all_to_all", phase, "ep")
+        assert len(skewed) > 2, "ranks differ"
+        assert skewed.total() == found.total()
+        assert sum(size * calls for size, calls in skewed.items()) == sum(size * calls for size, calls in found.items())
+
+
+def test_padded_rows_are_numbers_of_the_case() -> None:
+    """C = ceil(16 * 2 / 8 * 1.5) = 6 rows for each of 8 experts; nobody need be told."""
+    words = f"{SIZES} tp=2 dp=2 ep=4 etp=1 routing=skewed capacity=1.5 drop=position pad=true"
+    assert payloads(words, "all_to_all", "forward", "ep") == {6 * 8 * 16 * 8: 2 * 2 * 4, 6 * 8 * 8: 2 * 4}
+    assert payloads(words, "all_gather", "forward", "etp_ep") == {}
+
+
+def test_all_gathers_do_not_depend_on_choices() -> None:
+    """experts.md 22.1 with W = 4 ranks, N = 16 tokens, E = 8 experts, h = 16; outputs in their own dtype."""
+    for routing in ("skewed", "one", "equal"):
+        words = f"{SIZES} tp=2 dp=2 ep=2 etp=2 routing={routing} dispatcher=allgather"
+        assert payloads(words, "all_gather", "forward", "etp_ep") == {
+            4 * 16 * 8: 8,
+            4 * 16 * 8 * 8: 8,
+            4 * 16 * 16 * 8: 8,
+        }
+        assert payloads(words, "reduce_scatter", "forward", "etp_ep") == {4 * 16 * 16 * 8: 8}
+        assert payloads(words, "reduce_scatter", "backward", "etp_ep") == {4 * 16 * 16 * 8: 8, 4 * 16 * 8 * 8: 8}
+
+
+def test_forced_choices_load_experts_as_they_are_named() -> None:
+    tokens = torch.arange(400)
+    load = {
+        routing: forced(Case.of(experts=8, etp=1, routing=routing), 0, tokens)
+        for routing in ("equal", "skewed", "empty", "one")
+    }
+    assert all((chosen.sum(-1) == 2).all() for chosen in load.values())
+    assert load["equal"].sum(0).tolist() == [100] * 8
+    assert (load["empty"].sum(0)[4:] == 0).all() and (load["empty"].sum(0)[:4] > 0).all()
+    assert sorted(load["one"].sum(0).tolist()) == [0] * 6 + [400] * 2
+    skewed = load["skewed"].sum(0)
+    assert skewed[0] > 2 * skewed[4:].max() and (skewed > 0).all()
+    other = Case.of(experts=8, etp=1, routing="skewed", seed=1)
+    assert not torch.equal(load["skewed"], forced(other, 0, tokens)), "another seed"
+    assert not torch.equal(load["skewed"], forced(Case.of(experts=8, etp=1, routing="skewed"), 1, tokens)), "a layer"
+    with pytest.raises(ValueError, match="routing=learned: leaves the choice to the router"):
+        forced(Case.of(experts=8, etp=1), 0, tokens)

@@ -1,0 +1,107 @@
+"""The dense mathematics of experts: by formula where there is one, and properties that every layout inherits."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from reference.case import Case
+from reference.model.branches.experts import chosen, kept, losses, updated, weights_of
+
+LOGITS = torch.randn((2, 6, 8), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def case(**words: int | float | str | bool) -> Case:
+    return Case.of(**{"experts": 8, "etp": 1, "tp": 1, "seq": 6, "batch": 2, **words})
+
+
+def test_weights_of_every_router() -> None:
+    """experts.md 21.1: sums of weights are the scale, or less for shares of all experts."""
+    for router in ("softmax", "pre-softmax", "sigmoid"):
+        one = case(router=router, router_scale=2.5)
+        choice = chosen(one, LOGITS)
+        weights = weights_of(one, LOGITS, choice)
+        assert (choice.sum(-1) == 2).all() and (weights[~choice] == 0).all()
+        total = weights.sum(-1)
+        assert (total < 2.5).all() if router == "pre-softmax" else torch.allclose(total, torch.full_like(total, 2.5))
+    alone = case(router="sigmoid", top_k=1)
+    assert torch.equal(weights_of(alone, LOGITS, chosen(alone, LOGITS)).amax(-1), LOGITS.sigmoid().amax(-1))
+
+
+def test_equal_scores_go_to_the_smaller_number() -> None:
+    assert chosen(case(), torch.zeros(1, 1, 8))[0, 0].nonzero().flatten().tolist() == [0, 1]
+
+
+def test_groups_are_kept_by_their_best_scores() -> None:
+    """By all ways to keep 2 of 4 groups with 2 experts each, one expert a group."""
+    one = case(router_groups=4, kept_groups=2)
+    for row in LOGITS.flatten(0, 1):
+        best = max(
+            itertools.combinations(range(4), 2), key=lambda pair: sum(row[2 * g : 2 * g + 2].max() for g in pair)
+        )
+        open_to = torch.zeros(8, dtype=torch.bool)
+        for group in best:
+            open_to[2 * group : 2 * group + 2] = True
+        must = row.masked_fill(~open_to, -math.inf).topk(2).indices
+        assert chosen(one, row[None, None])[0, 0].nonzero().flatten().tolist() == sorted(must.tolist())
+
+
+def test_a_bias_chooses_and_is_moved_towards_equal_loads() -> None:
+    one = case(router="sigmoid", bias_rate=0.5)
+    bias = torch.zeros(8, dtype=torch.float64)
+    bias[7] = 10.0
+    choice = chosen(one, LOGITS, bias)
+    assert choice[..., 7].all()
+    name = "layers.0.mlp.router.bias"
+    after = updated(one, {name: bias}, {"routing/layers.0.mlp": choice.int()})[name] - bias
+    mean = choice.sum((0, 1)).double().mean()
+    assert after.tolist() == [0.5 * float((mean - rows).sign()) for rows in choice.sum((0, 1))]
+    assert after[7] == -0.5 and set(after.tolist()) <= {-0.5, 0.0, 0.5}
+
+
+def _loss(one: Case, logits: Tensor, choice: Tensor) -> float:
+    (term,) = losses(one, logits, choice)
+    return float(term) / one.tokens
+
+
+def test_balance_losses_by_formula() -> None:
+    """Equal shares give the coefficient, all tokens on the same experts E/K times their mean scores (21.7.12)."""
+    for words in ({"aux_loss": 0.3}, {"sequence_loss": 0.3}):
+        one = case(**words, routing="equal", batch=2, seq=8)
+        equal = torch.arange(16).view(2, 8, 1) * 2 % 8 == torch.arange(8) // 2 * 2
+        assert math.isclose(_loss(one, torch.zeros(2, 8, 8, dtype=torch.float64), equal), 0.3)
+    one = case(aux_loss=0.3, routing="one")
+    same = (torch.arange(8) < 2).expand(2, 6, 8)
+    scores = LOGITS.softmax(-1)[..., :2].mean((0, 1)).sum()
+    assert math.isclose(_loss(one, LOGITS, same), 0.3 * 8 / 2 * float(scores))
+    z = LOGITS.exp().sum(-1).log().square().mean()
+    assert math.isclose(_loss(case(z_loss=0.1), LOGITS, same), 0.1 * float(z))
+
+
+@pytest.mark.parametrize("drop", ["score", "position"])
+def test_experts_take_of_each_ranks_tokens_so_many(drop: str) -> None:
+    """Two ranks hold three places of both rows each; C = ceil(6 * 2 / 8 * 1) = 2."""
+    one = case(tp=2, heads=8, kv_heads=2, mode="tp-sp", capacity=1.0, drop=drop)
+    choice = chosen(one, LOGITS)
+    weights = weights_of(one, LOGITS, choice)
+    left = kept(one, weights, choice)
+    assert one.most_rows == 2 and (left <= choice).all() and (left < choice).any()
+    for places, expert in itertools.product(((0, 1, 2), (3, 4, 5)), range(8)):
+        mine = [(row, place) for row in range(2) for place in places if choice[row, place, expert]]
+        by_weight = {at: -float(weights[*at, expert]) for at in mine}
+        order = sorted(mine, key=by_weight.__getitem__ if drop == "score" else None)
+        assert {at for at in mine if left[*at, expert]} == set(order[:2])
+
+
+def test_relabelled_experts_change_nothing() -> None:
+    """Property 5 of 21.7: rows of the router's logits and of everything chosen by them move together."""
+    order = torch.tensor([3, 1, 7, 0, 5, 2, 6, 4])
+    for router in ("softmax", "sigmoid"):
+        one = case(router=router)
+        choice, moved = chosen(one, LOGITS), chosen(one, LOGITS[..., order])
+        assert torch.equal(choice[..., order], moved)
+        assert torch.equal(weights_of(one, LOGITS, choice)[..., order], weights_of(one, LOGITS[..., order], moved))
