@@ -15,7 +15,7 @@ from parallel.data_parallel.words import shard_axis
 from parallel.model.strategy import Step, Strategy
 from reference.case import Case
 
-AFTER = ("context", "latent", "pipeline")
+AFTER = ("context", "latent", "pipeline", "prediction")
 
 
 def applied(strategy: Strategy, case: Case) -> Strategy:
