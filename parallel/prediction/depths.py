@@ -20,22 +20,31 @@ from torch import Tensor, nn
 
 from parallel.communication import pairs
 from parallel.communication.batch import Delivered
-from parallel.layers.linear import Region
+from parallel.layers.linear import ColumnLinear, column_linear
 from parallel.layers.loss import counted
 from parallel.layers.norm import Norm
 from parallel.layers.terms import Terms
 from parallel.layers.units import computed_later_again
 from parallel.model.transformer import Transformer
 
-__all__ = ["Depth", "Depths"]
+__all__ = ["Depth", "Depths", "Projection"]
+
+
+class Projection(ColumnLinear):
+    """A column linear whose features are gathered, and whose output lies as hidden states do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., .., 2 * hidden] -> hidden states."""
+        axis, dim = self.region.axis, self.region.sequence_dim
+        y = pairs.gather_from(column_linear(x, self.weight, self.bias, self.region), axis)
+        return y if dim is None else pairs.scatter_to_sequence(y, axis, dim=dim)
 
 
 class Depth(nn.Module):
     """One depth: two norms, the projection of both to hidden states, a transformer layer, the norm of the head."""
 
-    def __init__(self, norms: Callable[[], Norm], eh_proj: nn.Module, layer: nn.Module, region: Region) -> None:
+    def __init__(self, norms: Callable[[], Norm], eh_proj: Projection, layer: nn.Module) -> None:
         super().__init__()
-        self.region = region
         self.enorm, self.hnorm, self.eh_proj, self.layer, self.final_norm = norms(), norms(), eh_proj, layer, norms()
 
     def forward(self, embedded: Tensor, x: Tensor, batch: Delivered, model: Transformer) -> Tensor:
@@ -48,10 +57,7 @@ class Depth(nn.Module):
         return computed_later_again(through, both, early_stop=case.early_stop, distribute=None, contexts=model.contexts)
 
     def _through(self, batch: Delivered, model: Transformer, both: Tensor) -> Tensor:
-        axis, dim = self.region.axis, self.region.sequence_dim
-        x = pairs.gather_from(self.eh_proj(both), axis)
-        if dim is not None:
-            x = pairs.scatter_to_sequence(x, axis, dim=dim)
+        x = self.eh_proj(both)
         y: Tensor = self.final_norm(self.layer(x, model.rotary(batch, x.dtype), batch.attention_mask, batch.draw))
         return y
 
