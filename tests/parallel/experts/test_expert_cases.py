@@ -12,7 +12,7 @@ from reference.case import Case
 from reference.data.routing import forced
 from suites.session.prover import Prover
 from tests.parallel.case_tables import ADAMW, CHUNKS, SGD, CaseTable
-from tests.parallel.test_cases import proved
+from tests.parallel.test_parallel_subject import proved
 
 EXPERTS = CaseTable(
     sizes="heads=4 kv_heads=4 hidden=16 ffn=24 vocab=67 seq=16 batch=2 micro=2 steps=3 expert_ffn=12",
