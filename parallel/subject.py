@@ -27,6 +27,7 @@ from parallel.data_parallel.megatron import ledger_lines, megatron_beside
 from parallel.model.strategy import Value
 from parallel.pipeline.prediction import CasePipeline
 from parallel.registry import MODES, rows_of, strategy_of
+from parallel.schedules.stages import held_at
 from parallel.training.loop import train
 from parallel.variants import deviating
 from reference.case import Case
@@ -96,9 +97,9 @@ class ParallelSubject:
             return wrong
         strategy = strategy_of(case)
         place = strategy.activation(case, module)
-        if place is None:
-            return None
         at = coordinates(case, rank)
+        if place is None or not any(stage.holds(module) for stage in held_at(case, at)):
+            return None
         boxes = pieces(strategy.laid_out(local).flatten(2), place, at)
         first = at["dp"][0] * place.shape[0]
         return rows(boxes, first=first, total=case.dp * place.shape[0])

@@ -41,7 +41,8 @@ SIZES_PER_KEY = 5
 class Delivered:
     """One micro-batch as it lies on this rank; `attention_mask` is None for plain causal attention.
 
-    `draw` is its step and its number on the data rank.
+    `draw` is its step and its number on the data rank. `ahead` are the same with each token, label and position those
+    of some places further on, for who predicts these.
     What a pipeline stage is not sent has no elements.
     """
 
@@ -51,6 +52,7 @@ class Delivered:
     positions: Tensor
     attention_mask: Tensor | None = None
     draw: tuple[int, int] = (0, 0)
+    ahead: tuple[Delivered, ...] = ()
 
 
 def deliver(
@@ -97,7 +99,9 @@ def _local(batch: Batch, device: torch.device) -> Delivered:
 def forms_sent(case: Case, stage: Stage | None = None) -> dict[str, Form]:
     """Dtype and shape of every key that this stage is sent, of all of them without stages; in the order of sending."""
     first, last = (True, True) if stage is None else (stage.first, stage.last)
-    return sent_to_stage(case.batch, case.seq, first=first, last=last, mask=case.attention_mask)
+    return sent_to_stage(
+        case.batch, case.seq, first=first, last=last, mask=case.attention_mask, prediction=last and case.embeds_behind
+    )
 
 
 def _keys(case: Case, batch: Batch | None, device: torch.device, stage: Stage | None) -> dict[str, Tensor] | None:

@@ -208,17 +208,18 @@ class _Repeated:
     """
 
     def __init__(self, case: Case) -> None:
-        self._again = {"": frozenset[int](), "layer": computed_again(case), "core": computed_again(case)}
+        layers = {f"layers.{layer}" for layer in computed_again(case)}
+        behind = set(case.units_behind) if case.layers_again else set[str]()
+        self._again = {"": set[str](), "layer": layers | behind, "core": layers | behind}
         if case.core_again:
-            self._again["core"] = frozenset(range(case.layers))
+            self._again["core"] = set(case.blocks)
         followed = case.dropout or case.layer_shapes
-        self._ends = ends_of_units(case) if case.early_stop and not followed else frozenset[int]()
+        ends = ends_of_units(case) if case.early_stop and not followed else frozenset[int]()
+        self._left_out = {f"layers.{layer}.mlp.w2" for layer in ends}
 
     def __call__(self, row: CallRow, term: CompleteTerm) -> bool:
-        first, layer, leaf = [*term.region.split(".", 2), "", ""][:3]
-        if term.phase != "forward" or first != "layers":
-            return False
-        return int(layer) in self._again[row.again] and not (leaf == "mlp.w2" and int(layer) in self._ends)
+        inside = any(f"{term.region}.".startswith(f"{module}.") for module in self._again[row.again])
+        return term.phase == "forward" and inside and term.region not in self._left_out
 
 
 def _group_sizes(case: Case) -> dict[str, int]:

@@ -34,7 +34,8 @@ def megatron_beside(case: Case, places: Mapping[str, Placement]) -> Iterator[Lin
     )
     yield "parameters of a rank", f"{local_elements(case, places):,}"
     yield "parameters of the model", f"{whole:,}"
-    yield "weights and optimizer of a rank by Megatron-LM's own estimate", f"{estimated_mb(case):,.2f} MB"
+    if len(case.blocks) == case.layers and not case.replaced(0):  # it knows plain layers alone
+        yield "weights and optimizer of a rank by Megatron-LM's own estimate", f"{estimated_mb(case):,.2f} MB"
     for what, op, elements, dtype, group in step_calls(case, local_elements(case, places)):
         width = 2 if dtype in ("float16", "bfloat16") else 8 if dtype == "float64" else 4
         yield f"Megatron's step: {what}", f"{op} of {elements * width:,} B {dtype} over {group}"

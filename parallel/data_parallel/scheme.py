@@ -16,7 +16,7 @@ from parallel.data_parallel.words import shard_axis
 from parallel.model.strategy import Step, Strategy
 from reference.case import Case
 
-AFTER = ("context", "experts", "latent", "pipeline")
+AFTER = ("context", "experts", "latent", "pipeline", "prediction")
 
 
 def applied(strategy: Strategy, case: Case) -> Strategy:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from parallel.communication import pairs
-from parallel.layers.attention import Attention, rotate
+from parallel.layers.attention import Attention
 from parallel.layers.linear import Region
 
 __all__ = ["Duplicated", "LatentAttention"]
@@ -86,8 +86,3 @@ class LatentAttention(Attention):
         if not self.columns or self.region.sequence_dim is None:
             return latent
         return pairs.scatter_to_sequence(latent, self.region.axis, dim=self.region.sequence_dim)
-
-    def _turned(self, x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-        """The last features alone."""
-        plain, turned = x.split((x.shape[-1] - self.rotary, self.rotary), -1)
-        return torch.cat((plain, rotate(turned, table)), -1)

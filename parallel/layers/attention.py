@@ -67,8 +67,10 @@ def rotary_table(positions_BS: Tensor, dim: int, dtype: torch.dtype) -> tuple[Te
 
 
 def rotate(x_BSND: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn the pair (i, i + D/2) of every head by its position's angle."""
+    """Turn the pair (i, i + D/2) of every head by its position's angle; of heads wider than the table their last D."""
     cos, sin = table
+    if plain := x_BSND.shape[-1] - 2 * cos.shape[-1]:
+        return torch.cat((x_BSND[..., :plain], rotate(x_BSND[..., plain:], table)), -1)
     first, second = x_BSND.to(cos.dtype).chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x_BSND.dtype)
 
@@ -131,7 +133,7 @@ class Attention(nn.Module):
         if self.heads.sequence_dim == 0:
             q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
         if table is not None:
-            q, k = self._turned(q, table), self._turned(k, table)
+            q, k = rotate(q, table), rotate(k, table)
 
         def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return self.core(q, k, v, hidden_B1SS, self.dropout.shares(f"{self.name}.attention", draw, wide(q.dtype)))
@@ -157,10 +159,6 @@ class Attention(nn.Module):
             context = context.transpose(0, 1)
         y: Tensor = self.wo(context)
         return y
-
-    def _turned(self, x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-        """Queries or keys [.., .., N, D], turned by their positions."""
-        return rotate(x, table)
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [.., .., N, D], k and v [.., .., K, D] of this rank's heads, in the layout of hidden states."""

@@ -2,6 +2,7 @@
 
 column  wqkv (or wq, wk, wv), w1, w3, w13      output features belong to heads or inner features
         wuq, wukv                              the same, of latents
+        eh_proj                                output features are hidden ones
 row     wo, w2                                 input features do
 norm    attention_norm, mlp_norm, final_norm; q_norm, k_norm act on heads
 """
@@ -29,7 +30,7 @@ __all__ = [
     "with_widths",
 ]
 
-_COLUMNS = frozenset({"wqkv", "wq", "wk", "wv", "wuq", "wukv", "w1", "w3", "w13"})
+_COLUMNS = frozenset({"wqkv", "wq", "wk", "wv", "wuq", "wukv", "eh_proj", "w1", "w3", "w13"})
 _ROWS = frozenset({"wo", "w2"})
 
 

@@ -73,7 +73,8 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         self.case, self.ends, self.dropout = case, stage.last, dropout
-        self.embedding = parts.embedding() if stage.first else _tables(parts) if stage.copies_table else None
+        embeds = stage.first or (stage.last and case.embeds_behind)
+        self.embedding = parts.embedding() if embeds else _tables(parts) if stage.copies_table else None
         layer = partial(_layer, case, strategy, parts, dropout, device)
         self.layers = nn.ModuleDict({str(index): layer(f"layers.{index}") for index in stage.layers})
         self.units = units(case, [int(layer) for layer in self.layers])
@@ -96,7 +97,7 @@ class Transformer(nn.Module):
             x = self.embedding(batch.tokens, batch.positions)
             x = self.dropout.hidden(x, "embedding", batch.draw)
         table = self.rotary(batch, x.dtype)
-        early_stop, contexts = self.case.early_stop, self._contexts
+        early_stop, contexts = self.case.early_stop, self.contexts
         for unit in self.units if torch.is_grad_enabled() else ():
             through = partial(self._through, unit, table, batch.attention_mask, batch.draw)
             x = computed_later_again(through, x, early_stop=early_stop, distribute=self.saved_over, contexts=contexts)
@@ -123,7 +124,8 @@ class Transformer(nn.Module):
         rotary = self.case.positions == "rope"
         return rotary_table(batch.positions, self.case.rotated_dim, dtype) if rotary else None
 
-    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """What forward and its repetition in backward run in."""
         forward, repeated = self.dropout.contexts()
         return forward, self._computing_again(repeated)
 

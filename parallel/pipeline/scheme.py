@@ -180,7 +180,8 @@ def applied(strategy: Strategy, case: Case) -> Strategy:
             before,
             prepare=lambda rank: with_channels(before.prepare(rank)),
             schedule=as_scheduled,
-            reductions={**before.reductions, **({"embedding": _over_embedding} if case.tied else {})},
+            reductions={**before.reductions, **({"embedding": _over_embedding} if case.tied else {})}
+            | ({"embedding": _over_embedding} if case.embeds_behind else {}),
         )
 
     return replace(

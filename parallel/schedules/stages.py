@@ -29,13 +29,15 @@ TABLE = "embedding.tokens.weight"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One stage of `count` on this many ranks: the numbers of its layers, and whether the head uses the token table."""
+    """One stage of `count` on this many ranks: the numbers of its layers, and whether the last stage reads the token
+    table, for a tied head or for what embeds behind the decoder.
+    """
 
     index: int
     count: int
     ranks: int
     layers: range
-    tied: bool
+    reads_table: bool
 
     @property
     def at(self) -> Mapping[str, int]:
@@ -65,12 +67,12 @@ class Stage:
     @property
     def copies_table(self) -> bool:
         """Whether its token table is a copy of the first stage's."""
-        return self.last and not self.first and self.tied
+        return self.last and not self.first and self.reads_table
 
     @property
     def shares_table(self) -> bool:
         """Whether its token table is that of another stage too."""
-        return self.copies_table or (self.first and not self.last and self.tied)
+        return self.copies_table or (self.first and not self.last and self.reads_table)
 
     def holds(self, name: str) -> bool:
         """Whether the parameter or module of this dotted name is here."""
@@ -117,7 +119,7 @@ def _stage(case: Case, rank: int, chunk: int) -> Stage:
         count=case.pp * case.chunks,
         ranks=case.pp,
         layers=layers,
-        tied=case.tied,
+        reads_table=case.tied or case.embeds_behind,
     )
 
 

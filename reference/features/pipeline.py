@@ -55,8 +55,10 @@ class PipelineParallel(Core):
 
     @property
     def table_is_copied(self) -> bool:
-        """Do the first and the last stage hold the token table, one for the embedding and one for the head?"""
-        return self.pp > 1 and self.tied
+        """Do the first and the last stage hold the token table, one for the embedding and one for the head, or for what
+        embeds behind the decoder?
+        """
+        return self.pp > 1 and (self.tied or self.embeds_behind)
 
     @property
     def stage_layers(self) -> tuple[tuple[range, ...], ...]:

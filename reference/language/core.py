@@ -185,6 +185,16 @@ class Core:
         return ()
 
     @property
+    def units_behind(self) -> tuple[str, ...]:
+        """The modules behind the decoder that backward computes again as one, where it does so with its layers."""
+        return ()
+
+    @property
+    def embeds_behind(self) -> bool:
+        """Does something behind the decoder embed tokens?"""
+        return False
+
+    @property
     def system(self) -> Mode:
         """How the mode splits a model; of the first one for a word that is none, which a rule refuses."""
         return MODES.get(self.mode, MODES["tp"])

@@ -97,7 +97,7 @@ class _Pass:
         x_BSH = self.weights[f"{name}.tokens.weight"][self.batch.tokens]
         if self.case.positions == "learned":
             x_BSH = x_BSH + self.weights[f"{name}.positions.weight"][self.batch.positions]
-        return self._dropped(name, self.told(name, x_BSH))
+        return self.dropped(name, self.told(name, x_BSH))
 
     def block(self, name: str, x_BSH: Tensor, visible_SS: Tensor) -> Tensor:
         """A transformer layer."""
@@ -109,7 +109,7 @@ class _Pass:
                 y_BSH = self.told(f"{name}.{branch}", branch_of(others[branch]).forward(self, name, y_BSH, visible_SS))
             else:
                 y_BSH = plain(f"{name}.{branch}", y_BSH, visible_SS)
-            x_BSH = self.arithmetic.join(branch, x_BSH, self._dropped(f"{name}.{branch}", y_BSH))
+            x_BSH = self.arithmetic.join(branch, x_BSH, self.dropped(f"{name}.{branch}", y_BSH))
         behind = getattr(self.case, "behind_layer", None)
         return self.told(name, behind(x_BSH, lambda leaf: self.weights[f"{name}.{leaf}"]) if behind else x_BSH)
 
@@ -161,7 +161,8 @@ class _Pass:
         weight, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
         return self.told(name, self.arithmetic.norm(x, weight, bias))
 
-    def _dropped(self, site: str, x_BSH: Tensor) -> Tensor:
+    def dropped(self, site: str, x_BSH: Tensor) -> Tensor:
+        """Hidden states with the dropout of this site."""
         kept_BSH = mask(self.case, self.batch, site)
         return x_BSH if kept_BSH is None else x_BSH * kept_BSH / (1 - rate_of(self.case, site))
 

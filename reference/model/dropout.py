@@ -1,8 +1,9 @@
 """What dropout keeps in the dense model: the field's masks, or those that an implementation drew.
 
 A site is "embedding", "layers.{i}.attention", "layers.{i}.mlp" (hidden states [S, H] of a sample) or
-"layers.{i}.attention.shares" (its softmax [N, S, S]). Sample number of a step: number of the micro-batch times its
-rows, plus the row; a packed row is one sample. Source: arXiv:1207.0580; the sites are those of Megatron-LM's GPT.
+"layers.{i}.attention.shares" (its softmax [N, S, S]); behind the decoder "prediction.{k}" has the same, its layer being
+"prediction.{k}.layer". Sample number of a step: number of the micro-batch times its rows, plus the row; a packed row is
+one sample. Source: arXiv:1207.0580; the sites are those of Megatron-LM's GPT.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def sites(case: Case) -> dict[str, tuple[int, ...]]:
     length = case.row_tokens
     hidden, shares = (length, case.hidden), (case.heads, length, length)
     found: dict[str, tuple[int, ...]] = {"embedding": hidden}
-    for block in case.blocks:
+    for number, block in enumerate(case.blocks):
+        if case.embeds_behind and number >= case.layers:
+            found[f"{block.rpartition('.')[0]}.embedding"] = hidden
         found |= {f"{block}.attention.{SHARES}": shares, f"{block}.attention": hidden, f"{block}.mlp": hidden}
     return {site: shape for site, shape in found.items() if rate_of(case, site)}
 

@@ -80,6 +80,10 @@ class Forward(Protocol):
         """Hidden states behind the transformer layer of this name."""
         ...
 
+    def dropped(self, site: str, x_BSH: Tensor) -> Tensor:
+        """Hidden states with the dropout of this site (`reference.model.dropout`)."""
+        ...
+
     def told(self, name: str, output: Tensor) -> Tensor:
         """The output of the module of this name."""
         ...

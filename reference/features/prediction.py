@@ -1,0 +1,78 @@
+"""Prediction of further tokens: layers behind the decoder, each for the token one place further on. Words and rules.
+
+Depth k = 1..D embeds the tokens k places on, joins them with the hidden states of the depth before (of the decoder, for
+the first), and predicts the token k + 1 places on with the model's own embedding and head. The loss has
+
+    weight / D * sum over k of (sum of mask_k * loss_k over all tokens of the step) / (sum of mask_k over the same)
+
+where mask and labels of depth k are those k places on in the same document. Both sums go over all micro-batches, data
+and context ranks, whatever is counted where. Sources: DeepSeek-V3 (arXiv:2412.19437) 2.2; Megatron-Core 0.16.1
+`MultiTokenPredictionBlock` (experts.md 24), which divides by what one rank counts, or by the tokens of the main loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from reference.language.core import Core
+from reference.language.words import Problem, not_default, word
+
+
+class Prediction(Core):
+    """A case that may predict further tokens."""
+
+    prediction_depth: int = word(
+        0,
+        "further tokens that are predicted, by a layer each (multi-token prediction, mode=tp|tp-sp); 0: none",
+        legal="0, or at least 1",
+        domain=(),
+        after="qk_norm",
+    )
+    prediction_weight: float = word(
+        0.3, "weight of the mean loss of further tokens (prediction_depth)", legal="0 or a positive number", domain=()
+    )
+
+    @property
+    def blocks(self) -> dict[str, int]:
+        """The same with the layer of every depth, which is like the decoder's last."""
+        depths = range(self.prediction_depth)
+        return {**super().blocks, **{f"prediction.{depth}.layer": self.layers - 1 for depth in depths}}
+
+    @property
+    def behind_decoder(self) -> tuple[str, ...]:
+        """The same with the depths."""
+        return (*super().behind_decoder, *(("prediction",) if self.prediction_depth else ()))
+
+    @property
+    def units_behind(self) -> tuple[str, ...]:
+        """The same with every depth."""
+        return (*super().units_behind, *(f"prediction.{depth}" for depth in range(self.prediction_depth)))
+
+    @property
+    def embeds_behind(self) -> bool:
+        """The same; every depth does."""
+        return super().embeds_behind or self.prediction_depth > 0
+
+    def problems(self) -> Iterator[Problem]:
+        """Key, the rule that it breaks and a legal value, of every broken rule."""
+        depth, weight = self.prediction_depth, self.prediction_weight
+        if depth < 0:
+            yield "prediction_depth", "must not be negative", "prediction_depth=0"
+        if not weight >= 0 or not math.isfinite(weight):
+            yield "prediction_weight", "must be 0 or a positive number", "prediction_weight=0.3"
+        if not depth:
+            for key, legal in not_default(Prediction, self):
+                yield key, "weighs the loss of further tokens, and prediction_depth=0 predicts none", legal
+            return
+        if self.system.system != "Megatron-Core":
+            yield (
+                "prediction_depth",
+                f"mode={self.mode} predicts no further tokens (mode=tp|tp-sp)",
+                "prediction_depth=0",
+            )
+        if depth >= self.seq:
+            yield "prediction_depth", f"must be below seq={self.seq}", f"prediction_depth={max(self.seq - 1, 0)}"
+        if self.pipeline_axes and self.positions == "learned":
+            rule = "predicts on the last pipeline stage, and the table of positions is on the first"
+            yield "prediction_depth", rule, "positions=rope"
