@@ -18,6 +18,10 @@ VARIANTS: dict[str, Bug] = {bug.name: bug for bug in read(FOLDER / "variants.txt
 """Name -> the bug; `stands_for` is its source, `wrong` what deviates, `suite` words that make a case show it."""
 _DERIVED: dict[str, tuple[str, Callable[[Mapping[str, Any]], int]]] = {
     "kv_group": ("rows of a kv group", lambda v: (v["heads"] // v["kv_heads"] + 2) * (v["hidden"] // v["heads"])),
+    "edp": (
+        "ranks that hold the same experts",
+        lambda v: v["tp"] * v["cp"] * v["dp"] // (v["ep"] * (v["etp"] or v["tp"])),
+    ),
     "table": ("elements of a rank's token table", lambda v: v["vocab"] // v["tp"] * v["hidden"]),
 }
 """Number in a condition -> what it is, and its value."""
