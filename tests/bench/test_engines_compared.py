@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from bench import fault_table
 from bench.fault_programs import goes_right, raises
 from bench.fault_table import FAULTS, Fault, measured, seen
 from harness.engines import named as named_engines
-from harness.engines.processes.forked.pool import PoolEngine
 from harness.engines.shapes.dry import DryEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RankDied
@@ -137,14 +135,6 @@ def test_no_row_is_silent_or_late_in_process() -> None:
     assert not [row for row in rows if not row.detected]
     assert not [row for row in rows if row.late], "50 ms, the best of three tries"
     assert {row.allowed_ms for row in rows} == {50.0}
-
-
-def test_no_row_is_silent_on_real_processes(monkeypatch: pytest.MonkeyPatch, pool: PoolEngine) -> None:
-    monkeypatch.setattr(fault_table, "TRIES", 1)
-    monkeypatch.setattr(fault_table, "engine_named", lambda _: nullcontext(pool))
-    monkeypatch.setattr(fault_table, "LIMIT_S", 30.0)  # for every row here is told without the clock
-    rows = measured(["pool"], [fault for fault in FAULTS if not fault.clock])
-    assert not [row for row in rows if not row.detected]
 
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.clock], ids=lambda fault: fault.name)

@@ -127,7 +127,7 @@ def _alone(values: Mapping[str, Tensor], truth: Mapping[str, Tensor], name: str)
     return measure(name, values[name], truth[name], dtype="float64", kind=kind)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 2**31 - 1),
     sizes=st.lists(st.integers(1, 300), min_size=1, max_size=12),

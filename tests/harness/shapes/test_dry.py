@@ -178,25 +178,6 @@ def test_a_program_that_looks_at_a_number_is_undecided_with_one_message() -> Non
             engine.run(lambda rank: torch.zeros(1, device="meta").tolist(), world_size=1)
 
 
-def _functional(rank: int) -> None:
-    from torch.distributed import _functional_collectives as functional  # noqa: PLC0415  (takes seconds to import)
-
-    world: Any = dist.group.WORLD
-    functional.wait_tensor(functional.all_reduce(torch.zeros(5, device="meta"), "max", world))
-
-
-def test_functional_collectives_reach_the_ledger_too() -> None:
-    def program(case: Case, device: torch.device) -> dict[str, torch.Tensor]:
-        _functional(dist.get_rank())
-        return {}
-
-    with DryEngine() as engine:
-        (rank,) = dry_run(Case.parse("mode=tp tp=2"), program, engine, (1,), text="").ranks
-    said = [(e.op, e.reduce_op, e.payload_bytes, e.is_async) for e in rank.events]
-    assert said == [("all_reduce", "max", 20, True)]
-    assert [s.then for s in rank.stretches] == [START, WAIT, "end"] and rank.unwaited == ()
-
-
 def test_what_a_rank_raises_and_what_does_not_end_are_told_and_the_engine_goes_on() -> None:
     def raises(rank: int) -> None:
         raise KeyError("x")

@@ -165,13 +165,6 @@ def test_a_run_within_a_run_is_refused(engine: InprocEngine) -> None:
     assert str(error.__cause__) == text and usable(engine)
 
 
-def test_an_unknown_module_to_keep_per_rank_is_a_wrong_request() -> None:
-    with InprocEngine() as engine:
-        with pytest.raises(RequestError, match="per_rank 'no.such': must be a module that can be imported"):
-            engine.run(lambda rank: rank, world_size=2, per_rank=("no.such",))
-        assert engine.run(lambda rank: rank, world_size=2) == [0, 1]
-
-
 def test_calls_from_threads_that_no_rank_started_and_after_the_run_are_refused(engine: InprocEngine) -> None:
     groups: queue.Queue[Any] = queue.Queue()
     refused: list[str] = []

@@ -137,11 +137,6 @@ def test_thread_state_that_a_program_leaves_behind_does_not_reach_the_next(engin
     assert torch.is_grad_enabled() and torch.ones(1).device.type == "cpu"
 
 
-def test_context_variables_do_not_pass_from_run_to_run(engine: InprocEngine) -> None:
-    assert engine.run(lambda rank: CONTEXT.set(rank).var.get(), world_size=2) == [0, 1]
-    assert engine.run(lambda rank: CONTEXT.get(), world_size=2) == [-1, -1]
-
-
 def test_default_dtype_is_each_ranks_own_and_the_callers_afterwards(engine: InprocEngine) -> None:
     def program(rank: int) -> torch.dtype:
         if rank == 1:

@@ -193,7 +193,7 @@ def _full(place: Placement) -> torch.Tensor:
     return torch.arange(1, 1 + torch.Size(place.shape).numel(), dtype=torch.float64).view(place.shape)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(_placements())
 def test_gather_is_inverse_of_shard_and_pieces_hold_every_element_once(drawn: tuple[Placement, dict[str, int]]) -> None:
     """Any number of cuts; padding is zero and in no piece; what no cut splits is held by every rank of that axis."""

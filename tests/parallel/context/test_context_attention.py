@@ -116,7 +116,7 @@ def test_in_bfloat16_the_error_does_not_grow_with_the_ranks(monkeypatch: pytest.
     assert any(grown(4))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     order=st.sampled_from(("contiguous", "zigzag", "zigzag by document")),
     ranks=st.integers(1, 6),

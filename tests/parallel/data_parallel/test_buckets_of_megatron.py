@@ -49,7 +49,7 @@ def theirs(layout: Layout, parameters: dict[str, nn.Parameter], rank: int) -> An
         )
 
 
-@settings(max_examples=200, deadline=None, database=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=100, deadline=None, database=None, derandomize=True, phases=[Phase.generate])
 @given(layouts())
 def test_the_buckets_and_the_ranges_of_every_rank(layout: Layout) -> None:
     ours = bucketed(**layout._asdict())

@@ -17,7 +17,7 @@ from parallel.slicing.strided import equal_parts, placed, plain, scales, strided
 from tests.parallel.slicing.deviations import DTYPES, drawn, heads_and_ranks, round_trip, whole_scales
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.integers(1, 5),
     st.lists(st.integers(1, 4), min_size=1, max_size=4),
@@ -90,7 +90,7 @@ def test_parts_and_buffers_that_do_not_fit_are_refused() -> None:
         plain((4, 6), (4, 3), ranks=2, orientation="rows")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(heads_and_ranks(), st.sampled_from((1, 2, 3)), st.integers(0, 2), st.booleans())
 def test_dequantising_commutes_with_slicing(
     drawn_: tuple[Heads, int], column_blocks: int, rows: int, transposed: bool

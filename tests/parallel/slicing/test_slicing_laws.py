@@ -26,7 +26,7 @@ from tests.parallel.slicing.deviations import (
 from tests.parallel.slicing.laws import broken
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(heads_and_ranks(), st.sampled_from(sorted(ORDERS)), st.booleans(), st.booleans(), st.sampled_from(DTYPES))
 def test_a_fused_weight_is_cut_exactly(
     drawn_: tuple[Heads, int], order: str, transposed: bool, bias: bool, dtype: torch.dtype
@@ -45,7 +45,7 @@ def test_a_fused_weight_is_cut_exactly(
     assert same_bits(round_trip(whole, place, ranks), whole)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(heads_and_ranks())
 def test_query_heads_and_their_kv_head_are_on_one_rank(drawn_: tuple[Heads, int]) -> None:
     heads, ranks = drawn_
@@ -61,7 +61,7 @@ def test_query_heads_and_their_kv_head_are_on_one_rank(drawn_: tuple[Heads, int]
     assert broken(kv_rows(heads, ranks), heads.kv * heads.size, unit=heads.size) == []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(few_heads_and_ranks(), st.sampled_from(("blocks", "groups")))
 def test_fewer_kv_heads_than_ranks_are_a_choice(drawn_: tuple[Heads, int], order: str) -> None:
     heads, ranks = drawn_
@@ -90,7 +90,7 @@ def test_fewer_kv_heads_than_ranks_are_a_choice(drawn_: tuple[Heads, int], order
             fused_rows(heads, ranks, order, spare="replicate")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.integers(1, 200),
     st.integers(1, 9),
