@@ -8,18 +8,17 @@ Format: torch/csrc/distributed/c10d/FlightRecorder.hpp, version 2.
 from __future__ import annotations
 
 import csv
-import gc
 import json
 import pickle
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from harness.errors import RequestError
 from harness.hangs.parting import Channel, LastCall, RankStanding
+from harness.interpreter import uncollected
 
 KIND = ("group", "axis", "op", "reduce_op", "dtype", "shape", "root", "peer", "phase", "region", "caller")
 """What our recorder writes of a kind of call."""
@@ -31,20 +30,8 @@ _MESSAGES = ("send", "recv")
 
 def standings(paths: Iterable[str | Path]) -> list[RankStanding]:
     """Where every rank stands, by rank. A folder stands for the dumps in it. Raises RequestError for what is none."""
-    with _uncollected():
+    with uncollected():  # calls by the million, which all stay
         return _standings(paths)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """No garbage is looked for while calls by the million are made, which all stay: it takes half of the time."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _standings(paths: Iterable[str | Path]) -> list[RankStanding]:

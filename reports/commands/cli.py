@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import argparse
 import functools
-import gc
 import importlib
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib import metadata
 from typing import NoReturn
 
 from harness.errors import ShardproofError
+from harness.interpreter import uncollected
 from reports.options.words import add_checkpoint, add_hang, add_record, add_slice
 
 ENGINES = ("inproc", "pool", "torchrun", "dry")
@@ -82,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed.isolated = arguments is None  # the process is ours: nobody has used autograd in it
     try:
         # Imported only now: torch and pandas take seconds, and neither `--help` nor a wrong word waits for them.
-        with _uncollected():
+        with uncollected():
             parsed.request = importlib.import_module("reports.options.request").read(parsed)
             command = getattr(importlib.import_module(module), function)
         status = command(parsed)
@@ -102,18 +101,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("shardproof: this is a bug in shardproof and no verdict on the subject", file=sys.stderr)
         return _MACHINE
     return int(status)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """No garbage is looked for in what imports make: it all stays, and looking takes a tenth of their time."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _empty(parsed: argparse.Namespace) -> str:
