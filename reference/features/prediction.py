@@ -24,7 +24,7 @@ class Prediction(Core):
 
     prediction_depth: int = word(
         0,
-        "further tokens that are predicted, by a layer each (multi-token prediction, mode=tp|tp-sp); 0: none",
+        "further tokens that are predicted, by a layer each (multi-token prediction); 0: none",
         legal="0, or at least 1",
         domain=(),
         after="qk_norm",

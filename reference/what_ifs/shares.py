@@ -12,6 +12,7 @@ from torch import Tensor
 from reference.case import Case
 from reference.data.batches import micro_batch
 from reference.model import decoder, loss
+from reference.model.branches import Beside
 from reference.model.given import takes_given
 from reference.what_ifs.inputs import weights_of
 
@@ -27,16 +28,18 @@ def shares(case: Case, device: torch.device) -> dict[str, Tensor]:
     """
     weights = weights_of(case, device)
     places = [(data_rank, micro) for data_rank in range(case.dp) for micro in range(case.micro)]
+    batches = [micro_batch(case, 0, micro, data_rank, device=device) for data_rank, micro in places]
     gradients: dict[str, list[Tensor]] = {name: [] for name in weights}
     tokens, losses = [], []
-    for data_rank, micro in places:
+    for batch in batches:
         leaves = {name: weight.requires_grad_() for name, weight in weights.items()}
-        batch = micro_batch(case, 0, micro, data_rank, device=device)
-        logits = decoder.logits(case, leaves, batch)
+        beside = Beside(step=batches)
+        logits = decoder.logits(case, leaves, batch, beside=beside)
         summed, counted = loss.summed(logits, batch.labels, batch.loss_mask, case.label_smoothing)
         tokens.append(counted.double())
         losses.append(summed.detach().double())
-        for name, gradient in zip(leaves, torch.autograd.grad(summed, list(leaves.values())), strict=True):
+        slopes = torch.autograd.grad(sum(beside.losses, summed), list(leaves.values()))
+        for name, gradient in zip(leaves, slopes, strict=True):
             gradients[name].append(gradient)
     total, grid = torch.stack(tokens).sum(), (case.dp, case.micro)
     parted = {f"grad/{name}": (torch.stack(g) / total).unflatten(0, grid) for name, g in gradients.items()}

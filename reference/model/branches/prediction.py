@@ -78,8 +78,8 @@ def forward(run: Forward, _layer: str, x_BSH: Tensor, visible_SS: Tensor) -> Ten
         x_BSH = run.norm(f"{name}.final_norm", x_BSH)
         logits_BSV = run.arithmetic.linear(x_BSH, head, None)
         summed, _ = loss.summed(logits_BSV, moved.labels, moved.loss_mask, case.label_smoothing)
-        if counted := sum(_count(ahead(batch, depth + 1)) for batch in run.beside.step):
-            run.beside.losses.append(case.prediction_weight / depths * main / counted * summed)
+        counted = sum(_count(ahead(batch, depth + 1)) for batch in run.beside.step)
+        run.beside.losses.append(case.prediction_weight / depths * (main / counted if counted else 0) * summed)
     return x_BSH
 
 

@@ -33,6 +33,10 @@ TOLD = {
     "pp-scale-missing": ("activation_gradients", "and micro=3: not divided by it"),
     "tied-no-sync": ("replicas", "the all_reduce over embedding is left out"),
     "tied-bucket-misaligned": ("merge", "offsets of another rank"),
+    "mla-rope-key": ("activation_gradients", "the all_reduce over tp is left out"),
+    "mla-query-norm": ("parameter_gradients", "one all_reduce over tp too many"),
+    "mtp-main-count": ("activation_gradients", "a constant factor is wrong"),
+    "mtp-local-means": ("activation_gradients", "none of the known patterns fits"),
 }
 """Variant -> the check that fails for sure, and what its likely causes say."""
 

@@ -1,0 +1,1 @@
+"""Prediction of further tokens: against the dense model, limits, regrouping, planted bugs."""
