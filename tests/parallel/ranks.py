@@ -15,8 +15,6 @@ from parallel.communication.mesh import Axis, Mesh
 from reference.case import Case
 
 CPU = torch.device("cpu")
-MEGATRON = ("tp", "tp-sp")
-"""The modes whose outcome, table and closed form these tests hold; the InternEvo modes have theirs."""
 
 
 class Calls:

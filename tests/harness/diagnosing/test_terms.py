@@ -172,7 +172,7 @@ def test_calls_too_many_that_nobody_waits_for_are_told_as_calls_too_many() -> No
 
 
 ALONE = case("mode=tp tp=2 seq=16 micro=1")
-W1, W2, OF_W2 = "grad/layers.0.mlp.w1.weight", "grad/layers.0.mlp.w2.weight", "grad/layers.0.mlp.w2.bias"
+W1, OF_W2 = "grad/layers.0.mlp.w1.weight", "grad/layers.0.mlp.w2.bias"
 
 
 def seen(values: dict[str, Tensor], text: Any = ALONE, **fields: Any) -> Evidence:

@@ -1,10 +1,12 @@
-"""The interposer on real backends: every way to communicate is seen once, as what it is, and nothing else changes."""
+"""Interposer and in-process engine: every way to communicate is seen once, as what it is, and nothing else changes."""
 
 from __future__ import annotations
 
+import importlib
 import pickle
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -100,15 +102,38 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(2)]
 
 
+@pytest.fixture(scope="module")
+def threads() -> list[dict[str, list[Event]]]:
+    """What two ranks of the in-process engine saw, of which its own groups tell."""
+    found: list[dict[str, list[Event]]] = [{}, {}]
+    with InprocEngine() as engine, warnings.catch_warnings(action="ignore"):
+        scenarios = importlib.import_module("tests.harness.recording.interposed_calls").SCENARIOS
+        for name in (*EXPECTED, "messages"):
+            with Recorder("", "tp", 2, {"tp": ((0, 1),)}) as recorder:
+
+                def on_rank(rank: int, name: str = name, recorder: Recorder = recorder) -> None:
+                    with recorder.on_rank(rank):
+                        scenarios[name](rank)
+
+                engine.run(on_rank, world_size=2, observer=recorder)
+            for event in recorder.events():
+                found[event.rank].setdefault(name, []).append(event)
+    return found
+
+
 @pytest.mark.parametrize("scenario", EXPECTED)
-def test_every_call_is_seen_once_as_what_it_is(ranks: list[dict[str, Any]], scenario: str) -> None:
-    for results in ranks:
+def test_every_call_is_seen_once_as_what_it_is(
+    ranks: list[dict[str, Any]], threads: list[dict[str, list[Event]]], scenario: str
+) -> None:
+    for results in (*ranks, *threads):
         assert [said(event) for event in results[scenario]] == EXPECTED[scenario]
 
 
-def test_messages_are_told_apart_as_blocking_and_not(ranks: list[dict[str, Any]]) -> None:
+def test_messages_are_told_apart_as_blocking_and_not(
+    ranks: list[dict[str, Any]], threads: list[dict[str, list[Event]]]
+) -> None:
     batch = [call("send", later=True), call("recv", later=True)]
-    for results, op in zip(ranks, ("send", "recv"), strict=True):
+    for results, op in zip((*ranks, *threads), ("send", "recv") * 2, strict=True):
         assert [said(e) for e in results["messages"]] == [call(op), call(op, later=True), call(op), *batch]
 
 

@@ -1,4 +1,4 @@
-"""Calls and groups of the in-process engine: what gloo leaves open and it promises, the same bits in every run."""
+"""Calls and groups of the in-process engine: what gloo leaves open and it promises, and what an observer is told."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.distributed import destroy_process_group, init_process_group, split_group
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness.engines.engine import Unwaited
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RankRaised
+from harness.ledger import Call
+from tests.harness.engines.programs import Log
 
 REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "SUM": operator.add,
@@ -223,3 +228,71 @@ def test_user_code_may_initialise_and_destroy_the_world_itself(engine: InprocEng
         return [first, gone, summed(None), dist.get_rank()]
 
     assert engine.run(program, world_size=2) == [[3, False, 3, 0], [3, False, 3, 1]]
+
+
+def watched(program: Callable[[int], Any], world_size: int = 2) -> Log:
+    log = Log()
+    with InprocEngine() as engine:
+        engine.run(program, world_size=world_size, observer=log)
+    return log
+
+
+def told(call: Call) -> tuple[Any, ...]:
+    return call.op, call.reduce_op, call.dtype, call.shapes, call.payload_bytes, call.is_async, call.peer
+
+
+def ones(*shape: int) -> torch.Tensor:
+    return torch.ones(shape)
+
+
+def test_messages_name_their_peer_and_only_the_blocking_ones_are_synchronous() -> None:
+    def program(rank: int) -> None:
+        group = dist.new_group([1, 2], group_desc="pair")
+        if rank == 1:
+            dist.send(ones(3), dst=2, group=group)
+            dist.isend(ones(3), dst=2).wait()  # type: ignore[union-attr]
+        if rank == 2:
+            dist.recv(ones(3), src=1, group=group)
+            dist.recv(ones(3))
+
+    log = watched(program, world_size=3)
+    assert [told(call) for call in log.of(1)] == [
+        ("send", "", "float32", ((3,),), 12, False, 2),
+        ("send", "", "float32", ((3,),), 12, True, 2),
+    ]
+    assert [told(call) for call in log.of(2)] == [
+        ("recv", "", "float32", ((3,),), 12, False, 1),
+        ("recv", "", "float32", ((3,),), 12, False, -1),
+    ]
+    assert [(call.group, call.group_desc) for call in log.of(2)] == [((1, 2), "pair"), ((0, 1, 2), "default_pg")]
+
+
+def test_works_that_nobody_waited_for_are_listed_and_still_completed() -> None:
+    def program(rank: int) -> None:
+        waited = dist.all_reduce(ones(2), async_op=True)
+        if rank == 1:
+            dist.all_reduce(ones(2), async_op=True)
+        else:
+            dist.all_reduce(ones(2))
+        functional.all_reduce(ones(2), "sum", _get_default_group()).sum()
+        assert waited is not None
+        waited.wait()
+
+    log = Log()
+    with InprocEngine() as engine:
+        engine.run(program, world_size=2, observer=log)
+        (left,) = engine.unwaited
+        assert left == Unwaited(rank=1, op="all_reduce", number=1, group="world (0 1)", caller=left.caller)
+        assert left.caller.endswith(f"test_inproc_calls.py:{program.__code__.co_firstlineno + 3}")
+        assert sorted(ticket for _, ticket in log.completions) == list(range(6))
+        engine.run(lambda rank: dist.barrier(), world_size=2)
+        assert engine.unwaited == ()
+
+
+def test_an_error_of_the_observer_ends_the_run() -> None:
+    class Broken(Log):
+        def issued(self, rank: int, call: Call) -> int:
+            raise LookupError("no ledger")
+
+    with InprocEngine() as engine, pytest.raises(Exception, match="rank 0 of 2 raised LookupError: no ledger"):
+        engine.run(lambda rank: dist.barrier(), world_size=2, observer=Broken())
