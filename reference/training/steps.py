@@ -97,11 +97,7 @@ def train(
             case, parameters, values, step, feed, arithmetic, last_first, observed and step == 0, scale.value
         )
         skipped = scale.overflows(step, *sums.largest, exact=dtype is not None)
-        outcome[f"tokens/{step}"] = sums.tokens.long()
-        outcome[f"loss/{step}"] = sums.loss / sums.tokens
-        if sums.logits is not None:
-            outcome[f"logits/{step}"] = sums.logits
-        outcome |= {name.replace("/", f"/{step}/", 1): counts for name, counts in sums.counts.items()}
+        outcome |= _summed_up(sums, step)
         gradients = {n: _handed(parameters[n], w).div_(sums.tokens * scale.value) for n, w in trained.items()}
         outcome |= scale.outcome(step, skipped=skipped)
         scale.update(skipped=skipped)
@@ -125,6 +121,13 @@ def train(
     outcome |= metric.outcome(metrics, exact=case.dtype == "float64") if metrics else {}
     outcome |= {f"param/{name}": weight.detach() for name, weight in trained.items()}
     return outcome | saved(case, outcome, trained, stepper) | scale.saved() | dict(activations)
+
+
+def _summed_up(sums: Sums, step: int) -> dict[str, Tensor]:
+    """What an outcome has of a step's forwards."""
+    found = {f"tokens/{step}": sums.tokens.long(), f"loss/{step}": sums.loss / sums.tokens}
+    found |= {} if sums.logits is None else {f"logits/{step}": sums.logits}
+    return found | {name.replace("/", f"/{step}/", 1): counts for name, counts in sums.counts.items()}
 
 
 def _begun(
