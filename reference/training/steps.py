@@ -84,8 +84,7 @@ def train(
     }
     trained = _trained(case, parameters)
     stepper = _begun(case, trained, parameters, decay)
-    outcome: dict[str, Tensor] = {}
-    metrics: list[metric.Totals] = []
+    outcome, metrics = dict[str, Tensor](), list[metric.Totals]()
     activations: Mapping[str, Tensor] = {}
     scale, values = LossScale.of(case), values_of(case)
     for step in range(case.steps):
@@ -97,16 +96,11 @@ def train(
             case, parameters, values, step, feed, arithmetic, last_first, observed and step == 0, scale.value
         )
         skipped = scale.overflows(step, *sums.largest, exact=dtype is not None)
-        outcome[f"tokens/{step}"] = sums.tokens.long()
-        outcome[f"loss/{step}"] = sums.loss / sums.tokens
-        if sums.logits is not None:
-            outcome[f"logits/{step}"] = sums.logits
-        outcome |= {name.replace("/", f"/{step}/", 1): counts for name, counts in sums.counts.items()}
+        outcome |= _summed_up(sums, step)
         gradients = {n: _handed(parameters[n], w).div_(sums.tokens * scale.value) for n, w in trained.items()}
         outcome |= scale.outcome(step, skipped=skipped)
         scale.update(skipped=skipped)
-        if step == 0:
-            activations = {n: x for n, x in sums.activations.items() if not (skipped and n.startswith("act_grad/"))}
+        activations = _observed(sums, skipped=skipped) if step == 0 else activations
         if skipped:
             stepper.zero_grad()  # an optimizer leaves alone what has no gradient
         else:
@@ -125,6 +119,18 @@ def train(
     outcome |= metric.outcome(metrics, exact=case.dtype == "float64") if metrics else {}
     outcome |= {f"param/{name}": weight.detach() for name, weight in trained.items()}
     return outcome | saved(case, outcome, trained, stepper) | scale.saved() | dict(activations)
+
+
+def _summed_up(sums: Sums, step: int) -> dict[str, Tensor]:
+    """What an outcome has of a step's forwards."""
+    found = {f"tokens/{step}": sums.tokens.long(), f"loss/{step}": sums.loss / sums.tokens}
+    found |= {} if sums.logits is None else {f"logits/{step}": sums.logits}
+    return found | {name.replace("/", f"/{step}/", 1): counts for name, counts in sums.counts.items()}
+
+
+def _observed(sums: Sums, *, skipped: bool) -> Mapping[str, Tensor]:
+    """The activations, of a skipped step without gradients."""
+    return {name: x for name, x in sums.activations.items() if not (skipped and name.startswith("act_grad/"))}
 
 
 def _begun(
