@@ -13,7 +13,7 @@ from harness.checking.checks import CHECKS
 from harness.engines.threads.inproc import InprocEngine
 from harness.outcome.merging import merge
 from harness.running.proof import prove
-from harness.running.ranks.execution import execute
+from harness.running.ranks.execution import execute_captured
 from parallel.subject import subject
 from reference.case import Case, CaseError
 from reference.training import subject as dense
@@ -97,7 +97,7 @@ def test_the_gradient_of_the_rotary_keys_is_that_of_all_heads_on_every_rank(layo
     case = Case.parse(f"{SIZES} {layout} tp=4 micro=1 steps=1 layers=1")
     truth = dense.activations(case, CPU)["act_grad/layers.0.attention.wdkv"][..., -case.qk_rope_dim :]
     with InprocEngine() as engine:
-        merged = merge(execute(case, subject, engine, text="", record=True).outcomes)
+        merged = merge(execute_captured(case, subject, engine).captured)
     found = merged.tensors["act_grad/layers.0.attention.wdkv"][..., -case.qk_rope_dim :]
     assert merged.flaws == () and float(truth.abs().max()) > 0
     assert float((found - truth).abs().max() / truth.abs().max()) < 1e-11
@@ -116,14 +116,14 @@ def test_what_goes_wrong_is_seen(mutant: Mutant, engine: InprocEngine) -> None:
 @pytest.mark.parametrize(
     ("words", "key"),
     [
-        ("q_lora_rank=8", "q_lora_rank"),
-        ("kv_lora_rank=12", "positions"),
-        ("kv_lora_rank=12 positions=rope mode=isp", "kv_lora_rank"),
+        ("kv_lora_rank=0 q_lora_rank=8", "q_lora_rank"),
+        ("kv_heads=8 kv_lora_rank=12", "positions"),
+        ("kv_heads=8 kv_lora_rank=12 positions=rope mode=isp", "kv_lora_rank"),
         ("kv_lora_rank=12 positions=rope kv_heads=4", "kv_heads"),
-        ("kv_lora_rank=12 positions=rope qk_rope_dim=3", "qk_rope_dim"),
-        ("kv_lora_rank=12 positions=rope qk_norm=true", "qk_norm"),
-        ("kv_lora_rank=11 positions=rope latent_down=column", "kv_lora_rank"),
-        ("kv_lora_rank=12 q_lora_rank=9 positions=rope latent_down=column", "q_lora_rank"),
+        ("kv_heads=8 kv_lora_rank=12 positions=rope qk_rope_dim=3", "qk_rope_dim"),
+        ("kv_heads=8 kv_lora_rank=12 positions=rope qk_norm=true", "qk_norm"),
+        ("kv_heads=8 kv_lora_rank=11 positions=rope latent_down=column", "kv_lora_rank"),
+        ("kv_heads=8 kv_lora_rank=12 q_lora_rank=9 positions=rope latent_down=column", "q_lora_rank"),
     ],
 )
 def test_words_that_cannot_go_together_are_refused_with_legal_ones(words: str, key: str) -> None:

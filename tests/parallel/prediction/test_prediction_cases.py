@@ -36,7 +36,7 @@ PROVED = (
     "mode=tp-sp tp=2 dp=2 zero=3 wgrad=plain cross_entropy=fused",
     "mode=tp-sp tp=2 kv_lora_rank=12 q_lora_rank=8 positions=rope latent_down=column pp=2",
 )
-GROUPINGS = ((1, 1, 4, 1), (2, 4, 2, 1), (4, 2, 1, 2), (2, 1, 2, 2))
+GROUPINGS = ((2, 2, 2, 1), (4, 4, 1, 1), (2, 1, 4, 2))
 """tp, dp, micro and pp of the same global batch."""
 ACTIVATION = 2 * 16 * 16 * 8
 """Bytes of hidden states: batch, seq, hidden, float64."""
