@@ -13,7 +13,7 @@ A latent enters the up projection as hidden states enter a column linear, so tha
 rotary key serves the heads of every rank, and each rank computes the part of its gradient that its own heads give:
 the sum over tp is due exactly once, before anything upstream of the key.
 Source: arXiv:2405.04434; Megatron-Core 0.16.1 `MLASelfAttention` (experts.md 23.2), which leaves the sum out but for
-duplicated projections with split hidden states (variant mla-rope-key).
+duplicated projections with split hidden states (as in Megatron-Core 0.16.1).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A token and the one `places` further on are of one document where their positions differ by as many: positions restart
 in every document of a packed row, and count on through a row that is one. Rows are moved whole, before context ranks
-take their slices, so that no rank asks a neighbour for tokens.
+take their slices, so that no rank needs tokens of a neighbour.
 """
 
 from __future__ import annotations

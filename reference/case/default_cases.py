@@ -47,7 +47,7 @@ NUMBERS: Mapping[str, int | float] = {
     "seed": 1,
 }
 """What the lines leave out. No size is another one, and each has an odd part on 4 ranks."""
-PARTS = ("experts",)
+PARTS = ("experts", "latent", "prediction")
 """Features whose words are those of a part that few models have."""
 FIXED: Mapping[str, str] = {
     "data": "is the option --data",

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from reference.case import Case
 from reference.data.batches import Batch
+from reference.losses.cross_entropy import wide
 from reference.model import layers
 from reference.model.branches import Beside, branch_of
 from reference.model.dropout import SHARES, mask, rate_of
@@ -132,7 +133,7 @@ class _Pass:
     def core(self, name: str, q_BSND: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, visible_SS: Tensor) -> Tensor:
         """Attention, with the dropout of its shares."""
         kept_BNSS, rate = mask(self.case, self.batch, f"{name}.{SHARES}"), self.case.attention_dropout
-        factors = () if kept_BNSS is None else (kept_BNSS.to(layers.wide(q_BSND.dtype)) / (1 - rate),)
+        factors = () if kept_BNSS is None else (kept_BNSS.to(wide(q_BSND.dtype)) / (1 - rate),)
         return self.arithmetic.attention(q_BSND, k_BSKD, v_BSKE, visible_SS, *factors)
 
     def mlp(self, name: str, x_BSH: Tensor, _visible_SS: Tensor | None = None) -> Tensor:

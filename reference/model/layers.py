@@ -15,15 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["activate", "attention", "linear", "norm", "rotate", "split_qkv", "squares", "visible", "wide"]
+from reference.losses.cross_entropy import wide
+
+__all__ = ["activate", "attention", "linear", "norm", "rotate", "split_qkv", "squares", "visible"]
 
 EPSILON = 1e-5
 ROTARY_BASE = 10000.0
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of statistics and losses: float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def linear(x_BSE: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from reference.model.layers import wide
-from reference.model.loss import IGNORED, counted
+from reference.losses.cross_entropy import IGNORED, counted, wide
 
 __all__ = ["DATASETS", "Totals", "outcome", "totals"]
 

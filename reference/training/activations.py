@@ -14,7 +14,8 @@ from torch import Tensor
 
 from reference.case import Case
 from reference.data.batches import Batch, micro_batch
-from reference.model import decoder, loss
+from reference.losses import cross_entropy as loss
+from reference.model import decoder
 from reference.model.branches import Beside, values_of
 from reference.model.decoder import PLAIN, Arithmetic
 from reference.training.scaling import LossScale

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from reference.case import Case
+from reference.losses.cross_entropy import wide
 from reference.model import layers
 from reference.model.decoder import Arithmetic
 from reference.model.given import takes_given
@@ -132,7 +133,7 @@ def _scores(q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, visible_SS: Tensor, 
     q_BNSD = q_BSND.transpose(1, 2)
     k_BNSD, v_BNSD = (x.repeat_interleave(heads // x.shape[2], dim=2).transpose(1, 2) for x in (k_BSKD, v_BSKD))
     scores = [_summed(q_BNSD, _parts(keys, parts, -1)) for keys in _parts(k_BNSD, parts, 2)]
-    score_BNSS = torch.cat(scores, -1).to(layers.wide(q_BSND.dtype)) / math.sqrt(head_dim)
+    score_BNSS = torch.cat(scores, -1).to(wide(q_BSND.dtype)) / math.sqrt(head_dim)
     return score_BNSS.masked_fill(~visible_SS, -math.inf), v_BNSD
 
 
@@ -157,7 +158,7 @@ def split_norm(x_BSE: Tensor, weight: Tensor, bias: Tensor | None, *, parts: int
     """The norm by torch's kernel and `parts` blocks of tokens: the gradients of its parameters are `parts` sums of rows
     that are added one after the other.
     """
-    exact = layers.wide(x_BSE.dtype)
+    exact = wide(x_BSE.dtype)
 
     def norm(x_TE: Tensor) -> Tensor:  # each block's gradients are rounded to the parameters' dtype before they add up
         scale = weight.to(exact)

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from reference.case import Case
 from reference.data.batches import Batch, micro_batch
-from reference.model import decoder, layers, loss, metric
+from reference.losses import cross_entropy as loss
+from reference.losses.cross_entropy import wide
+from reference.model import decoder, layers, metric
 from reference.model.branches import Beside, updated_values, values_of
 from reference.model.decoder import PLAIN, Arithmetic
-from reference.model.layers import wide
 from reference.training.scaling import LossScale
 from reference.training.states import after, begin, load, saved
 

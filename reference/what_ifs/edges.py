@@ -14,7 +14,8 @@ from torch import Tensor
 
 from reference.case import Case
 from reference.data.batches import Batch, micro_batch
-from reference.model import decoder, loss
+from reference.losses import cross_entropy as loss
+from reference.model import decoder
 
 _Weights = dict[str, Tensor]
 _Rows = Callable[[Tensor], Tensor]

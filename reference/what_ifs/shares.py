@@ -11,7 +11,8 @@ from torch import Tensor
 
 from reference.case import Case
 from reference.data.batches import micro_batch
-from reference.model import decoder, loss
+from reference.losses import cross_entropy as loss
+from reference.model import decoder
 from reference.model.branches import Beside
 from reference.model.given import takes_given
 from reference.what_ifs.inputs import weights_of

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from reference.case import Case
 from reference.data.batches import Batch, micro_batch
+from reference.losses.cross_entropy import IGNORED, counted
 from reference.model import decoder
-from reference.model.loss import IGNORED, counted
 from reference.training.activations import observe
 from reference.training.steps import train
 

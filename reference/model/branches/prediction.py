@@ -19,7 +19,7 @@ from torch import Tensor
 
 from reference.case import Case
 from reference.data.batches import Batch
-from reference.model import loss
+from reference.losses import cross_entropy as loss
 from reference.model.branches import Forward
 
 __all__ = ["ahead", "forward", "shapes"]

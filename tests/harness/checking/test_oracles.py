@@ -66,6 +66,7 @@ def saved_as(change: Callable[[Tensor], Tensor]) -> tuple[dict[str, Any], ...]:
 
 
 NUDGED = {**truth(), "loss/0": truth()["loss/0"] + 1e-15}
+CHOICE, CHOSEN = "routing/0/layers.0.mlp", torch.tensor([True, False, True])
 PROMISED = tuple(replace(term, hidden=True) for term in TERMS)
 WRONG: dict[str, Callable[[], Evidence]] = {
     "coverage": lambda: evidence(*right_ranks(), truth={f"other/{name}": x for name, x in truth().items()}),
@@ -75,6 +76,9 @@ WRONG: dict[str, Callable[[], Evidence]] = {
     "initial_values": lambda: against("init"),
     "masks": lambda: against("mask"),
     "tokens": lambda: against("tokens"),
+    "routing": lambda: evidence(
+        *(outcome_of(rank, {**truth(), CHOICE: ~CHOSEN}) for rank in range(2)), truth={**truth(), CHOICE: CHOSEN}
+    ),
     "forward": lambda: against("loss", "logits"),
     "activations": lambda: against("act"),
     "activation_gradients": lambda: against("act_grad"),

@@ -14,7 +14,8 @@ from torch import Tensor
 from reference.case import Case
 from reference.case.presets import FAMILIES
 from reference.data.batches import Batch
-from reference.model import decoder, loss
+from reference.losses import cross_entropy as loss
+from reference.model import decoder
 from reference.model.parameters import weights
 
 CPU = torch.device("cpu")

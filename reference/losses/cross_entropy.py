@@ -7,14 +7,18 @@ gets 1 - a and every other of the V classes a / (V - 1), with V the true vocabul
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from reference.model.layers import wide
-
-__all__ = ["IGNORED", "cross_entropy", "counted", "summed"]
+__all__ = ["IGNORED", "counted", "cross_entropy", "summed", "wide"]
 
 IGNORED = -100
 """The label of a token that is never learned."""
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of statistics and losses: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def cross_entropy(logits_BSV: Tensor, labels_BS: Tensor, smoothing: float) -> Tensor:
