@@ -1,6 +1,6 @@
 """Tokens to their experts and back, among the ranks etp*ep that hold all experts of a layer together.
 
-    alltoall    every rank tells all how many rows it sends to each expert; rows and weights go to the ranks of their
+    alltoall    every rank sends all others its number of rows to each expert; rows and weights go to the ranks of their
                 experts over ep, sorted by expert; where etp ranks split an expert, these gather each other's rows,
                 padded to the most that one of them has, and add up their partial outputs; rows return as they came
     allgather   choices, weights and tokens of all ranks are gathered; each rank adds up what its experts make of them,

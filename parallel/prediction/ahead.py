@@ -26,7 +26,7 @@ __all__ = ["COUNTS", "counts", "moved"]
 
 
 def moved(batch: Delivered, places: int) -> Delivered:
-    """Every token, label and position those of so many places on in its document, and the mask of the label; token and
+    """Every token, label and position those of `depth` places on in its document, and the mask of the label; token and
     position 0, label IGNORED and mask 0 where it has ended.
     """
     inside = _ahead(batch.positions, places, filled=-1) == batch.positions + places
@@ -50,7 +50,7 @@ def _ahead(x_BS: Tensor, places: int, filled: int) -> Tensor:
 def counts(rank: Rank, step: int) -> Tensor:
     """Tokens of a step that count, float64 [1 + depths], of the main loss and of every depth, on all data ranks.
 
-    Whoever reads micro-batches reads those of its data rank for it; the other ranks of tp are told.
+    Whoever reads micro-batches reads those of its data rank for it; the other ranks of tp receive them.
     """
     case, mesh = rank.case, rank.mesh
     total = torch.zeros(1 + case.prediction_depth, dtype=torch.float64, device=rank.device)

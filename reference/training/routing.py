@@ -1,4 +1,4 @@
-"""The choices of a learned router, by the dense model: who must know how many rows ranks send asks here."""
+"""The choices of a learned router, by the dense model: from these follow the rows that ranks send."""
 
 from __future__ import annotations
 

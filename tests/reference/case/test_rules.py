@@ -22,9 +22,11 @@ from reference.language import rules
 from reference.language.modes import MODES
 from reference.language.words import write
 from suites.drawing.strategies import cases
+from tests.reference.case.broken_by_parts import OF_PARTS
 
 ISP = "mode=isp tied=false "
 BROKEN = {
+    **OF_PARTS,
     "seed=18446744073709551616": "must be below 2**64, for torch's generators take no more",
     "mode=ring": "is not a known word",
     "norm=batchnorm": "is not a known word",
