@@ -111,6 +111,7 @@ def test_a_missing_conjugate_is_told_without_a_closed_form(bug: Mutant, prover: 
 
 SMALL = "layers=1 heads=4 kv_heads=4 hidden=16 ffn=16 seq=8 steps=1 micro=1 tp=2"
 EVO = f"preset=tiny-internlm2 {SMALL} vocab=264"
+PARTS = f"{SMALL} vocab=264 micro=2 experts=4 top_k=2"
 CASES = tuple(
     f"{sizes} {words}"
     for words, sizes in (
@@ -131,6 +132,10 @@ CASES = tuple(
         ("mode=isp embedding=vocab head=gather qk_norm=true", EVO),
         ("mode=isp head=local overlap=true", EVO),
         ("mode=isp fuse_weights=true", EVO),
+        ("mode=tp-sp dp=2 ep=2 etp=2 router=sigmoid bias_rate=0.1 aux_loss=0.1 sequence_loss=0.1", PARTS),
+        ("mode=tp dp=2 ep=2 etp=2 dispatcher=allgather", PARTS),
+        ("mode=tp-sp tp=1 dp=2 ep=2 dtype=float16 routing=skewed master=float32 scaler=dynamic loss_scale=8.0", PARTS),
+        ("mode=tp-sp experts=0 dp=2 prediction_depth=1", PARTS),
     )
 )
 RAW = collectives.all_reduce.__code__.co_filename
