@@ -149,7 +149,7 @@ class Experts(Core):
     @property
     def most_rows(self) -> int:
         """Rows that an expert takes of one rank's tokens."""
-        share = self.own_tokens * self.top_k / self.experts
+        share = self.own_tokens * self.top_k / max(self.experts, 1)
         return min(math.ceil(share * self.capacity), self.own_tokens) if self.capacity else self.own_tokens
 
     @property
