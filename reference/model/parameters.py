@@ -178,7 +178,8 @@ def _block(case: Case, block: str) -> dict[str, Shape]:
     """The parameters of the transformer layer of this name."""
     found: dict[str, Shape] = {}
     for branch, plain in (("attention", _attention), ("mlp", _mlp)):
-        other = case.replaced(case.blocks[block]).get(branch)
+        replaced = getattr(case, "replaced", None)  # a case that is words alone has no features
+        other = replaced(case.blocks[block]).get(branch) if replaced else None
         shapes_of = branch_of(other).shapes if other else plain
         found |= _norm(case, f"{branch}_norm", case.hidden) | shapes_of(case)
     return {f"{block}.{name}": shape for name, shape in (found | case.layer_shapes).items()}
