@@ -34,6 +34,11 @@ class Prediction(Core):
     )
 
     @property
+    def block_count(self) -> int:
+        """The same with the layers behind the decoder."""
+        return super().block_count + self.prediction_depth
+
+    @property
     def blocks(self) -> dict[str, int]:
         """The same with the layer of every depth, which is like the decoder's last."""
         depths = range(self.prediction_depth)

@@ -153,6 +153,11 @@ class Core:
         yield from ()
 
     @property
+    def block_count(self) -> int:
+        """How many transformer layers there are, those behind the decoder among them."""
+        return self.layers
+
+    @property
     def blocks(self) -> dict[str, int]:
         """Dotted name of every transformer layer -> the layer of the decoder that it is like, in forward order."""
         return {f"layers.{layer}": layer for layer in range(self.layers)}

@@ -26,7 +26,7 @@ def parts(case: Case) -> dict[str, int]:
     """Elements of the dense model by what they are."""
     return {
         "weights and gradients": _COPIES * _weights(case),
-        "attention": len(case.blocks) * case.rows * case.heads * case.row_tokens**2,
+        "attention": case.block_count * case.rows * case.heads * case.row_tokens**2,
         "logits": case.tokens * case.vocab,
         "data": _FIELDS * case.steps * case.micro * case.dp * case.tokens,
     }
