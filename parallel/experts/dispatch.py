@@ -54,7 +54,7 @@ class ByAllToAll(_Among):
 
     def __call__(self, x_TH: Tensor, weights_TE: Tensor, chosen_TE: Tensor, compute: Compute, known: Known) -> Tensor:
         """What the experts of every token return, added up: [T, H]."""
-        sent = self._told(chosen_TE, known)
+        sent = self._counted(chosen_TE, known)
         experts_R, tokens_R = _pairs(chosen_TE, sum(sent.sent))
         x_RH, weights_R = x_TH[tokens_R], weights_TE[tokens_R, experts_R]
         if self.case.pad:
@@ -70,7 +70,7 @@ class ByAllToAll(_Among):
             y_RH = y_RH[places_R]
         return torch.zeros_like(x_TH).index_add(0, tokens_R, y_RH)
 
-    def _told(self, chosen_TE: Tensor, known: Known) -> Sent:
+    def _counted(self, chosen_TE: Tensor, known: Known) -> Sent:
         """What every rank sends, by a collective unless that is a number of the case."""
         if self.case.pad:
             return self.counted([[self.case.most_rows] * self.case.experts] * self.every.size)

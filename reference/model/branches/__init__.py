@@ -84,7 +84,7 @@ class Forward(Protocol):
         """Hidden states with the dropout of this site (`reference.model.dropout`)."""
         ...
 
-    def told(self, name: str, output: Tensor) -> Tensor:
+    def tapped(self, name: str, output: Tensor) -> Tensor:
         """The output of the module of this name."""
         ...
 

@@ -44,7 +44,7 @@ def forward(run: Forward, layer: str, x_BSH: Tensor, _visible_SS: Tensor) -> Ten
     dtype = x_BSH.dtype if case.router_dtype == "model" else getattr(torch, case.router_dtype)
     dtype = torch.promote_types(x_BSH.dtype, dtype)
     router = run.weights[f"{name}.router.weight"].to(dtype)
-    logits_BSE = run.told(f"{name}.router", run.arithmetic.linear(x_BSH.to(dtype), router, None))
+    logits_BSE = run.tapped(f"{name}.router", run.arithmetic.linear(x_BSH.to(dtype), router, None))
     if case.routing == "learned":
         chosen_BSE = chosen(case, logits_BSE.detach(), run.weights.get(_bias(layer)))
     else:
