@@ -25,6 +25,8 @@ Figure = tuple[str, str, float | str]
 """Where it stands, what is shown, what the file says: bytes, a count, or a word."""
 _NUMBERS = ("calls", "payload_bytes", "wire_bytes", "expected_calls", "expected_payload_bytes")
 _NONE = "-"
+MOST_CASES = 64
+"""Cases up to which a page has a table of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,15 +217,22 @@ def _traffic(page: _Page, rows: list[Row]) -> Iterator[Figure]:
         right = all((r["calls"], r["payload_bytes"]) == (r["expected_calls"], r["expected_payload_bytes"]) for r in own)
         yield f"{where} agrees", row["agrees"], "yes" if right else "no"
     keys_of = ("mode", "ranks", "phase", "op", "axis")
-    due = {(row[by], *(row[name] for name in keys_of)) for row in rows for by in ("mode", "case")}
+    shown = ("mode", "case") if len({row["case"] for row in rows}) <= MOST_CASES else ("mode",)
+    due = {(row[by], *(row[name] for name in keys_of)) for row in rows for by in shown}
     yield "lines", str(len(seen & due)), len(due)
 
 
 def _modules(page: _Page, rows: list[Row]) -> Iterator[Figure]:
-    """What the outermost modules of a mode send, added up: of rounded sizes, and so the sum may be a little off."""
+    """What the outermost modules of a mode send, added up: of rounded sizes, and so the sum may be a little off.
+
+    Only where no case has pipeline stages: the busiest rank of one module need not be that of another.
+    """
+    apart = {
+        (row["mode"], row["ranks"]) for row in rows if "pp" in (word.split("=")[0] for word in row["case"].split())
+    }
     size = r"(<?[\d,.]+)"
     figures = re.compile(rf"([\d,]+) calls {size} MiB forward {size}, backward {size}, other {size}$")
-    for claimed, ranks in {(row["mode"], row["ranks"]): None for row in rows}:
+    for claimed, ranks in sorted({(row["mode"], row["ranks"]) for row in rows} - apart):
         mode = f"{claimed}, {ranks} ranks"
         lines = [figures.search(text) for name, depth, text in page.lines if (name, depth) == (mode, 1)]
         found = [line.groups() if line else ("0",) * 5 for line in lines]
