@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 from harness.ledger import BACKWARD, PHASES, Event
 from harness.protocols import Axes, TermLike
-from harness.terms import FIELDS, EventKey, Term, closed_forms, key_of
+from harness.terms import FIELDS, EventKey, Term, closed_forms, key_of, visible
 
 _LISTED = 3
 """Places of counted events that a message lists."""
@@ -86,7 +86,7 @@ def differences(
         found.setdefault(event.rank, Counter())[line] += 1
         callers.setdefault(line, event.caller)
     parted: dict[Difference, list[int]] = {}
-    forms = closed_forms(terms, found, axes)
+    forms = closed_forms(visible(terms), found, axes)
     for rank, lines in found.items():
         form = forms[rank]
         surplus = lines - form.complete

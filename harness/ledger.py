@@ -84,11 +84,13 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One call on one rank; all fields but the last four are the contract's columns of `ledger.csv`, in its order.
+    """One call on one rank; all fields but those of _UNWRITTEN are the columns of `ledger.csv`, in its order.
 
-    `group` holds the global ranks of the call's group; the file names the group by `axis`. `operator` is torch's name
+    `graph` names the CUDA graph a replay of which sent it ("graph0"), "" where the program itself did. `group` holds
+    the global ranks of the call's group; the file names the group by `axis`. `operator` is torch's name
     of what is `other`; only messages name it. `doubts` are sentences on what is not certain of its axis or step.
-    `needs_gradient` is that of its call.
+    `needs_gradient` is that of its call. `sent_rows`, of an all_to_all of a recorded program: the rows that this rank
+    sends to each rank of the group, in its order ("3+0+5").
     """
 
     case: str
@@ -113,12 +115,14 @@ class Event:
     duration_us: float
     caller: str
     group: tuple[int, ...]
+    graph: str = ""
     operator: str = ""
     doubts: tuple[str, ...] = ()
     needs_gradient: bool = False
+    sent_rows: str = ""
 
 
-_UNWRITTEN = {"group", "operator", "doubts", "needs_gradient"}
+_UNWRITTEN = {"group", "operator", "doubts", "needs_gradient", "sent_rows"}
 COLUMNS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Event) if f.name not in _UNWRITTEN)
 REPEATABLE = tuple(name for name in COLUMNS if name not in {"start_us", "duration_us", "caller"})
 """The columns that are equal in every run of a case, on every engine and in every release."""

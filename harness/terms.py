@@ -49,7 +49,11 @@ class EventKey:
 FIELDS = tuple(field.name for field in fields(EventKey))
 _NUMBERS = {"group_size": 1, "payload_bytes": 0, "calls": 0, "total_bytes": 0}
 """Fields that are whole numbers -> the least."""
-_WORDS = {"phase": PHASES, "op": OPS, "reduce_op": REDUCE_OPS}
+CARRIERS = ("c10d", "user_buffer", "deep_ep", "replay")
+"""What carries a call: torch.distributed, the one that a recorder sees; copies between user buffers inside of a product
+(TransformerEngine's tp_comm_overlap); DeepEP's kernels; replays of CUDA graphs that C++ launches.
+"""
+_WORDS = {"phase": PHASES, "op": OPS, "reduce_op": REDUCE_OPS, "carrier": CARRIERS}
 """Fields with a fixed list of legal words."""
 
 
@@ -60,8 +64,8 @@ class Term:
     `at` maps mesh axes to places on them: the term holds for the ranks at these places alone, such as those of one
     pipeline stage, and for every rank when it is empty. `payload_bytes` is that of each call, `total_bytes` the sum
     over all calls; `calls` None: any number of them. `hidden`: each travels while a product is computed, which lies
-    between its issue and its wait. Raises ValueError or TypeError for a field that no call can have, and when nothing
-    is stated.
+    between its issue and its wait. `carrier`: one of CARRIERS; what no recorder sees is told as not checked, and is
+    never a missing call. Raises ValueError or TypeError for a field that no call can have, and when nothing is stated.
     """
 
     phase: str | None = None
@@ -75,10 +79,11 @@ class Term:
     calls: int | None = None
     total_bytes: int | None = None
     hidden: bool = False
+    carrier: str = CARRIERS[0]
     at: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        for name in self.stated:
+        for name in (*self.stated, "carrier"):
             self._check(name)
         if not self.stated:
             raise ValueError("Term(): states nothing; legal: Term(op='all_reduce', axis='tp', calls=2)")
@@ -124,6 +129,7 @@ class Term:
     def __repr__(self) -> str:
         """The call that makes this term, without what it leaves out."""
         said = [f"{name}={json.dumps(getattr(self, name))}" for name in self.stated]
+        said += [f"carrier={json.dumps(self.carrier)}"] if self.carrier != CARRIERS[0] else []
         said += [f"at={json.dumps(dict(self.at))}"] if self.at else []
         return f"Term({', '.join([*said, *(['hidden=True'] if self.hidden else [])])})"
 
@@ -139,6 +145,16 @@ class ClosedForm:
         """Whatever counts this event: its own key when a complete term states it, and the partial terms it matches."""
         own: list[EventKey | Term] = [line] if line in self.complete else []
         return own + [term for term in self.partial if term.matches(line)]
+
+
+def visible(terms: Iterable[TermLike]) -> list[TermLike]:
+    """The terms whose calls a recorder sees."""
+    return [term for term in terms if not unseen([term])]
+
+
+def unseen(terms: Iterable[TermLike]) -> list[Term]:
+    """The terms whose calls no recorder sees."""
+    return [term for term in terms if isinstance(term, Term) and term.carrier != CARRIERS[0]]
 
 
 def closed_forms(terms: Iterable[TermLike], ranks: Iterable[int], axes: Axes) -> dict[int, ClosedForm]:

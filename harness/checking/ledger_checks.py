@@ -13,7 +13,7 @@ from harness.checking.laws import Broken, broken_laws
 from harness.differences import Difference, differences
 from harness.ledger import NO_UPDATE, OTHER, Event, unmapped
 from harness.protocols import Axes, TermLike
-from harness.terms import FIELDS, EventKey, Term, closed_forms, key_of
+from harness.terms import FIELDS, EventKey, Term, closed_forms, key_of, unseen, visible
 
 
 def ledger(evidence: Evidence) -> Finding | None:
@@ -43,18 +43,30 @@ def ledger(evidence: Evidence) -> Finding | None:
 
 def _expected(evidence: Evidence, terms: Sequence[TermLike]) -> Finding:
     """The finding on a ledger that is as these terms state; what they leave out is unchecked."""
-    forms = closed_forms(terms, evidence.ranks, evidence.axes).values()
+    forms = closed_forms(visible(terms), evidence.ranks, evidence.axes).values()
     partial = [term for form in forms for term in form.partial]
     if not partial:
         least, most = (pick(form.complete.total() for form in forms) for pick in (min, max))
         message = f"{least if least == most else f'{least} to {most}'} events a rank, exactly as expected"
-        return Finding(verdict=PASS, message=message, unchecked=_doubts(evidence))
+        return Finding(verdict=PASS, message=message, unchecked=(*_carried(terms), *_doubts(evidence)))
     left_out = [name for name in (*FIELDS, "calls") if any(name in term.left_out for term in partial)]
     most = max(Counter(event.rank for event in evidence.events).values(), default=0)
     return Finding(
         verdict=PASS,
         message=f"{most} events a rank, as the closed form states",
-        unchecked=(f"closed form: its terms leave out {', '.join(left_out)}", *_doubts(evidence)),
+        unchecked=(f"closed form: its terms leave out {', '.join(left_out)}", *_carried(terms), *_doubts(evidence)),
+    )
+
+
+def _carried(terms: Sequence[TermLike]) -> tuple[str, ...]:
+    """The expected calls that no recorder sees, by what carries them."""
+    calls: dict[tuple[str, str], list[int | None]] = defaultdict(list)
+    for term in unseen(terms):
+        calls[term.carrier, f"{term.op or 'call'} over {term.axis or 'any axis'}"].append(term.calls)
+    return tuple(
+        f"{'any number of' if None in numbers else sum(filter(None, numbers))} {what}, expected and carried by "
+        f"{carrier}, which no recorder sees"
+        for (carrier, what), numbers in sorted(calls.items())
     )
 
 
@@ -118,7 +130,7 @@ def overlap(evidence: Evidence) -> Finding | None:
     hidden = [term for term in evidence.expectation or () if getattr(term, "hidden", False)]
     if not hidden or evidence.hidden is None:
         return None
-    forms = closed_forms(hidden, {*evidence.ranks, *(event.rank for event in evidence.events)}, evidence.axes)
+    forms = closed_forms(visible(hidden), {*evidence.ranks, *(event.rank for event in evidence.events)}, evidence.axes)
     issued: dict[tuple[int, EventKey | Term], list[Event]] = defaultdict(list)
     for event in evidence.events:
         for counting in forms[event.rank].counting(key_of(event)):

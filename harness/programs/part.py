@@ -1,7 +1,7 @@
 """One rank's part of the run folder, `ranks/<rank>/`, written as the program runs, so that a killed one leaves it.
 
-ledger.csv   the contract's columns, and needs_gradient (harness.ledger.Call); where a call_index comes twice, the later
-             row holds: what followed settled it
+ledger.csv   the contract's columns, needs_gradient and sent_rows (harness.ledger.Event); where a call_index comes
+             twice, the later row holds: what followed settled it
 steps.csv    step, start_us (its first forward), updated_us (its last optimizer step ended), microbatches
 groups.csv   axis, ranks: the groups in which this rank called, in the order in which they were first seen
 rank.json    rank, host, pid, clock (ranks of one clock have comparable times)
@@ -39,7 +39,7 @@ MODE = "program"
 """The mode of a recorded program in the ledger."""
 STEP_COLUMNS = ("step", "start_us", "updated_us", "microbatches")
 GROUP_COLUMNS = ("axis", "ranks")
-_COLUMNS = (*COLUMNS, "needs_gradient")
+_COLUMNS = (*COLUMNS, "needs_gradient", "sent_rows")
 _ROW = operator.attrgetter(*_COLUMNS)
 
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from harness.engines.calls.operators import MESSAGES, OperatorCall
@@ -22,7 +22,7 @@ from harness.recording.attribution import Attribution
 from harness.recording.lanes import Site
 from harness.recording.naming import AxisNames
 from harness.recording.observations import Issued, Stepped, read
-from harness.recording.recorder import Recorded, event_of
+from harness.recording.recorder import Recorded, event_of, only_captured
 
 LAST_CALLS = 2000
 """Calls that are kept to be read after a hang, as many as torch's Flight Recorder keeps."""
@@ -35,6 +35,7 @@ class _Open:
     """A call that is not complete, or not settled."""
 
     seen: Issued
+    sent_rows: str = ""
     complete: bool = False
     duration_us: float = 0.0
     written: Site | None = None
@@ -167,10 +168,12 @@ class EventStream:
             self.on_step((step.number, round((step.started_s - self.origin_s) * 1e6, 3), updated, step.microbatches))
 
     def _issued(self, seen: Issued, issued: OperatorCall | None) -> PastCall | None:
+        if only_captured(seen):
+            return None
         self.calls += 1
-        call = self._open[seen.ticket] = _Open(seen=seen)
+        call = self._open[seen.ticket] = _Open(seen=seen, sent_rows="" if issued is None else _rows(issued.sends))
         past = None if issued is None else self._remembered(seen, issued)
-        if seen.call.is_async or seen.call.op in _UNFOLLOWED:
+        if seen.call.is_async or seen.call.op in _UNFOLLOWED or seen.graphed is not None:
             self._complete(seen.ticket, call)
         return past if past is not None and self.session.covers(past.site.step) else None
 
@@ -226,14 +229,18 @@ class EventStream:
         call.written = site
         started_us = round((call.seen.started_s - self.origin_s) * 1e6, 3)
         axis = self._axis(call.seen, site)
-        self.on_event(
-            event_of(
-                call.seen, site, of=self.of, axis=axis, doubts=(), start_us=started_us, duration_us=call.duration_us
-            )
+        event = event_of(
+            call.seen, site, of=self.of, axis=axis, doubts=(), start_us=started_us, duration_us=call.duration_us
         )
+        self.on_event(replace(event, sent_rows=call.sent_rows) if call.sent_rows else event)
 
     def _axis(self, seen: Issued, site: Site) -> str:
         axis, doubt = self._axes.of(seen.call, site.phase)
         if doubt:
             self.doubts[doubt] = None
         return axis
+
+
+def _rows(sends: tuple[Any, ...]) -> str:
+    """Rows or shapes that an all_to_all sends to each rank, as rows: "3+0+5"; "" of other calls."""
+    return "+".join(str(one if isinstance(one, int) else one[0] if one else 1) for one in sends)

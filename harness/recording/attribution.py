@@ -5,15 +5,7 @@ calls. Output: one Site a call. Nothing here touches the program: a backward cal
 number that autograd gave the running node when the forward made it, since these numbers grow along the forward of a
 thread and the forward of every module spans a stretch of them.
 
-A call made outside of modules, optimizer and backward is loss when a model's forward was the last thing that happened.
-Otherwise what follows settles it: data before a forward, grad_sync before an optimizer step; at the end metric after a
-step, grad_sync after a backward, data after nothing. What reduces several numbers after a backward is grad_sync even
-before a forward: engines reduce between micro-batches too. Metric is also what a module without parameters does with
-gradients off, once a forward with gradients on has been; an evaluation without gradients keeps its loss. Where no
-optimizer of torch.optim steps, what changed the parameters after a backward is a step (updates.Looks). After a step one
-reduced element is metric; what writes into a parameter's memory, and all_gathers of half the parameters' bytes or more,
-belong to the step. A send or recv is pipeline in a group of stages, and outside of all of these in a group without a
-description.
+How calls outside of modules, optimizer and backward get their phase is told in lanes.py.
 """
 
 from __future__ import annotations
@@ -22,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from harness.ledger import AGAIN, EITHER_GATHER, NO_UPDATE
-from harness.recording.lanes import Frame, Lane, Lanes, Site, Waiting, is_hop, is_scalar, said
+from harness.recording.lanes import Frame, Lane, Lanes, Site, Waiting, between, hop, is_hop, said
 from harness.recording.naming import Paths
 from harness.recording.observations import (
     LEAF,
@@ -31,6 +23,7 @@ from harness.recording.observations import (
     Ended,
     Entered,
     Finished,
+    Graphed,
     Issued,
     Left,
     Look,
@@ -43,6 +36,8 @@ from harness.recording.observations import (
 
 _PENDING = 4096
 """Calls that wait for what follows; a program without forwards and steps makes nothing else."""
+_AFTER_UPDATE = {"step", "metric", "checkpoint"}
+"""Phases of calls that begin no step."""
 
 
 class Attribution:
@@ -60,6 +55,7 @@ class Attribution:
         self._look: Look = ()
         self.updates = 0  # steps that were known by the parameters alone
         self._counts: dict[tuple[int, bool], int] = {}
+        self._replays: dict[str, int] = {}  # the first replay of a graph in this step
         self.pending: list[Waiting] = []
         self._unsure: set[int] = set()  # gathers before an update by hand
         self._backward_of = 0  # the micro-batch of the latest backward
@@ -147,9 +143,7 @@ class Attribution:
         """A model's forward begins: a new step after an optimizer step, the next micro-batch of this model."""
         self.paths.add(seen.module)
         if self._stepped_since:
-            self.step += 1
-            self._stepped_since = False
-            self._counts.clear()
+            self._next_step()
         self._stepless = self._by_hand and (self._stepless or self._backward_since)
         counted = id(seen.module), seen.grad  # an evaluation between micro-batches is none of them
         self.microbatch = self._counts.get(counted, 0)
@@ -201,12 +195,16 @@ class Attribution:
             del lane.frames[steps[seen.depth] :]  # a step that raised, so that it never ended
         lane.frames.append(Frame(self._here("step"), seen.task, steps=True))
 
-    def _stepped(self, lane: Lane, _seen: Stepped) -> None:
+    def _stepped(self, lane: Lane, seen: Stepped) -> None:
         lane.frames.pop()
         self._by_hand = False
-        self._updated()
+        if not seen.captured:
+            self._updated()
 
     def _issued(self, lane: Lane, seen: Issued) -> None:
+        if seen.graphed is not None and seen.graphed.replay >= 0:
+            self._replayed(lane, seen, seen.graphed)
+            return
         said_phase, said_region = said(seen.override, seen.call)
         self._compare(seen.look)
         above = self._lanes.above(lane, seen.task)
@@ -220,9 +218,13 @@ class Attribution:
             self._since = "backward"
         waits = False
         if is_hop(seen.call, outside=not site.phase):
-            site, waits = self._hop(seen.call.op, site)
+            of_backward = Site(self.step, self._backward_of, "", "")
+            site, waits, self._since = hop(seen.call.op, site, self._since, of_backward)
         elif not site.phase:
-            site = site._replace(phase=self._between(seen))
+            held = self._memory.of(self.paths.models).holds if seen.call.address else None
+            quiet = seen.quiet and self._gradients_on
+            phase = between(seen.call, self._since, quiet=quiet, by_hand=self._by_hand, held=held)
+            site = site._replace(phase=phase)
         if waits or not site.phase or (said_phase == "data" and site.phase == "loss"):
             open_ = said_phase or ("pipeline" if waits else "")
             self.pending.append(Waiting(seen.ticket, site._replace(phase=open_), self._since, seen.call))
@@ -230,27 +232,28 @@ class Attribution:
             site = site._replace(phase=said_phase)
         self.sites[seen.ticket] = site if said_region is None else site._replace(region=said_region)
 
-    def _hop(self, op: str, site: Site) -> tuple[Site, bool]:
-        """The site of a message between stages, and whether its micro-batch is that of what follows."""
-        if site.phase:
-            return site._replace(phase="pipeline"), False
-        sends = op == "send" and self._since in {"forward", "sent", "backward"}
-        if sends and self._since == "backward":
-            return Site(self.step, self._backward_of, "pipeline", site.region), False
-        if sends or self._since == "forward":  # what is received is for another computation: the loss is over
-            self._since = "sent"
-        return site._replace(phase="pipeline"), not sends
+    def _replayed(self, lane: Lane, seen: Issued, graphed: Graphed) -> None:
+        """A call of a CUDA graph: phase and module are those of its capture, the rest is that of the replay."""
+        captured, above = self.sites[graphed.captured], self._lanes.above(lane, seen.task)
+        for waiting in (one for one in self.pending if one.ticket == graphed.captured):
+            captured = captured._replace(phase=waiting.phase("", gathers_parameters=False))
+        if above is not None and above.task == seen.task:
+            here = above.site
+        elif seen.task != OUTSIDE:
+            here = self._made(lane, seen.task, seen.node)
+        else:
+            self._since = {"forward": "forward", "loss": "forward"}.get(captured.phase, "backward")
+            if self._stepped_since and captured.phase not in _AFTER_UPDATE:
+                self._next_step()
+            first = self._replays.setdefault(graphed.graph, graphed.replay)
+            here = self._here("")._replace(microbatch=captured.microbatch + graphed.replay - first)
+        self.sites[seen.ticket] = captured._replace(step=here.step, microbatch=here.microbatch)
 
-    def _between(self, seen: Issued) -> str:
-        """The phase of a call outside of everything, "" when what follows settles it."""
-        if seen.quiet and self._gradients_on:
-            return "metric"
-        if self._since == "forward":
-            return "loss"
-        if self._since == "stepped" and not self._by_hand and is_scalar(seen.call):
-            return "metric"
-        after = self._since in {"stepped", "backward"} and seen.call.address
-        return "step" if after and self._memory.of(self.paths.models).holds(seen.call.address) else ""
+    def _next_step(self) -> None:
+        self.step += 1
+        self._stepped_since = False
+        self._counts.clear()
+        self._replays.clear()
 
     def _in_backward(self, lane: Lane, seen: Issued) -> Site:
         self._since = "inside"

@@ -1,6 +1,16 @@
 """Lanes of a rank: what is going on in each of its threads, and which nodes of autograd belong to which place.
 
 Here too: calls that wait for what follows them, and what can be read off a call by itself.
+
+A call made outside of modules, optimizer and backward is loss when a model's forward was the last thing that happened.
+Otherwise what follows settles it: data before a forward, grad_sync before an optimizer step; at the end metric after a
+step, grad_sync after a backward, data after nothing. What reduces several numbers after a backward is grad_sync even
+before a forward: engines reduce between micro-batches too. Metric is also what a module without parameters does with
+gradients off, once a forward with gradients on has been; an evaluation without gradients keeps its loss. Where no
+optimizer of torch.optim steps, what changed the parameters after a backward is a step (updates.Looks). After a step one
+reduced element is metric; what writes into a parameter's memory, and all_gathers of half the parameters' bytes or more,
+belong to the step. A send or recv is pipeline in a group of stages, and outside of all of these in a group without a
+description.
 """
 
 from __future__ import annotations
@@ -8,6 +18,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from harness.mesh_axes import PIPELINE
@@ -129,6 +140,35 @@ def is_hop(call: Any, *, outside: bool) -> bool:
         return False
     word = group_word(call.group_desc)
     return word == PIPELINE or (outside and not word)
+
+
+def hop(op: str, site: Site, since: str, of_backward: Site) -> tuple[Site, bool, str]:
+    """The site of a message between stages, whether its micro-batch is that of what follows, and what is last now.
+
+    `since` as in Attribution; `of_backward` is where the latest backward was.
+    """
+    if site.phase:
+        return site._replace(phase="pipeline"), False, since
+    sends = op == "send" and since in {"forward", "sent", "backward"}
+    if sends and since == "backward":
+        return of_backward._replace(phase="pipeline", region=site.region), False, since
+    # What is received is for another computation: the loss is over.
+    after = "sent" if sends or since == "forward" else since
+    return site._replace(phase="pipeline"), not sends, after
+
+
+def between(call: Any, since: str, *, quiet: bool, by_hand: bool, held: Callable[[int], bool] | None) -> str:
+    """The phase of a call outside of everything, "" when what follows settles it.
+
+    `since` as in Attribution; `by_hand`: no optimizer of torch.optim steps; `held`: whether a parameter has an address.
+    """
+    if quiet:
+        return "metric"
+    if since == "forward":
+        return "loss"
+    if since == "stepped" and not by_hand and is_scalar(call):
+        return "metric"
+    return "step" if since in {"stepped", "backward"} and held is not None and held(call.address) else ""
 
 
 def said(override: Override, call: Any) -> Override:

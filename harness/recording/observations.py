@@ -222,9 +222,18 @@ class Stepping(NamedTuple):
 
 
 class Stepped(NamedTuple):
-    """The optimizer step ended."""
+    """The optimizer step ended; one that a CUDA graph `captured` has updated nothing."""
 
     lane: int
+    captured: bool
+
+
+class Graphed(NamedTuple):
+    """That a call is of a CUDA graph: its name, the call's ticket in the capture, the replay's number (-1: capture)."""
+
+    graph: str
+    captured: int
+    replay: int
 
 
 class Issued(NamedTuple):
@@ -233,6 +242,7 @@ class Issued(NamedTuple):
     `parameter`: whose gradient accumulates, when a leaf's node runs. `quiet`: gradients are off inside an outermost
     module without parameters. `again`: activation checkpointing runs a plain function again. `outer`: the number of the
     node that started this backward inside of another one. `look`: as that of Entered, () inside of modules too.
+    `graphed`: the CUDA graph in whose capture or replay it is.
     """
 
     lane: int
@@ -248,6 +258,7 @@ class Issued(NamedTuple):
     started_s: float
     call: Any
     caller: Any
+    graphed: Graphed | None
 
 
 class Finished(NamedTuple):

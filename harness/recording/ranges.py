@@ -150,7 +150,7 @@ class _Drawing:
         site = self._follow(seen.lane)
         if isinstance(seen, Entered):
             self._enter(seen.lane, site.region, above)
-        elif isinstance(seen, Issued):
+        elif isinstance(seen, Issued) and (seen.graphed is None or seen.graphed.replay < 0):
             self._call(seen)
         elif isinstance(seen, Stepped) and self._step is not None:
             self._domain.end_range(self._step)

@@ -150,7 +150,8 @@ class Recorder:
     def _events(self, rank: int, track: _Track) -> Iterator[Event]:
         observations = [read(plain) for plain in list(track.observations)]
         attribution = Attribution.of(observations)
-        issued = sorted((seen for seen in observations if isinstance(seen, Issued)), key=lambda seen: seen.ticket)
+        calls = (seen for seen in observations if isinstance(seen, Issued) and not only_captured(seen))
+        issued = sorted(calls, key=lambda seen: seen.ticket)
         for seen in issued:
             site = attribution.sites[seen.ticket]
             axis, doubt = self._names.of(seen.call, site.phase)
@@ -184,6 +185,11 @@ class Recorded:
     rank: int
 
 
+def only_captured(seen: Issued) -> bool:
+    """Whether this call was issued in the capture of a CUDA graph, which sends nothing: its replays do."""
+    return seen.graphed is not None and seen.graphed.replay < 0
+
+
 def event_of(
     seen: Issued, site: Site, *, of: Recorded, axis: str, doubts: tuple[str, ...], start_us: float, duration_us: float
 ) -> Event:
@@ -211,6 +217,7 @@ def event_of(
         start_us=start_us,
         duration_us=duration_us,
         caller="" if seen.caller is None else Caller(*seen.caller).place,
+        graph="" if seen.graphed is None else seen.graphed.graph,
         group=call.group,
         operator=call.operator,
         doubts=doubts,

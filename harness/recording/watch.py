@@ -29,27 +29,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from harness.recording.annotations import overridden
 from harness.recording.enclosing import around, quiet_since, steps_around
-from harness.recording.observations import (
-    LEAF,
-    OUTSIDE,
-    Arrived,
-    Ended,
-    Entered,
-    Finished,
-    Issued,
-    Left,
-    Looks,
-    Stepped,
-    Stepping,
-)
+from harness.recording.graphs import Captured, Graphs, graphs_watched
+from harness.recording.module_watch import WATCHING, running_node, watching
+from harness.recording.observations import LEAF, OUTSIDE, Arrived, Ended, Finished, Issued, Looks, Stepped, Stepping
 from harness.torch_internals.autograd import (
     called_by,
     current_node,
     current_task,
-    defined_in,
     next_number,
-    nodes_of,
-    not_compiled,
     number_of,
     when_backward_ends,
 )
@@ -68,7 +55,19 @@ _now_s = time.perf_counter
 class ThreadWatch:
     """One thread of one rank: where its observations go, and what module is outermost in it."""
 
-    __slots__ = ("bare", "depth", "emit", "looks", "number", "on_input", "on_output", "outer", "rank", "tickets")
+    __slots__ = (
+        "bare",
+        "depth",
+        "emit",
+        "graphs",
+        "looks",
+        "number",
+        "on_input",
+        "on_output",
+        "outer",
+        "rank",
+        "tickets",
+    )
 
     def __init__(self, rank: int, number: int, emit: Emit, on_call: _OnCall, of_rank: _OfRank) -> None:
         self.rank = rank
@@ -77,6 +76,7 @@ class ThreadWatch:
         self.on_input, self.on_output = on_call
         self.tickets = of_rank.tickets
         self.looks = of_rank.looks
+        self.graphs = of_rank.graphs
         self.depth = 0
         self.outer: nn.Module | None = None
         self.bare: bool | None = None
@@ -92,16 +92,22 @@ class ThreadWatch:
                 if node == LEAF:
                     parameter = running.variable
         elif self.depth and self.bare is not False and not _grad() and self._outer_is_bare():
-            quiet = quiet_since(frame, _WATCHING)
+            quiet = quiet_since(frame, WATCHING)
         caller, again, outer = around(frame, in_backward=task != OUTSIDE and not self.depth)
         ticket = next(self.tickets)
         if self.emit is not None:
             said, lane = overridden(), self.number
             look = self.looks.at() if self.looks.on and task == OUTSIDE and not self.depth else ()
-            self.emit(
-                (Issued, lane, task, node, parameter, quiet, again, outer, said, ticket, look, _now_s(), call, caller)
-            )
+            marked = self.graphs.mark(ticket, call, caller)
+            at = node, parameter, quiet, again, outer, said, ticket, look, _now_s(), call, caller, marked
+            self.emit((Issued, lane, task, *at))
         return ticket
+
+    def replayed(self, captured: Captured) -> None:
+        """Record that a CUDA graph was replayed."""
+        if self.emit is not None:
+            for plain in captured.replay(self.number, _task(), running_node(), self.tickets):
+                self.emit(plain)
 
     def _outer_is_bare(self) -> bool:
         if self.bare is None:
@@ -110,11 +116,12 @@ class ThreadWatch:
 
 
 class _OfRank(NamedTuple):
-    """What the lanes of a rank share: the numbers of lanes and of calls, and the looks at parameters."""
+    """What the lanes of a rank share: the numbers of lanes and of calls, looks at parameters, CUDA graphs."""
 
     numbers: Iterator[int]
     tickets: Iterator[int]
     looks: Looks
+    graphs: Graphs
 
 
 class Watch:
@@ -142,8 +149,9 @@ class Watch:
         self._installed = ExitStack()
 
     def __enter__(self) -> Self:
-        watching = partial(_watching, self._local, self._adopt, self._arrival)
-        self._installed.enter_context(called_by(watching))
+        watched = partial(watching, self._local, self._adopt, self._arrival)
+        self._installed.enter_context(called_by(watched))
+        self._installed.enter_context(graphs_watched(self._mine))
         for hook in (
             register_optimizer_step_pre_hook(self._stepping),
             register_optimizer_step_post_hook(self._stepped),
@@ -178,7 +186,7 @@ class Watch:
     def _lane(self, rank: int) -> ThreadWatch:
         of_rank = self._ranks.get(rank)
         if of_rank is None:
-            of_rank = self._ranks.setdefault(rank, _OfRank(itertools.count(), itertools.count(), Looks()))
+            of_rank = self._ranks.setdefault(rank, _OfRank(itertools.count(), itertools.count(), Looks(), Graphs()))
         lane = ThreadWatch(rank, next(of_rank.numbers), self._emit(rank), self._on_call, of_rank)
         self._open.setdefault(rank, []).append(lane)
         return lane
@@ -221,63 +229,6 @@ class Watch:
         lane = self._mine()
         if lane is not None and lane.emit is not None:
             lane.looks.on = False  # an optimizer ends the steps
-            lane.emit((Stepped, lane.number))
-
-
-def _watching(
-    local: threading.local,
-    adopt: Callable[[], ThreadWatch | None],
-    arrival: Callable[[ThreadWatch, int], Callable[[object], None]],
-    original: Callable[..., Any],
-) -> Callable[..., Any]:
-    """A module's call that reports when the module is entered and left. Every microsecond in it counts."""
-
-    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if _compiling():
-            return original(module, *args, **kwargs)
-        try:
-            lane = local.lane
-            emit = lane.emit
-        except AttributeError:
-            lane = emit = None
-        if emit is None:
-            lane = adopt()
-            if lane is None:
-                return original(module, *args, **kwargs)
-            emit = lane.emit
-        depth = lane.depth
-        lane.depth = depth + 1
-        task = _task()
-        if depth:
-            node = OUTSIDE if task == OUTSIDE else _running()
-            emit((Entered, lane.number, _number(), task, node, module, False, True, (), 0.0))
-        else:
-            lane.outer, lane.bare = module, None
-            node = OUTSIDE if task == OUTSIDE else _running()
-            look = lane.looks.at(module) if task == OUTSIDE and lane.looks.on else ()
-            emit((Entered, lane.number, _number(), task, node, module, True, _grad(), look, _now_s()))
-        try:
-            if lane.on_input is not None:
-                lane.on_input(lane, module, args, kwargs)
-            output = original(module, *args, **kwargs)
-            if lane.on_output is not None:
-                lane.on_output(lane, module, output)
-            if not depth and task == OUTSIDE:
-                for node in nodes_of(output):
-                    node.register_prehook(arrival(lane, number_of(node)))
-            return output
-        finally:
-            lane.depth = depth
-            emit((Left, lane.number, _number()))
-
-    return call
-
-
-_WATCHING = defined_in(_watching)
-not_compiled(_WATCHING)
-
-
-def _running() -> int:
-    """Number of the autograd node that runs in this thread."""
-    node = _node()
-    return OUTSIDE if node is None else number_of(node)
+            if (captured := lane.graphs.capturing) is not None:
+                captured.steps = True
+            lane.emit((Stepped, lane.number, captured is not None))

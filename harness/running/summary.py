@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 from harness.ledger import OPS, PHASES, Event
 from harness.protocols import Axes, TermLike
-from harness.terms import FIELDS, ClosedForm, Term, closed_forms
+from harness.terms import FIELDS, ClosedForm, Term, closed_forms, visible
 
 COUNTS = ("calls", "payload_bytes", "wire_bytes")
 SUMMARY_COLUMNS = (
@@ -79,7 +79,7 @@ def summarize(
         of_rank = counts.setdefault(key, [[0, 0, 0] for _ in places])[places[event.rank]]
         for place, amount in enumerate((1, event.payload_bytes, event.wire_bytes)):
             of_rank[place] += amount
-    forms = closed_forms(expectation or (), places, axes)
+    forms = closed_forms(visible(expectation or ()), places, axes)
     lines = {id(form): _lines(form) for form in forms.values()}
     alike = Counter(key[:3] for key in counts)
     rows = []

@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 from harness.ledger import Event
 from harness.protocols import Axes, TermLike
-from harness.terms import ClosedForm, EventKey, Term, closed_forms, key_of
+from harness.terms import ClosedForm, EventKey, Term, closed_forms, key_of, visible
 
 UNKNOWN = -1
 """Bytes that a witness does not know."""
@@ -146,7 +146,7 @@ def agreement(
                 else:
                     extra.append(Row(rank=rank, index=len(mine), recorded=None, words={witness: word}))
     if terms is not None:
-        covered, extra_terms = _covered(recorded, events, closed_forms(terms, ranks, axes))
+        covered, extra_terms = _covered(recorded, events, closed_forms(visible(terms), ranks, axes))
         for key, word in covered.items():
             words.setdefault(key, {})[CLOSED_FORM] = word
         extra += extra_terms

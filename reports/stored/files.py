@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -185,8 +185,13 @@ def part_folders(run: Path) -> dict[int, Path]:
     return {rank: found[rank] for rank in sorted(found)}
 
 
-def joined(run: Path, name: str, types: Mapping[str, str], notes: list[str]) -> pd.DataFrame:
-    """A table of all ranks, with the column `rank`. Raises RunFolderError for a table that no recorder wrote."""
+def joined(
+    run: Path, name: str, types: Mapping[str, str], notes: list[str], *, newer: Collection[str] = ()
+) -> pd.DataFrame:
+    """A table of all ranks, with the column `rank`; columns that are `newer` than others may be missing.
+
+    Raises RunFolderError for a table that no recorder wrote.
+    """
     import pandas as pd  # noqa: PLC0415  (see csv_table)
 
     frames, cut = [], []
@@ -194,7 +199,7 @@ def joined(run: Path, name: str, types: Mapping[str, str], notes: list[str]) -> 
         if not (path / name).is_file():
             continue
         mended: list[str] = []
-        frame = csv_table(path / name, dict(types), types, mended)
+        frame = csv_table(path / name, dict(types), [one for one in types if one not in newer], mended)
         cut += [rank] if mended else []
         frames.append(frame if "rank" in types else frame.assign(rank=rank))
     if cut:

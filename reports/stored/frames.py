@@ -49,6 +49,8 @@ _SPAN_TYPES = {"case": "str", "rank": "int64", "step": "int64", "kind": "str"} |
 }
 _TYPES = {"int": "int64", "float": "float64", "bool": "bool", "str": "str"}
 _LEDGER_TYPES = {name: _TYPES[str(Event.__annotations__[name])] for name in COLUMNS}
+_NEWER = ("graph",)
+_ALWAYS = tuple(name for name in COLUMNS if name not in _NEWER)
 # Read as categories, every distinct text is made once: a million events then fit in a few hundred megabytes.
 _PACKED_TYPES = {name: "category" if kind == "str" else kind for name, kind in _LEDGER_TYPES.items()}
 
@@ -224,14 +226,19 @@ def _number(value: object) -> float:
 def _ledger(path: Path, notes: list[str]) -> pd.DataFrame:
     for name in ("ledger.csv", "ledger.csv.gz"):
         if (path / name).is_file():
-            packed = csv_table(path / name, _PACKED_TYPES, COLUMNS, notes)
-            return packed.astype({name: kind for name, kind in _LEDGER_TYPES.items() if kind == "str"})
+            packed = csv_table(path / name, _PACKED_TYPES, _ALWAYS, notes)
+            return _whole(packed).astype({name: kind for name, kind in _LEDGER_TYPES.items() if kind == "str"})
     if recorded(path):
-        rows = joined(path, "ledger.csv", _LEDGER_TYPES, notes)
-        rows = rows.drop_duplicates(["rank", "call_index"], keep="last")
+        rows = joined(path, "ledger.csv", _LEDGER_TYPES, notes, newer=_NEWER)
+        rows = _whole(rows).drop_duplicates(["rank", "call_index"], keep="last")
         return rows.sort_values(["rank", "call_index"], kind="stable", ignore_index=True)
     notes.append("ledger.csv is missing: the run was stopped before its first event was stored")
     return pd.DataFrame({name: pd.Series(dtype=kind) for name, kind in _LEDGER_TYPES.items()})
+
+
+def _whole(ledger: pd.DataFrame) -> pd.DataFrame:
+    """A ledger of a former release with the columns that are newer; a call was of no graph then."""
+    return ledger if "graph" in ledger else ledger.assign(graph="")
 
 
 def _summary(path: Path, ledger: pd.DataFrame, notes: list[str]) -> pd.DataFrame:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from harness.cases import parse_cases
+from harness.engines.interposer import Interposer
 from harness.engines.processes.forked.pool import PoolEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import Call
@@ -66,6 +67,22 @@ def test_a_calls_duration_is_the_streams_and_not_that_of_the_enqueue() -> None:
     quick, slow = recorder.events()
     assert slow.duration_us > 30_000 > quick.duration_us
     assert slow.start_us < 1_000_000
+
+
+def test_a_captured_call_is_counted_once_a_replay() -> None:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
+    try:
+        x, graph = torch.ones(4, device="cuda"), torch.cuda.CUDAGraph()
+        torch.distributed.all_reduce(x)  # warms NCCL up: a communicator cannot be made in a capture
+        with Recorder("", "tp", 1, {}) as recorder, recorder.on_rank(0), Interposer(recorder):
+            with torch.cuda.graph(graph):
+                torch.distributed.all_reduce(x)
+            for _ in range(3):
+                graph.replay()
+        assert [(event.op, event.graph) for event in recorder.events()] == [("all_reduce", "graph0")] * 3
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_watching_changes_no_bit(engine: InprocEngine) -> None:

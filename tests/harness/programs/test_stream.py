@@ -22,6 +22,7 @@ from harness.recording import attribution, lanes
 from harness.recording.naming import Paths
 from harness.recording.recorder import Recorded, Recorder
 from harness.recording.watch import Emit
+from tests.harness.recording.simulated_graph import SimulatedGraph, graphs_simulated
 
 WORLD = 2
 OURS = [tracemalloc.Filter(True, f"*/harness/{room}/*") for room in ("programs", "recording")]
@@ -103,6 +104,36 @@ def test_what_is_written_on_the_way_is_what_is_read_at_the_end() -> None:
     assert {event.phase for event in expected} == {"data", "grad_sync", "metric"}
     again = len(recorder.written) - len(expected)
     assert 0 < again <= 2 * 3 * 2, "only what follows settles otherwise is written twice: the data of later steps"
+
+
+def test_replays_of_a_graph_are_written_on_the_way_too() -> None:
+    def captured(rank: int, recorder: Tee) -> None:
+        with recorder.on_rank(rank):
+            model = nn.Linear(3, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+            def step() -> None:
+                model(torch.ones(4, 3)).sum().backward()
+                assert model.weight.grad is not None
+                dist.all_reduce(model.weight.grad)
+                optimizer.step()
+
+            graph = SimulatedGraph(step)
+            step()
+            graph.capture()
+            for _ in range(3):
+                graph.replay()
+
+    with graphs_simulated(), InprocEngine() as engine, Tee() as recorder:
+        engine.run(captured, recorder, world_size=WORLD, observer=recorder)
+    for one in recorder.streams.values():
+        one.close()
+        assert one.calls == 1 + 3
+    expected = untimed(recorder.events())
+    assert untimed(recorder.written) == expected
+    assert [(e.step, e.phase, e.graph) for e in expected[:4]] == [
+        (step, "grad_sync", "graph0" if step else "") for step in range(4)
+    ]
 
 
 def test_chosen_steps_are_written_and_no_others() -> None:

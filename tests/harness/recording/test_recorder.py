@@ -26,7 +26,7 @@ from tests.harness.recording.toy_calls import a_call, recorded
 
 CONTRACT = """
 case mode world_size rank step microbatch phase region op reduce_op axis group_size dtype shape payload_bytes
-wire_bytes is_async call_index start_us duration_us caller
+wire_bytes is_async call_index start_us duration_us caller graph
 """
 AXES = {"tp": ((0, 1), (2, 3)), "dp": ((0, 2), (1, 3)), "pp": ((0,), (1,), (2,), (3,))}
 

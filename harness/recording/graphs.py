@@ -1,0 +1,120 @@
+"""CUDA graphs of a rank: what their capture issued, and that every replay issues it again.
+
+Python runs once, in the capture, which computes nothing; a replay launches the captured kernels without Python, so that
+no call is seen in it. The methods of torch.cuda.CUDAGraph are wrapped while the watch is entered: calls of a capture
+are kept by graph, and every replay repeats them as observations of its own. What Python does inside of a replay, where
+a graph is simulated on a CPU, is that of the graph and is not observed. Not seen: graphs that are captured or launched
+by other ways than these methods.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from harness.recording.observations import OUTSIDE, Graphed, Issued, Stepped, Stepping
+
+if TYPE_CHECKING:
+    from harness.recording.watch import ThreadWatch
+
+
+class Captured:
+    """One graph: the calls of its capture as (ticket, call, caller), and whether an optimizer stepped in it."""
+
+    __slots__ = ("calls", "name", "replays", "steps")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.calls: list[tuple[int, Any, Any]] = []
+        self.steps = False
+        self.replays = 0
+
+    def replay(self, lane: int, task: int, node: int, tickets: Iterator[int]) -> Iterator[tuple[Any, ...]]:
+        """The observations of one more replay in this lane: every call again, then the step of its optimizer."""
+        number, self.replays = self.replays, self.replays + 1
+        for of_capture, call, caller in self.calls:
+            again, at_s = Graphed(self.name, of_capture, number), time.perf_counter()
+            place = node, None, False, False, OUTSIDE, (None, None)
+            yield Issued, lane, task, *place, next(tickets), (), at_s, call, caller, again
+        if self.steps:
+            yield Stepping, lane, task, 0, time.perf_counter()
+            yield Stepped, lane, False
+
+
+class Graphs:
+    """The graphs of one rank, named in the order of their captures: graph0, graph1."""
+
+    __slots__ = ("_known", "capturing")
+
+    def __init__(self) -> None:
+        self.capturing: Captured | None = None
+        self._known: dict[int, Captured] = {}
+
+    def begin(self, graph: object) -> None:
+        """A capture begins; one of a graph that had another before replaces it."""
+        self.capturing = self._known[id(graph)] = Captured(f"graph{len(self._known)}")
+
+    def end(self) -> None:
+        """The capture is over."""
+        self.capturing = None
+
+    def of(self, graph: object) -> Captured | None:
+        """What was captured, None where nobody saw it."""
+        return self._known.get(id(graph))
+
+    def mark(self, ticket: int, call: Any, caller: Any) -> Graphed | None:
+        """What makes a call of the running capture one of the graph; None outside of captures."""
+        if self.capturing is None:
+            return None
+        self.capturing.calls.append((ticket, call, caller))
+        return Graphed(self.capturing.name, ticket, -1)
+
+
+@contextmanager
+def graphs_watched(lane: Callable[[], ThreadWatch | None]) -> Iterator[None]:
+    """While entered, captures and replays are told to the lane of the thread that makes them."""
+    owner = torch.cuda.CUDAGraph
+    before = {name: vars(owner)[name] for name in ("capture_begin", "capture_end", "replay") if name in vars(owner)}
+
+    def capture_begin(graph: Any, *args: Any, **words: Any) -> Any:
+        if (mine := lane()) is not None:
+            mine.graphs.begin(graph)
+        return before["capture_begin"](graph, *args, **words)
+
+    def capture_end(graph: Any, *args: Any, **words: Any) -> Any:
+        try:
+            return before["capture_end"](graph, *args, **words)
+        finally:
+            if (mine := lane()) is not None:
+                mine.graphs.end()
+
+    def replay(graph: Any, *args: Any, **words: Any) -> Any:
+        mine = lane()
+        captured = None if mine is None else mine.graphs.of(graph)
+        if mine is None or captured is None:
+            return before["replay"](graph, *args, **words)
+        emit, mine.emit = mine.emit, _nothing
+        try:
+            result = before["replay"](graph, *args, **words)
+        finally:
+            mine.emit = emit
+        mine.replayed(captured)
+        return result
+
+    made = {function.__name__: function for function in (capture_begin, capture_end, replay)}
+    for name, original in before.items():
+        setattr(owner, name, functools.wraps(original)(made[name]))
+    try:
+        yield
+    finally:
+        for name, original in before.items():
+            setattr(owner, name, original)
+
+
+def _nothing(_plain: tuple[Any, ...]) -> None:
+    """What is observed of Python that runs inside of a replay."""

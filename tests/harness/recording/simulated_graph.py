@@ -1,0 +1,42 @@
+"""A CUDA graph that is played on the CPU: it has the methods of torch.cuda.CUDAGraph, and a replay runs a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class SimulatedGraph:
+    """What the capture ran is run again at every replay; on a GPU the kernels would be, without Python."""
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        self.run = run
+
+    def capture(self) -> None:
+        """Capture the function, as torch.cuda.graph does; here it is computed too."""
+        self.capture_begin()
+        self.run()
+        self.capture_end()
+
+    def capture_begin(self) -> None:
+        """Torch's."""
+
+    def capture_end(self) -> None:
+        """Torch's."""
+
+    def replay(self) -> None:
+        """Run it again."""
+        self.run()
+
+
+@contextmanager
+def graphs_simulated() -> Iterator[None]:
+    """Within it, torch.cuda.CUDAGraph is the simulated one. To be entered before anything watches."""
+    before = torch.cuda.CUDAGraph
+    torch.cuda.CUDAGraph = SimulatedGraph  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        torch.cuda.CUDAGraph = before  # type: ignore[misc]
