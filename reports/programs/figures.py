@@ -23,6 +23,9 @@ _MOST_LAWFUL = 100_000
 """Events over which the laws are looked at: whole steps from the first on."""
 _MESSAGES = ("send", "recv")
 _KEYS = ["phase", "op", "axis", "group_size"]
+_PLACE = ["region", "phase", "axis"]
+_LAYER = r"(?<=\.)\d+(?=\.|$)"
+"""The number of a layer in a path."""
 
 
 def traffic(run: Run) -> pd.DataFrame:
@@ -61,7 +64,7 @@ def by_module(run: Run) -> pd.DataFrame:
     events = run.ledger
     ways = events["phase"].astype("str").where(events["phase"].isin(["forward", "backward"]), "other")
     ways = ways.where(~events["op"].isin(_MESSAGES), events["op"].astype("str"))
-    frame = events.assign(way=ways, folded=events["region"].str.replace(r"(?<=\.)\d+(?=\.|$)", "*", regex=True))
+    frame = events.assign(way=ways, folded=events["region"].str.replace(_LAYER, "*", regex=True))
     one = frame.groupby(["folded", "rank"], observed=True)
     sums = one[["payload_bytes", "wire_bytes"]].sum()
     for way in ("forward", "backward", *_MESSAGES, "other"):
@@ -69,6 +72,49 @@ def by_module(run: Run) -> pd.DataFrame:
     sums = sums.fillna(0).astype("int64").groupby("folded", observed=True).max().reset_index()
     sums["layers"] = sums["folded"].map(frame.groupby("folded", observed=True)["region"].nunique())
     return sums.sort_values("wire_bytes", ascending=False, kind="stable", ignore_index=True)
+
+
+def exchanges(run: Run) -> pd.DataFrame:
+    """region (layers folded), phase, axis, calls (of all ranks), rows, busiest (the rank that gets most rows), its
+    busiest_rows and busiest_bytes, balance (its rows over the mean of the ranks of its axis), worst (of one exchange).
+
+    Of the places whose all-to-alls send unlike numbers of rows to ranks.
+    """
+    events = grouped(run)
+    sent = events.get("sent_rows", pd.Series("", index=events.index)).astype("str")
+    events = events.assign(sent=sent)[(sent != "") & (events["ranks"] != "")]
+    if not len(events):
+        return pd.DataFrame()
+    events["number"] = events.groupby(["axis", "ranks", "rank"], observed=True).cumcount()
+    rows = pd.DataFrame(
+        (place[0], *place[1:], to, many, size * many / max(1, sum(shares)))
+        for *place, size, ranks, text in events[
+            ["region", "phase", "axis", "ranks", "number", "payload_bytes", "ranks", "sent"]
+        ].itertuples(index=False)
+        for shares in [[int(one) for one in str(text).split("+")]]
+        for to, many in zip(map(int, str(ranks).split()), shares, strict=True)
+    )
+    rows.columns = pd.Index(["region", "phase", "axis", "ranks", "number", "to", "rows", "bytes"])
+    rows["region"] = rows["region"].str.replace(_LAYER, "*", regex=True)
+    places = rows.groupby(_PLACE)
+    return pd.DataFrame([_exchange(key, part) for key, part in places if part["rows"].nunique() > 1])
+
+
+def _exchange(key: Any, rows: pd.DataFrame) -> dict[str, Any]:
+    """A row of `exchanges`, from the rows that each call of one place sends to each rank."""
+    got = rows.groupby("to")[["rows", "bytes"]].sum()
+    one = rows.groupby(["ranks", "number", "to"])["rows"].sum().groupby(["ranks", "number"])
+    busiest = int(str(got["rows"].idxmax()))
+    return {
+        **dict(zip(_PLACE, key, strict=True)),
+        "calls": round(len(rows) / len(str(rows["ranks"].iloc[0]).split())),
+        "rows": got["rows"].sum(),
+        "busiest": busiest,
+        "busiest_rows": got["rows"].max(),
+        "busiest_bytes": round(got["bytes"].to_dict()[busiest]),
+        "balance": got["rows"].max() / got["rows"].mean() if got["rows"].sum() else 1.0,
+        "worst": (one.max() / one.mean()).max(),
+    }
 
 
 def steps(run: Run) -> pd.DataFrame:

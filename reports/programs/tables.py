@@ -55,7 +55,7 @@ def tables(run: Run) -> list[Table]:
     """Traffic, modules, ranks and bandwidth; speed and the case beside it where the recording holds what they need."""
     if not len(run.ledger):
         return []
-    return [_traffic(run), _modules(run), _ranks(run), *_bandwidth(run), *_speed(run), *_beside(run)]
+    return [_traffic(run), _modules(run), *_exchanges(run), _ranks(run), *_bandwidth(run), *_speed(run), *_beside(run)]
 
 
 def _traffic(run: Run) -> Table:
@@ -76,6 +76,27 @@ def _traffic(run: Run) -> Table:
         note="one rank, the one that has most; a step: calls in the median step; wire: what the rank sends (ring "
         "model); ms in calls: mean over ranks, of calls that are waited for at once (0 for others and on GPUs)",
     )
+
+
+def _exchanges(run: Run) -> list[Table]:
+    frame = figures.exchanges(run)
+    columns: tuple[tuple[str, str, Callable[[object], str]], ...] = (
+        ("module", "region", mark),
+        ("phase", "phase", str),
+        ("axis", "axis", str),
+        ("calls", "calls", count),
+        ("rows", "rows", count),
+        ("most to rank", "busiest", count),
+        ("rows to it", "busiest_rows", count),
+        ("MiB to it", "busiest_bytes", mebibytes),
+        ("balance", "balance", _three),
+        ("worst", "worst", _three),
+    )
+    note = (
+        "of all ranks and recorded steps; balance: rows to that rank over the mean over ranks; worst: the same within "
+        "one exchange; which expert of a rank a row is for is not in a call"
+    )
+    return [table("Rows sent by uneven all-to-alls", frame, columns, note=note)] if len(frame) else []
 
 
 def _bandwidth(run: Run) -> list[Table]:
