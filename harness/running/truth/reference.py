@@ -156,9 +156,9 @@ def one_rank(case: CaseLike, subject: NamedSubject) -> CaseLike:
     Raises RequestError where no such case can be.
     """
     micro = case.micro * getattr(case, "dp", 1)
-    axes = (*AXES, *(axis for axis in ("wp", *EXPERT_AXES) if hasattr(case, axis)))
+    split = (axis for axis in ("wp", *EXPERT_AXES) if getattr(case, axis, 1) > 1)  # etp=0 is as many as tp
     try:
-        return case.but(**dict.fromkeys(axes, 1), micro=micro)
+        return case.but(**dict.fromkeys((*AXES, *split), 1), micro=micro)
     except ValueError as problem:
         rule = f"{subject.name} cannot be its own truth: there is no such case on one rank ({problem})"
         raise RequestError(f"case {case_text(case)!r}: {rule}; legal: --truth MODULE:OBJECT") from problem
