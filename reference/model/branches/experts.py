@@ -159,8 +159,9 @@ def global_loss(case: Case, layer: str, batch: Batch, logits_BSE: Tensor) -> Ten
     first = [first_token(case, batch.step, micro, rank) for rank in range(case.dp)]
     tokens_DT = torch.tensor(first)[:, None] + torch.arange(case.tokens)
     chosen_E = forced(case, case.blocks[layer], tokens_DT).double().mean((0, 1)).to(logits_BSE)
-    balance: Tensor = (chosen_E * _shares(case, logits_BSE).mean((0, 1))).sum()
-    return case.global_loss * case.tokens * case.experts / case.top_k * balance
+    balance = (chosen_E * _shares(case, logits_BSE).mean((0, 1))).sum()
+    part: Tensor = case.global_loss * case.tokens * case.experts / case.top_k * balance
+    return part
 
 
 def _bias(layer: str) -> str:
