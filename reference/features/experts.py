@@ -188,8 +188,8 @@ class Experts(Core):
             return
         if self.experts < 2:
             yield "experts", "is 0, or at least 2 to choose from", "experts=2"
-        if self.system.gathers_weights or self.system.uneven:
-            owners = whose(lambda mode: not mode.gathers_weights and not mode.uneven)
+        if self.system.uneven:
+            owners = whose(lambda mode: not mode.uneven)
             yield "experts", f"mode={self.mode} has none; layers of mode={owners} may have them", "experts=0"
         for key in ("etp", "expert_ffn", "shared_ffn", "dense_layers"):
             if getattr(self, key) < 0:
@@ -287,6 +287,9 @@ class Experts(Core):
         """What is not implemented beside experts."""
         if self.init == "shard":
             yield "init", "draws dense weights alone, and experts=0 has no others", "init=field"
+        if self.system.gathers_weights and self.recompute == "full":
+            rule = f"computes experts again before the weights of their layer are gathered in mode={self.mode}"
+            yield "recompute", rule, "recompute=selective"
         for key in ("early_stop", "distribute_saved"):
             if getattr(self, key):
                 yield key, "is about the end of an MLP, and experts are in its place", f"{key}=false"

@@ -2,7 +2,9 @@
 
 OF_PARTS = {
     "experts=1": "is 0, or at least 2 to choose from",
-    "mode=autotp experts=8": "mode=autotp has none; layers of mode=tp|tp-sp|mtp|msp|fsp may have them",
+    "mode=autotp experts=8": "mode=autotp has none; layers of mode=tp|tp-sp|mtp|msp|fsp|isp may have them",
+    "mode=isp experts=8 recompute=full": "computes experts again before the weights of their layer are gathered"
+    " in mode=isp",
     "experts=8 dense_layers=2": "leaves none of layers=2 to experts",
     "experts=4 top_k=5": "must be at most experts=4",
     "experts=8 top_k=1": "gives the only chosen expert the weight 1, and the router no gradient (top_k=1)",

@@ -10,7 +10,7 @@ REFUSED = (
     ("ep=2", "ep=2: is about experts, and experts=0 has none; legal: ep=1"),
     ("experts=1", "experts=1: is 0, or at least 2 to choose from; legal: experts=2"),
     ("experts=8 ep=3 tp=1 dp=3", "experts=8: must be a multiple of ep=3; legal: experts=9"),
-    ("mode=isp experts=8", "experts=8: mode=isp has none; layers of mode=tp|tp-sp|mtp|msp|fsp may have them"),
+    ("mode=autotp experts=8", "experts=8: mode=autotp has none; layers of mode=tp|tp-sp|mtp|msp|fsp|isp may have them"),
     ("mode=autotp experts=8", "experts=8: mode=autotp has none"),
     ("experts=8 top_k=9", "top_k=9: must be at most experts=8; legal: top_k=8"),
     ("experts=8 top_k=1", "router=softmax: gives the only chosen expert the weight 1"),
