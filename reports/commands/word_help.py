@@ -101,7 +101,7 @@ def text(topic: Topic, columns: int) -> str:
 
 def page(topic: Topic) -> str:
     """The same as markdown: one table a group."""
-    lines = [f"# {topic.title}", "", topic.lead, "", f"    {topic.example}", ""]
+    lines = [f"# {topic.title}", "", *textwrap.wrap(topic.lead, 120), "", f"    {topic.example}", ""]
     lines += [f"`shardproof help {_name(topic)}` prints this page; a test holds the two equal.", ""]
     for group, words in _groups(topic):
         lines += [f"## {group[:1].upper()}{group[1:]}", "", "| word | default | meaning | legal |", "|---|---|---|---|"]
