@@ -19,7 +19,7 @@ from tests import ROOT
 from tests.project.prose import CODE, FENCED
 from tests.project.test_documents import PAGES
 
-SHOWN = re.compile(r"(?:cd \S+; )?(?:\.venv/bin/)?(?:shardproof|torchrun|pytest|make|python|pip) .*")
+SHOWN = re.compile(r"(?:cd \S+; )?(?:\.venv/bin/)?(?:shardproof|torchrun|pytest|make|python|pip) \S.*")
 FENCED_ARE_RUN = {
     "README.md": "tests/project/test_readme.py",
     "docs/verify.md": "tests/reports/commands/test_verify_page.py",
@@ -51,6 +51,12 @@ NOT_RUN = {
     "/tmp/checkpoint /tmp/megatron": _MEGATRON_FOLDER,
 }
 """Part of a command -> what it needs that no test gives it, and the test that does the like."""
+COSTLY = {
+    "shardproof predict preset=llama3-70b --world 64": "10 CPU seconds",
+    'shardproof predict "preset=llama3-405b': "10 CPU seconds",
+    "--engine pool": "20 CPU seconds: a pool of its own",
+}
+"""Part of a command -> why it runs in the profile `deep` alone."""
 NEEDS = {"suites.subjects.megatron": "megatron.core"}
 """Part of a command -> the package that it needs, without which it is skipped."""
 
@@ -86,9 +92,17 @@ def there(package: str) -> bool:
     return find_spec(package.partition(".")[0]) is not None and find_spec(package) is not None
 
 
-def here(page: Path) -> list[str]:
-    """The commands of a page that are run here."""
-    return [line for line in commands(page) if not any(part in line for part in NOT_RUN)]
+def here(page: Path, *, costly: bool = False) -> list[str]:
+    """The commands of a page that are run here, those that cost much or all others."""
+    lines = [line for line in commands(page) if not any(part in line for part in NOT_RUN)]
+    return [line for line in lines if any(part in line for part in COSTLY) is costly]
+
+
+@pytest.mark.deep("a minute: layouts of large models, a pool")
+@pytest.mark.parametrize("page", [page for page in PAGES if here(page, costly=True)], ids=named)
+def test_every_costly_command_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for line in here(page, costly=True):
+        run(line, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if here(page)], ids=named)
@@ -104,7 +118,9 @@ def test_every_command_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: p
 
 def test_what_is_not_run_has_a_reason_that_holds() -> None:
     shown = [line for page in PAGES for line in commands(page)]
-    assert [part for part in NOT_RUN if not any(part in line for line in shown)] == [], "no page shows these"
+    assert [part for part in (*NOT_RUN, *COSTLY) if not any(part in line for line in shown)] == [], (
+        "no page shows these"
+    )
     paths = {
         path for why in (*NOT_RUN.values(), *FENCED_ARE_RUN.values()) for path in re.findall(r"tests/[\w/.]+", why)
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,10 @@ AVOIDED = re.compile(
     rf"{PRIVATE.pattern}|\b(says?|said|saying|rooms?|kinks?|trials?|witness(es)?|slack|torn|islands?)\b", re.IGNORECASE
 )
 """Private words of the project and generic ones for which the field has a term; code (`witnesses.csv`) is not text."""
+MEASURED = re.compile(
+    r"(?<![\w.#/:-])\d(?:[\d,.]*\d)? ?(?:%|(?:s|ms|GB|MB|GiB|minutes|seconds|hours|cases|calls|bugs|lines|of \d+)\b)"
+)
+"""A number with its unit, or a share."""
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 INDEX = ROOT / "docs" / "README.md"
 
@@ -34,6 +39,10 @@ def wide_lines(text: str) -> list[str]:
     return [line for line, limit in widest.items() if len(line) > limit]
 
 
+def measured(text: str) -> set[str]:
+    return {found[0] for sentence in sentences(text) for found in MEASURED.finditer(sentence)}
+
+
 def unreleased() -> str:
     """The part of CHANGELOG about the release to come."""
     return (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1]
@@ -48,6 +57,11 @@ def test_a_page_is_plain(page: Path) -> None:
     purpose = text.split("\n\n")[1]
     assert text.startswith("# ") and purpose[:1].isalpha() or page == ROOT / "README.md"
     assert len(purpose.splitlines()) <= 3, "the first lines name what the page is for"
+
+
+def test_a_measured_number_is_on_one_page() -> None:
+    pages = Counter(number for page in PAGES for number in measured(page.read_text()))
+    assert [number for number, count in pages.items() if count > 1] == [], "one page has it, others link there"
 
 
 def test_what_changed_is_plain() -> None:
@@ -71,6 +85,9 @@ def test_what_is_not_plain_is_seen() -> None:
     assert not long_sentences(f"{words}. {words}: `{long}`\n\n    {long}\n\n```\n{long}\n```\n\n# {long}")
     assert not long_sentences(f"| word | legal |\n|---|---|\n| x | {long} |")
     assert avoided_words("Nobody is told so much; `told`.") == ["Nobody", "told", "so much"]
+    assert measured("It takes 41 s, 2.5 % of 3 hours, 62 of 63; torch 2.11, `98 cases`.") == {
+        *("41 s", "2.5 %", "3 hours", "62 of 63")
+    }
     assert wide_lines("x" * 121 + "\n|" + "x" * 300 + "\n[a](b)" + "x" * 190) == ["x" * 121]
     assert wide_lines("[a](b)" + "x" * 200) == ["[a](b)" + "x" * 200]
     assert list(blocks("# T\n\na\nb\n\n1. c\n2. d")).count("a b") == 1
