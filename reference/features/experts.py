@@ -70,6 +70,12 @@ class Experts(Core):
     sequence_loss: float = word(
         0.0, "coefficient of the same loss of every row, a mean over rows", legal=_POSITIVE, domain=(0.0, 0.1)
     )
+    global_loss: float = word(
+        0.0,
+        "coefficient of the same loss of a micro-batch of all data ranks together (routing by a function)",
+        legal=_POSITIVE,
+        domain=(0.0, 0.1),
+    )
     z_loss: float = word(
         0.0, "coefficient of the mean square of log sum exp of the logits", legal=_POSITIVE, domain=(0.0, 0.01)
     )
@@ -118,7 +124,7 @@ class Experts(Core):
         joined = {**layout.joined, "etp_ep": "etp-ep"}
         if self.aux_loss or self.sequence_loss:
             joined["tp_cp"] = "tp-cp"
-        if self.bias_rate:
+        if self.bias_rate or self.global_loss:
             joined["tp_cp_dp"] = "tp-cp-dp"
         return replace(layout, orders=(*layout.orders, self._order_of_experts), joined=joined)
 
@@ -202,7 +208,7 @@ class Experts(Core):
             yield "router", rule, "router=pre-softmax"
         if not self.router_scale > 0 or math.isinf(self.router_scale):
             yield "router_scale", "must be a positive number", "router_scale=1.0"
-        for key in ("bias_rate", "aux_loss", "sequence_loss", "z_loss", "capacity"):
+        for key in ("bias_rate", "aux_loss", "sequence_loss", "global_loss", "z_loss", "capacity"):
             if not 0 <= getattr(self, key) < math.inf:
                 yield key, "must be 0 or a positive number", f"{key}=0.0"
         yield from self._choices()
@@ -230,6 +236,9 @@ class Experts(Core):
             if self.routing != "learned" and getattr(self, key) != declared(Experts)[key].default:
                 rule = f"changes what the router chooses, and routing={self.routing} leaves it no choice"
                 yield key, rule, f"{key}={declared(Experts)[key].default}"
+        if self.global_loss and self.routing == "learned":
+            rule = "counts tokens of other data ranks, whose choices the dense model has not made yet (routing=learned)"
+            yield "global_loss", rule, "global_loss=0.0"
         if self.bias_rate and self.router != "sigmoid":
             yield "bias_rate", f"is added to sigmoids, and router={self.router} has none", "router=sigmoid"
         for key in ("load", "save") if self.bias_rate else ():
