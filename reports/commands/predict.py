@@ -28,7 +28,7 @@ from reports.predicting.answers import step_words
 from reports.predicting.prediction import Prediction, figure, predict, together
 from reports.printing import tables
 from reports.printing.tables import Table
-from reports.printing.text import plain, show_message, show_table, ticking
+from reports.printing.text import plain, show_message, show_table, show_words, ticking
 
 ASSUMPTIONS = (
     "compute: FLOPs of matrix products and attention as the dry run counts them (masked pairs too), over peak x "
@@ -70,12 +70,10 @@ def main(arguments: argparse.Namespace) -> int:
         print(json.dumps([_as_json(one) for one in told], indent=2, allow_nan=False))
     else:
         one = together(told) if len(told) > 1 else told[0]
-        show_message(f"{one.fastest}\n", sys.stdout, style="bold")
+        show_words(f"{one.fastest}\n", sys.stdout, style="bold")
         for table in [*_tables(one), *(own for text in told if text is not one for own in _own(text))]:
             show_table(table, sys.stdout)
-        show_message(
-            "\n".join(["", f"cluster: {cluster.note or 'from a file'}", *ASSUMPTIONS]), sys.stdout, style="dim"
-        )
+        show_words("\n".join(["", f"cluster: {cluster.note or 'from a file'}", *ASSUMPTIONS]), sys.stdout, style="dim")
     return 1 if any(row.startswith("differs") for one in told for row in one.rows["ledger"]) else 0
 
 
