@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from parallel.communication.expectation import ACTIVATION, CallPlace, CallRow, in_modules
 from parallel.communication.mesh import coordinates
-from parallel.experts.counts import Sent, rows_sent
+from parallel.experts.counts import Sent, micro_batches, rows_sent
 from parallel.schedules.stages import stages
 from reference.case import Case
 
@@ -101,29 +101,46 @@ def _by_rank(case: Case) -> Iterator[CallPlace]:
 @lru_cache(maxsize=4)
 def _places(case: Case) -> tuple[CallPlace, ...]:
     found: list[CallPlace] = []
-    for stage in stages(case):
-        ranks = [rank for rank in range(case.world_size) if coordinates(case, rank)["pp"][0] == stage.rank]
+    split = [axis for axis, size in case.mesh.items() if size > 1]
+    every, kinds, groups = stages(case), micro_batches(case), case.axes["etp_ep"]
+    places = {rank: coordinates(case, rank) for rank in range(case.world_size)}
+    for stage in every:
+        own = [ranks for ranks in groups if places[ranks[0]]["pp"][0] == stage.rank]
         for block in filter(stage.holds, case.layers_with_experts):
-            counts = {rank: _counts(case, block, rank) for rank in ranks}
+            counts = {rank: of_rank for ranks in own for rank, of_rank in _counts(case, block, ranks, kinds).items()}
             alike = len({frozenset(of_rank.items()) for of_rank in counts.values()}) == 1
             for rank, of_rank in [*counts.items()][: 1 if alike else None]:
-                at = {} if alike else {axis: coordinates(case, rank)[axis][0] for axis in case.mesh}
+                at = {} if alike else {axis: places[rank][axis][0] for axis in split}
                 for (sent, received, most), calls in of_rank.items():
                     values = {"sent": sent, "received": received, "most": most, "calls": calls}
                     found.append(CallPlace(module=f"{block}.mlp", at={**stage.at, **at}, values=values))
     return tuple(found)
 
 
-def _counts(case: Case, block: str, rank: int) -> Counter[tuple[int, int, int]]:
-    """(sent, received, most) of a rank -> in how many micro-batches of the run."""
-    every = next(ranks for ranks in case.axes["etp_ep"] if rank in ranks)
-    at = {(coordinates(case, one)["etp"][0], coordinates(case, one)["ep"][0]): one for one in every}
-    own = coordinates(case, rank)
-    found: Counter[tuple[int, int, int]] = Counter()
-    for step in range(case.steps):
-        for micro in range(case.micro):
-            of_rank = rows_sent(case, block, step, micro)
-            rows = tuple(tuple(of_rank[at[etp, ep]] for ep in range(case.ep)) for etp in range(case.expert_parts))
-            sent = Sent(rows=rows, etp=own["etp"][0], ep=own["ep"][0])
-            found[sum(sent.sent), sum(sent.received), sent.most] += 1
+_Numbers = tuple[int, int, int]
+"""Rows that a rank sends, that it receives, and the most that one of the etp ranks of its experts receives."""
+
+
+def _counts(
+    case: Case, block: str, ranks: tuple[int, ...], kinds: Counter[tuple[int, int]]
+) -> dict[int, Counter[_Numbers]]:
+    """Every rank of a group that exchanges tokens -> its numbers, and in how many micro-batches of the run."""
+    at = {rank: (coordinates(case, rank)["etp"][0], coordinates(case, rank)["ep"][0]) for rank in ranks}
+    by_place = {place: rank for rank, place in at.items()}
+    found: dict[int, Counter[_Numbers]] = {rank: Counter() for rank in ranks}
+    for (step, micro), calls in kinds.items():
+        rows = tuple(
+            tuple(rows_sent(case, block, step, micro, by_place[etp, ep]) for ep in range(case.ep))
+            for etp in range(case.expert_parts)
+        )
+        numbers = _numbers(rows)
+        for rank in ranks:
+            found[rank][numbers[at[rank]]] += calls
     return found
+
+
+@lru_cache(maxsize=16)
+def _numbers(rows: tuple[tuple[tuple[int, ...], ...], ...]) -> dict[tuple[int, int], _Numbers]:
+    """Place (etp, ep) in such a group -> its numbers."""
+    every = (Sent(rows=rows, etp=etp, ep=ep) for etp in range(len(rows)) for ep in range(len(rows[0])))
+    return {(one.etp, one.ep): (sum(one.sent), sum(one.received), one.most) for one in every}

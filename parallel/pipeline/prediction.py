@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from parallel.schedules.messages import Program, programs
 from parallel.schedules.pipeline import Action
-from parallel.schedules.stages import held_by_rank, pipeline_of
+from parallel.schedules.stages import Stage, held_by_rank, pipeline_of
 from parallel.schedules.timing import Span, bubble_stated, played
 from reference.case import Case
 
@@ -32,10 +32,14 @@ class CasePipeline:
 
     @property
     def alike(self) -> tuple[int, ...]:
-        """Rank -> the first rank that has as many layers and the same ends of the model."""
+        """Rank -> the first rank that has as many layers of every kind and the same ends of the model."""
         ranks = held_by_rank(self.case)
-        kinds = [[(stage.first, stage.last, len(stage.layers)) for stage in own] for own in ranks]
+        kinds = [[(stage.first, stage.last, self._kinds(stage)) for stage in own] for own in ranks]
         return tuple(kinds.index(kind) for kind in kinds)
+
+    def _kinds(self, stage: Stage) -> list[tuple[str, ...]]:
+        """What stands in the place of attention and MLP in each of its layers."""
+        return [tuple(sorted(self.case.replaced(layer).values())) for layer in stage.layers]
 
     @property
     def programs(self) -> tuple[Program, ...]:

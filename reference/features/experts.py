@@ -10,8 +10,9 @@ Sources: Megatron-Core 0.16.1 `MoELayer` and `parallel_state` (experts.md 21, 22
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from reference.errors import CaseError
 from reference.groups import Layout, RankOrder
@@ -20,8 +21,15 @@ from reference.language.modes import whose
 from reference.language.words import Problem, declared, multiple, not_default, word
 
 _POSITIVE = "0 or a positive number"
+SKEW_PARTS = 16
+"""A share of tokens is a number of these parts."""
 _OF_EXPERTS: Mapping[str, str] = {"tp": "etp", "dp": "edp"}
 """Axis of an order -> what stands in its place where experts are numbered."""
+
+
+def _where_learned(key: str, plain: float) -> Callable[[Mapping[str, Any]], Any]:
+    """What a word about the router's choice is where `routing=` is said: its own where the router chooses."""
+    return lambda values: values[key] if values["routing"] == "learned" else plain
 
 
 class Experts(Core):
@@ -45,6 +53,17 @@ class Experts(Core):
     )
     shared_gate: bool = word(False, "what the shared expert returns is multiplied by sigmoid(x wg)")
     dense_layers: int = word(0, "first layers that keep their MLP", legal="0, or at least 1", domain=(0, 1))
+    routing: str = word(
+        "learned",
+        "who chooses: the router, or a function of seed, layer and token that loads experts as named",
+        legal=("learned", "equal", "skewed", "empty", "one"),
+    )
+    skew: float = word(
+        0.0,
+        "share of tokens that all go to the first top_k experts (routing=equal)",
+        legal="sixteenths from 0 to 1",
+        domain=(0.0, 0.25),
+    )
     router: str = word(
         "softmax",
         "weights of the chosen experts: a softmax of them, of all experts, or shares of sigmoids",
@@ -52,14 +71,26 @@ class Experts(Core):
     )
     router_scale: float = word(1.0, "factor on these weights", legal="a positive number", domain=(1.0, 2.5))
     router_groups: int = word(
-        1, "groups of experts with neighbouring numbers, of which a token keeps some (routing=learned)", domain=(1, 4)
+        1,
+        "groups of experts with neighbouring numbers, of which a token keeps some (routing=learned)",
+        domain=(1, 4),
+        follows=("routing",),
+        value=_where_learned("router_groups", 1),
     )
-    kept_groups: int = word(1, "groups that a token keeps, those with the largest scores", domain=(1, 2))
+    kept_groups: int = word(
+        1,
+        "groups that a token keeps, those with the largest scores",
+        domain=(1, 2),
+        follows=("routing",),
+        value=_where_learned("kept_groups", 1),
+    )
     bias_rate: float = word(
         0.0,
         "step of the bias with which experts are chosen, so that all get as many tokens (router=sigmoid); 0: no bias",
-        legal="0 or a positive number",
+        legal=_POSITIVE,
         domain=(0.0, 0.1),
+        follows=("routing",),
+        value=_where_learned("bias_rate", 0.0),
     )
     aux_loss: float = word(
         0.0,
@@ -83,11 +114,6 @@ class Experts(Core):
         "score", "rows beyond are those of the smallest weights, or of the last tokens", legal=("score", "position")
     )
     pad: bool = word(False, "every rank sends exactly as many rows to every expert (capacity)")
-    routing: str = word(
-        "learned",
-        "who chooses: the router, or a function of seed, layer and token that loads experts as named",
-        legal=("learned", "equal", "skewed", "empty", "one"),
-    )
     router_dtype: str = word(
         "model", "dtype of the router and of the weights that it sends", legal=("model", "float32", "float64")
     )
@@ -162,6 +188,12 @@ class Experts(Core):
         """Their dotted names."""
         return tuple(block for block, layer in self.blocks.items() if self.has_experts(layer))
 
+    @property
+    def repeating_layers(self) -> tuple[int, int]:
+        """The same behind those without experts."""
+        first, unit = super().repeating_layers
+        return max(first, multiple(self.dense_layers, unit)), unit
+
     def has_experts(self, layer: int) -> bool:
         """Does this layer have experts?"""
         return self.experts > 0 and layer >= self.dense_layers
@@ -232,6 +264,10 @@ class Experts(Core):
                 yield key, rule, f"{key}={declared(Experts)[key].default}"
         if self.bias_rate and self.router != "sigmoid":
             yield "bias_rate", f"is added to sigmoids, and router={self.router} has none", "router=sigmoid"
+        if self.skew and self.routing != "equal":
+            yield "skew", f"is a share of equal loads, and routing={self.routing} has others", "skew=0.0"
+        if not 0 <= self.skew <= 1 or self.skew * SKEW_PARTS % 1:
+            yield "skew", f"must be a number of {SKEW_PARTS}ths from 0 to 1", "skew=0.25"
         for key in ("load", "save") if self.bias_rate else ():
             if getattr(self, key):
                 yield "bias_rate", f"changes a bias that no checkpoint of {key}= holds", "bias_rate=0.0"

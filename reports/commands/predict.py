@@ -25,6 +25,7 @@ from harness.predicting.figures import DEPTHS, Forecast
 from harness.subject import named
 from reports.predicting import pipelines
 from reports.predicting.answers import step_words
+from reports.predicting.loads import CALL
 from reports.predicting.prediction import Prediction, figure, predict, together
 from reports.printing import tables
 from reports.printing.tables import Table
@@ -109,7 +110,7 @@ def _own(one: Prediction) -> list[Table]:
     more = [tables.break_even_table(one.crossings)] if len(one.crossings) else []
     columns: dict[str, tuple[str, Callable[[object], str]]] = {"what": ("what", str), "how much": ("how much", str)}
     beside = [_table("Beside", one.beside, columns, _BESIDE)] if len(one.beside) else []
-    return [*(_stages(one) if len(one.stages) else []), *more, *beside]
+    return [*(_stages(one) if len(one.stages) else []), *_loads(one), *more, *beside]
 
 
 _BESIDE = (
@@ -168,6 +169,28 @@ def _stages(one: Prediction) -> list[Table]:
         "stages; one rank of each kind of stage is run",
     )
     return [memory, times]
+
+
+def _loads(one: Prediction) -> list[Table]:
+    """What changes with the load of experts: memory by stage, bytes by stage and call."""
+    made = []
+    names = [*dict.fromkeys(one.calls["load"])]
+    if len(one.loads) and len(names) > 1:
+        sizes = one.loads.pivot(index=["stage", "layers"], columns="load", values=["saved_bytes", "peak_bytes"])
+        sizes.columns = pd.Index([f"{name} {load}" for name, load in sizes.columns])
+        shown = {f"{part} {load}": (f"{part}_bytes {load}", _gibibytes) for part in ("saved", "peak") for load in names}
+        columns = {"stage": ("stage", str), "layers": ("layers", str), **shown}
+        made.append(_table("Memory of every stage by load", sizes.reset_index(), columns, f"GiB; {_BUSIEST}"))
+    if len(one.calls):
+        sent = one.calls.pivot(index=[*CALL, "calls"], columns="load", values="payload_bytes")
+        sent = sent.loc[[*dict.fromkeys(one.calls.set_index([*CALL, "calls"]).index)]].reset_index()
+        columns = {name: (name, str) for name in CALL} | {"calls": ("calls", tables.count)}
+        columns |= {load: (load, _gibibytes) for load in names}
+        made.append(_table("Bytes of every stage and call", sent, columns, f"GiB that a rank hands over; {_BUSIEST}"))
+    return made
+
+
+_BUSIEST = "of a step, on the rank of a stage that holds the experts which a skew loads"
 
 
 def _chunked(one: Forecast) -> bool:
@@ -232,6 +255,8 @@ def _as_json(one: Prediction) -> dict[str, object]:
         "break_even": _records(one.crossings),
         "beside": _records(one.beside),
         "stages": _records(one.stages),
+        "loads": _records(one.loads),
+        "calls": _records(one.calls),
         "assumptions": [one.cluster.note, *ASSUMPTIONS],
     }
 
