@@ -9,7 +9,7 @@ it would be of two models.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -97,6 +97,18 @@ def balance(rows_E: Tensor) -> float:
     """Rows of the busiest expert over the mean; 1 where no token goes anywhere."""
     mean = float(rows_E.double().mean())
     return float(rows_E.max()) / mean if mean else 1.0
+
+
+LOAD_COLUMNS = ("case", "step", "module", "expert", "rows")
+
+
+def load_rows(case: str, evidence: Evidence) -> Iterator[tuple[object, ...]]:
+    """Rows of experts.csv: what every expert gets, of all ranks and micro-batches of a step."""
+    for name in sorted(name for name in evidence.merged.tensors if kind_of(name) == KIND):
+        _, step, module = [*name.split("/", 2), ""][:3]
+        whole = evidence.merged.tensors[name]
+        for expert, count in enumerate(rows(whole).tolist() if whole.dim() else ()):
+            yield case, step, module, expert, count
 
 
 def _load(evidence: Evidence, names: Sequence[str]) -> str:

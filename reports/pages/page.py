@@ -28,6 +28,7 @@ from reports.pages import drawings, opening
 from reports.pages.drawings import Node, by_module, last_micro_batch, timeline, tree
 from reports.printing import tables
 from reports.printing.calls import calls_table, witness_tables
+from reports.printing.experts import expert_tables
 from reports.printing.tables import Table, mebibytes
 from reports.programs import figures
 from reports.programs import tables as programs
@@ -62,7 +63,6 @@ _WORDS = {
     "verdict": "pass, fail, or unknown: a check that could not be answered is never a pass",
 }
 """What column headers mean."""
-
 
 _KILL_COLUMNS = {
     **{"name": "bug", "kind": "kind", "stands_for": "stands for", "mode": "mode", "phase": "phase"},
@@ -136,7 +136,7 @@ def _parts(run: Run) -> dict[str, object]:
         "modes": modes_table(side_by_side(run)) if len(run.summary) and not program else None,
         "plots": _plots(run),
         "break_even": _break_even_table(run),
-        "traffic": programs.tables(run) if program else [*_traffic(run), *witness_tables(run.path)],
+        "traffic": programs.tables(run) if program else [*_traffic(run), *expert_tables(run.path), *witness_tables(run.path)],
         "cases": [] if program else _cases(run),
         "stated": [] if program else _stated(run),
         "modules": _modules(run),
