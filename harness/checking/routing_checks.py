@@ -39,7 +39,7 @@ def routing(evidence: Evidence) -> Finding | None:
         ranks = parted[wrong[0]].ranks
         return Finding(verdict=FAIL, message=_told(evidence, wrong[0], ranks) + more, names=wrong, ranks=ranks)
     whole = [name for name in names if name in evidence.merged.tensors]
-    loads = f"; {_load(evidence, whole)}" if whole else ""
+    loads = _load(evidence, whole)
     if any(kind_of(name) == KIND for name in evidence.truth):
         found = _compared(evidence)
         return found if found is None or found.verdict != PASS else replace(found, message=found.message + loads)
@@ -90,7 +90,7 @@ def _has_copies(evidence: Evidence, name: str) -> bool:
 
 def rows(whole: Tensor) -> Tensor:
     """Rows of every expert, int64 [experts], of a map [.., experts]."""
-    return (whole != 0).flatten(0, -2).sum(0)
+    return (whole != 0).reshape(-1, whole.shape[-1]).sum(0)
 
 
 def balance(rows_E: Tensor) -> float:
@@ -112,8 +112,10 @@ def load_rows(case: str, evidence: Evidence) -> Iterator[tuple[object, ...]]:
 
 
 def _load(evidence: Evidence, names: Sequence[str]) -> str:
-    """The busiest expert of all maps, in words."""
-    counted = {name: rows(evidence.merged.tensors[name]) for name in names}
-    name = max(names, key=lambda one: balance(counted[one]))
+    """The busiest expert of all maps, in words behind others."""
+    counted = {name: rows(evidence.merged.tensors[name]) for name in names if evidence.merged.tensors[name].dim()}
+    if not counted:
+        return ""
+    name = max(counted, key=lambda one: balance(counted[one]))
     busiest = int(torch.argmax(counted[name]))
-    return f"busiest: expert {busiest} of {name.partition('/')[2]}, {balance(counted[name]):.3g} times the mean"
+    return f"; busiest: expert {busiest} of {name.partition('/')[2]}, {balance(counted[name]):.3g} times the mean"
