@@ -43,7 +43,9 @@ def coverage(evidence: Evidence) -> Finding:
     named = {name for outcome in evidence.outcomes for name in outcome}
     strange = tuple(name for name in strange if name in named)  # a captured module of its own is nobody's slip
     if not any(kind_of(name) == ROUTING for name in evidence.truth):
-        strange = tuple(name for name in strange if kind_of(name) != ROUTING)  # held against each other, without a truth
+        strange = tuple(
+            name for name in strange if kind_of(name) != ROUTING
+        )  # held against each other, without a truth
     undeclared = [name for name in missing if name not in declared]
     problems = [
         *_hidden(evidence),

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from reference.case import Case
 from reference.checkpoints.stored import steps_before
-from reference.features.experts import SKEW_PARTS
+from reference.language.routers import SKEW_PARTS
 
 __all__ = ["first_token", "forced", "period"]
 
@@ -64,7 +64,7 @@ def forced(case: Case, layer: int, tokens: Tensor) -> Tensor:
 def period(case: Case) -> int:
     """After how many tokens the same choices return; 0: never, or nobody knows."""
     if case.routing == "equal":
-        return case.experts * SKEW_PARTS if case.skew else case.experts // math.gcd(case.experts, case.top_k)
+        return int(case.experts * SKEW_PARTS if case.skew else case.experts // math.gcd(case.experts, case.top_k))
     return int(case.routing == "one")
 
 

@@ -16,13 +16,12 @@ from typing import Any
 
 from reference.errors import CaseError
 from reference.groups import Layout, RankOrder
+from reference.language import routers
 from reference.language.core import Core
 from reference.language.modes import whose
 from reference.language.words import Problem, declared, multiple, not_default, word
 
 _POSITIVE = "0 or a positive number"
-SKEW_PARTS = 16
-"""A share of tokens is a number of these parts."""
 _OF_EXPERTS: Mapping[str, str] = {"tp": "etp", "dp": "edp"}
 """Axis of an order -> what stands in its place where experts are numbered."""
 
@@ -62,7 +61,7 @@ class Experts(Core):
         0.0,
         "share of tokens that all go to the first top_k experts (routing=equal)",
         legal="sixteenths from 0 to 1",
-        domain=(0.0, 0.25),
+        domain=(),
     )
     router: str = word(
         "softmax",
@@ -222,64 +221,9 @@ class Experts(Core):
                 yield key, "must not be negative", f"{key}={declared(Experts)[key].default}"
         if self.dense_layers >= self.layers:
             yield "dense_layers", f"leaves none of layers={self.layers} to experts", "dense_layers=0"
-        yield from self._routers()
+        yield from routers.problems(self, {name: field.default for name, field in declared(Experts).items()})
         yield from self._ranks()
         yield from self._beside()
-
-    def _routers(self) -> Iterator[Problem]:
-        if self.top_k > self.experts:
-            yield "top_k", f"must be at most experts={self.experts}", f"top_k={self.experts}"
-        if self.top_k == 1 and self.router == "softmax":
-            rule = "gives the only chosen expert the weight 1, and the router no gradient (top_k=1)"
-            yield "router", rule, "router=pre-softmax"
-        if not self.router_scale > 0 or math.isinf(self.router_scale):
-            yield "router_scale", "must be a positive number", "router_scale=1.0"
-        for key in ("bias_rate", "aux_loss", "sequence_loss", "z_loss", "capacity"):
-            if not 0 <= getattr(self, key) < math.inf:
-                yield key, "must be 0 or a positive number", f"{key}=0.0"
-        yield from self._choices()
-        if self.routing == "learned" and self.dtype != "float64":
-            rule = f"compares choices exactly, and rounding in dtype={self.dtype} makes other ones"
-            yield "routing", rule, "routing=skewed"
-        if self.shared_gate and not self.shared_ffn:
-            yield "shared_gate", "is for a shared expert, and shared_ffn=0 has none", "shared_gate=false"
-        wide = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-        if self.router_dtype != "model" and wide[self.router_dtype] < wide.get(self.dtype, 8):
-            yield "router_dtype", f"must not be narrower than dtype={self.dtype}", "router_dtype=model"
-
-    def _choices(self) -> Iterator[Problem]:
-        groups, kept, count = self.router_groups, self.kept_groups, self.top_k
-        if self.experts % groups:
-            yield (
-                "router_groups",
-                f"must divide experts={self.experts}",
-                f"router_groups={math.gcd(self.experts, groups)}",
-            )
-        elif kept > groups or (groups > 1 and (count % kept or count // kept > self.experts // groups)):
-            rule = f"of {groups} groups must share top_k={count} evenly, at most {self.experts // groups} a group"
-            yield "kept_groups", rule, f"kept_groups={min(groups, count)}"
-        for key in ("router_groups", "bias_rate"):
-            if self.routing != "learned" and getattr(self, key) != declared(Experts)[key].default:
-                rule = f"changes what the router chooses, and routing={self.routing} leaves it no choice"
-                yield key, rule, f"{key}={declared(Experts)[key].default}"
-        if self.bias_rate and self.router != "sigmoid":
-            yield "bias_rate", f"is added to sigmoids, and router={self.router} has none", "router=sigmoid"
-        if self.skew and self.routing != "equal":
-            yield "skew", f"is a share of equal loads, and routing={self.routing} has others", "skew=0.0"
-        if not 0 <= self.skew <= 1 or self.skew * SKEW_PARTS % 1:
-            yield "skew", f"must be a number of {SKEW_PARTS}ths from 0 to 1", "skew=0.25"
-        for key in ("load", "save") if self.bias_rate else ():
-            if getattr(self, key):
-                yield "bias_rate", f"changes a bias that no checkpoint of {key}= holds", "bias_rate=0.0"
-        for key in ("drop", "pad") if not self.capacity else ():
-            if getattr(self, key) != declared(Experts)[key].default:
-                legal = "false" if key == "pad" else "score"
-                yield key, "is about rows beyond a capacity, and capacity=0.0 takes all", f"{key}={legal}"
-        if self.capacity and self.drop == "score" and self.dtype != "float64":
-            rule = f"compares weights exactly, and rounding in dtype={self.dtype} makes others the smallest"
-            yield "drop", rule, "drop=position"
-        if self.pad and self.dispatcher != "alltoall":
-            yield "pad", f"is about rows, and dispatcher={self.dispatcher} sends none", "dispatcher=alltoall"
 
     def _ranks(self) -> Iterator[Problem]:
         ep, etp, tp = self.ep, self.expert_parts, self.tp

@@ -136,7 +136,7 @@ def _parts(run: Run) -> dict[str, object]:
         "modes": modes_table(side_by_side(run)) if len(run.summary) and not program else None,
         "plots": _plots(run),
         "break_even": _break_even_table(run),
-        "traffic": programs.tables(run) if program else [*_traffic(run), *expert_tables(run.path), *witness_tables(run.path)],
+        "traffic": programs.tables(run) if program else [*_traffic(run), *witness_tables(run.path)],
         "cases": [] if program else _cases(run),
         "stated": [] if program else _stated(run),
         "modules": _modules(run),
@@ -238,10 +238,10 @@ def _break_even_table(run: Run) -> Table | None:
 
 
 def _traffic(run: Run) -> list[Table]:
-    """One table a mode: its calls and bytes beside the expectation."""
+    """One table a mode, its calls and bytes beside the expectation, and one of experts where there are any."""
     traffic = summary.traffic(run)
     modes = traffic.groupby("mode", observed=True, sort=True)
-    return [tables.traffic_table(lines, title=str(mode)) for mode, lines in modes]
+    return [*(tables.traffic_table(lines, title=str(mode)) for mode, lines in modes), *expert_tables(run.path)]
 
 
 def _cases(run: Run) -> list[Table]:

@@ -28,8 +28,8 @@ def memory(by_load: Mapping[str, Forecast]) -> pd.DataFrame:
 
 
 def calls(by_load: Mapping[str, Forecast]) -> pd.DataFrame:
-    """load, stages ("1-14": those that issue the same), phase, module (layers as "layers.*"), op, axis, ranks; calls and
-    payload_bytes of one rank in a step. Empty where the subject states no closed form of all fields.
+    """load, stages ("1-14": those that issue the same), phase, module (layers as "layers.*"), op, axis, ranks; calls
+    and payload_bytes of one rank in a step. Empty where the subject states no closed form of all fields.
     """
     rows = [
         (load, stages, *key, calls, size)

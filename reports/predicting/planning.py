@@ -8,6 +8,7 @@ are loaded stands for LOADS, since a router's choice is not known without number
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -27,8 +28,10 @@ BATCHES = (1, 4, 16, 64)
 DTYPE = "dtype=bfloat16"
 """What a text without `dtype=` is predicted in."""
 LOADS = ("routing=equal", "routing=equal skew=0.25", "routing=equal skew=1.0")
-"""How experts are loaded where a text does not say it: alike, with a quarter of the tokens, with all of them on a few."""
+"""How experts are loaded where a text does not say it: alike, with a quarter of the tokens or all on a few."""
 _LOAD = ("routing", "skew")
+_MOST_CHOICES = 10**9
+"""Tokens of a step times experts times layers, where choices are no arithmetic: about a minute."""
 _WIDEST_SHARDS = (8, 64)
 """Weight-parallel sizes that a search tries beside wp=tp: a node of eight, and eight of them."""
 
@@ -135,10 +138,20 @@ def candidate(text: str, words: str, subject: Subject) -> Candidate:
         case = case_of(text, named(subject))
     except RequestError as problem:
         return Candidate(text=text, words=words, case=None, reason=str(problem.__cause__), load=load)
-    reason = refusal(case, named(subject))
+    reason = refusal(case, named(subject)) or _countless(case)
     plain = isinstance(case, PlainCase)
     states = None if plain or _says(text, "optimizer") else mixed_adamw(case.dtype)
     return Candidate(text=text, words=words, case=None if reason else case, reason=reason, states=states, load=load)
+
+
+def _countless(case: CaseLike) -> str:
+    """Why the rows of its experts cannot be counted in reasonable time, "" where they can."""
+    routing, sizes = getattr(case, "routing", ""), ("experts", "layers", "micro", "dp", "tokens")
+    choices = math.prod(int(getattr(case, size, 1)) for size in sizes)
+    if routing not in ("skewed", "empty") or choices <= _MOST_CHOICES:
+        return ""
+    rule = f"its rows are counted token by token, and {choices:.1g} choices are too many"
+    return f"routing={routing}: {rule}; legal: {LOADS[1]}"
 
 
 def growth(cases: Iterable[CaseLike], subject: Subject, counted: str = "layers") -> pd.DataFrame:

@@ -44,7 +44,7 @@ class Routed:
     def __init__(self, *, truth_has_maps: bool = False) -> None:
         self.truth_has_maps = truth_has_maps
 
-    def __call__(self, case: Any, device: torch.device) -> Mapping[str, object]:
+    def __call__(self, case: Any, device: torch.device) -> Mapping[str, Tensor | Shard]:
         """Maps and a loss of this rank."""
         rank = dist.get_rank()
         row = rank // case.tp if case.dp > 1 else 0
