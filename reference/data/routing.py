@@ -41,10 +41,11 @@ def forced(case: Case, layer: int, tokens: Tensor) -> Tensor:
     first = int(_hash(torch.tensor(case.seed % 2**62 + layer)) % case.experts)
     match case.routing:
         case "equal":
-            chosen = (every - tokens[..., None] * count - first) % case.experts < count
+            places = (tokens * count + first) % case.experts
             if case.skew:  # as many tokens in a row as there are experts: what is left of the others is equal
                 part = tokens // case.experts % SKEW_PARTS
-                chosen = torch.where(part[..., None] < round(case.skew * SKEW_PARTS), every < count, chosen)
+                places = torch.where(part < round(case.skew * SKEW_PARTS), 0, places)
+            chosen = ((every - every[:, None]) % case.experts < count)[places]
         case "one":
             chosen = ((every - first) % case.experts < count).expand(*tokens.shape, -1)
         case "skewed" | "empty":
