@@ -96,3 +96,36 @@ def test_a_deep_model_with_dense_layers_is_a_line_behind_them(words: str) -> Non
         (itself,) = dry_run(case.but(steps=1), subject, engine, (0,), text="").ranks
     assert made.depths and made.depths[1] < case.layers and made.ledger == EQUAL
     assert (made.memory.parameters, made.flops) == (itself.parameter_bytes, itself.flops)
+
+
+@pytest.mark.deep("30 CPU seconds")
+def test_671_billion_parameters_on_2048_ranks_in_16_uneven_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand: three dense layers and the table, fourteen times four layers with experts, two with the module behind.
+
+    A rank has 4 of 256 experts. Of 4096 tokens on each of 64 ranks a share s sends a row to each of experts 0 to 3, the
+    others 8 rows to one of 256.
+    """
+    words = "preset=deepseek-v3 mode=tp tp=1 dp=128 ep=64 pp=16 first_layers=3 last_layers=2 zero=1 micro=120"
+    one = told(capsys, f"{words} recompute=full")
+    assert [(row["ranks"], row["ledger"]) for row in one["candidates"]] == [(2048, EQUAL)] * 3
+    h, expert, table = 7168, 3 * 7168 * 2048, 129280 * 7168
+    attention = h * 1536 + 1536 + 1536 * 128 * 192 + h * 576 + 512 + 512 * 128 * 256 + 128 * 128 * h + 2 * h
+    layer = attention + 5 * expert + 256 * h
+    last = 3 * layer + 2 * h * h + 3 * h + h + 2 * table  # the module behind embeds with a copy of the table
+    held = [3 * (attention + 3 * h * 18432) + table, *[4 * layer] * 14, last]
+    for load in LOADS:
+        stages = [row for row in one["loads"] if row["load"] == load]
+        assert [row["layers"] for row in stages] == [3, *[4] * 14, 2]
+        assert [row["parameters_bytes"] for row in stages] == [2 * count for count in held]
+        assert [row["gradients_bytes"] for row in stages] == [4 * count for count in held]
+        dense = [count - layers * 4 * expert for count, layers in zip(held, [0, *[4] * 14, 3], strict=True)]
+        kept = [12 * (own / 128 + (count - own) / 2) for own, count in zip(dense, held, strict=True)]
+        assert [row["optimizer_bytes"] for row in stages] == pytest.approx(kept, rel=1e-3)  # buckets are padded
+    for load, share in zip(LOADS, (0, 0.25, 1), strict=True):
+        rows = int(64 * 4096 * (share * 4 + (1 - share) * 8 * 4 / 256))
+        (sent,) = (
+            row["payload_bytes"]
+            for row in one["calls"]
+            if (row["load"], row["stages"], row["phase"], row["op"]) == (load, "1-14", "forward", "all_to_all")
+        )
+        assert sent == 120 * 4 * 2 * (4096 * 8 * (h + 1) + rows * h)
