@@ -118,13 +118,10 @@ def _by_number(number: str, case: Case) -> Iterator[CallPlace]:
 def _apart(case: Case, own: Mapping[int, Counter[int]]) -> Iterator[tuple[dict[str, int], Counter[int]]]:
     """The coordinates by which ranks differ, with what those there have: none, those among experts, or all."""
     for axes in ((), ("etp", "ep"), tuple(axis for axis, size in case.mesh.items() if size > 1)):
-        found: dict[tuple[int, ...], Counter[int]] = {}
-        alike = (
-            found.setdefault(tuple(coordinates(case, rank)[axis][0] for axis in axes), counts) == counts
-            for rank, counts in own.items()
-        )
-        if all(alike):
-            yield from ((dict(zip(axes, at, strict=True)), counts) for at, counts in found.items())
+        places = {rank: tuple(coordinates(case, rank)[axis][0] for axis in axes) for rank in own}
+        found = {place: own[rank] for rank, place in places.items()}
+        if all(found[places[rank]] == counts for rank, counts in own.items()):
+            yield from ((dict(zip(axes, place, strict=True)), counts) for place, counts in found.items())
             return
 
 
