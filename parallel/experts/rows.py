@@ -27,7 +27,7 @@ def rows_of_experts(case: Case) -> tuple[CallRow, ...]:
     """The calls of the case's layers with experts, shared ones aside, which are linears like others."""
     router = case.dtype if case.router_dtype == "model" else case.router_dtype
     dispatched = _gathered(router) if case.dispatcher == "allgather" else _exchanged(router)
-    return (*_around(case), *dispatched, *(BALANCE if case.aux_loss or case.sequence_loss else ()))
+    return (*_around(case), *dispatched, *(row for row in BALANCE if getattr(case, row.when)))
 
 
 def _around(case: Case) -> Iterator[CallRow]:
@@ -84,12 +84,13 @@ def _exchanged(router: str) -> Iterator[CallRow]:
 _layers = in_modules(lambda case: [f"{block}.mlp" for block in case.layers_with_experts])
 
 
-def _counted(elements: str, why: str, when: str) -> CallRow:
-    return CallRow(_layers, "forward", "all_reduce", elements, why, axis="tp_cp", dtype="int64", when=when)
+def _counted(elements: str, why: str, when: str, axis: str = "tp_cp") -> CallRow:
+    return CallRow(_layers, "forward", "all_reduce", elements, why, axis=axis, dtype="int64", when=when)
 
 
 BALANCE = (
     _counted("experts", "tokens of every expert, of all ranks of a micro-batch", "aux_loss"),
+    _counted("experts", "the same of all data ranks", "global_loss", "tp_cp_dp"),
     _counted("rows * experts", "the same of every row", "sequence_loss"),
 )
 """The counts of balance losses."""

@@ -100,6 +100,12 @@ class Experts(Core):
     sequence_loss: float = word(
         0.0, "coefficient of the same loss of every row, a mean over rows", legal=_POSITIVE, domain=(0.0, 0.1)
     )
+    global_loss: float = word(
+        0.0,
+        "coefficient of the same loss of a micro-batch of all data ranks together (routing by a function)",
+        legal=_POSITIVE,
+        domain=(0.0, 0.1),
+    )
     z_loss: float = word(
         0.0, "coefficient of the mean square of log sum exp of the logits", legal=_POSITIVE, domain=(0.0, 0.01)
     )
@@ -143,7 +149,7 @@ class Experts(Core):
         joined = {**layout.joined, "etp_ep": "etp-ep"}
         if self.aux_loss or self.sequence_loss:
             joined["tp_cp"] = "tp-cp"
-        if self.bias_rate:
+        if self.bias_rate or self.global_loss:
             joined["tp_cp_dp"] = "tp-cp-dp"
         return replace(layout, orders=(*layout.orders, self._order_of_experts), joined=joined)
 

@@ -22,7 +22,7 @@ def problems(case: Core, plain: Mapping[str, Any]) -> Iterator[Problem]:
         yield "router", rule, "router=pre-softmax"
     if not case.router_scale > 0 or math.isinf(case.router_scale):
         yield "router_scale", "must be a positive number", "router_scale=1.0"
-    for key in ("bias_rate", "aux_loss", "sequence_loss", "z_loss", "capacity"):
+    for key in ("bias_rate", "aux_loss", "sequence_loss", "global_loss", "z_loss", "capacity"):
         if not 0 <= getattr(case, key) < math.inf:
             yield key, "must be 0 or a positive number", f"{key}=0.0"
     yield from _choices(case, plain)
@@ -52,6 +52,9 @@ def _choices(case: Core, plain: Mapping[str, Any]) -> Iterator[Problem]:
         if case.routing != "learned" and getattr(case, key) != plain[key]:
             rule = f"changes what the router chooses, and routing={case.routing} leaves it no choice"
             yield key, rule, f"{key}={plain[key]}"
+    if case.global_loss and case.routing == "learned":
+        rule = "counts tokens of other data ranks, whose choices the dense model has not made yet (routing=learned)"
+        yield "global_loss", rule, "global_loss=0.0"
     if case.bias_rate and case.router != "sigmoid":
         yield "bias_rate", f"is added to sigmoids, and router={case.router} has none", "router=sigmoid"
     for key in ("load", "save") if case.bias_rate else ():

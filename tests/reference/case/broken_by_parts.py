@@ -7,6 +7,8 @@ OF_PARTS = {
     "experts=4 top_k=5": "must be at most experts=4",
     "experts=8 top_k=1": "gives the only chosen expert the weight 1, and the router no gradient (top_k=1)",
     "experts=8 router_scale=0.0": "must be a positive number",
+    "experts=8 global_loss=0.1": "counts tokens of other data ranks, whose choices the dense model has not made yet"
+    " (routing=learned)",
     "experts=8 capacity=-1.0": "must be 0 or a positive number",
     "experts=8 dtype=float32": "compares choices exactly, and rounding in dtype=float32 makes other ones",
     "experts=8 shared_gate=true": "is for a shared expert, and shared_ffn=0 has none",
