@@ -72,6 +72,8 @@ def _parted(mine: Tensor, theirs: Tensor, rank: int, first: int) -> str:
     if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
         return f"rank {rank} returns a map of another form than rank {first}"
     elsewhere = (mine != theirs).any(-1)
+    if not bool(elsewhere.any()):
+        return f"rank {rank} returns other bits than rank {first} for the same choices"
     at = tuple(int(place) for place in elsewhere.nonzero()[0])
     sent, must = (" ".join(str(int(one)) for one in part[at].nonzero().flatten()) for part in (mine, theirs))
     token = f"the first, {at}, to {sent or 'none'}, on rank {first} to {must or 'none'}"
