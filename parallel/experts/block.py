@@ -128,7 +128,7 @@ class ExpertBlock(nn.Module):
         return x.transpose(0, 1) if self.sequence_dim == 0 else x
 
     def _sent_by(self, step: int, micro: int, rank: int) -> tuple[int, ...]:
-        return rows_sent(self.case, self.block, step, micro)[rank]
+        return rows_sent(self.case, self.block, step, micro, rank)
 
 
 def blocks_of(rank: Rank) -> dict[str, ExpertBlock]:

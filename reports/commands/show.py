@@ -23,6 +23,7 @@ from reports.pages import page
 from reports.pages.comment import comment
 from reports.printing import tables
 from reports.printing.calls import witness_tables
+from reports.printing.experts import expert_tables
 from reports.printing.tables import NOTHING, Table, count, mebibytes
 from reports.printing.text import (
     STYLES,
@@ -140,7 +141,7 @@ def show_run(run: Run, stream: TextIO) -> None:
         show_table(tables.break_even_table(crossings), stream)
     if len(pipelines := summary.measured(run)):
         show_table(tables.pipeline_table(pipelines, summary.cores(run)), stream)
-    for table in witness_tables(run.path):
+    for table in (*expert_tables(run.path), *witness_tables(run.path)):
         show_table(table, stream)
     show_failures(run, stream)
     for note in (*unchecked_notes(run), *run.notes):
