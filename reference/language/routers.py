@@ -67,10 +67,12 @@ def _loads(case: Core, plain: Mapping[str, Any]) -> Iterator[Problem]:
         yield "skew", f"is a share of equal loads, and routing={case.routing} has others", "skew=0.0"
     if not 0 <= case.skew <= 1 or case.skew * SKEW_PARTS % 1:
         yield "skew", f"must be a number of {SKEW_PARTS}ths from 0 to 1", "skew=0.25"
-    for key in ("drop", "pad") if not case.capacity else ():
+    for key in ("drop", "pad", "capacity_of") if not case.capacity else ():
         if getattr(case, key) != plain[key]:
-            legal = "false" if key == "pad" else "score"
-            yield key, "is about rows beyond a capacity, and capacity=0.0 takes all", f"{key}={legal}"
+            legal = f"{key}={str(plain[key]).lower()}"
+            yield key, "is about rows beyond a capacity, and capacity=0.0 takes all", legal
+    if case.pad and case.capacity_of != "rank":
+        yield "pad", "has every rank send as many rows, and capacity_of=micro-batch lets ranks compete", "pad=false"
     if case.capacity and case.drop == "score" and case.dtype != "float64":
         rule = f"compares weights exactly, and rounding in dtype={case.dtype} makes others the smallest"
         yield "drop", rule, "drop=position"

@@ -101,15 +101,16 @@ def _largest(score_E: Tensor, count: int) -> Tensor:
 
 
 def kept(case: Case, weights_BSE: Tensor, chosen_BSE: Tensor) -> Tensor:
-    """The choices without those beyond what an expert takes of one rank's tokens: the one place where the dense model
-    knows ranks (experts.md 21.3).
+    """The choices without those beyond what an expert takes. Of one rank's tokens (capacity_of=rank) it is the one
+    place where the dense model knows ranks (experts.md 21.3).
     """
     kept_BSE = torch.zeros_like(chosen_BSE)
     rank_BSE = weights_BSE if case.drop == "score" else -torch.arange(chosen_BSE[..., 0].numel(), dtype=torch.float64)
     if case.drop == "position":
         rank_BSE = rank_BSE.to(chosen_BSE.device).view(*chosen_BSE.shape[:2], 1).expand(chosen_BSE.shape)
     rank_BSE = rank_BSE.masked_fill(~chosen_BSE, -math.inf)
-    for places in _places_of_ranks(case):
+    whole = [torch.arange(case.row_tokens)]
+    for places in _places_of_ranks(case) if case.capacity_of == "rank" else whole:
         rank_TE = rank_BSE[:, places].flatten(0, 1)
         best_TE = _largest(rank_TE.T, case.most_rows).T
         kept_BSE[:, places] = best_TE.view(len(rank_BSE), len(places), -1)

@@ -11,6 +11,8 @@ OF_PARTS = {
     "experts=8 router_scale=0.0": "must be a positive number",
     "experts=8 global_loss=0.1": "counts tokens of other data ranks, whose choices the dense model has not made yet"
     " (routing=learned)",
+    "experts=8 capacity=1.0 pad=true capacity_of=micro-batch": "has every rank send as many rows, and"
+    " capacity_of=micro-batch lets ranks compete",
     "experts=8 capacity=-1.0": "must be 0 or a positive number",
     "experts=8 dtype=float32": "compares choices exactly, and rounding in dtype=float32 makes other ones",
     "experts=8 shared_gate=true": "is for a shared expert, and shared_ffn=0 has none",
