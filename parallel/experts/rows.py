@@ -96,7 +96,9 @@ def _counted(elements: str, why: str, when: str, axis: str = "tp_cp") -> CallRow
 
 
 BALANCE = (
-    _counted("experts", "tokens of every expert, of all ranks of a micro-batch", "aux_loss"),
+    _counted(
+        'experts + (balance_of == "counted")', "tokens of every expert, of all ranks of a micro-batch", "aux_loss"
+    ),
     _counted("experts", "the same of all data ranks", "global_loss", "tp_cp_dp"),
     _counted("rows * experts", "the same of every row", "sequence_loss"),
 )

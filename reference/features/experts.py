@@ -109,6 +109,11 @@ class Experts(Core):
     z_loss: float = word(
         0.0, "coefficient of the mean square of log sum exp of the logits", legal=_POSITIVE, domain=(0.0, 0.01)
     )
+    balance_of: str = word(
+        "all",
+        "tokens of which aux_loss and z_loss are means: all of a micro-batch, or those whose loss counts",
+        legal=("all", "counted"),
+    )
     capacity: float = word(
         0.0,
         "rows that an expert takes of the tokens that compete for it, as a factor on equal shares; 0: all",

@@ -55,6 +55,11 @@ def _choices(case: Core, plain: Mapping[str, Any]) -> Iterator[Problem]:
     if case.global_loss and case.routing == "learned":
         rule = "counts tokens of other data ranks, whose choices the dense model has not made yet (routing=learned)"
         yield "global_loss", rule, "global_loss=0.0"
+    if case.balance_of != "all":
+        if case.sequence_loss or case.global_loss:
+            yield "balance_of", "is of aux_loss and z_loss; sequence_loss and global_loss are of all", "balance_of=all"
+        elif not (case.aux_loss or case.z_loss):
+            yield "balance_of", "is about balance losses, and the case has none", "balance_of=all"
     if case.bias_rate and case.router != "sigmoid":
         yield "bias_rate", f"is added to sigmoids, and router={case.router} has none", "router=sigmoid"
     for key in ("load", "save") if case.bias_rate else ():

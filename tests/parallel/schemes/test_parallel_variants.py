@@ -38,6 +38,7 @@ TOLD = {
     "expert-norm-by-tp": ("gradient_norm", ""),
     "balance-own-tokens": ("activation_gradients", ""),
     "global-balance-by-copies": ("activation_gradients", ""),
+    "balance-counts-in-place": ("activation_gradients", ""),
     "bias-counts-short": ("ledger", ""),
     "experts-alike": ("activations", ""),
     "combine-in-router-dtype": ("ledger", ""),

@@ -13,6 +13,9 @@ OF_PARTS = {
     " (routing=learned)",
     "experts=8 capacity=1.0 pad=true capacity_of=micro-batch": "has every rank send as many rows, and"
     " capacity_of=micro-batch lets ranks compete",
+    "experts=8 balance_of=counted": "is about balance losses, and the case has none",
+    "experts=8 balance_of=counted global_loss=0.1 routing=equal": "is of aux_loss and z_loss; sequence_loss and"
+    " global_loss are of all",
     "experts=8 capacity=-1.0": "must be 0 or a positive number",
     "experts=8 dtype=float32": "compares choices exactly, and rounding in dtype=float32 makes other ones",
     "experts=8 shared_gate=true": "is for a shared expert, and shared_ffn=0 has none",
