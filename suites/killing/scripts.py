@@ -14,21 +14,24 @@ from harness.reproducing.repro import emit
 from harness.subject import NamedSubject, named
 from suites.mutants.catalogue import MUTANTS, VARIANT_ROWS
 from suites.mutants.draws import showing
+from suites.mutants.field import FIELD
 from suites.mutants.mutant import OURS, Mutant
 
 _TRIES = 4
 """Cases in which a wrong tensor is looked for: the smallest two that are drawn of each mode, until there are these."""
 
 
-def scripts(name: str) -> Iterator[tuple[str, str, str]]:
+def scripts(name: str, *, field: bool = False) -> Iterator[tuple[str, str, str]]:
     """(name, text of the script, "") of this bug, or of "all" that are not held back; without text, why there is none.
 
+    With `field` of those of public issues.
     Raises RequestError for a name that no open mutant or variant has.
     """
-    known = {row.name: row for row in (*MUTANTS, *VARIANT_ROWS)}
+    known = {row.name: row for row in (FIELD if field else (*MUTANTS, *VARIANT_ROWS))}
     if name != "all" and name not in known:
         near = difflib.get_close_matches(name, known, 5, 0.0)
-        raise RequestError(f"emit-repro={name}: is no open mutant or variant; legal: all {' '.join(near)} ...")
+        which = "is no open mutant or variant" + (" of a public issue" if field else "")
+        raise RequestError(f"emit-repro={name}: {which}; legal: all {' '.join(near)} ...")
     return _scripts(list(known.values()) if name == "all" else [known[name]])
 
 
