@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "alltoall"}
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_token_dispatcher_type": "allgather"}
 EXPERTS |= {"moe_aux_loss_coeff": 0.1, "moe_ffn_hidden_size": 40, "add_bias_linear": False}
 EXPERTS |= {"moe_router_load_balancing_type": "none"}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "rope_type": "rope", "qk_head_dim": 8, "qk_pos_emb_head_dim": 4}
@@ -64,7 +64,7 @@ class Streams:  # of random numbers: nothing is drawn
 
 class Nothing:  # a CUDA stream or event
     def __getattr__(self, name):
-        return lambda *_, **__: None
+        return lambda *_, **__: self
 
     def __enter__(self):
         return self
@@ -221,6 +221,6 @@ if __name__ == "__main__":
         found = torch.cat([of_rank[name][0] for of_rank in many], split)
     at = int((found - right).abs().argmax())
     print(f"megatron-core {version('megatron-core')}, {sys.argv[1]}: {name}, {found.numel()} numbers")
-    print(f"norm {found.norm():.6f}, right {right.norm():.6f}; most different: {found.view(-1)[at]:.6f}, ", end="")
-    print(f"right {right.view(-1)[at]:.6f}")
-    sys.exit(not torch.allclose(found, right, rtol=1e-4, atol=1e-6))
+    print(f"norm {found.norm():.7f}, right {right.norm():.7f}; ", end="")
+    print(f"most different {found.view(-1)[at]:.7f}, right {right.view(-1)[at]:.7f}")
+    sys.exit(not torch.allclose(found, right, rtol=5e-6 if name == "norm" else 1e-4, atol=1e-7))
