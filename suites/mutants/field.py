@@ -62,11 +62,14 @@ def public(rows: Sequence[Mutant] = FIELD) -> tuple[str, ...]:
 def page(rows: Sequence[Mutant] = FIELD) -> str:
     """The page without what was measured."""
     lines = [_line(row) for row in rows]
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]
     named = public(rows)
     systems = len({name.partition("#")[0] for name in named})
-    head = _HEAD.format(version=f"{VERSION}.{digest}", bugs=len(rows), public=len(named), systems=systems)
+    head = _HEAD.format(version=_version(rows), bugs=len(rows), public=len(named), systems=systems)
     return "\n".join([head, _row(_COLUMNS), "|---" * len(_COLUMNS) + "|", *lines, ""])
+
+
+def _version(rows: Sequence[Mutant] = FIELD) -> str:
+    return f"{VERSION}.{hashlib.sha256(chr(10).join(map(_line, rows)).encode()).hexdigest()[:8]}"
 
 
 def _line(row: Mutant) -> str:
@@ -92,10 +95,12 @@ def measured(folder: Path) -> str:
     env = json.loads((folder / "env.json").read_text(encoding="utf-8"))
     held = [row for row in rows if row.held_back]
     opened = [row for row in rows if not row.held_back]
-    command = " ".join(["shardproof", *env["command"][1:]])
+    asked, started, torch = env["request"], env["started"][:10], env["versions"]["torch"]
+    command = "shardproof faults --field" + " --quick" * asked["quick"] + f" --{asked['only']}" * bool(asked["only"])
+    said = f"Version {_version()}, {started}, torch {torch}, two cores of a machine that did other work too."
     parts = {"of this page": opened, "kept back while rules of diagnosis were written": held}
     told_of = {name: figures(part) for name, part in parts.items() if part}
-    lines = [MEASURED, f"    {command}", "", _row(("", *told_of)), "|---" * (1 + len(told_of)) + "|"]
+    lines = [MEASURED, said, "", f"    {command}", "", _row(("", *told_of)), "|---" * (1 + len(told_of)) + "|"]
     lines += [_row((what, *(_share(answer(one)) for one in told_of.values()))) for what, answer in _SHARES]
     return "\n".join([*lines, "", "Not so:", "", *_wrong(opened), ""])
 

@@ -123,11 +123,16 @@ def test_what_was_measured_is_told_with_what_went_wrong(tmp_path: Path) -> None:
         dataclasses.replace(kill("bad", "ledger", right="no"), twin="no"),
         dataclasses.replace(kill("secret", "ledger", right="no", held_back=True), twin="yes"),
     ]
+    env = {"request": {"quick": True, "only": ""}, "started": "2026-11-26T01:46:21", "versions": {"torch": "2.13.0"}}
     with (tmp_path / "kill_matrix.csv").open("w", newline="") as file:
         csv.writer(file).writerows([COLUMNS, *(row.cells() for row in rows)])
-    (tmp_path / "env.json").write_text(json.dumps({"command": ["/bin/shardproof", "faults", "--field", "--quick"]}))
+    (tmp_path / "env.json").write_text(json.dumps(env))
     text = field.measured(tmp_path)
-    assert "    shardproof faults --field --quick\n" in text and "secret" not in text
+    assert (
+        "    shardproof faults --field --quick\n" in text
+        and "2026-11-26, torch 2.13.0" in text
+        and "secret" not in text
+    )
     assert "| first place right | 1 of 2 (50.0 %) | 0 of 1 (0.0 %) |" in text
     assert "- `bad` (mode=tp): first place, misleading cause, not quiet without it\n" in text and "`good`" not in text
 
