@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 model, calls = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 0
-print("torch", torch.__version__)
+print("torch", torch.__version__.partition("+")[0])
 try:
     with CommDebugMode():
         for _ in range(2):  # two micro-batches

@@ -25,7 +25,7 @@ def nested():
     return "no error"
 
 
-print("torch", torch.__version__)
+print("torch", torch.__version__.partition("+")[0])
 with contextlib.suppress(RuntimeError), loss_parallel():
     raise RuntimeError("out of memory, or any other")
 left = installed()

@@ -13,6 +13,7 @@ from bugs.references import SYSTEMS, references, told, unread
 from harness.engines.named import engine_named
 from harness.errors import RequestError
 from harness.injecting.kill_matrix import COLUMNS, figures
+from harness.running.proof import prove
 from harness.subject import cases_of, named
 from reports.commands.cli import main
 from suites.killing import matrix
@@ -104,7 +105,7 @@ def test_a_bug_is_measured_beside_the_same_case_without_it(monkeypatch: pytest.M
         case = showing(bug, "tp-sp")[0]
         with bug.subject() as wrong:
             monkeypatch.setattr(twins, "OURS", wrong)
-            result = dataclasses.replace(twins.prove(case, OURS, engine))
+            result = prove(case, OURS, engine)
             assert twins.quiet_without(result, engine, 60.0) == "no", "a twin that is not quiet is told"
 
 
