@@ -37,7 +37,7 @@ Cite it as "shardproof, catalogue of real bugs, version {version}"; the letters 
     shardproof faults --field --emit-repro all DIR   # writes each as a script of plain torch
     python -m suites.mutants.field                   # prints this page
 
-What counts: the mechanism is that of the issue, as its reporter or its fix states it. A record that resembles an
+What counts: the mechanism is that of the issue, as read in excerpts of it or of its fix. A record that resembles an
 issue in another place says "kin" and is not here; nor is what no case can show. Several records may be of one issue:
 of two ways to read it, or of two of its items. Columns: a check that must fail (`|`: one of these), the first place
 that is right to name (phase and module), the causes that are right to report first ("-": each would mislead).
