@@ -1,6 +1,7 @@
 """The catalogue of real bugs: planted bugs whose record names a public issue or pull request, as one page.
 
     python -m suites.mutants.field [RUN]      prints docs/catalogue.md; RUN: a folder of `shardproof faults --field`
+    python -m suites.mutants.field --csv      prints its rows for other tools, alternatives separated by "|"
 
 Everything but what was measured follows from the records. Bugs that no case can show are not in it, nor are those that
 are held back: `shardproof faults --field` measures these apart.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import io
 import json
 import sys
 from collections.abc import Sequence
@@ -35,7 +37,7 @@ Cite it as "shardproof, catalogue of real bugs, version {version}"; the letters 
 
     shardproof faults --field                        # plants each of them, and runs each case without its bug
     shardproof faults --field --emit-repro all DIR   # writes each as a script of plain torch
-    python -m suites.mutants.field                   # prints this page
+    python -m suites.mutants.field                   # prints this page; with --csv its rows, for other tools
 
 What counts: the mechanism is that of the issue, as read in excerpts of it or of its fix. A record that resembles an
 issue in another place says "kin" and is not here; nor is what no case can show. Several records may be of one issue:
@@ -73,10 +75,25 @@ def _version(rows: Sequence[Mutant] = FIELD) -> str:
 
 
 def _line(row: Mutant) -> str:
-    said = VARIANTS[row.name].wrong if row.name in VARIANTS else told(row.stands_for)
     names = ", ".join(_link(name) for name in row.references)
     place = " of ".join(part for part in (row.phase, row.region or "no module") if part)
-    return _row((f"`{row.name}`", names, said, row.kills, place, row.cause or "-"))
+    return _row((f"`{row.name}`", names, _said(row), row.kills, place, row.cause or "-"))
+
+
+def as_csv(rows: Sequence[Mutant] = FIELD) -> str:
+    """The rows with the version of the catalogue, as CSV: REPOSITORY#N separated by spaces."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(("version", "name", "references", "what", "modes", "seen_by", "phase", "region", "cause"))
+    for row in rows:
+        said, modes = _said(row), " ".join(row.modes)
+        named = " ".join(row.references)
+        writer.writerow((_version(rows), row.name, named, said, modes, row.kills, row.phase, row.region, row.cause))
+    return text.getvalue()
+
+
+def _said(row: Mutant) -> str:
+    return VARIANTS[row.name].wrong if row.name in VARIANTS else told(row.stands_for)
 
 
 def _link(name: str) -> str:
@@ -136,7 +153,10 @@ def _wrong(rows: Sequence[Kill]) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the page, with the figures of a run where its folder is given."""
+    """Print the page, with the figures of a run where its folder is given, or its rows as CSV."""
+    if [*arguments] == ["--csv"]:
+        print(as_csv(), end="")
+        return 0
     print(page() + (measured(Path(arguments[0])) if arguments else ""), end="")
     return 0
 

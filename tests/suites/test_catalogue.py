@@ -75,6 +75,14 @@ def test_the_page_is_that_of_the_records() -> None:
     assert PAGE.partition(MEASURED)[0] == page().partition(MEASURED)[0], "docs/catalogue.md is stale"
 
 
+def test_other_tools_read_its_rows_as_csv(capsys: pytest.CaptureFixture[str]) -> None:
+    assert field.main(["--csv"]) == 0
+    rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
+    assert [row["name"] for row in rows] == [row.name for row in FIELD]
+    assert [row["references"].split() for row in rows] == [list(row.references) for row in FIELD]
+    assert {f"Version {row['version']}: " in PAGE for row in rows} == {True}
+
+
 def test_another_record_is_another_version() -> None:
     other = dataclasses.replace(FIELD[0], cause="averaged")
     version = [text.split()[7] for text in (page(), page((other, *FIELD[1:])))]
