@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -11,18 +12,19 @@ import pytest
 
 from bugs.references import SYSTEMS, references, told, unread
 from harness.engines.named import engine_named
-from harness.errors import RequestError
+from harness.errors import RequestError, TimeLimit
 from harness.injecting.kill_matrix import COLUMNS, figures
 from harness.running.proof import prove
 from harness.subject import cases_of, named
 from reports.commands.cli import main
 from suites.killing import matrix
+from suites.killing import scripts as killing
 from suites.killing.scripts import scripts
 from suites.mutants import field, twins
 from suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS
 from suites.mutants.draws import showing
 from suites.mutants.field import FIELD, MEASURED, page, public
-from suites.mutants.mutant import OURS
+from suites.mutants.mutant import OURS, Mutant
 from suites.mutants.rows import mutant_killed
 from tests import ROOT
 from tests.suites.planned_kills import kill
@@ -144,6 +146,17 @@ def test_what_was_measured_is_told_with_what_went_wrong(tmp_path: Path) -> None:
     )
     assert "| first place right | 1 of 2 (50.0 %) | 0 of 1 (0.0 %) |" in text
     assert "- `bad` (mode=tp): first place, misleading cause, not quiet without it\n" in text and "`good`" not in text
+
+
+def test_a_bug_that_takes_too_long_costs_the_others_no_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    def script(row: Mutant, _engine: object) -> str:
+        if row.name == FIELD[0].name:
+            raise TimeLimit("time limit of 60 s", ranks=(), positions=())
+        return "a script"
+
+    monkeypatch.setattr(killing, "_script", script)
+    told = list(itertools.islice(scripts("all", field=True), 2))
+    assert told == [(FIELD[0].name, "", "time limit of 60 s"), (FIELD[1].name, "a script", "")]
 
 
 def test_scripts_of_the_field_are_of_the_field(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
