@@ -36,7 +36,7 @@ changes a few lines of ours so that they do what the issue says; `bugs/open/` an
 Cite it as "shardproof, catalogue of real bugs, version {version}"; the letters are a digest of the rows.
 
     shardproof faults --field                        # plants each of them, and runs each case without its bug
-    shardproof faults --field --emit-repro all DIR   # writes each as a script of plain torch
+    shardproof faults --field --emit-repro all DIR   # writes those that a returned tensor shows as scripts
     python -m suites.mutants.field                   # prints this page; with --csv its rows, for other tools
 
 What counts: the mechanism is that of the issue, as read in excerpts of it or of its fix. A record that resembles an
