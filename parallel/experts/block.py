@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from parallel.communication.layout import Placement, local_shape
+from parallel.communication.layout import Coordinates, Placement, local_shape
 from parallel.communication.mesh import Mesh, coordinates
 from parallel.communication.pairs import gather_from_sequence, scatter_to_sequence
-from parallel.experts.capacity import taken
+from parallel.experts.capacity import taken, taken_of_all
 from parallel.experts.counts import rows_sent, tokens_of
 from parallel.experts.dispatch import ByAllGather, ByAllToAll
 from parallel.experts.linears import Experts
-from parallel.experts.losses import balance_term
+from parallel.experts.losses import balance_term, has_balance
 from parallel.experts.router import Router, select, weigh
 from parallel.layers.mlp import Mlp
 from parallel.layers.terms import Terms
@@ -101,11 +101,11 @@ class ExpertBlock(nn.Module):
         logits_TE = logits.flatten(0, 1)
         chosen_TE = self._chosen(logits_TE)
         weights_TE = weigh(self.case, logits_TE, chosen_TE)
-        if self.case.aux_loss or self.case.sequence_loss or self.case.z_loss:
+        if has_balance(self.case):
             logits_BSE, chosen_BSE = (self._by_row(one.unflatten(0, x.shape[:2])) for one in (logits_TE, chosen_TE))
             weights_TE = self.terms.attached(weights_TE, balance_term(self.case, self.mesh, logits_BSE, chosen_BSE))
         if self.case.capacity:
-            chosen_TE = taken(self.case, weights_TE, chosen_TE, self._tokens())
+            chosen_TE = self._taken(weights_TE, chosen_TE)
             weights_TE = weights_TE * chosen_TE
         self.chosen[micro] = chosen_TE.unflatten(0, x.shape[:2])
         known = partial(self._sent_by, step, micro)
@@ -117,18 +117,26 @@ class ExpertBlock(nn.Module):
             if logits_TE.is_meta:
                 raise ValueError("routing=learned: depends on values, and there are shapes alone; legal: routing=equal")
             return select(self.case, self.router.selecting(logits_TE))
-        return forced(self.case, self.case.blocks[self.block], self._tokens()).to(logits_TE.device)
+        return forced(self.case, self.case.blocks[self.block], self._tokens(self.at)).to(logits_TE.device)
 
-    def _tokens(self) -> Tensor:
-        """The numbers of this rank's own tokens, as hidden states have them end to end."""
-        return self._by_row(tokens_of(self.case, self.at, *self.draw)).flatten()
+    def _taken(self, weights_TE: Tensor, chosen_TE: Tensor) -> Tensor:
+        """The choices that experts take, bool [T, E]."""
+        if self.case.capacity_of == "rank":
+            return taken(self.case, weights_TE, chosen_TE, self._tokens(self.at))
+        holders = self.mesh.axis("tp_cp")
+        numbers_RT = torch.stack([self._tokens(coordinates(self.case, rank)) for rank in holders.ranks])
+        return taken_of_all(self.case, weights_TE, chosen_TE, numbers_RT, holders)
+
+    def _tokens(self, at: Coordinates) -> Tensor:
+        """The numbers of the tokens of the rank at these coordinates, as hidden states have them end to end."""
+        return self._by_row(tokens_of(self.case, at, *self.draw)).flatten()
 
     def _by_row(self, x: Tensor) -> Tensor:
         """Rows first where hidden states have places first, and back."""
         return x.transpose(0, 1) if self.sequence_dim == 0 else x
 
     def _sent_by(self, step: int, micro: int, rank: int) -> tuple[int, ...]:
-        return rows_sent(self.case, self.block, step, micro)[rank]
+        return rows_sent(self.case, self.block, step, micro, rank)
 
 
 def blocks_of(rank: Rank) -> dict[str, ExpertBlock]:
