@@ -31,18 +31,21 @@ MEASURED = "\n## Measured\n"
 """Begins what a run of `shardproof faults --field` said; all above it follows from the records."""
 _HEAD = """# A catalogue of real bugs
 
-Version {version}: {bugs} planted bugs of {public} public issues and pull requests in {systems} repositories. Each
-changes a few lines of ours so that they do what the issue says; `bugs/open/` and `bugs/variants.txt` have the lines.
-Cite it as "shardproof, catalogue of real bugs, version {version}"; the letters are a digest of the rows.
+Version {version}: {bugs} planted bugs of {public} public issues and pull requests in {systems} repositories.
+
+Each changes a few lines of ours so that they do what the issue describes; `bugs/open/` and `bugs/variants.txt` have
+the lines. Cite it as "shardproof, catalogue of real bugs, version {version}"; the letters are a digest of the rows.
 
     shardproof faults --field                        # plants each of them, and runs each case without its bug
     shardproof faults --field --emit-repro all DIR   # writes those that a returned tensor shows as scripts
     python -m suites.mutants.field                   # prints this page; with --csv its rows, for other tools
 
 What counts: the mechanism is that of the issue, as read in excerpts of it or of its fix. A record that resembles an
-issue in another place says "kin" and is not here; nor is what no case can show. Several records may be of one issue:
-of two ways to read it, or of two of its items. Columns: a check that must fail (`|`: one of these), the first place
-that is right to name (phase and module), the causes that are right to report first ("-": each would mislead).
+issue in another place is marked as its kin, and is not here. Nor is what no case can show. Several records may be of
+one issue: of two ways to read it, or of two of its items.
+
+The columns name a check that must fail (`|`: one of these) and the first place that is right to name. The last one has
+the causes that are right to report first; "-": each would mislead.
 """
 _COLUMNS = ("planted bug", "reference", "what was wrong", "seen by", "first place", "cause")
 
