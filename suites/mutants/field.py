@@ -117,7 +117,7 @@ def measured(folder: Path) -> str:
     opened = [row for row in rows if not row.held_back]
     asked, started, torch = env["request"], env["started"][:10], env["versions"]["torch"]
     command = "shardproof faults --field" + " --quick" * asked["quick"] + f" --{asked['only']}" * bool(asked["only"])
-    said = f"Version {_version()}, {started}, torch {torch}, two cores of a machine that did other work too."
+    said = f"Version {_version()}, {started}, torch {torch}, two busy cores."
     parts = {"of this page": opened, "kept back while rules of diagnosis were written": held}
     told_of = {name: figures(part) for name, part in parts.items() if part}
     lines = [MEASURED, said, "", f"    {command}", "", _row(("", *told_of)), "|---" * (1 + len(told_of)) + "|"]
