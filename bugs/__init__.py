@@ -1,6 +1,7 @@
 """Planted bugs: what real systems got wrong, each as a change of source text, in text files by area.
 
     record     reads a file of bugs
+    references reads the public issues that a record names
     anchors    finds the lines that a bug changes, by function and text
     planting   imports the changed packages beside the right ones
     repair     `python -m bugs.repair` writes down where moved functions are now
@@ -22,6 +23,9 @@ indented as the line where the old text begins. A line that is indented by four 
     fails     the check that must fail, `|` between several; `alone`: no other check fails
     in, of    phase and module of the first wrong place    as       causes that are right to report
     equivalent, wrong, case, system                        why it cannot be seen; what is wrong; a case; who has it
+
+What a record stands for names its public issue as SYSTEM #N (`references.SYSTEMS` has the systems); what only resembles
+one says so, `Megatron #656's kin`.
 
 `defaults` begins what the following records have unless they say otherwise, `-` for nothing; `let X = words` is a name
 for words in this file. Bugs in `held_back` are not for whoever writes rules of diagnosis.

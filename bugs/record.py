@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from bugs.references import references
+
 __all__ = ["FOLDER", "Bug", "Change", "Words", "files", "read", "records"]
 
 FOLDER = Path(__file__).parent
@@ -67,6 +69,11 @@ class Bug:
     wrong: str = ""
     case: str = ""
     system: str = ""
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        """The public issues and pull requests that it is, as REPOSITORY#N."""
+        return references(self.stands_for)
 
 
 B = TypeVar("B", bound=Bug)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import pytest
 
-from suites.killing.matrix import Collective, Necessity
+from suites.killing.matrix import Collective
+from suites.killing.necessity import Necessity
 from suites.session.prover import Prover
 
 pytestmark = [pytest.mark.inproc, pytest.mark.faults]

@@ -10,6 +10,9 @@ A row is one of them in one mode. Times are seconds from planting to the verdict
     right and more  the first one is right, another one beside it is not
     none            no cause is reported
     misleading      the first one is not right: right ones behind it do not count
+
+Of a bug that was measured with its right twin (`shardproof faults --field`): `twin` is "yes" when the same case without
+the bug is quiet, and `when` is the line of words that the failure needs.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 YES, NO = "yes", "no"
+FOUND = "only with"
+"""Begins a line `when:` that names words."""
 RIGHT, AND_MORE, NONE, MISLEADING = TOLD = ("right", "right and more", "none", "misleading")
 
 
@@ -44,6 +49,8 @@ class Kill:
     held_back: bool = False
     cause_told: str = ""
     machine: str = ""
+    twin: str = ""
+    when: str = ""
 
     @property
     def killed(self) -> bool:
@@ -66,14 +73,14 @@ class Kill:
             "held_back": YES if self.held_back else NO,
         }
         if self.held_back:
-            words |= {"name": "held-back", "stands_for": "", "phase": "", "region": ""}
+            words |= {"name": "held-back", "stands_for": "", "phase": "", "region": "", "when": ""}
         return tuple(words[column] for column in COLUMNS)
 
     @classmethod
     def of(cls, cells: Mapping[str, str]) -> Kill:
         """The row of these cells by column; why an equivalent is one, or a row has no verdict, is not among them."""
         words = {name: cells[name] for name in ("name", "kind", "stands_for", "mode", "phase", "region")}
-        words |= {name: cells[name] for name in ("region_right", "cause_right", "cause_told")}
+        words |= {name: cells[name] for name in ("region_right", "cause_right", "cause_told", "twin", "when")}
         return cls(
             **words,
             killed_by=tuple(cells["killed_by"].split()),
@@ -98,6 +105,8 @@ COLUMNS: tuple[str, ...] = (
     "cause_right",
     "held_back",
     "cause_told",
+    "twin",
+    "when",
 )
 """Columns of `kill_matrix.csv`, in this order."""
 
@@ -108,7 +117,8 @@ class Figures:
 
     `cause_right` is of the rows for which a cause is right to report; the other shares of causes are of all diagnosed
     rows. `cause_more` are right ones with a wrong one beside them. `unfinished` rows, which the machine could not
-    finish, count in no share.
+    finish, count in no share. `when_told` are killed rows whose words were found, `twin_quiet` those that are quiet
+    without the bug.
     """
 
     killed: tuple[int, int]
@@ -120,6 +130,8 @@ class Figures:
     cause_more: tuple[int, int]
     cause_none: tuple[int, int]
     cause_misleading: tuple[int, int]
+    when_told: tuple[int, int]
+    twin_quiet: tuple[int, int]
 
 
 def figures(rows: Sequence[Kill]) -> Figures:
@@ -142,6 +154,8 @@ def figures(rows: Sequence[Kill]) -> Figures:
         cause_more=(told.count(AND_MORE), len(told)),
         cause_none=(told.count(NONE), len(told)),
         cause_misleading=(told.count(MISLEADING), len(told)),
+        when_told=(sum(row.when.startswith(FOUND) for row in real), sum(bool(row.when) for row in real)),
+        twin_quiet=share(lambda row: row.twin),
     )
 
 

@@ -234,6 +234,11 @@ def _add_faults(faults: argparse.ArgumentParser) -> None:
     part.add_argument("--held-back", action="store_true", help="only the mutants that no rule of diagnosis has seen")
     part.add_argument("--open", action="store_true", help="everything but those")
     faults.add_argument(
+        "--field",
+        action="store_true",
+        help="only bugs of public issues (docs/catalogue.md), each beside the same case without it",
+    )
+    faults.add_argument(
         "--dtype",
         choices=("float64", "float32", "bfloat16"),
         help="prove in cases of this dtype (as drawn); bugs that show in others alone keep theirs",

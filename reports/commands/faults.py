@@ -39,20 +39,22 @@ _PROCESSES = 2
 def main(arguments: argparse.Namespace) -> int:
     """Plant, prove, write the matrix, print; or write bugs as scripts."""
     if arguments.emit_repro is not None:
-        return _write_scripts(*arguments.emit_repro)
+        return _write_scripts(*arguments.emit_repro, field=arguments.field)
     subject = named(arguments.subject)
     planned: Any = resolve(f"{KILLING}:planned")
     kills: Any = resolve(f"{KILLING}:kills")
     only = "held-back" if arguments.held_back else "open" if arguments.open else ""
     timeout_s, dtype = seconds(arguments.timeout, "timeout"), arguments.dtype or ""
     cases = cases_of(arguments.cases, subject)
-    plans = planned(subject, quick=arguments.quick, only=only, cases=cases, timeout_s=timeout_s, dtype=dtype)
+    asked = {"quick": arguments.quick, "only": only, "cases": cases, "field": arguments.field}
+    plans = planned(subject, **asked, timeout_s=timeout_s, dtype=dtype)
     total = sum(plan.rows for plan in plans)
     words = {
         "subject": subject.name,
         "cases": [case_text(case) for case in cases],
         "quick": arguments.quick,
         "only": only,
+        "field": arguments.field,
         "dtype": dtype,
         "rows": total,
     }
@@ -71,10 +73,10 @@ def main(arguments: argparse.Namespace) -> int:
     return 3 if any(killed.row.machine for killed in found) else 0
 
 
-def _write_scripts(name: str, folder: str) -> int:
+def _write_scripts(name: str, folder: str, *, field: bool) -> int:
     """One script a bug that a script can show, and a line for each. Exit status 1 when there is none."""
     scripts: Any = resolve(_SCRIPTS)
-    told, written = scripts(name), 0
+    told, written = scripts(name, field=field), 0
     with writing(folder):
         Path(folder).mkdir(parents=True, exist_ok=True)
     for bug, text, why in told:
@@ -240,6 +242,8 @@ def figure_table(summed: Figures, title: str = "Figures") -> Table:
         "no cause reported": summed.cause_none,
         "cause misleading": summed.cause_misleading,
     }
+    if summed.twin_quiet[1]:
+        shares |= {"words that the failure needs found": summed.when_told, "quiet without the bug": summed.twin_quiet}
     lines = [(name, f"{part} of {whole}", _percent(part, whole)) for name, (part, whole) in shares.items()]
     lines.append(("median time to kill", f"{summed.median_s:.2f} s", ""))
     lines.append(("equivalents, each with its proof", str(summed.equivalent), ""))

@@ -29,6 +29,7 @@ from harness.running.ranks.execution import execute
 from harness.subject import NamedSubject, claims, own_cases, refusal
 from reference.case import Case
 from suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS
+from suites.mutants.field import in_field
 from suites.mutants.rows import OURS, Killed, faults_killed, mutant_killed
 
 _SMALL = (
@@ -53,7 +54,8 @@ _ROWS = {row.name: row for row in (*MUTANTS, *VARIANT_ROWS, *HELD_BACK)}
 class KillPlan:
     """Rows to come in one mode: a mutant or variant by name, or some faults of a case by their objects.
 
-    A run of theirs may take `timeout_s` seconds; cases of mutants are of `dtype` where such can show them.
+    A run of theirs may take `timeout_s` seconds; cases of mutants are of `dtype` where such can show them. With `twin`
+    a mutant is measured beside its case without it.
     """
 
     mode: str
@@ -62,6 +64,7 @@ class KillPlan:
     faults: tuple[Fault, ...] = ()
     timeout_s: float = 60.0
     dtype: str = ""
+    twin: bool = False
 
     @property
     def rows(self) -> int:
@@ -77,20 +80,25 @@ def planned(
     cases: Sequence[CaseLike] = (),
     timeout_s: float = 60.0,
     dtype: str = "",
+    field: bool = False,
 ) -> list[KillPlan]:
     """What to plant in this subject; `only` "held-back" are those mutants alone, "open" is everything else.
+
+    `field`: mutants and variants of public issues alone, each beside its case without it, and no faults.
 
     With `cases` the faults of their collectives, and no mutants. With `dtype` mutants, variants and faults in cases of
     it, but for mutants that show in other dtypes alone. Raises RequestError when the subject takes none of the cases
     that would show a fault, or refuses a given one, or has no such mutants, or is not ours where a dtype is asked for.
     """
+    if field and (cases or subject.name != OURS):
+        raise RequestError(f"--field: is of bugs planted in {OURS}; legal: no CASE and no --subject")
     if dtype and (cases or subject.name != OURS):
         raise RequestError(f"--dtype {dtype}: is for drawn cases of {OURS}; legal: CASEs with dtype={dtype}")
     if cases:
         plans = _of_cases(subject, cases, quick, only, timeout_s)
     else:
-        plans = planted(quick=quick, only=only) if subject.name == OURS else []
-        if only != "held-back":
+        plans = planted(quick=quick, only=only, field=field) if subject.name == OURS else []
+        if only != "held-back" and not field:
             with engine_named("inproc") as engine:
                 for mode in claims(subject).modes:
                     plans += disturbed(subject, mode, engine, quick=quick, timeout_s=timeout_s, dtype=dtype)
@@ -122,15 +130,20 @@ def _of_cases(
     return list(itertools.chain.from_iterable(plans))
 
 
-def planted(*, quick: bool, only: str = "") -> list[KillPlan]:
-    """The mutants and variants of our own subject, all of them or `only` the held-back or the open ones."""
+def planted(*, quick: bool, only: str = "", field: bool = False) -> list[KillPlan]:
+    """The mutants and variants of our own subject, all of them or `only` the held-back or the open ones.
+
+    With `field` those of public issues, beside their twins.
+    """
     plans = []
     for number, mutant in enumerate(_ROWS.values()):
         if only and mutant.held_back != (only == "held-back"):
             continue
+        if field and not in_field(mutant):
+            continue
         modes = sorted(mutant.modes)
         chosen = [modes[number % len(modes)]] if quick else modes
-        plans += [KillPlan(name=mutant.name, mode=mode) for mode in chosen]
+        plans += [KillPlan(name=mutant.name, mode=mode, twin=field) for mode in chosen]
     return plans
 
 
@@ -217,7 +230,7 @@ def _in_a_process(plan: KillPlan, sent: bytes) -> list[Killed]:
 def _killed(plan: KillPlan, subject: NamedSubject, engine: Engine) -> list[Killed]:
     if plan.case is not None:
         return faults_killed(plan.case, plan.faults, subject, engine, plan.timeout_s)
-    return [mutant_killed(_ROWS[plan.name], plan.mode, engine, plan.timeout_s, plan.dtype)]
+    return [mutant_killed(_ROWS[plan.name], plan.mode, engine, plan.timeout_s, plan.dtype, twin=plan.twin)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,35 +279,3 @@ def _of_mode(
     for plan in plans:
         for _, faults in itertools.groupby(plan.faults, key=lambda fault: fault.target):
             yield Collective(mode=mode, case=plan.case, faults=tuple(faults))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Necessity:
-    """Disturbs the collectives of one subject and finds whether a check notices."""
-
-    subject: NamedSubject
-    engine: Engine
-    timeout_s: float = 60.0
-
-    def missed(self, collective: Collective) -> str:
-        """Which of its faults are neither killed nor proved equivalent, in six lines; "" when there is none."""
-        if collective.case is None:
-            return collective.problem
-        rows = faults_killed(collective.case, collective.faults, self.subject, self.engine, self.timeout_s)
-        wrong = [killed for killed in rows if killed.row.survived]
-        return self._told(collective, wrong) if wrong else ""
-
-    def _told(self, collective: Collective, wrong: Sequence[Killed]) -> str:
-        target, suite = collective.faults[0].target, "pytest --pyargs suites.test_faults --faults"
-        kinds = {killed.row.name.partition(":")[0].removesuffix(f" {target}"): killed for killed in wrong}
-        unmissed = (killed.unmissed for killed in wrong if killed.unmissed)
-        lines = {
-            "what": f"nobody notices that {target} is disturbed",
-            "where": f"mode={collective.mode} phase={target.phase} module={target.region or 'none'} "
-            f"call {target.calls[0][1]} of rank {target.calls[0][0]}",
-            "error": f"{len(wrong)} of {len(collective.faults)} faults are neither killed nor proved equivalent",
-            "first": ", ".join(f"{kind} ({killed.told or killed.row.stands_for})" for kind, killed in kinds.items()),
-            "causes": next(unmissed, "no check depends on its data: a blind spot, or what is returned is not checked"),
-            "repeat": f'{suite} --subject {self.subject.name} --case "{collective.case}"',
-        }
-        return "\n".join(f"{word + ':':<8}{text}" for word, text in lines.items())

@@ -9,36 +9,42 @@ from collections.abc import Iterator, Mapping
 from bugs.anchors import source_of
 from harness.engines.engine import Engine
 from harness.engines.named import engine_named
-from harness.errors import RequestError
+from harness.errors import MachineError, RequestError
 from harness.reproducing.repro import emit
 from harness.subject import NamedSubject, named
 from suites.mutants.catalogue import MUTANTS, VARIANT_ROWS
 from suites.mutants.draws import showing
+from suites.mutants.field import FIELD
 from suites.mutants.mutant import OURS, Mutant
 
 _TRIES = 4
 """Cases in which a wrong tensor is looked for: the smallest two that are drawn of each mode, until there are these."""
 
 
-def scripts(name: str) -> Iterator[tuple[str, str, str]]:
+def scripts(name: str, *, field: bool = False) -> Iterator[tuple[str, str, str]]:
     """(name, text of the script, "") of this bug, or of "all" that are not held back; without text, why there is none.
 
+    With `field` of those of public issues.
     Raises RequestError for a name that no open mutant or variant has.
     """
-    known = {row.name: row for row in (*MUTANTS, *VARIANT_ROWS)}
+    known = {row.name: row for row in (FIELD if field else (*MUTANTS, *VARIANT_ROWS))}
     if name != "all" and name not in known:
         near = difflib.get_close_matches(name, known, 5, 0.0)
-        raise RequestError(f"emit-repro={name}: is no open mutant or variant; legal: all {' '.join(near)} ...")
+        which = "is no open mutant or variant" + (" of a public issue" if field else "")
+        raise RequestError(f"emit-repro={name}: {which}; legal: all {' '.join(near)} ...")
     return _scripts(list(known.values()) if name == "all" else [known[name]])
 
 
 def _scripts(rows: list[Mutant]) -> Iterator[tuple[str, str, str]]:
     with engine_named("inproc") as engine:
         for row in rows:
-            text = "" if row.equivalent or row.is_shared else _script(row, engine)
-            other = "the dense model has it too" if row.is_shared else "no returned tensor is wrong in small cases"
-            why = "" if text else row.equivalent or other
-            yield row.name, text, why
+            text, why = "", row.equivalent or "the dense model has it too" * row.is_shared
+            if not why:
+                try:
+                    text = _script(row, engine)
+                except MachineError as error:  # one that takes too long does not cost the others theirs
+                    why = error.cause
+            yield row.name, text, "" if text else why or "no returned tensor is wrong in small cases"
 
 
 def _script(row: Mutant, engine: Engine) -> str:

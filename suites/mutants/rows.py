@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from harness.checking.evidence import FAIL
@@ -24,6 +24,7 @@ from harness.running.proof import CaseResult, prove
 from harness.subject import NamedSubject
 from suites.mutants.draws import showing
 from suites.mutants.mutant import OURS, Mutant
+from suites.mutants.twins import quiet_without, when_of
 
 __all__ = ["OURS", "Killed", "cause_told", "faults_killed", "mutant_killed", "right_place"]
 
@@ -57,18 +58,27 @@ class Killed:
     unmissed: str = ""
 
 
-def mutant_killed(mutant: Mutant, mode: str, engine: Engine, timeout_s: float = 60.0, dtype: str = "") -> Killed:
-    """The row of one mutant or variant in one mode; in cases of `dtype` where such can show it."""
+def mutant_killed(
+    mutant: Mutant, mode: str, engine: Engine, timeout_s: float = 60.0, dtype: str = "", *, twin: bool = False
+) -> Killed:
+    """The row of one mutant or variant in one mode; in cases of `dtype` where such can show it.
+
+    With `twin` also what the failure needs, and whether the last case is quiet without the bug.
+    """
     if mutant.equivalent:
         return Killed(row=_row(mutant, mode, None, 0.0), case="", told="")
     start_s = time.perf_counter()
     result: CaseResult | None = None
+    when = ""
     with mutant.subject() as subject:
         for case in itertools.islice(showing(mutant, mode, dtype), TRIES):
             result = prove(case, subject, engine, timeout_s=timeout_s)
             if result.verdict == FAIL:
+                when = when_of(result, subject, engine) if twin else ""
                 break
     row = _row(mutant, mode, result, time.perf_counter() - start_s)
+    if twin and result:
+        row = replace(row, when=when, twin=quiet_without(result, engine, timeout_s))
     return Killed(row=row, case=result.text if result else "", told=_told(result.diagnosis) if result else "")
 
 

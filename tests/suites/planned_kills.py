@@ -74,6 +74,7 @@ def planned(
     cases: Sequence[Any] = (),
     timeout_s: float = 60.0,
     dtype: str = "",
+    field: bool = False,
 ) -> list[Plan]:
     """Four rows, the last one a survivor unless it must be quick; of held-back mutants two others."""
     if only == "held-back":

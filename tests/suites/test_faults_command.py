@@ -26,7 +26,7 @@ from tests.suites.planned_kills import INTERRUPTED, kill
 
 CONTRACT = (
     "name kind stands_for mode phase region killed_by killed equivalent seconds region_right cause_right "
-    "held_back cause_told"
+    "held_back cause_told twin when"
 )
 
 
@@ -72,7 +72,7 @@ def test_a_survivor_ends_with_one_and_is_named(tmp_path: Path, capsys: pytest.Ca
     assert re.search(r"Collectives that no check proves necessary.*tp +b +redundant", told.out, re.DOTALL)
     assert told.err.splitlines()[-1] == "[4/4] survived mode=tp c"
     assert [row["killed"] for row in matrix(tmp_path)] == ["yes", "yes", "no", "no"]
-    assert matrix(tmp_path)[0] == dict(zip(COLUMNS, f"{A_ROW},yes,no,0.500,yes,yes,no,right".split(","), strict=True))
+    assert matrix(tmp_path)[0] == dict(zip(COLUMNS, f"{A_ROW},yes,no,0.500,yes,yes,no,right,,".split(","), strict=True))
 
 
 def test_a_row_that_the_machine_could_not_finish_is_neither_killed_nor_a_survivor(

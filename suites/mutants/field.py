@@ -1,0 +1,168 @@
+"""The catalogue of real bugs: planted bugs whose record names a public issue or pull request, as one page.
+
+    python -m suites.mutants.field [RUN]      prints docs/catalogue.md; RUN: a folder of `shardproof faults --field`
+    python -m suites.mutants.field --csv      prints its rows for other tools, alternatives separated by "|"
+
+Everything but what was measured follows from the records. Bugs that no case can show are not in it, nor are those that
+are held back: `shardproof faults --field` measures these apart.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from bugs.references import told
+from harness.injecting.kill_matrix import MISLEADING, NO, Kill, figures
+from reference.case.variants import VARIANTS
+from suites.mutants.catalogue import MUTANTS, VARIANT_ROWS
+from suites.mutants.mutant import Mutant
+
+__all__ = ["FIELD", "MEASURED", "in_field", "main", "page", "public"]
+
+VERSION = "1"
+"""Of the page's form and rules: what counts as a match, and what its columns mean."""
+MEASURED = "\n## Measured\n"
+"""Begins what a run of `shardproof faults --field` said; all above it follows from the records."""
+_HEAD = """# A catalogue of real bugs
+
+Version {version}: {bugs} planted bugs of {public} public issues and pull requests in {systems} repositories.
+
+Each changes a few lines of ours so that they do what the issue describes; `bugs/open/` and `bugs/variants.txt` have
+the lines. Cite it as "shardproof, catalogue of real bugs, version {version}"; the letters are a digest of the rows.
+
+    shardproof faults --field                        # plants each of them, and runs each case without its bug
+    shardproof faults --field --emit-repro all DIR   # writes those that a returned tensor shows as scripts
+    python -m suites.mutants.field                   # prints this page; with --csv its rows, for other tools
+
+What counts: the mechanism is that of the issue, as read in excerpts of it or of its fix. A record that resembles an
+issue in another place is marked as its kin, and is not here. Nor is what no case can show. Several records may be of
+one issue: of two ways to read it, or of two of its items.
+
+The columns name a check that must fail (`|`: one of these) and the first place that is right to name. The last one has
+the causes that are right to report first; "-": each would mislead.
+"""
+_COLUMNS = ("planted bug", "reference", "what was wrong", "seen by", "first place", "cause")
+
+
+def in_field(row: Mutant) -> bool:
+    """Whether a planted bug counts: its record names a public reference, and a case can show it."""
+    return bool(row.references) and not row.equivalent
+
+
+FIELD: tuple[Mutant, ...] = tuple(row for row in (*MUTANTS, *VARIANT_ROWS) if in_field(row))
+"""The planted bugs of the catalogue."""
+
+
+def public(rows: Sequence[Mutant] = FIELD) -> tuple[str, ...]:
+    """Their references, each once."""
+    return tuple(dict.fromkeys(name for row in rows for name in row.references))
+
+
+def page(rows: Sequence[Mutant] = FIELD) -> str:
+    """The page without what was measured."""
+    lines = [_line(row) for row in rows]
+    named = public(rows)
+    systems = len({name.partition("#")[0] for name in named})
+    head = _HEAD.format(version=_version(rows), bugs=len(rows), public=len(named), systems=systems)
+    return "\n".join([head, _row(_COLUMNS), "|---" * len(_COLUMNS) + "|", *lines, ""])
+
+
+def _version(rows: Sequence[Mutant] = FIELD) -> str:
+    return f"{VERSION}.{hashlib.sha256(chr(10).join(map(_line, rows)).encode()).hexdigest()[:8]}"
+
+
+def _line(row: Mutant) -> str:
+    names = ", ".join(_link(name) for name in row.references)
+    place = " of ".join(part for part in (row.phase, row.region or "no module") if part)
+    return _row((f"`{row.name}`", names, _said(row), row.kills, place, row.cause or "-"))
+
+
+def as_csv(rows: Sequence[Mutant] = FIELD) -> str:
+    """The rows with the version of the catalogue, as CSV: REPOSITORY#N separated by spaces."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(("version", "name", "references", "what", "modes", "seen_by", "phase", "region", "cause"))
+    for row in rows:
+        said, modes = _said(row), " ".join(row.modes)
+        named = " ".join(row.references)
+        writer.writerow((_version(rows), row.name, named, said, modes, row.kills, row.phase, row.region, row.cause))
+    return text.getvalue()
+
+
+def _said(row: Mutant) -> str:
+    return VARIANTS[row.name].wrong if row.name in VARIANTS else told(row.stands_for)
+
+
+def _link(name: str) -> str:
+    repository, _, number = name.partition("#")
+    return f"[{repository.partition('/')[2]}#{number}](https://github.com/{repository}/issues/{number})"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def measured(folder: Path) -> str:
+    """What a run of `shardproof faults --field` found: its command, its figures, and every row that is not right."""
+    with (folder / "kill_matrix.csv").open(newline="", encoding="utf-8") as file:
+        rows = [Kill.of(row) for row in csv.DictReader(file)]
+    env = json.loads((folder / "env.json").read_text(encoding="utf-8"))
+    held = [row for row in rows if row.held_back]
+    opened = [row for row in rows if not row.held_back]
+    asked, started, torch = env["request"], env["started"][:10], env["versions"]["torch"]
+    command = "shardproof faults --field" + " --quick" * asked["quick"] + f" --{asked['only']}" * bool(asked["only"])
+    said = f"Version {_version()}, {started}, torch {torch}, two busy cores."
+    parts = {"of this page": opened, "kept back while rules of diagnosis were written": held}
+    told_of = {name: figures(part) for name, part in parts.items() if part}
+    lines = [MEASURED, said, "", f"    {command}", "", _row(("", *told_of)), "|---" * (1 + len(told_of)) + "|"]
+    lines += [_row((what, *(_share(answer(one)) for one in told_of.values()))) for what, answer in _SHARES]
+    return "\n".join([*lines, "", "Not so:", "", *_wrong(opened), ""])
+
+
+_SHARES = (
+    ("bugs planted that a check noticed", lambda of: of.killed),
+    ("first place right", lambda of: of.region_right),
+    ("first cause right, of those that have a right one", lambda of: of.cause_right),
+    ("first cause misleading", lambda of: of.cause_misleading),
+    ("the words that the failure needs named (`when:`)", lambda of: of.when_told),
+    ("quiet without the bug, in the same case", lambda of: of.twin_quiet),
+)
+
+
+def _share(share: tuple[int, int]) -> str:
+    part, whole = share
+    return f"{part} of {whole} ({100 * part / whole:.1f} %)" if whole else "-"
+
+
+def _wrong(rows: Sequence[Kill]) -> list[str]:
+    found = []
+    for row in rows:
+        said = [
+            "noticed by no check" if row.survived else "",
+            "first place" if row.region_right == NO else "",
+            "misleading cause" if row.cause_told == MISLEADING else "",
+            "no cause" if row.cause_right == NO and row.cause_told != MISLEADING else "",
+            "not quiet without it" if row.twin == NO else "",
+        ]
+        if any(said):
+            found.append(f"- `{row.name}` (mode={row.mode}): {', '.join(word for word in said if word)}")
+    return found or ["nothing."]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the page, with the figures of a run where its folder is given, or its rows as CSV."""
+    if [*arguments] == ["--csv"]:
+        print(as_csv(), end="")
+        return 0
+    print(page() + (measured(Path(arguments[0])) if arguments else ""), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,167 @@
+"""The catalogue of real bugs: records that name a public issue, the page that follows from them, and its measure."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from bugs.references import SYSTEMS, references, told, unread
+from harness.engines.named import engine_named
+from harness.errors import RequestError, TimeLimit
+from harness.injecting.kill_matrix import COLUMNS, figures
+from harness.running.proof import prove
+from harness.subject import cases_of, named
+from reports.commands.cli import main
+from suites.killing import matrix
+from suites.killing import scripts as killing
+from suites.killing.scripts import scripts
+from suites.mutants import field, twins
+from suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS
+from suites.mutants.draws import showing
+from suites.mutants.field import FIELD, MEASURED, page, public
+from suites.mutants.mutant import OURS, Mutant
+from suites.mutants.rows import mutant_killed
+from tests import ROOT
+from tests.suites.planned_kills import kill
+
+PAGE = (ROOT / "docs" / "catalogue.md").read_text()
+OPEN = {row.name: row for row in (*MUTANTS, *VARIANT_ROWS)}
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "rest"),
+    [
+        ("B-01: Megatron #1446, the norm differs", ("NVIDIA/Megatron-LM#1446",), "the norm differs"),
+        ("B-25: PyTorch PR #12, an early return", ("pytorch/pytorch#12",), "an early return"),
+        ("TT #792, #2780: a mask", ("pytorch/torchtitan#792", "pytorch/torchtitan#2780"), "a mask"),
+        (
+            "ROCm TE #715 and TE #1, NeMo-RL #2: a norm",
+            ("ROCm/TransformerEngine#715", "NVIDIA/TransformerEngine#1"),
+            "",
+        ),
+        ("Megatron #7452-3, again #7452-8: means", ("NVIDIA/Megatron-LM#7452",), "again #7452-8: means"),
+        ("Megatron #656's kin: a table", (), "a table"),
+        ("torchtitan #2206 and its kin: a count", (), "a count"),
+        ("B-30: a bias added twice", (), "B-30: a bias added twice"),
+    ],
+)
+def test_a_record_names_its_issue_in_words(text: str, names: tuple[str, ...], rest: str) -> None:
+    assert references(text)[: len(names)] == names and bool(references(text)) == bool(names)
+    assert told(text).endswith(rest)
+
+
+def test_no_number_of_a_record_goes_unread() -> None:
+    """A system that SYSTEMS does not have would drop its issue from the catalogue without a word."""
+    assert [row.name for row in OPEN.values() if unread(row.stands_for)] == []
+    assert unread("B-85: frontier-bench #576, an iterator a chunk") == ("#576",)
+    assert len(set(SYSTEMS.values())) >= 20
+
+
+def test_the_catalogue_has_eighty_public_issues_that_a_case_can_show() -> None:
+    assert len(public()) >= 80 and len({name.partition("#")[0] for name in public()}) >= 20
+    assert all(row.references and row.kills and not row.held_back for row in FIELD)
+    assert {row.name for row in OPEN.values() if row.references} - {row.name for row in FIELD} == {
+        "packed-positions-run-on",
+        "random-number-drawn-on-one-rank",
+        "sentinel-meets-padding",
+    }, "those that no case can show"
+
+
+def test_the_page_is_that_of_the_records() -> None:
+    """Written anew by `python -m suites.mutants.field`; what was measured stands below and is not compared here."""
+    assert PAGE.partition(MEASURED)[0] == page().partition(MEASURED)[0], "docs/catalogue.md is stale"
+
+
+def test_other_tools_read_its_rows_as_csv(capsys: pytest.CaptureFixture[str]) -> None:
+    assert field.main(["--csv"]) == 0
+    rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
+    assert [row["name"] for row in rows] == [row.name for row in FIELD]
+    assert [row["references"].split() for row in rows] == [list(row.references) for row in FIELD]
+    assert {f"Version {row['version']}: " in PAGE for row in rows} == {True}
+
+
+def test_another_record_is_another_version() -> None:
+    other = dataclasses.replace(FIELD[0], cause="averaged")
+    version = [text.split()[7] for text in (page(), page((other, *FIELD[1:])))]
+    assert "Version" in page() and version[0] != version[1]
+
+
+def test_the_field_is_planned_with_twins_and_without_faults() -> None:
+    plans = matrix.planned(named(OURS), quick=True, field=True)
+    held = {row.name for row in HELD_BACK if field.in_field(row)}
+    assert {plan.name for plan in plans} == {row.name for row in FIELD} | held
+    assert all(plan.twin and not plan.faults for plan in plans)
+    assert {plan.name for plan in matrix.planned(named(OURS), quick=True, field=True, only="open")} == {
+        row.name for row in FIELD
+    }
+    with pytest.raises(RequestError, match=r"--field: is of bugs planted in parallel\.subject:subject"):
+        matrix.planned(named("tests.suites.planned_kills:theirs"), quick=True, field=True)
+    with pytest.raises(RequestError, match="--field"):
+        matrix.planned(named(OURS), quick=True, field=True, cases=cases_of(["tp=2"], named(OURS)))
+
+
+def test_a_bug_is_measured_beside_the_same_case_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    bug = OPEN["final-norm-not-summed"]
+    with engine_named("inproc") as engine:
+        killed = mutant_killed(bug, "tp-sp", engine, twin=True)
+        assert (killed.row.killed, killed.row.twin) == (True, "yes")
+        assert killed.row.when.startswith("only with ") and "tp=2" in killed.row.when
+        assert mutant_killed(bug, "tp-sp", engine).row.twin == ""
+        case = showing(bug, "tp-sp")[0]
+        with bug.subject() as wrong:
+            monkeypatch.setattr(twins, "OURS", wrong)
+            result = prove(case, OURS, engine)
+            assert twins.quiet_without(result, engine, 60.0) == "no", "a twin that is not quiet is told"
+
+
+def test_figures_tell_twins_and_words_apart_from_rows_that_have_none() -> None:
+    rows = [
+        dataclasses.replace(kill("a", "ledger"), twin="yes", when="only with tp=2; right with tp=1"),
+        dataclasses.replace(kill("b", "ledger"), twin="no", when="other values of 9 words change nothing"),
+        kill("c", "ledger"),
+    ]
+    assert figures(rows).twin_quiet == (1, 2) and figures(rows).when_told == (1, 2)
+
+
+def test_what_was_measured_is_told_with_what_went_wrong(tmp_path: Path) -> None:
+    rows = [
+        dataclasses.replace(kill("good", "ledger", right="yes"), twin="yes", when="only with tp=2; right with tp=1"),
+        dataclasses.replace(kill("bad", "ledger", right="no"), twin="no"),
+        dataclasses.replace(kill("secret", "ledger", right="no", held_back=True), twin="yes"),
+    ]
+    env = {"request": {"quick": True, "only": ""}, "started": "2026-11-26T01:46:21", "versions": {"torch": "2.13.0"}}
+    with (tmp_path / "kill_matrix.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([COLUMNS, *(row.cells() for row in rows)])
+    (tmp_path / "env.json").write_text(json.dumps(env))
+    text = field.measured(tmp_path)
+    assert (
+        "    shardproof faults --field --quick\n" in text
+        and "2026-11-26, torch 2.13.0" in text
+        and "secret" not in text
+    )
+    assert "| first place right | 1 of 2 (50.0 %) | 0 of 1 (0.0 %) |" in text
+    assert "- `bad` (mode=tp): first place, misleading cause, not quiet without it\n" in text and "`good`" not in text
+
+
+def test_a_bug_that_takes_too_long_costs_the_others_no_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    def script(row: Mutant, _engine: object) -> str:
+        if row.name == FIELD[0].name:
+            raise TimeLimit("time limit of 60 s", ranks=(), positions=())
+        return "a script"
+
+    monkeypatch.setattr(killing, "_script", script)
+    told = list(itertools.islice(scripts("all", field=True), 2))
+    assert told == [(FIELD[0].name, "", "time limit of 60 s"), (FIELD[1].name, "a script", "")]
+
+
+def test_scripts_of_the_field_are_of_the_field(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["faults", "--field", "--emit-repro", "padding-learned", str(tmp_path)]) == 0
+    assert (tmp_path / "padding-learned.py").read_text().startswith('"""padding-learned: B-110: InternEvo #52')
+    with pytest.raises(RequestError, match="of a public issue; legal: all "):
+        scripts("norm-computed-twice", field=True)
+    capsys.readouterr()
