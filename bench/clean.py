@@ -35,8 +35,9 @@ from harness.errors import RequestError, ShardproofError
 from harness.running.proof import prove
 from harness.running.sharing import COLLECTED_AFTER
 from reference.case import Case
+from reference.features import PARTS
 from suites.drawing.sizes import large
-from suites.drawing.strategies import every_word
+from suites.drawing.strategies import every_word, modes_with
 from suites.session.request import chosen_modes
 from suites.session.sampling import sampled
 
@@ -44,6 +45,8 @@ SUBJECT = "parallel.subject:subject"
 DTYPES = ("any", "float64", "float32", "bfloat16", "float16")
 LARGE = 5
 """One case in so many is at a size that users train."""
+MORE_RANKS = (4, 6, 8)
+"""World sizes of cases that need a part: experts have axes of their own."""
 UNJUDGED = "unjudged"
 """The verdict of a case whose dense model diverges."""
 
@@ -52,11 +55,13 @@ UNJUDGED = "unjudged"
 class Part:
     """What to draw: `number` of `parts` draws its share of `cases` in every mode.
 
-    `dtype` "any" and `steps` 0 are drawn too. A case that takes longer than `timeout_s` counts as an alarm.
+    `dtype` "any" and `steps` 0 are drawn too; every case has the parts that it `needs`. A case that takes longer than
+    `timeout_s` counts as an alarm.
     """
 
     subject: str = SUBJECT
     dtype: str = "any"
+    needs: tuple[str, ...] = ()
     cases: int = 120
     number: int = 1
     parts: int = 1
@@ -66,7 +71,8 @@ class Part:
 
     def shares(self) -> dict[str, int]:
         """Mode -> how many cases of it this part proves; the shares of all parts and modes add up to `cases`."""
-        modes = chosen_modes(self.subject, "all")
+        can = modes_with(self.needs)
+        modes = [mode for mode in chosen_modes(self.subject, "all") if mode in can]
         slots = [(mode, number) for number in range(1, self.parts + 1) for mode in modes]
         whole, rest = divmod(self.cases, len(slots))
         return {mode: whole + (place < rest) for place, (mode, number) in enumerate(slots) if number == self.number}
@@ -134,6 +140,8 @@ def cases_of(mode: str, share: int, part: Part) -> list[Case]:
     fixed: dict[str, Any] = {} if part.dtype == "any" else {"dtype": part.dtype}
     fixed |= {"steps": part.steps} if part.steps else {}
     first_seed = part.first_seed * 1000 + part.number
+    if part.needs:
+        fixed |= {"needs": part.needs, "worlds": MORE_RANKS}
     usual = sampled(every_word(mode, **fixed), share - many, first_seed)
     return usual + sampled(large(mode, **fixed), many, first_seed)
 
@@ -175,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _written(part: Part, out: Path) -> Campaign:
     """The part, run; its row and its alarms are on disk after every mode."""
     out.mkdir(parents=True, exist_ok=True)
-    stem = f"{part.dtype}-{part.number}-of-{part.parts}"
+    stem = "-".join([part.dtype, *part.needs, f"{part.number}-of-{part.parts}"])
     so_far = Campaign(dtype=part.dtype, cases=0, refused=0, unjudged=0, alarms=0, undecided=0, seconds=0.0)
     with Progress(transient=True) as progress, (out / f"alarms-{stem}.jsonl").open("w") as alarms:
         task = progress.add_task(f"{part.dtype}, part {part.number} of {part.parts}", total=sum(part.shares().values()))
@@ -200,6 +208,7 @@ def _part(asked: argparse.Namespace) -> Part:
     return Part(
         subject=asked.subject,
         dtype=asked.dtype,
+        needs=tuple(asked.needs),
         cases=asked.cases,
         number=int(number),
         parts=int(parts),
@@ -214,6 +223,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"a right implementation ({SUBJECT})")
     parser.add_argument("--cases", type=int, default=120, metavar="N", help="cases of all parts together (120)")
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="dtype of every case, drawn when any (any)")
+    parser.add_argument(
+        "--with", dest="needs", action="append", default=[], choices=[*PARTS], help="a part that every case has"
+    )
     parser.add_argument("--steps", type=int, default=0, metavar="N", help="steps of every case, drawn when 0 (0)")
     parser.add_argument(
         "--part", default="1/1", metavar="I/N", help="which of how many shares this process takes (1/1)"

@@ -17,7 +17,7 @@ from typing import Any
 from reference.case.case import Case
 from reference.case.domains import domains
 from reference.case.repair import Problem, Words, problem_of, repaired, words_of
-from reference.features import FEATURES
+from reference.features import FEATURES, PARTS
 from reference.language.modes import MODES
 from reference.language.words import declared, write
 
@@ -25,7 +25,6 @@ __all__ = [
     "FILE",
     "FIXED",
     "NUMBERS",
-    "PARTS",
     "RANKS",
     "default_cases",
     "line_of",
@@ -47,8 +46,6 @@ NUMBERS: Mapping[str, int | float] = {
     "seed": 1,
 }
 """What the lines leave out. No size is another one, and each has an odd part on 4 ranks."""
-PARTS = ("experts", "latent", "prediction")
-"""Features whose words are those of a part that few models have."""
 FIXED: Mapping[str, str] = {
     "data": "is the option --data",
     "load": "names a folder: a recipe",

@@ -27,21 +27,26 @@ _OF_EXPERTS: Mapping[str, str] = {"tp": "etp", "dp": "edp"}
 class Experts(Core):
     """A case whose layers may have experts; by default none."""
 
-    ep: int = word(1, "ranks that share the experts of a layer among them", domain=(1, 2, 4), after="dp", dense=1)
+    ep: int = word(1, "ranks that share the experts of a layer among them", domain=(1, 2, 4, 3), after="dp", dense=1)
     etp: int = word(
         0,
         "ranks that split the inner features of an expert; 0: as many as tp",
         legal="0, or at least 1",
-        domain=(0, 1, 2),
+        domain=(0, 1, 2, 3),
         dense=0,
     )
     experts: int = word(
-        0, "experts of a layer; 0: it has an MLP", legal="0, or at least 2", domain=(0, 8), after="fuse_mlp"
+        0,
+        "experts of a layer; 0: it has an MLP",
+        legal="0, or at least 2",
+        domain=(0, 8, 6),
+        after="fuse_mlp",
+        part=True,
     )
-    top_k: int = word(2, "experts that a token goes to", domain=(2, 3))
-    expert_ffn: int = word(0, "inner width of an expert; 0: ffn", legal="0, or at least 1", domain=(0, 16))
+    top_k: int = word(2, "experts that a token goes to", domain=(2, 3, 1))
+    expert_ffn: int = word(0, "inner width of an expert; 0: ffn", legal="0, or at least 1", domain=(0, 42))
     shared_ffn: int = word(
-        0, "inner width of the expert that all tokens go to; 0: there is none", legal="0, or at least 1", domain=(0, 24)
+        0, "inner width of the expert that all tokens go to; 0: there is none", legal="0, or at least 1", domain=(0, 66)
     )
     shared_gate: bool = word(False, "what the shared expert returns is multiplied by sigmoid(x wg)")
     dense_layers: int = word(0, "first layers that keep their MLP", legal="0, or at least 1", domain=(0, 1))
@@ -52,7 +57,7 @@ class Experts(Core):
     )
     router_scale: float = word(1.0, "factor on these weights", legal="a positive number", domain=(1.0, 2.5))
     router_groups: int = word(
-        1, "groups of experts with neighbouring numbers, of which a token keeps some (routing=learned)", domain=(1, 4)
+        1, "groups of experts with neighbouring numbers, of which a token keeps some (routing=learned)", domain=(1, 4, 2)
     )
     kept_groups: int = word(1, "groups that a token keeps, those with the largest scores", domain=(1, 2))
     bias_rate: float = word(

@@ -22,20 +22,20 @@ class Latent(Core):
         0,
         "features of the latent of keys and values (multi-head latent attention); 0: none",
         legal="0, or at least 1",
-        domain=(),
+        domain=(0, 10),
         after="qk_norm",
+        part=True,
     )
     q_lora_rank: int = word(
-        0, "features of the latent of queries (kv_lora_rank above 0); 0: none", legal="0, or at least 1", domain=()
+        0, "features of the latent of queries (kv_lora_rank above 0); 0: none", legal="0, or at least 1", domain=(0, 14)
     )
-    qk_head_dim: int = word(8, "features of a query and key that positions leave alone (kv_lora_rank)", domain=())
-    qk_rope_dim: int = word(4, "features of a query and key that positions turn (kv_lora_rank)", domain=())
-    v_head_dim: int = word(8, "features of a value (kv_lora_rank)", domain=())
+    qk_head_dim: int = word(8, "features of a query and key that positions leave alone (kv_lora_rank)", domain=(8, 5))
+    qk_rope_dim: int = word(4, "features of a query and key that positions turn (kv_lora_rank)", domain=(4, 2))
+    v_head_dim: int = word(8, "features of a value (kv_lora_rank)", domain=(8, 7))
     latent_down: str = word(
         "duplicated",
         "projections to latents are whole on every rank, or columns that are gathered (kv_lora_rank)",
         legal=("duplicated", "column"),
-        domain=(),
         dense="duplicated",
     )
 
