@@ -57,7 +57,9 @@ class Experts(Core):
     )
     router_scale: float = word(1.0, "factor on these weights", legal="a positive number", domain=(1.0, 2.5))
     router_groups: int = word(
-        1, "groups of experts with neighbouring numbers, of which a token keeps some (routing=learned)", domain=(1, 4, 2)
+        1,
+        "groups of experts with neighbouring numbers, of which a token keeps some (routing=learned)",
+        domain=(1, 4, 2),
     )
     kept_groups: int = word(1, "groups that a token keeps, those with the largest scores", domain=(1, 2))
     bias_rate: float = word(

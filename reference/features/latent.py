@@ -22,12 +22,12 @@ class Latent(Core):
         0,
         "features of the latent of keys and values (multi-head latent attention); 0: none",
         legal="0, or at least 1",
-        domain=(0, 10),
+        domain=(0, 22),
         after="qk_norm",
         part=True,
     )
     q_lora_rank: int = word(
-        0, "features of the latent of queries (kv_lora_rank above 0); 0: none", legal="0, or at least 1", domain=(0, 14)
+        0, "features of the latent of queries (kv_lora_rank above 0); 0: none", legal="0, or at least 1", domain=(0, 26)
     )
     qk_head_dim: int = word(8, "features of a query and key that positions leave alone (kv_lora_rank)", domain=(8, 5))
     qk_rope_dim: int = word(4, "features of a query and key that positions turn (kv_lora_rank)", domain=(4, 2))

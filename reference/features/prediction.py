@@ -31,7 +31,10 @@ class Prediction(Core):
         part=True,
     )
     prediction_weight: float = word(
-        0.3, "weight of the mean loss of further tokens (prediction_depth)", legal="0 or a positive number", domain=(0.3, 1.0)
+        0.3,
+        "weight of the mean loss of further tokens (prediction_depth)",
+        legal="0 or a positive number",
+        domain=(0.3, 1.0),
     )
 
     @property
