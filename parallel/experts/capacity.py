@@ -1,6 +1,6 @@
 """What an expert takes of one rank's tokens: `most_rows` of a micro-batch, the rest is dropped, or rows are filled up.
 
-    drop=score      those with the largest weights stay
+    drop=score      those with the largest weights stay, of equal ones the first tokens
     drop=position   the first tokens stay, by their numbers
     pad             every rank sends exactly as many rows to every expert: zeros, of weight 0, fill up
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from reference.case import Case
+from reference.data.routing import EQUAL_DIGITS
 
 __all__ = ["filled", "taken"]
 
@@ -23,6 +24,7 @@ def taken(case: Case, weights_TE: Tensor, chosen_TE: Tensor, order_T: Tensor) ->
     first = order_T.argsort(stable=True)
     chosen = chosen_TE[first]
     value = weights_TE.detach()[first] if case.drop == "score" else -torch.arange(len(first)).double()[:, None]
+    value = value.round(decimals=EQUAL_DIGITS)
     value = torch.where(chosen, value.to(weights_TE.device), -torch.inf)
     best = value.argsort(dim=0, descending=True, stable=True)[: case.most_rows]
     kept = torch.zeros_like(chosen).scatter_(0, best, True) & chosen

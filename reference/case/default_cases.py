@@ -43,7 +43,11 @@ FIXED: Mapping[str, str] = {
     "layers": "as few as the case needs, more in cases of two steps",
     "steps": "1, but for cases that hold every value in two steps",
     **{word: "a size of all cases" for word in NUMBERS},
-    **{word: "is a part of some models: a recipe" for owner in PARTS for word in declared(FEATURES[owner])},
+    **{
+        word: "is a part of some models, whose words have more pairs than all others together: recipes, drawn cases"
+        for owner in PARTS
+        for word in declared(FEATURES[owner])
+    },
 }
 """Words of which no pairs are wanted, and why."""
 CHECKPOINT = "CHECKPOINT"

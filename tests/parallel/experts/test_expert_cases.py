@@ -25,6 +25,7 @@ EXPERTS = CaseTable(
         f"mode=msp tp=2 dp=3 ep=3 etp=1 experts=6 top_k=3 router=sigmoid bias_rate=0.1 recompute=full"
         f" activation=swiglu {SGD}",
         f"mode=tp-sp tp=2 dp=2 ep=2 experts=8 routing=one zero=1 bucket=900 parity=1 {ADAMW}",
+        f"mode=tp tp=2 dp=2 experts=8 top_k=3 capacity=1.0 positions=rope batch=3 micro=1 {SGD}",  # equal weights
     ),
     deep=(
         *(
