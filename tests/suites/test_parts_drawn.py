@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import pytest
 
+from bench.clean import Part, cases_of
 from harness.checking.checks import CHECKS
 from harness.engines.threads.inproc import InprocEngine
 from harness.running.proof import prove
@@ -103,6 +104,13 @@ def test_one_case_in_a_few_of_a_property_has_a_part_and_keeps_its_flags() -> Non
     assert not any(case.experts for case in sampled(cases("tp-sp"), 20, 0)), "those that were not asked for"
     fixed = sampled(cases("tp-sp", parts=("experts",), experts=0), 20, 0)
     assert not any(case.experts for case in fixed), "a property that fixes it"
+
+
+def test_a_campaign_asks_for_parts() -> None:
+    part = Part(needs=("experts", "latent"), cases=10)
+    assert part.shares() == {"tp": 5, "tp-sp": 5}
+    found = cases_of("tp-sp", 5, part)
+    assert len(found) == 5 and all(case.experts and case.kv_lora_rank for case in found)
 
 
 @pytest.mark.parametrize(
