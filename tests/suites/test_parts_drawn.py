@@ -46,11 +46,12 @@ SIZES = ("kv_lora_rank", "q_lora_rank", "expert_ffn", "shared_ffn")
 
 @lru_cache
 def drawn(part: str) -> list[Case]:
-    """Cases with the part, in equal shares of its modes."""
+    """Cases with the part, in equal shares of its modes, every second one in float64: there routers choose."""
     return [
         case
         for number, mode in enumerate(modes_with([part]))
-        for case in sampled(every_word(mode, worlds=(4, 6, 8), needs=(part,)), 100, number)
+        for words in ({}, {"dtype": "float64"})
+        for case in sampled(every_word(mode, worlds=(4, 6, 8), needs=(part,), **words), 40, number)
     ]
 
 
