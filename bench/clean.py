@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,6 @@ SUBJECT = "parallel.subject:subject"
 DTYPES = ("any", "float64", "float32", "bfloat16", "float16")
 LARGE = 5
 """One case in so many is at a size that users train."""
-MORE_RANKS = (4, 6, 8)
-"""World sizes of cases that need a part: experts have axes of their own."""
 UNJUDGED = "unjudged"
 """The verdict of a case whose dense model diverges."""
 
@@ -71,7 +70,7 @@ class Part:
 
     def shares(self) -> dict[str, int]:
         """Mode -> how many cases of it this part proves; the shares of all parts and modes add up to `cases`."""
-        can = modes_with(self.needs)
+        can = modes_with(*self.needs)
         modes = [mode for mode in chosen_modes(self.subject, "all") if mode in can]
         slots = [(mode, number) for number in range(1, self.parts + 1) for mode in modes]
         whole, rest = divmod(self.cases, len(slots))
@@ -105,24 +104,23 @@ class Campaign:
 
 
 def campaign(part: Part) -> Iterator[tuple[Campaign, list[Alarm]]]:
-    """After every mode: the part so far, and what did not pass in that mode."""
+    """After every case: the part so far, and what did not pass of that case. Modes take turns."""
     start_s = time.perf_counter()
-    proved = refused = unjudged = alarms = undecided = 0
+    refused = unjudged = alarms = undecided = 0
+    of_modes = [cases_of(mode, share, part) for mode, share in part.shares().items()]
+    every = [case for turn in zip_longest(*of_modes) for case in turn if case]
     with InprocEngine() as engine:
-        for mode, share in part.shares().items():
-            found: list[Alarm] = []
-            for case in cases_of(mode, share, part):
-                told = _alarms(case, part, engine)
-                proved, refused = proved + (told is not None), refused + (told is None)
-                found += told or []
+        for number, case in enumerate(every, start=1):
+            told = _alarms(case, part, engine)
+            found = told or []
             lost = sum(one.verdict == UNJUDGED for one in found)
             unsure = sum(one.verdict == UNKNOWN and one.check != "run" for one in found)
-            proved, unjudged = proved - lost, unjudged + lost
+            refused, unjudged = refused + (told is None), unjudged + lost
             alarms, undecided = alarms + len(found) - unsure - lost, undecided + unsure
             yield (
                 Campaign(
                     dtype=part.dtype,
-                    cases=proved,
+                    cases=number - refused - unjudged,
                     refused=refused,
                     unjudged=unjudged,
                     alarms=alarms,
@@ -139,9 +137,8 @@ def cases_of(mode: str, share: int, part: Part) -> list[Case]:
     many = (share + part.number % LARGE) // LARGE  # of all parts together one in LARGE
     fixed: dict[str, Any] = {} if part.dtype == "any" else {"dtype": part.dtype}
     fixed |= {"steps": part.steps} if part.steps else {}
+    fixed |= {"needs": part.needs} if part.needs else {}
     first_seed = part.first_seed * 1000 + part.number
-    if part.needs:
-        fixed |= {"needs": part.needs, "worlds": MORE_RANKS}
     usual = sampled(every_word(mode, **fixed), share - many, first_seed)
     return usual + sampled(large(mode, **fixed), many, first_seed)
 
@@ -181,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _written(part: Part, out: Path) -> Campaign:
-    """The part, run; its row and its alarms are on disk after every mode."""
+    """The part, run; its row and its alarms are on disk after every case."""
     out.mkdir(parents=True, exist_ok=True)
     stem = "-".join([part.dtype, *part.needs, f"{part.number}-of-{part.parts}"])
     so_far = Campaign(dtype=part.dtype, cases=0, refused=0, unjudged=0, alarms=0, undecided=0, seconds=0.0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -101,8 +102,8 @@ def cases(
     **fixed: Any,
 ) -> Case:
     """A valid case of this mode; `fixed` words override what would be drawn, `flags` are its boolean words, whose
-    consequences are drawn (packed data are InternLM2's, a fused MLP is gated). Some cases have some of these `parts`
-    (`reference.features.PARTS`).
+    consequences are drawn (packed data are InternLM2's, a fused MLP is gated). About one in four has one of these
+    `parts` (`reference.features.PARTS`), where the mode has any.
     """
     tp, dp = draw(st.sampled_from(meshes(worlds)), label="tp, dp")
     family = "internlm2" if flags.get("packed") else fixed.get("family")
@@ -118,7 +119,8 @@ def cases(
         "seed": draw(st.integers(0, 2**31 - 1), label="seed"),
     }
     case = Case.of(**{**words, **fixed})
-    for part in parts:
+    here = [part for part in parts if PARTS[part] not in fixed and mode in modes_with(part)]
+    if here and (part := draw(st.sampled_from((*("",) * 3 * len(here), *here)), label="part")):
         case = draw(_with_feature(case, part, {*fixed, *flags}))
     return case
 
@@ -147,7 +149,12 @@ def every_word(
         words["layers"] = 1
     case = draw(cases(mode, worlds, **{**words, **fixed}))
     for name in sorted(FEATURES, key=lambda name: (name in PARTS, not _axes(FEATURES[name]))):
-        case = draw(_with_feature(case, name, fixed, name in needs))
+        optional = name in PARTS and name not in needs
+        if optional and (PARTS[name] in fixed or not draw(st.sampled_from(_RARELY), label=f"with {name}")):
+            continue
+        case = draw(_with_feature(case, name, fixed))
+    if not all(getattr(case, PARTS[part]) for part in needs):
+        reject()
     order = "-".join(draw(st.permutations([*case.named_axes]), label="order"))
     try:
         return case.but(order=order)
@@ -156,18 +163,13 @@ def every_word(
 
 
 @st.composite
-def _with_feature(draw: st.DrawFn, /, case: Case, name: str, fixed: Collection[str], needed: bool = False) -> Case:
+def _with_feature(draw: st.DrawFn, /, case: Case, name: str, fixed: Collection[str]) -> Case:
     """The case with drawn words of a feature, others changed as the rules propose; with fewer of them, or as it is,
-    where that makes none. The axis of a feature has the ranks of another axis, so that their number stays; one that is
-    a part of some models is there where it is `needed`, and in some others.
+    where that makes none. The axis of a feature has the ranks of another axis, so that their number stays.
     """
     owner, part = FEATURES[name], PARTS.get(name)
     words, has = dict[str, Any](), dict[str, Any]()
-    if part and part in fixed:
-        return case
     if part:
-        if not needed and not draw(st.sampled_from(_RARELY), label=f"with {name}"):
-            return case
         has = {part: draw(st.sampled_from([size for size in _DOMAINS[part] if size]), label=part)}
     for axis in _axes(owner):
         other = draw(st.sampled_from(("", "dp", "tp")), label=f"axis whose ranks are {axis} ranks")
@@ -180,12 +182,11 @@ def _with_feature(draw: st.DrawFn, /, case: Case, name: str, fixed: Collection[s
         found = None if found and part and not found[part] else found
         if found or not (words or has):
             break
-    if needed and not found:
-        reject()
     return Case(**found) if found else case
 
 
-def modes_with(parts: Collection[str]) -> list[str]:
+@cache
+def modes_with(*parts: str) -> list[str]:
     """The modes whose cases can have all of these parts."""
     has = {PARTS[part]: next(filter(None, _DOMAINS[PARTS[part]])) for part in parts}
     plain = {mode: words_of(Case.of(**MODES[mode].presets[0], mode=mode)) for mode in MODES}

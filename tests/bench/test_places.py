@@ -187,7 +187,7 @@ def test_parts_draw_different_cases() -> None:
     for number in (1, 2):
         LISTENED.clear()
         part = Part(subject=f"{__name__}:listening", cases=4, number=number, parts=2, dtype="float64", steps=1)
-        assert [so_far.refused for so_far, _ in campaign(part)] == [2]
+        assert [so_far.refused for so_far, _ in campaign(part)] == [1, 2]
         texts.append(set(LISTENED))
     assert len(texts[0]) == len(texts[1]) == 2
     assert len(texts[0] | texts[1]) == 3  # the simplest case comes first whatever the seed

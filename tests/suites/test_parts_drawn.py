@@ -49,7 +49,7 @@ def drawn(part: str) -> list[Case]:
     """Cases with the part, in equal shares of its modes, every second one in float64: there routers choose."""
     return [
         case
-        for number, mode in enumerate(modes_with([part]))
+        for number, mode in enumerate(modes_with(part))
         for words in ({}, {"dtype": "float64"})
         for case in sampled(every_word(mode, worlds=(4, 6, 8), needs=(part,), **words), 40, number)
     ]
@@ -57,7 +57,7 @@ def drawn(part: str) -> list[Case]:
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_is_drawn_in_every_mode_that_can_have_it(part: str) -> None:
-    assert modes_with([part]) == MODES_OF[part]
+    assert modes_with(part) == MODES_OF[part]
     assert {case.mode for case in drawn(part)} == {*MODES_OF[part]}
     assert all(getattr(case, PARTS[part]) for case in drawn(part))
 
@@ -101,7 +101,7 @@ def test_one_case_in_a_few_of_a_property_has_a_part_and_keeps_its_flags() -> Non
     assert {case.layers for case in found} == {2}
     assert all({word: getattr(case, word) for word in flags} == flags for case in found)
     with_a_part = [case for case in found if any(getattr(case, word) for word in PARTS.values())]
-    assert len(found) / 10 < len(with_a_part) < len(found) * 0.7
+    assert len(found) / 10 < len(with_a_part) < len(found) / 2
     assert not any(case.experts for case in sampled(cases("tp-sp"), 20, 0)), "those that were not asked for"
     fixed = sampled(cases("tp-sp", parts=("experts",), experts=0), 20, 0)
     assert not any(case.experts for case in fixed), "a property that fixes it"
