@@ -26,6 +26,8 @@ EXPERTS = CaseTable(
         f" activation=swiglu {SGD}",
         f"mode=tp-sp tp=2 dp=2 ep=2 experts=8 routing=one zero=1 bucket=900 parity=1 {ADAMW}",
         f"mode=tp tp=2 dp=2 experts=8 top_k=3 capacity=1.0 positions=rope batch=3 micro=1 {SGD}",  # equal weights
+        f"mode=tp tp=2 dp=2 ep=1 experts=8 expert_ffn=8 activation=swiglu bucket=1200 steps=1 layers=1 {SGD}",
+        f"mode=tp tp=1 dp=2 pp=3 ep=2 etp=1 experts=8 expert_ffn=42 layers=3 zero=1 steps=2 {SGD}",
     ),
     deep=(
         *(
