@@ -70,7 +70,7 @@ class Call:
 class Observer(Protocol):
     """Whoever watches the calls of the ranks: the recorder, a fault injector's log, a test.
 
-    One with a method waited(rank, ticket) hears on real backends when the program first waits for an asynchronous call.
+    One with a method waited(rank, ticket) hears when the program has waited for an asynchronous call, the first time.
     """
 
     def issued(self, rank: int, call: Call) -> int:
@@ -80,6 +80,12 @@ class Observer(Protocol):
     def completed(self, rank: int, ticket: int) -> None:
         """The call behind the ticket has completed on this rank: its wait returned; on a GPU, in the current stream."""
         ...
+
+
+def notify_waited(observer: Observer, rank: int, ticket: int) -> None:
+    """Tell an observer that has a method for it that the program waits for this asynchronous call."""
+    if (notify := getattr(observer, "waited", None)) is not None:
+        notify(rank, ticket)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

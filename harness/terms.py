@@ -165,19 +165,20 @@ def closed_forms(terms: Iterable[TermLike], ranks: Iterable[int], axes: Axes) ->
     made: dict[tuple[bool, ...], ClosedForm] = {}
     every, found = tuple(terms), {}
     for rank in ranks:
-        holds = tuple(_holds(getattr(term, "at", {}), rank, axes) for term in every)
+        own = {axis: {group.index(rank) for group in groups if rank in group} for axis, groups in axes.items()}
+        holds = tuple(_holds(getattr(term, "at", {}), own) for term in every)
         if holds not in made:
             made[holds] = closed_form(term for term, here in zip(every, holds, strict=True) if here)
         found[rank] = made[holds]
     return found
 
 
-def _holds(at: Mapping[str, int], rank: int, axes: Axes) -> bool:
-    """Whether a rank is at these places."""
+def _holds(at: Mapping[str, int], own: Mapping[str, set[int]]) -> bool:
+    """Whether a rank is at these places, given all of its own."""
     for axis, place in at.items():
-        if axis not in axes:
-            raise ValueError(f"at={dict(at)}: {axis} is no axis of the case's mesh; legal: {', '.join(axes) or 'none'}")
-        if not any(place < len(ranks) and ranks[place] == rank for ranks in axes[axis]):
+        if axis not in own:
+            raise ValueError(f"at={dict(at)}: {axis} is no axis of the case's mesh; legal: {', '.join(own) or 'none'}")
+        if place not in own[axis]:
             return False
     return True
 

@@ -19,6 +19,7 @@ from harness.checking.ledger_checks import groups, ledger, overlap, unlawful
 from harness.checking.mask_checks import masks
 from harness.checking.numeric_checks import NUMERIC_KINDS, numeric
 from harness.checking.regrouping import regrouping
+from harness.checking.routing_checks import routing
 from harness.errors import error_text, ranks_text
 from harness.ledger import Event
 from harness.protocols import Axes
@@ -35,6 +36,7 @@ CHECKS: Mapping[str, Check] = {
     "initial_values": initial_values,
     "masks": masks,
     "tokens": tokens,
+    "routing": routing,
     "saved": saved,
     "ledger": ledger,
     "groups": groups,

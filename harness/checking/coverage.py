@@ -12,6 +12,8 @@ from harness.checking.measures.kinds import kind_of
 
 ON_PURPOSE = " (left out on purpose)"
 """What stands behind an unchecked name that `subject.unchecked` declares."""
+ROUTING = "routing"
+"""The kind of names that need no truth: copies are compared (harness.checking.routing_checks)."""
 _NAMED = 5
 """Names of a kind that a message lists; the number of the others follows."""
 
@@ -40,6 +42,10 @@ def coverage(evidence: Evidence) -> Finding:
         return Finding(verdict=FAIL, message=message, unchecked=unchecked + strange, names=strange, decided=decided)
     named = {name for outcome in evidence.outcomes for name in outcome}
     strange = tuple(name for name in strange if name in named)  # a captured module of its own is nobody's slip
+    if not any(kind_of(name) == ROUTING for name in evidence.truth):
+        strange = tuple(
+            name for name in strange if kind_of(name) != ROUTING
+        )  # held against each other, without a truth
     undeclared = [name for name in missing if name not in declared]
     problems = [
         *_hidden(evidence),

@@ -30,8 +30,12 @@ def layout(evidence: Evidence) -> Finding | None:
 
 
 def replicas(evidence: Evidence) -> Finding | None:
-    """Whether everything that several ranks hold is the same on all of them, bit for bit."""
-    conflicts = [flaw for flaw in evidence.merged.flaws if flaw.kind == "replica conflict"]
+    """Whether everything that several ranks hold is the same on all of them, bit for bit; choices of experts are the
+    check `routing`.
+    """
+    conflicts = [
+        flaw for flaw in evidence.merged.flaws if flaw.kind == "replica conflict" and kind_of(flaw.name) != "routing"
+    ]
     return _flaws(evidence, conflicts, "tensors have equal replicas")
 
 

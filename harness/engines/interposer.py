@@ -27,7 +27,7 @@ from torch import Tensor
 
 from harness.engines.calls.operators import MESSAGES, OperatorCall, communicates, reader, tensors_in
 from harness.errors import MachineError
-from harness.ledger import OTHER, Call, Observer
+from harness.ledger import OTHER, Call, Observer, notify_waited
 from harness.torch_internals.groups import fake_group
 from harness.torch_internals.lookup import tested_span
 from harness.torch_internals.operators import BACKEND_SELECT, Add, has_kernel, kernels, operator_names
@@ -214,10 +214,9 @@ def _completed(rank: int, tickets: Sequence[tuple[Observer, int]]) -> None:
 
 
 def _waited(rank: int, tickets: Sequence[tuple[Observer, int]]) -> None:
-    """The program waits for an asynchronous call: notify those observers that have a method for it."""
+    """The program waits for an asynchronous call."""
     for observer, ticket in tickets:
-        if (notify := getattr(observer, "waited", None)) is not None:
-            notify(rank, ticket)
+        notify_waited(observer, rank, ticket)
 
 
 def _wait(result: Any) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -83,13 +83,16 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Calls and bytes of one rank in one step, from the closed form; `messages` are what it sends to other stages."""
+    """Calls and bytes of one rank in one step, from the closed form; `messages` are what it sends to other stages,
+    `lines` all calls by what they are.
+    """
 
     calls: int
     payload_bytes: int
     wire_bytes: int
     messages: int = 0
     message_bytes: int = 0
+    lines: Counter[EventKey] = field(default_factory=Counter, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +193,7 @@ def _sum(complete: Counter[EventKey]) -> Traffic:
         ),
         messages=sum(messages.values()),
         message_bytes=sum(calls * line.payload_bytes for line, calls in messages.items()),
+        lines=complete,
     )
 
 

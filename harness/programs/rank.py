@@ -34,10 +34,11 @@ from harness.programs.kineto import Window
 from harness.programs.part import MODE, Part, Silence, shared_file
 from harness.programs.session import ProgramSession, boot_id
 from harness.programs.stream import EventStream, PastCall
+from harness.recording.module_watch import Emit
 from harness.recording.observations import read
 from harness.recording.ranges import attached
 from harness.recording.recorder import Recorded
-from harness.recording.watch import Emit, Watch
+from harness.recording.watch import Watch
 from harness.run_folder import SCHEMA
 from harness.running.store import environment
 
@@ -123,7 +124,7 @@ class RankRecorder:
     def entered(self, issued: OperatorCall) -> None:
         """A call is about to be issued."""
         self._local.issued = issued
-        self._local.given = is_given(issued, sys._getframe(2))
+        self._local.given = is_given(issued, sys._getframe(1).f_back)  # a thread of autograd has no more
 
     def left(self) -> None:
         """The call entered last is complete."""

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from harness.ledger import AGAIN, EITHER_GATHER, NO_UPDATE
-from harness.recording.gathers import Gathers
 from harness.recording.lanes import Frame, Lane, Lanes, Site, Waiting, between, hop, is_hop, said
 from harness.recording.naming import Paths
 from harness.recording.observations import (
@@ -60,7 +59,7 @@ class Attribution:
         self.pending: list[Waiting] = []
         self._unsure: set[int] = set()  # gathers before an update by hand
         self._backward_of = 0  # the micro-batch of the latest backward
-        self._memory, self._gathers = ParameterMemory(), Gathers()
+        self._memory = ParameterMemory()
         self._lanes = Lanes()
 
     @classmethod
@@ -217,7 +216,6 @@ class Attribution:
             site = self._here("")
         if seen.task == OUTSIDE and self._since == "inside":
             self._since = "backward"
-        self._gathers.issued(seen.call)
         waits = False
         if is_hop(seen.call, outside=not site.phase):
             of_backward = Site(self.step, self._backward_of, "", "")
@@ -270,7 +268,9 @@ class Attribution:
 
     def settle(self, by: str) -> None:
         """What follows has come, "" for the end: name the phase of what waited. Data belongs to the coming batch."""
-        gathered = self._gathers.of_parameters(self.pending, by, lambda: self._memory.of(self.paths.models))
+        gathered = {waiting.ticket: waiting.call.payload_bytes for waiting in self.pending if waiting.gathers}
+        if gathered and not self._memory.of(self.paths.models).mostly_in(sum(gathered.values())):
+            gathered.clear()
         for waiting in self.pending:
             phase = waiting.phase(by, gathers_parameters=waiting.ticket in gathered)
             coming = phase == "data" or (phase, by) == ("pipeline", "data")

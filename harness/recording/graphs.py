@@ -13,14 +13,11 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from harness.recording.observations import OUTSIDE, Graphed, Issued, Stepped, Stepping
-
-if TYPE_CHECKING:
-    from harness.recording.watch import ThreadWatch
 
 
 class Captured:
@@ -75,8 +72,19 @@ class Graphs:
         return Graphed(self.capturing.name, ticket, -1)
 
 
+class Replaying(Protocol):
+    """A thread that captures and replays graphs; `emit` takes what is observed of it."""
+
+    graphs: Graphs
+    emit: Callable[[tuple[Any, ...]], object] | None
+
+    def replayed(self, captured: Captured) -> None:
+        """Record that a CUDA graph was replayed."""
+        ...
+
+
 @contextmanager
-def graphs_watched(lane: Callable[[], ThreadWatch | None]) -> Iterator[None]:
+def graphs_watched(lane: Callable[[], Replaying | None]) -> Iterator[None]:
     """While entered, captures and replays are told to the lane of the thread that makes them."""
     owner = torch.cuda.CUDAGraph
     before = {name: vars(owner)[name] for name in ("capture_begin", "capture_end", "replay") if name in vars(owner)}

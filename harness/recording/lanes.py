@@ -8,8 +8,8 @@ step, grad_sync after a backward, data after nothing. What reduces several numbe
 before a forward: engines reduce between micro-batches too. Metric is also what a module without parameters does with
 gradients off, once a forward with gradients on has been; an evaluation without gradients keeps its loss. Where no
 optimizer of torch.optim steps, what changed the parameters after a backward is a step (updates.Looks). After a step one
-reduced element is metric; what writes into a parameter's memory, and gathers of parameters (gathers.py) belong to
-the step. A send or recv is pipeline in a group of stages, and outside of all of these in a group without a
+reduced element is metric; what writes into a parameter's memory, and all_gathers of half the parameters' bytes or more,
+belong to the step. A send or recv is pipeline in a group of stages, and outside of all of these in a group without a
 description.
 """
 

@@ -1,16 +1,23 @@
-"""What stands in place of a module's call while a watch is entered: it reports when the module is entered and left."""
+"""What one thread of a rank reports of its modules and calls while a watch is entered.
+
+What stands in place of a module's call reports when the module is entered and left.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from harness.recording.observations import OUTSIDE, Entered, Left
+from harness.recording.annotations import overridden
+from harness.recording.enclosing import around, quiet_since
+from harness.recording.graphs import Captured, Graphs
+from harness.recording.observations import LEAF, OUTSIDE, Entered, Issued, Left, Looks
 from harness.torch_internals.autograd import (
     current_node,
     current_task,
@@ -21,13 +28,87 @@ from harness.torch_internals.autograd import (
     number_of,
 )
 
-if TYPE_CHECKING:
-    from harness.recording.watch import ThreadWatch
+Emit = Callable[[tuple[Any, ...]], object]
+OnInput = Callable[["ThreadWatch", nn.Module, tuple[Any, ...], Mapping[str, Any]], object]
+OnOutput = Callable[["ThreadWatch", nn.Module, Any], object]
+OnCall = tuple[OnInput | None, OnOutput | None]
 
 _task, _node, _number = current_task, current_node, next_number
 _grad = torch.is_grad_enabled
 _compiling = torch.compiler.is_compiling
 _now_s = time.perf_counter
+
+
+class ThreadWatch:
+    """One thread of one rank: where its observations go, and what module is outermost in it."""
+
+    __slots__ = (
+        "bare",
+        "depth",
+        "emit",
+        "graphs",
+        "looks",
+        "number",
+        "on_input",
+        "on_output",
+        "outer",
+        "rank",
+        "tickets",
+    )
+
+    def __init__(self, rank: int, number: int, emit: Emit, on_call: OnCall, of_rank: OfRank) -> None:
+        self.rank = rank
+        self.number = number
+        self.emit: Emit | None = emit
+        self.on_input, self.on_output = on_call
+        self.tickets = of_rank.tickets
+        self.looks = of_rank.looks
+        self.graphs = of_rank.graphs
+        self.depth = 0
+        self.outer: nn.Module | None = None
+        self.bare: bool | None = None
+
+    def issue(self, call: object, frame: FrameType) -> int:
+        """Record that a call is issued in this thread, by the code of `frame`. Every microsecond in it counts."""
+        task = _task()
+        node, parameter, quiet = OUTSIDE, None, False
+        if task != OUTSIDE:
+            running = _node()
+            if running is not None:
+                node = number_of(running)
+                if node == LEAF:
+                    parameter = running.variable
+        elif self.depth and self.bare is not False and not _grad() and self._outer_is_bare():
+            quiet = quiet_since(frame, WATCHING)
+        caller, again, outer = around(frame, in_backward=task != OUTSIDE and not self.depth)
+        ticket = next(self.tickets)
+        if self.emit is not None:
+            said, lane = overridden(), self.number
+            look = self.looks.at() if self.looks.on and task == OUTSIDE and not self.depth else ()
+            marked = self.graphs.mark(ticket, call, caller)
+            at = node, parameter, quiet, again, outer, said, ticket, look, _now_s(), call, caller, marked
+            self.emit((Issued, lane, task, *at))
+        return ticket
+
+    def replayed(self, captured: Captured) -> None:
+        """Record that a CUDA graph was replayed."""
+        if self.emit is not None:
+            for plain in captured.replay(self.number, _task(), running_node(), self.tickets):
+                self.emit(plain)
+
+    def _outer_is_bare(self) -> bool:
+        if self.bare is None:
+            self.bare = self.outer is not None and next(self.outer.parameters(), None) is None
+        return self.bare
+
+
+class OfRank(NamedTuple):
+    """What the lanes of a rank share: the numbers of lanes and of calls, looks at parameters, CUDA graphs."""
+
+    numbers: Iterator[int]
+    tickets: Iterator[int]
+    looks: Looks
+    graphs: Graphs
 
 
 def watching(

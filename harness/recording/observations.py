@@ -107,8 +107,13 @@ def differ(before: Look, now: Look) -> bool:
     return before is not now and any(then != value for then, value in zip(before, now, strict=False))
 
 
+_SHARED = ("allreduce", True)
+"""The attribute of a parameter of which data ranks hold copies, and its value where there is none."""
+
+
 class ParameterMemory:
-    """The memory of the parameters of some models; `parameter_bytes` are those of this rank's parts of them.
+    """The memory of the parameters of some models; `parameter_bytes` are those of this rank's parts of them, but for
+    experts that Megatron-Core and DeepSpeed mark with allreduce=False: data ranks hold no copies of these to gather.
 
     It is read after the run. Where parameters `moved` meanwhile, it says nothing about the time of a call.
     """
@@ -124,11 +129,13 @@ class ParameterMemory:
         """This memory, read anew when there are more models than before."""
         if len(models) > self._models:
             self._models = len(models)
-            self._read([_local(p) for p in {id(p): p for model in models for p in model.parameters()}.values()])
+            self._read([*{id(p): p for model in models for p in model.parameters()}.values()])
         return self
 
-    def _read(self, parts: Sequence[Tensor]) -> None:
-        self.parameter_bytes = sum(part.numel() * part.element_size() for part in parts)
+    def _read(self, parameters: Sequence[nn.Parameter]) -> None:
+        parts = [*map(_local, parameters)]
+        shared = [part for part, parameter in zip(parts, parameters, strict=True) if getattr(parameter, *_SHARED)]
+        self.parameter_bytes = sum(part.numel() * part.element_size() for part in shared)
         storages = [part.untyped_storage() for part in parts if type(part) in _PLAIN and part.device.type != "meta"]
         held = {storage.data_ptr(): storage.nbytes() for storage in storages}
         self._starts = sorted(held)

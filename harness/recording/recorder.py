@@ -24,11 +24,12 @@ from harness.engines.calls.callers import Caller
 from harness.ledger import Call, Event, shape_text, wire_bytes
 from harness.recording.attribution import Attribution
 from harness.recording.lanes import Site
+from harness.recording.module_watch import Emit
 from harness.recording.naming import AxisNames
 from harness.recording.observations import Entered, Issued, read
 from harness.recording.ranges import Ranges
 from harness.recording.spans import Mark, RankSpan, Stopwatch, rank_spans
-from harness.recording.watch import Emit, Watch
+from harness.recording.watch import Watch
 
 
 class _Track:

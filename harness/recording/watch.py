@@ -17,111 +17,24 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import FrameType
-from typing import Any, NamedTuple, Self
+from typing import Self
 
 import torch
-from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from harness.recording.annotations import overridden
-from harness.recording.enclosing import around, quiet_since, steps_around
-from harness.recording.graphs import Captured, Graphs, graphs_watched
-from harness.recording.module_watch import WATCHING, running_node, watching
-from harness.recording.observations import LEAF, OUTSIDE, Arrived, Ended, Finished, Issued, Looks, Stepped, Stepping
-from harness.torch_internals.autograd import (
-    called_by,
-    current_node,
-    current_task,
-    next_number,
-    number_of,
-    when_backward_ends,
-)
-
-Emit = Callable[[tuple[Any, ...]], object]
-OnInput = Callable[["ThreadWatch", nn.Module, tuple[Any, ...], Mapping[str, Any]], object]
-OnOutput = Callable[["ThreadWatch", nn.Module, Any], object]
-_OnCall = tuple[OnInput | None, OnOutput | None]
+from harness.recording.enclosing import steps_around
+from harness.recording.graphs import Graphs, graphs_watched
+from harness.recording.module_watch import Emit, OfRank, OnInput, OnOutput, ThreadWatch, watching
+from harness.recording.observations import Arrived, Ended, Finished, Looks, Stepped, Stepping
+from harness.torch_internals.autograd import called_by, current_node, current_task, next_number, when_backward_ends
 
 _task, _node, _number = current_task, current_node, next_number
 _grad = torch.is_grad_enabled
 _compiling = torch.compiler.is_compiling
 _now_s = time.perf_counter
-
-
-class ThreadWatch:
-    """One thread of one rank: where its observations go, and what module is outermost in it."""
-
-    __slots__ = (
-        "bare",
-        "depth",
-        "emit",
-        "graphs",
-        "looks",
-        "number",
-        "on_input",
-        "on_output",
-        "outer",
-        "rank",
-        "tickets",
-    )
-
-    def __init__(self, rank: int, number: int, emit: Emit, on_call: _OnCall, of_rank: _OfRank) -> None:
-        self.rank = rank
-        self.number = number
-        self.emit: Emit | None = emit
-        self.on_input, self.on_output = on_call
-        self.tickets = of_rank.tickets
-        self.looks = of_rank.looks
-        self.graphs = of_rank.graphs
-        self.depth = 0
-        self.outer: nn.Module | None = None
-        self.bare: bool | None = None
-
-    def issue(self, call: object, frame: FrameType) -> int:
-        """Record that a call is issued in this thread, by the code of `frame`. Every microsecond in it counts."""
-        task = _task()
-        node, parameter, quiet = OUTSIDE, None, False
-        if task != OUTSIDE:
-            running = _node()
-            if running is not None:
-                node = number_of(running)
-                if node == LEAF:
-                    parameter = running.variable
-        elif self.depth and self.bare is not False and not _grad() and self._outer_is_bare():
-            quiet = quiet_since(frame, WATCHING)
-        caller, again, outer = around(frame, in_backward=task != OUTSIDE and not self.depth)
-        ticket = next(self.tickets)
-        if self.emit is not None:
-            said, lane = overridden(), self.number
-            look = self.looks.at() if self.looks.on and task == OUTSIDE and not self.depth else ()
-            marked = self.graphs.mark(ticket, call, caller)
-            at = node, parameter, quiet, again, outer, said, ticket, look, _now_s(), call, caller, marked
-            self.emit((Issued, lane, task, *at))
-        return ticket
-
-    def replayed(self, captured: Captured) -> None:
-        """Record that a CUDA graph was replayed."""
-        if self.emit is not None:
-            for plain in captured.replay(self.number, _task(), running_node(), self.tickets):
-                self.emit(plain)
-
-    def _outer_is_bare(self) -> bool:
-        if self.bare is None:
-            self.bare = self.outer is not None and next(self.outer.parameters(), None) is None
-        return self.bare
-
-
-class _OfRank(NamedTuple):
-    """What the lanes of a rank share: the numbers of lanes and of calls, looks at parameters, CUDA graphs."""
-
-    numbers: Iterator[int]
-    tickets: Iterator[int]
-    looks: Looks
-    graphs: Graphs
 
 
 class Watch:
@@ -145,7 +58,7 @@ class Watch:
         self._ends = ends
         self._local = threading.local()
         self._open: dict[int, list[ThreadWatch]] = {}
-        self._ranks: dict[int, _OfRank] = {}
+        self._ranks: dict[int, OfRank] = {}
         self._installed = ExitStack()
 
     def __enter__(self) -> Self:
@@ -186,7 +99,7 @@ class Watch:
     def _lane(self, rank: int) -> ThreadWatch:
         of_rank = self._ranks.get(rank)
         if of_rank is None:
-            of_rank = self._ranks.setdefault(rank, _OfRank(itertools.count(), itertools.count(), Looks(), Graphs()))
+            of_rank = self._ranks.setdefault(rank, OfRank(itertools.count(), itertools.count(), Looks(), Graphs()))
         lane = ThreadWatch(rank, next(of_rank.numbers), self._emit(rank), self._on_call, of_rank)
         self._open.setdefault(rank, []).append(lane)
         return lane

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.checking.evidence import Verdict
+from harness.checking.routing_checks import load_rows
 from harness.diagnosing.errors_by_place import error_rows
 from harness.recording.spans import RankSpan
 from harness.running.proof import CaseResult
@@ -16,7 +17,8 @@ from harness.running.summary import SummaryRow, summarize
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proved:
     """What is stored of a proved case. `ledger`: its lines of ledger.csv. `ran`: the ranks of `saved_bytes` when they
-    are not all. `errors` are rows of errors.csv for a case that failed, `unplaced` says why there are none.
+    are not all. `errors` are rows of errors.csv for a case that failed, `unplaced` says why there are none; `loads` are
+    those of experts.csv.
     """
 
     text: str
@@ -32,6 +34,7 @@ class Proved:
     unplaced: str = ""
     traceback: str = ""
     spans: tuple[RankSpan, ...] = ()
+    loads: tuple[Sequence[object], ...] = ()
 
 
 def proved(result: CaseResult) -> Proved:
@@ -60,4 +63,5 @@ def proved(result: CaseResult) -> Proved:
         unplaced=unplaced,
         traceback=result.traceback,
         spans=evidence.spans if evidence else (),
+        loads=tuple(load_rows(result.text, evidence)) if evidence else (),
     )

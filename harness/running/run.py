@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.checking.evidence import FAIL, PASS, SKIP, UNKNOWN, Verdict
+from harness.checking.routing_checks import LOAD_COLUMNS
 from harness.checking.witness_checks import CHECK
 from harness.diagnosing.errors_by_place import ERROR_COLUMNS
 from harness.engines.named import engine_named
@@ -77,7 +78,7 @@ def run(request: Request, on_progress: Progress = lambda *_: None) -> RunResult:
             case = by_text[found.text]
             result = replace(found, verdicts=with_traceback(found.verdicts, found.text, found.traceback, store))
             _keep(store, result)
-            results.append(replace(result, ledger="", rows=(), errors=(), spans=()))
+            results.append(replace(result, ledger="", rows=(), errors=(), spans=(), loads=()))
             on_progress(len(results), len(cases), case, result.verdict)
             return not request.fail_fast or result.verdict in (PASS, SKIP)
 
@@ -263,6 +264,8 @@ def _keep(store: Store, result: Proved) -> None:
         store.extend("errors.csv", ERROR_COLUMNS, result.errors)
     if result.spans:
         store.extend("spans.csv", SPAN_COLUMNS, (span_row(result.text, span) for span in result.spans))
+    if result.loads:
+        store.extend("experts.csv", LOAD_COLUMNS, result.loads)
     if result.unplaced:
         store.notes.append(f"errors.csv lacks {result.text!r}: {result.unplaced}")
     store.add(result.text, result.ledger, result.rows, result.verdicts, result.seconds, result.saved_bytes, result.ran)

@@ -2,8 +2,9 @@
 
 The fused kernel of attention saves q, k, v, the output and one number a row for backward; on meta torch would decompose
 it into products and a softmax and save every score, which no device does at real sizes. A mask of booleans becomes one
-of the dtype of q, as in torch's own kernels. Dropout, grouped heads without repetition and other ranks than four are
-left to the decomposition. Source: torch's `_fused_sdp_choice` of the CPU.
+of the dtype of q, as in torch's own kernels. Values of another width than keys (latent attention) take the kernel that
+torch has for them on GPUs. Dropout, grouped heads without repetition and other ranks than four are left to the
+decomposition. Source: torch's `_fused_sdp_choice` of the CPU, and of CUDA for such values.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ _aten: Any = torch.ops.aten
 FUSED: Any = getattr(_aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 """The fused kernel, None where torch has none; then attention on meta is decomposed, and memory is overestimated."""
 FUSED_BACKWARD: Any = getattr(_aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
+
+FUSED_UNLIKE: Any = getattr(_aten, "_scaled_dot_product_efficient_attention", None)
+"""The same for values of another width; torch's registry has its FLOPs."""
 
 
 @contextmanager
@@ -71,7 +75,8 @@ def _backend_of_meta() -> Iterator[None]:
 def fused_attention() -> Iterator[None]:
     """Within it, attention on meta tensors takes the fused kernel, in every thread of this process.
 
-    Uses torch.ops.aten._scaled_dot_product_flash_attention_for_cpu and _scaled_dot_product_attention_math.
+    Uses torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, _scaled_dot_product_efficient_attention and
+    _scaled_dot_product_attention_math.
     """
     with kernels("aten", "AutogradMeta") as add:
         if FUSED is not None:
@@ -93,12 +98,16 @@ def _attention(
     mask = attn_mask
     alike = query.dim() == key.dim() == value.dim() == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]
     trained = mask is not None and mask.requires_grad
-    if not alike or query.shape[-1] != value.shape[-1] or dropout_p or trained or (mask is not None and is_causal):
+    unlike = query.shape[-1] != value.shape[-1]
+    decomposed = not alike or dropout_p or trained or (mask is not None and is_causal)
+    if decomposed or (unlike and FUSED_UNLIKE is None):
         whole, _scores = _aten._scaled_dot_product_attention_math(
             query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
         )
         return whole  # type: ignore[no-any-return]
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
+    if unlike:
+        return FUSED_UNLIKE(query, key, value, mask, True, 0.0, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
     out, _rows = FUSED(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
     return out  # type: ignore[no-any-return]

@@ -89,7 +89,7 @@ def axis_rank(case: Case, name: str, rank: int) -> int:
     return case.axis_rank(name, rank)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=2**14)
 def coordinates(case: Case, rank: int) -> Mapping[str, tuple[int, int]]:
     """Axis -> (place of a global rank on it, ranks on it); needs no running world."""
     return {name: (axis_rank(case, name, rank), axis_size(case, name)) for name in case.axis_sizes}

@@ -20,7 +20,7 @@ from parallel.experts.capacity import taken
 from parallel.experts.counts import rows_sent, tokens_of
 from parallel.experts.dispatch import ByAllGather, ByAllToAll
 from parallel.experts.linears import Experts
-from parallel.experts.losses import balance_term
+from parallel.experts.losses import balance_term, has_balance
 from parallel.experts.router import Router, select, weigh
 from parallel.layers.mlp import Mlp
 from parallel.layers.terms import Terms
@@ -101,7 +101,7 @@ class ExpertBlock(nn.Module):
         logits_TE = logits.flatten(0, 1)
         chosen_TE = self._chosen(logits_TE)
         weights_TE = weigh(self.case, logits_TE, chosen_TE)
-        if self.case.aux_loss or self.case.sequence_loss or self.case.z_loss:
+        if has_balance(self.case):
             logits_BSE, chosen_BSE = (self._by_row(one.unflatten(0, x.shape[:2])) for one in (logits_TE, chosen_TE))
             weights_TE = self.terms.attached(weights_TE, balance_term(self.case, self.mesh, logits_BSE, chosen_BSE))
         if self.case.capacity:
@@ -128,7 +128,7 @@ class ExpertBlock(nn.Module):
         return x.transpose(0, 1) if self.sequence_dim == 0 else x
 
     def _sent_by(self, step: int, micro: int, rank: int) -> tuple[int, ...]:
-        return rows_sent(self.case, self.block, step, micro)[rank]
+        return rows_sent(self.case, self.block, step, micro, rank)
 
 
 def blocks_of(rank: Rank) -> dict[str, ExpertBlock]:

@@ -7,6 +7,7 @@ rows (cp), and of these an equal part in a row (tp).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,10 +17,10 @@ from torch import Tensor
 
 from parallel.communication.mesh import coordinates
 from reference.case import Case
-from reference.data.routing import first_token, forced
+from reference.data.routing import first_token, forced, period
 from reference.training.routing import chosen_by_the_dense_model
 
-__all__ = ["Sent", "places_of", "rows_sent", "tokens_of"]
+__all__ = ["Sent", "micro_batches", "places_of", "rows_sent", "tokens_of"]
 
 
 def places_of(case: Case, cp_rank: int, tp_rank: int) -> Tensor:
@@ -38,19 +39,32 @@ def tokens_of(case: Case, at: Mapping[str, tuple[int, int]], step: int, micro: i
     return rows + places_of(case, at["cp"][0], at["tp"][0])
 
 
-@lru_cache(maxsize=256)
-def rows_sent(case: Case, block: str, step: int, micro: int) -> Mapping[int, tuple[int, ...]]:
-    """Global rank -> the rows that it sends to each expert of the layer of this name."""
-    found: dict[tuple[int, ...], tuple[int, ...]] = {}
-    ranks: dict[int, tuple[int, ...]] = {}
-    for rank in range(case.world_size):
-        at = coordinates(case, rank)
-        key = tuple(at[axis][0] for axis in ("tp", "cp", "dp"))
-        if key not in found:
-            wanted = _chosen(case, block, step, micro, at).flatten(0, 1).sum(0)
-            found[key] = tuple((wanted * 0 + case.most_rows if case.pad else wanted.clamp(max=case.most_rows)).tolist())
-        ranks[rank] = found[key]
-    return ranks
+def rows_sent(case: Case, block: str, step: int, micro: int, rank: int) -> tuple[int, ...]:
+    """The rows that a global rank sends to each expert of the layer of this name; counted once where choices return."""
+    at, known = coordinates(case, rank), _known(case)
+    first, every = first_token(case, step, micro, at["dp"][0]), period(case)
+    key = block, first % every if every else first, at["cp"][0], at["tp"][0]
+    if key not in known:
+        wanted = _chosen(case, block, step, micro, at).flatten(0, 1).sum(0)
+        known[key] = tuple((wanted * 0 + case.most_rows if case.pad else wanted.clamp(max=case.most_rows)).tolist())
+    return known[key]
+
+
+@lru_cache(maxsize=4)
+def _known(_case: Case) -> dict[tuple[str, int, int, int], tuple[int, ...]]:
+    """Where the counts of the cases that were counted last are kept."""
+    return {}
+
+
+def micro_batches(case: Case) -> Counter[tuple[int, int]]:
+    """A step and a micro-batch of every kind -> how many of the run send the same rows."""
+    every, alike = period(case), dict[int, tuple[int, int]]()
+    found = Counter[tuple[int, int]]()
+    for step in range(case.steps):
+        for micro in range(case.micro):
+            first = first_token(case, step, micro, 0)
+            found[alike.setdefault(first % every if every else first, (step, micro))] += 1
+    return found
 
 
 def _chosen(case: Case, block: str, step: int, micro: int, at: Mapping[str, tuple[int, int]]) -> Tensor:

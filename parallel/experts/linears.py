@@ -22,6 +22,7 @@ class _Stacked(nn.Module):
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
+        self.weight.allreduce = False  # type: ignore[attr-defined]  # as Megatron-Core and DeepSpeed mark experts
 
 
 class Experts(nn.Module):

@@ -2,9 +2,11 @@
 
     aux_loss        E/(K T^2) * sum over experts of (its rows) * (the sum of its scores)     T tokens of a micro-batch
     sequence_loss   the same of every row, and the mean over rows
+    global_loss     the same of the micro-batches that all data ranks have at once, the mean over data ranks
     z_loss          1/T * the sum of logsumexp(logits)^2
 
-Rows are those of all ranks that hold the micro-batch, one all-reduce of integers each; scores are this rank's own, so
+Rows are those of all ranks that hold the micro-batch (or, for global_loss, one of them), one all-reduce of integers
+each; scores are this rank's own, so
 that the terms of all ranks add up to the loss. Each is times T, for a step's gradients are divided by its counted
 tokens in the end (Megatron's per-token mode, which took the rank's own number for T: experts.md 21.5, X1).
 Scores are the softmax, or shares of sigmoids; choices are those without groups and bias. Source: Megatron-Core 0.16.1
@@ -21,7 +23,12 @@ from parallel.communication.mesh import Mesh
 from parallel.experts.router import scores, select
 from reference.case import Case
 
-__all__ = ["balance_term"]
+__all__ = ["balance_term", "has_balance"]
+
+
+def has_balance(case: Case) -> bool:
+    """Has the case a balance loss?"""
+    return any((case.aux_loss, case.sequence_loss, case.global_loss, case.z_loss))
 
 
 def balance_term(case: Case, mesh: Mesh, logits_BSE: Tensor, chosen_BSE: Tensor) -> Tensor:
@@ -34,6 +41,10 @@ def balance_term(case: Case, mesh: Mesh, logits_BSE: Tensor, chosen_BSE: Tensor)
         rows_E = all_reduce(chosen_BSE.sum((0, 1)), mesh.axis("tp_cp"))
         balance = (rows_E * share_BSE.sum((0, 1))).sum() * factor / case.tokens**2
         term = term + case.aux_loss * case.tokens * balance
+    if case.global_loss:
+        rows_E = all_reduce(chosen_BSE.sum((0, 1)), mesh.axis("tp_cp_dp"))
+        balance = (rows_E * share_BSE.sum((0, 1))).sum() * factor / case.tokens**2 / case.dp
+        term = term + case.global_loss * case.tokens * balance
     if case.sequence_loss:
         rows_BE = all_reduce(chosen_BSE.sum(1), mesh.axis("tp_cp"))
         balance = (rows_BE * share_BSE.sum(1)).sum() * factor / case.row_tokens**2 / case.rows

@@ -7,13 +7,14 @@ goes forward returns in backward the other way.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Iterator, Mapping
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 from parallel.communication.expectation import ACTIVATION, CallPlace, CallRow, in_modules
 from parallel.communication.mesh import coordinates
-from parallel.experts.counts import Sent, rows_sent
-from parallel.schedules.stages import stages
+from parallel.experts.counts import Sent, micro_batches, rows_sent
+from parallel.schedules.stages import Stage, stages
 from reference.case import Case
 
 __all__ = ["rows_of_experts"]
@@ -26,7 +27,7 @@ def rows_of_experts(case: Case) -> tuple[CallRow, ...]:
     """The calls of the case's layers with experts, shared ones aside, which are linears like others."""
     router = case.dtype if case.router_dtype == "model" else case.router_dtype
     dispatched = _gathered(router) if case.dispatcher == "allgather" else _exchanged(router)
-    return (*_around(case), *dispatched, *(BALANCE if case.aux_loss or case.sequence_loss else ()))
+    return (*_around(case), *dispatched, *(row for row in BALANCE if getattr(case, row.when)))
 
 
 def _around(case: Case) -> Iterator[CallRow]:
@@ -76,54 +77,88 @@ def _exchanged(router: str) -> Iterator[CallRow]:
         ("ep", "backward", "all_to_all", "received", "gradients of weights", router),
         ("ep", "backward", "all_to_all", f"received{hidden}", "gradients of rows", ""),
     ):
-        yield CallRow(_by_rank, phase, op, rows, why, axis=axis, dtype=dtype, times="calls")
+        number = next(name for name in _Numbers._fields if name in rows)
+        yield CallRow(partial(_by_number, number), phase, op, rows, why, axis=axis, dtype=dtype, times="calls")
 
 
 _layers = in_modules(lambda case: [f"{block}.mlp" for block in case.layers_with_experts])
 
 
-def _counted(elements: str, why: str, when: str) -> CallRow:
-    return CallRow(_layers, "forward", "all_reduce", elements, why, axis="tp_cp", dtype="int64", when=when)
+def _counted(elements: str, why: str, when: str, axis: str = "tp_cp") -> CallRow:
+    return CallRow(_layers, "forward", "all_reduce", elements, why, axis=axis, dtype="int64", when=when)
 
 
 BALANCE = (
     _counted("experts", "tokens of every expert, of all ranks of a micro-batch", "aux_loss"),
+    _counted("experts", "the same of all data ranks", "global_loss", "tp_cp_dp"),
     _counted("rows * experts", "the same of every row", "sequence_loss"),
 )
 """The counts of balance losses."""
 
 
-def _by_rank(case: Case) -> Iterator[CallPlace]:
-    """Every layer on every rank that sends other numbers of rows than others, by these numbers."""
-    return iter(_places(case))
+class _Numbers(NamedTuple):
+    """Rows that a rank sends, that it receives, and the most that one of the etp ranks of its experts receives."""
+
+    sent: int
+    received: int
+    most: int
+
+
+def _by_number(number: str, case: Case) -> Iterator[CallPlace]:
+    """Every layer on every rank where this number is another than on others, with the number."""
+    for stage, block, counts in _of_layers(case):
+        own = {rank: Counter[int]() for rank in counts}
+        for rank, of_rank in counts.items():
+            for numbers, calls in of_rank.items():
+                own[rank][getattr(numbers, number)] += calls
+        for at, alike in _apart(case, own):
+            for value, calls in alike.items():
+                yield CallPlace(module=f"{block}.mlp", at={**stage.at, **at}, values={number: value, "calls": calls})
+
+
+def _apart(case: Case, own: Mapping[int, Counter[int]]) -> Iterator[tuple[dict[str, int], Counter[int]]]:
+    """The coordinates by which ranks differ, with what those there have: none, those among experts, or all."""
+    for axes in ((), ("etp", "ep"), tuple(axis for axis, size in case.mesh.items() if size > 1)):
+        places = {rank: tuple(coordinates(case, rank)[axis][0] for axis in axes) for rank in own}
+        found = {place: own[rank] for rank, place in places.items()}
+        if all(found[places[rank]] == counts for rank, counts in own.items()):
+            yield from ((dict(zip(axes, place, strict=True)), counts) for place, counts in found.items())
+            return
 
 
 @lru_cache(maxsize=4)
-def _places(case: Case) -> tuple[CallPlace, ...]:
-    found: list[CallPlace] = []
+def _of_layers(case: Case) -> tuple[tuple[Stage, str, dict[int, Counter[_Numbers]]], ...]:
+    """Every stage with each of its layers: rank -> its numbers, and in how many micro-batches of the run."""
+    kinds, groups = micro_batches(case), case.axes["etp_ep"]
+    found = []
     for stage in stages(case):
-        ranks = [rank for rank in range(case.world_size) if coordinates(case, rank)["pp"][0] == stage.rank]
+        own = [ranks for ranks in groups if coordinates(case, ranks[0])["pp"][0] == stage.rank]
         for block in filter(stage.holds, case.layers_with_experts):
-            counts = {rank: _counts(case, block, rank) for rank in ranks}
-            alike = len({frozenset(of_rank.items()) for of_rank in counts.values()}) == 1
-            for rank, of_rank in [*counts.items()][: 1 if alike else None]:
-                at = {} if alike else {axis: coordinates(case, rank)[axis][0] for axis in case.mesh}
-                for (sent, received, most), calls in of_rank.items():
-                    values = {"sent": sent, "received": received, "most": most, "calls": calls}
-                    found.append(CallPlace(module=f"{block}.mlp", at={**stage.at, **at}, values=values))
+            counts = {rank: of_rank for ranks in own for rank, of_rank in _counts(case, block, ranks, kinds).items()}
+            found.append((stage, block, counts))
     return tuple(found)
 
 
-def _counts(case: Case, block: str, rank: int) -> Counter[tuple[int, int, int]]:
-    """(sent, received, most) of a rank -> in how many micro-batches of the run."""
-    every = next(ranks for ranks in case.axes["etp_ep"] if rank in ranks)
-    at = {(coordinates(case, one)["etp"][0], coordinates(case, one)["ep"][0]): one for one in every}
-    own = coordinates(case, rank)
-    found: Counter[tuple[int, int, int]] = Counter()
-    for step in range(case.steps):
-        for micro in range(case.micro):
-            of_rank = rows_sent(case, block, step, micro)
-            rows = tuple(tuple(of_rank[at[etp, ep]] for ep in range(case.ep)) for etp in range(case.expert_parts))
-            sent = Sent(rows=rows, etp=own["etp"][0], ep=own["ep"][0])
-            found[sum(sent.sent), sum(sent.received), sent.most] += 1
+def _counts(
+    case: Case, block: str, ranks: tuple[int, ...], kinds: Counter[tuple[int, int]]
+) -> dict[int, Counter[_Numbers]]:
+    """Every rank of a group that exchanges tokens -> its numbers, and in how many micro-batches of the run."""
+    at = {rank: (coordinates(case, rank)["etp"][0], coordinates(case, rank)["ep"][0]) for rank in ranks}
+    by_place = {place: rank for rank, place in at.items()}
+    found: dict[int, Counter[_Numbers]] = {rank: Counter() for rank in ranks}
+    for (step, micro), calls in kinds.items():
+        rows = tuple(
+            tuple(rows_sent(case, block, step, micro, by_place[etp, ep]) for ep in range(case.ep))
+            for etp in range(case.expert_parts)
+        )
+        numbers = _numbers(rows)
+        for rank in ranks:
+            found[rank][numbers[at[rank]]] += calls
     return found
+
+
+@lru_cache(maxsize=16)
+def _numbers(rows: tuple[tuple[tuple[int, ...], ...], ...]) -> dict[tuple[int, int], _Numbers]:
+    """Place (etp, ep) in such a group -> its numbers."""
+    every = (Sent(rows=rows, etp=etp, ep=ep) for etp in range(len(rows)) for ep in range(len(rows[0])))
+    return {(one.etp, one.ep): _Numbers(sum(one.sent), sum(one.received), one.most) for one in every}

@@ -68,7 +68,7 @@ def applied(strategy: Strategy, case: Case) -> Strategy:
         strategy,
         placements=placements,
         activation=lambda case, module: _activation(case, strategy, module),
-        partial=lambda case, name: _partial(case, name) or strategy.partial(case, name),
+        partial=lambda case, name: _partial(case, name) or (not _split(name) and strategy.partial(case, name)),
         apart={**strategy.apart, "edp": own},
         parts=parts,
         rows=(*strategy.rows, *rows_of_experts(case), *(BIASES if case.bias_rate else ())),
@@ -78,10 +78,15 @@ def applied(strategy: Strategy, case: Case) -> Strategy:
 
 def _placed(name: str, place: Placement) -> Placement:
     """The experts over ep, and the inner features of each over etp."""
-    if ".mlp.experts." not in name:
+    if not _split(name):
         return place
     inner = 2 if name.endswith(".down.weight") else 1
     return replace(place, cuts=(*place.cuts, Cut(axis="ep"), Cut(axis="etp", dim=inner)))
+
+
+def _split(name: str) -> bool:
+    """Is this parameter one of the experts, which has seen the tokens of all ranks that send any?"""
+    return ".mlp.experts." in name
 
 
 def _partial(case: Case, name: str) -> bool:

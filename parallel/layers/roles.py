@@ -25,6 +25,7 @@ __all__ = [
     "head_norms",
     "is_column",
     "is_row",
+    "linears",
     "mlp_linears",
     "row_linears",
     "with_widths",
@@ -59,6 +60,11 @@ def mlp_linears(case: Case) -> tuple[str, ...]:
 def head_norms(case: Case) -> tuple[str, ...]:
     """The norms inside one attention: they act on every head by itself."""
     return ("q_norm", "k_norm") if case.qk_norm else ()
+
+
+def linears(case: Case) -> list[str]:
+    """Dotted names of all column and row linears, in forward order."""
+    return [name for name in _modules(case) if is_column(name) or is_row(name)]
 
 
 def column_linears(case: Case) -> list[str]:

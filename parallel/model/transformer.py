@@ -6,7 +6,7 @@ layers.{i}.attention_norm, layers.{i}.attention.wqkv ..., final_norm, head. Hidd
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
@@ -154,10 +154,15 @@ class Transformer(nn.Module):
 
 def _layer(case: Case, strategy: Strategy, parts: Parts, dropout: Dropout, device: torch.device, name: str) -> Layer:
     replaced = case.replaced(case.blocks[name])
-    others = {branch: parts.branches[feature](f"{name}.{branch}", dropout) for branch, feature in replaced.items()}
-    attention = others.get("attention") or _attention(case, strategy, parts, dropout, device, name)
-    mlp = others.get("mlp") or Mlp(
-        case.activation, {leaf: parts.linear(f"{name}.mlp.{leaf}") for leaf in mlp_linears(case)}
+
+    def branch(leaf: str, plain: Callable[[], nn.Module]) -> nn.Module:
+        feature = replaced.get(leaf)
+        return parts.branches[feature](f"{name}.{leaf}", dropout) if feature else plain()
+
+    # In forward order: who gathers weights ahead counts linears as they are built.
+    attention = branch("attention", lambda: _attention(case, strategy, parts, dropout, device, name))
+    mlp = branch(
+        "mlp", lambda: Mlp(case.activation, {leaf: parts.linear(f"{name}.mlp.{leaf}") for leaf in mlp_linears(case)})
     )
     behind = {leaf: module() for leaf, module in parts.behind_layer.items()}
     norms = (_norm(case, case.hidden, device) for _ in range(2))

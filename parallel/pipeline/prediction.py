@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from parallel.schedules.messages import Program, programs
 from parallel.schedules.pipeline import Action
-from parallel.schedules.stages import held_by_rank, pipeline_of
+from parallel.schedules.stages import Stage, held_by_rank, pipeline_of
 from parallel.schedules.timing import Span, bubble_stated, played
 from reference.case import Case
 
@@ -32,10 +32,17 @@ class CasePipeline:
 
     @property
     def alike(self) -> tuple[int, ...]:
-        """Rank -> the first rank that has as many layers and the same ends of the model."""
+        """Rank -> the first rank that has as many layers of every kind and the same ends of the model."""
         ranks = held_by_rank(self.case)
-        kinds = [[(stage.first, stage.last, len(stage.layers)) for stage in own] for own in ranks]
+        kinds = [[(stage.first, stage.last, self._kinds(stage)) for stage in own] for own in ranks]
         return tuple(kinds.index(kind) for kind in kinds)
+
+    def _kinds_of_ranks(self) -> list[set[tuple[str, ...]]]:
+        return [{kind for stage in own for kind in self._kinds(stage)} for own in held_by_rank(self.case)]
+
+    def _kinds(self, stage: Stage) -> list[tuple[str, ...]]:
+        """What stands in the place of attention and MLP in each of its layers."""
+        return [tuple(sorted(self.case.replaced(layer).values())) for layer in stage.layers]
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -49,14 +56,17 @@ class CasePipeline:
         return None if stated is None else float(stated)
 
     def sample(self, depth: int | None) -> Case:
-        """One step of the fewest micro-batches, two or a group of them; with `depth` layers in every chunk."""
+        """One step of the fewest micro-batches, two or a group of them; with `depth` layers in every chunk, unless some
+        rank then had no layer of a kind that it has, or another one.
+        """
         case, pipeline = self.case, pipeline_of(self.case)
         short = {"steps": 1, "micro": pipeline.in_a_row if self.chunks > 1 else 2}
         if depth is None:
             return case.but(**short)
         each = depth * self.chunks
         ends = {"first_layers": each * bool(case.first_layers), "last_layers": each * bool(case.last_layers)}
-        return case.but(**short, **ends, layers=each * pipeline.ranks)
+        made = case.but(**short, **ends, layers=each * pipeline.ranks)
+        return made if CasePipeline(case=made)._kinds_of_ranks() == self._kinds_of_ranks() else case.but(**short)
 
     def spans(
         self, seconds: Callable[[int, Action], float], message_s: Callable[[int, int], float]

@@ -20,7 +20,7 @@ from functools import partial
 from parallel.communication.batch import DELIVERY
 from parallel.communication.expectation import STAGES, CallPlace, CallRow, Places
 from parallel.layers.loss import LOSS
-from parallel.layers.roles import ATTENTION, attention_linears, mlp_linears
+from parallel.layers.roles import ATTENTION, linears
 from parallel.model.strategy import Strategy
 from parallel.schedules.stages import computed_again, stages
 from parallel.schemes import weight_parallel
@@ -49,19 +49,19 @@ def _gathers(case: Case, layers: Sequence[int], full: dict[str, Shape]) -> Itera
     blocks = {layer: _linears(case, layer) for layer in layers}
     order, first, last, recomputed = [*itertools.chain(*blocks.values())], layers[0], layers[-1], computed_again(case)
     following = dict(zip(order, [*order[1:], order[-1]], strict=True))
-    for layer, linears in blocks.items():
+    for layer, own in blocks.items():
         again = layer in recomputed
         by_block = case.fuse_weights or (case.overlap and again)
-        before = f"layers.{layer - 1}.attention.wo" if layer > first else linears[0]
-        later = blocks[min(layer + 1, last)] if case.overlap else linears
-        sizes = {linear: _elements(full, linear) for linear in linears}
+        before = f"layers.{layer - 1}.attention.wo" if layer > first else own[0]
+        later = blocks[min(layer + 1, last)] if case.overlap else own
+        sizes = {linear: _elements(full, linear) for linear in own}
         if case.fuse_weights:
-            sizes = {linears[0]: [sum(itertools.chain(*sizes.values()))]}
+            sizes = {own[0]: [sum(itertools.chain(*sizes.values()))]}
         for linear, elements in sizes.items():
             one_by_one = following[linear] if case.overlap else linear
             starts = before if case.overlap else linear, later[-1] if by_block else one_by_one
             # The first linear of a block that started all of its gathers waits before anything is computed.
-            at_once = linear != linears[0]
+            at_once = linear != own[0]
             ahead = layer > first or at_once, not again or layer < last or at_once
             for size in elements:
                 yield _Gather(
@@ -75,8 +75,7 @@ def _gathers(case: Case, layers: Sequence[int], full: dict[str, Shape]) -> Itera
 
 def _linears(case: Case, layer: int) -> list[str]:
     """The linears of one layer in forward order."""
-    attention = [f"layers.{layer}.attention.{leaf}" for leaf in attention_linears(case)]
-    return attention + [f"layers.{layer}.mlp.{leaf}" for leaf in mlp_linears(case)]
+    return [linear for linear in linears(case) if linear.startswith(f"layers.{layer}.")]
 
 
 def _elements(full: dict[str, Shape], linear: str) -> list[int]:

@@ -110,7 +110,7 @@ def parts(case: Case, mesh: Mesh, device: torch.device) -> Parts:
         return local_shape(places[name], mesh.coordinates) if name in places else None
 
     def linear(name: str) -> nn.Module:
-        _, block, _, leaf = name.split(".")
+        block, leaf = name.split(".")[1], name.rpartition(".")[2]
         shape = local_shape(places[f"{name}.weight"], mesh.coordinates)
         gathers = by_layer[int(block)]
         return WeightLinear(shape, gathers, block=int(block), leaf=leaf, bias=case.bias, dtype=dtype, device=device)

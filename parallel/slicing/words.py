@@ -22,7 +22,7 @@ PATHS = ("autotp", "container")
 CONTAINERS = ("opt", "llama")
 """Families with a container here; the other families are cut by AutoTP."""
 _KNOWN: dict[str, tuple[str, ...]] = {
-    "preset": tuple(name for name, words in PRESETS.items() if words["family"] in FAMILIES),
+    "preset": tuple(name for name, words in PRESETS.items() if words["family"] in FAMILIES and "experts" not in words),
     "family": tuple(FAMILIES),
     "path": PATHS,
     "head": ("sum", "gather"),

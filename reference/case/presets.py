@@ -2,7 +2,8 @@
 
 Sources: gpt3-857m is the configuration of NVIDIA's GPT example (its real size is 356 M parameters); InternLM2 from its
 published configurations; Llama 3 from "The Llama 3 Herd of Models", table 3; OPT from "OPT: Open Pre-trained
-Transformer Language Models", table 1.
+Transformer Language Models", table 1; DeepSeek-V3 from its technical report (arXiv:2412.19437), 4.2; Mixtral from
+"Mixtral of Experts" (arXiv:2401.04088), table 1.
 """
 
 from __future__ import annotations
@@ -47,6 +48,15 @@ def _llama(*shape: int) -> dict[str, Any]:
     return {**FAMILIES["llama"], **_shape(*shape), "fuse_qkv": False}
 
 
+_DEEPSEEK_V3 = {
+    **_llama(61, 7168, 128, 128, 18432, 129280, 4096),
+    **{"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_head_dim": 128, "qk_rope_dim": 64, "v_head_dim": 128},
+    **{"dense_layers": 3, "experts": 256, "top_k": 8, "expert_ffn": 2048, "shared_ffn": 2048},
+    **{"router": "sigmoid", "router_scale": 2.5, "router_groups": 8, "kept_groups": 4},
+    **{"bias_rate": 0.001, "sequence_loss": 0.0001, "prediction_depth": 1, "batch": 1},
+}
+_MIXTRAL = {**_llama(32, 4096, 32, 8, 14336, 32000, 8192), "experts": 8, "top_k": 2, "aux_loss": 0.02, "batch": 1}
+
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny-gpt": {**_GPT, **_shape(2, 64, 8, 2, 256, 509, 32)},
     "tiny-internlm2": _internlm2(2, 64, 8, 2, mlp_width(64, 2.6, 24), 264, 32),
@@ -57,6 +67,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama3-8b": _llama(32, 4096, 32, 8, 14336, 128256, 8192),
     "llama3-70b": _llama(80, 8192, 64, 8, 28672, 128256, 8192),
     "llama3-405b": _llama(126, 16384, 128, 8, 53248, 128256, 8192),
+    "mixtral-8x7b": _MIXTRAL,
+    "deepseek-v3": _DEEPSEEK_V3,
     "opt-125m": {**_OPT, **_shape(12, 768, 12, 12, 3072, 50272, 2048)},
 }
 

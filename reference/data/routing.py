@@ -1,6 +1,6 @@
 """Which experts tokens go to where no router chooses (`routing=`): a function of seed, layer and the token's number.
 
-    equal    the next top_k experts, round and round
+    equal    the next top_k experts, round and round; with skew=1/4 the first top_k experts for a quarter of the tokens
     skewed   expert x is drawn with a weight of 1 / (1 + x)
     empty    only the first half of the experts is drawn, or the first top_k
     one      the same top_k experts for all tokens
@@ -12,13 +12,16 @@ many rows a rank sends can count them without a model.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from reference.case import Case
 from reference.checkpoints.stored import steps_before
+from reference.language.routers import SKEW_PARTS
 
-__all__ = ["EQUAL_DIGITS", "first_token", "forced"]
+__all__ = ["EQUAL_DIGITS", "first_token", "forced", "period"]
 
 EQUAL_DIGITS = 9
 """Weights that agree to so many decimals are equal where experts drop rows. Tokens with the same past have the same
@@ -42,7 +45,11 @@ def forced(case: Case, layer: int, tokens: Tensor) -> Tensor:
     first = int(_hash(torch.tensor(case.seed % 2**62 + layer)) % case.experts)
     match case.routing:
         case "equal":
-            chosen = (every - tokens[..., None] * count - first) % case.experts < count
+            places = (tokens * count + first) % case.experts
+            if case.skew:  # as many tokens in a row as there are experts: what is left of the others is equal
+                part = tokens // case.experts % SKEW_PARTS
+                places = torch.where(part < round(case.skew * SKEW_PARTS), 0, places)
+            chosen = ((every - every[:, None]) % case.experts < count)[places]
         case "one":
             chosen = ((every - first) % case.experts < count).expand(*tokens.shape, -1)
         case "skewed" | "empty":
@@ -57,6 +64,13 @@ def forced(case: Case, layer: int, tokens: Tensor) -> Tensor:
         case _:
             raise ValueError(f"routing={case.routing}: leaves the choice to the router; legal: equal skewed empty one")
     return chosen
+
+
+def period(case: Case) -> int:
+    """After how many tokens the same choices return; 0: never, or not known."""
+    if case.routing == "equal":
+        return int(case.experts * SKEW_PARTS if case.skew else case.experts // math.gcd(case.experts, case.top_k))
+    return int(case.routing == "one")
 
 
 def _hash(x: Tensor) -> Tensor:

@@ -10,11 +10,13 @@ Sources: Megatron-Core 0.16.1 `MoELayer` and `parallel_state` (experts.md 21, 22
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from reference.errors import CaseError
 from reference.groups import Layout, RankOrder
+from reference.language import routers
 from reference.language.core import Core
 from reference.language.modes import whose
 from reference.language.words import Problem, declared, multiple, not_default, word
@@ -22,6 +24,11 @@ from reference.language.words import Problem, declared, multiple, not_default, w
 _POSITIVE = "0 or a positive number"
 _OF_EXPERTS: Mapping[str, str] = {"tp": "etp", "dp": "edp"}
 """Axis of an order -> what stands in its place where experts are numbered."""
+
+
+def _where_learned(key: str, plain: float) -> Callable[[Mapping[str, Any]], Any]:
+    """What a word about the router's choice is where `routing=` is said: its own where the router chooses."""
+    return lambda values: values[key] if values["routing"] == "learned" else plain
 
 
 class Experts(Core):
@@ -50,6 +57,17 @@ class Experts(Core):
     )
     shared_gate: bool = word(False, "what the shared expert returns is multiplied by sigmoid(x wg)")
     dense_layers: int = word(0, "first layers that keep their MLP", legal="0, or at least 1", domain=(0, 1))
+    routing: str = word(
+        "learned",
+        "who chooses: the router, or a function of seed, layer and token that loads experts as named",
+        legal=("learned", "equal", "skewed", "empty", "one"),
+    )
+    skew: float = word(
+        0.0,
+        "share of tokens that all go to the first top_k experts (routing=equal)",
+        legal="sixteenths from 0 to 1",
+        domain=(0.0, 0.25),
+    )
     router: str = word(
         "softmax",
         "weights of the chosen experts: a softmax of them, of all experts, or shares of sigmoids",
@@ -60,13 +78,23 @@ class Experts(Core):
         1,
         "groups of experts with neighbouring numbers, of which a token keeps some (routing=learned)",
         domain=(1, 4, 2),
+        follows=("routing",),
+        value=_where_learned("router_groups", 1),
     )
-    kept_groups: int = word(1, "groups that a token keeps, those with the largest scores", domain=(1, 2))
+    kept_groups: int = word(
+        1,
+        "groups that a token keeps, those with the largest scores",
+        domain=(1, 2),
+        follows=("routing",),
+        value=_where_learned("kept_groups", 1),
+    )
     bias_rate: float = word(
         0.0,
         "step of the bias with which experts are chosen, so that all get as many tokens (router=sigmoid); 0: no bias",
-        legal="0 or a positive number",
+        legal=_POSITIVE,
         domain=(0.0, 0.1),
+        follows=("routing",),
+        value=_where_learned("bias_rate", 0.0),
     )
     aux_loss: float = word(
         0.0,
@@ -76,6 +104,12 @@ class Experts(Core):
     )
     sequence_loss: float = word(
         0.0, "coefficient of the same loss of every row, a mean over rows", legal=_POSITIVE, domain=(0.0, 0.1)
+    )
+    global_loss: float = word(
+        0.0,
+        "coefficient of the same loss of a micro-batch of all data ranks together (routing by a function)",
+        legal=_POSITIVE,
+        domain=(0.0, 0.1),
     )
     z_loss: float = word(
         0.0, "coefficient of the mean square of log sum exp of the logits", legal=_POSITIVE, domain=(0.0, 0.01)
@@ -90,11 +124,6 @@ class Experts(Core):
         "score", "rows beyond are those of the smallest weights, or of the last tokens", legal=("score", "position")
     )
     pad: bool = word(False, "every rank sends exactly as many rows to every expert (capacity)")
-    routing: str = word(
-        "learned",
-        "who chooses: the router, or a function of seed, layer and token that loads experts as named",
-        legal=("learned", "equal", "skewed", "empty", "one"),
-    )
     router_dtype: str = word(
         "model", "dtype of the router and of the weights that it sends", legal=("model", "float32", "float64")
     )
@@ -125,7 +154,7 @@ class Experts(Core):
         joined = {**layout.joined, "etp_ep": "etp-ep"}
         if self.aux_loss or self.sequence_loss:
             joined["tp_cp"] = "tp-cp"
-        if self.bias_rate:
+        if self.bias_rate or self.global_loss:
             joined["tp_cp_dp"] = "tp-cp-dp"
         return replace(layout, orders=(*layout.orders, self._order_of_experts), joined=joined)
 
@@ -169,6 +198,12 @@ class Experts(Core):
         """Their dotted names."""
         return tuple(block for block, layer in self.blocks.items() if self.has_experts(layer))
 
+    @property
+    def repeating_layers(self) -> tuple[int, int]:
+        """The same behind those without experts."""
+        first, unit = super().repeating_layers
+        return max(first, multiple(self.dense_layers, unit)), unit
+
     def has_experts(self, layer: int) -> bool:
         """Does this layer have experts?"""
         return self.experts > 0 and layer >= self.dense_layers
@@ -189,68 +224,17 @@ class Experts(Core):
             return
         if self.experts < 2:
             yield "experts", "is 0, or at least 2 to choose from", "experts=2"
-        if self.system.gathers_weights or self.system.uneven:
-            owners = whose(lambda mode: not mode.gathers_weights and not mode.uneven)
+        if self.system.uneven:
+            owners = whose(lambda mode: not mode.uneven)
             yield "experts", f"mode={self.mode} has none; layers of mode={owners} may have them", "experts=0"
         for key in ("etp", "expert_ffn", "shared_ffn", "dense_layers"):
             if getattr(self, key) < 0:
                 yield key, "must not be negative", f"{key}={declared(Experts)[key].default}"
         if self.dense_layers >= self.layers:
             yield "dense_layers", f"leaves none of layers={self.layers} to experts", "dense_layers=0"
-        yield from self._routers()
+        yield from routers.problems(self, {name: field.default for name, field in declared(Experts).items()})
         yield from self._ranks()
         yield from self._beside()
-
-    def _routers(self) -> Iterator[Problem]:
-        if self.top_k > self.experts:
-            yield "top_k", f"must be at most experts={self.experts}", f"top_k={self.experts}"
-        if self.top_k == 1 and self.router == "softmax":
-            rule = "gives the only chosen expert the weight 1, and the router no gradient (top_k=1)"
-            yield "router", rule, "router=pre-softmax"
-        if not self.router_scale > 0 or math.isinf(self.router_scale):
-            yield "router_scale", "must be a positive number", "router_scale=1.0"
-        for key in ("bias_rate", "aux_loss", "sequence_loss", "z_loss", "capacity"):
-            if not 0 <= getattr(self, key) < math.inf:
-                yield key, "must be 0 or a positive number", f"{key}=0.0"
-        yield from self._choices()
-        if self.routing == "learned" and self.dtype != "float64":
-            rule = f"compares choices exactly, and rounding in dtype={self.dtype} makes other ones"
-            yield "routing", rule, "routing=skewed"
-        if self.shared_gate and not self.shared_ffn:
-            yield "shared_gate", "is for a shared expert, and shared_ffn=0 has none", "shared_gate=false"
-        wide = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-        if self.router_dtype != "model" and wide[self.router_dtype] < wide.get(self.dtype, 8):
-            yield "router_dtype", f"must not be narrower than dtype={self.dtype}", "router_dtype=model"
-
-    def _choices(self) -> Iterator[Problem]:
-        groups, kept, count = self.router_groups, self.kept_groups, self.top_k
-        if self.experts % groups:
-            yield (
-                "router_groups",
-                f"must divide experts={self.experts}",
-                f"router_groups={math.gcd(self.experts, groups)}",
-            )
-        elif kept > groups or (groups > 1 and (count % kept or count // kept > self.experts // groups)):
-            rule = f"of {groups} groups must share top_k={count} evenly, at most {self.experts // groups} a group"
-            yield "kept_groups", rule, f"kept_groups={min(groups, count)}"
-        for key in ("router_groups", "bias_rate"):
-            if self.routing != "learned" and getattr(self, key) != declared(Experts)[key].default:
-                rule = f"changes what the router chooses, and routing={self.routing} leaves it no choice"
-                yield key, rule, f"{key}={declared(Experts)[key].default}"
-        if self.bias_rate and self.router != "sigmoid":
-            yield "bias_rate", f"is added to sigmoids, and router={self.router} has none", "router=sigmoid"
-        for key in ("load", "save") if self.bias_rate else ():
-            if getattr(self, key):
-                yield "bias_rate", f"changes a bias that no checkpoint of {key}= holds", "bias_rate=0.0"
-        for key in ("drop", "pad") if not self.capacity else ():
-            if getattr(self, key) != declared(Experts)[key].default:
-                legal = "false" if key == "pad" else "score"
-                yield key, "is about rows beyond a capacity, and capacity=0.0 takes all", f"{key}={legal}"
-        if self.capacity and self.drop == "score" and self.dtype != "float64":
-            rule = f"compares weights exactly, and rounding in dtype={self.dtype} makes others the smallest"
-            yield "drop", rule, "drop=position"
-        if self.pad and self.dispatcher != "alltoall":
-            yield "pad", f"is about rows, and dispatcher={self.dispatcher} sends none", "dispatcher=alltoall"
 
     def _ranks(self) -> Iterator[Problem]:
         ep, etp, tp = self.ep, self.expert_parts, self.tp
@@ -285,6 +269,9 @@ class Experts(Core):
         """What is not implemented beside experts."""
         if self.init == "shard":
             yield "init", "draws dense weights alone, and experts=0 has no others", "init=field"
+        if self.system.gathers_weights and self.recompute == "full":
+            rule = f"computes experts again before the weights of their layer are gathered in mode={self.mode}"
+            yield "recompute", rule, "recompute=selective"
         for key in ("early_stop", "distribute_saved"):
             if getattr(self, key):
                 yield key, "is about the end of an MLP, and experts are in its place", f"{key}=false"

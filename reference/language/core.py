@@ -200,6 +200,11 @@ class Core:
         return False
 
     @property
+    def repeating_layers(self) -> tuple[int, int]:
+        """How many first layers differ from the rest, and how many of the rest are one unit."""
+        return 0, 1
+
+    @property
     def system(self) -> Mode:
         """How the mode splits a model; of the first one for a word that is none, which a rule refuses."""
         return MODES.get(self.mode, MODES["tp"])

@@ -22,7 +22,7 @@ from harness.diagnosing.six_lines import NO_CAUSE, written
 from harness.errors import RequestError
 from harness.resolve import resolve
 from reports.printing.tables import Table, count, mark, table
-from reports.printing.text import show_message, show_table
+from reports.printing.text import show_message, show_note, show_table
 
 COMPARE = "parallel.checkpoints.comparing:compare"
 
@@ -44,7 +44,7 @@ def main(parsed: argparse.Namespace) -> int:
         print(json.dumps({"a": parsed.a, "b": parsed.b} | asdict(found), indent=2))
         return int(found.first is not None)
     for note in found.notes:
-        show_message(f"note: {note}", sys.stdout)
+        show_note(note, sys.stdout)
     show_table(compared_table(found), sys.stdout)
     if found.first is None:
         show_message("pass: all tensors are the same bit for bit", sys.stdout, style="green")
@@ -168,7 +168,7 @@ def _tell(checked: Any, files: Sequence[str], tp: int) -> int:
     absent = [name for name, times in checked.times.items() if not times]
     for names, words in ((absent, "not in the checkpoint"), (checked.left_out, "of the checkpoint, in no slice")):
         if names:
-            show_message(f"note: {words}: {', '.join(names)}", sys.stdout, style="yellow")
+            show_note(f"{words}: {', '.join(names)}", sys.stdout)
     if checked.wrong:
         show_message(f"fail: not the same once joined: {', '.join(checked.wrong)}", sys.stdout, style="bold red")
         return 1

@@ -20,7 +20,7 @@ from reports.comparing.limits import check_name, limits
 from reports.comparing.modes import modes_table, side_by_side
 from reports.comparing.snapshot import Snapshot, save, side, snapshot
 from reports.printing.tables import NOTHING, Table, count, mark, mebibytes, milliseconds, pair, table
-from reports.printing.text import append_step_summary, show_message, show_table
+from reports.printing.text import append_step_summary, show_message, show_note, show_table, show_words
 from reports.stored.frames import load
 
 
@@ -45,7 +45,7 @@ def main(arguments: argparse.Namespace) -> int:
 def _one(arguments: argparse.Namespace) -> int:
     run = load(arguments.base)
     for note in run.notes:
-        show_message(f"note: {note}", sys.stdout, style="yellow")
+        show_note(note, sys.stdout)
     show_table(modes_table(side_by_side(run)), sys.stdout)
     if arguments.save_baseline:
         _save(snapshot(run, arguments.base), arguments)
@@ -59,7 +59,7 @@ def _save(kept: Snapshot, arguments: argparse.Namespace) -> None:
 
 def _tell(found: Comparison) -> None:
     for note in found.notes:
-        show_message(f"note: {note}", sys.stdout, style="yellow")
+        show_note(note, sys.stdout)
     tables = [traffic_change_table(found)]
     tables += [events_table(found.events)] if len(found.events) else []
     tables += [times_table(found.times)] if len(found.times) else []
@@ -69,7 +69,7 @@ def _tell(found: Comparison) -> None:
     for line in found.lines:
         show_message(line, sys.stdout)
     for breach in found.breaches:
-        show_message(f"breach: {breach}", sys.stdout, style="bold red")
+        show_words(f"breach: {breach}", sys.stdout, style="bold red")
     asked = ", ".join(map(str, found.asked))
     if not found.breaches:
         show_message(f"no limit is broken: {asked}", sys.stdout, style="green")

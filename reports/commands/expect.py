@@ -20,7 +20,7 @@ from harness.cases import read_case
 from harness.errors import RequestError, ranks_text
 from harness.protocols import Axes, case_text
 from harness.terms import FIELDS, Term
-from reports.printing.text import show_message
+from reports.printing.text import show_message, show_note
 from reports.stored.frames import Run, load
 
 _SHORT = ("op", "axis")
@@ -45,7 +45,7 @@ def main(arguments: argparse.Namespace) -> int:
     verdicts = run.verdicts[(run.verdicts["case"] == case) & ~run.verdicts["verdict"].isin(("pass", "skip"))]
     if len(verdicts):
         checks = ", ".join(verdicts["check"])
-        show_message(f"note: {case} did not pass ({checks}): what it did may be wrong", sys.stderr, style="yellow")
+        show_note(f"{case} did not pass ({checks}): what it did may be wrong", sys.stderr)
     show_message(written(case, run.path.resolve().name, lines(run, case, short=arguments.short)), sys.stdout)
     return 0
 

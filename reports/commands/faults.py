@@ -28,7 +28,7 @@ from harness.running.store import Store, environment
 from harness.subject import cases_of, named
 from reports.options.checks import writing
 from reports.printing.tables import Table
-from reports.printing.text import append_step_summary, show_message, show_table, ticking
+from reports.printing.text import append_step_summary, show_message, show_note, show_table, show_words, ticking
 from reports.stored.files import MATRIX, RunFolderError, csv_table, environment_of
 
 KILLING = "suites.killing.matrix"
@@ -145,10 +145,10 @@ def _tell(found: Sequence[Any], folder: Path, as_json: bool) -> None:
         show_table(shown, sys.stdout)
     for row in rows:
         if row.survived:
-            show_message(f"survived: {row.name} in mode={row.mode} ({row.stands_for})", sys.stdout, style="bold red")
+            show_words(f"survived: {row.name} in mode={row.mode} ({row.stands_for})", sys.stdout, style="bold red")
         elif row.machine:
-            show_message(f"no verdict: {row.name} in mode={row.mode}: {row.machine}", sys.stdout, style="bold yellow")
-    show_message(f"{folder / 'kill_matrix.csv'}  (kills.jsonl beside it: cases, first places, proofs)", sys.stdout)
+            show_words(f"no verdict: {row.name} in mode={row.mode}: {row.machine}", sys.stdout, style="bold yellow")
+    show_words(f"{folder / 'kill_matrix.csv'}  (kills.jsonl beside it: cases, first places, proofs)", sys.stdout)
 
 
 def show_matrix(folder: Path, stream: TextIO) -> None:
@@ -163,16 +163,16 @@ def show_matrix(folder: Path, stream: TextIO) -> None:
     words = env.get("request", {})
     planned, subject = words.get("rows", len(rows)), words.get("subject", "a subject")
     said = f"what `shardproof faults` found: {len(rows)} of {planned} bugs planted in {subject}"
-    show_message(f"{said}; no run of cases, so no verdict on it\n", stream)
+    show_words(f"{said}; no run of cases, so no verdict on it\n", stream)
     open_rows = [row for row in rows if not row.held_back]
     apart = (matrix_table(open_rows), check_table(killed_alone(rows, tuple(CHECKS)))) if open_rows else ()
     for shown in (*apart, *figure_tables(rows)):
         show_table(shown, stream)
     for row in open_rows:
         if row.survived:
-            show_message(f"not killed: {row.name} in mode={row.mode} ({row.stands_for})", stream, style="bold red")
+            show_words(f"not killed: {row.name} in mode={row.mode} ({row.stands_for})", stream, style="bold red")
     for note in notes:
-        show_message(f"note: {note}", stream, style="yellow")
+        show_note(note, stream)
 
 
 def matrix_table(rows: Sequence[Kill]) -> Table:

@@ -23,7 +23,7 @@ from harness.running.trials.trial import Trial
 from harness.running.truth.reference import compared_with, reference_of
 from harness.subject import NamedSubject, case_of, named, truth_of
 from reports.printing.tables import Table
-from reports.printing.text import show_message, show_table
+from reports.printing.text import show_table, show_words
 
 KINDS: Mapping[str, str] = {
     "init": "initial values of parameters",
@@ -44,8 +44,10 @@ KINDS: Mapping[str, str] = {
 }
 """Kind of an outcome name -> what its tensors are."""
 OWN = "a kind of this truth's own, compared as it is"
-RULE = """Each kind is optional as a whole, and one at least must be returned. Of a kind that is returned all names must
-be, or subject.unchecked declares those that are left out. Shapes are those of the full tensors."""
+RULE = (
+    "Each kind is optional as a whole, and one at least must be returned. Of a kind that is returned all names must "
+    "be, or subject.unchecked declares those that are left out. Shapes are those of the full tensors."
+)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -54,7 +56,7 @@ def main(arguments: argparse.Namespace) -> int:
     case = case_of(" ".join(arguments.case), subject)
     admit((case,), "inproc")
     found = tables(names(case, subject))
-    show_message(f"{subject.name} is compared with {compared_with(truth_of(subject))}.\n{RULE}\n", sys.stdout)
+    show_words(f"{subject.name} is compared with {compared_with(truth_of(subject))}.\n{RULE}\n", sys.stdout)
     for one in found:
         show_table(one, sys.stdout)
     return 0

@@ -9,10 +9,8 @@ import argparse
 import datetime
 import html
 import json
-import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -25,10 +23,12 @@ from harness.predicting.figures import DEPTHS, Forecast
 from harness.subject import named
 from reports.predicting import pipelines
 from reports.predicting.answers import step_words
-from reports.predicting.prediction import Prediction, figure, predict, together
+from reports.predicting.load_tables import load_tables
+from reports.predicting.prediction import Prediction, predict, together
+from reports.predicting.written import gibibytes, seconds, table
 from reports.printing import tables
 from reports.printing.tables import Table
-from reports.printing.text import plain, show_message, show_table, ticking
+from reports.printing.text import plain, show_message, show_table, show_words, ticking
 
 ASSUMPTIONS = (
     "compute: FLOPs of matrix products and attention as the dry run counts them (masked pairs too), over peak x "
@@ -70,25 +70,11 @@ def main(arguments: argparse.Namespace) -> int:
         print(json.dumps([_as_json(one) for one in told], indent=2, allow_nan=False))
     else:
         one = together(told) if len(told) > 1 else told[0]
-        show_message(f"{one.fastest}\n", sys.stdout, style="bold")
+        show_words(f"{one.fastest}\n", sys.stdout, style="bold")
         for table in [*_tables(one), *(own for text in told if text is not one for own in _own(text))]:
             show_table(table, sys.stdout)
-        show_message(
-            "\n".join(["", f"cluster: {cluster.note or 'from a file'}", *ASSUMPTIONS]), sys.stdout, style="dim"
-        )
+        show_words("\n".join(["", f"cluster: {cluster.note or 'from a file'}", *ASSUMPTIONS]), sys.stdout, style="dim")
     return 1 if any(row.startswith("differs") for one in told for row in one.rows["ledger"]) else 0
-
-
-def _seconds(value: object) -> str:
-    return tables.NOTHING if _missing(value) else figure(float(str(value)), 4)
-
-
-def _gibibytes(value: object) -> str:
-    return tables.NOTHING if _missing(value) else figure(float(str(value)) / 2**30)
-
-
-def _missing(value: object) -> bool:
-    return value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value))
 
 
 _DETAILED = 8
@@ -108,8 +94,8 @@ def _own(one: Prediction) -> list[Table]:
     """What belongs to one text: its stages, the break-even of its modes, what is beside."""
     more = [tables.break_even_table(one.crossings)] if len(one.crossings) else []
     columns: dict[str, tuple[str, Callable[[object], str]]] = {"what": ("what", str), "how much": ("how much", str)}
-    beside = [_table("Beside", one.beside, columns, _BESIDE)] if len(one.beside) else []
-    return [*(_stages(one) if len(one.stages) else []), *more, *beside]
+    beside = [table("Beside", one.beside, columns, _BESIDE)] if len(one.beside) else []
+    return [*(_stages(one) if len(one.stages) else []), *load_tables(one.loads, one.calls), *more, *beside]
 
 
 _BESIDE = (
@@ -119,17 +105,17 @@ _BESIDE = (
 
 def _answer(one: Prediction, rows: pd.DataFrame) -> Table:
     states = one.states or "the program's own optimizer"
-    return _table(
+    return table(
         f"{one.text} on {one.cluster.name}",
         rows,
         {
             "case": ("words", str),
             "fits": ("fits", tables.mark),
-            "tokens/s/GPU": ("tokens_per_s_per_rank", _seconds),
-            "tokens/s": ("tokens_per_s", _seconds),
+            "tokens/s/GPU": ("tokens_per_s_per_rank", seconds),
+            "tokens/s": ("tokens_per_s", seconds),
             "GPUs": ("ranks", tables.count),
-            "step s": ("step_s", _seconds),
-            "needs GiB": ("peak_bytes", _gibibytes),
+            "step s": ("step_s", seconds),
+            "needs GiB": ("peak_bytes", gibibytes),
             **({"why not first": ("lost", str)} if any(rows["lost"]) else {}),
             "ledger, or why not": ("told", str),
         },
@@ -143,24 +129,24 @@ def _stages(one: Prediction) -> list[Table]:
     assert one.pipeline is not None
     first: dict[str, tuple[str, Callable[[object], str]]] = {"stage": ("stage", str), "layers": ("layers", str)}
     parts = ("parameters", "gradients", "optimizer", "saved", "peak")
-    memory = _table(
+    memory = table(
         "Memory of every stage",
         one.stages,
-        {**first, "in flight": ("live", str), **{name: (f"{name}_bytes", _gibibytes) for name in parts}},
+        {**first, "in flight": ("live", str), **{name: (f"{name}_bytes", gibibytes) for name in parts}},
         "GiB of a GPU; in flight: the most micro-batches that are forward and not yet backward"
         + (" (of one chunk each)" if one.pipeline.spans and _chunked(one.pipeline) else ""),
     )
     stated = one.pipeline.bubble_stated
     formula = "none is known" if stated is None else f"{stated:.2%}"
-    times = _table(
+    times = table(
         "Time and messages of every stage",
         one.stages,
         {
             **first,
-            **{f"{name} s": (f"{name}_s", _seconds) for name in ("forward", "backward", "compute", "hidden", "wait")},
+            **{f"{name} s": (f"{name}_s", seconds) for name in ("forward", "backward", "compute", "hidden", "wait")},
             "messages": ("messages", tables.count),
-            "messages GiB": ("message_bytes", _gibibytes),
-            "wire GiB": ("wire_bytes", _gibibytes),
+            "messages GiB": ("message_bytes", gibibytes),
+            "wire GiB": ("wire_bytes", gibibytes),
             "ledger": ("ledger", str),
         },
         f"bubble: {one.pipeline.bubble:.2%} of the stages' time; closed form for equal stages and messages that take "
@@ -176,49 +162,40 @@ def _chunked(one: Forecast) -> bool:
 
 def _memory(legal: pd.DataFrame) -> Table:
     kinds = ("parameters", "gradients", "optimizer", "saved", "peak")
-    return _table(
+    return table(
         "Memory of a GPU",
         legal,
-        {"case": ("words", str), **{name: (f"{name}_bytes", _gibibytes) for name in kinds}},
+        {"case": ("words", str), **{name: (f"{name}_bytes", gibibytes) for name in kinds}},
         "GiB; saved: for backward; peak: all tensors at once, with those that live for a moment",
     )
 
 
 def _times(legal: pd.DataFrame) -> Table:
-    return _table(
+    return table(
         "Time of a step",
         legal,
         {
             "case": ("words", str),
             "calls": ("calls", tables.count),
-            "wire GiB": ("wire_bytes", _gibibytes),
-            **{f"{name} s": (f"{name}_s", _seconds) for name in ("compute", "exposed", "hidden")},
+            "wire GiB": ("wire_bytes", gibibytes),
+            **{f"{name} s": (f"{name}_s", seconds) for name in ("compute", "exposed", "hidden")},
         },
         "calls and wire bytes (ring model) of a GPU; exposed: it waits for a call; hidden: it computes meanwhile",
     )
 
 
 def _phases(shown: pd.DataFrame) -> Table:
-    return _table(
+    return table(
         "Where communication goes",
         shown,
         {
             "case": ("words", str),
             "phase": ("phase", str),
-            "exposed s": ("exposed_s", _seconds),
-            "hidden s": ("hidden_s", _seconds),
+            "exposed s": ("exposed_s", seconds),
+            "hidden s": ("hidden_s", seconds),
         },
         f"of {_DETAILED} candidates at most, the first ones above",
     )
-
-
-def _table(
-    title: str, frame: pd.DataFrame, columns: dict[str, tuple[str, Callable[[object], str]]], note: str
-) -> Table:
-    """A table of these columns (header -> column and how to write it); those that hold no words align right."""
-    made = tables.table(title, frame, [(header, *column) for header, column in columns.items()], note)
-    numbers = (_seconds, _gibibytes, tables.count)
-    return replace(made, numbers=frozenset(i for i, (_, write) in enumerate(columns.values()) if write in numbers))
 
 
 def _as_json(one: Prediction) -> dict[str, object]:
@@ -232,6 +209,8 @@ def _as_json(one: Prediction) -> dict[str, object]:
         "break_even": _records(one.crossings),
         "beside": _records(one.beside),
         "stages": _records(one.stages),
+        "loads": _records(one.loads),
+        "calls": _records(one.calls),
         "assumptions": [one.cluster.note, *ASSUMPTIONS],
     }
 

@@ -34,7 +34,7 @@ from harness.running.sharing import COLLECTED_AFTER, arranged
 from harness.subject import NamedSubject, claims, offers, own_cases
 from reports.options.checks import real_size, writing
 from reports.options.request import LAUNCHED, requested
-from reports.printing.text import show_message, show_table, ticking
+from reports.printing.text import show_message, show_note, show_table, ticking
 
 
 def write_script(result: RunResult, request: Request, file: str) -> str:
@@ -87,7 +87,7 @@ def main(arguments: argparse.Namespace) -> int:
     if not arguments.cases:
         request = dataclasses.replace(request, cases=arranged(request.cases))
         for note in _notes_on_defaults(request.subject, deep=arguments.deep):
-            show_message(f"note: {note}", sys.stderr, style="yellow")
+            show_note(note, sys.stderr)
     with chdir("."):  # a subject may go elsewhere; all paths are meant from here
         result = _run(request)
     result = dataclasses.replace(result, path=Path(arguments.out) / result.path.name)

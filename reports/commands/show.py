@@ -23,8 +23,17 @@ from reports.pages import page
 from reports.pages.comment import comment
 from reports.printing import tables
 from reports.printing.calls import witness_tables
+from reports.printing.experts import expert_tables
 from reports.printing.tables import NOTHING, Table, count, mebibytes
-from reports.printing.text import STYLES, append_step_summary, show_message, show_report, show_table
+from reports.printing.text import (
+    STYLES,
+    append_step_summary,
+    show_message,
+    show_note,
+    show_report,
+    show_table,
+    show_words,
+)
 from reports.programs import figures
 from reports.programs import tables as programs
 from reports.stored import summary
@@ -88,9 +97,9 @@ def show_result(result: RunResult, run: Run, *, as_json: bool, interrupted: bool
         show_table(table, sys.stdout)
     show_failures(run, sys.stdout)
     for note in notes:
-        show_message(f"note: {note}", sys.stdout, style="yellow")
+        show_note(note, sys.stdout)
     page_words = "report.html opens offline; " if (result.path / "report.html").exists() else ""
-    show_message(f"{result.path}  ({page_words}`shardproof show` prints all tables)", sys.stdout)
+    show_words(f"{result.path}  ({page_words}`shardproof show` prints all tables)", sys.stdout)
     _show_tally(run, sys.stdout)
 
 
@@ -132,11 +141,11 @@ def show_run(run: Run, stream: TextIO) -> None:
         show_table(tables.break_even_table(crossings), stream)
     if len(pipelines := summary.measured(run)):
         show_table(tables.pipeline_table(pipelines, summary.cores(run)), stream)
-    for table in witness_tables(run.path):
+    for table in (*expert_tables(run.path), *witness_tables(run.path)):
         show_table(table, stream)
     show_failures(run, stream)
     for note in (*unchecked_notes(run), *run.notes):
-        show_message(f"note: {note}", stream, style="yellow")
+        show_note(note, stream)
     _show_tally(run, stream)
 
 
@@ -153,7 +162,7 @@ def _show_program(run: Run, stream: TextIO) -> None:
     for finding in figures.findings(run):
         show_message(finding, stream)
     for note in run.notes:
-        show_message(f"note: {note}", stream, style="yellow")
+        show_note(note, stream)
 
 
 def show_failures(run: Run, stream: TextIO) -> None:

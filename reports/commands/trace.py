@@ -22,7 +22,7 @@ from typing import Any, TextIO, cast
 import pandas as pd
 
 from harness.errors import RequestError
-from reports.printing.text import show_message
+from reports.printing.text import show_message, show_note
 from reports.stored.frames import Run, load
 
 _PAUSE_US = 1000.0
@@ -44,7 +44,7 @@ def main(arguments: argparse.Namespace) -> int:
         reason = problem.strerror or str(problem)
         raise RequestError(f"-o {target}: cannot be written ({reason}); legal: -o trace.json") from problem
     for note in run.notes:
-        show_message(f"note: {note}", sys.stderr)
+        show_note(note, sys.stderr)
     show_message(f"{target}  (opens in ui.perfetto.dev)", sys.stdout)
     return 0
 

@@ -101,7 +101,7 @@ def text(topic: Topic, columns: int) -> str:
 
 def page(topic: Topic) -> str:
     """The same as markdown: one table a group."""
-    lines = [f"# {topic.title}", "", topic.lead, "", f"    {topic.example}", ""]
+    lines = [f"# {topic.title}", "", *textwrap.wrap(topic.lead, 120), "", f"    {topic.example}", ""]
     lines += [f"`shardproof help {_name(topic)}` prints this page; a test holds the two equal.", ""]
     for group, words in _groups(topic):
         lines += [f"## {group[:1].upper()}{group[1:]}", "", "| word | default | meaning | legal |", "|---|---|---|---|"]
@@ -150,7 +150,7 @@ def new_subject_main(arguments: argparse.Namespace) -> int:
     """Write the file and print the command that runs it. Exit status 0; raises RequestError, and writes nothing, when
     there is a file already or the name is none of a module.
     """
-    from reports.printing.text import show_message  # noqa: PLC0415  (loads rich, which the words do not need)
+    from reports.printing.text import show_message, show_note  # noqa: PLC0415  (loads rich, which the words do not need)
 
     source = _FOLDER / f"{arguments.like}.py"
     target, text = Path(arguments.file), source.read_text(encoding="utf-8")
@@ -168,7 +168,7 @@ def new_subject_main(arguments: argparse.Namespace) -> int:
         ) from problem
     package, known = _NEEDS.get(arguments.like, ("torch", "torch"))
     if find_spec(package) is None:
-        show_message(f"note: it needs {known}, which is not installed: pip install {known}", sys.stderr, style="yellow")
+        show_note(f"it needs {known}, which is not installed: pip install {known}", sys.stderr)
     folder = "" if target.parent == Path() else f"cd {shlex.quote(str(target.parent))} && "
     show_message(f"{target} is written: {LIKE[arguments.like]}. Run it, then make it yours:\n", sys.stdout)
     show_message(f"    {folder}shardproof run --subject {target.stem}:subject", sys.stdout)

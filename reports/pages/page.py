@@ -28,6 +28,7 @@ from reports.pages import drawings, opening
 from reports.pages.drawings import Node, by_module, last_micro_batch, timeline, tree
 from reports.printing import tables
 from reports.printing.calls import calls_table, witness_tables
+from reports.printing.experts import expert_tables
 from reports.printing.tables import Table, mebibytes
 from reports.programs import figures
 from reports.programs import tables as programs
@@ -62,7 +63,6 @@ _WORDS = {
     "verdict": "pass, fail, or unknown: a check that could not be answered is never a pass",
 }
 """What column headers mean."""
-
 
 _KILL_COLUMNS = {
     **{"name": "bug", "kind": "kind", "stands_for": "stands for", "mode": "mode", "phase": "phase"},
@@ -238,10 +238,10 @@ def _break_even_table(run: Run) -> Table | None:
 
 
 def _traffic(run: Run) -> list[Table]:
-    """One table a mode: its calls and bytes beside the expectation."""
+    """One table a mode, its calls and bytes beside the expectation, and one of experts where there are any."""
     traffic = summary.traffic(run)
     modes = traffic.groupby("mode", observed=True, sort=True)
-    return [tables.traffic_table(lines, title=str(mode)) for mode, lines in modes]
+    return [*(tables.traffic_table(lines, title=str(mode)) for mode, lines in modes), *expert_tables(run.path)]
 
 
 def _cases(run: Run) -> list[Table]:

@@ -2,11 +2,13 @@
 
 A text without a mode (or with mode=all) stands for every mode that the subject claims; with a world size, for the
 meshes of that many ranks too. A case that cannot be is kept with the rule that it breaks. Where the text does not say
-them, parameters are bfloat16 and AdamW trains in mixed precision. Sizes are bytes of a rank.
+them, parameters are bfloat16 and AdamW trains in mixed precision; a case with experts whose text does not say how they
+are loaded stands for LOADS, since a router's choice is not known without numbers. Sizes are bytes of a rank.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -25,6 +27,11 @@ BATCHES = (1, 4, 16, 64)
 """Sequences of a micro-batch at which the bytes of a mode are counted: bytes are a straight line in the tokens."""
 DTYPE = "dtype=bfloat16"
 """What a text without `dtype=` is predicted in."""
+LOADS = ("routing=equal", "routing=equal skew=0.25", "routing=equal skew=1.0")
+"""How experts are loaded where a text does not say it: alike, with a quarter of the tokens or all on a few."""
+_LOAD = ("routing", "skew")
+_MOST_CHOICES = 10**9
+"""Tokens of a step times experts times layers, where choices are no arithmetic: about a minute."""
 _WIDEST_SHARDS = (8, 64)
 """Weight-parallel sizes that a search tries beside wp=tp: a node of eight, and eight of them."""
 
@@ -34,6 +41,7 @@ class Candidate:
     """A case to predict, or the reason why it cannot be; `words` are those in which the candidates of a text differ.
 
     `states`: what AdamW keeps of a parameter; None when the text says `optimizer=`, which is then the program's own.
+    `load`: the words that say how experts are loaded.
     """
 
     text: str
@@ -41,6 +49,7 @@ class Candidate:
     case: CaseLike | None
     reason: str = ""
     states: States | None = None
+    load: str = ""
 
 
 def candidates(text: str, subject: Subject, *, world: int | None = None, inner: int = 8) -> list[Candidate]:
@@ -66,13 +75,27 @@ def candidates(text: str, subject: Subject, *, world: int | None = None, inner: 
         rest = [word for word in rest if word.partition("=")[0] not in ("tp", "dp", "wp")]
         world = _left(world, rest)
     found = []
+    loads = LOADS if len(modes) == 1 and world is None else LOADS[:1]
     for mode in modes:
         for mesh in [""] if world is None else _meshes(world, inner, sharded=mode == "mode=isp"):
-            own = f"{mode} {mesh}".strip()
-            found.append(candidate(" ".join([*rest, own]), own, subject))
+            for load in loads if chooses(" ".join([*rest, mode]), subject) else [""]:
+                own = f"{mode} {mesh} {load}".replace("  ", " ").strip()
+                found.append(candidate(" ".join([*rest, own]), own, subject))
     if not any(one.case for one in found):
         raise RequestError(f"case {text!r}: {found[0].reason}")
     return found
+
+
+def chooses(text: str, subject: Subject) -> bool:
+    """Whether a router chooses experts in the case of this text, which says nothing of their loads."""
+    said = stated_words(text)
+    if "routing" in said:
+        return False
+    model = " ".join(f"{key}={said[key]}" for key in ("preset", "experts") if key in said)
+    try:
+        return getattr(case_of(f"{model} mode=tp tp=1", named(subject)), "experts", 0) > 0
+    except RequestError:
+        return said.get("experts", "0") != "0"
 
 
 def _left(world: int, words: Iterable[str]) -> int:
@@ -110,14 +133,25 @@ def _says(text: str, key: str) -> bool:
 
 def candidate(text: str, words: str, subject: Subject) -> Candidate:
     """The case of this text, or the rule that it breaks."""
+    load = " ".join(word for word in text.split() if word.partition("=")[0] in _LOAD)
     try:
         case = case_of(text, named(subject))
     except RequestError as problem:
-        return Candidate(text=text, words=words, case=None, reason=str(problem.__cause__))
-    reason = refusal(case, named(subject))
+        return Candidate(text=text, words=words, case=None, reason=str(problem.__cause__), load=load)
+    reason = refusal(case, named(subject)) or _countless(case)
     plain = isinstance(case, PlainCase)
     states = None if plain or _says(text, "optimizer") else mixed_adamw(case.dtype)
-    return Candidate(text=text, words=words, case=None if reason else case, reason=reason, states=states)
+    return Candidate(text=text, words=words, case=None if reason else case, reason=reason, states=states, load=load)
+
+
+def _countless(case: CaseLike) -> str:
+    """Why the rows of its experts cannot be counted in reasonable time, "" where they can."""
+    routing, sizes = getattr(case, "routing", ""), ("experts", "layers", "micro", "dp", "tokens")
+    choices = math.prod(int(getattr(case, size, 1)) for size in sizes)
+    if routing not in ("skewed", "empty") or choices <= _MOST_CHOICES:
+        return ""
+    rule = f"its rows are counted token by token, and {choices:.1g} choices are too many"
+    return f"routing={routing}: {rule}; legal: {LOADS[1]}"
 
 
 def growth(cases: Iterable[CaseLike], subject: Subject, counted: str = "layers") -> pd.DataFrame:

@@ -20,9 +20,9 @@ from harness.predicting.forecast import forecast
 from harness.protocols import Subject
 from harness.subject import named
 from reports.comparing.modes import crossings
-from reports.predicting import pipelines
+from reports.predicting import loads, pipelines
 from reports.predicting.answers import reasons
-from reports.predicting.planning import DTYPE, Candidate, candidates, growth, stated_words
+from reports.predicting.planning import DTYPE, LOADS, Candidate, candidates, chooses, growth, stated_words
 from reports.predicting.suggesting import estimates
 
 _GIB = 2**30
@@ -40,7 +40,8 @@ class Prediction:
     why it is not the first. `phases`: seconds by candidate and phase. `states`: bytes kept of every parameter where
     they are by formula, "" where the program's own were measured.
     `stages`: the stages of the pipeline of the first row that has one (reports.predicting.pipelines), `pipeline` its
-    forecast.
+    forecast. `loads` and `calls`: what stages need and which bytes they send by the load of experts, where one is said
+    (reports.predicting.loads).
     `beside`: what and how much the subject states beside its closed form (`subject.beside(case)`), of a single case.
     """
 
@@ -56,6 +57,8 @@ class Prediction:
     beside: pd.DataFrame
     stages: pd.DataFrame
     pipeline: Forecast | None
+    loads: pd.DataFrame
+    calls: pd.DataFrame
 
 
 def predict(
@@ -88,6 +91,7 @@ def predict(
     staged = next((one for one in legal if one.stages), None)
     modes = {one.case.mode: one.case for one in legal} if world is None else {}
     curves = {way: growth(modes.values(), subject, way) for way in ("layers", "all")} if len(modes) > 1 else {}
+    by_load = {one.load: made for one, made in made if made is not None and one.load} if len(modes) == 1 else {}
     crossed = [crossings(curve).assign(counted=way) for way, curve in curves.items()]
     return Prediction(
         text=text,
@@ -102,6 +106,8 @@ def predict(
         beside=_beside(legal, subject),
         stages=pd.DataFrame() if staged is None else pipelines.stages(staged),
         pipeline=staged,
+        loads=loads.memory(by_load),
+        calls=loads.calls(by_load),
     )
 
 
@@ -109,6 +115,7 @@ def _suggested(text: str, subject: Subject, cluster: Cluster, engine: DryEngine,
     if world is None or world < 1:
         raise RequestError("suggest: needs the number of ranks; legal: --suggest --world 64")
     ready = text if "dtype" in stated_words(text) else f"{text} {DTYPE}"
+    ready = f"{ready} {LOADS[0]}" if chooses(text, subject) else ready
     layouts = estimates(ready, subject, cluster, world, lambda one: _measured(one, subject, cluster, engine))
     return [one.candidate for one in layouts[:_SUGGESTED]]
 
@@ -255,6 +262,8 @@ def together(told: Sequence[Prediction]) -> Prediction:
         beside=first.beside.head(0),
         stages=pd.DataFrame(),
         pipeline=None,
+        loads=first.loads.head(0),
+        calls=first.calls.head(0),
         curves={},
     )
 

@@ -70,13 +70,13 @@ def _bands(table: Table, width: int) -> list[list[int]]:
     """All columns, in bands below each other that are no wider than the terminal; each begins with the first column, or
     the first two where rows share their first cell.
     """
-    narrowest = [_narrowest(table, column) + _GAP for column in range(len(table.headers))]
-    if sum(narrowest) <= width:
-        return [list(range(len(narrowest)))]
+    readable = [_readable(table, column) + _GAP for column in range(len(table.headers))]
+    if sum(readable) <= width:
+        return [list(range(len(readable)))]
     keys = [0] if len({row[0] for row in table.rows}) == len(table.rows) else [0, 1]
     bands = [[*keys]]
-    for column in range(len(keys), len(narrowest)):
-        if len(bands[-1]) > len(keys) and sum(narrowest[each] for each in (*bands[-1], column)) > width:
+    for column in range(len(keys), len(readable)):
+        if len(bands[-1]) > len(keys) and sum(readable[each] for each in (*bands[-1], column)) > width:
             bands.append([*keys])
         bands[-1].append(column)
     return bands
@@ -88,6 +88,12 @@ def _narrowest(table: Table, column: int) -> int:
     whole = cells if column in table.numbers else [word for cell in cells for word in cell.split()]
     headers = [len(word) for word in table.headers[column].split()]
     return max(headers + [min(len(text), _LONGEST) for text in whole])
+
+
+def _readable(table: Table, column: int) -> int:
+    """Width in which a column reads well: texts have some words a line."""
+    narrowest = _narrowest(table, column)
+    return narrowest if column in table.numbers else max(narrowest, min(_widest(table, column), _LONGEST))
 
 
 def _widest(table: Table, column: int) -> int:
@@ -148,6 +154,19 @@ def show_message(message: str, stream: TextIO, style: str = "") -> None:
         stream.write(message + "\n")
 
 
+def show_words(words: str, stream: TextIO, style: str = "") -> None:
+    """Print sentences; one that is longer than a line of the terminal goes on in the next."""
+    if stream.isatty():
+        width = Console(file=stream).width
+        words = "\n".join(_folded(line, width) for line in words.split("\n"))
+    show_message(words, stream, style)
+
+
+def show_note(note: str, stream: TextIO) -> None:
+    """Print a note beside a result."""
+    show_words(f"note: {note}", stream, style="yellow")
+
+
 def show_report(verdict: str, head: str, lines: Sequence[str], stream: TextIO) -> None:
     """Print a failure or what else is no pass: its head, then its lines, "label: words" mostly, and an empty one.
 
@@ -158,16 +177,18 @@ def show_report(verdict: str, head: str, lines: Sequence[str], stream: TextIO) -
         stream.write("\n".join([head, *lines, "", ""]))
         return
     console = Console(file=stream, highlight=False, soft_wrap=True)
-    console.print(escape(head), style=STYLES.get(verdict))
+    console.print(escape(_folded(head, console.width)), style=STYLES.get(verdict))
     for line in lines:
         label = found.group() if (found := _LABEL.match(line)) else ""
-        if label.startswith("repeat") or not line.strip():
-            folded = line
-        else:
-            width, indent = max(console.width, 2 * _LONGEST), " " * len(label)
-            folded = fill(line, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
+        folded = line if label.startswith("repeat") else _folded(line, console.width, len(label))
         console.print(f"[bold]{escape(label)}[/]{escape(folded[len(label) :])}" if label else escape(folded))
     console.print()
+
+
+def _folded(line: str, width: int, indent: int = 0) -> str:
+    """A line in lines of this width, cut between words; all but the first are indented."""
+    width = max(width, 2 * _LONGEST)
+    return fill(line, width, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)
 
 
 class Ticker(Protocol):

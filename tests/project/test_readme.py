@@ -60,8 +60,20 @@ def test_the_story_runs_and_its_bug_is_found_as_it_says(
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_link_to_a_file_leads_to_one(page: Path) -> None:
-    links = re.findall(r"\]\(([^)#:]+)\)", page.read_text())
-    assert [link for link in links if not (page.parent / link).exists()] == []
-    if page.name == "README.md":
-        linked = {(page.parent / link).resolve() for link in links}
-        assert {one for one in PAGES if one.parent.name == "docs"} <= linked, "every page is reached from here"
+    links = re.findall(r"\]\(([^)#:]*)(#[^)]*)?\)", page.read_text())
+    assert [link for link, _ in links if not (page.parent / link).exists()] == []
+    for link, anchor in links:
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", (page.parent / link if link else page).read_text(), re.MULTILINE)
+            assert anchor[1:] in {anchored(heading) for heading in headings}, f"{link}{anchor}"
+
+
+def anchored(heading: str) -> str:
+    """The anchor that a heading gets: letters and digits in lower case, spaces as hyphens."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+def test_every_page_is_reached_from_the_readme_by_two_links() -> None:
+    assert "](docs/README.md)" in README, "and test_documents looks whether that index has every page"
+    for page in ("verify.md", "failures.md", "ci.md"):
+        assert README.index("**Start here**") < README.rindex(f"](docs/{page})") < README.index("**How it works**")

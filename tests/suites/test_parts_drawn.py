@@ -23,7 +23,15 @@ from suites.mutants.draws import work
 from suites.mutants.mutant import OURS
 from suites.session.sampling import sampled
 
-MODES_OF = {"experts": ["tp", "tp-sp", "mtp", "msp", "fsp"], "latent": ["tp", "tp-sp"], "prediction": ["tp", "tp-sp"]}
+MODES_OF = {
+    "experts": ["tp", "tp-sp", "mtp", "msp", "fsp", "isp"],
+    "latent": ["tp", "tp-sp"],
+    "prediction": ["tp", "tp-sp"],
+}
+    "experts": ["tp", "tp-sp", "mtp", "msp", "fsp", "isp"],
+    "latent": ["tp", "tp-sp"],
+    "prediction": ["tp", "tp-sp"],
+}
 COMPANY: dict[str, Callable[[Case], bool]] = {
     "tensor ranks": lambda case: case.tp > 1,
     "data ranks": lambda case: case.dp > 1,

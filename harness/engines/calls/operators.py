@@ -96,7 +96,7 @@ def reader(name: str, operator: Any) -> Callable[[Sequence[Any]], OperatorCall]:
         payload = tensors_in(arguments[payload_at]) if payload_at >= 0 else []
         reduce_op = REDUCE_OPS[arguments[reduce_at].op()] if reduce_at >= 0 else ""
         if op in MESSAGES:
-            is_async = not _blocking(op, sys._getframe(2))
+            is_async = not _blocking(op, sys._getframe(1).f_back)
         else:
             # Trailing arguments that equal their default, which is asynchronous, are not passed on.
             is_async = async_at >= 0 and (len(arguments) <= async_at or bool(arguments[async_at]))

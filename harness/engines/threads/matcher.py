@@ -33,7 +33,7 @@ from harness.engines.calls.signature import address_of, call_of, needs_gradient
 from harness.engines.engine import Unwaited
 from harness.engines.threads.scheduler import Scheduler
 from harness.engines.threads.work import RankCall
-from harness.ledger import Call, Observer
+from harness.ledger import Call, Observer, notify_waited
 from harness.torch_internals.world import rank_tables
 
 _NONE = Operands((), ())
@@ -159,6 +159,8 @@ class CollectiveMatcher:
             del self.open[call.rank][call]
             call.operands, call.payload = _NONE, ()  # the program may keep its work
         if call.ticket is not None and self.observer is not None:
+            if call.is_async:
+                notify_waited(self.observer, call.rank, call.ticket)
             self.observer.completed(call.rank, call.ticket)
 
     def unwaited(self) -> tuple[Unwaited, ...]:

@@ -28,8 +28,9 @@ from harness.ledger import AGAIN
 from harness.outcome.blocks import Block, blocks
 from harness.recording.attribution import Attribution
 from harness.recording.lanes import Site
+from harness.recording.module_watch import Emit, OnInput, OnOutput, ThreadWatch
 from harness.recording.observations import read
-from harness.recording.watch import Emit, OnInput, OnOutput, ThreadWatch, Watch
+from harness.recording.watch import Watch
 from harness.torch_internals.autograd import has_hooks
 
 

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from reference.case import Case
+from reference.data.batches import Batch
 from reference.data.routing import EQUAL_DIGITS, first_token, forced
 from reference.model.branches import Forward
 
-__all__ = ["chosen", "forward", "kept", "losses", "shapes", "updated", "values", "weights_of"]
+__all__ = ["chosen", "forward", "global_loss", "kept", "losses", "shapes", "updated", "values", "weights_of"]
 
 
 def shapes(case: Case) -> dict[str, tuple[int, ...]]:
@@ -53,6 +54,8 @@ def forward(run: Forward, layer: str, x_BSH: Tensor, _visible_SS: Tensor) -> Ten
         chosen_BSE = forced(case, case.blocks[layer], tokens_BS).to(x_BSH.device)
     weights_BSE = weights_of(case, logits_BSE, chosen_BSE)
     run.beside.losses.extend(losses(case, logits_BSE, chosen_BSE))
+    if case.global_loss:
+        run.beside.losses.append(global_loss(case, layer, run.batch, logits_BSE))
     if case.capacity:
         chosen_BSE = kept(case, weights_BSE.detach(), chosen_BSE)
     weights_BSE = (weights_BSE * chosen_BSE).to(x_BSH.dtype)
@@ -131,11 +134,7 @@ def losses(case: Case, logits_BSE: Tensor, chosen_BSE: Tensor) -> list[Tensor]:
     """
     if not (case.aux_loss or case.sequence_loss or case.z_loss):
         return []
-    if case.router == "sigmoid":
-        share_BSE = logits_BSE.sigmoid()
-        share_BSE = share_BSE / (share_BSE.sum(-1, keepdim=True) + 1e-20)
-    else:
-        share_BSE = logits_BSE.softmax(-1)
+    share_BSE = _shares(case, logits_BSE)
     if case.routing == "learned":
         chosen_BSE = _largest(share_BSE.detach(), case.top_k)
     tokens, factor = case.tokens, case.experts / case.top_k
@@ -145,6 +144,25 @@ def losses(case: Case, logits_BSE: Tensor, chosen_BSE: Tensor) -> list[Tensor]:
     z = logits_BSE.logsumexp(-1).square().mean()
     terms = ((case.aux_loss, whole), (case.sequence_loss, by_row), (case.z_loss, z))
     return [tokens * coefficient * loss for coefficient, loss in terms if coefficient]
+
+
+def _shares(case: Case, logits_BSE: Tensor) -> Tensor:
+    """The share of every expert in each token, all experts considered."""
+    if case.router != "sigmoid":
+        return logits_BSE.softmax(-1)
+    share_BSE = logits_BSE.sigmoid()
+    return share_BSE / (share_BSE.sum(-1, keepdim=True) + 1e-20)
+
+
+def global_loss(case: Case, layer: str, batch: Batch, logits_BSE: Tensor) -> Tensor:
+    """This micro-batch's part of the balance loss of all data ranks: their choices, and its own shares."""
+    micro, _dp_rank = divmod_number(case, batch.number)
+    first = [first_token(case, batch.step, micro, rank) for rank in range(case.dp)]
+    tokens_DT = torch.tensor(first)[:, None] + torch.arange(case.tokens)
+    chosen_E = forced(case, case.blocks[layer], tokens_DT).double().mean((0, 1)).to(logits_BSE)
+    balance = (chosen_E * _shares(case, logits_BSE).mean((0, 1))).sum()
+    part: Tensor = case.global_loss * case.tokens * case.experts / case.top_k * balance
+    return part
 
 
 def _bias(layer: str) -> str:

@@ -19,8 +19,11 @@ from harness.checking.evidence import FAIL, PASS, UNKNOWN, Finding
 from harness.checking.ledger_checks import groups, overlap
 from harness.engines.engine import Engine
 from harness.engines.named import engine_named
+from harness.engines.threads.inproc import InprocEngine
+from harness.engines.threads.matcher import CollectiveMatcher
 from harness.recording.measures import Overlap
 from harness.running.proof import CaseResult, prove
+from harness.running.ranks.execution import execute_captured
 from parallel.subject import subject
 from reference.case import Case
 from reference.training import subject as dense
@@ -203,3 +206,17 @@ def test_products_are_counted_on_the_ranks_thread_and_nothing_stays() -> None:
     total = (a @ a).sum()
     assert hidden(total.backward)  # the products of backward run in C++
     assert not torch._C._dispatch_has_kernel_for_dispatch_key("aten::mm", "BackendSelect")
+
+
+def test_on_a_device_a_call_is_hidden_until_it_is_waited_for_in_process_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where calls are of the device "cuda": completion is no wait there."""
+    on_cpu, case = CollectiveMatcher._ledger_call, Case.parse("mode=tp-sp layers=1 steps=1")
+
+    def promised(engine: InprocEngine) -> frozenset[tuple[int, int]] | None:
+        return execute_captured(case, subject, engine, overlap=True).hidden
+
+    with InprocEngine() as engine:
+        right = promised(engine)
+        assert right
+        monkeypatch.setattr(CollectiveMatcher, "_ledger_call", lambda *args: replace(on_cpu(*args), device="cuda"))
+        assert promised(engine) == right

@@ -75,12 +75,15 @@ def test_a_captured_call_is_counted_once_a_replay() -> None:
     try:
         x, graph = torch.ones(4, device="cuda"), torch.cuda.CUDAGraph()
         torch.distributed.all_reduce(x)  # warms NCCL up: a communicator cannot be made in a capture
+        torch.cuda.synchronize()
         with Recorder("", "tp", 1, {}) as recorder, recorder.on_rank(0), Interposer(recorder):
             with torch.cuda.graph(graph):
                 torch.distributed.all_reduce(x)
+                x += 1  # NCCL launches nothing for one rank, and an empty graph is warned of
             for _ in range(3):
                 graph.replay()
         assert [(event.op, event.graph) for event in recorder.events()] == [("all_reduce", "graph0")] * 3
+        assert x.tolist() == [4.0] * 4
     finally:
         torch.distributed.destroy_process_group()
 
@@ -95,12 +98,16 @@ def test_watching_changes_no_bit(engine: InprocEngine) -> None:
 
 
 @pytest.mark.slow
-def test_the_published_experiment_at_its_real_size(tmp_path: Path) -> None:
+def test_the_published_experiment_at_its_real_widths(tmp_path: Path) -> None:
+    """Two of its layers and steps: of all of them the dense model keeps more in float64 than 139 GiB hold."""
     experiment = EXPERIMENTS["gpt3-857m-tp4"]
     request = Request(
-        cases=parse_cases((experiment.full,)), subject=named(experiment.subject), device="cuda", out=tmp_path
+        cases=parse_cases((f"{experiment.full} layers=2".replace("steps=5", "steps=2"),)),
+        subject=named(experiment.subject),
+        device="cuda",
+        out=tmp_path,
     )
-    assert run(request).exit_status == 0
+    assert [verdict.message for verdict in run(request).verdicts if verdict.verdict != "pass"] == []
 
 
 @SEVERAL

@@ -239,3 +239,24 @@ def test_memory_is_bounded_over_ten_thousand_steps(folder: Path) -> None:
     full, at_the_end = map(int, rank.out.split())
     assert at_the_end - full < 4 * 2**20  # an event that is kept has 500 bytes and more, and 8,000 were issued
     assert len(load(folder / "runs" / "latest").ledger) > 20_000
+
+
+WITHOUT_PYTHON = """
+import _thread, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+options, sent = dist.AllreduceOptions(), torch.ones(3)
+_thread.start_new_thread(dist.group.WORLD.allreduce, ([sent], options))  # as autograd's threads for a GPU call
+end_s = time.monotonic() + 30
+while float(sent[0]) != 2 and time.monotonic() < end_s:
+    time.sleep(0.01)
+dist.barrier()
+assert sent.tolist() == [2.0] * 3, sent
+"""
+
+
+def test_calls_of_a_thread_that_runs_no_python_are_recorded(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(WITHOUT_PYTHON)
+    ranks = forked(tmp_path, "program.py", record=[])
+    assert [rank.ended(LIMIT_S) for rank in ranks] == [0, 0], ranks[0].err
+    told = load(tmp_path / "runs" / "latest").ledger
+    assert told[told["rank"] == 0]["op"].tolist() == ["all_reduce", "barrier"]

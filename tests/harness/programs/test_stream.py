@@ -19,9 +19,9 @@ from harness.programs import stream
 from harness.programs.session import ProgramSession
 from harness.programs.stream import EventStream
 from harness.recording import attribution, lanes
+from harness.recording.module_watch import Emit
 from harness.recording.naming import Paths
 from harness.recording.recorder import Recorded, Recorder
-from harness.recording.watch import Emit
 from tests.harness.recording.simulated_graph import SimulatedGraph, graphs_simulated
 
 WORLD = 2
@@ -60,6 +60,11 @@ class Tee(Recorder):
         if self.keeps:
             super().completed(rank, ticket)
         self.streams[rank].completed(ticket)
+
+    def waited(self, rank: int, ticket: int) -> None:
+        """The call is waited for."""
+        if self.keeps:
+            super().waited(rank, ticket)
 
 
 def train(rank: int, recorder: Tee, steps: int, at: Callable[[int], object] = lambda _step: None) -> None:

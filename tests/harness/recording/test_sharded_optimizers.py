@@ -91,35 +91,6 @@ def test_zero_1_gathers_the_updated_parameters_in_its_step(views: bool, by_hand:
     assert {e.op for e in events if EITHER_GATHER in e.doubts} == ({"all_gather"} if unknown else set())
 
 
-@pytest.mark.parametrize("alike", [True, False], ids=["as-scattered", "another-size"])
-def test_gathers_of_few_parameters_are_known_by_what_was_reduced_into_parts(alike: bool) -> None:
-    """Most parameters are experts that no other rank has. Of another size it is the next batch."""
-
-    def program(rank: int) -> None:
-        model, experts = mlp(), torch.nn.Linear(64, 64)
-        whole = torch.nn.ModuleDict({"dense": model, "experts": experts})
-        whole.forward = lambda x: model(x).sum() + experts.weight.sum()
-        flat = padded(parameters_to_vector(model.parameters()).detach())
-        half = flat.numel() // 2
-        mine = flat[rank * half : (rank + 1) * half].clone()
-        optimizer = torch.optim.SGD([mine, *experts.parameters()], lr=LR)
-        for _step in range(STEPS):
-            x = torch.ones(2, 4)
-            dist.broadcast(x, 0)
-            whole(x).backward()
-            part = torch.empty(half)
-            dist.reduce_scatter_tensor(part, padded(torch.cat([gradient(p).flatten() for p in model.parameters()])))
-            mine.grad = part
-            optimizer.step()
-            sent = mine.bfloat16() if alike else mine[:-1].bfloat16()
-            dist.all_gather_into_tensor(torch.empty(2 * len(sent), dtype=sent.dtype), sent.clone())
-            whole.zero_grad()
-        whole(torch.ones(2, 4))
-
-    found = [(op, phase) for op, phase, _ in places(recorded(program), 0) if op != "broadcast"]
-    assert found == [("reduce_scatter", "grad_sync"), ("all_gather", "step" if alike else "data")] * STEPS
-
-
 @pytest.mark.parametrize("by_hand", [False, True], ids=["optimizer", "by-hand"])
 def test_a_broadcast_into_a_parameter_belongs_to_the_step_and_one_of_data_to_the_next(by_hand: bool) -> None:
     """Each rank updates every other parameter and sends it; the batch that follows has the shape of a weight."""

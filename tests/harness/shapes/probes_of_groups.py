@@ -170,12 +170,16 @@ def _reaches_the_group() -> bool:
 
 @probe(
     "attention of dry runs by the fused kernel",
-    names="torch.ops.aten._scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_attention_math",
+    names="torch.ops.aten._scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_attention_math"
+    " _scaled_dot_product_efficient_attention",
     otherwise="attention is decomposed, and its memory overestimated",
 )
 def _saves_no_scores() -> bool:
-    """Backward of 8 queries of 4 numbers keeps q, k, v, out and a row of 8, and no 8 by 8 scores."""
+    """Backward of 8 queries of 4 numbers keeps q, k, v, out and a row of 8 (or more), and no 8 by 8 scores, whether
+    values have as many numbers or fewer.
+    """
     q = torch.empty(1, 1, 8, 4, device="meta", requires_grad=True)
+    v = torch.empty(1, 1, 8, 2, device="meta", requires_grad=True)
     saved: list[tuple[int, ...]] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -184,7 +188,9 @@ def _saves_no_scores() -> bool:
 
     with fused_attention(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = functional.scaled_dot_product_attention(q, q, q, is_causal=True)
-    return out.shape == q.shape and bool(saved) and all(shape[-2:] != (8, 8) for shape in saved)
+        narrow = functional.scaled_dot_product_attention(q, q, v, is_causal=True)
+    right = out.shape == q.shape and narrow.shape == v.shape
+    return right and bool(saved) and all(shape[-2:] != (8, 8) for shape in saved)
 
 
 PROBES = tuple(one for one in tuple(globals().values()) if isinstance(one, Probe))

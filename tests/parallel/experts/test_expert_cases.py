@@ -7,9 +7,11 @@ from collections import Counter
 import pytest
 import torch
 
+from parallel.communication.mesh import coordinates
+from parallel.experts.counts import micro_batches, rows_sent, tokens_of
 from parallel.subject import subject
 from reference.case import Case
-from reference.data.routing import forced
+from reference.data.routing import forced, period
 from suites.session.prover import Prover
 from tests.parallel.case_tables import ADAMW, CHUNKS, SGD, CaseTable
 from tests.parallel.test_parallel_subject import proved
@@ -27,7 +29,10 @@ EXPERTS = CaseTable(
         f"mode=tp-sp tp=2 dp=2 ep=2 experts=8 routing=one zero=1 bucket=900 parity=1 {ADAMW}",
         f"mode=tp tp=2 dp=2 experts=8 top_k=3 capacity=1.0 positions=rope batch=3 micro=1 {SGD}",  # equal weights
         f"mode=tp tp=2 dp=2 ep=1 experts=8 expert_ffn=8 activation=swiglu bucket=1200 steps=1 layers=1 {SGD}",
-        f"mode=tp tp=1 dp=2 pp=3 ep=2 etp=1 experts=8 expert_ffn=42 layers=3 zero=1 steps=2 {SGD}",
+        f"mode=tp tp=1 dp=4 ep=4 experts=8 routing=equal zero=1 layers=1 {SGD}",  # what is gathered is a small part
+        f"mode=isp tp=2 dp=2 wp=4 ep=2 etp=1 experts=8 shared_ffn=8 dense_layers=1 layers=3 global_loss=0.1"
+        f" routing=empty {SGD}",
+        f"mode=tp-sp tp=2 dp=2 ep=4 etp=1 experts=8 routing=equal skew=0.25 batch=4 {SGD}",
     ),
     deep=(
         *(
@@ -44,6 +49,9 @@ EXPERTS = CaseTable(
         f" recompute=full {SGD}",
         f"mode=mtp tp=2 dp=3 ep=3 experts=6 top_k=3 activation=swiglu shared_ffn=8 fuse_mlp=true embedding=hidden"
         f" tied=false {SGD}",
+        f"mode=isp tp=2 dp=2 wp=2 pp=2 ep=4 etp=1 experts=8 layers=4 shared_ffn=8 fuse_weights=true {SGD}",
+        f"mode=isp tp=2 dp=2 wp=2 cp=2 ep=2 experts=6 top_k=3 recompute=selective zero=1 bucket=900 {ADAMW}",
+        f"mode=isp tp=2 dp=3 wp=3 ep=3 experts=6 dispatcher=allgather overlap=false shared_ffn=8 {SGD}",
         f"mode=fsp tp=2 dp=2 ep=2 etp=1 experts=8 activation=relu packed=true positions=rope zero=1 {ADAMW}",
         f"mode=tp-sp tp=2 dp=2 ep=2 etp=1 experts=8 routing=empty dispatcher=allgather order=dp-ep-tp {SGD}",
         f"mode=tp-sp tp=2 dp=4 ep=2 experts=8 routing=one order=dp-tp-ep clip=0.1 {SGD}",
@@ -98,6 +106,41 @@ def test_what_is_sent_is_received_and_equal_loads_are_arithmetic() -> None:
         assert sum(size * calls for size, calls in skewed.items()) == sum(size * calls for size, calls in found.items())
 
 
+def test_a_stated_skew_is_arithmetic() -> None:
+    """By hand: 64 tokens a rank, two experts on each of four ranks. Of 8 * 16 tokens in a row the first 8 * 4 all go to
+    experts 0 and 1, the others round and round. Ranks 0 and 1 have the first data rank's 128 tokens, 64 of each row.
+    """
+    words = f"{SIZES} tp=2 dp=2 ep=4 etp=1 batch=8 micro=1 routing=equal skew=0.25".replace("micro=2", "")
+    case = Case.parse(words)
+    loads = [rows_sent(case, "layers.0", 0, 0, rank) for rank in range(4)]
+    # rows of 16 tokens: a rank has the first or the second half of each of eight; the first two are loaded in full
+    assert loads == [(16 + 12, 16 + 12, *[12] * 6)] * 4
+    found = payloads(words, "all_to_all", "forward", "ep")
+    sent, received = 64 * 2, [4 * (28 + 28), *[4 * 24] * 3]
+    hidden, weight = 16 * 8, 8
+    assert found == Counter({sent * hidden: 4, sent * weight: 4}) + Counter(rows * hidden for rows in received)
+    assert payloads(words.replace("0.25", "1.0"), "all_to_all", "forward", "ep")[4 * 128 * hidden] == 1, "all on one"
+    assert payloads(words.replace("0.25", "1.0"), "all_to_all", "forward", "ep")[0] == 3
+
+
+@pytest.mark.parametrize("routing", ["equal", "equal skew=0.25", "equal skew=1.0", "one"])
+@pytest.mark.parametrize("sizes", ["batch=3 dp=3", "batch=1 dp=2", "batch=8 dp=1"])
+def test_choices_return_after_their_period(routing: str, sizes: str) -> None:
+    """So that rows are counted once for all micro-batches that begin at the same place of it."""
+    words = f"{SIZES} {sizes} tp=1 ep=1 routing={routing} top_k=3 steps=2 micro=5"
+    case = Case.parse(words)
+    tokens = torch.arange(1000)
+    assert torch.equal(forced(case, 0, tokens), forced(case, 0, tokens + period(case)))
+    kinds = micro_batches(case)
+    assert kinds.total() == 2 * 5
+    for rank in range(case.world_size):
+        for step in range(2):
+            for micro in range(5):
+                at = coordinates(case, rank)
+                itself = forced(case, 0, tokens_of(case, at, step, micro)).flatten(0, 1).sum(0)
+                assert rows_sent(case, "layers.0", step, micro, rank) == tuple(itself.tolist())
+
+
 def test_padded_rows_are_numbers_of_the_case() -> None:
     """C = ceil(16 * 2 / 8 * 1.5) = 6 rows for each of 8 experts; nobody need be told."""
     words = f"{SIZES} tp=2 dp=2 ep=4 etp=1 routing=skewed capacity=1.5 drop=position pad=true"
@@ -127,6 +170,8 @@ def test_forced_choices_load_experts_as_they_are_named() -> None:
     assert all((chosen.sum(-1) == 2).all() for chosen in load.values())
     assert load["equal"].sum(0).tolist() == [100] * 8
     assert (load["empty"].sum(0)[4:] == 0).all() and (load["empty"].sum(0)[:4] > 0).all()
+    half = forced(Case.of(experts=8, etp=1, routing="equal", skew=0.5), 0, torch.arange(256))
+    assert (half.sum(-1) == 2).all() and half.sum(0).tolist() == [128 + 32] * 2 + [32] * 6
     assert sorted(load["one"].sum(0).tolist()) == [0] * 6 + [400] * 2
     skewed = load["skewed"].sum(0)
     assert skewed[0] > 2 * skewed[4:].max() and (skewed > 0).all()

@@ -2,11 +2,15 @@
 
 OF_PARTS = {
     "experts=1": "is 0, or at least 2 to choose from",
-    "mode=autotp experts=8": "mode=autotp has none; layers of mode=tp|tp-sp|mtp|msp|fsp may have them",
+    "mode=autotp experts=8": "mode=autotp has none; layers of mode=tp|tp-sp|mtp|msp|fsp|isp may have them",
+    "mode=isp experts=8 recompute=full": "computes experts again before the weights of their layer are gathered"
+    " in mode=isp",
     "experts=8 dense_layers=2": "leaves none of layers=2 to experts",
     "experts=4 top_k=5": "must be at most experts=4",
     "experts=8 top_k=1": "gives the only chosen expert the weight 1, and the router no gradient (top_k=1)",
     "experts=8 router_scale=0.0": "must be a positive number",
+    "experts=8 global_loss=0.1": "counts tokens of other data ranks, whose choices the dense model has not made yet"
+    " (routing=learned)",
     "experts=8 capacity=-1.0": "must be 0 or a positive number",
     "experts=8 dtype=float32": "compares choices exactly, and rounding in dtype=float32 makes other ones",
     "experts=8 shared_gate=true": "is for a shared expert, and shared_ffn=0 has none",

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from reference.case import Case
-from reference.model.branches.experts import chosen, kept, losses, updated, weights_of
+from reference.data.batches import micro_batch
+from reference.data.routing import forced
+from reference.model.branches.experts import chosen, global_loss, kept, losses, updated, weights_of
 
 LOGITS = torch.randn((2, 6, 8), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -80,6 +82,17 @@ def test_balance_losses_by_formula() -> None:
     assert math.isclose(_loss(one, LOGITS, same), 0.3 * 8 / 2 * float(scores))
     z = LOGITS.exp().sum(-1).log().square().mean()
     assert math.isclose(_loss(case(z_loss=0.1), LOGITS, same), 0.1 * float(z))
+
+
+def test_a_global_loss_is_that_of_all_data_ranks_together() -> None:
+    """The parts of two data ranks add up to the formula of experts.md 21.5 over their tokens as one micro-batch."""
+    one = case(global_loss=0.3, routing="skewed", dp=2, micro=3)
+    logits = LOGITS, LOGITS.flip(0) * 2
+    parts = [global_loss(one, "layers.0", micro_batch(one, 1, 2, rank), logits[rank]) for rank in (0, 1)]
+    first = ((1 * 3 + 2) * 2) * one.tokens
+    choice = forced(one, 0, torch.arange(first, first + 2 * one.tokens)).double().mean(0)
+    share = torch.cat(logits).softmax(-1).mean((0, 1))
+    assert math.isclose(float(sum(parts)), 2 * one.tokens * 0.3 * 8 / 2 * float(choice @ share))
 
 
 @pytest.mark.parametrize("drop", ["score", "position"])

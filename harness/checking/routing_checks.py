@@ -1,0 +1,123 @@
+"""The check of choices of experts (`routing/<step>/<module>`): maps [.., tokens, experts], exact, before any number.
+
+    replicas    ranks that hold the same tokens choose the same experts for them, whether there is a truth or not
+    truth       where the dense model returns maps, every token goes where it goes there
+
+A router decides by token, so copies of a token must not part: each rank would send it elsewhere, and all numbers behind
+it would be of two models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
+from harness.checking.measures.kinds import kind_of
+from harness.checking.numeric_checks import numeric
+from harness.errors import ranks_text
+from harness.outcome.blocks import Block
+from harness.outcome.merging import same_bits
+
+KIND = "routing"
+_compared = numeric(KIND)
+
+
+def routing(evidence: Evidence) -> Finding | None:
+    """Whether every token goes to the experts that it must go to; None where no rank returned a map."""
+    names = [name for name in evidence.returned if kind_of(name) == KIND]
+    if not names:
+        return None
+    names = [name for name in evidence.truth if name in names] or sorted(names)
+    parted = {flaw.name: flaw for flaw in evidence.merged.flaws if flaw.kind == "replica conflict"}
+    wrong = tuple(name for name in names if name in parted)
+    if wrong:
+        more = f"; {len(wrong) - 1} more of {len(names)} maps differ" if len(wrong) > 1 else ""
+        ranks = parted[wrong[0]].ranks
+        return Finding(verdict=FAIL, message=_told(evidence, wrong[0], ranks) + more, names=wrong, ranks=ranks)
+    whole = [name for name in names if name in evidence.merged.tensors]
+    loads = _load(evidence, whole)
+    if any(kind_of(name) == KIND for name in evidence.truth):
+        found = _compared(evidence)
+        return found if found is None or found.verdict != PASS else replace(found, message=found.message + loads)
+    alone = tuple(name for name in names if name not in whole or not _has_copies(evidence, name))
+    if len(alone) == len(names):
+        message = "no rank holds a copy of another one's map, and the truth has none to compare them with"
+        return Finding(verdict=UNKNOWN, message=message, unchecked=alone)
+    message = f"{len(names) - len(alone)} maps are equal on all ranks that hold the same tokens{loads}"
+    return Finding(verdict=PASS, message=message, unchecked=(*alone, "choices themselves: the truth has no maps"))
+
+
+def _told(evidence: Evidence, name: str, ranks: Sequence[int]) -> str:
+    """What the first of these ranks chooses otherwise than the first rank that holds the same tokens."""
+    rank = ranks[0]
+    holders = [(other, block) for other, outcome in enumerate(evidence.held) for block in outcome.get(name, ())]
+    for mine in evidence.held[rank][name]:
+        first, theirs = next((other, block) for other, block in holders if _same_place(block, mine))
+        if not same_bits(mine.local, theirs.local):
+            return f"{name}: {_parted(mine.local, theirs.local, rank, first)}; {_who(ranks, first)}"
+    raise AssertionError(f"{name}: no block of rank {rank} differs")  # the flaw says that one does
+
+
+def _who(ranks: Sequence[int], first: int) -> str:
+    verb = "parts" if len(ranks) == 1 else "part"
+    return f"rank {ranks_text(ranks)} {verb} from rank {first}, which holds the same tokens"
+
+
+def _parted(mine: Tensor, theirs: Tensor, rank: int, first: int) -> str:
+    """How many tokens go elsewhere, and where the first of them does."""
+    if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+        return f"rank {rank} returns a map of another form than rank {first}"
+    elsewhere = (mine != theirs).any(-1)
+    if not bool(elsewhere.any()):
+        return f"rank {rank} returns other bits than rank {first} for the same choices"
+    at = tuple(int(place) for place in elsewhere.nonzero()[0])
+    sent, must = (" ".join(str(int(one)) for one in part[at].nonzero().flatten()) for part in (mine, theirs))
+    token = f"the first, {at}, to {sent or 'none'}, on rank {first} to {must or 'none'}"
+    return f"rank {rank} sends {int(elsewhere.sum())} of {elsewhere.numel()} tokens to other experts: {token}"
+
+
+def _same_place(one: Block, other: Block) -> bool:
+    return one.region == other.region
+
+
+def _has_copies(evidence: Evidence, name: str) -> bool:
+    """Whether several ranks hold some part of it."""
+    places = [block.region for outcome in evidence.held for block in outcome.get(name, ()) if block.local.numel()]
+    return len(places) > len(set(places))
+
+
+def rows(whole: Tensor) -> Tensor:
+    """Rows of every expert, int64 [experts], of a map [.., experts]."""
+    return (whole != 0).reshape(-1, whole.shape[-1]).sum(0)
+
+
+def balance(rows_E: Tensor) -> float:
+    """Rows of the busiest expert over the mean; 1 where no token goes anywhere."""
+    mean = float(rows_E.double().mean())
+    return float(rows_E.max()) / mean if mean else 1.0
+
+
+LOAD_COLUMNS = ("case", "step", "module", "expert", "rows")
+
+
+def load_rows(case: str, evidence: Evidence) -> Iterator[tuple[object, ...]]:
+    """Rows of experts.csv: what every expert gets, of all ranks and micro-batches of a step."""
+    for name in sorted(name for name in evidence.merged.tensors if kind_of(name) == KIND):
+        _, step, module = [*name.split("/", 2), ""][:3]
+        whole = evidence.merged.tensors[name]
+        for expert, count in enumerate(rows(whole).tolist() if whole.dim() else ()):
+            yield case, step, module, expert, count
+
+
+def _load(evidence: Evidence, names: Sequence[str]) -> str:
+    """The busiest expert of all maps, in words behind others."""
+    counted = {name: rows(evidence.merged.tensors[name]) for name in names if evidence.merged.tensors[name].dim()}
+    if not counted:
+        return ""
+    name = max(counted, key=lambda one: balance(counted[one]))
+    busiest = int(torch.argmax(counted[name]))
+    return f"; busiest: expert {busiest} of {name.partition('/')[2]}, {balance(counted[name]):.3g} times the mean"

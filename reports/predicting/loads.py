@@ -1,0 +1,67 @@
+"""How a prediction changes with the load of experts: memory by stage, and bytes by stage and call. Sizes are bytes.
+
+A load is the words of a case that say where tokens go. The rank that is predicted is the first of its stage, which
+holds the experts that a skew loads: no other rank computes, keeps or returns more rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+
+import pandas as pd
+
+from harness.predicting.figures import Forecast, Traffic
+from reports.predicting import pipelines
+
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+"""The number of a layer in a path."""
+CALL = ["stages", "phase", "module", "op", "axis", "ranks"]
+"""What tells the calls of a stage apart."""
+
+
+def memory(by_load: Mapping[str, Forecast]) -> pd.DataFrame:
+    """load, and what `pipelines.stages` says of every stage; nothing where there is one stage."""
+    told = [pipelines.stages(one).assign(load=load) for load, one in by_load.items() if one.stages]
+    return pd.concat(told, ignore_index=True) if told else pd.DataFrame()
+
+
+def calls(by_load: Mapping[str, Forecast]) -> pd.DataFrame:
+    """load, stages ("1-14": those that issue the same), phase, module (layers as "layers.*"), op, axis, ranks; calls
+    and payload_bytes of one rank in a step. Empty where the subject states no closed form of all fields.
+    """
+    rows = [
+        (load, stages, *key, calls, size)
+        for load, one in by_load.items()
+        for stages, sums in _alike(one)
+        for key, (calls, size) in sums.items()
+    ]
+    return pd.DataFrame(rows, columns=["load", *CALL, "calls", "payload_bytes"])
+
+
+_Sums = dict[tuple[str, str, str, str, int], tuple[int, int]]
+"""What the columns behind `stages` tell apart -> calls and bytes."""
+
+
+def _alike(one: Forecast) -> list[tuple[str, _Sums]]:
+    """Stages that issue the same calls, by their numbers, and these calls."""
+    found: list[tuple[list[int], _Sums]] = []
+    each = [(stage.index, stage.traffic) for stage in one.stages] or [(0, one.traffic)]
+    for index, sent in each:
+        sums = _sums(sent) if sent else {}
+        if found and found[-1][1] == sums:
+            found[-1][0].append(index)
+        else:
+            found.append(([index], sums))
+    return [(str(own[0]) if len(own) == 1 else f"{own[0]}-{own[-1]}", sums) for own, sums in found]
+
+
+def _sums(sent: Traffic) -> _Sums:
+    counted, sizes = Counter[tuple[str, str, str, str, int]](), Counter[tuple[str, str, str, str, int]]()
+    for line, number in sent.lines.items():
+        module = _LAYER.sub("*", line.region) or "no module"
+        key = line.phase, module, line.op, line.axis, line.group_size
+        counted[key] += number
+        sizes[key] += number * line.payload_bytes
+    return {key: (counted[key], sizes[key]) for key in counted}

@@ -1,0 +1,52 @@
+"""The table of rows that experts get, from experts.csv of a run folder: what subjects return as `routing/...`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from reports.printing.tables import Table, count, table
+from reports.stored.files import csv_table
+
+_TYPES = {"case": "str", "step": "int64", "module": "str", "expert": "int64", "rows": "int64"}
+_MOST = 64
+"""Experts whose rows are written out."""
+
+
+def expert_tables(folder: Path) -> list[Table]:
+    """One table, a row for every case and module; none where no run of the folder returned a map."""
+    if not (folder / "experts.csv").is_file():
+        return []
+    rows = csv_table(folder / "experts.csv", _TYPES, tuple(_TYPES), [])
+    places = rows.groupby(["case", "module"], sort=False)
+    frame = pd.DataFrame([{**dict(zip(("case", "module"), key, strict=True)), **_place(part)} for key, part in places])
+    columns = (
+        ("case", "case", str),
+        ("module", "module", str),
+        ("rows", "rows", count),
+        ("by expert", "by_expert", str),
+        ("busiest", "busiest", str),
+        ("balance", "balance", _three),
+        ("worst step", "worst", _three),
+    )
+    note = "tokens that go to each expert, of all ranks, micro-batches and steps; balance: the busiest over the mean"
+    return [table("Rows of experts", frame, columns, note=note)]
+
+
+def _place(rows: pd.DataFrame) -> dict[str, object]:
+    """The rows of one module, added up over steps."""
+    every = rows.groupby("expert")["rows"].sum()
+    steps = rows.groupby("step")["rows"]
+    more = f" and {len(every) - _MOST} more" if len(every) > _MOST else ""
+    return {
+        "rows": every.sum(),
+        "by_expert": " ".join(str(one) for one in every.head(_MOST)) + more,
+        "busiest": str(every.idxmax()),
+        "balance": every.max() / every.mean() if every.sum() else 1.0,
+        "worst": (steps.max() / steps.mean()).max() if every.sum() else 1.0,
+    }
+
+
+def _three(value: object) -> str:
+    return f"{float(str(value)):.3g}"

@@ -1,0 +1,35 @@
+"""Sentences and commands of a page of markdown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+FENCED = re.compile(r"^```(\w*).*?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+ITEM = re.compile(r"^(?:[*-]|\d+\.) ")
+CODE, LINK = re.compile(r"`[^`]*`"), re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
+END = re.compile(r"(?<=[.?!])[*_)\"]*\s+")
+BAR = re.compile(r"(?<!\\)\|")
+LISTED = "legal"
+"""The column of a table that holds values and no sentences."""
+
+
+def blocks(page: str) -> Iterator[str]:
+    """The texts of a page, each on one line: paragraphs, items of lists, cells; headings and code are left out."""
+    block, header = list[str](), list[str]()
+    for line in [*FENCED.sub("\n", page).splitlines(), ""]:
+        text = line.strip()
+        cells = [cell.strip() for cell in BAR.split(text.strip("|"))] if text.startswith("|") else []
+        if cells or not text or text.startswith("#") or ITEM.match(text):
+            yield " ".join(block)
+            block = []
+        header = header or cells if cells else []
+        yield from (cell for name, cell in zip(header, cells, strict=False) if name != LISTED)
+        if text and not cells and not text.startswith("#") and (block or not line.startswith("    ")):
+            block.append(ITEM.sub("", text))
+
+
+def sentences(page: str) -> list[str]:
+    """The sentences of a page: a piece of code is one word, of a link its text is left."""
+    plain = (LINK.sub(r"\1", CODE.sub("CODE", block)) for block in blocks(page))
+    return [sentence for block in plain for sentence in END.split(block) if sentence]

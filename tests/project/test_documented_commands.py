@@ -1,0 +1,160 @@
+"""Every command that a page shows is run as it stands, here or by a test that is named, or has a reason why not.
+
+A command is a line of a block of code; `# exit status N` behind it states another one than 0. In running text,
+`shardproof COMMAND --option` names a command and options that exist, and `python -m MODULE` a module.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from reports.commands import cli
+from shardproof.pytest_plugin import OPTIONS
+from tests import ROOT
+from tests.project.prose import CODE, FENCED
+from tests.project.test_documents import PAGES
+
+SHOWN = re.compile(r"(?:cd \S+; )?(?:\.venv/bin/)?(?:shardproof|torchrun|pytest|make|python|pip) \S.*")
+FENCED_ARE_RUN = {
+    "README.md": "tests/project/test_readme.py",
+    "docs/verify.md": "tests/reports/commands/test_verify_page.py",
+}
+"""Pages whose fenced blocks a test of their own runs in their order."""
+_RECORDED = "four processes of the reader's program; two are run by tests/harness/programs/test_recorded_programs.py"
+_GATE = "run in the profile `deep` by tests/harness/programs/test_recorded_programs.py"
+_MEGATRON = "run in the profile `deep` by tests/suites/test_megatron_defects.py"
+_TRANSFORMERS = "a folder of transformers: tests/parallel/checkpoints/test_checkpoint_exchange.py"
+_MEGATRON_FOLDER = "a folder of Megatron-Core: tests/parallel/checkpoints/test_megatron_weights.py"
+NOT_RUN = {
+    "make run": "the default run: tests/reports/pages/test_default_run.py",
+    "make test": "the suite itself",
+    ".venv/bin/pytest tests/harness/checking": "a part of the suite itself",
+    "torchrun --nnodes 2": "two machines",
+    "torchrun --nproc-per-node 4": _RECORDED,
+    "shardproof record --steps 10:20": _RECORDED,
+    "shardproof record --steps 2:4": _GATE,
+    "shardproof compare runs/latest --save-baseline train": _GATE,
+    "shardproof compare train runs/latest": _GATE,
+    "shardproof hang runs/latest": "a folder that a hang leaves: tests/harness/hangs",
+    "shardproof hang /tmp/nccl_trace_rank_*": "files of NCCL: tests/harness/hangs",
+    "--subject suites.subjects.mcore_experts:subject": _MEGATRON,
+    "pytest --pyargs suites.test_checkpoints": "draws cases for minutes: tests/suites/test_pairwise.py",
+    '"preset=opt-125m tp=4" --check model.safetensors': "a real model; a toy: tests/reports/commands/test_slicing.py",
+    "load=/tmp/llama": _TRANSFORMERS,
+    "/tmp/checkpoint /tmp/llama": _TRANSFORMERS,
+    "load=/tmp/megatron": _MEGATRON_FOLDER,
+    "/tmp/checkpoint /tmp/megatron": _MEGATRON_FOLDER,
+}
+"""Part of a command -> what it needs that no test gives it, and the test that does the like."""
+COSTLY = {
+    "shardproof predict preset=llama3-70b --world 64": "10 CPU seconds",
+    'shardproof predict "preset=llama3-405b': "10 CPU seconds",
+    "--engine pool": "20 CPU seconds: a pool of its own",
+}
+"""Part of a command -> why it runs in the profile `deep` alone."""
+NEEDS = {"suites.subjects.megatron": "megatron.core"}
+"""Part of a command -> the package that it needs, without which it is skipped."""
+
+
+def named(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def commands(page: Path) -> list[str]:
+    """The commands of the blocks of code of a page: each on one line, comments left out but for exit statuses."""
+    text = page.read_text().replace("\\\n", " ")
+    blocks = "" if named(page) in FENCED_ARE_RUN else "\n".join(block for _, block in FENCED.findall(text))
+    indented = "\n".join(line[4:] for line in FENCED.sub("\n", text).splitlines() if line.startswith("    "))
+    lines = [re.sub(r"  +#(?! exit status).*", "", line).strip() for line in f"{blocks}\n{indented}".splitlines()]
+    return [line for line in lines if SHOWN.fullmatch(line)]
+
+
+def run(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run one command of a page in a folder that stands for /tmp too, and compare its exit status."""
+    command, _, status = line.replace("/tmp/", f"{folder}/").partition("  # exit status ")
+    monkeypatch.chdir(folder)
+    if command.startswith("cd "):
+        place, _, command = command.removeprefix("cd ").partition("; ")
+        monkeypatch.chdir(ROOT / place)
+        monkeypatch.syspath_prepend(ROOT / place)
+        command += f" --out {folder}"
+    program, *words = shlex.split(command)
+    assert Path(program).name == "shardproof", f"{line}: who runs it?"
+    assert cli.main(words) == int(status or 0), line
+
+
+def there(package: str) -> bool:
+    return find_spec(package.partition(".")[0]) is not None and find_spec(package) is not None
+
+
+def here(page: Path, *, costly: bool = False) -> list[str]:
+    """The commands of a page that are run here, those that cost much or all others."""
+    lines = [line for line in commands(page) if not any(part in line for part in NOT_RUN)]
+    return [line for line in lines if any(part in line for part in COSTLY) is costly]
+
+
+@pytest.mark.deep("a minute: layouts of large models, a pool")
+@pytest.mark.parametrize("page", [page for page in PAGES if here(page, costly=True)], ids=named)
+def test_every_costly_command_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for line in here(page, costly=True):
+        run(line, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if here(page)], ids=named)
+def test_every_command_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 1)  # no second process, which would load torch once more
+    (tmp_path / "corpus.txt").write_text("Words to train on. " * 200)
+    lines = [line for line in here(page) if all(there(need) for part, need in NEEDS.items() if part in line)]
+    for line in lines:
+        run(line, tmp_path, monkeypatch)
+        if " save=/tmp/checkpoint" in line:
+            run(line.replace("save=/tmp/checkpoint", "seed=1 save=/tmp/other"), tmp_path, monkeypatch)
+
+
+def test_what_is_not_run_has_a_reason_that_holds() -> None:
+    shown = [line for page in PAGES for line in commands(page)]
+    assert [part for part in (*NOT_RUN, *COSTLY) if not any(part in line for line in shown)] == [], (
+        "no page shows these"
+    )
+    paths = {
+        path for why in (*NOT_RUN.values(), *FENCED_ARE_RUN.values()) for path in re.findall(r"tests/[\w/.]+", why)
+    }
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def spans(page: Path) -> list[list[str]]:
+    """The commands that the text of a page names, in words."""
+    found = [span.strip("`").split() for span in CODE.findall(FENCED.sub("", page.read_text()))]
+    return [words for words in found if len(words) > 1 and words[0] in ("shardproof", "python", "pytest", "make")]
+
+
+def test_every_command_in_the_text_of_a_page_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    suites = {f"--{option.word}" for option in OPTIONS} | {"--pyargs"}
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    named_there = [(words, named(page)) for page in PAGES for words in spans(page)]
+    assert {words[0] for words, _ in named_there} == {"shardproof", "python", "pytest", "make"}
+    for words, page in named_there:
+        offered, told = suites, f"{page}: {' '.join(words)}"
+        if words[0] == "make":
+            assert words[1] in targets, told
+        elif words[:2] == ["python", "-m"]:
+            assert find_spec(words[2]), told
+        elif words[0] == "shardproof" and words[1] != "COMMAND":
+            assert cli.main([words[1], "--help"]) == 0, told
+            offered = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+        options = set(re.findall(r"(?<!\S)\[?(--[a-z-]+)", " ".join(words)))
+        assert words[0] not in ("shardproof", "pytest") or words[1] == "COMMAND" or options <= offered, told
+
+
+def test_a_command_is_seen_in_every_form(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "engines.md"
+    assert any("--nnodes 2" in line and "--engine torchrun" in line for line in commands(page)), "a line that goes on"
+    assert "shardproof checkpoint /tmp/checkpoint /tmp/other  # exit status 1" in commands(ROOT / "docs/checkpoints.md")
+    assert 'shardproof run "tp=2 cp=2"' in commands(ROOT / "docs/context.md"), "without its comment"
+    with pytest.raises(AssertionError, match="tp=two"), pytest.MonkeyPatch.context() as patch:
+        run('shardproof run "tp=two"', tmp_path, patch)
