@@ -28,10 +28,6 @@ MODES_OF = {
     "latent": ["tp", "tp-sp"],
     "prediction": ["tp", "tp-sp"],
 }
-    "experts": ["tp", "tp-sp", "mtp", "msp", "fsp", "isp"],
-    "latent": ["tp", "tp-sp"],
-    "prediction": ["tp", "tp-sp"],
-}
 COMPANY: dict[str, Callable[[Case], bool]] = {
     "tensor ranks": lambda case: case.tp > 1,
     "data ranks": lambda case: case.dp > 1,
