@@ -78,6 +78,9 @@ class Latent(Core):
             yield "kv_heads", rule, f"kv_heads={self.heads}"
         if self.qk_norm:
             yield "qk_norm", "is of each head, and latent attention has norms of its latents", "qk_norm=false"
+        if self.value_dim > self.head_dim and self.mesh.get("cp", 1) > 1:
+            rule = f"must be at most {self.head_dim}, as wide as the key that context ranks exchange with it"
+            yield "v_head_dim", rule, f"v_head_dim={self.head_dim}"
         if self.latent_down == "column":
             yield from self._columns()
 
