@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from parallel.communication.layout import Placement, local_shape
+from parallel.communication.layout import Coordinates, Placement, local_shape
 from parallel.communication.mesh import Mesh, coordinates
 from parallel.communication.pairs import gather_from_sequence, scatter_to_sequence
-from parallel.experts.capacity import taken
-from parallel.experts.counts import rows_sent, tokens_of
+from parallel.experts.capacity import taken, taken_of_all
+from parallel.experts.counts import places_of, rows_sent, tokens_of
 from parallel.experts.dispatch import ByAllGather, ByAllToAll
 from parallel.experts.linears import Experts
 from parallel.experts.losses import balance_term, has_balance
@@ -26,6 +26,7 @@ from parallel.layers.mlp import Mlp
 from parallel.layers.terms import Terms
 from parallel.model.strategy import Rank
 from reference.case import Case
+from reference.data.batches import micro_batch
 from reference.data.routing import forced
 from reference.model.parameters import dtype_of
 
@@ -103,9 +104,10 @@ class ExpertBlock(nn.Module):
         weights_TE = weigh(self.case, logits_TE, chosen_TE)
         if has_balance(self.case):
             logits_BSE, chosen_BSE = (self._by_row(one.unflatten(0, x.shape[:2])) for one in (logits_TE, chosen_TE))
-            weights_TE = self.terms.attached(weights_TE, balance_term(self.case, self.mesh, logits_BSE, chosen_BSE))
+            balance = balance_term(self.case, self.mesh, logits_BSE, chosen_BSE, self._counted().to(x.device))
+            weights_TE = self.terms.attached(weights_TE, balance)
         if self.case.capacity:
-            chosen_TE = taken(self.case, weights_TE, chosen_TE, self._tokens())
+            chosen_TE = self._taken(weights_TE, chosen_TE)
             weights_TE = weights_TE * chosen_TE
         self.chosen[micro] = chosen_TE.unflatten(0, x.shape[:2])
         known = partial(self._sent_by, step, micro)
@@ -117,11 +119,25 @@ class ExpertBlock(nn.Module):
             if logits_TE.is_meta:
                 raise ValueError("routing=learned: depends on values, and there are shapes alone; legal: routing=equal")
             return select(self.case, self.router.selecting(logits_TE))
-        return forced(self.case, self.case.blocks[self.block], self._tokens()).to(logits_TE.device)
+        return forced(self.case, self.case.blocks[self.block], self._tokens(self.at)).to(logits_TE.device)
 
-    def _tokens(self) -> Tensor:
-        """The numbers of this rank's own tokens, as hidden states have them end to end."""
-        return self._by_row(tokens_of(self.case, self.at, *self.draw)).flatten()
+    def _counted(self) -> Tensor:
+        """Which of this rank's own tokens count in the loss, bool [rows, places of a row]."""
+        batch = micro_batch(self.case, *self.draw, self.at["dp"][0])
+        counted_BS = batch.counted.reshape(self.case.rows, self.case.row_tokens)
+        return counted_BS[:, places_of(self.case, self.at["cp"][0], self.at["tp"][0])]
+
+    def _taken(self, weights_TE: Tensor, chosen_TE: Tensor) -> Tensor:
+        """The choices that experts take, bool [T, E]."""
+        if self.case.capacity_of == "rank":
+            return taken(self.case, weights_TE, chosen_TE, self._tokens(self.at))
+        holders = self.mesh.axis("tp_cp")
+        numbers_RT = torch.stack([self._tokens(coordinates(self.case, rank)) for rank in holders.ranks])
+        return taken_of_all(self.case, weights_TE, chosen_TE, numbers_RT, holders)
+
+    def _tokens(self, at: Coordinates) -> Tensor:
+        """The numbers of the tokens of the rank at these coordinates, as hidden states have them end to end."""
+        return self._by_row(tokens_of(self.case, at, *self.draw)).flatten()
 
     def _by_row(self, x: Tensor) -> Tensor:
         """Rows first where hidden states have places first, and back."""

@@ -1,11 +1,14 @@
-"""What an expert takes of one rank's tokens: `most_rows` of a micro-batch, the rest is dropped, or rows are filled up.
+"""What an expert takes of the tokens that compete for it: `most_rows`, the rest is dropped, or rows are filled up.
 
-    drop=score      those with the largest weights stay, of equal ones the first tokens
-    drop=position   the first tokens stay, by their numbers
-    pad             every rank sends exactly as many rows to every expert: zeros, of weight 0, fill up
+    capacity_of=rank          those of a rank in a micro-batch: no rank needs to know of others
+    capacity_of=micro-batch   those of all ranks that hold the micro-batch, which gather what decides
+    drop=score                those with the largest weights stay, of equal ones the first tokens
+    drop=position             the first tokens stay, by their numbers
+    pad                       every rank sends exactly as many rows to every expert: zeros, of weight 0, fill up
 
-Weights are not normalised again; a token that lost all its experts gets 0 from them. Dropping depends on which tokens
-a rank holds (experts.md 21.3, X15): the case states it. Source: Megatron-Core 0.16.1 `apply_router_token_dropping`.
+Weights are not normalised again; a token that lost all its experts gets 0 from them. Which rows of a rank are dropped
+depends on the tokens that it holds (experts.md 21.3, X15): the case states it. Source: Megatron-Core 0.16.1
+`apply_router_token_dropping`.
 """
 
 from __future__ import annotations
@@ -13,14 +16,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from parallel.communication.collectives import all_gather
+from parallel.communication.mesh import Axis
 from reference.case import Case
 from reference.data.routing import EQUAL_DIGITS
 
-__all__ = ["filled", "taken"]
+__all__ = ["filled", "taken", "taken_of_all"]
 
 
 def taken(case: Case, weights_TE: Tensor, chosen_TE: Tensor, order_T: Tensor) -> Tensor:
-    """The choices that experts take, bool [T, E]; `order_T` are the numbers of the tokens."""
+    """The choices of competing tokens that experts take, bool [T, E]; `order_T` are the numbers of the tokens."""
     first = order_T.argsort(stable=True)
     chosen = chosen_TE[first]
     value = weights_TE.detach()[first] if case.drop == "score" else -torch.arange(len(first)).double()[:, None]
@@ -29,6 +34,17 @@ def taken(case: Case, weights_TE: Tensor, chosen_TE: Tensor, order_T: Tensor) ->
     best = value.argsort(dim=0, descending=True, stable=True)[: case.most_rows]
     kept = torch.zeros_like(chosen).scatter_(0, best, True) & chosen
     return torch.zeros_like(kept).index_copy(0, first, kept)
+
+
+def taken_of_all(case: Case, weights_TE: Tensor, chosen_TE: Tensor, numbers_RT: Tensor, axis: Axis) -> Tensor:
+    """The same where tokens of all ranks of the axis compete; `numbers_RT` are those of every rank's tokens."""
+    if case.drop == "score":  # a weight is positive where an expert is chosen
+        weights_TE = all_gather((weights_TE * chosen_TE).detach(), axis, dim=0)
+        chosen_TE = weights_TE > 0
+    else:
+        chosen_TE = all_gather(chosen_TE, axis, dim=0)
+        weights_TE = chosen_TE.to(weights_TE.dtype)
+    return taken(case, weights_TE, chosen_TE, numbers_RT.flatten()).chunk(axis.size)[axis.rank]
 
 
 def filled(case: Case, experts_R: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -69,11 +69,18 @@ def micro_batches(case: Case) -> Counter[tuple[int, int]]:
 
 def _chosen(case: Case, block: str, step: int, micro: int, at: Mapping[str, tuple[int, int]]) -> Tensor:
     """The choices for one rank's tokens, bool [rows, places of a row, experts]."""
-    if case.routing != "learned":
+    places = places_of(case, at["cp"][0], at["tp"][0])
+    if case.routing == "learned" or (case.capacity_of != "rank" and case.drop == "score"):
+        every = chosen_by_the_dense_model(case)[step, block]
+        first = (at["dp"][0] * case.micro + micro) * case.rows
+        return every[first : first + case.rows][:, places]
+    if case.capacity_of == "rank":
         return forced(case, case.blocks[block], tokens_of(case, at, step, micro))
-    every = chosen_by_the_dense_model(case)[step, block]
-    first = (at["dp"][0] * case.micro + micro) * case.rows
-    return every[first : first + case.rows][:, places_of(case, at["cp"][0], at["tp"][0])]
+    first = first_token(case, step, micro, at["dp"][0])
+    wanted_TE = forced(case, case.blocks[block], torch.arange(first, first + case.tokens))
+    taken_TE = wanted_TE & (wanted_TE.cumsum(0) <= case.most_rows)
+    own: Tensor = taken_TE.unflatten(0, (case.rows, case.row_tokens))[:, places]
+    return own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

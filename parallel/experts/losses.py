@@ -5,6 +5,7 @@
     global_loss     the same of the micro-batches that all data ranks have at once, the mean over data ranks
     z_loss          1/T * the sum of logsumexp(logits)^2
 
+With balance_of=counted T are the tokens whose loss counts, summed over these ranks beside the rows of experts.
 Rows are those of all ranks that hold the micro-batch (or, for global_loss, one of them), one all-reduce of integers
 each; scores are this rank's own, so
 that the terms of all ranks add up to the loss. Each is times T, for a step's gradients are divided by its counted
@@ -31,16 +32,23 @@ def has_balance(case: Case) -> bool:
     return any((case.aux_loss, case.sequence_loss, case.global_loss, case.z_loss))
 
 
-def balance_term(case: Case, mesh: Mesh, logits_BSE: Tensor, chosen_BSE: Tensor) -> Tensor:
+def balance_term(case: Case, mesh: Mesh, logits_BSE: Tensor, chosen_BSE: Tensor, counted_BS: Tensor) -> Tensor:
     """All terms of this rank's tokens, []; a choice that is forced is the one that counts."""
     share_BSE = scores(case, logits_BSE)
     if case.routing == "learned":
         chosen_BSE = select(case, share_BSE, plain=True)
     factor, term = case.experts / case.top_k, logits_BSE.new_zeros(())
-    if case.aux_loss:
+    if case.balance_of == "counted":
+        share_BSE, chosen_BSE = share_BSE * counted_BS[..., None], chosen_BSE & counted_BS[..., None]
+    if case.aux_loss and case.balance_of == "all":
         rows_E = all_reduce(chosen_BSE.sum((0, 1)), mesh.axis("tp_cp"))
         balance = (rows_E * share_BSE.sum((0, 1))).sum() * factor / case.tokens**2
         term = term + case.aux_loss * case.tokens * balance
+    elif case.aux_loss:
+        mine = torch.cat([chosen_BSE.sum((0, 1)), counted_BS.sum()[None]])
+        *_, tokens = rows_E = all_reduce(mine, mesh.axis("tp_cp"))
+        balance = (rows_E[:-1] * share_BSE.sum((0, 1))).sum() * factor / tokens.clamp(min=1)
+        term = term + case.aux_loss * balance
     if case.global_loss:
         rows_E = all_reduce(chosen_BSE.sum((0, 1)), mesh.axis("tp_cp_dp"))
         balance = (rows_E * share_BSE.sum((0, 1))).sum() * factor / case.tokens**2 / case.dp
@@ -50,5 +58,6 @@ def balance_term(case: Case, mesh: Mesh, logits_BSE: Tensor, chosen_BSE: Tensor)
         balance = (rows_BE * share_BSE.sum(1)).sum() * factor / case.row_tokens**2 / case.rows
         term = term + case.sequence_loss * case.tokens * balance
     if case.z_loss:
+        logits_BSE = logits_BSE[counted_BS] if case.balance_of == "counted" else logits_BSE
         term = term + case.z_loss * torch.logsumexp(logits_BSE, -1).square().sum()
     return term

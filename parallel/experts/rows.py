@@ -27,7 +27,7 @@ def rows_of_experts(case: Case) -> tuple[CallRow, ...]:
     """The calls of the case's layers with experts, shared ones aside, which are linears like others."""
     router = case.dtype if case.router_dtype == "model" else case.router_dtype
     dispatched = _gathered(router) if case.dispatcher == "allgather" else _exchanged(router)
-    return (*_around(case), *dispatched, *(row for row in BALANCE if getattr(case, row.when)))
+    return (*_around(case), *_compared(case, router), *dispatched, *(row for row in BALANCE if getattr(case, row.when)))
 
 
 def _around(case: Case) -> Iterator[CallRow]:
@@ -35,6 +35,13 @@ def _around(case: Case) -> Iterator[CallRow]:
     if not case.system.sequence:
         yield CallRow(_layers, "forward", "all_gather", ACTIVATION, "outputs of the tokens of all tensor ranks")
         yield CallRow(_layers, "backward", "all_gather", ACTIVATION, "gradients of the tokens of all tensor ranks")
+
+
+def _compared(case: Case, router: str) -> Iterator[CallRow]:
+    """Where tokens of several ranks compete for an expert."""
+    if case.capacity_of != "rank":
+        elements, dtype = f"ranks * {_OWN} * experts", router if case.drop == "score" else "bool"
+        yield CallRow(_layers, "forward", "all_gather", elements, "who competes for whom", axis="tp_cp", dtype=dtype)
 
 
 def _gathered(router: str) -> Iterator[CallRow]:
@@ -89,7 +96,9 @@ def _counted(elements: str, why: str, when: str, axis: str = "tp_cp") -> CallRow
 
 
 BALANCE = (
-    _counted("experts", "tokens of every expert, of all ranks of a micro-batch", "aux_loss"),
+    _counted(
+        'experts + (balance_of == "counted")', "tokens of every expert, of all ranks of a micro-batch", "aux_loss"
+    ),
     _counted("experts", "the same of all data ranks", "global_loss", "tp_cp_dp"),
     _counted("rows * experts", "the same of every row", "sequence_loss"),
 )

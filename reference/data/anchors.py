@@ -210,7 +210,7 @@ def _counted(case: Case, read: Rows) -> Pairs:
     """The loss mask is 0 or 1 and lets something count; the micro-batches of a step count different numbers of tokens
     (full rows of plain text, where their size allows); the ids at the edges of this case's shards are read and learned.
     """
-    counts = {place: (batch.loss_mask == 1) & (batch.labels != IGNORED) for place, batch in read.items()}
+    counts = {place: batch.counted for place, batch in read.items()}
     marks = torch.stack([batch.loss_mask.flatten() for batch in read.values()]).unique().tolist()
     pairs = {
         "loss mask beside 0 and 1": _numbers([mark for mark in marks if mark not in (0.0, 1.0)], []),

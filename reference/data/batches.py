@@ -55,6 +55,11 @@ class Batch:
     step: int = 0
     number: int = 0
 
+    @property
+    def counted(self) -> Tensor:
+        """Which tokens count in the loss: bool, as the labels."""
+        return (self.loss_mask == 1) & (self.labels != IGNORED)
+
 
 def micro_batch(
     case: Case, step: int, micro: int, dp_rank: int, *, device: torch.device | str = "cpu", padding: int = IGNORED

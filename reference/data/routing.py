@@ -68,6 +68,8 @@ def forced(case: Case, layer: int, tokens: Tensor) -> Tensor:
 
 def period(case: Case) -> int:
     """After how many tokens the same choices return; 0: never, or not known."""
+    if case.capacity and case.capacity_of != "rank" and case.drop == "score":
+        return 0
     if case.routing == "equal":
         return int(case.experts * SKEW_PARTS if case.skew else case.experts // math.gcd(case.experts, case.top_k))
     return int(case.routing == "one")

@@ -114,11 +114,19 @@ class Experts(Core):
     z_loss: float = word(
         0.0, "coefficient of the mean square of log sum exp of the logits", legal=_POSITIVE, domain=(0.0, 0.01)
     )
+    balance_of: str = word(
+        "all",
+        "tokens of which aux_loss and z_loss are means: all of a micro-batch, or those whose loss counts",
+        legal=("all", "counted"),
+    )
     capacity: float = word(
         0.0,
-        "rows that an expert takes of each rank's tokens, as a factor on equal shares; 0: all",
+        "rows that an expert takes of the tokens that compete for it, as a factor on equal shares; 0: all",
         legal=_POSITIVE,
         domain=(0.0, 1.0),
+    )
+    capacity_of: str = word(
+        "rank", "which tokens compete: those of each rank, or of the whole micro-batch", legal=("rank", "micro-batch")
     )
     drop: str = word(
         "score", "rows beyond are those of the smallest weights, or of the last tokens", legal=("score", "position")
@@ -152,7 +160,7 @@ class Experts(Core):
         if not self.experts:
             return layout
         joined = {**layout.joined, "etp_ep": "etp-ep"}
-        if self.aux_loss or self.sequence_loss:
+        if self.aux_loss or self.sequence_loss or self.capacity_of != "rank":
             joined["tp_cp"] = "tp-cp"
         if self.bias_rate or self.global_loss:
             joined["tp_cp_dp"] = "tp-cp-dp"
@@ -184,14 +192,15 @@ class Experts(Core):
 
     @property
     def most_rows(self) -> int:
-        """Rows that an expert takes of one rank's tokens."""
-        share = self.own_tokens * self.top_k / max(self.experts, 1)
-        return min(math.ceil(share * self.capacity), self.own_tokens) if self.capacity else self.own_tokens
+        """Rows that an expert takes of the tokens that compete for it."""
+        tokens = self.own_tokens if self.capacity_of == "rank" else self.tokens
+        share = tokens * self.top_k / max(self.experts, 1)
+        return min(math.ceil(share * self.capacity), tokens) if self.capacity else tokens
 
     @property
     def truth_depends_on_split(self) -> bool:
         """The same, and where a rank's own tokens compete for an expert."""
-        return self.capacity > 0 or super().truth_depends_on_split
+        return (self.capacity > 0 and self.capacity_of == "rank") or super().truth_depends_on_split
 
     @property
     def layers_with_experts(self) -> tuple[str, ...]:
@@ -267,6 +276,9 @@ class Experts(Core):
 
     def _beside(self) -> Iterator[Problem]:
         """What is not implemented beside experts."""
+        if self.random == "stateful" and self.routing == "learned":
+            rule = "draws masks that ranks alone know, and choices of the router, whose rows are sent, follow them"
+            yield "random", rule, "random=field"
         if self.init == "shard":
             yield "init", "draws dense weights alone, and experts=0 has no others", "init=field"
         if self.system.gathers_weights and self.recompute == "full":

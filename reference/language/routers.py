@@ -55,6 +55,11 @@ def _choices(case: Core, plain: Mapping[str, Any]) -> Iterator[Problem]:
     if case.global_loss and case.routing == "learned":
         rule = "counts tokens of other data ranks, whose choices the dense model has not made yet (routing=learned)"
         yield "global_loss", rule, "global_loss=0.0"
+    if case.balance_of != "all":
+        if case.sequence_loss or case.global_loss:
+            yield "balance_of", "is of aux_loss and z_loss; sequence_loss and global_loss are of all", "balance_of=all"
+        elif not (case.aux_loss or case.z_loss):
+            yield "balance_of", "is about balance losses, and the case has none", "balance_of=all"
     if case.bias_rate and case.router != "sigmoid":
         yield "bias_rate", f"is added to sigmoids, and router={case.router} has none", "router=sigmoid"
     for key in ("load", "save") if case.bias_rate else ():
@@ -67,10 +72,12 @@ def _loads(case: Core, plain: Mapping[str, Any]) -> Iterator[Problem]:
         yield "skew", f"is a share of equal loads, and routing={case.routing} has others", "skew=0.0"
     if not 0 <= case.skew <= 1 or case.skew * SKEW_PARTS % 1:
         yield "skew", f"must be a number of {SKEW_PARTS}ths from 0 to 1", "skew=0.25"
-    for key in ("drop", "pad") if not case.capacity else ():
+    for key in ("drop", "pad", "capacity_of") if not case.capacity else ():
         if getattr(case, key) != plain[key]:
-            legal = "false" if key == "pad" else "score"
-            yield key, "is about rows beyond a capacity, and capacity=0.0 takes all", f"{key}={legal}"
+            legal = f"{key}={str(plain[key]).lower()}"
+            yield key, "is about rows beyond a capacity, and capacity=0.0 takes all", legal
+    if case.pad and case.capacity_of != "rank":
+        yield "pad", "has every rank send as many rows, and capacity_of=micro-batch lets ranks compete", "pad=false"
     if case.capacity and case.drop == "score" and case.dtype != "float64":
         rule = f"compares weights exactly, and rounding in dtype={case.dtype} makes others the smallest"
         yield "drop", rule, "drop=position"

@@ -53,7 +53,8 @@ def forward(run: Forward, layer: str, x_BSH: Tensor, _visible_SS: Tensor) -> Ten
         tokens_BS = first + torch.arange(case.tokens).view(x_BSH.shape[:2])
         chosen_BSE = forced(case, case.blocks[layer], tokens_BS).to(x_BSH.device)
     weights_BSE = weights_of(case, logits_BSE, chosen_BSE)
-    run.beside.losses.extend(losses(case, logits_BSE, chosen_BSE))
+    counted_BS = run.batch.counted.to(x_BSH.device) if case.balance_of == "counted" else None
+    run.beside.losses.extend(losses(case, logits_BSE, chosen_BSE, counted_BS))
     if case.global_loss:
         run.beside.losses.append(global_loss(case, layer, run.batch, logits_BSE))
     if case.capacity:
@@ -101,8 +102,8 @@ def _largest(score_E: Tensor, count: int) -> Tensor:
 
 
 def kept(case: Case, weights_BSE: Tensor, chosen_BSE: Tensor) -> Tensor:
-    """The choices without those beyond what an expert takes of one rank's tokens: the one place where the dense model
-    knows ranks (experts.md 21.3). Of equal weights the first tokens' stay.
+    """The choices without those beyond what an expert takes. Of one rank's tokens (capacity_of=rank) it is the one
+    place where the dense model knows ranks (experts.md 21.3). Of equal weights the first tokens' stay.
     """
     kept_BSE = torch.zeros_like(chosen_BSE)
     weights_BSE = weights_BSE.round(decimals=EQUAL_DIGITS)
@@ -110,7 +111,8 @@ def kept(case: Case, weights_BSE: Tensor, chosen_BSE: Tensor) -> Tensor:
     if case.drop == "position":
         rank_BSE = rank_BSE.to(chosen_BSE.device).view(*chosen_BSE.shape[:2], 1).expand(chosen_BSE.shape)
     rank_BSE = rank_BSE.masked_fill(~chosen_BSE, -math.inf)
-    for places in _places_of_ranks(case):
+    whole = [torch.arange(case.row_tokens)]
+    for places in _places_of_ranks(case) if case.capacity_of == "rank" else whole:
         rank_TE = rank_BSE[:, places].flatten(0, 1)
         best_TE = _largest(rank_TE.T, case.most_rows).T
         kept_BSE[:, places] = best_TE.view(len(rank_BSE), len(places), -1)
@@ -126,18 +128,22 @@ def _places_of_ranks(case: Case) -> list[Tensor]:
     return [torch.tensor(row[first : first + size]) for row in rows for first in range(0, len(row), size)]
 
 
-def losses(case: Case, logits_BSE: Tensor, chosen_BSE: Tensor) -> list[Tensor]:
-    """The balance losses of a micro-batch, each times its tokens: as other terms they are divided by the counted tokens
-    of the step (Switch, arXiv:2101.03961, for any top_k; ST-MoE, arXiv:2202.08906, for z).
+def losses(case: Case, logits_BSE: Tensor, chosen_BSE: Tensor, counted_BS: Tensor | None = None) -> list[Tensor]:
+    """The balance losses of a micro-batch, or of its counted tokens, each times these tokens: as other terms they are
+    divided by the counted tokens of the step. Source: Switch (arXiv:2101.03961) for any top_k, ST-MoE (2202.08906).
 
     Choices of a router are those without groups and bias; a loss of equal shares is its coefficient.
     """
     if not (case.aux_loss or case.sequence_loss or case.z_loss):
         return []
+    if counted_BS is not None:
+        logits_BSE, chosen_BSE = logits_BSE[counted_BS][None], chosen_BSE[counted_BS][None]
+    tokens, factor = logits_BSE[..., 0].numel(), case.experts / case.top_k
+    if not tokens:
+        return []
     share_BSE = _shares(case, logits_BSE)
     if case.routing == "learned":
         chosen_BSE = _largest(share_BSE.detach(), case.top_k)
-    tokens, factor = case.tokens, case.experts / case.top_k
     chosen_BSE = chosen_BSE.to(share_BSE.dtype)
     whole = (chosen_BSE.mean((0, 1)) * share_BSE.mean((0, 1))).sum() * factor
     by_row = (chosen_BSE.mean(1) * share_BSE.mean(1)).sum(-1).mean() * factor

@@ -19,8 +19,9 @@ from tests.parallel.test_parallel_subject import proved
 EXPERTS = CaseTable(
     sizes="heads=4 kv_heads=4 hidden=16 ffn=24 vocab=67 seq=16 batch=2 micro=2 steps=3 expert_ffn=12",
     cases=(
-        f"mode=tp-sp tp=2 dp=2 ep=2 experts=8 shared_ffn=8 shared_gate=true routing=skewed {SGD}",
-        f"mode=tp tp=2 dp=2 ep=4 etp=1 experts=8 dispatcher=allgather capacity=1.0 {ADAMW}",
+        f"mode=tp-sp tp=2 dp=2 ep=2 experts=8 shared_ffn=8 shared_gate=true routing=skewed"
+        f" aux_loss=0.1 balance_of=counted {SGD}",
+        f"mode=tp tp=2 dp=2 ep=4 etp=1 experts=8 dispatcher=allgather capacity=1.0 capacity_of=micro-batch {ADAMW}",
         f"mode=tp tp=1 dp=2 cp=2 ep=2 experts=6 top_k=3 aux_loss=0.1 sequence_loss=0.1 z_loss=0.1 {SGD}",
         f"mode=tp-sp tp=2 cp=2 pp=2 ep=2 etp=1 experts=8 top_k=1 router=pre-softmax dense_layers=1 layers=3"
         f" first_layers=2 capacity=0.5 pad=true {SGD}",

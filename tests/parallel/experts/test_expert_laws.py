@@ -51,6 +51,16 @@ def test_balance_losses_weigh_the_same_however_a_batch_is_grouped() -> None:
         assert far(found, alone, "grad/", "param/", "loss/", "grad_norm/") < 1e-10, grouping
 
 
+def test_a_capacity_of_the_micro_batch_drops_the_same_rows_on_any_ranks() -> None:
+    """Other than one of each rank's tokens, which depends on who holds them (experts.md 21.3)."""
+    for words in ("", "routing=skewed drop=position"):
+        capacity = f"capacity=0.7 {words} capacity_of"
+        alone = outcome(f"mode=tp tp=1 dp=1 micro=4 {capacity}=micro-batch")
+        grouping = "mode=tp-sp tp=2 cp=2 dp=2 micro=2 ep=2 etp=1"
+        assert far(outcome(f"{grouping} {capacity}=micro-batch"), alone, "grad/", "param/", "loss/") < 1e-10
+        assert far(outcome(f"{grouping} {capacity}=rank"), alone, "grad/") > 1e-3, "other rows are dropped"
+
+
 def test_both_dispatchers_make_the_same_of_one_choice() -> None:
     for words in ("mode=tp-sp tp=2 dp=2 ep=2", "mode=tp tp=2 dp=2 ep=4 etp=1 capacity=1.0"):
         one, other = (outcome(f"{words} dispatcher={dispatcher}") for dispatcher in ("alltoall", "allgather"))

@@ -134,6 +134,8 @@ CASES = tuple(
         ("mode=isp fuse_weights=true", EVO),
         ("mode=tp-sp dp=2 ep=2 etp=2 router=sigmoid bias_rate=0.1 aux_loss=0.1 sequence_loss=0.1", PARTS),
         ("mode=tp dp=2 ep=2 etp=2 dispatcher=allgather global_loss=0.1 routing=equal", PARTS),
+        ("mode=tp capacity=0.5 capacity_of=micro-batch aux_loss=0.1 balance_of=counted", PARTS),
+        ("mode=tp capacity=0.5 capacity_of=micro-batch drop=position routing=skewed", PARTS),
         ("mode=tp-sp tp=1 dp=2 ep=2 dtype=float16 routing=skewed master=float32 scaler=dynamic loss_scale=8.0", PARTS),
         ("mode=tp-sp experts=0 dp=2 prediction_depth=1", PARTS),
     )

@@ -11,6 +11,11 @@ OF_PARTS = {
     "experts=8 router_scale=0.0": "must be a positive number",
     "experts=8 global_loss=0.1": "counts tokens of other data ranks, whose choices the dense model has not made yet"
     " (routing=learned)",
+    "experts=8 capacity=1.0 pad=true capacity_of=micro-batch": "has every rank send as many rows, and"
+    " capacity_of=micro-batch lets ranks compete",
+    "experts=8 balance_of=counted": "is about balance losses, and the case has none",
+    "experts=8 balance_of=counted global_loss=0.1 routing=equal": "is of aux_loss and z_loss; sequence_loss and"
+    " global_loss are of all",
     "experts=8 capacity=-1.0": "must be 0 or a positive number",
     "experts=8 dtype=float32": "compares choices exactly, and rounding in dtype=float32 makes other ones",
     "experts=8 shared_gate=true": "is for a shared expert, and shared_ffn=0 has none",
@@ -52,6 +57,9 @@ OF_PARTS = {
     ),
     "kv_lora_rank=12 positions=rope kv_heads=8 cp=2 seq=8 v_head_dim=13": (
         "must be at most 12, as wide as the key that context ranks exchange with it"
+    ),
+    "experts=8 dropout=0.1 random=stateful": (
+        "draws masks that ranks alone know, and choices of the router, whose rows are sent, follow them"
     ),
     "prediction_depth=-1": "must not be negative",
     "prediction_depth=1 prediction_weight=-1.0": "must be 0 or a positive number",

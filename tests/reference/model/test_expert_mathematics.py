@@ -80,6 +80,10 @@ def test_balance_losses_by_formula() -> None:
     same = (torch.arange(8) < 2).expand(2, 6, 8)
     scores = LOGITS.softmax(-1)[..., :2].mean((0, 1)).sum()
     assert math.isclose(_loss(one, LOGITS, same), 0.3 * 8 / 2 * float(scores))
+    counted = torch.zeros(2, 6, dtype=torch.bool)
+    counted[1, 2:4] = True
+    (term,) = losses(case(aux_loss=0.3, routing="one", balance_of="counted"), LOGITS, same, counted)
+    assert math.isclose(float(term), 2 * 0.3 * 8 / 2 * float(LOGITS[1, 2:4].softmax(-1)[..., :2].mean(0).sum()))
     z = LOGITS.exp().sum(-1).log().square().mean()
     assert math.isclose(_loss(case(z_loss=0.1), LOGITS, same), 0.1 * float(z))
 
