@@ -38,7 +38,7 @@ TOLD = {
     "expert-norm-by-tp": ("gradient_norm", "one all_reduce over tp too many"),
     "balance-own-tokens": ("activation_gradients", "none of the known patterns fits"),
     "global-balance-by-copies": ("activation_gradients", "none of the known patterns fits"),
-    "balance-counts-in-place": ("activation_gradients", ""),
+    "balance-counts-in-place": ("activation_gradients", "none of the known patterns fits"),
     "bias-counts-short": ("ledger", "dtype bfloat16 instead of int64"),
     "experts-alike": ("activations", "began with the wrong parts"),
     "combine-in-router-dtype": ("ledger", "dtype float32 instead of bfloat16"),
