@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,9 @@ from harness.errors import RequestError, ShardproofError
 from harness.running.proof import prove
 from harness.running.sharing import COLLECTED_AFTER
 from reference.case import Case
+from reference.features import PARTS
 from suites.drawing.sizes import large
-from suites.drawing.strategies import every_word
+from suites.drawing.strategies import every_word, modes_with
 from suites.session.request import chosen_modes
 from suites.session.sampling import sampled
 
@@ -52,11 +54,13 @@ UNJUDGED = "unjudged"
 class Part:
     """What to draw: `number` of `parts` draws its share of `cases` in every mode.
 
-    `dtype` "any" and `steps` 0 are drawn too. A case that takes longer than `timeout_s` counts as an alarm.
+    `dtype` "any" and `steps` 0 are drawn too; every case has the parts that it `needs`. A case that takes longer than
+    `timeout_s` counts as an alarm.
     """
 
     subject: str = SUBJECT
     dtype: str = "any"
+    needs: tuple[str, ...] = ()
     cases: int = 120
     number: int = 1
     parts: int = 1
@@ -66,7 +70,8 @@ class Part:
 
     def shares(self) -> dict[str, int]:
         """Mode -> how many cases of it this part proves; the shares of all parts and modes add up to `cases`."""
-        modes = chosen_modes(self.subject, "all")
+        can = modes_with(*self.needs)
+        modes = [mode for mode in chosen_modes(self.subject, "all") if mode in can]
         slots = [(mode, number) for number in range(1, self.parts + 1) for mode in modes]
         whole, rest = divmod(self.cases, len(slots))
         return {mode: whole + (place < rest) for place, (mode, number) in enumerate(slots) if number == self.number}
@@ -99,24 +104,23 @@ class Campaign:
 
 
 def campaign(part: Part) -> Iterator[tuple[Campaign, list[Alarm]]]:
-    """After every mode: the part so far, and what did not pass in that mode."""
+    """After every case: the part so far, and what did not pass of that case. Modes take turns."""
     start_s = time.perf_counter()
-    proved = refused = unjudged = alarms = undecided = 0
+    refused = unjudged = alarms = undecided = 0
+    of_modes = [cases_of(mode, share, part) for mode, share in part.shares().items()]
+    every = [case for turn in zip_longest(*of_modes) for case in turn if case]
     with InprocEngine() as engine:
-        for mode, share in part.shares().items():
-            found: list[Alarm] = []
-            for case in cases_of(mode, share, part):
-                told = _alarms(case, part, engine)
-                proved, refused = proved + (told is not None), refused + (told is None)
-                found += told or []
+        for number, case in enumerate(every, start=1):
+            told = _alarms(case, part, engine)
+            found = told or []
             lost = sum(one.verdict == UNJUDGED for one in found)
             unsure = sum(one.verdict == UNKNOWN and one.check != "run" for one in found)
-            proved, unjudged = proved - lost, unjudged + lost
+            refused, unjudged = refused + (told is None), unjudged + lost
             alarms, undecided = alarms + len(found) - unsure - lost, undecided + unsure
             yield (
                 Campaign(
                     dtype=part.dtype,
-                    cases=proved,
+                    cases=number - refused - unjudged,
                     refused=refused,
                     unjudged=unjudged,
                     alarms=alarms,
@@ -133,6 +137,7 @@ def cases_of(mode: str, share: int, part: Part) -> list[Case]:
     many = (share + part.number % LARGE) // LARGE  # of all parts together one in LARGE
     fixed: dict[str, Any] = {} if part.dtype == "any" else {"dtype": part.dtype}
     fixed |= {"steps": part.steps} if part.steps else {}
+    fixed |= {"needs": part.needs} if part.needs else {}
     first_seed = part.first_seed * 1000 + part.number
     usual = sampled(every_word(mode, **fixed), share - many, first_seed)
     return usual + sampled(large(mode, **fixed), many, first_seed)
@@ -173,9 +178,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _written(part: Part, out: Path) -> Campaign:
-    """The part, run; its row and its alarms are on disk after every mode."""
+    """The part, run; its row and its alarms are on disk after every case."""
     out.mkdir(parents=True, exist_ok=True)
-    stem = f"{part.dtype}-{part.number}-of-{part.parts}"
+    stem = "-".join([part.dtype, *part.needs, f"{part.number}-of-{part.parts}"])
     so_far = Campaign(dtype=part.dtype, cases=0, refused=0, unjudged=0, alarms=0, undecided=0, seconds=0.0)
     with Progress(transient=True) as progress, (out / f"alarms-{stem}.jsonl").open("w") as alarms:
         task = progress.add_task(f"{part.dtype}, part {part.number} of {part.parts}", total=sum(part.shares().values()))
@@ -200,6 +205,7 @@ def _part(asked: argparse.Namespace) -> Part:
     return Part(
         subject=asked.subject,
         dtype=asked.dtype,
+        needs=tuple(asked.needs),
         cases=asked.cases,
         number=int(number),
         parts=int(parts),
@@ -214,6 +220,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"a right implementation ({SUBJECT})")
     parser.add_argument("--cases", type=int, default=120, metavar="N", help="cases of all parts together (120)")
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="dtype of every case, drawn when any (any)")
+    parser.add_argument(
+        "--with", dest="needs", action="append", default=[], choices=[*PARTS], help="a part that every case has"
+    )
     parser.add_argument("--steps", type=int, default=0, metavar="N", help="steps of every case, drawn when 0 (0)")
     parser.add_argument(
         "--part", default="1/1", metavar="I/N", help="which of how many shares this process takes (1/1)"

@@ -9,7 +9,7 @@ by module, in reverse for backward. Payloads are bytes; calls count over the who
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import MappingProxyType
@@ -101,6 +101,19 @@ def differences(
     joined = [replace(difference, ranks=tuple(who)) for difference, who in parted.items()]
     places = {module: place for place, module in enumerate(order)}
     return sorted(joined, key=lambda difference: _when(difference.line, places))
+
+
+def but_for_bytes(parted: Sequence[Difference], regions: Collection[str]) -> list[Difference]:
+    """Those of these differences that are more than other payloads of the calls of these modules: where rows were
+    chosen otherwise, a call has other rows, or none, and then it is none.
+    """
+
+    def call(key: EventKey) -> EventKey:
+        return replace(key, payload_bytes=0)
+
+    there = [one for one in parted if one.line.region in regions]
+    other_rows = {call(x.found) for x in there if x.found and x.expected and call(x.found) == call(x.expected)}
+    return [one for one in parted if {call(key) for key in (one.found, one.expected) if key} - other_rows]
 
 
 def _parts(surplus: Counter[EventKey], lack: Counter[EventKey], callers: Mapping[EventKey, str]) -> list[Difference]:

@@ -6,17 +6,18 @@ The first place is `harness.diagnosing.first`'s, the causes are `harness.diagnos
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from harness.checking.evidence import FAIL, Evidence, Finding
 from harness.checking.ledger_checks import module_order
+from harness.checking.measures.kinds import kind_of
 from harness.diagnosing.first import First, first_place
 from harness.diagnosing.hints import hint
 from harness.diagnosing.likely import likely
 from harness.diagnosing.rules.causes import Cause, reported
 from harness.diagnosing.rules.places import place_of, timeline, wrong_ranks
-from harness.differences import Difference, differences
+from harness.differences import Difference, but_for_bytes, differences
 from harness.errors import Desynchronised, ProgramError, RankCrashed, ShardproofError
 
 __all__ = ["Diagnosis", "Explanation", "First", "diagnose", "ended", "explained"]
@@ -56,7 +57,7 @@ def explained(evidence: Evidence, findings: Mapping[str, Finding]) -> Explanatio
     """Where a case with failed checks first went wrong, and why."""
     wrong = _all_wrong(evidence, findings)
     failed = "ledger" in findings and findings["ledger"].verdict == FAIL
-    parted = _first_difference(evidence) if failed else None
+    parted = _first_difference(evidence, wrong) if failed else None
     first = first_place(evidence, wrong, parted)
     call_first = parted is not None and first.step < 0
     causes = likely(evidence, findings, wrong, parted, call_first=call_first)
@@ -115,10 +116,12 @@ def _all_wrong(evidence: Evidence, findings: Mapping[str, Finding]) -> list[str]
     return [name for name in timeline(names, evidence.case.steps) if name in wrong]
 
 
-def _first_difference(evidence: Evidence) -> Difference | None:
+def _first_difference(evidence: Evidence, wrong: Sequence[str]) -> Difference | None:
+    """The first difference of the ledger that no wrong choice of experts explains: such a call has other rows."""
     if evidence.expectation is None:
         return None
     parted = differences(
         evidence.events, evidence.expectation, evidence.ranks, module_order(evidence), axes=evidence.axes
     )
-    return parted[0] if parted else None
+    choices = {place_of(name, evidence.case.steps).module for name in wrong if kind_of(name) == "routing"}
+    return next(iter(but_for_bytes(parted, choices)), None)

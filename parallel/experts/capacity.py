@@ -2,7 +2,7 @@
 
     capacity_of=rank          those of a rank in a micro-batch: no rank needs to know of others
     capacity_of=micro-batch   those of all ranks that hold the micro-batch, which gather what decides
-    drop=score                those with the largest weights stay
+    drop=score                those with the largest weights stay, of equal ones the first tokens
     drop=position             the first tokens stay, by their numbers
     pad                       every rank sends exactly as many rows to every expert: zeros, of weight 0, fill up
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from parallel.communication.collectives import all_gather
 from parallel.communication.mesh import Axis
 from reference.case import Case
+from reference.data.routing import EQUAL_DIGITS
 
 __all__ = ["filled", "taken", "taken_of_all"]
 
@@ -28,6 +29,7 @@ def taken(case: Case, weights_TE: Tensor, chosen_TE: Tensor, order_T: Tensor) ->
     first = order_T.argsort(stable=True)
     chosen = chosen_TE[first]
     value = weights_TE.detach()[first] if case.drop == "score" else -torch.arange(len(first)).double()[:, None]
+    value = value.round(decimals=EQUAL_DIGITS)
     value = torch.where(chosen, value.to(weights_TE.device), -torch.inf)
     best = value.argsort(dim=0, descending=True, stable=True)[: case.most_rows]
     kept = torch.zeros_like(chosen).scatter_(0, best, True) & chosen

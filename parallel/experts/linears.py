@@ -47,10 +47,12 @@ class Experts(nn.Module):
         return functional.linear(inner, self._weight("down", expert))
 
     def _activated(self, expert: int, x_TH: Tensor) -> Tensor:
+        gated = self.activation == "swiglu"  # the gate comes first, so that backward completes its gradient last
+        gate = functional.silu(functional.linear(x_TH, self._weight("gate", expert))) if gated else x_TH
         up = functional.linear(x_TH, self._weight("up", expert))
         match self.activation:
             case "swiglu":
-                return functional.silu(functional.linear(x_TH, self._weight("gate", expert))) * up
+                return gate * up
             case "relu":
                 return functional.relu(up)
             case _:

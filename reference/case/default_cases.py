@@ -17,22 +17,11 @@ from typing import Any
 from reference.case.case import Case
 from reference.case.domains import domains
 from reference.case.repair import Problem, Words, problem_of, repaired, words_of
-from reference.features import FEATURES
+from reference.features import FEATURES, PARTS
 from reference.language.modes import MODES
 from reference.language.words import declared, write
 
-__all__ = [
-    "FILE",
-    "FIXED",
-    "NUMBERS",
-    "PARTS",
-    "RANKS",
-    "default_cases",
-    "line_of",
-    "lines",
-    "paired_domains",
-    "plain_cases",
-]
+__all__ = ["FILE", "FIXED", "NUMBERS", "RANKS", "default_cases", "line_of", "lines", "paired_domains", "plain_cases"]
 
 FILE = Path(__file__).with_suffix(".txt")
 RANKS = 8
@@ -47,8 +36,6 @@ NUMBERS: Mapping[str, int | float] = {
     "seed": 1,
 }
 """What the lines leave out. No size is another one, and each has an odd part on 4 ranks."""
-PARTS = ("experts", "latent", "prediction")
-"""Features whose words are those of a part that few models have."""
 FIXED: Mapping[str, str] = {
     "data": "is the option --data",
     "load": "names a folder: a recipe",
@@ -56,7 +43,11 @@ FIXED: Mapping[str, str] = {
     "layers": "as few as the case needs, more in cases of two steps",
     "steps": "1, but for cases that hold every value in two steps",
     **{word: "a size of all cases" for word in NUMBERS},
-    **{word: "is a part of some models: a recipe" for owner in PARTS for word in declared(FEATURES[owner])},
+    **{
+        word: "is a part of some models, whose words have more pairs than all others together: recipes, drawn cases"
+        for owner in PARTS
+        for word in declared(FEATURES[owner])
+    },
 }
 """Words of which no pairs are wanted, and why."""
 CHECKPOINT = "CHECKPOINT"

@@ -17,7 +17,10 @@ Words = dict[str, Any]
 Problem = CaseError | str
 _REPAIRS = 8
 """How many words may be changed before a case is given up."""
-_SIZES = frozenset({"seq", "vocab", "hidden", "layers"})
+_SIZES = frozenset(
+    {"seq", "vocab", "hidden", "layers", "kv_heads", "experts", "expert_ffn", "shared_ffn", "kept_groups"}
+    | {"kv_lora_rank", "q_lora_rank"}
+)
 """Words that take any number that a rule proposes; others take those of their domain."""
 
 

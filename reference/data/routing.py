@@ -21,8 +21,12 @@ from reference.case import Case
 from reference.checkpoints.stored import steps_before
 from reference.language.routers import SKEW_PARTS
 
-__all__ = ["first_token", "forced", "period"]
+__all__ = ["EQUAL_DIGITS", "first_token", "forced", "period"]
 
+EQUAL_DIGITS = 9
+"""Weights that agree to so many decimals are equal where experts drop rows. Tokens with the same past have the same
+weights (a text that repeats one, the beginnings of rows), which rounding alone would put in an order.
+"""
 _ODD = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)
 """Odd multipliers of a hash of 64 bits (Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195)."""
 

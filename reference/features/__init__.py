@@ -64,6 +64,10 @@ def _axes(words: dict[str, Field]) -> tuple[str, ...]:
 
 FEATURES: dict[str, type[Core]] = _found()
 """Name -> what the feature adds to a case."""
+PARTS: dict[str, str] = {
+    name: key for name, owner in FEATURES.items() for key, field in declared(owner).items() if field.metadata["part"]
+}
+"""Features that are a part of some models alone -> the word without which a model has it not."""
 _DECLARED = _words((Core, *FEATURES.values()))
 ORDER_NAMES = _axes(_DECLARED)
 """Every axis that the word `order` may name, the fastest of the default order first."""

@@ -34,21 +34,26 @@ def _where_learned(key: str, plain: float) -> Callable[[Mapping[str, Any]], Any]
 class Experts(Core):
     """A case whose layers may have experts; by default none."""
 
-    ep: int = word(1, "ranks that share the experts of a layer among them", domain=(1, 2, 4), after="dp", dense=1)
+    ep: int = word(1, "ranks that share the experts of a layer among them", domain=(1, 2, 4, 3), after="dp", dense=1)
     etp: int = word(
         0,
         "ranks that split the inner features of an expert; 0: as many as tp",
         legal="0, or at least 1",
-        domain=(0, 1, 2),
+        domain=(0, 1, 2, 3),
         dense=0,
     )
     experts: int = word(
-        0, "experts of a layer; 0: it has an MLP", legal="0, or at least 2", domain=(0, 8), after="fuse_mlp"
+        0,
+        "experts of a layer; 0: it has an MLP",
+        legal="0, or at least 2",
+        domain=(0, 8, 6),
+        after="fuse_mlp",
+        part=True,
     )
-    top_k: int = word(2, "experts that a token goes to", domain=(2, 3))
-    expert_ffn: int = word(0, "inner width of an expert; 0: ffn", legal="0, or at least 1", domain=(0, 16))
+    top_k: int = word(2, "experts that a token goes to", domain=(2, 3, 1))
+    expert_ffn: int = word(0, "inner width of an expert; 0: ffn", legal="0, or at least 1", domain=(0, 42))
     shared_ffn: int = word(
-        0, "inner width of the expert that all tokens go to; 0: there is none", legal="0, or at least 1", domain=(0, 24)
+        0, "inner width of the expert that all tokens go to; 0: there is none", legal="0, or at least 1", domain=(0, 66)
     )
     shared_gate: bool = word(False, "what the shared expert returns is multiplied by sigmoid(x wg)")
     dense_layers: int = word(0, "first layers that keep their MLP", legal="0, or at least 1", domain=(0, 1))
@@ -61,7 +66,7 @@ class Experts(Core):
         0.0,
         "share of tokens that all go to the first top_k experts (routing=equal)",
         legal="sixteenths from 0 to 1",
-        domain=(),
+        domain=(0.0, 0.25),
     )
     router: str = word(
         "softmax",
@@ -72,7 +77,7 @@ class Experts(Core):
     router_groups: int = word(
         1,
         "groups of experts with neighbouring numbers, of which a token keeps some (routing=learned)",
-        domain=(1, 4),
+        domain=(1, 4, 2),
         follows=("routing",),
         value=_where_learned("router_groups", 1),
     )
@@ -271,6 +276,9 @@ class Experts(Core):
 
     def _beside(self) -> Iterator[Problem]:
         """What is not implemented beside experts."""
+        if self.random == "stateful" and self.routing == "learned":
+            rule = "draws masks that ranks alone know, and choices of the router, whose rows are sent, follow them"
+            yield "random", rule, "random=field"
         if self.init == "shard":
             yield "init", "draws dense weights alone, and experts=0 has no others", "init=field"
         if self.system.gathers_weights and self.recompute == "full":

@@ -22,20 +22,20 @@ class Latent(Core):
         0,
         "features of the latent of keys and values (multi-head latent attention); 0: none",
         legal="0, or at least 1",
-        domain=(),
+        domain=(0, 22),
         after="qk_norm",
+        part=True,
     )
     q_lora_rank: int = word(
-        0, "features of the latent of queries (kv_lora_rank above 0); 0: none", legal="0, or at least 1", domain=()
+        0, "features of the latent of queries (kv_lora_rank above 0); 0: none", legal="0, or at least 1", domain=(0, 26)
     )
-    qk_head_dim: int = word(8, "features of a query and key that positions leave alone (kv_lora_rank)", domain=())
-    qk_rope_dim: int = word(4, "features of a query and key that positions turn (kv_lora_rank)", domain=())
-    v_head_dim: int = word(8, "features of a value (kv_lora_rank)", domain=())
+    qk_head_dim: int = word(8, "features of a query and key that positions leave alone (kv_lora_rank)", domain=(8, 5))
+    qk_rope_dim: int = word(4, "features of a query and key that positions turn (kv_lora_rank)", domain=(4, 2))
+    v_head_dim: int = word(8, "features of a value (kv_lora_rank)", domain=(8, 7))
     latent_down: str = word(
         "duplicated",
         "projections to latents are whole on every rank, or columns that are gathered (kv_lora_rank)",
         legal=("duplicated", "column"),
-        domain=(),
         dense="duplicated",
     )
 
@@ -78,6 +78,9 @@ class Latent(Core):
             yield "kv_heads", rule, f"kv_heads={self.heads}"
         if self.qk_norm:
             yield "qk_norm", "is of each head, and latent attention has norms of its latents", "qk_norm=false"
+        if self.value_dim > self.head_dim and self.mesh.get("cp", 1) > 1:
+            rule = f"must be at most {self.head_dim}, as wide as the key that context ranks exchange with it"
+            yield "v_head_dim", rule, f"v_head_dim={self.head_dim}"
         if self.latent_down == "column":
             yield from self._columns()
 

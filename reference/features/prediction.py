@@ -26,11 +26,15 @@ class Prediction(Core):
         0,
         "further tokens that are predicted, by a layer each (multi-token prediction); 0: none",
         legal="0, or at least 1",
-        domain=(),
+        domain=(0, 1, 2),
         after="qk_norm",
+        part=True,
     )
     prediction_weight: float = word(
-        0.3, "weight of the mean loss of further tokens (prediction_depth)", legal="0 or a positive number", domain=()
+        0.3,
+        "weight of the mean loss of further tokens (prediction_depth)",
+        legal="0 or a positive number",
+        domain=(0.3, 1.0),
     )
 
     @property

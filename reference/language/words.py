@@ -52,6 +52,7 @@ def word(
     follows: tuple[str, ...] = (),
     value: Callable[[Mapping[str, Any]], Any] | None = None,
     dense: object = None,
+    part: bool = False,
 ) -> _Value:
     """A dataclass field with this default and meaning.
 
@@ -62,6 +63,7 @@ def word(
     axis     the word is the size of a mesh axis, at this place in the default order of ranks (the fastest first)
     follows  words from which `value` derives this one, if one of them is given and this one is not
     dense    the value that the dense model sees, which does not depend on this word; None: it reads the word
+    part     by its default a model has not the part that the words of this class are about
     """
     about = {
         "default": default,
@@ -74,6 +76,7 @@ def word(
         "follows": follows,
         "value": value,
         "dense": dense,
+        "part": part,
     }
     return dataclasses.field(default=default, metadata=about)
 

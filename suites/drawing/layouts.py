@@ -17,6 +17,7 @@ from harness.subject import NamedSubject, claims, own_cases, refusal
 
 _TRIES = 60
 _SIZES = {"tp": (1, 2, 3, 4, 6), "wp": (1, 2, 3), "zero": (0, 0, 1, 2, 3)}
+_OF_EXPERTS = {"ep": (1, 1, 2, 3), "etp": (0, 1, 2)}
 _OTHER = (1, 1, 2)
 """Sizes of every further axis of a mesh."""
 
@@ -42,7 +43,8 @@ def _named(subject: NamedSubject, chosen: Random) -> dict[str, Any]:
 
 
 def _drawn(case: CaseLike, subject: NamedSubject, samples: int, chosen: Random) -> dict[str, Any]:
-    words: dict[str, Any] = {word: chosen.choice(sizes) for word, sizes in _SIZES.items() if hasattr(case, word)}
+    sizes = {**_SIZES, **(_OF_EXPERTS if getattr(case, "experts", 0) else {})}
+    words: dict[str, Any] = {word: chosen.choice(values) for word, values in sizes.items() if hasattr(case, word)}
     words |= {axis: chosen.choice(_OTHER) for axis in getattr(case, "mesh", ()) if axis not in ("tp", "dp")}
     words["dp"] = chosen.choice([size for size in range(1, samples + 1) if samples % size == 0])
     modes = claims(subject).modes

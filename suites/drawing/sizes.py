@@ -44,7 +44,7 @@ def _long(draw: st.DrawFn, /, case: Case) -> dict[str, Any]:
     times = draw(st.sampled_from([times for times in (1, 4, 16, 64) if times <= longest]), label="longer")
     now = case.seq * times * case.micro * case.dp
     batch = draw(st.sampled_from(TOKENS), label="tokens") // now
-    most = _PACKED // (case.seq * times) if case.but(batch=2).rows == 1 else batch
+    most = _PACKED // (case.seq * times) if case.rows == 1 else batch
     return {"seq": case.seq * times, "batch": max(min(batch, most), 1)}
 
 

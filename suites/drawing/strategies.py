@@ -8,18 +8,19 @@ Every draw is made in the driver, never inside a rank. Simple values come first,
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
+from hypothesis import reject
 from hypothesis import strategies as st
 
 from harness.engines.faults.races import Schedule
 from reference.case import Case, CaseError
-from reference.case.default_cases import PARTS
 from reference.case.domains import domains
 from reference.case.repair import repaired, words_of
-from reference.features import FEATURES
+from reference.features import FEATURES, PARTS
 from reference.language.core import Core
 from reference.language.modes import MODES
 from reference.language.words import declared
@@ -32,9 +33,6 @@ NOT_DRAWN = {
     "variant": "makes the implementation wrong",
     "scaler": "brings most models to the edge of float16, where rounding decides which step is skipped",
     "loss_scale": "scales with a scaler only",
-    **{
-        word: "is a part of some models, whose cases are named" for owner in PARTS for word in declared(FEATURES[owner])
-    },
 }
 """Words of the case language that `every_word` leaves at their defaults, and why."""
 
@@ -55,6 +53,11 @@ _DOMAINS: Mapping[str, Sequence[Any]] = {
     "last_layers": (0, 1, 2),
     "dropout": (0.0, 0.0, 0.1, 0.3),
     "attention_dropout": (0.0, 0.0, 0.1, 0.3),
+    "routing": (*domains()["routing"], *("learned",) * 3),  # the only one that has groups and a bias
+    "capacity": (0.0, 0.0, 0.5, 1.0, 1.5, 8.0),
+    "ep": (1, 2, 3, 2, 3, 4),
+    "bias_rate": (0.0, 0.1, 0.1),
+    "router_groups": (1, 2, 4),
 }
 """The values that are drawn, or that a rule may propose instead: more than the domains of experiments have."""
 _NONE: Mapping[str, bool] = MappingProxyType({})
@@ -90,10 +93,17 @@ def schedules() -> st.SearchStrategy[Schedule]:
 
 @st.composite
 def cases(
-    draw: st.DrawFn, /, mode: str, worlds: Sequence[int] = WORLDS, flags: Mapping[str, bool] = _NONE, **fixed: Any
+    draw: st.DrawFn,
+    /,
+    mode: str,
+    worlds: Sequence[int] = WORLDS,
+    flags: Mapping[str, bool] = _NONE,
+    parts: Collection[str] = (),
+    **fixed: Any,
 ) -> Case:
     """A valid case of this mode; `fixed` words override what would be drawn, `flags` are its boolean words, whose
-    consequences are drawn (packed data are InternLM2's, a fused MLP is gated).
+    consequences are drawn (packed data are InternLM2's, a fused MLP is gated). About one in four has one of these
+    `parts` (`reference.features.PARTS`), where the mode has any.
     """
     tp, dp = draw(st.sampled_from(meshes(worlds)), label="tp, dp")
     family = "internlm2" if flags.get("packed") else fixed.get("family")
@@ -108,12 +118,20 @@ def cases(
         "lr": 0.1,
         "seed": draw(st.integers(0, 2**31 - 1), label="seed"),
     }
-    return Case.of(**{**words, **fixed})
+    case = Case.of(**{**words, **fixed})
+    here = [part for part in parts if PARTS[part] not in fixed and mode in modes_with(part)]
+    if here and (part := draw(st.sampled_from((*("",) * 3 * len(here), *here)), label="part")):
+        case = draw(_with_feature(case, part, {*fixed, *flags}))
+    return case
 
 
 @st.composite
-def every_word(draw: st.DrawFn, /, mode: str, worlds: Sequence[int] = WORLDS, **fixed: Any) -> Case:
-    """A valid case of this mode that may use every word of the case language but those NOT_DRAWN, defaults included."""
+def every_word(
+    draw: st.DrawFn, /, mode: str, worlds: Sequence[int] = WORLDS, needs: Collection[str] = (), **fixed: Any
+) -> Case:
+    """A valid case of this mode that may use every word of the case language but those NOT_DRAWN, defaults included,
+    and has the parts that it `needs`.
+    """
     family = draw(st.sampled_from(("gpt", "internlm2", "opt", "llama")), label="family")
     steps = fixed.get("steps") or draw(st.sampled_from(_STEPS), label="steps")
     dtype = fixed.get("dtype") or draw(st.sampled_from(("float64", "float32", "bfloat16", "float16")), label="dtype")
@@ -130,9 +148,14 @@ def every_word(draw: st.DrawFn, /, mode: str, worlds: Sequence[int] = WORLDS, **
     if steps > 8:
         words["layers"] = 1
     case = draw(cases(mode, worlds, **{**words, **fixed}))
-    for owner in sorted(FEATURES.values(), key=lambda owner: not _axes(owner)):
-        case = draw(_with_feature(case, owner, fixed))
-    order = "-".join(draw(st.permutations([*case.mesh]), label="order"))
+    for name in sorted(FEATURES, key=lambda name: (name in PARTS, not _axes(FEATURES[name]))):
+        optional = name in PARTS and name not in needs
+        if optional and (PARTS[name] in fixed or not draw(st.sampled_from(_RARELY), label=f"with {name}")):
+            continue
+        case = draw(_with_feature(case, name, fixed))
+    if not all(getattr(case, PARTS[part]) for part in needs):
+        reject()
+    order = "-".join(draw(st.permutations([*case.named_axes]), label="order"))
     try:
         return case.but(order=order)
     except CaseError:
@@ -140,22 +163,34 @@ def every_word(draw: st.DrawFn, /, mode: str, worlds: Sequence[int] = WORLDS, **
 
 
 @st.composite
-def _with_feature(draw: st.DrawFn, /, case: Case, owner: type[Core], fixed: Mapping[str, Any]) -> Case:
+def _with_feature(draw: st.DrawFn, /, case: Case, name: str, fixed: Collection[str]) -> Case:
     """The case with drawn words of a feature, others changed as the rules propose; with fewer of them, or as it is,
     where that makes none. The axis of a feature has the ranks of another axis, so that their number stays.
     """
-    words: dict[str, Any] = {}
+    owner, part = FEATURES[name], PARTS.get(name)
+    words, has = dict[str, Any](), dict[str, Any]()
+    if part:
+        has = {part: draw(st.sampled_from([size for size in _DOMAINS[part] if size]), label=part)}
     for axis in _axes(owner):
         other = draw(st.sampled_from(("", "dp", "tp")), label=f"axis whose ranks are {axis} ranks")
         words |= {other: 1, axis: case.mesh[other]} if other else {}
-    free = [word for word in declared(owner) if word not in (*case.mesh, *fixed, *NOT_DRAWN)]
+    free = [word for word in declared(owner) if word not in (*case.mesh, *has, *fixed, *NOT_DRAWN)]
     drawn = {word: draw(st.sampled_from(_DOMAINS[word]), label=word) for word in free}
     kept = {word: getattr(case, word) for word in (*case.mesh, "mode", "steps", "dtype", *fixed)}
     for more in (drawn, {}):
-        found = repaired({**words_of(case), **more}, {**kept, **words}, _DOMAINS)
-        if found or not words:
+        found = repaired({**words_of(case), **more, **has}, {**kept, **words}, _DOMAINS)
+        found = None if found and part and not found[part] else found
+        if found or not (words or has):
             break
     return Case(**found) if found else case
+
+
+@cache
+def modes_with(*parts: str) -> list[str]:
+    """The modes whose cases can have all of these parts."""
+    has = {PARTS[part]: next(filter(None, _DOMAINS[PARTS[part]])) for part in parts}
+    plain = {mode: words_of(Case.of(**MODES[mode].presets[0], mode=mode)) for mode in MODES}
+    return [mode for mode, words in plain.items() if repaired(words, {**has, "mode": mode}, _DOMAINS)]
 
 
 def _axes(owner: type[Core]) -> list[str]:

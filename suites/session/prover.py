@@ -29,8 +29,9 @@ from harness.protocols import CaseLike
 from harness.running.proof import CaseResult, prove, with_traceback
 from harness.running.store import Store, environment, ledger_rows
 from harness.running.summary import summarize
-from harness.subject import NamedSubject, case_of, named, refusal, vocabulary
+from harness.subject import NamedSubject, case_of, named, offers, refusal, vocabulary
 from reference.case import Case
+from reference.features import PARTS
 from reports.options.request import default_cases
 from suites.drawing.own_cases import around
 from suites.drawing.pairwise import rows
@@ -119,7 +120,8 @@ class Prover:
             return self._drawn_of_own_words(data, mode, own, where_known, fixed)
         fixed = {**where_known, **fixed}
         flags = {word: value for word, value in self._row(data, mode).items() if word not in fixed}
-        case = data.draw(cases(mode, self.worlds, flags=flags, **fixed), label="case")
+        parts = tuple(PARTS) if offers(self.subject.call, "refuses") else ()  # others state nothing of them
+        case = data.draw(cases(mode, self.worlds, flags, parts, **fixed), label="case")
         found = self.fitting(case, **fixed)
         if found is None and len(self.refusals) < _ENOUGH:
             hypothesis.note(self.refusals[-1])

@@ -19,8 +19,8 @@ from harness.diagnosing.rules.what_ifs import WHAT_IF
 from harness.ledger import PHASES
 from harness.resolve import resolve
 from reference.case import Case
-from reference.case.default_cases import PARTS
 from reference.case.variants import VARIANTS
+from reference.features import PARTS
 from reference.language.modes import MODES
 from suites.mutants.catalogue import FAMILIES, HELD_BACK, MUTANTS, UNSEEN, VARIANT_ROWS, of_file
 from suites.mutants.draws import drawn, showing, work

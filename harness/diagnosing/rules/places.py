@@ -20,6 +20,7 @@ _PHASES = {
     "init": "forward",
     "mask": "forward",
     "act": "forward",
+    "routing": "forward",
     "logits": "forward",
     "loss": "loss",
     "metric": "metric",
@@ -47,7 +48,7 @@ def place_of(name: str, steps: int) -> Place:
     if is_state(name):
         return Place(step=step_of(name), phase="step", module=rest.partition("/")[2].rpartition(".")[0])
     phase = _PHASES.get(kind, "")
-    if kind == "mask":
+    if kind in ("mask", "routing"):
         step, _, site = rest.partition("/")
         return Place(step=int(step) if step.isdigit() else 0, phase=phase, module=site.removesuffix(".shares"))
     if kind == "saved":  # saved/param/<parameter>, saved/exp_avg_after/<step>/<parameter>
@@ -64,10 +65,11 @@ def timeline(names: Sequence[str], steps: int) -> list[str]:
     of_kind: dict[str, list[str]] = {}
     for name in names:
         of_kind.setdefault(kind_of(name), []).append(name)
-    masks = of_kind.get("mask", ())
+    masks, choices = of_kind.get("mask", ()), of_kind.get("routing", ())
     order = [*of_kind.get("init", ()), *(name for name in masks if step_of(name) == 0), *of_kind.get("act", ())]
+    order += [name for name in choices if step_of(name) == 0]
     for step in range(steps):
-        order += [name for name in masks if step and step_of(name) == step]
+        order += [name for name in (*masks, *choices) if step and step_of(name) == step]
         order += [name for kind in ("logits", "loss") for name in of_kind.get(kind, ()) if name == f"{kind}/{step}"]
         if step == 0:
             order += [name for kind in ("act_grad", "grad") for name in reversed(of_kind.get(kind, ()))]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from reference.case import Case
 from reference.data.batches import Batch
-from reference.data.routing import first_token, forced
+from reference.data.routing import EQUAL_DIGITS, first_token, forced
 from reference.model.branches import Forward
 
 __all__ = ["chosen", "forward", "global_loss", "kept", "losses", "shapes", "updated", "values", "weights_of"]
@@ -103,9 +103,10 @@ def _largest(score_E: Tensor, count: int) -> Tensor:
 
 def kept(case: Case, weights_BSE: Tensor, chosen_BSE: Tensor) -> Tensor:
     """The choices without those beyond what an expert takes. Of one rank's tokens (capacity_of=rank) it is the one
-    place where the dense model knows ranks (experts.md 21.3).
+    place where the dense model knows ranks (experts.md 21.3). Of equal weights the first tokens' stay.
     """
     kept_BSE = torch.zeros_like(chosen_BSE)
+    weights_BSE = weights_BSE.round(decimals=EQUAL_DIGITS)
     rank_BSE = weights_BSE if case.drop == "score" else -torch.arange(chosen_BSE[..., 0].numel(), dtype=torch.float64)
     if case.drop == "position":
         rank_BSE = rank_BSE.to(chosen_BSE.device).view(*chosen_BSE.shape[:2], 1).expand(chosen_BSE.shape)

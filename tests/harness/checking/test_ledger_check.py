@@ -11,7 +11,7 @@ from harness.checking.checks import examine
 from harness.checking.evidence import FAIL, PASS, Finding
 from harness.checking.laws import broken_laws
 from harness.checking.ledger_checks import module_order
-from harness.differences import differences
+from harness.differences import but_for_bytes, differences
 from harness.ledger import Event
 from tests.harness.toy_evidence import MODULES, TERMS, Term, altered, events, evidence, without
 
@@ -169,3 +169,21 @@ def test_moves_have_their_conjugates() -> None:
     ]
     tokens = replace(exchange, dtype="int64")
     assert laws_broken_by(events((tokens, replace(gather, calls=1)))) == []  # indices have no gradient
+
+
+def test_calls_with_other_rows_in_some_modules_are_put_aside_and_others_are_not() -> None:
+    """Rows chosen otherwise: other payloads, more calls of the same kind or fewer; another dtype is none of it."""
+    terms = (
+        Term(phase="forward", region="layers.0", op="all_to_all", payload_bytes=64),
+        Term(phase="forward", region="layers.0", op="all_gather", payload_bytes=32),
+    )
+    rows = tuple(replace(event, payload_bytes=48) for event in events(terms[:1]))
+    fewer = rows + tuple(replace(event, payload_bytes=16, call_index=9) for event in events(terms[:1]))
+    for ledger in (rows, fewer):
+        parted = differences((*ledger, *events(terms[1:])), terms, range(2))
+        assert parted and but_for_bytes(parted, {"layers.0"}) == []
+        assert but_for_bytes(parted, {"layers.1"}) == parted
+    narrow = tuple(replace(event, dtype="float32") for event in events(terms[1:]))
+    parted = differences((*rows, *narrow), terms, range(2))
+    (left,) = but_for_bytes(parted, {"layers.0"})
+    assert left.found and (left.found.op, left.found.dtype) == ("all_gather", "float32")

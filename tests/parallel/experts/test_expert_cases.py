@@ -28,6 +28,8 @@ EXPERTS = CaseTable(
         f"mode=msp tp=2 dp=3 ep=3 etp=1 experts=6 top_k=3 router=sigmoid bias_rate=0.1 recompute=full"
         f" activation=swiglu {SGD}",
         f"mode=tp-sp tp=2 dp=2 ep=2 experts=8 routing=one zero=1 bucket=900 parity=1 {ADAMW}",
+        f"mode=tp tp=2 dp=2 experts=8 top_k=3 capacity=1.0 positions=rope batch=3 micro=1 {SGD}",  # equal weights
+        f"mode=tp tp=2 dp=2 ep=1 experts=8 expert_ffn=8 activation=swiglu bucket=1200 steps=1 layers=1 {SGD}",
         f"mode=tp tp=1 dp=4 ep=4 experts=8 routing=equal zero=1 layers=1 {SGD}",  # what is gathered is a small part
         f"mode=isp tp=2 dp=2 wp=4 ep=2 etp=1 experts=8 shared_ffn=8 dense_layers=1 layers=3 global_loss=0.1"
         f" routing=empty {SGD}",

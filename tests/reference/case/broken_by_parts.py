@@ -55,6 +55,12 @@ OF_PARTS = {
     "kv_lora_rank=13 positions=rope kv_heads=8 latent_down=column": (
         "with qk_rope_dim=4 must be a multiple of tp=2 (latent_down=column)"
     ),
+    "kv_lora_rank=12 positions=rope kv_heads=8 cp=2 seq=8 v_head_dim=13": (
+        "must be at most 12, as wide as the key that context ranks exchange with it"
+    ),
+    "experts=8 dropout=0.1 random=stateful": (
+        "draws masks that ranks alone know, and choices of the router, whose rows are sent, follow them"
+    ),
     "prediction_depth=-1": "must not be negative",
     "prediction_depth=1 prediction_weight=-1.0": "must be 0 or a positive number",
     "prediction_weight=0.5": "weighs the loss of further tokens, and prediction_depth=0 predicts none",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import combinations
 
@@ -14,7 +14,9 @@ from reference.case import Case, CaseError
 from reference.case.default_cases import FIXED, NUMBERS, RANKS, default_cases, line_of, lines, paired_domains
 from reference.case.domains import domains
 from reference.case.repair import repaired, words_of
+from reference.features import FEATURES, PARTS
 from reference.language.modes import MODES
+from reference.language.words import declared
 
 Level = tuple[str, object]
 Pair = frozenset[Level]
@@ -113,13 +115,29 @@ def test_the_cases_can_show_a_bug() -> None:
     assert any(case.padded_vocab // case.tp * (case.tp - 1) >= case.vocab for case in cases), "a rank of padding alone"
 
 
+def pair_count(varied: Mapping[str, Collection[object]]) -> int:
+    return sum(len(one) * len(other) for one, other in combinations(varied.values(), 2))
+
+
 def test_words_without_pairs_have_their_reason() -> None:
     assert FIXED.keys() & domains().keys() | paired_domains().keys() == domains().keys()
+    parts = {word: domains()[word] for owner in PARTS for word in declared(FEATURES[owner])}
+    assert pair_count({**paired_domains(), **parts}) > 2 * pair_count(paired_domains()), "they would be the most"
     unnamed = {field.name for field in dataclasses.fields(Case)} - {*domains(), *FIXED}
     assert unnamed == {"preset", "variant"}
     assert (
         {case.load for case in lines()["recipes"]} == {case.save for case in lines()["recipes"]} == {"", "CHECKPOINT"}
     )
+
+
+def test_recipes_have_every_word_of_a_part_away_from_its_default() -> None:
+    plain, found = Case(), lines()["recipes"]
+    words = [word for owner in PARTS for word in declared(FEATURES[owner])]
+    assert [word for word in words if all(getattr(case, word) == getattr(plain, word) for case in found)] == []
+    with_experts = [case for case in found if case.experts]
+    for word in ("router", "dispatcher", "drop"):
+        assert {getattr(case, word) for case in with_experts} == {*Case.legal_words()[word]}
+    assert any(case.ep > 1 and case.axis_sizes["edp"] > 1 for case in with_experts), "copies of experts"
 
 
 @pytest.mark.parametrize("mode", MODES)

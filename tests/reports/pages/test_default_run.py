@@ -20,7 +20,7 @@ from tests.reports.pages.page_figures import compared
 from tests.reports.pages.test_page_in_a_browser import CHROMIUM, SCHEMES, audited, browse, needs_axe
 
 pytestmark = pytest.mark.slow
-CASES = 98
+CASES = 102
 
 
 @pytest.fixture(scope="module")
