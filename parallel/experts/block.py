@@ -19,7 +19,7 @@ from parallel.communication.pairs import gather_from_sequence, scatter_to_sequen
 from parallel.experts.capacity import taken, taken_of_all
 from parallel.experts.counts import places_of, rows_sent, tokens_of
 from parallel.experts.dispatch import ByAllGather, ByAllToAll
-from parallel.experts.linears import Experts
+from parallel.experts.linears import OwnExperts
 from parallel.experts.losses import balance_term, has_balance
 from parallel.experts.router import Router, select, weigh
 from parallel.layers.mlp import Mlp
@@ -76,7 +76,7 @@ class ExpertBlock(nn.Module):
             for key, place in places.items()
             if key.startswith(own)
         }
-        self.experts = Experts(case.activation, shapes, dtype_of(case), device)
+        self.experts = OwnExperts(case.activation, shapes, dtype_of(case), device)
         if shared is not None:
             self.shared = shared
         if case.shared_gate:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["Experts"]
+__all__ = ["OwnExperts"]
 
 
 class _Stacked(nn.Module):
@@ -25,7 +25,7 @@ class _Stacked(nn.Module):
         self.weight.allreduce = False  # type: ignore[attr-defined]  # as Megatron-Core and DeepSpeed mark experts
 
 
-class Experts(nn.Module):
+class OwnExperts(nn.Module):
     """`shapes` are the local ones of up and down, and of gate for swiglu."""
 
     def __init__(

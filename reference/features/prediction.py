@@ -19,7 +19,7 @@ from reference.language.core import Core
 from reference.language.words import Problem, not_default, word
 
 
-class Prediction(Core):
+class FurtherTokens(Core):
     """A case that may predict further tokens."""
 
     prediction_depth: int = word(
@@ -71,7 +71,7 @@ class Prediction(Core):
         if not weight >= 0 or not math.isfinite(weight):
             yield "prediction_weight", "must be 0 or a positive number", "prediction_weight=0.3"
         if not depth:
-            for key, legal in not_default(Prediction, self):
+            for key, legal in not_default(FurtherTokens, self):
                 yield key, "weighs the loss of further tokens, and prediction_depth=0 predicts none", legal
             return
         if self.system.system != "Megatron-Core":

@@ -21,7 +21,7 @@ with warnings.catch_warnings(action="ignore"):  # Megatron's own, at import
 multi_latent_attention.HAVE_TE = False  # it is True without TransformerEngine, whose classes are None then
 
 
-class Attention(DotProductAttention):
+class LatentCore(DotProductAttention):
     """Megatron's own without TransformerEngine, which is not told the widths of keys and values."""
 
     def __init__(self, *args, k_channels=None, v_channels=None, **words):
@@ -45,7 +45,7 @@ def subject(case, device):
     config = MLATransformerConfig(**words, qk_layernorm=case.qk_norm)
     layer = specs.get_gpt_layer_local_spec(multi_latent_attention=True, qk_layernorm=case.qk_norm)
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = Attention
+    attention.core_attention = LatentCore
     if case.qk_norm:
         attention.q_layernorm = attention.kv_layernorm = LocalNorm
     if case.down == "duplicated":
