@@ -51,10 +51,12 @@ def subject(case, device):
             outcome |= {f"grad/{name}": deepspeed.utils.safe_get_full_grad(weight) for name, weight in found}
             engine.step()  # does nothing before the last micro-batch
         torch.distributed.all_reduce(total)
-    return outcome | {f"param/{name}": weight for name, weight in model.named_parameters()}
+    whole = deepspeed.utils.safe_get_full_fp32_param if case.zero == 3 else torch.clone
+    return outcome | {f"param/{name}": whole(weight) for name, weight in model.named_parameters()}
 
 
 subject.truth, subject.cases = truth, ("dp=2", "dp=3 zero=1 micro=2")  # what runs when no case is named
-subject.words = {"width": 10, "micro": 3, "zero": (2, 1), "dtype": "float32"}  # its master weights are float32
-subject.per_rank = ("deepspeed.comm.comm", "deepspeed.utils.groups")  # modules whose variables are each rank's own
+subject.words = {"width": 10, "micro": 3, "zero": (2, 1, 0, 3), "dtype": "float32"}  # its master weights are float32
+states = ("comm.comm", "utils.groups", "runtime.zero.parameter_offload", "runtime.zero.partition_parameters")
+subject.per_rank = [f"deepspeed.{name}" for name in states]  # modules whose variables are each rank's own
 subject.refuses = lambda case: "shards over dp alone" if case.world_size > case.dp else ""
