@@ -1,7 +1,6 @@
 """A Hugging Face model split by the library's own plans over tp, dp (FSDP2) and ep, compared with it in one process.
 
-shardproof calls `subject` on every rank, and `truth` once in float64. What they return is compared name by name. Needs
-transformers 5.
+shardproof calls `subject` on every rank, and `truth` once in float64. They are compared name by name. transformers 5.
 """
 
 import torch
@@ -12,7 +11,8 @@ from transformers.distributed import DistributedConfig
 
 def dense(case):  # the whole model; its weights follow from the seed alone, so they are the same everywhere
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 96, "head_dim": 4}
-    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": case.tied, "pad_token_id": 0, "attention_dropout": 0.0}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4, "attention_dropout": 0.0}
+    sizes |= {"tie_word_embeddings": case.tied, "pad_token_id": 0}
     for word in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts") if case.experts else ():
         sizes |= {word: case.experts, "num_experts_per_tok": 2, "moe_intermediate_size": 16}  # one of these names
     config = AutoConfig.for_model(case.kind, **sizes)
@@ -37,8 +37,7 @@ def train(case, model, dp_ranks):
             loss.backward()  # FSDP2 averages the gradients of the data ranks
             total += loss.detach()
         if len(dp_ranks) < case.dp:
-            torch.distributed.all_reduce(total)
-            total /= case.world_size
+            torch.distributed.all_reduce(total.div_(case.world_size))
         outcome |= {f"grad/{name}": w.grad.clone() for name, w in model.named_parameters() if step == 0}
         optimizer.step()
     return outcome | {f"param/{name}": weight.detach() for name, weight in model.named_parameters()}
@@ -57,4 +56,4 @@ def subject(case, device):
 
 
 subject.truth, subject.cases = truth, ("tp=2", "tp=2 dtype=float32")  # what runs when no case is named
-subject.words = {"kind": "llama", "micro": 3, "tied": False, "experts": 0, "ep": 1, "etp": 1}
+subject.words = {"kind": "llama", "micro": 3, "tied": False, "experts": 0, "ep": 1, "etp": 1}  # beside tp, dp, steps

@@ -25,6 +25,4 @@ def subject(case, device):
 subject.truth, subject.cases = truth, ("dp=4 replicas=2", "dp=4 replicas=2 low=true dtype=float32")
 subject.words = {"width": 10, "layers": 2, "micro": 3, "replicas": 2, "low": False, "reshard": True}
 subject.compute_dtype = lambda case: "bfloat16" if case.low else None
-subject.refuses = lambda case: (
-    "shards over dp alone" if case.world_size > case.dp else "" if case.dp % case.replicas == 0 else "replicas divide dp"
-)
+subject.refuses = lambda case: "has dp alone" if case.world_size > case.dp or case.dp % case.replicas else ""
