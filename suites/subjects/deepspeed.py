@@ -43,9 +43,7 @@ def subject(case, device):
     for step in range(case.steps):
         outcome[f"loss/{step}"] = total = torch.zeros((), dtype=getattr(torch, case.dtype))
         for micro in range(case.micro):
-            engine.backward(
-                loss := loss_of(case, engine, step, micro, dp_rank)
-            )  # divides it by the number of micro-batches
+            engine.backward(loss := loss_of(case, engine, step, micro, dp_rank))  # divides it by case.micro
             total += loss.detach() / (case.micro * case.dp)
             found = model.named_parameters() if (step, micro) == (0, case.micro - 1) else ()
             outcome |= {f"grad/{name}": deepspeed.utils.safe_get_full_grad(weight) for name, weight in found}

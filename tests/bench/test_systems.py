@@ -23,6 +23,12 @@ def test_the_page_has_every_cell_with_its_result_and_no_other() -> None:
     assert stored_on(PAGE).keys() == {key(cell) for cell in RIGHT}
 
 
+def test_the_readme_has_the_matrix_in_short() -> None:
+    counts = [sum(cell.expected == result for cell in CELLS) for result in (PASSED, DEFECT, CANNOT)]
+    told = "{} cases pass, {} fail in the module of a known defect, and {} cannot run on a CPU.".format(*counts)
+    assert told in " ".join((ROOT / "README.md").read_text("utf-8").split())
+
+
 def test_enough_of_six_systems_pass_and_few_split_one_axis_in_two() -> None:
     by_system = [sum(cell.system == system for cell in RIGHT) for system in dict.fromkeys(one.system for one in RIGHT)]
     assert len(RIGHT) >= 60 and sum(count >= 5 for count in by_system) >= 6
