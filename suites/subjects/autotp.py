@@ -65,5 +65,6 @@ def truth(case, device):
 
 
 subject.truth, subject.cases = truth, ("tp=2", "tp=2 dp=2 zero=1")
-subject.words = {**hf.subject.words, "micro": 2, "zero": (0, 1, 2), "dtype": "float32"}
+subject.words = {"kind": "llama", "tied": False, "experts": 0, "micro": 2, "zero": (0, 1, 2), "dtype": "float32"}
 subject.per_rank = (*zero.subject.per_rank, "deepspeed.runtime.tensor_parallel.init_utils")
+subject.refuses = lambda case: "" if case.world_size == case.tp * case.dp else "is parallel over tp and dp"

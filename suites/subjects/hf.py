@@ -57,3 +57,4 @@ def subject(case, device):
 
 subject.truth, subject.cases = truth, ("tp=2", "tp=2 dtype=float32")  # what runs when no case is named
 subject.words = {"kind": "llama", "micro": 3, "tied": False, "experts": 0, "ep": 1, "etp": 1}  # beside tp, dp, steps
+subject.refuses = lambda case: "" if case.world_size == case.tp * case.dp else "is parallel over tp, dp and ep"

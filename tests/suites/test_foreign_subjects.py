@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from bench.systems import CHECKS, cells
-from harness.checking.evidence import PASS
+from harness.checking.evidence import FAIL, PASS
 from harness.engines.engine import Engine
 from harness.engines.processes.forked.pool import PoolEngine
 from harness.engines.threads.inproc import InprocEngine
@@ -70,6 +70,33 @@ def test_unmodified_systems_are_right(name: str, text: str) -> None:
 def test_on_processes_too(pool: PoolEngine, name: str, text: str) -> None:
     result = proved(name, text, pool)
     assert result.verdict == PASS, [verdict.message for verdict in result.verdicts if verdict.verdict != PASS]
+
+
+BUGS = [
+    ("hf", "tp=2 dp=2 micro=1 steps=1", "meshes), [dp_rank])", "meshes), [0])"),
+    ("hsdp", "dp=4 replicas=2", "[dist.get_rank()]", "[0]"),
+    ("looped", "pp=2", "(losses).mean()", "(losses).sum()"),
+    ("autotp", "tp=2 dp=2", "loss_of(case, engine, step, micro, dp_rank)", "loss_of(case, engine, step, micro, 0)"),
+    ("ulysses", "cp=2", '[mesh.get_local_rank("cp")]', "[0]"),
+    ("deepspeed", "dp=3 zero=3", "engine, step, micro, dp_rank)", "engine, step, micro, 0)"),
+]
+"""Subject, case, and a line of it as a bug: samples of another rank, losses summed, a part of the sequence twice."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "text", "right", "wrong"), BUGS)
+def test_a_bug_in_a_system_is_found(
+    name: str, text: str, right: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(NEEDS.get(name, "torch"), reason="needs the extra `peers`")
+    source = (Path(two_d.__file__).parent / f"{name}.py").read_text()
+    assert source.count(right) == 1
+    (tmp_path / f"broken_{name}.py").write_text(source.replace(right, wrong))
+    monkeypatch.syspath_prepend(tmp_path)
+    given = named(f"broken_{name}:subject")
+    with InprocEngine() as threads:
+        result = prove(case_of(text, given), given, threads)
+    assert {one.check for one in result.verdicts if one.verdict == FAIL} & {"forward", "parameter_gradients"}
 
 
 class Extra:
