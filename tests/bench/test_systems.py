@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,42 @@ def test_a_result_other_than_that_of_the_row_is_a_failure(
     verdicts = [{"check": check, "verdict": found, "message": text} for check, (found, text) in checks.items()]
     seen = judged(cell, {**ROW, "verdict": verdict}, verdicts, stored)
     assert seen.result == result and why in seen.why
+
+
+class Command:
+    """`shardproof run` as the matrix calls it: cases of `bad` fail, and none starts where a case is `refused`."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[str]] = []
+
+    def __call__(self, command: list[str], *, cwd: str, **_: Any) -> subprocess.CompletedProcess[str]:
+        cases = command[4 : command.index("--subject")]
+        self.calls.append(cases)
+        if "refused" in cases:
+            return subprocess.CompletedProcess(command, 2, "", "width=0: legal: 1")
+        found = {case: "fail" if case == "bad" else PASSED for case in cases}
+        checks = [
+            {"case": case.removesuffix(" micro=3"), "check": check, "verdict": verdict, "message": "what: it differs"}
+            for case, verdict in found.items()
+            for check in CHECKS
+        ]
+        Path(cwd, "verdicts.jsonl").write_text("\n".join(map(json.dumps, checks)))
+        rows = [{**ROW, "case": case.removesuffix(" micro=3"), "verdict": found[case]} for case in reversed(cases)]
+        told = json.dumps({"exit_status": int("bad" in cases), "run": ".", "cases": rows}, indent=2)
+        return subprocess.CompletedProcess(command, int("bad" in cases), f"a library prints this\n{told}", "")
+
+
+def test_a_cell_passes_by_a_command_of_status_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = Command()
+    monkeypatch.setattr(subprocess, "run", command)
+    cases = ("dp=3 micro=3", "dp=3 sharded=true", "bad")  # the first has a default, which no output repeats
+    seen = {one.cell.case: one.result for one in systems.run([OWN._replace(case=case) for case in cases], {})}
+    assert seen == {"dp=3 micro=3": PASSED, "dp=3 sharded=true": PASSED, "bad": FAILED}
+    assert command.calls == [[*cases], [*cases[:2]]]
+    (refused,) = systems.run([OWN._replace(case="refused")], {})
+    assert (refused.result, refused.why) == (FAILED, "width=0: legal: 1")
+    (other,) = systems.run([OWN], {key(OWN): (5, 41)})
+    assert other.result == FAILED
 
 
 @pytest.mark.parametrize(("result", "status"), [(PASSED, 0), (FAILED, 1)])
