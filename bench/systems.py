@@ -38,7 +38,9 @@ ELSEWHERE = (
 
 
 class Cell(NamedTuple):
-    """One cell; `needle` is what the output must name where the cell is not expected to pass."""
+    """One cell; `needle` is what the output must name where the cell is not expected to pass; `kept`: whether the page keeps
+    its calls and bytes.
+    """
 
     system: str
     package: str
@@ -50,6 +52,7 @@ class Cell(NamedTuple):
     expected: str = PASSED
     needle: str = ""
     finding: str = ""
+    kept: bool = True
 
 
 Ledger = tuple[int, int]
@@ -78,7 +81,7 @@ def cells() -> Iterator[Cell]:
             start, _, values = case.rstrip("}").partition("{")
             for value in values.split(","):
                 where = (system, package, subject, feature, start + value, engine)
-                yield Cell(*where, "quick" in marks.split(), expected, needle, finding)
+                yield Cell(*where, "quick" in marks.split(), expected, needle, finding, "unkept" not in marks.split())
         if "experts" in system:
             known = re.findall(r"^\| (.+) \| `(mcore_\w+)` \| `(.+)` \| `(.+)` \|$", MEGATRON.read_text("utf-8"), re.M)
             for finding, subject, words, module in known:
@@ -159,7 +162,7 @@ def page(seen: Sequence[Seen], seconds: dict[str, float]) -> str:
         text += ["", f"## {system}", "", "| feature | subject | case | engine | result | calls | bytes |"]
         text.append("|---|---|---|---|---|---|---|")
         for cell, result, why, calls, payload in (one for one in seen if one.cell.system == system):
-            told = f"{calls} | {payload} |" if result == PASSED else "| |"
+            told = "| |" if result != PASSED else f"{calls} | {payload} |" if cell.kept else "- | - |"
             what = f"{result}{why and f': {why}'}"
             text.append(f"| {cell.feature} | `{cell.subject}` | `{cell.case}` | {cell.engine} | {what} | {told}")
     return "\n".join(text) + "\n"
