@@ -38,8 +38,8 @@ ELSEWHERE = (
 
 
 class Cell(NamedTuple):
-    """One cell; `needle` is what the output must name where the cell is not expected to pass; `kept`: whether the page keeps
-    its calls and bytes.
+    """One cell; `needle` is what the output must name where the cell is not expected to pass; `kept`: whether the page
+    keeps its calls and bytes.
     """
 
     system: str
