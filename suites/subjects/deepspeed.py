@@ -38,23 +38,23 @@ def truth(case, device):
 
 def subject(case, device):
     (model, optimizer), outcome, dp_rank = dense(case), {}, torch.distributed.get_rank()
-    config = {"train_micro_batch_size_per_gpu": 5, "gradient_accumulation_steps": case.micro}
-    config |= {"zero_optimization": {"stage": case.zero}}
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    config = {"gradient_accumulation_steps": case.micro, "zero_optimization": {"stage": case.zero}}
+    engine, *_ = deepspeed.initialize(None, model, optimizer, config=config | {"train_micro_batch_size_per_gpu": 5})
     for step in range(case.steps):
         outcome[f"loss/{step}"] = total = torch.zeros((), dtype=getattr(torch, case.dtype))
         for micro in range(case.micro):
-            loss = loss_of(case, engine, step, micro, dp_rank)
-            engine.backward(loss)  # divides it by the number of micro-batches
+            engine.backward(loss := loss_of(case, engine, step, micro, dp_rank))  # divides it by case.micro
             total += loss.detach() / (case.micro * case.dp)
             found = model.named_parameters() if (step, micro) == (0, case.micro - 1) else ()
             outcome |= {f"grad/{name}": deepspeed.utils.safe_get_full_grad(weight) for name, weight in found}
             engine.step()  # does nothing before the last micro-batch
         torch.distributed.all_reduce(total)
-    return outcome | {f"param/{name}": weight for name, weight in model.named_parameters()}
+    whole = deepspeed.utils.safe_get_full_fp32_param if case.zero == 3 else torch.clone  # 3 keeps parts
+    return outcome | {f"param/{name}": whole(weight) for name, weight in model.named_parameters()}
 
 
 subject.truth, subject.cases = truth, ("dp=2", "dp=3 zero=1 micro=2")  # what runs when no case is named
-subject.words = {"width": 10, "micro": 3, "zero": (2, 1), "dtype": "float32"}  # its master weights are float32
-subject.per_rank = ("deepspeed.comm.comm", "deepspeed.utils.groups")  # modules whose variables are each rank's own
+subject.words = {"width": 10, "micro": 3, "zero": (2, 1, 0, 3), "dtype": "float32"}  # its master weights are float32
+states = ("comm.comm", "utils.groups", "runtime.zero.parameter_offload", "runtime.zero.partition_parameters")
+subject.per_rank = tuple(f"deepspeed.{name}" for name in states)  # modules whose variables are each rank's own
 subject.refuses = lambda case: "shards over dp alone" if case.world_size > case.dp else ""

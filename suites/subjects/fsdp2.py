@@ -18,8 +18,8 @@ def dense(case):  # the whole model; its weights follow from the seed alone, so 
     return model.to(getattr(torch, case.dtype))
 
 
-def train(case, model, dp_ranks, group=None):
-    outcome, optimizer = {}, torch.optim.AdamW(model.parameters(), lr=0.01)
+def train(case, model, dp_ranks, group=None, optimizer=None):
+    outcome, optimizer = {}, optimizer or torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(case.steps):
         optimizer.zero_grad()
         outcome[f"loss/{step}"] = total = torch.zeros((), dtype=getattr(torch, case.dtype))

@@ -33,6 +33,7 @@ _MEGATRON_FOLDER = "a folder of Megatron-Core: tests/parallel/checkpoints/test_m
 NOT_RUN = {
     "make run": "the default run: tests/reports/pages/test_default_run.py",
     "make test": "the suite itself",
+    "python -m bench.systems": "a quarter of an hour; its quick cells: tests/suites/test_foreign_subjects.py",
     ".venv/bin/pytest tests/harness/checking": "a part of the suite itself",
     "torchrun --nnodes 2": "two machines",
     "torchrun --nproc-per-node 4": _RECORDED,

@@ -1,4 +1,4 @@
-"""Foreign systems as subjects of their own words and truths: torch's DTensor, FSDP2 and DDP, Hugging Face, Megatron.
+"""Foreign systems as subjects of their own words and truths: the quick cells of the matrix `bench/systems.txt`.
 
 Those of `shardproof new-subject` are run in tests/reports/commands/test_names.py.
 """
@@ -17,7 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.checking.evidence import PASS
+from bench.systems import CHECKS, cells
+from harness.checking.evidence import FAIL, PASS
 from harness.engines.engine import Engine
 from harness.engines.processes.forked.pool import PoolEngine
 from harness.engines.threads.inproc import InprocEngine
@@ -27,22 +28,16 @@ from reports.commands import cli
 from suites.subjects import two_d
 from tests.deep import deep
 
-NEEDS = {"hf": "transformers", "qwen3": "transformers", "mcore": "megatron"}
-NEEDS |= dict.fromkeys(("mcore_experts", "mcore_latent", "mcore_heads"), "megatron")
+CELLS = [cell for cell in cells() if cell.expected == PASS]
+NEEDS = {cell.subject: cell.package.partition("-")[0] for cell in CELLS if cell.package != "torch"}
 PEERS = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
-RIGHT = [
-    ("two_d:subject", "tp=2 dp=2 sp=true loss_parallel=true"),
-    ("two_d:subject", "tp=3 sp=true"),
-    ("ddp:subject", "dp=3 bucket_bytes=400"),
-    ("qwen3:subject", "tp=2"),
-    ("mcore:subject", "tp=2 dp=2"),
-    ("mcore:subject", "tp=2 sp=true llama=true"),
-    ("mcore_experts:subject", "tp=2 dp=2 ep=2 etp=2 steps=1 micro=1"),
-    ("mcore_experts:subject", "tp=2 ep=2 dispatcher=allgather steps=1 micro=1"),
-    ("mcore_latent:subject", "tp=2 sp=true qk_norm=true steps=1 micro=1"),
-    ("mcore_heads:subject", "tp=2 dp=2 sp=true heads=2 steps=1 micro=1"),
-]
-ON_PROCESSES = [("fsdp2:subject", "dp=2"), ("two_d:subject", "tp=2 loss_parallel=true")]
+
+
+def quick(engine: str) -> list[tuple[str, str]]:
+    """The quick cells of the matrix that run on this engine."""
+    return [(f"{cell.subject}:subject", cell.case) for cell in CELLS if cell.quick and cell.engine == engine]
+
+
 LATE = pytest.param("mcore:subject", "tp=2", marks=[*PEERS, pytest.mark.deep("ten CPU seconds: every rank imports it")])
 
 
@@ -61,20 +56,47 @@ def of_peers(cases: list[tuple[str, str]]) -> list[Any]:
     return [pytest.param(*case, marks=PEERS if case[0].partition(":")[0] in NEEDS else ()) for case in cases]
 
 
-@pytest.mark.parametrize(("name", "text"), of_peers(RIGHT))
+@pytest.mark.parametrize(("name", "text"), of_peers(quick("inproc")))
 def test_unmodified_systems_are_right(name: str, text: str) -> None:
     with InprocEngine() as threads:
         result = proved(name, text, threads)
     assert result.verdict == PASS, [verdict.message for verdict in result.verdicts if verdict.verdict != PASS]
-    assert {"forward", "parameter_gradients", "update", "replicas"} <= {verdict.check for verdict in result.verdicts}
+    assert {verdict.check for verdict in result.verdicts} >= CHECKS
     assert result.events
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "text"), [*of_peers(ON_PROCESSES), LATE])
+@pytest.mark.parametrize(("name", "text"), [*of_peers(quick("pool")), LATE])
 def test_on_processes_too(pool: PoolEngine, name: str, text: str) -> None:
     result = proved(name, text, pool)
     assert result.verdict == PASS, [verdict.message for verdict in result.verdicts if verdict.verdict != PASS]
+
+
+BUGS = [
+    ("hf", "tp=2 dp=2 micro=1 steps=1", "meshes), [dp_rank])", "meshes), [0])"),
+    ("hsdp", "dp=4 replicas=2", "[dist.get_rank()]", "[0]"),
+    ("looped", "pp=2", "(losses).mean()", "(losses).sum()"),
+    ("autotp", "tp=2 dp=2", "loss_of(case, engine, step, micro, dp_rank)", "loss_of(case, engine, step, micro, 0)"),
+    ("ulysses", "cp=2", '[mesh.get_local_rank("cp")]', "[0]"),
+    ("deepspeed", "dp=3 zero=3", "engine, step, micro, dp_rank)", "engine, step, micro, 0)"),
+]
+"""Subject, case, and a line of it as a bug: samples of another rank, losses summed, a part of the sequence twice."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "text", "right", "wrong"), BUGS)
+def test_a_bug_in_a_system_is_found(
+    name: str, text: str, right: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(NEEDS.get(name, "torch"), reason="needs the extra `peers`")
+    source = (Path(two_d.__file__).parent / f"{name}.py").read_text()
+    assert source.count(right) == 1
+    (tmp_path / f"broken_{name}.py").write_text(source.replace(right, wrong))
+    monkeypatch.syspath_prepend(tmp_path)
+    given = named(f"broken_{name}:subject")
+    with InprocEngine() as threads:
+        result = prove(case_of(text, given), given, threads)
+    assert {one.check for one in result.verdicts if one.verdict == FAIL} & {"forward", "parameter_gradients"}
 
 
 class Extra:

@@ -1,0 +1,134 @@
+"""`python -m bench.systems`: rows and page agree, it reaches its goal, and what is not as its row has it fails."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import systems
+from bench.systems import CANNOT, CHECKS, DEFECT, FAILED, PAGE, PASSED, Cell, Seen, cells, judged, key, stored_on
+from tests import ROOT
+
+CELLS = list(cells())
+RIGHT = [cell for cell in CELLS if cell.expected == PASSED]
+AXES = ("tp", "cp", "dp", "pp", "ep")
+
+
+def test_the_page_has_every_cell_with_its_result_and_no_other() -> None:
+    row = r"^\|[^|]*\| `(\w+)` \| `([^`]+)` \| (\w+) \| (pass|known defect|cannot run|FAIL)\b"
+    assert re.findall(row, PAGE.read_text("utf-8"), re.MULTILINE) == [(*key(cell), cell.expected) for cell in CELLS]
+    assert stored_on(PAGE).keys() == {key(cell) for cell in RIGHT if cell.kept}
+
+
+def test_the_readme_has_the_matrix_in_short() -> None:
+    counts = [sum(cell.expected == result for cell in CELLS) for result in (PASSED, DEFECT, CANNOT)]
+    told = "{} cases pass, {} fail in the module of a known defect, and {} cannot run on a CPU".format(*counts)
+    assert told in " ".join((ROOT / "README.md").read_text("utf-8").split())
+
+
+def test_enough_of_six_systems_pass_and_few_split_one_axis_in_two() -> None:
+    by_system = [sum(cell.system == system for cell in RIGHT) for system in dict.fromkeys(one.system for one in RIGHT)]
+    assert len(RIGHT) >= 60 and sum(count >= 5 for count in by_system) >= 6
+    axes = [[word.partition("=") for word in cell.case.split() if word.partition("=")[0] in AXES] for cell in RIGHT]
+    assert sum([size for _, _, size in found] == ["2"] for found in axes) <= len(RIGHT) / 4
+
+
+def test_a_file_of_a_system_is_a_short_tutorial_and_every_one_is_in_the_matrix() -> None:
+    folder = ROOT / "suites" / "subjects"
+    for cell in CELLS:
+        assert (folder / f"{cell.subject}.py").read_text("utf-8").count("\n") <= 120
+    parts = {"__init__", "mcore_parts", "mcore_training"}
+    shown_elsewhere = {"mlp", "dropout", "megatron", "qwen3"}
+    assert {path.stem for path in folder.glob("*.py")} - parts - shown_elsewhere == {cell.subject for cell in CELLS}
+
+
+OWN = Cell("system", "torch", "ddp", "feature", "dp=3")
+WRONG = OWN._replace(expected=DEFECT, needle="mlp.router", finding="halved")
+RAISES = OWN._replace(expected=CANNOT, needle="required CUDA")
+ALL = {check: (PASSED, "") for check in CHECKS}
+ROW = {"verdict": PASSED, "forward_calls": 2, "backward_calls": 3, "payload_bytes": 40}
+BAD = {"forward": ("fail", "what:   loss/0 differs\nfirst:  forward of mlp.router in step 0")}
+ENDS = {
+    "run": ("fail", "what:   the subject did not finish: rank 1 of 3 raised TypeError: it required CUDA 11, at f.py:1")
+}
+
+
+@pytest.mark.parametrize(
+    ("cell", "verdict", "checks", "stored", "result", "why"),
+    [
+        (OWN, PASSED, ALL, None, PASSED, ""),
+        (OWN, PASSED, ALL, (5, 40), PASSED, ""),
+        (OWN, PASSED, ALL, (5, 44), FAILED, "calls and bytes are (5, 40), and on the page (5, 44)"),
+        (OWN, PASSED, {**ALL, "update": ("unknown", "")}, None, FAILED, "not compared: update"),
+        (OWN, "fail", {**ALL, **BAD}, None, FAILED, "first:  forward of mlp.router"),
+        (OWN, "skip", {}, None, FAILED, "the verdict is skip"),
+        (WRONG, "fail", {**ALL, **BAD}, None, DEFECT, "halved"),
+        (WRONG._replace(needle="mlp.experts"), "fail", {**ALL, **BAD}, None, FAILED, "the verdict is fail"),
+        (WRONG, PASSED, ALL, None, FAILED, "the verdict is pass"),
+        (RAISES, "fail", ENDS, None, CANNOT, "TypeError: it required CUDA 11"),
+        (RAISES, "fail", BAD, None, FAILED, "the verdict is fail"),
+        (RAISES, "unknown", ENDS, None, FAILED, "the verdict is unknown"),
+    ],
+)
+def test_a_result_other_than_that_of_the_row_is_a_failure(
+    cell: Cell, verdict: str, checks: dict[str, tuple[str, str]], stored: Any, result: str, why: str
+) -> None:
+    verdicts = [{"check": check, "verdict": found, "message": text} for check, (found, text) in checks.items()]
+    seen = judged(cell, {**ROW, "verdict": verdict}, verdicts, stored)
+    assert seen.result == result and why in seen.why
+
+
+class Command:
+    """`shardproof run` as the matrix calls it: cases of `bad` fail, and none starts where a case is `refused`."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[str]] = []
+
+    def __call__(self, command: list[str], *, cwd: str, **_: Any) -> subprocess.CompletedProcess[str]:
+        cases = command[4 : command.index("--subject")]
+        self.calls.append(cases)
+        if "refused" in cases:
+            return subprocess.CompletedProcess(command, 2, "", "width=0: legal: 1")
+        found = {case: "fail" if case == "bad" else PASSED for case in cases}
+        checks = [
+            {"case": case.removesuffix(" micro=3"), "check": check, "verdict": verdict, "message": "what: it differs"}
+            for case, verdict in found.items()
+            for check in CHECKS
+        ]
+        Path(cwd, "verdicts.jsonl").write_text("\n".join(map(json.dumps, checks)))
+        rows = [{**ROW, "case": case.removesuffix(" micro=3"), "verdict": found[case]} for case in reversed(cases)]
+        told = json.dumps({"exit_status": int("bad" in cases), "run": ".", "cases": rows}, indent=2)
+        return subprocess.CompletedProcess(command, int("bad" in cases), f"a library prints this\n{told}", "")
+
+
+def test_a_cell_passes_by_a_command_of_status_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = Command()
+    monkeypatch.setattr(subprocess, "run", command)
+    cases = ("dp=3 micro=3", "dp=3 sharded=true", "bad")  # the first has a default, which no output repeats
+    seen = {one.cell.case: one.result for one in systems.run([OWN._replace(case=case) for case in cases], {})}
+    assert seen == {"dp=3 micro=3": PASSED, "dp=3 sharded=true": PASSED, "bad": FAILED}
+    assert command.calls == [[*cases], [*cases[:2]]]
+    (refused,) = systems.run([OWN._replace(case="refused")], {})
+    assert (refused.result, refused.why) == (FAILED, "width=0: legal: 1")
+    (other,) = systems.run([OWN], {key(OWN): (5, 41)})
+    assert other.result == FAILED
+
+
+@pytest.mark.parametrize(("result", "status"), [(PASSED, 0), (FAILED, 1)])
+def test_a_failed_cell_is_status_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, result: str, status: int
+) -> None:
+    monkeypatch.setattr(systems, "run", lambda group, _: [Seen(cell, result, "", 1, 2) for cell in group])
+    assert systems.main(["--only", "DDP", "--quick", "--out", str(tmp_path / "page.md")]) == status
+    assert f"torch DDP: ddp dp=3 bucket_bytes=400 inproc: {result}" in capsys.readouterr().out
+    assert f"| `ddp` | `dp=3 bucket_bytes=400` | inproc | {result} |" in (tmp_path / "page.md").read_text()
+
+
+def test_a_system_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert systems.main(["--only", "jax"]) == 2
+    assert "legal: torch DTensor, " in capsys.readouterr().err
