@@ -139,6 +139,7 @@ def _parts(run: Run) -> dict[str, object]:
         "traffic": programs.tables(run) if program else [*_traffic(run), *witness_tables(run.path)],
         "cases": [] if program else _cases(run),
         "stated": [] if program else _stated(run),
+        "experts": expert_tables(run.path),
         "modules": _modules(run),
         "pipelines": _pipelines(run),
         "pipeline_table": tables.pipeline_table(summary.measured(run), summary.cores(run)),
@@ -238,10 +239,10 @@ def _break_even_table(run: Run) -> Table | None:
 
 
 def _traffic(run: Run) -> list[Table]:
-    """One table a mode, its calls and bytes beside the expectation, and one of experts where there are any."""
+    """One table a mode, its calls and bytes beside the expectation."""
     traffic = summary.traffic(run)
     modes = traffic.groupby("mode", observed=True, sort=True)
-    return [*(tables.traffic_table(lines, title=str(mode)) for mode, lines in modes), *expert_tables(run.path)]
+    return [tables.traffic_table(lines, title=str(mode)) for mode, lines in modes]
 
 
 def _cases(run: Run) -> list[Table]:
