@@ -33,6 +33,8 @@ _MEGATRON_FOLDER = "a folder of Megatron-Core: tests/parallel/checkpoints/test_m
 NOT_RUN = {
     "make run": "the default run: tests/reports/pages/test_default_run.py",
     "make test": "the suite itself",
+    "python -m suites.mutants.field": "prints the page itself: tests/suites/test_catalogue.py",
+    "shardproof faults --field": "half an hour: two bugs are measured by tests/suites/test_catalogue.py",
     "python -m bench.systems": "a quarter of an hour; its quick cells: tests/suites/test_foreign_subjects.py",
     ".venv/bin/pytest tests/harness/checking": "a part of the suite itself",
     "torchrun --nnodes 2": "two machines",
@@ -55,6 +57,8 @@ NOT_RUN = {
 COSTLY = {
     "shardproof predict preset=llama3-70b --world 64": "10 CPU seconds",
     'shardproof predict "preset=llama3-405b': "10 CPU seconds",
+    'shardproof predict "preset=deepseek-v3': "20 CPU seconds",
+    'shardproof predict "preset=mixtral-8x7b': "10 CPU seconds",
     "--engine pool": "20 CPU seconds: a pool of its own",
 }
 """Part of a command -> why it runs in the profile `deep` alone."""
