@@ -240,8 +240,7 @@ def _break_even_table(run: Run) -> Table | None:
 
 def _traffic(run: Run) -> list[Table]:
     """One table a mode, its calls and bytes beside the expectation."""
-    traffic = summary.traffic(run)
-    modes = traffic.groupby("mode", observed=True, sort=True)
+    modes = summary.traffic(run).groupby("mode", observed=True, sort=True)
     return [tables.traffic_table(lines, title=str(mode)) for mode, lines in modes]
 
 
