@@ -200,7 +200,8 @@ class Experts(Core):
     @property
     def truth_depends_on_split(self) -> bool:
         """The same, and where a rank's own tokens compete for an expert."""
-        return (self.capacity > 0 and self.capacity_of == "rank") or super().truth_depends_on_split
+        by_rank = self.capacity > 0 and self.capacity_of == "rank"
+        return by_rank or self.global_loss > 0 or super().truth_depends_on_split
 
     @property
     def layers_with_experts(self) -> tuple[str, ...]:

@@ -68,7 +68,7 @@ def groupings(case: CaseLike, subject: NamedSubject) -> list[tuple[dict[str, int
     """
     dp, named = getattr(case, "dp", 0), own_cases(subject)
     has_data_axis = dp > 1 or (dp == 1 and (named is None or any(getattr(one, "dp", 0) > 1 for one in named)))
-    if not has_data_axis or not most_exact(case, subject):
+    if not has_data_axis or not most_exact(case, subject) or getattr(case, "truth_depends_on_split", False):
         return []
     whole, most = dp * case.micro, max(case.world_size, _LARGEST) * dp // case.world_size
     sizes = [n for n in range(1, min(whole, most) + 1) if whole % n == 0 and n != dp]
