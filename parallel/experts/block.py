@@ -104,7 +104,7 @@ class ExpertBlock(nn.Module):
         weights_TE = weigh(self.case, logits_TE, chosen_TE)
         if has_balance(self.case):
             logits_BSE, chosen_BSE = (self._by_row(one.unflatten(0, x.shape[:2])) for one in (logits_TE, chosen_TE))
-            balance = balance_term(self.case, self.mesh, logits_BSE, chosen_BSE, self._counted().to(x.device))
+            balance = balance_term(self.case, self.mesh, logits_BSE, chosen_BSE, self._counted(x.device))
             weights_TE = self.terms.attached(weights_TE, balance)
         if self.case.capacity:
             chosen_TE = self._taken(weights_TE, chosen_TE)
@@ -121,11 +121,13 @@ class ExpertBlock(nn.Module):
             return select(self.case, self.router.selecting(logits_TE))
         return forced(self.case, self.case.blocks[self.block], self._tokens(self.at)).to(logits_TE.device)
 
-    def _counted(self) -> Tensor:
-        """Which of this rank's own tokens count in the loss, bool [rows, places of a row]."""
+    def _counted(self, device: torch.device) -> Tensor | None:
+        """Which of this rank's own tokens balance losses count, bool [rows, places of a row]; None: all."""
+        if self.case.balance_of == "all":
+            return None
         batch = micro_batch(self.case, *self.draw, self.at["dp"][0])
         counted_BS = batch.counted.reshape(self.case.rows, self.case.row_tokens)
-        return counted_BS[:, places_of(self.case, self.at["cp"][0], self.at["tp"][0])]
+        return counted_BS[:, places_of(self.case, self.at["cp"][0], self.at["tp"][0])].to(device)
 
     def _taken(self, weights_TE: Tensor, chosen_TE: Tensor) -> Tensor:
         """The choices that experts take, bool [T, E]."""

@@ -32,19 +32,19 @@ def has_balance(case: Case) -> bool:
     return any((case.aux_loss, case.sequence_loss, case.global_loss, case.z_loss))
 
 
-def balance_term(case: Case, mesh: Mesh, logits_BSE: Tensor, chosen_BSE: Tensor, counted_BS: Tensor) -> Tensor:
-    """All terms of this rank's tokens, []; a choice that is forced is the one that counts."""
+def balance_term(case: Case, mesh: Mesh, logits_BSE: Tensor, chosen_BSE: Tensor, counted_BS: Tensor | None) -> Tensor:
+    """All terms of this rank's tokens, or of those that are `counted_BS`, []; a forced choice counts as it is."""
     share_BSE = scores(case, logits_BSE)
     if case.routing == "learned":
         chosen_BSE = select(case, share_BSE, plain=True)
     factor, term = case.experts / case.top_k, logits_BSE.new_zeros(())
-    if case.balance_of == "counted":
+    if counted_BS is not None:
         share_BSE, chosen_BSE = share_BSE * counted_BS[..., None], chosen_BSE & counted_BS[..., None]
-    if case.aux_loss and case.balance_of == "all":
+    if case.aux_loss and counted_BS is None:
         rows_E = all_reduce(chosen_BSE.sum((0, 1)), mesh.axis("tp_cp"))
         balance = (rows_E * share_BSE.sum((0, 1))).sum() * factor / case.tokens**2
         term = term + case.aux_loss * case.tokens * balance
-    elif case.aux_loss:
+    elif case.aux_loss and counted_BS is not None:
         mine = torch.cat([chosen_BSE.sum((0, 1)), counted_BS.sum()[None]])
         *_, tokens = rows_E = all_reduce(mine, mesh.axis("tp_cp"))
         balance = (rows_E[:-1] * share_BSE.sum((0, 1))).sum() * factor / tokens.clamp(min=1)
@@ -58,6 +58,6 @@ def balance_term(case: Case, mesh: Mesh, logits_BSE: Tensor, chosen_BSE: Tensor,
         balance = (rows_BE * share_BSE.sum(1)).sum() * factor / case.row_tokens**2 / case.rows
         term = term + case.sequence_loss * case.tokens * balance
     if case.z_loss:
-        logits_BSE = logits_BSE[counted_BS] if case.balance_of == "counted" else logits_BSE
+        logits_BSE = logits_BSE if counted_BS is None else logits_BSE[counted_BS]
         term = term + case.z_loss * torch.logsumexp(logits_BSE, -1).square().sum()
     return term

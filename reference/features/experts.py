@@ -199,7 +199,7 @@ class Experts(Core):
 
     @property
     def truth_depends_on_split(self) -> bool:
-        """The same, and where a rank's own tokens compete for an expert."""
+        """The same, and where a rank's own tokens compete for an expert, or a loss is of all data ranks at once."""
         by_rank = self.capacity > 0 and self.capacity_of == "rank"
         return by_rank or self.global_loss > 0 or super().truth_depends_on_split
 

@@ -1,6 +1,7 @@
 """The catalogue of real bugs: planted bugs whose record names a public issue or pull request, as one page.
 
-    python -m suites.mutants.field [RUN]      prints docs/catalogue.md; RUN: a folder of `shardproof faults --field`
+    python -m suites.mutants.field [RUN]      writes docs/catalogue.md; RUN: a folder of `shardproof faults --field`,
+                                              without which the figures of the page stay
     python -m suites.mutants.field --csv      prints its rows for other tools, alternatives separated by "|"
 
 Everything but what was measured follows from the records. Bugs that no case can show are not in it, nor are those that
@@ -25,6 +26,7 @@ from suites.mutants.mutant import Mutant
 
 __all__ = ["FIELD", "MEASURED", "in_field", "main", "page", "public"]
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "catalogue.md"
 VERSION = "1"
 """Of the page's form and rules: what counts as a match, and what its columns mean."""
 MEASURED = "\n## Measured\n"
@@ -38,7 +40,7 @@ the lines. Cite it as "shardproof, catalogue of real bugs, version {version}"; t
 
     shardproof faults --field                        # plants each of them, and runs each case without its bug
     shardproof faults --field --emit-repro all DIR   # writes those that a returned tensor shows as scripts
-    python -m suites.mutants.field                   # prints this page; with --csv its rows, for other tools
+    python -m suites.mutants.field                   # writes this page; with --csv prints its rows, for other tools
 
 What counts: the mechanism is that of the issue, as read in excerpts of it or of its fix. A record that resembles an
 issue in another place is marked as its kin, and is not here. Nor is what no case can show. Several records may be of
@@ -156,11 +158,14 @@ def _wrong(rows: Sequence[Kill]) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the page, with the figures of a run where its folder is given, or its rows as CSV."""
+    """Write the page, with the figures of a run where its folder is given, else with those that it has; or print its
+    rows as CSV.
+    """
     if [*arguments] == ["--csv"]:
         print(as_csv(), end="")
         return 0
-    print(page() + (measured(Path(arguments[0])) if arguments else ""), end="")
+    before = "".join(PAGE.read_text("utf-8").partition(MEASURED)[1:])
+    PAGE.write_text(page() + (measured(Path(arguments[0])) if arguments else before), encoding="utf-8")
     return 0
 
 

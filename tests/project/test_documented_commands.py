@@ -33,7 +33,7 @@ _MEGATRON_FOLDER = "a folder of Megatron-Core: tests/parallel/checkpoints/test_m
 NOT_RUN = {
     "make run": "the default run: tests/reports/pages/test_default_run.py",
     "make test": "the suite itself",
-    "python -m suites.mutants.field": "prints the page itself: tests/suites/test_catalogue.py",
+    "python -m suites.mutants.field": "writes the page itself: tests/suites/test_catalogue.py",
     "shardproof faults --field": "half an hour: two bugs are measured by tests/suites/test_catalogue.py",
     "python -m bench.systems": "a quarter of an hour; its quick cells: tests/suites/test_foreign_subjects.py",
     ".venv/bin/pytest tests/harness/checking": "a part of the suite itself",

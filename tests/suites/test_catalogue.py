@@ -77,6 +77,14 @@ def test_the_page_is_that_of_the_records() -> None:
     assert PAGE.partition(MEASURED)[0] == page().partition(MEASURED)[0], "docs/catalogue.md is stale"
 
 
+def test_a_page_written_anew_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = tmp_path / "catalogue.md"
+    stored.write_text(f"# Of other records\n{''.join(PAGE.partition(MEASURED)[1:])}")
+    monkeypatch.setattr(field, "PAGE", stored)
+    assert field.main([]) == 0 and stored.read_text() == PAGE
+    assert "| bugs planted that a check noticed | " in PAGE
+
+
 def test_other_tools_read_its_rows_as_csv(capsys: pytest.CaptureFixture[str]) -> None:
     assert field.main(["--csv"]) == 0
     rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))

@@ -63,8 +63,8 @@ def most_exact(case: CaseLike, subject: NamedSubject) -> bool:
 def groupings(case: CaseLike, subject: NamedSubject) -> list[tuple[dict[str, int], CaseLike]]:
     """Up to _GROUPINGS other sizes, each with its case: of dp and micro with the same product, one data rank, then as
     many as fit on the ranks there are, or _LARGEST; the last, where it can be, also with other context ranks and
-    stages. None without a data axis, which a subject of own cases has where one of them has data ranks; what the
-    subject refuses is left out.
+    stages. None without a data axis, which a subject of own cases has where one of them has data ranks, and none
+    where the case's mathematics depends on which rank holds what; what the subject refuses is left out.
     """
     dp, named = getattr(case, "dp", 0), own_cases(subject)
     has_data_axis = dp > 1 or (dp == 1 and (named is None or any(getattr(one, "dp", 0) > 1 for one in named)))

@@ -262,3 +262,11 @@ def test_amplified_rounding_and_a_choice_that_falls_otherwise_are_no_other_funct
     engine: InprocEngine, subject: Network
 ) -> None:
     assert "truth" not in told(engine, subject, "tp=2 act=tanh dtype=float32")
+
+
+@pytest.mark.parametrize("words", ["experts=8 capacity=0.5", "experts=8 routing=skewed global_loss=0.1"])
+def test_no_grouping_is_the_same_where_the_mathematics_depends_on_who_holds_what(words: str) -> None:
+    """Which rows an expert drops of each rank's tokens, and a loss over the micro-batches of all data ranks at once."""
+    alike = case_of("mode=tp tp=2 dp=2 micro=2 experts=8 capacity=0.5 capacity_of=micro-batch", named(decoder))
+    assert groupings(alike, named(decoder))
+    assert groupings(case_of(f"mode=tp tp=2 dp=2 micro=2 {words}", named(decoder)), named(decoder)) == []

@@ -52,7 +52,7 @@ EXPERTS = CaseTable(
         f" tied=false {SGD}",
         f"mode=isp tp=2 dp=2 wp=2 pp=2 ep=4 etp=1 experts=8 layers=4 shared_ffn=8 fuse_weights=true {SGD}",
         f"mode=isp tp=2 dp=2 wp=2 cp=2 ep=2 experts=6 top_k=3 recompute=selective zero=1 bucket=900 {ADAMW}",
-        f"mode=isp tp=2 dp=3 wp=3 ep=3 experts=6 dispatcher=allgather overlap=false shared_ffn=8 {SGD}",
+        f"mode=isp tp=2 dp=3 wp=3 ep=3 experts=6 dispatcher=allgather overlap=false hidden=24 shared_ffn=12 {SGD}",
         f"mode=fsp tp=2 dp=2 ep=2 etp=1 experts=8 activation=relu packed=true positions=rope zero=1 {ADAMW}",
         f"mode=tp-sp tp=2 dp=2 ep=2 etp=1 experts=8 routing=empty dispatcher=allgather order=dp-ep-tp {SGD}",
         f"mode=tp-sp tp=2 dp=4 ep=2 experts=8 routing=one order=dp-tp-ep clip=0.1 {SGD}",
