@@ -18,6 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -161,10 +162,14 @@ def page(seen: Sequence[Seen], seconds: dict[str, float]) -> str:
     for system in seconds:
         text += ["", f"## {system}", "", "| feature | subject | case | engine | result | calls | bytes |"]
         text.append("|---|---|---|---|---|---|---|")
+        below: list[str] = []
         for cell, result, why, calls, payload in (one for one in seen if one.cell.system == system):
-            told = "| |" if result != PASSED else f"{calls} | {payload} |" if cell.kept else "- | - |"
-            what = f"{result}{why and f': {why}'}"
-            text.append(f"| {cell.feature} | `{cell.subject}` | `{cell.case}` | {cell.engine} | {what} | {told}")
+            ledger = "| |" if result != PASSED else f"{calls} | {payload} |" if cell.kept else "- | - |"
+            text.append(f"| {cell.feature} | `{cell.subject}` | `{cell.case}` | {cell.engine} | {result} | {ledger}")
+            if why:
+                line = f"- `{cell.subject}` with `{cell.case}`: {why}"
+                below += textwrap.wrap(line, 120, subsequent_indent="  ", break_on_hyphens=False)
+        text += ["", *below] if below else []
     return "\n".join(text) + "\n"
 
 

@@ -54,7 +54,8 @@ class _Parser(argparse.ArgumentParser):
     """A wrong option is one line, like every wrong request."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(_WRONG_REQUEST, f"{self.prog}: {message}; see {self.prog} --help\n")
+        _complain(f"{self.prog}: {message}; see {self.prog} --help")
+        self.exit(_WRONG_REQUEST)
 
 
 class _Version(argparse.Action):
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as end:  # argparse has printed its help or its one message
         return end.code if isinstance(end.code, int) else _WRONG_REQUEST
     if empty := _empty(parsed):
-        print(f"shardproof {parsed.command}: {empty}='': is empty; legal: a word, or leave it out", file=sys.stderr)
+        _complain(f"shardproof {parsed.command}: {empty}='': is empty; legal: a word, or leave it out")
         return _WRONG_REQUEST
     module, _, function = _HANDLERS[parsed.command].partition(":")
     parsed.isolated = arguments is None  # the process is ours: nobody has used autograd in it
@@ -87,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = command(parsed)
         sys.stdout.flush()
     except ShardproofError as error:
-        print(f"shardproof {parsed.command}: {error}", file=sys.stderr)
+        _complain(f"shardproof {parsed.command}: {error}")
         return error.exit_status
     except KeyboardInterrupt:
         print("\nshardproof: interrupted", file=sys.stderr)
@@ -98,9 +99,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _NO_READER
     except Exception:  # a bug of ours, told as such: 1 would say that a check failed
         traceback.print_exc()
-        print("shardproof: this is a bug in shardproof and no verdict on the subject", file=sys.stderr)
+        _complain("shardproof: this is a bug in shardproof and no verdict on the subject")
         return _MACHINE
     return int(status)
+
+
+def _complain(message: str) -> None:
+    """Print what is wrong on stderr; rich, which folds it in a terminal, is loaded only then."""
+    from reports.printing.text import show_words  # noqa: PLC0415
+
+    show_words(message, sys.stderr)
 
 
 def _empty(parsed: argparse.Namespace) -> str:

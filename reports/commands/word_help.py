@@ -105,12 +105,24 @@ def page(topic: Topic) -> str:
     lines += [f"`shardproof help {_name(topic)}` prints this page; a test holds the two equal.", ""]
     for group, words in _groups(topic):
         lines += [f"## {group[:1].upper()}{group[1:]}", "", "| word | default | meaning | legal |", "|---|---|---|---|"]
+        below: list[str] = []
         for word in words:
-            default = f"`{word.default}`" if word.default else ""
-            cells = (f"`{word.name}`", f"{default}{'*' if word.follows else ''}", word.meaning, _legal(word))
-            lines.append("| " + " | ".join(cell.replace("|", ", ") for cell in cells) + " |")
-        lines.append("")
+            lines.append(_row(word, _legal(word)))
+            if len(lines[-1]) > _WIDEST:
+                lines[-1] = _row(word, "below")
+                below += ["", *textwrap.wrap(f"{word.name}: {_legal(word)}", 116, break_on_hyphens=False)]
+        lines += [*(f"    {line}" if line else "" for line in below), ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+_WIDEST = 200
+"""Columns of a row; legal values that would make it wider stand below their table."""
+
+
+def _row(word: Any, legal: str) -> str:
+    default = f"`{word.default}`" if word.default else ""
+    cells = (f"`{word.name}`", f"{default}{'*' if word.follows else ''}", word.meaning, legal)
+    return "| " + " | ".join(cell.replace("|", ", ") for cell in cells) + " |"
 
 
 def _name(topic: Topic) -> str:

@@ -21,6 +21,7 @@ from harness.plain_case import PlainCase
 from harness.protocols import CaseLike
 from harness.resolve import resolve
 from harness.witnesses.nsys import on_gpus
+from reports.printing.text import show_note
 
 FIRST_BATCH = "reference.data.batches:micro_batch"
 DATA_STATUS = "reference.data.files:status"
@@ -153,7 +154,7 @@ def note_unquoted(cases: Sequence[str]) -> None:
     first = os.environ.get("RANK", "0") == "0"
     if first and len(keys) > 1 and len({*keys}) == len(keys) == len(cases):
         quoted = f'"{" ".join(cases)}"'
-        print(f"note: these words are {len(cases)} cases, one each; as one case: {quoted}", file=sys.stderr)
+        show_note(f"these words are {len(cases)} cases, one each; as one case: {quoted}", sys.stderr)
 
 
 def check_target(file: str) -> None:

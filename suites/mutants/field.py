@@ -45,11 +45,14 @@ the lines. Cite it as "shardproof, catalogue of real bugs, version {version}"; t
 What counts: the mechanism is that of the issue, as read in excerpts of it or of its fix. A record that resembles an
 issue in another place is marked as its kin, and is not here. Nor is what no case can show. Several records may be of
 one issue: of two ways to read it, or of two of its items.
+"""
+_BUGS = ("planted bug", "reference", "what was wrong")
+_WHERE = ("planted bug", "seen by", "first place", "cause")
+_SEEN = """## What sees them
 
 The columns name a check that must fail (`|`: one of these) and the first place that is right to name. The last one has
 the causes that are right to report first; "-": each would mislead.
 """
-_COLUMNS = ("planted bug", "reference", "what was wrong", "seen by", "first place", "cause")
 
 
 def in_field(row: Mutant) -> bool:
@@ -68,21 +71,29 @@ def public(rows: Sequence[Mutant] = FIELD) -> tuple[str, ...]:
 
 def page(rows: Sequence[Mutant] = FIELD) -> str:
     """The page without what was measured."""
-    lines = [_line(row) for row in rows]
     named = public(rows)
     systems = len({name.partition("#")[0] for name in named})
     head = _HEAD.format(version=_version(rows), bugs=len(rows), public=len(named), systems=systems)
-    return "\n".join([head, _row(_COLUMNS), "|---" * len(_COLUMNS) + "|", *lines, ""])
+    bugs = [(f"`{row.name}`", ", ".join(map(_link, row.references)), _said(row)) for row in rows]
+    seen = [(f"`{row.name}`", row.kills, _place(row), row.cause or "-") for row in rows]
+    return "\n".join([head, *_table(_BUGS, bugs), _SEEN, *_table(_WHERE, seen), *map(_address, named), ""])
 
 
 def _version(rows: Sequence[Mutant] = FIELD) -> str:
-    return f"{VERSION}.{hashlib.sha256(chr(10).join(map(_line, rows)).encode()).hexdigest()[:8]}"
+    return f"{VERSION}.{hashlib.sha256(repr([*map(_cells, rows)]).encode()).hexdigest()[:8]}"
 
 
-def _line(row: Mutant) -> str:
-    names = ", ".join(_link(name) for name in row.references)
-    place = " of ".join(part for part in (row.phase, row.region or "no module") if part)
-    return _row((f"`{row.name}`", names, _said(row), row.kills, place, row.cause or "-"))
+def _cells(row: Mutant) -> tuple[str, ...]:
+    named, modes = " ".join(row.references), " ".join(row.modes)
+    return row.name, named, _said(row), modes, row.kills, row.phase, row.region, row.cause
+
+
+def _place(row: Mutant) -> str:
+    return " of ".join(part for part in (row.phase, row.region or "no module") if part)
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [_row(columns), "|---" * len(columns) + "|", *map(_row, rows), ""]
 
 
 def as_csv(rows: Sequence[Mutant] = FIELD) -> str:
@@ -90,10 +101,7 @@ def as_csv(rows: Sequence[Mutant] = FIELD) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("version", "name", "references", "what", "modes", "seen_by", "phase", "region", "cause"))
-    for row in rows:
-        said, modes = _said(row), " ".join(row.modes)
-        named = " ".join(row.references)
-        writer.writerow((_version(rows), row.name, named, said, modes, row.kills, row.phase, row.region, row.cause))
+    writer.writerows((_version(rows), *_cells(row)) for row in rows)
     return text.getvalue()
 
 
@@ -102,8 +110,12 @@ def _said(row: Mutant) -> str:
 
 
 def _link(name: str) -> str:
+    return f"[{name.partition('/')[2]}]"
+
+
+def _address(name: str) -> str:
     repository, _, number = name.partition("#")
-    return f"[{repository.partition('/')[2]}#{number}](https://github.com/{repository}/issues/{number})"
+    return f"{_link(name)}: https://github.com/{repository}/issues/{number}"
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 FENCED = re.compile(r"^```(\w*).*?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ITEM = re.compile(r"^(?:[*-]|\d+\.) ")
+ADDRESS = re.compile(r"\[[^\]]+\]: \S+$")
+"""Of a link, at the end of a page."""
 CODE, LINK = re.compile(r"`[^`]*`"), re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
 END = re.compile(r"(?<=[.?!])[*_)\"]*\s+")
 BAR = re.compile(r"(?<!\\)\|")
@@ -18,7 +20,7 @@ def blocks(page: str) -> Iterator[str]:
     """The texts of a page, each on one line: paragraphs, items of lists, cells; headings and code are left out."""
     block, header = list[str](), list[str]()
     for line in [*FENCED.sub("\n", page).splitlines(), ""]:
-        text = line.strip()
+        text = "" if ADDRESS.match(line) else line.strip()
         cells = [cell.strip() for cell in BAR.split(text.strip("|"))] if text.startswith("|") else []
         if cells or not text or text.startswith("#") or ITEM.match(text):
             yield " ".join(block)

@@ -24,7 +24,7 @@ COMMANDS = (
     f'predict "{SMALL}" "mode=tp tp=2"',
     "doctor",
 )
-FAILED = 1
+FAILED, WRONG_REQUEST = 1, 2
 
 
 @pytest.fixture
@@ -57,6 +57,20 @@ def test_every_line_fits_and_a_failure_has_colour(folder: Path, monkeypatch: pyt
         assert wide == [], command
         if command.startswith(("run", "show")):
             assert ("\x1b[1;31mfail" in text) is ("--variant" in command or command == "show"), command
+
+
+def test_a_wrong_request_fits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for command in (
+        f'run "{SMALL} dtype=float128"',
+        "run --out",
+        "run --profile-steps 9:1 steps=2",
+        "run mode=tp tp=2 x=1",
+    ):
+        terminal = Terminal()
+        monkeypatch.setattr("sys.stderr", terminal)
+        status, _ = printed(command, Terminal(), monkeypatch)
+        lines = ANSI.sub("", terminal.getvalue()).splitlines()
+        assert status == WRONG_REQUEST and max(map(len, lines)) <= COLUMNS <= len(" ".join(lines)), command
 
 
 def test_a_pipe_has_no_colour_and_its_lines_are_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
