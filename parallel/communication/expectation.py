@@ -18,7 +18,7 @@ from types import CodeType
 from typing import Any
 
 from parallel.communication.mesh import axis_size
-from parallel.schedules.stages import computed_again, ends_of_units, stages
+from parallel.schedules.stages import ends_of_units, lies_in, modules_again, stages
 from reference.case import Case
 
 __all__ = [
@@ -208,17 +208,14 @@ class _Repeated:
     """
 
     def __init__(self, case: Case) -> None:
-        layers = {f"layers.{layer}" for layer in computed_again(case)}
-        behind = set(case.units_behind) if case.layers_again else set[str]()
-        self._again = {"": set[str](), "layer": layers | behind, "core": layers | behind}
-        if case.core_again:
-            self._again["core"] = set(case.blocks)
+        layers = modules_again(case)
+        self._again = {"": (), "layer": layers, "core": tuple(case.blocks) if case.core_again else layers}
         followed = case.dropout or case.layer_shapes
         ends = ends_of_units(case) if case.early_stop and not followed else frozenset[int]()
         self._left_out = {f"layers.{layer}.mlp.w2" for layer in ends}
 
     def __call__(self, row: CallRow, term: CompleteTerm) -> bool:
-        inside = any(f"{term.region}.".startswith(f"{module}.") for module in self._again[row.again])
+        inside = lies_in(term.region, self._again[row.again])
         return term.phase == "forward" and inside and term.region not in self._left_out
 
 

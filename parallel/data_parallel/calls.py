@@ -16,7 +16,6 @@ with wgrad=deferred a bucket with the weight of a linear is summed after backwar
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -26,11 +25,20 @@ from parallel.communication.expectation import MICRO_BATCHES, ONCE_A_STEP, CallP
 from parallel.communication.layout import Coordinates, Cut, Placement, local_shape
 from parallel.communication.mesh import axis_size, coordinates
 from parallel.data_parallel.buckets import Bucket
-from parallel.data_parallel.words import REPLICAS, shard_axis, stage_buckets, taken_over, unit_of
+from parallel.data_parallel.words import REPLICAS, shard_axis, stage_buckets, taken_over, units_of
 from parallel.layers.roles import column_linears
 from parallel.model.strategy import Strategy
 from parallel.schedules.pipeline import Kind, order
-from parallel.schedules.stages import TABLE, Stage, computed_again, held_by_rank, in_backward, pipeline_of, stages
+from parallel.schedules.stages import (
+    TABLE,
+    Stage,
+    held_by_rank,
+    in_backward,
+    lies_in,
+    modules_again,
+    pipeline_of,
+    stages,
+)
 from reference.case import Case
 from reference.language.modes import MODES
 from reference.model.parameters import shapes
@@ -46,7 +54,7 @@ def summed_over(strategy: Strategy, case: Case, name: str) -> tuple[str, ...]:
 
 
 def _summed_over(strategy: Strategy, case: Case, name: str, place: Placement) -> tuple[str, ...]:
-    other_data = [*((shard_axis(case), REPLICAS) if case.shard else (case.data_axis_of(name),))]
+    other_data = [shard_axis(case, name), *([REPLICAS] if case.shard else [])]
     other_data += [strategy.weight_axis] if strategy.partial(case, name) else []
     other_data += ["embedding"] if name == TABLE and case.table_is_copied else []
     return tuple(axis for axis in other_data if axis not in place.axes)
@@ -62,7 +70,7 @@ def step_rows(strategy: Strategy, case: Case) -> tuple[CallRow, ...]:
     if not case.shares_gradients:
         at_once = {**dict.fromkeys((case.data_axis, *strategy.apart), "of all gradients"), **at_once}
     return (
-        *(_unit_rows(case, places) if case.zero >= 2 else ()),
+        *(_unit_rows(case, places, strategy) if case.zero >= 2 else ()),
         *(_bucket_rows(case, places, strategy) if case.zero < 2 and case.shares_gradients else ()),
         *(_sum(partial(_by_rank, strategy, places, axis), axis, why) for axis, why in at_once.items()),
         *(_once("all_reduce", "2", "loss and number of tokens", axis, "float64") for axis in loss_axes),
@@ -100,8 +108,8 @@ def _trained(strategy: Strategy, case: Case) -> Placements:
     places = strategy.placements(case)
     if case.zero < 2:
         return places
-    rows = Cut(axis=shard_axis(case), dim=0, order="chunks")
-    return {name: replace(place, cuts=(*place.cuts, rows)) for name, place in places.items()}
+    rows = {name: Cut(axis=shard_axis(case, name), dim=0, order="chunks") for name in places}
+    return {name: replace(place, cuts=(*place.cuts, rows[name])) for name, place in places.items()}
 
 
 def _at(case: Case, **at: int) -> Coordinates:
@@ -170,45 +178,48 @@ def _backward_order(case: Case) -> list[str]:
     return [*reversed(dict.fromkeys(name.rpartition(".")[0] for name in shapes(case)))]
 
 
-def _unit_rows(case: Case, places: Placements) -> Iterator[CallRow]:
+def _unit_rows(case: Case, places: Placements, strategy: Strategy) -> Iterator[CallRow]:
     """Gathers and sums of parameters in shards; a gather belongs to the unit that starts it."""
-    axis, why = shard_axis(case), "whole parameters of a unit"
-    words: dict[str, Any] = {"op": "all_gather", "elements": "unit", "why": why, "axis": axis, "again": ""}
-    gather: Callable[..., CallRow] = partial(CallRow, **words, times="steps * gathers", hidden="ahead")
-    forward, backward = partial(_units, places, phase=Kind.F), partial(_units, places, phase=Kind.B)
-    yield gather(forward, "forward", when="gathers")
-    yield gather(backward, "backward", when="gathers and not recomputed")
-    yield gather(backward, "recompute", when="gathers and recomputed")
-    own, times = partial(_units, places), ONCE_A_STEP if case.no_sync else MICRO_BATCHES
-    yield _sum(own, axis, "of a unit, into shards", "unit", "reduce_scatter", phase="backward", times=times)
-    if case.shard:
-        yield _sum(_unnamed(own), REPLICAS, "of the shards of a unit", "shard")
+    times = ONCE_A_STEP if case.no_sync else MICRO_BATCHES
+    for axis in (shard_axis(case), *strategy.apart):
+        sharded = {name: place for name, place in places.items() if shard_axis(case, name) == axis}
+        forward, backward = partial(_units, sharded, phase=Kind.F), partial(_units, sharded, phase=Kind.B)
+        words: dict[str, Any] = {"op": "all_gather", "elements": "unit", "axis": axis, "again": "", "hidden": "ahead"}
+        why = "whole parameters of a unit"
+        gather: Callable[..., CallRow] = partial(CallRow, **words, why=why, times="steps * gathers")
+        yield gather(forward, "forward", when="gathers")
+        yield gather(backward, "backward", when="gathers and not recomputed")
+        yield gather(backward, "recompute", when="gathers and recomputed")
+        own = partial(_units, sharded)
+        yield _sum(own, axis, "of a unit, into shards", "unit", "reduce_scatter", phase="backward", times=times)
+        if case.shard:
+            yield _sum(_unnamed(own), REPLICAS, "of the shards of a unit", "shard")
 
 
 def _units(places: Placements, case: Case, phase: Kind | None = None) -> Iterator[CallPlace]:
-    """The units of every stage: where they are gathered for forwards or backwards, or at their own modules."""
-    again, ranks = computed_again(case), axis_size(case, shard_axis(case))
+    """The units of every stage: where they are gathered for forwards or backwards, or at their own modules. A unit that
+    is started ahead begins in the one that is used before it.
+    """
+    again = modules_again(case)
     for stage in stages(case):
-        at, shards = _at(case, **stage.at), Counter[str]()
-        for name in filter(stage.holds, places):
-            shards[unit_of(name)] += _local(places[name], at)
-        layers = [*stage.layers]
-        forward = [*([-1] if "" in shards else []), *layers]
-        sequence = forward if phase is Kind.F else in_backward(case, layers)
-        for module, shard in shards.items():
-            values = {"unit": shard * ranks, "shard": shard}
-            layer = int(module.rpartition(".")[2]) if module else -1
+        at, layers = _at(case, **stage.at), [*stage.layers]
+        units = units_of(case, filter(stage.holds, places))
+        forward = [*([""] if "" in units else []), *(f"layers.{layer}" for layer in layers)]
+        sequence = forward if phase is Kind.F else [f"layers.{layer}" for layer in in_backward(case, layers)]
+        for module, names in units.items():
+            shard = sum(_local(places[name], at) for name in names)
+            values = {"unit": shard * axis_size(case, shard_axis(case, names[0])), "shard": shard}
             if phase is None:
                 yield CallPlace(module=module, at=stage.at, values=values)
                 continue
-            place = sequence.index(layer) if layer in sequence else 0
-            starts = sequence[place - 1] if case.prefetch and module and place else layer
+            place = sequence.index(module) if module in sequence else 0
+            starts = sequence[place - 1] if case.prefetch and module and place else module
             values |= {
                 "gathers": _gathers(case, stage, phase, drops=case.zero == 3 and bool(module)),
-                "ahead": case.overlap and starts not in (-1, layer),
-                "recomputed": starts in again,
+                "ahead": case.overlap and starts not in ("", module),
+                "recomputed": lies_in(starts, again),
             }
-            yield CallPlace(module=f"layers.{starts}" if starts >= 0 else "", at=stage.at, values=values)
+            yield CallPlace(module=starts, at=stage.at, values=values)
 
 
 def _gathers(case: Case, stage: Stage, phase: Kind, *, drops: bool) -> int:

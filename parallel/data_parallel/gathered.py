@@ -1,9 +1,9 @@
 """Parameters in shards of rows (zero=2, zero=3): gathered for use by units, their gradients reduced into the shards.
 
-Units are the layers, and the model itself for what lies outside of them. Before a unit's forward its shards are
-gathered; when backward has left it, its gradients are summed over the ranks, each keeping its own rows, after every
-micro-batch. Where the ranks of a shard are fewer than the data ranks (`shard=`), the shards are summed over the
-replicas once a step.
+Units are the layers, and the model itself for what lies outside of them; experts, whose copies lie on other ranks, are
+units of their own. Before a unit's forward its shards are gathered; when backward has left it, its gradients are summed
+over the ranks, each keeping its own rows, after every micro-batch. Where the ranks of a shard are fewer than the data
+ranks (`shard=`), the shards are summed over the replicas once a step.
 
     zero=2   a unit stays gathered until backward has left it
     zero=3   a layer is dropped after its forward and gathered again before its backward; the model itself is not
@@ -36,10 +36,10 @@ from parallel.communication.collectives import Pending, all_reduce, reduce_scatt
 from parallel.communication.layout import Cut, Placement, shard
 from parallel.communication.mesh import Axis
 from parallel.data_parallel.rows import Unit, padded_rows
-from parallel.data_parallel.words import REPLICAS, gradient_dtype, shard_axis, trained_dtype, unit_of
+from parallel.data_parallel.words import REPLICAS, gradient_dtype, shard_axis, trained_dtype, units_of
 from parallel.model.strategy import Rank
 from parallel.model.transformer import Transformer
-from parallel.schedules.stages import computed_again, in_backward
+from parallel.schedules.stages import in_backward, lies_in, modules_again
 from reference.case import Case
 from reference.model.parameters import dtype_of
 
@@ -58,18 +58,15 @@ class Shards:
 
     def prepare(self, rank: Rank) -> Rank:
         """Keep this rank's rows of every parameter, and have each unit gathered when it is used."""
-        axis = rank.mesh.axis(shard_axis(self._case))
-        cut = Cut(axis=axis.name, dim=0, order="chunks")
-        places = {name: replace(place, cuts=(*place.cuts, cut)) for name, place in rank.places.items()}
+        axes = {name: rank.mesh.axis(shard_axis(self._case, name)) for name in rank.places}
+        cuts = {name: Cut(axis=axis.name, dim=0, order="chunks") for name, axis in axes.items()}
+        places = {name: replace(place, cuts=(*place.cuts, cuts[name])) for name, place in rank.places.items()}
         for stage, chunk in rank.chunks:
             assert isinstance(chunk, Transformer)
-            names: dict[str, list[str]] = {}
-            for name in filter(stage.holds, rank.parameters):
-                names.setdefault(unit_of(name), []).append(name)
-            units = {
-                module: _Gathered(self._case, chunk, module, {name: rank.parameters[name] for name in of_unit}, axis)
-                for module, of_unit in names.items()
-            }
+            units = dict[str, _Gathered]()
+            for module, names in units_of(self._case, filter(stage.holds, rank.parameters)).items():
+                wholes = {name: rank.parameters[name] for name in names}
+                units[module] = _Gathered(self._case, chunk, module, wholes, axes[names[0]])
             if self._case.prefetch:
                 self._prefetched(units, stage.layers)
             self._units += units.values()
@@ -132,7 +129,7 @@ class _Gathered:
         self.following: _Gathered | None = None
         self.preceding: _Gathered | None = None
         self._drops = case.zero == 3 and module != ""
-        self._recomputed = module in {f"layers.{layer}" for layer in computed_again(case)}
+        self._recomputed = lies_in(module, modules_again(case))
         used = model.get_submodule(module)
         used.forward = functools.partial(self._forward, used.forward)
 
@@ -171,6 +168,7 @@ class _Gathered:
         last = self._came + 1 == self._case.micro
         if last or self._case.pp == 1:
             self._kept = []
+            self._put_back()
         if self._case.no_sync:
             wide = [gradient.to(self._sum.dtype) for gradient in gradients]
             gradients = [kept + one for kept, one in zip(self._wholes, wide, strict=True)] if self._wholes else wide
@@ -212,10 +210,15 @@ class _Gathered:
                 return _GatherAgain.apply(self, forward(*args))
         finally:
             self._storages = []
-            for owner, leaf in self._owners.values():
-                del owner.__dict__[leaf]
+            if self.module or not torch.is_grad_enabled():  # backward computes parts of the model again
+                self._put_back()
             if self._drops and not repeated:
                 self._kept = []
+
+    def _put_back(self) -> None:
+        """Have modules find their shards again, in the places of whole parameters."""
+        for owner, leaf in self._owners.values():
+            owner.__dict__.pop(leaf, None)
 
     def _packed(self, tensor: Tensor) -> Tensor | _Packed:
         """What autograd keeps: of a gathered parameter only which part of it this is."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -13,7 +13,7 @@ from parallel.schedules.stages import TABLE, Stage
 from reference.case import Case
 from reference.model.parameters import dtype_of
 
-__all__ = ["REPLICAS", "gradient_dtype", "shard_axis", "stage_buckets", "taken_over", "trained_dtype", "unit_of"]
+__all__ = ["REPLICAS", "gradient_dtype", "shard_axis", "stage_buckets", "taken_over", "trained_dtype", "units_of"]
 
 REPLICAS = "replica"
 """The mesh axis over which shards are replicated."""
@@ -30,9 +30,9 @@ def trained_dtype(case: Case) -> torch.dtype:
     return torch.float32 if case.master == "float32" else dtype_of(case)
 
 
-def shard_axis(case: Case) -> str:
-    """The mesh axis over which parameters are sharded by rows."""
-    return "shard" if case.shard else case.data_axis
+def shard_axis(case: Case, name: str = "") -> str:
+    """The mesh axis over which a parameter is sharded by rows: dense ones, or the one of this name."""
+    return "shard" if case.shard else case.data_axis_of(name)
 
 
 def stage_buckets(case: Case, stage: Stage, sizes: Mapping[str, int], ranks: int) -> tuple[Bucket, ...]:
@@ -59,7 +59,15 @@ def taken_over(case: Case, name: str) -> bool:
     return case.wgrad != "plain" and leaf == "weight" and (table or is_column(module) or is_row(module))
 
 
-def unit_of(name: str) -> str:
-    """The module that a parameter is gathered with: its layer, or "", the model, outside of layers."""
-    first, number, *_ = [*name.split("."), ""]
-    return f"{first}.{number}" if first == "layers" else ""
+def units_of(case: Case, names: Iterable[str]) -> dict[str, list[str]]:
+    """Parameters by the module that they are gathered with: their layer, or "", the model, outside of layers. Those
+    that are sharded over other ranks than dense ones are gathered with the module of their linears, as torchtitan's
+    experts are.
+    """
+    units = dict[str, list[str]]()
+    for name in names:
+        first, number, *_ = [*name.split("."), ""]
+        module = f"{first}.{number}" if first == "layers" else ""
+        own = shard_axis(case, name) != shard_axis(case)
+        units.setdefault(name.rsplit(".", 2)[0] if own else module, []).append(name)
+    return units

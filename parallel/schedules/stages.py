@@ -16,7 +16,7 @@ Sources: Megatron-Core 0.16.1 `transformer_layer.py`: get_transformer_layer_offs
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from parallel.schedules.pipeline import Pipeline
@@ -136,6 +136,16 @@ def units(case: Case, layers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 def computed_again(case: Case) -> frozenset[int]:
     """The numbers of all layers that are computed again, on whatever stage."""
     return frozenset(layer for stage in stages(case) for unit in units(case, stage.layers) for layer in unit)
+
+
+def modules_again(case: Case) -> tuple[str, ...]:
+    """The modules that backward computes again: layers, and units behind the decoder."""
+    return (*(f"layers.{layer}" for layer in computed_again(case)), *(case.units_behind if case.layers_again else ()))
+
+
+def lies_in(module: str, units: Iterable[str]) -> bool:
+    """Whether a module is one of these, or inside of one."""
+    return any(f"{module}.".startswith(f"{unit}.") for unit in units)
 
 
 def ends_of_units(case: Case) -> frozenset[int]:

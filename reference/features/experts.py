@@ -288,5 +288,5 @@ class Experts(Core):
         for key in ("early_stop", "distribute_saved"):
             if getattr(self, key):
                 yield key, "is about the end of an MLP, and experts are in its place", f"{key}=false"
-        if self.zero >= 2:
-            yield "zero", "gathers whole layers, and experts have ranks of their own", "zero=1"
+        if self.shard:
+            yield "shard", "shares parameters among ranks of dp, and experts have copies on others", "shard=0"

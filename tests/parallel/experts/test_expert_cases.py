@@ -34,6 +34,7 @@ EXPERTS = CaseTable(
         f"mode=isp tp=2 dp=2 wp=4 ep=2 etp=1 experts=8 shared_ffn=8 dense_layers=1 layers=3 global_loss=0.1"
         f" routing=empty {SGD}",
         f"mode=tp-sp tp=2 dp=2 ep=4 etp=1 experts=8 routing=equal skew=0.25 batch=4 {SGD}",
+        f"mode=tp-sp tp=2 dp=3 ep=2 etp=1 experts=8 zero=3 recompute=full dense_layers=1 {ADAMW}",  # 3 ranks, 4 experts
     ),
     deep=(
         *(
@@ -58,6 +59,9 @@ EXPERTS = CaseTable(
         f"mode=tp-sp tp=2 dp=4 ep=2 experts=8 routing=one order=dp-tp-ep clip=0.1 {SGD}",
         f"mode=tp-sp tp=2 dp=2 ep=2 experts=8 dropout=0.1 capacity=1.0 drop=position {SGD}",
         f"mode=tp-sp tp=2 dp=2 ep=2 experts=8 init=field wgrad=deferred bucket=900 {SGD}",
+        f"mode=tp tp=2 dp=4 ep=2 experts=6 top_k=3 zero=2 activation=swiglu shared_ffn=8 {SGD}",
+        f"mode=tp-sp tp=2 dp=2 pp=2 ep=2 etp=1 experts=8 zero=3 no_sync=true layers=4 {CHUNKS} {SGD}",
+        f"mode=tp tp=1 dp=4 cp=2 ep=2 experts=8 zero=3 prefetch=true routing=empty {ADAMW}",
         "mode=tp-sp tp=2 dp=2 ep=2 experts=8 routing=equal router_dtype=float32 dtype=bfloat16 master=float32"
         " grad_dtype=float32 lr=0.01",
     ),

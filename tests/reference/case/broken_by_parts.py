@@ -39,7 +39,7 @@ OF_PARTS = {
     "experts=8 order=tp-dp ep=2 dp=2": "must name ep, whose size is 2 (where experts are numbered)",
     "experts=8 init=shard": "draws dense weights alone, and experts=0 has no others",
     "experts=8 recompute=full early_stop=true": "is about the end of an MLP, and experts are in its place",
-    "experts=8 zero=2 dp=2": "gathers whole layers, and experts have ranks of their own",
+    "experts=8 zero=2 dp=4 shard=2": "shares parameters among ranks of dp, and experts have copies on others",
     "top_k=3": "is about experts, and experts=0 has none",
     "kv_lora_rank=-1": "must not be negative",
     "q_lora_rank=8": "is about latent attention, and kv_lora_rank=0 has none",

@@ -33,7 +33,10 @@ REFUSED = (
     ("experts=8 router_groups=3", "router_groups=3: must divide experts=8; legal: router_groups=1"),
     ("experts=8 router_groups=4 kept_groups=1 top_k=3", "kept_groups=1: of 4 groups must share top_k=3 evenly"),
     ("experts=8 aux_loss=-1", "aux_loss=-1.0: must be 0 or a positive number; legal: aux_loss=0.0"),
-    ("experts=8 zero=2 dp=2", "zero=2: gathers whole layers, and experts have ranks of their own; legal: zero=1"),
+    (
+        "experts=8 zero=2 dp=4 shard=2",
+        "shard=2: shares parameters among ranks of dp, and experts have copies on others",
+    ),
     ("experts=8 init=shard", "init=shard: draws dense weights alone"),
     ("experts=8 dp=2 ep=2 order=tp-dp", "order=tp-dp: must name ep, whose size is 2 (where experts are numbered)"),
     ("experts=8 dp=2 pp=2 etp=1 ep=2 order=tp-pp-ep-dp", "order=tp-pp-ep-dp: numbers other stages for experts"),
