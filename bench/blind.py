@@ -41,7 +41,7 @@ from suites.mutants.rows import cause_told, right_place
 
 _BUGS = {"unseen": UNSEEN, "held_back": HELD_BACK}
 _WHEN_S, _TIMEOUT_S = 10.0, 60.0
-_DERIVED = {"world": ("tp", "dp", "pp", "cp"), "wdp": ("dp", "cp"), "padding": ("vocab", "family")}
+_DERIVED = {"world": tuple(Case().mesh), "wdp": ("dp", "cp"), "padding": ("vocab", "family")}
 """Words of a condition that follow from others."""
 
 

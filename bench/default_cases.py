@@ -13,6 +13,7 @@ has: write a line with all of them first.
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import time
 from collections.abc import Iterable, Sequence
@@ -31,6 +32,10 @@ _DEARER = {"packed": 0.015, "dropout": 0.017, "dtype": 0.034, "recompute": 0.023
 _PLAIN = {"recompute": ("none", "selective"), "dtype": ("float64",), "optimizer": ("sgd",)}
 
 
+_AXES = tuple(Case().mesh)
+"""The words that are sizes of a mesh of ranks."""
+
+
 def cost(words: Words) -> float:
     """About how many seconds a case takes, as measured: a part for itself, and one for every rank and step."""
     dearer = sum(seconds for word, seconds in _DEARER.items() if words[word] not in _PLAIN.get(word, (0, False)))
@@ -39,7 +44,7 @@ def cost(words: Words) -> float:
 
 
 def _ranks(words: Words) -> int:
-    return int(words["tp"] * words["dp"] * words["pp"] * words["cp"])
+    return math.prod(words[axis] for axis in _AXES)
 
 
 def _splits(words: Words) -> bool:
@@ -48,7 +53,7 @@ def _splits(words: Words) -> bool:
 
 def _degenerate(case: Case) -> str:
     """What makes a case show less than another one: too few ranks or too many, a factor that is two sizes."""
-    axes = {case.tp, case.dp, case.pp, case.cp, case.wp} - {1}
+    axes = {*case.mesh.values(), case.wp} - {1}
     return "" if 2 <= case.world_size <= RANKS and case.micro not in axes else "ranks or micro-batches"
 
 

@@ -166,7 +166,7 @@ class _Gathered:
         backward of a pipeline's step follows.
         """
         last = self._came + 1 == self._case.micro
-        if last or self._case.pp == 1:
+        if last or not self._case.pipeline_axes:
             self._kept = []
             self._put_back()
         if self._case.no_sync:

@@ -127,7 +127,7 @@ class ExpertBlock(nn.Module):
             return None
         batch = micro_batch(self.case, *self.draw, self.at["dp"][0])
         counted_BS = batch.counted.reshape(self.case.rows, self.case.row_tokens)
-        return counted_BS[:, places_of(self.case, self.at["cp"][0], self.at["tp"][0])].to(device)
+        return counted_BS[:, places_of(self.case, self.at)].to(device)
 
     def _taken(self, weights_TE: Tensor, chosen_TE: Tensor) -> Tensor:
         """The choices that experts take, bool [T, E]."""

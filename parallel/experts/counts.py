@@ -8,13 +8,13 @@ rows (cp), and of these an equal part in a row (tp).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from parallel.communication.layout import Coordinates
 from parallel.communication.mesh import coordinates
 from reference.case import Case
 from reference.data.routing import first_token, forced, period
@@ -23,20 +23,20 @@ from reference.training.routing import chosen_by_the_dense_model
 __all__ = ["Sent", "micro_batches", "places_of", "rows_sent", "tokens_of"]
 
 
-def places_of(case: Case, cp_rank: int, tp_rank: int) -> Tensor:
-    """The places in a row that one rank routes, in the order in which it holds them."""
+def places_of(case: Case, at: Coordinates) -> Tensor:
+    """The places in a row that the rank at these coordinates routes, in the order in which it holds them."""
     places = torch.arange(case.row_tokens)
     if case.sliced:
-        places = torch.cat([places[run.start : run.stop] for run in case.slices[cp_rank]])
-    mine: Tensor = places.chunk(case.tp)[tp_rank]
+        places = torch.cat([places[run.start : run.stop] for run in case.slices[at["cp"][0]]])
+    mine: Tensor = places.chunk(case.tp)[at["tp"][0]]
     return mine
 
 
-def tokens_of(case: Case, at: Mapping[str, tuple[int, int]], step: int, micro: int) -> Tensor:
+def tokens_of(case: Case, at: Coordinates, step: int, micro: int) -> Tensor:
     """The numbers of the tokens that the rank at these coordinates routes, [rows, places of a row]."""
     first = first_token(case, step, micro, at["dp"][0])
     rows = torch.arange(first, first + case.tokens, case.row_tokens)[:, None]
-    return rows + places_of(case, at["cp"][0], at["tp"][0])
+    return rows + places_of(case, at)
 
 
 def rows_sent(case: Case, block: str, step: int, micro: int, rank: int) -> tuple[int, ...]:
@@ -67,9 +67,9 @@ def micro_batches(case: Case) -> Counter[tuple[int, int]]:
     return found
 
 
-def _chosen(case: Case, block: str, step: int, micro: int, at: Mapping[str, tuple[int, int]]) -> Tensor:
+def _chosen(case: Case, block: str, step: int, micro: int, at: Coordinates) -> Tensor:
     """The choices for one rank's tokens, bool [rows, places of a row, experts]."""
-    places = places_of(case, at["cp"][0], at["tp"][0])
+    places = places_of(case, at)
     if case.routing == "learned" or (case.capacity_of != "rank" and case.drop == "score"):
         every = chosen_by_the_dense_model(case)[step, block]
         first = (at["dp"][0] * case.micro + micro) * case.rows
