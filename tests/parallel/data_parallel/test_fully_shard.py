@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -28,10 +28,9 @@ from harness.subject import named
 from parallel.communication.expectation import CompleteTerm
 from parallel.communication.layout import Cut
 from parallel.communication.mesh import Mesh
-from parallel.data_parallel.scheme import applied
 from parallel.model.strategy import Rank, Step, Value
 from parallel.pipeline.scheme import StageRun, as_scheduled, with_channels
-from parallel.registry import MODES, strategy_of
+from parallel.registry import strategy_of
 from parallel.schedules.pipeline import Action
 from parallel.subject import subject as ours
 from parallel.training.loop import train
@@ -41,19 +40,24 @@ from suites.session.prover import Prover
 
 
 def _sharded(rank: Rank) -> Rank:
-    """Every chunk under `fully_shard`: its layers, then itself; gradients are sums, as ours are."""
+    """Every chunk under `fully_shard`: experts over the ranks with copies, layers, then itself; gradients are sums, as
+    ours are.
+    """
     case = rank.case
     mesh = init_device_mesh("cpu", (case.pp, case.dp), mesh_dim_names=("pp", "dp"))["dp"]
+    copies = DeviceMesh("cpu", case.axes["edp"], mesh_dim_names=("others", "edp"))["edp"] if case.experts else mesh
     for _, chunk in rank.chunks:
         for layer in chunk.get_submodule("layers").children():
+            if case.experts:
+                fully_shard(layer.get_submodule("mlp.experts"), mesh=copies, reshard_after_forward=case.zero == 3)
             fully_shard(layer, mesh=mesh, reshard_after_forward=case.zero == 3)
         fully_shard(chunk, mesh=mesh)
         for module in chunk.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-    cut = Cut(axis="dp", dim=0, order="chunks")
-    places = {name: replace(place, cuts=(*place.cuts, cut)) for name, place in rank.places.items()}
+    cuts = {name: Cut(axis=case.data_axis_of(name), dim=0, order="chunks") for name in rank.places}
+    places = {name: replace(place, cuts=(*place.cuts, cuts[name])) for name, place in rank.places.items()}
     shards = {name: _local(weight) for name, weight in _weights(rank)}
     return replace(rank, parameters=shards, places=places, updated=shards, updated_places=places)
 
@@ -90,7 +94,7 @@ def _handed(rank: Rank) -> None:
 
 
 def _step(case: Case, plain: Step) -> Step:
-    made = applied(MODES[case.mode], case).step(case, plain)
+    made = strategy_of(case).step(case, plain)
     scheduled = partial(as_scheduled, by=_Stages) if case.pp > 1 else made.schedule
     return replace(
         made,
@@ -134,7 +138,10 @@ def test_one_compare_of_ours_and_torchs(tmp_path: Path, capsys: pytest.CaptureFi
     assert "no limit is broken: events:0" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", ["dp=3 zero=3", "dp=4 zero=3 recompute=full"])
+EXPERTS = "ep=2 experts=6 expert_ffn=12 activation=relu routing=equal"  # over two ranks, in shards of two and of one
+
+
+@pytest.mark.parametrize("words", ["dp=3 zero=3", "dp=4 zero=3 recompute=full", f"dp=4 zero=3 {EXPERTS}"])
 def test_torch_gathers_a_layer_earlier_for_backward(prover: Prover, words: str) -> None:
     """Its next layer is prefetched: as many bytes, in another module. All else of the ledger and every number agree."""
     result = prover.proof(Case.parse(f"{SIZES} {words}"), theirs)
