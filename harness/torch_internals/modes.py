@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -96,9 +98,35 @@ def copy_each(outputs: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         output.copy_(value)
 
 
+_choose_algorithms: Callable[..., None] = getattr(
+    torch._C, "_set_deterministic_algorithms", torch.use_deterministic_algorithms
+)
+
+
 def not_deterministic() -> None:
     """Restore torch.use_deterministic_algorithms(False), whose public function imports the whole compiler.
 
     Uses torch._C._set_deterministic_algorithms, else that function.
     """
-    getattr(torch._C, "_set_deterministic_algorithms", torch.use_deterministic_algorithms)(False)
+    _choose_algorithms(False)
+
+
+@contextmanager
+def deterministic_on(device: torch.device) -> Iterator[None]:
+    """Within it a GPU adds up in a fixed order wherever torch can: by default sums such as index_add's are in any.
+
+    Two runs of the same case then agree bit for bit. Without effect on a CPU, whose sums have an order.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    was = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts; products need it
+    _choose_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*deterministic", category=UserWarning)
+            yield
+    finally:
+        _choose_algorithms(was, warn_only=only_warns)

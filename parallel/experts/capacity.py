@@ -26,7 +26,7 @@ __all__ = ["filled", "taken", "taken_of_all"]
 
 def taken(case: Case, weights_TE: Tensor, chosen_TE: Tensor, order_T: Tensor) -> Tensor:
     """The choices of competing tokens that experts take, bool [T, E]; `order_T` are the numbers of the tokens."""
-    first = order_T.argsort(stable=True)
+    first = order_T.argsort(stable=True).to(chosen_TE.device)
     chosen = chosen_TE[first]
     value = weights_TE.detach()[first] if case.drop == "score" else -torch.arange(len(first)).double()[:, None]
     value = value.round(decimals=EQUAL_DIGITS)

@@ -159,7 +159,7 @@ def _readings(case: Case, weights: _Weights) -> dict[str, _Weights]:
     """What if -> the weights whose fused rows are taken for another arrangement."""
     found = {}
     if case.layers > 1:
-        found["stale.layer"] = {name: weights[_layer_before(name)] for name in weights}
+        found["stale.layer"] = {name: weights.get(_layer_before(name), own) for name, own in weights.items()}
     if not case.fuse_qkv:
         found["kv_exchanged"] = _exchanged_names(weights, "wk", "wv")
     if not case.fuse_mlp and case.activation == "swiglu":
@@ -176,7 +176,7 @@ def _readings(case: Case, weights: _Weights) -> dict[str, _Weights]:
 
 
 def _layer_before(name: str) -> str:
-    """The same parameter of the layer before; those of the first layer and outside of layers stay."""
+    """The same parameter of the layer before; of the first layer, and outside of layers, itself."""
     return re.sub(r"^layers\.(\d+)", lambda found: f"layers.{max(0, int(found[1]) - 1)}", name)
 
 

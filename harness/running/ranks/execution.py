@@ -36,6 +36,7 @@ from harness.resolve import resolve
 from harness.running.ranks.output import rank_output
 from harness.subject import Unanswered, answered, called, kept_per_rank, named_axes, offers, session
 from harness.torch_internals.compiler import leave_unloaded
+from harness.torch_internals.modes import deterministic_on
 
 _SAME_CLOCK_S = 3600.0
 """A task that seems older, or of the future, comes from a machine with another clock: its times begin here."""
@@ -147,7 +148,8 @@ def _executed(task: RankTask, subject: Subject, engine: Engine, timeout_s: float
         device = torch.device(task.device)
         with ExitStack() as entered:
             watching = _Watching(task, subject, device, None, entered)
-            with chdir("."), session(subject):  # where a subject goes, the next run does not start
+            # Where a subject goes, the next run does not start.
+            with chdir("."), session(subject), deterministic_on(device):
                 program, per_rank = (_on_rank, subject, case, device, watching), kept_per_rank(subject)
                 outcomes = run(*program, observer=watching.observer, per_rank=per_rank)
         found = watching.found(range(case.world_size), outcomes)
@@ -171,7 +173,7 @@ def perform(rank: int, task: RankTask) -> Execution:
     subject: Any = resolve(task.subject) if isinstance(task.subject, str) else task.subject
     device, past_s = rank_device(task.device, rank), time.perf_counter() - task.origin_s
     origin_s = task.origin_s if 0 <= past_s < _SAME_CLOCK_S else None
-    with own_state(kept_per_rank(subject)), session(subject), ExitStack() as entered:
+    with own_state(kept_per_rank(subject)), session(subject), deterministic_on(device), ExitStack() as entered:
         watching = _Watching(task, subject, device, origin_s, entered)
         with observing(watching.observer) if watching.observer else nullcontext(), watching.on_rank(rank):
             outcome = called(subject, task.case, device)

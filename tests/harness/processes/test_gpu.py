@@ -46,6 +46,14 @@ def test_four_ranks_share_one_gpu(engine: InprocEngine, text: str) -> None:
     assert result.verdict == "pass", [verdict.message for verdict in result.verdicts if verdict.verdict != "pass"]
 
 
+def test_sums_in_any_order_are_ordered_while_ranks_run(engine: InprocEngine) -> None:
+    """Of four rows a token, which index_add adds up on a GPU in whatever order they come."""
+    sizes = "heads=4 kv_heads=4 hidden=32 ffn=24 expert_ffn=24 seq=64 batch=4 micro=1"
+    result = prove(Case.parse(f"mode=tp tp=2 experts=8 top_k=4 {sizes}"), NAME, engine, device="cuda")
+    assert result.verdict == "pass", [verdict.message for verdict in result.verdicts if verdict.verdict != "pass"]
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 def test_a_calls_duration_is_the_streams_and_not_that_of_the_enqueue() -> None:
     call = Call(
         op="all_reduce",

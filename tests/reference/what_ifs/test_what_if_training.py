@@ -168,3 +168,6 @@ def test_weights_of_another_module_or_layer_are_what_ifs_where_they_lie_apart() 
         assert not torch.equal(found[f"{word}/act/layers.0.{first}"], truth[f"act/layers.0.{first}"])
     assert torch.equal(found["stale.layer/act/layers.0"], truth["act/layers.0"])
     assert not torch.equal(found["stale.layer/act/layers.1"], truth["act/layers.1"])
+    others = case.but(experts=4, expert_ffn=12, dense_layers=1)  # the layer before has no experts
+    found, truth = alternatives(others, CPU), dense.true_activations(others, CPU)
+    assert not torch.equal(found["stale.layer/act/layers.1"], truth["act/layers.1"])
