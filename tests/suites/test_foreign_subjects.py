@@ -78,7 +78,7 @@ BUGS = [
     ("looped", "pp=2", "(losses).mean()", "(losses).sum()"),
     ("autotp", "tp=2 dp=2", "loss_of(case, engine, step, micro, dp_rank)", "loss_of(case, engine, step, micro, 0)"),
     ("ulysses", "cp=2", '[mesh.get_local_rank("cp")]', "[0]"),
-    ("deepspeed", "dp=3 zero=3", "engine, step, micro, dp_rank)", "engine, step, micro, 0)"),
+    ("deepspeed", "dp=3 zero=1", "engine, step, micro, dp_rank)", "engine, step, micro, 0)"),
 ]
 """Subject, case, and a line of it as a bug: samples of another rank, losses summed, a part of the sequence twice."""
 
