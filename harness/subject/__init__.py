@@ -45,12 +45,12 @@ from harness.subject.claims import (
     refusal,
     vocabulary,
 )
-from harness.subject.truth import ALONE, DenseModel, Deviation, deviating, lower_dtypes, truth_of
+from harness.subject.truth import ALONE, DenseFunction, Deviation, deviating, lower_dtypes, truth_of
 
 __all__ = [
     "ALONE",
     "Claims",
-    "DenseModel",
+    "DenseFunction",
     "Deviation",
     "NamedSubject",
     "Unanswered",

@@ -8,15 +8,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from harness.cases import check_modes, known_modes, read_case
+from harness.cases import check_modes, read_case
+from harness.dense_model import dense_model
 from harness.errors import RequestError
 from harness.mesh_axes import AXES
 from harness.plain_case import PlainCase, Vocabulary
 from harness.protocols import CaseLike, Subject
-from harness.resolve import resolve
 from harness.subject.call import NamedSubject, answered, named, offers, words_of
-
-DOMAINS = "reference.case.domains:domains"
 
 
 def vocabulary(subject: NamedSubject) -> Vocabulary | None:
@@ -69,8 +67,7 @@ def domains_of(case: CaseLike, subject: NamedSubject) -> dict[str, tuple[Any, ..
     and of steps and micro-batches 1 is the plainest.
     """
     if not isinstance(case, PlainCase):
-        ours: Any = resolve(DOMAINS)
-        return dict(ours())
+        return dict(dense_model().domains())
     named = [one for one in own_cases(subject) or () if isinstance(one, PlainCase)]
     found: dict[str, tuple[Any, ...]] = {}
     for word, legal in case.vocabulary.words:
@@ -132,7 +129,7 @@ def claims(subject: NamedSubject) -> Claims:
             rule = "has words of its own, so a case must be given, or named in its attribute cases"
             raise RequestError(f"subject={subject.name}: {rule}; legal: cases = ('tp=2 dp=3',)")
         return Claims(subject=subject.name, modes=tuple(dict.fromkeys(case.mode for case in own)), own=True)
-    known = known_modes()
+    known = dense_model().modes
     said = claimed(subject)
     if said is None:
         return Claims(subject=subject.name, modes=known)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 
@@ -17,7 +16,6 @@ from harness.diagnosing.rules.places import timeline
 from harness.engines.named import engine_named
 from harness.ledger import shape_text
 from harness.protocols import CaseLike
-from harness.resolve import resolve
 from harness.running.ranks.capacity import admit
 from harness.running.trials.trial import Trial
 from harness.running.truth.reference import compared_with, reference_of
@@ -69,11 +67,10 @@ def names(case: CaseLike, subject: NamedSubject) -> Mapping[str, Tensor]:
     """
     with engine_named("inproc") as engine:
         reference = reference_of(subject, engine)
-        if reference.known:
-            known: Any = resolve(reference.known)
-            case = known(case)
+        if reference.model:
+            case = reference.model.self_contained(case)
         trial = Trial(case=case, subject=subject, engine=engine, reference=reference)
-        truth = trial.true(reference.truth)
+        truth = trial.true()
     return {name: truth[name] for name in timeline(list(truth), case.steps)}
 
 

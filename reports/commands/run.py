@@ -69,7 +69,6 @@ def _simplicity(case: CaseLike) -> tuple[float, ...]:
 
 
 _SHOW = "reports.commands.show"
-_TIMELINE = "reports.commands.show:experiment_table"
 BENCH = "bench.performance:main"
 FAULT_TABLE = "bench.fault_table:main"
 
@@ -97,8 +96,7 @@ def main(arguments: argparse.Namespace) -> int:
     finished, interrupted = stored(result.path.resolve()), result.exit_status == INTERRUPTED
     show.show_result(result, finished, as_json=arguments.json, interrupted=interrupted)
     if arguments.preset_experiment and not arguments.json and not interrupted:
-        timeline: Any = resolve(_TIMELINE)
-        show_table(timeline(finished, arguments.preset_experiment), sys.stdout)
+        show_table(show.experiment_table(finished, arguments.preset_experiment), sys.stdout)
         show_message(real_size(arguments.preset_experiment), sys.stdout)
     return result.exit_status
 

@@ -11,20 +11,17 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.dense_model import SUBJECT, dense_model
 from harness.errors import RequestError
 from harness.plain_case import PlainCase
 from harness.protocols import CaseLike
-from harness.resolve import resolve
 from harness.witnesses.nsys import on_gpus
 from reports.printing.text import show_note
-
-FIRST_BATCH = "reference.data.batches:micro_batch"
-DATA_STATUS = "reference.data.files:status"
 
 
 def with_data(case: CaseLike, path: str) -> CaseLike:
@@ -37,9 +34,8 @@ def with_data(case: CaseLike, path: str) -> CaseLike:
 
 def check_data(path: str) -> None:
     """Raise RequestError for data that are not there; `read_first` reads them."""
-    status: Callable[[Path], object] = resolve(DATA_STATUS)  # type: ignore[assignment]
     try:
-        status(Path(path).expanduser())
+        dense_model().find_data(Path(path).expanduser())
     except (ValueError, RuntimeError) as problem:
         raise RequestError(f"data={path}: {problem}") from problem
 
@@ -50,12 +46,11 @@ def read_first(cases: Sequence[CaseLike]) -> None:
     Raises:
         RequestError: data that a case names cannot be read.
     """
-    read: Callable[..., object] = resolve(FIRST_BATCH)  # type: ignore[assignment]
     for case in cases:
         if isinstance(case, PlainCase):
             continue
         try:
-            read(case, 0, 0, 0)
+            dense_model().read_data(case)
         except (ValueError, OSError) as problem:
             word = "" if getattr(problem, "key", "") else f"data={getattr(case, 'data', '')}: "
             raise RequestError(f"{word}{problem}") from problem
@@ -77,7 +72,7 @@ class Experiment:
 
 EXPERIMENTS = {
     "gpt3-857m-tp4": Experiment(
-        subject="parallel.subject:subject",
+        subject=SUBJECT,
         full="preset=gpt3-857m mode=tp tp=4 dtype=float16 master=float32 scaler=dynamic steps=5 lr=6e-5 clip=1.0",
         small="preset=gpt3-857m mode=tp tp=4 dtype=float16 master=float32 scaler=dynamic steps=5 lr=6e-5 clip=1.0 "
         "layers=4 hidden=64 ffn=256 vocab=509 seq=32",

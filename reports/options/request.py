@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.cases import check_modes, check_words, parse_cases, read_case
+from harness.dense_model import SUBJECT, dense_model
 from harness.errors import RequestError
 from harness.predicting.clusters import read as read_cluster
 from harness.protocols import CaseLike, case_text
@@ -46,16 +47,12 @@ from reports.options.checks import (
     read_first,
     with_data,
 )
+from reports.options.words import SLICED
 from reports.stored.files import run_folder
 
-OURS = "parallel.subject:subject"  # its cases are checked before it is imported
 LAUNCHED = "torchrun"
 """The engine whose ranks were launched with us: all run this command, and rank 0 alone does the work."""
-VARIANT_WORDS = "reference.case.variants:words"
-DEFAULT_CASES = "reference.case.default_cases:default_cases"
-PLAIN_CASES = "reference.case.default_cases:plain_cases"
 _DECODER = ("variant", "data", "deep", "preset_experiment")  # options that need the case language of our decoder
-SLICE_WORDS = "parallel.slicing.words:Sliced"
 
 
 def read(arguments: argparse.Namespace) -> Request | None:
@@ -98,7 +95,7 @@ def _check_predict(arguments: argparse.Namespace) -> None:
     read_cluster(arguments.cluster)
     if arguments.world is not None and arguments.world < 1:
         raise RequestError(f"world={arguments.world}: must be at least 1; legal: --world 8")
-    ours = arguments.subject == OURS
+    ours = arguments.subject == SUBJECT
     if ours:
         _check_texts(arguments)
     arguments.subject = named(arguments.subject)
@@ -125,7 +122,7 @@ def _check_own_texts(arguments: argparse.Namespace) -> None:
 
 def _check_slice(arguments: argparse.Namespace) -> None:
     text = " ".join(arguments.words)
-    words: Any = resolve(SLICE_WORDS)
+    words: Any = resolve(SLICED)
     try:
         words.parse(text)
     except ValueError as problem:
@@ -149,7 +146,7 @@ def requested(arguments: argparse.Namespace) -> Request:
     out = Path(arguments.out).absolute()  # now: the import of a subject may change the folder too
     with chdir("."):
         _options_checked(arguments)
-        given = _given(arguments) if arguments.subject == OURS else ()
+        given = _given(arguments) if arguments.subject == SUBJECT else ()  # checked before it is imported
         subject = named(arguments.subject, arguments.truth or "")
         given = given or _given(arguments, subject)
         truth_of(subject)
@@ -212,7 +209,7 @@ def _check_choice(arguments: argparse.Namespace) -> None:
         )
     if arguments.cases and arguments.deep:
         raise RequestError("deep: chooses more default cases, and a CASE was given; legal: --deep without a CASE")
-    if arguments.subject == OURS:
+    if arguments.subject == SUBJECT:
         check_modes(arguments.modes)
 
 
@@ -241,9 +238,7 @@ def default_cases(subject: NamedSubject, modes: str, deep: bool = False, checkpo
         modes_chosen = claims(subject).chosen(modes)
         return tuple(case for case in own if case.mode in modes_chosen)
     if not deep and not offers(subject.call, "refuses"):
-        plain: Any = resolve(PLAIN_CASES)
-        return tuple(case for mode in claims(subject).chosen(modes) for case in plain(mode))
-    cases_of: Callable[..., tuple[CaseLike, ...]] = resolve(DEFAULT_CASES)  # type: ignore[assignment]
+        return tuple(case for mode in claims(subject).chosen(modes) for case in dense_model().plain_cases(mode))
 
     def refuses(case: CaseLike) -> str:
         try:
@@ -251,14 +246,13 @@ def default_cases(subject: NamedSubject, modes: str, deep: bool = False, checkpo
         except Unanswered:  # the case itself is to run into it: its verdict reports it
             return ""
 
-    return cases_of(claims(subject).chosen(modes), refuses, deep=deep, checkpoint=checkpoint)
+    return dense_model().default_cases(claims(subject).chosen(modes), refuses, deep=deep, checkpoint=checkpoint)
 
 
 def _as_variant(cases: Iterable[CaseLike], name: str, *, given: bool) -> tuple[CaseLike, ...]:
     """The cases with this variant. One that was given must show it as it is; a default one is made to, or left out."""
-    make: Callable[[str], dict[str, object]] = resolve(VARIANT_WORDS)  # type: ignore[assignment]
     try:
-        made = make(name)
+        made = dense_model().variant_words(name)
     except ValueError as problem:
         raise RequestError(str(problem)) from problem
     words = {"variant": name} if given else made

@@ -6,6 +6,9 @@ import argparse
 
 from harness.programs.launch import add_options
 
+SLICED = "parallel.slicing.words:Sliced"
+"""The words of a slice, found by name as a subject is."""
+
 
 def add_checkpoint(checkpoint: argparse.ArgumentParser) -> None:
     """Add what `shardproof checkpoint` takes."""

@@ -20,6 +20,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from harness.cases import read_case
+from harness.dense_model import SUBJECT
 from harness.errors import RequestError
 from harness.resolve import resolve
 from reports.comparing import modes
@@ -46,7 +47,6 @@ _MOST_PIPELINES, _MOST_DRAWN = 4, 16
 """Pipelines with a picture of their own, and ranks in it."""
 _SOURCES = {"modes": "summary.csv", "cases": "summary.csv", "verdicts": "verdicts.jsonl", "kills": "kill_matrix.csv"}
 """Tables that may be cut, and the file that holds all of their rows."""
-_OURS = "parallel.subject:subject"
 _TURNS = "inproc"
 """The engine whose ranks take turns, so that times say nothing of speed."""
 _TEMPLATES = Path(__file__).parent
@@ -254,9 +254,9 @@ def _cases(run: Run) -> list[Table]:
 
 def _stated(run: Run) -> list[Table]:
     """The calls of the first case of every mode, each with its reason; subjects that are not ours give none."""
-    if run.env.get("request", {}).get("subject") != _OURS:
+    if run.env.get("request", {}).get("subject") != SUBJECT:
         return []
-    ours: Any = resolve(_OURS)
+    ours: Any = resolve(SUBJECT)
     return [
         calls_table(str(case), ours.expected(case)) for case in _readable(run.cases.drop_duplicates("mode")["case"])
     ]
@@ -264,9 +264,9 @@ def _stated(run: Run) -> list[Table]:
 
 def _pairs(run: Run, headline: pd.DataFrame) -> Table | None:
     """The pairs of features that passed together; None for subjects that do not name the features of a case."""
-    if run.env.get("request", {}).get("subject") != _OURS:
+    if run.env.get("request", {}).get("subject") != SUBJECT:
         return None
-    ours: Any = resolve(_OURS)
+    ours: Any = resolve(SUBJECT)
 
     def features_of(text: str) -> Iterable[str]:
         return (feature for case in _readable([text]) for feature in ours.features(case))

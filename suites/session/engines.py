@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from harness.dense_model import SUBJECT
 from harness.engines.engine import Engine
 from harness.errors import ShardproofError
 from harness.ledger import REPEATABLE, Event
@@ -21,7 +22,6 @@ from suites.drawing.strategies import cases
 from suites.session.request import chosen_modes
 from suites.session.sampling import sampled
 
-SUBJECT = "parallel.subject:subject"
 WORLDS = (2, 3, 4)
 """World sizes to draw from: real processes share the machine's cores."""
 

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from harness.checking.checks import CHECKS, LAWS
 from harness.checking.evidence import FAIL, SKIP, Verdict
+from harness.dense_model import SUBJECT
 from harness.diagnosing.six_lines import site
 from harness.engines.engine import Engine
 from harness.engines.named import engine_named
@@ -210,7 +211,7 @@ class Prover:
         wrong = [verdict for verdict in result.verdicts if verdict.verdict != "pass"]
         assert not wrong, self._told(wrong)
         silent = set(checks) - {verdict.check for verdict in result.verdicts}
-        assert not silent or self.subject.name != "parallel.subject:subject", f"nothing to check: {sorted(silent)}"
+        assert not silent or self.subject.name != SUBJECT, f"nothing to check: {sorted(silent)}"
 
     def _told(self, wrong: Sequence[Verdict]) -> str:
         """Six lines for each first place; a place that another test has reported is one line and the command.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
 
 from torch import Tensor
 
@@ -27,7 +26,6 @@ from harness.predicting.dry_run import DryRank, DryRun, dry_run
 from harness.predicting.meter import hidden
 from harness.protocols import CaseLike
 from harness.recording.capturing.dropout_masks import WithMasks
-from harness.resolve import resolve
 from harness.running.ranks.execution import execute_captured
 from harness.running.trials.trial import Trial, asked, expectation_of, facts_of, orders_of
 from harness.running.truth.joint_masks import masks_of
@@ -48,24 +46,24 @@ def recorded(trial: Trial, *, watch: bool = False) -> Evidence:
     truth = trial.reference.truth
     kinds = _kinds(trial)
     if kinds or isinstance(truth, OwnTruth):  # it is given what ranks drew, or they are given what it drew
-        evidence = _recorded(trial, {} if kinds else trial.true(truth), kinds)
+        evidence = _recorded(trial, {} if kinds else trial.true(), kinds)
         return watched(trial, evidence) if watch else evidence
     try:
         evidence = _recorded(trial, {}, ())
         evidence = watched(trial, evidence) if watch else evidence
     except ShardproofError:
-        trial.true(truth)  # a case that the dense model refuses is refused, whatever its ranks do
+        trial.true()  # a case that the dense model refuses is refused, whatever its ranks do
         raise
-    true = trial.true(truth)
+    true = trial.true()
     return replace(evidence, merged=against(evidence.merged, true), truth=_asked_for(evidence.outcomes, true))
 
 
 def _kinds(trial: Trial) -> tuple[str, ...]:
     """The kinds of names in the outcome that the truth must be given."""
-    names = trial.reference
-    if isinstance(names.truth, OwnTruth) and names.truth.takes_given:
+    truth, model = trial.reference.truth, trial.reference.model
+    if isinstance(truth, OwnTruth) and truth.takes_given:
         return GIVEN
-    return cast(Any, resolve(names.given))(trial.case) if names.given else ()
+    return model.given_kinds(trial.case) if model else ()
 
 
 def _asked_for(outcomes: Outcomes, truth: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -123,8 +121,8 @@ def _deviations(trial: Trial, merged: Merged) -> Mapping[str, float]:
         return {}
     none: Mapping[str, float] = {}
     own = asked(trial, "initial_values", lambda: deviations(trial.case, trial.subject.call), none)
-    stated: Any = resolve(trial.reference.deviations) if trial.reference.deviations else lambda case: {}
-    return own or cast(Mapping[str, float], stated(trial.case))
+    model = trial.reference.model
+    return own or (model.initial_deviations(trial.case) if model else {})
 
 
 def _given(trial: Trial, kinds: Sequence[str], merged: Merged) -> tuple[Mapping[str, Tensor], bool]:
@@ -180,17 +178,19 @@ def watched(trial: Trial, evidence: Evidence) -> Evidence:
 
 def explained(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evidence:
     """The same evidence with what explains these wrong names: gradients taken apart, data read otherwise."""
-    kinds = {kind_of(name) for name in wrong}
+    kinds, model = {kind_of(name) for name in wrong}, trial.reference.model
+    if model is None:
+        return evidence
     shares: Mapping[str, Tensor] = {}
     what_if: dict[str, Tensor] = {}
     try:
         if kinds & {"grad", "param", "param_after", "exp_avg_after", "grad_norm", "tokens", "act", "loss"}:
-            shares = trial.dense(trial.reference.shares, part="explained")
+            shares = trial.dense(model.shares, part="explained")
         if kinds & {"act", "logits", "loss", "grad"}:
-            what_if |= trial.dense(trial.reference.alternatives, part="explained")
+            what_if |= trial.dense(model.alternatives, part="explained")
         if "act" in kinds:
-            what_if |= trial.dense(trial.reference.rules, part="explained")
-        for kind, function in (("metric", trial.reference.metrics), ("param", trial.reference.trainings)):
+            what_if |= trial.dense(model.rules, part="explained")
+        for kind, function in (("metric", model.metrics), ("param", model.trainings)):
             what_if |= trial.dense(function, part="explained") if kind in kinds else {}
     except Exception as problem:  # the failure stands; less of it is explained, and that is said
         trial.problems["explanation"] = f"the dense model raised while a cause was looked for: {error_text(problem)}"
@@ -199,7 +199,7 @@ def explained(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evide
 
 def elsewhere(trial: Trial, case: CaseLike, first: str) -> Evidence | None:
     """Evidence of the same subject in another case, as far as this tensor needs it; None when there is none."""
-    other = replace(trial, case=case, seconds={}, problems={}, known={}, facts={}, given={})
+    other = replace(trial, case=case, seconds={}, problems={}, known={}, facts=[], given={})
     try:
         if refusal(case, trial.subject):
             return None
@@ -207,7 +207,7 @@ def elsewhere(trial: Trial, case: CaseLike, first: str) -> Evidence | None:
             seen = recorded(other)
             if kind_of(first) in ("act", "act_grad"):
                 seen = watched(other, seen)
-            return replace(seen, shares=other.dense(trial.reference.shares))
+            return replace(seen, shares=other.dense(model.shares) if (model := trial.reference.model) else {})
     except Exception:  # then this case decides nothing
         return None
 

@@ -1,6 +1,6 @@
 """One case on one subject: how it is run, what the dense model computes of it, and what the subject states of itself.
 
-The harness imports no model: the reference is named like any subject. Times are seconds.
+Times are seconds.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from harness.engines.calls.callers import is_user, shortened
 from harness.engines.engine import Engine
 from harness.errors import MachineError, RequestError, TimeLimit, error_text
 from harness.protocols import Axes, CaseLike, FactsLike, Subject, TermLike, case_text
-from harness.resolve import resolve
 from harness.running.ranks.execution import Execution, execute
-from harness.running.truth.reference import REFERENCE, Function, Reference, Truths
+from harness.running.truth.reference import Function, Reference, Truths, decoder
 from harness.subject import NamedSubject, Unanswered, orders, stated
 from harness.torch_internals.memory import out_of_memory, tight_heap
 
@@ -81,7 +80,7 @@ class Trial:
     """One case on one subject, and how it is run. `seconds` and `problems` fill up as its runs end.
 
     `problems`: what the subject could not answer (expectation, activations) -> why.
-    `given` fills up with what of the subject's outcome its truth must be given (see Reference.given).
+    `given` fills up with what of the subject's outcome its truth must be given (DenseModel.given_kinds).
     `known` and `facts` fill up with what the reference computed; trials of one case may share them, and trials of cases
     that are alike to the dense model its `truths`. `heard` is called with every part of the case as it begins.
     `verdict_alone`: nobody asks which tensors are wrong once one is that rounding cannot explain.
@@ -90,13 +89,13 @@ class Trial:
     case: CaseLike
     subject: NamedSubject
     engine: Engine
-    reference: Reference = REFERENCE
+    reference: Reference = field(default_factory=decoder)
     device: str = "cpu"
     timeout_s: float = 60.0
     seconds: dict[str, float] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
     known: dict[Asked, Mapping[str, Tensor]] = field(default_factory=dict)
-    facts: dict[str, FactsLike] = field(default_factory=dict)
+    facts: list[FactsLike] = field(default_factory=list)
     truths: Truths = field(default_factory=Truths)
     heard: Callable[[str], object] = str
     given: dict[str, Tensor] = field(default_factory=dict)
@@ -124,32 +123,27 @@ class Trial:
         how: dict[str, Any] = {"record": record, "device": self.device, "timeout_s": self.timeout_s, "name": name}
         return execute(case, subject, self.engine, text=case_text(case), **how)
 
-    def dense(self, name: Function, *, part: str = "truth", **words: int) -> Mapping[str, Tensor]:
-        """What a function of the reference computes, on the CPU, once for trials that share `known`; nothing of ""."""
-        if not name:
-            return {}
-        asked = name, tuple(words.items())
+    def dense(self, function: Function, *, part: str = "truth", **words: int) -> Mapping[str, Tensor]:
+        """What a function of the reference computes, on the CPU, once for trials that share `known`."""
+        asked = function, tuple(words.items())
         if asked not in self.known:
-            self.known[asked] = self.computed(name, part=part, **words)
+            self.known[asked] = self.computed(function, part=part, **words)
         return self.known[asked]
 
-    def true(self, name: Function) -> Mapping[str, Tensor]:
-        """What a function of the reference computes of the case that stands for all alike to the dense model."""
-        if not name:
-            return {}
-        if (name, ()) not in self.known:
-            alike: Any = resolve(self.reference.alike) if self.reference.alike else lambda case: case
-            case: CaseLike = alike(self.case)
-            self.known[name, ()] = self.truths.of(case, name, lambda: self.computed(name, case))
-        return self.known[name, ()]
+    def true(self) -> Mapping[str, Tensor]:
+        """The truth, computed of the case that stands for all alike to the dense model."""
+        truth, model = self.reference.truth, self.reference.model
+        if (truth, ()) not in self.known:
+            case: CaseLike = model.alike(self.case) if model else self.case
+            self.known[truth, ()] = self.truths.of(case, truth, lambda: self.computed(truth, case))
+        return self.known[truth, ()]
 
     def computed(
-        self, name: Function, case: CaseLike | None = None, /, *, part: str = "truth", **words: Any
+        self, function: Function, case: CaseLike | None = None, /, *, part: str = "truth", **words: Any
     ) -> Mapping[str, Tensor]:
         """The same, computed anew and timed as this part. Raises RequestError when the reference cannot compute it, and
         MachineError when it takes too long or too much memory.
         """
-        function: Any = resolve(name) if isinstance(name, str) else name
         if self.given:
             words["given"] = self.given
         try:
@@ -173,15 +167,14 @@ def too_long(part: str, limit_s: float) -> str:
 
 def facts_of(trial: Trial) -> FactsLike | None:
     """What the reference states about the case's data; one that raises is noted as a problem."""
-    name = trial.reference.anchors
-    if name and name not in trial.facts:
-        state: Any = resolve(name)
+    model = trial.reference.model
+    if model and not trial.facts:
         try:
             with trial.timed("truth"):
-                trial.facts[name] = state(trial.case)
+                trial.facts.append(model.data_facts(trial.case))
         except Exception as problem:
             trial.problems["data"] = f"the reference could not state what must hold of the data: {error_text(problem)}"
-    return trial.facts.get(name)
+    return trial.facts[0] if trial.facts else None
 
 
 def expectation_of(trial: Trial) -> tuple[TermLike, ...] | None:

@@ -1,5 +1,5 @@
-"""What a subject is compared with: the functions of the dense model, by name, or a truth of the subject's own: its
-dense model, or the subject itself on one rank.
+"""What a subject is compared with: our dense model, or a truth of the subject's own: its dense model, or the subject
+itself on one rank.
 
 A truth of its own runs in float64. Control runs are the same function in the case's dtype, every contraction cut into
 partial sums (harness.running.truth.control_modes). The subject on one rank sees the data ranks' micro-batches in
@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from harness.dense_model import DenseModel, dense_model
 from harness.engines.engine import Engine
 from harness.errors import ProgramError, RequestError
 from harness.mesh_axes import AXES, EXPERT_AXES
@@ -31,7 +32,7 @@ from harness.recording.capturing.dropout_masks import Draw, DropoutProbe, WithMa
 from harness.running.ranks.execution import execute
 from harness.running.truth.control_modes import partial_sums
 from harness.running.truth.joint_masks import in_order
-from harness.subject import ALONE, DenseModel, NamedSubject, answered, session, truth_of
+from harness.subject import ALONE, DenseFunction, NamedSubject, answered, session, truth_of
 
 EXACT = "float64"
 _Computed = tuple[Mapping[str, Tensor], tuple[Draw, ...]]
@@ -46,7 +47,7 @@ class OwnTruth:
     """
 
     subject: NamedSubject
-    dense: DenseModel | str
+    dense: DenseFunction | str
     engine: Engine
     timeout_s: float = 60.0
     control: bool = False
@@ -171,7 +172,7 @@ def draws_of(truth: object, case: str) -> tuple[Draw, ...]:
     return truth.draws.get(case, ()) if isinstance(truth, OwnTruth) and not truth.takes_given else ()
 
 
-def compared_with(truth: DenseModel | str | None) -> str:
+def compared_with(truth: DenseFunction | str | None) -> str:
     """What a subject is compared with, in words."""
     if truth is None:
         return "the dense model"
@@ -188,64 +189,37 @@ def _finite(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
 
 
-Function: TypeAlias = "str | Callable[..., Mapping[str, Tensor]]"
-"""A function of the reference: its name, module:object, or itself (a truth of the subject's own: OwnTruth)."""
+Function: TypeAlias = "Callable[..., Mapping[str, Tensor]]"
+"""A function (case, device) -> outcome: of the dense model, or a truth of the subject's own (OwnTruth)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """The dense model's functions (case, device) -> outcome, by name or as they are: truth, and control runs beside it.
+    """What a case is compared with: the truth, and control runs beside it. Activations are among their outcomes.
 
-    `kinks` and `slack` widen limits, so they belong to their truth: "", none, unless they are named with it. So do
-    `anchors`, case -> what is stated about the data that truth and ranks both read (harness.protocols.FactsLike). With
-    `slack` truth, control and kinks take states=mapping too, the subject's states from which their steps begin.
-    `control` takes parts=n too, the number of partial sums in place of its own choice.
-    `alike`, case -> case, gives cases that are one to the dense model the same case; "" where each is its own. The
-    truth is computed of that case, once for all that are alike. `given`, case -> kinds of names, says what of the
-    subject's outcome these functions cannot know and take as given=mapping; the truth is computed after the run then,
-    anew for each. "" where they know all; `known`, case -> case, gives a case with equal names that leaves nothing to
-    be given. `deviations`, case -> standard deviations by parameter, is for initial values that a subject returns.
-    Activations are among outcomes of truth and control.
-    The others are computed when a failure is explained: step 0 taken apart by data rank and micro-batch, and what comes
-    of data or weights that are read otherwise (see `reference.what_ifs.inputs`), of other rules of the steps and of the
-    modules.
+    `control` takes parts=n too, the number of partial sums in place of its own choice. `model` is our dense model where
+    it is the truth: what widens limits (`kinks`, `adam_slack`), states facts and explains failures is known of it
+    alone. Its truth, control and kinks take states=mapping, the subject's states from which their steps begin.
     """
 
-    truth: Function = "reference.training.subject:truth"
-    control: Function = "reference.training.control:control"
-    kinks: str = ""
-    slack: str = ""
-    anchors: str = ""
-    alike: str = ""
-    given: str = ""
-    known: str = ""
-    deviations: str = ""
-    shares: str = "reference.what_ifs.shares:shares"
-    alternatives: str = "reference.what_ifs.inputs:alternatives"
-    trainings: str = "reference.what_ifs.training:trainings"
-    rules: str = "reference.what_ifs.rules:rules"
-    metrics: str = "reference.what_ifs.metrics:metrics"
-
-
-REFERENCE = Reference(
-    kinks="reference.training.kinks:kinks",
-    slack="reference.training.adam:slack",
-    anchors="reference.data.anchors:anchors",
-    alike="reference.model.dense_case:dense_case",
-    given="reference.training.given:kinds",
-    known="reference.training.given:known",
-    deviations="reference.training.given:deviations",
-)
-_NOTHING = dict.fromkeys(("shares", "alternatives", "trainings", "rules", "metrics"), "")
+    truth: Function
+    control: Function
+    model: DenseModel | None = None
 
 
 def reference_of(subject: NamedSubject, engine: Engine, timeout_s: float = 60.0) -> Reference:
-    """What a subject is compared with: the decoder, or a truth of its own. Raises RequestError when it is none."""
+    """What a subject is compared with: our dense model, or its own truth. Raises RequestError when that is none."""
     dense = truth_of(subject)
     if dense is None:
-        return REFERENCE
+        return decoder()
     own = OwnTruth(subject=subject, dense=dense, engine=engine, timeout_s=timeout_s)
-    return Reference(truth=own, control=replace(own, control=True), **_NOTHING)
+    return Reference(truth=own, control=replace(own, control=True))
+
+
+def decoder() -> Reference:
+    """Our dense model as a truth."""
+    model = dense_model()
+    return Reference(truth=model.truth, control=model.control, model=model)
 
 
 class Truths:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.dense_model import SUBJECT
 from harness.engines.threads.inproc import InprocEngine
 from harness.running.proof import prove
 from harness.subject import named
@@ -23,7 +24,6 @@ from reference.case.default_cases import default_cases
 from reference.language import modes
 from reports.commands import cli
 from suites.killing.matrix import disturbed
-from suites.mutants.mutant import OURS
 from tests import ROOT
 from tests.parallel.schemes import toy_scheme
 from tests.parallel.schemes.toy_scheme import TOY
@@ -174,7 +174,7 @@ def test_faults_and_default_cases() -> None:
 
 @pytest.mark.usefixtures("loaded", "toy")
 def test_suites(pytester: pytest.Pytester) -> None:
-    words = ("--collect-only", "--pyargs", "suites", "--subject", OURS, "--modes", "toy", "-p", "no:cacheprovider")
+    words = ("--collect-only", "--pyargs", "suites", "--subject", SUBJECT, "--modes", "toy", "-p", "no:cacheprovider")
     result = pytester.runpytest_inprocess("-q", "-p", "no:xdist", *words)
     assert result.ret == 0
     asked = {line.split("::")[0] for line in result.outlines if "toy" in line}
