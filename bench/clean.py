@@ -34,8 +34,8 @@ from harness.dense_model import SUBJECT
 from harness.engines.threads.heap import resident_bytes
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError, ShardproofError
+from harness.interpreter import COLLECTED_AFTER
 from harness.running.proof import prove
-from harness.running.sharing import COLLECTED_AFTER
 from reference.case import Case
 from reference.features import PARTS
 from suites.drawing.sizes import large

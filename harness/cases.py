@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from harness.dense_model import dense_model
 from harness.errors import RequestError
+from harness.protocols import CaseLike
+
+if TYPE_CHECKING:
+    from harness.plain_case import PlainCase
 
 
 def read_case(text: str) -> Any:
@@ -38,3 +42,8 @@ def check_modes(text: str) -> None:
         raise RequestError(
             f"modes={','.join(unknown)}: no case has this mode; legal: all, or some of {','.join(known)}"
         )
+
+
+def in_own_words(case: CaseLike) -> TypeGuard[PlainCase]:
+    """Whether a case is in words of a subject's own, of which our dense model knows nothing."""
+    return hasattr(type(case), "vocabulary")

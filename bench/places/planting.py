@@ -17,9 +17,10 @@ from bugs.planting import patched, planted
 from bugs.record import FOLDER, Bug, read
 from harness.diagnosing.diagnosis import Diagnosis
 from harness.engines.engine import Engine
-from harness.engines.named import engine_named
-from harness.running.proof import CaseResult, prove
-from harness.running.truth.reference import decoder
+from harness.running.engines import engine_named
+from harness.running.proof import prove
+from harness.running.result import CaseResult
+from harness.running.trials.trial import decoder
 from reference.case import Case
 
 _OWN = "suites.subjects."

@@ -6,15 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from harness.cases import check_modes, read_case
+from harness.cases import check_modes, in_own_words, read_case
 from harness.dense_model import dense_model
 from harness.errors import RequestError
 from harness.mesh_axes import AXES
-from harness.plain_case import PlainCase, Vocabulary
 from harness.protocols import CaseLike, Subject
 from harness.subject.call import NamedSubject, answered, named, offers, words_of
+
+if TYPE_CHECKING:
+    from harness.plain_case import Vocabulary
 
 
 def vocabulary(subject: NamedSubject) -> Vocabulary | None:
@@ -27,7 +29,11 @@ def vocabulary(subject: NamedSubject) -> Vocabulary | None:
 
 def _vocabulary(subject: NamedSubject) -> Vocabulary | None:
     own = getattr(subject.call, "words", None)
-    return None if own is None else Vocabulary.of(own)
+    if own is None:
+        return None
+    from harness.plain_case import Vocabulary  # noqa: PLC0415
+
+    return Vocabulary.of(own)
 
 
 def case_of(text: str, subject: NamedSubject) -> CaseLike:
@@ -66,9 +72,9 @@ def domains_of(case: CaseLike, subject: NamedSubject) -> dict[str, tuple[Any, ..
     A number of a subject's own words has the values of its default and of the cases that the subject names; of an axis
     and of steps and micro-batches 1 is the plainest.
     """
-    if not isinstance(case, PlainCase):
+    if not in_own_words(case):
         return dict(dense_model().domains())
-    named = [one for one in own_cases(subject) or () if isinstance(one, PlainCase)]
+    named = [one for one in own_cases(subject) or () if in_own_words(one)]
     found: dict[str, tuple[Any, ...]] = {}
     for word, legal in case.vocabulary.words:
         fewest = (1,) if word in (*AXES, "steps", "micro") else ()

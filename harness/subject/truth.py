@@ -130,3 +130,12 @@ def _with_deviations(dense: DenseFunction, subject: NamedSubject) -> DenseFuncti
         return outcome
 
     return applied
+
+
+def compared_with(truth: DenseFunction | str | None) -> str:
+    """What a subject is compared with, in words."""
+    if truth is None:
+        return "the dense model"
+    if truth == ALONE:
+        return "itself on one rank, in float64"
+    return f"its own dense model {getattr(truth, '__module__', '')}:{getattr(truth, '__qualname__', truth)}"

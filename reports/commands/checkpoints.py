@@ -18,7 +18,7 @@ from typing import Any
 
 import pandas as pd
 
-from harness.diagnosing.six_lines import NO_CAUSE, written
+from harness.diagnosing.lines import NO_CAUSE, written
 from harness.errors import RequestError
 from harness.resolve import resolve
 from reports.options.words import SLICED

@@ -17,9 +17,9 @@ from importlib import metadata
 from typing import NoReturn
 
 from harness.dense_model import SUBJECT
-from harness.engines.named import ENGINES
 from harness.errors import ShardproofError
 from harness.interpreter import uncollected
+from harness.running.engines import ENGINES
 from reports.options.words import add_checkpoint, add_hang, add_record, add_slice
 
 LIKE = ("mlp", "dtensor", "fsdp2", "pipelining", "hf", "deepspeed", "megatron")

@@ -16,12 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.cases import in_own_words
 from harness.dense_model import SUBJECT, dense_model
 from harness.errors import RequestError
-from harness.plain_case import PlainCase
 from harness.protocols import CaseLike
-from harness.witnesses.nsys import on_gpus
-from reports.printing.text import show_note
 
 
 def with_data(case: CaseLike, path: str) -> CaseLike:
@@ -47,7 +45,7 @@ def read_first(cases: Sequence[CaseLike]) -> None:
         RequestError: data that a case names cannot be read.
     """
     for case in cases:
-        if isinstance(case, PlainCase):
+        if in_own_words(case):
             continue
         try:
             dense_model().read_data(case)
@@ -101,6 +99,8 @@ def complete_experiment(arguments: argparse.Namespace) -> None:
 
 def real_size(name: str) -> str:
     """The command that repeats the experiment at its real size on a node with GPUs."""
+    from harness.witnesses.nsys import on_gpus  # noqa: PLC0415
+
     return f"at its real size: shardproof run --preset-experiment {name} --device cuda; {on_gpus()}"
 
 
@@ -149,6 +149,8 @@ def note_unquoted(cases: Sequence[str]) -> None:
     first = os.environ.get("RANK", "0") == "0"
     if first and len(keys) > 1 and len({*keys}) == len(keys) == len(cases):
         quoted = f'"{" ".join(cases)}"'
+        from reports.printing.text import show_note  # noqa: PLC0415
+
         show_note(f"these words are {len(cases)} cases, one each; as one case: {quoted}", sys.stderr)
 
 

@@ -10,18 +10,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import chdir
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
-from harness.cases import check_modes, check_words, parse_cases, read_case
+from harness.cases import check_modes, parse_cases
 from harness.dense_model import SUBJECT, dense_model
 from harness.errors import RequestError
-from harness.predicting.clusters import read as read_cluster
 from harness.protocols import CaseLike, case_text
-from harness.resolve import resolve
 from harness.running.ranks.capacity import admitted
 from harness.running.request import Request, check_saved, seconds, unsaved
 from harness.subject import (
@@ -36,7 +33,6 @@ from harness.subject import (
     truth_of,
     vocabulary,
 )
-from reports.comparing.limits import check_name, limits, side_folder
 from reports.options.checks import (
     check_data,
     check_target,
@@ -47,8 +43,6 @@ from reports.options.checks import (
     read_first,
     with_data,
 )
-from reports.options.words import SLICED
-from reports.stored.files import run_folder
 
 LAUNCHED = "torchrun"
 """The engine whose ranks were launched with us: all run this command, and rank 0 alone does the work."""
@@ -63,82 +57,11 @@ def read(arguments: argparse.Namespace) -> Request | None:
     note_unquoted(getattr(arguments, "cases", ()))
     if arguments.command == "run":
         return None if arguments.engine == LAUNCHED else requested(arguments)
-    if rule := _CHECKS.get(arguments.command):
-        with chdir("."):  # a subject may go elsewhere when it is imported
-            rule(arguments)
+    from reports.options.others import check  # noqa: PLC0415
+
+    with chdir("."):  # a subject may go elsewhere when it is imported
+        check(arguments)
     return None
-
-
-def _check_run_folder(arguments: argparse.Namespace) -> None:
-    run_folder(arguments.run, matrix=arguments.command in ("show", "page"))
-
-
-def _check_compare(arguments: argparse.Namespace) -> None:
-    limits(arguments.fail)
-    if arguments.save_baseline is not None:
-        check_name(arguments.save_baseline)
-    if arguments.new is None:
-        run_folder(arguments.base, matrix=False)
-    else:
-        for name in (arguments.base, arguments.new):
-            side_folder(name, arguments.baselines)
-
-
-def _check_faults(arguments: argparse.Namespace) -> None:
-    seconds(arguments.timeout, "timeout")
-    arguments.subject = named(arguments.subject, arguments.truth or "")
-    truth_of(arguments.subject)
-
-
-def _check_predict(arguments: argparse.Namespace) -> None:
-    """The words of a text alone, which may stand for several cases; which of these can be is found with the subject."""
-    read_cluster(arguments.cluster)
-    if arguments.world is not None and arguments.world < 1:
-        raise RequestError(f"world={arguments.world}: must be at least 1; legal: --world 8")
-    ours = arguments.subject == SUBJECT
-    if ours:
-        _check_texts(arguments)
-    arguments.subject = named(arguments.subject)
-    if vocabulary(arguments.subject) is not None:
-        _check_own_texts(arguments)
-    elif not ours:
-        _check_texts(arguments)
-
-
-def _check_texts(arguments: argparse.Namespace) -> None:
-    for text in arguments.cases:
-        words = [word for word in text.split() if word != "mode=all"]
-        check_words(" ".join(words))
-        if arguments.world is None and any(word.startswith("mode=") for word in words):
-            read_case(" ".join(words))
-
-
-def _check_own_texts(arguments: argparse.Namespace) -> None:
-    if arguments.world is not None:
-        rule = f"searches meshes for cases of our decoder, and {arguments.subject.name} has words of its own"
-        raise RequestError(f"world={arguments.world}: {rule}; legal: no --world, every CASE with its axes")
-    cases_of(arguments.cases, arguments.subject)
-
-
-def _check_slice(arguments: argparse.Namespace) -> None:
-    text = " ".join(arguments.words)
-    words: Any = resolve(SLICED)
-    try:
-        words.parse(text)
-    except ValueError as problem:
-        raise RequestError(f"slice {text!r}: {problem}") from problem
-
-
-_CHECKS: dict[str, Callable[[argparse.Namespace], None]] = {
-    "show": _check_run_folder,
-    "page": _check_run_folder,
-    "trace": _check_run_folder,
-    "expect": _check_run_folder,
-    "compare": _check_compare,
-    "faults": _check_faults,
-    "predict": _check_predict,
-    "slice": _check_slice,
-}
 
 
 def requested(arguments: argparse.Namespace) -> Request:

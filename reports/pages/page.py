@@ -29,13 +29,9 @@ from reports.pages import drawings, opening
 from reports.pages.drawings import Node, by_module, last_micro_batch, timeline, tree
 from reports.printing import tables
 from reports.printing.calls import calls_table, witness_tables
-from reports.printing.experts import expert_tables
 from reports.printing.tables import Table, mebibytes
-from reports.programs import figures
-from reports.programs import tables as programs
-from reports.stored import failures, summary
-from reports.stored.failures import simplest_first
-from reports.stored.files import csv_table, recorded
+from reports.stored import summary
+from reports.stored.files import csv_table
 from reports.stored.frames import Run
 from reports.stored.unchecked import unchecked_notes
 
@@ -106,14 +102,13 @@ def _parts(run: Run) -> dict[str, object]:
     """What the template shows, by its names for it."""
     headline = summary.headline(run)
     verdicts = summary.worst_first(run.verdicts)
-    failed = simplest_first(run)
     lines, shared = drawings.lines(run)
     used = set(run.summary["phase"])
-    program = recorded(run.path)
+    program = opening.program(run)
     return {
         "name": run.path.resolve().name,
-        "program": programs.overview(run) if program else None,
-        "findings": figures.findings(run) if program else [],
+        "program": program.get("program"),
+        "findings": program.get("findings", []),
         "overall": summary.overall(headline),
         "tally": summary.tally(headline, run.verdicts),
         "worst": int((headline["verdict"] == summary.overall(headline)).sum()),
@@ -126,7 +121,7 @@ def _parts(run: Run) -> dict[str, object]:
         "lines": lines,
         "shared": shared,
         "phases": [(phase, colour) for phase, colour in drawings.PHASE_COLOURS.items() if phase in used],
-        "failures": failures.groups(failed[failed["verdict"] == "fail"], run.path, run.ledger),
+        "failures": opening.failures(run),
         "open": _open(verdicts),
         "most_messages": _MOST_MESSAGES,
         "turns": run.env.get("request", {}).get("engine") == _TURNS,
@@ -136,10 +131,10 @@ def _parts(run: Run) -> dict[str, object]:
         "modes": modes_table(side_by_side(run)) if len(run.summary) and not program else None,
         "plots": _plots(run),
         "break_even": _break_even_table(run),
-        "traffic": programs.tables(run) if program else [*_traffic(run), *witness_tables(run.path)],
+        "traffic": program["traffic"] if program else [*_traffic(run), *witness_tables(run.path)],
         "cases": [] if program else _cases(run),
         "stated": [] if program else _stated(run),
-        "experts": expert_tables(run.path),
+        "experts": opening.experts(run),
         "modules": _modules(run),
         "pipelines": _pipelines(run),
         "pipeline_table": tables.pipeline_table(summary.measured(run), summary.cores(run)),

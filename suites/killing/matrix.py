@@ -20,11 +20,11 @@ import torch
 
 from harness.dense_model import SUBJECT
 from harness.engines.engine import Engine
-from harness.engines.named import engine_named
 from harness.errors import ProgramError, RankDied, RequestError
 from harness.faults import Fault, faults_of
 from harness.interpreter import spawned
 from harness.protocols import CaseLike, case_text
+from harness.running.engines import engine_named
 from harness.running.ranks.capacity import admit
 from harness.running.ranks.execution import execute
 from harness.subject import NamedSubject, claims, own_cases, refusal

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from bugs.anchors import source_of
 from harness.dense_model import SUBJECT
 from harness.engines.engine import Engine
-from harness.engines.named import engine_named
 from harness.errors import MachineError, RequestError
 from harness.reproducing.repro import emit
+from harness.running.engines import engine_named
 from harness.subject import NamedSubject, named
 from suites.mutants.catalogue import MUTANTS, VARIANT_ROWS
 from suites.mutants.draws import showing

@@ -20,7 +20,8 @@ from harness.injecting.equivalence import UNCHANGED, UNREAD
 from harness.injecting.kill_matrix import AND_MORE, MISLEADING, NONE, RIGHT, Kill
 from harness.injecting.survey import FaultResult, survey, unproved
 from harness.protocols import CaseLike
-from harness.running.proof import CaseResult, prove
+from harness.running.proof import prove
+from harness.running.result import CaseResult
 from harness.subject import NamedSubject
 from suites.mutants.draws import showing
 from suites.mutants.mutant import Mutant

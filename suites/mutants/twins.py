@@ -11,7 +11,8 @@ from harness.dense_model import SUBJECT
 from harness.engines.engine import Engine
 from harness.injecting.kill_matrix import NO, YES
 from harness.running.experiments import Failed, words_needed
-from harness.running.proof import CaseResult, prove
+from harness.running.proof import prove
+from harness.running.result import CaseResult
 from harness.subject import named
 
 __all__ = ["quiet_without", "when_of"]

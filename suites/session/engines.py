@@ -15,7 +15,8 @@ from harness.engines.engine import Engine
 from harness.errors import ShardproofError
 from harness.ledger import REPEATABLE, Event
 from harness.protocols import CaseLike
-from harness.running.proof import CaseResult, prove
+from harness.running.proof import prove
+from harness.running.result import CaseResult
 from harness.subject import NamedSubject
 from reference.case import Case
 from suites.drawing.strategies import cases

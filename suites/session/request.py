@@ -15,8 +15,8 @@ import pytest
 
 from harness.cases import check_modes, read_case
 from harness.dense_model import SUBJECT
-from harness.engines.named import known_engine
 from harness.errors import RequestError
+from harness.running.engines import known_engine
 from harness.running.ranks.capacity import admit
 from harness.running.request import seconds
 from harness.subject import NamedSubject, case_of, claims, named, truth_of

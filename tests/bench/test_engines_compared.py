@@ -15,12 +15,13 @@ from bench import fault_table
 from bench.fault_programs import goes_right, raises
 from bench.fault_table import FAULTS, Fault, measured, seen
 from harness.dense_model import SUBJECT
-from harness.engines import named as named_engines
 from harness.engines.shapes.dry import DryEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RankDied
 from harness.ledger import COLUMNS, REPEATABLE
-from harness.running.proof import CaseResult, prove
+from harness.running import engines as named_engines
+from harness.running.proof import prove
+from harness.running.result import CaseResult
 from reference.case import Case
 from suites.session.engines import differences, drawn, unlike
 

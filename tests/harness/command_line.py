@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.engines import named as named_engines
+from harness.running import engines as named_engines
 from reports.commands import cli
 from tests.harness.toy_subjects import LoopEngine
 

@@ -12,9 +12,9 @@ import pytest
 
 from bugs.references import SYSTEMS, references, told, unread
 from harness.dense_model import SUBJECT
-from harness.engines.named import engine_named
 from harness.errors import RequestError, TimeLimit
 from harness.injecting.kill_matrix import COLUMNS, figures
+from harness.running.engines import engine_named
 from harness.running.proof import prove
 from harness.subject import cases_of, named
 from reports.commands.cli import main

@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
+from harness.cases import in_own_words
 from harness.dense_model import dense_model
 from harness.errors import RequestError
-from harness.plain_case import PlainCase
 from harness.protocols import CaseLike, case_text
 
 _WIDTH = 8
@@ -32,7 +32,7 @@ def admit(cases: Iterable[CaseLike], engine: str, limit_bytes: int | None = None
         admit_ranks(case, engine)
     limit = (memory_bytes() if limit_bytes is None else limit_bytes) // _WIDTH
     for case in cases:
-        if isinstance(case, PlainCase):
+        if in_own_words(case):
             continue
         sizes = dense_model().sizes(case, shapes_alone=engine == _SHAPES_ALONE)
         if sum(sizes.values()) > limit:

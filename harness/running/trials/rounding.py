@@ -15,8 +15,7 @@ from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import is_state, kind_of, kind_rms, step_of
 from harness.checking.measures.tolerance import FLOAT64_CEILING, Controlled, Measured
 from harness.checking.numeric_checks import held
-from harness.running.trials.trial import Trial
-from harness.running.truth.reference import Function, OwnTruth
+from harness.running.trials.trial import Function, Trial
 from harness.torch_internals.memory import give_back
 
 MORE_PARTS = (1, 2, 3, 4, 5, 6, 7, 8)
@@ -120,7 +119,7 @@ def measured_apart(trial: Trial, evidence: Evidence) -> Evidence:
     As it is where other groupings are held against control runs too.
     """
     names = {name for run in evidence.controls for name, tensor in run.items() if _is_large(name, tensor)}
-    if not names or isinstance(trial.reference.truth, OwnTruth):
+    if not names or trial.reference.own:
         return evidence
     truth, far = evidence.truth, dict(evidence.far)
     kinds = {} if far else kind_rms({name: truth[name] for name in truth if kind_of(name) in _OF_PARAMETERS})

@@ -8,23 +8,26 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
+from harness.dense_model import DenseModel, dense_model
 from harness.engines.calls.callers import is_user, shortened
 from harness.engines.engine import Engine
 from harness.errors import MachineError, RequestError, TimeLimit, error_text
 from harness.protocols import Axes, CaseLike, FactsLike, Subject, TermLike, case_text
 from harness.running.ranks.execution import Execution, execute
-from harness.running.truth.reference import Function, Reference, Truths, decoder
-from harness.subject import NamedSubject, Unanswered, orders, stated
+from harness.subject import NamedSubject, Unanswered, orders, stated, truth_of
 from harness.torch_internals.memory import out_of_memory, tight_heap
+
+if TYPE_CHECKING:
+    from harness.running.truth.own import OwnTruth
 
 _LATE_S = 0.5
 """How much later than its limit a body is interrupted, so that an engine in it ends first, which can say more."""
@@ -71,8 +74,63 @@ BOUNDED = frozenset({*PARTS, "recorded", "plain", "again"})
 """Parts of a case that end by themselves within its time limit, unless native code keeps the process busy."""
 _BETWEEN = "checks"
 """The part of a case between and around the others."""
+
+
+Function: TypeAlias = "Callable[..., Mapping[str, Tensor]]"
+"""A function (case, device) -> outcome: of the dense model, or a truth of the subject's own (OwnTruth)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """What a case is compared with: the truth, and control runs beside it. Activations are among their outcomes.
+
+    `control` takes parts=n too, the number of partial sums in place of its own choice. `model` is our dense model where
+    it is the truth: what widens limits (`kinks`, `adam_slack`), states facts and explains failures is known of it
+    alone. Its truth, control and kinks take states=mapping, the subject's states from which their steps begin. `own` is
+    the truth where it is the subject's own.
+    """
+
+    truth: Function
+    control: Function
+    model: DenseModel | None = None
+    own: OwnTruth | None = None
+
+
+def reference_of(subject: NamedSubject, engine: Engine, timeout_s: float = 60.0) -> Reference:
+    """What a subject is compared with: our dense model, or its own truth. Raises RequestError when that is none."""
+    dense = truth_of(subject)
+    if dense is None:
+        return decoder()
+    from harness.running.truth.own import OwnTruth  # noqa: PLC0415
+
+    own = OwnTruth(subject=subject, dense=dense, engine=engine, timeout_s=timeout_s)
+    return Reference(truth=own, control=replace(own, control=True), own=own)
+
+
+def decoder() -> Reference:
+    """Our dense model as a truth."""
+    model = dense_model()
+    return Reference(truth=model.truth, control=model.control, model=model)
+
+
 Asked = tuple[Function, tuple[tuple[str, int], ...]]
 """A function of the reference and the words that it was given."""
+
+
+@dataclass(slots=True)
+class Truths:
+    """What the dense model computed for the latest case, for the next trials of cases that are alike to it."""
+
+    _case: CaseLike | None = None
+    _outcomes: dict[Hashable, Mapping[str, Tensor]] = field(default_factory=dict)
+
+    def of(self, case: CaseLike, name: Hashable, compute: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+        """The outcome of this function of the reference for this case, computed unless it is known."""
+        if case != self._case:  # what the case before left is freed before more is computed
+            self._case, self._outcomes = case, {}
+        if name not in self._outcomes:
+            self._outcomes[name] = compute()
+        return self._outcomes[name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from harness.cases import parse_cases
 from harness.dense_model import dense_model
-from harness.engines import named as named_engines
 from harness.engines.threads.inproc import InprocEngine
+from harness.running import engines as named_engines
 from harness.running.proof import prove
 from harness.running.request import Request
 from harness.running.run import RunResult, run
-from harness.running.truth.reference import Reference
+from harness.running.trials.trial import Reference
 from harness.subject import named
 from reference.case import Case
 from reference.training import subject as dense

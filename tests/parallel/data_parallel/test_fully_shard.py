@@ -31,7 +31,7 @@ from parallel.communication.mesh import Mesh
 from parallel.data_parallel.scheme import applied
 from parallel.model.strategy import Rank, Step, Value
 from parallel.pipeline.scheme import StageRun, as_scheduled, with_channels
-from parallel.registry import MODES, strategy_of
+from parallel.registry import scheme_of, strategy_of
 from parallel.schedules.pipeline import Action
 from parallel.subject import subject as ours
 from parallel.training.loop import train
@@ -90,7 +90,7 @@ def _handed(rank: Rank) -> None:
 
 
 def _step(case: Case, plain: Step) -> Step:
-    made = applied(MODES[case.mode], case).step(case, plain)
+    made = applied(scheme_of(case.mode), case).step(case, plain)
     scheduled = partial(as_scheduled, by=_Stages) if case.pp > 1 else made.schedule
     return replace(
         made,
