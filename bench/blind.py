@@ -28,7 +28,8 @@ from harness.checking.evidence import FAIL
 from harness.diagnosing.needed_words import NeededWords
 from harness.engines.threads.inproc import InprocEngine
 from harness.running.experiments import Failed, words_needed
-from harness.running.proof import CaseResult, prove
+from harness.running.proof import prove
+from harness.running.result import CaseResult
 from harness.subject import named
 from reference.case import Case
 from reference.case.default_cases import default_cases

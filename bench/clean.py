@@ -30,11 +30,12 @@ import torch
 from rich.progress import Progress
 
 from harness.checking.evidence import UNKNOWN
+from harness.dense_model import SUBJECT
 from harness.engines.threads.heap import resident_bytes
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError, ShardproofError
+from harness.interpreter import COLLECTED_AFTER
 from harness.running.proof import prove
-from harness.running.sharing import COLLECTED_AFTER
 from reference.case import Case
 from reference.features import PARTS
 from suites.drawing.sizes import large
@@ -42,7 +43,6 @@ from suites.drawing.strategies import every_word, modes_with
 from suites.session.request import chosen_modes
 from suites.session.sampling import sampled
 
-SUBJECT = "parallel.subject:subject"
 DTYPES = ("any", "float64", "float32", "bfloat16", "float16")
 LARGE = 5
 """One case in so many is at a size that users train."""

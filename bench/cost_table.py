@@ -27,16 +27,16 @@ import torch.distributed as dist
 
 from bench.witnesses import micro_batch
 from harness.engines.engine import Engine
-from harness.engines.named import engine_named
 from harness.engines.shapes.dry import DryEngine
 from harness.errors import MachineError
 from harness.predicting.clusters import Cluster, Device, Link
 from harness.predicting.costs import route, seconds
 from harness.predicting.forecast import forecast
 from harness.predicting.timeline import AFTER_BACKWARD
-from parallel.registry import MODES
+from harness.running.engines import engine_named
 from parallel.subject import subject
 from reference.case import Case
+from reference.language.modes import MODES
 from reports.printing.tables import Table
 from reports.printing.text import show_table
 

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 from bench import fault_programs as programs
 from harness.engines.engine import Engine
-from harness.engines.named import engine_named
 from harness.errors import MachineError, ProgramError
 from harness.resolve import resolve
+from harness.running.engines import engine_named
 from reports.printing.tables import Table
 from reports.printing.text import show_table
 

@@ -39,7 +39,7 @@ from harness.recording.recorder import Recorder
 from harness.witnesses.nsys import database_of, nsys_path
 from parallel.communication.batch import deliver
 from parallel.communication.mesh import Mesh
-from parallel.registry import MODES
+from parallel.registry import scheme_of
 from parallel.training.loop import set_up
 from reference.case import Case
 
@@ -172,7 +172,7 @@ def _seconds(step: Callable[[], None], times: int = 1) -> Pair:
 def micro_batch(case: Case) -> Callable[[], None]:
     """Forward and backward of one micro-batch."""
     device = torch.device("cpu")
-    rank = set_up(case, MODES[case.mode], Mesh.of(case), device)
+    rank = set_up(case, scheme_of(case.mode), Mesh.of(case), device)
     batch = rank.parts.local(deliver(case, rank.mesh, 0, 0, device))
 
     def step() -> None:

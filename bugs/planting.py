@@ -7,15 +7,15 @@ changed; the running process gets its own modules back before it returns, so rig
 
 from __future__ import annotations
 
+import builtins
 import importlib
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -41,53 +41,75 @@ def replaced(module: str, old: str, new: str) -> dict[str, str]:
     return changed(module, (Change(module=module, old=old, new=new),))
 
 
-class _Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the changed modules before the ordinary finders do, and executes their changed text."""
+class _Copy(importlib.abc.MetaPathFinder):
+    """A second copy of some packages. What its code imports is of the copy, also when a function imports it later."""
 
-    def __init__(self, sources: Mapping[str, str]) -> None:
-        self.sources = sources
+    def __init__(self, packages: Sequence[str], sources: Mapping[str, str]) -> None:
+        self._packages, self._sources = packages, sources
+        self._modules: dict[str, ModuleType] = {}
+        self._is_found = False
+
+    @contextmanager
+    def found(self) -> Iterator[None]:
+        """Inside, names of these packages are modules of the copy; afterwards those of the first copy again."""
+        if self._is_found:
+            yield
+            return
+        with _ONE_AT_A_TIME:
+            first = self._taken()
+            sys.modules.update(self._modules)
+            sys.meta_path.insert(0, self)
+            self._is_found = True
+            try:
+                yield
+            finally:
+                self._is_found = False
+                sys.meta_path.remove(self)
+                self._modules = self._taken()
+                sys.modules.update(first)
+
+    def _taken(self) -> dict[str, ModuleType]:
+        return {name: sys.modules.pop(name) for name in list(sys.modules) if self._has(name)}
+
+    def _has(self, name: str) -> bool:
+        return name.split(".", maxsplit=1)[0] in self._packages
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in self.sources:
+        """As the other finders, with a loader that makes a module of the copy."""
+        if not self._has(fullname):
             return None
-        ordinary = importlib.machinery.PathFinder.find_spec(fullname, path)
-        if ordinary is None or ordinary.origin is None:
-            return None
-        return importlib.util.spec_from_file_location(fullname, ordinary.origin, loader=self)
+        others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self._sources.get(fullname), self._statement)
+        return spec
+
+    def _statement(self, name: str, *words: Any, **more: Any) -> Any:
+        """What the statement `import` calls in code of the copy."""
+        with self.found() if self._has(name) else nullcontext():
+            return builtins.__import__(name, *words, **more)
+
+
+class _Loader(importlib.abc.Loader):
+    """Executes a module of a copy: its own source, or a changed one."""
+
+    def __init__(self, ordinary: Any, source: str | None, statement: Callable[..., Any]) -> None:
+        self._ordinary, self._source, self._statement = ordinary, source, statement
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        """None: an ordinary module."""
+        created: ModuleType | None = self._ordinary.create_module(spec)
+        return created
 
     def exec_module(self, module: ModuleType) -> None:
-        code = compile(self.sources[module.__name__], str(module.__file__), "exec")
-        exec(code, module.__dict__)  # the planted text of our own source
-
-
-@contextmanager
-def _second_copy(packages: Sequence[str]) -> Iterator[None]:
-    """Inside, the packages import anew; afterwards the first copies are back."""
-
-    def ours(name: str) -> bool:
-        return name.split(".", maxsplit=1)[0] in packages
-
-    first = {name: sys.modules.pop(name) for name in list(sys.modules) if ours(name)}
-    try:
-        yield
-    finally:
-        for name in [name for name in sys.modules if ours(name)]:
-            del sys.modules[name]
-        sys.modules.update(first)
-
-
-@contextmanager
-def _changed(sources: Mapping[str, str], packages: Sequence[str]) -> Iterator[None]:
-    """Inside, these packages import anew, the changed modules with these sources."""
-    finder = _Changed(sources)
-    with _ONE_AT_A_TIME, _second_copy(packages):
-        sys.meta_path.insert(0, finder)
-        try:
-            yield
-        finally:
-            sys.meta_path.remove(finder)
+        """Execute it with a statement `import` of its own."""
+        module.__dict__["__builtins__"] = {**vars(builtins), "__import__": self._statement}
+        if self._source is None:
+            self._ordinary.exec_module(module)
+        else:
+            exec(compile(self._source, str(module.__file__), "exec"), module.__dict__)  # the planted text
 
 
 def planted_module(sources: Mapping[str, str], module: str) -> ModuleType:
@@ -95,7 +117,7 @@ def planted_module(sources: Mapping[str, str], module: str) -> ModuleType:
 
     Only the packages that hold a changed module, and the module's own, are imported anew.
     """
-    with _changed(sources, sorted({name.split(".")[0] for name in [*sources, module]})):
+    with _Copy(sorted({name.split(".")[0] for name in [*sources, module]}), sources).found():
         return importlib.import_module(module)
 
 
@@ -106,7 +128,7 @@ def planted_everywhere(
     """Inside, whoever finds something in these packages by its name gets it from copies with these sources: the dense
     model, the statements about the data, and our subject.
     """
-    with _changed(sources, packages):
+    with _Copy(packages, sources).found():
         yield
 
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
+from harness.dense_model import dense_model
 from harness.errors import RequestError
-from harness.resolve import resolve
+from harness.protocols import CaseLike
 
-CASE = "reference.case:Case"
-MODES = "reference.language.modes:MODES"
+if TYPE_CHECKING:
+    from harness.plain_case import PlainCase
 
 
 def read_case(text: str) -> Any:
     """The case of this text (a `harness.protocols.CaseLike`). Raises RequestError when it is none."""
-    known: Any = resolve(CASE)
     try:
-        return known.parse(text)
+        return dense_model().case.parse(text)
     except ValueError as problem:
         raise RequestError(f"case {text!r}: {problem}") from problem
 
@@ -28,23 +28,22 @@ def parse_cases(texts: Iterable[str]) -> tuple[Any, ...]:
 
 def check_words(text: str) -> None:
     """Raise RequestError for a word of the text that no case has, or whose value cannot be read."""
-    known: Any = resolve(CASE)
     try:
-        known.check_words(text)
+        dense_model().case.check_words(text)
     except ValueError as problem:
         raise RequestError(f"case {text!r}: {problem}") from problem
 
 
-def known_modes() -> tuple[str, ...]:
-    """The modes that a case can have."""
-    modes: Any = resolve(MODES)
-    return tuple(modes)
-
-
 def check_modes(text: str) -> None:
     """Raise RequestError unless an option chooses "all" modes, or modes that a case can have, comma separated."""
-    unknown = [mode for mode in text.split(",") if mode not in known_modes()]
+    known = dense_model().modes
+    unknown = [mode for mode in text.split(",") if mode not in known]
     if text != "all" and unknown:
         raise RequestError(
-            f"modes={','.join(unknown)}: no case has this mode; legal: all, or some of {','.join(known_modes())}"
+            f"modes={','.join(unknown)}: no case has this mode; legal: all, or some of {','.join(known)}"
         )
+
+
+def in_own_words(case: CaseLike) -> TypeGuard[PlainCase]:
+    """Whether a case is in words of a subject's own, of which our dense model knows nothing."""
+    return hasattr(type(case), "vocabulary")

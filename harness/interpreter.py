@@ -6,13 +6,17 @@
 from __future__ import annotations
 
 import gc
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+COLLECTED_AFTER = (5_000, 20, 10)
+"""Python looks for garbage after so many new objects (gc.set_threshold): its default of 700 costs a proof 4 %."""
 _HOME = str(Path(__file__).resolve().parents[1])
 _BOOT = """import gc, sys
 gc.disable()
@@ -46,3 +50,20 @@ def uncollected() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
+
+
+@contextmanager
+def interrupted_after() -> Iterator[None]:
+    """A Ctrl-C in the body raises KeyboardInterrupt after it. Another handler of SIGINT than Python's own stays."""
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if came:
+        raise KeyboardInterrupt

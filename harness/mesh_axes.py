@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from harness.protocols import Axes
+from harness.protocols import Axes, CaseLike
 
 AXES = ("tp", "cp", "dp", "pp")
 """Mesh axes, fastest first, as in Megatron; ranks of one tp group are neighbours. Each is 1 unless the case says."""
@@ -69,3 +69,9 @@ def stage_count(axes: Axes) -> int:
 def first_pipeline(axes: Axes) -> tuple[int, ...]:
     """The pipeline of rank 0, stage by stage."""
     return next((ranks for ranks in pipelines(axes) if 0 in ranks), (0,))
+
+
+def split_axes(case: CaseLike) -> dict[str, int]:
+    """Axes of the case's mesh that really split something: name -> size above 1."""
+    sizes = {axis: max((len(ranks) for ranks in lists), default=1) for axis, lists in case.axes.items()}
+    return {axis: size for axis, size in sizes.items() if size > 1}

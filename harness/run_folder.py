@@ -8,9 +8,11 @@ The number stands in `env.json` under `schema`; readers take it and all former o
 
 from __future__ import annotations
 
+import csv
 import datetime
+import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -67,3 +69,10 @@ def writing(out: Path) -> Iterator[None]:
         raise RequestError(
             f"out={out}: the run folder cannot be written ({reason}); legal: a folder with room and write permission"
         ) from problem
+
+
+def csv_text(rows: Iterable[Sequence[object]]) -> str:
+    """The rows as lines of a CSV file."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,17 +23,17 @@ from torch import Tensor
 from parallel.communication.expectation import CompleteTerm, terms
 from parallel.communication.layout import Box, pieces, rows
 from parallel.communication.mesh import Mesh, coordinates
-from parallel.data_parallel.megatron import ledger_lines, megatron_beside
 from parallel.model.strategy import Value
-from parallel.pipeline.prediction import CasePipeline
-from parallel.registry import MODES, rows_of, strategy_of
+from parallel.registry import rows_of, strategy_of
 from parallel.schedules.stages import held_at
 from parallel.training.loop import train
-from parallel.variants import deviating
 from reference.case import Case
 from reference.features import FEATURES
 from reference.language import modes
 from reference.language.words import declared
+
+if TYPE_CHECKING:
+    from parallel.pipeline.prediction import CasePipeline
 
 __all__ = ["ParallelSubject", "subject"]
 
@@ -51,7 +51,7 @@ class ParallelSubject:
     @property
     def modes(self) -> tuple[str, ...]:
         """The modes that it claims."""
-        return self.only or tuple(MODES)
+        return self.only or tuple(modes.MODES)
 
     def __call__(self, case: Case, device: torch.device) -> dict[str, Value]:
         """Run the case on this rank. Raises ValueError with the reason for a case that it refuses."""
@@ -59,14 +59,16 @@ class ParallelSubject:
         if reason:
             raise ValueError(reason)
         if case.variant:
+            from parallel.variants import deviating  # noqa: PLC0415
+
             wrong: dict[str, Value] = deviating(case.variant)(case.but(variant=""), device)
             return wrong
         return train(case, strategy_of(case), Mesh.of(case), device)
 
     def refuses(self, case: Case) -> str:
         """Why this case is not supported, "" when it is."""
-        if case.mode not in MODES:
-            return f"mode={case.mode}: is not offered here; legal: {' '.join(MODES)}"
+        if case.mode not in self.modes:
+            return f"mode={case.mode}: is not offered here; legal: {' '.join(self.modes)}"
         return ""
 
     def features(self, case: Case) -> tuple[str, ...]:
@@ -88,11 +90,15 @@ class ParallelSubject:
         """
         if modes.MODES[case.mode].system != "Megatron-Core" or case.pipeline_axes:
             return ()
+        from parallel.data_parallel.megatron import ledger_lines, megatron_beside  # noqa: PLC0415
+
         every = self.expected(case)
         return (*megatron_beside(case, strategy_of(case).placements(case)), *ledger_lines(case, every))
 
     def pipeline(self, case: Case) -> CasePipeline:
         """The pipeline of a case with several stages."""
+        from parallel.pipeline.prediction import CasePipeline  # noqa: PLC0415
+
         return CasePipeline(case=case)
 
     def activations(self, case: Case, rank: int, module: str, local: Tensor) -> tuple[Box, ...] | None:
@@ -102,6 +108,8 @@ class ParallelSubject:
         output has no counterpart in the dense model.
         """
         if case.variant:
+            from parallel.variants import deviating  # noqa: PLC0415
+
             wrong: tuple[Box, ...] | None = deviating(case.variant).activations(
                 case.but(variant=""), rank, module, local
             )

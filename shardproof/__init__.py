@@ -16,7 +16,6 @@ that `import shardproof` costs nothing.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from shardproof.rooms import lead
@@ -66,45 +65,70 @@ __all__ = [
     "watch",
 ]
 
-_PLACES = {
-    "Case": "reference.case:Case",
-    "RequestError": "harness.errors:RequestError",
-    "Shard": "harness.shard:Shard",
-    "ShardproofError": "harness.errors:ShardproofError",
-    "Term": "harness.terms:Term",
-    "compare": "reports.comparing.comparison:compare",
-    "cuda_on_cpu": "harness.torch_internals.cuda_on_cpu:cuda_on_cpu",
-    "full_parameter": "reference.model.parameters:full",
-    "headline": "reports.stored.summary:headline",
-    "load": "reports.stored.frames:load",
-    "micro_batch": "reference.data.batches:micro_batch",
-    "parameter_shapes": "reference.model.parameters:shapes",
-    "phase": "harness.recording.annotations:phase",
-    "prove": "shardproof.proving:prove",
-    "region": "harness.recording.annotations:region",
-    "run": "shardproof.proving:run",
-    "side_by_side": "reports.comparing.modes:side_by_side",
-    "snapshot": "reports.comparing.snapshot:snapshot",
-    "softmax_shift": "harness.faults:softmax_shift",
-    "traffic": "reports.stored.summary:traffic",
-    "train_dense": "reference.training.steps:train",
-    "watch": "harness.programs.watching:watch",
-}
-"""Name -> where it is; the imports above say the same to type checkers, and a test compares the two."""
-_NEEDED = {"reports": ("reports", "harness"), "shardproof": ("harness", "reference", "parallel")}
-"""Room of a name -> the rooms that it imports, where they are more than that one."""
+_NEEDED = (
+    (("harness",), "RequestError Shard ShardproofError Term cuda_on_cpu phase region softmax_shift watch"),
+    (("reference",), "Case full_parameter micro_batch parameter_shapes train_dense"),
+    (("reports", "harness"), "compare headline load side_by_side snapshot traffic"),
+    (("harness", "reference", "parallel"), "prove run"),
+)
+"""The rooms that names are in, or import."""
 
 
 if not TYPE_CHECKING:  # which would find every name here
 
-    def __getattr__(name: str) -> object:
+    def __getattr__(name: str) -> object:  # noqa: PLR0912, PLR0915  (a name each)
         """Import a name when it is first used. Raises ImportError where another package is in the place of ours."""
-        if name not in _PLACES:
-            raise AttributeError(f"module 'shardproof' has no attribute {name!r}; it has {', '.join(__all__)}")
-        module, _, attribute = _PLACES[name].partition(":")
-        room = module.partition(".")[0]
-        lead(*_NEEDED.get(room, (room,)))
-        found = globals()[name] = getattr(import_module(module), attribute)
+        for rooms, names in _NEEDED:
+            if name in names.split():
+                lead(*rooms)
+        match name:
+            case "Case":
+                from reference.case import Case as found
+            case "RequestError":
+                from harness.errors import RequestError as found
+            case "Shard":
+                from harness.shard import Shard as found
+            case "ShardproofError":
+                from harness.errors import ShardproofError as found
+            case "Term":
+                from harness.terms import Term as found
+            case "compare":
+                from reports.comparing.comparison import compare as found
+            case "cuda_on_cpu":
+                from harness.torch_internals.cuda_on_cpu import cuda_on_cpu as found
+            case "full_parameter":
+                from reference.model.parameters import full as found
+            case "headline":
+                from reports.stored.summary import headline as found
+            case "load":
+                from reports.stored.frames import load as found
+            case "micro_batch":
+                from reference.data.batches import micro_batch as found
+            case "parameter_shapes":
+                from reference.model.parameters import shapes as found
+            case "phase":
+                from harness.recording.annotations import phase as found
+            case "prove":
+                from shardproof.proving import prove as found
+            case "region":
+                from harness.recording.annotations import region as found
+            case "run":
+                from shardproof.proving import run as found
+            case "side_by_side":
+                from reports.comparing.modes import side_by_side as found
+            case "snapshot":
+                from reports.comparing.snapshot import snapshot as found
+            case "softmax_shift":
+                from harness.faults import softmax_shift as found
+            case "traffic":
+                from reports.stored.summary import traffic as found
+            case "train_dense":
+                from reference.training.steps import train as found
+            case "watch":
+                from harness.programs.watching import watch as found
+            case _:
+                raise AttributeError(f"module 'shardproof' has no attribute {name!r}; it has {', '.join(__all__)}")
+        globals()[name] = found
         return found
 
 

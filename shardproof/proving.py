@@ -11,12 +11,12 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from harness.engines.engine import Engine
-from harness.engines.named import engine_named
 from harness.protocols import CaseLike, Subject
 from harness.running import proof
 from harness.running import run as running
-from harness.running.proof import CaseResult
+from harness.running.engines import engine_named
 from harness.running.request import Request
+from harness.running.result import CaseResult
 from harness.running.run import RunResult
 from harness.subject import case_of, cases_of, named
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from harness.dense_model import SUBJECT
 from harness.engines.engine import Engine
 from harness.engines.processes.forked.pool import PoolEngine
 from harness.engines.shapes.dry import DryEngine
@@ -17,7 +18,7 @@ from harness.engines.threads.inproc import InprocEngine
 from harness.protocols import CaseLike
 from harness.subject import own_cases
 from suites.drawing.profiles import PROFILES
-from suites.session.engines import SUBJECT, differences, drawn
+from suites.session.engines import differences, drawn
 from suites.session.prover import Prover
 
 SMALL: dict[str, Any] = {"layers": 1, "micro": 2, "steps": 2}

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from harness.running.truth.reference import Reference
+from harness.running.trials.trial import Reference
 from reference.case import Case
-
-REFERENCE = Reference(truth=f"{__name__}:truth", control=f"{__name__}:control")
 
 
 class Norm(nn.Module):
@@ -128,6 +126,4 @@ def control(case: Case, device: torch.device, *, parts: int = 0) -> Mapping[str,
     return truth(case, device)
 
 
-def nothing(case: Case, device: torch.device, *, parts: int = 0) -> dict[str, Tensor]:
-    """No activations by name: the modules themselves are captured."""
-    return {}
+REFERENCE = Reference(truth=truth, control=control)

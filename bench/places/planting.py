@@ -17,9 +17,10 @@ from bugs.planting import patched, planted
 from bugs.record import FOLDER, Bug, read
 from harness.diagnosing.diagnosis import Diagnosis
 from harness.engines.engine import Engine
-from harness.engines.named import engine_named
-from harness.running.proof import CaseResult, prove
-from harness.running.truth.reference import REFERENCE as OURS
+from harness.running.engines import engine_named
+from harness.running.proof import prove
+from harness.running.result import CaseResult
+from harness.running.trials.trial import decoder
 from reference.case import Case
 
 _OWN = "suites.subjects."
@@ -58,7 +59,7 @@ def diagnosed(bug: Bug, engine: Engine) -> CaseResult:
     wrong = wrong_subject(bug)
     if bug.system.startswith(_OWN):
         return shardproof.prove(bug.case, wrong, engine, truth=bug.system.replace(":subject", ":truth"))
-    reference = REFERENCE if bug.system else OURS
+    reference = REFERENCE if bug.system else decoder()
     return prove(Case.parse(bug.case), wordless(wrong), engine, reference=reference)
 
 

@@ -11,21 +11,19 @@ from itertools import groupby
 from operator import attrgetter
 
 from harness.checking.coverage import coverage
-from harness.checking.data_checks import data, initial_values, tokens, truth
+from harness.checking.data_checks import data, initial_values, masks, regrouping, routing, tokens, truth
 from harness.checking.evidence import PASS, UNKNOWN, Evidence, Finding
-from harness.checking.exact_checks import determinism, layout, parallelism, recording, replicas, saved, waits
+from harness.checking.exact_checks import determinism, layout, parallelism, recording, replicas, saved
 from harness.checking.laws import Broken, same_sequence
-from harness.checking.ledger_checks import groups, ledger, overlap, unlawful
-from harness.checking.mask_checks import masks
+from harness.checking.ledger_checks import groups, ledger, overlap, unlawful, waits
 from harness.checking.numeric_checks import NUMERIC_KINDS, numeric
-from harness.checking.regrouping import regrouping
-from harness.checking.routing_checks import routing
 from harness.errors import error_text, ranks_text
 from harness.ledger import Event
 from harness.protocols import Axes
 from harness.terms import key_of
 
 Check = Callable[[Evidence], Finding | None]
+
 
 CHECKS: Mapping[str, Check] = {
     "coverage": coverage,

@@ -158,3 +158,34 @@ def _equal(evidence: Evidence, names: list[str]) -> Iterator[tuple[str, str]]:
 
 def _is_constant(local: Tensor) -> bool:
     return local.numel() < 2 or bool((local == local.flatten()[0]).all())
+
+
+def masks(evidence: Evidence) -> Finding | None:
+    """Whether dropout kept what it should; None where no rank returned a mask."""
+    if not _has_any(evidence, "mask"):
+        return None
+    from harness.checking.mask_checks import masks as check  # noqa: PLC0415
+
+    return check(evidence)
+
+
+def routing(evidence: Evidence) -> Finding | None:
+    """Whether every token goes to the experts that it must go to; None where no rank returned a map."""
+    if not _has_any(evidence, "routing"):
+        return None
+    from harness.checking.routing_checks import routing as check  # noqa: PLC0415
+
+    return check(evidence)
+
+
+def regrouping(evidence: Evidence) -> Finding | None:
+    """Whether the step is the same in every other grouping that was run; None when there was none."""
+    if not evidence.regrouped:
+        return None
+    from harness.checking.regrouping import regrouping as check  # noqa: PLC0415
+
+    return check(evidence)
+
+
+def _has_any(evidence: Evidence, kind: str) -> bool:
+    return any(kind_of(name) == kind for name in evidence.returned)

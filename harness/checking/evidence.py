@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -18,7 +19,9 @@ from harness.engines.engine import Unwaited
 from harness.ledger import Event
 from harness.outcome.merging import Flaw, Merged, Outcomes, against, merge
 from harness.protocols import Axes, CaseLike, FactsLike, TermLike
-from harness.recording.spans import RankSpan
+
+if TYPE_CHECKING:
+    from harness.recording.spans import RankSpan
 
 PASS, FAIL, UNKNOWN, SKIP = "pass", "fail", "unknown", "skip"
 """`skip` is the word of a case that the subject does not claim; no check ever answers it."""
@@ -99,7 +102,7 @@ class Evidence:
     orders       rank lists that the subject states for axes of its own rank order; empty when it states none
     facts        what the reference states about the case's data, None when it states nothing
     declared     patterns of names that the subject leaves out on purpose
-    shares       what a diagnosis computed with the dense model (see Reference.shares); empty until then
+    shares       what a diagnosis computed with the dense model (see DenseModel.shares); empty until then
     alternatives "<what if>/<name>" -> what the dense model computes of data read otherwise; empty until then
     precision    pass ("forward", "backward") -> the dtype whose limits hold for what it computes, where that is lower
                  than the case's; empty otherwise
@@ -258,9 +261,3 @@ def gathered(
     outside = frozenset[str]().union(*captured)
     kept = {name: tensor for name, tensor in (known or {}).items() if name not in outside}
     return against(merge(both or outcomes, kept), truth)
-
-
-def split_axes(case: CaseLike) -> dict[str, int]:
-    """Axes of the case's mesh that really split something: name -> size above 1."""
-    sizes = {axis: max((len(ranks) for ranks in lists), default=1) for axis, lists in case.axes.items()}
-    return {axis: size for axis, size in sizes.items() if size > 1}

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, split_axes
+from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
 from harness.checking.measures.kinds import kind_of
+from harness.mesh_axes import split_axes
 from harness.outcome.blocks import Block
 from harness.outcome.merging import Flaw, Outcomes, differing, same_bits
 from harness.protocols import CaseLike
@@ -164,17 +165,6 @@ def _weight_axis(case: CaseLike) -> str:
     splits the sequence alone.
     """
     return "wp" if "wp" in case.axes else "tp"
-
-
-def waits(evidence: Evidence) -> Finding | None:
-    """Whether every asynchronous call was waited for: one that never was may be used before it is complete."""
-    if not evidence.unwaited:
-        started = sum(event.is_async for event in evidence.events)
-        return Finding(verdict=PASS, message=f"all {started} asynchronous calls were waited for") if started else None
-    first = evidence.unwaited[0]
-    more = f"; {len(evidence.unwaited) - 1} more like it" if len(evidence.unwaited) > 1 else ""
-    message = f"{first.op} #{first.number} of {first.group} at {first.caller} was never waited for{more}"
-    return Finding(verdict=FAIL, message=message, ranks=tuple(sorted({work.rank for work in evidence.unwaited})))
 
 
 def saved(evidence: Evidence) -> Finding | None:

@@ -120,6 +120,17 @@ def module_order(evidence: Evidence) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*(from_truth or from_ledger), *from_ledger, *from_terms]))
 
 
+def waits(evidence: Evidence) -> Finding | None:
+    """Whether every asynchronous call was waited for: one that never was may be used before it is complete."""
+    if not evidence.unwaited:
+        started = sum(event.is_async for event in evidence.events)
+        return Finding(verdict=PASS, message=f"all {started} asynchronous calls were waited for") if started else None
+    first = evidence.unwaited[0]
+    more = f"; {len(evidence.unwaited) - 1} more like it" if len(evidence.unwaited) > 1 else ""
+    message = f"{first.op} #{first.number} of {first.group} at {first.caller} was never waited for{more}"
+    return Finding(verdict=FAIL, message=message, ranks=tuple(sorted({work.rank for work in evidence.unwaited})))
+
+
 def overlap(evidence: Evidence) -> Finding | None:
     """Whether as many calls as promised are hidden on every rank; a missing call is reported by the ledger check.
 

@@ -101,11 +101,9 @@ class _Test:
     words: str
 
 
-def masks(evidence: Evidence) -> Finding | None:
-    """Whether dropout kept what it should; None where no rank returned a mask."""
+def masks(evidence: Evidence) -> Finding:
+    """Whether dropout kept what it should, of masks that ranks returned."""
     names = [name for name in evidence.returned if kind_of(name) == KIND]
-    if not names:
-        return None
     names = [name for name in evidence.truth if name in names] or sorted(names)
     if wrong := [name for name in names if not _is_bool(evidence, name)]:
         message = f"{wrong[0]} must be a tensor of bool, True where dropout keeps"

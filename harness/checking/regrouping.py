@@ -34,9 +34,7 @@ _EPSILONS = 64.0
 
 
 def regrouping(evidence: Evidence) -> Finding | None:
-    """Whether the step is the same in every other grouping that was run; None when there was none."""
-    if not evidence.regrouped:
-        return None
+    """Whether the step is the same in every other grouping that was run."""
     settled: dict[str, int] = {}  # sizes with which the step was the same
     for other in evidence.regrouped:
         if flaw := next((flaw for flaw in other.flaws if flaw.name in evidence.merged.tensors), None):

@@ -27,10 +27,8 @@ _compared = numeric(KIND)
 
 
 def routing(evidence: Evidence) -> Finding | None:
-    """Whether every token goes to the experts that it must go to; None where no rank returned a map."""
+    """Whether every token goes to the experts that it must go to, by the maps that ranks returned."""
     names = [name for name in evidence.returned if kind_of(name) == KIND]
-    if not names:
-        return None
     names = [name for name in evidence.truth if name in names] or sorted(names)
     parted = {flaw.name: flaw for flaw in evidence.merged.flaws if flaw.kind == "replica conflict"}
     wrong = tuple(name for name in names if name in parted)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 
-from harness.checking.evidence import Evidence, split_axes
+from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
 from harness.diagnosing.rules.places import ranks_apart
 from harness.errors import ranks_text
+from harness.mesh_axes import split_axes
 from harness.protocols import Axes
 
 __all__ = ["are_matrices", "between", "ranks_in_words"]

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from harness.checking.evidence import Evidence, split_axes
+from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import is_state, kind_of
 from harness.diagnosing.rules.causes import Cause, reported
 from harness.diagnosing.rules.factors import from_factor
@@ -25,6 +25,7 @@ from harness.diagnosing.rules.places import blocks_of, wrong_ranks
 from harness.diagnosing.rules.regions import from_regions
 from harness.diagnosing.rules.sums import from_counts, from_losses, from_shares
 from harness.diagnosing.rules.terms import added, from_terms
+from harness.mesh_axes import split_axes
 
 __all__ = ["by_numbers", "in_other_places"]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from harness.checking.evidence import split_axes
 from harness.checking.measures.kinds import is_state, kind_of, step_of
+from harness.mesh_axes import split_axes
 from harness.protocols import CaseLike, unsaved
 
 __all__ = ["of_other_sizes"]

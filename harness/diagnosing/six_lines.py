@@ -7,48 +7,16 @@ Errors are ratios and multiples of the machine epsilon of the run dtype.
 
 from __future__ import annotations
 
-import re
-import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
-from harness.checking.evidence import FAIL, Evidence, Finding, Verdict
+from harness.checking.evidence import Evidence, Finding
 from harness.checking.measures.tolerance import ABSOLUTE, EXACT, epsilon
 from harness.diagnosing.diagnosis import Diagnosis, diagnose, ended
 from harness.diagnosing.first import First
+from harness.diagnosing.lines import NO_CAUSE, NO_OUTCOME, repeat_command, written
 from harness.diagnosing.tracebacks import last_frames, whole
 from harness.errors import MachineError, ShardproofError
-from harness.ledger import PHASES
-from harness.protocols import CaseLike, case_text
-
-__all__ = [
-    "NO_OUTCOME",
-    "crash",
-    "explain",
-    "line_of",
-    "place",
-    "repeat_command",
-    "site",
-    "tell",
-    "where",
-    "with_when",
-    "written",
-]
-
-LAUNCHED = "torchrun --nproc-per-node {} -m shardproof"
-"""What stands for `shardproof` where every rank is launched."""
-_PLACE = re.compile(rf"({'|'.join(PHASES)})( of \S+?)?(?=:? in step|: )")
-_NUMBER = re.compile(r"(?<![a-z])\d+")
-NO_OUTCOME = "nothing to compare: there is no outcome"
-NO_CAUSE = "none of the known patterns fits"
-
-
-def repeat_command(case: CaseLike, subject: str, options: str = "") -> str:
-    """The one command that runs this case on this subject again."""
-    text = case_text(case)
-    quoted = shlex.quote(text) if any(sign in text for sign in '"$`\\!') else f'"{text}"'
-    program = LAUNCHED.format(case.world_size) if "--engine torchrun" in options else "shardproof"
-    return f"{program} run {quoted} --subject {shlex.quote(subject)} {options}".rstrip()
+from harness.protocols import CaseLike
 
 
 def explain(evidence: Evidence, findings: Mapping[str, Finding], check: str, subject: str, options: str = "") -> str:
@@ -83,19 +51,6 @@ def crash(case: CaseLike, subject: str, error: ShardproofError, options: str = "
         "repeat": repeat_command(case, subject, options),
     }
     return written(lines)
-
-
-def with_when(verdict: Verdict, words: str) -> Verdict:
-    """A failed verdict with the line `when:` before the one that repeats it; any other as it is."""
-    before, repeat, after = verdict.message.partition("\nrepeat: ")
-    if verdict.verdict != FAIL or not repeat:
-        return verdict
-    return replace(verdict, message=f"{before}\n{written({'when': words})}{repeat}{after}")
-
-
-def written(lines: Mapping[str, str]) -> str:
-    """The labelled lines as one text."""
-    return "\n".join(f"{label + ':':8}{' '.join(text.split())}" for label, text in lines.items())
 
 
 def where(diagnosis: Diagnosis, case: CaseLike, *, named: bool = False) -> str:
@@ -154,19 +109,3 @@ def place(first: First) -> str:
     """Phase, module and step: "backward of head in step 0"."""
     step = f" in step {first.step}" if first.step >= 0 else ""
     return f"{first.phase or 'unknown phase'}{f' of {first.region}' if first.region else ''}{step}"
-
-
-def site(message: str) -> str:
-    """What failures of one bug share: phase and module of the line "first", layers as one; else the line "what".
-
-    "backward of layers.3.mlp.w1 in step 0: act_grad/..." is "backward of layers.*.mlp.w1". Numbers are left out of
-    what has no such place (a subject that raised).
-    """
-    found = _PLACE.match(line_of(message, "first"))
-    return _NUMBER.sub("*", found.group() if found else line_of(message, "what") or message)
-
-
-def line_of(message: str, label: str) -> str:
-    """The text of one line of a failure by its label, "" where there is none."""
-    lines = (line.partition(":") for line in message.splitlines())
-    return next((text.strip() for name, _, text in lines if name == label), "")

@@ -12,8 +12,9 @@ from harness.checking.evidence import Finding
 from harness.checking.witness_checks import CHECK
 from harness.diagnosing.diagnosis import Diagnosis
 from harness.diagnosing.first import First
+from harness.diagnosing.lines import repeat_command, written
 from harness.diagnosing.rules.causes import Cause, reported
-from harness.diagnosing.six_lines import place, repeat_command, where, written
+from harness.diagnosing.six_lines import place, where
 from harness.protocols import CaseLike
 from harness.witnesses.agreement import AGREES, CLOSED_FORM, NOT_ASKED, Agreement, Row
 

@@ -33,9 +33,17 @@ from harness.ledger import Call
 from harness.torch_internals.autograd import current_task
 from harness.torch_internals.groups import waits_of_fakes
 from harness.torch_internals.memory import storage_id
-from harness.torch_internals.meta_device import FUSED, FUSED_BACKWARD, fused_attention
+from harness.torch_internals.meta_device import fused_attention
 from harness.torch_internals.modes import DispatchMode, take_themselves_apart
-from harness.torch_internals.operators import dispatch_keys, end_functional, has_kernel, packet_of, short_name
+from harness.torch_internals.operators import (
+    FUSED,
+    FUSED_BACKWARD,
+    dispatch_keys,
+    end_functional,
+    has_kernel,
+    packet_of,
+    short_name,
+)
 
 START, WAIT, END = "start", "wait", "end"
 TO_BACKWARD, TO_FORWARD = "to backward", "to forward"

@@ -91,22 +91,6 @@ def stated(tokens: str | None, cluster: str | None, case: str | None) -> Mapping
     return words
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add them to a parser; what follows them is the program."""
-    parser.add_argument("--steps", metavar="FIRST:END", help="record these steps; END is not included (all)")
-    parser.add_argument("--profile", metavar="torch,nsys", help="profilers to run beside; torch needs --steps")
-    parser.add_argument("--tokens", metavar="N", help="tokens of all ranks in a step, for tokens a second")
-    parser.add_argument("--cluster", metavar="NAME|FILE", help="the machine's links, to hold bandwidth against them")
-    parser.add_argument("--case", metavar="WORDS", help="the layout as a case, to hold calls, bytes and time against")
-    parser.add_argument(
-        "--silence",
-        default="60",
-        metavar="SECONDS",
-        help="after how long without any event a rank writes down where it stands, for `shardproof hang` (60)",
-    )
-    parser.add_argument("--out", default="runs", metavar="DIR", help="where run folders go (runs)")
-
-
 def request_of(arguments: argparse.Namespace, *, wraps: bool) -> Options:
     """The options of these arguments. Raises RequestError for a wrong one, and for nsys unless a command is wrapped."""
     steps = steps_of(arguments.steps)

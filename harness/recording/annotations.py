@@ -14,6 +14,8 @@ from contextvars import ContextVar
 
 from harness.ledger import PHASES
 
+TOOL = "NVTX_INJECTION64_PATH"
+"""Set in the environment of a process to which a tool listens that stores nvtx ranges."""
 Override = tuple[str | None, str | None]
 """Phase and region that the subject stated, None where it stated none."""
 _OVERRIDE: ContextVar[Override] = ContextVar("shardproof_override", default=(None, None))

@@ -31,8 +31,7 @@ from torch.utils import flop_counter
 
 from harness.ledger import Call
 from harness.torch_internals.memory import storage_id
-from harness.torch_internals.meta_device import FUSED, FUSED_BACKWARD
-from harness.torch_internals.operators import BACKEND_SELECT, full_name, has_kernel, kernels
+from harness.torch_internals.operators import BACKEND_SELECT, FUSED, FUSED_BACKWARD, full_name, has_kernel, kernels
 
 RankCallIndex = tuple[int, int]
 """(rank, call index)."""

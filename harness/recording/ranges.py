@@ -28,12 +28,12 @@ import nvtx
 
 from harness.errors import MachineError
 from harness.ledger import Call
+from harness.recording.annotations import TOOL
 from harness.recording.attribution import Attribution
 from harness.recording.lanes import Site
 from harness.recording.observations import Entered, Issued, Left, Observation, Stepped
 
 DOMAIN = "shardproof"
-_TOOL = "NVTX_INJECTION64_PATH"
 _DRAWN, _HIDDEN = -1, -2
 """Modules among the open ranges of a lane: with a range of its own, or without one since it has no name of its own."""
 
@@ -46,16 +46,16 @@ def open_domain() -> Any:
     tool is attached and the domain would still drop everything.
     """
     domain = nvtx.get_domain(DOMAIN)
-    if os.environ.get(_TOOL) and _drops(domain):
+    if os.environ.get(TOOL) and _drops(domain):
         domain = _asking_nobody()
         if _drops(domain):
-            raise _useless(f"records nothing for the tool in {_TOOL}: {os.environ[_TOOL]!r}")
+            raise _useless(f"records nothing for the tool in {TOOL}: {os.environ[TOOL]!r}")
     return domain
 
 
 def attached() -> Ranges | None:
     """Ranges for the tool that listens to this process (Nsight Systems); None when none does: nothing is paid then."""
-    return Ranges(open_domain()) if os.environ.get(_TOOL) else None
+    return Ranges(open_domain()) if os.environ.get(TOOL) else None
 
 
 def _drops(domain: object) -> bool:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
 
@@ -27,9 +27,11 @@ from harness.recording.lanes import Site
 from harness.recording.module_watch import Emit
 from harness.recording.naming import AxisNames
 from harness.recording.observations import Entered, Issued, read
-from harness.recording.ranges import Ranges
-from harness.recording.spans import Mark, RankSpan, Stopwatch, rank_spans
 from harness.recording.watch import Watch
+
+if TYPE_CHECKING:
+    from harness.recording.ranges import Ranges
+    from harness.recording.spans import Mark, RankSpan, Stopwatch
 
 
 class _Track:
@@ -115,6 +117,8 @@ class Recorder:
         """When this rank, whose `events` these are, computed; () when it is no pipeline's."""
         observations = [read(plain) for plain in self._track(rank).observations]
         waited_us = {ticket: (at - self._start_s) * 1e6 for ticket, at in self._track(rank).waited_s.items()}
+        from harness.recording.spans import rank_spans  # noqa: PLC0415
+
         return rank_spans(observations, Attribution.of(observations), events, waited_us, self._start_s)
 
     def events(self) -> list[Event]:

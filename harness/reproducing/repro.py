@@ -25,18 +25,17 @@ from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of, kind_rms
 from harness.checking.measures.tolerance import least_rms, own_share
 from harness.checking.numeric_checks import NUMERIC_KINDS, held
+from harness.diagnosing.lines import repeat_command
 from harness.diagnosing.rules.places import timeline
-from harness.diagnosing.six_lines import repeat_command
 from harness.engines.engine import Engine
 from harness.errors import MachineError, ProgramError
 from harness.plain_case import PlainCase
 from harness.protocols import CaseLike, Subject, case_text, unsaved
 from harness.reproducing import repro_script
-from harness.running.judging import judged
-from harness.running.proof import CaseResult, prove
+from harness.running.proof import judged, prove
+from harness.running.result import CaseResult
 from harness.running.trials.runs import recorded
-from harness.running.trials.trial import Trial
-from harness.running.truth.reference import reference_of
+from harness.running.trials.trial import Trial, reference_of
 from harness.subject import NamedSubject, named, refusal
 
 LARGEST = 2**14

@@ -18,14 +18,15 @@ from typing import Any
 
 from harness.checking.checks import CHECKS, LAWS, Check
 from harness.checking.evidence import FAIL, PASS, Verdict
+from harness.diagnosing.lines import site, with_when
 from harness.diagnosing.needed_words import NeededWords, OutOfTime, needed_words
-from harness.diagnosing.six_lines import site, with_when
 from harness.errors import ShardproofError
 from harness.protocols import CaseLike, case_text
 from harness.running.forked_process import forked
-from harness.running.proof import NEED_WATCHING, CaseResult
+from harness.running.proof import NEED_WATCHING
 from harness.running.request import Request
-from harness.running.store import Store
+from harness.running.result import CaseResult
+from harness.running.store import STOPPED, Store
 from harness.subject import NamedSubject, domains_of
 
 _IN_ALL = 3
@@ -36,7 +37,6 @@ ENGINES = ("inproc", "pool", "dry")
 """Engines on which other cases than those of the request can be run."""
 _OF_CALLS = frozenset({"ledger", "groups", "waits"})
 """Checks that look at no number."""
-STOPPED = "interrupted while the words that failures need were looked for: their lines `when:` are missing"
 Proves = Callable[..., CaseResult]
 """Proves a case with these `checks` within `timeout_s`, without explaining what fails."""
 Proving = Callable[[Request], AbstractContextManager[Proves]]

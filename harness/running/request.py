@@ -9,8 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.cases import in_own_words
 from harness.errors import RequestError
-from harness.plain_case import PlainCase
 from harness.protocols import CaseLike
 from harness.subject import NamedSubject
 
@@ -93,4 +93,4 @@ def unsaved(cases: Sequence[CaseLike]) -> list[CaseLike]:
 
 def folder_of(case: CaseLike, word: str) -> str:
     """The folder that a case saves to or loads from, "" for none."""
-    return "" if isinstance(case, PlainCase) else str(getattr(case, word, ""))
+    return "" if in_own_words(case) else str(getattr(case, word, ""))

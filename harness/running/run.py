@@ -8,43 +8,34 @@ model cannot compute one of the cases) or every case was skipped, 3 the machine 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from harness.cases import in_own_words
 from harness.checking.evidence import FAIL, PASS, SKIP, UNKNOWN, Verdict
-from harness.checking.routing_checks import LOAD_COLUMNS
-from harness.checking.witness_checks import CHECK
-from harness.diagnosing.errors_by_place import ERROR_COLUMNS
-from harness.engines.named import engine_named
 from harness.errors import RequestError, ShardproofError
+from harness.interpreter import interrupted_after
 from harness.mesh_axes import stage_count
-from harness.plain_case import PlainCase
 from harness.protocols import CaseLike, case_text
-from harness.recording.spans import SPAN_COLUMNS, span_row
-from harness.running.experiments import STOPPED, Failed, look_for_words
-from harness.running.forked_process import forked
-from harness.running.proof import CaseResult, ended_by, prove, with_traceback
-from harness.running.proved import Proved, proved
-from harness.running.ranks.capacity import admit, admitted
-from harness.running.ranks.output import shown_once
+from harness.running.proof import ended_by
+from harness.running.proving import REFUSED, proving
+from harness.running.ranks.capacity import admitted
 from harness.running.request import Request, check_saved
-from harness.running.shared_state import OnProcesses
-from harness.running.sharing import ProvingProcess, Sharing, serve, together
-from harness.running.store import Store, environment, interrupted_after
-from harness.running.truth.reference import Truths, compared_with
-from harness.running.witnessing import Witnesses, witnesses
-from harness.subject import NamedSubject, Unanswered, answered, claimed, refusal, truth_of
+from harness.running.result import CaseResult, Proved, proved, with_traceback
+from harness.running.store import STOPPED, Store, environment
+from harness.subject import NamedSubject, Unanswered, answered, claimed, compared_with, refusal, truth_of
 from harness.torch_internals.lookup import untested
-from harness.torch_internals.memory import keep_freed_memory
+
+if TYPE_CHECKING:
+    from harness.running.sharing import ProvingProcess
+    from harness.running.witnessing import Witnesses
 
 _DRY = "dry: ranks had shapes and no numbers, so calls, bytes and their order were checked, and nothing else"
 INTERRUPTED = 130  # the exit status after a Ctrl-C
-_REFUSED = "truth"
-"""The check of a case that the dense model cannot compute, among others that it can."""
 Progress = Callable[[int, int, CaseLike, str], object]
 """Called after every case: how many of how many are done, the case and its verdict."""
 
@@ -70,13 +61,15 @@ def run(request: Request, on_progress: Progress = lambda *_: None) -> RunResult:
     _check(request)
     results: list[Proved] = []  # but for what is stored of them
     notes: list[str] = []
+    amended: Mapping[str, tuple[Verdict, ...]] = {}
     by_text = {case_text(case): case for case in cases}
+    words, planned = _words(request), [_planned(case, subject) for case in cases]
     with _processes(request) as others, nullcontext() if others else proving(request) as prove_case:
-        store = Store(request.out, subject.name, environment(request.command, _words(request)))
+        store = Store(request.out, subject.name, environment(request.command, words))
 
         def keep(found: Proved) -> bool:
             case = by_text[found.text]
-            result = replace(found, verdicts=with_traceback(found.verdicts, found.text, found.traceback, store))
+            result = with_traceback(found, store) if found.traceback else found
             _keep(store, result)
             results.append(replace(result, ledger="", rows=(), errors=(), spans=(), loads=()))
             on_progress(len(results), len(cases), case, result.verdict)
@@ -86,21 +79,24 @@ def run(request: Request, on_progress: Progress = lambda *_: None) -> RunResult:
             return proved(ended_by(cases[number], subject.name, error, request.options))
 
         try:
-            store.plan(_planned(case, subject) for case in cases)
-            seen = _witnesses(request, cases, store)
+            store.plan(planned)
+            seen = _witnesses(request, cases, store) if request.profile else None
             if prove_case is None:
+                from harness.running.sharing import Sharing, together  # noqa: PLC0415
+
                 start = partial(_started, request)
                 sharing = Sharing(cases=cases, processes=others, keep=keep, ended=ended, start=start)
                 sharing.prove_all(together(cases))
                 notes += sharing.notes
             else:
                 for case in cases:
-                    result = proved(_witnessed(prove_case(case), subject, seen, store))
+                    result = prove_case(case)
+                    found = proved(_witnessed(result, subject, seen, store) if seen else result)
                     with interrupted_after():
-                        if not keep(result):
+                        if not keep(found):
                             break
-            failures = [Failed(case=by_text[one.text], verdicts=one.verdicts) for one in results if one.verdict == FAIL]
-            amended = look_for_words(failures, request, proving, store, apart=prove_case is None)
+            if failed := [result for result in results if result.verdict == FAIL]:
+                amended = _with_words(failed, by_text, request, store, apart=prove_case is None)
         finally:
             store.close()
     if request.page is not None:
@@ -109,15 +105,25 @@ def run(request: Request, on_progress: Progress = lambda *_: None) -> RunResult:
         path=store.path,
         verdicts=tuple(v for result in results for v in amended.get(result.text, result.verdicts)),
         exit_status=INTERRUPTED if STOPPED in store.notes else _exit_status(results),
-        notes=(
-            *store.notes,
-            *filter(None, [untested()]),
-            *([_DRY] if request.engine == "dry" else _truth_note(subject)),
-            *(seen.notes if seen else ()),
-            *notes,
-            *_not_run(request, len(results)),
-        ),
+        notes=(*store.notes, *_notes(request, seen), *notes, *_not_run(request, len(results))),
     )
+
+
+def _with_words(
+    failed: Sequence[Proved], by_text: Mapping[str, CaseLike], request: Request, store: Store, *, apart: bool
+) -> Mapping[str, tuple[Verdict, ...]]:
+    """The verdicts of failed cases by the text of the case, with the line `when:`."""
+    from harness.running.experiments import Failed, look_for_words  # noqa: PLC0415
+
+    failures = [Failed(case=by_text[result.text], verdicts=result.verdicts) for result in failed]
+    return look_for_words(failures, request, proving, store, apart=apart)
+
+
+def _notes(request: Request, seen: Witnesses | None) -> Iterator[str]:
+    """What this version of torch, the engine, the truth and the witnesses do not show."""
+    yield from filter(None, [untested()])
+    yield from [_DRY] if request.engine == "dry" else _truth_note(request.subject)
+    yield from seen.notes if seen else ()
 
 
 def _check(request: Request) -> None:
@@ -131,41 +137,6 @@ def _check(request: Request) -> None:
 def _not_run(request: Request, done: int) -> list[str]:
     left = len(request.cases) - done
     return [f"--fail-fast: {left} of {len(request.cases)} cases were not run"] if left else []
-
-
-@contextmanager
-def proving(request: Request, heard: Callable[[str], object] = str) -> Iterator[Callable[..., CaseResult]]:
-    """What proves one case after another as the request says, in every process; `heard` is called with their parts,
-    further words are those of `prove`.
-
-    One of several that the dense model cannot compute, or this machine cannot hold, is skipped, so that the others are
-    kept; one alone raises RequestError.
-    """
-    truths, on_processes = Truths(), OnProcesses(request)
-    keep_freed_memory()
-    with engine_named(request.engine) as engine:
-
-        def prove_case(case: CaseLike, **how: Any) -> CaseResult:
-            usual: dict[str, Any] = {"device": request.device, "timeout_s": request.timeout_s, "heard": heard}
-            usual |= {"options": request.options, "truths": truths}
-            try:
-                if len(request.cases) > 1:
-                    admit([case], request.engine)
-                with shown_once():
-                    result = prove(case, request.subject, engine, **{**usual, **how})
-                return result if how else on_processes.of(result)
-            except RequestError as problem:
-                if len(request.cases) == 1 or how:
-                    raise
-                return _refused(case, str(problem))
-
-        yield prove_case
-
-
-def _refused(case: CaseLike, why: str) -> CaseResult:
-    text = case_text(case)
-    skip = Verdict(case=text, check=_REFUSED, verdict=SKIP, message=why)
-    return CaseResult(case=case, text=text, verdicts=(skip,), skipped=why)
 
 
 @contextmanager
@@ -186,14 +157,17 @@ def _processes(request: Request) -> Iterator[list[ProvingProcess]]:
 
 
 def _started(request: Request) -> ProvingProcess | None:
+    from harness.running.forked_process import forked  # noqa: PLC0415
+    from harness.running.sharing import ProvingProcess, serve  # noqa: PLC0415
+
     process = forked(lambda connection: serve(connection, replace(request, page=None), proving))
     return None if process is None else ProvingProcess(process, request)
 
 
-def _witnesses(request: Request, cases: Sequence[CaseLike], store: Store) -> Witnesses | None:
-    """The sessions of all cases that the subject takes, None when no witness was requested."""
-    if not request.profile:
-        return None
+def _witnesses(request: Request, cases: Sequence[CaseLike], store: Store) -> Witnesses:
+    """The sessions of all cases that the subject takes."""
+    from harness.running.witnessing import witnesses  # noqa: PLC0415
+
     taken = [case for case in cases if _takes(case, request.subject)]
     folder = store.path / "traces"
     return witnesses(
@@ -216,16 +190,16 @@ def _takes(case: CaseLike, subject: NamedSubject) -> bool:
         return False
 
 
-def _witnessed(result: CaseResult, subject: NamedSubject, seen: Witnesses | None, store: Store) -> CaseResult:
+def _witnessed(result: CaseResult, subject: NamedSubject, seen: Witnesses, store: Store) -> CaseResult:
     """The result with the witnesses' verdict, their tables stored."""
-    if seen is None or result.skipped:
+    if result.skipped:
         return result
     found: Any = subject.call
     expected = found.expected if result.expectation is not None else None
     told = seen.told(result.case, result.events, result.expectation, expected)
     for name, (columns, rows) in told.tables.items():
         store.extend(name, columns, rows)
-    diagnoses = {**result.diagnoses, **({CHECK: told.diagnosis} if told.diagnosis else {})}
+    diagnoses = {**result.diagnoses, **({told.verdict.check: told.diagnosis} if told.diagnosis else {})}
     return replace(result, verdicts=(*result.verdicts, told.verdict), diagnoses=diagnoses)
 
 
@@ -245,7 +219,7 @@ def _planned(case: CaseLike, subject: NamedSubject) -> dict[str, object]:
     """The row of `cases.jsonl`: the text and what reports need of it without parsing, of a pipeline its bubble too."""
     row: dict[str, object] = {"case": case_text(case), "mode": case.mode, "world_size": case.world_size}
     row |= {"dtype": case.dtype, "micro": case.micro, "steps": case.steps}
-    row |= {"words": case.words()} if isinstance(case, PlainCase) else {}  # nobody else can read its text
+    row |= {"words": case.words()} if in_own_words(case) else {}  # nobody else can read its text
     if stage_count(case.axes) > 1:
         with suppress(Unanswered):  # only pages show it
             row |= answered("pipeline", lambda: _bubble(case, subject))
@@ -261,10 +235,16 @@ def _bubble(case: CaseLike, subject: NamedSubject) -> dict[str, float]:
 
 def _keep(store: Store, result: Proved) -> None:
     if result.errors:
+        from harness.diagnosing.errors_by_place import ERROR_COLUMNS  # noqa: PLC0415
+
         store.extend("errors.csv", ERROR_COLUMNS, result.errors)
     if result.spans:
+        from harness.recording.spans import SPAN_COLUMNS, span_row  # noqa: PLC0415
+
         store.extend("spans.csv", SPAN_COLUMNS, (span_row(result.text, span) for span in result.spans))
     if result.loads:
+        from harness.checking.routing_checks import LOAD_COLUMNS  # noqa: PLC0415
+
         store.extend("experts.csv", LOAD_COLUMNS, result.loads)
     if result.unplaced:
         store.notes.append(f"errors.csv lacks {result.text!r}: {result.unplaced}")
@@ -277,5 +257,5 @@ def _exit_status(results: Sequence[Proved]) -> int:
         return 1
     if any(result.machine for result in results):
         return 3
-    refused = any((v.check, v.verdict) == (_REFUSED, SKIP) for result in results for v in result.verdicts)
+    refused = any((v.check, v.verdict) == (REFUSED, SKIP) for result in results for v in result.verdicts)
     return 2 if refused or all(result.verdict == SKIP for result in results) else 0

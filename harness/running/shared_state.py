@@ -32,8 +32,9 @@ from harness.engines.threads.state.module_state import namespaces_of
 from harness.errors import ShardproofError
 from harness.protocols import CaseLike
 from harness.running.forked_process import forked
-from harness.running.proof import CaseResult, prove
+from harness.running.proof import prove
 from harness.running.request import Request
+from harness.running.result import CaseResult
 from harness.subject import NamedSubject, kept_per_rank, offers
 
 LOSS_PARALLEL = "torch.distributed.tensor.parallel.loss"

@@ -22,20 +22,17 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeAlias
 
+from harness.cases import in_own_words
+from harness.dense_model import dense_model
 from harness.engines.processes.exit_status import process_end
 from harness.errors import MachineError, RankCrashed, RankDied, ShardproofError, TimeLimit
-from harness.plain_case import PlainCase
+from harness.interpreter import interrupted_after
 from harness.protocols import CaseLike
-from harness.resolve import resolve
 from harness.running.forked_process import ForkedProcess
-from harness.running.proved import Proved, proved
 from harness.running.request import Request, folder_of
-from harness.running.store import interrupted_after
+from harness.running.result import Proved, proved
 from harness.running.trials.trial import BOUNDED, PARTS, too_long
-from harness.running.truth.reference import REFERENCE
 
-COLLECTED_AFTER = (5_000, 20, 10)
-"""Python looks for garbage after so many new objects (gc.set_threshold): its default of 700 costs a proof 4 %."""
 _LEAST_GRACE_S, _MOST_GRACE_S = 3.0, 20.0
 """How much longer than its time limit a part of a case may take before its process is ended: as long again, in these
 bounds.
@@ -269,6 +266,5 @@ def arranged(cases: Sequence[CaseLike]) -> tuple[CaseLike, ...]:
 
 def _alike(case: CaseLike) -> CaseLike:
     """The case that stands for all that are one case to the dense model; each plain case for itself."""
-    alike: Any = resolve(REFERENCE.alike)
-    found: CaseLike = case if isinstance(case, PlainCase) else alike(case)
-    return found
+    alike: CaseLike = case if in_own_words(case) else dense_model().alike(case)
+    return alike

@@ -14,33 +14,28 @@ import dataclasses
 import datetime
 import gzip
 import hashlib
-import io
 import json
 import math
-import operator
 import os
 import platform
 import shutil
-import signal
 import subprocess
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
 import torch
 
 from harness.checking.evidence import Verdict
-from harness.ledger import COLUMNS, Event
-from harness.run_folder import SCHEMA, link_latest, new_run_folder, safe_name, writing
+from harness.ledger import COLUMNS
+from harness.run_folder import SCHEMA, csv_text, link_latest, new_run_folder, safe_name, writing
 from harness.running.summary import RANK_COLUMNS, SUMMARY_COLUMNS, SummaryRow
 from harness.torch_internals.lookup import untested
 
 LARGEST_LEDGER = 50_000_000
 """Bytes of ledger.csv above which it is packed."""
+STOPPED = "interrupted while the words that failures need were looked for: their lines `when:` are missing"
 _GIT_S = 5.0
-_ROW = operator.attrgetter(*COLUMNS)
 
 
 class Store:
@@ -52,10 +47,10 @@ class Store:
         self.path = new_run_folder(out, subject)
         with writing(out):
             self._append("env.json", json.dumps(_plain({"schema": SCHEMA, **environment}), indent=2) + "\n")
-            self._append("ledger.csv", _csv([COLUMNS]))
-            self._append("summary.csv", _csv([SUMMARY_COLUMNS]))
-            self._append("timings.csv", _csv([("case", "part", "seconds")]))
-            self._append("memory.csv", _csv([("case", "rank", "saved_bytes")]))
+            self._append("ledger.csv", csv_text([COLUMNS]))
+            self._append("summary.csv", csv_text([SUMMARY_COLUMNS]))
+            self._append("timings.csv", csv_text([("case", "part", "seconds")]))
+            self._append("memory.csv", csv_text([("case", "rank", "saved_bytes")]))
             self._append("verdicts.jsonl", "")
         self._summary_columns: tuple[str, ...] = SUMMARY_COLUMNS
         self.notes += filter(None, [link_latest(self.path)])
@@ -81,10 +76,10 @@ class Store:
         with writing(self.path):
             self._append("ledger.csv", ledger)
             self._add_summary(summary)
-            self._append("timings.csv", _csv((case, part, f"{spent:.6f}") for part, spent in seconds.items()))
+            self._append("timings.csv", csv_text((case, part, f"{spent:.6f}") for part, spent in seconds.items()))
             self._append(
                 "memory.csv",
-                _csv(
+                csv_text(
                     (case, rank, saved)
                     for rank, saved in zip(ran or range(len(saved_bytes)), saved_bytes, strict=False)
                 ),
@@ -106,8 +101,8 @@ class Store:
         """Append rows to a table that not every run has; its first rows make the file."""
         with writing(self.path):
             if not (self.path / name).exists():
-                self._append(name, _csv([columns]))
-            self._append(name, _csv(rows))
+                self._append(name, csv_text([columns]))
+            self._append(name, csv_text(rows))
 
     def attach(self, folder: str, case: str, text: str) -> str:
         """Store a text about a case in a file of its own; returns its place in the run folder."""
@@ -137,7 +132,7 @@ class Store:
     def _add_summary(self, rows: Sequence[SummaryRow]) -> None:
         if self._summary_columns == SUMMARY_COLUMNS and any(row.uneven for row in rows):
             self._widen_summary()
-        self._append("summary.csv", _csv([getattr(row, name) for name in self._summary_columns] for row in rows))
+        self._append("summary.csv", csv_text([getattr(row, name) for name in self._summary_columns] for row in rows))
 
     def _widen_summary(self) -> None:
         """Ranks differ for the first time: give all rows so far empty RANK_COLUMNS."""
@@ -146,14 +141,9 @@ class Store:
             header, *rows = csv.reader(file)
         wide = path.with_suffix(".part")
         blank = [""] * len(RANK_COLUMNS)
-        wide.write_text(_csv([[*header, *RANK_COLUMNS], *([*row, *blank] for row in rows)]), "utf-8", newline="")
+        wide.write_text(csv_text([[*header, *RANK_COLUMNS], *([*row, *blank] for row in rows)]), "utf-8", newline="")
         wide.replace(path)
         self._summary_columns = (*SUMMARY_COLUMNS, *RANK_COLUMNS)
-
-
-def ledger_rows(events: Iterable[Event]) -> str:
-    """The events as lines of ledger.csv."""
-    return _csv(map(_ROW, events))
 
 
 def file_of(case: str, ending: str) -> str:
@@ -165,12 +155,6 @@ def _rows(verdicts: Sequence[Verdict]) -> str:
     """The verdicts of one case as lines of verdicts.jsonl."""
     rows = ({**dataclasses.asdict(verdict), "of": len(verdicts)} for verdict in verdicts)
     return "".join(json.dumps(_plain(row)) + "\n" for row in rows)
-
-
-def _csv(rows: Iterable[Sequence[object]]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue()
 
 
 def _plain(value: object) -> object:
@@ -230,20 +214,3 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return ""
-
-
-@contextmanager
-def interrupted_after() -> Iterator[None]:
-    """A Ctrl-C in the body raises KeyboardInterrupt after it. Another handler of SIGINT than Python's own stays."""
-    main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    came: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _frame: came.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if came:
-        raise KeyboardInterrupt

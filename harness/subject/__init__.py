@@ -15,7 +15,7 @@
     activations, harmless   read where they are used, by `answered` and `offers`
 
 All of it is the subject's own code: whatever it raises, or leaves with, becomes one sentence (Unanswered). The harness
-knows no modes: which there are is read from the case's own list, by name. `harness.protocols.Subject` states the types.
+knows no modes: which there are is stated by the dense model. `harness.protocols.Subject` states the types.
 """
 
 from harness.subject.call import (
@@ -45,12 +45,12 @@ from harness.subject.claims import (
     refusal,
     vocabulary,
 )
-from harness.subject.truth import ALONE, DenseModel, Deviation, deviating, lower_dtypes, truth_of
+from harness.subject.truth import ALONE, DenseFunction, Deviation, compared_with, deviating, lower_dtypes, truth_of
 
 __all__ = [
     "ALONE",
     "Claims",
-    "DenseModel",
+    "DenseFunction",
     "Deviation",
     "NamedSubject",
     "Unanswered",
@@ -60,6 +60,7 @@ __all__ = [
     "cases_of",
     "claimed",
     "claims",
+    "compared_with",
     "deviating",
     "deviations",
     "domains_of",

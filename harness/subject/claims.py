@@ -6,17 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from harness.cases import check_modes, known_modes, read_case
+from harness.cases import check_modes, in_own_words, read_case
+from harness.dense_model import dense_model
 from harness.errors import RequestError
 from harness.mesh_axes import AXES
-from harness.plain_case import PlainCase, Vocabulary
 from harness.protocols import CaseLike, Subject
-from harness.resolve import resolve
 from harness.subject.call import NamedSubject, answered, named, offers, words_of
 
-DOMAINS = "reference.case.domains:domains"
+if TYPE_CHECKING:
+    from harness.plain_case import Vocabulary
 
 
 def vocabulary(subject: NamedSubject) -> Vocabulary | None:
@@ -29,7 +29,11 @@ def vocabulary(subject: NamedSubject) -> Vocabulary | None:
 
 def _vocabulary(subject: NamedSubject) -> Vocabulary | None:
     own = getattr(subject.call, "words", None)
-    return None if own is None else Vocabulary.of(own)
+    if own is None:
+        return None
+    from harness.plain_case import Vocabulary  # noqa: PLC0415
+
+    return Vocabulary.of(own)
 
 
 def case_of(text: str, subject: NamedSubject) -> CaseLike:
@@ -68,10 +72,9 @@ def domains_of(case: CaseLike, subject: NamedSubject) -> dict[str, tuple[Any, ..
     A number of a subject's own words has the values of its default and of the cases that the subject names; of an axis
     and of steps and micro-batches 1 is the plainest.
     """
-    if not isinstance(case, PlainCase):
-        ours: Any = resolve(DOMAINS)
-        return dict(ours())
-    named = [one for one in own_cases(subject) or () if isinstance(one, PlainCase)]
+    if not in_own_words(case):
+        return dict(dense_model().domains())
+    named = [one for one in own_cases(subject) or () if in_own_words(one)]
     found: dict[str, tuple[Any, ...]] = {}
     for word, legal in case.vocabulary.words:
         fewest = (1,) if word in (*AXES, "steps", "micro") else ()
@@ -132,7 +135,7 @@ def claims(subject: NamedSubject) -> Claims:
             rule = "has words of its own, so a case must be given, or named in its attribute cases"
             raise RequestError(f"subject={subject.name}: {rule}; legal: cases = ('tp=2 dp=3',)")
         return Claims(subject=subject.name, modes=tuple(dict.fromkeys(case.mode for case in own)), own=True)
-    known = known_modes()
+    known = dense_model().modes
     said = claimed(subject)
     if said is None:
         return Claims(subject=subject.name, modes=known)

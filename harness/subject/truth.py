@@ -87,11 +87,11 @@ def _of_case(said: Any, case: CaseLike) -> Any:
 
 ALONE: Final = "alone"
 """The truth of a subject that is compared with itself, on one rank."""
-DenseModel = Callable[..., Mapping[str, Value]]
+DenseFunction = Callable[..., Mapping[str, Value]]
 """(case, device) -> outcome, in one process."""
 
 
-def truth_of(subject: NamedSubject) -> DenseModel | str | None:
+def truth_of(subject: NamedSubject) -> DenseFunction | str | None:
     """The dense model that was requested (--truth) or that is the subject's attribute `truth`; "alone" for itself.
 
     None: the decoder of `reference`. Raises RequestError for what is neither, and for a subject of own words without
@@ -111,11 +111,11 @@ def truth_of(subject: NamedSubject) -> DenseModel | str | None:
     if not callable(found):
         rule = f"must be callable as truth(case, device), not {type(found).__name__}"
         raise RequestError(f"truth={said}: {rule}; legal: --truth MODULE:OBJECT or --truth alone")
-    dense: DenseModel = found
+    dense: DenseFunction = found
     return _with_deviations(dense, subject)
 
 
-def _with_deviations(dense: DenseModel, subject: NamedSubject) -> DenseModel:
+def _with_deviations(dense: DenseFunction, subject: NamedSubject) -> DenseFunction:
     """The dense model with the tensors of stated deviations as their own truths have them."""
     if getattr(subject.call, "deviates", None) is None:
         return dense
@@ -130,3 +130,12 @@ def _with_deviations(dense: DenseModel, subject: NamedSubject) -> DenseModel:
         return outcome
 
     return applied
+
+
+def compared_with(truth: DenseFunction | str | None) -> str:
+    """What a subject is compared with, in words."""
+    if truth is None:
+        return "the dense model"
+    if truth == ALONE:
+        return "itself on one rank, in float64"
+    return f"its own dense model {getattr(truth, '__module__', '')}:{getattr(truth, '__qualname__', truth)}"

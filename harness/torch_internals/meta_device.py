@@ -19,13 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.torch_internals.operators import arguments_of, dispatch_keys, has_kernel, kernels, operator_names
+from harness.torch_internals.operators import FUSED, arguments_of, dispatch_keys, has_kernel, kernels, operator_names
 
 _aten: Any = torch.ops.aten
-FUSED: Any = getattr(_aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-"""The fused kernel, None where torch has none; then attention on meta is decomposed, and memory is overestimated."""
-FUSED_BACKWARD: Any = getattr(_aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
-
 FUSED_UNLIKE: Any = getattr(_aten, "_scaled_dot_product_efficient_attention", None)
 """The same for values of another width; torch's registry has its FLOPs."""
 

@@ -18,6 +18,10 @@ _all_names: Callable[[], list[str]] = found(torch._C, "_dispatch_get_all_op_name
 has_kernel: Callable[[str, str], bool] = found(torch._C, "_dispatch_has_kernel_for_dispatch_key", _RECORDING)
 """Whether "namespace::operator" has a kernel at a key. torch._C._dispatch_has_kernel_for_dispatch_key."""
 
+FUSED: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+"""The fused kernel, None where torch has none; then attention on meta is decomposed, and memory is overestimated."""
+FUSED_BACKWARD: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
+
 
 class Argument(NamedTuple):
     """An argument of an operator's schema: its name, and what it is: "tensors", "group" or "other"."""

@@ -1,4 +1,4 @@
-"""The calls once a step: sums of gradients, loss, norm and loss scale; and those of parameters in shards.
+"""The calls once a step: sums of gradients, loss, norm and loss scale.
 
 The gradient of a parameter is summed over exactly the axes that neither cut it nor share its data (`summed_over`). Its
 placement says which axes cut it. The data that its copies have seen differ over the data axis always, over the weight
@@ -6,51 +6,40 @@ axis where it is partial, and over the two ends of a pipeline for a tied token t
 from the words of data parallelism:
 
     no word      all gradients of a rank in one call
-    zero=0|1     a bucket of a stage (`bucket=`); with zero=1 reduced into shards, gathered after the optimizer's step
-    zero=2|3     a unit of a stage, gathered for every use (`parallel.data_parallel.gathered`)
-
-With `bucket=` a bucket's call belongs to the module whose gradient completes it, the last in the order of backward, and
-with wgrad=deferred a bucket with the weight of a linear is summed after backward.
+    any word     what a bucket or a unit holds (`parallel.data_parallel.bucket_calls`)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from parallel.communication.expectation import MICRO_BATCHES, ONCE_A_STEP, CallPlace, CallRow, Places
+from parallel.communication.expectation import ONCE_A_STEP, CallPlace, CallRow, Places
 from parallel.communication.layout import Coordinates, Cut, Placement, local_shape
-from parallel.communication.mesh import axis_size, coordinates
-from parallel.data_parallel.buckets import Bucket
-from parallel.data_parallel.words import REPLICAS, shard_axis, stage_buckets, taken_over, units_of
-from parallel.layers.roles import column_linears
+from parallel.communication.mesh import coordinates
 from parallel.model.strategy import Strategy
-from parallel.schedules.pipeline import Kind, order
-from parallel.schedules.stages import (
-    TABLE,
-    Stage,
-    held_by_rank,
-    in_backward,
-    lies_in,
-    modules_again,
-    pipeline_of,
-    stages,
-)
+from parallel.schedules.stages import TABLE, held_by_rank
 from reference.case import Case
 from reference.language.modes import MODES
-from reference.model.parameters import shapes
 
 __all__ = ["step_rows", "summed_over"]
 
 Placements = Mapping[str, Placement]
+REPLICAS = "replica"
+"""The mesh axis over which shards are replicated."""
+
+
+def shard_axis(case: Case, name: str = "") -> str:
+    """The mesh axis over which a parameter is sharded by rows: dense ones, or the one of this name."""
+    return "shard" if case.shard else case.data_axis_of(name)
 
 
 def summed_over(strategy: Strategy, case: Case, name: str) -> tuple[str, ...]:
     """The axes over which a parameter's gradient is summed: those that neither cut it nor share its data."""
-    return _summed_over(strategy, case, name, _trained(strategy, case)[name])
+    return _summed_over(strategy, case, name, trained(strategy, case)[name])
 
 
 def _summed_over(strategy: Strategy, case: Case, name: str, place: Placement) -> tuple[str, ...]:
@@ -62,7 +51,7 @@ def _summed_over(strategy: Strategy, case: Case, name: str, place: Placement) ->
 
 def step_rows(strategy: Strategy, case: Case) -> tuple[CallRow, ...]:
     """The calls of a step of the strategy of a case, beside those of its modules."""
-    places = _trained(strategy, case)
+    places = trained(strategy, case)
     loss_axes = (case.token_axis, *case.pipeline_axes)
     every, scaled = (strategy.weight_axis, *strategy.norm_axes), 'scaler != "none"'
     shared = [*every, *(axis for axes in strategy.apart.values() for axis in axes)]
@@ -70,9 +59,7 @@ def step_rows(strategy: Strategy, case: Case) -> tuple[CallRow, ...]:
     if not case.shares_gradients:
         at_once = {**dict.fromkeys((case.data_axis, *strategy.apart), "of all gradients"), **at_once}
     return (
-        *(_unit_rows(case, places, strategy) if case.zero >= 2 else ()),
-        *(_bucket_rows(case, places, strategy) if case.zero < 2 and case.shares_gradients else ()),
-        *(_sum(partial(_by_rank, strategy, places, axis), axis, why) for axis, why in at_once.items()),
+        *(sum_row(partial(_by_rank, strategy, places, axis), axis, why) for axis, why in at_once.items()),
         *(_once("all_reduce", "2", "loss and number of tokens", axis, "float64") for axis in loss_axes),
         *(_once("all_reduce max", "1", "infinite gradients", axis, "float32", when=scaled) for axis in shared),
         *(_once("all_reduce", "1", "squared norm of the gradients", axis, "loss") for axis in shared),
@@ -83,27 +70,14 @@ def _once(op: str, elements: str, why: str, axis: str, dtype: str, *, when: str 
     return CallRow("", "grad_sync", op, elements, why, axis=axis, dtype=dtype, times=ONCE_A_STEP, when=when)
 
 
-def _sum(
+def sum_row(
     where: Places, axis: str, why: str, elements: str = "gradients", op: str = "all_reduce", **more: Any
 ) -> CallRow:
     words = {"phase": "grad_sync", "axis": axis, "dtype": "gradients", "times": ONCE_A_STEP, **more}
     return CallRow(where, op=op, elements=elements, why=f"sum {why}", **words)
 
 
-def _bucket_rows(case: Case, places: Placements, strategy: Strategy) -> Iterator[CallRow]:
-    """Sums of buckets over the ranks with other tokens, and what shares them gathered."""
-    op = "reduce_scatter" if case.zero else "all_reduce"
-    for axis in (case.data_axis, *strategy.apart):
-        buckets = partial(_buckets, places, axis)
-        yield _sum(buckets, axis, "of a bucket", "bucket", op, when="not inside")
-        yield _sum(buckets, axis, "of a bucket", "bucket", op, phase="backward", when="inside", hidden="hides")
-        why = "updated parameters of a bucket"
-        yield CallRow(
-            _unnamed(buckets), "step", "all_gather", "bucket", why, axis=axis, times=ONCE_A_STEP, when="zero == 1"
-        )
-
-
-def _trained(strategy: Strategy, case: Case) -> Placements:
+def trained(strategy: Strategy, case: Case) -> Placements:
     """How the parameters lie that a rank keeps: with zero=2|3 cut by rows over the ranks that share them."""
     places = strategy.placements(case)
     if case.zero < 2:
@@ -112,13 +86,13 @@ def _trained(strategy: Strategy, case: Case) -> Placements:
     return {name: replace(place, cuts=(*place.cuts, rows[name])) for name, place in places.items()}
 
 
-def _at(case: Case, **at: int) -> Coordinates:
+def ranks_at(case: Case, **at: int) -> Coordinates:
     """The coordinates of a rank at these places of the mesh, the first one on other axes."""
     first = coordinates(case, 0)
     return {**first, **{axis: (own, first[axis][1]) for axis, own in at.items()}}
 
 
-def _local(place: Placement, at: Coordinates) -> int:
+def elements_at(place: Placement, at: Coordinates) -> int:
     """Elements of the local tensor of the rank there, padding included."""
     return math.prod(local_shape(place, at))
 
@@ -133,104 +107,9 @@ def _by_rank(strategy: Strategy, places: Placements, axis: str, case: Case) -> I
     every = range(case.tp if MODES[case.mode].uneven else 1)
     for own in held_by_rank(case):
         mine = [name for name in names if any(stage.holds(name) for stage in own)]
-        ranks = [_at(case, tp=tp, **own[0].at) for tp in every]
+        ranks = [ranks_at(case, tp=tp, **own[0].at) for tp in every]
         for group in [mine] if together and mine else [[name] for name in mine]:
-            sizes = [sum(_local(places[name], at) for name in group) for at in ranks]
+            sizes = [sum(elements_at(places[name], at) for name in group) for at in ranks]
             for tp, size in enumerate(sizes if len(set(sizes)) > 1 else sizes[:1]):
                 at = {**own[0].at, "tp": tp} if len(set(sizes)) > 1 else own[0].at
                 yield CallPlace(at=at, values={"gradients": size})
-
-
-def _unnamed(where: Places) -> Places:
-    """The same places, in no module."""
-    return lambda case: (replace(place, module="") for place in where(case))
-
-
-def _buckets(places: Placements, axis: str, case: Case) -> Iterator[CallPlace]:
-    """The buckets of every stage, of the parameters that have copies over an axis."""
-    own = {name: place for name, place in places.items() if case.data_axis_of(name) == axis}
-    for stage in stages(case):
-        at = _at(case, **stage.at)
-        sizes = {name: _local(place, at) for name, place in own.items() if stage.holds(name)}
-        for bucket in stage_buckets(case, stage, sizes, axis_size(case, axis)):
-            module, hides = _completing(case, stage, bucket)
-            values = {"bucket": bucket.size, "inside": bool(module), "hides": hides}
-            yield CallPlace(module=module, at=stage.at, values=values)
-
-
-def _completing(case: Case, stage: Stage, bucket: Bucket) -> tuple[str, bool]:
-    """The module whose gradient completes a bucket, "" behind backward: for the only bucket, and for one with a
-    deferred gradient. And whether its sum is hidden: unless it starts behind the last product, that of the first layer
-    of the rank's first chunk.
-    """
-    if not case.bucket or (case.wgrad == "deferred" and any(taken_over(case, slot.name) for slot in bucket.slots)):
-        return "", False
-    order = _backward_order(case)
-    if stage.copies_table:  # its gradient comes from the head, and from what embeds behind the decoder
-        order.insert(order.index("final_norm"), order.pop())
-    latest = max(order.index(slot.name.rpartition(".")[0]) for slot in bucket.slots)
-    last_product = order.index(next(name for name in column_linears(case) if stage.holds(name)))
-    return order[latest], case.overlap and (latest < last_product or stage.chunk > 0)
-
-
-def _backward_order(case: Case) -> list[str]:
-    """Modules in the order in which backward completes the gradients of their parameters."""
-    return [*reversed(dict.fromkeys(name.rpartition(".")[0] for name in shapes(case)))]
-
-
-def _unit_rows(case: Case, places: Placements, strategy: Strategy) -> Iterator[CallRow]:
-    """Gathers and sums of parameters in shards; a gather belongs to the unit that starts it."""
-    times = ONCE_A_STEP if case.no_sync else MICRO_BATCHES
-    for axis in (shard_axis(case), *strategy.apart):
-        sharded = {name: place for name, place in places.items() if shard_axis(case, name) == axis}
-        forward, backward = partial(_units, sharded, phase=Kind.F), partial(_units, sharded, phase=Kind.B)
-        words: dict[str, Any] = {"op": "all_gather", "elements": "unit", "axis": axis, "again": "", "hidden": "ahead"}
-        why = "whole parameters of a unit"
-        gather: Callable[..., CallRow] = partial(CallRow, **words, why=why, times="steps * gathers")
-        yield gather(forward, "forward", when="gathers")
-        yield gather(backward, "backward", when="gathers and not recomputed")
-        yield gather(backward, "recompute", when="gathers and recomputed")
-        own = partial(_units, sharded)
-        yield _sum(own, axis, "of a unit, into shards", "unit", "reduce_scatter", phase="backward", times=times)
-        if case.shard:
-            yield _sum(_unnamed(own), REPLICAS, "of the shards of a unit", "shard")
-
-
-def _units(places: Placements, case: Case, phase: Kind | None = None) -> Iterator[CallPlace]:
-    """The units of every stage: where they are gathered for forwards or backwards, or at their own modules. A unit that
-    is started ahead begins in the one that is used before it.
-    """
-    again = modules_again(case)
-    for stage in stages(case):
-        at, layers = _at(case, **stage.at), [*stage.layers]
-        units = units_of(case, filter(stage.holds, places))
-        forward = [*([""] if "" in units else []), *(f"layers.{layer}" for layer in layers)]
-        sequence = forward if phase is Kind.F else [f"layers.{layer}" for layer in in_backward(case, layers)]
-        for module, names in units.items():
-            shard = sum(_local(places[name], at) for name in names)
-            values = {"unit": shard * axis_size(case, shard_axis(case, names[0])), "shard": shard}
-            if phase is None:
-                yield CallPlace(module=module, at=stage.at, values=values)
-                continue
-            place = sequence.index(module) if module in sequence else 0
-            starts = sequence[place - 1] if case.prefetch and module and place else module
-            values |= {
-                "gathers": _gathers(case, stage, phase, drops=case.zero == 3 and bool(module)),
-                "ahead": case.overlap and starts not in ("", module),
-                "recomputed": lies_in(starts, again),
-            }
-            yield CallPlace(module=starts, at=stage.at, values=values)
-
-
-def _gathers(case: Case, stage: Stage, phase: Kind, *, drops: bool) -> int:
-    """How often a unit of this stage is gathered in a step, for forwards or for backwards; `drops`: it is not kept
-    behind a forward. In a pipeline it stays from a backward to the next forward.
-    """
-    kept, left, found = False, 0, 0
-    for action in order(pipeline_of(case), stage.rank):
-        if action.stage != stage.index:
-            continue
-        found += not kept and (action.kind is Kind.F) == (phase is Kind.F)
-        left += action.kind is not Kind.F
-        kept = not drops if action.kind is Kind.F else stage.count > 1 and left < case.micro
-    return found

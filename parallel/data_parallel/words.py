@@ -8,15 +8,13 @@ import torch
 
 from parallel.communication import expectation
 from parallel.data_parallel.buckets import Bucket, bucketed
+from parallel.data_parallel.calls import REPLICAS, shard_axis
 from parallel.layers.roles import is_column, is_row
 from parallel.schedules.stages import TABLE, Stage
 from reference.case import Case
 from reference.model.parameters import dtype_of
 
 __all__ = ["REPLICAS", "gradient_dtype", "shard_axis", "stage_buckets", "taken_over", "trained_dtype", "units_of"]
-
-REPLICAS = "replica"
-"""The mesh axis over which shards are replicated."""
 
 
 def gradient_dtype(case: Case) -> torch.dtype:
@@ -28,11 +26,6 @@ def gradient_dtype(case: Case) -> torch.dtype:
 def trained_dtype(case: Case) -> torch.dtype:
     """The dtype of what the optimizer steps."""
     return torch.float32 if case.master == "float32" else dtype_of(case)
-
-
-def shard_axis(case: Case, name: str = "") -> str:
-    """The mesh axis over which a parameter is sharded by rows: dense ones, or the one of this name."""
-    return "shard" if case.shard else case.data_axis_of(name)
 
 
 def stage_buckets(case: Case, stage: Stage, sizes: Mapping[str, int], ranks: int) -> tuple[Bucket, ...]:

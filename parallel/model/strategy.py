@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,13 @@ from parallel.communication.expectation import CallRow
 from parallel.communication.layout import Box, Cut, Placement, pieces
 from parallel.communication.mesh import Axis, Mesh
 from parallel.layers.attention import Exchange, MaskedCore, core_attention, direct
-from parallel.layers.metric import Metric
 from parallel.layers.terms import Terms
 from parallel.randomness.dropout import Dropout
 from parallel.schedules.stages import Stage
 from reference.case import Case
+
+if TYPE_CHECKING:
+    from parallel.layers.metric import Metric
 
 __all__ = ["LossScaler", "Parts", "Rank", "Step", "Strategy", "Value"]
 

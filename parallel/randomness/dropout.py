@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from parallel.communication.layout import Box, Coordinates, Placement, pieces, rows
-from parallel.randomness.field import indices, kept
 from parallel.randomness.streams import DEFAULT, MODEL_PARALLEL, Streams, seeds_at
 from reference.case import Case
 from reference.checkpoints.stored import steps_before
@@ -100,6 +99,8 @@ class Dropout:
 
     def _mask(self, site: str, place: Placement, rate: float, draw: Draw) -> Tensor:
         """This rank's mask of a site: bool [rows, ...] in the layout of its placement."""
+        from parallel.randomness.field import indices, kept  # noqa: PLC0415
+
         step, micro = draw
         count = place.shape[0]
         first = (micro * self.case.dp + self.at["dp"][0]) * count

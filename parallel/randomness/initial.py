@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from parallel.communication.layout import Coordinates, Placement, local_shape, shard
-from parallel.randomness.field import indices, standard
 from parallel.randomness.streams import DEFAULT, MODEL_PARALLEL, Streams, seeds_at
 from parallel.schedules.stages import held_at
 from reference.case import Case
@@ -56,6 +55,8 @@ def initial(case: Case, name: str, place: Placement, at: Coordinates, streams: S
         return real
     scale = _STANDARD / math.sqrt(2 * case.layers) if module.rpartition(".")[2] in _ROW else _STANDARD
     if case.init == "field":
+        from parallel.randomness.field import indices, standard  # noqa: PLC0415
+
         return standard(case.seed, name, indices(place, at), place.shape) * scale * real
     if not _is_internevo(case):
         stream = MODEL_PARALLEL if "tp" in place.axes else DEFAULT  # of a pipeline's stage each rank holds all

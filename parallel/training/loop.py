@@ -10,16 +10,14 @@ from __future__ import annotations
 import math
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from parallel.checkpoints.loading import load
-from parallel.checkpoints.saving import read_again, save
 from parallel.communication import gradients as sync
 from parallel.communication.layout import Box, Placement
 from parallel.communication.mesh import Mesh
-from parallel.layers.metric import Metric
 from parallel.layers.norm import wide
 from parallel.model.strategy import Rank, Strategy, Value
 from parallel.model.transformer import Transformer
@@ -33,6 +31,9 @@ from reference.language.modes import MODES
 from reference.model.parameters import dtype_of
 from reference.training.states import after
 
+if TYPE_CHECKING:
+    from parallel.layers.metric import Metric
+
 __all__ = ["Rank", "Value", "set_up", "train"]
 
 
@@ -40,7 +41,11 @@ def train(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> d
     """Run the case on this rank and return its outcome; every rank of the mesh must call this with the same case."""
     rank = set_up(case, strategy, mesh, device)
     optimizer = rank.step.optimizer(rank)
-    before = load(rank, optimizer, Path(case.load)) if case.load and rank.proves else 0
+    before = 0
+    if case.load and rank.proves:
+        from parallel.checkpoints.loading import load  # noqa: PLC0415
+
+        before = load(rank, optimizer, Path(case.load))
     outcome: dict[str, Value] = {}
     if rank.proves and case.init != "whole":
         held = {name: (p.detach().clone(), rank.places[name]) for name, p in rank.parameters.items()}
@@ -73,6 +78,8 @@ def train(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> d
         outcome |= _metrics(rank, rank.metric)
     outcome |= rank.dropout.masks()
     if case.save and rank.proves:
+        from parallel.checkpoints.saving import read_again, save  # noqa: PLC0415
+
         save(rank, optimizer, Path(case.save), steps=before + case.steps)
         outcome |= read_again(case) if mesh.rank == 0 else {}
     return outcome | {f"param/{name}": rank.value(p.detach(), rank.places[name]) for name, p in rank.parameters.items()}
@@ -130,6 +137,8 @@ def _metric(case: Case, strategy: Strategy, mesh: Mesh) -> Metric | None:
     place = strategy.activation(case, "head")
     if not case.metric or place is None:
         return None
+    from parallel.layers.metric import Metric  # noqa: PLC0415
+
     return Metric(place, mesh.axis("tp"), vocab=case.vocab, sequence_dim=strategy.sequence_dim)
 
 

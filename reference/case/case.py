@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from reference.case.presets import LEADING, PRESETS, resolved
-from reference.case.variants import VARIANTS, lack
 from reference.errors import CaseError
 from reference.features import FEATURES, ORDER_NAMES, WORDS
 from reference.groups import Layout
@@ -56,10 +55,13 @@ class Case(_Words):
         for problems in (rules.problems, *(feature.problems for feature in FEATURES.values())):
             for key, rule, legal in problems(self):
                 raise CaseError(key, write(getattr(self, key)), rule, legal)
-        if self.variant and self.variant not in VARIANTS:
-            raise CaseError("variant", self.variant, "is not a known variant", " ".join(VARIANTS))
-        if self.variant and (rule := lack({name: getattr(self, name) for name in WORDS})):
-            raise CaseError("variant", self.variant, rule, "variant=")
+        if self.variant:
+            from reference.case.variants import VARIANTS, lack  # noqa: PLC0415
+
+            if self.variant not in VARIANTS:
+                raise CaseError("variant", self.variant, "is not a known variant", " ".join(VARIANTS))
+            if rule := lack({name: getattr(self, name) for name in WORDS}):
+                raise CaseError("variant", self.variant, rule, "variant=")
 
     @classmethod
     def of(cls, **words: Word) -> Case:
@@ -119,11 +121,15 @@ class Case(_Words):
     @classmethod
     def meanings(cls) -> tuple[Meaning, ...]:
         """Every word of the case language with its meaning, legal values and default, in the order of `str`."""
+        from reference.case.variants import VARIANTS  # noqa: PLC0415
+
         return described(cls, {"preset": tuple(PRESETS), "variant": tuple(VARIANTS)}, {})
 
     @classmethod
     def legal_words(cls) -> dict[str, tuple[str, ...]]:
         """Key -> its legal values, for the keys whose values are words."""
+        from reference.case.variants import VARIANTS  # noqa: PLC0415
+
         found = {name: legal_values(field) for name, field in WORDS.items()}
         return {name: legal for name, legal in found.items() if legal} | {"variant": tuple(VARIANTS)}
 

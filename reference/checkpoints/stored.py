@@ -13,17 +13,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from reference.case import Case
-from reference.checkpoints.foreign import Form, is_foreign, parameters
-from reference.checkpoints.whole import tensors
+
+if TYPE_CHECKING:
+    from reference.checkpoints.foreign import Form
 
 
 def stored(case: Case) -> Mapping[str, Tensor]:
     """Every tensor of the checkpoint that the case loads, by key, to be read only. Raises CaseError as `tensors`."""
+    from reference.checkpoints.foreign import Form, is_foreign  # noqa: PLC0415
+    from reference.checkpoints.whole import tensors  # noqa: PLC0415
+
     folder = Path(case.load)
     if not is_foreign(folder):
         return tensors(case.load)
@@ -40,5 +45,7 @@ def steps_before(case: Case) -> int:
 @lru_cache(maxsize=2)
 def _foreign(folder: Path, form: Form, _written_ns: int) -> Mapping[str, Tensor]:
     """Parameters alone: training begins with them."""
+    from reference.checkpoints.foreign import parameters  # noqa: PLC0415
+
     found = {f"model.{name}": tensor for name, tensor in parameters(folder, form).items()}
     return found | {"train.steps": torch.tensor(0)}

@@ -23,8 +23,6 @@ from torch import Tensor
 
 from reference.case import Case
 from reference.data.files import MAX_FILE_BYTES, DataError, status
-from reference.data.internevo_files import meta_path, read_internevo
-from reference.data.megatron_files import index_path, read_megatron
 from reference.data.readers import MAX_DOCUMENTS, json_lines, plain_text
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
@@ -85,6 +83,9 @@ def read(files: tuple[Source, ...], vocab: int) -> Tokens:
 def _read_file(file: Source, vocab: int) -> list[Tensor]:
     path = Path(file.path)
     if file.index:
+        from reference.data.internevo_files import read_internevo  # noqa: PLC0415
+        from reference.data.megatron_files import read_megatron  # noqa: PLC0415
+
         return (read_internevo if file.index.endswith(".meta") else read_megatron)(path, vocab)
     return (json_lines if path.suffix == ".jsonl" else plain_text)(path, vocab)
 
@@ -129,6 +130,9 @@ def _source(path: Path) -> Source:
         raise DataError(path, "", "says only where sentences start", "the .bin file beside it")
     files = [path]
     if path.suffix == ".bin":
+        from reference.data.internevo_files import meta_path  # noqa: PLC0415
+        from reference.data.megatron_files import index_path  # noqa: PLC0415
+
         indexes = [meta_path(path), index_path(path)]
         beside = [file for file in indexes if os.path.exists(file)]
         if len(beside) != 1:

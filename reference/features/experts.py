@@ -16,7 +16,6 @@ from typing import Any
 
 from reference.errors import CaseError
 from reference.groups import Layout, RankOrder
-from reference.language import routers
 from reference.language.core import Core
 from reference.language.modes import whose
 from reference.language.words import Problem, declared, multiple, not_default, word
@@ -242,6 +241,8 @@ class Experts(Core):
                 yield key, "must not be negative", f"{key}={declared(Experts)[key].default}"
         if self.dense_layers >= self.layers:
             yield "dense_layers", f"leaves none of layers={self.layers} to experts", "dense_layers=0"
+        from reference.language import routers  # noqa: PLC0415
+
         yield from routers.problems(self, {name: field.default for name, field in declared(Experts).items()})
         yield from self._ranks()
         yield from self._beside()

@@ -16,7 +16,6 @@ from reference.case import Case
 from reference.checkpoints.stored import steps_before
 from reference.data.batches import Batch
 from reference.errors import CaseError
-from reference.model.field import words
 from reference.model.given import given_now
 
 __all__ = ["SHARES", "mask", "masks", "rate_of", "sites"]
@@ -72,6 +71,8 @@ def masks(case: Case) -> dict[str, Tensor]:
 
 
 def _of_field(case: Case, site: str, step: int, samples: range) -> Tensor:
+    from reference.model.field import words  # noqa: PLC0415
+
     shape = sites(case)[site]
     first = words(f"{case.seed} dropout {site}", samples=samples, step=steps_before(case) + step, shape=shape)[0]
     return first >= math.ceil(rate_of(case, site) * 2**32)

@@ -20,7 +20,6 @@ from reference.checkpoints.stored import stored
 from reference.errors import CaseError
 from reference.model.branches import branch_of
 from reference.model.given import given_now
-from reference.model.initial import of_field
 
 __all__ = ["LastRead", "Shape", "drawn", "dtype_of", "full", "shapes", "weights"]
 
@@ -86,7 +85,12 @@ def drawn(case: Case, name: str) -> Tensor:
         raise CaseError("init", case.init, rule, "init=field, or return the initial values under that name")
     weights = _kept(case)
     if name not in weights:
-        value = of_field(case, name, shape) if case.init == "field" else _draw(case.seed, name, shape)
+        if case.init == "field":
+            from reference.model.initial import of_field  # noqa: PLC0415
+
+            value = of_field(case, name, shape)
+        else:
+            value = _draw(case.seed, name, shape)
         weights[name] = value.to(dtype)
     return weights[name]
 

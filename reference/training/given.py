@@ -8,7 +8,6 @@ from torch import Tensor
 from reference.case import Case
 from reference.model.dropout import masks, sites
 from reference.model.given import given_now
-from reference.model.initial import deviation
 from reference.model.parameters import shapes, weights
 
 __all__ = ["deviations", "drawn", "kinds", "known"]
@@ -36,4 +35,8 @@ def drawn(case: Case) -> dict[str, Tensor]:
 
 def deviations(case: Case) -> dict[str, float]:
     """The standard deviation of every parameter's initial values, by name; none where they are this project's own."""
-    return {} if case.init == "whole" else {name: deviation(case, name) for name in shapes(case)}
+    if case.init == "whole":
+        return {}
+    from reference.model.initial import deviation  # noqa: PLC0415
+
+    return {name: deviation(case, name) for name in shapes(case)}

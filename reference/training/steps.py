@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -19,11 +19,14 @@ from reference.case import Case
 from reference.data.batches import Batch, micro_batch
 from reference.losses import cross_entropy as loss
 from reference.losses.cross_entropy import wide
-from reference.model import decoder, layers, metric
+from reference.model import decoder, layers
 from reference.model.branches import Beside, updated_values, values_of
 from reference.model.decoder import PLAIN, Arithmetic
 from reference.training.scaling import LossScale
 from reference.training.states import after, begin, load, saved
+
+if TYPE_CHECKING:
+    from reference.model.metric import Totals
 
 __all__ = ["LARGEST_LOGITS", "Feed", "clip", "gradient_norm", "optimizer", "train"]
 
@@ -54,7 +57,7 @@ class Sums:
     loss: Tensor
     tokens: Tensor
     logits: Tensor | None
-    metrics: list[metric.Totals]
+    metrics: list[Totals]
     activations: Mapping[str, Tensor]
     largest: tuple[float, float]
     counts: Mapping[str, Tensor]
@@ -85,7 +88,7 @@ def train(
     }
     trained = _trained(case, parameters)
     stepper = _begun(case, trained, parameters, decay)
-    outcome, metrics = dict[str, Tensor](), list[metric.Totals]()
+    outcome, metrics = dict[str, Tensor](), list[dict[str, Tensor]]()
     activations: Mapping[str, Tensor] = {}
     scale, values = LossScale.of(case), values_of(case)
     for step in range(case.steps):
@@ -117,7 +120,7 @@ def train(
         outcome |= {f"value_after/{step}/{name}": value for name, value in values.items()}
         stepper.zero_grad()
         metrics = [_added(*both) for both in zip(metrics, sums.metrics, strict=True)] if metrics else sums.metrics
-    outcome |= metric.outcome(metrics, exact=case.dtype == "float64") if metrics else {}
+    outcome |= _metrics(case, metrics) if metrics else {}
     outcome |= {f"param/{name}": weight.detach() for name, weight in trained.items()}
     return outcome | saved(case, outcome, trained, stepper) | scale.saved() | dict(activations)
 
@@ -183,7 +186,7 @@ def _accumulate(
     batches = {place: feed(case, step, place[1], place[0], device=device) for place in places}
     besides = {place: Beside(step=tuple(batches.values())) for place in places}
     losses, tokens, rows = {}, {}, {}
-    metrics: dict[int, metric.Totals] = {}
+    metrics: dict[int, Totals] = {}
     outputs: dict[int, dict[str, Tensor]] = {}
     largest = [(0.0, 0.0)]
     for place in reversed(places) if last_first else places:
@@ -204,6 +207,8 @@ def _accumulate(
         if keep:
             rows[place] = logits.detach()
         if case.metric:
+            from reference.model import metric  # noqa: PLC0415
+
             found = metric.totals(logits, batch.labels, batch.loss_mask)
             metrics[data_rank] = _added(metrics[data_rank], found) if data_rank in metrics else found
     return Sums(
@@ -230,7 +235,13 @@ def _joined(outputs: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return acts | slopes
 
 
-def _added(one: metric.Totals, other: metric.Totals) -> metric.Totals:
+def _metrics(case: Case, metrics: list[Totals]) -> dict[str, Tensor]:
+    from reference.model import metric  # noqa: PLC0415
+
+    return metric.outcome(metrics, exact=case.dtype == "float64")
+
+
+def _added(one: Totals, other: Totals) -> Totals:
     return {name: value + other[name] for name, value in one.items()}
 
 

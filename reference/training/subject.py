@@ -14,7 +14,6 @@ from torch import Tensor
 from reference.case import Case
 from reference.model.given import takes_given
 from reference.model.parameters import weights
-from reference.training import activations as observation
 from reference.training.divergence import refuse_divergence
 from reference.training.given import drawn
 from reference.training.steps import train
@@ -44,12 +43,16 @@ def truth(case: Case, device: torch.device, *, states: Mapping[str, Tensor] | No
 
 def activations(case: Case, device: torch.device) -> dict[str, Tensor]:
     """`act/<module>` and `act_grad/<module>` of the dense model in the case's dtype (see reference.activations)."""
-    return observation.observe(case, weights(case, device))
+    from reference.training.activations import observe  # noqa: PLC0415
+
+    return observe(case, weights(case, device))
 
 
 def true_activations(case: Case, device: torch.device) -> dict[str, Tensor]:
     """The same activations with all arithmetic in float64; for float64 cases they are `activations`."""
-    return observation.observe(case, _exact(weights(case, device)))
+    from reference.training.activations import observe  # noqa: PLC0415
+
+    return observe(case, _exact(weights(case, device)))
 
 
 def _exact(rounded: dict[str, Tensor]) -> dict[str, Tensor]:

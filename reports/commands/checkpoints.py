@@ -18,30 +18,31 @@ from typing import Any
 
 import pandas as pd
 
-from harness.diagnosing.six_lines import NO_CAUSE, written
+from harness.diagnosing.lines import NO_CAUSE, written
 from harness.errors import RequestError
 from harness.resolve import resolve
+from reports.options.words import SLICED
 from reports.printing.tables import Table, count, mark, table
 from reports.printing.text import show_message, show_note, show_table
 
 COMPARE = "parallel.checkpoints.comparing:compare"
 
 
-def main(parsed: argparse.Namespace) -> int:
+def main(arguments: argparse.Namespace) -> int:
     """Print what agrees, and the first tensor that does not. Exit status 1 when any differs.
 
     Raises RequestError for what is no whole checkpoint.
     """
     compare: Any = resolve(COMPARE)
     try:
-        found = compare(parsed.a, parsed.b, parsed.tensor)
+        found = compare(arguments.a, arguments.b, arguments.tensor)
     except ValueError as problem:
         raise RequestError(str(problem)) from problem
     except OSError as problem:
         words = f"checkpoint {problem.filename}: cannot be read ({problem.strerror or problem})"
         raise RequestError(f"{words}; legal: a folder that can be read") from problem
-    if parsed.json:
-        print(json.dumps({"a": parsed.a, "b": parsed.b} | asdict(found), indent=2))
+    if arguments.json:
+        print(json.dumps({"a": arguments.a, "b": arguments.b} | asdict(found), indent=2))
         return int(found.first is not None)
     for note in found.notes:
         show_note(note, sys.stdout)
@@ -49,7 +50,7 @@ def main(parsed: argparse.Namespace) -> int:
     if found.first is None:
         show_message("pass: all tensors are the same bit for bit", sys.stdout, style="green")
         return 0
-    show_message(six_lines(found, parsed.a, parsed.b), sys.stdout, style="bold red")
+    show_message(six_lines(found, arguments.a, arguments.b), sys.stdout, style="bold red")
     if found.others:
         show_message(f"and {len(found.others)} more tensors differ: {_few(found.others)}", sys.stdout)
     return 1
@@ -86,31 +87,30 @@ def _few(keys: tuple[str, ...]) -> str:
     return f"{shown}, ..." if len(keys) > 3 else shown
 
 
-WORDS = "parallel.slicing.words:Sliced"
 SLICES = "parallel.slicing.slices:slices"
 CHECK = "parallel.slicing.checkpoint:check"
 
 
-def slice_main(parsed: argparse.Namespace) -> int:
+def slice_main(arguments: argparse.Namespace) -> int:
     """Print the slices of one model. Exit status 1 when a checkpoint is not the same after cutting and joining it.
 
     Raises RequestError for words that describe no model.
     """
-    words: Any = resolve(WORDS)
+    words: Any = resolve(SLICED)
     slices: Any = resolve(SLICES)
     check: Any = resolve(CHECK)
-    text = " ".join(parsed.words)
+    text = " ".join(arguments.words)
     try:
         sliced = words.parse(text)
         made = slices(sliced)
-        checked = check(sliced, parsed.check) if parsed.check else None
+        checked = check(sliced, arguments.check) if arguments.check else None
     except ValueError as problem:
         raise RequestError(f"slice {text!r}: {problem}") from problem
-    if parsed.json:
+    if arguments.json:
         print(json.dumps(_slices_as_json(text, sliced, made, checked), indent=2))
         return int(bool(checked and checked.wrong))
     show_table(held_table(text, sliced.path, rows(made, sliced.tp)), sys.stdout)
-    return _tell(checked, parsed.check, sliced.tp)
+    return _tell(checked, arguments.check, sliced.tp)
 
 
 def rows(made: Iterable[Any], tp: int) -> pd.DataFrame:

@@ -9,42 +9,21 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import NoReturn
 
+from harness.dense_model import SUBJECT
 from harness.errors import ShardproofError
 from harness.interpreter import uncollected
+from harness.running.engines import ENGINES
 from reports.options.words import add_checkpoint, add_hang, add_record, add_slice
 
-ENGINES = ("inproc", "pool", "torchrun", "dry")
-DEVICES = ("cpu", "cuda")
-SUBJECT = "parallel.subject:subject"
 LIKE = ("mlp", "dtensor", "fsdp2", "pipelining", "hf", "deepspeed", "megatron")
 CLUSTER = "8xH100-NVLink-IB400"
-_HANDLERS = {
-    "run": "reports.commands.run:main",
-    "record": "reports.programs.command:main",
-    "hang": "reports.programs.command:hang_main",
-    "show": "reports.commands.show:main",
-    "compare": "reports.commands.compare:main",
-    "page": "reports.commands.show:page_main",
-    "trace": "reports.commands.trace:main",
-    "faults": "reports.commands.faults:main",
-    "bench": "reports.commands.run:bench_main",
-    "doctor": "reports.commands.doctor:main",
-    "predict": "reports.commands.predict:main",
-    "slice": "reports.commands.checkpoints:slice_main",
-    "checkpoint": "reports.commands.checkpoints:main",
-    "expect": "reports.commands.expect:main",
-    "names": "reports.commands.names:main",
-    "new-subject": "reports.commands.word_help:new_subject_main",
-    "help": "reports.commands.word_help:main",
-}
 _TRUTH = "a dense model to compare with; alone: the subject itself on one rank (its attribute truth, or our decoder)"
 _TIMEOUT = "how long a run of a case may take, and its dense model (60); every case is run up to three times"
 _WRONG_REQUEST, _MACHINE, _INTERRUPTED, _NO_READER = 2, 3, 130, 141
@@ -78,13 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if empty := _empty(parsed):
         _complain(f"shardproof {parsed.command}: {empty}='': is empty; legal: a word, or leave it out")
         return _WRONG_REQUEST
-    module, _, function = _HANDLERS[parsed.command].partition(":")
     parsed.isolated = arguments is None  # the process is ours: nobody has used autograd in it
     try:
-        # Imported only now: torch and pandas take seconds, and neither `--help` nor a wrong word waits for them.
         with uncollected():
-            parsed.request = importlib.import_module("reports.options.request").read(parsed)
-            command = getattr(importlib.import_module(module), function)
+            from reports.options.request import read
+
+            parsed.request = read(parsed)
+            command = _command(parsed.command)
         status = command(parsed)
         sys.stdout.flush()
     except ShardproofError as error:
@@ -104,9 +83,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(status)
 
 
+def _command(word: str) -> Callable[[argparse.Namespace], int]:  # noqa: PLR0912  (a command each)
+    """What runs this command, imported now: neither `--help` nor a wrong word waits for torch and pandas."""
+    match word:
+        case "run":
+            from reports.commands.run import main
+        case "record":
+            from reports.programs.command import main
+        case "hang":
+            from reports.programs.command import hang_main as main
+        case "show":
+            from reports.commands.show import main
+        case "compare":
+            from reports.commands.compare import main
+        case "page":
+            from reports.commands.show import page_main as main
+        case "trace":
+            from reports.commands.trace import main
+        case "faults":
+            from reports.commands.faults import main
+        case "bench":
+            from reports.commands.run import bench_main as main
+        case "doctor":
+            from reports.commands.doctor import main
+        case "predict":
+            from reports.commands.predict import main
+        case "slice":
+            from reports.commands.checkpoints import slice_main as main
+        case "checkpoint":
+            from reports.commands.checkpoints import main
+        case "expect":
+            from reports.commands.expect import main
+        case "names":
+            from reports.commands.names import main
+        case "new-subject":
+            from reports.commands.word_help import new_subject_main as main
+        case _:
+            from reports.commands.word_help import main
+    return main
+
+
 def _complain(message: str) -> None:
     """Print what is wrong on stderr; rich, which folds it in a terminal, is loaded only then."""
-    from reports.printing.text import show_words  # noqa: PLC0415
+    from reports.printing.text import show_words
 
     show_words(message, sys.stderr)
 
@@ -194,8 +213,8 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--deep", action="store_true", help="without a CASE: every two values of two words together, on up to 8 ranks"
     )
-    run.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help="how ranks are run (inproc)")
-    run.add_argument("--device", choices=DEVICES, default=DEVICES[0], help="where tensors live (cpu)")
+    run.add_argument("--engine", choices=tuple(ENGINES), default="inproc", help="how ranks are run (inproc)")
+    run.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where tensors live (cpu)")
     run.add_argument("--data", metavar="PATH", help="text, JSONL or tokenized data for every case")
     run.add_argument("--variant", metavar="NAME", help="a known deviation of real systems, in every case: it must fail")
     run.add_argument("--profile", metavar="torch,nsys", help="witnesses: run each case under these tools too")

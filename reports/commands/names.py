@@ -9,19 +9,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 
 from harness.diagnosing.rules.places import timeline
-from harness.engines.named import engine_named
 from harness.ledger import shape_text
 from harness.protocols import CaseLike
-from harness.resolve import resolve
+from harness.running.engines import engine_named
 from harness.running.ranks.capacity import admit
-from harness.running.trials.trial import Trial
-from harness.running.truth.reference import compared_with, reference_of
-from harness.subject import NamedSubject, case_of, named, truth_of
+from harness.running.trials.trial import Trial, reference_of
+from harness.subject import NamedSubject, case_of, compared_with, named, truth_of
 from reports.printing.tables import Table
 from reports.printing.text import show_table, show_words
 
@@ -69,11 +66,10 @@ def names(case: CaseLike, subject: NamedSubject) -> Mapping[str, Tensor]:
     """
     with engine_named("inproc") as engine:
         reference = reference_of(subject, engine)
-        if reference.known:
-            known: Any = resolve(reference.known)
-            case = known(case)
+        if reference.model:
+            case = reference.model.self_contained(case)
         trial = Trial(case=case, subject=subject, engine=engine, reference=reference)
-        truth = trial.true(reference.truth)
+        truth = trial.true()
     return {name: truth[name] for name in timeline(list(truth), case.steps)}
 
 

@@ -21,16 +21,13 @@ from typing import Any
 import torch
 
 from harness.checking.evidence import FAIL
-from harness.diagnosing.six_lines import line_of
-from harness.engines.named import engine_named
-from harness.engines.processes.launched.torchrun import dismiss, serve, serves
 from harness.errors import ShardproofError
+from harness.interpreter import COLLECTED_AFTER
 from harness.protocols import CaseLike, case_text
 from harness.resolve import resolve
-from harness.running.forked_process import forkable
+from harness.running.engines import engine_named
 from harness.running.request import Request
 from harness.running.run import INTERRUPTED, RunResult, run
-from harness.running.sharing import COLLECTED_AFTER, arranged
 from harness.subject import NamedSubject, claims, offers, own_cases
 from reports.options.checks import real_size, writing
 from reports.options.request import LAUNCHED, requested
@@ -43,6 +40,7 @@ def write_script(result: RunResult, request: Request, file: str) -> str:
     The case is shrunk on threads of this process, whatever engine found the failure. Raises RequestError when the file
     cannot be written.
     """
+    from harness.diagnosing.lines import line_of  # noqa: PLC0415
     from harness.reproducing.repro import emit, shown_name  # noqa: PLC0415  (imports DTensor: half a second)
 
     failed = {verdict.case: line_of(verdict.message, "when") for verdict in result.verdicts if verdict.verdict == FAIL}
@@ -69,7 +67,6 @@ def _simplicity(case: CaseLike) -> tuple[float, ...]:
 
 
 _SHOW = "reports.commands.show"
-_TIMELINE = "reports.commands.show:experiment_table"
 BENCH = "bench.performance:main"
 FAULT_TABLE = "bench.fault_table:main"
 
@@ -80,11 +77,16 @@ def main(arguments: argparse.Namespace) -> int:
     130 after a Ctrl-C: what was finished is reported, in the folder and on the screen. Of launched ranks, rank 0 alone
     does this; the others serve it, and are released when it refuses the request.
     """
-    if arguments.engine == LAUNCHED and serves():
-        return serve()
+    if arguments.engine == LAUNCHED:
+        from harness.engines.processes.launched.torchrun import serve, serves  # noqa: PLC0415
+
+        if serves():
+            return serve()
     stored = functools.cache(_stored)
     request = dataclasses.replace(arguments.request or _first_ranks(arguments), page=partial(_write_page, stored))
     if not arguments.cases:
+        from harness.running.sharing import arranged  # noqa: PLC0415
+
         request = dataclasses.replace(request, cases=arranged(request.cases))
         for note in _notes_on_defaults(request.subject, deep=arguments.deep):
             show_note(note, sys.stderr)
@@ -97,8 +99,7 @@ def main(arguments: argparse.Namespace) -> int:
     finished, interrupted = stored(result.path.resolve()), result.exit_status == INTERRUPTED
     show.show_result(result, finished, as_json=arguments.json, interrupted=interrupted)
     if arguments.preset_experiment and not arguments.json and not interrupted:
-        timeline: Any = resolve(_TIMELINE)
-        show_table(timeline(finished, arguments.preset_experiment), sys.stdout)
+        show_table(show.experiment_table(finished, arguments.preset_experiment), sys.stdout)
         show_message(real_size(arguments.preset_experiment), sys.stdout)
     return result.exit_status
 
@@ -108,6 +109,8 @@ def _first_ranks(arguments: argparse.Namespace) -> Request:
     try:
         return requested(arguments)
     except ShardproofError:
+        from harness.engines.processes.launched.torchrun import dismiss  # noqa: PLC0415
+
         dismiss()
         raise
 
@@ -121,7 +124,10 @@ def _notes_on_defaults(subject: NamedSubject, *, deep: bool) -> Iterator[str]:
 
 
 def _run(request: Request) -> RunResult:
-    request = request if forkable(request.device) else dataclasses.replace(request, processes=0)
+    if request.processes:
+        from harness.running.forked_process import forkable  # noqa: PLC0415
+
+        request = request if forkable(request.device) else dataclasses.replace(request, processes=0)
     latest = request.out / "latest"
     before = latest.resolve()
     try:

@@ -16,14 +16,12 @@ import pandas as pd
 
 from harness.errors import RequestError
 from harness.running.run import RunResult
-from reports.commands.faults import show_matrix
 from reports.comparing import modes
 from reports.options.checks import EXPERIMENTS
 from reports.pages import page
-from reports.pages.comment import comment
+from reports.pages.opening import experts
 from reports.printing import tables
 from reports.printing.calls import witness_tables
-from reports.printing.experts import expert_tables
 from reports.printing.tables import NOTHING, Table, count, mebibytes
 from reports.printing.text import (
     STYLES,
@@ -34,10 +32,7 @@ from reports.printing.text import (
     show_table,
     show_words,
 )
-from reports.programs import figures
-from reports.programs import tables as programs
 from reports.stored import summary
-from reports.stored.failures import bugs, simplest_first
 from reports.stored.files import is_matrix, recorded, run_folder
 from reports.stored.frames import Run, load
 from reports.stored.unchecked import unchecked_notes
@@ -46,6 +41,8 @@ from reports.stored.unchecked import unchecked_notes
 def main(arguments: argparse.Namespace) -> int:
     """Print the tables of a run, or of a kill matrix; exit status 0 when it could be read, whatever its verdicts."""
     if is_matrix(folder := run_folder(arguments.run)):
+        from reports.commands.faults import show_matrix  # noqa: PLC0415
+
         show_matrix(folder, sys.stdout)
     else:
         show_run(load(arguments.run), sys.stdout)
@@ -57,6 +54,8 @@ def page_main(arguments: argparse.Namespace) -> int:
 
     Raises RequestError when the file cannot be written.
     """
+    from reports.pages.comment import comment  # noqa: PLC0415
+
     run = load(arguments.run)
     if arguments.markdown and not arguments.output:
         show_message(comment(run), sys.stdout)
@@ -141,7 +140,7 @@ def show_run(run: Run, stream: TextIO) -> None:
         show_table(tables.break_even_table(crossings), stream)
     if len(pipelines := summary.measured(run)):
         show_table(tables.pipeline_table(pipelines, summary.cores(run)), stream)
-    for table in (*expert_tables(run.path), *witness_tables(run.path)):
+    for table in (*experts(run), *witness_tables(run.path)):
         show_table(table, stream)
     show_failures(run, stream)
     for note in (*unchecked_notes(run), *run.notes):
@@ -157,6 +156,9 @@ def _show_tally(run: Run, stream: TextIO) -> None:
 
 def _show_program(run: Run, stream: TextIO) -> None:
     """A recorded program: what it did, what is worth knowing, notes."""
+    from reports.programs import figures  # noqa: PLC0415
+    from reports.programs import tables as programs  # noqa: PLC0415
+
     for table in (programs.overview(run), *programs.tables(run)):
         show_table(table, stream)
     for finding in figures.findings(run):
@@ -165,12 +167,19 @@ def _show_program(run: Run, stream: TextIO) -> None:
         show_note(note, stream)
 
 
+def _show_bugs(run: Run, stream: TextIO) -> None:
+    from reports.stored.failures import bugs, simplest_first  # noqa: PLC0415
+
+    for bug in bugs(simplest_first(run)):
+        show_report("fail", f"fail: {bug.case}", [*bug.message.splitlines(), *filter(None, [bug.follows])], stream)
+
+
 def show_failures(run: Run, stream: TextIO) -> None:
     """Six lines for every first place of failures, the simplest case first, with the checks that fail from there on;
     then a reason for every check that was skipped or could not be decided.
     """
-    for bug in bugs(simplest_first(run)):
-        show_report("fail", f"fail: {bug.case}", [*bug.message.splitlines(), *filter(None, [bug.follows])], stream)
+    if (run.verdicts["verdict"] == "fail").any():
+        _show_bugs(run, stream)
     for verdict in summary.worst_first(run.verdicts).to_dict("records"):
         if verdict["verdict"] not in ("pass", "fail"):
             head = f"{_told(verdict)}: {verdict['case']}"

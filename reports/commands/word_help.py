@@ -11,15 +11,17 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from harness.dense_model import dense_model
 from harness.errors import RequestError
 from harness.resolve import resolve
+from reports.options.words import SLICED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +29,7 @@ class Topic:
     """What is explained: the class whose `meanings()` are printed, what it is in words, and a command as example."""
 
     title: str
-    words: str
+    words: Callable[[], Any]
     lead: str
     example: str
 
@@ -39,32 +41,32 @@ _WORDS = (
 TOPICS: dict[str, Topic] = {
     "case": Topic(
         title="The words of a case",
-        words="reference.case:Case",
+        words=lambda: dense_model().case,
         lead=f"A case is one experiment: {_WORDS}",
         example='shardproof run "mode=tp-sp tp=4 kv_heads=4 steps=3 dtype=bfloat16"',
     ),
     "slice": Topic(
         title="The words of a slice",
-        words="parallel.slicing.words:Sliced",
+        words=lambda: resolve(SLICED),
         lead=f"A slice is a model cut over ranks: {_WORDS}",
         example='shardproof slice "family=opt hidden=768 heads=12 tp=2"',
     ),
 }
 
 
-def main(parsed: argparse.Namespace) -> int:
+def main(arguments: argparse.Namespace) -> int:
     """Print the words, or with `--markdown` the page docs/case.md; or the calls of a case. Returns 0.
 
     Raises RequestError for a case that is none, or of which the subject states no calls.
     """
-    text_of_case = " ".join(parsed.case)
-    if parsed.topic == "calls":
-        _show_calls(text_of_case, parsed.subject)
+    text_of_case = " ".join(arguments.case)
+    if arguments.topic == "calls":
+        _show_calls(text_of_case, arguments.subject)
         return 0
     if text_of_case:
-        raise RequestError(f"case {text_of_case!r}: help {parsed.topic} takes no case; legal: help calls CASE")
-    topic = TOPICS[parsed.topic]
-    sys.stdout.write(page(topic) if parsed.markdown else text(topic, shutil.get_terminal_size().columns))
+        raise RequestError(f"case {text_of_case!r}: help {arguments.topic} takes no case; legal: help calls CASE")
+    topic = TOPICS[arguments.topic]
+    sys.stdout.write(page(topic) if arguments.markdown else text(topic, shutil.get_terminal_size().columns))
     return 0
 
 
@@ -130,8 +132,7 @@ def _name(topic: Topic) -> str:
 
 
 def _groups(topic: Topic) -> Iterator[tuple[str, Iterable[Any]]]:
-    declared: Any = resolve(topic.words)
-    return groupby(declared.meanings(), key=lambda word: word.group)
+    return groupby(topic.words().meanings(), key=lambda word: word.group)
 
 
 def _legal(word: Any) -> str:

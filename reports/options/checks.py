@@ -11,20 +11,15 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.cases import in_own_words
+from harness.dense_model import SUBJECT, dense_model
 from harness.errors import RequestError
-from harness.plain_case import PlainCase
 from harness.protocols import CaseLike
-from harness.resolve import resolve
-from harness.witnesses.nsys import on_gpus
-from reports.printing.text import show_note
-
-FIRST_BATCH = "reference.data.batches:micro_batch"
-DATA_STATUS = "reference.data.files:status"
 
 
 def with_data(case: CaseLike, path: str) -> CaseLike:
@@ -37,9 +32,8 @@ def with_data(case: CaseLike, path: str) -> CaseLike:
 
 def check_data(path: str) -> None:
     """Raise RequestError for data that are not there; `read_first` reads them."""
-    status: Callable[[Path], object] = resolve(DATA_STATUS)  # type: ignore[assignment]
     try:
-        status(Path(path).expanduser())
+        dense_model().find_data(Path(path).expanduser())
     except (ValueError, RuntimeError) as problem:
         raise RequestError(f"data={path}: {problem}") from problem
 
@@ -50,12 +44,11 @@ def read_first(cases: Sequence[CaseLike]) -> None:
     Raises:
         RequestError: data that a case names cannot be read.
     """
-    read: Callable[..., object] = resolve(FIRST_BATCH)  # type: ignore[assignment]
     for case in cases:
-        if isinstance(case, PlainCase):
+        if in_own_words(case):
             continue
         try:
-            read(case, 0, 0, 0)
+            dense_model().read_data(case)
         except (ValueError, OSError) as problem:
             word = "" if getattr(problem, "key", "") else f"data={getattr(case, 'data', '')}: "
             raise RequestError(f"{word}{problem}") from problem
@@ -77,7 +70,7 @@ class Experiment:
 
 EXPERIMENTS = {
     "gpt3-857m-tp4": Experiment(
-        subject="parallel.subject:subject",
+        subject=SUBJECT,
         full="preset=gpt3-857m mode=tp tp=4 dtype=float16 master=float32 scaler=dynamic steps=5 lr=6e-5 clip=1.0",
         small="preset=gpt3-857m mode=tp tp=4 dtype=float16 master=float32 scaler=dynamic steps=5 lr=6e-5 clip=1.0 "
         "layers=4 hidden=64 ffn=256 vocab=509 seq=32",
@@ -106,6 +99,8 @@ def complete_experiment(arguments: argparse.Namespace) -> None:
 
 def real_size(name: str) -> str:
     """The command that repeats the experiment at its real size on a node with GPUs."""
+    from harness.witnesses.nsys import on_gpus  # noqa: PLC0415
+
     return f"at its real size: shardproof run --preset-experiment {name} --device cuda; {on_gpus()}"
 
 
@@ -154,6 +149,8 @@ def note_unquoted(cases: Sequence[str]) -> None:
     first = os.environ.get("RANK", "0") == "0"
     if first and len(keys) > 1 and len({*keys}) == len(keys) == len(cases):
         quoted = f'"{" ".join(cases)}"'
+        from reports.printing.text import show_note  # noqa: PLC0415
+
         show_note(f"these words are {len(cases)} cases, one each; as one case: {quoted}", sys.stderr)
 
 

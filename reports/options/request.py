@@ -10,17 +10,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import chdir
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
-from harness.cases import check_modes, check_words, parse_cases, read_case
+from harness.cases import check_modes, parse_cases
+from harness.dense_model import SUBJECT, dense_model
 from harness.errors import RequestError
-from harness.predicting.clusters import read as read_cluster
 from harness.protocols import CaseLike, case_text
-from harness.resolve import resolve
 from harness.running.ranks.capacity import admitted
 from harness.running.request import Request, check_saved, seconds, unsaved
 from harness.subject import (
@@ -35,7 +33,6 @@ from harness.subject import (
     truth_of,
     vocabulary,
 )
-from reports.comparing.limits import check_name, limits, side_folder
 from reports.options.checks import (
     check_data,
     check_target,
@@ -46,16 +43,10 @@ from reports.options.checks import (
     read_first,
     with_data,
 )
-from reports.stored.files import run_folder
 
-OURS = "parallel.subject:subject"  # its cases are checked before it is imported
 LAUNCHED = "torchrun"
 """The engine whose ranks were launched with us: all run this command, and rank 0 alone does the work."""
-VARIANT_WORDS = "reference.case.variants:words"
-DEFAULT_CASES = "reference.case.default_cases:default_cases"
-PLAIN_CASES = "reference.case.default_cases:plain_cases"
 _DECODER = ("variant", "data", "deep", "preset_experiment")  # options that need the case language of our decoder
-SLICE_WORDS = "parallel.slicing.words:Sliced"
 
 
 def read(arguments: argparse.Namespace) -> Request | None:
@@ -66,82 +57,11 @@ def read(arguments: argparse.Namespace) -> Request | None:
     note_unquoted(getattr(arguments, "cases", ()))
     if arguments.command == "run":
         return None if arguments.engine == LAUNCHED else requested(arguments)
-    if rule := _CHECKS.get(arguments.command):
-        with chdir("."):  # a subject may go elsewhere when it is imported
-            rule(arguments)
+    from reports.options.others import check  # noqa: PLC0415
+
+    with chdir("."):  # a subject may go elsewhere when it is imported
+        check(arguments)
     return None
-
-
-def _check_run_folder(arguments: argparse.Namespace) -> None:
-    run_folder(arguments.run, matrix=arguments.command in ("show", "page"))
-
-
-def _check_compare(arguments: argparse.Namespace) -> None:
-    limits(arguments.fail)
-    if arguments.save_baseline is not None:
-        check_name(arguments.save_baseline)
-    if arguments.new is None:
-        run_folder(arguments.base, matrix=False)
-    else:
-        for name in (arguments.base, arguments.new):
-            side_folder(name, arguments.baselines)
-
-
-def _check_faults(arguments: argparse.Namespace) -> None:
-    seconds(arguments.timeout, "timeout")
-    arguments.subject = named(arguments.subject, arguments.truth or "")
-    truth_of(arguments.subject)
-
-
-def _check_predict(arguments: argparse.Namespace) -> None:
-    """The words of a text alone, which may stand for several cases; which of these can be is found with the subject."""
-    read_cluster(arguments.cluster)
-    if arguments.world is not None and arguments.world < 1:
-        raise RequestError(f"world={arguments.world}: must be at least 1; legal: --world 8")
-    ours = arguments.subject == OURS
-    if ours:
-        _check_texts(arguments)
-    arguments.subject = named(arguments.subject)
-    if vocabulary(arguments.subject) is not None:
-        _check_own_texts(arguments)
-    elif not ours:
-        _check_texts(arguments)
-
-
-def _check_texts(arguments: argparse.Namespace) -> None:
-    for text in arguments.cases:
-        words = [word for word in text.split() if word != "mode=all"]
-        check_words(" ".join(words))
-        if arguments.world is None and any(word.startswith("mode=") for word in words):
-            read_case(" ".join(words))
-
-
-def _check_own_texts(arguments: argparse.Namespace) -> None:
-    if arguments.world is not None:
-        rule = f"searches meshes for cases of our decoder, and {arguments.subject.name} has words of its own"
-        raise RequestError(f"world={arguments.world}: {rule}; legal: no --world, every CASE with its axes")
-    cases_of(arguments.cases, arguments.subject)
-
-
-def _check_slice(arguments: argparse.Namespace) -> None:
-    text = " ".join(arguments.words)
-    words: Any = resolve(SLICE_WORDS)
-    try:
-        words.parse(text)
-    except ValueError as problem:
-        raise RequestError(f"slice {text!r}: {problem}") from problem
-
-
-_CHECKS: dict[str, Callable[[argparse.Namespace], None]] = {
-    "show": _check_run_folder,
-    "page": _check_run_folder,
-    "trace": _check_run_folder,
-    "expect": _check_run_folder,
-    "compare": _check_compare,
-    "faults": _check_faults,
-    "predict": _check_predict,
-    "slice": _check_slice,
-}
 
 
 def requested(arguments: argparse.Namespace) -> Request:
@@ -149,7 +69,7 @@ def requested(arguments: argparse.Namespace) -> Request:
     out = Path(arguments.out).absolute()  # now: the import of a subject may change the folder too
     with chdir("."):
         _options_checked(arguments)
-        given = _given(arguments) if arguments.subject == OURS else ()
+        given = _given(arguments) if arguments.subject == SUBJECT else ()  # checked before it is imported
         subject = named(arguments.subject, arguments.truth or "")
         given = given or _given(arguments, subject)
         truth_of(subject)
@@ -212,7 +132,7 @@ def _check_choice(arguments: argparse.Namespace) -> None:
         )
     if arguments.cases and arguments.deep:
         raise RequestError("deep: chooses more default cases, and a CASE was given; legal: --deep without a CASE")
-    if arguments.subject == OURS:
+    if arguments.subject == SUBJECT:
         check_modes(arguments.modes)
 
 
@@ -241,9 +161,7 @@ def default_cases(subject: NamedSubject, modes: str, deep: bool = False, checkpo
         modes_chosen = claims(subject).chosen(modes)
         return tuple(case for case in own if case.mode in modes_chosen)
     if not deep and not offers(subject.call, "refuses"):
-        plain: Any = resolve(PLAIN_CASES)
-        return tuple(case for mode in claims(subject).chosen(modes) for case in plain(mode))
-    cases_of: Callable[..., tuple[CaseLike, ...]] = resolve(DEFAULT_CASES)  # type: ignore[assignment]
+        return tuple(case for mode in claims(subject).chosen(modes) for case in dense_model().plain_cases(mode))
 
     def refuses(case: CaseLike) -> str:
         try:
@@ -251,14 +169,13 @@ def default_cases(subject: NamedSubject, modes: str, deep: bool = False, checkpo
         except Unanswered:  # the case itself is to run into it: its verdict reports it
             return ""
 
-    return cases_of(claims(subject).chosen(modes), refuses, deep=deep, checkpoint=checkpoint)
+    return dense_model().default_cases(claims(subject).chosen(modes), refuses, deep=deep, checkpoint=checkpoint)
 
 
 def _as_variant(cases: Iterable[CaseLike], name: str, *, given: bool) -> tuple[CaseLike, ...]:
     """The cases with this variant. One that was given must show it as it is; a default one is made to, or left out."""
-    make: Callable[[str], dict[str, object]] = resolve(VARIANT_WORDS)  # type: ignore[assignment]
     try:
-        made = make(name)
+        made = dense_model().variant_words(name)
     except ValueError as problem:
         raise RequestError(str(problem)) from problem
     words = {"variant": name} if given else made

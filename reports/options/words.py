@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from harness.programs.launch import add_options
+SLICED = "parallel.slicing.words:Sliced"
+"""The words of a slice, found by name as a subject is."""
 
 
 def add_checkpoint(checkpoint: argparse.ArgumentParser) -> None:
@@ -49,3 +50,19 @@ def add_hang(hang: argparse.ArgumentParser) -> None:
     hang.description = "Compare what every rank did last. Exit status 1 when ranks parted, 0 when none did."
     hang.epilog = "example: shardproof hang runs/latest   or   shardproof hang /tmp/nccl_trace_rank_*"
     hang.add_argument("dumps", nargs="+", metavar="DUMP", help="a run folder of `record`, or Flight Recorder files")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of recording; what follows them is the program."""
+    parser.add_argument("--steps", metavar="FIRST:END", help="record these steps; END is not included (all)")
+    parser.add_argument("--profile", metavar="torch,nsys", help="profilers to run beside; torch needs --steps")
+    parser.add_argument("--tokens", metavar="N", help="tokens of all ranks in a step, for tokens a second")
+    parser.add_argument("--cluster", metavar="NAME|FILE", help="the machine's links, to hold bandwidth against them")
+    parser.add_argument("--case", metavar="WORDS", help="the layout as a case, to hold calls, bytes and time against")
+    parser.add_argument(
+        "--silence",
+        default="60",
+        metavar="SECONDS",
+        help="after how long without any event a rank writes down where it stands, for `shardproof hang` (60)",
+    )
+    parser.add_argument("--out", default="runs", metavar="DIR", help="where run folders go (runs)")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import permutations
+from typing import Any
 
 import pandas as pd
 
 from reports.printing.tables import NOTHING, Table, count
+from reports.stored.files import recorded
 from reports.stored.frames import Run
 
 _VERDICTS = ("pass", "fail", "unknown")
@@ -67,3 +69,31 @@ def pairs(cases: Iterable[tuple[str, str]], features_of: Callable[[str], Iterabl
 def _cell(name: str, other: str, alone: Counter[str], both: Counter[tuple[str, str]]) -> str:
     number = alone[name] if name == other else both[name, other]
     return str(number) if number else NOTHING
+
+
+def program(run: Run) -> dict[str, Any]:
+    """Overview, findings and traffic of a recorded program; nothing of any other run."""
+    if not recorded(run.path):
+        return {}
+    from reports.programs.tables import parts  # noqa: PLC0415
+
+    return parts(run)
+
+
+def failures(run: Run) -> Sequence[object]:
+    """Failed checks by their first place, the simplest case first; none of a run without any."""
+    if not (run.verdicts["verdict"] == "fail").any():
+        return ()
+    from reports.stored.failures import groups, simplest_first  # noqa: PLC0415
+
+    failed = simplest_first(run)
+    return groups(failed[failed["verdict"] == "fail"], run.path, run.ledger)
+
+
+def experts(run: Run) -> list[Table]:
+    """The rows that experts get; none where no case of the run has any."""
+    if not (run.path / "experts.csv").is_file():
+        return []
+    from reports.printing.experts import expert_tables  # noqa: PLC0415
+
+    return expert_tables(run.path)

@@ -20,6 +20,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from harness.cases import read_case
+from harness.dense_model import SUBJECT
 from harness.errors import RequestError
 from harness.resolve import resolve
 from reports.comparing import modes
@@ -28,13 +29,9 @@ from reports.pages import drawings, opening
 from reports.pages.drawings import Node, by_module, last_micro_batch, timeline, tree
 from reports.printing import tables
 from reports.printing.calls import calls_table, witness_tables
-from reports.printing.experts import expert_tables
 from reports.printing.tables import Table, mebibytes
-from reports.programs import figures
-from reports.programs import tables as programs
-from reports.stored import failures, summary
-from reports.stored.failures import simplest_first
-from reports.stored.files import csv_table, recorded
+from reports.stored import summary
+from reports.stored.files import csv_table
 from reports.stored.frames import Run
 from reports.stored.unchecked import unchecked_notes
 
@@ -46,7 +43,6 @@ _MOST_PIPELINES, _MOST_DRAWN = 4, 16
 """Pipelines with a picture of their own, and ranks in it."""
 _SOURCES = {"modes": "summary.csv", "cases": "summary.csv", "verdicts": "verdicts.jsonl", "kills": "kill_matrix.csv"}
 """Tables that may be cut, and the file that holds all of their rows."""
-_OURS = "parallel.subject:subject"
 _TURNS = "inproc"
 """The engine whose ranks take turns, so that times say nothing of speed."""
 _TEMPLATES = Path(__file__).parent
@@ -106,14 +102,13 @@ def _parts(run: Run) -> dict[str, object]:
     """What the template shows, by its names for it."""
     headline = summary.headline(run)
     verdicts = summary.worst_first(run.verdicts)
-    failed = simplest_first(run)
     lines, shared = drawings.lines(run)
     used = set(run.summary["phase"])
-    program = recorded(run.path)
+    program = opening.program(run)
     return {
         "name": run.path.resolve().name,
-        "program": programs.overview(run) if program else None,
-        "findings": figures.findings(run) if program else [],
+        "program": program.get("program"),
+        "findings": program.get("findings", []),
         "overall": summary.overall(headline),
         "tally": summary.tally(headline, run.verdicts),
         "worst": int((headline["verdict"] == summary.overall(headline)).sum()),
@@ -126,7 +121,7 @@ def _parts(run: Run) -> dict[str, object]:
         "lines": lines,
         "shared": shared,
         "phases": [(phase, colour) for phase, colour in drawings.PHASE_COLOURS.items() if phase in used],
-        "failures": failures.groups(failed[failed["verdict"] == "fail"], run.path, run.ledger),
+        "failures": opening.failures(run),
         "open": _open(verdicts),
         "most_messages": _MOST_MESSAGES,
         "turns": run.env.get("request", {}).get("engine") == _TURNS,
@@ -136,10 +131,10 @@ def _parts(run: Run) -> dict[str, object]:
         "modes": modes_table(side_by_side(run)) if len(run.summary) and not program else None,
         "plots": _plots(run),
         "break_even": _break_even_table(run),
-        "traffic": programs.tables(run) if program else [*_traffic(run), *witness_tables(run.path)],
+        "traffic": program["traffic"] if program else [*_traffic(run), *witness_tables(run.path)],
         "cases": [] if program else _cases(run),
         "stated": [] if program else _stated(run),
-        "experts": expert_tables(run.path),
+        "experts": opening.experts(run),
         "modules": _modules(run),
         "pipelines": _pipelines(run),
         "pipeline_table": tables.pipeline_table(summary.measured(run), summary.cores(run)),
@@ -254,9 +249,9 @@ def _cases(run: Run) -> list[Table]:
 
 def _stated(run: Run) -> list[Table]:
     """The calls of the first case of every mode, each with its reason; subjects that are not ours give none."""
-    if run.env.get("request", {}).get("subject") != _OURS:
+    if run.env.get("request", {}).get("subject") != SUBJECT:
         return []
-    ours: Any = resolve(_OURS)
+    ours: Any = resolve(SUBJECT)
     return [
         calls_table(str(case), ours.expected(case)) for case in _readable(run.cases.drop_duplicates("mode")["case"])
     ]
@@ -264,9 +259,9 @@ def _stated(run: Run) -> list[Table]:
 
 def _pairs(run: Run, headline: pd.DataFrame) -> Table | None:
     """The pairs of features that passed together; None for subjects that do not name the features of a case."""
-    if run.env.get("request", {}).get("subject") != _OURS:
+    if run.env.get("request", {}).get("subject") != SUBJECT:
         return None
-    ours: Any = resolve(_OURS)
+    ours: Any = resolve(SUBJECT)
 
     def features_of(text: str) -> Iterable[str]:
         return (feature for case in _readable([text]) for feature in ours.features(case))

@@ -15,7 +15,6 @@ from pathlib import Path
 import pandas as pd
 
 from harness.protocols import TermLike
-from harness.witnesses.timing import spread
 from reports.printing.tables import NOTHING, Table, count
 
 _HEADERS = ("module", "phase", "op", "axis", "bytes", "formula", "calls", "at", "why")
@@ -116,6 +115,8 @@ def _confirmed(words: pd.Series) -> str:
 
 def _times(times: pd.DataFrame) -> Table:
     """Duration, exposed part and lateness of collectives by case, phase, op and size of group."""
+    from harness.witnesses.timing import spread  # noqa: PLC0415
+
     times = times.assign(group_size=times["group"].str.count(",") + 1)
     rows = []
     for key, part in times.groupby(_GROUP, sort=False):

@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 
 from harness.cases import read_case
+from harness.dense_model import SUBJECT
 from harness.engines.shapes.dry import DryEngine
 from harness.errors import ShardproofError
 from harness.predicting.clusters import read
@@ -67,7 +68,6 @@ def _link(ranks: str, cluster: Any) -> tuple[str, float]:
     return way.link, 1 / way.byte_s / 1e9 if way.byte_s else 0.0
 
 
-_SUBJECT = "parallel.subject:subject"
 _Kind = tuple[str, int]
 """Op and ranks of the group: a program's axes may have other names than the case's."""
 
@@ -98,7 +98,7 @@ def beside(run: Run) -> tuple[pd.DataFrame, str]:
 
 
 def _stated_calls(case: CaseLike) -> dict[_Kind, tuple[float, float]]:
-    subject, short = named(_SUBJECT).call, case.but(steps=1)
+    subject, short = named(SUBJECT).call, case.but(steps=1)
     form = closed_forms(stated(short, subject) or (), (0,), named_axes(short, subject))[0]
     calls: Counter[_Kind] = Counter()
     sent: Counter[_Kind] = Counter()
@@ -126,6 +126,6 @@ def _time_beside(run: Run, case: CaseLike) -> str:
     if not name:
         return "its time is predicted when the recording names its --cluster"
     with DryEngine() as engine:
-        told = forecast(case, named(_SUBJECT).call, read(str(name)), engine)
+        told = forecast(case, named(SUBJECT).call, read(str(name)), engine)
     took = step_s(run)
     return f"a step took {took:.4g} s, predicted {told.step_s:.4g} s on {name}: {took / told.step_s:.3g} times as long"

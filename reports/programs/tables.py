@@ -51,6 +51,11 @@ def overview(run: Run) -> Table:
     )
 
 
+def parts(run: Run) -> dict[str, object]:
+    """What the page has of it: overview, findings, traffic."""
+    return {"program": overview(run), "findings": figures.findings(run), "traffic": tables(run)}
+
+
 def tables(run: Run) -> list[Table]:
     """Traffic, modules, ranks and bandwidth; speed and the case beside it where the recording holds what they need."""
     if not len(run.ledger):

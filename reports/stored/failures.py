@@ -18,7 +18,6 @@ from typing import Any
 
 import pandas as pd
 
-from harness.diagnosing.six_lines import site
 from harness.ledger import PHASES
 from reports.stored.files import csv_table
 from reports.stored.frames import Run
@@ -54,6 +53,8 @@ def bugs(verdicts: pd.DataFrame) -> list[Bug]:
     """The failed verdicts of a run (columns case, check, verdict, message) by first place, in their own order."""
     failed = verdicts[verdicts["verdict"] == "fail"]
     found = []
+    from harness.diagnosing.lines import site  # noqa: PLC0415
+
     for _, group in failed.groupby(failed["message"].map(site), sort=False):
         first, rest = group.iloc[0], group.iloc[1:]
         others = rest.groupby("check", sort=False)["case"].nunique()
@@ -139,6 +140,10 @@ def groups(failed: pd.DataFrame, folder: Path, ledger: pd.DataFrame) -> list[Gro
     """Failed checks (rows of `Run.verdicts`) by their first place, in the order in which they are stored; `ledger` has
     the calls of the run.
     """
+    if failed.empty:
+        return []
+    from harness.diagnosing.lines import site  # noqa: PLC0415
+
     found: dict[str, list[dict[str, str]]] = {}
     for row in failed.to_dict("records"):
         line = {str(key): str(value) for key, value in row.items()}

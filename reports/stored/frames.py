@@ -16,7 +16,7 @@ from typing import Any
 
 import pandas as pd
 
-from harness.cases import known_modes
+from harness.dense_model import dense_model
 from harness.ledger import COLUMNS, OPS, PHASES, Event
 from harness.mesh_axes import SHOWN
 from reports.stored.files import (
@@ -131,7 +131,7 @@ def _if_there(path: Path, types: dict[str, str], notes: list[str]) -> pd.DataFra
 def in_order(frame: pd.DataFrame) -> pd.DataFrame:
     """The frame with mode, phase, op and axis as ordered categoricals: known words first, others sorted behind."""
     columns = {}
-    for name, known in {"mode": known_modes(), **_ORDER}.items():
+    for name, known in {"mode": dense_model().modes, **_ORDER}.items():
         if name in frame:
             values = frame[name].astype(str)
             other = sorted(set(values.unique()) - set(known))

@@ -17,6 +17,7 @@ import pandas as pd
 from harness.checking.coverage import ON_PURPOSE
 from harness.checking.exact_checks import SPLIT
 from harness.checking.numeric_checks import called
+from harness.dense_model import SUBJECT
 from reports.stored.frames import Run
 
 _MOST_NAMES = 12
@@ -107,8 +108,6 @@ _READING = "statements about the data hold; "
 _REPEATED = "it is repeated"
 _ROUNDED = "errors below those of "
 _DOUBTS = ("axis ", "step: ", "phase: ")
-_OURS = "parallel.subject:subject"
-"""Our own code, whose modes say what they split."""
 _MOST = 3
 """Different amounts, of tokens or of what is split, that a note lists."""
 
@@ -121,7 +120,7 @@ def unchecked_notes(run: Run) -> list[str]:
 
 def _split(run: Run) -> list[str]:
     """The shares of a foreign subject's parameters that are split, the least first, and the cases that they hold in."""
-    if run.env.get("request", {}).get("subject") == _OURS:
+    if run.env.get("request", {}).get("subject") == SUBJECT:
         return []
     parts = [message.rpartition("; ")[2] for message, _ in _passed(run, "parallelism")]
     shares = Counter(int(part.removesuffix(SPLIT)) for part in parts if part.endswith(SPLIT))

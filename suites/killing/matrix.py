@@ -18,19 +18,20 @@ from multiprocessing import get_context
 
 import torch
 
+from harness.dense_model import SUBJECT
 from harness.engines.engine import Engine
-from harness.engines.named import engine_named
 from harness.errors import ProgramError, RankDied, RequestError
 from harness.faults import Fault, faults_of
 from harness.interpreter import spawned
 from harness.protocols import CaseLike, case_text
+from harness.running.engines import engine_named
 from harness.running.ranks.capacity import admit
 from harness.running.ranks.execution import execute
 from harness.subject import NamedSubject, claims, own_cases, refusal
 from reference.case import Case
 from suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS
 from suites.mutants.field import in_field
-from suites.mutants.rows import OURS, Killed, faults_killed, mutant_killed
+from suites.mutants.rows import Killed, faults_killed, mutant_killed
 
 _SMALL = (
     "layers=1 hidden=16 heads=4 kv_heads=4 ffn=32 seq=8 batch=2 micro=2 steps=2 lr=0.1 mode={mode} tp=2 dp=3",
@@ -90,20 +91,20 @@ def planned(
     it, but for mutants that show in other dtypes alone. Raises RequestError when the subject takes none of the cases
     that would show a fault, or refuses a given one, or has no such mutants, or is not ours where a dtype is asked for.
     """
-    if field and (cases or subject.name != OURS):
-        raise RequestError(f"--field: is of bugs planted in {OURS}; legal: no CASE and no --subject")
-    if dtype and (cases or subject.name != OURS):
-        raise RequestError(f"--dtype {dtype}: is for drawn cases of {OURS}; legal: CASEs with dtype={dtype}")
+    if field and (cases or subject.name != SUBJECT):
+        raise RequestError(f"--field: is of bugs planted in {SUBJECT}; legal: no CASE and no --subject")
+    if dtype and (cases or subject.name != SUBJECT):
+        raise RequestError(f"--dtype {dtype}: is for drawn cases of {SUBJECT}; legal: CASEs with dtype={dtype}")
     if cases:
         plans = _of_cases(subject, cases, quick, only, timeout_s)
     else:
-        plans = planted(quick=quick, only=only, field=field) if subject.name == OURS else []
+        plans = planted(quick=quick, only=only, field=field) if subject.name == SUBJECT else []
         if only != "held-back" and not field:
             with engine_named("inproc") as engine:
                 for mode in claims(subject).modes:
                     plans += disturbed(subject, mode, engine, quick=quick, timeout_s=timeout_s, dtype=dtype)
         if not plans and only == "held-back":
-            rule = f"has no held-back mutants; legal: {OURS}, or leave out --held-back"
+            rule = f"has no held-back mutants; legal: {SUBJECT}, or leave out --held-back"
             raise RequestError(f"subject={subject.name}: {rule}")
         if not plans:
             rule = "takes none of the cases whose collectives would be disturbed"

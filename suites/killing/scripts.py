@@ -7,15 +7,16 @@ import itertools
 from collections.abc import Iterator, Mapping
 
 from bugs.anchors import source_of
+from harness.dense_model import SUBJECT
 from harness.engines.engine import Engine
-from harness.engines.named import engine_named
 from harness.errors import MachineError, RequestError
 from harness.reproducing.repro import emit
+from harness.running.engines import engine_named
 from harness.subject import NamedSubject, named
 from suites.mutants.catalogue import MUTANTS, VARIANT_ROWS
 from suites.mutants.draws import showing
 from suites.mutants.field import FIELD
-from suites.mutants.mutant import OURS, Mutant
+from suites.mutants.mutant import Mutant
 
 _TRIES = 4
 """Cases in which a wrong tensor is looked for: the smallest two that are drawn of each mode, until there are these."""
@@ -52,7 +53,7 @@ def _script(row: Mutant, engine: Engine) -> str:
     sources = row.sources()
     cases = (case for mode in row.modes for case in showing(row, mode)[:2])
     with row.subject() as subject:
-        given = NamedSubject(name=OURS, call=named(subject).call, address=OURS if subject == OURS else "")
+        given = NamedSubject(name=SUBJECT, call=named(subject).call, address=SUBJECT if subject == SUBJECT else "")
         for case in itertools.islice(cases, _TRIES):
             if text := emit(case, given, engine, planted=sources):
                 return text.replace('"""', f'"""{row.name}: {row.stands_for}\n\n{_diff(sources)}\n', 1)

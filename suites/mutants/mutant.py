@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from bugs.anchors import changed
 from bugs.planting import Subject, planted, planted_everywhere
 from bugs.record import Bug, Change, Words
+from harness.dense_model import SUBJECT
 from reference.case import Case
 from reference.case.conditions import broken
 from reference.language.modes import MODES
 
-__all__ = ["EVERY", "GROUPS", "OURS", "SPLIT", "TENSOR", "WHOLE", "Change", "Mutant", "Words", "everywhere", "holds"]
+__all__ = ["EVERY", "GROUPS", "SPLIT", "TENSOR", "WHOLE", "Change", "Mutant", "Words", "everywhere", "holds"]
 
-OURS = "parallel.subject:subject"
 EVERY = tuple(MODES)
 TENSOR = tuple(name for name, mode in MODES.items() if not mode.gathers_weights and not mode.uneven)
 """Modes that split the mathematics of a layer and the vocabulary."""
@@ -64,9 +64,9 @@ class Mutant(Bug):
         """Our subject with the bug in it; the dense model has it as well, inside, when it lies in what they share."""
         if self.is_shared:
             with planted_everywhere(self.sources()):
-                yield OURS
+                yield SUBJECT
         else:
-            yield planted(self.sources()) if self.changes else OURS
+            yield planted(self.sources()) if self.changes else SUBJECT
 
 
 def holds(condition: str, case: Case) -> bool:

@@ -20,13 +20,14 @@ from harness.injecting.equivalence import UNCHANGED, UNREAD
 from harness.injecting.kill_matrix import AND_MORE, MISLEADING, NONE, RIGHT, Kill
 from harness.injecting.survey import FaultResult, survey, unproved
 from harness.protocols import CaseLike
-from harness.running.proof import CaseResult, prove
+from harness.running.proof import prove
+from harness.running.result import CaseResult
 from harness.subject import NamedSubject
 from suites.mutants.draws import showing
-from suites.mutants.mutant import OURS, Mutant
+from suites.mutants.mutant import Mutant
 from suites.mutants.twins import quiet_without, when_of
 
-__all__ = ["OURS", "Killed", "cause_told", "faults_killed", "mutant_killed", "right_place"]
+__all__ = ["Killed", "cause_told", "faults_killed", "mutant_killed", "right_place"]
 
 TRIES = 10
 """Drawn cases that a mutant is held against before it counts as a survivor."""

@@ -7,12 +7,13 @@ from functools import partial
 
 from bugs.planting import Subject
 from harness.checking.evidence import PASS
+from harness.dense_model import SUBJECT
 from harness.engines.engine import Engine
 from harness.injecting.kill_matrix import NO, YES
 from harness.running.experiments import Failed, words_needed
-from harness.running.proof import CaseResult, prove
+from harness.running.proof import prove
+from harness.running.result import CaseResult
 from harness.subject import named
-from suites.mutants.mutant import OURS
 
 __all__ = ["quiet_without", "when_of"]
 
@@ -24,7 +25,7 @@ def quiet_without(result: CaseResult, engine: Engine, timeout_s: float) -> str:
     """Whether the case of a row passes every check without the bug, yes or no; a variant's without its word."""
     case = result.case
     right = case.but(variant="") if getattr(case, "variant", "") else case
-    return YES if prove(right, OURS, engine, timeout_s=timeout_s, explain=False).verdict == PASS else NO
+    return YES if prove(right, SUBJECT, engine, timeout_s=timeout_s, explain=False).verdict == PASS else NO
 
 
 def when_of(result: CaseResult, subject: Subject | str, engine: Engine) -> str:

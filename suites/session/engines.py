@@ -10,18 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from harness.dense_model import SUBJECT
 from harness.engines.engine import Engine
 from harness.errors import ShardproofError
 from harness.ledger import REPEATABLE, Event
 from harness.protocols import CaseLike
-from harness.running.proof import CaseResult, prove
+from harness.running.proof import prove
+from harness.running.result import CaseResult
 from harness.subject import NamedSubject
 from reference.case import Case
 from suites.drawing.strategies import cases
 from suites.session.request import chosen_modes
 from suites.session.sampling import sampled
 
-SUBJECT = "parallel.subject:subject"
 WORLDS = (2, 3, 4)
 """World sizes to draw from: real processes share the machine's cores."""
 

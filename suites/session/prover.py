@@ -8,7 +8,7 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn, Self
@@ -20,14 +20,16 @@ from hypothesis import strategies as st
 
 from harness.checking.checks import CHECKS, LAWS
 from harness.checking.evidence import FAIL, SKIP, Verdict
-from harness.diagnosing.six_lines import site
+from harness.dense_model import SUBJECT
+from harness.diagnosing.lines import site
 from harness.engines.engine import Engine
-from harness.engines.named import engine_named
 from harness.errors import RequestError
 from harness.plain_case import Vocabulary
 from harness.protocols import CaseLike
-from harness.running.proof import CaseResult, prove, with_traceback
-from harness.running.store import Store, environment, ledger_rows
+from harness.running.engines import engine_named
+from harness.running.proof import prove
+from harness.running.result import CaseResult, ledger_rows, with_traceback
+from harness.running.store import Store, environment
 from harness.running.summary import summarize
 from harness.subject import NamedSubject, case_of, named, offers, refusal, vocabulary
 from reference.case import Case
@@ -201,16 +203,15 @@ class Prover:
         known = {**CHECKS, **LAWS}
         asked = {name: known[name] for name in checks}
         result = prove(case, self.subject, self.engine, checks=asked, device=self.device, timeout_s=self.timeout_s)
-        if self.store is not None:
-            named_file = with_traceback(result.verdicts, result.text, result.traceback, self.store)
-            result = replace(result, verdicts=named_file)
+        if self.store is not None and result.traceback:
+            result = with_traceback(result, self.store)
         self._keep(result)
         if result.verdict == SKIP:
             pytest.skip(result.skipped)
         wrong = [verdict for verdict in result.verdicts if verdict.verdict != "pass"]
         assert not wrong, self._told(wrong)
         silent = set(checks) - {verdict.check for verdict in result.verdicts}
-        assert not silent or self.subject.name != "parallel.subject:subject", f"nothing to check: {sorted(silent)}"
+        assert not silent or self.subject.name != SUBJECT, f"nothing to check: {sorted(silent)}"
 
     def _told(self, wrong: Sequence[Verdict]) -> str:
         """Six lines for each first place; a place that another test has reported is one line and the command.

@@ -14,16 +14,14 @@ from importlib import import_module
 import pytest
 
 from harness.cases import check_modes, read_case
-from harness.engines.named import known_engine
+from harness.dense_model import SUBJECT
 from harness.errors import RequestError
+from harness.running.engines import known_engine
 from harness.running.ranks.capacity import admit
 from harness.running.request import seconds
 from harness.subject import NamedSubject, case_of, claims, named, truth_of
 from shardproof.pytest_plugin import OPTIONS, option_path, option_value
 from suites.session import known_failures
-
-OURS = "parallel.subject:subject"
-"""The subject of our own: its cases are checked before it is imported."""
 
 
 def check(config: pytest.Config) -> None:
@@ -35,7 +33,7 @@ def check(config: pytest.Config) -> None:
         world_sizes(option_value(config, "worlds"))
         seconds(option_value(config, "case_timeout"), "case-timeout")
         _check_device(option_value(config, "device"), faults=bool(option_value(config, "faults")))
-        ours = option_value(config, "subject") == OURS
+        ours = option_value(config, "subject") == SUBJECT
         text = option_value(config, "case")
         if text and ours:
             read_case(text)

@@ -14,14 +14,16 @@ import pytest
 from bench import fault_table
 from bench.fault_programs import goes_right, raises
 from bench.fault_table import FAULTS, Fault, measured, seen
-from harness.engines import named as named_engines
+from harness.dense_model import SUBJECT
 from harness.engines.shapes.dry import DryEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RankDied
 from harness.ledger import COLUMNS, REPEATABLE
-from harness.running.proof import CaseResult, prove
+from harness.running import engines as named_engines
+from harness.running.proof import prove
+from harness.running.result import CaseResult
 from reference.case import Case
-from suites.session.engines import SUBJECT, differences, drawn, unlike
+from suites.session.engines import differences, drawn, unlike
 
 CASE = Case.parse("mode=tp layers=1 hidden=16 heads=2 ffn=16 vocab=64 seq=8 micro=1 steps=1 tp=2")
 
@@ -158,7 +160,7 @@ def test_a_rank_that_ends_its_process_is_seen_from_outside(capfd: pytest.Capture
 def test_a_silent_row_is_shown_and_fails_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(named_engines.ENGINES, "inproc", f"{__name__}:Blind")
+    monkeypatch.setitem(named_engines.ENGINES, "inproc", Blind)
     monkeypatch.setattr(fault_table, "FAULTS", QUICK[:1])
     assert fault_table.main(["--out", str(tmp_path), "--engines", "inproc"]) == 1
     assert "0 of 1 detected" in capsys.readouterr().out

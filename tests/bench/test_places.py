@@ -27,8 +27,7 @@ from harness.running.locating import wrong_module
 from harness.running.locating.wrong_module import modules_of
 from harness.running.proof import prove
 from harness.running.trials.runs import recorded
-from harness.running.trials.trial import Trial
-from harness.running.truth.reference import reference_of
+from harness.running.trials.trial import Trial, reference_of
 from harness.subject import case_of, named
 from parallel.subject import subject as ours
 from parallel.subject import subject as right

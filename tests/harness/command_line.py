@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.engines import named as named_engines
+from harness.running import engines as named_engines
 from reports.commands import cli
+from tests.harness.toy_subjects import LoopEngine
 
 TOY = "tests.harness.toy_subjects:"
 ONE = "mode=tp tp=1 layers=1 hidden=16 heads=2 vocab=24 seq=8 micro=1 steps=1"
@@ -41,7 +42,7 @@ class CommandLine:
 
 def command_line(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
     """A command line that stands in this folder."""
-    monkeypatch.setitem(named_engines.ENGINES, "inproc", f"{TOY}LoopEngine")
+    monkeypatch.setitem(named_engines.ENGINES, "inproc", LoopEngine)
     monkeypatch.setattr("os.cpu_count", lambda: 1)  # no second process, which would have the real engine
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
     monkeypatch.chdir(folder)

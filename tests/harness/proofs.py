@@ -6,7 +6,8 @@ from typing import Any
 
 from harness.engines.engine import Engine
 from harness.engines.threads.inproc import InprocEngine
-from harness.running.proof import CaseResult, prove
+from harness.running.proof import prove
+from harness.running.result import CaseResult
 from harness.subject import case_of, named
 
 

@@ -23,15 +23,16 @@ from harness.outcome.merging import merge
 from harness.predicting.clusters import PRESETS
 from harness.predicting.figures import EQUAL
 from harness.predicting.forecast import forecast
-from harness.running.proof import CaseResult
 from harness.running.ranks.execution import execute
+from harness.running.result import CaseResult
 from parallel.communication.batch import Delivered, deliver
 from parallel.communication.layout import gather, pieces, shard
 from parallel.communication.mesh import Mesh, axis_rank, coordinates
-from parallel.registry import MODES
-from parallel.subject import subject
+from parallel.registry import scheme_of
+from parallel.subject import ParallelSubject, subject
 from reference.case import Case
 from reference.data.batches import micro_batch
+from reference.language.modes import MODES
 from suites.mutants.catalogue import of_file
 from suites.mutants.mutant import Mutant
 from suites.session.prover import Prover
@@ -59,13 +60,12 @@ def test_too_large_logits_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ("logits/0" in first) is kept
 
 
-def test_a_mode_that_is_not_offered_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mode_that_is_not_offered_is_refused() -> None:
     case = Case.parse("mode=tp tp=2")
-    monkeypatch.setattr("parallel.subject.MODES", {"isp": MODES["isp"]})
 
     def program(rank: int) -> str:
         with pytest.raises(ValueError, match="mode=tp: is not offered here; legal: isp"):
-            subject(case, CPU)
+            ParallelSubject(only=("isp",))(case, CPU)
         return "raised"
 
     assert on_ranks(2, program) == ["raised", "raised"]
@@ -165,7 +165,7 @@ def numbered(shape: tuple[int, ...]) -> Tensor:
 def test_parameters_come_back_from_their_ranks(prover: Prover, mode: str, data: st.DataObject) -> None:
     case = prover.drawn(data, mode)
     ranks: list[dict[str, Any]] = [{} for _ in range(case.world_size)]
-    places = MODES[mode].placements(case)
+    places = scheme_of(mode).placements(case)
     for name, place in places.items():
         full = numbered(place.shape)
         found = [(at, shard(full, place, at)) for at in (coordinates(case, rank) for rank in range(case.world_size))]
@@ -188,7 +188,7 @@ def test_a_batch_comes_back_from_its_ranks(prover: Prover, mode: str, data: st.D
     def program(rank: int) -> tuple[Delivered, Tensor]:
         mesh = Mesh.of(case)
         batch = deliver(case, mesh, 0, last, CPU)
-        return batch, MODES[mode].parts(case, mesh, CPU).local(batch).tokens
+        return batch, scheme_of(mode).parts(case, mesh, CPU).local(batch).tokens
 
     for rank, (batch, own) in enumerate(prover.engine.run(program, world_size=case.world_size)):
         sent = micro_batch(case, 0, last, axis_rank(case, "dp", rank))

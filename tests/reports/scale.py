@@ -17,7 +17,8 @@ from pathlib import Path
 
 from harness.checking.evidence import Verdict
 from harness.ledger import Event, wire_bytes
-from harness.running.store import Store, environment, ledger_rows
+from harness.running.result import ledger_rows
+from harness.running.store import Store, environment
 from harness.running.summary import summarize
 from reports.comparing.comparison import compare
 from reports.comparing.snapshot import save, side, snapshot

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from harness.checking.evidence import Verdict
 from harness.engines.threads.inproc import InprocEngine
 from harness.running.ranks.execution import execute
-from harness.running.store import Store, environment, ledger_rows
+from harness.running.result import ledger_rows
+from harness.running.store import Store, environment
 from harness.running.summary import summarize
 from reference.case import Case
 

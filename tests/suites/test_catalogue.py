@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from bugs.references import SYSTEMS, references, told, unread
-from harness.engines.named import engine_named
+from harness.dense_model import SUBJECT
 from harness.errors import RequestError, TimeLimit
 from harness.injecting.kill_matrix import COLUMNS, figures
+from harness.running.engines import engine_named
 from harness.running.proof import prove
 from harness.subject import cases_of, named
 from reports.commands.cli import main
@@ -24,7 +25,7 @@ from suites.mutants import field, twins
 from suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS
 from suites.mutants.draws import showing
 from suites.mutants.field import FIELD, MEASURED, page, public
-from suites.mutants.mutant import OURS, Mutant
+from suites.mutants.mutant import Mutant
 from suites.mutants.rows import mutant_killed
 from tests import ROOT
 from tests.suites.planned_kills import kill
@@ -100,17 +101,17 @@ def test_another_record_is_another_version() -> None:
 
 
 def test_the_field_is_planned_with_twins_and_without_faults() -> None:
-    plans = matrix.planned(named(OURS), quick=True, field=True)
+    plans = matrix.planned(named(SUBJECT), quick=True, field=True)
     held = {row.name for row in HELD_BACK if field.in_field(row)}
     assert {plan.name for plan in plans} == {row.name for row in FIELD} | held
     assert all(plan.twin and not plan.faults for plan in plans)
-    assert {plan.name for plan in matrix.planned(named(OURS), quick=True, field=True, only="open")} == {
+    assert {plan.name for plan in matrix.planned(named(SUBJECT), quick=True, field=True, only="open")} == {
         row.name for row in FIELD
     }
     with pytest.raises(RequestError, match=r"--field: is of bugs planted in parallel\.subject:subject"):
         matrix.planned(named("tests.suites.planned_kills:theirs"), quick=True, field=True)
     with pytest.raises(RequestError, match="--field"):
-        matrix.planned(named(OURS), quick=True, field=True, cases=cases_of(["tp=2"], named(OURS)))
+        matrix.planned(named(SUBJECT), quick=True, field=True, cases=cases_of(["tp=2"], named(SUBJECT)))
 
 
 def test_a_bug_is_measured_beside_the_same_case_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,8 +123,8 @@ def test_a_bug_is_measured_beside_the_same_case_without_it(monkeypatch: pytest.M
         assert mutant_killed(bug, "tp-sp", engine).row.twin == ""
         case = showing(bug, "tp-sp")[0]
         with bug.subject() as wrong:
-            monkeypatch.setattr(twins, "OURS", wrong)
-            result = prove(case, OURS, engine)
+            monkeypatch.setattr(twins, "SUBJECT", wrong)
+            result = prove(case, SUBJECT, engine)
             assert twins.quiet_without(result, engine, 60.0) == "no", "a twin that is not quiet is told"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.dense_model import SUBJECT
 from harness.diagnosing.diagnosis import ended
 from harness.diagnosing.rules.causes import reported as made
 from harness.errors import MachineError, RequestError
@@ -20,7 +21,7 @@ from reports.commands.cli import main
 from suites.killing import matrix as killing
 from suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS
 from suites.mutants.draws import showing
-from suites.mutants.rows import OURS, cause_told
+from suites.mutants.rows import cause_told
 from tests.suites import planned_kills
 from tests.suites.planned_kills import INTERRUPTED, kill
 
@@ -215,7 +216,7 @@ def test_a_given_case_is_disturbed_and_no_other() -> None:
     plans = killing.planned(subject, quick=True, cases=(case,))
     assert {plan.case for plan in plans} == {case}
     assert {fault.target.group_size for plan in plans for fault in plan.faults} == {3}
-    assert killing.planned(named(OURS), quick=True, cases=(case,))[0].faults  # and no mutant
+    assert killing.planned(named(SUBJECT), quick=True, cases=(case,))[0].faults  # and no mutant
     with pytest.raises(RequestError, match="--held-back with a CASE"):
         killing.planned(subject, quick=True, only="held-back", cases=(case,))
     with pytest.raises(RequestError, match="its ranks issue no collective"):

@@ -22,7 +22,8 @@ from harness.checking.evidence import FAIL, PASS
 from harness.engines.engine import Engine
 from harness.engines.processes.forked.pool import PoolEngine
 from harness.engines.threads.inproc import InprocEngine
-from harness.running.proof import CaseResult, prove
+from harness.running.proof import prove
+from harness.running.result import CaseResult
 from harness.subject import case_of, named
 from reports.commands import cli
 from suites.subjects import two_d

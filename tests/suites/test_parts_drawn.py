@@ -9,6 +9,7 @@ import pytest
 
 from bench.clean import Part, cases_of
 from harness.checking.checks import CHECKS
+from harness.dense_model import SUBJECT
 from harness.engines.threads.inproc import InprocEngine
 from harness.running.proof import prove
 from reference.case import Case
@@ -20,7 +21,6 @@ from suites.drawing.profiles import PROFILES
 from suites.drawing.strategies import cases, every_word, modes_with
 from suites.mutants.catalogue import MUTANTS
 from suites.mutants.draws import work
-from suites.mutants.mutant import OURS
 from suites.session.sampling import sampled
 
 MODES_OF = {
@@ -135,5 +135,5 @@ def test_a_property_meets_a_bug_of_a_part(engine: InprocEngine, bug: str, part: 
     (mutant,) = (mutant for mutant in MUTANTS if mutant.name == bug)
     asked = {check: CHECKS[check]}
     with mutant.subject() as wrong:
-        told = [prove(case, subject, engine, checks=asked).verdict for subject in (OURS, wrong)]
+        told = [prove(case, subject, engine, checks=asked).verdict for subject in (SUBJECT, wrong)]
     assert told == ["pass", "fail"]

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from harness.checking.evidence import Evidence, split_axes
+from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
 from harness.diagnosing.rules.causes import Cause, claimed
 from harness.diagnosing.rules.patterns import is_count
 from harness.diagnosing.rules.places import blocks_of
 from harness.diagnosing.rules.proofs import SINGLE, Explained, explains, share_left, times
+from harness.mesh_axes import split_axes
 
 __all__ = ["Measure", "Predict", "factor_of", "from_factor", "meaning_of", "UNDECIDED", "sizes_of"]
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 
-from harness.checking.evidence import Evidence, split_axes
+from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
 from harness.diagnosing.rules.causes import Cause, claimed, reported
 from harness.diagnosing.rules.patterns import same
 from harness.diagnosing.rules.places import blocks_of
 from harness.diagnosing.rules.proofs import Explained
 from harness.differences import Difference
+from harness.mesh_axes import split_axes
 
 __all__ = ["from_parts", "more_classes"]
 

@@ -15,11 +15,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from harness.checking.evidence import Evidence, split_axes
+from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
 from harness.diagnosing.rules.causes import Cause, claimed
 from harness.diagnosing.rules.places import blocks_of, held_whole
 from harness.diagnosing.rules.proofs import Explained, number
+from harness.mesh_axes import split_axes
 
 __all__ = ["from_norms"]
 

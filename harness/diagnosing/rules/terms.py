@@ -12,11 +12,12 @@ import math
 import torch
 from torch import Tensor
 
-from harness.checking.evidence import Evidence, split_axes
+from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
 from harness.diagnosing.rules.causes import Cause, claimed
 from harness.diagnosing.rules.factors import Predict, meaning_of
 from harness.diagnosing.rules.proofs import Explained, explains, share_left, times
+from harness.mesh_axes import split_axes
 
 __all__ = ["added", "from_terms"]
 

@@ -15,21 +15,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from harness.engines.calls.desync import RootCause, of_deadlock, of_mismatch, of_skipped
 from harness.engines.engine import Engine, RunRequest
-from harness.engines.threads import postmortem
 from harness.engines.threads.heap import Heap
 from harness.engines.threads.intervention import Intervention
 from harness.engines.threads.matcher import Race
-from harness.engines.threads.postmortem import Raised, hint
 from harness.engines.threads.rank_threads import Aborted, RankThread, RankThreads
 from harness.engines.threads.rank_world import Enter, installed
 from harness.engines.threads.scheduler import RankStatus, RunEnd
-from harness.engines.threads.state.module_state import namespaces_of
 from harness.engines.threads.state.rank_state import CallerStreams, PerRankState
 from harness.engines.threads.unmapped import Unmapped
 from harness.errors import (
@@ -44,6 +40,11 @@ from harness.errors import (
 )
 from harness.ledger import Observer
 from harness.torch_internals.world import leave_world
+
+if TYPE_CHECKING:
+    from harness.engines.calls.desync import RootCause
+    from harness.engines.threads.postmortem import Raised
+    from harness.engines.threads.state.module_state import Namespace
 
 _SETTLE_S = 0.02
 """How long the other ranks may go on after a failure, so that the report shows where they wait."""
@@ -79,7 +80,11 @@ class InprocEngine(Engine):
         parts = intervention or Intervention()
         self.unwaited = ()
         num_threads = torch.get_num_threads()
-        places = namespaces_of(request.per_rank)
+        places: Sequence[Namespace] = ()
+        if request.per_rank:
+            from harness.engines.threads.state.module_state import namespaces_of  # noqa: PLC0415
+
+            places = namespaces_of(request.per_rank)
         with installed() as enter, self._unmapped.recorded():
             state = parts.state(request.world_size, request.seed, places, self._streams)
             threads = self._threads.take(request.world_size)
@@ -134,6 +139,11 @@ class _Run:
                 leave_world()
 
         end = self.scheduler.drive(body)
+        unmet = any(group.collectives or group.messages for group in self.matcher.groups.values())
+        if end is RunEnd.DONE and not unmet and not self.raised and self.matcher.failure is None:
+            return self.values
+        from harness.engines.threads import postmortem  # noqa: PLC0415
+
         if end is RunEnd.HALTED:
             self.scheduler.settle(_ALIKE_S if self.raised and self._hint(self.others_ran) else _SETTLE_S)
         cause = self._cause(end)
@@ -154,14 +164,21 @@ class _Run:
             self.raised_first = True
             others = [status for other, status in enumerate(self.scheduler.statuses) if other != rank]
             self.others_ran = any(status is not RankStatus.NOT_STARTED for status in others)
+        from harness.engines.threads.postmortem import Raised  # noqa: PLC0415
+
         self.raised.append(Raised(rank, error))
         self.scheduler.halt()
 
     def _hint(self, shared: bool) -> str:
         """What may help; `shared`: another rank may have left behind what the first one raised about."""
+        from harness.engines.threads.postmortem import hint  # noqa: PLC0415
+
         return hint(self.raised[0].error, others_ran=shared, per_rank=self.request.per_rank)
 
     def _cause(self, end: RunEnd) -> RootCause | None:
+        from harness.engines.calls.desync import RootCause, of_deadlock, of_mismatch, of_skipped  # noqa: PLC0415
+        from harness.engines.threads import postmortem  # noqa: PLC0415
+
         failure = self.matcher.failure
         if self.raised_first:
             return postmortem.of_raise(self.raised, self.request.world_size)
@@ -180,6 +197,8 @@ class _Run:
 
     def _error(self, cause: RootCause, found: Sequence[Position]) -> ShardproofError:
         """The error to raise, after the threads have ended."""
+        from harness.engines.threads import postmortem  # noqa: PLC0415
+
         abandoned = self.scheduler.stop()
         text = cause.text
         if abandoned:

@@ -7,16 +7,18 @@ without one uses the plain parts at no cost. `Intervened` is an engine in which 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness.engines.engine import Engine, RunRequest
 from harness.engines.threads.matcher import CollectiveMatcher
 from harness.engines.threads.rank_threads import RankThread
 from harness.engines.threads.scheduler import Scheduler
-from harness.engines.threads.state.module_state import Namespace
 from harness.engines.threads.state.rank_state import CallerStreams, PerRankState
 from harness.errors import RequestError
 from harness.ledger import Observer
+
+if TYPE_CHECKING:
+    from harness.engines.threads.state.module_state import Namespace
 
 
 class Intervention:

@@ -17,7 +17,7 @@ from harness.protocols import CaseLike, case_text, unsaved
 from harness.recording.capturing.operator_probes import Drawing, DrawnNumbers, Numbers
 from harness.running.ranks.execution import execute
 from harness.running.trials.trial import Trial
-from harness.running.truth.reference import EXACT, OwnTruth, one_rank
+from harness.running.truth.own import EXACT, one_rank
 from harness.subject import ALONE
 
 _LATER = frozenset({"act_grad", "grad", "grad_norm", "tokens", "param", "saved"})
@@ -30,7 +30,7 @@ def with_drawn_numbers(trial: Trial, evidence: Evidence, wrong: Collection[str])
     """
     compared = [name for name in evidence.truth if name in evidence.returned]
     forward = {name for name in compared if kind_of(name) not in _LATER and not is_state(name)}
-    own = isinstance(trial.reference.truth, OwnTruth)
+    own = trial.reference.own
     untouched = not own and not getattr(trial.engine, "drew", True)
     drawn_by_ranks = evidence.given and evidence.mask_draws is None  # and returned: by whatever operators they drew
     if evidence.torn or drawn_by_ranks or untouched or not wrong or (forward and not forward & set(wrong)):
@@ -64,12 +64,12 @@ def _of_ranks(trial: Trial, case: CaseLike, dropout: bool) -> list[Numbers]:
 
 
 def _of_truth(trial: Trial, dropout: bool) -> list[Numbers]:
-    truth = trial.reference.truth
-    if isinstance(truth, OwnTruth) and truth.dense == ALONE:
+    own = trial.reference.own
+    if own and own.dense == ALONE:
         return _of_ranks(trial, one_rank(trial.case, trial.subject).but(dtype=EXACT), dropout)
     probe = DrawnNumbers(dropout=dropout)
     with probe:
-        trial.computed(truth)
+        trial.computed(trial.reference.truth)
     return probe.found
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -16,12 +15,11 @@ from harness.errors import error_text
 from harness.outcome.blocks import blocks
 from harness.protocols import CaseLike, Subject
 from harness.recording.capturing.module_calls import Held, ModuleCalls
-from harness.resolve import resolve
 from harness.running.locating.captured_run import calls_of_ranks, calls_of_truth
 from harness.running.ranks.capacity import memory_bytes
 from harness.running.ranks.execution import RankTask
-from harness.running.trials.trial import Trial
-from harness.running.truth.reference import EXACT, Function, InParts, OwnTruth, one_rank
+from harness.running.trials.trial import Function, Trial
+from harness.running.truth.own import EXACT, InParts, one_rank
 from harness.subject import ALONE
 
 _COPIES = 8
@@ -86,17 +84,17 @@ def _ranks(trial: Trial, case: CaseLike, subject: str | Subject) -> list[ModuleC
 def _truths(trial: Trial, evidence: Evidence) -> tuple[ModuleCalls, list[ModuleCalls], bool]:
     """The modules of the truth and of its control runs, and whether they are those of the first micro-batch alone."""
     names, case, low = trial.reference, trial.case, trial.case.dtype != EXACT
-    named = {} if isinstance(names.truth, OwnTruth) else trial.true(names.truth)
+    named = {} if names.own else trial.true()
     if any(kind_of(name) == "act" for name in named):
         runs = evidence.controls
         if low and not any(kind_of(name) == "act" for run in runs for name in run):
             runs = (trial.dense(names.control, part="control"),)
         return _of_names(named), [_of_names(run) for run in runs], True
     given = trial.given or None
-    if isinstance(names.truth, OwnTruth) and names.truth.dense == ALONE:
+    if names.own and names.own.dense == ALONE:
         one, own = one_rank(case, trial.subject), trial.subject
         if given:
-            own = replace(own, call=names.truth.with_masks(given), address="")
+            own = replace(own, call=names.own.with_masks(given), address="")
         (calls,) = _ranks(trial, one.but(dtype=EXACT), own.sent)
         return calls, _ranks(trial, one, InParts(own, _PARTS)) if low and calls.outputs else [], False
     calls = calls_of_truth(_function(names.truth, given), case, trial.device)
@@ -104,8 +102,7 @@ def _truths(trial: Trial, evidence: Evidence) -> tuple[ModuleCalls, list[ModuleC
     return calls, more, False
 
 
-def _function(name: Function, given: Mapping[str, Tensor] | None) -> Any:
-    function: Any = resolve(name) if isinstance(name, str) else name
+def _function(function: Function, given: Mapping[str, Tensor] | None) -> Function:
     return function if given is None else partial(function, given=given)
 
 

@@ -1,20 +1,17 @@
 """Whether this machine can hold a case, checked before anything of it is made. Sizes are elements; GiB in messages.
 
-The harness knows no model: the size of a case is computed by functions of the reference, by name.
+The harness knows no model: the dense model states the size of a case.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
+from harness.cases import in_own_words
+from harness.dense_model import dense_model
 from harness.errors import RequestError
-from harness.plain_case import PlainCase
 from harness.protocols import CaseLike, case_text
-from harness.resolve import resolve
-
-PARTS, FIRST_BATCH, CULPRIT = (f"reference.training.size:{name}" for name in ("parts", "first_batch", "culprit"))
 
 _WIDTH = 8
 """Bytes of an element: the truth is float64, tokens are int64."""
@@ -34,15 +31,12 @@ def admit(cases: Iterable[CaseLike], engine: str, limit_bytes: int | None = None
     for case in cases:
         admit_ranks(case, engine)
     limit = (memory_bytes() if limit_bytes is None else limit_bytes) // _WIDTH
-    count: Callable[[CaseLike], Mapping[str, int]]
-    count = resolve(FIRST_BATCH if engine == _SHAPES_ALONE else PARTS)  # type: ignore[assignment]
-    blame: Any = resolve(CULPRIT)
     for case in cases:
-        if isinstance(case, PlainCase):
+        if in_own_words(case):
             continue
-        sizes = count(case)
+        sizes = dense_model().sizes(case, shapes_alone=engine == _SHAPES_ALONE)
         if sum(sizes.values()) > limit:
-            found = blame(case, limit)
+            found = dense_model().too_large(case, limit)
             word = f"{found[0]}={getattr(case, found[0])}: " if found else ""
             legal = f"{found[0]}={found[1]}" if found else "smaller sizes"
             if engine != _SHAPES_ALONE:

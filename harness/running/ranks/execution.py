@@ -8,35 +8,37 @@ only there. Times are seconds, sizes bytes.
 
 from __future__ import annotations
 
+import os
 import pickle
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, chdir, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from harness.engines.engine import Engine, Unwaited
-from harness.engines.interposer import observing
 from harness.engines.rank_environment import rank_device
-from harness.engines.threads.state.module_state import own_state
 from harness.errors import RequestError, error_text
 from harness.ledger import Event, Observer
 from harness.outcome.blocks import Block, blocks, localize
 from harness.protocols import CaseLike, Subject
+from harness.recording.annotations import TOOL
 from harness.recording.capturing.module_calls import Capture
 from harness.recording.measures import Overlap, RankCallIndex, SavedActivations
-from harness.recording.ranges import attached
 from harness.recording.recorder import Recorder
-from harness.recording.spans import RankSpan, stopwatch
 from harness.resolve import resolve
 from harness.running.ranks.output import rank_output
 from harness.subject import Unanswered, answered, called, kept_per_rank, named_axes, offers, session
 from harness.torch_internals.compiler import leave_unloaded
 from harness.torch_internals.modes import deterministic_on
+
+if TYPE_CHECKING:
+    from harness.recording.ranges import Ranges
+    from harness.recording.spans import RankSpan, Stopwatch
 
 _SAME_CLOCK_S = 3600.0
 """A task that seems older, or of the future, comes from a machine with another clock: its times begin here."""
@@ -169,6 +171,9 @@ def sendable(task: RankTask) -> RankTask:
 
 def perform(rank: int, task: RankTask) -> Execution:
     """Run the subject on this rank, which has its process for itself, as the task says."""
+    from harness.engines.interposer import observing  # noqa: PLC0415
+    from harness.engines.threads.state.module_state import own_state  # noqa: PLC0415
+
     leave_unloaded()
     subject: Any = resolve(task.subject) if isinstance(task.subject, str) else task.subject
     device, past_s = rank_device(task.device, rank), time.perf_counter() - task.origin_s
@@ -191,6 +196,24 @@ def _on_rank(rank: int, subject: Subject, case: CaseLike, device: torch.device, 
         return localize(outcome)
 
 
+def _ranges() -> Ranges | None:
+    """The ranges for a tool that listens to this process; None when none does."""
+    if not os.environ.get(TOOL):
+        return None
+    from harness.recording.ranges import attached  # noqa: PLC0415
+
+    return attached()
+
+
+def _stopwatch(device: torch.device) -> Stopwatch | None:
+    """The stopwatch of a device, None where the host's clock is true."""
+    if device.type != "cuda":
+        return None
+    from harness.recording.spans import stopwatch  # noqa: PLC0415
+
+    return stopwatch(device)
+
+
 class _Watching:
     """What observes the ranks of this process, as a task says: all of it is made and entered here."""
 
@@ -206,7 +229,7 @@ class _Watching:
         if task.record:
             case = task.case
             named = task.text, case.mode, case.world_size, named_axes(case, subject)
-            recorder = Recorder(*named, ranges=attached(), origin_s=origin_s, stopwatch=stopwatch(device))
+            recorder = Recorder(*named, ranges=_ranges(), origin_s=origin_s, stopwatch=_stopwatch(device))
             self.recorder = entered.enter_context(recorder)
         self.observer: Observer | None = self.recorder or self._hiding
 

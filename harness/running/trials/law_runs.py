@@ -22,7 +22,6 @@ from harness.outcome.merging import merge
 from harness.protocols import CaseLike, unsaved
 from harness.running.trials.trial import Trial
 from harness.running.truth.control_modes import PERTURBED
-from harness.running.truth.reference import OwnTruth
 from harness.subject import NamedSubject, offers, own_cases, refusal
 
 _GROUPINGS = 2
@@ -129,7 +128,7 @@ def with_first_forward(trial: Trial, evidence: Evidence) -> Evidence:
     rounding. Where a choice falls otherwise (a router's), some rows differ and not most: that says nothing.
     """
     names = [name for name, tensor in evidence.truth.items() if _of_first_forward(name) and tensor.is_floating_point()]
-    if not names or not isinstance(trial.reference.truth, OwnTruth) or evidence.case.dtype == "float64":
+    if not names or not trial.reference.own or evidence.case.dtype == "float64":
         return evidence
     run = evidence.controls[0] if evidence.case.dtype == DTYPE and evidence.controls else _lower(trial, parts=2)
     truth = {name: evidence.truth[name] for name in names if _fits(run, name, evidence.truth)}

@@ -27,10 +27,9 @@ from harness.checking.numeric_checks import NUMERIC_KINDS
 from harness.errors import MachineError, ProgramError, RequestError
 from harness.protocols import CaseLike
 from harness.recording.capturing.operator_probes import Island, NarrowProbe, Probed, narrower
-from harness.resolve import resolve
-from harness.running.trials.trial import Trial
+from harness.running.trials.trial import Function, Trial
 from harness.running.truth.control_modes import BOTH, Rounding
-from harness.running.truth.reference import Function, OwnTruth, one_rank
+from harness.running.truth.own import OwnTruth, one_rank
 from harness.subject import lower_dtypes, refusal, truth_of
 
 Found = tuple[Evidence, dict[str, Finding]]
@@ -69,10 +68,8 @@ class RoundedControl:
                 case = case.but(dtype=_WHOLE)
         if isinstance(self.control, OwnTruth):  # rounds in the thread of its rank
             return replace(self.control, around=rounds)(case, device, parts=parts, **words)
-        function: Any = resolve(self.control) if isinstance(self.control, str) else self.control
         with rounds():
-            outcome: Mapping[str, Tensor] = function(case, device, parts=parts, **words)
-        return outcome
+            return self.control(case, device, parts=parts, **words)
 
 
 def wrong_of(findings: Mapping[str, Finding]) -> list[Measured]:

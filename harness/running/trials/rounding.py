@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
@@ -16,9 +15,7 @@ from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import is_state, kind_of, kind_rms, step_of
 from harness.checking.measures.tolerance import FLOAT64_CEILING, Controlled, Measured
 from harness.checking.numeric_checks import held
-from harness.resolve import resolve
-from harness.running.trials.trial import Trial
-from harness.running.truth.reference import Function, OwnTruth
+from harness.running.trials.trial import Function, Trial
 from harness.torch_internals.memory import give_back
 
 MORE_PARTS = (1, 2, 3, 4, 5, 6, 7, 8)
@@ -42,7 +39,7 @@ def stepwise(trial: Trial, evidence: Evidence) -> Evidence:
     names = trial.reference
     if evidence.states is not None:
         return evidence
-    states = _states(trial, evidence) if names.slack else None
+    states = _states(trial, evidence) if names.model else None
     controls = (_stepped(trial, names.control, states),) if evidence.dtype != "float64" else ()
     if states is None:
         return replace(evidence, controls=controls, far={})
@@ -69,10 +66,9 @@ def _known(evidence: Evidence, truth: Mapping[str, Tensor]) -> dict[str, Tensor]
 def _slack(
     trial: Trial, states: Mapping[str, Tensor], truth: Mapping[str, Tensor], controls: Sequence[Mapping[str, Tensor]]
 ) -> Mapping[str, Tensor]:
-    function: Any = resolve(trial.reference.slack)
+    model = trial.reference.model
     with trial.timed("control"):
-        found: Mapping[str, Tensor] = function(trial.case, states, truth, controls)
-    return found
+        return model.adam_slack(trial.case, states, truth, controls) if model else {}
 
 
 def doubtful(trial: Trial, evidence: Evidence, wrong: Collection[Measured]) -> bool:
@@ -98,8 +94,8 @@ def controlled(trial: Trial, evidence: Evidence, wrong: Collection[Measured]) ->
         if not 1 < _furthest(evidence, wrong) <= NEAR:
             break
         evidence = _with_control_run(trial, evidence, parts)
-    sides = (1, -1) if names.kinks else ()
-    kinks = tuple(_stepped(trial, names.kinks, states, side=side) for side in sides)
+    model = names.model
+    kinks = tuple(_stepped(trial, model.kinks, states, side=side) for side in (1, -1)) if model else ()
     slack = {} if states is None else _slack(trial, states, {**trial.dense(names.truth), **truth}, evidence.controls)
     return replace(evidence, kinks=kinks, slack=slack)
 
@@ -123,7 +119,7 @@ def measured_apart(trial: Trial, evidence: Evidence) -> Evidence:
     As it is where other groupings are held against control runs too.
     """
     names = {name for run in evidence.controls for name, tensor in run.items() if _is_large(name, tensor)}
-    if not names or isinstance(trial.reference.truth, OwnTruth):
+    if not names or trial.reference.own:
         return evidence
     truth, far = evidence.truth, dict(evidence.far)
     kinds = {} if far else kind_rms({name: truth[name] for name in truth if kind_of(name) in _OF_PARAMETERS})
@@ -145,8 +141,10 @@ def control_run(trial: Trial) -> Mapping[str, Tensor]:
     return trial.dense(trial.reference.control, part="control")
 
 
-def _stepped(trial: Trial, name: Function, states: Mapping[str, Tensor] | None, **words: int) -> Mapping[str, Tensor]:
+def _stepped(
+    trial: Trial, function: Function, states: Mapping[str, Tensor] | None, **words: int
+) -> Mapping[str, Tensor]:
     """A function of the reference that begins its steps at these states, when there are any."""
     if states:
-        return trial.computed(name, part="control", states=states, **words)
-    return trial.dense(name, part="control", **words)
+        return trial.computed(function, part="control", states=states, **words)
+    return trial.dense(function, part="control", **words)

@@ -1,6 +1,6 @@
 """One case on one subject: how it is run, what the dense model computes of it, and what the subject states of itself.
 
-The harness imports no model: the reference is named like any subject. Times are seconds.
+Times are seconds.
 """
 
 from __future__ import annotations
@@ -8,24 +8,26 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
+from harness.dense_model import DenseModel, dense_model
 from harness.engines.calls.callers import is_user, shortened
 from harness.engines.engine import Engine
 from harness.errors import MachineError, RequestError, TimeLimit, error_text
 from harness.protocols import Axes, CaseLike, FactsLike, Subject, TermLike, case_text
-from harness.resolve import resolve
 from harness.running.ranks.execution import Execution, execute
-from harness.running.truth.reference import REFERENCE, Function, Reference, Truths
-from harness.subject import NamedSubject, Unanswered, orders, stated
+from harness.subject import NamedSubject, Unanswered, orders, stated, truth_of
 from harness.torch_internals.memory import out_of_memory, tight_heap
+
+if TYPE_CHECKING:
+    from harness.running.truth.own import OwnTruth
 
 _LATE_S = 0.5
 """How much later than its limit a body is interrupted, so that an engine in it ends first, which can say more."""
@@ -72,8 +74,63 @@ BOUNDED = frozenset({*PARTS, "recorded", "plain", "again"})
 """Parts of a case that end by themselves within its time limit, unless native code keeps the process busy."""
 _BETWEEN = "checks"
 """The part of a case between and around the others."""
+
+
+Function: TypeAlias = "Callable[..., Mapping[str, Tensor]]"
+"""A function (case, device) -> outcome: of the dense model, or a truth of the subject's own (OwnTruth)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """What a case is compared with: the truth, and control runs beside it. Activations are among their outcomes.
+
+    `control` takes parts=n too, the number of partial sums in place of its own choice. `model` is our dense model where
+    it is the truth: what widens limits (`kinks`, `adam_slack`), states facts and explains failures is known of it
+    alone. Its truth, control and kinks take states=mapping, the subject's states from which their steps begin. `own` is
+    the truth where it is the subject's own.
+    """
+
+    truth: Function
+    control: Function
+    model: DenseModel | None = None
+    own: OwnTruth | None = None
+
+
+def reference_of(subject: NamedSubject, engine: Engine, timeout_s: float = 60.0) -> Reference:
+    """What a subject is compared with: our dense model, or its own truth. Raises RequestError when that is none."""
+    dense = truth_of(subject)
+    if dense is None:
+        return decoder()
+    from harness.running.truth.own import OwnTruth  # noqa: PLC0415
+
+    own = OwnTruth(subject=subject, dense=dense, engine=engine, timeout_s=timeout_s)
+    return Reference(truth=own, control=replace(own, control=True), own=own)
+
+
+def decoder() -> Reference:
+    """Our dense model as a truth."""
+    model = dense_model()
+    return Reference(truth=model.truth, control=model.control, model=model)
+
+
 Asked = tuple[Function, tuple[tuple[str, int], ...]]
 """A function of the reference and the words that it was given."""
+
+
+@dataclass(slots=True)
+class Truths:
+    """What the dense model computed for the latest case, for the next trials of cases that are alike to it."""
+
+    _case: CaseLike | None = None
+    _outcomes: dict[Hashable, Mapping[str, Tensor]] = field(default_factory=dict)
+
+    def of(self, case: CaseLike, name: Hashable, compute: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+        """The outcome of this function of the reference for this case, computed unless it is known."""
+        if case != self._case:  # what the case before left is freed before more is computed
+            self._case, self._outcomes = case, {}
+        if name not in self._outcomes:
+            self._outcomes[name] = compute()
+        return self._outcomes[name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +138,7 @@ class Trial:
     """One case on one subject, and how it is run. `seconds` and `problems` fill up as its runs end.
 
     `problems`: what the subject could not answer (expectation, activations) -> why.
-    `given` fills up with what of the subject's outcome its truth must be given (see Reference.given).
+    `given` fills up with what of the subject's outcome its truth must be given (DenseModel.given_kinds).
     `known` and `facts` fill up with what the reference computed; trials of one case may share them, and trials of cases
     that are alike to the dense model its `truths`. `heard` is called with every part of the case as it begins.
     `verdict_alone`: nobody asks which tensors are wrong once one is that rounding cannot explain.
@@ -90,13 +147,13 @@ class Trial:
     case: CaseLike
     subject: NamedSubject
     engine: Engine
-    reference: Reference = REFERENCE
+    reference: Reference = field(default_factory=decoder)
     device: str = "cpu"
     timeout_s: float = 60.0
     seconds: dict[str, float] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
     known: dict[Asked, Mapping[str, Tensor]] = field(default_factory=dict)
-    facts: dict[str, FactsLike] = field(default_factory=dict)
+    facts: list[FactsLike] = field(default_factory=list)
     truths: Truths = field(default_factory=Truths)
     heard: Callable[[str], object] = str
     given: dict[str, Tensor] = field(default_factory=dict)
@@ -124,32 +181,27 @@ class Trial:
         how: dict[str, Any] = {"record": record, "device": self.device, "timeout_s": self.timeout_s, "name": name}
         return execute(case, subject, self.engine, text=case_text(case), **how)
 
-    def dense(self, name: Function, *, part: str = "truth", **words: int) -> Mapping[str, Tensor]:
-        """What a function of the reference computes, on the CPU, once for trials that share `known`; nothing of ""."""
-        if not name:
-            return {}
-        asked = name, tuple(words.items())
+    def dense(self, function: Function, *, part: str = "truth", **words: int) -> Mapping[str, Tensor]:
+        """What a function of the reference computes, on the CPU, once for trials that share `known`."""
+        asked = function, tuple(words.items())
         if asked not in self.known:
-            self.known[asked] = self.computed(name, part=part, **words)
+            self.known[asked] = self.computed(function, part=part, **words)
         return self.known[asked]
 
-    def true(self, name: Function) -> Mapping[str, Tensor]:
-        """What a function of the reference computes of the case that stands for all alike to the dense model."""
-        if not name:
-            return {}
-        if (name, ()) not in self.known:
-            alike: Any = resolve(self.reference.alike) if self.reference.alike else lambda case: case
-            case: CaseLike = alike(self.case)
-            self.known[name, ()] = self.truths.of(case, name, lambda: self.computed(name, case))
-        return self.known[name, ()]
+    def true(self) -> Mapping[str, Tensor]:
+        """The truth, computed of the case that stands for all alike to the dense model."""
+        truth, model = self.reference.truth, self.reference.model
+        if (truth, ()) not in self.known:
+            case: CaseLike = model.alike(self.case) if model else self.case
+            self.known[truth, ()] = self.truths.of(case, truth, lambda: self.computed(truth, case))
+        return self.known[truth, ()]
 
     def computed(
-        self, name: Function, case: CaseLike | None = None, /, *, part: str = "truth", **words: Any
+        self, function: Function, case: CaseLike | None = None, /, *, part: str = "truth", **words: Any
     ) -> Mapping[str, Tensor]:
         """The same, computed anew and timed as this part. Raises RequestError when the reference cannot compute it, and
         MachineError when it takes too long or too much memory.
         """
-        function: Any = resolve(name) if isinstance(name, str) else name
         if self.given:
             words["given"] = self.given
         try:
@@ -173,15 +225,14 @@ def too_long(part: str, limit_s: float) -> str:
 
 def facts_of(trial: Trial) -> FactsLike | None:
     """What the reference states about the case's data; one that raises is noted as a problem."""
-    name = trial.reference.anchors
-    if name and name not in trial.facts:
-        state: Any = resolve(name)
+    model = trial.reference.model
+    if model and not trial.facts:
         try:
             with trial.timed("truth"):
-                trial.facts[name] = state(trial.case)
+                trial.facts.append(model.data_facts(trial.case))
         except Exception as problem:
             trial.problems["data"] = f"the reference could not state what must hold of the data: {error_text(problem)}"
-    return trial.facts.get(name)
+    return trial.facts[0] if trial.facts else None
 
 
 def expectation_of(trial: Trial) -> tuple[TermLike, ...] | None:

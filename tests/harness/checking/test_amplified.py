@@ -23,7 +23,7 @@ from harness.outcome.merging import Merged
 from harness.reproducing.repro import shrunk
 from harness.running.proof import prove
 from harness.running.trials import rounding
-from harness.running.truth.reference import REFERENCE, Reference
+from harness.running.trials.trial import Reference, decoder
 from parallel.subject import subject
 from parallel.training import step as step_
 from reference.case import Case
@@ -205,13 +205,13 @@ def doubled(case: Case, device: torch.device) -> dict[str, Any]:
     return outcome
 
 
-@pytest.mark.parametrize("reference", [REFERENCE, Reference()])
+@pytest.mark.parametrize("reference", [decoder(), dataclasses.replace(decoder(), model=None)])
 def test_the_side_of_an_element_within_rounding_of_zero_is_no_failure(
     reference: Reference, monkeypatch: pytest.MonkeyPatch, engine: InprocEngine
 ) -> None:
     monkeypatch.setattr(rounding, "FURTHER_PARTS", ())
     result = prove(BESIDE_A_KINK, subject, engine, reference=reference)
-    assert result.verdict == (PASS if reference.kinks else FAIL)
+    assert result.verdict == (PASS if reference.model else FAIL)
 
 
 def test_a_gradient_that_is_twice_too_large_is_one(engine: InprocEngine) -> None:

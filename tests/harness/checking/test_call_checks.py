@@ -18,12 +18,13 @@ from harness.checking.checks import CHECKS
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Finding
 from harness.checking.ledger_checks import groups, overlap
 from harness.engines.engine import Engine
-from harness.engines.named import engine_named
 from harness.engines.threads.inproc import InprocEngine
 from harness.engines.threads.matcher import CollectiveMatcher
 from harness.recording.measures import Overlap
-from harness.running.proof import CaseResult, prove
+from harness.running.engines import engine_named
+from harness.running.proof import prove
 from harness.running.ranks.execution import execute_captured
+from harness.running.result import CaseResult
 from parallel.subject import subject
 from reference.case import Case
 from reference.training import subject as dense

@@ -20,8 +20,9 @@ from harness.checking.numeric_checks import numeric
 from harness.errors import RequestError
 from harness.ledger import NO_UPDATE
 from harness.protocols import Subject
-from harness.running.proof import CaseResult, prove
+from harness.running.proof import prove
 from harness.running.request import Request
+from harness.running.result import CaseResult
 from harness.running.run import run
 from harness.running.store import Store
 from harness.subject import NamedSubject, left_out, named

@@ -23,9 +23,9 @@ from harness.diagnosing.rules.places import place_of
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError
 from harness.outcome.merging import Merged
-from harness.running.judging import judged
-from harness.running.proof import CaseResult, prove
+from harness.running.proof import judged, prove
 from harness.running.request import Request
+from harness.running.result import CaseResult
 from harness.running.run import run
 from harness.running.trials import rounding
 from harness.running.trials.rounding import FURTHER_PARTS, MORE_PARTS, NEAR, controlled, measured_apart, stepwise

@@ -22,7 +22,7 @@ from harness.engines.engine import Unwaited
 from harness.engines.threads.inproc import InprocEngine
 from harness.outcome.blocks import localize
 from harness.running.proof import prove
-from harness.running.truth.reference import Reference
+from harness.running.trials.trial import decoder
 from harness.shard import Shard
 from reference.case import Case
 from reference.data.anchors import Facts
@@ -129,7 +129,7 @@ def other_truth(case: Case, device: torch.device) -> dict[str, Tensor]:
 def test_a_proof_against_another_model_fails_in_every_number(engine: InprocEngine) -> None:
     """No number is compared with itself (TransformerEngine's parallel loss test did: bugs.md, B-111)."""
     case = Case.parse("mode=tp tp=2 layers=1 hidden=16 heads=4 ffn=16 seq=8 vocab=264")
-    wrong = Reference(truth=f"{__name__}:other_truth")
+    wrong = replace(decoder(), truth=other_truth)
     result = prove(case, "parallel.subject:subject", engine, reference=wrong)
     failed = {verdict.check for verdict in result.verdicts if verdict.verdict == FAIL}
     passed = {verdict.check for verdict in result.verdicts if verdict.verdict == PASS}

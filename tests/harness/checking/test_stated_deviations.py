@@ -15,7 +15,7 @@ from harness.checking.evidence import FAIL, PASS, UNKNOWN
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError
 from harness.predicting.figures import traffic
-from harness.running.proof import CaseResult
+from harness.running.result import CaseResult
 from harness.running.summary import summarize
 from harness.terms import Term, closed_forms
 from harness.witnesses.agreement import agreement, of_ledger

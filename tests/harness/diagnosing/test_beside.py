@@ -13,9 +13,9 @@ from bugs.planting import planted
 from harness.checking.checks import examine
 from harness.checking.evidence import Evidence, Verdict
 from harness.diagnosing.diagnosis import explained
-from harness.diagnosing.six_lines import site
+from harness.diagnosing.lines import site
 from harness.engines.engine import Engine
-from harness.engines.named import engine_named
+from harness.running.engines import engine_named
 from harness.running.proof import prove
 from harness.running.store import Store
 from reference.case import Case

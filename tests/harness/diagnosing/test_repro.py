@@ -21,9 +21,9 @@ from torch import Tensor
 
 from bugs.planting import planted, replaced
 from harness.engines.engine import Engine
-from harness.engines.named import engine_named
 from harness.reproducing import repro_script
 from harness.reproducing.repro import emit, shown_name, shrunk
+from harness.running.engines import engine_named
 from harness.subject import case_of, named
 from reference.case import Case
 from tests.forked import started

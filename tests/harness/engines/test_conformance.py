@@ -14,11 +14,11 @@ import torch
 
 from harness.checking.evidence import PASS
 from harness.engines.engine import Engine, Unwaited
-from harness.engines.named import engine_named
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import Desynchronised, RankRaised, RequestError, ShardproofError, TimeLimit
 from harness.ledger import Event
 from harness.outcome.merging import merge
+from harness.running.engines import engine_named
 from harness.running.proof import prove
 from harness.running.ranks.execution import execute
 from parallel.subject import subject

@@ -6,6 +6,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from harness.injecting.equivalence import UNREAD, proof_of
 from harness.injecting.survey import FaultResult, survey, unproved
 from harness.plain_case import Vocabulary
 from harness.running.ranks.execution import execute
-from harness.running.truth.reference import Reference
+from harness.running.trials.trial import decoder
 from harness.shard import Shard
 from parallel.subject import subject
 from reference.case import Case
@@ -127,8 +128,7 @@ def test_the_dense_model_is_computed_once(engine: InprocEngine, monkeypatch: pyt
         next(asked)
         return dense.truth(case, device)
 
-    monkeypatch.setattr(toy_subjects, "counted", counted, raising=False)
-    reference = Reference(truth="tests.harness.toy_subjects:counted")
+    reference = replace(decoder(), truth=counted)
     chosen = faults(engine, TP, "drop")[:3]
     results = survey(TP, subject, engine, faults=chosen, reference=reference, checks={"forward": CHECKS["forward"]})
     assert [result.killed_by for result in results] == [("forward",)] * 3

@@ -19,8 +19,9 @@ from torch.distributed import distributed_c10d
 
 import tests.forked
 from harness.programs.arming import arm
-from harness.programs.launch import add_options, request_of
+from harness.programs.launch import request_of
 from harness.programs.session import VARIABLE, new_session
+from reports.options.words import add_options
 from tests import ROOT
 
 LIMIT_S = 240.0

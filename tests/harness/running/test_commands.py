@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from harness.engines.named import ENGINES
+from harness.running.engines import ENGINES
 from harness.running.request import unsaved
 from harness.running.sharing import arranged, together
 from parallel.subject import subject as ours

@@ -13,14 +13,15 @@ import torch
 
 from bugs.planting import planted
 from harness.checking.evidence import FAIL, Verdict
-from harness.diagnosing.six_lines import line_of
+from harness.diagnosing.lines import line_of
 from harness.engines.threads.inproc import InprocEngine
 from harness.plain_case import Vocabulary
 from harness.protocols import Subject
 from harness.running import experiments
 from harness.running.experiments import Failed
-from harness.running.proof import CaseResult, prove
+from harness.running.proof import prove
 from harness.running.request import Request
+from harness.running.result import CaseResult
 from harness.running.run import RunResult, run
 from harness.subject import named
 from parallel.subject import subject

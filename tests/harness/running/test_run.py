@@ -18,18 +18,19 @@ import torch
 from torch import Tensor
 
 from harness.cases import parse_cases
-from harness.engines import named as named_engines
+from harness.dense_model import dense_model
 from harness.engines.threads.inproc import InprocEngine
+from harness.running import engines as named_engines
 from harness.running.proof import prove
 from harness.running.request import Request
 from harness.running.run import RunResult, run
-from harness.running.truth.reference import Reference
+from harness.running.trials.trial import Reference
 from harness.subject import named
 from reference.case import Case
 from reference.training import subject as dense
 from reports.stored.frames import load
 from tests.forked import started
-from tests.harness.toy_subjects import LoopEngine
+from tests.harness.toy_subjects import LoopEngine, lucky_control
 
 TOY = "tests.harness.toy_subjects:"
 ONE = "mode=tp tp=1 layers=1 hidden=16 heads=2 vocab=24 seq=8"
@@ -40,7 +41,7 @@ Start = Callable[..., RunResult]
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
-    monkeypatch.setitem(named_engines.ENGINES, "inproc", f"{TOY}LoopEngine")
+    monkeypatch.setitem(named_engines.ENGINES, "inproc", LoopEngine)
 
     def started(subject: str, *cases: str, **more: Any) -> RunResult:
         return run(
@@ -92,7 +93,7 @@ def test_skipped_cases_show_their_reason_and_alone_are_no_pass(start: Start) -> 
 
 
 def test_one_lucky_control_run_makes_no_false_alarm_and_hides_no_error() -> None:
-    lucky = Reference(control=f"{TOY}lucky_control")
+    lucky = Reference(truth=dense_model().truth, control=lucky_control)
     case = Case.parse(f"{ONE} dtype=float32")
     assert prove(case, f"{TOY}noisy", LoopEngine(), reference=lucky).verdict == "pass"
     assert prove(case, f"{TOY}wrong", LoopEngine(), reference=lucky).verdict == "fail"

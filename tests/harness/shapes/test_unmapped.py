@@ -14,7 +14,8 @@ from harness.engines.shapes.dry import DryEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import OTHER
 from harness.recording.recorder import Recorder
-from harness.running.proof import CaseResult, prove
+from harness.running.proof import prove
+from harness.running.result import CaseResult
 from reference.case import Case
 from tests.harness.engines.programs import Log
 from tests.harness.shapes.unmapped_programs import SWAP, VOID, swapping, swaps, voiding

@@ -14,10 +14,11 @@ from parallel.communication.layout import Cut, Placement, shard
 from parallel.communication.mesh import Axis, Mesh
 from parallel.layers.loss import counted
 from parallel.layers.metric import Metric, MetricSums
-from parallel.registry import MODES
+from parallel.registry import scheme_of
 from parallel.subject import subject
 from parallel.training.loop import set_up
 from reference.case import Case
+from reference.language.modes import MODES
 from tests.parallel.ranks import CPU, Calls, along_tp, numbers, on_ranks
 
 RANKS, VOCAB, PADDED, ROWS, SEQ = 3, 10, 15, 2, 6
@@ -83,7 +84,7 @@ def test_eight_more_calls_a_micro_batch_and_nothing_else_changes(name: str) -> N
     plain, measured = (_terms(c) for c in (case, case.but(metric=True)))
     assert not plain - measured
     more = measured - plain
-    if MODES[name].activation(case, "head") == Placement(shape=(case.batch, case.seq, case.vocab)):
+    if scheme_of(name).activation(case, "head") == Placement(shape=(case.batch, case.seq, case.vocab)):
         assert not more, "every rank has the whole logits"
         return
     assert {line[:4] for line in more} == {("metric", "", "all_reduce", "tp")}
@@ -101,7 +102,7 @@ def test_it_measures_the_loss_that_is_trained() -> None:
     case = Case.parse("mode=tp-sp tp=2 layers=1 steps=1 seq=8 micro=1 metric=true")
 
     def program(rank: int) -> tuple[float, float]:
-        state, mode = set_up(case, MODES[case.mode], Mesh.of(case), CPU), MODES[case.mode]
+        state, mode = set_up(case, scheme_of(case.mode), Mesh.of(case), CPU), scheme_of(case.mode)
         batch = deliver(case, state.mesh, 0, 0, CPU)
         labels = mode.laid_out(batch.labels)
         weights = counted(labels, mode.laid_out(batch.loss_mask)).double()

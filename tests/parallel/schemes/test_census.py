@@ -27,9 +27,10 @@ from harness.protocols import Subject
 from harness.running.ranks.execution import Execution, execute
 from parallel.communication import collectives
 from parallel.communication.mesh import Axis
-from parallel.registry import MODES
+from parallel.registry import scheme_of
 from parallel.subject import subject
 from reference.case import Case
+from reference.language.modes import MODES
 from reference.model.parameters import shapes
 from suites.mutants.catalogue import of_file
 from suites.mutants.mutant import Mutant
@@ -66,7 +67,7 @@ def summed_bytes(run: Execution, axis: str) -> int:
 @pytest.mark.parametrize("mode", MODES)
 def test_the_set_that_is_summed_is_the_set_that_must_be(prover: Prover, mode: str, words: str) -> None:
     case = Case.parse(f"mode={mode} {SIZES} {words}")
-    weight_axis = MODES[mode].weight_axis
+    weight_axis = scheme_of(mode).weight_axis
     must = torn(ran(prover, case, planted(replaced("parallel.training.step", SUMMED, "if False]"))))
     right = ran(prover, case, subject)
     assert torn(right) == set()

@@ -14,7 +14,7 @@ import torch
 
 from parallel.communication.layout import gather, meshgrid, shard
 from parallel.data_parallel.megatron import estimated_mb
-from parallel.registry import MODES
+from parallel.registry import scheme_of
 from parallel.slicing.held import widths
 from parallel.slicing.slices import slices
 from parallel.slicing.words import Sliced
@@ -136,7 +136,7 @@ def test_one_rank_of_tp_expects_its_data_broadcasts_alone() -> None:
     assert found == {("data", "broadcast", "tp", 1): 5, ("grad_sync", "all_reduce", "dp", 2): 2}
 
 
-MODE = MODES["autotp"]
+MODE = scheme_of("autotp")
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4])

@@ -9,21 +9,22 @@ from pathlib import Path
 
 import pytest
 
+from harness.dense_model import SUBJECT
 from harness.engines.threads.inproc import InprocEngine
 from harness.running.proof import prove
 from harness.subject import named
 from parallel import registry
 from parallel.communication.expectation import CallRow, terms
 from parallel.data_parallel.calls import step_rows, summed_over
-from parallel.registry import MODES, rows_of, strategy_of
+from parallel.registry import rows_of, scheme_of, strategy_of
 from parallel.schemes import tensor
 from parallel.subject import subject
 from reference.case import Case, CaseError
 from reference.case.default_cases import default_cases
 from reference.language import modes
+from reference.language.modes import MODES
 from reports.commands import cli
 from suites.killing.matrix import disturbed
-from suites.mutants.mutant import OURS
 from tests import ROOT
 from tests.parallel.schemes import toy_scheme
 from tests.parallel.schemes.toy_scheme import TOY
@@ -57,15 +58,15 @@ def test_every_row_is_met_by_a_case(mode: str) -> None:
             case = Case.parse(f"mode={mode} tp=2 dp=2 heads=4 kv_heads=2 {words}")
         except CaseError:  # a word that the mode does not have
             continue
-        met |= {(term.why, term.elements) for term in terms(case, MODES[mode].rows)}
-    missing = {(row.why, row.elements) for row in MODES[mode].rows} - met
+        met |= {(term.why, term.elements) for term in terms(case, scheme_of(mode).rows)}
+    missing = {(row.why, row.elements) for row in scheme_of(mode).rows} - met
     assert {why for why, _ in missing} <= ({"columns of hidden states"} if mode in ("tp", "tp-sp") else set())
 
 
 def test_msp_and_fsp_differ_in_one_row_and_in_what_they_keep() -> None:
-    assert MODES["fsp"].rows == (*MODES["msp"].rows, *tensor.GATHERED_AGAIN)
-    others = [name for name in MODES["msp"].__slots__ if name not in ("name", "parts", "rows")]
-    assert all(getattr(MODES["msp"], name) == getattr(MODES["fsp"], name) for name in others)
+    assert scheme_of("fsp").rows == (*scheme_of("msp").rows, *tensor.GATHERED_AGAIN)
+    others = [name for name in scheme_of("msp").__slots__ if name not in ("name", "parts", "rows")]
+    assert all(getattr(scheme_of("msp"), name) == getattr(scheme_of("fsp"), name) for name in others)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_a_partial_gradient_that_is_not_stated_as_such_is_not_summed() -> None:
     """The rule reads what a mode states: without it the closed form of tp-sp loses the sum of its norms."""
     case = Case.parse("mode=tp-sp tp=2 dp=2 kv_heads=4")
     right = Counter(term.axis for term in terms(case, step_rows(strategy_of(case), case)))
-    wrong = Counter(term.axis for term in terms(case, step_rows(MODES["tp"], case)))
+    wrong = Counter(term.axis for term in terms(case, step_rows(scheme_of("tp"), case)))
     assert right - wrong == Counter({"tp": 1})
 
 
@@ -134,7 +135,7 @@ TEXT = "mode=toy tp=2 layers=1 hidden=16 heads=4 kv_heads=4 ffn=32 vocab=389 seq
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(modes.MODES, "toy", modes.MODES["mtp"])
-    monkeypatch.setitem(registry.MODES, "toy", TOY)
+    monkeypatch.setitem(registry.SCHEMES, "toy", TOY)
     monkeypatch.setattr("os.cpu_count", lambda: 1)  # no second process, which would not have it
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
 
@@ -174,7 +175,7 @@ def test_faults_and_default_cases() -> None:
 
 @pytest.mark.usefixtures("loaded", "toy")
 def test_suites(pytester: pytest.Pytester) -> None:
-    words = ("--collect-only", "--pyargs", "suites", "--subject", OURS, "--modes", "toy", "-p", "no:cacheprovider")
+    words = ("--collect-only", "--pyargs", "suites", "--subject", SUBJECT, "--modes", "toy", "-p", "no:cacheprovider")
     result = pytester.runpytest_inprocess("-q", "-p", "no:xdist", *words)
     assert result.ret == 0
     asked = {line.split("::")[0] for line in result.outlines if "toy" in line}
@@ -183,7 +184,7 @@ def test_suites(pytester: pytest.Pytester) -> None:
 
 @pytest.mark.usefixtures("toy")
 def test_its_calls_are_in_its_closed_form_or_the_ledger_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(registry.MODES, "toy", dataclasses.replace(TOY, rows=registry.MODES["mtp"].rows))
+    monkeypatch.setitem(registry.SCHEMES, "toy", dataclasses.replace(TOY, rows=registry.scheme_of("mtp").rows))
     with InprocEngine() as engine:
         result = prove(Case.parse(TEXT), subject, engine)
     (ledger,) = (verdict for verdict in result.verdicts if verdict.check == "ledger")

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from parallel.communication.batch import deliver
 from parallel.communication.mesh import Mesh
 from parallel.layers.attention import Attention, Core
-from parallel.registry import MODES
+from parallel.registry import scheme_of
 from parallel.training.loop import set_up
 from reference.case import Case
 from reference.language.core import mlp_width
@@ -95,7 +95,7 @@ def _run(case: Case) -> list[Shapes]:
     """By rank: the shapes of parameters and of everything noted in the forward of one micro-batch."""
 
     def program(rank: int) -> Shapes:
-        state = set_up(case, MODES[case.mode], Mesh.of(case), CPU)
+        state = set_up(case, scheme_of(case.mode), Mesh.of(case), CPU)
         notes: Shapes = {name: tuple(parameter.shape) for name, parameter in state.model.named_parameters()}
         batch = state.parts.local(deliver(case, state.mesh, 0, 0, CPU))
         with _hooked(state.model, notes):

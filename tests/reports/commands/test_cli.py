@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.engines.named import ENGINES
 from harness.resolve import resolve
 from reference.case import Case
-from reports.commands import cli, show
 from reports.commands import run as run_command
+from reports.commands import show
 from reports.stored import frames
 from tests.harness.command_line import ONE, TOY, CommandLine
 from tests.harness.toy_subjects import right
@@ -101,10 +100,6 @@ def test_what_could_not_be_decided_is_told_with_its_check(shardproof: CommandLin
     assert status == 1
     assert f"\nunknown (expectation): {Case.parse(ONE)}\nsubject.expected failed: KeyError" in out
     assert f"\nunknown (expectation): {Case.parse(ONE)}\n" in shardproof("show")[1]
-
-
-def test_the_command_line_offers_every_engine() -> None:
-    assert set(cli.ENGINES) == set(ENGINES), "what the harness has"
 
 
 def test_help_writes_a_percentage_as_it_is_typed(shardproof: CommandLine) -> None:

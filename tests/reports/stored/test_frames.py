@@ -11,7 +11,8 @@ import pytest
 
 from harness.checking.evidence import Verdict, Worst
 from harness.ledger import COLUMNS
-from harness.running.store import Store, ledger_rows
+from harness.running.result import ledger_rows
+from harness.running.store import Store
 from harness.running.summary import SUMMARY_COLUMNS as HARNESS_COLUMNS
 from harness.running.summary import summarize
 from reports.stored.files import RunFolderError

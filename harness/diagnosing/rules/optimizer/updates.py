@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from harness.checking.evidence import Evidence, split_axes
+from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
 from harness.diagnosing.rules.causes import Cause, claimed
 from harness.diagnosing.rules.proofs import Explained
+from harness.mesh_axes import split_axes
 
 __all__ = ["from_start", "from_updates"]
 

@@ -13,13 +13,15 @@ import random
 import struct
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from harness.engines.threads.state.module_state import Namespace, own
 from harness.torch_internals.memory import generator_address
+
+if TYPE_CHECKING:
+    from harness.engines.threads.state.module_state import Namespace
 
 _WORDS = 624
 _BYTES = 4 * (1 + _WORDS)
@@ -170,7 +172,11 @@ class PerRankState:
         caller.keep()
         self._streams = RankStreams(world_size, seed)
         self._dtypes = [torch.get_default_dtype()] * world_size
-        self._names = [own(self._places) for _ in range(world_size)]
+        self._names: list[list[dict[str, Any]]] = [[] for _ in range(world_size)]
+        if self._places:
+            from harness.engines.threads.state.module_state import own  # noqa: PLC0415
+
+            self._names = [own(self._places) for _ in range(world_size)]
         self._holder = -1
 
     def enter(self, rank: int) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from harness.cases import parse_cases
-from harness.running.store import interrupted_after
+from harness.interpreter import interrupted_after
 from reference.case import Case
 from reports.options import request
 from reports.stored.frames import load

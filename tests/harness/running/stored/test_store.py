@@ -23,7 +23,8 @@ from harness.errors import RequestError
 from harness.ledger import COLUMNS
 from harness.run_folder import SCHEMA, safe_name
 from harness.running import store as store_module
-from harness.running.store import Store, environment, ledger_rows
+from harness.running.result import ledger_rows
+from harness.running.store import Store, environment
 from harness.running.summary import SUMMARY_COLUMNS, summarize
 from harness.terms import Term
 from reports.commands.cli import main

@@ -17,7 +17,7 @@ from harness.outcome.blocks import blocks
 from harness.outcome.merging import merge
 from harness.plain_case import Vocabulary
 from harness.recording.capturing.dropout_masks import Draw, taken_out
-from harness.running.proof import CaseResult
+from harness.running.result import CaseResult
 from harness.running.truth.joint_masks import RankMasks, in_order, masks_of
 from tests.harness.proofs import proved
 

@@ -15,9 +15,10 @@ from torch import Tensor
 from harness.cases import parse_cases
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError, error_text
-from harness.running.proof import CaseResult, prove
+from harness.running.proof import prove
 from harness.running.ranks.execution import RankTask, perform
 from harness.running.request import Request
+from harness.running.result import CaseResult
 from harness.running.run import run
 from harness.subject import Unanswered, answered, named
 from reference.case import Case

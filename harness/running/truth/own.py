@@ -1,9 +1,8 @@
-"""What a subject is compared with: the functions of the dense model, by name, or a truth of the subject's own: its
-dense model, or the subject itself on one rank.
+"""A truth of the subject's own: its dense model, or the subject itself on one rank.
 
-A truth of its own runs in float64. Control runs are the same function in the case's dtype, every contraction cut into
-partial sums (harness.running.truth.control_modes). The subject on one rank sees the data ranks' micro-batches in
-sequence: every axis is 1 and there are dp times as many micro-batches.
+It runs in float64. Control runs are the same function in the case's dtype, every contraction cut into partial sums
+(harness.running.truth.control_modes). The subject on one rank sees the data ranks' micro-batches in sequence: every
+axis is 1 and there are dp times as many micro-batches.
 
 Masks of dropout come from the ranks: as `given` where the truth takes it, else in the place of those that torch draws.
 """
@@ -11,27 +10,27 @@ Masks of dropout come from the ranks: as `given` where the truth takes it, else 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from harness.cases import in_own_words
 from harness.engines.engine import Engine
 from harness.errors import ProgramError, RequestError
 from harness.mesh_axes import AXES, EXPERT_AXES
 from harness.outcome.blocks import localize
 from harness.outcome.merging import merge
-from harness.plain_case import PlainCase
 from harness.protocols import CaseLike, Subject, Value, case_text, unsaved
 from harness.recording.capturing.dropout_masks import Draw, DropoutProbe, WithMasks, taken_out
 from harness.running.ranks.execution import execute
 from harness.running.truth.control_modes import partial_sums
 from harness.running.truth.joint_masks import in_order
-from harness.subject import ALONE, DenseModel, NamedSubject, answered, session, truth_of
+from harness.subject import DenseFunction, NamedSubject, answered, session
 
 EXACT = "float64"
 _Computed = tuple[Mapping[str, Tensor], tuple[Draw, ...]]
@@ -46,7 +45,7 @@ class OwnTruth:
     """
 
     subject: NamedSubject
-    dense: DenseModel | str
+    dense: DenseFunction | str
     engine: Engine
     timeout_s: float = 60.0
     control: bool = False
@@ -114,7 +113,7 @@ class OwnTruth:
             ) from problem
         outcome, draws = taken_out(run.outcomes[0])
         tensors = merge([outcome]).tensors
-        return (tensors if isinstance(case, PlainCase) else _by_data_rank(tensors, case)), draws
+        return (tensors if in_own_words(case) else _by_data_rank(tensors, case)), draws
 
     def with_masks(self, given: Mapping[str, Tensor] | None) -> WithMasks:
         """The subject as its own truth on one rank."""
@@ -164,101 +163,9 @@ def one_rank(case: CaseLike, subject: NamedSubject) -> CaseLike:
         raise RequestError(f"case {case_text(case)!r}: {rule}; legal: --truth MODULE:OBJECT") from problem
 
 
-def draws_of(truth: object, case: str) -> tuple[Draw, ...]:
-    """The masks of dropout that a truth of the subject's own has drawn for this case; none of any other truth, and of
-    one that takes those of the ranks.
-    """
-    return truth.draws.get(case, ()) if isinstance(truth, OwnTruth) and not truth.takes_given else ()
-
-
-def compared_with(truth: DenseModel | str | None) -> str:
-    """What a subject is compared with, in words."""
-    if truth is None:
-        return "the dense model"
-    if truth == ALONE:
-        return "itself on one rank, in float64"
-    return f"its own dense model {getattr(truth, '__module__', '')}:{getattr(truth, '__qualname__', truth)}"
-
-
 def _cut(parts: int) -> Any:
     return partial_sums(parts) if parts else nullcontext()
 
 
 def _finite(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
-
-
-Function: TypeAlias = "str | Callable[..., Mapping[str, Tensor]]"
-"""A function of the reference: its name, module:object, or itself (a truth of the subject's own: OwnTruth)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reference:
-    """The dense model's functions (case, device) -> outcome, by name or as they are: truth, and control runs beside it.
-
-    `kinks` and `slack` widen limits, so they belong to their truth: "", none, unless they are named with it. So do
-    `anchors`, case -> what is stated about the data that truth and ranks both read (harness.protocols.FactsLike). With
-    `slack` truth, control and kinks take states=mapping too, the subject's states from which their steps begin.
-    `control` takes parts=n too, the number of partial sums in place of its own choice.
-    `alike`, case -> case, gives cases that are one to the dense model the same case; "" where each is its own. The
-    truth is computed of that case, once for all that are alike. `given`, case -> kinds of names, says what of the
-    subject's outcome these functions cannot know and take as given=mapping; the truth is computed after the run then,
-    anew for each. "" where they know all; `known`, case -> case, gives a case with equal names that leaves nothing to
-    be given. `deviations`, case -> standard deviations by parameter, is for initial values that a subject returns.
-    Activations are among outcomes of truth and control.
-    The others are computed when a failure is explained: step 0 taken apart by data rank and micro-batch, and what comes
-    of data or weights that are read otherwise (see `reference.what_ifs.inputs`), of other rules of the steps and of the
-    modules.
-    """
-
-    truth: Function = "reference.training.subject:truth"
-    control: Function = "reference.training.control:control"
-    kinks: str = ""
-    slack: str = ""
-    anchors: str = ""
-    alike: str = ""
-    given: str = ""
-    known: str = ""
-    deviations: str = ""
-    shares: str = "reference.what_ifs.shares:shares"
-    alternatives: str = "reference.what_ifs.inputs:alternatives"
-    trainings: str = "reference.what_ifs.training:trainings"
-    rules: str = "reference.what_ifs.rules:rules"
-    metrics: str = "reference.what_ifs.metrics:metrics"
-
-
-REFERENCE = Reference(
-    kinks="reference.training.kinks:kinks",
-    slack="reference.training.adam:slack",
-    anchors="reference.data.anchors:anchors",
-    alike="reference.model.dense_case:dense_case",
-    given="reference.training.given:kinds",
-    known="reference.training.given:known",
-    deviations="reference.training.given:deviations",
-)
-_NOTHING = dict.fromkeys(("shares", "alternatives", "trainings", "rules", "metrics"), "")
-
-
-def reference_of(subject: NamedSubject, engine: Engine, timeout_s: float = 60.0) -> Reference:
-    """What a subject is compared with: the decoder, or a truth of its own. Raises RequestError when it is none."""
-    dense = truth_of(subject)
-    if dense is None:
-        return REFERENCE
-    own = OwnTruth(subject=subject, dense=dense, engine=engine, timeout_s=timeout_s)
-    return Reference(truth=own, control=replace(own, control=True), **_NOTHING)
-
-
-class Truths:
-    """What the dense model computed for the latest case, for the next trials of cases that are alike to it."""
-
-    def __init__(self) -> None:
-        self._case: CaseLike | None = None
-        self._outcomes: dict[Hashable, Mapping[str, Tensor]] = {}
-
-    def of(self, case: CaseLike, name: Hashable, compute: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-        """The outcome of this function of the reference for this case, computed unless it is known."""
-        if case != self._case:  # what the case before left is freed before more is computed
-            self._case, self._outcomes = case, {}
-        if name not in self._outcomes:
-            self._outcomes[name] = compute()
-        return self._outcomes[name]

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from harness.checking.checks import CHECKS, LAWS, Check, examine
+from harness.checking.checks import LAWS, Check, examine
 from harness.checking.evidence import Evidence, Finding
 from harness.checking.measures.distance import distance
 from harness.checking.measures.tolerance import CONTROL_FACTOR
@@ -29,27 +29,30 @@ from harness.running.trials.lower_precision import Found, as_found, as_stated, i
 from harness.running.trials.rounding import control_run, controlled, doubtful, measured_apart, stepwise
 from harness.running.trials.trial import Trial
 
+Findings = dict[str, Finding]
 CONDITIONED = 1e-8
 """Training from the start is well conditioned for a tensor for which control runs of it allow no more than this."""
 
 
-def judged(trial: Trial, evidence: Evidence, checks: Mapping[str, Check] = CHECKS) -> Found:
-    """What these checks find, and the evidence with every control run that they came to need."""
-    if evidence.torn:
-        return evidence, examine(evidence, checks)
+def rechecked(trial: Trial, evidence: Evidence, checks: Mapping[str, Check], findings: Findings | None = None) -> Found:
+    """What these checks find, and the evidence with every control run that they came to need. `findings`: of the
+    evidence as it is, in float64.
+    """
     rounding = stated(trial, evidence)
     if rounding is None:
-        return as_found(trial, _judged(trial, evidence, checks), checks, _judged)
+        return as_found(trial, _judged(trial, evidence, checks, findings), checks, _judged)
     if evidence.dtype != "float64":
         evidence = stepwise(trial, evidence)
-    return as_stated(trial, (evidence, examine(evidence, checks)), checks, rounding, _judged)
+        findings = None
+    return as_stated(trial, (evidence, findings or examine(evidence, checks)), checks, rounding, _judged)
 
 
-def _judged(trial: Trial, evidence: Evidence, checks: Mapping[str, Check]) -> Found:
+def _judged(trial: Trial, evidence: Evidence, checks: Mapping[str, Check], findings: Findings | None = None) -> Found:
     if evidence.dtype != "float64":
         evidence = stepwise(trial, evidence)
         evidence = with_first_forward(trial, evidence) if "truth" in checks else evidence
-    findings = examine(evidence, checks)
+        findings = None
+    findings = findings or examine(evidence, checks)
     wrong = wrong_of(findings)
     if doubtful(trial, evidence, wrong):
         evidence = measured_apart(trial, evidence)

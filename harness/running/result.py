@@ -1,0 +1,145 @@
+"""The result of a case: all that is known of it, and the part that is stored, which another process can send."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeVar
+
+from harness.checking.evidence import FAIL, PASS, SKIP, UNKNOWN, Evidence, Verdict
+from harness.checking.measures.kinds import kind_of
+from harness.ledger import COLUMNS, Event
+from harness.protocols import CaseLike, TermLike
+from harness.run_folder import csv_text
+from harness.running.store import Store
+from harness.running.summary import SummaryRow, summarize
+
+if TYPE_CHECKING:
+    from harness.diagnosing.diagnosis import Diagnosis
+    from harness.recording.spans import RankSpan
+
+_Result = TypeVar("_Result", "CaseResult", "Proved")
+_ROW = operator.attrgetter(*COLUMNS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseResult:
+    """Everything known of one case: `skipped` says why it was not run, `machine` why the machine could not finish it.
+
+    `evidence` is None unless all runs finished; `traceback` is the whole one of a rank that raised. `diagnoses` by
+    failed check, in the order of the checks; "run" is the check of a case that ended without an outcome. `seconds` by
+    part: truth, control, recorded, plain, again, checks.
+    """
+
+    case: CaseLike
+    text: str
+    verdicts: tuple[Verdict, ...]
+    evidence: Evidence | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    skipped: str = ""
+    machine: str = ""
+    traceback: str = ""
+    diagnoses: Mapping[str, Diagnosis] = field(default_factory=dict)
+
+    @property
+    def diagnosis(self) -> Diagnosis | None:
+        """The first failed check explained, with the causes that all failed checks show; None when none failed."""
+        told = list(self.diagnoses.values())
+        causes = dict.fromkeys(cause for diagnosis in told for cause in diagnosis.causes)
+        return replace(told[0], causes=tuple(causes)) if told else None
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        """The ledger of the recorded run."""
+        return self.evidence.events if self.evidence else ()
+
+    @property
+    def expectation(self) -> tuple[TermLike, ...] | None:
+        """The closed form that the ledger was held against."""
+        return self.evidence.expectation if self.evidence else None
+
+    @property
+    def verdict(self) -> str:
+        """The worst of all verdicts; a case without any is unknown."""
+        words = {verdict.verdict for verdict in self.verdicts}
+        return next((word for word in (FAIL, UNKNOWN, SKIP, PASS) if word in words), UNKNOWN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proved:
+    """What is stored of a proved case. `ledger`: its lines of ledger.csv. `ran`: the ranks of `saved_bytes` when they
+    are not all. `errors` are rows of errors.csv for a case that failed, `unplaced` says why there are none; `loads` are
+    those of experts.csv.
+    """
+
+    text: str
+    verdicts: tuple[Verdict, ...]
+    verdict: str
+    machine: bool
+    seconds: Mapping[str, float]
+    ledger: str
+    rows: tuple[SummaryRow, ...]
+    saved_bytes: tuple[int, ...]
+    ran: tuple[int, ...]
+    errors: tuple[Sequence[object], ...] = ()
+    unplaced: str = ""
+    traceback: str = ""
+    spans: tuple[RankSpan, ...] = ()
+    loads: tuple[Sequence[object], ...] = ()
+
+
+def proved(result: CaseResult) -> Proved:
+    """The part of a result that is stored."""
+    case, evidence = result.case, result.evidence
+    ran, axes = (tuple(evidence.ran), evidence.axes) if evidence else ((), case.axes)
+    rows = summarize(result.text, case.mode, case.world_size, result.events, result.expectation, ran, axes)
+    errors: tuple[Sequence[object], ...] = ()
+    unplaced = ""
+    if evidence and result.diagnosis:
+        from harness.diagnosing.errors_by_place import error_rows  # noqa: PLC0415
+
+        try:
+            errors = tuple(error_rows(evidence, result.text, result.diagnosis.first))
+        except Exception as problem:  # a strange tensor, which the verdicts report; the run goes on
+            unplaced = f"{type(problem).__name__}: {problem}"
+    return Proved(
+        text=result.text,
+        verdicts=result.verdicts,
+        verdict=result.verdict,
+        machine=bool(result.machine),
+        seconds=dict(result.seconds),
+        ledger=ledger_rows(result.events),
+        rows=tuple(rows),
+        saved_bytes=tuple(evidence.saved_bytes) if evidence else (),
+        ran=ran,
+        errors=errors,
+        unplaced=unplaced,
+        traceback=result.traceback,
+        spans=evidence.spans if evidence else (),
+        loads=_loads(result.text, evidence) if evidence else (),
+    )
+
+
+def _loads(case: str, evidence: Evidence) -> tuple[Sequence[object], ...]:
+    """The rows of experts.csv, none of a case without experts."""
+    if not any(kind_of(name) == "routing" for name in evidence.merged.tensors):
+        return ()
+    from harness.checking.routing_checks import load_rows  # noqa: PLC0415
+
+    return tuple(load_rows(case, evidence))
+
+
+def ledger_rows(events: Iterable[Event]) -> str:
+    """The events as lines of ledger.csv."""
+    return csv_text(map(_ROW, events))
+
+
+def with_traceback(result: _Result, store: Store) -> _Result:
+    """The result of a case with its traceback stored in a file that its verdicts name."""
+    from harness.diagnosing.lines import NO_OUTCOME  # noqa: PLC0415
+
+    file = store.attach("tracebacks", result.text, result.traceback)
+    where = f"{NO_OUTCOME}; the whole traceback is in {file} of the run folder"
+    verdicts = [replace(one, message=one.message.replace(NO_OUTCOME, where)) for one in result.verdicts]
+    return replace(result, verdicts=tuple(verdicts))

@@ -1,0 +1,68 @@
+"""The evidence of a case on ranks that have shapes and no numbers. Sizes are GiB in messages."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from harness.checking.evidence import Evidence, gathered
+from harness.engines.engine import Unwaited
+from harness.engines.shapes.dry import DryEngine
+from harness.ledger import Event
+from harness.predicting.classes import representatives
+from harness.predicting.dry_run import DryRank, DryRun, dry_run
+from harness.predicting.meter import hidden
+from harness.running.trials.trial import Trial, expectation_of, orders_of
+
+
+def dry_evidence(trial: Trial) -> Evidence:
+    """The evidence of one recorded run on the ranks that stand for all; no truth, no outcome, no second run."""
+    case, engine = trial.case, cast(DryEngine, trial.engine)
+    ranks, places = representatives(case.axes, case.world_size)
+    with trial.timed("recorded"):
+        run = dry_run(case, trial.subject.call, engine, ranks, text=trial.text, timeout_s=trial.timeout_s)
+    return Evidence(
+        case=case,
+        merged=gathered((), (), {}),
+        events=run.events,
+        expectation=expectation_of(trial),
+        unwaited=tuple(_unwaited(rank, event) for rank in run.ranks for event in rank.unwaited),
+        saved_bytes=tuple(rank.saved_bytes for rank in run.ranks),
+        ran=ranks,
+        orders=orders_of(trial),
+        hidden=frozenset((rank.rank, ticket) for rank in run.ranks for ticket in hidden(rank.stretches)),
+        notes=(_memory(run), *_left_out(len(ranks), places, case.world_size)),
+    )
+
+
+def _unwaited(rank: DryRank, event: Event) -> Unwaited:
+    """The call as engines name it: by its number among the rank's calls in its group."""
+    before = [other for other in rank.events if other.axis == event.axis and other.call_index < event.call_index]
+    return Unwaited(
+        rank=rank.rank,
+        op=event.op,
+        number=sum(other.op not in ("send", "recv") for other in before),
+        group=f"{event.axis} ({event.group_size} ranks)",
+        caller=event.caller,
+    )
+
+
+def _memory(run: DryRun) -> str:
+    fullest = max(run.ranks, key=lambda rank: rank.peak_bytes)
+    parts = {
+        "parameters": fullest.parameter_bytes,
+        "gradients": fullest.gradient_bytes,
+        "optimizer": fullest.optimizer_bytes,
+        "saved for backward": fullest.saved_bytes,
+        "all tensors at the peak": fullest.peak_bytes,
+    }
+    return f"rank {fullest.rank} holds, in GiB: " + ", ".join(
+        f"{what} {size / 2**30:.3g}" for what, size in parts.items()
+    )
+
+
+def _left_out(run: int, places: int, world_size: int) -> tuple[str, ...]:
+    if run == world_size:
+        return ()
+    if run >= places:
+        return (f"{world_size - run} ranks: one of every place on the mesh was run",)
+    return (f"{world_size - run} ranks: {run} of {places} places on the mesh were run",)

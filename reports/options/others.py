@@ -1,0 +1,96 @@
+"""What the options of the other commands request, checked before anything is loaded that takes long."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from harness.cases import check_words, read_case
+from harness.dense_model import SUBJECT
+from harness.errors import RequestError
+from harness.predicting.clusters import read as read_cluster
+from harness.resolve import resolve
+from harness.running.request import seconds
+from harness.subject import cases_of, named, truth_of, vocabulary
+from reports.comparing.limits import check_name, limits, side_folder
+from reports.options.words import SLICED
+from reports.stored.files import run_folder
+
+
+def _check_run_folder(arguments: argparse.Namespace) -> None:
+    run_folder(arguments.run, matrix=arguments.command in ("show", "page"))
+
+
+def _check_compare(arguments: argparse.Namespace) -> None:
+    limits(arguments.fail)
+    if arguments.save_baseline is not None:
+        check_name(arguments.save_baseline)
+    if arguments.new is None:
+        run_folder(arguments.base, matrix=False)
+    else:
+        for name in (arguments.base, arguments.new):
+            side_folder(name, arguments.baselines)
+
+
+def _check_faults(arguments: argparse.Namespace) -> None:
+    seconds(arguments.timeout, "timeout")
+    arguments.subject = named(arguments.subject, arguments.truth or "")
+    truth_of(arguments.subject)
+
+
+def _check_predict(arguments: argparse.Namespace) -> None:
+    """Check the words of a text alone, which may stand for several cases; the subject decides which of these can be."""
+    read_cluster(arguments.cluster)
+    if arguments.world is not None and arguments.world < 1:
+        raise RequestError(f"world={arguments.world}: must be at least 1; legal: --world 8")
+    ours = arguments.subject == SUBJECT
+    if ours:
+        _check_texts(arguments)
+    arguments.subject = named(arguments.subject)
+    if vocabulary(arguments.subject) is not None:
+        _check_own_texts(arguments)
+    elif not ours:
+        _check_texts(arguments)
+
+
+def _check_texts(arguments: argparse.Namespace) -> None:
+    for text in arguments.cases:
+        words = [word for word in text.split() if word != "mode=all"]
+        check_words(" ".join(words))
+        if arguments.world is None and any(word.startswith("mode=") for word in words):
+            read_case(" ".join(words))
+
+
+def _check_own_texts(arguments: argparse.Namespace) -> None:
+    if arguments.world is not None:
+        rule = f"searches meshes for cases of our decoder, and {arguments.subject.name} has words of its own"
+        raise RequestError(f"world={arguments.world}: {rule}; legal: no --world, every CASE with its axes")
+    cases_of(arguments.cases, arguments.subject)
+
+
+def _check_slice(arguments: argparse.Namespace) -> None:
+    text = " ".join(arguments.words)
+    words: Any = resolve(SLICED)
+    try:
+        words.parse(text)
+    except ValueError as problem:
+        raise RequestError(f"slice {text!r}: {problem}") from problem
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Raise RequestError for a wrong option of a command."""
+    if rule := _CHECKS.get(arguments.command):
+        rule(arguments)
+
+
+_CHECKS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "show": _check_run_folder,
+    "page": _check_run_folder,
+    "trace": _check_run_folder,
+    "expect": _check_run_folder,
+    "compare": _check_compare,
+    "faults": _check_faults,
+    "predict": _check_predict,
+    "slice": _check_slice,
+}
