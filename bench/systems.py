@@ -8,8 +8,8 @@ Anything else is FAIL, and so are calls or bytes other than those that the page 
 takes the new ones). Exit status 1 for a FAIL.
 
 A system runs where its Python and its packages are: here, or in an environment that is made for it and kept. Without
-that Python, or where pip fails, it is `not run here`. A full run of every system without a FAIL writes the page
-(docs/systems.md).
+that Python, or where pip fails, it is `not run here`. A run without --quick and without a FAIL writes the page,
+docs/systems.md, in which row and section of a system that was not run stay.
 """
 
 from __future__ import annotations
@@ -185,38 +185,51 @@ def key(cell: Cell) -> tuple[str, ...]:
     return cell.system.name, cell.subject, cell.case, cell.engine
 
 
+def sections(page: Path) -> dict[str, str]:
+    """What a page has below the heading of each system."""
+    blocks = page.read_text("utf-8").split("\n## ")[1:] if page.exists() else []
+    return {name: rest.strip("\n") for name, _, rest in (block.partition("\n") for block in blocks)}
+
+
 def stored_on(page: Path) -> dict[tuple[str, ...], Ledger]:
     """The ledger of every passing cell as the page has it: calls and bytes."""
     row = re.compile(r"^\|[^|]*\| `(\w+)` \| `([^`]+)` \| (\w+) \| pass \| (\d+) \| (\d+) \|$", re.MULTILINE)
-    sections = [block.partition("\n") for block in page.read_text("utf-8").split("\n## ")[1:]] if page.exists() else []
-    found = [(name, *cell) for name, _, rows in sections for cell in row.findall(rows)]
+    found = [(name, *cell) for name, section in sections(page).items() for cell in row.findall(section)]
     return {tuple(where): (int(calls), int(payload)) for *where, calls, payload in found}
 
 
 def page(seen: Sequence[Seen], took: dict[System, tuple[str, float]], absent: dict[System, str]) -> str:
-    """docs/systems.md: what stands above its first table stays. `took` has version and seconds of every system that was
-    run, `absent` why others were not.
+    """docs/systems.md: what stands above its first table stays, and so do row and section of a system that was not run.
+    `took` has version and seconds of those that were, `absent` why others were not.
     """
-    head = PAGE.read_text("utf-8").partition("| system |")[0].rstrip() + "\n"
-    text = [head, "| system | version | pass | known defect | cannot run | s |", "|---|---|---|---|---|---|"]
+    head, _, older = PAGE.read_text("utf-8").partition("| system |")
+    rows = {line.split(" | ")[0].removeprefix("| "): line for line in older.partition("\n## ")[0].splitlines()[2:]}
+    below = sections(PAGE)
     for system, (version, seconds) in took.items():
         mine = [one for one in seen if one.cell.system == system]
         counts = " | ".join(str(sum(one.result == result for one in mine)) for result in (PASSED, DEFECT, CANNOT))
         python = f", {system.python}" if system.python else ""
-        text.append(f"| {system.name} | {system.package} {version}{python} | {counts} | {seconds:.0f} |")
-    text += [f"| {one.name} | {' '.join(one.packages)} | {NOT_RUN}: {why} | | | |" for one, why in absent.items()]
-    for system in took:
-        text += ["", f"## {system.name}", "", "| feature | subject | case | engine | result | calls | bytes |"]
-        text.append("|---|---|---|---|---|---|---|")
-        below: list[str] = []
-        for cell, result, why, calls, payload in (one for one in seen if one.cell.system == system):
-            ledger = "| |" if result != PASSED else f"{calls} | {payload} |" if cell.kept else "- | - |"
-            text.append(f"| {cell.feature} | `{cell.subject}` | `{cell.case}` | {cell.engine} | {result} | {ledger}")
-            if why:
-                line = f"- `{cell.subject}` with `{cell.case}`: {why}"
-                below += textwrap.wrap(line, 120, subsequent_indent="  ", break_on_hyphens=False)
-        text += ["", *below] if below else []
-    return "\n".join(text) + "\n"
+        rows[system.name] = f"| {system.name} | {system.package} {version}{python} | {counts} | {seconds:.0f} |"
+        below[system.name] = "\n".join(_section(mine))
+    for system, why in absent.items():
+        rows.setdefault(system.name, f"| {system.name} | {' '.join(system.packages)} | {NOT_RUN}: {why} | | | |")
+    names = [name for name in dict.fromkeys(cell.system.name for cell in cells()) if name in rows]
+    table = ["| system | version | pass | known defect | cannot run | s |", "|---|---|---|---|---|---|"]
+    table += [rows[name] for name in names]
+    texts = [f"## {name}\n\n{below[name].strip()}" for name in names if name in below]
+    return "\n\n".join([head.rstrip(), "\n".join(table), *texts]) + "\n"
+
+
+def _section(seen: Sequence[Seen]) -> Iterator[str]:
+    yield "| feature | subject | case | engine | result | calls | bytes |"
+    yield "|---|---|---|---|---|---|---|"
+    for cell, result, _, calls, payload in seen:
+        ledger = "| |" if result != PASSED else f"{calls} | {payload} |" if cell.kept else "- | - |"
+        yield f"| {cell.feature} | `{cell.subject}` | `{cell.case}` | {cell.engine} | {result} | {ledger}"
+    reasons = [f"- `{one.cell.subject}` with `{one.cell.case}`: {one.why}" for one in seen if one.why]
+    yield from [""] if reasons else []
+    for reason in reasons:
+        yield from textwrap.wrap(reason, 120, subsequent_indent="  ", break_on_hyphens=False)
 
 
 _FOLDER = "where environments are made and kept, up to 8 GB each (build/systems)"
@@ -227,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.systems", description="The matrix of systems.")
     parser.add_argument("--quick", action="store_true", help="a few cells of each system")
     parser.add_argument("--only", default="", metavar="SYSTEM", help="systems whose name contains this")
-    parser.add_argument("--out", type=Path, help="where the page goes (a full run: docs/systems.md)")
+    parser.add_argument("--out", type=Path, help="where the page goes (without --quick: docs/systems.md)")
     parser.add_argument("--accept", action="store_true", help="take calls and bytes as they are now")
     parser.add_argument("--environments", type=Path, default=ROOT / "build" / "systems", metavar="FOLDER", help=_FOLDER)
     asked = parser.parse_args(arguments)
@@ -255,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seen.sort(key=lambda one: chosen.index(one.cell))
     counts = {result: sum(one.result == result for one in seen) for result in (PASSED, DEFECT, CANNOT, FAILED)}
     print(", ".join(f"{count} {result}" for result, count in counts.items()))
-    if path := asked.out or (None if asked.quick or asked.only or absent or counts[FAILED] else PAGE):
+    if path := asked.out or (None if asked.quick or counts[FAILED] else PAGE):
         path.write_text(page(seen, took, absent), encoding="utf-8")
     return int(counts[FAILED] > 0)
 
