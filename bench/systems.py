@@ -36,6 +36,7 @@ PASSED, DEFECT, CANNOT, FAILED, NOT_RUN = "pass", "known defect", "cannot run", 
 CHECKS = {"forward", "parameter_gradients", "update", "replicas", "ledger"}
 """What a passing cell has compared, at least."""
 TABLE = ROOT / "bench" / "systems.txt"
+_THIS = "python{}.{}".format(*sys.version_info)
 
 
 class System(NamedTuple):
@@ -51,6 +52,11 @@ class System(NamedTuple):
     def package(self) -> str:
         """The name of its own package."""
         return self.packages[0].partition("==")[0]
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the Python that runs this is its own and has its packages."""
+        return self.python in {"", _THIS} and all(map(_is_installed, self.packages))
 
 
 class Cell(NamedTuple):
@@ -110,9 +116,9 @@ def interpreter(system: System, folder: Path) -> tuple[str, str]:
     """The Python that has the packages of a system, this one or that of an environment below `folder`, and the version
     of its own package. Without one "" and the reason.
     """
-    python = system.python or "python{}.{}".format(*sys.version_info)
-    if python == "python{}.{}".format(*sys.version_info) and all(map(_here, system.packages)):
+    if system.is_here:
         return sys.executable, importlib.metadata.version(system.package)
+    python = system.python or _THIS
     path = shutil.which(python) if system.python else sys.executable
     if not path:
         return "", f"no {python} on PATH"
@@ -127,7 +133,7 @@ def interpreter(system: System, folder: Path) -> tuple[str, str]:
     return own, subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def _here(package: str) -> bool:
+def _is_installed(package: str) -> bool:
     name, _, wanted = package.partition("==")
     try:
         found = importlib.metadata.version(name)
