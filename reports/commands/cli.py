@@ -162,7 +162,8 @@ def _parser() -> argparse.ArgumentParser:
     names.add_argument("--truth", metavar="M:O|alone", help=_TRUTH)
     new = add("new-subject", help="write a subject that runs, to start from")
     new.description = (
-        "Write a runnable subject of at most 60 lines: a model, its truth and its words. Overwrites nothing."
+        "Write a runnable subject: a model, its truth and its words. Overwrites nothing. It has at most 60 lines; "
+        "megatron-training (schedule, optimizers, experts) and torchtitan have 120."
     )
     new.epilog = "example: shardproof new-subject my_model.py --like dtensor"
     new.add_argument("file", metavar="FILE", help="the new file, such as my_model.py")
