@@ -11,16 +11,14 @@ the end of its output. Exit status 1 when a step failed or nothing could be run;
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
-import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from bench.environments import ROOT, ended, install
+
 PLACE = ROOT / ".compat"
 MATRIX = (
     *(("3.12", torch) for torch in ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")),
@@ -38,7 +36,6 @@ _TESTS = (
     "tests/harness/shapes/test_unmapped.py",
     "tests/harness/threads/test_inproc_calls.py",
 )
-_LIMIT_S = 1200.0
 PASSED, FAILED, NOT_RUN = "pass", "FAIL", "not run"
 
 
@@ -70,7 +67,7 @@ def proved(python: str, torch: str, *, keep: bool) -> Iterator[tuple[str, str, f
     try:
         for step, *commands in _steps(path, torch, place, made=keep and (place / "ready").exists()):
             began_s = time.monotonic()
-            why = next(filter(None, map(ended, commands)), "")
+            why = next(filter(None, (ended(one, folder=ROOT if "pytest" in one else PLACE) for one in commands)), "")
             yield step, FAILED if why else PASSED, time.monotonic() - began_s, why
             if step == "install" and why:
                 return
@@ -82,17 +79,9 @@ def proved(python: str, torch: str, *, keep: bool) -> Iterator[tuple[str, str, f
 
 def _steps(python: str, torch: str, place: Path, *, made: bool) -> Iterator[tuple[str, *tuple[list[str], ...]]]:
     """Name and commands of every step. Installed are this torch, all other pins of constraints.txt, this checkout."""
-    PLACE.mkdir(exist_ok=True)
-    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("torch==")]
-    (PLACE / "constraints.txt").write_text("\n".join(pins) + "\n")
-    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    others = [name for name in needed if not name.startswith("torch>")]
     shardproof, own = str(place / "bin" / "shardproof"), str(place / "bin" / "python")
-    pip = [own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     if not made:
-        pinned = [*pip, "--constraint", str(PLACE / "constraints.txt"), f"torch=={torch}", *others]
-        checkout = [*pip, "--no-deps", "--editable", str(ROOT)]
-        yield "install", [python, "-m", "venv", "--clear", str(place)], pinned, checkout
+        yield "install", *install(python, place, [f"torch=={torch}"])
     launch = [own, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2", "--master-port", "29611"]
     yield "run", [shardproof, "run"]
     yield "run --engine pool", [shardproof, "run", "--engine", "pool", *_CASES]
@@ -100,21 +89,6 @@ def _steps(python: str, torch: str, place: Path, *, made: bool) -> Iterator[tupl
     yield "run --engine torchrun", [*launch, "-m", "shardproof", "run", "--engine", "torchrun", _CASES[0]]
     yield "record", [*launch, "-m", "shardproof.record", _PROGRAM]
     yield "tests of the internals", [own, "-m", "pytest", "-q", "-p", "no:cacheprovider", *_TESTS]
-
-
-def ended(command: Sequence[str], limit_s: float = _LIMIT_S) -> str:
-    """Run a command to its end: "" when it succeeded, else its exit status and last lines. `timeout` ends it and what
-    it started.
-    """
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-    bounded = ["timeout", "--signal=KILL", str(limit_s), *command]
-    folder = ROOT if "pytest" in command else PLACE if PLACE.exists() else None
-    done = subprocess.run(bounded, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    lines = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-    if not done.returncode:
-        return ""
-    how = f"no end within {limit_s:.0f} s" if done.returncode in (137, -9) else f"exit status {done.returncode}"
-    return f"{how}: {' | '.join(lines[-8:])}"
 
 
 if __name__ == "__main__":

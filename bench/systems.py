@@ -1,12 +1,15 @@
 """The matrix of other people's systems: what each cell of it gives under `shardproof run`, and the page that tells it.
 
-    python -m bench.systems [--quick] [--only SYSTEM] [--out FILE] [--accept]
+    python -m bench.systems [--quick] [--only SYSTEM] [--out FILE] [--accept] [--environments FOLDER]
 
 A cell is a case of a subject of `suites/subjects` on an engine. It is `pass` when `shardproof run` ends with status 0,
 `known defect` when it fails and names the module of the finding, and `cannot run` when it ends in the error of its row.
 Anything else is FAIL, and so are calls or bytes other than those that the page holds from earlier runs (`--accept`
-takes the new ones). Needs the extra `peers`. A full run without a FAIL writes the page (docs/systems.md). Exit status 1
-for a FAIL.
+takes the new ones). Exit status 1 for a FAIL.
+
+A system runs where its Python and its packages are: here, or in an environment that is made for it and kept. Without
+that Python, or where pip fails, it is `not run here`. A run without --quick and without a FAIL writes the page,
+docs/systems.md, in which row and section of a system that was not run stay.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import argparse
 import importlib.metadata
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,17 +29,34 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
+from bench.environments import ROOT, ended, install
+
 PAGE, MEGATRON = ROOT / "docs" / "systems.md", ROOT / "docs" / "megatron.md"
 PASSED, DEFECT, CANNOT, FAILED, NOT_RUN = "pass", "known defect", "cannot run", "FAIL", "not run here"
 CHECKS = {"forward", "parameter_gradients", "update", "replicas", "ledger"}
 """What a passing cell has compared, at least."""
 TABLE = ROOT / "bench" / "systems.txt"
-ELSEWHERE = (
-    ("torchtitan 0.3.0", "needs Python 3.12 and torch 2.14.1", "python3.12 -m pip install torch==2.14.1 torchtitan"),
-    ("megatron-core 0.19.2", "needs Python 3.12", "python3.12 -m pip install megatron-core==0.19.2"),
-)
-"""Systems that are not run here: the reason, and what would install them."""
+_THIS = "python{}.{}".format(*sys.version_info)
+
+
+class System(NamedTuple):
+    """A system: its packages, the first its own, with their versions where these are not those of constraints.txt; and
+    its Python where that is not the one that runs this command.
+    """
+
+    name: str
+    packages: tuple[str, ...]
+    python: str = ""
+
+    @property
+    def package(self) -> str:
+        """The name of its own package."""
+        return self.packages[0].partition("==")[0]
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the Python that runs this is its own and has its packages."""
+        return self.python in {"", _THIS} and all(map(_is_installed, self.packages))
 
 
 class Cell(NamedTuple):
@@ -43,8 +64,7 @@ class Cell(NamedTuple):
     keeps its calls and bytes.
     """
 
-    system: str
-    package: str
+    system: System
     subject: str
     feature: str
     case: str
@@ -73,7 +93,9 @@ class Seen(NamedTuple):
 def cells() -> Iterator[Cell]:
     """Every cell, system by system."""
     for block in TABLE.read_text("utf-8").split("\n# ")[1:]:
-        (system, package), *rows = block.splitlines()[0].split(": "), *block.splitlines()[1:]
+        heading, *rows = block.splitlines()
+        name, packages, python = (*heading.split(": "), "")[:3]
+        system = System(name, tuple(packages.split()), python)
         for row in filter(None, rows):
             subject, feature, case, marks = (*row.split(" | "), "")[:4]
             kind, _, rest = marks.partition(": ")
@@ -81,24 +103,52 @@ def cells() -> Iterator[Cell]:
             expected, engine = kind if rest else PASSED, "pool" if "pool" in marks.split() else "inproc"
             start, _, values = case.rstrip("}").partition("{")
             for value in values.split(","):
-                where = (system, package, subject, feature, start + value, engine)
+                where = (system, subject, feature, start + value, engine)
                 yield Cell(*where, "quick" in marks.split(), expected, needle, finding, "unkept" not in marks.split())
-        if "experts" in system:
+        if "experts" in name and not python:
             known = re.findall(r"^\| (.+) \| `(mcore_\w+)` \| `(.+)` \| `(.+)` \|$", MEGATRON.read_text("utf-8"), re.M)
             for finding, subject, words, module in known:
                 case = f"{words} steps=1 micro=1"
-                yield Cell(
-                    system, package, subject, "as in megatron.md", case, "inproc", False, DEFECT, module, finding
-                )
+                yield Cell(system, subject, "as in megatron.md", case, "inproc", False, DEFECT, module, finding)
 
 
-def run(group: Sequence[Cell], stored: dict[tuple[str, ...], Ledger]) -> Iterator[Seen]:
+def interpreter(system: System, folder: Path) -> tuple[str, str]:
+    """The Python that has the packages of a system, this one or that of an environment below `folder`, and the version
+    of its own package. Without one "" and the reason.
+    """
+    if system.is_here:
+        return sys.executable, importlib.metadata.version(system.package)
+    python = system.python or _THIS
+    path = shutil.which(python) if system.python else sys.executable
+    if not path:
+        return "", f"no {python} on PATH"
+    place = folder / "-".join((python, *system.packages)).replace("==", "")
+    own = str(place / "bin" / "python")
+    if not (place / "ready").exists():
+        print(f"{system.name}: {place} is made", flush=True)
+        if why := next(filter(None, map(ended, install(path, place, system.packages))), ""):
+            return "", why
+        (place / "ready").touch()
+    asked = [own, "-c", f"import importlib.metadata as m; print(m.version({system.package!r}))"]
+    return own, subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _is_installed(package: str) -> bool:
+    name, _, wanted = package.partition("==")
+    try:
+        found = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return not wanted or found.partition("+")[0] == wanted
+
+
+def run(group: Sequence[Cell], stored: dict[tuple[str, ...], Ledger], python: str) -> Iterator[Seen]:
     """Cells of one subject, engine and expectation by one command; those that pass beside others that do not, again."""
     first, words = group[0], [cell.case for cell in group]
     with tempfile.TemporaryDirectory() as folder:
         subject = f"suites.subjects.{first.subject}:subject"
         options = ["--subject", subject, "--engine", first.engine, "--when", "0", "--timeout", "200", "--json"]
-        command = [sys.executable, "-m", "shardproof", "run", *words, *options]
+        command = [python, "-m", "shardproof", "run", *words, *options]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         _, start, told = done.stdout.rpartition('{\n  "exit_status"')  # libraries print in front of it
         if done.returncode not in (0, 1) or not start:
@@ -116,7 +166,7 @@ def run(group: Sequence[Cell], stored: dict[tuple[str, ...], Ledger]) -> Iterato
         else:
             yield judged(cell, row, [one for one in verdicts if one["case"] == row["case"]], stored.get(key(cell)))
     if again:
-        yield from run(again, stored)
+        yield from run(again, stored, python)
 
 
 def judged(cell: Cell, row: dict[str, Any], verdicts: Sequence[dict[str, Any]], stored: Ledger | None) -> Seen:
@@ -138,39 +188,57 @@ def judged(cell: Cell, row: dict[str, Any], verdicts: Sequence[dict[str, Any]], 
 
 
 def key(cell: Cell) -> tuple[str, ...]:
-    return cell.subject, cell.case, cell.engine
+    return cell.system.name, cell.subject, cell.case, cell.engine
+
+
+def sections(page: Path) -> dict[str, str]:
+    """What a page has below the heading of each system."""
+    blocks = page.read_text("utf-8").split("\n## ")[1:] if page.exists() else []
+    return {name: rest.strip("\n") for name, _, rest in (block.partition("\n") for block in blocks)}
 
 
 def stored_on(page: Path) -> dict[tuple[str, ...], Ledger]:
     """The ledger of every passing cell as the page has it: calls and bytes."""
-    row = r"^\|[^|]*\| `(\w+)` \| `([^`]+)` \| (\w+) \| pass \| (\d+) \| (\d+) \|$"
-    found = re.findall(row, page.read_text("utf-8") if page.exists() else "", re.MULTILINE)
+    row = re.compile(r"^\|[^|]*\| `(\w+)` \| `([^`]+)` \| (\w+) \| pass \| (\d+) \| (\d+) \|$", re.MULTILINE)
+    found = [(name, *cell) for name, section in sections(page).items() for cell in row.findall(section)]
     return {tuple(where): (int(calls), int(payload)) for *where, calls, payload in found}
 
 
-def page(seen: Sequence[Seen], seconds: dict[str, float]) -> str:
-    """docs/systems.md: what stands above its first table stays."""
-    head = PAGE.read_text("utf-8").partition("| system |")[0].rstrip() + "\n"
-    text = [head, "| system | version | pass | known defect | cannot run | s |", "|---|---|---|---|---|---|"]
-    for system, took_s in seconds.items():
+def page(seen: Sequence[Seen], took: dict[System, tuple[str, float]], absent: dict[System, str]) -> str:
+    """docs/systems.md: what stands above its first table stays, and so do row and section of a system that was not run.
+    `took` has version and seconds of those that were, `absent` why others were not.
+    """
+    head, _, older = PAGE.read_text("utf-8").partition("| system |")
+    rows = {line.split(" | ")[0].removeprefix("| "): line for line in older.partition("\n## ")[0].splitlines()[2:]}
+    below = sections(PAGE)
+    for system, (version, seconds) in took.items():
         mine = [one for one in seen if one.cell.system == system]
-        package = mine[0].cell.package
-        counts = [str(sum(one.result == result for one in mine)) for result in (PASSED, DEFECT, CANNOT)]
-        version = importlib.metadata.version(package)
-        text.append(f"| {system} | {package} {version} | {' | '.join(counts)} | {took_s:.0f} |")
-    text += [f"| {system} | | {NOT_RUN}: {why}: `{command}` | | | |" for system, why, command in ELSEWHERE]
-    for system in seconds:
-        text += ["", f"## {system}", "", "| feature | subject | case | engine | result | calls | bytes |"]
-        text.append("|---|---|---|---|---|---|---|")
-        below: list[str] = []
-        for cell, result, why, calls, payload in (one for one in seen if one.cell.system == system):
-            ledger = "| |" if result != PASSED else f"{calls} | {payload} |" if cell.kept else "- | - |"
-            text.append(f"| {cell.feature} | `{cell.subject}` | `{cell.case}` | {cell.engine} | {result} | {ledger}")
-            if why:
-                line = f"- `{cell.subject}` with `{cell.case}`: {why}"
-                below += textwrap.wrap(line, 120, subsequent_indent="  ", break_on_hyphens=False)
-        text += ["", *below] if below else []
-    return "\n".join(text) + "\n"
+        counts = " | ".join(str(sum(one.result == result for one in mine)) for result in (PASSED, DEFECT, CANNOT))
+        python = f", {system.python}" if system.python else ""
+        rows[system.name] = f"| {system.name} | {system.package} {version}{python} | {counts} | {seconds:.0f} |"
+        below[system.name] = "\n".join(_section(mine))
+    for system, why in absent.items():
+        rows.setdefault(system.name, f"| {system.name} | {' '.join(system.packages)} | {NOT_RUN}: {why} | | | |")
+    names = [name for name in dict.fromkeys(cell.system.name for cell in cells()) if name in rows]
+    table = ["| system | version | pass | known defect | cannot run | s |", "|---|---|---|---|---|---|"]
+    table += [rows[name] for name in names]
+    texts = [f"## {name}\n\n{below[name].strip()}" for name in names if name in below]
+    return "\n\n".join([head.rstrip(), "\n".join(table), *texts]) + "\n"
+
+
+def _section(seen: Sequence[Seen]) -> Iterator[str]:
+    yield "| feature | subject | case | engine | result | calls | bytes |"
+    yield "|---|---|---|---|---|---|---|"
+    for cell, result, _, calls, payload in seen:
+        ledger = "| |" if result != PASSED else f"{calls} | {payload} |" if cell.kept else "- | - |"
+        yield f"| {cell.feature} | `{cell.subject}` | `{cell.case}` | {cell.engine} | {result} | {ledger}"
+    reasons = [f"- `{one.cell.subject}` with `{one.cell.case}`: {one.why}" for one in seen if one.why]
+    yield from [""] if reasons else []
+    for reason in reasons:
+        yield from textwrap.wrap(reason, 120, subsequent_indent="  ", break_on_hyphens=False)
+
+
+_FOLDER = "where environments are made and kept, up to 8 GB each (build/systems)"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -178,29 +246,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.systems", description="The matrix of systems.")
     parser.add_argument("--quick", action="store_true", help="a few cells of each system")
     parser.add_argument("--only", default="", metavar="SYSTEM", help="systems whose name contains this")
-    parser.add_argument("--out", type=Path, help="where the page goes (a full run: docs/systems.md)")
+    parser.add_argument("--out", type=Path, help="where the page goes (without --quick: docs/systems.md)")
     parser.add_argument("--accept", action="store_true", help="take calls and bytes as they are now")
+    parser.add_argument("--environments", type=Path, default=ROOT / "build" / "systems", metavar="FOLDER", help=_FOLDER)
     asked = parser.parse_args(arguments)
-    chosen = [cell for cell in cells() if asked.only.lower() in cell.system.lower() and cell.quick >= asked.quick]
+    chosen = [cell for cell in cells() if asked.only.lower() in cell.system.name.lower() and cell.quick >= asked.quick]
     if not chosen:
-        legal = ", ".join(dict.fromkeys(cell.system for cell in cells()))
+        legal = ", ".join(dict.fromkeys(cell.system.name for cell in cells()))
         print(f"--only {asked.only}: no system has this in its name; legal: {legal}", file=sys.stderr)
         return 2
     stored = {} if asked.accept else stored_on(PAGE)
     seen: list[Seen] = []
-    seconds: dict[str, float] = {}
+    took: dict[System, tuple[str, float]] = {}
+    absent: dict[System, str] = {}
     for system, mine in groupby(chosen, lambda cell: cell.system):
+        python, told = interpreter(system, asked.environments)
+        if not python:
+            absent[system] = told
+            print(f"{system.name}: {NOT_RUN}: {told}", flush=True)
+            continue
         began_s = time.monotonic()
         for _, group in groupby(sorted(mine, key=sorting), sorting):
-            for one in run(list(group), stored):
+            for one in run(list(group), stored, python):
                 seen.append(one)
-                print(f"{system}: {' '.join(key(one.cell))}: {one.result} {one.why}".rstrip(), flush=True)
-        seconds[system] = time.monotonic() - began_s
+                print(f"{system.name}: {' '.join(key(one.cell)[1:])}: {one.result} {one.why}".rstrip(), flush=True)
+        took[system] = (told, time.monotonic() - began_s)
     seen.sort(key=lambda one: chosen.index(one.cell))
     counts = {result: sum(one.result == result for one in seen) for result in (PASSED, DEFECT, CANNOT, FAILED)}
     print(", ".join(f"{count} {result}" for result, count in counts.items()))
-    if path := asked.out or (None if asked.quick or asked.only or counts[FAILED] else PAGE):
-        path.write_text(page(seen, seconds), encoding="utf-8")
+    if path := asked.out or (None if asked.quick or counts[FAILED] else PAGE):
+        path.write_text(page(seen, took, absent), encoding="utf-8")
     return int(counts[FAILED] > 0)
 
 

@@ -1,4 +1,4 @@
-"""torchtitan 0.3.0 (Python 3.12): with the default backend a vocabulary that tp does not divide has a wrong shape.
+"""torchtitan 0.3.0 (Python 3.12): with the default backend a vocabulary that tp does not divide has a row too many.
 
 python docs/findings/torchtitan_vocabulary.py        exit status 1 while the defect is there
 """
@@ -20,12 +20,13 @@ NAME = "tok_embeddings.weight"
 def rank_main(rank, folder):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(TP))
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=TP)
+    from torchtitan.tools import utils as tools
+
+    tools.device_type, tools.device_module = "cpu", torch.cpu  # before the others read it: "cuda" without a GPU
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed import ParallelDims, utils
     from torchtitan.models import llama3
-    from torchtitan.tools import utils as tools
 
-    tools.device_type, tools.device_module = "cpu", torch.cpu
     utils.set_spmd_backend("spmd_types")
     config = llama3._debugmodel("flex")
     config.vocab_size = config.tok_embeddings.num_embeddings = config.lm_head.out_features = ROWS

@@ -22,8 +22,10 @@ from harness.interpreter import uncollected
 from harness.running.engines import ENGINES
 from reports.options.words import add_checkpoint, add_hang, add_record, add_slice
 
-LIKE = ("mlp", "dtensor", "fsdp2", "pipelining", "hf", "deepspeed", "megatron")
+LIKE = ("mlp", "dtensor", "fsdp2", "pipelining", "hf", "deepspeed", "megatron", "megatron-training", "torchtitan")
 CLUSTER = "8xH100-NVLink-IB400"
+_NEW_SUBJECT = """Write a runnable subject: a model, its truth, its words. It has at most 60 lines; megatron-training
+(pipeline, optimizer, distributed optimizer, experts) and torchtitan have 120. Overwrites nothing."""
 _TRUTH = "a dense model to compare with; alone: the subject itself on one rank (its attribute truth, or our decoder)"
 _TIMEOUT = "how long a run of a case may take, and its dense model (60); every case is run up to three times"
 _WRONG_REQUEST, _MACHINE, _INTERRUPTED, _NO_READER = 2, 3, 130, 141
@@ -180,9 +182,7 @@ def _parser() -> argparse.ArgumentParser:
     names.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"whose truth and words ({SUBJECT})")
     names.add_argument("--truth", metavar="M:O|alone", help=_TRUTH)
     new = add("new-subject", help="write a subject that runs, to start from")
-    new.description = (
-        "Write a runnable subject of at most 60 lines: a model, its truth and its words. Overwrites nothing."
-    )
+    new.description = _NEW_SUBJECT
     new.epilog = "example: shardproof new-subject my_model.py --like dtensor"
     new.add_argument("file", metavar="FILE", help="the new file, such as my_model.py")
     new.add_argument("--like", choices=LIKE, default="mlp", help="what it is made of (mlp: by hand)")

@@ -148,12 +148,16 @@ LIKE: Mapping[str, str] = {
     "hf": "a Hugging Face model under its own tp plan",
     "deepspeed": "DeepSpeed's ZeRO",
     "megatron": "Megatron-Core's GPTModel",
+    "megatron-training": "Megatron-Core's pipeline, optimizers and experts",
+    "torchtitan": "torchtitan's models under its parallelize functions",
 }
 """What can be written -> what it shows."""
 _NEEDS = {
     "hf": ("transformers", "transformers"),
     "deepspeed": ("deepspeed", "deepspeed"),
     "megatron": ("megatron", "megatron-core"),
+    "megatron-training": ("megatron", "megatron-core"),
+    "torchtitan": ("torchtitan", "torchtitan"),
 }
 """The package that a subject needs beside torch, as import and as pip know it."""
 _FOLDER = Path(__file__).resolve().parents[2] / "suites" / "subjects"
@@ -165,7 +169,7 @@ def new_subject_main(arguments: argparse.Namespace) -> int:
     """
     from reports.printing.text import show_message, show_note  # noqa: PLC0415  (loads rich, which the words do not need)
 
-    source = _FOLDER / f"{arguments.like}.py"
+    source = _FOLDER / f"{arguments.like.replace('-', '_')}.py"
     target, text = Path(arguments.file), source.read_text(encoding="utf-8")
     if target.suffix != ".py" or not target.stem.isidentifier():
         raise RequestError(f"file={target}: must be the file of a module; legal: my_model.py")

@@ -17,11 +17,13 @@ with warnings.catch_warnings(action="ignore"):  # Megatron's own, at import
 LAYER = {"input_layernorm": (24,), "self_attention.linear_proj": (24, 24), "self_attention.linear_qkv": (72, 24)}
 LAYER |= {"pre_mlp_layernorm": (24,), "mlp.linear_fc1": (40, 24), "mlp.linear_fc2": (24, 40)}
 SHARE = 0.1  # of the heads' losses in what is trained
+NAMES = multi_token_prediction.MultiTokenPredictionLayerSubmodules.__dataclass_fields__
+INSIDE = "mtp_model_layer" if "mtp_model_layer" in NAMES else "transformer_layer"  # in 0.19.2 and in 0.16.1
 
 
 def dense(case):  # its parameters, under Megatron's names
     layers = {f"decoder.layers.{number}": LAYER for number in range(2)}
-    layers |= {f"mtp.layers.{number}.transformer_layer": LAYER for number in range(case.heads)}
+    layers |= {f"mtp.layers.{number}.{INSIDE}": LAYER for number in range(case.heads)}
     shapes = {f"{layer}.{name}": shape for layer, inside in layers.items() for name, shape in inside.items()}
     norms = ["enorm", "hnorm", "final_layernorm"]
     shapes |= {f"mtp.layers.{number}.{name}": (24,) for number in range(case.heads) for name in norms}
@@ -66,7 +68,7 @@ def losses(case, w, tokens):  # of the next tokens, and of those that each head 
         ids, labels, places = (functional.pad(one[:, 1:], (0, 1)) for one in (ids, labels, places))
         name, kept = f"mtp.layers.{number}", 11 - number  # the last places have no token that far ahead
         both = [norm(embedded(ids, places), f"{name}.enorm"), norm(x, f"{name}.hnorm")]
-        x = block(torch.cat(both, -1) @ w[f"{name}.eh_proj.weight"].T, f"{name}.transformer_layer")
+        x = block(torch.cat(both, -1) @ w[f"{name}.eh_proj.weight"].T, f"{name}.{INSIDE}")
         x = norm(x, f"{name}.final_layernorm")
         yield SHARE / case.heads * loss(x[:, :kept], labels[:, :kept])
 

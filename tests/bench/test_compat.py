@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
 from bench import compat
-from bench.compat import FAILED, MATRIX, NOT_RUN, PASSED, ended, proved
+from bench.compat import FAILED, MATRIX, NOT_RUN, PASSED, proved
+from bench.environments import ended, install
 from harness.torch_internals.lookup import TESTED
 from tests import ROOT
 
@@ -49,3 +51,13 @@ def test_a_step_that_fails_or_does_not_end_says_so() -> None:
     assert ended([*python, "print(1)"]) == ""
     assert ended([*python, "print('lost'); raise SystemExit(5)"]) == "exit status 5: lost"
     assert ended(["sleep", "60"], 0.1).startswith("no end within 0 s")
+
+
+def test_an_environment_has_what_is_named_and_all_else_as_it_is_pinned(tmp_path: Path) -> None:
+    venv, packages, checkout = install("python3.99", tmp_path / "place", ["torch==2.14.1", "megatron-core"])
+    assert venv == ["python3.99", "-m", "venv", "--clear", str(tmp_path / "place")]
+    assert "torch==2.14.1" in packages and not any(package.startswith("torch>") for package in packages)
+    pins = (tmp_path / "place.txt").read_text()
+    assert packages[packages.index("--constraint") + 1] == str(tmp_path / "place.txt")
+    assert "torch==" not in pins and "numpy==" in pins and "megatron-core==" in pins
+    assert checkout[-2:] == ["--editable", str(ROOT)]

@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import warnings
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench.systems import CHECKS, cells
+from bench import systems
+from bench.systems import CHECKS, NOT_RUN, System, cells
 from harness.checking.evidence import FAIL, PASS
 from harness.engines.engine import Engine
 from harness.engines.processes.forked.pool import PoolEngine
@@ -29,8 +31,9 @@ from reports.commands import cli
 from suites.subjects import two_d
 from tests.deep import deep
 
-CELLS = [cell for cell in cells() if cell.expected == PASS]
-NEEDS = {cell.subject: cell.package.partition("-")[0] for cell in CELLS if cell.package != "torch"}
+CELLS = [cell for cell in cells() if cell.expected == PASS and not cell.system.python]
+NEEDS = {cell.subject: cell.system.package.partition("-")[0] for cell in CELLS if cell.system.package != "torch"}
+ELSEWHERE = [one for one in dict.fromkeys(cell.system for cell in cells()) if one.python and not one.is_here]
 PEERS = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
 
@@ -71,6 +74,14 @@ def test_unmodified_systems_are_right(name: str, text: str) -> None:
 def test_on_processes_too(pool: PoolEngine, name: str, text: str) -> None:
     result = proved(name, text, pool)
     assert result.verdict == PASS, [verdict.message for verdict in result.verdicts if verdict.verdict != PASS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("system", [*chain.from_iterable(deep(f"{NOT_RUN}: {one.name}", one) for one in ELSEWHERE)])
+def test_systems_of_another_python(system: System, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert systems.main(["--quick", "--only", system.name, "--out", str(tmp_path / "page.md")]) == 0
+    if NOT_RUN in (told := capsys.readouterr().out):
+        pytest.skip(told)
 
 
 BUGS = [

@@ -67,10 +67,12 @@ def shown_once() -> Iterator[None]:
 
 
 def _handlers() -> list[Any]:
-    """The handlers of all loggers that write to a stream: many took theirs when they were made."""
+    """The handlers of all loggers that write to a stream that they took when they were made. What logging has as its
+    last resort, and libraries add to their loggers, looks for sys.stderr at each line, and its stream cannot be set.
+    """
     loggers = [logging.getLogger(), *map(logging.getLogger, list(logging.root.manager.loggerDict))]
     found = {id(handler): handler for logger in loggers for handler in logger.handlers}
-    return [handler for handler in found.values() if isinstance(handler, logging.StreamHandler)]
+    return [one for one in found.values() if isinstance(one, logging.StreamHandler) and "stream" in vars(one)]
 
 
 class _Shown:

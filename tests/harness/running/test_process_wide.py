@@ -126,6 +126,21 @@ def test_what_every_rank_prints_in_every_run_is_shown_once_with_how_often(
     assert told is not None and 2 <= int(told[1]) <= int(told[2])  # two ranks, several runs
 
 
+def test_a_handler_that_looks_for_standard_error_at_each_line_is_left_as_it_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert logging.lastResort is not None
+    LOG.addHandler(logging.lastResort)  # its stream cannot be set
+    try:
+        with shown_once():
+            for _rank in range(2):
+                with rank_output():
+                    LOG.warning("logged")
+    finally:
+        LOG.removeHandler(logging.lastResort)
+    assert capsys.readouterr().err.splitlines().count("logged") == 1
+
+
 def test_others_than_ranks_and_lines_that_are_flushed_pass(capsys: pytest.CaptureFixture[str]) -> None:
     with shown_once():
         for _rank in range(2):

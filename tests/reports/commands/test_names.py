@@ -91,9 +91,11 @@ BROKEN = {
         "manual_seed(case.seed)\n    model",
         "manual_seed(case.seed, tp_rank=0)\n    model",
     ),
+    "megatron-training": ("dp=2 steps=1", "micro, dp_rank, 2).start", "micro, 0, 2).start"),
+    "torchtitan": ("dp=2 steps=1", '[case.axis_rank("dp", torch.distributed.get_rank())]', "[0]"),
 }
 """A case and a bug planted: gradients that are not summed over dp, averaged twice, a loss summed over micro-batches, a
-defect of transformers 5.23, the same samples on every rank, equal masks for different heads."""
+defect of transformers 5.23, the same samples on every rank, equal masks for different heads, the same samples twice."""
 
 
 def test_the_command_line_knows_all_of_them() -> None:
@@ -101,36 +103,39 @@ def test_the_command_line_knows_all_of_them() -> None:
 
 
 def needed(like: str) -> None:
-    if package := {"hf": "transformers", "deepspeed": "deepspeed", "megatron": "megatron.core"}.get(like):
+    packages = {"hf": "transformers", "deepspeed": "deepspeed", "torchtitan": "torchtitan"}
+    if package := packages.get(like, "megatron.core" if like.startswith("megatron") else ""):
         with warnings.catch_warnings(action="ignore"):  # its own, at import
-            pytest.importorskip(package, reason="needs the extra `peers`")
+            pytest.importorskip(package, reason=f"needs {package}")
 
 
 @pytest.mark.filterwarnings("ignore")  # those of libraries
 @pytest.mark.parametrize("like", LIKE)
 def test_a_new_subject_runs_by_the_printed_command(like: str, shardproof_here: CommandLine) -> None:
     needed(like)
-    status, out, err = shardproof_here("new-subject", f"my_{like}.py", "--like", like)
+    name = f"my_{like.replace('-', '_')}"
+    status, out, err = shardproof_here("new-subject", f"{name}.py", "--like", like)
     assert (status, err) == (0, "")
-    text = Path(f"my_{like}.py").read_text()
-    assert text.count("\n") <= 60, "it is read in one go"
+    text = Path(f"{name}.py").read_text()
+    assert text.count("\n") <= (120 if like in {"megatron-training", "torchtitan"} else 60), "it is read in one go"
     program, *words = shlex.split(out.splitlines()[-1])
-    assert (program, words) == ("shardproof", ["run", "--subject", f"my_{like}:subject"])
+    assert (program, words) == ("shardproof", ["run", "--subject", f"{name}:subject"])
     status, out, err = shardproof_here(*words)
     assert status == 0, out
     assert err.count("] pass ") == len(err.splitlines()) >= 2
-    assert f"compared with {'itself' if like == 'megatron' else 'its own dense model'}" in out
+    assert f"compared with {'itself' if like.startswith('megatron') else 'its own dense model'}" in out
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("like", [cli.LIKE[0], *deep("ten CPU seconds each", *cli.LIKE[1:])])
 def test_it_fails_once_it_is_broken(like: str, shardproof_here: CommandLine) -> None:
     needed(like)
-    assert shardproof_here("new-subject", f"my_{like}.py", "--like", like)[0] == 0
-    text, (case, right, wrong) = Path(f"my_{like}.py").read_text(), BROKEN[like]
+    assert shardproof_here("new-subject", "mine.py", "--like", like)[0] == 0
+    text, (case, right, wrong) = Path("mine.py").read_text(), BROKEN[like]
     assert text.count(right) == 1
-    Path(f"broken_{like}.py").write_text(text.replace(right, wrong))
-    status, out, _ = shardproof_here("run", case, "--subject", f"broken_{like}:subject")
+    broken = f"broken_{like.replace('-', '_')}"
+    Path(f"{broken}.py").write_text(text.replace(right, wrong))
+    status, out, _ = shardproof_here("run", case, "--subject", f"{broken}:subject")
     assert status == 1 and "\nwhat:   " in out
 
 
