@@ -43,7 +43,9 @@ EXPERTS = CaseTable(
             for ep, etp in ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1))
             for experts, dispatcher in (("8", "alltoall"), ("8 top_k=3 routing=empty", "allgather"))
         ),
-        f"mode=tp-sp tp=2 dp=3 ep=3 experts=6 top_k=3 {SGD}",
+        *(f"mode=tp-sp tp=2 pp=2 ep={ep} etp={etp} experts=6 top_k=3 {SGD}" for ep, etp in ((1, 2), (2, 1))),
+        *(f"mode=tp-sp tp=2 {axis}=2 pp=2 ep=2 etp=2 experts=8 {SGD}" for axis in ("dp", "cp")),
+        *(f"mode=tp-sp tp=2 dp=3 ep=3 etp={etp} experts=6 top_k=3 {SGD}" for etp in (1, 2)),
         f"mode=tp tp=2 dp=2 pp=2 ep=4 etp=1 experts=8 layers=4 dense_layers=1 {CHUNKS} {SGD}",
         f"mode=tp-sp tp=2 dp=2 pp=2 ep=2 experts=8 top_k=3 dispatcher=allgather capacity=1.0 sequence_loss=0.1"
         f" router=sigmoid bias_rate=0.1 {SGD}",
