@@ -14,8 +14,6 @@ from pathlib import Path
 
 from bugs.record import Change
 
-__all__ = ["AnchorLost", "applied", "changed", "found", "functions", "modules_of", "source_of"]
-
 _TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|\w+|\S')
 _CLOSING = frozenset(")]}")
 

@@ -22,8 +22,6 @@ from typing import Any
 from bugs.anchors import changed, found, source_of
 from bugs.record import Change
 
-__all__ = ["Subject", "patched", "planted", "planted_everywhere", "planted_module", "replaced", "source_of"]
-
 Subject = Callable[..., Any]
 """A subject of ours with a bug in it."""
 _ONE_AT_A_TIME = threading.RLock()

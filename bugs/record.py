@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 
 from bugs.references import references
 
-__all__ = ["FOLDER", "Bug", "Change", "Words", "files", "read", "records"]
-
 FOLDER = Path(__file__).parent
 Words = Mapping[str, int | float | bool | str]
 """Words of a case as values."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["SYSTEMS", "references", "told", "unread"]
-
 SYSTEMS = {
     "Megatron": "NVIDIA/Megatron-LM",
     "Megatron-LM": "NVIDIA/Megatron-LM",

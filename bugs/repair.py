@@ -15,8 +15,6 @@ from pathlib import Path
 from bugs.anchors import AnchorLost, applied, found, source_of
 from bugs.record import FOLDER, Bug, read
 
-__all__ = ["main", "moved"]
-
 _HELD_BACK = "a bug that is held back"
 """What is told of one in place of its name and lines."""
 

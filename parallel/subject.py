@@ -35,8 +35,6 @@ from reference.language.words import declared
 if TYPE_CHECKING:
     from parallel.pipeline.prediction import CasePipeline
 
-__all__ = ["ParallelSubject", "subject"]
-
 _SHIFTS = {("all_reduce", "max", "loss", 0), ("all_reduce", "max", "metric", 1)}
 """(op, reduce op, phase, number): the maxima that are only subtracted. The metric's first also says what is right."""
 

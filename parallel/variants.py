@@ -13,8 +13,6 @@ from bugs.anchors import changed
 from bugs.planting import planted
 from reference.case.variants import VARIANTS
 
-__all__ = ["deviating"]
-
 _LOCK = threading.Lock()
 
 

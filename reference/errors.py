@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["CaseError"]
-
 
 class CaseError(ValueError):
     """A case that cannot be: names the key, the value, the rule and a legal value."""

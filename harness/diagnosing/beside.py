@@ -17,8 +17,6 @@ from harness.errors import ranks_text
 from harness.mesh_axes import split_axes
 from harness.protocols import Axes
 
-__all__ = ["are_matrices", "between", "ranks_in_words"]
-
 _CORES: Mapping[str, str] = {"attention": "the attention core", "mlp": "the activation function"}
 """Last word of a module -> what its own code computes between two linears."""
 

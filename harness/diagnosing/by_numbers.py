@@ -27,8 +27,6 @@ from harness.diagnosing.rules.sums import from_counts, from_losses, from_shares
 from harness.diagnosing.rules.terms import added, from_terms
 from harness.mesh_axes import split_axes
 
-__all__ = ["by_numbers", "in_other_places"]
-
 THROUGHOUT = 0.9
 """Share of a shard's elements that are wrong when the shard is."""
 

@@ -20,8 +20,6 @@ from harness.diagnosing.rules.places import place_of, timeline, wrong_ranks
 from harness.differences import Difference, but_for_bytes, differences
 from harness.errors import Desynchronised, ProgramError, RankCrashed, ShardproofError
 
-__all__ = ["Diagnosis", "Explanation", "First", "diagnose", "ended", "explained"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:

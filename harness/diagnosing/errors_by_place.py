@@ -13,8 +13,6 @@ from harness.checking.numeric_checks import NUMERIC_KINDS, held
 from harness.diagnosing.first import First
 from harness.diagnosing.rules.places import place_of, timeline
 
-__all__ = ["ERROR_COLUMNS", "error_rows"]
-
 ERROR_COLUMNS = ("case", "name", "step", "phase", "region", "error", "allowed", "first")
 _KINDS = frozenset(kind for kinds in NUMERIC_KINDS.values() for kind in kinds)
 

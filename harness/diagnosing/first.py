@@ -30,8 +30,6 @@ from harness.differences import Difference
 from harness.engines.engine import Unwaited
 from harness.ledger import BACKWARD, PHASES, Event
 
-__all__ = ["First", "first_place"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class First:

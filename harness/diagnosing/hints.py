@@ -21,8 +21,6 @@ from harness.diagnosing.rules.proofs import share_left
 from harness.diagnosing.rules.proofs import times as in_words
 from harness.errors import ranks_text
 
-__all__ = ["hint"]
-
 MOVED = 5.0
 """A parameter that is off by this many times what training moves it by was another one before the first step."""
 

@@ -32,8 +32,6 @@ from harness.differences import Difference
 from harness.outcome.merging import Merged
 from harness.terms import EventKey
 
-__all__ = ["likely"]
-
 _STATED: Mapping[str, tuple[str, str]] = {
     "data": ("data_path", "the code that reads the data, which the dense model and the ranks have in common"),
     "truth": (

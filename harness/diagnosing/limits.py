@@ -17,8 +17,6 @@ from harness.diagnosing.rules.causes import Cause
 from harness.diagnosing.rules.proofs import Explained
 from harness.outcome.merging import Merged
 
-__all__ = ["within_limits"]
-
 
 def within_limits(evidence: Evidence, causes: Iterable[Cause]) -> list[Cause]:
     """Those of these causes whose first prediction of a merged tensor is as near as the truth would have to be."""

@@ -18,8 +18,6 @@ from typing import Any
 
 from harness.protocols import CaseLike
 
-__all__ = ["Fails", "Needed", "NeededWords", "OutOfTime", "needed_words"]
-
 Fails = Callable[[CaseLike], "bool | None"]
 """Whether a case fails; None where it cannot be run or decided. Raises OutOfTime when the budget is spent."""
 Change = tuple[str, Any]

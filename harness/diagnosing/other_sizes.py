@@ -12,8 +12,6 @@ from harness.checking.measures.kinds import is_state, kind_of, step_of
 from harness.mesh_axes import split_axes
 from harness.protocols import CaseLike, unsaved
 
-__all__ = ["of_other_sizes"]
-
 MOST_RANKS = 8
 """Cases with more ranks are not tried."""
 _WORDS = {"all ranks": "dp", "wdp": "dp", "tokens of the step": "micro"}

@@ -12,8 +12,6 @@ import traceback
 from harness.engines.calls.callers import is_user, shortened
 from harness.errors import RankRaised, ShardproofError
 
-__all__ = ["last_frames", "whole"]
-
 _BEGINS = "Traceback (most recent call last):"
 _FRAME = re.compile(
     r'^ *File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)\n(?! *File ")(?P<source> .*)?', re.M

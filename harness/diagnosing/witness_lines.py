@@ -18,8 +18,6 @@ from harness.diagnosing.six_lines import place, where
 from harness.protocols import CaseLike
 from harness.witnesses.agreement import AGREES, CLOSED_FORM, NOT_ASKED, Agreement, Row
 
-__all__ = ["diagnosed", "in_six_lines"]
-
 _WHO = {
     "recorder": "the recorder",
     "torch": "the torch profiler",

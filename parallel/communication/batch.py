@@ -31,8 +31,6 @@ from reference.case import Case
 from reference.data.batches import Batch, micro_batch
 from reference.data.stages import Form, sent_to_stage
 
-__all__ = ["DELIVERY", "SIZES_PER_KEY", "Delivered", "deliver", "forms_sent", "hidden_pairs"]
-
 SIZES_PER_KEY = 5
 """Numbers that describe one key's shape in `flat`: up to four dims and a closing 0."""
 

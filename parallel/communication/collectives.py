@@ -17,21 +17,6 @@ from torch import Tensor
 
 from parallel.communication.mesh import Axis
 
-__all__ = [
-    "Pending",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "broadcast",
-    "exchange",
-    "own_slice",
-    "reduce_scatter",
-    "start_all_gather",
-    "start_all_reduce",
-    "start_all_to_all",
-    "start_reduce_scatter",
-]
-
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "avg": dist.ReduceOp.AVG}
 # torch 2.13 gives the flat collectives new names and deprecates the old ones; 2.11 and 2.12 know the old ones only.
 _gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -21,22 +21,6 @@ from parallel.communication.mesh import axis_size
 from parallel.schedules.stages import ends_of_units, lies_in, modules_again, stages
 from reference.case import Case
 
-__all__ = [
-    "ACTIVATION",
-    "ITEM_BYTES",
-    "MICRO_BATCHES",
-    "ONCE_A_STEP",
-    "STAGES",
-    "CompleteTerm",
-    "CallPlace",
-    "Places",
-    "CallRow",
-    "gradient_dtype",
-    "in_modules",
-    "loss_dtype",
-    "terms",
-]
-
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "bool": 1}
 ACTIVATION = "slice_tokens * hidden"
 """Elements of one whole activation of a context rank."""

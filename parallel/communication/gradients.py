@@ -20,8 +20,6 @@ from parallel.communication.collectives import all_reduce
 from parallel.communication.layout import Placement
 from parallel.communication.mesh import Axis
 
-__all__ = ["clip", "norm", "sum_gradients", "sum_scalars"]
-
 
 def sum_gradients(gradients: Iterable[Tensor], axis: Axis) -> None:
     """Replace gradients by their sums over the axis, in place: one flat all-reduce for every dtype among them."""

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Box", "Coordinates", "Cut", "Placement", "gather", "local_shape", "meshgrid", "pieces", "rows", "shard"]
-
 Coordinates = Mapping[str, tuple[int, int]]
 """Mesh axis -> (place of a rank on it, number of ranks on it)."""
 _ORDERS = ("blocks", "chunks", "zigzag")

@@ -14,8 +14,6 @@ import torch.distributed as dist
 
 from reference.case import Case
 
-__all__ = ["Axis", "Mesh", "axis_rank", "axis_size", "coordinates"]
-
 _TALKING = ("tp", "dp")
 """Axes of every mesh that are talked on even where they have one rank."""
 

@@ -23,22 +23,6 @@ from parallel.communication.collectives import all_to_all as _all_to_all
 from parallel.communication.collectives import reduce_scatter as _reduce_scatter
 from parallel.communication.mesh import Axis
 
-__all__ = [
-    "all_gather_last_dim",
-    "all_to_all",
-    "copy_to",
-    "exchange_rows",
-    "gather_from",
-    "gather_parts",
-    "gather_from_sequence",
-    "own_part",
-    "reduce_from",
-    "reduce_scatter_last_dim",
-    "reduce_scatter_to_sequence",
-    "scatter_to",
-    "scatter_to_sequence",
-]
-
 _Move = Callable[[Tensor], Tensor]
 
 

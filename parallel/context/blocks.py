@@ -23,8 +23,6 @@ from torch import Tensor
 
 from parallel.layers.norm import wide
 
-__all__ = ["Partial", "attend", "gradients", "merged", "of_keys", "over_all_keys"]
-
 Partial = tuple[Tensor, Tensor]
 """O [B,q,K,G,D] and L [B,q,K,G] over some of the keys, in the dtype of statistics."""
 

@@ -26,8 +26,6 @@ from parallel.context.slices import Slices
 from parallel.layers.roles import ATTENTION
 from parallel.layers.ulysses import by_all_to_all
 
-__all__ = ["exchanged_attention", "exchanged_rows", "nested_attention", "nested_rows"]
-
 
 def exchanged_attention(
     q_BqND: Tensor, k_BqKD: Tensor, v_BqKD: Tensor, *, axis: Axis, slices: Slices, keep: Tensor | None = None

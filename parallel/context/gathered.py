@@ -21,8 +21,6 @@ from parallel.context.blocks import of_keys, over_all_keys
 from parallel.context.slices import Slices
 from parallel.layers.roles import ATTENTION
 
-__all__ = ["gathered_attention", "gathered_rows"]
-
 
 def gathered_attention(
     q_BqND: Tensor, k_BqKD: Tensor, v_BqKD: Tensor, *, axis: Axis, slices: Slices, keep: Tensor | None = None

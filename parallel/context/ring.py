@@ -38,8 +38,6 @@ from parallel.context.blocks import attend, gradients, merged, of_keys
 from parallel.context.slices import Slices
 from parallel.layers.roles import ATTENTION
 
-__all__ = ["ring_attention", "ring_rows"]
-
 
 def ring_attention(
     q_BqND: Tensor,

@@ -23,8 +23,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Slices", "contiguous", "sliced", "together", "zigzag", "zigzag_by_document"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slices:

@@ -17,8 +17,6 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-__all__ = ["ALIGNMENT", "DIVISOR", "Bucket", "Share", "Slot", "bucketed", "shares"]
-
 ALIGNMENT = 64
 """Elements to a multiple of which a parameter's start is padded, where buckets are sharded."""
 DIVISOR = 128

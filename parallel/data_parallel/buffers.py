@@ -35,8 +35,6 @@ from parallel.model.strategy import Rank
 from parallel.schedules.stages import TABLE
 from reference.case import Case
 
-__all__ = ["Buckets"]
-
 
 @dataclass(slots=True, kw_only=True)
 class _Under:

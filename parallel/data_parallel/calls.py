@@ -25,8 +25,6 @@ from parallel.schedules.stages import TABLE, held_by_rank
 from reference.case import Case
 from reference.language.modes import MODES
 
-__all__ = ["step_rows", "summed_over"]
-
 Placements = Mapping[str, Placement]
 REPLICAS = "replica"
 """The mesh axis over which shards are replicated."""
@@ -73,6 +71,7 @@ def _once(op: str, elements: str, why: str, axis: str, dtype: str, *, when: str 
 def sum_row(
     where: Places, axis: str, why: str, elements: str = "gradients", op: str = "all_reduce", **more: Any
 ) -> CallRow:
+    """A sum of gradients over an axis, once a step unless `more` has another number."""
     words = {"phase": "grad_sync", "axis": axis, "dtype": "gradients", "times": ONCE_A_STEP, **more}
     return CallRow(where, op=op, elements=elements, why=f"sum {why}", **words)
 

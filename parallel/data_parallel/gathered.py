@@ -35,15 +35,14 @@ from torch import Tensor, nn
 from parallel.communication.collectives import Pending, all_reduce, reduce_scatter, start_all_gather
 from parallel.communication.layout import Cut, Placement, shard
 from parallel.communication.mesh import Axis
+from parallel.data_parallel.calls import REPLICAS, shard_axis
 from parallel.data_parallel.rows import Unit, padded_rows
-from parallel.data_parallel.words import REPLICAS, gradient_dtype, shard_axis, trained_dtype, units_of
+from parallel.data_parallel.words import gradient_dtype, trained_dtype, units_of
 from parallel.model.strategy import Rank
 from parallel.model.transformer import Transformer
 from parallel.schedules.stages import in_backward, lies_in, modules_again
 from reference.case import Case
 from reference.model.parameters import dtype_of
-
-__all__ = ["Shards"]
 
 _Packed = tuple[int, tuple[int, ...], tuple[int, ...], int]
 """Number of a gathered parameter, then size, stride and offset of what autograd saves of it."""
@@ -166,7 +165,7 @@ class _Gathered:
         backward of a pipeline's step follows.
         """
         last = self._came + 1 == self._case.micro
-        if last or not self._case.pipeline_axes:
+        if last or self._case.pp == 1:
             self._kept = []
             self._put_back()
         if self._case.no_sync:

@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-__all__ = ["DynamicScale", "ScaleState", "scales"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleState:

@@ -18,8 +18,6 @@ from parallel.communication.mesh import axis_size, coordinates
 from reference.case import Case
 from reference.model.parameters import shapes
 
-__all__ = ["estimated_mb", "ledger_lines", "local_elements", "megatron_beside", "step_calls"]
-
 Line = tuple[str, str]
 _MB = 2**20
 _STATES, _SPLIT_STATES = (18.0, 0.0), (6.0, 12.0)

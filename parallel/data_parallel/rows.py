@@ -15,8 +15,6 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["Unit", "padded_rows", "rows_of"]
-
 Shape = tuple[int, ...]
 
 

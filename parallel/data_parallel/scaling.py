@@ -20,8 +20,6 @@ from parallel.data_parallel.loss_scale import DynamicScale, ScaleState
 from parallel.model.strategy import Rank
 from reference.case import Case
 
-__all__ = ["LossScaling"]
-
 
 class LossScaling:
     """The scale of the case, static or dynamic; `value` is that of the coming step."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from parallel.data_parallel.buffers import Buckets
+from parallel.data_parallel.calls import shard_axis
 from parallel.data_parallel.gathered import Shards
 from parallel.data_parallel.parity import with_parity
 from parallel.data_parallel.scaling import LossScaling
 from parallel.data_parallel.together import Together
-from parallel.data_parallel.words import shard_axis
 from parallel.model.strategy import Step, Strategy
 from reference.case import Case
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from parallel.data_parallel.buffers import Buckets
 from parallel.model.strategy import Rank
 
-__all__ = ["Together"]
-
 _Held = TypeVar("_Held")
 
 

@@ -8,13 +8,11 @@ import torch
 
 from parallel.communication import expectation
 from parallel.data_parallel.buckets import Bucket, bucketed
-from parallel.data_parallel.calls import REPLICAS, shard_axis
+from parallel.data_parallel.calls import shard_axis
 from parallel.layers.roles import is_column, is_row
 from parallel.schedules.stages import TABLE, Stage
 from reference.case import Case
 from reference.model.parameters import dtype_of
-
-__all__ = ["REPLICAS", "gradient_dtype", "shard_axis", "stage_buckets", "taken_over", "trained_dtype", "units_of"]
 
 
 def gradient_dtype(case: Case) -> torch.dtype:

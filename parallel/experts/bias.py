@@ -20,8 +20,6 @@ from parallel.model.strategy import Rank
 from parallel.schedules.stages import held_by_rank
 from reference.case import Case
 
-__all__ = ["BIASES", "move_biases"]
-
 
 def _held(case: Case) -> Iterator[CallPlace]:
     for own in held_by_rank(case):

@@ -30,8 +30,6 @@ from reference.data.batches import micro_batch
 from reference.data.routing import forced
 from reference.model.parameters import dtype_of
 
-__all__ = ["ExpertBlock", "blocks_of"]
-
 
 class _Gate(nn.Module):
     """sigmoid(x wg), [.., .., 1]."""

@@ -21,8 +21,6 @@ from parallel.communication.mesh import Axis
 from reference.case import Case
 from reference.data.routing import EQUAL_DIGITS
 
-__all__ = ["filled", "taken", "taken_of_all"]
-
 
 def taken(case: Case, weights_TE: Tensor, chosen_TE: Tensor, order_T: Tensor) -> Tensor:
     """The choices of competing tokens that experts take, bool [T, E]; `order_T` are the numbers of the tokens."""

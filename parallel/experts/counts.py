@@ -20,8 +20,6 @@ from reference.case import Case
 from reference.data.routing import first_token, forced, period
 from reference.training.routing import chosen_by_the_dense_model
 
-__all__ = ["Sent", "micro_batches", "places_of", "rows_sent", "tokens_of"]
-
 
 def places_of(case: Case, at: Coordinates) -> Tensor:
     """The places in a row that the rank at these coordinates routes, in the order in which it holds them."""

@@ -26,8 +26,6 @@ from parallel.experts.capacity import filled
 from parallel.experts.counts import Sent
 from reference.case import Case
 
-__all__ = ["ByAllGather", "ByAllToAll", "Compute", "Known"]
-
 Compute = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
 """(rows [R, H] sorted by expert, their weights [R], how many rows are each expert's) -> their outputs [R, H]."""
 Known = Callable[[int], Sequence[int]]

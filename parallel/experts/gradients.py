@@ -16,8 +16,6 @@ from parallel.layers.norm import wide
 from parallel.model.strategy import Rank
 from reference.model.parameters import dtype_of
 
-__all__ = ["COPIES", "norm_of_all", "over_copies"]
-
 COPIES = "edp"
 """The mesh axis whose ranks hold the same part of the same experts."""
 

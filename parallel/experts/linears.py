@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["OwnExperts"]
-
 
 class _Stacked(nn.Module):
     """The weights of one linear of every expert."""

@@ -24,8 +24,6 @@ from parallel.communication.mesh import Mesh
 from parallel.experts.router import scores, select
 from reference.case import Case
 
-__all__ = ["balance_term", "has_balance"]
-
 
 def has_balance(case: Case) -> bool:
     """Has the case a balance loss?"""

@@ -19,8 +19,6 @@ from torch.nn import functional
 from reference.case import Case
 from reference.model.parameters import dtype_of
 
-__all__ = ["Router", "router_dtype", "scores", "select", "weigh"]
-
 
 def router_dtype(case: Case) -> torch.dtype:
     """The dtype of logits, and of the weights that travel with rows."""

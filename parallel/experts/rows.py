@@ -17,8 +17,6 @@ from parallel.experts.counts import Sent, micro_batches, rows_sent
 from parallel.schedules.stages import Stage, stages
 from reference.case import Case
 
-__all__ = ["rows_of_experts"]
-
 _OWN = "slice_tokens // tp"
 """Tokens of one rank."""
 

@@ -26,8 +26,6 @@ from parallel.communication import pairs
 from parallel.layers.attention import Attention
 from parallel.layers.linear import Region
 
-__all__ = ["Duplicated", "LatentAttention"]
-
 
 class Duplicated(nn.Module):
     """A linear that is whole on every rank, of the tokens that the rank has."""

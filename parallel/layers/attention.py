@@ -21,18 +21,6 @@ from torch.utils.checkpoint import checkpoint
 from parallel.layers.norm import wide
 from parallel.randomness.dropout import Draw, Dropout
 
-__all__ = [
-    "Attention",
-    "Core",
-    "Exchange",
-    "HeadShape",
-    "MaskedCore",
-    "core_attention",
-    "direct",
-    "rotary_table",
-    "rotate",
-]
-
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q [B,S,N,D], k and v [B,S,K,D] of whole sequences -> context [B,S,N,D]."""
 MaskedCore = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]

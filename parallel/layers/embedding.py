@@ -26,8 +26,6 @@ from torch.nn import functional
 from parallel.communication import pairs
 from parallel.layers.linear import Region, column_linear
 
-__all__ = ["EmbeddingTable", "Head", "HiddenEmbedding", "VocabularyEmbedding", "WholeEmbedding", "vocabulary_rows"]
-
 
 class EmbeddingTable(nn.Module):
     """A holder of one weight [rows, D], looked up by the module around it, so that the calls belong to that module."""

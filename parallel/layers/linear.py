@@ -34,8 +34,6 @@ from parallel.communication.collectives import (
 from parallel.communication.mesh import Axis
 from parallel.layers.weight_gradient import holder_of, product, weight_gradient
 
-__all__ = ["ColumnLinear", "Region", "RowLinear", "column_linear"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:

@@ -24,8 +24,6 @@ from parallel.communication.expectation import STAGES, CallRow
 from parallel.communication.mesh import Axis
 from parallel.layers.norm import wide
 
-__all__ = ["IGNORED", "LOSS", "LOGITS", "counted", "vocabulary_cross_entropy"]
-
 IGNORED = -100
 """The label of a token that is never learned."""
 

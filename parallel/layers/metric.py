@@ -21,8 +21,6 @@ from parallel.communication.mesh import Axis
 from parallel.layers.loss import vocabulary_cross_entropy
 from parallel.layers.norm import wide
 
-__all__ = ["DATASETS", "MetricSums", "Metric", "metric_rows"]
-
 DATASETS = 1
 """Number of datasets: a case has one corpus."""
 _VOCABULARY = 2

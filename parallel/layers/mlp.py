@@ -8,8 +8,6 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["Mlp"]
-
 
 class Mlp(nn.Module):
     """`linears` holds `w1` (and `w3` for swiglu), or the fused `w13` whose rows are [w1; w3], and `w2`."""

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["EPSILON", "Norm", "wide"]
-
 EPSILON = 1e-5
 
 

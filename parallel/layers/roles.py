@@ -16,21 +16,6 @@ from parallel.communication.expectation import CallPlace, Places, in_modules
 from reference.case import Case
 from reference.model.parameters import shapes
 
-__all__ = [
-    "ATTENTION",
-    "COLUMN_LINEARS",
-    "ROW_LINEARS",
-    "attention_linears",
-    "column_linears",
-    "head_norms",
-    "is_column",
-    "is_row",
-    "linears",
-    "mlp_linears",
-    "row_linears",
-    "with_widths",
-]
-
 _COLUMNS = frozenset({"wqkv", "wq", "wk", "wv", "wuq", "wukv", "eh_proj", "w1", "w3", "w13"})
 _ROWS = frozenset({"wo", "w2"})
 

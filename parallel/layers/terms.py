@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Terms"]
-
 
 class _Attached(torch.autograd.Function):
     """The tensor; in backward its gradient, and 1 for the term."""

@@ -25,8 +25,6 @@ from parallel.communication.collectives import start_all_to_all
 from parallel.communication.mesh import Axis
 from parallel.layers.attention import Core, Exchange
 
-__all__ = ["by_all_to_all"]
-
 _SEQUENCE, _HEADS, _KV_HEADS = 1, 2, 3
 """Dims: sequence, heads of q and of the context, heads of k and v packed as [B, s, 2, K, D]."""
 

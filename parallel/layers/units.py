@@ -27,8 +27,6 @@ from parallel.communication.mesh import Axis
 from parallel.schedules.stages import ends_of_units
 from reference.case import Case
 
-__all__ = ["SAVED", "computed_later_again"]
-
 
 def computed_later_again(
     unit: Callable[[Tensor], Tensor],

@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["Holder", "holder_of", "product", "set_holder", "weight_gradient"]
-
 Holder = Callable[[Tensor, Tensor], Tensor]
 
 

@@ -27,8 +27,6 @@ from reference.case import Case
 if TYPE_CHECKING:
     from parallel.layers.metric import Metric
 
-__all__ = ["LossScaler", "Parts", "Rank", "Step", "Strategy", "Value"]
-
 MakesLayer = Callable[[str], nn.Module]
 """Makes a transformer layer of this dotted name, as those of the decoder are."""
 _Held = TypeVar("_Held")

@@ -25,8 +25,6 @@ from parallel.schedules.stages import Stage, units
 from reference.case import Case
 from reference.model.parameters import dtype_of
 
-__all__ = ["Layer", "Transformer"]
-
 
 class Layer(nn.Module):
     """One block: attention, then MLP, each behind its norm, dropped and added to the hidden states."""

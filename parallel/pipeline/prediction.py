@@ -11,8 +11,6 @@ from parallel.schedules.stages import Stage, held_by_rank, pipeline_of
 from parallel.schedules.timing import Span, bubble_stated, played
 from reference.case import Case
 
-__all__ = ["CasePipeline"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CasePipeline:

@@ -22,8 +22,6 @@ from parallel.schedules.stages import stages
 from reference.case import Case
 from reference.data.batches import micro_batch
 
-__all__ = ["COUNTS", "counts", "moved"]
-
 
 def moved(batch: Delivered, places: int) -> Delivered:
     """Every token, label and position those of `depth` places on in its document, and the mask of the label; token and

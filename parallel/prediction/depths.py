@@ -27,8 +27,6 @@ from parallel.layers.terms import Terms
 from parallel.layers.units import computed_later_again
 from parallel.model.transformer import Transformer
 
-__all__ = ["Depth", "Depths", "Projection"]
-
 
 class Projection(ColumnLinear):
     """A column linear whose features are gathered, and whose output lies as hidden states do."""

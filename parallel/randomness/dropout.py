@@ -28,8 +28,6 @@ from reference.case import Case
 from reference.checkpoints.stored import steps_before
 from reference.language.modes import MODES
 
-__all__ = ["SHARES", "Draw", "Dropout"]
-
 SHARES = "shares"
 """The last part of a site that drops shares of attention."""
 Draw = tuple[int, int]

@@ -23,8 +23,6 @@ from torch import Tensor
 
 from parallel.communication.layout import Coordinates, Placement, shard
 
-__all__ = ["indices", "kept", "philox", "standard"]
-
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _WEYL = 0x9E3779B9, 0xBB67AE85

@@ -27,8 +27,6 @@ from reference.case import Case
 from reference.language.modes import MODES
 from reference.model.parameters import drawn
 
-__all__ = ["initial", "streams_of"]
-
 _STANDARD = 0.02
 _ROW = ("wo", "w2")
 _OWN, _FIRST = "own", "first rank's"

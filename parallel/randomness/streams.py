@@ -19,8 +19,6 @@ from torch import Tensor
 
 from parallel.communication.layout import Coordinates
 
-__all__ = ["CONTEXT_STRIDE", "DEFAULT", "EXPERT", "MODEL_PARALLEL", "Streams", "seeds"]
-
 DEFAULT, MODEL_PARALLEL, EXPERT = "data-parallel-rng", "model-parallel-rng", "expert-parallel-rng"
 CONTEXT_STRIDE = 2**16
 _SEEDS = 2**64

@@ -12,8 +12,6 @@ from enum import StrEnum
 from parallel.schedules.messages import Program, counterpart, peer
 from parallel.schedules.pipeline import Action, Kind, Pipeline
 
-__all__ = ["Sends", "check_complete", "check_conserved", "check_legal", "delivery", "live", "live_stated"]
-
 
 class Sends(StrEnum):
     """How sends complete: at once, as one batch with their neighbours, or one by one when the receive is there."""

@@ -17,8 +17,6 @@ from collections.abc import Iterator, Sequence
 
 from parallel.schedules.pipeline import Action, Kind, Pipeline, backward_table, forward_table, order, warm_up
 
-__all__ = ["Program", "counterpart", "message_bytes", "message_counts", "peer", "program", "programs", "sends_stated"]
-
 Program = tuple[tuple[Action, ...], ...]
 """Steps in order; each step's actions are issued together."""
 

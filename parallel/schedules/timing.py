@@ -14,8 +14,6 @@ from parallel.schedules.messages import Program, counterpart, peer
 from parallel.schedules.pipeline import Action, Kind, Pipeline
 from reference.errors import CaseError
 
-__all__ = ["Span", "ComputeTimes", "bubble", "bubble_stated", "duration_stated", "idle_inside", "played", "timeline"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeTimes:

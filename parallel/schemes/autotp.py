@@ -47,8 +47,6 @@ from parallel.slicing.sizes import shard_sizes
 from reference.case import Case
 from reference.model.parameters import dtype_of, shapes
 
-__all__ = ["AUTOTP", "activation", "head_held", "parts", "placements"]
-
 
 def placements(case: Case) -> dict[str, Placement]:
     """How every parameter lies on the axis tp."""

@@ -12,8 +12,6 @@ from functools import partial
 from parallel.schemes import tensor
 from parallel.schemes.msp import MSP
 
-__all__ = ["FSP"]
-
 FSP = replace(
     MSP,
     name="fsp",

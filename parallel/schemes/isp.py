@@ -27,8 +27,6 @@ from parallel.schemes import weight_parallel
 from reference.case import Case
 from reference.model.parameters import Shape, shapes
 
-__all__ = ["ISP"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Gather:

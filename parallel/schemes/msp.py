@@ -14,8 +14,6 @@ from functools import partial
 from parallel.model.strategy import Strategy
 from parallel.schemes import tensor
 
-__all__ = ["MSP"]
-
 MSP = Strategy(
     name="msp",
     sequence_dim=1,

@@ -12,8 +12,6 @@ from functools import partial
 from parallel.model.strategy import Strategy
 from parallel.schemes import tensor
 
-__all__ = ["MTP"]
-
 MTP = Strategy(
     name="mtp",
     sequence_dim=1,

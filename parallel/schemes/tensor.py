@@ -28,18 +28,6 @@ from parallel.model.strategy import Parts
 from reference.case import Case
 from reference.model.parameters import dtype_of, shapes
 
-__all__ = [
-    "BEHIND_WEIGHTS",
-    "GATHERED_AGAIN",
-    "SPLIT",
-    "WHOLE",
-    "activation",
-    "head_partial",
-    "parts",
-    "placements",
-    "sequence_partial",
-]
-
 BEHIND_WEIGHTS = 'overlap and wgrad != "deferred"'
 """Whether the gradient of a column linear's input travels while the gradient of its weight is computed."""
 _COLUMNS, _PARTIAL = 'embedding == "hidden"', 'embedding == "vocab"'

@@ -12,8 +12,6 @@ from functools import partial
 from parallel.model.strategy import Strategy
 from parallel.schemes import tensor
 
-__all__ = ["TP"]
-
 TP = Strategy(
     name="tp",
     sequence_dim=0,

@@ -13,8 +13,6 @@ from functools import partial
 from parallel.model.strategy import Strategy
 from parallel.schemes import tensor
 
-__all__ = ["TP_SP"]
-
 TP_SP = Strategy(
     name="tp-sp",
     sequence_dim=0,

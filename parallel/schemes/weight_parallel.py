@@ -34,8 +34,6 @@ from parallel.weights.tables import WeightEmbedding, WeightHead
 from reference.case import Case
 from reference.model.parameters import dtype_of, shapes
 
-__all__ = ["activation", "partial", "parts", "placements"]
-
 _SEQUENCE = 1
 """Dim of the sequence in tokens, hidden states and logits."""
 _TABLES = ("embedding.tokens", "head")

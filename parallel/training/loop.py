@@ -34,8 +34,6 @@ from reference.training.states import after
 if TYPE_CHECKING:
     from parallel.layers.metric import Metric
 
-__all__ = ["Rank", "Value", "set_up", "train"]
-
 
 def train(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> dict[str, Value]:
     """Run the case on this rank and return its outcome; every rank of the mesh must call this with the same case."""

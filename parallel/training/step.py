@@ -19,17 +19,6 @@ from parallel.schedules.stages import TABLE
 from reference.case import Case
 from reference.model.parameters import dtype_of
 
-__all__ = [
-    "LARGEST_LOGITS",
-    "PLAIN",
-    "keeps_logits",
-    "made_optimizer",
-    "one_after_another",
-    "over_data",
-    "over_weights",
-    "total_norm",
-]
-
 LARGEST_LOGITS = 2**24
 """Elements of the full logits of one step above which an outcome leaves them out."""
 _WEIGHT_DECAY = 0.01

@@ -14,8 +14,6 @@ from torch import Tensor
 from parallel.communication.collectives import reduce_scatter, start_all_gather
 from parallel.communication.mesh import Axis
 
-__all__ = ["FlatGather", "reduce_scatter_flat"]
-
 
 class FlatGather:
     """One all-gather of many shards, started when this is made; `tensors` may be called any number of times."""

@@ -28,8 +28,6 @@ from parallel.communication.collectives import Pending, all_gather, start_all_ga
 from parallel.communication.mesh import Axis
 from parallel.weights.prefetch import Gathers, Seat
 
-__all__ = ["Alone", "Supply", "WeightLinear", "weight_product"]
-
 
 class Supply(Protocol):
     """Where a product gets its full weight from (see `Seat`)."""

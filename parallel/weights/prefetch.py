@@ -36,8 +36,6 @@ from parallel.communication.collectives import Pending, start_all_gather, start_
 from parallel.communication.mesh import Axis
 from parallel.weights.flat import FlatGather, reduce_scatter_flat
 
-__all__ = ["Gathers", "PrefetchPlan", "Seat"]
-
 _PREFETCHING = "wo"
 """The linear that starts the next block: the MLP's products are still ahead then, enough to hide the gathers."""
 

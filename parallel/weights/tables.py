@@ -30,8 +30,6 @@ from parallel.communication.mesh import Axis
 from parallel.layers.embedding import EmbeddingTable
 from parallel.weights.linear import Alone, weight_product
 
-__all__ = ["WeightEmbedding", "WeightHead"]
-
 _SEQUENCE, _VOCABULARY = 1, 2
 """Dims of logits [B, S, V]."""
 

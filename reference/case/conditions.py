@@ -10,8 +10,6 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 
-__all__ = ["broken"]
-
 _WORD = re.compile(r"([\w%]+)(!=|[=<>])(\S+)")
 _ORDER: Mapping[str, Callable[[float, float], bool]] = {"<": operator.lt, ">": operator.gt}
 

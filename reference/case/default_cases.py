@@ -21,8 +21,6 @@ from reference.features import FEATURES, PARTS
 from reference.language.modes import MODES
 from reference.language.words import declared, write
 
-__all__ = ["FILE", "FIXED", "NUMBERS", "RANKS", "default_cases", "line_of", "lines", "paired_domains", "plain_cases"]
-
 FILE = Path(__file__).with_suffix(".txt")
 RANKS = 8
 NUMBERS: Mapping[str, int | float] = {

@@ -10,8 +10,6 @@ from reference.case.case import Case
 from reference.errors import CaseError
 from reference.language.words import write
 
-__all__ = ["Words", "problem_of", "repaired", "words_of"]
-
 Words = dict[str, Any]
 """Word -> its value, of a whole case."""
 Problem = CaseError | str

@@ -12,8 +12,6 @@ from typing import Any
 from bugs.record import FOLDER, Bug, read
 from reference.case.conditions import broken
 
-__all__ = ["VARIANTS", "lack", "words"]
-
 VARIANTS: dict[str, Bug] = {bug.name: bug for bug in read(FOLDER / "variants.txt", Bug, {})}
 """Name -> the bug; `stands_for` is its source, `wrong` what deviates, `suite` words that make a case show it."""
 _DERIVED: dict[str, tuple[str, Callable[[Mapping[str, Any]], int]]] = {

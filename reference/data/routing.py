@@ -21,8 +21,6 @@ from reference.case import Case
 from reference.checkpoints.stored import steps_before
 from reference.language.routers import SKEW_PARTS
 
-__all__ = ["EQUAL_DIGITS", "first_token", "forced", "period"]
-
 EQUAL_DIGITS = 9
 """Weights that agree to so many decimals are equal where experts drop rows. Tokens with the same past have the same
 weights (a text that repeats one, the beginnings of rows), which rounding alone would put in an order.

@@ -24,7 +24,11 @@ class DenseModel:
     """The decoder. Outcomes are full tensors by name."""
 
     case = Case
-    modes = tuple(MODES)
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """The names of all modes."""
+        return tuple(MODES)
 
     def domains(self) -> dict[str, tuple[Any, ...]]:
         """Every word that has several values, with these, the plainest first."""

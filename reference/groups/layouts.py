@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from reference.errors import CaseError
 from reference.groups.orders import Groups, RankOrder
 
-__all__ = ["Layout"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:

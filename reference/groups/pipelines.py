@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from reference.errors import CaseError
 from reference.groups.orders import check_size
 
-__all__ = ["PipelineGroup"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineGroup:

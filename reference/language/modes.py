@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["MODES", "Mode", "mode_of", "whose"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mode:

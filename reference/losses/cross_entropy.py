@@ -10,8 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["IGNORED", "counted", "cross_entropy", "summed", "wide"]
-
 IGNORED = -100
 """The label of a token that is never learned."""
 

@@ -19,8 +19,6 @@ from reference.model import layers
 from reference.model.branches import Beside, branch_of
 from reference.model.dropout import SHARES, mask, rate_of
 
-__all__ = ["PLAIN", "Arithmetic", "Tap", "logits", "silent"]
-
 Tap = Callable[[str, Tensor], None]
 """Called with every module's dotted name and output tensor, in the order of the forward pass."""
 

@@ -11,8 +11,6 @@ from reference.data.edges import shard_edges
 from reference.errors import CaseError
 from reference.features import WORDS
 
-__all__ = ["SPLIT", "dense_case"]
-
 SPLIT: Mapping[str, Any] = {
     word: field.metadata["dense"] for word, field in WORDS.items() if field.metadata["dense"] is not None
 }

@@ -18,8 +18,6 @@ from reference.data.batches import Batch
 from reference.errors import CaseError
 from reference.model.given import given_now
 
-__all__ = ["SHARES", "mask", "masks", "rate_of", "sites"]
-
 SHARES = "shares"
 
 

@@ -16,8 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["philox4x32", "words"]
-
 _WORD = 2**32 - 1
 _STEPS = 0x9E3779B9, 0xBB67AE85
 _FACTORS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)

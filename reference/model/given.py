@@ -13,8 +13,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["given_now", "takes_given"]
-
 _GIVEN: ContextVar[Mapping[str, Tensor]] = ContextVar("reference_given", default=MappingProxyType({}))
 given_now: Callable[[], Mapping[str, Tensor]] = _GIVEN.get
 """The names and tensors that are given where this is called: "mask/<step>/<site>", "init/<parameter>"."""

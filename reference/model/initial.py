@@ -18,8 +18,6 @@ from torch import Tensor
 from reference.case import Case
 from reference.model.field import words
 
-__all__ = ["STANDARD", "deviation", "of_field"]
-
 STANDARD = 0.02
 _ROW = (".wo", ".w2", ".experts.down")
 

@@ -17,8 +17,6 @@ from torch.nn import functional
 
 from reference.losses.cross_entropy import wide
 
-__all__ = ["activate", "attention", "linear", "norm", "rotate", "split_qkv", "squares", "visible"]
-
 EPSILON = 1e-5
 ROTARY_BASE = 10000.0
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from reference.losses.cross_entropy import IGNORED, counted, wide
 
-__all__ = ["DATASETS", "Totals", "outcome", "totals"]
-
 DATASETS = 1
 """Number of datasets: a case has one corpus."""
 Totals = dict[str, Tensor]

@@ -21,8 +21,6 @@ from reference.errors import CaseError
 from reference.model.branches import branch_of
 from reference.model.given import given_now
 
-__all__ = ["LastRead", "Shape", "drawn", "dtype_of", "full", "shapes", "weights"]
-
 Shape = tuple[int, ...]
 _LARGE = 2**20
 """Elements of a weight that is not kept longer than it is needed."""

@@ -21,8 +21,6 @@ from reference.model.decoder import PLAIN, Arithmetic
 from reference.training.scaling import LossScale
 from reference.training.steps import Feed
 
-__all__ = ["observe"]
-
 
 def observe(
     case: Case,

@@ -21,8 +21,6 @@ from reference.case import Case
 from reference.checkpoints.stored import steps_before, stored
 from reference.model.parameters import shapes
 
-__all__ = ["BETAS", "EPS", "FLOAT64_NOISE", "rounding_slack", "slack"]
-
 BETAS = (0.9, 0.999)
 EPS = 1e-8
 FLOAT64_NOISE = 1e-12

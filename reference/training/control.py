@@ -30,17 +30,6 @@ from reference.model.given import takes_given
 from reference.model.parameters import LastRead
 from reference.training.steps import train
 
-__all__ = [
-    "control",
-    "fused_attention",
-    "merged_attention",
-    "reordered",
-    "split_attention",
-    "split_linear",
-    "split_norm",
-    "squares_in_turn",
-]
-
 
 @takes_given
 def control(

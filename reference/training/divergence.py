@@ -17,8 +17,6 @@ from reference.data.batches import micro_batch
 from reference.errors import CaseError
 from reference.training.steps import Feed, train
 
-__all__ = ["GROWN", "diverged_in", "refuse_divergence"]
-
 GROWN = 1000.0
 """A loss this many times that of the first step (or 1, if that is more) has left what training can mean."""
 _ROWS = 1024

@@ -10,8 +10,6 @@ from reference.model.dropout import masks, sites
 from reference.model.given import given_now
 from reference.model.parameters import shapes, weights
 
-__all__ = ["deviations", "drawn", "kinds", "known"]
-
 
 def kinds(case: Case) -> tuple[str, ...]:
     """The kinds of names of an outcome that truth, control and kinks take as given=, none where they know all."""

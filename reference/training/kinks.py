@@ -23,8 +23,6 @@ from reference.model.parameters import weights
 from reference.training import activations as observation
 from reference.training.steps import train
 
-__all__ = ["BAND", "kinks"]
-
 BAND = 4.0
 """Epsilons of the run dtype by which the sums of some layers may err, in units of the tensor's rms."""
 

@@ -13,8 +13,6 @@ from reference.model.dense_case import dense_case
 from reference.model.parameters import weights
 from reference.training.steps import train
 
-__all__ = ["chosen_by_the_dense_model"]
-
 
 def chosen_by_the_dense_model(case: Case) -> Mapping[tuple[int, str], Tensor]:
     """(step, layer) -> the experts of every token, bool [dp*micro*rows, seq, experts], rows as those of the logits."""

@@ -17,8 +17,6 @@ from reference.case import Case
 from reference.checkpoints.stored import stored
 from reference.errors import CaseError
 
-__all__ = ["GROWTH_INTERVAL", "HYSTERESIS", "LossScale"]
-
 GROWTH_INTERVAL = 1000
 HYSTERESIS = 2
 _LARGEST = torch.finfo(torch.float16).max

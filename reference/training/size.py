@@ -13,8 +13,6 @@ from reference.features import FEATURES
 from reference.language.words import declared
 from reference.model.parameters import shapes
 
-__all__ = ["culprit", "first_batch", "parts"]
-
 _COPIES = 4
 """What `train` holds of every weight: the one given, the trained one, its gradient, that of step 0."""
 _FIELDS = 4

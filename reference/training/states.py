@@ -23,8 +23,6 @@ from reference.case import Case
 from reference.checkpoints.stored import steps_before, stored
 from reference.model.parameters import shapes
 
-__all__ = ["LARGEST_STATES", "after", "begin", "kept", "load", "saved"]
-
 LARGEST_STATES = 2**25
 """Elements of all full states of a run above which an outcome leaves them out."""
 _MOMENTS: Mapping[str, tuple[str, ...]] = {"sgd": (), "adamw": ("exp_avg", "exp_avg_sq")}

@@ -28,8 +28,6 @@ from reference.training.states import after, begin, load, saved
 if TYPE_CHECKING:
     from reference.model.metric import Totals
 
-__all__ = ["LARGEST_LOGITS", "Feed", "clip", "gradient_norm", "optimizer", "train"]
-
 LARGEST_LOGITS = 2**24
 """Elements of the full logits of one step above which an outcome leaves them out."""
 WEIGHT_DECAY = 0.01

@@ -18,8 +18,6 @@ from reference.training.divergence import refuse_divergence
 from reference.training.given import drawn
 from reference.training.steps import train
 
-__all__ = ["activations", "subject", "true_activations", "truth"]
-
 
 def subject(case: Case, device: torch.device) -> dict[str, Tensor]:
     """The outcome of dense training in the case's dtype: every tensor full."""

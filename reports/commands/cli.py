@@ -24,8 +24,7 @@ from reports.options.words import add_checkpoint, add_hang, add_record, add_slic
 
 LIKE = ("mlp", "dtensor", "fsdp2", "pipelining", "hf", "deepspeed", "megatron", "megatron-training", "torchtitan")
 CLUSTER = "8xH100-NVLink-IB400"
-_NEW_SUBJECT = """Write a runnable subject: a model, its truth, its words. It has at most 60 lines; megatron-training
-(pipeline, optimizer, distributed optimizer, experts) and torchtitan have 120. Overwrites nothing."""
+_NEW_SUBJECT = "Write a runnable subject: model, truth, words. At most 60 lines; megatron-training, torchtitan: 120."
 _TRUTH = "a dense model to compare with; alone: the subject itself on one rank (its attribute truth, or our decoder)"
 _TIMEOUT = "how long a run of a case may take, and its dense model (60); every case is run up to three times"
 _WRONG_REQUEST, _MACHINE, _INTERRUPTED, _NO_READER = 2, 3, 130, 141
@@ -126,10 +125,13 @@ def _command(word: str) -> Callable[[argparse.Namespace], int]:  # noqa: PLR0912
 
 
 def _complain(message: str) -> None:
-    """Print what is wrong on stderr; rich, which folds it in a terminal, is loaded only then."""
-    from reports.printing.text import show_words
+    """Print what is wrong on stderr; rich, which folds it in a terminal, is loaded only there."""
+    if sys.stderr.isatty():
+        from reports.printing.text import show_words
 
-    show_words(message, sys.stderr)
+        show_words(message, sys.stderr)
+    else:
+        print(message, file=sys.stderr)
 
 
 def _empty(parsed: argparse.Namespace) -> str:
@@ -292,9 +294,7 @@ def _add_predict(predict: argparse.ArgumentParser) -> None:
         "--cluster", default=CLUSTER, metavar="NAME|FILE", help=f"a named cluster or a TOML file ({CLUSTER})"
     )
     predict.add_argument("--world", type=int, metavar="N", help="search the meshes of N ranks for every CASE")
-    predict.add_argument(
-        "--suggest", action="store_true", help="the best layouts of these ranks, of all that the case leaves open"
-    )
+    predict.add_argument("--suggest", action="store_true", help="the best layouts, of all that the case leaves open")
     predict.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"implementation to predict ({SUBJECT})")
     predict.add_argument("-o", "--out", metavar="DIR", help="write tables, plots and ledger into a folder below DIR")
     predict.add_argument("--json", action="store_true", help="the result as JSON on stdout, and nothing else there")

@@ -10,8 +10,6 @@ from harness.subject import NamedSubject
 from suites.killing.matrix import Collective
 from suites.mutants.rows import Killed, faults_killed
 
-__all__ = ["Necessity"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Necessity:

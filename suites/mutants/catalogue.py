@@ -12,8 +12,6 @@ from bugs.record import FOLDER, files, read
 from reference.case.variants import words
 from suites.mutants.mutant import GROUPS, Mutant
 
-__all__ = ["FAMILIES", "HELD_BACK", "MUTANTS", "UNSEEN", "VARIANT_ROWS", "of_file"]
-
 _FAMILIES = (
     "reductions boundaries factors norms_and_clip layouts groups vocabulary_and_loss "
     "overlap_and_buffers+exposed+recompute data_and_positions+context shared_data optimizer_and_loop steps_and_counts "

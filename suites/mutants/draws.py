@@ -12,12 +12,11 @@ from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
+from bugs.record import Words
 from reference.case import Case, CaseError
 from suites.drawing.profiles import PROFILES
 from suites.drawing.strategies import cases
-from suites.mutants.mutant import Mutant, Words
-
-__all__ = ["drawn", "showing", "work"]
+from suites.mutants.mutant import Mutant
 
 _SEED = 20251121
 

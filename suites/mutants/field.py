@@ -24,8 +24,6 @@ from reference.case.variants import VARIANTS
 from suites.mutants.catalogue import MUTANTS, VARIANT_ROWS
 from suites.mutants.mutant import Mutant
 
-__all__ = ["FIELD", "MEASURED", "in_field", "main", "page", "public"]
-
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "catalogue.md"
 VERSION = "1"
 """Of the page's form and rules: what counts as a match, and what its columns mean."""

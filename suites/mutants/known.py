@@ -15,12 +15,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from harness.diagnosing.rules.causes import CAUSES
-from harness.diagnosing.rules.what_ifs import WHAT_IF
+from harness.diagnosing.rules.causes import CAUSES, WHAT_IF
 from suites.mutants.catalogue import MUTANTS, VARIANT_ROWS
 from suites.mutants.mutant import Mutant
-
-__all__ = ["KNOWN", "SHOWN_BY", "KnownBug", "main"]
 
 _DIAGNOSING, _WITNESSES = "tests/harness/diagnosing", "tests/harness/witnesses"
 SHOWN_BY: Mapping[str, str] = {

@@ -13,13 +13,11 @@ from dataclasses import dataclass
 
 from bugs.anchors import changed
 from bugs.planting import Subject, planted, planted_everywhere
-from bugs.record import Bug, Change, Words
+from bugs.record import Bug
 from harness.dense_model import SUBJECT
 from reference.case import Case
 from reference.case.conditions import broken
 from reference.language.modes import MODES
-
-__all__ = ["EVERY", "GROUPS", "SPLIT", "TENSOR", "WHOLE", "Change", "Mutant", "Words", "everywhere", "holds"]
 
 EVERY = tuple(MODES)
 TENSOR = tuple(name for name, mode in MODES.items() if not mode.gathers_weights and not mode.uneven)

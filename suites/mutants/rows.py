@@ -27,8 +27,6 @@ from suites.mutants.draws import showing
 from suites.mutants.mutant import Mutant
 from suites.mutants.twins import quiet_without, when_of
 
-__all__ = ["Killed", "cause_told", "faults_killed", "mutant_killed", "right_place"]
-
 TRIES = 10
 """Drawn cases that a mutant is held against before it counts as a survivor."""
 _OTHER_SEEDS = (1, 2)

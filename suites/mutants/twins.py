@@ -15,8 +15,6 @@ from harness.running.proof import prove
 from harness.running.result import CaseResult
 from harness.subject import named
 
-__all__ = ["quiet_without", "when_of"]
-
 WHEN_S = 10.0
 """How long the words that one failure needs are looked for."""
 

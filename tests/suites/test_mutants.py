@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from bugs.record import Change
 from harness.checking.checks import CHECKS
 from harness.checking.evidence import FAIL
-from harness.diagnosing.rules.causes import CAUSES
-from harness.diagnosing.rules.what_ifs import WHAT_IF
+from harness.diagnosing.rules.causes import CAUSES, WHAT_IF
 from harness.ledger import PHASES
 from harness.resolve import resolve
 from reference.case import Case
@@ -25,7 +25,7 @@ from reference.language.modes import MODES
 from suites.mutants.catalogue import FAMILIES, HELD_BACK, MUTANTS, UNSEEN, VARIANT_ROWS, of_file
 from suites.mutants.draws import drawn, showing, work
 from suites.mutants.known import KNOWN, SHOWN_BY, main
-from suites.mutants.mutant import Change, Mutant, holds
+from suites.mutants.mutant import Mutant, holds
 from suites.mutants.rows import Killed, mutant_killed
 from suites.session.prover import Prover
 from tests import ROOT

@@ -24,8 +24,6 @@ from harness.checking.measures.tolerance import measure
 from harness.diagnosing.placing.plans import CALLS, Coordinate, Plan, along, has_shape, joined, plans
 from harness.protocols import Axes
 
-__all__ = ["AGREES", "DIFFERS", "UNKNOWN", "Fit", "TrueTensor", "fit"]
-
 AGREES, DIFFERS, UNKNOWN = "agrees", "differs", "unknown"
 """`unknown`: no layout has these shapes, or the tensor shows nothing."""
 _MOST_SHOWN = 6

@@ -24,8 +24,6 @@ from harness.ledger import Event
 from harness.protocols import Axes
 from harness.recording.capturing.module_calls import Held, ModuleCalls
 
-__all__ = ["Watched", "located"]
-
 _SUMS = ("all_reduce", "reduce_scatter", "reduce")
 
 

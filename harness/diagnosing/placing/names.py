@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["same_modules"]
-
 
 def same_modules(mine: Sequence[str], theirs: Sequence[str]) -> dict[str, str]:
     """Paths of the truth -> those of the ranks: equal ones, then those whose common end is the longest for both."""

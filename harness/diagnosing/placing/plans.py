@@ -13,8 +13,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-__all__ = ["CALLS", "Coordinate", "Plan", "along", "has_shape", "joined", "plans"]
-
 CALLS = ""
 """The name of the axis on which the calls of one rank lie."""
 Coordinate = tuple[int, ...]

@@ -11,8 +11,6 @@ from harness.outcome.merging import merge
 from harness.protocols import Axes
 from harness.recording.capturing.module_calls import Held
 
-__all__ = ["as_declared", "plainly", "stages"]
-
 
 def plainly(held: Sequence[Held]) -> list[Tensor]:
     """The tensors of a program on one rank; none when one of them could not be read."""

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 
 from harness.diagnosing.rules.proofs import Proof, Seen
 
-__all__ = ["CAUSES", "MEANT", "WHAT_IF", "Cause", "claimed", "reported"]
-
 MEANT = "where it is meant, subject.compute_dtype or subject.wire_dtype states it"
 """What stands behind a rounding."""
 

@@ -22,8 +22,6 @@ from harness.diagnosing.rules.places import blocks_of
 from harness.diagnosing.rules.proofs import SINGLE, Explained, explains, share_left, times
 from harness.mesh_axes import split_axes
 
-__all__ = ["Measure", "Predict", "factor_of", "from_factor", "meaning_of", "UNDECIDED", "sizes_of"]
-
 Predict = Callable[[float], tuple[Explained, ...]]
 """A factor -> what the tensors in question are when it is theirs."""
 Measure = Callable[[Evidence], float | None]

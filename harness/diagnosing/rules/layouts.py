@@ -15,8 +15,6 @@ from harness.diagnosing.rules.places import blocks_of
 from harness.mesh_axes import split_axes
 from harness.outcome.blocks import Block
 
-__all__ = ["from_flaws"]
-
 _Shape = tuple[int, ...]
 
 

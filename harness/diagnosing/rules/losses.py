@@ -16,8 +16,6 @@ from harness.diagnosing.rules.proofs import Explained
 from harness.differences import Difference
 from harness.mesh_axes import split_axes
 
-__all__ = ["from_parts", "more_classes"]
-
 
 def more_classes(evidence: Evidence, name: str, parted: Difference | None) -> list[Cause]:
     """Whether a loss is that of a softmax which runs over every class as often as a group has ranks.

@@ -20,8 +20,6 @@ from harness.checking.mask_checks import ALARM, KIND, flat, holders, hypergeomet
 from harness.checking.measures.kinds import kind_of
 from harness.diagnosing.rules.causes import Cause, reported
 
-__all__ = ["from_masks"]
-
 _ORDINARY = 1e-3
 """A probability above which two masks are as alike as independent ones."""
 

@@ -22,8 +22,6 @@ from harness.diagnosing.rules.places import blocks_of, held_whole
 from harness.diagnosing.rules.proofs import Explained, number
 from harness.mesh_axes import split_axes
 
-__all__ = ["from_norms"]
-
 CLOSE = 1e-3
 """Norms are taken for equal within this share of themselves; what many guesses may meet within its square."""
 EXACT = 1e-9

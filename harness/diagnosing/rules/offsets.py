@@ -15,8 +15,6 @@ from harness.diagnosing.rules.causes import Cause, claimed
 from harness.diagnosing.rules.places import blocks_of
 from harness.diagnosing.rules.proofs import Explained
 
-__all__ = ["from_offsets"]
-
 FURTHEST = 8
 """Offsets beyond this many elements are not looked for."""
 LEFT = 1e-4

@@ -19,8 +19,6 @@ from harness.diagnosing.rules.causes import MEANT, Cause, claimed
 from harness.diagnosing.rules.proofs import Explained, Near, NotFinite, Rounded
 from harness.errors import ranks_text
 
-__all__ = ["causes", "drift", "is_count", "not_finite", "partial_sums", "rounded", "same"]
-
 CLOSE = 1e-2
 """A tensor is right within this share of itself, as far as these patterns look."""
 _NOT_FINITE = "NaN or infinite: uninitialised memory, an overflow or a division by zero"

@@ -14,8 +14,6 @@ from harness.diagnosing.rules.proofs import share_left
 from harness.outcome.blocks import Block
 from harness.outcome.merging import Outcomes
 
-__all__ = ["Place", "blocks_of", "comparable", "held_whole", "place_of", "ranks_apart", "timeline", "wrong_ranks"]
-
 _PHASES = {
     "init": "forward",
     "mask": "forward",

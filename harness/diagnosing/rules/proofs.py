@@ -13,21 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = [
-    "DRIFT",
-    "SINGLE",
-    "Explained",
-    "Near",
-    "NotFinite",
-    "Proof",
-    "Rounded",
-    "Seen",
-    "explains",
-    "number",
-    "share_left",
-    "times",
-]
-
 SINGLE = 1e-4
 """A single number comes near another one by chance, so it must come nearer."""
 _LEFT = {torch.float64: 1e-6, torch.float32: 1e-3}

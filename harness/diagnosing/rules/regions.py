@@ -17,8 +17,6 @@ from harness.diagnosing.rules.places import blocks_of, comparable
 from harness.diagnosing.rules.proofs import Explained, share_left
 from harness.outcome.blocks import Block
 
-__all__ = ["from_regions"]
-
 OVERLAP = 0.5
 """Share of a part that must lie inside the tensor at the other place."""
 

@@ -19,8 +19,6 @@ from harness.diagnosing.rules.causes import WHAT_IF, Cause, claimed
 from harness.diagnosing.rules.places import blocks_of
 from harness.diagnosing.rules.proofs import Explained, share_left
 
-__all__ = ["from_counts", "from_losses", "from_shares"]
-
 CLOSE = 1e-3
 """Weights and norms are taken for equal within this share of themselves."""
 LEFT = 1e-2

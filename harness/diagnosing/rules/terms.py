@@ -19,8 +19,6 @@ from harness.diagnosing.rules.factors import Predict, meaning_of
 from harness.diagnosing.rules.proofs import Explained, explains, share_left, times
 from harness.mesh_axes import split_axes
 
-__all__ = ["added", "from_terms"]
-
 RIGHT = 1e-9
 """An output is right within this share of itself: all weights are 1."""
 

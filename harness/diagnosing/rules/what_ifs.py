@@ -15,8 +15,6 @@ from harness.checking.measures.kinds import kind_of
 from harness.diagnosing.rules.causes import WHAT_IF, Cause, claimed
 from harness.diagnosing.rules.proofs import Explained, explains, share_left
 
-__all__ = ["WHAT_IF", "what_if"]
-
 _ALTERNATIVES = 2
 """More what-ifs than these that fit a value single nothing out."""
 _FORWARD = ("act", "logits", "loss")

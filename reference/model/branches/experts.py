@@ -19,8 +19,6 @@ from reference.data.batches import Batch
 from reference.data.routing import EQUAL_DIGITS, first_token, forced
 from reference.model.branches import Forward
 
-__all__ = ["chosen", "forward", "global_loss", "kept", "losses", "shapes", "updated", "values", "weights_of"]
-
 
 def shapes(case: Case) -> dict[str, tuple[int, ...]]:
     """The parameters; those of all experts are one tensor each, [experts, out, in]."""

@@ -17,8 +17,6 @@ from torch import Tensor
 from reference.case import Case
 from reference.model.branches import Forward
 
-__all__ = ["forward", "shapes"]
-
 
 def shapes(case: Case) -> dict[str, tuple[int, ...]]:
     """Its parameters, in the order in which they are used."""

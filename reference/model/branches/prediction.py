@@ -22,8 +22,6 @@ from reference.data.batches import Batch
 from reference.losses import cross_entropy as loss
 from reference.model.branches import Forward
 
-__all__ = ["ahead", "forward", "shapes"]
-
 
 def shapes(case: Case) -> dict[str, tuple[int, ...]]:
     """Its parameters, in the order in which they are used."""

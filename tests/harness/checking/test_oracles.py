@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from harness.checking.checks import CHECKS, examine
+from harness.checking.data_checks import masks
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
-from harness.checking.mask_checks import binomial, hypergeometric, masks
+from harness.checking.mask_checks import binomial, hypergeometric
 from harness.checking.measures.kinds import kind_of
 from harness.engines.engine import Unwaited
 from harness.engines.threads.inproc import InprocEngine

@@ -17,7 +17,8 @@ from harness.checking.checks import examine
 from harness.checking.evidence import Evidence
 from harness.diagnosing import likely
 from harness.diagnosing.by_numbers import by_numbers
-from harness.diagnosing.diagnosis import First, explained
+from harness.diagnosing.diagnosis import explained
+from harness.diagnosing.first import First
 from harness.diagnosing.hints import hint
 from harness.diagnosing.rules.causes import Cause, claimed
 from harness.diagnosing.rules.optimizer.steps import from_states

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from harness.checking.checks import examine
 from harness.checking.evidence import Evidence
-from harness.diagnosing.diagnosis import First, diagnose
-from harness.diagnosing.first import first_place
+from harness.diagnosing.diagnosis import diagnose
+from harness.diagnosing.first import First, first_place
 from harness.diagnosing.rules.optimizer.steps import from_states
 from harness.diagnosing.rules.places import place_of, timeline
 from harness.diagnosing.six_lines import explain

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bugs.planting import planted, source_of
+from bugs.anchors import source_of
+from bugs.planting import planted
 from harness.checking.evidence import PASS
 from harness.engines.shapes.dry import DryEngine
 from harness.predicting.clusters import PRESETS

@@ -21,7 +21,8 @@ import pytest
 import torch
 
 import parallel
-from bugs.planting import planted, replaced, source_of
+from bugs.anchors import source_of
+from bugs.planting import planted, replaced
 from harness.outcome.merging import merge
 from harness.protocols import Subject
 from harness.running.ranks.execution import Execution, execute

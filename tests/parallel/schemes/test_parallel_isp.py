@@ -18,9 +18,10 @@ from harness.outcome.merging import Merged, merge
 from harness.running.ranks.execution import execute
 from parallel.communication.batch import deliver
 from parallel.communication.mesh import Mesh
+from parallel.model.strategy import Rank
 from parallel.schemes.isp import ISP
 from parallel.subject import subject
-from parallel.training.loop import Rank, set_up
+from parallel.training.loop import set_up
 from parallel.weights.linear import WeightLinear
 from reference.case import Case
 from tests.parallel.ranks import CPU, on_ranks

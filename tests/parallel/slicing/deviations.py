@@ -20,8 +20,6 @@ from parallel.slicing.laws import inverse
 from parallel.slicing.sizes import even_shares
 from parallel.slicing.strided import placed
 
-__all__ = ["DEVIATIONS", "Deviation", "whole_scales"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deviation:

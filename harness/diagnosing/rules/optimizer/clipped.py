@@ -19,8 +19,6 @@ from harness.diagnosing.rules.optimizer.moved import Moved, before_step, of_kind
 from harness.diagnosing.rules.places import blocks_of
 from harness.diagnosing.rules.proofs import Explained
 
-__all__ = ["by_block", "by_element", "by_square"]
-
 APART = 1e-3
 """Factors are different ones beyond this share of themselves."""
 SAME = 1e-9

@@ -22,8 +22,6 @@ from harness.diagnosing.rules.optimizer.moved import Moved, fitted, moved, times
 from harness.diagnosing.rules.proofs import Explained
 from harness.diagnosing.rules.proofs import times as in_words
 
-__all__ = ["correction", "epsilon", "from_moments", "gradient_factor", "of_gradients", "shares_kept"]
-
 NEAR = 1e-4
 """Weights of a fit are equal within this."""
 LEFT = 1e-2

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence
 
-__all__ = ["Moved", "before_step", "fitted", "moved", "of_kind", "times"]
-
 LEFT = 1e-4
 """A fit explains what is wrong when it leaves less than this share of it."""
 LOOSE = 1e-6

@@ -27,8 +27,6 @@ from harness.diagnosing.rules.proofs import Explained
 from harness.diagnosing.rules.proofs import times as in_words
 from harness.errors import ranks_text
 
-__all__ = ["from_states"]
-
 CLOSE = 1e-4
 """A factor is that of clipping within this share of itself."""
 LEFT = 1e-3

@@ -16,8 +16,6 @@ from harness.diagnosing.rules.causes import Cause, claimed
 from harness.diagnosing.rules.proofs import Explained
 from harness.mesh_axes import split_axes
 
-__all__ = ["from_start", "from_updates"]
-
 MOVED = 0.2
 """Training moves a weight by less than this share of what another part of it differs by."""
 
