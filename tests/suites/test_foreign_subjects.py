@@ -143,7 +143,7 @@ def test_a_stored_ledger_is_a_gate_that_one_call_more_breaks(
 @pytest.mark.slow
 @pytest.mark.peers
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("script", ["", *deep("20 CPU seconds", "found.py")])
+@pytest.mark.parametrize("script", deep("20 CPU seconds", "", "found.py"))
 def test_a_defect_of_transformers_is_found_in_its_module_by_one_command_and_reproduced(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

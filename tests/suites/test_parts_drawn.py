@@ -123,7 +123,7 @@ def test_a_campaign_asks_for_parts() -> None:
     [
         ("copies-of-experts-not-summed", "experts", "replicas"),
         ("rotary-features-first", "latent", "activations"),
-        ("labels-not-moved", "prediction", "parameter_gradients"),
+        pytest.param("labels-not-moved", "prediction", "parameter_gradients", marks=pytest.mark.deep("20 CPU seconds")),
     ],
 )
 def test_a_property_meets_a_bug_of_a_part(engine: InprocEngine, bug: str, part: str, check: str) -> None:

@@ -87,6 +87,7 @@ def test_stages_with_other_kinds_of_layers_are_other_stages() -> None:
     assert CasePipeline(case=case).alike == (0, 1, 2, 2, 4)
 
 
+@pytest.mark.deep("ten CPU seconds")
 def test_deep_stages_are_no_line_where_a_short_one_would_have_other_kinds_of_layers() -> None:
     """The second of two stages has one dense layer and 15 with experts; with six layers each it would have none."""
     words = "mode=tp tp=1 dp=2 ep=2 pp=2 layers=18 first_layers=2 dense_layers=3 experts=4 routing=equal micro=2"

@@ -85,6 +85,7 @@ def test_every_legal_pair_of_values_is_in_a_default_case() -> None:
     assert missing(cases, legal) == set(), "python -m bench.default_cases --seconds 600 finds cases for new words"
 
 
+@pytest.mark.deep("20 CPU seconds: the pairs of all values are looked at in every profile")
 def test_every_pair_of_random_cases_is_in_a_default_case() -> None:
     cases = [case for section in lines().values() for case in section]
     assert missing(cases, changed(4000)) == set()
