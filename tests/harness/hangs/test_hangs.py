@@ -199,7 +199,7 @@ def test_many_ranks_are_compared_in_a_few_times_what_reading_their_files_takes(t
     assert (found[0].ranks, found[0].number) == ((77,), 1183)
     for path in tmp_path.rglob("*.json"):
         json.loads(path.read_text())
-    assert found_s < 5 * (time.process_time() - begin_s - found_s)
+    assert found_s < 10 * (time.process_time() - begin_s - found_s)
 
 
 def entry(
