@@ -23,7 +23,7 @@ SUBJECT = "parallel.subject:subject"
 """The implementation under test where no other is named."""
 
 
-class DenseModel(Protocol):
+class DenseModelLike(Protocol):
     """What a case is in words, and what is computed of one. A case here is one that `case` has read."""
 
     @property
@@ -59,6 +59,6 @@ class DenseModel(Protocol):
     def metrics(self, case: Any, device: torch.device, **words: Any) -> Outcome: ...
 
 
-def dense_model() -> DenseModel:
+def dense_model() -> DenseModelLike:
     """The dense model of every case that is not in words of a subject's own."""
-    return cast(DenseModel, resolve(NAME))
+    return cast(DenseModelLike, resolve(NAME))

@@ -102,7 +102,7 @@ class Evidence:
     orders       rank lists that the subject states for axes of its own rank order; empty when it states none
     facts        what the reference states about the case's data, None when it states nothing
     declared     patterns of names that the subject leaves out on purpose
-    shares       what a diagnosis computed with the dense model (see DenseModel.shares); empty until then
+    shares       what a diagnosis computed with the dense model (see DenseModelLike.shares); empty until then
     alternatives "<what if>/<name>" -> what the dense model computes of data read otherwise; empty until then
     precision    pass ("forward", "backward") -> the dtype whose limits hold for what it computes, where that is lower
                  than the case's; empty otherwise

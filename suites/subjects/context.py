@@ -17,7 +17,7 @@ def causal(q, k, v, *_):  # [rows, sequence, heads, features]; context_parallel 
     return functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)
 
 
-class Network(nn.Module):
+class AttentionModel(nn.Module):
     """Causal attention of 12 heads of 4 features between two linear layers."""
 
     def __init__(self, case, attention=causal):
@@ -55,7 +55,7 @@ def train(case, model, dp_ranks, part=lambda x, labels: nullcontext((x, labels))
 
 
 def truth(case, device):
-    return train(case, Network(case), range(case.dp))
+    return train(case, AttentionModel(case), range(case.dp))
 
 
 def subject(case, device):
@@ -66,7 +66,7 @@ def subject(case, device):
         with context_parallel(mesh["cp"], buffers=[x, labels], buffer_seq_dims=[1, 1]):
             yield x, labels
 
-    return train(case, Network(case), [mesh.get_local_rank("dp")], part, dist.group.WORLD)
+    return train(case, AttentionModel(case), [mesh.get_local_rank("dp")], part, dist.group.WORLD)
 
 
 subject.truth, subject.cases = truth, ("cp=2", "cp=3 dp=2 dtype=float32")

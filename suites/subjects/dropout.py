@@ -23,7 +23,7 @@ def stream(
         yield
 
 
-class Network(nn.Module):
+class DropoutMlp(nn.Module):
     """Two linear layers without biases, dropout behind the activation and behind the sum over tp."""
 
     def __init__(self, case, tp_rank=0, tp=1, group=None):
@@ -64,14 +64,14 @@ def train(case, network, dp_ranks, group=None):
 
 
 def truth(case, device):
-    return train(case, Network(case), range(case.dp))
+    return train(case, DropoutMlp(case), range(case.dp))
 
 
 def subject(case, device):
     mesh = dist.init_device_mesh("cpu", (case.dp, case.tp), mesh_dim_names=("dp", "tp"))
     tp_rank, dp_rank = mesh.get_local_rank("tp"), mesh.get_local_rank("dp")
     torch.manual_seed(case.seed + 10 * dp_rank)  # equal where activations are whole: on all ranks of tp
-    outcome = train(case, Network(case, tp_rank, case.tp, mesh.get_group("tp")), [dp_rank], mesh.get_group("dp"))
+    outcome = train(case, DropoutMlp(case, tp_rank, case.tp, mesh.get_group("tp")), [dp_rank], mesh.get_group("dp"))
     for kind in ("grad", "param"):  # a part of a tensor is returned with its offsets and the full shape
         first = tp_rank * 24 // case.tp
         outcome[f"{kind}/up"] = Shard(outcome[f"{kind}/up"], (first, 0), (24, case.width))

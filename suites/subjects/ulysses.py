@@ -19,7 +19,7 @@ def subject(case, device):
     def part(x, labels):
         return nullcontext(one.chunk(case.cp, 1)[mesh.get_local_rank("cp")] for one in (x, labels))
 
-    model = context.Network(case, DistributedAttention(context.causal, mesh.get_group("cp"), 2, 1))
+    model = context.AttentionModel(case, DistributedAttention(context.causal, mesh.get_group("cp"), 2, 1))
     return context.train(case, model, [mesh.get_local_rank("dp")], part, dist.group.WORLD)
 
 

@@ -27,6 +27,7 @@ FENCED_ARE_RUN = {
 """Pages whose fenced blocks a test of their own runs in their order."""
 _RECORDED = "four processes of the reader's program; two are run by tests/harness/programs/test_recorded_programs.py"
 _GATE = "run in the profile `deep` by tests/harness/programs/test_recorded_programs.py"
+_RECIPE = "steps of docs/shardproof.yml: tests/project/test_recipe.py"
 _MEGATRON = "run in the profile `deep` by tests/suites/test_megatron_defects.py"
 _TRANSFORMERS = "a folder of transformers: tests/parallel/checkpoints/test_checkpoint_exchange.py"
 _MEGATRON_FOLDER = "a folder of Megatron-Core: tests/parallel/checkpoints/test_megatron_weights.py"
@@ -43,6 +44,8 @@ NOT_RUN = {
     "shardproof record --steps 2:4": _GATE,
     "shardproof compare runs/latest --save-baseline train": _GATE,
     "shardproof compare train runs/latest": _GATE,
+    "--subject my_package.my_module:subject": _RECIPE,
+    "shardproof compare runs/latest --save-baseline main": _RECIPE,
     "shardproof hang runs/latest": "a folder that a hang leaves: tests/harness/hangs",
     "shardproof hang /tmp/nccl_trace_rank_*": "files of NCCL: tests/harness/hangs",
     "--subject suites.subjects.mcore_experts:subject": _MEGATRON,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from harness.dense_model import DenseModel, dense_model
+from harness.dense_model import DenseModelLike, dense_model
 from harness.engines.calls.callers import is_user, shortened
 from harness.engines.engine import Engine
 from harness.errors import MachineError, RequestError, TimeLimit, error_text
@@ -92,7 +92,7 @@ class Reference:
 
     truth: Function
     control: Function
-    model: DenseModel | None = None
+    model: DenseModelLike | None = None
     own: OwnTruth | None = None
 
 
@@ -138,7 +138,7 @@ class Trial:
     """One case on one subject, and how it is run. `seconds` and `problems` fill up as its runs end.
 
     `problems`: what the subject could not answer (expectation, activations) -> why.
-    `given` fills up with what of the subject's outcome its truth must be given (DenseModel.given_kinds).
+    `given` fills up with what of the subject's outcome its truth must be given (DenseModelLike.given_kinds).
     `known` and `facts` fill up with what the reference computed; trials of one case may share them, and trials of cases
     that are alike to the dense model its `truths`. `heard` is called with every part of the case as it begins.
     `verdict_alone`: nobody asks which tensors are wrong once one is that rounding cannot explain.
