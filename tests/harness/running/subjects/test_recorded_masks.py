@@ -64,13 +64,13 @@ def test_one_seed_for_all_shards_is_seen(monkeypatch: pytest.MonkeyPatch, engine
 def test_seeds_of_their_own_for_a_whole_activation_are_seen(
     monkeypatch: pytest.MonkeyPatch, engine: InprocEngine
 ) -> None:
-    right = dropout.Network
+    right = dropout.DropoutMlp
 
     def network(case: Any, rank: int, *more: Any) -> nn.Module:
         torch.manual_seed(rank)
         return right(case, rank, *more)
 
-    result = planted(monkeypatch, engine, "tp=2 dp=2", "Network", network)
+    result = planted(monkeypatch, engine, "tp=2 dp=2", "DropoutMlp", network)
     assert "fail" in {verdict.verdict for verdict in result.verdicts if verdict.check == "replicas"}
     assert {verdict.verdict for verdict in result.verdicts if verdict.check in ("forward", "coverage")} == {"unknown"}
     assert "mask/0/dropout.py" in message(result, "replicas")
@@ -88,12 +88,12 @@ def test_recomputation_that_draws_anew_is_seen(monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_rate_of_its_own_on_the_ranks_is_seen(monkeypatch: pytest.MonkeyPatch, engine: InprocEngine) -> None:
     """The masks fit their rate, and the scale of what is kept is wrong."""
-    right = dropout.Network
+    right = dropout.DropoutMlp
 
     def network(case: Any, *more: Any) -> nn.Module:
         return right(case.but(dropout=0.1), *more)
 
-    assert "forward" in failed(planted(monkeypatch, engine, "tp=2", "Network", network))
+    assert "forward" in failed(planted(monkeypatch, engine, "tp=2", "DropoutMlp", network))
 
 
 class Attention(nn.Module):
