@@ -5,7 +5,8 @@
 The values are those of `reference.case.domains`, on meshes of up to 8 ranks. The everyday recipes are there whatever
 they hold. A case for a missing pair is a known one with both values, changed as the rules propose
 (`reference.case.repair`), and then in single words as long as that holds more (AETG: Cohen et al., IEEE TSE 23, 1997).
-After that a few cases at a time are taken out and found anew; what costs less is kept. The list is written to
+After that a few cases at a time are taken out and found anew, and single words are changed to what costs less; what
+loses no pair is kept. The list is written to
 `reference/case/default_cases.txt`, from which another call goes on. A value that needs several others which no line
 has: write a line with all of them first.
 """
@@ -16,6 +17,7 @@ import argparse
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 
@@ -27,7 +29,7 @@ Pair = tuple[frozenset[tuple[str, object]], bool]
 """Two words with their values; True where they are in a case that splits something, as pairs with a mode must be."""
 _NEAR, _TAKEN_OUT, _FEW = 60, 6, 4
 """Cases near which a pair is looked for, cases found anew at a time, ranks of a case that must split something."""
-_DEARER = {"packed": 0.015, "dropout": 0.017, "dtype": 0.034, "recompute": 0.023, "zero": 0.017, "optimizer": 0.015}
+_DEARER = {"dropout": 0.035, "dtype": 0.055, "recompute": 0.004, "zero": 0.01, "optimizer": 0.011}
 """Words that make a case take longer, each with seconds of a rank and step."""
 _PLAIN = {"recompute": ("none", "selective"), "dtype": ("float64",), "optimizer": ("sgd",)}
 
@@ -37,10 +39,12 @@ _AXES = tuple(Case().mesh)
 
 
 def cost(words: Words) -> float:
-    """About how many seconds a case takes, as measured: a part for itself, and one for every rank and step."""
+    """About how many seconds a case takes, as measured (least squares over the seconds of a default run): a part for
+    itself, and one for every rank, layer on it, step and micro-batch.
+    """
     dearer = sum(seconds for word, seconds in _DEARER.items() if words[word] not in _PLAIN.get(word, (0, False)))
-    a_rank = 0.012 + 0.0375 * (words["layers"] - 1) + dearer
-    return float(0.16 + _ranks(words) * words["steps"] * a_rank * (0.4 + 0.2 * words["micro"]))
+    a_rank = 0.05 * words["layers"] / words["pp"] + dearer
+    return float(0.06 + _ranks(words) * words["steps"] * a_rank * (0.4 + 0.2 * words["micro"]))
 
 
 def _ranks(words: Words) -> int:
@@ -167,6 +171,23 @@ class Search:
         lost = (self.wanted & self.union(found)) - self.union(new)
         return found if lost or sum(map(cost, new)) > sum(map(cost, found)) else new
 
+    def plainer(self, found: Sequence[Words]) -> list[Words]:
+        """The cases with single words changed to what costs less, where other cases hold the pairs that go with it."""
+        found = list(found)
+        times = Counter(pair for words in found for pair in self.held(words) & self.wanted)
+        values = [(word, value) for word in (*_AXES, "micro", *_DEARER) for value in self.domains.get(word, ())]
+        for place in sorted(range(len(found)), key=lambda place: cost(found[place]), reverse=True):
+            for word, value in values:
+                words = found[place]
+                other = self.changed(words, {word: value}) if words[word] != value else None
+                if other and cost(other) < cost(words):
+                    gone, come = ((self.held(of) & self.wanted) for of in (words, other))
+                    if all(times[pair] > 1 for pair in gone - come):
+                        times.subtract(gone)
+                        times.update(come)
+                        found[place] = other
+        return found
+
 
 def _with(words: Words, steps: int, layers: Iterable[int]) -> Words:
     """The case with so many steps and the first of these numbers of layers that is legal."""
@@ -207,7 +228,7 @@ def main() -> int:
     )
     found = search.without_idle(search.completed([_short(words) for words in before]))
     while time.monotonic() < end:
-        found = search.cheaper(found)
+        found = search.cheaper(search.plainer(found))
         print(f"\r{len(found)} cases, cost {sum(map(cost, found)):.2f}", end="", flush=True)
     by_hand = FILE.read_text(encoding="utf-8").partition("\npairs:\n")[0]
     new = sorted(line_of(Case(**words)) for words in finished(found, kept, search.domains))

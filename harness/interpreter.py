@@ -15,8 +15,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-COLLECTED_AFTER = (5_000, 20, 10)
-"""Python looks for garbage after so many new objects (gc.set_threshold): its default of 700 costs a proof 4 %."""
+COLLECTED_AFTER = (50_000, 20, 10)
+"""Python looks for garbage after so many new objects (gc.set_threshold): its default of 700 costs a proof 5 %."""
 _HOME = str(Path(__file__).resolve().parents[1])
 _BOOT = """import gc, sys
 gc.disable()

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import combinations, pairwise
 
 import torch
@@ -36,6 +37,7 @@ _NEGLIGIBLE = 1e-17
 """A term of a tail this small beside the sum so far ends it: terms only fall."""
 
 
+@lru_cache(maxsize=1024)
 def binomial(count: int, trials: int, probability: float) -> float:
     """How probable a count at least as far out is among independent trials of this probability."""
     if not 0 < probability < 1:
@@ -48,6 +50,7 @@ def binomial(count: int, trials: int, probability: float) -> float:
     return _two_sided(count, 0, trials, log_term)
 
 
+@lru_cache(maxsize=1024)
 def hypergeometric(both: int, total: int, first: int, second: int) -> float:
     """How probable an overlap at least as far out is between two independent sets, of `first` and of `second` out of
     `total` elements: Fisher's exact test.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Iterator, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from itertools import combinations
 from typing import Any
 
@@ -27,6 +27,7 @@ _WORLD = ("default_pg", "mesh_default")
 _FILLERS = frozenset({"parallel", "group", "gloo", "ag", "and", "with", "partial"})
 
 
+@lru_cache(maxsize=256)
 def group_word(group_desc: str) -> str:
     """The name that a description gives its group, "" for the words that torch gives to every group by itself.
 

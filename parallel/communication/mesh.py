@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch.distributed as dist
@@ -33,7 +33,7 @@ class Axis:
         return len(self.ranks)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Mesh:
     """All axes as one global rank sees them."""
 
@@ -65,7 +65,7 @@ class Mesh:
             axes[name] = Axis(name=name, ranks=ranks, rank=ranks.index(rank), group=group)
         return cls(rank=rank, axes=axes)
 
-    @property
+    @cached_property
     def coordinates(self) -> dict[str, tuple[int, int]]:
         """Axis -> (this rank's place on it, ranks on it)."""
         return {name: (axis.rank, axis.size) for name, axis in self.axes.items()}

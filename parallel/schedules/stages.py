@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from reference.case import Case
@@ -87,6 +88,7 @@ class Stage:
         return self.last
 
 
+@lru_cache(maxsize=16)
 def stages(case: Case) -> tuple[Stage, ...]:
     """All stages of a case, in the order in which a micro-batch passes them."""
     return tuple(_stage(case, rank, chunk) for chunk in range(case.chunks) for rank in range(case.pp))

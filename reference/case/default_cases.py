@@ -27,7 +27,7 @@ NUMBERS: Mapping[str, int | float] = {
     "hidden": 48,
     "heads": 12,
     "ffn": 28,
-    "vocab": 268,
+    "vocab": 76,
     "seq": 20,
     "batch": 5,
     "lr": 0.1,
