@@ -53,7 +53,7 @@ def checked(tensors: Any, *, layout: str = "contiguous") -> list[Tensor]:
 
 def as_real(tensors: Any) -> list[Tensor]:
     """Complex tensors as pairs of real numbers, all others as they are."""
-    plain = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    plain = [tensors] if isinstance(tensors, Tensor) else tensors
     return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in plain]
 
 
@@ -76,7 +76,9 @@ def of_one_dtype(op: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -
     """Raises WrongArgument where outputs are of other dtypes than inputs."""
     if not outputs or not inputs or outputs is inputs:
         return
-    if len(outputs) == len(inputs):
+    if len(outputs) == len(inputs) == 1:
+        differ = outputs[0].dtype is not inputs[0].dtype
+    elif len(outputs) == len(inputs):
         differ = any(one.dtype is not other.dtype for one, other in zip(outputs, inputs, strict=True))
     else:
         differ = {one.dtype for one in outputs} != {one.dtype for one in inputs}

@@ -57,7 +57,7 @@ _REDUCERS: dict[str, tuple[_Reducer, _Reducer]] = {
 
 def perform(combine: Combine, members: Sequence[Operands], reduce_op: str, root: int) -> None:
     """Run one collective, unseen by autograd and by the modes of the calling thread. Raises Disagreement."""
-    if any(member.outputs and member.outputs[0].is_inference() for member in members):
+    if any([member.outputs and member.outputs[0].is_inference() for member in members]):  # noqa: C419  (quicker)
         with torch.inference_mode():  # nobody else may write such tensors
             combine(members, reduce_op, root)
         return
