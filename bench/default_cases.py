@@ -5,10 +5,9 @@
 The values are those of `reference.case.domains`, on meshes of up to 8 ranks. The everyday recipes are there whatever
 they hold. A case for a missing pair is a known one with both values, changed as the rules propose
 (`reference.case.repair`), and then in single words as long as that holds more (AETG: Cohen et al., IEEE TSE 23, 1997).
-After that a few cases at a time are taken out and found anew, and single words are changed to what costs less; what
-loses no pair is kept. The list is written to
-`reference/case/default_cases.txt`, from which another call goes on. A value that needs several others which no line
-has: write a line with all of them first.
+After that a few cases at a time are taken out and found anew, and single words are changed; what costs less and loses
+no pair is kept. The list is written to `reference/case/default_cases.txt`, from which another call goes on. A value
+that needs several others which no line has: write a line with all of them first.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Pair = tuple[frozenset[tuple[str, object]], bool]
 _NEAR, _TAKEN_OUT, _FEW = 60, 6, 4
 """Cases near which a pair is looked for, cases found anew at a time, ranks of a case that must split something."""
 _DEARER = {"dropout": 0.035, "dtype": 0.055, "recompute": 0.004, "zero": 0.01, "optimizer": 0.011}
-"""Words that make a case take longer, each with seconds of a rank and step."""
+"""Words that make a case take longer, each with seconds of a rank and a step of three micro-batches."""
 _PLAIN = {"recompute": ("none", "selective"), "dtype": ("float64",), "optimizer": ("sgd",)}
 
 

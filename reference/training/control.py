@@ -144,8 +144,8 @@ def _summed(x_TE: Tensor, columns: Sequence[Tensor]) -> Tensor:
 
 
 def _product(x_TE: Tensor, rows_FE: Tensor) -> Tensor:
-    """x @ rows^T. Of 16-bit numbers by the kernel for float32, rounded once at the end: tensor cores add so, and CPUs
-    without such products take twenty times as long for theirs.
+    """x @ rows^T. Of 16-bit numbers by the kernel for float32, rounded once at the end, as tensor cores do. Where a CPU
+    has no 16-bit products, torch's own kernels take ten to twenty times as long (2.13, 100 x 48 x 84 elements).
     """
     if x_TE.dtype.itemsize > 2:
         return x_TE @ rows_FE.mT
