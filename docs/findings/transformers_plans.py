@@ -1,6 +1,8 @@
 """transformers 5.23.0: tensor-parallel plans that ship with a model and train it wrongly, or not at all.
 
-python docs/findings/transformers_plans.py apertus|llama4_text|doge      exit status 1 while the defect is there
+python docs/findings/transformers_plans.py apertus|llama4_text|doge|phi|cohere|inkling_text
+
+Exit status 1 while the defect is there.
 """
 
 import os
@@ -19,6 +21,8 @@ TP = 2
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 8}
 SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 64, "use_cache": False}
 SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+OWN = {"phi": {"qk_layernorm": True, "head_dim": None}, "cohere": {"use_qk_norm": True}}
+OWN |= {"inkling_text": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}}
 
 
 def gradients(model):
@@ -54,7 +58,8 @@ if __name__ == "__main__":
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(sys.argv[1], **SIZES), dtype=torch.float64)
+        words = {name: size for name, size in (SIZES | OWN.get(sys.argv[1], {})).items() if size is not None}
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(sys.argv[1], **words), dtype=torch.float64)
         for weight in model.parameters():
             torch.nn.init.normal_(weight, std=0.1)
         model.save_pretrained(f"{folder}/model")

@@ -19,23 +19,23 @@ with warnings.catch_warnings(action="ignore"):  # torch's own, at import
 LOW = {"fp16_compress": "float16", "bf16_compress": "bfloat16"}
 
 
-def small_steps(case, model):  # with a low hook: parameters are judged in the case's dtype, gradients are rounded
-    return torch.optim.SGD(model.parameters(), lr=0.001) if case.hook in LOW else None
+def optimizer_of(case):  # with a low hook small steps: parameters are judged in the case's dtype, gradients are rounded
+    return (torch.optim.SGD, 0.001) if case.hook in LOW else (torch.optim.AdamW, 0.01)
 
 
 def subject(case, device):  # every tensor in full, for every rank has the whole network
-    model, optimizer = DistributedDataParallel(dense(case), bucket_cap_mb=case.bucket_bytes / 2**20), None
+    model = DistributedDataParallel(dense(case), bucket_cap_mb=case.bucket_bytes / 2**20)
     if case.hook != "none":
         register_ddp_comm_hook(DDPCommHookType[case.hook.upper()], model, dist.group.WORLD)
-    if case.sharded:
-        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
-    outcome = train(case, model, [dist.get_rank()], dist.group.WORLD, optimizer or small_steps(case, model))
+    kind, lr = optimizer_of(case)
+    sharded = ZeroRedundancyOptimizer(model.parameters(), kind, lr=lr) if case.sharded else None
+    outcome = train(case, model, [dist.get_rank()], dist.group.WORLD, sharded or kind(model.parameters(), lr=lr))
     return {name.replace("module.", ""): tensor for name, tensor in outcome.items()}
 
 
 def truth(case, device):
-    model = dense(case)
-    return train(case, model, range(case.dp), optimizer=small_steps(case, model))
+    model, (kind, lr) = dense(case), optimizer_of(case)
+    return train(case, model, range(case.dp), optimizer=kind(model.parameters(), lr=lr))
 
 
 subject.truth, subject.cases = truth, ("dp=3", "dp=2 dtype=float32 bucket_bytes=400")
