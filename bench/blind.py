@@ -27,6 +27,7 @@ import torch
 from harness.checking.evidence import FAIL
 from harness.diagnosing.needed_words import NeededWords
 from harness.engines.threads.inproc import InprocEngine
+from harness.mesh_axes import SLICES
 from harness.running.experiments import Failed, words_needed
 from harness.running.proof import prove
 from harness.running.result import CaseResult
@@ -42,7 +43,7 @@ from suites.mutants.rows import cause_told, right_place
 
 _BUGS = {"unseen": UNSEEN, "held_back": HELD_BACK}
 _WHEN_S, _TIMEOUT_S = 10.0, 60.0
-_DERIVED = {"world": tuple(Case().mesh), "wdp": ("dp", "cp"), "padding": ("vocab", "family")}
+_DERIVED = {"world": tuple(Case().mesh), "wdp": ("dp", SLICES), "padding": ("vocab", "family")}
 """Words of a condition that follow from others."""
 
 

@@ -35,9 +35,10 @@ def gathered_attention(
     return over_all_keys(q_BqND, k, v, visible, of_keys(keep, slices.whole))
 
 
-def gathered_rows(keys: str) -> tuple[CallRow, ...]:
+def gathered_rows(keys: str, *, axis: str) -> tuple[CallRow, ...]:
     """The calls; `keys` is the formula of the elements K."""
-    each = partial(CallRow, ATTENTION, elements=f"cp * {keys}", axis="cp", times=f"2 * {MICRO_BATCHES}", again="core")
+    times = f"2 * {MICRO_BATCHES}"
+    each = partial(CallRow, ATTENTION, elements=f"{axis} * {keys}", axis=axis, times=times, again="core")
     return (
         each("forward", "all_gather", why="keys, values of all ranks"),
         each("backward", "reduce_scatter", why="their gradients"),

@@ -134,7 +134,7 @@ def _rows(case: Case) -> tuple[CallRow, ...]:
     queries, kv_heads = f"{token} * heads // tp", "max(kv_heads, tp) // tp"
     match case.cp_comm:
         case "gather":
-            return gathered_rows(f"{token} * {kv_heads}")
+            return gathered_rows(f"{token} * {kv_heads}", axis="cp")
         case "alltoall":
             return exchanged_rows(queries, f"{token} * max({kv_heads}, cp)", axis="cp")
         case "alltoall-ring":

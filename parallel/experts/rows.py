@@ -14,7 +14,7 @@ from typing import NamedTuple
 from parallel.communication.expectation import ACTIVATION, CallPlace, CallRow, in_modules
 from parallel.communication.mesh import coordinates
 from parallel.experts.counts import Sent, micro_batches, rows_sent
-from parallel.schedules.stages import Stage, stages
+from parallel.schedules.stages import Stage, held_at, stages
 from reference.case import Case
 
 _OWN = "slice_tokens // tp"
@@ -139,7 +139,7 @@ def _of_layers(case: Case) -> tuple[tuple[Stage, str, dict[int, Counter[_Numbers
     kinds, groups = micro_batches(case), case.axes["etp_ep"]
     found = []
     for stage in stages(case):
-        own = [ranks for ranks in groups if coordinates(case, ranks[0])["pp"][0] == stage.rank]
+        own = [ranks for ranks in groups if stage in held_at(case, coordinates(case, ranks[0]))]
         for block in filter(stage.holds, case.layers_with_experts):
             counts = {rank: of_rank for ranks in own for rank, of_rank in _counts(case, block, ranks, kinds).items()}
             found.append((stage, block, counts))
