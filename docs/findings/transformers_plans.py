@@ -23,6 +23,7 @@ SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embe
 SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 OWN = {"phi": {"qk_layernorm": True, "head_dim": None}, "cohere": {"use_qk_norm": True}}
 OWN |= {"inkling_text": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}}
+OWN["inkling_text"] |= {"swa_num_attention_heads": 8, "swa_num_key_value_heads": 4, "swa_head_dim": 8}
 
 
 def gradients(model):
