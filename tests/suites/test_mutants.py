@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,7 +21,7 @@ from reference.case.variants import VARIANTS
 from reference.features import PARTS
 from reference.language.modes import MODES
 from suites.mutants.catalogue import FAMILIES, HELD_BACK, MUTANTS, UNSEEN, VARIANT_ROWS, of_file
-from suites.mutants.draws import drawn, showing, work
+from suites.mutants.draws import showing
 from suites.mutants.known import KNOWN, SHOWN_BY, main
 from suites.mutants.mutant import Mutant, holds
 from suites.mutants.rows import Killed, mutant_killed
@@ -208,14 +206,6 @@ def test_every_row_says_what_it_stands_for_and_what_must_be_told_of_it() -> None
 def test_the_profile_draws_cases_that_show_every_mutant_in_every_mode() -> None:
     known = [(mutant, mode) for mutant in (*MUTANTS, *HELD_BACK) for mode in mutant.modes]
     assert [f"{mutant.name} in {mode}" for mutant, mode in known if not showing(mutant, mode)] == []
-
-
-def test_draws_are_the_same_in_every_process_and_smallest_first() -> None:
-    first = drawn("isp", {})
-    assert list(map(work, first)) == sorted(map(work, first))
-    program = "from suites.mutants.draws import drawn; print(*drawn('isp', {})[:9], sep='\\n')"
-    again = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert again.splitlines() == [str(case) for case in first[:9]]
 
 
 @pytest.mark.parametrize(
