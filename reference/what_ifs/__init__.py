@@ -1,1 +1,1 @@
-"""What the dense model computes under a known mistake: a diagnosis compares these with what was found."""
+"""Results of the dense model under a known mistake: a diagnosis compares these with what was found."""

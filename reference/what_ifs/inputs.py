@@ -65,7 +65,7 @@ _Change = Callable[[Case, Batch], Batch | None]
 
 
 def _feeds(case: Case) -> dict[str, Feed]:
-    """What if -> the data read that way, for those that make a difference in this case."""
+    """What-if -> the data read that way, for those that make a difference in this case."""
     batch = micro_batch(case, 0, 0, 0)
     found = {word: _reading(change) for word, change in _CHANGES.items() if change(case, batch) is not None}
     found["padding_learned.drawn"] = _padding_drawn
@@ -152,11 +152,11 @@ _CHANGES: Mapping[str, _Change] = {
     "positions_missing": _positions_missing,
     "positions_restart": _positions_restart,
 }
-"""What if -> the micro-batch read that way; None where it makes no difference."""
+"""What-if -> the micro-batch read that way; None where it makes no difference."""
 
 
 def _readings(case: Case, weights: _Weights) -> dict[str, _Weights]:
-    """What if -> the weights whose fused rows are taken for another arrangement."""
+    """What-if -> the weights whose fused rows are taken for another arrangement."""
     found = {}
     if case.layers > 1:
         found["stale.layer"] = {name: weights.get(_layer_before(name), own) for name, own in weights.items()}
@@ -176,7 +176,7 @@ def _readings(case: Case, weights: _Weights) -> dict[str, _Weights]:
 
 
 def _layer_before(name: str) -> str:
-    """The same parameter of the layer before; of the first layer, and outside of layers, itself."""
+    """Name of this parameter in the layer before; of the first layer, and outside of layers, itself."""
     return re.sub(r"^layers\.(\d+)", lambda found: f"layers.{max(0, int(found[1]) - 1)}", name)
 
 

@@ -59,7 +59,7 @@ def _positions(case: Case, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _arithmetics(case: Case) -> Iterator[tuple[str, Arithmetic]]:
-    """What if, and which reading of it -> the dense model's arithmetic under that rule."""
+    """What-if, and its reading -> the dense model's arithmetic under that rule."""
     for reading, attention in _attentions(case).items():
         yield reading, Arithmetic(attention=attention)
     for reading, rotate in _rotations(case).items():
@@ -80,7 +80,7 @@ _Attention = Callable[..., Tensor]
 
 
 def _attentions(case: Case) -> dict[str, _Attention]:
-    """What if -> another core of attention."""
+    """What-if -> another core of attention."""
     root = math.sqrt(case.head_dim)
     found: dict[str, _Attention] = {
         "scores_scaled.width": partial(_scaled, factor=1 / root),

@@ -121,7 +121,7 @@ def losses(case: Case, weights: _Weights, device: torch.device) -> dict[str, Ten
 
 
 def _losses(case: Case, logits_BSV: Tensor, batch: Batch) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """What if, loss and weight of every token [B, S]."""
+    """What-if, loss and weight of every token [B, S]."""
     smoothing, vocab, mask = case.label_smoothing, case.vocab, batch.loss_mask.double()
     right = counted(batch.labels, mask)
     yield "local_count.rows", _cross_entropy(logits_BSV, batch.labels, smoothing, vocab), right / _of_row(right)

@@ -35,7 +35,7 @@ def trainings(case: Case, device: torch.device) -> dict[str, Tensor]:
 
 
 def _told(word: str, outcome: Mapping[str, Tensor], *kinds: str) -> dict[str, Tensor]:
-    """What an outcome says of these kinds, all by default, behind the first step."""
+    """Tensors of an outcome of these kinds, all by default, behind the first step."""
     return {
         f"{word}/{name}": tensor
         for name, tensor in outcome.items()
