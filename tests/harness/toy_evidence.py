@@ -1,6 +1,6 @@
 """A small right run to plant wrong evidence in: two tensor-parallel ranks, two steps, a hand-made truth and ledger.
 
-The model is no model: the tensors are random numbers under the canonical names, sharded as a column linear (w1) and a
+The model is no model. Its tensors are random numbers under the canonical names, sharded as a column linear (w1) and a
 row linear (w2) would be. Shapes are tiny, payloads in bytes.
 """
 
@@ -33,7 +33,7 @@ _CUT = {"layers.0.mlp.w1.weight": 0, "layers.0.mlp.w2.weight": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """One line of a closed form."""
+    """Line of a closed form."""
 
     phase: str
     region: str
@@ -83,7 +83,7 @@ def truth() -> dict[str, Tensor]:
 
 
 def outcome_of(rank: int, values: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What a right rank of two returns of these full tensors: shards of cut weights, everything else in full."""
+    """Outcome of a right rank of two for these full tensors: shards of cut weights, everything else in full."""
     outcome: dict[str, Any] = {}
     for name, full in values.items():
         dim = _CUT.get(name.partition("/")[2]) if name.startswith(("init/", "grad/", "param/")) else None

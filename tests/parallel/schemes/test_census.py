@@ -1,5 +1,6 @@
-"""Census of replicated parameters, conjugacy and call sites: what must be summed, what goes backward, and that a case
-reaches every place in `parallel` where a collective is issued.
+"""Census of replicated parameters, conjugacy and call sites: what must be summed, what goes backward.
+
+ A case reaches every place in `parallel` where a collective is issued.
 
 Which gradients need a sum is found by experiment: without it ranks disagree on them. Which are summed is read from the
 ledger's bytes. A site is one call of a raw collective in another module; one that no mode uses is held by the law of
@@ -45,7 +46,7 @@ NORM_AND_LOSS = (8, 16)
 
 
 def ran(prover: Prover, case: Case, run: Subject) -> Execution:
-    """One recorded run."""
+    """Recorded run of a case."""
     return execute(case, run, prover.engine, text=str(case))
 
 
@@ -88,13 +89,13 @@ MISSING = {"context-is-not-exchanged-back": "all-to-alls", "gradients-of-a-cut-s
 
 
 class Closed:
-    """A subject whose closed form nobody knows."""
+    """A subject without a known closed form."""
 
     def __init__(self, inner: Subject) -> None:
         self.inner = inner
 
     def __call__(self, case: Case, device: torch.device) -> Mapping[str, Any]:
-        """What the subject returns."""
+        """Outcome of the subject."""
         found: Mapping[str, Any] = self.inner(case, device)
         return found
 

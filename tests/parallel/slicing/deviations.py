@@ -1,4 +1,4 @@
-"""What DeepSpeed 0.19.8 cuts wrongly, by name: each breaks a law of `tests.parallel.slicing.laws`, as tests see.
+"""Wrong cuts of DeepSpeed 0.19.8, by name: each breaks a law of `tests.parallel.slicing.laws`, as tests see.
 
 Nothing here is used by a slice of ours. `needs` says for which heads and ranks a deviation is wrong; outside of that it
 cuts as the rule does. Sources: modes.md 8 and 10 (D1), experts.md 27 and 28 (X16); the functions named are DeepSpeed's.
@@ -23,7 +23,7 @@ from parallel.slicing.strided import placed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deviation:
-    """One deviation of the cut of a query/key/value weight.
+    """A deviation of the cut of a query/key/value weight.
 
     order    of the fused weight that is cut; "" for the weight of the queries alone
     needs    whether it is wrong for these heads on that many ranks

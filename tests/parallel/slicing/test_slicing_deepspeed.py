@@ -167,7 +167,7 @@ def heads_for(name: str, source: random.Random) -> tuple[Heads, int]:
 
 
 def expected(name: str, heads: Heads, ranks: int, whole: Tensor) -> list[Tensor]:
-    """What the deviation cuts; its laws are broken."""
+    """Parts that the deviation cuts; its laws are broken."""
     deviation = DEVIATIONS[name]
     held = deviation.held(heads, ranks)
     if deviation.order:
