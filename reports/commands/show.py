@@ -175,8 +175,9 @@ def _show_bugs(run: Run, stream: TextIO) -> None:
 
 
 def show_failures(run: Run, stream: TextIO) -> None:
-    """Six lines for every first place of failures, the simplest case first, with the checks that fail from there on;
-    then a reason for every check that was skipped or could not be decided.
+    """Print six lines for every first place of failures, the simplest case first, and checks that fail from there on.
+
+    Then a reason for every check that was skipped or could not be decided.
     """
     if (run.verdicts["verdict"] == "fail").any():
         _show_bugs(run, stream)
@@ -200,7 +201,7 @@ MEGATRON = {
     "mlp.w2": "linear_fc2",
     "head": "output_layer",
 }
-"""What Megatron-Core calls our modules."""
+"""Names of our modules in Megatron-Core."""
 
 
 def experiment_table(run: Run, name: str) -> Table:

@@ -3,9 +3,9 @@
 Bytes and calls are those of the busiest rank over the whole run of a case, as in `summary.csv`; times are microseconds.
 
 Weights cost the same at any length, activations grow with it, so a mode that sends weights (`isp`) wins beyond T*
-tokens. Measured here from a run whose cases differ in mode and tokens only; `wire_bytes` is what one rank puts on the
-wire in one micro-batch (ring model). counted="layers" leaves out all-to-alls and everything outside the layers, as the
-closed form T* = 3 Wl / ((2C + 4) h e) does; counted="all" leaves out nothing.
+tokens. The crossing is measured here from a run whose cases differ in mode and tokens only. `wire_bytes` is what one
+rank puts on the wire in one micro-batch (ring model). counted="layers" leaves out all-to-alls and everything outside
+the layers, as the closed form `T* = 3 Wl / ((2C + 4) h e)` does; counted="all" leaves out nothing.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _MOST_BYTES = ["payload_bytes", "wire_bytes"]
 
 
 def side_by_side(run: Run) -> pd.DataFrame:
-    """One row a case, by ranks and mode.
+    """Rows of cases, by ranks and mode.
 
     ranks, mode, words (of the case, without mode and data), one column of payload bytes for each phase that talks
-    ("forward_bytes"), payload_bytes, expected_payload_bytes, wire_bytes, least_ratio (of wire bytes, to the mode that
-    sends least on as many ranks), axes ("tp 1.271, dp 0.250" MiB), saved_bytes, exposed_us (inside calls that are
+    ("forward_bytes"), payload_bytes, expected_payload_bytes. wire_bytes, least_ratio (of wire bytes, to the mode that
+    sends least on as many ranks), axes ("tp 1.271, dp 0.250" MiB), saved_bytes. exposed_us (inside calls that are
     waited for at once, mean over ranks).
     """
     lines = run.summary
@@ -137,7 +137,7 @@ def crossings(growth: pd.DataFrame) -> pd.DataFrame:
     """mode, other, tokens, wire_bytes: where `mode`, dearer at first, becomes the cheaper one.
 
     Bytes are a constant plus a share of the tokens in every mode, so a straight line through a mode's points is exact
-    for them; lines that do not cross at one token or more give no row.
+    for them. Lines that do not cross at one token or more give no row.
     """
     lines = {}
     for mode, points in growth.groupby("mode", observed=True, sort=True):

@@ -1,9 +1,9 @@
 """Tables of calls: those that a subject states for a case, and those that the witnesses of a profiled run saw.
 
-Stated: one line a row of its closed form, with bytes as formula and number. Seen: what every witness says of the
-events, and what collectives cost in time, from witnesses.csv, collectives.csv and sessions.csv of the run folder, which
-only `--profile` makes. Times are microseconds in the files and milliseconds in the tables; an interval holds the median
-in 95 of 100 such samples.
+Stated: one line a row of its closed form, with bytes as formula and number. Seen: the words of every witness on the
+events, and what collectives cost in time. They come from witnesses.csv, collectives.csv and sessions.csv of the run
+folder, which only `--profile` makes. Times are microseconds in the files and milliseconds in the tables; an interval
+holds the median in 95 of 100 such samples.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def calls_table(case: str, terms: Iterable[TermLike]) -> Table:
 
 
 def _line(term: TermLike) -> tuple[str, ...]:
-    """What is said of a term, its module and its count aside."""
+    """Words about a term, its module and its count aside."""
     op = f"{term.op or NOTHING} {term.reduce_op if term.reduce_op not in ('sum', None) else ''}".strip()
     at = ", ".join(f"{axis} {place}" for axis, place in getattr(term, "at", {}).items())
     axis = term.axis if term.group_size is None else f"{term.axis or NOTHING}={term.group_size}"

@@ -1,9 +1,8 @@
 """Hypothesis strategies that draw only valid, non-degenerate cases.
 
 Non-degenerate by construction (bugs.md, section 3): axes of unequal size, odd factors, several micro-batches and steps,
-batch > 1, grouped heads, uneven masks. Biases and norm weights are away from their defaults (the reference draws them
-so). Every draw is made in the driver, never inside a rank. Simple values come first, so that failures shrink to small
-cases.
+batch > 1, grouped heads, uneven masks. The reference draws biases and norm weights away from their defaults. Every draw
+is made in the driver, never inside a rank. Simple values come first, so that failures shrink to small cases.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@
 The parts stand where they are used, and this table joins them. The id and its look are in
 `harness.diagnosing.rules.causes`, the rule that the dense model breaks to look the same in
 `harness.diagnosing.rules.what_ifs` and `reference.what_ifs.inputs`. The changes of our source are in
-`suites.mutants.catalogue`, the variants of a case in `reference.case.variants`. Mutants that are held back are not in
-it.
+`suites.mutants.catalogue`, the variants of a case in `reference.case.variants`. Held-back mutants are left out.
 """
 
 from __future__ import annotations
