@@ -16,7 +16,7 @@ from reference.case import Case
 from reference.language.modes import MODES
 from reference.model import layers
 from reference.what_ifs.tables import flat_columns
-from reference.what_ifs.what_if import FORWARD, WhatIf, both, by_attention
+from reference.what_ifs.what_if import WhatIf, both, by_attention
 
 _Move = Callable[[Tensor, int], Tensor]
 """[B, S, heads, ...] of all ranks and p -> the same, moved otherwise."""
@@ -133,27 +133,23 @@ def _in_parts(parts: int, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, *fac
 
 WHAT_IFS = (
     WhatIf(
-        id="flat_dim",
-        words="when parts along an inner dim lie end to end in memory: a collective that works along dim 0",
-        explains=FORWARD,
-        experiment=both(flat_columns, by_attention(_flat, gradients=True)),
+        "flat_dim",
+        "when parts along an inner dim lie end to end in memory: a collective that works along dim 0",
+        both(flat_columns, by_attention(_flat, gradients=True)),
     ),
     WhatIf(
-        id="transposed",
-        words="when rows and tokens of the queries are exchanged in memory: right for one row only",
-        explains=FORWARD,
-        experiment=by_attention(_transposed, gradients=True),
+        "transposed",
+        "when rows and tokens of the queries are exchanged in memory: right for one row only",
+        by_attention(_transposed, gradients=True),
     ),
     WhatIf(
-        id="kv_order",
-        words="when copies of key and value heads stand in another order than the queries that read them",
-        explains=FORWARD,
-        experiment=both(by_attention(_in_turn, gradients=True), by_attention(_repeated)),
+        "kv_order",
+        "when copies of key and value heads stand in another order than the queries that read them",
+        both(by_attention(_in_turn, gradients=True), by_attention(_repeated)),
     ),
     WhatIf(
-        id="kv_alone",
-        words="when one copy of each key and value head alone gives its gradient: copies are not summed",
-        explains=FORWARD,
-        experiment=by_attention(_alone, gradients=True),
+        "kv_alone",
+        "when one copy of each key and value head alone gives its gradient: copies are not summed",
+        by_attention(_alone, gradients=True),
     ),
 )

@@ -13,7 +13,7 @@ from reference.data.batches import Batch, micro_batch
 from reference.data.packing import IGNORED
 from reference.training.activations import observe
 from reference.training.steps import Feed, train
-from reference.what_ifs.what_if import FORWARD, Dense, Experiment, Weights, WhatIf, both, by_places
+from reference.what_ifs.what_if import ACTIVATIONS, Dense, Experiment, Weights, WhatIf, both, by_places
 
 _NEXT_TO_NOTHING = 1e-7
 """A learning rate by this much smaller leaves the weights of every step as good as the first ones."""
@@ -143,79 +143,62 @@ def _second_step(dense: Dense, feed: Feed, lr: float) -> Iterator[tuple[str, Map
 
 
 WHAT_IFS = (
+    WhatIf("mask_ignored", "without the loss mask: tokens count that are masked", by_data(_=_changed(_mask_ignored))),
     WhatIf(
-        id="mask_ignored",
-        words="without the loss mask: tokens count that are masked",
-        explains=FORWARD,
-        experiment=by_data(_=_changed(_mask_ignored)),
+        "padding_learned",
+        "when tokens that are not to be learned get the label 0",
+        by_data(_=_changed(_padding_learned), drawn=_padding_drawn),
     ),
     WhatIf(
-        id="padding_learned",
-        words="when tokens that are not to be learned get the label 0",
-        explains=FORWARD,
-        experiment=by_data(_=_changed(_padding_learned), drawn=_padding_drawn),
+        "labels_unshifted",
+        "when every token is its own label: labels are not shifted by one",
+        by_data(_=_changed(_labels_unshifted)),
     ),
     WhatIf(
-        id="labels_unshifted",
-        words="when every token is its own label: labels are not shifted by one",
-        explains=FORWARD,
-        experiment=by_data(_=_changed(_labels_unshifted)),
+        "labels_shifted_twice",
+        "when labels are shifted once more",
+        by_data(cut=_changed(_labels_shifted), rolled=_changed(_labels_rolled)),
     ),
     WhatIf(
-        id="labels_shifted_twice",
-        words="when labels are shifted once more",
-        explains=FORWARD,
-        experiment=by_data(cut=_changed(_labels_shifted), rolled=_changed(_labels_rolled)),
+        "batch_repeated",
+        "when every step reads the data of the first",
+        lambda dense: _second_step(dense, _first_step, dense.case.lr),
     ),
     WhatIf(
-        id="batch_repeated",
-        words="when every step reads the data of the first",
-        explains=FORWARD,
-        experiment=lambda dense: _second_step(dense, _first_step, dense.case.lr),
+        "data_rank_repeated",
+        "when every data rank reads the data of the first",
+        _where(lambda case: case.dp > 1, by_data(_=_first_data_rank)),
     ),
     WhatIf(
-        id="data_rank_repeated",
-        words="when every data rank reads the data of the first",
-        explains=FORWARD,
-        experiment=_where(lambda case: case.dp > 1, by_data(_=_first_data_rank)),
+        "micro_repeated",
+        "when every micro-batch is the first one",
+        _where(lambda case: case.micro > 1, by_data(_=_first_micro)),
     ),
     WhatIf(
-        id="micro_repeated",
-        words="when every micro-batch is the first one",
-        explains=FORWARD,
-        experiment=_where(lambda case: case.micro > 1, by_data(_=_first_micro)),
+        "borders_ignored",
+        "when packed sentences have no borders: tokens see other sentences",
+        _where(lambda case: micro_batch(case, 0, 0, 0).cu_seqlens is not None, by_data(_=_changed(_borders_ignored))),
     ),
     WhatIf(
-        id="borders_ignored",
-        words="when packed sentences have no borders: tokens see other sentences",
-        explains=FORWARD,
-        experiment=_where(
-            lambda case: micro_batch(case, 0, 0, 0).cu_seqlens is not None, by_data(_=_changed(_borders_ignored))
-        ),
+        "positions_missing",
+        "when every token stands at place 0: positions are not applied",
+        both(by_data(_=_changed(_positions_missing)), _learned_positions_missing),
     ),
     WhatIf(
-        id="positions_missing",
-        words="when every token stands at place 0: positions are not applied",
-        explains=FORWARD,
-        experiment=both(by_data(_=_changed(_positions_missing)), _learned_positions_missing),
+        "positions_restart",
+        "when positions begin anew in every rank's part of a sequence",
+        _where(_restarts, by_data(_=_changed(_positions_restart))),
     ),
     WhatIf(
-        id="positions_restart",
-        words="when positions begin anew in every rank's part of a sequence",
-        explains=FORWARD,
-        experiment=_where(_restarts, by_data(_=_changed(_positions_restart))),
-    ),
-    WhatIf(
-        id="positions_shifted",
-        words="when positions are some places too large or too small",
-        explains=frozenset({"act"}),
-        experiment=by_places(_shifted_positions),
+        "positions_shifted",
+        "when positions are some places too large or too small",
+        by_places(_shifted_positions),
+        explains=ACTIVATIONS,
         names_readings=True,
     ),
     WhatIf(
-        id="never_updated",
-        words="with the weights of the first step in every step: what steps is not what computes",
-        explains=FORWARD,
-        experiment=lambda dense: _second_step(dense, micro_batch, dense.case.lr * _NEXT_TO_NOTHING),
+        "never_updated",
+        "with the weights of the first step in every step: what steps is not what computes",
+        lambda dense: _second_step(dense, micro_batch, dense.case.lr * _NEXT_TO_NOTHING),
     ),
 )

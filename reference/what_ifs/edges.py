@@ -18,7 +18,7 @@ from reference.case import Case
 from reference.data.batches import Batch
 from reference.losses import cross_entropy as loss
 from reference.what_ifs.tables import parts_of, with_positions
-from reference.what_ifs.what_if import FORWARD, Dense, WhatIf
+from reference.what_ifs.what_if import Dense, WhatIf
 
 _Rows = Callable[[Tensor], Tensor]
 """Ids [B, S] -> what is read for them, [B, S, ...]; 0 for ids below 0."""
@@ -120,12 +120,4 @@ def _loss(case: Case, batch: Batch, x_BSV: Tensor, hit_BS: Tensor) -> Tensor:
     return (every * loss.counted(batch.labels, batch.loss_mask)).sum()
 
 
-WHAT_IFS = (
-    WhatIf(
-        id="edge_off",
-        words="when ranges of the vocabulary's parts are one row off",
-        explains=FORWARD,
-        experiment=_edges,
-        names_readings=True,
-    ),
-)
+WHAT_IFS = (WhatIf("edge_off", "when ranges of the vocabulary's parts are one row off", _edges, names_readings=True),)

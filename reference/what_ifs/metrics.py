@@ -53,10 +53,10 @@ def _of_one(case: Case, weights: Mapping[str, Tensor], step: int, micro: int, ra
 
 WHAT_IFS = (
     WhatIf(
-        id="micro_missing",
-        words="of some micro-batches or steps alone",
+        "micro_missing",
+        "of some micro-batches or steps alone",
+        metrics,
         explains=frozenset({"metric"}),
-        experiment=metrics,
         names_readings=True,
     ),
 )

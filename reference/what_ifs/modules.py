@@ -147,58 +147,56 @@ def _residuals(_case: Case) -> Mapping[str, Arithmetic]:
 
 WHAT_IFS = (
     WhatIf(
-        id="scores_scaled",
-        words="when attention scores are scaled by another number",
+        "scores_scaled",
+        "when attention scores are scaled by another number",
+        by_attention(_scores),
         explains=ACTIVATIONS,
-        experiment=by_attention(_scores),
         names_readings=True,
     ),
     WhatIf(
-        id="later_seen",
-        words="when tokens see later ones: attention is not causal",
+        "later_seen",
+        "when tokens see later ones: attention is not causal",
+        by_attention(lambda _case: {"all": _all_seen, "one": _next_seen}),
         explains=ACTIVATIONS,
-        experiment=by_attention(lambda _case: {"all": _all_seen, "one": _next_seen}),
         names_readings=True,
     ),
     WhatIf(
-        id="rotated_otherwise",
-        words="when rotary positions have another base, pairing or direction, or turn queries or keys alone",
-        explains=ACTIVATIONS,
-        experiment=by_arithmetic(
+        "rotated_otherwise",
+        "when rotary positions have another base, pairing or direction, or turn queries or keys alone",
+        by_arithmetic(
             lambda case: {reading: Arithmetic(rotate=rotate) for reading, rotate in _rotations(case).items()}
         ),
+        explains=ACTIVATIONS,
         names_readings=True,
     ),
     WhatIf(
-        id="other_activation",
-        words="with another nonlinearity",
+        "other_activation",
+        "with another nonlinearity",
+        by_arithmetic(_nonlinearities),
         explains=ACTIVATIONS,
-        experiment=by_arithmetic(_nonlinearities),
         names_readings=True,
     ),
     WhatIf(
-        id="normed_otherwise",
-        words="with another norm: left out, centred or not, or with other weights",
+        "normed_otherwise",
+        "with another norm: left out, centred or not, or with other weights",
+        by_arithmetic(lambda case: {reading: Arithmetic(norm=norm) for reading, norm in _norms(case).items()}),
         explains=ACTIVATIONS,
-        experiment=by_arithmetic(
-            lambda case: {reading: Arithmetic(norm=norm) for reading, norm in _norms(case).items()}
-        ),
         names_readings=True,
     ),
     WhatIf(
-        id="other_epsilon",
-        words="when the norms have another epsilon",
-        explains=ACTIVATIONS,
-        experiment=by_arithmetic(
+        "other_epsilon",
+        "when the norms have another epsilon",
+        by_arithmetic(
             lambda _case: {f"{epsilon:g}": Arithmetic(norm=partial(_norm, epsilon=epsilon)) for epsilon in _EPSILONS}
         ),
+        explains=ACTIVATIONS,
         names_readings=True,
     ),
     WhatIf(
-        id="term_missing",
-        words="when a residual is not added",
+        "term_missing",
+        "when a residual is not added",
+        by_arithmetic(_residuals),
         explains=ACTIVATIONS,
-        experiment=by_arithmetic(_residuals),
         names_readings=True,
     ),
 )

@@ -20,7 +20,7 @@ from reference.data.packing import IGNORED
 from reference.model import layers
 from reference.training.steps import Feed
 from reference.what_ifs.data import first_step
-from reference.what_ifs.what_if import ACTIVATIONS, FORWARD, WhatIf, both, by_attention, by_places
+from reference.what_ifs.what_if import ACTIVATIONS, WhatIf, both, by_attention, by_places
 
 _Attention = Callable[..., Tensor]
 
@@ -114,17 +114,16 @@ def _shifted(slices: list[Tensor], last: str) -> Feed:
 
 WHAT_IFS = (
     WhatIf(
-        id="slice_places",
-        words="when tokens of a context rank's slice are taken for other places of the row",
+        "slice_places",
+        "when tokens of a context rank's slice are taken for other places of the row",
+        both(by_attention(masks), by_places(other_positions)),
         explains=ACTIVATIONS,
-        experiment=both(by_attention(masks), by_places(other_positions)),
         names_readings=True,
     ),
     WhatIf(
-        id="slice_labels",
-        words="when labels are shifted inside of every context rank's slice",
-        explains=FORWARD,
-        experiment=lambda dense: ((last, first_step(dense, feed)) for last, feed in other_labels(dense.case).items()),
+        "slice_labels",
+        "when labels are shifted inside of every context rank's slice",
+        lambda dense: ((last, first_step(dense, feed)) for last, feed in other_labels(dense.case).items()),
         names_readings=True,
     ),
 )

@@ -17,7 +17,7 @@ from reference.data.batches import Batch
 from reference.losses.cross_entropy import IGNORED, counted
 from reference.training.activations import observe
 from reference.training.steps import train
-from reference.what_ifs.what_if import FORWARD, Dense, Experiment, WhatIf
+from reference.what_ifs.what_if import Dense, Experiment, WhatIf
 
 _Told = Iterator[tuple[str, Mapping[str, Tensor]]]
 
@@ -187,62 +187,39 @@ def _cross_entropy(
 
 WHAT_IFS = (
     WhatIf(
-        id="foreign_rows",
-        words="when every part of a split table adds a row for tokens that lie elsewhere: they are not masked",
-        explains=FORWARD,
-        experiment=_looked_up(_foreign, by_rows=True),
+        "foreign_rows",
+        "when every part of a split table adds a row for tokens that lie elsewhere: they are not masked",
+        _looked_up(_foreign, by_rows=True),
     ),
     WhatIf(
-        id="rows_late",
-        words="when all parts of a split table but the first look up the next row: a range off by one",
-        explains=FORWARD,
-        experiment=_looked_up(_late, by_rows=True),
+        "rows_late",
+        "when all parts of a split table but the first look up the next row: a range off by one",
+        _looked_up(_late, by_rows=True),
     ),
     WhatIf(
-        id="tied_part",
-        words="when the tied weight gets the gradient of one of its two uses alone",
-        explains=FORWARD,
-        experiment=_tied_uses(lambda lookup, head: {"head": lookup, "embedding": head}),
+        "tied_part",
+        "when the tied weight gets the gradient of one of its two uses alone",
+        _tied_uses(lambda lookup, head: {"head": lookup, "embedding": head}),
     ),
     WhatIf(
-        id="tied_twice",
-        words="when the gradient of one of the tied weight's two uses counts twice",
-        explains=FORWARD,
-        experiment=_tied_uses(lambda lookup, head: {"head": lookup + 2 * head, "embedding": 2 * lookup + head}),
+        "tied_twice",
+        "when the gradient of one of the tied weight's two uses counts twice",
+        _tied_uses(lambda lookup, head: {"head": lookup + 2 * head, "embedding": 2 * lookup + head}),
     ),
+    WhatIf("own_labels", "when each part of the vocabulary gives a gradient for its own labels alone", _own_labels),
+    WhatIf("local_count", "when every row has a mean of its own", _loss(_of_rows)),
+    WhatIf("ignored_learned", "when tokens without a label count", _loss(_of_all, counts=True)),
+    WhatIf("padding_counted", "when padded columns of the vocabulary take part in the softmax", _loss(_of_padding)),
+    WhatIf("smoothing_missing", "without label smoothing", _loss(_unsmoothed)),
     WhatIf(
-        id="own_labels",
-        words="when each part of the vocabulary gives a gradient for its own labels alone",
-        explains=FORWARD,
-        experiment=_own_labels,
-    ),
-    WhatIf(
-        id="local_count", words="when every row has a mean of its own", explains=FORWARD, experiment=_loss(_of_rows)
-    ),
-    WhatIf(
-        id="ignored_learned",
-        words="when tokens without a label count",
-        explains=FORWARD,
-        experiment=_loss(_of_all, counts=True),
-    ),
-    WhatIf(
-        id="padding_counted",
-        words="when padded columns of the vocabulary take part in the softmax",
-        explains=FORWARD,
-        experiment=_loss(_of_padding),
-    ),
-    WhatIf(id="smoothing_missing", words="without label smoothing", explains=FORWARD, experiment=_loss(_unsmoothed)),
-    WhatIf(
-        id="smoothing_over_all",
-        words="when label smoothing is spread over all classes, the label's own or padding among them",
-        explains=FORWARD,
-        experiment=_loss(_smoothed_over_all),
+        "smoothing_over_all",
+        "when label smoothing is spread over all classes, the label's own or padding among them",
+        _loss(_smoothed_over_all),
         names_readings=True,
     ),
     WhatIf(
-        id="smoothing_by_part",
-        words="when label smoothing is spread over the classes of one part of the vocabulary",
-        explains=FORWARD,
-        experiment=_loss(_smoothed_by_part),
+        "smoothing_by_part",
+        "when label smoothing is spread over the classes of one part of the vocabulary",
+        _loss(_smoothed_by_part),
     ),
 )

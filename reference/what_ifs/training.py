@@ -67,25 +67,20 @@ def _untied(dense: Dense) -> _Told:
 
 WHAT_IFS = (
     WhatIf(
-        id="untied",
-        words="when the tied head keeps its first weights: head and embedding are no longer one",
+        "untied",
+        "when the tied head keeps its first weights: head and embedding are no longer one",
+        _untied,
         explains=_PARAMETERS,
-        experiment=_untied,
     ),
     WhatIf(
-        id="step_missing",
-        words="before the last step: it was not taken, or came after the parameters were read",
+        "step_missing",
+        "before the last step: it was not taken, or came after the parameters were read",
+        _training(_one_step_less, "param"),
         explains=_PARAMETERS,
-        experiment=_training(_one_step_less, "param"),
     ),
-    WhatIf(id="unclipped", words="without clipping", explains=_PARAMETERS, experiment=_training(_unclipped)),
+    WhatIf("unclipped", "without clipping", _training(_unclipped), explains=_PARAMETERS),
     WhatIf(
-        id="clip_scales_up",
-        words="when a norm below the limit is scaled up to it",
-        explains=_PARAMETERS,
-        experiment=_training(_scaled_up),
+        "clip_scales_up", "when a norm below the limit is scaled up to it", _training(_scaled_up), explains=_PARAMETERS
     ),
-    WhatIf(
-        id="decay_missing", words="without weight decay", explains=_PARAMETERS, experiment=_training(_without_decay)
-    ),
+    WhatIf("decay_missing", "without weight decay", _training(_without_decay), explains=_PARAMETERS),
 )

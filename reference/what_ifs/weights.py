@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from reference.case import Case
-from reference.what_ifs.what_if import FORWARD, Weights, WhatIf, by_weights
+from reference.what_ifs.what_if import Weights, WhatIf, by_weights
 
 
 def _layer_before(case: Case, weights: Weights) -> dict[str, Weights]:
@@ -82,28 +82,8 @@ def _as_one(parts: int, rows: Tensor) -> Tensor:
 
 
 WHAT_IFS = (
-    WhatIf(
-        id="stale",
-        words="when every layer has the weights of the layer before",
-        explains=FORWARD,
-        experiment=by_weights(_layer_before),
-    ),
-    WhatIf(
-        id="kv_exchanged",
-        words="when keys and values are exchanged",
-        explains=FORWARD,
-        experiment=by_weights(_kv_exchanged),
-    ),
-    WhatIf(
-        id="gate_exchanged",
-        words="when gate and up are exchanged",
-        explains=FORWARD,
-        experiment=by_weights(_gate_exchanged),
-    ),
-    WhatIf(
-        id="fused_cut",
-        words="when a fused weight is cut into other blocks than its rows form",
-        explains=FORWARD,
-        experiment=by_weights(_cut_otherwise),
-    ),
+    WhatIf("stale", "when every layer has the weights of the layer before", by_weights(_layer_before)),
+    WhatIf("kv_exchanged", "when keys and values are exchanged", by_weights(_kv_exchanged)),
+    WhatIf("gate_exchanged", "when gate and up are exchanged", by_weights(_gate_exchanged)),
+    WhatIf("fused_cut", "when a fused weight is cut into other blocks than its rows form", by_weights(_cut_otherwise)),
 )

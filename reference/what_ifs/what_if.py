@@ -63,7 +63,7 @@ Readings: TypeAlias = "Iterable[tuple[str, Mapping[str, Tensor]]]"
 Experiment: TypeAlias = "Callable[[Dense], Readings]"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class WhatIf:
     """A rule that is not kept: `words` go on from "what the dense model computes". `explains` are the kinds of wrong
     tensors for which it is tried. `names_readings`: whether the words of a cause name the readings that fit.
@@ -71,8 +71,8 @@ class WhatIf:
 
     id: str
     words: str
-    explains: frozenset[str]
     experiment: Experiment
+    explains: frozenset[str] = FORWARD
     names_readings: bool = False
 
     def readings(self, case: Case, device: torch.device, *, given: Mapping[str, Tensor] | None = None) -> Broken:

@@ -14,6 +14,7 @@ from reference.data.batches import micro_batch
 from reference.model import decoder, layers
 from reference.model.parameters import full, shapes
 from reference.training import subject as dense
+from reference.what_ifs.rules import what_ifs
 from tests.reference.what_ifs import broken
 
 CPU = torch.device("cpu")
@@ -243,3 +244,17 @@ def test_logits_of_which_each_part_learns_its_own_labels() -> None:
         mine = (labels >= first) & (labels < first + columns)
         expected[..., first : first + columns] = truth[..., first : first + columns] * mine[..., None]
     close(found[f"own_labels.{RANKS}/act_grad/head"], expected)
+
+
+DIFFERENCES = (
+    "mode=isp tp=4 kv_heads=2 batch=2 positions=learned fuse_qkv=true fuse_mlp=true activation=swiglu layers=2",
+    "mode=tp tp=2 dp=2 micro=2 steps=2 positions=rope tied=true label_smoothing=0.1 clip=0.1 optimizer=adamw vocab=257",
+    "mode=mtp family=internlm2 tp=2 cp=2 packed=true vocab=510",
+    "mode=mtp family=internlm2 tp=2 metric=true micro=2 steps=2 vocab=510",
+)
+
+
+def test_every_rule_makes_a_difference_in_some_case() -> None:
+    small = "hidden=16 heads=4 ffn=12 seq=16"
+    found = {key for text in DIFFERENCES for key in broken(Case.parse(f"{text} {small}"))}
+    assert {rule.id for rule in what_ifs()} == {key.partition("/")[0].partition(".")[0] for key in found}
