@@ -176,7 +176,7 @@ def _with_script(result: RunResult, request: Request, file: str) -> RunResult:
 def _unhindered() -> Iterator[None]:
     """Run with one thread and fewer collections.
 
-     The ranks share the thread anyway, and on a busy machine further ones wait for each other in every small product.
+    The ranks share the thread anyway, and on a busy machine further ones wait for each other in every small product.
     Collections look through what is made from here on and not through all that is loaded.
     """
     threads, thresholds = torch.get_num_threads(), gc.get_threshold()

@@ -198,7 +198,7 @@ def _phases(made: Iterable[tuple[Candidate, Forecast | None]]) -> pd.DataFrame:
 def answer(rows: pd.DataFrame, cluster: Cluster, *, suggested: bool = False) -> str:
     """The answer: the fastest legal candidate that fits.
 
-     Fastest is by tokens a second and rank, for meshes may differ in data. Where nothing fits, the answer names the
+    Fastest is by tokens a second and rank, for meshes may differ in data. Where nothing fits, the answer names the
     words that look for more.
     """
     room = f"{cluster.device.memory_gib:g} GiB of a {cluster.device.name}"

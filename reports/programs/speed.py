@@ -44,7 +44,7 @@ def speed(run: Run) -> Iterator[tuple[str, str]]:
 def bandwidth(run: Run) -> pd.DataFrame:
     """Bandwidth of calls of known duration.
 
-     op, axis, group_size, calls, wire_bytes, gb_s (wire bytes over the time inside the calls, waiting for late ranks
+    op, axis, group_size, calls, wire_bytes, gb_s (wire bytes over the time inside the calls, waiting for late ranks
     included). link, share (of what one rank can send through it, NaN without a cluster).
     """
     events = grouped(run)

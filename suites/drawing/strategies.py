@@ -103,7 +103,7 @@ def cases(
 ) -> Case:
     """Draw a valid case of this mode; `fixed` words override what would be drawn, `flags` are its boolean words.
 
-     The consequences of flags are drawn (packed data are InternLM2's, a fused MLP is gated). About one in four has one
+    The consequences of flags are drawn (packed data are InternLM2's, a fused MLP is gated). About one in four has one
     of these `parts` (`reference.features.PARTS`), where the mode has any.
     """
     tp, dp = draw(st.sampled_from(meshes(worlds)), label="tp, dp")
@@ -165,7 +165,7 @@ def every_word(
 def _with_feature(draw: st.DrawFn, /, case: Case, name: str, fixed: Collection[str]) -> Case:
     """Draw words of a feature for the case, others changed as the rules propose.
 
-     Where that makes no case it has fewer of them, or stays as it is. The axis of a feature has the ranks of another
+    Where that makes no case it has fewer of them, or stays as it is. The axis of a feature has the ranks of another
     axis, so that their number stays.
     """
     owner, part = FEATURES[name], PARTS.get(name)

@@ -42,9 +42,9 @@ _OPTIONS = (
     "metric=true recompute=full packed=true positions=rope qk_norm=true label_smoothing=0.1 clip=1.0 "
     "seq=32 batch=4 lr=0.3 seed=2"
 )
-"""Further words of a case: of a subject that states its refusals, the collectives that they add are disturbed too. 
+"""Further words of a case: of a subject that states its refusals, the collectives that they add are disturbed too.
 
- The tokens suffice for right ones on every shard of the vocabulary.
+The tokens suffice for right ones on every shard of the vocabulary.
 """
 _AT_ONCE = 16
 """Faults that are surveyed beside one undisturbed run."""

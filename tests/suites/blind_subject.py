@@ -1,6 +1,6 @@
 """Subjects whose collectives `--faults` disturbs.
 
- `needed` needs what it sums, the result of `blind` is seen by no check, `silent` calls nothing and the ranks of
+`needed` needs what it sums, the result of `blind` is seen by no check, `silent` calls nothing and the ranks of
 `parted` part.
 
 They compute the dense model on every rank.

@@ -1,7 +1,7 @@
 """Activations and their gradients, captured from outside: what modules were given and returned, and what flowed back.
 
-A gradient is taken by a hook on the tensor, which adds no node to the graph and hands nothing on, so that results stay
-the same bits. Captured are copies on the rank's device. Under reentrant checkpointing, where the first forward makes no
+A gradient is taken by a hook on the tensor, which adds no node to the graph and hands nothing on. So results stay the
+same bits. Captured are copies on the rank's device. Under reentrant checkpointing, where the first forward makes no
 graph, the gradient is that of the recomputed tensor. The model itself, whose path is "", is left out.
 
     with Capture() as capture:
@@ -63,7 +63,7 @@ class _ModuleWatch:
 
 
 class _Captured:
-    """What one rank has given so far, by module path."""
+    """Captures of one rank so far, by module path."""
 
     def __init__(self) -> None:
         self.outputs: dict[str, Tensor] = {}
@@ -137,7 +137,7 @@ class ModuleCalls:
 
 
 class _Rank:
-    """What one rank has given so far, by module path; gradients by the number of the call."""
+    """Captures of one rank so far, by module path; gradients by the number of the call."""
 
     def __init__(self) -> None:
         self.outputs: dict[str, list[Held]] = {}
@@ -157,7 +157,7 @@ class CallCapture(_ModuleWatch):
         self._ranks: dict[int, _Rank] = {}
 
     def calls(self, rank: int) -> ModuleCalls:
-        """What was captured on this rank. Call it inside the rank: a DTensor's gradient is read here."""
+        """Captures on this rank, to be read inside the rank: a DTensor's gradient is read here."""
         mine = self._of(rank)
         return ModuleCalls(
             outputs={path: tuple(held) for path, held in mine.outputs.items()},

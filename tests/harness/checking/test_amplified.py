@@ -1,6 +1,6 @@
 """Training under rounding without a bug: leaps that double its noise, overflows, a relu that flips.
 
- No false alarm is raised, and no bug is let through.
+No false alarm is raised, and no bug is let through.
 
 A subject that returns the state of every step is compared one step at a time; one that does not, beside control runs.
 """

@@ -1,6 +1,6 @@
 """Programs of tests under torchrun: rank 0 tries things on its engine and prints a line of JSON for each.
 
- The other ranks serve it.
+The other ranks serve it.
 
 torchrun --nproc-per-node 2 -m tests.harness.processes.launched_world raises is_killed world_size_3
 """

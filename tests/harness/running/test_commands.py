@@ -1,6 +1,6 @@
 """The command `run`: each case is parsed once, the subject resolved once.
 
- A case that loads what another one saves follows it. `--variant NAME` makes cases that show the variant, and names its
+A case that loads what another one saves follows it. `--variant NAME` makes cases that show the variant, and names its
 cause.
 """
 

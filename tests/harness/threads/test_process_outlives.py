@@ -1,6 +1,6 @@
 """The process outlives its ranks, however a rank ends that used DTensor.
 
- The caches of DTensor abort the process when they outlive their thread. The process ends though threads of its ranks
+The caches of DTensor abort the process when they outlive their thread. The process ends though threads of its ranks
 are blocked for good.
 """
 

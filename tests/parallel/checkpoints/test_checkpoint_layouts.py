@@ -1,6 +1,6 @@
 """Checkpoints over pairs of layouts: round trips are the identity, training goes on as if nothing had happened.
 
- Planted bugs are killed, with the right first place.
+Planted bugs are killed, with the right first place.
 
 A load is held against the dense model, which begins with the same files; a save against what the ranks hold. States of
 random streams, which no dense model knows, are held to a round trip.

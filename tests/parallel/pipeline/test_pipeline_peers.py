@@ -234,7 +234,7 @@ def test_stages_hold_every_parameter_once_and_a_tied_table_twice(case: Case) -> 
 def test_what_is_sent_is_received_and_no_layer_talks_twice(case: Case) -> None:
     """A step has `2 m (pp chunks - 1)` messages.
 
-     All other terms of layers are those without stages, though not always of the same linear where weights are
+    All other terms of layers are those without stages, though not always of the same linear where weights are
     gathered.
     """
     terms = list(subject.expected(case))

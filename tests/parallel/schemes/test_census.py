@@ -1,6 +1,6 @@
 """Census of replicated parameters, conjugacy and call sites: what must be summed, what goes backward.
 
- A case reaches every place in `parallel` where a collective is issued.
+A case reaches every place in `parallel` where a collective is issued.
 
 Which gradients need a sum is found by experiment: without it ranks disagree on them. Which are summed is read from the
 ledger's bytes. A site is one call of a raw collective in another module; one that no mode uses is held by the law of

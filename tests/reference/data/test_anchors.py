@@ -1,6 +1,6 @@
 """Statements of the reference about its data hold for every case, each can fail, and edges of shards are met.
 
- The keys that pipeline stages are sent are typed from Megatron's tables.
+The keys that pipeline stages are sent are typed from Megatron's tables.
 
 The mutants of `bugs/open/shared_data.txt` show that bugs of the data path break a statement."""
 
