@@ -1,5 +1,7 @@
-"""Megatron-Core trains a GPTModel as its own loop does, over tp with sp, dp, pp, ep and etp: its pipeline schedule,
-DistributedDataParallel, clipping, Adam, and with `sharded` its distributed optimizer. Compared with itself on one rank.
+"""Megatron-Core trains a GPTModel as its own loop does, over tp with sp, dp, pp, ep and etp.
+
+ The loop is its pipeline schedule, DistributedDataParallel, clipping, Adam, and with `sharded` its distributed
+optimizer. Compared with itself on one rank.
 """
 
 import contextlib
