@@ -1,0 +1,112 @@
+"""picotron's Llama as its train.py trains it, over tp, cp, dp and pp, compared with itself on one rank. Two defects
+(FINDINGS.md) are mended here: gradients are also summed over cp without dp, and divided by micro-batches with pp.
+
+PICOTRON=checkout shardproof run "pp=2 mended=false" --subject suites.subjects.picotron:subject
+"""
+
+import os
+import zlib
+from contextlib import contextmanager
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+
+from shardproof import Shard, cuda_on_cpu, softmax_shift
+from suites.subjects.checkout import checkout
+
+FLASH = "flash_attn flash_attn.flash_attn_interface flash_attn.layers flash_attn.layers.rotary flash_attn.ops "
+FLASH += "flash_attn.ops.triton flash_attn.ops.triton.layer_norm wandb datasets"
+with checkout("PICOTRON", stand_ins=FLASH):  # none of these is called on a CPU
+    import train
+    from picotron import process_group_manager
+    from picotron.context_parallel.context_parallel import apply_context_parallel
+    from picotron.data_parallel.data_parallel import DataParallelBucket
+    from picotron.model import Llama
+    from picotron.pipeline_parallel import pipeline_parallel as stages
+    from picotron.tensor_parallel.tensor_parallel import ColumnParallelLinear, apply_tensor_parallel
+
+SIZES = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 40}
+SIZES |= {"vocab_size": 48, "rms_norm_eps": 1e-5, "num_hidden_layers": 3, "rope_theta": 1e4}
+SIZES |= {"max_position_embeddings": 12}
+COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "up_proj", "gate_proj", "embedding", "final_proj"), ("out_proj", "down_proj")
+
+
+def placed(case, name, tensor):  # as apply_tensor_parallel splits it
+    kind, offsets, shape = name.split(".")[-2], [0] * tensor.dim(), list(tensor.shape)
+    if kind in COLUMNS + ROWS:
+        dim = int(kind in ROWS)
+        offsets[dim], shape[dim] = process_group_manager.process_group_manager.tp_rank * shape[dim], case.tp * shape[dim]
+    return Shard(tensor, tuple(offsets), tuple(shape))
+
+
+def build(case):  # in the order of train.py; weights follow from their names and the seed
+    config = SimpleNamespace(**SIZES)
+    model = Llama(config)
+    if case.tp > 1:
+        model = apply_tensor_parallel(model)
+    if case.pp > 1:
+        model = stages.PipelineParallel(model, config)
+    for name, weight in model.named_parameters():
+        part, draws = placed(case, name, weight.data), torch.Generator().manual_seed(case.seed + zlib.crc32(name.encode()))
+        here = tuple(slice(first, first + size) for first, size in zip(part.offsets, weight.shape, strict=True))
+        weight.data.copy_(0.3 * torch.randn(part.global_shape, generator=draws, dtype=torch.float64)[here])
+    for layer in model.modules():
+        if isinstance(layer, ColumnParallelLinear):
+            layer.async_all_reduce = case.overlap
+    model = apply_context_parallel(model)
+    return DataParallelBucket(model) if case.dp > 1 or (case.mended and case.cp > 1) else model
+
+
+class Batches:  # what its loader gives: a part of the sequences over cp
+    def __init__(self, case, step, ranks):
+        self.grad_acc_steps = case.micro
+        self.tokens = (self.batch(case, case.samples(step, micro, ranks.dp_rank, 2), ranks) for micro in range(case.micro))
+
+    def batch(self, case, numbers, ranks):
+        draws = [torch.Generator().manual_seed(number) for number in numbers]
+        tokens = torch.stack([torch.randint(48, (13,), generator=draw) for draw in draws])
+        here = (one.chunk(case.cp, 1)[ranks.cp_rank] for one in (tokens[:, :-1], tokens[:, 1:]))
+        return dict(zip(("input_ids", "target_ids"), here, strict=True)) | {"position_ids": torch.arange(12)}
+
+    def __next__(self):
+        return next(self.tokens)
+
+
+def subject(case, device):
+    process_group_manager.setup_process_group_manager(case.tp, case.cp, case.pp, case.dp)
+    ranks, model, outcome = process_group_manager.process_group_manager, build(case), {}
+    optimizer, plain = torch.optim.SGD(model.parameters(), lr=0.1), getattr(model, "module", model)
+    for step in range(case.steps):
+        optimizer.zero_grad()
+        batches, shapes = Batches(case, step, ranks), (2, 12 // case.cp, SIZES["hidden_size"])
+        if case.pp > 1:
+            loss = getattr(stages, f"train_step_pipeline_{case.schedule}")(model, batches, shapes, device, torch.float32)
+        else:
+            loss = train.train_step(model, batches, device)
+        loss = train.average_loss_across_dp_cp_ranks(loss, device)
+        if ranks.pp_is_last_stage:
+            outcome[f"loss/{step}"] = Shard(torch.tensor(loss), (), ())
+        for name, weight in plain.named_parameters():
+            if case.pp > 1 and case.mended:
+                weight.grad /= case.micro
+            if step == 0:
+                outcome[f"grad/{name}"] = placed(case, name, weight.grad.clone())
+        optimizer.step()
+        if plain is not model:
+            model.reset()
+    return outcome | {f"param/{name}": placed(case, name, weight.data) for name, weight in plain.named_parameters()}
+
+
+@contextmanager
+def session():  # what train.py sets for a CPU without FlashAttention
+    words = {"FLASH_ATTEN": "0", "DEVICE": "cpu", "DTYPE": "float32", "LOCAL_RANK": "0", "CONTEXT_PARALLEL": "0"}
+    with cuda_on_cpu(), mock.patch.dict(os.environ, words):
+        yield
+
+
+subject.truth, subject.session, subject.harmless = "alone", session, softmax_shift
+subject.words = {"schedule": ("1f1b", "afab"), "mended": True, "overlap": False, "dtype": "float32"}
+subject.per_rank = ("picotron.process_group_manager",)
+subject.refuses = lambda case: "" if case.dtype == "float32" else "computes its norms in float32"
+subject.cases = ("tp=2 dp=2", "tp=2 cp=2")
