@@ -15,9 +15,7 @@ import torch
 from shardproof import Shard, cuda_on_cpu, softmax_shift
 from suites.subjects.checkout import checkout
 
-FLASH = "flash_attn flash_attn.flash_attn_interface flash_attn.layers flash_attn.layers.rotary flash_attn.ops "
-FLASH += "flash_attn.ops.triton flash_attn.ops.triton.layer_norm wandb datasets"
-with checkout("PICOTRON", stand_ins=FLASH):  # none of these is called on a CPU
+with checkout("PICOTRON", stand_ins="flash_attn wandb datasets"):  # none of these is called here
     import train
     from picotron import process_group_manager
     from picotron.context_parallel.context_parallel import apply_context_parallel
@@ -29,14 +27,20 @@ with checkout("PICOTRON", stand_ins=FLASH):  # none of these is called on a CPU
 SIZES = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 40}
 SIZES |= {"vocab_size": 48, "rms_norm_eps": 1e-5, "num_hidden_layers": 3, "rope_theta": 1e4}
 SIZES |= {"max_position_embeddings": 12}
-COLUMNS, ROWS = ("q_proj", "k_proj", "v_proj", "up_proj", "gate_proj", "embedding", "final_proj"), ("out_proj", "down_proj")
+COLUMNS, ROWS = (
+    ("q_proj", "k_proj", "v_proj", "up_proj", "gate_proj", "embedding", "final_proj"),
+    ("out_proj", "down_proj"),
+)
 
 
 def placed(case, name, tensor):  # as apply_tensor_parallel splits it
     kind, offsets, shape = name.split(".")[-2], [0] * tensor.dim(), list(tensor.shape)
     if kind in COLUMNS + ROWS:
         dim = int(kind in ROWS)
-        offsets[dim], shape[dim] = process_group_manager.process_group_manager.tp_rank * shape[dim], case.tp * shape[dim]
+        offsets[dim], shape[dim] = (
+            process_group_manager.process_group_manager.tp_rank * shape[dim],
+            case.tp * shape[dim],
+        )
     return Shard(tensor, tuple(offsets), tuple(shape))
 
 
@@ -48,20 +52,25 @@ def build(case):  # in the order of train.py; weights follow from their names an
     if case.pp > 1:
         model = stages.PipelineParallel(model, config)
     for name, weight in model.named_parameters():
-        part, draws = placed(case, name, weight.data), torch.Generator().manual_seed(case.seed + zlib.crc32(name.encode()))
+        part, draws = (
+            placed(case, name, weight.data),
+            torch.Generator().manual_seed(case.seed + zlib.crc32(name.encode())),
+        )
         here = tuple(slice(first, first + size) for first, size in zip(part.offsets, weight.shape, strict=True))
         weight.data.copy_(0.3 * torch.randn(part.global_shape, generator=draws, dtype=torch.float64)[here])
     for layer in model.modules():
         if isinstance(layer, ColumnParallelLinear):
             layer.async_all_reduce = case.overlap
-    model = apply_context_parallel(model)
+    model = apply_context_parallel(model).to(getattr(torch, case.dtype))
     return DataParallelBucket(model) if case.dp > 1 or (case.mended and case.cp > 1) else model
 
 
 class Batches:  # what its loader gives: a part of the sequences over cp
     def __init__(self, case, step, ranks):
         self.grad_acc_steps = case.micro
-        self.tokens = (self.batch(case, case.samples(step, micro, ranks.dp_rank, 2), ranks) for micro in range(case.micro))
+        self.tokens = (
+            self.batch(case, case.samples(step, micro, ranks.dp_rank, 2), ranks) for micro in range(case.micro)
+        )
 
     def batch(self, case, numbers, ranks):
         draws = [torch.Generator().manual_seed(number) for number in numbers]
@@ -81,7 +90,9 @@ def subject(case, device):
         optimizer.zero_grad()
         batches, shapes = Batches(case, step, ranks), (2, 12 // case.cp, SIZES["hidden_size"])
         if case.pp > 1:
-            loss = getattr(stages, f"train_step_pipeline_{case.schedule}")(model, batches, shapes, device, torch.float32)
+            loss = getattr(stages, f"train_step_pipeline_{case.schedule}")(
+                model, batches, shapes, device, getattr(torch, case.dtype)
+            )
         else:
             loss = train.train_step(model, batches, device)
         loss = train.average_loss_across_dp_cp_ranks(loss, device)
