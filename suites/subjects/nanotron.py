@@ -4,18 +4,15 @@ its mode REDUCE_SCATTER, `overlap` its asynchronous linear layers. FlashAttentio
 NANOTRON=checkout shardproof run "tp=2 dp=2 sp=true" --subject suites.subjects.nanotron:subject
 """
 
-import os
+import functools
 import warnings
-import zlib
-from contextlib import contextmanager
-from unittest import mock
 
 import numpy
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from shardproof import Shard, cuda_on_cpu, softmax_shift
-from suites.subjects.checkout import checkout
+from shardproof import Shard, softmax_shift
+from suites.subjects.checkout import checkout, fill, on_cpu, tokens_of
 
 with checkout("NANOTRON", "src", "flash_attn triton grouped_gemm datasets dacite datatrove numba s3fs wandb"):
     from nanotron.config import ParallelismArgs
@@ -29,8 +26,7 @@ with checkout("NANOTRON", "src", "flash_attn triton grouped_gemm datasets dacite
     from nanotron.trainer import mark_tied_parameters
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 40}
-SIZES |= {"vocab_size": 48, "num_hidden_layers": 3, "max_position_embeddings": 12, "attention_bias": True}
-SIZES |= {"_fused_rms_norm": False, "log_attn_probs": False}
+SIZES |= {"vocab_size": 48, "num_hidden_layers": 3, "attention_bias": True, "_fused_rms_norm": False}
 
 
 def attention(q, kv, *_, **words):  # flash_attn_varlen_kvpacked_func for sequences of 12
@@ -39,12 +35,15 @@ def attention(q, kv, *_, **words):  # flash_attn_varlen_kvpacked_func for sequen
     return out.transpose(1, 2).flatten(0, 1)
 
 
-class Rotary(torch.nn.Module):  # FlashRotaryEmbedding, of queries and packed keys
+class Rotary(torch.nn.Module):
+    """FlashRotaryEmbedding, of queries and packed keys."""
+
     def __init__(self, dim, base, **words):
         super().__init__()
         self.angles = torch.outer(torch.arange(12.0), base ** -torch.arange(0, 1, 2 / dim))
 
     def forward(self, q, kv, **words):
+        """Turn queries and keys by the angles of their places."""
         cos, sin = self.angles.cos().unsqueeze(1).to(q.dtype), self.angles.sin().unsqueeze(1).to(q.dtype)
 
         def turned(x):
@@ -67,19 +66,15 @@ def placed(weight, tensor):  # as nanotron marks it: parts of q, k and v, of gat
     return [Shard(part, tuple(first), tuple(map(int, shape))) for part, first in zip(parts, starts, strict=True)]
 
 
-def build(case, context):  # weights follow from their names and the seed
+def build(case, context):
     args = ParallelismArgs(case.dp, case.pp, case.tp, case.schedule, "REDUCE_SCATTER" if case.sp else "ALL_REDUCE")
     args.tp_linear_async_communication, args.tp_recompute_allgather = case.overlap, case.gather_again
-    config = Qwen2Config(**SIZES, tie_word_embeddings=case.tied)
+    config = Qwen2Config(**SIZES, log_attn_probs=False, tie_word_embeddings=case.tied)
     words = {"parallel_context": context, "dtype": getattr(torch, case.dtype), "device": torch.device("cpu")}
     model = base.build_model(lambda: qwen.Qwen2ForTraining(config, context, args), **words)
     mark_tied_parameters(model, context, args)
     for name, weight in model.named_parameters():
-        draws = torch.Generator().manual_seed(case.seed + zlib.crc32(name.encode()))
-        for part in placed(weight, weight.data):
-            here = tuple(slice(at, at + size) for at, size in zip(part.offsets, part.local.shape, strict=True))
-            part.local.copy_(0.3 * torch.randn(part.global_shape, generator=draws, dtype=torch.float64)[here])
-            draws.manual_seed(draws.initial_seed())
+        fill(case, name, placed(weight, weight.data))
     return model, args.pp_engine
 
 
@@ -87,8 +82,7 @@ def batches(case, model, context, step):  # micro-batches of 2 sequences, as its
     collate = DataCollatorForCLMWithPositionIds(12, model.input_pp_rank, model.output_pp_rank, context)
     ranks = context.get_local_ranks(torch.distributed.get_rank())
     for micro in range(case.micro):
-        draws = [torch.Generator().manual_seed(number) for number in case.samples(step, micro, ranks["dp"], 2)]
-        tokens = [torch.randint(48, (13,), generator=draw).numpy() for draw in draws]
+        tokens = tokens_of(case.samples(step, micro, ranks["dp"], 2)).numpy()
         inner = ranks["pp"] not in (model.input_pp_rank, model.output_pp_rank)
         found = collate([{} if inner else {"input_ids": one} for one in tokens])
         yield {name: torch.tensor(one) if isinstance(one, numpy.ndarray) else one for name, one in found.items()}
@@ -102,33 +96,25 @@ def subject(case, device):
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     for step in range(case.steps):
         optimizer.zero_grad()
-        micro_batches = batches(case, plain, context, step)
-        outputs = engine.train_batch_iter(model, context.pp_pg, micro_batches, case.micro, None)
+        found = batches(case, plain, context, step)
+        outputs = engine.train_batch_iter(model, context.pp_pg, found, case.micro, None)
         sync_tied_weights_gradients(plain, context, None)
         if isinstance(outputs[0]["loss"], torch.Tensor):
             total = torch.stack([output["loss"] for output in outputs]).sum() / case.dp
             torch.distributed.all_reduce(total, group=context.dp_cp_pg)
             outcome[f"loss/{step}"] = Shard(total, (), ())
-        if step == 0:
-            held = plain.named_parameters()
-            outcome |= {f"grad/{name}": placed(weight, weight.grad.clone()) for name, weight in held}
-        norm = clip_grad_norm(context.mp_pg, plain.get_named_params_with_correct_tied(), 1.0, None)
-        outcome[f"grad_norm/{step}"] = norm
+        for name, weight in plain.named_parameters():
+            outcome.setdefault(f"grad/{name}", placed(weight, weight.grad.clone()))
+        held = plain.get_named_params_with_correct_tied()
+        outcome[f"grad_norm/{step}"] = clip_grad_norm(context.mp_pg, held, 1.0, None)
         optimizer.step()
     return outcome | {f"param/{name}": placed(weight, weight.data) for name, weight in plain.named_parameters()}
 
 
-@contextmanager
-def session():  # norms of float64, for the truth, stay what nanotron rounds to float32
-    exact, norm = (lambda tensor, *args, dtype, **words: norm(tensor, *args, **words)), torch.linalg.vector_norm
-    with cuda_on_cpu(), warnings.catch_warnings(action="ignore"), mock.patch.object(torch.linalg, "vector_norm", exact):
-        with mock.patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1"):
-            yield
-
-
-subject.truth, subject.session, subject.harmless = "alone", session, softmax_shift
-subject.words = {"sp": False, "overlap": False, "gather_again": True, "tied": False, "schedule": ("afab", "1f1b")}
-subject.words |= {"dtype": "float32"}
+subject.truth, subject.harmless = "alone", softmax_shift
+subject.session = functools.partial(on_cpu, CUDA_DEVICE_MAX_CONNECTIONS="1")
+subject.words = {"sp": False, "overlap": False, "gather_again": True, "tied": False, "dtype": "float32"}
+subject.words["schedule"] = ("afab", "1f1b")
 subject.per_rank = ("nanotron.utils", "nanotron.parallel.pipeline_parallel.state", "nanotron.distributed")
 subject.refuses = lambda case: "" if case.dtype == "float32" else "computes its norms in float32"
 subject.cases = ("tp=2 dp=2", "tp=2 dp=2 sp=true")

@@ -4,16 +4,13 @@
 PICOTRON=checkout shardproof run "pp=2 mended=false" --subject suites.subjects.picotron:subject
 """
 
-import os
-import zlib
-from contextlib import contextmanager
+import functools
 from types import SimpleNamespace
-from unittest import mock
 
 import torch
 
-from shardproof import Shard, cuda_on_cpu, softmax_shift
-from suites.subjects.checkout import checkout
+from shardproof import Shard, softmax_shift
+from suites.subjects.checkout import checkout, fill, on_cpu, tokens_of
 
 with checkout("PICOTRON", stand_ins="flash_attn wandb datasets"):  # none of these is called here
     import train
@@ -27,76 +24,67 @@ with checkout("PICOTRON", stand_ins="flash_attn wandb datasets"):  # none of the
 SIZES = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 40}
 SIZES |= {"vocab_size": 48, "rms_norm_eps": 1e-5, "num_hidden_layers": 3, "rope_theta": 1e4}
 SIZES |= {"max_position_embeddings": 12}
-COLUMNS, ROWS = (
-    ("q_proj", "k_proj", "v_proj", "up_proj", "gate_proj", "embedding", "final_proj"),
-    ("out_proj", "down_proj"),
-)
+COLUMNS = ("q_proj", "k_proj", "v_proj", "up_proj", "gate_proj", "embedding", "final_proj")
+ROWS = ("out_proj", "down_proj")
 
 
 def placed(case, name, tensor):  # as apply_tensor_parallel splits it
     kind, offsets, shape = name.split(".")[-2], [0] * tensor.dim(), list(tensor.shape)
     if kind in COLUMNS + ROWS:
-        dim = int(kind in ROWS)
-        offsets[dim], shape[dim] = (
-            process_group_manager.process_group_manager.tp_rank * shape[dim],
-            case.tp * shape[dim],
-        )
+        dim, place = int(kind in ROWS), process_group_manager.process_group_manager.tp_rank
+        offsets[dim], shape[dim] = place * shape[dim], case.tp * shape[dim]
     return Shard(tensor, tuple(offsets), tuple(shape))
 
 
-def build(case):  # in the order of train.py; weights follow from their names and the seed
+def build(case):  # in the order of train.py
     config = SimpleNamespace(**SIZES)
     model = Llama(config)
     if case.tp > 1:
         model = apply_tensor_parallel(model)
     if case.pp > 1:
         model = stages.PipelineParallel(model, config)
-    for name, weight in model.named_parameters():
-        part, draws = (
-            placed(case, name, weight.data),
-            torch.Generator().manual_seed(case.seed + zlib.crc32(name.encode())),
-        )
-        here = tuple(slice(first, first + size) for first, size in zip(part.offsets, weight.shape, strict=True))
-        weight.data.copy_(0.3 * torch.randn(part.global_shape, generator=draws, dtype=torch.float64)[here])
     for layer in model.modules():
         if isinstance(layer, ColumnParallelLinear):
             layer.async_all_reduce = case.overlap
     model = apply_context_parallel(model).to(getattr(torch, case.dtype))
+    for name, weight in model.named_parameters():
+        fill(case, name, [placed(case, name, weight.data)])
     return DataParallelBucket(model) if case.dp > 1 or (case.mended and case.cp > 1) else model
 
 
-class Batches:  # what its loader gives: a part of the sequences over cp
-    def __init__(self, case, step, ranks):
-        self.grad_acc_steps = case.micro
-        self.tokens = (
-            self.batch(case, case.samples(step, micro, ranks.dp_rank, 2), ranks) for micro in range(case.micro)
-        )
+def batches(case, step):  # what its loader gives: a part of the sequences over cp
+    ranks = process_group_manager.process_group_manager
+    for micro in range(case.micro):
+        tokens = tokens_of(case.samples(step, micro, ranks.dp_rank, 2))
+        ids, targets = (one.chunk(case.cp, 1)[ranks.cp_rank] for one in (tokens[:, :-1], tokens[:, 1:]))
+        yield {"input_ids": ids, "target_ids": targets, "position_ids": torch.arange(12)}
 
-    def batch(self, case, numbers, ranks):
-        draws = [torch.Generator().manual_seed(number) for number in numbers]
-        tokens = torch.stack([torch.randint(48, (13,), generator=draw) for draw in draws])
-        here = (one.chunk(case.cp, 1)[ranks.cp_rank] for one in (tokens[:, :-1], tokens[:, 1:]))
-        return dict(zip(("input_ids", "target_ids"), here, strict=True)) | {"position_ids": torch.arange(12)}
+
+class Loader:
+    """The micro-batches of a step."""
+
+    def __init__(self, case, step):
+        self.grad_acc_steps, self.batches = case.micro, batches(case, step)
 
     def __next__(self):
-        return next(self.tokens)
+        """The next of them."""
+        return next(self.batches)
 
 
 def subject(case, device):
     process_group_manager.setup_process_group_manager(case.tp, case.cp, case.pp, case.dp)
-    ranks, model, outcome = process_group_manager.process_group_manager, build(case), {}
+    model, outcome = build(case), {}
     optimizer, plain = torch.optim.SGD(model.parameters(), lr=0.1), getattr(model, "module", model)
     for step in range(case.steps):
         optimizer.zero_grad()
-        batches, shapes = Batches(case, step, ranks), (2, 12 // case.cp, SIZES["hidden_size"])
+        loader, shapes = Loader(case, step), (2, 12 // case.cp, SIZES["hidden_size"])
         if case.pp > 1:
-            loss = getattr(stages, f"train_step_pipeline_{case.schedule}")(
-                model, batches, shapes, device, getattr(torch, case.dtype)
-            )
+            train_step = getattr(stages, f"train_step_pipeline_{case.schedule}")
+            loss = train_step(model, loader, shapes, device, getattr(torch, case.dtype))
         else:
-            loss = train.train_step(model, batches, device)
+            loss = train.train_step(model, loader, device)
         loss = train.average_loss_across_dp_cp_ranks(loss, device)
-        if ranks.pp_is_last_stage:
+        if process_group_manager.process_group_manager.pp_is_last_stage:
             outcome[f"loss/{step}"] = Shard(torch.tensor(loss), (), ())
         for name, weight in plain.named_parameters():
             if case.pp > 1 and case.mended:
@@ -109,14 +97,10 @@ def subject(case, device):
     return outcome | {f"param/{name}": placed(case, name, weight.data) for name, weight in plain.named_parameters()}
 
 
-@contextmanager
-def session():  # what train.py sets for a CPU without FlashAttention
-    words = {"FLASH_ATTEN": "0", "DEVICE": "cpu", "DTYPE": "float32", "LOCAL_RANK": "0", "CONTEXT_PARALLEL": "0"}
-    with cuda_on_cpu(), mock.patch.dict(os.environ, words):
-        yield
-
-
-subject.truth, subject.session, subject.harmless = "alone", session, softmax_shift
+subject.truth, subject.harmless = "alone", softmax_shift
+subject.session = functools.partial(
+    on_cpu, FLASH_ATTEN="0", DEVICE="cpu", DTYPE="float32", LOCAL_RANK="0", CONTEXT_PARALLEL="0"
+)
 subject.words = {"schedule": ("1f1b", "afab"), "mended": True, "overlap": False, "dtype": "float32"}
 subject.per_rank = ("picotron.process_group_manager",)
 subject.refuses = lambda case: "" if case.dtype == "float32" else "computes its norms in float32"
