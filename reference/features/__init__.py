@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Iterable
-from importlib import import_module
 from typing import Any
 
 from reference.language.core import Core
+from reference.language.modules import module_in
 from reference.language.words import Field, declared, word
 
 _UNUSED = {"ep": 30}
@@ -21,7 +21,7 @@ _UNUSED = {"ep": 30}
 
 
 def _found() -> dict[str, type[Core]]:
-    modules = (import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__))
+    modules = (module_in(__name__, file.name) for file in pkgutil.iter_modules(__path__))
     return {
         module.__name__.rpartition(".")[2]: cls
         for module in modules
