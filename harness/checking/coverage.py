@@ -49,7 +49,7 @@ def coverage(evidence: Evidence) -> Finding:
     undeclared = [name for name in missing if name not in declared]
     problems = [
         *_hidden(evidence),
-        *evidence.deviates.problems(evidence.truth),
+        *(evidence.deviates.problems(evidence.truth) if evidence.deviates.sentences else ()),
         *_gaps(undeclared, named),
         *_unknown(strange, undeclared),
     ]
@@ -66,8 +66,8 @@ def coverage(evidence: Evidence) -> Finding:
 def _unreturned(evidence: Evidence, missing: Sequence[str]) -> dict[str, Decided]:
     """By kind of which the subject returned nothing: no tensor is decided, of so many. Other checks count the rest."""
     kinds = {kind_of(name) for name in evidence.returned}
-    found = Counter(kind_of(name) for name in missing if name not in evidence.given)
-    return {kind: (0, count) for kind, count in found.items() if kind not in kinds}
+    counts = Counter(kind_of(name) for name in missing if name not in evidence.given)
+    return {kind: (0, count) for kind, count in counts.items() if kind not in kinds}
 
 
 def _matched(name: str, patterns: Sequence[str]) -> bool:
@@ -86,33 +86,32 @@ def _hidden(evidence: Evidence) -> list[str]:
 def _gaps(missing: Sequence[str], named: set[str]) -> list[str]:
     """Names missing inside a kind of which the subject returned others, a sentence a kind."""
     kinds = {kind_of(name) for name in named}
-    told = []
+    gaps = []
     for kind in dict.fromkeys(map(kind_of, missing)):
         gap = [name for name in missing if kind_of(name) == kind]
         if kind in kinds:
-            told.append(
+            gaps.append(
                 f"{_listed(gap)} {'is' if len(gap) == 1 else 'are'} missing beside other {kind}/ names: return "
                 f"{'it' if len(gap) == 1 else 'them'}, or declare what is left out as subject.unchecked = ({gap[0]!r},)"
             )
-    return told
+    return gaps
 
 
 def _unknown(strange: Sequence[str], missing: Sequence[str]) -> list[str]:
     """Names that the truth does not have, with the nearest of those that are missing."""
     if not strange:
         return []
-    said = [name + _near(name, missing) for name in strange]
-    return [f"the truth does not know {_listed(said)}: leave out what nobody can check, or name it as it does"]
+    unknown = [name + _near(name, missing) for name in strange]
+    return [f"the truth does not know {_listed(unknown)}: leave out what nobody can check, or name it as it does"]
 
 
 def _idle(evidence: Evidence) -> list[str]:
     """Patterns of what the subject declares and states that match no name of the truth."""
     names = list(evidence.truth)
-    patterns = [("unchecked", one) for one in evidence.declared] + [
-        ("deviates", one) for one in evidence.deviates.sentences
-    ]
-    idle = [(word, one) for word, one in patterns if not any(fnmatchcase(name, one) for name in names)]
-    return [f"{word}={one!r} matches no name of the truth{_near(one, names)}" for word, one in idle]
+    patterns = [("unchecked", pattern) for pattern in evidence.declared]
+    patterns += [("deviates", pattern) for pattern in evidence.deviates.sentences]
+    idle = [(word, pattern) for word, pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
+    return [f"{word}={pattern!r} matches no name of the truth{_near(pattern, names)}" for word, pattern in idle]
 
 
 def _near(name: str, names: Sequence[str]) -> str:

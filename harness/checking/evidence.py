@@ -121,6 +121,13 @@ class Evidence:
     first_forward  the tensor of the dense model's first forward that is furthest off in float32; None where that was
                  not looked at (harness.running.trials.law_runs)
     located      the first wrong module, when a diagnosis looked for it without a declared layout
+
+    From these follow, when it is made:
+
+    ranks        the ranks that were run
+    axes         axis -> the rank lists of its groups: the case's, or the subject's own where it states them
+    returned     every name that any rank returned or from which it was captured
+    dtype        the lowest dtype whose limits hold for any tensor
     """
 
     case: CaseLike
@@ -161,27 +168,22 @@ class Evidence:
     spans: tuple[RankSpan, ...] = ()
     first_forward: Measured | None = None
     located: Located | None = None
+    ranks: tuple[int, ...] = field(init=False, repr=False)
+    axes: Axes = field(init=False, repr=False)
+    returned: frozenset[str] = field(init=False, repr=False)
+    dtype: str = field(init=False, repr=False)
 
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that were run."""
-        return self.ran or tuple(range(len(self.outcomes)))
-
-    @property
-    def axes(self) -> Axes:
-        """Axis -> the rank lists of its groups: the case's, or the subject's own where it states them."""
-        return {**self.case.axes, **self.orders}
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", self.ran or tuple(range(len(self.outcomes))))
+        object.__setattr__(self, "axes", {**self.case.axes, **self.orders})
+        object.__setattr__(self, "returned", frozenset().union(*self.outcomes, *self.captured))
+        object.__setattr__(self, "dtype", max((self.case.dtype, *self.precision.values()), key=epsilon))
 
     @property
     def held(self) -> Outcomes:
         """By rank, what was returned and what was captured beside it."""
         outside = self.captured or [{}] * len(self.outcomes)
         return tuple({**a, **b} for a, b in zip(outside, self.outcomes, strict=True))
-
-    @property
-    def dtype(self) -> str:
-        """The lowest dtype whose limits hold for any tensor."""
-        return max((self.case.dtype, *self.precision.values()), key=epsilon)
 
     def dtype_of(self, name: str) -> str:
         """The dtype whose limits hold for this name. What a lower precision does not reach directly, such as the state
@@ -194,11 +196,6 @@ class Evidence:
         kind = kind_of(name)
         within = "" if kind in _KEPT else "backward" if kind in _OF_BACKWARD else "forward"
         return max((self.case.dtype, "float32", self.precision.get(within, "float32")), key=epsilon)
-
-    @property
-    def returned(self) -> frozenset[str]:
-        """Every name that any rank returned or from which it was captured."""
-        return frozenset().union(*self.outcomes, *self.captured)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

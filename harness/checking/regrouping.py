@@ -18,10 +18,11 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor
 
 from harness.checking.evidence import FAIL, PASS, Evidence, Finding, Regrouped, Worst
-from harness.checking.measures.kinds import kind_of, kind_rms, step_of
+from harness.checking.measures.kinds import kind_of, step_of
+from harness.checking.measures.many_tensors import kind_rms
 from harness.checking.measures.stated_deviations import STATED
 from harness.checking.measures.tolerance import FLOAT64_CEILING, Measured, epsilon, measure
-from harness.checking.numeric_checks import summed
+from harness.checking.measuring import summed
 
 _FIRST_STEP = ("loss", "tokens", "grad", "grad_norm")
 _LATER = ("loss", "tokens", "grad_norm", "param", "param_after")
@@ -125,3 +126,17 @@ def _factor(base: Tensor, other: Tensor, evidence: Evidence, sizes: Mapping[str,
     if falls := [word for word, share in growth.items() if math.isclose(ratio * share, 1.0, rel_tol=near)]:
         return f"{ratio:.4g} times what it is (the factor falls as {' or '.join(falls)} grows)"
     return f"{ratio:.4g} times what it is (no ratio of sizes: a mean of means, where counts of tokens differ?)"
+
+
+def truth(evidence: Evidence) -> Finding:
+    """Whether the first forward of the dense model in float32 is that in float64, but for rounding
+    (harness.running.trials.law_runs).
+    """
+    measured = evidence.first_forward
+    assert measured is not None  # else there is nothing to check
+    worst = Worst(name=measured.name, error=measured.error, allowed=measured.allowed, epsilons=measured.epsilons)
+    if measured.right:
+        message = "the dense model is one function in float32 and in float64"
+        return Finding(verdict=PASS, message=f"{message}; {measured.name} came closest to the limit", worst=worst)
+    message = "the dense model computes another function in float32 than in float64"
+    return Finding(verdict=FAIL, message=f"{message}, as {measured.name} of its forward shows", worst=worst)

@@ -18,7 +18,7 @@ import torch
 
 from harness.checking.checks import CHECKS, Check
 from harness.checking.evidence import FAIL, PASS, Evidence, Finding
-from harness.checking.exact_checks import same_outcomes
+from harness.checking.repeats import same_outcomes
 from harness.engines.engine import Engine
 from harness.engines.faults.disturbance import Disturbance
 from harness.engines.threads.intervention import Intervened, Intervention

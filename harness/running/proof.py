@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from harness.checking.checks import CHECKS, DRY_CHECKS, LAWS, Check, examine
+from harness.checking.checks import CHECKS, LAWS, Check, examine
+from harness.checking.dry_checks import DRY_CHECKS
 from harness.checking.evidence import FAIL, SKIP, UNKNOWN, Evidence, Finding, Verdict
 from harness.engines.engine import Engine
 from harness.errors import MachineError, NoNumbers, NotComputed, ProgramError, ShardproofError

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -162,20 +161,6 @@ class _Sums:
 def blocks_of(tensor: Tensor) -> tuple[Tensor, ...]:
     """The tensor in blocks of at most BLOCK elements; itself when it is one."""
     return (tensor,) if tensor.numel() <= BLOCK else tensor.reshape(-1).split(BLOCK)
-
-
-def groups_of(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Names of so many elements each in groups of at most BLOCK elements together; a larger one is a group itself."""
-    group: list[str] = []
-    elements = 0
-    for name, size in sizes.items():
-        if group and elements + size > BLOCK:
-            yield group
-            group, elements = [], 0
-        group.append(name)
-        elements += size
-    if group:
-        yield group
 
 
 def real(tensor: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -69,6 +69,10 @@ class Measured:
     `decidable` is False when the limits would admit the tensor times one of FACTORS too: staying within proves nothing.
     `zero` is True when the truth is zero but for rounding: no factor shows on it, any other value does.
     `loose` counts the elements of which an optimizer may have made more than the limit of `peak`: they are unchecked.
+
+    It is `right` where the error is finite and within its limit. It `overflows` where it is not finite and a control
+    run is not either, as whoever computes in this dtype does. It is `wrong` where rounding explains neither. `ratio`
+    is the error in units of its limit, at most 1 when right.
     """
 
     name: str
@@ -80,26 +84,18 @@ class Measured:
     loose: int = 0
     elements: int = 0
     zero: bool = False
+    right: bool = field(init=False)
+    wrong: bool = field(init=False)
+    overflows: bool = field(init=False)
+    ratio: float = field(init=False)
 
-    @property
-    def right(self) -> bool:
-        """Whether the error is finite and within what is allowed."""
-        return math.isfinite(self.error) and self.error <= self.allowed
-
-    @property
-    def overflows(self) -> bool:
-        """Whether it is not finite and a control run is not either: whoever computes in this dtype overflows."""
-        return math.isinf(self.error) and math.isinf(self.allowed)
-
-    @property
-    def wrong(self) -> bool:
-        """Whether rounding cannot explain it. What overflows is neither right nor wrong."""
-        return not self.right and not self.overflows
-
-    @property
-    def ratio(self) -> float:
-        """Error in units of what is allowed: at most 1 when right."""
-        return ratio(self.error, self.allowed)
+    def __post_init__(self) -> None:
+        right = math.isfinite(self.error) and self.error <= self.allowed
+        overflows = math.isinf(self.error) and math.isinf(self.allowed)
+        object.__setattr__(self, "right", right)
+        object.__setattr__(self, "wrong", not right and not overflows)
+        object.__setattr__(self, "overflows", overflows)
+        object.__setattr__(self, "ratio", ratio(self.error, self.allowed))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,8 +166,7 @@ def measure(
     may make of gradients within rounding of zero, by element.
     """
     if not truth.is_floating_point() and not truth.is_complex():
-        wrong = 0.0 if torch.equal(value, truth.to(value.dtype)) else math.inf
-        return Measured(name=name, measure=EXACT, error=wrong, allowed=0.0, epsilons=wrong)
+        return exact(name, value, truth)
     far = (far or Controlled.of(truth, kind)).against(controls)
     true, least = far.true, far.least
     if true.largest == 0 == least and not kinks and slack is None:
@@ -193,6 +188,12 @@ def measure(
         elements=truth.numel(),
         zero=true.rms < ZERO_SHARE * least and allowed.frobenius < CEILING,
     )
+
+
+def exact(name: str, value: Tensor, truth: Tensor) -> Measured:
+    """Compare integers."""
+    wrong = 0.0 if torch.equal(value, truth.to(value.dtype)) else math.inf
+    return Measured(name=name, measure=EXACT, error=wrong, allowed=0.0, epsilons=wrong)
 
 
 def _beside_zeros(name: str, value: Tensor, controls: Sequence[Tensor]) -> Measured:

@@ -13,9 +13,9 @@ from dataclasses import replace
 from torch import Tensor
 
 from harness.checking.evidence import Evidence, gathered
-from harness.checking.exact_checks import same_outcomes
 from harness.checking.measures.kinds import is_state, kind_of
 from harness.checking.measures.stated_deviations import Deviations
+from harness.checking.repeats import same_outcomes
 from harness.errors import ShardproofError
 from harness.outcome.merging import Merged, Outcomes, against, held_once
 from harness.running.ranks.execution import execute_captured

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from harness.checking.call_checks import groups, overlap
 from harness.checking.checks import CHECKS
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Finding
-from harness.checking.ledger_checks import groups, overlap
 from harness.engines.engine import Engine
 from harness.engines.threads.inproc import InprocEngine
 from harness.engines.threads.matcher import CollectiveMatcher

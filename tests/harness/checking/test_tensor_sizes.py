@@ -14,8 +14,8 @@ from torch import Tensor
 
 from harness.checking.measures import distance as measured
 from harness.checking.measures.distance import BLOCK, Distance, distance
-from harness.checking.measures.kinds import kind_of, kind_rms
-from harness.checking.measures.small_tensors import measured_together
+from harness.checking.measures.kinds import kind_of
+from harness.checking.measures.many_tensors import kind_rms, measured_together
 from harness.checking.measures.tolerance import Measured, measure
 from harness.outcome.blocks import localize
 from harness.outcome.merging import held_once, merge
@@ -155,16 +155,31 @@ def test_all_that_are_as_large_as_their_kind_are_found() -> None:
         (torch.zeros(2), torch.zeros(2)),
         (torch.tensor([1e-170, 0.0], dtype=torch.float64), torch.tensor([2e-170, 0.0], dtype=torch.float64)),
         (torch.ones(0), torch.ones(0)),
-        (torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.int64)),
+        (torch.ones(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)),
         (torch.ones(2, dtype=torch.complex128), torch.ones(2, dtype=torch.complex128)),
         (torch.ones(BLOCK + 1), torch.ones(BLOCK + 1)),
         (torch.ones(3) * 1e-5, torch.ones(3) * 1e-5),
     ],
-    ids=["NaN", "infinite truth", "zero", "vanishing", "empty", "integers", "complex", "large", "small in its kind"],
+    ids=[
+        "NaN",
+        "infinite truth",
+        "zero",
+        "vanishing",
+        "empty",
+        "integers apart",
+        "complex",
+        "large",
+        "small in its kind",
+    ],
 )
 def test_what_needs_a_closer_look_is_left_to_measure(value: Tensor, true: Tensor) -> None:
     values, truth = {"act/odd": value, "act/usual": torch.ones(4)}, {"act/odd": true, "act/usual": torch.ones(4)}
     assert list(measured_together(values, truth, {"act": 1.0})) == ["act/usual"]
+
+
+def test_equal_integers_are_found_as_alone() -> None:
+    counts = {"tokens/0": torch.tensor(7)}
+    assert measured_together(counts, counts, {}) == {"tokens/0": _alone(counts, counts, "tokens/0")}
 
 
 def test_groups_of_many_elements_are_compared_one_after_the_other() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from harness.checking.measures.distance import distance
-from harness.checking.measures.kinds import kind_rms
+from harness.checking.measures.many_tensors import kind_rms
 from harness.checking.measures.tolerance import ABSOLUTE, FLOAT64_ALLOWED, Measured, epsilon, least_rms, measure
 
 seeds = st.integers(0, 2**31)
