@@ -228,11 +228,6 @@ class Finding:
     region: str = ""
     decided: Mapping[str, Decided] = field(default_factory=dict)
 
-    def verdict_on(self, case: str, check: str, message: str = "") -> Verdict:
-        """The finding as the verdict of this check on this case, in its own words or in these."""
-        said = {"verdict": self.verdict, "message": message or self.message}
-        return Verdict(case=case, check=check, **said, worst=self.worst, unchecked=self.unchecked, decided=self.decided)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:

@@ -21,6 +21,7 @@ from harness.diagnosing.witness_lines import diagnosed, in_six_lines
 from harness.errors import MachineError
 from harness.ledger import Event, unmapped
 from harness.protocols import CaseLike, TermLike, case_text
+from harness.running.result import verdict_on
 from harness.witnesses.agreement import NOT_ASKED, Agreement, Sighting, agreement, group_text, of_ledger
 from harness.witnesses.chosen import steps_text, terms_of
 from harness.witnesses.measured import SessionRequest
@@ -157,7 +158,7 @@ def witnesses(
 
 def _told(found: Finding, text: str, tables: Mapping[str, Rows]) -> Told:
     return Told(
-        verdict=found.verdict_on(text, CHECK),
+        verdict=verdict_on(found, text, CHECK),
         tables={name: (_COLUMNS[name], rows) for name, rows in tables.items() if rows},
     )
 

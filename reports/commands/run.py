@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import gc
 import sys
 from collections.abc import Callable, Iterator
@@ -27,7 +26,8 @@ from harness.protocols import CaseLike, case_text
 from harness.resolve import resolve
 from harness.running.engines import engine_named
 from harness.running.request import Request
-from harness.running.run import INTERRUPTED, RunResult, run
+from harness.running.run import run
+from harness.running.run_result import INTERRUPTED, RunResult
 from harness.subject import NamedSubject, claims, offers, own_cases
 from reports.options.checks import real_size, writing
 from reports.options.request import LAUNCHED, requested
@@ -82,8 +82,7 @@ def main(arguments: argparse.Namespace) -> int:
 
         if serves():
             return serve()
-    stored = functools.cache(_stored)
-    request = dataclasses.replace(arguments.request or _first_ranks(arguments), page=partial(_write_page, stored))
+    request: Request = arguments.request or _first_ranks(arguments)
     if not arguments.cases:
         from harness.running.sharing import arranged  # noqa: PLC0415
 
@@ -91,15 +90,15 @@ def main(arguments: argparse.Namespace) -> int:
         for note in _notes_on_defaults(request.subject, deep=arguments.deep):
             show_note(note, sys.stderr)
     with chdir("."):  # a subject may go elsewhere; all paths are meant from here
-        result = _run(request)
+        result, stored = _run(request)
     result = dataclasses.replace(result, path=Path(arguments.out) / result.path.name)
     if arguments.emit_repro is not None:
         result = _with_script(result, request, arguments.emit_repro)
     show: Any = import_module(_SHOW)
-    finished, interrupted = stored(result.path.resolve()), result.exit_status == INTERRUPTED
-    show.show_result(result, finished, as_json=arguments.json, interrupted=interrupted)
+    interrupted = result.exit_status == INTERRUPTED
+    show.show_result(result, stored, as_json=arguments.json, interrupted=interrupted)
     if arguments.preset_experiment and not arguments.json and not interrupted:
-        show_table(show.experiment_table(finished, arguments.preset_experiment), sys.stdout)
+        show_table(show.experiment_table(stored, arguments.preset_experiment), sys.stdout)
         show_message(real_size(arguments.preset_experiment), sys.stdout)
     return result.exit_status
 
@@ -123,7 +122,8 @@ def _notes_on_defaults(subject: NamedSubject, *, deep: bool) -> Iterator[str]:
         yield f"{subject.name} has no refuses(case): default cases have plain words only; --deep has all words"
 
 
-def _run(request: Request) -> RunResult:
+def _run(request: Request) -> tuple[RunResult, Any]:
+    """The result of a request and its run folder as it was read, with its page in it."""
     if request.processes:
         from harness.running.forked_process import forkable  # noqa: PLC0415
 
@@ -132,12 +132,18 @@ def _run(request: Request) -> RunResult:
     before = latest.resolve()
     try:
         with ticking(sys.stderr) as tick, _unhindered():
-            return run(request, partial(_progress, tick))
+            result = run(request, partial(_progress, tick))
+            show: Any = import_module(_SHOW)
+            stored = show.load(result.path.resolve())
+            show.write_page(stored)
+            return result, stored
     except KeyboardInterrupt:
         if latest.resolve() == before:
             raise
         show_message("\nshardproof: interrupted; the cases finished before:", sys.stderr)
-        return RunResult(path=latest.resolve(), verdicts=(), exit_status=INTERRUPTED, notes=())
+        show = import_module(_SHOW)
+        result = RunResult(path=latest.resolve(), verdicts=(), exit_status=INTERRUPTED, notes=())
+        return result, show.load(result.path)
 
 
 def _progress(
@@ -194,14 +200,3 @@ def bench_main(arguments: argparse.Namespace) -> int:
     measure: Any = resolve(FAULT_TABLE if arguments.faults else BENCH)
     words = [] if arguments.out is None else ["--out", arguments.out]
     return int(measure([*words, "--quick"] if arguments.quick and not arguments.faults else words) or 0)
-
-
-def _stored(folder: Path) -> Any:
-    show: Any = import_module(_SHOW)
-    return show.load(folder)
-
-
-def _write_page(stored: Callable[[Path], Any], folder: Path) -> Path:
-    show: Any = import_module(_SHOW)
-    page: Path = show.write_page(stored(folder.resolve()))
-    return page

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import pandas as pd
 
 from harness.errors import RequestError
-from harness.running.run import RunResult
+from harness.running.run_result import RunResult
 from reports.comparing import modes
 from reports.options.checks import EXPERIMENTS
 from reports.pages import page

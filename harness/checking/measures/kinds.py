@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -44,6 +44,13 @@ def kind_of(name: str) -> str:
 def is_state(name: str) -> bool:
     """Whether an outcome name is that of a state after a step: "param_after/0/layers.0.mlp.w1.weight"."""
     return kind_of(name).endswith("_after")
+
+
+def comparable(truth: Mapping[str, Tensor], outcomes: Sequence[Iterable[str]]) -> Mapping[str, Tensor]:
+    """The truth of what the ranks returned: without states where none of them returned any."""
+    if any(is_state(name) for outcome in outcomes for name in outcome):
+        return truth
+    return {name: tensor for name, tensor in truth.items() if not is_state(name)}
 
 
 def step_of(name: str) -> int:

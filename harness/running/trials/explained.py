@@ -11,8 +11,9 @@ from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
 from harness.errors import error_text
 from harness.protocols import CaseLike
-from harness.running.trials.runs import recorded, watched
+from harness.running.trials.runs import recorded
 from harness.running.trials.trial import Trial
+from harness.running.trials.watched import watched
 from harness.subject import refusal
 
 

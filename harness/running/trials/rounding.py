@@ -16,7 +16,8 @@ from harness.checking.measures.kinds import is_state, kind_of, step_of
 from harness.checking.measures.many_tensors import kind_rms
 from harness.checking.measures.tolerance import FLOAT64_CEILING, Controlled, Measured
 from harness.checking.measuring import compared
-from harness.running.trials.trial import Function, Trial
+from harness.running.trials.reference import Function
+from harness.running.trials.trial import Trial
 from harness.torch_internals.memory import give_back
 
 MORE_PARTS = (1, 2, 3, 4, 5, 6, 7, 8)

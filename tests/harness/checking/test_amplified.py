@@ -23,7 +23,7 @@ from harness.outcome.merging import Merged
 from harness.reproducing.repro import shrunk
 from harness.running.proof import prove
 from harness.running.trials import rounding
-from harness.running.trials.trial import Reference, decoder
+from harness.running.trials.reference import Reference, decoder
 from parallel.subject import subject
 from parallel.training import step as step_
 from reference.case import Case

@@ -22,7 +22,7 @@ from harness.engines.engine import Unwaited
 from harness.engines.threads.inproc import InprocEngine
 from harness.outcome.blocks import localize
 from harness.running.proof import prove
-from harness.running.trials.trial import decoder
+from harness.running.trials.reference import decoder
 from harness.shard import Shard
 from reference.case import Case
 from reference.data.anchors import Facts
