@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from harness.checking.measures.kinds import kind_of
+from harness.checking.measures.measured import Measured, epsilon
 from harness.checking.measures.stated_deviations import Deviations
-from harness.checking.measures.tolerance import Controlled, Measured, epsilon
 from harness.engines.engine import Unwaited
 from harness.ledger import Event
 from harness.outcome.merging import Flaw, Merged, Outcomes, against, merge
 from harness.protocols import Axes, CaseLike, FactsLike, TermLike
 
 if TYPE_CHECKING:
+    from harness.checking.measures.tolerance import Controlled
     from harness.recording.spans import RankSpan
 
 PASS, FAIL, UNKNOWN, SKIP = "pass", "fail", "unknown", "skip"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, Worst
 from harness.checking.laws import Broken, broken_laws
-from harness.differences import Difference, differences
 from harness.ledger import NO_UPDATE, OTHER, Event, unmapped
 from harness.protocols import TermLike
-from harness.terms import FIELDS, closed_forms, unseen, visible
+from harness.terms import FIELDS, as_stated, closed_forms, unseen, visible
+
+if TYPE_CHECKING:
+    from harness.differences import Difference
 
 
 def ledger(evidence: Evidence) -> Finding | None:
@@ -28,10 +31,12 @@ def ledger(evidence: Evidence) -> Finding | None:
         return Finding(
             verdict=PASS, message=f"{len(evidence.events)} events obey the general laws", unchecked=unchecked
         )
-    order = module_order(evidence)
-    parted = differences(evidence.events, evidence.expectation, ranks, order, axes=evidence.axes)
-    if parted:
-        return _parted(parted, len(ranks))
+    if not as_stated(evidence.events, visible(evidence.expectation), ranks, evidence.axes):
+        from harness.differences import differences  # noqa: PLC0415
+
+        order = module_order(evidence)
+        if parted := differences(evidence.events, evidence.expectation, ranks, order, axes=evidence.axes):
+            return _parted(parted, len(ranks))
     finding = _expected(evidence, evidence.expectation)
     broken = broken_laws(known)
     return unlawful(broken[0]) if broken else finding

@@ -1,33 +1,18 @@
-"""How far merged tensors are from the truth, by all that is known of rounding in their case."""
+"""How far one merged tensor is from the truth, by all that is known of rounding in its case."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import NUMERIC_KINDS, OVER_TOKENS, error_of_sums, kind_of, step_of, tokens_of
-from harness.checking.measures.many_tensors import kind_rms, measured_together
-from harness.checking.measures.tolerance import LEAP, Measured, epsilon, measure
+from harness.checking.measures.measured import Measured, epsilon
+from harness.checking.measures.tolerance import LEAP, measure
 
 _MEANS, _SQUARES = "exp_avg_after", "exp_avg_sq_after"
-
-
-def measured(evidence: Evidence, names: Sequence[str], kinds: Sequence[str]) -> list[Measured]:
-    """These merged tensors compared with the truth; the names of `kinds` give the rms of each kind.
-
-    Tensors of which no control run, kink or slack is known, so that float64's own limits hold, are compared at once.
-    """
-    sizes = kind_rms({name: evidence.truth[name] for name in kinds})
-    together: Mapping[str, Measured] = {}
-    if evidence.dtype == "float64":
-        known = {*evidence.slack, *evidence.beyond}.union(*evidence.controls, *evidence.kinks)
-        values = {name: evidence.merged.tensors[name] for name in names if name not in known}
-        together = measured_together(values, evidence.truth, sizes)
-    return [together.get(name) or compared(evidence, name, sizes.get(kind_of(name), 0.0)) for name in names]
 
 
 def compared(evidence: Evidence, name: str, kind: float) -> Measured:

@@ -20,8 +20,9 @@ from torch import Tensor
 from harness.checking.evidence import FAIL, PASS, Evidence, Finding, Regrouped, Worst
 from harness.checking.measures.kinds import kind_of, step_of
 from harness.checking.measures.many_tensors import kind_rms
+from harness.checking.measures.measured import Measured, epsilon
 from harness.checking.measures.stated_deviations import STATED
-from harness.checking.measures.tolerance import FLOAT64_CEILING, Measured, epsilon, measure
+from harness.checking.measures.tolerance import FLOAT64_CEILING, measure
 from harness.checking.measuring import summed
 
 _FIRST_STEP = ("loss", "tokens", "grad", "grad_norm")

@@ -13,11 +13,16 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from harness.checking.measures.distance import BLOCK, MEASURES, SOUND, Distance, blocks_of
 from harness.checking.measures.kinds import kind_of
-from harness.checking.measures.tolerance import FLOAT64_ALLOWED, SCALE_SHARE, Measured, epsilon, exact
+from harness.checking.measures.measured import FLOAT64_ALLOWED, MEASURES, SCALE_SHARE, Measured, epsilon, exact
 
 _EPSILON = epsilon("float64")
+
+
+BLOCK = 2**18
+"""Elements that are compared at a time: large tensors are gone through in blocks, so that no temporary is as large."""
+SOUND = (1e-140, 1e140)
+"""Between these no square of a largest element vanishes or overflows."""
 
 
 def kind_rms(truth: Mapping[str, Tensor]) -> dict[str, float]:
@@ -45,6 +50,11 @@ def _squares(tensors: Sequence[Tensor]) -> list[tuple[float, int]]:
     square = sum(float(block.dot(block)) for block in map(Tensor.double, blocks))
     finite = math.isfinite(square) or all(bool(torch.isfinite(block).all()) for block in blocks)
     return [(square, tensors[0].numel())] if finite else []
+
+
+def blocks_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensor in blocks of at most BLOCK elements; itself when it is one."""
+    return (tensor,) if tensor.numel() <= BLOCK else tensor.reshape(-1).split(BLOCK)
 
 
 def groups_of(sizes: Mapping[str, int]) -> Iterator[list[str]]:
@@ -107,9 +117,11 @@ def _measured(name: str, row: Sequence[float], kind: float, elements: int) -> Me
     rms = math.sqrt(square)
     if rms < SCALE_SHARE * kind:
         return None
-    gap = Distance(frobenius=math.sqrt(gap_square) / rms, peak=gap_largest / rms, scale=abs(product / rms / rms))
-    which = max(MEASURES, key=lambda name: float(getattr(gap, name)) / FLOAT64_ALLOWED)  # the limit of all is one
-    error = getattr(gap, which)
+    errors = dict(
+        zip(MEASURES, (math.sqrt(gap_square) / rms, gap_largest / rms, abs(product / rms / rms)), strict=True)
+    )
+    which = max(MEASURES, key=lambda name: errors[name] / FLOAT64_ALLOWED)  # the limit of all is one
+    error = errors[which]
     return Measured(
         name=name, measure=which, error=error, allowed=FLOAT64_ALLOWED, epsilons=error / _EPSILON, elements=elements
     )

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from harness.checking.measures.tolerance import Measured
+from harness.checking.measures.measured import Measured
 
 STATED = " (stated deviation: "
 """What stands behind an unchecked name that `subject.deviates` states, and before its sentence."""

@@ -27,14 +27,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
-from harness.checking.measures.distance import MEASURES, Distance, Truth, distance_from, ratio
+from harness.checking.measures.distance import Distance, Truth, distance_from
+from harness.checking.measures.measured import (
+    ABSOLUTE,
+    FLOAT64_ALLOWED,
+    MEASURES,
+    SCALE_SHARE,
+    Measured,
+    epsilon,
+    exact,
+)
 
-FLOAT64_ALLOWED = 1e-9
 FLOOR_EPSILONS: Mapping[str, float] = {"frobenius": 4.0, "peak": 32.0}
 """No limit is smaller than this many epsilons of the run dtype, however small the error of the control run was."""
 FLOAT64_CEILING = 1e-4
@@ -51,51 +58,10 @@ FACTORS = (0.5, 1.5)
 """A tensor whose limits admit one of these factors on it is undecided."""
 SCALE_ALLOWED = 0.1
 """A right result's factor, <x, t> / <t, t>, may be this far from 1 when rounding alone may make the tensor err more."""
-SCALE_SHARE = 1e-3
-"""A tensor's error is never scaled by less than this share of the rms of all tensors of its kind."""
 ZERO_SHARE = 1e-10
 """A truth below this share of its kind's rms is zero but for rounding, and its error is scaled by the kind's rms."""
 _SURE = 0.2
 """A tensor within e of the truth is off by 0.5 - 1.5 e at least when multiplied by 0.5 or 1.5: over e up to 0.2."""
-EXACT = "exact"
-ABSOLUTE = "absolute"
-"""The measure beside a truth of zeros: the largest value, in no unit."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """One tensor held against the truth: the measure that came closest to its limit, in ratios and in epsilons.
-
-    `decidable` is False when the limits would admit the tensor times one of FACTORS too: staying within proves nothing.
-    `zero` is True when the truth is zero but for rounding: no factor shows on it, any other value does.
-    `loose` counts the elements of which an optimizer may have made more than the limit of `peak`: they are unchecked.
-
-    It is `right` where the error is finite and within its limit. It `overflows` where it is not finite and a control
-    run is not either, as whoever computes in this dtype does. It is `wrong` where rounding explains neither. `ratio`
-    is the error in units of its limit, at most 1 when right.
-    """
-
-    name: str
-    measure: str
-    error: float
-    allowed: float
-    epsilons: float
-    decidable: bool = True
-    loose: int = 0
-    elements: int = 0
-    zero: bool = False
-    right: bool = field(init=False)
-    wrong: bool = field(init=False)
-    overflows: bool = field(init=False)
-    ratio: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        right = math.isfinite(self.error) and self.error <= self.allowed
-        overflows = math.isinf(self.error) and math.isinf(self.allowed)
-        object.__setattr__(self, "right", right)
-        object.__setattr__(self, "wrong", not right and not overflows)
-        object.__setattr__(self, "overflows", overflows)
-        object.__setattr__(self, "ratio", ratio(self.error, self.allowed))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,11 +85,6 @@ class Controlled:
         """The same with these control runs more, tensors of its shape."""
         found = [distance_from(control, self.true, self.least) for control in controls]
         return replace(self, runs=(*self.runs, *found))
-
-
-def epsilon(dtype: str) -> float:
-    """Machine epsilon of a dtype by its case word ("float32")."""
-    return float(torch.finfo(getattr(torch, dtype)).eps)
 
 
 def least_rms(truth: Tensor, kind: float) -> float:
@@ -188,12 +149,6 @@ def measure(
         elements=truth.numel(),
         zero=true.rms < ZERO_SHARE * least and allowed.frobenius < CEILING,
     )
-
-
-def exact(name: str, value: Tensor, truth: Tensor) -> Measured:
-    """Compare integers."""
-    wrong = 0.0 if torch.equal(value, truth.to(value.dtype)) else math.inf
-    return Measured(name=name, measure=EXACT, error=wrong, allowed=0.0, epsilons=wrong)
 
 
 def _beside_zeros(name: str, value: Tensor, controls: Sequence[Tensor]) -> Measured:

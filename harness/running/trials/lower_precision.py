@@ -22,7 +22,7 @@ from torch import Tensor
 from harness.checking.checks import LAWS, Check, examine
 from harness.checking.evidence import PASS, UNKNOWN, Evidence, Finding
 from harness.checking.measures.kinds import NUMERIC_KINDS, is_state, step_of
-from harness.checking.measures.tolerance import Measured, epsilon
+from harness.checking.measures.measured import Measured, epsilon
 from harness.errors import MachineError, ProgramError, RequestError
 from harness.protocols import CaseLike
 from harness.recording.capturing.operator_probes import Island, NarrowProbe, Probed, narrower

@@ -14,7 +14,8 @@ from torch import Tensor
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import is_state, kind_of, step_of
 from harness.checking.measures.many_tensors import kind_rms
-from harness.checking.measures.tolerance import FLOAT64_CEILING, Controlled, Measured
+from harness.checking.measures.measured import Measured
+from harness.checking.measures.tolerance import FLOAT64_CEILING, Controlled
 from harness.checking.measuring import compared
 from harness.running.trials.reference import Function
 from harness.running.trials.trial import Trial

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence
-from harness.checking.measures.tolerance import FLOAT64_ALLOWED, FLOAT64_CEILING, Measured, measure
+from harness.checking.measures.measured import FLOAT64_ALLOWED, Measured
+from harness.checking.measures.tolerance import FLOAT64_CEILING, measure
 from harness.checking.measuring import compared
 from harness.diagnosing.rules.optimizer.moved import fitted
 from harness.engines.threads.inproc import InprocEngine

@@ -12,16 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harness.checking.measures import distance as measured
-from harness.checking.measures.distance import BLOCK, Distance, distance
+from harness.checking.measures import distance as whole_tensors
+from harness.checking.measures import many_tensors
+from harness.checking.measures.distance import Distance, distance
 from harness.checking.measures.kinds import kind_of
-from harness.checking.measures.many_tensors import kind_rms, measured_together
-from harness.checking.measures.tolerance import Measured, measure
+from harness.checking.measures.many_tensors import BLOCK, kind_rms, measured_together
+from harness.checking.measures.measured import MEASURES, Measured
+from harness.checking.measures.tolerance import measure
 from harness.outcome.blocks import localize
 from harness.outcome.merging import held_once, merge
 from harness.shard import Shard
 from reference.case import Case
 from reference.model.parameters import drawn, full, shapes
+
+
+def _in_blocks_of(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (whole_tensors, many_tensors):
+        monkeypatch.setattr(module, "BLOCK", elements)
 
 
 def noise(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -66,9 +73,9 @@ def test_blocks_measure_what_the_whole_does(
         return [distance(value(), truth, least, own, slack) for least in (0.0, 0.5)]
 
     at_once = found()
-    monkeypatch.setattr(measured, "BLOCK", 100)
+    _in_blocks_of(100, monkeypatch)
     for one, other in zip(at_once, found(), strict=True):
-        for name in measured.MEASURES:
+        for name in MEASURES:
             assert getattr(other, name) == pytest.approx(getattr(one, name), rel=1e-10, abs=1e-16), name
 
 
@@ -76,7 +83,7 @@ def test_complex_numbers_too(monkeypatch: pytest.MonkeyPatch) -> None:
     truth = noise(11, 13, seed=2, dtype=torch.complex128)
     value = truth * (1 + 1e-3j)
     at_once = distance(value, truth)
-    monkeypatch.setattr(measured, "BLOCK", 20)
+    _in_blocks_of(20, monkeypatch)
     assert distance(value, truth).frobenius == pytest.approx(at_once.frobenius, rel=1e-10)
 
 
