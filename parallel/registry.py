@@ -19,8 +19,7 @@ from parallel.communication.expectation import CallRow
 from parallel.data_parallel.calls import step_rows
 from parallel.model.strategy import Strategy
 from reference.case import Case
-from reference.features import FEATURES
-from reference.language.modules import module_in
+from reference.features import FEATURES, module_in
 from reference.language.words import not_default
 
 SCHEMES: dict[str, Strategy] = {}

@@ -49,7 +49,7 @@ def coverage(evidence: Evidence) -> Finding:
     undeclared = [name for name in missing if name not in declared]
     problems = [
         *_hidden(evidence),
-        *(evidence.deviates.problems(evidence.truth) if evidence.deviates.sentences else ()),
+        *(evidence.deviates.problems(evidence.truth) if evidence.deviates else ()),
         *_gaps(undeclared, named),
         *_unknown(strange, undeclared),
     ]
@@ -109,7 +109,7 @@ def _idle(evidence: Evidence) -> list[str]:
     """Patterns of what the subject declares and states that match no name of the truth."""
     names = list(evidence.truth)
     patterns = [("unchecked", pattern) for pattern in evidence.declared]
-    patterns += [("deviates", pattern) for pattern in evidence.deviates.sentences]
+    patterns += [("deviates", pattern) for pattern in (evidence.deviates.sentences if evidence.deviates else ())]
     idle = [(word, pattern) for word, pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
     return [f"{word}={pattern!r} matches no name of the truth{_near(pattern, names)}" for word, pattern in idle]
 

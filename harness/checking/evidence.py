@@ -14,13 +14,13 @@ from torch import Tensor
 
 from harness.checking.measures.kinds import kind_of
 from harness.checking.measures.measured import Measured, epsilon
-from harness.checking.measures.stated_deviations import Deviations
 from harness.engines.engine import Unwaited
 from harness.ledger import Event
 from harness.outcome.merging import Flaw, Merged, Outcomes, against, merge
 from harness.protocols import Axes, CaseLike, FactsLike, TermLike
 
 if TYPE_CHECKING:
+    from harness.checking.measures.stated_deviations import Deviations
     from harness.checking.measures.tolerance import Controlled
     from harness.recording.spans import RankSpan
 
@@ -111,7 +111,7 @@ class Evidence:
     beyond       names that are beyond the limits of the case's own dtype; empty without `lower`
     island       where a lower precision enters on several ranks alone, if it explains what is wrong; "" otherwise
     drawn        numbers that ranks drew in forward and the truth did not, in words; "" where there are none
-    deviates     how the subject states that tensors deviate from the truth
+    deviates     how the subject states that tensors deviate from the truth; None where it does not
     given        names of what the truth was given of the outcome: it does not check them; empty where it knows all
     deviations   standard deviations of initial values by parameter, as the reference states them; 0 is a constant
     mask_draws   what is known of masks that were recorded; None where the subject returned them, or there are none
@@ -159,7 +159,7 @@ class Evidence:
     beyond: frozenset[str] = frozenset()
     island: str = ""
     drawn: str = ""
-    deviates: Deviations = Deviations()
+    deviates: Deviations | None = None
     given: tuple[str, ...] = ()
     deviations: Mapping[str, float] = field(default_factory=dict)
     mask_draws: MaskDraws | None = None

@@ -42,10 +42,12 @@ def _compare(evidence: Evidence, returned: Set[str], belongs: Callable[[str], bo
     known = [name for name in expected if name in evidence.merged.tensors]
     unchecked = [name for name in expected if name not in evidence.merged.tensors]
     unchecked += sorted(returned - set(expected) - set(unchecked))
-    deviating = evidence.deviates.apart(_measured(evidence, known, expected))
-    unseen = [*unchecked, *deviating.unchecked]
-    finding = numeric_finding(deviating.judged, unseen, {kind_of(name) for name in returned})
-    return replace(finding, message="; ".join([finding.message, *deviating.notes]))
+    results, notes = _measured(evidence, known, expected), list[str]()
+    if evidence.deviates:
+        results, by_design, notes = evidence.deviates.apart(results)
+        unchecked += by_design
+    finding = numeric_finding(results, unchecked, {kind_of(name) for name in returned})
+    return replace(finding, message="; ".join([finding.message, *notes]))
 
 
 def _measured(evidence: Evidence, names: Sequence[str], kinds: Sequence[str]) -> list[Measured]:

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Decided, Finding, Worst
 from harness.checking.measures.kinds import KIND_WORDS, NUMERIC_KINDS, kind_of
-from harness.checking.measures.measured import Measured
-from harness.checking.measures.stated_deviations import STATED
+from harness.checking.measures.measured import STATED, Measured
 
 _OVERFLOWS = "is not finite, and not in the dense model in this dtype either (legal: a smaller lr, or fewer steps)"
 _ROUNDING = "rounding alone explains any error"

@@ -20,8 +20,7 @@ from torch import Tensor
 from harness.checking.evidence import FAIL, PASS, Evidence, Finding, Regrouped, Worst
 from harness.checking.measures.kinds import kind_of, step_of
 from harness.checking.measures.many_tensors import kind_rms
-from harness.checking.measures.measured import Measured, epsilon
-from harness.checking.measures.stated_deviations import STATED
+from harness.checking.measures.measured import STATED, Measured, epsilon
 from harness.checking.measures.tolerance import FLOAT64_CEILING, measure
 from harness.checking.measuring import summed
 
@@ -52,13 +51,22 @@ def regrouping(evidence: Evidence) -> Finding | None:
         message=f"the same step as with {same}" if same else "no other grouping was compared",
         unchecked=(
             *(f"{other.words} ({other.problem})" for other in evidence.regrouped if other.problem),
-            *(
-                f"{name}{STATED}{evidence.deviates.sentence(name)})"
-                for name in evidence.merged.tensors
-                if evidence.deviates.unjudged(name)
-            ),
+            *_by_design(evidence),
         ),
     )
+
+
+def _by_design(evidence: Evidence) -> Iterator[str]:
+    """The names that deviate as the subject states, each with its sentence."""
+    if evidence.deviates:
+        for name in evidence.merged.tensors:
+            if evidence.deviates.unjudged(name):
+                yield f"{name}{STATED}{evidence.deviates.sentence(name)})"
+
+
+def _unjudged(evidence: Evidence, name: str) -> bool:
+    """Whether this tensor deviates as the subject states."""
+    return evidence.deviates is not None and evidence.deviates.unjudged(name)
 
 
 def _compared(evidence: Evidence, other: Mapping[str, Tensor]) -> Iterator[Measured]:
@@ -68,7 +76,7 @@ def _compared(evidence: Evidence, other: Mapping[str, Tensor]) -> Iterator[Measu
     for name, tensor in base.items():
         kind, step = kind_of(name), step_of(name)
         first = kind in _FIRST_STEP and (kind == "grad" or step == 0)
-        if name not in other or other[name].shape != tensor.shape or evidence.deviates.unjudged(name):
+        if name not in other or other[name].shape != tensor.shape or _unjudged(evidence, name):
             continue
         if first and not exact:
             yield _rounded(evidence, name, other[name], evidence.dtype_of(name), sizes.get(kind, 0.0))

@@ -20,13 +20,12 @@ from harness.errors import RequestError, ShardproofError
 from harness.interpreter import interrupted_after
 from harness.mesh_axes import stage_count
 from harness.protocols import CaseLike, case_text
-from harness.running.keeping import Kept, Progress
 from harness.running.proof import ended_by
 from harness.running.proving import proving
 from harness.running.ranks.capacity import admitted
 from harness.running.request import Request, check_saved
 from harness.running.result import CaseResult, Proved, proved
-from harness.running.run_result import RunResult, run_result
+from harness.running.run_result import Kept, Progress, RunResult, run_result
 from harness.running.store import Store, environment
 from harness.subject import NamedSubject, Unanswered, answered, claimed, compared_with, refusal, truth_of
 

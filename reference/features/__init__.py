@@ -3,21 +3,28 @@
 A file has one class, which extends `Core`: its words, each with default, meaning and legal values
 (`reference.language.words.word`), `problems`, and what it changes of the facts of a case (`layout`, `axes`,
 `data_axis`, ...), each beginning with `super()`. What an implementation does for a feature has the same name in
-`parallel` (`parallel.registry`).
+`parallel` (`parallel.registry`). Names of modules are put together by `module_in` and nowhere else.
 """
 
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from importlib import import_module
 from typing import Any
 
 from reference.language.core import Core
-from reference.language.modules import module_in
 from reference.language.words import Field, declared, word
 
 _UNUSED = {"ep": 30}
 """Axes that an order of Megatron-Core may name, of one rank where no feature has them, with their places."""
+
+
+def module_in(package: str, name: str, import_module: Callable[[str], Any] = import_module) -> Any:
+    """Import the module of this name in a package. Code that may be a copy with a planted bug hands in its own import,
+    which finds modules of the copy.
+    """
+    return import_module(f"{package}.{name}")
 
 
 def _found() -> dict[str, type[Core]]:

@@ -19,54 +19,19 @@ from typing import Any
 
 import torch
 
-from harness.checking.evidence import FAIL
 from harness.errors import ShardproofError
 from harness.interpreter import COLLECTED_AFTER
 from harness.protocols import CaseLike, case_text
 from harness.resolve import resolve
-from harness.running.engines import engine_named
 from harness.running.request import Request
 from harness.running.run import run
 from harness.running.run_result import INTERRUPTED, RunResult
 from harness.subject import NamedSubject, claims, offers, own_cases
-from reports.options.checks import real_size, writing
+from reports.options.checks import real_size
 from reports.options.request import LAUNCHED, requested
 from reports.printing.text import show_message, show_note, show_table, ticking
 
-
-def write_script(result: RunResult, request: Request, file: str) -> str:
-    """Write the script; returns one line that names it, or why it was not written.
-
-    The case is shrunk on threads of this process, whatever engine found the failure. Raises RequestError when the file
-    cannot be written.
-    """
-    from harness.diagnosing.lines import line_of  # noqa: PLC0415
-    from harness.reproducing.repro import emit, shown_name  # noqa: PLC0415  (imports DTensor: half a second)
-
-    failed = {verdict.case: line_of(verdict.message, "when") for verdict in result.verdicts if verdict.verdict == FAIL}
-    if not failed:
-        return f"{file} was not written: no case failed"
-    with engine_named("inproc") as engine:
-        first = min((case for case in request.cases if case_text(case) in failed), key=_simplicity)
-        text = emit(first, request.subject, engine, failed[case_text(first)])
-    if text is None:
-        return (
-            f"{file} was not written: no returned tensor is wrong and the subject finishes, so a script shows nothing"
-        )
-    with writing(file):
-        Path(file).write_text(text, encoding="utf-8")
-    return f"{file} repeats {shown_name(text) or 'how the subject ends'}: run it with python {file}"
-
-
-def _simplicity(case: CaseLike) -> tuple[float, ...]:
-    """The order in which failures are shown."""
-    from reports.stored.failures import simplicity  # noqa: PLC0415  (loads pandas)
-
-    words = {name: getattr(case, name) for name in ("dtype", "world_size", "steps", "micro")}
-    return simplicity({**words, "case": case_text(case)})
-
-
-_SHOW = "reports.commands.show"
+_SHOW = "reports.commands.result"
 BENCH = "bench.performance:main"
 FAULT_TABLE = "bench.fault_table:main"
 
@@ -93,12 +58,17 @@ def main(arguments: argparse.Namespace) -> int:
         result, stored = _run(request)
     result = dataclasses.replace(result, path=Path(arguments.out) / result.path.name)
     if arguments.emit_repro is not None:
-        result = _with_script(result, request, arguments.emit_repro)
+        from reports.commands.repro import with_script  # noqa: PLC0415  (imports DTensor: half a second)
+
+        with _unhindered():
+            result = with_script(result, request, arguments.emit_repro)
     show: Any = import_module(_SHOW)
     interrupted = result.exit_status == INTERRUPTED
     show.show_result(result, stored, as_json=arguments.json, interrupted=interrupted)
     if arguments.preset_experiment and not arguments.json and not interrupted:
-        show_table(show.experiment_table(stored, arguments.preset_experiment), sys.stdout)
+        from reports.commands.experiment import experiment_table  # noqa: PLC0415
+
+        show_table(experiment_table(stored, arguments.preset_experiment), sys.stdout)
         show_message(real_size(arguments.preset_experiment), sys.stdout)
     return result.exit_status
 
@@ -159,23 +129,6 @@ def progress_text(case: CaseLike) -> str:
     """A case in a line of progress: its mode and number of ranks first, which its own text may leave out."""
     words = " ".join(word for word in case_text(case).split() if not word.startswith("mode="))
     return f"mode={case.mode} ranks={case.world_size} {words}".rstrip()
-
-
-def _with_script(result: RunResult, request: Request, file: str) -> RunResult:
-    """The result with a note on the script of --emit-repro; what hinders a script takes no verdict along."""
-    try:
-        if result.exit_status == INTERRUPTED:
-            raise KeyboardInterrupt
-        with _unhindered():
-            note = write_script(result, request, file)
-    except ShardproofError as problem:
-        note = str(problem)
-    except KeyboardInterrupt:
-        note = f"{file} was not written: interrupted"
-        result = dataclasses.replace(result, exit_status=INTERRUPTED)
-    except Exception as problem:
-        note = f"{file} was not written: {type(problem).__name__}: {problem}"
-    return dataclasses.replace(result, notes=(*result.notes, note))
 
 
 @contextmanager

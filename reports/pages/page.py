@@ -28,10 +28,10 @@ from reports.comparing.modes import modes_table, side_by_side
 from reports.pages import drawings, opening
 from reports.pages.drawings import Node, by_module, last_micro_batch, timeline, tree
 from reports.printing import tables
-from reports.printing.calls import calls_table, witness_tables
+from reports.printing.calls import calls_table
 from reports.printing.tables import Table, mebibytes
 from reports.stored import summary
-from reports.stored.files import csv_table
+from reports.stored.files import csv_table, profiled
 from reports.stored.frames import Run
 from reports.stored.unchecked import unchecked_notes
 
@@ -131,7 +131,7 @@ def _parts(run: Run) -> dict[str, object]:
         "modes": modes_table(side_by_side(run)) if len(run.summary) and not program else None,
         "plots": _plots(run),
         "break_even": _break_even_table(run),
-        "traffic": program["traffic"] if program else [*_traffic(run), *witness_tables(run.path)],
+        "traffic": program["traffic"] if program else [*_traffic(run), *_witnesses(run)],
         "cases": [] if program else _cases(run),
         "stated": [] if program else _stated(run),
         "experts": opening.experts(run),
@@ -143,6 +143,14 @@ def _parts(run: Run) -> dict[str, object]:
         "verdicts": tables.verdict_table(verdicts),
         "environment": _environment(run.env),
     }
+
+
+def _witnesses(run: Run) -> Iterator[Table]:
+    """What witnesses saw of a profiled run."""
+    if profiled(run.path):
+        from reports.printing.witnesses import witness_tables  # noqa: PLC0415
+
+        yield from witness_tables(run.path)
 
 
 def _about(env: dict[str, Any]) -> str:

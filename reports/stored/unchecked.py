@@ -14,9 +14,9 @@ from collections.abc import Iterator
 
 import pandas as pd
 
+from harness.checking.call_checks import SPLIT
 from harness.checking.coverage import ON_PURPOSE
 from harness.checking.numeric_findings import called
-from harness.checking.parallelism import SPLIT
 from harness.dense_model import SUBJECT
 from reports.stored.frames import Run
 

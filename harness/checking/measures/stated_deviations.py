@@ -12,24 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from harness.checking.measures.measured import Measured
+from harness.checking.measures.measured import STATED, Measured
 
-STATED = " (stated deviation: "
-"""What stands behind an unchecked name that `subject.deviates` states, and before its sentence."""
 ABSENT = "stated deviation that does not occur: "
 APPLIED = "stated deviation that the truth applies: "
 _NAMED = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Deviating:
-    """The tensors of one check that are judged; names that are not, each with its sentence; and `notes`, a sentence
-    for every statement with the first of the tensors that it speaks of.
-    """
-
-    judged: tuple[Measured, ...]
-    unchecked: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,21 +40,23 @@ class Deviations:
             return []
         return [f"deviates={tuple(self.sentences)} states every name of the truth, so it says nothing; legal: 'act/*'"]
 
-    def apart(self, measured: Sequence[Measured]) -> Deviating:
-        """The tensors of one check, those apart that deviate."""
+    def apart(self, measured: Sequence[Measured]) -> tuple[list[Measured], list[str], list[str]]:
+        """The tensors of one check that are judged; names of the others, each with its sentence; and a note for every
+        statement, with the first of the tensors that it speaks of.
+        """
         known = {each.name: sentence for each in measured if (sentence := self.sentence(each.name))}
         free = {name for name in known if self.unjudged(name)}
         stated = {each.name for each in measured if each.name in free and each.wrong and math.isfinite(each.error)}
         right = {each.name for each in measured if each.right and each.decidable}
-        told = {STATED.removeprefix(" ("): stated, APPLIED: right - free, ABSENT: right & free}
-        return Deviating(
-            judged=tuple(each for each in measured if each.name not in stated),
-            unchecked=tuple(f"{name}{STATED}{known[name]})" for name in known if name in stated),
-            notes=tuple(
+        groups = {STATED.removeprefix(" ("): stated, APPLIED: right - free, ABSENT: right & free}
+        return (
+            [each for each in measured if each.name not in stated],
+            [f"{name}{STATED}{known[name]})" for name in known if name in stated],
+            [
                 f"{word}{sentence}"
-                for word, names in told.items()
+                for word, names in groups.items()
                 for sentence in _by_sentence({name: known[name] for name in known if name in names})
-            ),
+            ],
         )
 
     def _pattern(self, name: str) -> str:

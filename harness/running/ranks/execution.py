@@ -25,7 +25,7 @@ from harness.errors import RequestError, error_text
 from harness.outcome.blocks import localize
 from harness.protocols import CaseLike, Subject
 from harness.recording.annotations import TOOL
-from harness.recording.capturing.module_calls import Capture
+from harness.recording.capturing.module_outputs import Capture
 from harness.recording.measures import Overlap, SavedActivations
 from harness.recording.recorder import Recorder
 from harness.resolve import resolve

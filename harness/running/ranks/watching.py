@@ -13,7 +13,7 @@ from harness.engines.engine import Unwaited
 from harness.ledger import Event, Observer
 from harness.outcome.blocks import Block, blocks
 from harness.protocols import CaseLike, Subject
-from harness.recording.capturing.module_calls import Capture
+from harness.recording.capturing.module_outputs import Capture
 from harness.recording.measures import Overlap, RankCallIndex, SavedActivations
 from harness.recording.recorder import Recorder
 from harness.subject import Unanswered, answered

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from harness.checking.evidence import Evidence, gathered
 from harness.checking.measures.kinds import comparable, kind_of
-from harness.checking.measures.stated_deviations import Deviations
 from harness.errors import ShardproofError
 from harness.outcome.merging import Merged, Outcomes, against, held_once
 from harness.running.trials.statements import asked, deviations_of, expectation_of, facts_of, orders_of
@@ -21,6 +21,9 @@ from harness.running.trials.trial import Trial
 from harness.running.trials.watched import watched
 from harness.subject import deviating, left_out
 from harness.torch_internals.memory import give_back
+
+if TYPE_CHECKING:
+    from harness.checking.measures.stated_deviations import Deviations
 
 GIVEN = "mask", "init"
 """The kinds of names that a truth of the subject's own may take as given."""
@@ -59,6 +62,7 @@ def _recorded(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str]) -
     case, own, torn = trial.case, trial.reference.own, False
     draws = own.draws.get(trial.text, ()) if own and not own.takes_given else ()
     masks: Outcomes = ()
+    deviates = _deviates(trial)
     drawn, problem = None, ""
     if draws:
         from harness.recording.capturing.dropout_masks import WithMasks  # noqa: PLC0415
@@ -79,7 +83,6 @@ def _recorded(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str]) -
         merged = gathered(returned, masks, {} if draws else truth)
         truth, torn = _given(trial, kinds or GIVEN, merged)
     compared = comparable(truth, returned)
-    stated = deviating(case, trial.subject)
     expectation, orders, facts = expectation_of(trial), orders_of(trial), facts_of(trial)
     declared: tuple[str, ...] = asked(trial, "coverage", lambda: left_out(trial.subject), ())
     merged = gathered(returned, masks, truth)
@@ -100,13 +103,23 @@ def _recorded(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str]) -
         facts=facts,
         declared=declared,
         given=tuple(trial.given),
-        deviations=deviations_of(trial) if any(name.startswith("init/") for name in merged.tensors) else {},
+        deviations=deviations_of(trial) if any(kind_of(name) == "init" for name in merged.tensors) else {},
         mask_draws=drawn,
         torn=torn,
-        deviates=Deviations(
-            {pattern: its.sentence for pattern, its in stated.items()},
-            frozenset(pattern for pattern, its in stated.items() if its.truth is not None),
-        ),
+        deviates=deviates,
+    )
+
+
+def _deviates(trial: Trial) -> Deviations | None:
+    """How the subject states that tensors deviate from the truth."""
+    stated = deviating(trial.case, trial.subject)
+    if not stated:
+        return None
+    from harness.checking.measures.stated_deviations import Deviations  # noqa: PLC0415
+
+    return Deviations(
+        {pattern: its.sentence for pattern, its in stated.items()},
+        frozenset(pattern for pattern, its in stated.items() if its.truth is not None),
     )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from reference.case import Case
 from reference.data.batches import Batch
-from reference.language.modules import module_in
+from reference.features import module_in
 
 __all__ = ["Beside", "Branch", "Forward", "branch_of", "updated_values", "values_of"]
 

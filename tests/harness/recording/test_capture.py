@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from harness.engines.threads.inproc import InprocEngine
-from harness.recording.capturing.module_calls import Capture
+from harness.recording.capturing.module_outputs import Capture
 from harness.recording.measures import SavedActivations
 from harness.running.ranks.execution import execute
 from parallel.subject import subject
