@@ -62,9 +62,8 @@ def followed(tree: Path) -> dict[str, Any]:
         status = main(["run", CASE, "--out", folder])
         sys.setprofile(None)
         threading.setprofile(None)
-    loaded = {
-        name: str(getattr(module, "__file__", "")) for name, module in list(sys.modules.items()) if name != "__main__"
-    }
+    files = {name: str(getattr(module, "__file__", "")) for name, module in list(sys.modules.items())}
+    loaded = {name: file for name, file in files.items() if file != __file__}  # this one is no part of the command
     lines = {name: len(Path(file).read_text().splitlines()) for name, file in loaded.items() if file.startswith(ours)}
     return {"status": status, "calls": calls, "lines": lines}
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from harness.checking.call_checks import groups, overlap, parallelism, waits
-from harness.checking.coverage import coverage
+from harness.checking.coverage import coverage, data, layout, replicas
 from harness.checking.evidence import UNKNOWN, Evidence, Finding
-from harness.checking.exact_checks import data, layout, replicas
 from harness.checking.ledger_checks import ledger
 from harness.checking.measures.kinds import NUMERIC_KINDS
 from harness.checking.numeric_checks import numeric, tokens

@@ -28,8 +28,7 @@ from harness.injecting.equivalence import RULES, UNCHANGED, UNREAD, Rule, proof_
 from harness.ledger import Event
 from harness.outcome.merging import Outcomes
 from harness.protocols import CaseLike, Subject
-from harness.running.judging import judged
-from harness.running.proof import NEED_WATCHING
+from harness.running.proof import NEED_WATCHING, judged
 from harness.running.trials.reference import Reference, reference_of
 from harness.running.trials.runs import recorded
 from harness.running.trials.trial import Trial

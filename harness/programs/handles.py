@@ -17,7 +17,8 @@ from typing import Any
 
 from torch.distributed import distributed_c10d
 
-from harness.engines.calls.operators import MESSAGES, OperatorCall
+from harness.engines.calls.operators import MESSAGES
+from harness.engines.calls.reading import OperatorCall
 from harness.torch_internals.backends import waits_of_works
 
 Place = tuple[str, str, str]

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from harness.cases import in_own_words
 from harness.checking.evidence import FAIL, Verdict
@@ -24,10 +23,10 @@ from harness.running.proof import ended_by
 from harness.running.proving import proving
 from harness.running.ranks.capacity import admitted
 from harness.running.request import Request, check_saved
-from harness.running.result import CaseResult, Proved, proved
+from harness.running.result import Proved, proved
 from harness.running.run_result import Kept, Progress, RunResult, run_result
 from harness.running.store import Store, environment
-from harness.subject import NamedSubject, Unanswered, answered, claimed, compared_with, refusal, truth_of
+from harness.subject import NamedSubject, Unanswered, answered, claimed, compared_with, truth_of
 
 if TYPE_CHECKING:
     from harness.running.sharing import ProvingProcess
@@ -52,13 +51,13 @@ def run(request: Request, on_progress: Progress = lambda *_: None) -> RunResult:
         kept = Kept(store=store, cases=by_text, on_progress=on_progress, fail_fast=request.fail_fast)
         try:
             store.plan(planned)
-            seen = _witnesses(request, cases, store) if request.profile else None
+            seen = _witnesses(request, store) if request.profile else None
             if prove_case is None:
                 notes += _shared(request, others, kept)
             else:
                 for case in cases:
                     result = prove_case(case)
-                    stored = proved(_witnessed(result, subject, seen, store) if seen else result)
+                    stored = proved(seen.witnessed(result, subject, store) if seen else result)
                     with interrupted_after():
                         if not kept.keep(stored):
                             break
@@ -127,43 +126,10 @@ def _started(request: Request) -> ProvingProcess | None:
     return None if process is None else ProvingProcess(process, request)
 
 
-def _witnesses(request: Request, cases: Sequence[CaseLike], store: Store) -> Witnesses:
-    """The sessions of all cases that the subject takes."""
-    from harness.running.witnessing import witnesses  # noqa: PLC0415
+def _witnesses(request: Request, store: Store) -> Witnesses:
+    from harness.running.witnessing import witnesses_of  # noqa: PLC0415
 
-    taken = [case for case in cases if _takes(case, request.subject)]
-    folder = store.path / "traces"
-    return witnesses(
-        taken,
-        request.subject.address,
-        request.profile,
-        folder,
-        device=request.device,
-        timeout_s=request.timeout_s,
-        steps=request.profile_steps,
-        options=request.options,
-    )
-
-
-def _takes(case: CaseLike, subject: NamedSubject) -> bool:
-    """Whether the subject takes the case; one that raises then is not run, and its verdict gives the error."""
-    try:
-        return not refusal(case, subject)
-    except Unanswered:
-        return False
-
-
-def _witnessed(result: CaseResult, subject: NamedSubject, seen: Witnesses, store: Store) -> CaseResult:
-    """The result with the witnesses' verdict, their tables stored."""
-    if result.skipped:
-        return result
-    call: Any = subject.call
-    expected = call.expected if result.expectation is not None else None
-    witnessed = seen.told(result.case, result.events, result.expectation, expected)
-    for name, (columns, rows) in witnessed.tables.items():
-        store.extend(name, columns, rows)
-    diagnoses = {**result.diagnoses, **({witnessed.verdict.check: witnessed.diagnosis} if witnessed.diagnosis else {})}
-    return replace(result, verdicts=(*result.verdicts, witnessed.verdict), diagnoses=diagnoses)
+    return witnesses_of(request, store.path / "traces")
 
 
 def _words(request: Request) -> dict[str, object]:

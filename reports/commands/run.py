@@ -27,7 +27,6 @@ from harness.running.request import Request
 from harness.running.run import run
 from harness.running.run_result import INTERRUPTED, RunResult
 from harness.subject import NamedSubject, claims, offers, own_cases
-from reports.options.checks import real_size
 from reports.options.request import LAUNCHED, requested
 from reports.printing.text import show_message, show_note, show_table, ticking
 
@@ -67,6 +66,7 @@ def main(arguments: argparse.Namespace) -> int:
     show.show_result(result, stored, as_json=arguments.json, interrupted=interrupted)
     if arguments.preset_experiment and not arguments.json and not interrupted:
         from reports.commands.experiment import experiment_table  # noqa: PLC0415
+        from reports.options.checks import real_size  # noqa: PLC0415
 
         show_table(experiment_table(stored, arguments.preset_experiment), sys.stdout)
         show_message(real_size(arguments.preset_experiment), sys.stdout)

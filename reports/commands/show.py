@@ -9,7 +9,7 @@ from typing import TextIO
 
 from harness.errors import RequestError
 from reports.commands.result import show_failures, show_tally
-from reports.comparing import modes
+from reports.comparing.growth import break_even_table, compared
 from reports.pages import page
 from reports.pages.opening import experts
 from reports.printing import tables
@@ -66,9 +66,9 @@ def show_run(run: Run, stream: TextIO) -> None:
     for table in dict.fromkeys((first, cases)):
         show_table(table, stream)
     show_table(tables.traffic_table(summary.traffic(run)), stream)
-    crossings = modes.compared(run)
+    crossings = compared(run)
     if len(crossings):
-        show_table(tables.break_even_table(crossings), stream)
+        show_table(break_even_table(crossings), stream)
     if len(pipelines := summary.measured(run)):
         show_table(tables.pipeline_table(pipelines, summary.cores(run)), stream)
     for table in (*experts(run), *witness_tables(run.path)):

@@ -23,7 +23,6 @@ from harness.cases import read_case
 from harness.dense_model import SUBJECT
 from harness.errors import RequestError
 from harness.resolve import resolve
-from reports.comparing import modes
 from reports.comparing.modes import modes_table, side_by_side
 from reports.pages import drawings, opening
 from reports.pages.drawings import Node, by_module, last_micro_batch, timeline, tree
@@ -38,6 +37,8 @@ from reports.stored.unchecked import unchecked_notes
 _MOST_BYTES = 1_000_000
 _MOST_ROWS = (1000, 300, 100, 30)
 _MOST_MESSAGES = 30
+_FEWEST_OF_GROWTH = 4
+"""Cases without which no two modes were run at two sizes each."""
 _MOST_CASES = 64
 _MOST_PIPELINES, _MOST_DRAWN = 4, 16
 """Pipelines with a picture of their own, and ranks in it."""
@@ -168,12 +169,16 @@ def _open(verdicts: pd.DataFrame) -> list[dict[str, str]]:
 
 def _plots(run: Run) -> list[_Plot]:
     """Bytes against tokens, where a run has cases of several lengths."""
-    growth = modes.growth(run)
-    if not len(growth):
+    if len(run.cases) < _FEWEST_OF_GROWTH:
+        return []
+    from reports.comparing.growth import crossings, growth  # noqa: PLC0415
+
+    sizes = growth(run)
+    if not len(sizes):
         return []
     from reports.pages import plots  # noqa: PLC0415  (matplotlib takes half a second to import, and few runs need it)
 
-    svg = plots.break_even(growth, modes.crossings(growth), "Bytes against tokens")
+    svg = plots.break_even(sizes, crossings(sizes), "Bytes against tokens")
     caption = "Wire bytes of one rank in the layers, a micro-batch; all-to-alls, embedding and head left out."
     return [_Plot(svg=Markup(svg), caption=caption)]
 
@@ -237,8 +242,12 @@ def _kills(path: Path) -> Table | None:
 
 
 def _break_even_table(run: Run) -> Table | None:
-    crossings = modes.compared(run)
-    return tables.break_even_table(crossings) if len(crossings) else None
+    if len(run.cases) < _FEWEST_OF_GROWTH:
+        return None
+    from reports.comparing.growth import break_even_table, compared  # noqa: PLC0415
+
+    crossings = compared(run)
+    return break_even_table(crossings) if len(crossings) else None
 
 
 def _traffic(run: Run) -> list[Table]:

@@ -16,7 +16,7 @@ import pandas as pd
 
 from harness.checking.call_checks import SPLIT
 from harness.checking.coverage import ON_PURPOSE
-from harness.checking.numeric_findings import called
+from harness.checking.numeric_checks import called
 from harness.dense_model import SUBJECT
 from reports.stored.frames import Run
 

@@ -24,8 +24,7 @@ from harness.diagnosing.rules.places import place_of
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError
 from harness.outcome.merging import Merged
-from harness.running.judging import judged
-from harness.running.proof import prove
+from harness.running.proof import judged, prove
 from harness.running.request import Request
 from harness.running.result import CaseResult
 from harness.running.run import run
