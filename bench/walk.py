@@ -145,6 +145,8 @@ def figures(tree: Path) -> list[str]:
     with tempfile.NamedTemporaryFile() as file:
         _started(tree, [str(ROOT / "bench/walk.py"), "--follow", str(tree), file.name])
         found = json.loads(Path(file.name).read_text())
+    if found["status"]:
+        raise SystemExit(f"{tree}: the case that is followed does not pass: exit status {found['status']}")
     files, returns = walk([(file, name) for file, name in found["calls"]])
     names, places = strings(tree), built(tree)
     case_s, torch_s = seconds(tree)

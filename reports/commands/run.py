@@ -13,9 +13,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,7 +29,9 @@ from harness.subject import NamedSubject, claims, offers, own_cases
 from reports.options.request import LAUNCHED, requested
 from reports.printing.text import show_message, show_note, show_table, ticking
 
-_SHOW = "reports.commands.result"
+if TYPE_CHECKING:
+    from reports.stored.frames import Run
+
 BENCH = "bench.performance:main"
 FAULT_TABLE = "bench.fault_table:main"
 
@@ -61,9 +62,10 @@ def main(arguments: argparse.Namespace) -> int:
 
         with _unhindered():
             result = with_script(result, request, arguments.emit_repro)
-    show: Any = import_module(_SHOW)
+    from reports.commands.result import show_result  # noqa: PLC0415
+
     interrupted = result.exit_status == INTERRUPTED
-    show.show_result(result, stored, as_json=arguments.json, interrupted=interrupted)
+    show_result(result, stored, as_json=arguments.json, interrupted=interrupted)
     if arguments.preset_experiment and not arguments.json and not interrupted:
         from reports.commands.experiment import experiment_table  # noqa: PLC0415
         from reports.options.checks import real_size  # noqa: PLC0415
@@ -92,7 +94,7 @@ def _notes_on_defaults(subject: NamedSubject, *, deep: bool) -> Iterator[str]:
         yield f"{subject.name} has no refuses(case): default cases have plain words only; --deep has all words"
 
 
-def _run(request: Request) -> tuple[RunResult, Any]:
+def _run(request: Request) -> tuple[RunResult, Run]:
     """The result of a request and its run folder as it was read, with its page in it."""
     if request.processes:
         from harness.running.forked_process import forkable  # noqa: PLC0415
@@ -103,17 +105,20 @@ def _run(request: Request) -> tuple[RunResult, Any]:
     try:
         with ticking(sys.stderr) as tick, _unhindered():
             result = run(request, partial(_progress, tick))
-            show: Any = import_module(_SHOW)
-            stored = show.load(result.path.resolve())
-            show.write_page(stored)
+            from reports.commands.result import write_page  # noqa: PLC0415
+            from reports.stored.frames import load  # noqa: PLC0415
+
+            stored = load(result.path.resolve())
+            write_page(stored)
             return result, stored
     except KeyboardInterrupt:
         if latest.resolve() == before:
             raise
         show_message("\nshardproof: interrupted; the cases finished before:", sys.stderr)
-        show = import_module(_SHOW)
+        from reports.stored.frames import load  # noqa: PLC0415
+
         result = RunResult(path=latest.resolve(), verdicts=(), exit_status=INTERRUPTED, notes=())
-        return result, show.load(result.path)
+        return result, load(result.path)
 
 
 def _progress(
@@ -121,7 +126,8 @@ def _progress(
 ) -> None:
     tick(done, total, progress_text(case), verdict)
     if done == 1:
-        import_module(_SHOW)
+        import reports.commands.result  # noqa: F401, PLC0415
+
         gc.freeze()  # what the first case loads stays too
 
 
