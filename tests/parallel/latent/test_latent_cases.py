@@ -12,7 +12,7 @@ import pytest
 from harness.engines.threads.inproc import InprocEngine
 from harness.outcome.merging import merge
 from harness.running.proof import prove
-from harness.running.ranks.execution import execute_captured
+from harness.running.ranks.execution import execute
 from parallel.subject import subject
 from reference.case import Case
 from reference.training import subject as dense
@@ -94,7 +94,7 @@ def test_the_gradient_of_the_rotary_keys_is_that_of_all_heads_on_every_rank(layo
     case = Case.parse(f"{SIZES} {layout} tp=4 micro=1 steps=1 layers=1")
     truth = dense.activations(case, CPU)["act_grad/layers.0.attention.wdkv"][..., -case.qk_rope_dim :]
     with InprocEngine() as engine:
-        merged = merge(execute_captured(case, subject, engine).captured)
+        merged = merge(execute(case, subject, engine, record=False, watch=True).captured)
     found = merged.tensors["act_grad/layers.0.attention.wdkv"][..., -case.qk_rope_dim :]
     assert merged.flaws == () and float(truth.abs().max()) > 0
     assert float((found - truth).abs().max() / truth.abs().max()) < 1e-11

@@ -25,7 +25,8 @@ from bugs.anchors import source_of
 from bugs.planting import planted, replaced
 from harness.outcome.merging import merge
 from harness.protocols import Subject
-from harness.running.ranks.execution import Execution, execute
+from harness.running.ranks.execution import execute
+from harness.running.ranks.watching import Execution
 from parallel.communication import collectives
 from parallel.communication.mesh import Axis
 from parallel.registry import scheme_of
