@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from reference.what_ifs.what_if import WhatIf
+
 Outcome = Mapping[str, "Tensor"]
 
 
@@ -140,29 +142,11 @@ class DenseModel:
 
         return shares(case, device, **words)
 
-    def alternatives(self, case: Case, device: torch.device, **words: Any) -> Outcome:
-        """What comes of data or weights that are read otherwise."""
-        from reference.what_ifs.inputs import alternatives
+    def what_ifs(self) -> tuple[WhatIf, ...]:
+        """The rules that may not be kept, each with what is computed then."""
+        from reference.what_ifs.rules import what_ifs
 
-        return alternatives(case, device, **words)
-
-    def rules(self, case: Case, device: torch.device, **words: Any) -> Outcome:
-        """Activations under other rules of the modules."""
-        from reference.what_ifs.rules import rules
-
-        return rules(case, device, **words)
-
-    def trainings(self, case: Case, device: torch.device, **words: Any) -> Outcome:
-        """Parameters under other rules of the steps."""
-        from reference.what_ifs.training import trainings
-
-        return trainings(case, device, **words)
-
-    def metrics(self, case: Case, device: torch.device, **words: Any) -> Outcome:
-        """The metric without some micro-batches or steps."""
-        from reference.what_ifs.metrics import metrics
-
-        return metrics(case, device, **words)
+        return what_ifs()
 
 
 DENSE_MODEL = DenseModel()
