@@ -28,7 +28,6 @@ DATA_PARALLEL = CaseTable(
         f"mode=tp tp=3 dp=2 bucket=2000 wgrad=fused parity=2 {SGD}",
         f"mode=fsp tp=3 dp=2 zero=1 bucket=900 wgrad=deferred {ADAMW} qk_norm=true fuse_qkv=false tied=false",
         f"mode=tp-sp tp=3 dp=2 zero=2 no_sync=true {SGD} recompute=full order=dp-tp",
-        f"mode=tp tp=1 dp=3 zero=3 prefetch=true recompute=full recompute_method=block {ADAMW}",
         f"mode=tp tp=1 dp=4 zero=3 shard=2 {SGD} recompute=selective positions=rope activation=swiglu",
         f"mode=isp tp=3 dp=2 wp=2 zero=1 bucket=900 {ADAMW} tied=false",
         f"mode=tp tp=1 dp=3 layers=1 {HALF} zero=1 grad_dtype=float32 scaler=static loss_scale=8",
@@ -43,12 +42,8 @@ PIPELINE = CaseTable(
         f"mode=tp tp=1 pp=4 layers=4 micro=5 schedule=gpipe tied=false {ADAMW}",
         f"mode=tp-sp tp=3 pp=2 layers=3 last_layers=2 micro=3 {ADAMW}",
         f"mode=tp tp=3 pp=2 layers=3 last_layers=1 micro=1 schedule=gpipe qk_norm=true positions=rope {ADAMW}",
-        f"mode=tp tp=1 pp=2 dp=2 order=pp-dp layers=3 first_layers=1 micro=5 {ADAMW}",
-        f"mode=tp-sp tp=3 pp=2 layers=2 micro=3 delivery=flat head=gather recompute=selective tied=false {SGD}",
-        f"mode=tp tp=1 pp=2 dp=3 layers=3 first_layers=1 micro=3 zero=1 bucket=900 {ADAMW}",
         f"mode=tp tp=1 pp=2 dp=3 layers=3 first_layers=1 micro=3 zero=3 no_sync=true prefetch=true parity=2 {ADAMW}",
         f"mode=tp tp=1 pp=2 dp=3 layers=2 micro=2 {HALF} zero=1 grad_dtype=float32 scaler=static loss_scale=8",
-        f"mode=tp tp=1 pp=3 layers=6 micro=3 {CHUNKS} metric=true {SGD}",
         f"mode=tp tp=1 pp=2 layers=6 first_layers=4 micro=5 {CHUNKS} group=3 {ADAMW}",
         f"mode=fsp tp=1 pp=3 dp=2 layers=4 last_layers=2 micro=2 packed=true family=internlm2 zero=1 {ADAMW}",
         f"mode=isp tp=1 dp=2 wp=2 pp=2 layers=3 first_layers=2 micro=3 recompute=full recompute_method=block {ADAMW}",
@@ -59,7 +54,6 @@ PIPELINE = CaseTable(
 CONTEXT = CaseTable(
     sizes="layers=2 heads=12 kv_heads=6 hidden=48 ffn=42 vocab=390 batch=2 micro=3 steps=3 lr=0.1",
     cases=(
-        "tp=2 cp=2 seq=12 order=cp-tp",
         "tp=1 cp=3 seq=12 family=llama delivery=flat recompute=selective",
         f"mode=tp-sp tp=2 cp=2 seq=8 delivery=local {PACKED} cp_comm=gather bias=true",
         "tp=1 dp=2 cp=4 seq=8 order=dp-cp steps=2 cp_slices=contiguous delivery=local",
@@ -109,8 +103,6 @@ UNEVEN = CaseTable(
         "tp=2 dp=3 heads=4 kv_heads=2 hidden=16 ffn=32 vocab=66 packed=true family=llama recompute=full",
         "tp=3 dp=2 head=sum tied=false qk_norm=true clip=0.05",
         "tp=3 fuse_qkv=false activation=swiglu fuse_mlp=true overlap=false optimizer=adamw lr=0.01 metric=true",
-        "tp=4 family=internlm2 positions=rope qk_norm=true delivery=flat dtype=bfloat16 lr=0.1",
-        "tp=5 family=opt ffn=40 label_smoothing=0.1 recompute=selective",
     ),
     checks=frozenset({"forward", "parameter_gradients", "replicas", "ledger", "activations"}),
 )

@@ -28,17 +28,9 @@ LAYOUTS = [
     for down in ("duplicated", "column")
     for queries in (0, 8)
 ]
-WITH = (
-    "recompute=full dp=2",
-    "recompute=selective dropout=0.1 attention_dropout=0.1",
-    "pp=2 dp=2 zero=1 bucket=500",
-    "dp=2 zero=3",
-    "cp=2",
-    "packed=true delivery=local",
-    "dp=2 bucket=300 wgrad=deferred",
-    "norm=rmsnorm bias=false tied=false",
-)
-"""Words of other features, one line for each layout."""
+SOME = (LAYOUTS[0], LAYOUTS[3], LAYOUTS[5], LAYOUTS[6])
+WITH = ("pp=2 dp=2 zero=1 bucket=500", "dp=2 zero=3", "cp=2", "packed=true delivery=local")
+"""Words of other features for some of the layouts."""
 A, Q, V, D = "hidden", "q_lora_rank", "kv_lora_rank", "qk_rope_dim"
 JOINED = f"{V}+{D}"
 TABLE = {
@@ -71,7 +63,7 @@ TABLE = {
 """(mode, layout) -> the calls of one attention in one micro-batch, with latent queries: phase, op, features a token."""
 
 
-@pytest.mark.parametrize(("layout", "more"), list(zip(LAYOUTS, WITH, strict=True)))
+@pytest.mark.parametrize(("layout", "more"), list(zip(SOME, WITH, strict=True)))
 def test_every_layout_is_right_and_so_is_its_ledger(layout: str, more: str, engine: InprocEngine) -> None:
     result = prove(Case.parse(f"{SIZES} {layout} tp=2 {more}"), subject, engine)
     assert result.verdict == "pass", [verdict.message for verdict in result.verdicts if verdict.verdict != "pass"]

@@ -24,13 +24,9 @@ SIZES = "layers=2 hidden=16 heads=4 kv_heads=4 ffn=32 vocab=67 seq=16 lr=0.1"
 DEPTHS = f"{SIZES} prediction_depth=2"
 PROVED = (
     "mode=tp tp=2 steps=3 dp=2",
-    "mode=tp-sp tp=4 positions=rope tied=false label_smoothing=0.1",
-    "mode=tp tp=2 pp=2 positions=rope dp=2 zero=1 bucket=300",
     "mode=tp-sp tp=2 pp=2 positions=rope tied=false schedule=interleaved chunks=2 layers=4",
     "mode=tp tp=2 recompute=full dropout=0.1 attention_dropout=0.1",
-    "mode=tp-sp tp=2 cp=2 positions=rope recompute=selective",
     "mode=tp tp=2 cp=2 packed=true positions=rope delivery=local dp=2",
-    "mode=tp-sp tp=2 dp=2 zero=3 wgrad=plain cross_entropy=fused",
     "mode=tp-sp tp=2 kv_lora_rank=12 q_lora_rank=8 positions=rope latent_down=column pp=2",
 )
 GROUPINGS = ((2, 2, 2, 1), (4, 4, 1, 1), (2, 1, 4, 2))
