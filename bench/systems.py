@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -42,17 +43,18 @@ _THIS = "python{}.{}".format(*sys.version_info)
 class System(NamedTuple):
     """A system: its packages, the first its own, and its Python where another one runs this command.
 
-    Packages have versions where these are not those of constraints.txt.
+    Packages have versions where these are not those of constraints.txt. `checkout` is the variable that names its code.
     """
 
     name: str
     packages: tuple[str, ...]
     python: str = ""
+    checkout: str = ""
 
     @property
     def package(self) -> str:
-        """The name of its own package."""
-        return self.packages[0].partition("==")[0]
+        """The name of its own package; of a checkout the word before its commit."""
+        return "commit" if self.checkout else self.packages[0].partition("==")[0]
 
     @property
     def is_here(self) -> bool:
@@ -97,7 +99,9 @@ def cells() -> Iterator[Cell]:
     for block in TABLE.read_text("utf-8").split("\n# ")[1:]:
         heading, *rows = block.splitlines()
         name, packages, python = (*heading.split(": "), "")[:3]
-        system = System(name, tuple(packages.split()), python)
+        words = packages.split()
+        variable = next((word[1:] for word in words if word.startswith("$")), "")
+        system = System(name, tuple(word for word in words if not word.startswith("$")), python, variable)
         for row in filter(None, rows):
             subject, feature, case, marks = (*row.split(" | "), "")[:4]
             kind, _, rest = marks.partition(": ")
@@ -118,6 +122,12 @@ def interpreter(system: System, folder: Path) -> tuple[str, str]:
     """The Python that has the packages of a system, this one or that of an environment below `folder`, and the version
     of its own package. Without one "" and the reason.
     """
+    if system.checkout and not os.environ.get(system.checkout):
+        return "", f"{system.checkout} names no checkout"
+    if system.checkout and system.is_here:
+        log = ["git", "-C", os.environ[system.checkout], "log", "-1", "--format=%h"]
+        commit = subprocess.run(log, capture_output=True, text=True, check=False).stdout.strip()
+        return sys.executable, commit or "unknown"
     if system.is_here:
         return sys.executable, importlib.metadata.version(system.package)
     python = system.python or _THIS

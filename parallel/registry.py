@@ -19,7 +19,7 @@ from parallel.communication.expectation import CallRow
 from parallel.data_parallel.calls import step_rows
 from parallel.model.strategy import Strategy
 from reference.case import Case
-from reference.features import FEATURES
+from reference.features import FEATURES, module_in
 from reference.language.words import not_default
 
 SCHEMES: dict[str, Strategy] = {}
@@ -37,8 +37,12 @@ def scheme_of(mode: str) -> Strategy:
 
 
 def _module(name: str) -> Any:
-    """A module of this package. The statement's own function: in a copy with a planted bug it imports of the copy."""
-    return __import__(f"{__package__}.{name}", fromlist=["*"])
+    return module_in(__package__, name, _imported)
+
+
+def _imported(name: str) -> Any:
+    """The statement's own function: in a copy with a planted bug it imports of the copy."""
+    return __import__(name, fromlist=["*"])
 
 
 def _features(case: Case) -> Iterator[Applied]:

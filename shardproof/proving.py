@@ -17,7 +17,7 @@ from harness.running import run as running
 from harness.running.engines import engine_named
 from harness.running.request import Request
 from harness.running.result import CaseResult
-from harness.running.run import RunResult
+from harness.running.run_result import RunResult
 from harness.subject import case_of, cases_of, named
 
 

@@ -20,7 +20,7 @@ from harness.engines.engine import Engine
 from harness.running.engines import engine_named
 from harness.running.proof import prove
 from harness.running.result import CaseResult
-from harness.running.trials.trial import decoder
+from harness.running.trials.reference import decoder
 from reference.case import Case
 
 _OWN = "suites.subjects."

@@ -20,8 +20,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from harness.checking.call_checks import strays
 from harness.checking.evidence import Evidence
-from harness.checking.ledger_checks import module_order, strays
+from harness.checking.ledger_checks import module_order
 from harness.checking.measures.kinds import is_state, kind_of
 from harness.diagnosing.beside import are_matrices, between, ranks_in_words
 from harness.diagnosing.rules.places import held_whole, place_of

@@ -14,8 +14,9 @@ from harness.checking.measures.kinds import kind_of
 from harness.dense_model import Tried
 from harness.errors import error_text
 from harness.protocols import CaseLike
-from harness.running.trials.runs import recorded, watched
+from harness.running.trials.runs import recorded
 from harness.running.trials.trial import Trial
+from harness.running.trials.watched import watched
 from harness.subject import refusal
 
 

@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from importlib import import_module
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from reference.case import Case
 from reference.data.batches import Batch
+from reference.features import module_in
 
 __all__ = ["Beside", "Branch", "Forward", "branch_of", "updated_values", "values_of"]
 
@@ -114,13 +114,12 @@ def updated_values(case: Case, values: Mapping[str, Tensor], counts: Mapping[str
 
 def _with_values(case: Case) -> list[Branch]:
     replaced = getattr(case, "replaced", None)  # a case that is words alone has no features
-    found = {feature for layer in range(case.layers) for feature in replaced(layer).values()} if replaced else set()
-    return [branch for feature in sorted(found) if hasattr(branch := branch_of(feature), "values")]
+    features = {feature for layer in range(case.layers) for feature in replaced(layer).values()} if replaced else set()
+    return [branch for feature in sorted(features) if hasattr(branch := branch_of(feature), "values")]
 
 
 @lru_cache
 def branch_of(feature: str) -> Branch:
     """The branch of a feature."""
-    found: Any = import_module(f"{__name__}.{feature}")
-    branch: Branch = found
+    branch: Branch = module_in(__name__, feature)
     return branch
