@@ -1,11 +1,11 @@
-"""The matrix of other people's systems: what each cell of it gives under `shardproof run`, and the page that tells it.
+"""The matrix of other people's systems: the result of each cell under `shardproof run`, and the page about it.
 
     python -m bench.systems [--quick] [--only SYSTEM] [--out FILE] [--accept] [--environments FOLDER]
 
-A cell is a case of a subject of `suites/subjects` on an engine. It is `pass` when `shardproof run` ends with status 0,
-`known defect` when it fails and names the module of the finding, and `cannot run` when it ends in the error of its row.
-Anything else is FAIL, and so are calls or bytes other than those that the page holds from earlier runs (`--accept`
-takes the new ones). Exit status 1 for a FAIL.
+A cell is a case of a subject of `suites/subjects` on an engine. Its result is `pass` when `shardproof run` ends with
+status 0, `known defect` when it fails and names the module of the finding. The result is `cannot run` when it ends in
+the error of its row. Anything else is FAIL, and so are calls or bytes other than those that the page holds from earlier
+runs (`--accept` takes the new ones). Exit status 1 for a FAIL.
 
 A system runs where its Python and its packages are: here, or in an environment that is made for it and kept. Without
 that Python, or where pip fails, it is `not run here`. A run without --quick and without a FAIL writes the page,
@@ -35,14 +35,15 @@ from bench.environments import ROOT, ended, install
 PAGE, MEGATRON = ROOT / "docs" / "systems.md", ROOT / "docs" / "megatron.md"
 PASSED, DEFECT, CANNOT, FAILED, NOT_RUN = "pass", "known defect", "cannot run", "FAIL", "not run here"
 CHECKS = {"forward", "parameter_gradients", "update", "replicas", "ledger"}
-"""What a passing cell has compared, at least."""
+"""Checks that a passing cell has compared, at least."""
 TABLE = ROOT / "bench" / "systems.txt"
 _THIS = "python{}.{}".format(*sys.version_info)
 
 
 class System(NamedTuple):
-    """A system: its packages, the first its own, with their versions where these are not those of constraints.txt; and
-    its Python where that is not the one that runs this command. `checkout` is the variable that names its code.
+    """A system: its packages, the first its own, and its Python where another one runs this command.
+
+    Packages have versions where these are not those of constraints.txt. `checkout` is the variable that names its code.
     """
 
     name: str
@@ -62,8 +63,9 @@ class System(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """One cell; `needle` is what the output must name where the cell is not expected to pass; `kept`: whether the page
-    keeps its calls and bytes.
+    """A cell; `needle` is a text that the output must have where the cell is not expected to pass.
+
+    `kept`: whether the page keeps its calls and bytes.
     """
 
     system: System
@@ -83,7 +85,7 @@ Ledger = tuple[int, int]
 
 
 class Seen(NamedTuple):
-    """What a cell gave: its result and why, calls in forward and backward and payload bytes of a rank."""
+    """Result of a cell and why, calls in forward and backward and payload bytes of a rank."""
 
     cell: Cell
     result: str
@@ -202,7 +204,7 @@ def key(cell: Cell) -> tuple[str, ...]:
 
 
 def sections(page: Path) -> dict[str, str]:
-    """What a page has below the heading of each system."""
+    """Texts of a page below the heading of each system."""
     blocks = page.read_text("utf-8").split("\n## ")[1:] if page.exists() else []
     return {name: rest.strip("\n") for name, _, rest in (block.partition("\n") for block in blocks)}
 

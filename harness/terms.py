@@ -173,6 +173,15 @@ def closed_forms(terms: Iterable[TermLike], ranks: Iterable[int], axes: Axes) ->
     return found
 
 
+def as_stated(events: Iterable[Event], terms: Iterable[TermLike], ranks: Iterable[int], axes: Axes) -> bool:
+    """Whether these ranks issued exactly the calls of these terms, and each of them states every field."""
+    lines: dict[int, Counter[EventKey]] = {rank: Counter() for rank in ranks}
+    for event in events:
+        lines.setdefault(event.rank, Counter())[key_of(event)] += 1
+    forms = closed_forms(terms, lines, axes)
+    return all(not forms[rank].partial and forms[rank].complete == own for rank, own in lines.items())
+
+
 def _holds(at: Mapping[str, int], own: Mapping[str, set[int]]) -> bool:
     """Whether a rank is at these places, given all of its own."""
     for axis, place in at.items():

@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from harness.checking.call_checks import lists_text, strays
 from harness.checking.evidence import FAIL, Evidence, Finding
-from harness.checking.ledger_checks import lists_text, strays
 from harness.diagnosing.by_numbers import by_numbers
 from harness.diagnosing.limits import within_limits
 from harness.diagnosing.rules.causes import MEANT, Cause, reported

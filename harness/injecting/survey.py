@@ -18,7 +18,7 @@ import torch
 
 from harness.checking.checks import CHECKS, Check
 from harness.checking.evidence import FAIL, PASS, Evidence, Finding
-from harness.checking.exact_checks import same_outcomes
+from harness.checking.repeats import same_outcomes
 from harness.engines.engine import Engine
 from harness.engines.faults.disturbance import Disturbance
 from harness.engines.threads.intervention import Intervened, Intervention
@@ -29,8 +29,10 @@ from harness.ledger import Event
 from harness.outcome.merging import Outcomes
 from harness.protocols import CaseLike, Subject
 from harness.running.proof import NEED_WATCHING, judged
-from harness.running.trials.runs import recorded, watched
-from harness.running.trials.trial import Reference, Trial, reference_of
+from harness.running.trials.reference import Reference, reference_of
+from harness.running.trials.runs import recorded
+from harness.running.trials.trial import Trial
+from harness.running.trials.watched import watched
 from harness.subject import NamedSubject, answered, named, offers
 
 

@@ -31,7 +31,7 @@ from torch.utils import flop_counter
 from harness.errors import NotComputed
 from harness.ledger import Call
 from harness.torch_internals.autograd import current_task
-from harness.torch_internals.groups import waits_of_fakes
+from harness.torch_internals.backends import waits_of_fakes
 from harness.torch_internals.memory import storage_id
 from harness.torch_internals.meta_device import fused_attention
 from harness.torch_internals.modes import DispatchMode, take_themselves_apart

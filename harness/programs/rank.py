@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from harness.engines.calls.callers import Caller
-from harness.engines.calls.operators import OperatorCall
+from harness.engines.calls.reading import OperatorCall
 from harness.engines.interposer import Interposer
 from harness.ledger import Call
 from harness.programs.handles import Handles, is_given

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from harness.engines.calls.operators import MESSAGES, OperatorCall
+from harness.engines.calls.operators import MESSAGES
+from harness.engines.calls.reading import OperatorCall
 from harness.ledger import NO_UPDATE, OTHER, Event
 from harness.programs.session import ProgramSession
 from harness.recording.attribution import Attribution

@@ -15,8 +15,8 @@ from harness.diagnosing.six_lines import tell
 from harness.running.locating.drawn import with_drawn_numbers
 from harness.running.locating.wrong_module import with_wrong_module
 from harness.running.trials.explained import elsewhere, with_what_ifs
-from harness.running.trials.runs import watched
 from harness.running.trials.trial import Trial
+from harness.running.trials.watched import watched
 
 
 def explained(

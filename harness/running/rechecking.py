@@ -22,8 +22,8 @@ from collections.abc import Mapping
 from harness.checking.checks import LAWS, Check, examine
 from harness.checking.evidence import Evidence, Finding
 from harness.checking.measures.distance import distance
+from harness.checking.measures.kinds import NUMERIC_KINDS
 from harness.checking.measures.tolerance import CONTROL_FACTOR
-from harness.checking.numeric_checks import NUMERIC_KINDS
 from harness.running.trials.law_runs import with_first_forward
 from harness.running.trials.lower_precision import Found, as_found, as_stated, in_first_step, stated, wrong_of
 from harness.running.trials.rounding import control_run, controlled, doubtful, measured_apart, stepwise

@@ -53,11 +53,6 @@ class SummaryRow:
     min_wire_bytes: int | None = None
     ranks_apart: int | None = None
 
-    @property
-    def uneven(self) -> bool:
-        """Whether it needs the RANK_COLUMNS."""
-        return self.min_calls is not None or bool(self.ranks_apart)
-
 
 def summarize(
     case: str,

@@ -27,7 +27,7 @@ from harness.recording.attribution import Attribution
 from harness.recording.observations import Stepped, read
 from harness.recording.watch import Watch
 from harness.terms import ClosedForm, Term, closed_form
-from harness.torch_internals.groups import default_store, distributed_header, flight_record
+from harness.torch_internals.backends import default_store, distributed_header, flight_record
 
 
 def steps_text(steps: range) -> str:

@@ -17,7 +17,8 @@ from harness.ledger import shape_text
 from harness.protocols import CaseLike
 from harness.running.engines import engine_named
 from harness.running.ranks.capacity import admit
-from harness.running.trials.trial import Trial, reference_of
+from harness.running.trials.reference import reference_of
+from harness.running.trials.trial import Trial
 from harness.subject import NamedSubject, case_of, compared_with, named, truth_of
 from reports.printing.tables import Table
 from reports.printing.text import show_table, show_words

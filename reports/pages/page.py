@@ -23,21 +23,22 @@ from harness.cases import read_case
 from harness.dense_model import SUBJECT
 from harness.errors import RequestError
 from harness.resolve import resolve
-from reports.comparing import modes
 from reports.comparing.modes import modes_table, side_by_side
 from reports.pages import drawings, opening
 from reports.pages.drawings import Node, by_module, last_micro_batch, timeline, tree
 from reports.printing import tables
-from reports.printing.calls import calls_table, witness_tables
+from reports.printing.calls import calls_table
 from reports.printing.tables import Table, mebibytes
 from reports.stored import summary
-from reports.stored.files import csv_table
+from reports.stored.files import csv_table, profiled
 from reports.stored.frames import Run
 from reports.stored.unchecked import unchecked_notes
 
 _MOST_BYTES = 1_000_000
 _MOST_ROWS = (1000, 300, 100, 30)
 _MOST_MESSAGES = 30
+_FEWEST_OF_GROWTH = 4
+"""Cases without which no two modes were run at two sizes each."""
 _MOST_CASES = 64
 _MOST_PIPELINES, _MOST_DRAWN = 4, 16
 """Pipelines with a picture of their own, and ranks in it."""
@@ -131,7 +132,7 @@ def _parts(run: Run) -> dict[str, object]:
         "modes": modes_table(side_by_side(run)) if len(run.summary) and not program else None,
         "plots": _plots(run),
         "break_even": _break_even_table(run),
-        "traffic": program["traffic"] if program else [*_traffic(run), *witness_tables(run.path)],
+        "traffic": program["traffic"] if program else [*_traffic(run), *_witnesses(run)],
         "cases": [] if program else _cases(run),
         "stated": [] if program else _stated(run),
         "experts": opening.experts(run),
@@ -143,6 +144,14 @@ def _parts(run: Run) -> dict[str, object]:
         "verdicts": tables.verdict_table(verdicts),
         "environment": _environment(run.env),
     }
+
+
+def _witnesses(run: Run) -> Iterator[Table]:
+    """What witnesses saw of a profiled run."""
+    if profiled(run.path):
+        from reports.printing.witnesses import witness_tables  # noqa: PLC0415
+
+        yield from witness_tables(run.path)
 
 
 def _about(env: dict[str, Any]) -> str:
@@ -160,12 +169,16 @@ def _open(verdicts: pd.DataFrame) -> list[dict[str, str]]:
 
 def _plots(run: Run) -> list[_Plot]:
     """Bytes against tokens, where a run has cases of several lengths."""
-    growth = modes.growth(run)
-    if not len(growth):
+    if len(run.cases) < _FEWEST_OF_GROWTH:
+        return []
+    from reports.comparing.growth import crossings, growth  # noqa: PLC0415
+
+    sizes = growth(run)
+    if not len(sizes):
         return []
     from reports.pages import plots  # noqa: PLC0415  (matplotlib takes half a second to import, and few runs need it)
 
-    svg = plots.break_even(growth, modes.crossings(growth), "Bytes against tokens")
+    svg = plots.break_even(sizes, crossings(sizes), "Bytes against tokens")
     caption = "Wire bytes of one rank in the layers, a micro-batch; all-to-alls, embedding and head left out."
     return [_Plot(svg=Markup(svg), caption=caption)]
 
@@ -229,8 +242,12 @@ def _kills(path: Path) -> Table | None:
 
 
 def _break_even_table(run: Run) -> Table | None:
-    crossings = modes.compared(run)
-    return tables.break_even_table(crossings) if len(crossings) else None
+    if len(run.cases) < _FEWEST_OF_GROWTH:
+        return None
+    from reports.comparing.growth import break_even_table, compared  # noqa: PLC0415
+
+    crossings = compared(run)
+    return break_even_table(crossings) if len(crossings) else None
 
 
 def _traffic(run: Run) -> list[Table]:

@@ -19,7 +19,7 @@ from harness.predicting.figures import Forecast
 from harness.predicting.forecast import forecast
 from harness.protocols import Subject
 from harness.subject import named
-from reports.comparing.modes import crossings
+from reports.comparing.growth import crossings
 from reports.predicting import loads, pipelines
 from reports.predicting.answers import reasons
 from reports.predicting.planning import DTYPE, LOADS, Candidate, candidates, chooses, growth, stated_words

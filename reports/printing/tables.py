@@ -261,19 +261,3 @@ def pipeline_table(measured: pd.DataFrame, cores: str) -> Table:
         f"rank, and here all ranks shared {cores} cores: times are those of this machine; calls: asynchronous ones of "
         "all ranks until they are waited for; overlapped: the rank computed meanwhile",
     )
-
-
-def break_even_table(crossings: pd.DataFrame) -> Table:
-    """Where one mode becomes cheaper than another, from `breakeven.compared`."""
-    return table(
-        "Break-even",
-        crossings,
-        (
-            ("cheaper beyond T*", "mode", str),
-            ("than", "other", str),
-            ("T* (tokens)", "tokens", whole),
-            ("MiB there", "wire_bytes", mebibytes),
-            ("counted", "counted", str),
-        ),
-        note="wire bytes of one rank, a micro-batch; layers: without all-to-alls, embedding and head; all: everything",
-    )

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 import pandas as pd
 
+from harness.checking.call_checks import SPLIT
 from harness.checking.coverage import ON_PURPOSE
-from harness.checking.exact_checks import SPLIT
 from harness.checking.numeric_checks import called
 from harness.dense_model import SUBJECT
 from reports.stored.frames import Run

@@ -60,7 +60,7 @@ def checkout(variable: str, below: str = "", stand_ins: str = "") -> Iterator[No
 
 @contextmanager
 def on_cpu(**environment: str) -> Iterator[None]:
-    """Answer CUDA's questions for the CPU, without warnings. What is rounded to float32 stays float64 for the truth."""
+    """Answer CUDA's questions for the CPU, without warnings; values that a layer rounds to float32 stay float64."""
     rounded, norm_of = torch.Tensor.float, torch.linalg.vector_norm
 
     def exact(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,12 +29,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
-from harness.checking.measures.distance import MEASURES, Distance, Truth, distance_from, ratio
+from harness.checking.measures.distance import Distance, Truth, distance_from
+from harness.checking.measures.measured import (
+    ABSOLUTE,
+    FLOAT64_ALLOWED,
+    MEASURES,
+    SCALE_SHARE,
+    Measured,
+    epsilon,
+    exact,
+)
 
-FLOAT64_ALLOWED = 1e-9
 FLOOR_EPSILONS: Mapping[str, float] = {"frobenius": 4.0, "peak": 32.0}
 """No limit is smaller than this many epsilons of the run dtype, however small the error of the control run was."""
 FLOAT64_CEILING = 1e-4
@@ -51,55 +58,10 @@ FACTORS = (0.5, 1.5)
 """A tensor whose limits admit one of these factors on it is undecided."""
 SCALE_ALLOWED = 0.1
 """A right result's factor, <x, t> / <t, t>, may be this far from 1 when rounding alone may make the tensor err more."""
-SCALE_SHARE = 1e-3
-"""A tensor's error is never scaled by less than this share of the rms of all tensors of its kind."""
 ZERO_SHARE = 1e-10
 """A truth below this share of its kind's rms is zero but for rounding, and its error is scaled by the kind's rms."""
 _SURE = 0.2
 """A tensor within e of the truth is off by 0.5 - 1.5 e at least when multiplied by 0.5 or 1.5: over e up to 0.2."""
-EXACT = "exact"
-ABSOLUTE = "absolute"
-"""The measure beside a truth of zeros: the largest value, in no unit."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """One tensor held against the truth: the measure that came closest to its limit, in ratios and in epsilons.
-
-    `decidable` is False when the limits would admit the tensor times one of FACTORS too: staying within proves nothing.
-    `zero` is True when the truth is zero but for rounding: no factor shows on it, any other value does.
-    `loose` counts the elements of which an optimizer may have made more than the limit of `peak`: they are unchecked.
-    """
-
-    name: str
-    measure: str
-    error: float
-    allowed: float
-    epsilons: float
-    decidable: bool = True
-    loose: int = 0
-    elements: int = 0
-    zero: bool = False
-
-    @property
-    def right(self) -> bool:
-        """Whether the error is finite and within what is allowed."""
-        return math.isfinite(self.error) and self.error <= self.allowed
-
-    @property
-    def overflows(self) -> bool:
-        """Whether it is not finite and a control run is not either: whoever computes in this dtype overflows."""
-        return math.isinf(self.error) and math.isinf(self.allowed)
-
-    @property
-    def wrong(self) -> bool:
-        """Whether rounding cannot explain it. What overflows is neither right nor wrong."""
-        return not self.right and not self.overflows
-
-    @property
-    def ratio(self) -> float:
-        """Error in units of what is allowed: at most 1 when right."""
-        return ratio(self.error, self.allowed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,11 +85,6 @@ class Controlled:
         """The same with these control runs more, tensors of its shape."""
         found = [distance_from(control, self.true, self.least) for control in controls]
         return replace(self, runs=(*self.runs, *found))
-
-
-def epsilon(dtype: str) -> float:
-    """Machine epsilon of a dtype by its case word ("float32")."""
-    return float(torch.finfo(getattr(torch, dtype)).eps)
 
 
 def least_rms(truth: Tensor, kind: float) -> float:
@@ -170,8 +127,7 @@ def measure(
     may make of gradients within rounding of zero, by element.
     """
     if not truth.is_floating_point() and not truth.is_complex():
-        wrong = 0.0 if torch.equal(value, truth.to(value.dtype)) else math.inf
-        return Measured(name=name, measure=EXACT, error=wrong, allowed=0.0, epsilons=wrong)
+        return exact(name, value, truth)
     far = (far or Controlled.of(truth, kind)).against(controls)
     true, least = far.true, far.least
     if true.largest == 0 == least and not kinks and slack is None:

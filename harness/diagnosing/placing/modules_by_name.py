@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from harness.checking.evidence import Located
-from harness.checking.measures.kinds import kind_rms
+from harness.checking.measures.many_tensors import kind_rms
 from harness.diagnosing.placing.alignments import AGREES, DIFFERS, UNKNOWN, Factors, Fit, TrueTensor, fit
 from harness.diagnosing.placing.names import same_modules
 from harness.diagnosing.placing.tensors import as_declared, plainly, stages

@@ -28,8 +28,8 @@ import time
 from typing import Any, NamedTuple
 
 from harness.engines.calls.callers import Caller, issued_at
-from harness.engines.calls.operators import OperatorCall
 from harness.engines.calls.pending import MAKES_GROUP
+from harness.engines.calls.reading import OperatorCall
 from harness.engines.calls.signature import Signature
 from harness.engines.processes.waits import Waits
 

@@ -32,7 +32,7 @@ from harness.engines.threads.rank_threads import RankThread
 from harness.engines.threads.state.module_state import own_state
 from harness.errors import NoNumbers, NotComputed, Position, RankRaised, RequestError, TimeLimit, error_text
 from harness.ledger import Observer
-from harness.torch_internals.groups import fake_store
+from harness.torch_internals.backends import fake_store
 from harness.torch_internals.meta_device import meta_device
 
 _REFUSED = re.compile(

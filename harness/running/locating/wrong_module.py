@@ -18,7 +18,8 @@ from harness.recording.capturing.module_calls import Held, ModuleCalls
 from harness.running.locating.captured_run import calls_of_ranks, calls_of_truth
 from harness.running.ranks.capacity import memory_bytes
 from harness.running.ranks.execution import RankTask
-from harness.running.trials.trial import Function, Trial
+from harness.running.trials.reference import Function
+from harness.running.trials.trial import Trial
 from harness.running.truth.own import EXACT, InParts, one_rank
 from harness.subject import ALONE
 

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from harness.checking.checks import LAWS, Check, examine
 from harness.checking.evidence import PASS, UNKNOWN, Evidence, Finding
-from harness.checking.measures.kinds import is_state, step_of
-from harness.checking.measures.tolerance import Measured, epsilon
-from harness.checking.numeric_checks import NUMERIC_KINDS
+from harness.checking.measures.kinds import NUMERIC_KINDS, is_state, step_of
+from harness.checking.measures.measured import Measured, epsilon
 from harness.errors import MachineError, ProgramError, RequestError
 from harness.protocols import CaseLike
 from harness.recording.capturing.operator_probes import Island, NarrowProbe, Probed, narrower
-from harness.running.trials.trial import Function, Trial
+from harness.running.trials.reference import Function
+from harness.running.trials.trial import Trial
 from harness.running.truth.control_modes import BOTH, Rounding
 from harness.running.truth.own import OwnTruth, one_rank
 from harness.subject import lower_dtypes, refusal, truth_of

@@ -12,10 +12,13 @@ from dataclasses import replace
 from torch import Tensor
 
 from harness.checking.evidence import Evidence
-from harness.checking.measures.kinds import is_state, kind_of, kind_rms, step_of
-from harness.checking.measures.tolerance import FLOAT64_CEILING, Controlled, Measured
-from harness.checking.numeric_checks import held
-from harness.running.trials.trial import Function, Trial
+from harness.checking.measures.kinds import is_state, kind_of, step_of
+from harness.checking.measures.many_tensors import kind_rms
+from harness.checking.measures.measured import Measured
+from harness.checking.measures.tolerance import FLOAT64_CEILING, Controlled
+from harness.checking.measuring import compared
+from harness.running.trials.reference import Function
+from harness.running.trials.trial import Trial
 from harness.torch_internals.memory import give_back
 
 MORE_PARTS = (1, 2, 3, 4, 5, 6, 7, 8)
@@ -110,7 +113,7 @@ def _furthest(evidence: Evidence, wrong: Collection[Measured]) -> float:
     """The largest error of what was wrong, in units of what the control runs allow by now."""
     kinds = {kind_of(measured.name) for measured in wrong}
     rms = kind_rms({name: tensor for name, tensor in evidence.truth.items() if kind_of(name) in kinds})
-    return max((held(evidence, one.name, rms.get(kind_of(one.name), 0.0)).ratio for one in wrong), default=0.0)
+    return max((compared(evidence, one.name, rms.get(kind_of(one.name), 0.0)).ratio for one in wrong), default=0.0)
 
 
 def measured_apart(trial: Trial, evidence: Evidence) -> Evidence:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from harness.checking.measures.tolerance import epsilon
+from harness.checking.measures.measured import epsilon
 from harness.torch_internals.autograd import current_task
 from harness.torch_internals.modes import DispatchMode, FakeTensor, mapped, take_themselves_apart
 from harness.torch_internals.operators import makes_new

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from harness.cases import parse_cases
+from harness.checking.call_checks import SPLIT
 from harness.checking.coverage import coverage
 from harness.checking.evidence import PASS, UNKNOWN, Evidence, Finding, Verdict
-from harness.checking.exact_checks import SPLIT
 from harness.checking.numeric_checks import numeric
 from harness.errors import RequestError
 from harness.ledger import NO_UPDATE

@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 
 from harness.checking.checks import CHECKS, examine
-from harness.checking.data_checks import masks
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
-from harness.checking.mask_checks import binomial, hypergeometric
+from harness.checking.mask_checks import binomial, hypergeometric, masks
 from harness.checking.measures.kinds import kind_of
 from harness.engines.engine import Unwaited
 from harness.engines.threads.inproc import InprocEngine
 from harness.outcome.blocks import localize
 from harness.running.proof import prove
-from harness.running.trials.trial import decoder
+from harness.running.trials.reference import decoder
 from harness.shard import Shard
 from reference.case import Case
 from reference.data.anchors import Facts
@@ -267,4 +266,4 @@ def test_masks_that_the_dense_model_knows_are_compared_bit_for_bit() -> None:
 
 
 def test_nothing_is_claimed_without_masks() -> None:
-    assert masks(evidence({"loss/0": torch.ones(())})) is None
+    assert "masks" not in examine(evidence({"loss/0": torch.ones(())}))

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.checking.call_checks import overlap, parallelism
 from harness.checking.checks import examine
 from harness.checking.evidence import FAIL, PASS, Finding
-from harness.checking.exact_checks import parallelism
-from harness.checking.ledger_checks import overlap
 from harness.diagnosing.six_lines import explain
 from harness.differences import differences
 from harness.ledger import Event

@@ -22,7 +22,7 @@ from harness.injecting.equivalence import UNREAD, proof_of
 from harness.injecting.survey import FaultResult, survey, unproved
 from harness.plain_case import Vocabulary
 from harness.running.ranks.execution import execute
-from harness.running.trials.trial import decoder
+from harness.running.trials.reference import decoder
 from harness.shard import Shard
 from parallel.subject import subject
 from reference.case import Case

@@ -22,7 +22,8 @@ from harness.running.experiments import Failed
 from harness.running.proof import prove
 from harness.running.request import Request
 from harness.running.result import CaseResult
-from harness.running.run import RunResult, run
+from harness.running.run import run
+from harness.running.run_result import RunResult
 from harness.subject import named
 from parallel.subject import subject
 from parallel.subject import subject as ours

@@ -23,8 +23,9 @@ from harness.engines.threads.inproc import InprocEngine
 from harness.running import engines as named_engines
 from harness.running.proof import prove
 from harness.running.request import Request
-from harness.running.run import RunResult, run
-from harness.running.trials.trial import Reference
+from harness.running.run import run
+from harness.running.run_result import RunResult
+from harness.running.trials.reference import Reference
 from harness.subject import named
 from reference.case import Case
 from reference.training import subject as dense

@@ -16,7 +16,8 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn import functional
 
 from harness.errors import RequestError
-from harness.torch_internals.groups import _PRIVATE_NAMES, fake_group, fake_store, flight_record, waits_of_fakes
+from harness.torch_internals.backends import fake_group, fake_store, flight_record, waits_of_fakes
+from harness.torch_internals.groups import _PRIVATE_NAMES
 from harness.torch_internals.meshes import _RANKS, kept_apart
 from harness.torch_internals.meta_device import fused_attention, meta_device
 from harness.torch_internals.operators import (
