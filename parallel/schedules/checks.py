@@ -49,23 +49,6 @@ def check_complete(pipeline: Pipeline, made: Sequence[Program]) -> list[str]:
     return breaches
 
 
-def check_conserved(pipeline: Pipeline, made: Sequence[Program]) -> list[str]:
-    """Compare the messages that a rank sends to another with those received there, one by one, in any order."""
-    sent: Counter[tuple[int, int, Action]] = Counter()
-    received: Counter[tuple[int, int, Action]] = Counter()
-    for rank, steps in enumerate(made):
-        for action in (action for step in steps for action in step if not action.kind.computes):
-            other = peer(pipeline, action)
-            if _is_send(action):
-                sent[rank, other, action] += 1
-            else:
-                received[other, rank, counterpart(pipeline, action)] += 1
-    lost = [f"rank {a} to {b}: {action} is never received" for a, b, action in (sent - received).elements()]
-    return lost + [
-        f"rank {a} to {b}: {action} is received, never sent" for a, b, action in (received - sent).elements()
-    ]
-
-
 def check_legal(pipeline: Pipeline, made: Sequence[Program], sends: Sends, channels: int) -> list[str]:
     """Run all programs against each other; returns what is computed before its input, swapped, or waited for forever.
 

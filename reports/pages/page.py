@@ -130,8 +130,7 @@ def _parts(run: Run) -> dict[str, object]:
         "remarks": unchecked_notes(run),
         "command": _command(run.env),
         "modes": modes_table(side_by_side(run)) if len(run.summary) and not program else None,
-        "plots": _plots(run),
-        "break_even": _break_even_table(run),
+        **_growth(run),
         "traffic": program["traffic"] if program else [*_traffic(run), *_witnesses(run)],
         "cases": [] if program else _cases(run),
         "stated": [] if program else _stated(run),
@@ -167,20 +166,13 @@ def _open(verdicts: pd.DataFrame) -> list[dict[str, str]]:
     return [{str(key): str(value) for key, value in row.items()} for row in rows.to_dict("records")]
 
 
-def _plots(run: Run) -> list[_Plot]:
+def _growth(run: Run) -> dict[str, object]:
     """Bytes against tokens, where a run has cases of several lengths."""
     if len(run.cases) < _FEWEST_OF_GROWTH:
-        return []
-    from reports.comparing.growth import crossings, growth  # noqa: PLC0415
+        return {"plots": [], "break_even": None}
+    from reports.pages.growth import growth_parts  # noqa: PLC0415
 
-    sizes = growth(run)
-    if not len(sizes):
-        return []
-    from reports.pages import plots  # noqa: PLC0415  (matplotlib takes half a second to import, and few runs need it)
-
-    svg = plots.break_even(sizes, crossings(sizes), "Bytes against tokens")
-    caption = "Wire bytes of one rank in the layers, a micro-batch; all-to-alls, embedding and head left out."
-    return [_Plot(svg=Markup(svg), caption=caption)]
+    return growth_parts(run)
 
 
 def _pipelines(run: Run) -> list[_Plot]:
@@ -188,7 +180,7 @@ def _pipelines(run: Run) -> list[_Plot]:
     drawn = dict(itertools.islice(summary.last_steps(run).items(), _MOST_PIPELINES))
     if not drawn:
         return []
-    from reports.pages import plots  # noqa: PLC0415  (see above)
+    from reports.pages import plots  # noqa: PLC0415  (matplotlib takes half a second)
 
     made = []
     for case, spans in drawn.items():
@@ -239,15 +231,6 @@ def _kills(path: Path) -> Table | None:
     columns = [(header, name, tables.mark) for name, header in _KILL_COLUMNS.items() if name in shown]
     killed = f"{(~alive).sum()} of {len(kills)} planted bugs were noticed"
     return tables.table("Kill matrix", kills, columns, note=killed)
-
-
-def _break_even_table(run: Run) -> Table | None:
-    if len(run.cases) < _FEWEST_OF_GROWTH:
-        return None
-    from reports.comparing.growth import break_even_table, compared  # noqa: PLC0415
-
-    crossings = compared(run)
-    return break_even_table(crossings) if len(crossings) else None
 
 
 def _traffic(run: Run) -> list[Table]:

@@ -164,8 +164,8 @@ def _noted(finding: Finding, seen: Evidence, said: str) -> Finding:
 def _stored_shorter(evidence: Evidence, wrong: Sequence[Measured], dtypes: set[str]) -> bool:
     """Whether the first step is right in the case's dtype, and a later state or a gradient was rounded when stored.
 
-    Rounded to be sent counts too. Each of its numbers is one of such a dtype, and the truth's are not. No arithmetic of the model explains that, but
-    for gradients in float32, in which many programs add them up.
+    Rounded to be sent counts too. Each of its numbers is one of such a dtype, and the truth's are not. No arithmetic of
+    the model explains that, but for gradients in float32, in which many programs add them up.
     """
     states = {one.name for one in wrong if is_state(one.name) or one.name.startswith("param/")}
     gradients = {one.name for one in wrong if one.name.startswith(("grad/", "grad_norm/"))}

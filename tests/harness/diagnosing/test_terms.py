@@ -26,7 +26,7 @@ from harness.engines.engine import Unwaited
 from harness.outcome.blocks import localize
 from harness.shard import Shard
 from tests.harness.diagnosing.tried import tried
-from tests.harness.toy_evidence import TERMS, Term, case, events, evidence, outcome_of, truth
+from tests.harness.toy_evidence import TERMS, a_term, case, events, evidence, outcome_of, truth
 
 LINEAR, TABLE = "act/layers.0.mlp.w2", "act/embedding"
 OUTER, INNER = "act/layers.0.mlp", "act/layers.0.mlp.w1"
@@ -163,7 +163,7 @@ def test_numbers_of_tokens_are_told_where_one_rule_alone_fits() -> None:
 
 def test_calls_too_many_that_nobody_waits_for_are_told_as_calls_too_many() -> None:
     """The handle of a call that is not needed at all is no one's to wait for."""
-    extra = Term(phase="backward", region="head", op="all_gather", reduce_op="")
+    extra = a_term(phase="backward", region="head", op="all_gather", reduce_op="")
     ledger = events((*TERMS, extra))
     work = Unwaited(rank=0, op="all_gather", group="tp (0 1)", number=0, caller="model.py:7")
     seen = seen_with({}, events=ledger, unwaited=(work,))

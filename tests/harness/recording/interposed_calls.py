@@ -30,8 +30,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness.engines.interposer import Interposer
 from harness.recording.recorder import Recorder
-from parallel.subject import subject
-from reference.case import Case
 
 RANKS = 2
 
@@ -202,16 +200,11 @@ def compiled(rank: int) -> None:
         compiled_sum(x4())
 
 
-def training(rank: int) -> None:
-    """Our own subject, which runs on every engine, on a case with every phase."""
-    subject(Case.parse("mode=tp-sp recompute=full metric=true"), torch.device("cpu"))
-
-
 SCENARIOS: dict[str, Callable[[int], Any]] = {
     scenario.__name__: scenario
     for scenario in (
         reductions, rooted, gathers, exchanges, messages, barriers, coalesced, objects, functionals, elsewhere,
-        ddp, fsdp, dtensor, zero, pipelining, compiled, training,
+        ddp, fsdp, dtensor, zero, pipelining, compiled,
     )
 }  # fmt: skip
 

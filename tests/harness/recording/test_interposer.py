@@ -7,7 +7,6 @@ import pickle
 import subprocess
 import sys
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,8 @@ import torch.distributed as dist
 from harness.engines.interposer import Interposer
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import MachineError
-from harness.ledger import PHASES, Call, Event
+from harness.ledger import Call, Event
 from harness.recording.recorder import Recorder
-from parallel.subject import subject
-from reference.case import Case
 from tests import ROOT
 
 Said = tuple[str, str, int, str, str, int, bool]
@@ -197,26 +194,6 @@ def test_what_a_pipeline_sends_is_received(ranks: list[dict[str, Any]]) -> None:
         assert sent == [said(e)[2:6] for e in receiver["pipelining"] if e.op == "recv"]
     floats = [e for results in ranks for e in results["pipelining"] if e.dtype == "float32"]
     assert [e.op for e in floats] == ["send", "send", "recv", "recv", "recv", "recv", "send", "send"]
-
-
-def test_both_ways_to_record_give_the_same_ledger(ranks: list[dict[str, Any]]) -> None:
-    """The interposer on gloo processes, and the in-process engine's own group."""
-
-    def program(rank: int) -> None:
-        with recorder.on_rank(rank):
-            subject(Case.parse("mode=tp-sp recompute=full metric=true"), torch.device("cpu"))
-
-    with InprocEngine() as engine, Recorder("", "tp", 2, {"tp": ((0, 1),)}) as recorder:
-        engine.run(program, world_size=2, observer=recorder)
-    inproc = [untimed(event) for event in recorder.events()]
-    gloo = [untimed(event) for results in ranks for event in results["training"]]
-    assert gloo == inproc
-    assert {event.phase for event in inproc} == set(PHASES) - {"step", "pipeline", "checkpoint"}
-
-
-def untimed(event: Event) -> Event:
-    """The event without its times."""
-    return replace(event, start_us=0.0, duration_us=0.0)
 
 
 def test_recording_changes_no_bit_of_ddp(ranks: list[dict[str, Any]]) -> None:

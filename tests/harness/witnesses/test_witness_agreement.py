@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from harness.diagnosing.witness_lines import diagnosed, in_six_lines
 from harness.ledger import Event
 from harness.protocols import CaseLike
 from harness.running.witnessing import Told, Witnesses
+from harness.terms import Term
 from harness.witnesses.agreement import UNKNOWN, Sighting, agreement, of_ledger
 from harness.witnesses.measured import WatchedRank
 from harness.witnesses.session import Session
@@ -27,21 +29,6 @@ PLAN = (
     ("grad_sync", "", "all_reduce", "dp", 256),
 )
 Seen = list[Sighting]
-
-
-@dataclass(frozen=True)
-class Term:
-    """A line of a closed form."""
-
-    phase: str
-    region: str
-    op: str
-    axis: str
-    payload_bytes: int
-    calls: int = 1
-    reduce_op: str = ""
-    group_size: int = 2
-    dtype: str = "float32"
 
 
 def event(rank: int, index: int, phase: str, region: str, op: str, axis: str, payload_bytes: int) -> Event:
@@ -73,7 +60,11 @@ def event(rank: int, index: int, phase: str, region: str, op: str, axis: str, pa
 
 
 EVENTS = [event(rank, index, *line) for rank in range(4) for index, line in enumerate(PLAN)]
-TERMS = [Term(*line) for line in PLAN]
+FACTS: dict[str, Any] = {"reduce_op": "", "group_size": 2, "dtype": "float32", "calls": 1}
+TERMS = [
+    Term(phase=phase, region=region, op=op, axis=axis, payload_bytes=size, **FACTS)
+    for phase, region, op, axis, size in PLAN
+]
 LEDGER = of_ledger(EVENTS)
 
 
