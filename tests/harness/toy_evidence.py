@@ -36,7 +36,7 @@ _CUT = {"layers.0.mlp.w1.weight": 0, "layers.0.mlp.w2.weight": 1}
 a_term = partial(
     Term, op="all_reduce", reduce_op="sum", axis="tp", group_size=2, dtype="float64", payload_bytes=384, calls=4
 )
-"""One line of a closed form."""
+"""Line of a closed form."""
 
 
 TERMS = (

@@ -1,4 +1,4 @@
-"""What the line of the first place adds, and failures that share it as one block."""
+"""Additions of the first place's line, and failures that share it as one block."""
 
 from __future__ import annotations
 
