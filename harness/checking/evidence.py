@@ -192,8 +192,8 @@ class Evidence:
     def dtype_of(self, name: str) -> str:
         """The dtype whose limits hold for this name.
 
-        Tensors that a lower precision does not reach directly, such as an optimizer's state, are judged in the case's
-        dtype, or in float32.
+        Tensors beyond the reach of a lower precision, such as optimizer states, are judged in the case's dtype, or
+        float32.
         """
         if self.lower is not None and name in self.beyond:
             return self.lower.dtype_of(name)

@@ -149,8 +149,7 @@ def _user_of(evidence: Evidence, module: str) -> str:
     """The module whose backward gives the gradient of what `module` returned; itself when that is the loss.
 
     A module inside another hands on to the next inside it, the last one to the code around them. Code between two
-    siblings that are blocks themselves (a residual sum), or of which several siblings take parts, belongs to the module
-    around both.
+    siblings that are blocks (a residual sum), or that several siblings share, belongs to the module around both.
     """
     order = [name.removeprefix("act/") for name in evidence.truth if name.startswith("act/")]
     if module not in order:

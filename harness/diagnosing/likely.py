@@ -76,8 +76,7 @@ def likely(
 ) -> tuple[Cause, ...]:
     """The causes of a case's failures; several are alternatives that fit equally well.
 
-    `wrong` are all wrong names in the order in which training computes; `call_first` says that `parted` comes before
-    the first of them.
+    `wrong` are all wrong names in the order of computation; `call_first`: `parted` comes before the first.
     """
     if said := _from_groups(evidence):  # whatever else is wrong follows from a call over other ranks
         return tuple(said)

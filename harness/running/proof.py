@@ -1,7 +1,6 @@
 """Proof of one case: its runs, every check on them, and verdicts whose failures explain themselves.
 
-`checks` decides how much is run: those that need captured activations or a second run are in NEED_WATCHING. Times are
-seconds.
+`checks` decides how much is run: those that need activations or a second run are in NEED_WATCHING. Times are seconds.
 """
 
 from __future__ import annotations

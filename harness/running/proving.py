@@ -27,8 +27,7 @@ def proving(request: Request, heard: Callable[[str], object] = str) -> Iterator[
     """Function that proves one case after another as the request demands, in every process.
 
     `heard` is called with their parts, further words are those of `prove`. A case of several that the dense model
-    cannot compute, or this machine cannot hold, is skipped, so that the others are kept. A single one raises
-    RequestError.
+    cannot compute, or this machine cannot hold, is skipped. A single one raises RequestError.
     """
     truths, second_opinion = Truths(), None
     keep_freed_memory()

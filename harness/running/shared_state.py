@@ -1,10 +1,9 @@
 """Whether ranks failed because they are threads: the first failed case of a run again, on ranks that are processes.
 
-The second run is made once a run, of a foreign subject whose modules keep state that a process has once (`keepers`).
-Neither right runs nor other failures take longer. If the case passes there, the modules that `per_rank` needs are found
-by trying. A fresh process imports what the subject imports and forks one child for each try, so that none sees what
-another has left. The modules whose state a run in threads changes are tried together, then each is left out once. The
-result is the modules with which a run passed. Times are seconds.
+A foreign subject whose modules keep state that a process has once (`keepers`) is run again, once a run. If the case
+passes there, the modules that `per_rank` needs are found by trying. A fresh process imports what the subject imports
+and forks one child for each try, so that none sees what another has left. The modules whose state a run in threads
+changes are tried together, then each is left out once. The result is the modules of a run that passed. Times: seconds.
 """
 
 from __future__ import annotations

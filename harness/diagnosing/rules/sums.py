@@ -1,8 +1,7 @@
 """Sums gone wrong: gradients, losses and counts of tokens that count micro-batches or data ranks otherwise.
 
 A gradient is fitted by the dense model's share of every micro-batch of every data rank (`Evidence.shares`). Weights of
-1 everywhere are right, and those that are not 1 show the mistake. Tested on numbers: a fit that leaves an error shows
-nothing.
+1 everywhere are right; others show the mistake. Tested on numbers: a fit that leaves an error shows nothing.
 """
 
 from __future__ import annotations

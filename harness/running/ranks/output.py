@@ -5,9 +5,8 @@
             print("loss 0.5")
 
 A line is shown as soon as the first rank prints it. At the end one line counts the repeated lines and how often they
-were. Of a rank's own repetitions none is lost: a line that it prints three times is shown three times. Text without a
-line feed at its end is shown when it is flushed, and all is shown under a debugger. Ranks in processes of their own
-print as they do.
+were. A line that one rank prints three times is shown three times. Text without a line feed at its end is shown when it
+is flushed, and all is shown under a debugger. Ranks in processes of their own print as they do.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ def shown_once() -> Iterator[None]:
 def _handlers() -> list[Any]:
     """The handlers of all loggers that write to a stream that they took when they were made.
 
-    logging's last resort, and handlers that libraries add to their loggers, look for sys.stderr at each line, and their
-    stream cannot be set.
+    logging's last resort, and handlers of libraries, look for sys.stderr at each line; their stream cannot be set.
     """
     loggers = [logging.getLogger(), *map(logging.getLogger, list(logging.root.manager.loggerDict))]
     handlers = {id(handler): handler for logger in loggers for handler in logger.handlers}

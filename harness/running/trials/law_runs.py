@@ -33,8 +33,7 @@ _LARGEST = 8
 def regrouped(trial: Trial, evidence: Evidence) -> Evidence:
     """Evidence with up to _GROUPINGS runs of the same global batch, grouped otherwise (`groupings`).
 
-    Only in float64, or in another dtype of a subject that refuses float64. A run that the subject does not finish is no
-    failure of this case.
+    Only in float64, or in another dtype of a subject that refuses it. An unfinished run is no failure.
     """
     if evidence.given or evidence.torn:  # another grouping draws other numbers
         return evidence
@@ -130,8 +129,7 @@ def with_first_forward(trial: Trial, evidence: Evidence) -> Evidence:
     So the first forward of its float32 run is held against that in float64. Rounding explains the error in theory of as
     many operations in a row as there are tensors of parameters. Each is a sum of as many terms as the longest dim of
     them has elements. A model may amplify rounding: LEAP times the effect of a random error in the result of every
-    operator is explained too. Where a choice falls otherwise (a router's), some rows differ and not most, which says
-    nothing.
+    operator is explained too. Where a router chooses otherwise, some rows differ, which says nothing.
     """
     names = [name for name, tensor in evidence.truth.items() if _of_first_forward(name) and tensor.is_floating_point()]
     if not names or not trial.reference.own or evidence.case.dtype == "float64":

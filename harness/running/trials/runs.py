@@ -126,8 +126,7 @@ def _deviates(trial: Trial) -> Deviations | None:
 def _given(trial: Trial, kinds: Sequence[str], merged: Merged) -> tuple[Mapping[str, Tensor], bool]:
     """The truth of what the subject drew, and whether there is none.
 
-    Where its replicas or shards do not make one tensor, no dense model can be given it. The truth is then just what did
-    merge.
+    Where replicas or shards do not make one tensor, no dense model can be given it. The truth is then what did merge.
     """
     trial.given.update({name: tensor for name, tensor in merged.tensors.items() if kind_of(name) in kinds})
     trial.known.clear()  # trials of other subjects drew other numbers

@@ -158,8 +158,7 @@ class Trial:
     ) -> Mapping[str, Tensor]:
         """Compute a function of the reference anew, timed as this part.
 
-        Raises RequestError when the reference cannot compute it, and MachineError when it takes too long or too much
-        memory.
+        Raises RequestError when the reference cannot compute it, MachineError for too much time or memory.
         """
         if self.given:
             words["given"] = self.given

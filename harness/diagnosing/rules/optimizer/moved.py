@@ -22,8 +22,7 @@ LOOSE = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """All wrong tensors of a kind after one step, flat and end to end in float64; `names` are their parameters, of so
-    many elements each.
+    """All wrong tensors of a kind after one step, flat and end to end in float64; `names` are their parameters.
 
     `beside`: other tensors of the same elements, where all are known. They are the parameters before this step
     ("parameter") and how far the step before moved them ("last"). Then come the moments after it ("mean", "square") and
