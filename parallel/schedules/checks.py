@@ -25,8 +25,7 @@ def delivery(pipeline: Pipeline) -> tuple[Sends, int]:
     """The sends and the number of process groups between two ranks with which the programs of a pipeline are legal.
 
     Interleaved on two ranks, activations and gradients pass both ways in one batch and would be swapped in one group
-    (around.md 13.4). ZBV: both pass both ways between all neighbours, and a receive comes only when its input is
-    needed.
+    (around.md 13.4). ZBV: both pass both ways between all neighbours, and a receive comes when its input is needed.
     """
     if pipeline.v_shaped:
         return Sends.BUFFERED, 2

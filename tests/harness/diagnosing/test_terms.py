@@ -199,7 +199,7 @@ def test_one_rank_may_hold_the_whole_sum() -> None:
 
 
 def test_tensors_behind_the_first_one_need_not_be_as_near() -> None:
-    """What comes later was computed from wrong values, and rounds otherwise; what stands first must be near."""
+    """Later tensors were computed from wrong values, and round otherwise; the first must be near."""
     later = 1e-8 * drawn(8, 6)
     for first, second, told in ((0.0, later, ["summed_twice"]), (1e-8 * drawn(6), 0 * later, [])):
         table = {OF_W2: 2 * truth()[OF_W2] + first, W1: 2 * truth()[W1] + second}
@@ -222,7 +222,7 @@ def test_a_factor_is_a_size_of_the_case_but_for_an_epsilon_in_its_divisor() -> N
 
 
 def test_an_element_is_measured_by_its_own_predicted_size() -> None:
-    """One element of thousands is far larger than others, and is rounded where the truth has a small one."""
+    """An element of thousands is far larger than others, and is rounded where the truth has a small one."""
     name, true = "act/head", drawn(2, 100, 100)
     true[0, 0, 0] = 1e4
     guess = true.roll(50, 1)
