@@ -20,12 +20,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from harness.checking.call_checks import strays
 from harness.checking.evidence import Evidence
-from harness.checking.ledger_checks import module_order, strays
+from harness.checking.ledger_checks import module_order
 from harness.checking.measures.kinds import is_state, kind_of
 from harness.diagnosing.beside import are_matrices, between, ranks_in_words
 from harness.diagnosing.rules.places import held_whole, place_of
 from harness.diagnosing.rules.proofs import explains
+from harness.diagnosing.rules.what_ifs import predictions
 from harness.differences import Difference
 from harness.engines.engine import Unwaited
 from harness.ledger import BACKWARD, PHASES, Event
@@ -35,8 +37,8 @@ from harness.ledger import BACKWARD, PHASES, Event
 class First:
     """The first place where it went wrong: phase, module and step, and what shows it there.
 
-    `name` is the first wrong tensor, "" when only the ledger shows it; `event` is the first event that parts from the
-    expectation, "" when none does. `phase` and `region` are those of the earlier of the two; `step` is -1 when that is
+    `name` is the first wrong tensor, "" when only the ledger shows it. `event` is the first event that parts from the
+    expectation, "" when none does. `phase` and `region` are those of the earlier of the two. `step` is -1 when that is
     the event, which may be missing in every step. `note`: how the module was found, "" when a layout was declared.
     `beside`: the ranks that are wrong and those that are right, and between which modules it lies, as far as known.
     """
@@ -137,16 +139,17 @@ def _shown_by(evidence: Evidence, wrong: Sequence[str]) -> First:
 
 def _read_again(evidence: Evidence, name: str) -> bool:
     """Whether the dense model computes this when it reads the first step's data in every step."""
-    value, other = evidence.merged.tensors.get(name), evidence.alternatives.get(f"batch_repeated/{name}")
-    return value is not None and other is not None and explains(other, value, evidence.truth[name])
+    value = evidence.merged.tensors.get(name)
+    if value is None:
+        return False
+    return any(explains(x, value, evidence.truth[name]) for _, x in predictions(evidence, "batch_repeated", name))
 
 
 def _user_of(evidence: Evidence, module: str) -> str:
     """The module whose backward gives the gradient of what `module` returned; itself when that is the loss.
 
-    A module inside another hands on to the next inside it, the last one to the code around them. What lies between two
-    siblings that are blocks themselves (a residual sum), or that several siblings take parts of, is code of the module
-    around both.
+    A module inside another hands on to the next inside it, the last one to the code around them. Code between two
+    siblings that are blocks (a residual sum), or that several siblings share, belongs to the module around both.
     """
     order = [name.removeprefix("act/") for name in evidence.truth if name.startswith("act/")]
     if module not in order:
@@ -179,7 +182,7 @@ def _gradient_place(evidence: Evidence, wrong: Sequence[str]) -> tuple[str, str]
 def _owner(evidence: Evidence, bad: Sequence[str]) -> str:
     """The module that computes the first of these gradients, in the order of backward.
 
-    A module without parameters of its own may use those of the first one (a head tied to the embedding). What it adds
+    A module without parameters of its own may use those of the first one (a head tied to the embedding). Its addition
     touches every row, which a lookup of some tokens does not.
     """
     modules = [name.removeprefix("act/") for name in evidence.truth if name.startswith("act/")]

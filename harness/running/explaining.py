@@ -1,4 +1,4 @@
-"""What explains a failed case: further runs and what-ifs; then the diagnosis and six lines of every failed check."""
+"""Explanations of a failed case: further runs and what-ifs; then the diagnosis and six lines of every failed check."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from harness.diagnosing.six_lines import tell
 from harness.running.locating.drawn import with_drawn_numbers
 from harness.running.locating.wrong_module import with_wrong_module
 from harness.running.trials.explained import elsewhere, with_what_ifs
-from harness.running.trials.runs import watched
 from harness.running.trials.trial import Trial
+from harness.running.trials.watched import watched
 
 
 def explained(
@@ -36,7 +36,7 @@ def explained(
 
 
 def _with_other_sizes(trial: Trial, evidence: Evidence, findings: Mapping[str, Finding]) -> Evidence:
-    """The same evidence with that of one case for each size that a wrong factor equals and that is another there."""
+    """Evidence with that of one case for each size that a wrong factor equals and that is another there."""
     try:
         shared = what_they_share(evidence, findings)
     except Exception:  # the diagnosis of every check will say why

@@ -1,6 +1,6 @@
 """A small right run to plant wrong evidence in: two tensor-parallel ranks, two steps, a hand-made truth and ledger.
 
-The model is no model: the tensors are random numbers under the canonical names, sharded as a column linear (w1) and a
+The model is no model. Its tensors are random numbers under the canonical names, sharded as a column linear (w1) and a
 row linear (w2) would be. Shapes are tiny, payloads in bytes.
 """
 
@@ -36,7 +36,7 @@ _CUT = {"layers.0.mlp.w1.weight": 0, "layers.0.mlp.w2.weight": 1}
 a_term = partial(
     Term, op="all_reduce", reduce_op="sum", axis="tp", group_size=2, dtype="float64", payload_bytes=384, calls=4
 )
-"""One line of a closed form."""
+"""Line of a closed form."""
 
 
 TERMS: tuple[Any, ...] = (
@@ -75,7 +75,7 @@ def truth() -> dict[str, Tensor]:
 
 
 def outcome_of(rank: int, values: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What a right rank of two returns of these full tensors: shards of cut weights, everything else in full."""
+    """Outcome of a right rank of two for these full tensors: shards of cut weights, everything else in full."""
     outcome: dict[str, Any] = {}
     for name, full in values.items():
         dim = _CUT.get(name.partition("/")[2]) if name.startswith(("init/", "grad/", "param/")) else None

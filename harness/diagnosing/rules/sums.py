@@ -1,8 +1,7 @@
 """Sums gone wrong: gradients, losses and counts of tokens that count micro-batches or data ranks otherwise.
 
-A gradient is fitted by the dense model's share of every micro-batch of every data rank (`Evidence.shares`): weights of
-1 everywhere are right, and those that are not 1 show the mistake.
-Tested on numbers: a fit that leaves an error shows nothing.
+A gradient is fitted by the dense model's share of every micro-batch of every data rank (`Evidence.shares`). Weights of
+1 everywhere are right; others show the mistake. Tested on numbers: a fit that leaves an error shows nothing.
 """
 
 from __future__ import annotations
@@ -15,9 +14,10 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
-from harness.diagnosing.rules.causes import WHAT_IF, Cause, claimed
+from harness.diagnosing.rules.causes import Cause, claimed, of_rule
 from harness.diagnosing.rules.places import blocks_of
 from harness.diagnosing.rules.proofs import Explained, share_left
+from harness.diagnosing.rules.what_ifs import predictions
 
 CLOSE = 1e-3
 """Weights and norms are taken for equal within this share of themselves."""
@@ -59,7 +59,7 @@ def _own_in_part(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
 
 
 def _by_rank(evidence: Evidence, names: Sequence[str], tokens: Tensor) -> list[Cause]:
-    """The same for gradients that differ between ranks: every rank's own is fitted."""
+    """Causes of gradients that differ between ranks: every rank's own is fitted."""
     weights: dict[int, Tensor] = {}
     fits = []
     for rank in range(len(evidence.outcomes)):
@@ -83,7 +83,7 @@ def _by_rank(evidence: Evidence, names: Sequence[str], tokens: Tensor) -> list[C
 
 
 def _together(fits: Sequence[Explained]) -> Explained:
-    """What several ranks hold as one prediction: some of them may hold what is right."""
+    """Several ranks' tensors as one prediction: some of them may be right."""
     value, truth, guess = (torch.cat([getattr(fit, part) for fit in fits]) for part in ("value", "truth", "guess"))
     return Explained(value=value, truth=truth, guess=guess, left=LEFT)
 
@@ -130,7 +130,7 @@ def _local(shares: Tensor, count: int) -> bool:
 
 
 def _told(weights: Tensor, tokens: Tensor, fit: Explained) -> list[Cause]:
-    """What weights [dp, micro] other than 1 mean; nothing when all are alike, which is a factor's case."""
+    """Causes of weights [dp, micro] other than 1; nothing when all are alike, which is a factor's case."""
     if _alike(weights.flatten()):
         return []
     if _local((weights * tokens / tokens.sum()).flatten(), tokens.numel()):
@@ -153,8 +153,9 @@ def _told(weights: Tensor, tokens: Tensor, fit: Explained) -> list[Cause]:
 
 
 def from_losses(evidence: Evidence, name: str) -> list[Cause]:
-    """Which micro-batches or data ranks the first loss counts, and by whose tokens it is divided, when gradients do not
-    tell: a loss that is only reported wrong.
+    """Causes by which micro-batches or data ranks the first loss counts, and by whose tokens it is divided.
+
+    Gradients do not show a loss that is only reported wrong.
     """
     if name != "loss/0" or "loss" not in evidence.shares or evidence.shares["tokens"].numel() == 1:
         return []
@@ -181,7 +182,7 @@ def from_losses(evidence: Evidence, name: str) -> list[Cause]:
 
 
 def _by_row(found: Mapping[int, float], right: float, by_row: Tensor) -> Explained:
-    """One number of every data rank, where another one is right for all."""
+    """A number of every data rank, where another one is right for all."""
     value, guess = torch.tensor([*found.values()]).double(), by_row[[*found]].double()
     return Explained(value=value, truth=torch.full_like(value, right), guess=guess, left=CLOSE)
 
@@ -206,11 +207,17 @@ def from_counts(evidence: Evidence, name: str) -> list[Cause]:
         all_of_them = float(math.prod(logits.shape[:-1]))
         words = "that of all tokens, whether masked or without a label"
         rules.append(("constant_factor", words, all_of_them * everyone))
-    counts = {rule: evidence.alternatives.get(f"{rule}/{name}") for rule in _COUNTS}
-    rules += [(rule, f"what it is {WHAT_IF[rule]}", n * everyone) for rule, n in counts.items() if n is not None]
-    right, told = float(evidence.truth[name]), []
+    right, causes = float(evidence.truth[name]), list[Cause]()
     for known, words, by_row in rules:
-        exact = all(value == float(by_row[row]) for row, value in found.items())
-        told += claimed(known, f"the number of tokens is {words}", _by_row(found, right, by_row)) if exact else []
-    single = {cause.id: cause for cause in reversed(told)}
+        if _counts_so(found, by_row):
+            causes += claimed(known, f"the number of tokens is {words}", _by_row(found, right, by_row))
+    for rule, count in (pair for id in _COUNTS for pair in predictions(evidence, id, name)):
+        if _counts_so(found, by_row := count * everyone):
+            causes += of_rule(rule, f"the number of tokens is what it is {rule.words}", _by_row(found, right, by_row))
+    single = {cause.id: cause for cause in reversed(causes)}
     return [*single.values()] * (len(single) == 1)
+
+
+def _counts_so(found: Mapping[int, float], by_row: Tensor) -> bool:
+    """Whether every data rank counted just these tokens."""
+    return all(value == float(by_row[row]) for row, value in found.items())

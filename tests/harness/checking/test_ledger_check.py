@@ -111,7 +111,7 @@ def test_without_expectation_the_laws_are_checked_and_the_rest_is_said() -> None
 
 
 def laws_broken_by(ledger: tuple[Event, ...]) -> list[str]:
-    """The messages of broken laws where autograd asks for every gradient."""
+    """The messages of broken laws where autograd needs every gradient."""
     return [broken.message for broken in broken_laws(replace(event, needs_gradient=True) for event in ledger)]
 
 

@@ -17,8 +17,8 @@ from torch.nn import functional
 
 from harness.checking.evidence import PASS, Evidence
 from harness.checking.measures.kinds import error_of_sums, tokens_of
-from harness.checking.measures.tolerance import Measured, epsilon
-from harness.checking.numeric_checks import held
+from harness.checking.measures.measured import Measured, epsilon
+from harness.checking.measuring import compared
 from harness.running.truth.control_modes import partial_sums
 from reference.case import Case
 from reference.training.control import split_norm, squares_in_turn
@@ -77,7 +77,7 @@ def judged(kind: str, name: str, value: Tensor, truth: Tensor, dtype: str, token
     case, merged = SimpleNamespace(dtype=dtype, steps=1, micro=1), SimpleNamespace(tensors={name: value})
     stated = {"dtype": dtype, "dtype_of": lambda _: dtype, "lower": None, "beyond": frozenset()}
     bare = SimpleNamespace(case=case, merged=merged, truth=known, controls=(), far={}, kinks=(), slack={}, **stated)
-    return held(cast(Evidence, bare), name, 0.0)
+    return compared(cast(Evidence, bare), name, 0.0)
 
 
 def sizes(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:

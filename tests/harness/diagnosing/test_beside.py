@@ -1,4 +1,4 @@
-"""What the line of the first place adds, and failures that share it as one block."""
+"""Additions of the first place's line, and failures that share it as one block."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def beside(seen: Evidence) -> tuple[str, ...]:
 
 
 def wrong_on(ranks: Collection[int], text: str = "mode=tp tp=2 dp=2 seq=16", name: str = BIAS) -> tuple[str, ...]:
-    """What is told when these of four ranks hold a whole tensor wrong, by 3 + its rank."""
+    """Lines beside the first place when these of four ranks hold a whole tensor wrong, by 3 + its rank."""
     outcomes = [outcome_of(rank % 2, truth()) for rank in range(4)]
     for rank in ranks:
         outcomes[rank][name] = truth()[name] + 3 + rank

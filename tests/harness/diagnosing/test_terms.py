@@ -25,6 +25,7 @@ from harness.diagnosing.rules.terms import from_terms
 from harness.engines.engine import Unwaited
 from harness.outcome.blocks import localize
 from harness.shard import Shard
+from tests.harness.diagnosing.tried import tried
 from tests.harness.toy_evidence import TERMS, a_term, case, events, evidence, outcome_of, truth
 
 LINEAR, TABLE = "act/layers.0.mlp.w2", "act/embedding"
@@ -92,7 +93,7 @@ def test_places_are_looked_at_beside_what_a_module_adds_itself() -> None:
 
 def test_numbers_that_are_not_finite_are_explained_by_no_what_if() -> None:
     name = "grad/layers.0.mlp.w1.weight"
-    seen = seen_with({name: truth()[name] / 0}, alternatives={f"mask_ignored/{name}": truth()[name] * 2})
+    seen = seen_with({name: truth()[name] / 0}, what_ifs=tried({f"mask_ignored/{name}": truth()[name] * 2}))
     assert [cause.id for cause in explained(seen, examine(seen)).causes] == ["nan"]
 
 
@@ -198,7 +199,7 @@ def test_one_rank_may_hold_the_whole_sum() -> None:
 
 
 def test_tensors_behind_the_first_one_need_not_be_as_near() -> None:
-    """What comes later was computed from wrong values, and rounds otherwise; what stands first must be near."""
+    """Later tensors were computed from wrong values, and round otherwise; the first must be near."""
     later = 1e-8 * drawn(8, 6)
     for first, second, told in ((0.0, later, ["summed_twice"]), (1e-8 * drawn(6), 0 * later, [])):
         table = {OF_W2: 2 * truth()[OF_W2] + first, W1: 2 * truth()[W1] + second}
@@ -221,7 +222,7 @@ def test_a_factor_is_a_size_of_the_case_but_for_an_epsilon_in_its_divisor() -> N
 
 
 def test_an_element_is_measured_by_its_own_predicted_size() -> None:
-    """One element of thousands is far larger than others, and is rounded where the truth has a small one."""
+    """An element of thousands is far larger than others, and is rounded where the truth has a small one."""
     name, true = "act/head", drawn(2, 100, 100)
     true[0, 0, 0] = 1e4
     guess = true.roll(50, 1)

@@ -1,4 +1,4 @@
-"""What every engine does alike on which ranks communicate: errors, positions, ledgers; and the next run is right."""
+"""Common behaviour of engines whose ranks communicate: errors, positions, ledgers; and the next run is right."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def ended(engine: Engine, program: Program, *args: Any, world_size: int = 2, tim
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.program.__name__}-{case.world_size}")
 def test_ranks_out_of_step_end_in_one_error_with_every_position(engine: Engine, case: Case) -> None:
-    """Many of them gloo does not mind: dtype, reduce op, shape, rows, a work that nobody waits for."""
+    """Many of them gloo does not mind: dtype, reduce op, shape, rows, a work without a wait."""
     if engine.name == "pool" and case.program is out_of_step.lives_differ:
         pytest.skip("a second life of the default group needs a rendezvous, which the pool has not")
     error = ended(engine, case.program, world_size=case.world_size)

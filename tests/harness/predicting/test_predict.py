@@ -21,7 +21,7 @@ from harness.predicting.forecast import forecast
 from parallel.subject import subject
 from reference.case import Case
 from reports.commands.cli import main
-from reports.comparing.modes import crossings
+from reports.comparing.growth import crossings
 from reports.predicting.planning import candidates, growth
 from reports.predicting.prediction import predict
 from tests.harness import own_words

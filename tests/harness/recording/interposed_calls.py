@@ -76,7 +76,7 @@ def exchanges(rank: int) -> None:
 
 
 def messages(rank: int) -> None:
-    """send and recv: blocking, not blocking, from anybody, as a batch."""
+    """Call send and recv: blocking, not blocking, from any rank, as a batch."""
     other = 1 - rank
     if rank == 0:
         dist.send(x4(), dst=1)
@@ -155,7 +155,7 @@ def ddp(rank: int) -> list[Tensor]:
 
 
 def fsdp(rank: int) -> None:
-    """One step of FSDP2, every layer its own group of parameters."""
+    """Step of FSDP2, every layer its own group of parameters."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     for layer in model:
         fully_shard(layer)

@@ -86,12 +86,12 @@ EXPECTED: dict[str, list[Said]] = {
     "zero": [call("broadcast", "", "4x4", 64, later=True), call("broadcast", later=True)],
     "compiled": [call("all_reduce", "sum", later=True)] * 2,
 }
-"""What both ranks must be seen to do, where they do the same; worked out from the scenarios by hand."""
+"""Calls that both ranks must be seen to issue, where they issue the same; worked out from the scenarios by hand."""
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two gloo ranks saw."""
+    """Events that each of two gloo ranks saw."""
     folder = tmp_path_factory.mktemp("interposed")
     command = [sys.executable, "-m", "tests.harness.recording.interposed_calls", str(folder)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
@@ -101,7 +101,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def threads() -> list[dict[str, list[Event]]]:
-    """What two ranks of the in-process engine saw, of which its own groups tell."""
+    """Events that two ranks of the in-process engine saw, with its own groups."""
     found: list[dict[str, list[Event]]] = [{}, {}]
     with InprocEngine() as engine, warnings.catch_warnings(action="ignore"):
         scenarios = importlib.import_module("tests.harness.recording.interposed_calls").SCENARIOS
@@ -208,7 +208,7 @@ def test_when_it_is_left_nothing_is_seen_any_more(ranks: list[dict[str, Any]]) -
 
 
 class Deaf:
-    """An observer that keeps what it is told."""
+    """An observer that keeps what it receives."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []

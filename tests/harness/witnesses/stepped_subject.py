@@ -60,10 +60,10 @@ class Halves(nn.Module):
 
 
 class _Agreeing(torch.optim.SGD):
-    """Asks the other ranks before it steps."""
+    """Talks to the other ranks before it steps."""
 
     def step(self, closure: Any = None) -> Any:
-        """One step."""
+        """Step behind an all-reduce."""
         asked = torch.ones(1)
         dist.all_reduce(asked)
         return super().step(closure)

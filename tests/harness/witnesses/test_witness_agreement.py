@@ -32,7 +32,7 @@ Seen = list[Sighting]
 
 
 def event(rank: int, index: int, phase: str, region: str, op: str, axis: str, payload_bytes: int) -> Event:
-    """One call of the plan as an event."""
+    """Call of the plan as an event."""
     return Event(
         case="c",
         mode="tp",
@@ -69,7 +69,7 @@ LEDGER = of_ledger(EVENTS)
 
 
 def changed(seen: Seen, rank: int, index: int, **words: object) -> Seen:
-    """One sighting with other words."""
+    """Sightings with other words in one of them."""
     return [replace(s, **words) if (s.rank, s.index) == (rank, index) else s for s in seen]  # type: ignore[arg-type]
 
 
@@ -80,7 +80,7 @@ def dropped(seen: Seen, rank: int, index: int) -> Seen:
 
 
 def doubled(seen: Seen, rank: int, index: int) -> Seen:
-    """One sighting twice."""
+    """Sightings with one of them twice."""
     later = [replace(s, index=s.index + 1) if s.rank == rank and s.index > index else s for s in seen]
     return [*later, *(replace(s, index=index + 1) for s in seen if (s.rank, s.index) == (rank, index))]
 
@@ -216,7 +216,7 @@ def test_nothing_seen_in_six_lines() -> None:
 
 
 def told_of(*watched: str) -> Told:
-    """What is told of a session whose ranks' outcomes have these digests when they are watched, "a" when not."""
+    """Messages of a session whose ranks' outcomes have these digests when they are watched, "a" when not."""
 
     def measured(rank: int, digest: str) -> WatchedRank:
         mine: tuple[Event, ...] = tuple(event for event in EVENTS if event.rank == rank)

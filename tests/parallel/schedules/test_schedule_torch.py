@@ -50,7 +50,7 @@ def listed(pipeline: Pipeline, rank: int) -> list[Place]:
 
 
 def rounds(schedule: str, pp: int, micro: int) -> Iterator[Pipeline]:
-    """Those that torch runs: whole rounds, for the interleaved one in groups of its own number."""
+    """Pipelines that torch runs: whole rounds, for the interleaved one in groups of its own number."""
     for pipeline in every(schedule, pp, micro):
         whole, rest = divmod(pipeline.micro, max(1, pipeline.micro // pipeline.ranks))
         if schedule == "zbv" or (not rest and pipeline.group in (None, whole)):
