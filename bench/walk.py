@@ -141,7 +141,7 @@ def _started(tree: Path, words: Sequence[str]) -> None:
 
 
 def figures(tree: Path) -> list[str]:
-    """Lines to print of a tree."""
+    """Lines to print of a tree. Raises SystemExit where the case does not pass there."""
     with tempfile.NamedTemporaryFile() as file:
         _started(tree, [str(ROOT / "bench/walk.py"), "--follow", str(tree), file.name])
         found = json.loads(Path(file.name).read_text())

@@ -21,7 +21,7 @@ Check = Callable[[Evidence], Finding | None]
 
 
 def _initial_values(evidence: Evidence) -> Finding | None:
-    from harness.checking.initial_values import initial_values as check  # noqa: PLC0415
+    from harness.checking.state_checks import initial_values as check  # noqa: PLC0415
 
     return check(evidence)
 
@@ -39,7 +39,7 @@ def _routing(evidence: Evidence) -> Finding | None:
 
 
 def _saved(evidence: Evidence) -> Finding | None:
-    from harness.checking.checkpoint_checks import saved as check  # noqa: PLC0415
+    from harness.checking.state_checks import saved as check  # noqa: PLC0415
 
     return check(evidence)
 

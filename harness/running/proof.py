@@ -146,7 +146,7 @@ def judged(
         findings = examine(evidence, checks)
         if evidence.torn or not any(finding.wrong for finding in findings.values()):
             return evidence, findings
-    from harness.running.rechecking import rechecked  # noqa: PLC0415
+    from harness.running.trials.rechecking import rechecked  # noqa: PLC0415
 
     return rechecked(trial, evidence, checks, findings)
 

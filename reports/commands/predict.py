@@ -54,7 +54,7 @@ ASSUMPTIONS = (
     "against gloo on the machine at hand (python -m bench.cost_table), for clusters the error is not known: trust "
     "ratios more than seconds",
 )
-"""What every prediction rests on, and how far it can be trusted."""
+"""Assumptions of every prediction, and how far it can be trusted."""
 
 
 def main(arguments: argparse.Namespace) -> int:

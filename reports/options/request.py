@@ -1,4 +1,4 @@
-"""What the options of a command request, checked before anything is loaded that takes long: torch, pandas.
+"""Options of a command, checked before anything is loaded that takes long: torch, pandas.
 
 `read(arguments)` raises for a wrong word or value of any command. The request of `shardproof run` is `requested`: all
 that needs no torch is checked first; then the subject is imported, which mostly needs it. Without a CASE its cases are
@@ -66,7 +66,7 @@ def requested(arguments: argparse.Namespace) -> Request:
         if arguments.device == "cuda" and not import_module("torch").cuda.is_available():
             raise RequestError("device=cuda: this machine offers no CUDA device; legal: --device cpu")
         cases = given or _defaults(arguments, subject)
-        tools, steps = _profiled(arguments, cases)
+        steps = _steps(arguments, cases)
         _read_first(unsaved(admitted(cases, arguments.engine)))
     most = 1 if arguments.cases else min(2, os.cpu_count() or 1)
     return Request(
@@ -77,7 +77,7 @@ def requested(arguments: argparse.Namespace) -> Request:
         out=out,
         timeout_s=seconds(arguments.timeout, "timeout"),
         command=tuple(sys.argv),
-        profile=tools,
+        profile=_tools(arguments),
         profile_steps=steps,
         processes=most if getattr(arguments, "isolated", False) else 0,
         fail_fast=arguments.fail_fast,
@@ -129,7 +129,7 @@ def _options_checked(arguments: argparse.Namespace) -> None:
 
         complete_experiment(arguments)
     seconds(arguments.timeout, "timeout")
-    _profiled(arguments, ())
+    _tools(arguments)
     _check_choice(arguments)
     if arguments.data is not None:
         from reports.options.checks import check_data  # noqa: PLC0415
@@ -137,13 +137,22 @@ def _options_checked(arguments: argparse.Namespace) -> None:
         check_data(arguments.data)
 
 
-def _profiled(arguments: argparse.Namespace, cases: Sequence[CaseLike]) -> tuple[tuple[str, ...], range | None]:
-    """The tools that watch, and the steps that they watch of each of these cases: None for all."""
-    if arguments.profile is None and arguments.profile_steps is None:
-        return (), None
-    from reports.options.checks import profiled_steps, profiled_tools  # noqa: PLC0415
+def _tools(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """The tools that watch the run."""
+    if arguments.profile is None:
+        return ()
+    from reports.options.checks import profiled_tools  # noqa: PLC0415
 
-    return profiled_tools(arguments), profiled_steps(arguments, cases) if cases else None
+    return profiled_tools(arguments)
+
+
+def _steps(arguments: argparse.Namespace, cases: Sequence[CaseLike]) -> range | None:
+    """The steps that they watch of each of these cases, None for all."""
+    if arguments.profile_steps is None:
+        return None
+    from reports.options.checks import profiled_steps  # noqa: PLC0415
+
+    return profiled_steps(arguments, cases)
 
 
 def _given(arguments: argparse.Namespace, subject: NamedSubject | None = None) -> tuple[CaseLike, ...]:
@@ -157,7 +166,7 @@ def _given(arguments: argparse.Namespace, subject: NamedSubject | None = None) -
         cases = _as_variant(cases, arguments.variant, given=True)
     if arguments.data is not None:
         cases = _with_data(cases, arguments.data)
-    _profiled(arguments, cases)
+    _steps(arguments, cases)
     check_saved(cases)
     return cases
 
@@ -212,7 +221,7 @@ def default_cases(subject: NamedSubject, modes: str, deep: bool = False, checkpo
 
 
 def _as_variant(cases: Iterable[CaseLike], name: str, *, given: bool) -> tuple[CaseLike, ...]:
-    """The cases with this variant. One that was given must show it as it is; a default one is made to, or left out."""
+    """The cases with this variant. A case that was given must show it as it is; a default one is, or is left out."""
     try:
         made = dense_model().variant_words(name)
     except ValueError as problem:

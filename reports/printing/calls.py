@@ -36,7 +36,7 @@ def calls_table(case: str, terms: Iterable[TermLike]) -> Table:
 
 
 def _line(term: TermLike) -> tuple[str, ...]:
-    """What is said of a term, its module and its count aside."""
+    """Words about a term, its module and its count aside."""
     op = f"{term.op or NOTHING} {term.reduce_op if term.reduce_op not in ('sum', None) else ''}".strip()
     at = ", ".join(f"{axis} {place}" for axis, place in getattr(term, "at", {}).items())
     axis = term.axis if term.group_size is None else f"{term.axis or NOTHING}={term.group_size}"

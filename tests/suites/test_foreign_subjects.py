@@ -1,6 +1,6 @@
 """Foreign systems as subjects of their own words and truths: the quick cells of the matrix `bench/systems.txt`.
 
-Those of `shardproof new-subject` are run in tests/reports/commands/test_names.py.
+The subjects of `shardproof new-subject` are run in tests/reports/commands/test_names.py.
 """
 
 from __future__ import annotations

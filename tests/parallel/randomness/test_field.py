@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.checking.evidence import FAIL, PASS
-from harness.checking.initial_values import initial_values
+from harness.checking.state_checks import initial_values
 from harness.shard import Shard
 from parallel.communication.layout import Cut, Placement, gather, meshgrid
 from parallel.randomness.field import indices, kept, philox, standard

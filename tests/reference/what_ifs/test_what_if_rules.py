@@ -241,7 +241,7 @@ def test_the_last_token_taken_for_padding() -> None:
 
 SLICED = "mode=tp tp=1 heads=2 kv_heads=1 hidden=8 layers=1 seq=8 cp=2 batch=2"
 ZIGZAG = [[0, 1, 6, 7], [2, 3, 4, 5]]
-"""What the two ranks hold of eight tokens."""
+"""Tokens of the two ranks, of eight."""
 
 
 def seen(case: Case, reading: str) -> Tensor:

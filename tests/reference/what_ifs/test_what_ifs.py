@@ -1,7 +1,7 @@
 """What-ifs of the dense model: each is its own mathematics on what truth's own activations say, read otherwise.
 
-Exchanged heads are held against ranks that send and receive flat memory as the bug would have them do, tables and
-losses against the split program that has the bug."""
+Exchanged heads are held against ranks that send and receive flat memory as the bug would. Tables and losses are held
+against the split program that has the bug."""
 
 from __future__ import annotations
 
