@@ -1,7 +1,6 @@
 """A dry run: a subject on tensors that have shapes and no numbers, on a few ranks that stand for all of a world.
 
-Every rank that is run has its ledger, what it computes between its calls, and the memory that it needs. Sizes are
-bytes, times seconds.
+A rank that is run has a ledger, computation between calls, and a need of memory. Sizes are bytes, times seconds.
 """
 
 from __future__ import annotations

@@ -157,9 +157,8 @@ def on_the_line(drawn: Sequence[tuple[float, MeasuredStage]]) -> MeasuredStage:
 def _ends(rank: DryRank, program: Sequence[Sequence[ActionLike]]) -> list[int]:
     """Where each computation ends, as the number of stretches before; and where what follows the last one ends.
 
-    A batch of messages belongs to the computation behind it. Between two of them, forward and backward are
-    distinguished by what autograd computes and by the phases of calls. Raises NotComputed when the rank did not follow
-    its program.
+    A batch of messages belongs to the computation behind it. Between two of them, autograd's work and the phases of
+    calls distinguish forward and backward. Raises NotComputed when the rank did not follow its program.
     """
     by_ticket = {event.call_index: event for event in rank.events}
     messages = [event.call_index for event in rank.events if event.phase == MESSAGES]

@@ -3,11 +3,11 @@
     with shardproof.watch(model, every=100):
         train(model)
 
-After every hundredth step of the model's optimizer the ranks exchange hashes of replicated parameters and random
-streams, and the name of any gradient that is not finite. The exchange is 8 bytes a parameter, one all_gather a group of
-replicas and one of all ranks. Replicas and their ranks are read from DistributedDataParallel and from the placements of
-DTensors, or stated as `replicas`. The output is one line at the end when all is well, six lines at the first check that
-finds something. Watching changes no value and raises nothing.
+After every hundredth step of the model's optimizer ranks exchange hashes of replicated parameters and random streams,
+and flags of gradients that are not finite. The exchange is 8 bytes a parameter, one all_gather a group of replicas and
+one of all ranks. Replicas and their ranks are read from DistributedDataParallel and from the placements of DTensors, or
+stated as `replicas`. The output is one line at the end when all is well, six lines at the first check that finds
+something. Watching changes no value and raises nothing.
 """
 
 from __future__ import annotations

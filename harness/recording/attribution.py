@@ -92,7 +92,7 @@ class Attribution:
         return self._stepless and not self.updates
 
     def doubts(self, ticket: int) -> tuple[str, ...]:
-        """What is not certain of the step and the phase of a call."""
+        """Doubts about the step and the phase of a call."""
         return (*[NO_UPDATE] * self.stepless, *[EITHER_GATHER] * (ticket in self._unsure))
 
     def forget(self) -> None:

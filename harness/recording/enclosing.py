@@ -21,8 +21,7 @@ def around(frame: FrameType | None, *, in_backward: bool) -> tuple[tuple[CodeTyp
     """The caller in user code; in backward also whether checkpointing runs a function again, and the outer node.
 
     The outer node is the node of another backward whose own backward started this one; OUTSIDE when there is none. The
-    caller is a plain code and line (callers.Caller), since this is looked up for every call: a look costs about a
-    microsecond.
+    caller is a plain code and line (callers.Caller), for every call costs such a look: about a microsecond.
     """
     caller, again = issued_at(frame), False
     while in_backward and frame is not None:

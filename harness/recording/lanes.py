@@ -5,7 +5,7 @@ Here too: calls that wait for what follows them, and what can be read off a call
 A call made outside of modules, optimizer and backward is loss when a model's forward was the last thing that happened.
 Otherwise what follows settles it: data before a forward, grad_sync before an optimizer step. At the end: metric after a
 step, grad_sync after a backward, data after nothing. Reductions of several numbers after a backward are grad_sync even
-before a forward: engines reduce between micro-batches too. Metric is also what a module without parameters does with
+before a forward: engines reduce between micro-batches too. Metric is also the work of a module without parameters with
 gradients off, once a forward with gradients on has been. An evaluation without gradients keeps its loss. Where no
 optimizer of torch.optim steps, what changed the parameters after a backward is a step (updates.Looks). After a step one
 reduced element is metric. Calls that write into a parameter's memory, and all_gathers of half the parameters' bytes or

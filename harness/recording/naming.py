@@ -82,8 +82,7 @@ def axis_name(
     First comes the program's name of the group ("tp", DeviceMesh's "mesh_tp", Megatron-Core's names). The name holds
     when the case has such an axis, or when it is a known word for something else ("ep", "dp_cp"). Of joint words
     ("dp_shard", "dp_cp") those axes hold that together have the same ranks. Then comes the one axis of several ranks
-    that has this rank list; then an unknown word as it is. Then "world" when the group holds every rank; else the rank
-    list, "0,2".
+    that has this rank list; then an unknown word as it is. Then "world" for all ranks; else the rank list, "0,2".
     """
     said, ranks = group_word(group_desc), tuple(sorted(group))
     if said in axes:

@@ -7,8 +7,7 @@ of the rank: 0 is the one that runs the rank's program.
 A program that updates its parameters without torch.optim calls nothing that could be seen. An update changes a few
 bytes of the parameters themselves, so a few of them are looked at between a backward and the next forward. At most four
 parameters of each outermost module are looked at, three elements of each, some microseconds a look. A version counter
-alone does not do: `p.data.sub_(...)` leaves it as it is. Parameters on other devices than the CPU have nothing but the
-counter.
+alone does not do: `p.data.sub_(...)` leaves it as it is. On other devices than the CPU there is only the counter.
 """
 
 from __future__ import annotations
@@ -116,8 +115,7 @@ class ParameterMemory:
     """The memory of the parameters of some models; `parameter_bytes` are those of this rank's parts of them.
 
     Experts that Megatron-Core and DeepSpeed mark with allreduce=False are left out: data ranks hold no copies of these
-    to gather. The memory is read after the run. Where parameters `moved` meanwhile, it says nothing about the time of a
-    call.
+    to gather. The memory is read after the run. Where parameters `moved` since, it says nothing about a call.
     """
 
     def __init__(self) -> None:
@@ -183,8 +181,7 @@ class Entered(NamedTuple):
 
     `number`: the sequence number that the next autograd node of this thread will get. `task`: the graph task that runs
     in this thread. `node`: the number of the node that runs in it. Outermost ones have `grad`: gradients were on;
-    `look` at the parameters (updates.Looks): () inside of a backward, and after an optimizer's step. `at_s` is the
-    time; 0 for others.
+    `look` (updates.Looks): () inside of a backward, and after an optimizer's step. `at_s` is the time; 0 for others.
     """
 
     lane: int

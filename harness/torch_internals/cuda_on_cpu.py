@@ -153,8 +153,8 @@ def cuda_on_cpu(*, available: bool = False) -> Iterator[None]:
     """Within it, CUDA's questions are answered for the CPU, in all threads of the process.
 
     The context may be entered again and by several threads; all is as before when the last one has left. With
-    `available`, torch.cuda.is_available() is True, for libraries that refuse to run otherwise; others then choose
-    kernels of a GPU.
+    `available`, torch.cuda.is_available() is True, for libraries that refuse otherwise; others then choose kernels of a
+    GPU.
     """
     _ANSWERING.enter(available)
     try:

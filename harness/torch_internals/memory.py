@@ -49,8 +49,7 @@ def keep_freed_memory() -> None:
 def tight_heap() -> Iterator[None]:
     """Take fewer tensors from the heap within it.
 
-    A freed tensor leaves a hole there that the next of its size does not fit, because it is aligned (glibc before
-    2.38).
+    A freed tensor leaves a hole that the next of its size does not fit, because it is aligned (glibc before 2.38).
     """
     _glibc("mallopt", _MMAP_THRESHOLD, _IN_TIGHT_HEAP_BYTES)
     try:

@@ -3,8 +3,7 @@
 A step ends with the last optimizer step before the next forward, as in the ledger (harness.recording.attribution). The
 last one is known only when the forward comes. So an earlier run of the same case shows after how many optimizer steps
 each step ends (`step_ends`), and later runs count them (`during`). Steps count from 0, "2:4" are the steps 2 and 3. A
-witness is switched on over one such stretch: the torch profiler (`TorchTrace`), and nsys's capture on a GPU
-(`captured`).
+witness is on over one such stretch: the torch profiler (`TorchTrace`), and nsys's capture on a GPU (`captured`).
 """
 
 from __future__ import annotations

@@ -54,8 +54,7 @@ _START_S = 60.0
 class SessionRequest:
     """Request of a session: the subject by name, the cases, one tool ("torch" or "nsys"), and numbers of runs.
 
-    The numbers are how often each case runs before and unwatched. The steps are those that are watched and timed, None
-    for whole runs.
+    The numbers are how often each case runs before and unwatched. `steps` are watched and timed, None for whole runs.
     """
 
     subject: str

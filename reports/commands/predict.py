@@ -92,7 +92,7 @@ def _tables(one: Prediction) -> list[Table]:
 
 
 def _own(one: Prediction) -> list[Table]:
-    """What belongs to one text: its stages, the break-even of its modes, what is beside."""
+    """Tables of one text alone: its stages, the break-even of its modes, what is beside."""
     more = [break_even_table(one.crossings)] if len(one.crossings) else []
     columns: dict[str, tuple[str, Callable[[object], str]]] = {"what": ("what", str), "how much": ("how much", str)}
     beside = [table("Beside", one.beside, columns, _BESIDE)] if len(one.beside) else []

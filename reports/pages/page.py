@@ -146,7 +146,7 @@ def _parts(run: Run) -> dict[str, object]:
 
 
 def _witnesses(run: Run) -> Iterator[Table]:
-    """What witnesses saw of a profiled run."""
+    """Tables of witnesses in a profiled run."""
     if profiled(run.path):
         from reports.printing.witnesses import witness_tables  # noqa: PLC0415
 

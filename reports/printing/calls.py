@@ -1,5 +1,6 @@
-"""The calls that a subject states for a case, as a table: one line a row of its closed form, with bytes as formula and
-number.
+"""The calls that a subject states for a case, as a table.
+
+A line is a row of its closed form, with bytes as formula and number.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 `caller_at` is the innermost line. `issued_at`, for collectives, passes over functions that only communicate for others.
 These are the innermost file, when its function was handed a tensor by another file (`all_reduce(x, group)`). Then come
 files whose autograd Function runs in forward and is short (Megatron's `mappings.py`). The search ends at the forward of
-the module that runs, a Function's backward, a hook, or the program's start. A file that communicates for itself is its
-own caller.
+the module that runs, a Function's backward, a hook, or the program's start. So a file that communicates for itself is
+its own caller.
 
 Called for every collective, so a look costs about a microsecond or two. Facts of a file, and whether a function is
 handed tensors, are remembered. Installed packages that use torch (Megatron-Core, transformers) are user code: their

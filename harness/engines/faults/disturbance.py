@@ -3,8 +3,7 @@
 Works below the recorder, which records the call as the program issued it. A disturbed call is computed correctly first,
 from data of which copies were kept. Then the outputs of the ranks that are hit are overwritten (`faults.spoiled`). A
 group fault sends the call to other ranks instead. A call is hit where it is the target's by rank, call index, op,
-reduce op and group size. So a program that goes another way after its first disturbed call is not hit in a call of
-another kind.
+reduce op and group size. So a program that then goes another way is not hit in a call of another kind.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 The idea is that of torch's NCCL flight recorder (torch/csrc/distributed/c10d/FlightRecorder.hpp), for every backend and
 without a dump. The memory outlives the rank, so it can be read when the rank hangs, or was killed in the middle of a
 call. A record is a time (s, monotonic) and the number of a call. Calls (signature, peer, user's line) are written once
-each, so that a record costs a few microseconds. The memory is an anonymous file: nothing is left of it when no process
-holds it.
+each, so that a record costs a few microseconds. The memory is an anonymous file, gone when no process holds it.
 
     header   run, records, calls, bytes of calls, 1 + the record of the synchronous call that is not complete, thread,
              1 + the place among the asynchronous calls of the one that is waited for

@@ -78,8 +78,7 @@ class TraceMatcher:
     def groups(self) -> list[RankGroup]:
         """All groups in which a rank called, in the order in which they were seen.
 
-        Last is the world, where groups are made that not all of their members have made. Where a backend was kept, no
-        rank waits for that.
+        Last is the world, where groups are made that not all members have made. With kept backends no rank waits.
         """
         making = world_of(len(self.last))
         for number, made in self._made.items():

@@ -3,13 +3,11 @@
 torch and user code keep caches and switches per thread: meshes, DTensor's sharding decisions, grad mode, autocast. A
 new thread for every rank would be the simple way to start clean. Its cost is 0.3 ms a rank (start, allocator,
 autograd's queues), a fifth of a small example. So a thread is used again if its Python thread-locals and torch's
-switches are exactly as at its birth; else it is thrown away. Where Python does not show its thread-locals, every thread
-is new.
+switches are exactly as at its birth; else it is thrown away. Where Python hides its thread-locals, every thread is new.
 
 Threads that take turns stay on the processor on which the driver is when it starts them, for only one runs at a time. A
 turn that goes to a sleeping processor costs as much as the calls that a small rank makes between two of them. Threads
-and processes that a rank starts inherit the processor. The driver stays free, so the next run goes where the machine
-has room.
+and processes that a rank starts inherit the processor. The driver stays free for the next run.
 
 A thread that a rank starts is in the world of the rank, and so is what it gives to an executor's threads. They are
 daemons, and no executor of theirs is waited for when the process ends: a thread blocked for good does not keep it. When

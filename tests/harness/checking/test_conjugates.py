@@ -172,7 +172,7 @@ def again(layer: nn.Module, reentrant: bool) -> Callable[[Tensor], Tensor]:
 
 
 def again_by(layer: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The same by a checkpoint that torch does not know."""
+    """Call of the layer by a checkpoint that torch does not know."""
     first = nn.Linear(4, 4)
 
     def whole(x_BD: Tensor) -> Tensor:

@@ -45,8 +45,7 @@ class RankStreams:
     To read and write them costs 1 us (torch) to 36 us (numpy) and sweeps the caches, and few programs draw between two
     collectives. All three are Mersenne twisters in memory: a draw moves the place in the words, and after the last word
     new words are made. So a mark of each, place and first word, is compared with the start. A stream is swapped only
-    from the first change of turns at which its mark differs. Where a twister is not found in memory the mark is its
-    whole state.
+    from the first change of turns at which its mark differs. Of a twister not found in memory the mark is the state.
     """
 
     def __init__(self, world_size: int, seed: int) -> None:
