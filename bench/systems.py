@@ -1,11 +1,11 @@
-"""The matrix of other people's systems: what each cell of it gives under `shardproof run`, and the page that tells it.
+"""The matrix of other people's systems: the result of each cell under `shardproof run`, and the page about it.
 
     python -m bench.systems [--quick] [--only SYSTEM] [--out FILE] [--accept] [--environments FOLDER]
 
-A cell is a case of a subject of `suites/subjects` on an engine. It is `pass` when `shardproof run` ends with status 0,
-`known defect` when it fails and names the module of the finding, and `cannot run` when it ends in the error of its row.
-Anything else is FAIL, and so are calls or bytes other than those that the page holds from earlier runs (`--accept`
-takes the new ones). Exit status 1 for a FAIL.
+A cell is a case of a subject of `suites/subjects` on an engine. Its result is `pass` when `shardproof run` ends with
+status 0, `known defect` when it fails and names the module of the finding. The result is `cannot run` when it ends in
+the error of its row. Anything else is FAIL, and so are calls or bytes other than those that the page holds from earlier
+runs (`--accept` takes the new ones). Exit status 1 for a FAIL.
 
 A system runs where its Python and its packages are: here, or in an environment that is made for it and kept. Without
 that Python, or where pip fails, it is `not run here`. A run without --quick and without a FAIL writes the page,
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -34,24 +35,26 @@ from bench.environments import ROOT, ended, install
 PAGE, MEGATRON = ROOT / "docs" / "systems.md", ROOT / "docs" / "megatron.md"
 PASSED, DEFECT, CANNOT, FAILED, NOT_RUN = "pass", "known defect", "cannot run", "FAIL", "not run here"
 CHECKS = {"forward", "parameter_gradients", "update", "replicas", "ledger"}
-"""What a passing cell has compared, at least."""
+"""Checks that a passing cell has compared, at least."""
 TABLE = ROOT / "bench" / "systems.txt"
 _THIS = "python{}.{}".format(*sys.version_info)
 
 
 class System(NamedTuple):
-    """A system: its packages, the first its own, with their versions where these are not those of constraints.txt; and
-    its Python where that is not the one that runs this command.
+    """A system: its packages, the first its own, and its Python where another one runs this command.
+
+    Packages have versions where these are not those of constraints.txt. `checkout` is the variable that names its code.
     """
 
     name: str
     packages: tuple[str, ...]
     python: str = ""
+    checkout: str = ""
 
     @property
     def package(self) -> str:
-        """The name of its own package."""
-        return self.packages[0].partition("==")[0]
+        """The name of its own package; of a checkout the word before its commit."""
+        return "commit" if self.checkout else self.packages[0].partition("==")[0]
 
     @property
     def is_here(self) -> bool:
@@ -60,8 +63,9 @@ class System(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """One cell; `needle` is what the output must name where the cell is not expected to pass; `kept`: whether the page
-    keeps its calls and bytes.
+    """A cell; `needle` is a text that the output must have where the cell is not expected to pass.
+
+    `kept`: whether the page keeps its calls and bytes.
     """
 
     system: System
@@ -81,7 +85,7 @@ Ledger = tuple[int, int]
 
 
 class Seen(NamedTuple):
-    """What a cell gave: its result and why, calls in forward and backward and payload bytes of a rank."""
+    """Result of a cell and why, calls in forward and backward and payload bytes of a rank."""
 
     cell: Cell
     result: str
@@ -95,7 +99,9 @@ def cells() -> Iterator[Cell]:
     for block in TABLE.read_text("utf-8").split("\n# ")[1:]:
         heading, *rows = block.splitlines()
         name, packages, python = (*heading.split(": "), "")[:3]
-        system = System(name, tuple(packages.split()), python)
+        words = packages.split()
+        variable = next((word[1:] for word in words if word.startswith("$")), "")
+        system = System(name, tuple(word for word in words if not word.startswith("$")), python, variable)
         for row in filter(None, rows):
             subject, feature, case, marks = (*row.split(" | "), "")[:4]
             kind, _, rest = marks.partition(": ")
@@ -116,6 +122,12 @@ def interpreter(system: System, folder: Path) -> tuple[str, str]:
     """The Python that has the packages of a system, this one or that of an environment below `folder`, and the version
     of its own package. Without one "" and the reason.
     """
+    if system.checkout and not os.environ.get(system.checkout):
+        return "", f"{system.checkout} names no checkout"
+    if system.checkout and system.is_here:
+        log = ["git", "-C", os.environ[system.checkout], "log", "-1", "--format=%h"]
+        commit = subprocess.run(log, capture_output=True, text=True, check=False).stdout.strip()
+        return sys.executable, commit or "unknown"
     if system.is_here:
         return sys.executable, importlib.metadata.version(system.package)
     python = system.python or _THIS
@@ -192,7 +204,7 @@ def key(cell: Cell) -> tuple[str, ...]:
 
 
 def sections(page: Path) -> dict[str, str]:
-    """What a page has below the heading of each system."""
+    """Texts of a page below the heading of each system."""
     blocks = page.read_text("utf-8").split("\n## ")[1:] if page.exists() else []
     return {name: rest.strip("\n") for name, _, rest in (block.partition("\n") for block in blocks)}
 

@@ -2,7 +2,7 @@
 
     python -m bench.walk [CHECKOUT ...]
 
-One `shardproof run "mode=tp tp=2"` is followed in process.
+The request `shardproof run "mode=tp tp=2"` is followed in process.
 
 walk      Functions of the product in the order of their first call, each once, in every thread. The walk begins with
           `run` of harness/running/run.py. It has the files of the folders in FOLDERS; lambdas and comprehensions are
@@ -141,7 +141,7 @@ def _started(tree: Path, words: Sequence[str]) -> None:
 
 
 def figures(tree: Path) -> list[str]:
-    """What is printed of a tree. Raises SystemExit where the case does not pass there."""
+    """Lines to print of a tree. Raises SystemExit where the case does not pass there."""
     with tempfile.NamedTemporaryFile() as file:
         _started(tree, [str(ROOT / "bench/walk.py"), "--follow", str(tree), file.name])
         found = json.loads(Path(file.name).read_text())

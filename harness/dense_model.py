@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 
 from harness.protocols import FactsLike
 from harness.resolve import resolve
@@ -21,6 +21,31 @@ Outcome: TypeAlias = "Mapping[str, Tensor]"
 NAME = "reference.dense_model:DENSE_MODEL"
 SUBJECT = "parallel.subject:subject"
 """The implementation under test where no other is named."""
+
+
+class WhatIfLike(Protocol):
+    """A rule of the dense model that may not be kept. `words` go on from "what the dense model computes"; `explains`
+    are the kinds of wrong tensors for which it is tried; `names_readings`: whether a cause names the readings that fit.
+    """
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def words(self) -> str: ...
+    @property
+    def explains(self) -> frozenset[str]: ...
+    @property
+    def names_readings(self) -> bool: ...
+    def readings(self, case: Any, device: torch.device, **words: Any) -> Mapping[str, Outcome]:
+        """Every way to break the rule -> what is computed then, by name; {} where it makes no difference."""
+        ...
+
+
+class Tried(NamedTuple):
+    """A rule that was tried in a case, and what is computed by each reading of it, by name."""
+
+    rule: WhatIfLike
+    readings: Mapping[str, Outcome]
 
 
 class DenseModelLike(Protocol):
@@ -53,10 +78,7 @@ class DenseModelLike(Protocol):
     def kinks(self, case: Any, device: torch.device, **words: Any) -> Outcome: ...
     def adam_slack(self, case: Any, states: Outcome, truth: Outcome, controls: Sequence[Outcome]) -> Outcome: ...
     def shares(self, case: Any, device: torch.device, **words: Any) -> Outcome: ...
-    def alternatives(self, case: Any, device: torch.device, **words: Any) -> Outcome: ...
-    def rules(self, case: Any, device: torch.device, **words: Any) -> Outcome: ...
-    def trainings(self, case: Any, device: torch.device, **words: Any) -> Outcome: ...
-    def metrics(self, case: Any, device: torch.device, **words: Any) -> Outcome: ...
+    def what_ifs(self) -> Sequence[WhatIfLike]: ...
 
 
 def dense_model() -> DenseModelLike:

@@ -95,8 +95,8 @@ class Event:
     `graph` names the CUDA graph a replay of which sent it ("graph0"), "" where the program itself did. `group` holds
     the global ranks of the call's group; the file names the group by `axis`. `operator` is torch's name
     of what is `other`; only messages name it. `doubts` are sentences on what is not certain of its axis or step.
-    `needs_gradient` is that of its call. `sent_rows`, of an all_to_all of a recorded program: the rows that this rank
-    sends to each rank of the group, in its order ("3+0+5").
+    `needs_gradient` is that of its call, but False where no backward follows that forward. `sent_rows`, of an
+    all_to_all of a recorded program: the rows that this rank sends to each rank of the group, in its order ("3+0+5").
     """
 
     case: str

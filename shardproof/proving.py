@@ -32,8 +32,8 @@ def prove(
 ) -> CaseResult:
     """Run one case on a subject, a callable or its name "module:object", and check it against the dense model.
 
-    `truth`: "module:object" of a dense model of its own, or "alone" for the subject itself on one rank; without it its
-    attribute `truth`, or our decoder.
+    `truth`: "module:object" of a dense model of its own, or "alone" for the subject itself on one rank. Without it the
+    subject's attribute `truth` counts, or our decoder.
 
     `engine`: a word of `shardproof run --engine`, or an open engine, which stays open. `result.verdict` is the worst of
     `result.verdicts`; `result.events` is the ledger. Nothing is written. Raises RequestError when the case, the subject

@@ -22,6 +22,7 @@ from harness.protocols import Axes, CaseLike, FactsLike, TermLike
 if TYPE_CHECKING:
     from harness.checking.measures.stated_deviations import Deviations
     from harness.checking.measures.tolerance import Controlled
+    from harness.dense_model import Tried
     from harness.recording.spans import RankSpan
 
 PASS, FAIL, UNKNOWN, SKIP = "pass", "fail", "unknown", "skip"
@@ -104,7 +105,7 @@ class Evidence:
     facts        what the reference states about the case's data, None when it states nothing
     declared     patterns of names that the subject leaves out on purpose
     shares       what a diagnosis computed with the dense model (see DenseModelLike.shares); empty until then
-    alternatives "<what if>/<name>" -> what the dense model computes of data read otherwise; empty until then
+    what_ifs     rules of the dense model that a diagnosis tried without keeping them; empty until then
     precision    pass ("forward", "backward") -> the dtype whose limits hold for what it computes, where that is lower
                  than the case's; empty otherwise
     lower        the evidence by whose limits names in `beyond` are judged, those of a lower precision; None for none
@@ -153,7 +154,7 @@ class Evidence:
     facts: FactsLike | None = None
     declared: tuple[str, ...] = ()
     shares: Mapping[str, Tensor] = field(default_factory=dict)
-    alternatives: Mapping[str, Tensor] = field(default_factory=dict)
+    what_ifs: tuple[Tried, ...] = ()
     precision: Mapping[str, str] = field(default_factory=dict)
     lower: Evidence | None = None
     beyond: frozenset[str] = frozenset()

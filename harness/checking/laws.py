@@ -2,21 +2,22 @@
 
 Members of a group issue the same sequence of collectives (op, reduce op, dtype; payload bytes too, but for all-to-alls
 and rooted calls, whose members may rightly differ), and in every group what is sent is received: the same number of
-messages and of bytes. Where a run goes backward, what a module's forward moves has its conjugate when autograd asks for
-its gradient (`Event.needs_gradient`): over every axis as many all-to-alls of numbers go backward, with as many bytes in
-all, and every reduce-scatter has an all-gather of as many bytes in the backward of its module. No more all-to-alls go
-backward than go at all. No more holds in general: a gathered tensor's gradient may be cut instead of reduce-scattered,
-and gradients of whole parameters are reduced at any time. Payloads are bytes.
+messages and of bytes. Where a run goes backward, what a module's forward moves has its conjugate when autograd
+asks for its gradient (`Event.needs_gradient`): over every axis as many all-to-alls of numbers go backward, with as many
+bytes in all, and every reduce-scatter has an all-gather of as many bytes in the backward of its module. A forward that
+is computed again counts once, though autograd asks in its first pass, in its second (a library's own checkpoint), or in
+both. No more all-to-alls go backward than go at all. No more holds in general: a gathered tensor's gradient may be cut
+instead of reduce-scattered, and gradients of whole parameters are reduced at any time. Payloads are bytes.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from harness.ledger import BACKWARD, Event
+from harness.ledger import AGAIN, BACKWARD, Event
 
 Group = tuple[int, ...]
 
@@ -44,8 +45,10 @@ def broken_laws(events: Iterable[Event]) -> list[Broken]:
     broken = []
     for (axis, ranks), by_rank in groups.items():
         broken += same_sequence(axis, ranks, by_rank) + _received(axis, ranks, by_rank)
-    if any(event.phase == "backward" for event in events):
-        broken += _exchanged_back(events) + _gathered_back(events)
+    if any(event.phase in BACKWARD for event in events):
+        wide = [event for event in events if event.group_size > 1]
+        asked = list(_asked_for(wide))
+        broken += _exchanged_back(wide, asked) + _gathered_back(wide, asked)
     return broken
 
 
@@ -78,18 +81,17 @@ def _received(axis: str, ranks: Group, by_rank: Mapping[int, Sequence[Event]]) -
     return [Broken(message=message, ranks=ranks, phase=event.phase, region=event.region)]
 
 
-def _exchanged_back(events: Sequence[Event]) -> list[Broken]:
-    """All-to-alls of numbers: the gradient returns the way that the tensor came, where one is asked for.
+def _exchanged_back(events: Sequence[Event], asked: Sequence[Event]) -> list[Broken]:
+    """All-to-alls of numbers: the gradient returns the way that the tensor came, where it is `asked` for.
 
     Calls outside of modules may be a forward too: their phase follows from what came next, and is no evidence.
     """
-    moved = [e for e in events if e.op == "all_to_all" and "float" in e.dtype and e.group_size > 1]
+    moved, must_move = ([e for e in some if e.op == "all_to_all" and "float" in e.dtype] for some in (events, asked))
     broken = []
     for axis in dict.fromkeys(event.axis for event in moved):
-        own = [e for e in moved if e.axis == axis]
+        own, must = ([e for e in some if e.axis == axis] for some in (moved, must_move))
         back = [e for e in own if e.phase == "backward"]
         may = [e for e in own if e.phase not in BACKWARD]
-        must = [e for e in may if _asked_for(e)]
         for there, wrong in ((must, _fewer(back, must)), (may, _fewer(may, back))):
             if wrong:
                 message = (
@@ -101,20 +103,26 @@ def _exchanged_back(events: Sequence[Event]) -> list[Broken]:
     return broken
 
 
-def _asked_for(event: Event) -> bool:
-    """Whether this is the forward of a module, and a gradient must come back."""
-    return event.phase == "forward" and event.needs_gradient
+def _asked_for(events: Sequence[Event]) -> Iterator[Event]:
+    """Calls in the forward of a module whose gradient must come back; of two passes each call once."""
+    asked = [event for event in events if event.needs_gradient]
+    first = Counter((event.rank, _kind(event)) for event in asked if event.phase == "forward")
+    for event in asked:
+        call = event.rank, _kind(event)
+        if event.phase == "forward" or (event.phase == AGAIN and not first[call]):
+            yield event
+        elif event.phase == AGAIN:
+            first[call] -= 1
 
 
 def _fewer(some: Sequence[Event], others: Sequence[Event]) -> bool:
     return len(some) < len(others) or _total(some) < _total(others)
 
 
-def _gathered_back(events: Sequence[Event]) -> list[Broken]:
+def _gathered_back(events: Sequence[Event], asked: Sequence[Event]) -> list[Broken]:
     """A reduce-scatter forward cuts a sum: every term's gradient is the whole one, which must be gathered."""
-    wide = [e for e in events if e.group_size > 1]
-    there = [e for e in wide if e.op == "reduce_scatter" and _asked_for(e)]
-    back = [e for e in wide if (e.phase, e.op) == ("backward", "all_gather")]
+    there = [e for e in asked if e.op == "reduce_scatter"]
+    back = [e for e in events if (e.phase, e.op) == ("backward", "all_gather")]
     lacking = Counter(map(_kind, there)) - Counter(map(_kind, back))
     broken = []
     for (region, axis, dtype, payload_bytes), calls in reversed(lacking.items()):

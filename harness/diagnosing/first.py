@@ -27,6 +27,7 @@ from harness.checking.measures.kinds import is_state, kind_of
 from harness.diagnosing.beside import are_matrices, between, ranks_in_words
 from harness.diagnosing.rules.places import held_whole, place_of
 from harness.diagnosing.rules.proofs import explains
+from harness.diagnosing.rules.what_ifs import predictions
 from harness.differences import Difference
 from harness.engines.engine import Unwaited
 from harness.ledger import BACKWARD, PHASES, Event
@@ -138,8 +139,10 @@ def _shown_by(evidence: Evidence, wrong: Sequence[str]) -> First:
 
 def _read_again(evidence: Evidence, name: str) -> bool:
     """Whether the dense model computes this when it reads the first step's data in every step."""
-    value, other = evidence.merged.tensors.get(name), evidence.alternatives.get(f"batch_repeated/{name}")
-    return value is not None and other is not None and explains(other, value, evidence.truth[name])
+    value = evidence.merged.tensors.get(name)
+    if value is None:
+        return False
+    return any(explains(x, value, evidence.truth[name]) for _, x in predictions(evidence, "batch_repeated", name))
 
 
 def _user_of(evidence: Evidence, module: str) -> str:

@@ -59,6 +59,7 @@ class Attribution:
         self.pending: list[Waiting] = []
         self._unsure: set[int] = set()  # gathers before an update by hand
         self._backward_of = 0  # the micro-batch of the latest backward
+        self.returned: set[tuple[int, int]] = set()  # steps and micro-batches whose forward a backward followed
         self._memory = ParameterMemory()
         self._lanes = Lanes()
 
@@ -92,8 +93,7 @@ class Attribution:
 
     def doubts(self, ticket: int) -> tuple[str, ...]:
         """What is not certain of the step and the phase of a call."""
-        step = (NO_UPDATE,) if self.stepless else ()
-        return (*step, EITHER_GATHER) if ticket in self._unsure else step
+        return (*[NO_UPDATE] * self.stepless, *[EITHER_GATHER] * (ticket in self._unsure))
 
     def forget(self) -> None:
         """Drop what no backward can need any more; programs without end call it now and then."""
@@ -169,8 +169,7 @@ class Attribution:
 
     def _updated(self) -> None:
         self._since = "stepped"
-        self._stepped_since = True
-        self._backward_since = False
+        self._stepped_since, self._backward_since = True, False
 
     def _left(self, lane: Lane, seen: Left) -> None:
         frame = lane.frames.pop()
@@ -182,7 +181,9 @@ class Attribution:
         self._since = "inside"
         self._backward_since = True
         self._lanes.made_in[seen.task] = seen.made_in
-        self._backward_of = self._made(lane, seen.task, seen.node).microbatch
+        made = self._made(lane, seen.task, seen.node)
+        self._backward_of = made.microbatch
+        self.returned.add((made.step, made.microbatch))
         self._resolve(lambda waiting: waiting.site.phase == "pipeline", microbatch=self._backward_of)
 
     def _ended(self, _lane: Lane, _seen: Ended) -> None:

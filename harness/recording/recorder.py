@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
@@ -162,7 +162,7 @@ class Recorder:
             axis, doubt = self._names.of(seen.call, site.phase)
             doubts = (*((doubt,) if doubt else ()), *attribution.doubts(seen.ticket))
             began_s, took_s = self._span_s(track, seen)
-            yield event_of(
+            event = event_of(
                 seen,
                 site,
                 of=Recorded(case=self._case, mode=self._mode, world_size=self._world_size, rank=rank),
@@ -171,6 +171,8 @@ class Recorder:
                 start_us=round((began_s - self._start_s) * 1e6, 3),
                 duration_us=round(took_s * 1e6, 3),
             )
+            unasked = attribution.returned and (event.step, event.microbatch) not in attribution.returned
+            yield replace(event, needs_gradient=False) if event.needs_gradient and unasked else event
 
     def _span_s(self, track: _Track, seen: Issued) -> tuple[float, float]:
         """When a call started and how long it took: on its device where that was marked, else for the host."""

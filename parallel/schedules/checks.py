@@ -1,4 +1,4 @@
-"""What must hold of any set of programs: everything computed once, nothing before what it needs, messages in order.
+"""Laws of any set of programs: everything computed once, nothing before its inputs, messages in order.
 
 Every check takes programs, so that it can be seen to fail on a wrong one, and returns what it found, in words.
 """
@@ -24,9 +24,9 @@ class Sends(StrEnum):
 def delivery(pipeline: Pipeline) -> tuple[Sends, int]:
     """The sends and the number of process groups between two ranks with which the programs of a pipeline are legal.
 
-    Interleaved on two ranks: activations and gradients pass both ways between the same two ranks in one batch and
-    would be swapped in one group (around.md 13.4). ZBV: both pass both ways between all neighbours, and a receive
-    comes only when its input is needed.
+    Interleaved on two ranks, activations and gradients pass both ways in one batch and would be swapped in one group
+    (around.md 13.4). ZBV: both pass both ways between all neighbours, and a receive comes only when its input is
+    needed.
     """
     if pipeline.v_shaped:
         return Sends.BUFFERED, 2
@@ -51,7 +51,7 @@ def check_complete(pipeline: Pipeline, made: Sequence[Program]) -> list[str]:
 
 
 def check_conserved(pipeline: Pipeline, made: Sequence[Program]) -> list[str]:
-    """What is sent from one rank to another is what the other receives, message by message, in any order."""
+    """Compare the messages that a rank sends to another with those received there, one by one, in any order."""
     sent: Counter[tuple[int, int, Action]] = Counter()
     received: Counter[tuple[int, int, Action]] = Counter()
     for rank, steps in enumerate(made):
@@ -70,8 +70,8 @@ def check_conserved(pipeline: Pipeline, made: Sequence[Program]) -> list[str]:
 def check_legal(pipeline: Pipeline, made: Sequence[Program], sends: Sends, channels: int) -> list[str]:
     """Run all programs against each other; returns what is computed before its input, swapped, or waited for forever.
 
-    Between two ranks the k-th send meets the k-th receive, as in torch.distributed; with `channels=2` activations
-    and gradients go over two process groups, so that only messages of one direction are in one order.
+    Between two ranks the k-th send meets the k-th receive, as in torch.distributed. With `channels=2` activations and
+    gradients go over two process groups, so that only messages of one direction are in one order.
     """
     run = _Run(pipeline, made, sends, channels)
     while any([run.advance(rank) for rank in range(pipeline.ranks)]):
@@ -180,7 +180,7 @@ class _Run:
         return [] if sends and self.sends is Sends.BUFFERED else [(channel, not sends, index)]
 
     def _needs(self, action: Action) -> set[Action]:
-        """What must be done before a computation, with what other ranks compute replaced by its receive."""
+        """Actions due before a computation, with those of other ranks replaced by their receive."""
         received = action._replace(kind=Kind.RECV_FORWARD if action.kind is Kind.F else Kind.RECV_BACKWARD)
         own = self.pipeline.rank(action.stage)
         return {need if self.pipeline.rank(need.stage) == own else received for need in self.pipeline.needs(action)}

@@ -17,7 +17,7 @@ from reference.errors import CaseError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeTimes:
-    """What one micro-batch takes on all chunks of a rank: forward, input gradient, weight gradient.
+    """Times of one micro-batch on all chunks of a rank: forward, input gradient, weight gradient.
 
     Raises CaseError when a time is not positive (only the weight gradient may take no time).
     """
@@ -92,7 +92,7 @@ def played(
     """Spans of all ranks when each executes its program step by step and waits for every batch of its messages.
 
     `compute` is the time of a computation, `message` that of a message from one rank to another. A rank goes on when
-    what it sent has had its time and what it receives has arrived, one message's time after its sender issued it.
+    its sends have had their time and its receives have arrived, one message's time after their sender issued them.
     Raises ValueError when the programs wait for each other forever.
     """
     now = [Fraction(0)] * len(made)
@@ -146,9 +146,9 @@ def duration_stated(pipeline: Pipeline, times: ComputeTimes | None = None) -> Fr
 
     GPipe, 1F1B: (micro+pp-1)(F+I+W), arXiv:2104.04473 section 2.2.1. Interleaved, group=pp and micro a multiple of pp:
     the part of pp-1 divided by chunks, section 2.2.2. ZB-H1, W <= F and W <= I: (pp-1)(F+I-W) more than the work,
-    arXiv:2401.10241 section 2.3, and W more for every micro-batch that is missing to pp. ZBV, F = I = W and at least
-    2pp-1 micro-batches: no rank ever waits once it has begun (section 6), and rank pp-1 begins
-    (pp-1)F/2 after rank 0.
+    arXiv:2401.10241 section 2.3. Every micro-batch that is missing to pp costs W more. ZBV, F = I = W and at least
+    2pp-1 micro-batches: no rank ever waits once it has begun (section 6). There rank pp-1 begins (pp-1)F/2 after rank
+    0.
     """
     times = times or ComputeTimes()
     pp, micro, work = pipeline.ranks, pipeline.micro, pipeline.micro * times.all

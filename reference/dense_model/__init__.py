@@ -1,6 +1,6 @@
 """The dense model as one object: its case language, what it reads of a case, what it computes of one.
 
-Whoever proves against it has this object and no other part of `reference` (`harness.dense_model` states its type).
+The harness proves against this object and sees no other part of `reference` (`harness.dense_model` states its type).
 Each method imports what it needs: words need no torch, and a case that passes needs nothing of what explains failures.
 """
 
@@ -16,6 +16,8 @@ from reference.language.modes import MODES
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from reference.what_ifs.what_if import WhatIf
 
 Outcome = Mapping[str, "Tensor"]
 
@@ -69,7 +71,7 @@ class DenseModel:
         micro_batch(case, 0, 0, 0)
 
     def data_facts(self, case: Case) -> Any:
-        """What must hold of the data that truth and ranks both read (`harness.protocols.FactsLike`)."""
+        """Facts of the data that truth and ranks both read (`harness.protocols.FactsLike`)."""
         from reference.data.anchors import anchors
 
         return anchors(case)
@@ -117,7 +119,7 @@ class DenseModel:
         return truth(case, device, **words)
 
     def control(self, case: Case, device: torch.device, **words: Any) -> Outcome:
-        """The same in the dtype of the case with every sum in another order; `parts`: of how many partial sums."""
+        """Outcome in the dtype of the case with every sum in another order; `parts`: of how many partial sums."""
         from reference.training.control import control
 
         return control(case, device, **words)
@@ -140,29 +142,11 @@ class DenseModel:
 
         return shares(case, device, **words)
 
-    def alternatives(self, case: Case, device: torch.device, **words: Any) -> Outcome:
-        """What comes of data or weights that are read otherwise."""
-        from reference.what_ifs.inputs import alternatives
+    def what_ifs(self) -> tuple[WhatIf, ...]:
+        """The rules that may not be kept, each with what is computed then."""
+        from reference.what_ifs.rules import what_ifs
 
-        return alternatives(case, device, **words)
-
-    def rules(self, case: Case, device: torch.device, **words: Any) -> Outcome:
-        """Activations under other rules of the modules."""
-        from reference.what_ifs.rules import rules
-
-        return rules(case, device, **words)
-
-    def trainings(self, case: Case, device: torch.device, **words: Any) -> Outcome:
-        """Parameters under other rules of the steps."""
-        from reference.what_ifs.training import trainings
-
-        return trainings(case, device, **words)
-
-    def metrics(self, case: Case, device: torch.device, **words: Any) -> Outcome:
-        """The metric without some micro-batches or steps."""
-        from reference.what_ifs.metrics import metrics
-
-        return metrics(case, device, **words)
+        return what_ifs()
 
 
 DENSE_MODEL = DenseModel()

@@ -1,9 +1,9 @@
 """The features of a case, found by name: every file of this folder is one, and no list names them. No torch.
 
-A file has one class, which extends `Core`: its words, each with default, meaning and legal values
-(`reference.language.words.word`), `problems`, and what it changes of the facts of a case (`layout`, `axes`,
-`data_axis`, ...), each beginning with `super()`. What an implementation does for a feature has the same name in
-`parallel` (`parallel.registry`). Names of modules are put together by `module_in` and nowhere else.
+A file has one class, which extends `Core`. The class has its words, each with default, meaning and legal values
+(`reference.language.words.word`), and `problems`. Its changes of the facts of a case (`layout`, `axes`, `data_axis`,
+...) each begin with `super()`. An implementation of a feature has the same name in `parallel` (`parallel.registry`).
+Names of modules are put together by `module_in` and nowhere else.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the dense model cannot know and is given: masks and initial values that an implementation drew.
+"""Values that the dense model cannot know and is given: masks and initial values that an implementation drew.
 
 They reach every function of the dense model that a function with `takes_given` calls, what-ifs included.
 """
@@ -6,7 +6,8 @@ They reach every function of the dense model that a function with `takes_given` 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any
@@ -18,15 +19,22 @@ given_now: Callable[[], Mapping[str, Tensor]] = _GIVEN.get
 """The names and tensors that are given where this is called: "mask/<step>/<site>", "init/<parameter>"."""
 
 
+@contextmanager
+def holding(given: Mapping[str, Tensor] | None) -> Iterator[None]:
+    """Give these to all that is computed inside; None keeps what is given already."""
+    token = _GIVEN.set(given or _GIVEN.get())
+    try:
+        yield
+    finally:
+        _GIVEN.reset(token)
+
+
 def takes_given(function: Callable[..., dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
     """The function with one more word, given=mapping, that holds in all that it calls."""
 
     @functools.wraps(function)
     def with_given(*args: Any, given: Mapping[str, Tensor] | None = None, **words: Any) -> dict[str, Tensor]:
-        token = _GIVEN.set(given or _GIVEN.get())
-        try:
+        with holding(given):
             return function(*args, **words)
-        finally:
-            _GIVEN.reset(token)
 
     return with_given

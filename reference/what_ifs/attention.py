@@ -1,12 +1,13 @@
 """What-ifs of attention whose heads are exchanged for sequence: what moves, or comes back, otherwise.
 
-Keys as in `reference.what_ifs.inputs`. Letters: B rows, S tokens, s = S/p, N query heads, K kv heads, D head dim, p
+Letters: B rows, S tokens, s = S/p, N query heads, K kv heads, D head dim, p
 ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,33 +15,11 @@ from torch import Tensor
 from reference.case import Case
 from reference.language.modes import MODES
 from reference.model import layers
-from reference.model.decoder import Arithmetic
-from reference.training.activations import observe
+from reference.what_ifs.tables import flat_columns
+from reference.what_ifs.what_if import WhatIf, both, by_attention
 
 _Move = Callable[[Tensor, int], Tensor]
 """[B, S, heads, ...] of all ranks and p -> the same, moved otherwise."""
-
-
-def exchanged(case: Case, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Activations and their gradients when heads are exchanged for sequence otherwise; {} where they are not."""
-    if not MODES[case.mode].gathers_weights or case.tp == 1:
-        return {}
-    parts = case.tp
-    found: dict[str, Tensor] = {}
-    readings = {
-        "flat_dim.joined": _both_ways(parts, _joined_tokens, _joined_heads),
-        "flat_dim.cut": _both_ways(parts, _cut_heads, _cut_tokens),
-    }
-    if case.rows > 1:
-        readings["transposed.q"] = _rows_mixed
-    if case.kv_heads < parts:
-        readings["kv_alone"] = _one_copy(parts)
-        if case.kv_heads > 1:
-            readings["kv_order"] = _other_order(parts)
-    for word, attention in readings.items():
-        outcome = observe(case, weights, arithmetic=Arithmetic(attention=attention))
-        found |= {f"{word}/{name}": tensor for name, tensor in outcome.items()}
-    return found
 
 
 _Attention = Callable[..., Tensor]
@@ -58,13 +37,13 @@ def _both_ways(parts: int, to_heads: _Move, to_tokens: _Move) -> _Attention:
 
 
 def _joined_tokens(x: Tensor, parts: int) -> Tensor:
-    """What arrives for each part of the heads lies source by source, and is read as rows of tokens."""
+    """Read each part of the heads, which arrives source by source, as rows of tokens."""
     own = [part.unflatten(1, (parts, -1)).movedim(1, 0).reshape(part.shape) for part in x.chunk(parts, 2)]
     return torch.cat(own, 2)
 
 
 def _joined_heads(x: Tensor, parts: int) -> Tensor:
-    """What comes back for each part of the tokens lies source by source, and is read as heads side by side."""
+    """Read each part of the tokens, which comes back source by source, as heads side by side."""
     own = [torch.stack(part.chunk(parts, 2)).reshape(part.shape) for part in x.chunk(parts, 1)]
     return torch.cat(own, 1)
 
@@ -114,3 +93,63 @@ def _other_order(parts: int) -> _Attention:
         return layers.attention(q, k, v, visible, *factors)
 
     return attention
+
+
+def exchanges(case: Case) -> bool:
+    """Does a case exchange heads for sequence?"""
+    return MODES[case.mode].gathers_weights and case.tp > 1
+
+
+def _flat(case: Case) -> Mapping[str, _Attention]:
+    if not exchanges(case):
+        return {}
+    moves = {"joined": (_joined_tokens, _joined_heads), "cut": (_cut_heads, _cut_tokens)}
+    return {reading: _both_ways(case.tp, *both_ways) for reading, both_ways in moves.items()}
+
+
+def _transposed(case: Case) -> Mapping[str, _Attention]:
+    return {"q": _rows_mixed} if exchanges(case) and case.rows > 1 else {}
+
+
+def _alone(case: Case) -> Mapping[str, _Attention]:
+    return {"": _one_copy(case.tp)} if exchanges(case) and case.kv_heads < case.tp else {}
+
+
+def _in_turn(case: Case) -> Mapping[str, _Attention]:
+    return {"": _other_order(case.tp)} if exchanges(case) and 1 < case.kv_heads < case.tp else {}
+
+
+def _repeated(case: Case) -> Mapping[str, _Attention]:
+    """In each part of the heads all kv heads are repeated one after the other, not each beside its copies."""
+    parts = {part for part in (1, case.tp) if case.heads > case.kv_heads > part and case.kv_heads % part == 0}
+    return {f"repeated{part}": partial(_in_parts, part) for part in sorted(parts)}
+
+
+def _in_parts(parts: int, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, *factors: Tensor) -> Tensor:
+    group = q.shape[2] // k.shape[2]
+    k, v = (torch.cat([part.repeat(1, 1, group, 1) for part in x.chunk(parts, 2)], 2) for x in (k, v))
+    return layers.attention(q, k, v, visible, *factors)
+
+
+WHAT_IFS = (
+    WhatIf(
+        "flat_dim",
+        "when parts along an inner dim lie end to end in memory: a collective that works along dim 0",
+        both(flat_columns, by_attention(_flat, gradients=True)),
+    ),
+    WhatIf(
+        "transposed",
+        "when rows and tokens of the queries are exchanged in memory: right for one row only",
+        by_attention(_transposed, gradients=True),
+    ),
+    WhatIf(
+        "kv_order",
+        "when copies of key and value heads stand in another order than the queries that read them",
+        both(by_attention(_in_turn, gradients=True), by_attention(_repeated)),
+    ),
+    WhatIf(
+        "kv_alone",
+        "when one copy of each key and value head alone gives its gradient: copies are not summed",
+        by_attention(_alone, gradients=True),
+    ),
+)

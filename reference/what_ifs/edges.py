@@ -1,63 +1,65 @@
 """What-ifs of a split vocabulary whose ranges are one row off: in the lookup of tokens, and in that of labels.
 
-Keys as in `reference.what_ifs.inputs`, "edge_off.<reading>/..."; a reading ends in the number of parts. In every part
-the first or the last row is left out, or the row beside its range counts in it too, as the nearest one that it has.
+A reading ends in the number of parts. In every part the first or the last row is left out. Or the row beside its
+range counts in it too, as the nearest one that it has.
 Letters: B rows, S tokens, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from reference.case import Case
-from reference.data.batches import Batch, micro_batch
+from reference.data.batches import Batch
 from reference.losses import cross_entropy as loss
-from reference.model import decoder
+from reference.what_ifs.tables import parts_of, with_positions
+from reference.what_ifs.what_if import Dense, WhatIf
 
-_Weights = dict[str, Tensor]
 _Rows = Callable[[Tensor], Tensor]
 """Ids [B, S] -> what is read for them, [B, S, ...]; 0 for ids below 0."""
 
 
-def edges(case: Case, weights: _Weights, device: torch.device) -> dict[str, Tensor]:
+def _edges(dense: Dense) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
     """The embedding's output and the loss of the first step when ranges are one row off."""
-    found: dict[str, Tensor] = {}
-    for parts in sorted({case.tp, case.wp} - {1}):
+    case = dense.case
+    for parts in parts_of(case):
         if case.padded_vocab % parts == 0:
-            ends = [min((part + 1) * case.padded_vocab // parts, case.vocab) for part in range(parts)]
             every = [(part + 1) * case.padded_vocab // parts for part in range(parts)]
-            told = (*_embeddings(case, weights, every, device), *_losses(case, weights, ends, device))
-            found |= {f"edge_off.{reading}_{parts}/{name}": value for reading, name, value in told}
-    return found
+            ends = [min(end, case.vocab) for end in every]
+            for reading, tensors in (*_embeddings(dense, every), *_losses(dense, ends)):
+                yield f"{reading}_{parts}", tensors
 
 
-_Told = Iterator[tuple[str, str, Tensor]]
-"""Reading, name and value."""
+_Told = Iterator[tuple[str, Mapping[str, Tensor]]]
 
 
-def _embeddings(case: Case, weights: _Weights, ends: list[int], device: torch.device) -> _Told:
-    batches = [micro_batch(case, 0, 0, data_rank, device=device) for data_rank in range(case.dp)]
-    for reading, lookup in _LOOKUPS.items() if case.embedding == "vocab" else ():
-        rows = [_embedded(case, weights, batch, lookup, ends) for batch in batches]
-        yield f"rows_{reading}", "act/embedding", torch.cat(rows)
+def _embeddings(dense: Dense, ends: list[int]) -> _Told:
+    table = dense.weights["embedding.tokens.weight"]
+
+    def rows(ids: Tensor) -> Tensor:
+        return table[ids.clamp(min=0)] * (ids >= 0)[..., None]
+
+    for reading, lookup in _LOOKUPS.items() if dense.case.embedding == "vocab" else ():
+        yield f"rows_{reading}", with_positions(dense, partial(lookup, rows=rows, ends=ends))
 
 
-def _losses(case: Case, weights: _Weights, ends: list[int], device: torch.device) -> _Told:
-    places = [(data_rank, micro) for data_rank in range(case.dp) for micro in range(case.micro)]
-    batches = [micro_batch(case, 0, micro, data_rank, device=device) for data_rank, micro in places]
-    logits = [decoder.logits(case, weights, batch) for batch in batches]
-    tokens = torch.stack([loss.counted(batch.labels, batch.loss_mask).sum() for batch in batches]).sum()
+def _losses(dense: Dense, ends: list[int]) -> _Told:
+    case, steps = dense.case, list(zip(dense.batches, dense.logits, strict=True))
+    tokens = torch.stack([loss.counted(batch.labels, batch.loss_mask).sum() for batch in dense.batches]).sum()
     for reading, lookup in _LOOKUPS.items():
-        sums = [_summed(case, batch, x, lookup, ends) for batch, x in zip(batches, logits, strict=True)]
-        yield f"labels_{reading}", "loss/0", torch.stack(sums).sum() / tokens
-    sums = [_without_last(case, batch, x) for batch, x in zip(batches, logits, strict=True)]
-    yield "last_token_out", "loss/0", torch.stack(sums).sum() / tokens
+        sums = [_summed(case, batch, x, lookup, ends) for batch, x in steps]
+        yield f"labels_{reading}", {"loss/0": torch.stack(sums).sum() / tokens}
+    sums = [_without_last(case, batch, x) for batch, x in steps]
+    yield "last_token_out", {"loss/0": torch.stack(sums).sum() / tokens}
 
 
-_Lookup = Callable[[Tensor, _Rows, list[int]], Tensor]
+class _Lookup(Protocol):
+    def __call__(self, ids: Tensor, /, rows: _Rows, ends: list[int]) -> Tensor: ...
 
 
 def _starts(ends: list[int]) -> list[int]:
@@ -94,13 +96,6 @@ _LOOKUPS: dict[str, _Lookup] = {
 """How ids are read whose parts end (and begin) at these rows."""
 
 
-def _embedded(case: Case, weights: _Weights, batch: Batch, lookup: _Lookup, ends: list[int]) -> Tensor:
-    table = weights["embedding.tokens.weight"]
-    x_BSH = lookup(batch.tokens, lambda ids: table[ids.clamp(min=0)] * (ids >= 0)[..., None], ends)
-    learned = case.positions == "learned"
-    return x_BSH + weights["embedding.positions.weight"][batch.positions] if learned else x_BSH
-
-
 def _summed(case: Case, batch: Batch, x_BSV: Tensor, lookup: _Lookup, ends: list[int]) -> Tensor:
     """The summed loss of a micro-batch whose labels are looked up so, from logits less their maximum."""
     x_BSV = x_BSV - x_BSV.amax(-1, keepdim=True)
@@ -112,7 +107,7 @@ def _summed(case: Case, batch: Batch, x_BSV: Tensor, lookup: _Lookup, ends: list
 
 
 def _without_last(case: Case, batch: Batch, x_BSV: Tensor) -> Tensor:
-    """The same when the last token of the vocabulary is taken for padding."""
+    """The summed loss when the last token of the vocabulary is taken for padding."""
     x_BSV = x_BSV[..., :-1] - x_BSV[..., :-1].amax(-1, keepdim=True)
     known = (batch.labels >= 0) & (batch.labels < case.vocab - 1)
     hit = x_BSV.gather(-1, batch.labels.where(known, 0)[..., None])[..., 0] * known
@@ -123,3 +118,6 @@ def _loss(case: Case, batch: Batch, x_BSV: Tensor, hit_BS: Tensor) -> Tensor:
     spread = case.label_smoothing / (case.vocab - 1)
     every = x_BSV.exp().sum(-1).log() - (1 - case.label_smoothing - spread) * hit_BS - spread * x_BSV.sum(-1)
     return (every * loss.counted(batch.labels, batch.loss_mask)).sum()
+
+
+WHAT_IFS = (WhatIf("edge_off", "when ranges of the vocabulary's parts are one row off", _edges, names_readings=True),)

@@ -1,11 +1,11 @@
 """What-ifs of the metric: its sums over the run when some micro-batches or steps are left out.
 
-Keys as in `reference.what_ifs.inputs`; `metric/<name>` as in `reference.model.metric`.
+Names `metric/<name>` as in `reference.model.metric`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -13,9 +13,8 @@ from torch import Tensor
 from reference.case import Case
 from reference.data.batches import micro_batch
 from reference.model import decoder, metric
-from reference.model.given import takes_given
 from reference.training.steps import train
-from reference.what_ifs.inputs import weights_of
+from reference.what_ifs.what_if import Dense, WhatIf
 
 _READINGS: Mapping[str, tuple[slice, slice]] = {
     "last": (slice(None), slice(-1, None)),
@@ -28,29 +27,36 @@ _READINGS: Mapping[str, tuple[slice, slice]] = {
 """Reading -> which steps and which of their micro-batches are in the sums."""
 
 
-@takes_given
-def metrics(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """The metric of some micro-batches alone; {} without a metric, or when the states of all steps are too large."""
-    weights = weights_of(case, device)
+def metrics(dense: Dense) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+    """The metric of some micro-batches alone; nothing without one, or when the states of all steps are too large."""
+    case, weights = dense.case, dense.weights
     outcome = train(case, weights) if case.metric else {}
     if not case.metric or any(
         f"param_after/{step}/{name}" not in outcome for step in range(case.steps - 1) for name in weights
     ):
-        return {}
+        return
     grid: list[list[list[metric.Totals]]] = []  # [steps][dp][micro]
     for step in range(case.steps):
         now = weights if step == 0 else {name: outcome[f"param_after/{step - 1}/{name}"] for name in weights}
         grid.append([[_of_one(case, now, step, m, rank) for m in range(case.micro)] for rank in range(case.dp)])
-    found: dict[str, Tensor] = {}
     for reading, (steps, micros) in _READINGS.items():
         rows = [[one for step in grid[steps] for one in step[rank][micros]] for rank in range(case.dp)]
         by_rank = [{name: torch.stack([one[name] for one in row]).sum(0) for name in row[0]} for row in rows]
-        told = metric.outcome(by_rank, exact=case.dtype == "float64")
-        found |= {f"micro_missing.{reading}/{name}": value for name, value in told.items()}
-    return found
+        yield reading, metric.outcome(by_rank, exact=case.dtype == "float64")
 
 
 def _of_one(case: Case, weights: Mapping[str, Tensor], step: int, micro: int, rank: int) -> metric.Totals:
     device = next(iter(weights.values())).device
     batch = micro_batch(case, step, micro, rank, device=device)
     return metric.totals(decoder.logits(case, weights, batch), batch.labels, batch.loss_mask)
+
+
+WHAT_IFS = (
+    WhatIf(
+        "micro_missing",
+        "of some micro-batches or steps alone",
+        metrics,
+        explains=frozenset({"metric"}),
+        names_readings=True,
+    ),
+)

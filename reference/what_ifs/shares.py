@@ -1,4 +1,4 @@
-"""What a diagnosis computes with the dense model: the share of every micro-batch in a gradient.
+"""Shares of every micro-batch in a gradient: a diagnosis computes them with the dense model.
 
 A wrong gradient that is a sum of these shares with other weights shows which micro-batches or data ranks it counts
 wrongly. All arithmetic is in float64.
@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from reference.case import Case
-from reference.data.batches import micro_batch
 from reference.losses import cross_entropy as loss
 from reference.model import decoder
 from reference.model.branches import Beside
 from reference.model.given import takes_given
-from reference.what_ifs.inputs import weights_of
+from reference.what_ifs.what_if import Dense
 
 
 @takes_given
@@ -27,9 +26,8 @@ def shares(case: Case, device: torch.device) -> dict[str, Tensor]:
     tokens             [dp, micro]: how many tokens each counts
     start/<parameter>  the full weight before the first step
     """
-    weights = weights_of(case, device)
-    places = [(data_rank, micro) for data_rank in range(case.dp) for micro in range(case.micro)]
-    batches = [micro_batch(case, 0, micro, data_rank, device=device) for data_rank, micro in places]
+    dense = Dense(case, device)
+    weights, batches = dense.weights, dense.batches
     gradients: dict[str, list[Tensor]] = {name: [] for name in weights}
     tokens, losses = [], []
     for batch in batches:

@@ -1,8 +1,8 @@
 """What-ifs of context slices: their tokens taken for other places of the row, or their labels shifted inside of them.
 
-Keys as in `reference.what_ifs.inputs`. Context rank r of c holds the chunks r and 2c-1-r of 2c (zigzag) or chunk r of c
-(contiguous) of every row. A token has a place in the row, one in its slice, and one in all slices end to end, which is
-where a gather or an exchange leaves it: the order of the ranks.
+Context rank r of c holds the chunks r and 2c-1-r of 2c (zigzag) or chunk r of c (contiguous) of every row. A token has
+a place in the row, one in its slice, and one in all slices end to end. A gather or an exchange leaves tokens in this
+last order, that of the ranks.
 Sources: around.md 12.2, 14.2 and 19 (cp-contiguous-rope); torchtitan #792, #2780.
 """
 
@@ -19,6 +19,8 @@ from reference.data.batches import Batch, micro_batch
 from reference.data.packing import IGNORED
 from reference.model import layers
 from reference.training.steps import Feed
+from reference.what_ifs.data import first_step
+from reference.what_ifs.what_if import ACTIVATIONS, WhatIf, both, by_attention, by_places
 
 _Attention = Callable[..., Tensor]
 
@@ -35,7 +37,7 @@ def masks(case: Case) -> dict[str, _Attention]:
         "queries_by_places_in_the_slice": (own, row),
         "queries_by_places_in_the_slice_keys_in_the_order_of_the_ranks": (own, gathered),
     }
-    return {f"slice_places.{reading}": _masked(*places) for reading, places in readings.items()}
+    return {reading: _masked(*places) for reading, places in readings.items()}
 
 
 def other_positions(case: Case) -> dict[str, Feed]:
@@ -46,7 +48,7 @@ def other_positions(case: Case) -> dict[str, Feed]:
     readings = {"in_the_slice": own, "in_the_order_of_the_ranks": gathered}
     if case.cp_slices != "zigzag":
         readings["of_zigzag_slices"] = torch.cat(_held(case.but(cp_slices="zigzag")))
-    return {f"slice_places.positions_{reading}": _at(places) for reading, places in readings.items()}
+    return {f"positions_{reading}": _at(places) for reading, places in readings.items()}
 
 
 def other_labels(case: Case) -> dict[str, Feed]:
@@ -57,7 +59,7 @@ def other_labels(case: Case) -> dict[str, Feed]:
     if not case.sliced:
         return {}
     slices = _held(case)
-    return {f"slice_labels.last_{last}": _shifted(slices, last) for last in _LAST}
+    return {f"last_{last}": _shifted(slices, last) for last in _LAST}
 
 
 def _held(case: Case) -> list[Tensor]:
@@ -94,7 +96,7 @@ _LAST: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "without_one": lambda tokens, labels: torch.full_like(labels[:, -1:], IGNORED),
     "the_first_token": lambda tokens, labels: tokens[:, :1],
 }
-"""What becomes of the label of a slice's last token -> (tokens, labels [B, s]) -> that label [B, 1]."""
+"""Reading -> the label of a slice's last token from (tokens, labels [B, s]), [B, 1]."""
 
 
 def _shifted(slices: list[Tensor], last: str) -> Feed:
@@ -108,3 +110,20 @@ def _shifted(slices: list[Tensor], last: str) -> Feed:
         return dataclasses.replace(batch, labels=labels)
 
     return feed
+
+
+WHAT_IFS = (
+    WhatIf(
+        "slice_places",
+        "when tokens of a context rank's slice are taken for other places of the row",
+        both(by_attention(masks), by_places(other_positions)),
+        explains=ACTIVATIONS,
+        names_readings=True,
+    ),
+    WhatIf(
+        "slice_labels",
+        "when labels are shifted inside of every context rank's slice",
+        lambda dense: ((last, first_step(dense, feed)) for last, feed in other_labels(dense.case).items()),
+        names_readings=True,
+    ),
+)

@@ -1,150 +1,173 @@
 """What-ifs of the ends of the model: rows of the embedding, the two uses of a tied table, the loss over the vocabulary.
 
-Keys as in `reference.what_ifs.inputs`. Letters: B rows, S tokens, H hidden, V vocabulary, p parts of a padded table.
+Letters: B rows, S tokens, H hidden, V vocabulary, p parts of a padded table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from reference.case import Case
-from reference.data.batches import Batch, micro_batch
+from reference.data.batches import Batch
 from reference.losses.cross_entropy import IGNORED, counted
-from reference.model import decoder
 from reference.training.activations import observe
 from reference.training.steps import train
+from reference.what_ifs.what_if import Dense, Experiment, WhatIf
 
-_Weights = dict[str, Tensor]
+_Told = Iterator[tuple[str, Mapping[str, Tensor]]]
 
 
-def _parts(case: Case) -> list[int]:
+def parts_of(case: Case) -> list[int]:
     """Into how many parts a mesh axis may split a table."""
     return sorted({case.tp, case.wp} - {1})
 
 
-def embedded(case: Case, weights: _Weights, device: torch.device) -> dict[str, Tensor]:
-    """The embedding's output when rows of its table are looked up, or gathered, otherwise."""
-    found = {}
-    batches = [micro_batch(case, 0, 0, data_rank, device=device) for data_rank in range(case.dp)]
-    table = weights["embedding.tokens.weight"]
-    table = torch.cat([table, table.new_zeros(case.padded_vocab - len(table), table.shape[1])])
-    for parts in _parts(case):
-        rows = len(table) // parts
-        for word, looked_up in (("foreign_rows", _foreign), ("rows_late", _late)):
-            if case.embedding == "vocab" and len(table) % parts == 0:
-                found[f"{word}.{parts}/act/embedding"] = _laid(case, weights, batches, looked_up, table, rows)
-        if case.hidden % parts == 0:
-            found[f"flat_dim.{parts}/act/embedding"] = _laid(case, weights, batches, _flat, table, parts)
-    return found
+class _LookUp(Protocol):
+    def __call__(self, ids: Tensor, /, table: Tensor, count: int) -> Tensor:
+        """Ids [B, S], table [V, H] and rows or number of parts -> rows [B, S, H]."""
+        ...
 
 
-_LookUp = Callable[[Tensor, Tensor, int], Tensor]
-"""Ids [B, S], table [V, H] and a count -> rows [B, S, H]."""
-
-
-def _laid(case: Case, weights: _Weights, batches: list[Batch], looked_up: _LookUp, table: Tensor, count: int) -> Tensor:
-    """Rows of all data ranks with their positions."""
+def with_positions(dense: Dense, look_up: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """The embedding's output: rows of all data ranks with their positions."""
     found = []
-    for batch in batches:
-        x_BSH = looked_up(batch.tokens, table, count)
-        learned = case.positions == "learned"
-        found.append(x_BSH + weights["embedding.positions.weight"][batch.positions] if learned else x_BSH)
-    return torch.cat(found)
+    for batch in dense.first_batches:
+        x_BSH = look_up(batch.tokens)
+        learned = dense.case.positions == "learned"
+        found.append(x_BSH + dense.weights["embedding.positions.weight"][batch.positions] if learned else x_BSH)
+    return {"act/embedding": torch.cat(found)}
 
 
-def _foreign(ids: Tensor, table: Tensor, rows: int) -> Tensor:
+def _looked_up(look_up: _LookUp, *, by_rows: bool) -> Experiment:
+    """The embedding's output when every part looks up rows otherwise, or when columns are gathered otherwise."""
+
+    def experiment(dense: Dense) -> _Told:
+        case, table = dense.case, dense.weights["embedding.tokens.weight"]
+        table = torch.cat([table, table.new_zeros(case.padded_vocab - len(table), table.shape[1])])
+        for parts in parts_of(case):
+            applies = case.embedding == "vocab" and len(table) % parts == 0 if by_rows else case.hidden % parts == 0
+            count = len(table) // parts if by_rows else parts
+            if applies:
+                yield str(parts), with_positions(dense, partial(look_up, table=table, count=count))
+
+    return experiment
+
+
+def _foreign(ids: Tensor, /, table: Tensor, count: int) -> Tensor:
     """Every part adds its first row for ids that lie in another one."""
-    firsts = table[::rows]
-    return table[ids] + firsts.sum(0) - firsts[ids // rows]
+    firsts = table[::count]
+    return table[ids] + firsts.sum(0) - firsts[ids // count]
 
 
-def _late(ids: Tensor, table: Tensor, rows: int) -> Tensor:
+def _late(ids: Tensor, /, table: Tensor, count: int) -> Tensor:
     """Every part but the first begins one id early, and so gives the next row."""
     following = torch.cat([table[1:], torch.zeros_like(table[:1])])
-    own, next_own = ids < rows, (ids >= rows - 1) & (ids < len(table) - 1)
+    own, next_own = ids < count, (ids >= count - 1) & (ids < len(table) - 1)
     return table[ids] * own[..., None] + following[ids] * next_own[..., None]
 
 
-def _flat(ids: Tensor, table: Tensor, parts: int) -> Tensor:
+def _flat(ids: Tensor, /, table: Tensor, count: int) -> Tensor:
     """Columns gathered one part behind the other in memory."""
-    return torch.stack(table[ids].chunk(parts, -1)).reshape(*ids.shape, -1)
+    return torch.stack(table[ids].chunk(count, -1)).reshape(*ids.shape, -1)
 
 
-def tied_uses(case: Case, weights: _Weights) -> dict[str, Tensor]:
-    """The gradient of a tied table when one of its two uses does not count once."""
-    if not case.tied:
-        return {}
-    apart = train(
-        case.but(tied=False, steps=1, variant=""), weights | {"head.weight": weights["embedding.tokens.weight"]}
-    )
-    looked_up, head = apart["grad/embedding.tokens.weight"], apart["grad/head.weight"]
-    readings = {
-        "tied_part.head": looked_up,
-        "tied_part.embedding": head,
-        "tied_twice.head": looked_up + 2 * head,
-        "tied_twice.embedding": 2 * looked_up + head,
-    }
-    return {f"{reading}/grad/embedding.tokens.weight": gradient for reading, gradient in readings.items()}
+def flat_columns(dense: Dense) -> _Told:
+    """The embedding's output whose columns lie one part behind the other in memory."""
+    return iter(_looked_up(_flat, by_rows=False)(dense))
 
 
-def own_labels(case: Case, weights: _Weights, device: torch.device) -> dict[str, Tensor]:
+def _tied_uses(combined: Callable[[Tensor, Tensor], Mapping[str, Tensor]]) -> Experiment:
+    """The gradient of a tied table of the gradients of its two uses: lookup and head."""
+
+    def experiment(dense: Dense) -> _Told:
+        if dense.case.tied:
+            name = "embedding.tokens.weight"
+            untied = dense.case.but(tied=False, steps=1, variant="")
+            apart = train(untied, dense.weights | {"head.weight": dense.weights[name]})
+            for reading, gradient in combined(apart[f"grad/{name}"], apart["grad/head.weight"]).items():
+                yield reading, {f"grad/{name}": gradient}
+
+    return experiment
+
+
+def _own_labels(dense: Dense) -> _Told:
     """The logits' gradient when a part of the vocabulary gets one for its own labels alone."""
-    if not _parts(case):
-        return {}
-    slope = observe(case, weights)["act_grad/head"]
-    labels = torch.cat([micro_batch(case, 0, 0, data_rank, device=device).labels for data_rank in range(case.dp)])
-    found = {}
-    for parts in _parts(case):
+    case = dense.case
+    labels = torch.cat([batch.labels for batch in dense.first_batches])
+    for parts in parts_of(case):
         columns = case.padded_vocab // parts
-        place = torch.arange(case.vocab, device=device) // columns
+        place = torch.arange(case.vocab, device=dense.device) // columns
         mine = labels.where(labels != IGNORED, -columns)[..., None] // columns == place
-        found[f"own_labels.{parts}/act_grad/head"] = slope * mine
-    return found
+        yield str(parts), {"act_grad/head": observe(case, dense.weights)["act_grad/head"] * mine}
 
 
-def losses(case: Case, weights: _Weights, device: torch.device) -> dict[str, Tensor]:
-    """The loss of the first step under other rules of which tokens and classes count, and how many tokens then do."""
-    total: dict[str, Tensor] = {}
-    tokens: dict[str, Tensor] = {}
-    for data_rank in range(case.dp):
-        for micro in range(case.micro):
-            batch = micro_batch(case, 0, micro, data_rank, device=device)
-            logits = decoder.logits(case, weights, batch)
-            for word, loss, counts in _losses(case, logits, batch):
-                total[word] = total.get(word, 0) + (loss * counts).sum()
-                tokens[word] = tokens.get(word, 0) + counts.sum()
-    found = {f"{word}/loss/0": total[word] / tokens[word] for word in total}
-    return found | {"ignored_learned/tokens/0": tokens["ignored_learned"]}
+_Loss = Callable[[Case, Tensor, Batch], Mapping[str, tuple[Tensor, Tensor]]]
+"""Case, logits [B, S, V] and batch -> reading -> loss and weight of every token [B, S]."""
 
 
-def _losses(case: Case, logits_BSV: Tensor, batch: Batch) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """What if, loss and weight of every token [B, S]."""
-    smoothing, vocab, mask = case.label_smoothing, case.vocab, batch.loss_mask.double()
-    right = counted(batch.labels, mask)
-    yield "local_count.rows", _cross_entropy(logits_BSV, batch.labels, smoothing, vocab), right / _of_row(right)
-    yield "ignored_learned", _cross_entropy(logits_BSV, batch.labels, smoothing, vocab), mask
-    if case.padded_vocab > vocab:
-        padding = logits_BSV.new_zeros(*logits_BSV.shape[:-1], case.padded_vocab - vocab)
-        yield "padding_counted", _cross_entropy(logits_BSV, batch.labels, smoothing, vocab, padding), right
-    if smoothing:
-        yield "smoothing_missing", _cross_entropy(logits_BSV, batch.labels, 0.0, vocab), right
-        share = smoothing * (vocab - 1) / vocab
-        yield "smoothing_over_all.label", _cross_entropy(logits_BSV, batch.labels, share, vocab), right
-        yield "smoothing_over_all.count", _cross_entropy(logits_BSV, batch.labels, smoothing, vocab + 1), right
-        if case.padded_vocab > vocab:
-            padded = _cross_entropy(logits_BSV, batch.labels, smoothing, case.padded_vocab)
-            yield "smoothing_over_all.padding", padded, right
-        for parts in _parts(case):
-            loss = _cross_entropy(logits_BSV, batch.labels, smoothing, case.padded_vocab // parts)
-            yield f"smoothing_by_part.{parts}", loss, right
+def _loss(losses: _Loss, *, counts: bool = False) -> Experiment:
+    """The loss of the first step under another rule of which tokens and classes count; `counts`: and their number."""
+
+    def experiment(dense: Dense) -> _Told:
+        total: dict[str, Tensor] = {}
+        tokens: dict[str, Tensor] = {}
+        for logits, batch in zip(dense.logits, dense.batches, strict=True):
+            for reading, (loss, weight) in losses(dense.case, logits, batch).items():
+                total[reading] = total.get(reading, 0) + (loss * weight).sum()
+                tokens[reading] = tokens.get(reading, 0) + weight.sum()
+        for reading, summed in total.items():
+            told = {"loss/0": summed / tokens[reading]}
+            yield reading, told | ({"tokens/0": tokens[reading]} if counts else {})
+
+    return experiment
 
 
-def _of_row(counts_BS: Tensor) -> Tensor:
-    """Tokens that count in every row, as divisor."""
-    return counts_BS.sum(-1, keepdim=True).clamp(min=1)
+def _counted(batch: Batch) -> Tensor:
+    return counted(batch.labels, batch.loss_mask.double())
+
+
+def _of_rows(case: Case, logits: Tensor, batch: Batch) -> Mapping[str, tuple[Tensor, Tensor]]:
+    right = _counted(batch)
+    loss = _cross_entropy(logits, batch.labels, case.label_smoothing, case.vocab)
+    return {"rows": (loss, right / right.sum(-1, keepdim=True).clamp(min=1))}
+
+
+def _of_all(case: Case, logits: Tensor, batch: Batch) -> Mapping[str, tuple[Tensor, Tensor]]:
+    loss = _cross_entropy(logits, batch.labels, case.label_smoothing, case.vocab)
+    return {"": (loss, batch.loss_mask.double())}
+
+
+def _of_padding(case: Case, logits: Tensor, batch: Batch) -> Mapping[str, tuple[Tensor, Tensor]]:
+    if case.padded_vocab == case.vocab:
+        return {}
+    padding = logits.new_zeros(*logits.shape[:-1], case.padded_vocab - case.vocab)
+    loss = _cross_entropy(logits, batch.labels, case.label_smoothing, case.vocab, padding)
+    return {"": (loss, _counted(batch))}
+
+
+def _unsmoothed(case: Case, logits: Tensor, batch: Batch) -> Mapping[str, tuple[Tensor, Tensor]]:
+    right = _counted(batch)
+    return {"": (_cross_entropy(logits, batch.labels, 0.0, case.vocab), right)} if case.label_smoothing else {}
+
+
+def _smoothed_over_all(case: Case, logits: Tensor, batch: Batch) -> Mapping[str, tuple[Tensor, Tensor]]:
+    smoothing, vocab, right = case.label_smoothing, case.vocab, _counted(batch)
+    if not smoothing:
+        return {}
+    spreads = {"label": (smoothing * (vocab - 1) / vocab, vocab), "count": (smoothing, vocab + 1)}
+    spreads |= {"padding": (smoothing, case.padded_vocab)} if case.padded_vocab > vocab else {}
+    return {reading: (_cross_entropy(logits, batch.labels, *spread), right) for reading, spread in spreads.items()}
+
+
+def _smoothed_by_part(case: Case, logits: Tensor, batch: Batch) -> Mapping[str, tuple[Tensor, Tensor]]:
+    smoothing, right = case.label_smoothing, _counted(batch)
+    classes = {str(parts): case.padded_vocab // parts for parts in parts_of(case) if smoothing}
+    return {part: (_cross_entropy(logits, batch.labels, smoothing, own), right) for part, own in classes.items()}
 
 
 def _cross_entropy(
@@ -160,3 +183,43 @@ def _cross_entropy(
     hit_BS = x_BSV.gather(-1, labels_BS.where(known, 0)[..., None])[..., 0].where(known, 0)
     spread = smoothing / (classes - 1)
     return (every - largest).exp().sum(-1).log() - (1 - smoothing - spread) * hit_BS - spread * x_BSV.sum(-1)
+
+
+WHAT_IFS = (
+    WhatIf(
+        "foreign_rows",
+        "when every part of a split table adds a row for tokens that lie elsewhere: they are not masked",
+        _looked_up(_foreign, by_rows=True),
+    ),
+    WhatIf(
+        "rows_late",
+        "when all parts of a split table but the first look up the next row: a range off by one",
+        _looked_up(_late, by_rows=True),
+    ),
+    WhatIf(
+        "tied_part",
+        "when the tied weight gets the gradient of one of its two uses alone",
+        _tied_uses(lambda lookup, head: {"head": lookup, "embedding": head}),
+    ),
+    WhatIf(
+        "tied_twice",
+        "when the gradient of one of the tied weight's two uses counts twice",
+        _tied_uses(lambda lookup, head: {"head": lookup + 2 * head, "embedding": 2 * lookup + head}),
+    ),
+    WhatIf("own_labels", "when each part of the vocabulary gives a gradient for its own labels alone", _own_labels),
+    WhatIf("local_count", "when every row has a mean of its own", _loss(_of_rows)),
+    WhatIf("ignored_learned", "when tokens without a label count", _loss(_of_all, counts=True)),
+    WhatIf("padding_counted", "when padded columns of the vocabulary take part in the softmax", _loss(_of_padding)),
+    WhatIf("smoothing_missing", "without label smoothing", _loss(_unsmoothed)),
+    WhatIf(
+        "smoothing_over_all",
+        "when label smoothing is spread over all classes, the label's own or padding among them",
+        _loss(_smoothed_over_all),
+        names_readings=True,
+    ),
+    WhatIf(
+        "smoothing_by_part",
+        "when label smoothing is spread over the classes of one part of the vocabulary",
+        _loss(_smoothed_by_part),
+    ),
+)

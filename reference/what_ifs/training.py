@@ -1,46 +1,51 @@
 """What-ifs of the steps: parameters when one is not taken, or when clipping or weight decay follow another rule.
 
-Keys as in `reference.what_ifs.inputs`; losses, logits and norms of the steps behind the first are given beside the
-parameters.
+Losses, logits and norms of the steps behind the first are given beside the parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from reference.case import Case
 from reference.data.batches import micro_batch
 from reference.model import decoder
-from reference.model.given import takes_given
 from reference.training.steps import train
-from reference.what_ifs.inputs import weights_of
+from reference.what_ifs.what_if import Dense, Experiment, WhatIf
+
+_PARAMETERS = frozenset({"param"})
+_BEHIND = ("param", "logits", "loss", "grad_norm")
+_Told = Iterator[tuple[str, Mapping[str, Tensor]]]
 
 
-@takes_given
-def trainings(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """Outcomes of training by other rules."""
-    weights = weights_of(case, device)
-    found = {} if case.steps == 1 else _told("step_missing", train(case.but(steps=case.steps - 1), weights), "param")
-    if case.clip > 0:
-        found |= _told("unclipped", train(case.but(clip=0), weights))
-        found |= _told("clip_scales_up", train(case, weights, clipping=_to_largest))
-    if case.optimizer == "adamw":
-        found |= _told("decay_missing", train(case, weights, decay=0.0))
-    if case.tied and case.steps > 1:
-        found |= _untied(case, weights, device)
-    return found
+def _training(trained: Callable[[Dense], Mapping[str, Tensor] | None], *kinds: str) -> Experiment:
+    """The outcome of another training behind the first step: names of these kinds, all by default."""
+
+    def experiment(dense: Dense) -> _Told:
+        if outcome := trained(dense):
+            named = {name for name in outcome if name.partition("/")[0] in (kinds or _BEHIND)}
+            yield "", {name: outcome[name] for name in outcome if name in named and not name.endswith("/0")}
+
+    return experiment
 
 
-def _told(word: str, outcome: Mapping[str, Tensor], *kinds: str) -> dict[str, Tensor]:
-    """What an outcome says of these kinds, all by default, behind the first step."""
-    return {
-        f"{word}/{name}": tensor
-        for name, tensor in outcome.items()
-        if name.partition("/")[0] in (kinds or ("param", "logits", "loss", "grad_norm")) and not name.endswith("/0")
-    }
+def _one_step_less(dense: Dense) -> Mapping[str, Tensor] | None:
+    case = dense.case
+    return train(case.but(steps=case.steps - 1), dense.weights) if case.steps > 1 else None
+
+
+def _unclipped(dense: Dense) -> Mapping[str, Tensor] | None:
+    return train(dense.case.but(clip=0), dense.weights) if dense.case.clip > 0 else None
+
+
+def _scaled_up(dense: Dense) -> Mapping[str, Tensor] | None:
+    return train(dense.case, dense.weights, clipping=_to_largest) if dense.case.clip > 0 else None
+
+
+def _without_decay(dense: Dense) -> Mapping[str, Tensor] | None:
+    return train(dense.case, dense.weights, decay=0.0) if dense.case.optimizer == "adamw" else None
 
 
 def _to_largest(gradients: Mapping[str, Tensor], norm: Tensor, largest: float) -> None:
@@ -49,10 +54,33 @@ def _to_largest(gradients: Mapping[str, Tensor], norm: Tensor, largest: float) -
         gradient.mul_(largest / (float(norm) + 1e-6))
 
 
-def _untied(case: Case, weights: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+def _untied(dense: Dense) -> _Told:
     """Logits of the second step when the tied head keeps the first step's weights."""
-    moved = train(case.but(steps=1), weights)
-    now = {name: moved[f"param/{name}"] for name in weights} | {"head.weight": weights["embedding.tokens.weight"]}
-    places = [(data_rank, micro) for data_rank in range(case.dp) for micro in range(case.micro)]
-    batches = [micro_batch(case, 1, micro, data_rank, device=device) for data_rank, micro in places]
-    return {"untied/logits/1": torch.cat([decoder.logits(case.but(tied=False), now, batch) for batch in batches])}
+    case, weights = dense.case, dense.weights
+    if case.tied and case.steps > 1:
+        moved = train(case.but(steps=1), weights)
+        now = {name: moved[f"param/{name}"] for name in weights} | {"head.weight": weights["embedding.tokens.weight"]}
+        places = [(data_rank, micro) for data_rank in range(case.dp) for micro in range(case.micro)]
+        batches = [micro_batch(case, 1, micro, data_rank, device=dense.device) for data_rank, micro in places]
+        yield "", {"logits/1": torch.cat([decoder.logits(case.but(tied=False), now, batch) for batch in batches])}
+
+
+WHAT_IFS = (
+    WhatIf(
+        "untied",
+        "when the tied head keeps its first weights: head and embedding are no longer one",
+        _untied,
+        explains=_PARAMETERS,
+    ),
+    WhatIf(
+        "step_missing",
+        "before the last step: it was not taken, or came after the parameters were read",
+        _training(_one_step_less, "param"),
+        explains=_PARAMETERS,
+    ),
+    WhatIf("unclipped", "without clipping", _training(_unclipped), explains=_PARAMETERS),
+    WhatIf(
+        "clip_scales_up", "when a norm below the limit is scaled up to it", _training(_scaled_up), explains=_PARAMETERS
+    ),
+    WhatIf("decay_missing", "without weight decay", _training(_without_decay), explains=_PARAMETERS),
+)

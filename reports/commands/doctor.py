@@ -28,6 +28,8 @@ PEERS = {
     "deepspeed": "a subject that imports it cannot run here",
 }
 """Other implementations, and what follows when one is not installed."""
+CHECKOUTS = {"PICOTRON": "picotron", "NANOTRON": "nanotron", "INTERNEVO": "InternEvo"}
+"""Variables that name checkouts, and the systems that are imported from there."""
 POOL = {
     "gloo": "--engine pool runs ranks as processes, which are kept and compared call by call",
     "nccl": "--engine pool --device cuda does so with a GPU a rank",
@@ -57,6 +59,7 @@ class Machine:
     gpus: tuple[str, ...]
     nsys: str
     peers: dict[str, str]
+    checkouts: dict[str, str]
     cores: int
     torch_note: str = ""
     problems: dict[str, str] = field(default_factory=dict)
@@ -109,6 +112,7 @@ def inspect() -> Machine:
         gpus=seen("GPU", _gpus, ()) if version else (),
         nsys=shutil.which("nsys") or "",
         peers={name: _version(name) for name in PEERS},
+        checkouts={name: os.environ.get(name, "") for name in CHECKOUTS},
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         problems=problems,
     )
@@ -189,6 +193,10 @@ def _tools(machine: Machine) -> Iterator[Row]:
     for name, lack in PEERS.items():
         version = machine.peers[name]
         yield name, version or "-", _word(bool(version)), "" if version else lack
+    for variable, system in CHECKOUTS.items():
+        folder = machine.checkouts[variable]
+        there, lack = os.path.isdir(folder), f"names no checkout: the subject of {system} cannot run here"
+        yield variable, folder or "-", _word(there), "" if there else lack
 
 
 def _word(there: bool) -> str:

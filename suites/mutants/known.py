@@ -2,11 +2,10 @@
 
     python -m suites.mutants.known [ID ...]        prints these, or all
 
-The parts stand where they are used, and this table joins them: the id and what it looks like in
-`harness.diagnosing.rules.causes`, the rule that the dense model breaks to look the same in
-`harness.diagnosing.rules.what_ifs` and `reference.what_ifs.inputs`, the changes of our source in
-`suites.mutants.catalogue`, the variants of a case in `reference.case.variants`. Mutants that are held back are not in
-it.
+The parts stand where they are used, and this table joins them. The id and its look are in
+`harness.diagnosing.rules.causes`, the rule that the dense model breaks to look the same in `reference.what_ifs`. The
+changes of our source are in `suites.mutants.catalogue`, the variants of a case in `reference.case.variants`. Mutants
+that are held back are not in it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from harness.diagnosing.rules.causes import CAUSES, WHAT_IF
+from harness.diagnosing.rules.causes import CAUSES
+from reference.what_ifs.rules import what_ifs
 from suites.mutants.catalogue import MUTANTS, VARIANT_ROWS
 from suites.mutants.mutant import Mutant
 
@@ -40,8 +40,9 @@ SHOWN_BY: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownBug:
-    """One kind of mistake. `looks` is how it shows; `what_if` what the dense model computes instead, "" when no what-if
-    tells it; `planted` are the open mutants and variants for which this cause is right to report.
+    """A kind of mistake. `looks` is how it shows; `what_if` the dense model's computation instead, "" without one.
+
+    `planted` are the open mutants and variants for which this cause is right to report.
     """
 
     id: str
@@ -56,14 +57,19 @@ class KnownBug:
         return "\n".join(lines if self.planted else [*lines, f"    planted in {SHOWN_BY.get(self.id, 'nothing')}"])
 
 
+WHAT_IFS: Mapping[str, str] = {rule.id: f"what the dense model computes {rule.words}" for rule in what_ifs()}
+"""Id of a rule of the dense model -> what is computed when it is not kept."""
 KNOWN: Mapping[str, KnownBug] = {
     id: KnownBug(
         id=id,
         looks=looks,
-        what_if=WHAT_IF.get(id, ""),
+        what_if=WHAT_IFS.get(id, ""),
         planted=tuple(row for row in (*MUTANTS, *VARIANT_ROWS) if id in row.cause.split("|")),
     )
-    for id, looks in CAUSES.items()
+    for id, looks in {
+        **{id: f"what the dense model computes {words}" for id, words in WHAT_IFS.items()},
+        **CAUSES,
+    }.items()
 }
 """Id -> all that is known of it."""
 

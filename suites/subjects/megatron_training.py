@@ -1,5 +1,7 @@
-"""Megatron-Core trains a GPTModel as its own loop does, over tp with sp, dp, pp, ep and etp: its pipeline schedule,
-DistributedDataParallel, clipping, Adam, and with `sharded` its distributed optimizer. Compared with itself on one rank.
+"""Megatron-Core trains a GPTModel as its own loop does, over tp with sp, dp, pp, ep and etp.
+
+The loop is its pipeline schedule, DistributedDataParallel, clipping, Adam or its distributed optimizer, with dropout
+and recomputation. Compared with itself on one rank, which drops what ranks dropped.
 """
 
 import contextlib
@@ -20,8 +22,8 @@ with warnings.catch_warnings(action="ignore"):  # Megatron's own, at import
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 moe_utils.te_general_gemm = None  # in 0.16.1 the router looks for this name, and has it with TransformerEngine alone
-SIZES = {"num_layers": 4, "hidden_size": 24, "num_attention_heads": 4, "ffn_hidden_size": 40}
-PLAIN = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "use_cpu_initialization": True, "add_bias_linear": False}
+SIZES = {"num_layers": 4, "hidden_size": 24, "num_attention_heads": 4, "ffn_hidden_size": 40, "add_bias_linear": False}
+AGAIN = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 EXPERTS = {"num_moe_experts": 4, "moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "alltoall"}
 
 
@@ -53,8 +55,9 @@ def build(case):  # groups, streams, model and optimizer of Megatron; weights fo
     axes = {"tensor_model_parallel_size": case.tp, "pipeline_model_parallel_size": case.pp}
     axes |= {"expert_model_parallel_size": case.ep, "expert_tensor_parallel_size": case.etp}
     parallel_state.initialize_model_parallel(**axes)
-    model_parallel_cuda_manual_seed(1)
-    words = axes | SIZES | PLAIN | (EXPERTS if case.experts else {}) | {"sequence_parallel": case.tp > 1}
+    model_parallel_cuda_manual_seed(1 + 100 * parallel_state.get_pipeline_model_parallel_rank())
+    words = axes | SIZES | (EXPERTS if case.experts else {}) | (AGAIN if case.recompute else {})
+    words |= {"sequence_parallel": case.tp > 1, "attention_dropout": case.dropout, "hidden_dropout": case.dropout}
     words |= dict.fromkeys(("params_dtype", "pipeline_dtype"), getattr(torch, case.dtype))
     config = TransformerConfig(**words, finalize_model_grads_func=distributed.finalize_model_grads)
     layer = gpt_layer_specs.get_gpt_layer_local_spec(num_experts=config.num_moe_experts)
@@ -87,17 +90,15 @@ def subject(case, device):
         first = [case.samples(step, micro, dp_rank, 2).start for micro in range(case.micro)]  # numbers of samples
         batches = (torch.randint(96, (2, 13), generator=torch.Generator().manual_seed(number)) for number in first)
         if losses := run(forward_step_func=forward, data_iterator=batches, model=[model], **words):  # on the last stage
-            total = sum(losses) / case.dp
+            outcome[f"loss/{step}"] = Shard(total := sum(losses) / case.dp, (), ())
             torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
-            outcome[f"loss/{step}"] = Shard(total, (), ())
         split = model.ddp_config.use_distributed_optimizer and step == 0  # a rank has its share of a sum: gather all
         for group in model.bucket_groups + model.expert_parallel_bucket_groups if split else ():
             ranks = group.intra_distributed_optimizer_instance_group
             for bucket in group.buckets:
                 own = bucket.grad_data.chunk(ranks.size())[ranks.rank()].clone()
                 torch.distributed.all_gather_into_tensor(bucket.grad_data, own, group=ranks)
-        grads = parts(model.module, lambda weight: weight.main_grad.clone()) if step == 0 else ()
-        outcome |= {f"grad/{name}": part for name, part in grads}
+        outcome |= {f"grad/{n}": one for n, one in parts(model.module, lambda w: w.main_grad.clone()) if step == 0}
         outcome[f"grad_norm/{step}"] = torch.tensor(adam.step()[1], dtype=getattr(torch, case.dtype))
     return outcome | {f"param/{name}": part for name, part in parts(model.module, lambda weight: weight.data)}
 
@@ -114,7 +115,8 @@ def session():  # Megatron asks CUDA for its device and random states, and its o
 
 
 subject.truth, subject.session, subject.harmless = "alone", session, softmax_shift
-subject.words = {"sharded": False, "experts": False, "ep": 1, "etp": 1, "micro": 4, "dtype": "float32"}
+subject.words = dict.fromkeys(("sharded", "experts", "recompute"), False) | dict.fromkeys(("ep", "etp"), 1)
+subject.words |= {"micro": 4, "dropout": 0.0, "dtype": "float32"}
 subject.per_rank = ("megatron.core.parallel_state", "megatron.core.tensor_parallel.random")
 subject.refuses = lambda case: "computes its cross entropy in float32" if case.dtype == "float64" else ""
 subject.cases = ("tp=2 pp=2", "dp=2 ep=2 experts=true sharded=true")

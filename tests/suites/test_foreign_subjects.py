@@ -6,6 +6,7 @@ Those of `shardproof new-subject` are run in tests/reports/commands/test_names.p
 from __future__ import annotations
 
 import importlib.util
+import os
 import shlex
 import subprocess
 import sys
@@ -32,7 +33,9 @@ from suites.subjects import two_d
 from tests.deep import deep
 
 CELLS = [cell for cell in cells() if cell.expected == PASS and not cell.system.python]
-NEEDS = {cell.subject: cell.system.package.partition("-")[0] for cell in CELLS if cell.system.package != "torch"}
+CHECKOUTS = {cell.subject: cell.system.checkout for cell in CELLS if cell.system.checkout}
+NEEDS = {cell.subject: cell.system.packages[0].partition("-")[0] for cell in CELLS}
+NEEDS = {subject: package for subject, package in NEEDS.items() if package != "torch"}
 ELSEWHERE = [one for one in dict.fromkeys(cell.system for cell in cells()) if one.python and not one.is_here]
 PEERS = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
@@ -50,6 +53,8 @@ def proved(name: str, text: str, engine: Engine) -> CaseResult:
     module = name.partition(":")[0]
     if module in NEEDS and importlib.util.find_spec(NEEDS[module]) is None:
         pytest.skip(f"needs {NEEDS[module]} of the extra `peers`")
+    if (variable := CHECKOUTS.get(module, "")) and variable not in os.environ:
+        pytest.skip(f"{variable}: names no checkout")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore" if module in NEEDS else "error")  # other packages' own
         given = named(f"suites.subjects.{name}")

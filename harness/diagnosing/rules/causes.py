@@ -10,63 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from harness.dense_model import WhatIfLike
 from harness.diagnosing.rules.proofs import Proof, Seen
 
 MEANT = "where it is meant, subject.compute_dtype or subject.wire_dtype states it"
 """What stands behind a rounding."""
 
-WHAT_IF: Mapping[str, str] = {
-    "mask_ignored": "without the loss mask: tokens count that are masked",
-    "padding_learned": "when tokens that are not to be learned get the label 0",
-    "labels_unshifted": "when every token is its own label: labels are not shifted by one",
-    "labels_shifted_twice": "when labels are shifted once more",
-    "batch_repeated": "when every step reads the data of the first",
-    "data_rank_repeated": "when every data rank reads the data of the first",
-    "micro_repeated": "when every micro-batch is the first one",
-    "local_count": "when every row has a mean of its own",
-    "micro_missing": "of some micro-batches or steps alone",
-    "borders_ignored": "when packed sentences have no borders: tokens see other sentences",
-    "positions_missing": "when every token stands at place 0: positions are not applied",
-    "positions_restart": "when positions begin anew in every rank's part of a sequence",
-    "slice_places": "when tokens of a context rank's slice are taken for other places of the row",
-    "slice_labels": "when labels are shifted inside of every context rank's slice",
-    "stale": "when every layer has the weights of the layer before",
-    "kv_exchanged": "when keys and values are exchanged",
-    "gate_exchanged": "when gate and up are exchanged",
-    "fused_cut": "when a fused weight is cut into other blocks than its rows form",
-    "foreign_rows": "when every part of a split table adds a row for tokens that lie elsewhere: they are not masked",
-    "rows_late": "when all parts of a split table but the first look up the next row: a range off by one",
-    "edge_off": "when ranges of the vocabulary's parts are one row off",
-    "flat_dim": "when parts along an inner dim lie end to end in memory: a collective that works along dim 0",
-    "ignored_learned": "when tokens without a label count",
-    "padding_counted": "when padded columns of the vocabulary take part in the softmax",
-    "smoothing_missing": "without label smoothing",
-    "smoothing_over_all": "when label smoothing is spread over all classes, the label's own or padding among them",
-    "smoothing_by_part": "when label smoothing is spread over the classes of one part of the vocabulary",
-    "transposed": "when rows and tokens of the queries are exchanged in memory: right for one row only",
-    "kv_order": "when copies of key and value heads stand in another order than the queries that read them",
-    "kv_alone": "when one copy of each key and value head alone gives its gradient: copies are not summed",
-    "own_labels": "when each part of the vocabulary gives a gradient for its own labels alone",
-    "tied_part": "when the tied weight gets the gradient of one of its two uses alone",
-    "tied_twice": "when the gradient of one of the tied weight's two uses counts twice",
-    "never_updated": "with the weights of the first step in every step: what steps is not what computes",
-    "untied": "when the tied head keeps its first weights: head and embedding are no longer one",
-    "scores_scaled": "when attention scores are scaled by another number",
-    "later_seen": "when tokens see later ones: attention is not causal",
-    "rotated_otherwise": "when rotary positions have another base, pairing or direction, or turn queries or keys alone",
-    "positions_shifted": "when positions are some places too large or too small",
-    "other_activation": "with another nonlinearity",
-    "normed_otherwise": "with another norm: left out, centred or not, or with other weights",
-    "other_epsilon": "when the norms have another epsilon",
-    "term_missing": "when a residual is not added",
-    "step_missing": "before the last step: it was not taken, or came after the parameters were read",
-    "unclipped": "without clipping",
-    "clip_scales_up": "when a norm below the limit is scaled up to it",
-    "decay_missing": "without weight decay",
-}
-"""What if -> words."""
 CAUSES: Mapping[str, str] = {
-    **{what_if: f"what the dense model computes {words}" for what_if, words in WHAT_IF.items()},
     # what a wrong tensor looks like
     "nan": "not a number or infinite: uninitialised memory, overflow, division by zero",
     "zero": "zero throughout: never computed or never accumulated",
@@ -97,7 +47,6 @@ CAUSES: Mapping[str, str] = {
     "norm_of_norms": "norms of parts that were added up instead of their squares",
     "not_zeroed": "an update that holds the first step's gradient once more",
     "flat_offset": "flat memory that is read some elements too early or too late",
-    "kv_order": "the dense model's with copies of kv heads in another order",
     "scaled_down": "updates that are next to nothing, in the right direction",
     "term_missing": "a sum without one of its terms: a residual, or the gradient that comes by one of two paths",
     "shorter_dtype": "the truth, rounded to a shorter dtype on its way",
@@ -110,6 +59,10 @@ CAUSES: Mapping[str, str] = {
     "momentum_added": "an update that holds earlier updates once more, where there is no momentum",
     "decay_added": "weight decay where there is none, or more of it",
     "decay_in_gradient": "weight decay that is added to the gradient and goes through the moments",
+    "unclipped": "updates without clipping",
+    "clip_scales_up": "updates whose norm is scaled up to the limit",
+    "step_missing": "states before the last step",
+    "decay_missing": "updates without weight decay",
     "clipped_otherwise": "clipping by another rule: every element, tensor or rank by a limit of its own",
     "loss_by_parts": "right logits whose loss each rank takes of its own part",
     # what masks of dropout show
@@ -147,13 +100,13 @@ CAUSES: Mapping[str, str] = {
     "shared_state": "ranks that are threads share the state of modules: the case passes on processes",
     "machine": "the machine failed or the time was up",
 }
-"""Id -> what it stands for, whatever the tensor."""
+"""Id -> what it stands for, whatever the tensor. Rules of the dense model that are not kept have their own ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """One likely cause of one failure. Raises ValueError for an id that CAUSES does not know, and for a cause that its
-    `proof` does not bear out, or that has none.
+    """One likely cause of one failure. Raises ValueError for a cause that its `proof` does not bear out, or
+    that has none.
 
     `follows`: sizes of the case that a factor equals, so that a case with another one would show whether it comes from
     them.
@@ -165,14 +118,13 @@ class Cause:
     follows: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.id not in CAUSES:
-            raise ValueError(f"cause id={self.id}: is not a known cause; legal: {' '.join(CAUSES)}")
         if not self.proof or not all(proof.holds for proof in self.proof):
             raise ValueError(f"cause id={self.id}: {self.words!r} must hold of the numbers that it speaks of")
 
 
 def claimed(known: str, words: str, *proof: Proof, follows: tuple[str, ...] = ()) -> list[Cause]:
     """The cause of this id, when its predictions hold; nothing when the numbers contradict it."""
+    _check(known)
     if not proof or not all(one.holds for one in proof):
         return []
     return [Cause(id=known, words=words, proof=proof, follows=follows)]
@@ -180,4 +132,16 @@ def claimed(known: str, words: str, *proof: Proof, follows: tuple[str, ...] = ()
 
 def reported(known: str, words: str, what: object) -> Cause:
     """The cause of this id that something else than numbers shows: a call, a flaw, a finding, an exception."""
+    _check(known)
     return Cause(id=known, words=words, proof=(Seen(what=what),))
+
+
+def of_rule(rule: WhatIfLike, words: str, proof: Proof) -> list[Cause]:
+    """The cause that a rule of the dense model is not kept, when its prediction holds."""
+    return [Cause(id=rule.id, words=words, proof=(proof,))] if proof.holds else []
+
+
+def _check(id: str) -> None:
+    """Raise ValueError for an id that is in no table."""
+    if id not in CAUSES:
+        raise ValueError(f"cause id={id}: is not a known cause; legal: {' '.join(CAUSES)}")

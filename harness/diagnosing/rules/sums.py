@@ -15,9 +15,10 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
-from harness.diagnosing.rules.causes import WHAT_IF, Cause, claimed
+from harness.diagnosing.rules.causes import Cause, claimed, of_rule
 from harness.diagnosing.rules.places import blocks_of
 from harness.diagnosing.rules.proofs import Explained, share_left
+from harness.diagnosing.rules.what_ifs import predictions
 
 CLOSE = 1e-3
 """Weights and norms are taken for equal within this share of themselves."""
@@ -206,11 +207,17 @@ def from_counts(evidence: Evidence, name: str) -> list[Cause]:
         all_of_them = float(math.prod(logits.shape[:-1]))
         words = "that of all tokens, whether masked or without a label"
         rules.append(("constant_factor", words, all_of_them * everyone))
-    counts = {rule: evidence.alternatives.get(f"{rule}/{name}") for rule in _COUNTS}
-    rules += [(rule, f"what it is {WHAT_IF[rule]}", n * everyone) for rule, n in counts.items() if n is not None]
-    right, told = float(evidence.truth[name]), []
+    right, causes = float(evidence.truth[name]), list[Cause]()
     for known, words, by_row in rules:
-        exact = all(value == float(by_row[row]) for row, value in found.items())
-        told += claimed(known, f"the number of tokens is {words}", _by_row(found, right, by_row)) if exact else []
-    single = {cause.id: cause for cause in reversed(told)}
+        if _counts_so(found, by_row):
+            causes += claimed(known, f"the number of tokens is {words}", _by_row(found, right, by_row))
+    for rule, count in (pair for id in _COUNTS for pair in predictions(evidence, id, name)):
+        if _counts_so(found, by_row := count * everyone):
+            causes += of_rule(rule, f"the number of tokens is what it is {rule.words}", _by_row(found, right, by_row))
+    single = {cause.id: cause for cause in reversed(causes)}
     return [*single.values()] * (len(single) == 1)
+
+
+def _counts_so(found: Mapping[int, float], by_row: Tensor) -> bool:
+    """Whether every data rank counted just these tokens."""
+    return all(value == float(by_row[row]) for row, value in found.items())

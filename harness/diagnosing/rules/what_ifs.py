@@ -1,18 +1,18 @@
 """What-ifs: whether the dense model computes a wrong value when one rule of data, weights or training is not kept.
 
-`Evidence.alternatives` holds them under "<what if>/<name>"; what stands behind a dot in a what-if is one reading of it.
 Tested on numbers: a what-if must explain the first wrong value, and nearly all others that it speaks of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
-from harness.diagnosing.rules.causes import WHAT_IF, Cause, claimed
+from harness.dense_model import WhatIfLike
+from harness.diagnosing.rules.causes import Cause, of_rule
 from harness.diagnosing.rules.proofs import Explained, explains, share_left
 
 _ALTERNATIVES = 2
@@ -20,11 +20,6 @@ _ALTERNATIVES = 2
 _FORWARD = ("act", "logits", "loss")
 _OTHERWISE = 0.25
 """Share of the values that a what-if speaks of which may be otherwise."""
-_READ = frozenset(
-    "micro_missing positions_shifted scores_scaled later_seen rotated_otherwise other_activation normed_otherwise "
-    "other_epsilon term_missing smoothing_over_all edge_off slice_places slice_labels".split()
-)
-"""What-ifs whose readings are known by their names."""
 
 
 def what_if(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
@@ -32,21 +27,22 @@ def what_if(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
 
     More than two that fit single nothing out.
     """
-    by_word: dict[str, dict[str, dict[str, Tensor]]] = {}
-    for key, other in evidence.alternatives.items():
-        reading, _, name = key.partition("/")
-        by_word.setdefault(reading.partition(".")[0], {}).setdefault(reading, {})[name] = other
     found: list[Cause] = []
-    for word, meaning in WHAT_IF.items():
-        readings = by_word.get(word, {})
-        if fitting := [reading for reading, told in readings.items() if _fits(evidence, told, wrong)]:
-            words = f"it is what the dense model computes {meaning}"
-            kinds = [kind for reading in fitting if (kind := reading.partition(".")[2])]
-            named = f" ({' or '.join(kinds).replace('_', ' ')})" if kinds and word in _READ else ""
-            told, name = readings[fitting[0]], wrong[0]
-            guess = Explained(value=evidence.merged.tensors[name], truth=evidence.truth[name], guess=told[name])
-            found += claimed(word, words + named, guess)
+    for rule, readings in evidence.what_ifs:
+        if fitting := [reading for reading, predicted in readings.items() if _fits(evidence, predicted, wrong)]:
+            named = f" ({' or '.join(filter(None, fitting)).replace('_', ' ')})" * rule.names_readings
+            value, truth = evidence.merged.tensors[wrong[0]], evidence.truth[wrong[0]]
+            guess = Explained(value=value, truth=truth, guess=readings[fitting[0]][wrong[0]])
+            found += of_rule(rule, f"it is what the dense model computes {rule.words}{named}", guess)
     return found if len(found) <= _ALTERNATIVES else []
+
+
+def predictions(evidence: Evidence, id: str, name: str) -> Iterator[tuple[WhatIfLike, Tensor]]:
+    """What is computed of this name without this rule, by every reading."""
+    for rule, readings in evidence.what_ifs:
+        for predicted in readings.values() if rule.id == id else ():
+            if name in predicted:
+                yield rule, predicted[name]
 
 
 def _fits(evidence: Evidence, told: Mapping[str, Tensor], wrong: Sequence[str]) -> bool:

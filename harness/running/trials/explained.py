@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
+from harness.dense_model import Tried
 from harness.errors import error_text
 from harness.protocols import CaseLike
 from harness.running.trials.runs import recorded
@@ -23,19 +26,20 @@ def with_what_ifs(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> E
     if model is None:
         return evidence
     shares: Mapping[str, Tensor] = {}
-    what_if: dict[str, Tensor] = {}
+    tried: list[Tried] = []
+
+    def what_ifs(case: CaseLike, device: torch.device, **given: Any) -> Mapping[str, Tensor]:
+        for rule in (rule for rule in model.what_ifs() if rule.explains & kinds):
+            tried.append(Tried(rule, rule.readings(case, device, **given)))  # noqa: PERF401  (kept if a later one raises)
+        return {}
+
     try:
         if kinds & {"grad", "param", "param_after", "exp_avg_after", "grad_norm", "tokens", "act", "loss"}:
             shares = trial.dense(model.shares, part="explained")
-        if kinds & {"act", "logits", "loss", "grad"}:
-            what_if |= trial.dense(model.alternatives, part="explained")
-        if "act" in kinds:
-            what_if |= trial.dense(model.rules, part="explained")
-        for kind, function in (("metric", model.metrics), ("param", model.trainings)):
-            what_if |= trial.dense(function, part="explained") if kind in kinds else {}
+        trial.computed(what_ifs, part="explained")
     except Exception as problem:  # the failure stands; less of it is explained, and that is said
         trial.problems["explanation"] = f"the dense model raised while a cause was looked for: {error_text(problem)}"
-    return replace(evidence, shares=shares, alternatives=what_if)
+    return replace(evidence, shares=shares, what_ifs=tuple(tried))
 
 
 def elsewhere(trial: Trial, case: CaseLike, first: str) -> Evidence | None:

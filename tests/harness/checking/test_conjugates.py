@@ -79,6 +79,26 @@ class Returned(torch.autograd.Function):
         return exchanged(gradients[0])
 
 
+class Again(torch.autograd.Function):
+    """A library's own checkpoint: gradients are off in its forward, and its backward computes the layer again."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BD: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
+        """[B, D] to [B, D]."""
+        ctx.layer = layer
+        ctx.save_for_backward(x_BD)
+        return layer(x_BD)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """The layer once more, and its backward."""
+        given = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            made = ctx.layer(given)
+        torch.autograd.backward(made, gradients[0])
+        return given.grad, None
+
+
 class Experts(nn.Module):
     """One expert a rank: `dispatch`, a linear, `combine`."""
 
@@ -151,6 +171,29 @@ def again(layer: nn.Module, reentrant: bool) -> Callable[[Tensor], Tensor]:
     return lambda x_BD: checkpoint(layer, first(x_BD), use_reentrant=reentrant)
 
 
+def again_by(layer: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The same by a checkpoint that torch does not know."""
+    first = nn.Linear(4, 4)
+
+    def whole(x_BD: Tensor) -> Tensor:
+        made: Tensor = Again.apply(first(x_BD), layer)
+        return made
+
+    return whole
+
+
+def evaluated(layer: nn.Module) -> Callable[[Tensor], Tensor]:
+    """A layer behind another, called twice: no backward follows the first time, though gradients are on."""
+    both = nn.Sequential(nn.Linear(4, 4), layer)
+
+    def twice(x_BD: Tensor) -> Tensor:
+        both(x_BD)
+        made: Tensor = both(x_BD)
+        return made
+
+    return twice
+
+
 RIGHT: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
     "experts fed by inputs": lambda: Experts(there_and_back, there_and_back),
     "several layers, the first fed by inputs": lambda: nn.Sequential(
@@ -161,6 +204,9 @@ RIGHT: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
     "torch's own exchange outside of modules": lambda: plain(functional_autograd),
     "computed again": lambda: again(Experts(there_and_back, there_and_back), reentrant=False),
     "computed again by a backward of its own": lambda: again(Experts(there_and_back, there_and_back), reentrant=True),
+    "computed again by a library": lambda: again_by(Experts(there_and_back, there_and_back)),
+    "a sum that a library computes again": lambda: again_by(Experts(there_and_back, lambda x: Summed.apply(x, True))),
+    "a forward that no backward follows": lambda: evaluated(Experts(there_and_back, there_and_back)),
     "a sum of inputs": lambda: Experts(lambda x: Summed.apply(x, False), lambda x: Summed.apply(x, True)),
 }
 WRONG: dict[str, tuple[Callable[[], Callable[[Tensor], Tensor]], str]] = {
@@ -174,6 +220,26 @@ WRONG: dict[str, tuple[Callable[[], Callable[[Tensor], Tensor]], str]] = {
     ),
     "an exchange that is computed again": (
         lambda: again(Experts(there_alone, there_and_back), reentrant=False),
+        "4 all-to-alls of 256 B over tp go forward and 2 of 128 B backward",
+    ),
+    "an exchange that a backward of its own computes again": (
+        lambda: again(Experts(there_alone, there_and_back), reentrant=True),
+        "4 all-to-alls of 256 B over tp go forward and 2 of 128 B backward",
+    ),
+    "an exchange that a library computes again": (
+        lambda: again_by(Experts(there_alone, there_and_back)),
+        "4 all-to-alls of 256 B over tp go forward and 2 of 128 B backward",
+    ),
+    "the only exchange, computed again": (
+        lambda: again_by(Experts(there_alone, lambda x: x)),
+        "2 all-to-alls of 128 B over tp go forward and 0 of 0 B backward",
+    ),
+    "a cut sum that a library computes again": (
+        lambda: again_by(Experts(there_and_back, lambda x: Summed.apply(x, False))),
+        "2 reduce_scatters of 64 B float32 over tp in forward of no module",
+    ),
+    "an exchange, beside a forward that no backward follows": (
+        lambda: evaluated(Experts(there_alone, there_and_back)),
         "4 all-to-alls of 256 B over tp go forward and 2 of 128 B backward",
     ),
     "an exchange too many": (

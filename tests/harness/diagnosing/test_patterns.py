@@ -14,6 +14,7 @@ from harness.diagnosing.diagnosis import diagnose
 from harness.diagnosing.rules.causes import CAUSES, reported
 from harness.diagnosing.rules.patterns import causes
 from harness.shard import Shard
+from tests.harness.diagnosing.tried import tried
 from tests.harness.toy_evidence import evidence, outcome_of, truth
 
 
@@ -66,7 +67,7 @@ def test_each_pattern_is_recognised_first(known: str, _: str, value: Tensor, wor
 
 
 def test_only_known_causes_are_told() -> None:
-    with pytest.raises(ValueError, match="cause id=gremlins: is not a known cause; legal: mask_ignored "):
+    with pytest.raises(ValueError, match="cause id=gremlins: is not a known cause; legal: nan "):
         reported("gremlins", "", "a call")
     assert {row[0] for row in PATTERNS} <= set(CAUSES)
 
@@ -113,7 +114,7 @@ def test_one_part_that_is_wrong_throughout_is_told() -> None:
 def test_a_what_if_of_the_data_is_told() -> None:
     other = {"mask_ignored/loss/0": truth()["loss/0"] * 1.01}
     values = {**truth(), "loss/0": other["mask_ignored/loss/0"]}
-    seen = evidence(*(outcome_of(rank, values) for rank in range(2)), alternatives=other)
+    seen = evidence(*(outcome_of(rank, values) for rank in range(2)), what_ifs=tried(other))
     assert [cause.id for cause in diagnose(seen, examine(seen), "forward").causes] == ["mask_ignored"]
 
 
@@ -123,7 +124,7 @@ def test_a_what_if_that_explains_part_of_the_error_is_not_told() -> None:
     other = {"fused_cut.one/logits/0": true + 1e-3 * drawn(*true.shape), "fused_cut.two/logits/0": true * 1.5}
     for value, ids in ((true + 1e-4, []), (true * 1.5, ["fused_cut"])):
         values = {**truth(), "logits/0": value}
-        seen = evidence(*(outcome_of(rank, values) for rank in range(2)), alternatives=other)
+        seen = evidence(*(outcome_of(rank, values) for rank in range(2)), what_ifs=tried(other))
         found = {cause.id for cause in diagnose(seen, examine(seen), "forward").causes}
         assert [known for known in ("fused_cut",) if known in found] == ids
 

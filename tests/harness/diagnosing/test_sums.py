@@ -15,6 +15,7 @@ from harness.diagnosing.rules.optimizer.updates import from_start, from_updates
 from harness.diagnosing.rules.sums import from_counts, from_losses, from_shares
 from harness.outcome.blocks import localize
 from harness.outcome.merging import Outcomes
+from tests.harness.diagnosing.tried import tried
 from tests.harness.toy_evidence import case, evidence, outcome_of, truth
 
 W1, BIAS = "grad/layers.0.mlp.w1.weight", "grad/layers.0.mlp.w2.bias"
@@ -104,7 +105,7 @@ def test_a_count_by_another_rule_is_told(counted: float, cause: str) -> None:
     rules = {"ignored_learned/tokens/0": torch.tensor(25), "mask_ignored/tokens/0": torch.tensor(40)}
     outcomes = [localize({"tokens/0": torch.tensor(counted).long()}) for _ in range(4)]
     true = {**truth(), "tokens/0": TOKENS.sum().long()}
-    found = evidence(case=case("mode=tp tp=2 dp=2 seq=16"), truth=true, alternatives=rules)
+    found = evidence(case=case("mode=tp tp=2 dp=2 seq=16"), truth=true, what_ifs=tried(rules))
     found = replace(found, outcomes=outcomes, shares={"tokens": TOKENS})
     assert "".join(told.id for told in from_counts(found, "tokens/0")) == cause
 

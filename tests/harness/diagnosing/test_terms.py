@@ -25,6 +25,7 @@ from harness.diagnosing.rules.terms import from_terms
 from harness.engines.engine import Unwaited
 from harness.outcome.blocks import localize
 from harness.shard import Shard
+from tests.harness.diagnosing.tried import tried
 from tests.harness.toy_evidence import TERMS, Term, case, events, evidence, outcome_of, truth
 
 LINEAR, TABLE = "act/layers.0.mlp.w2", "act/embedding"
@@ -92,7 +93,7 @@ def test_places_are_looked_at_beside_what_a_module_adds_itself() -> None:
 
 def test_numbers_that_are_not_finite_are_explained_by_no_what_if() -> None:
     name = "grad/layers.0.mlp.w1.weight"
-    seen = seen_with({name: truth()[name] / 0}, alternatives={f"mask_ignored/{name}": truth()[name] * 2})
+    seen = seen_with({name: truth()[name] / 0}, what_ifs=tried({f"mask_ignored/{name}": truth()[name] * 2}))
     assert [cause.id for cause in explained(seen, examine(seen)).causes] == ["nan"]
 
 

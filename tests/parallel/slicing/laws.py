@@ -76,6 +76,17 @@ def broken(
     return found
 
 
+def of_heads(held: Held, heads: Heads, order: str) -> list[str]:
+    """The laws that a cut of a fused weight of this order breaks, or with order "" of the weight of the queries.
+
+    The output projection is cut by heads.
+    """
+    if not order:
+        return broken(held, heads.query * heads.size, unit=heads.size)
+    context = query_rows(heads, len(held), spare="empty")
+    return broken(held, heads.fused, heads=heads, order=order, context=context)
+
+
 def separated(own: Ranges, heads: Heads, order: str, columns: Ranges) -> list[str]:
     """What keeps one rank's part of a fused weight from being a weight of the same order with fewer heads, namely those
     of these columns of the output projection.

@@ -13,16 +13,17 @@ from reference.case import Case
 from reference.data.batches import micro_batch
 from reference.data.packing import IGNORED
 from reference.model import layers
-from reference.model.parameters import full, weights
+from reference.model.parameters import full
 from reference.training import subject as dense
 from reference.what_ifs import slices
-from reference.what_ifs.edges import edges
-from reference.what_ifs.rules import rules
+from reference.what_ifs.modules import WHAT_IFS
+from tests.reference.what_ifs import broken
 
 CPU = torch.device("cpu")
 SIZES = "layers=1 hidden=16 heads=4 kv_heads=2 ffn=12 seq=8 vocab=264 batch=2 micro=1 steps=1 fuse_qkv=false bias=true"
 ROPE = Case.parse(f"mode=tp tp=1 {SIZES} positions=rope norm=layernorm activation=gelu")
 LEARNED = Case.parse(f"mode=tp tp=1 {SIZES} positions=learned norm=rmsnorm activation=swiglu fuse_mlp=false")
+MODULES = [rule.id for rule in WHAT_IFS] + ["kv_order"]
 WO, W2, FIRST_NORM = "act/layers.0.attention.wo", "act/layers.0.mlp.w2", "act/layers.0.attention_norm"
 
 
@@ -58,12 +59,12 @@ def attended(
 
 @pytest.fixture(scope="module")
 def rope() -> dict[str, Tensor]:
-    return rules(ROPE, CPU)
+    return broken(ROPE, *MODULES)
 
 
 @pytest.fixture(scope="module")
 def learned() -> dict[str, Tensor]:
-    return rules(LEARNED, CPU)
+    return broken(LEARNED, *MODULES, "positions_missing", "positions_shifted")
 
 
 def test_only_activations_that_another_rule_reaches_are_told(rope: dict[str, Tensor]) -> None:
@@ -125,7 +126,7 @@ def test_norms(rope: dict[str, Tensor], learned: dict[str, Tensor]) -> None:
 
 def test_norms_over_heads_alone() -> None:
     case = LEARNED.but(qk_norm=True)
-    found, (q, k, v) = rules(case, CPU), projected(case)
+    found, (q, k, v) = broken(case, "normed_otherwise"), projected(case)
     close(found[f"normed_otherwise.heads_left_out/{WO}"], attended(case, q, k, v))
 
 
@@ -191,7 +192,7 @@ READINGS: dict[str, tuple[Callable[[Tensor, int], Tensor], Callable[[Tensor, int
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Tensor]:
-    return edges(CASE, {name: tensor.double() for name, tensor in weights(CASE, CPU).items()}, CPU)
+    return broken(CASE, "edge_off")
 
 
 @pytest.mark.parametrize("reading", READINGS)
@@ -235,8 +236,7 @@ def test_the_last_token_taken_for_padding() -> None:
     x = logits - logits.amax(-1, keepdim=True)
     hit = x.gather(-1, batch.labels.where(others, 0)[..., None])[..., 0] * others
     loss = ((x.exp().sum(-1).log() - hit) * counts).sum() / counts.sum()
-    exact = {name: tensor.double() for name, tensor in weights(case, CPU).items()}
-    torch.testing.assert_close(edges(case, exact, CPU)["edge_off.last_token_out_2/loss/0"], loss)
+    torch.testing.assert_close(broken(case, "edge_off")["edge_off.last_token_out_2/loss/0"], loss)
 
 
 SLICED = "mode=tp tp=1 heads=2 kv_heads=1 hidden=8 layers=1 seq=8 cp=2 batch=2"
@@ -247,7 +247,7 @@ ZIGZAG = [[0, 1, 6, 7], [2, 3, 4, 5]]
 def seen(case: Case, reading: str) -> Tensor:
     """Which key [of 8] each query [of 8] sees: values are unit vectors, so that the context is the shares."""
     zeros, unit = torch.zeros(1, 8, 1, 8), torch.eye(8)[None, :, None]
-    attention = slices.masks(case)[f"slice_places.{reading}"]
+    attention = slices.masks(case)[reading]
     shares: Tensor = attention(zeros, zeros, unit, torch.ones(8, 8, dtype=torch.bool).tril())[0]
     return shares > 0
 
@@ -277,7 +277,7 @@ def test_masks_at_other_places() -> None:
 )
 def test_positions_of_other_places(words: str, reading: str, places: list[int]) -> None:
     case = Case.parse(f"{SLICED} {words}")
-    feed = slices.other_positions(case)[f"slice_places.positions_{reading}"]
+    feed = slices.other_positions(case)[f"positions_{reading}"]
     assert feed(case, 0, 0, 0, device=CPU).positions.tolist() == [places] * 2
 
 
@@ -291,7 +291,7 @@ def test_labels_shifted_in_a_slice() -> None:
         ("without_one", {7: torch.tensor([IGNORED] * 2), 5: torch.tensor([IGNORED] * 2)}),
         ("the_first_token", {7: batch.tokens[:, 0], 5: batch.tokens[:, 2]}),
     ):
-        found = slices.other_labels(case)[f"slice_labels.last_{reading}"](case, 0, 0, 0, device=CPU).labels
+        found = slices.other_labels(case)[f"last_{reading}"](case, 0, 0, 0, device=CPU).labels
         by_hand = torch.stack([last[p] if p in last else batch.tokens[:, following[p]] for p in range(8)], 1)
         assert torch.equal(found, by_hand.where(batch.labels != IGNORED, batch.labels))
     without = Case.parse("mode=tp tp=2")

@@ -13,14 +13,14 @@ from reference.model.parameters import full
 from reference.training import given
 from reference.training import subject as dense
 from reference.training.control import control
-from reference.what_ifs.inputs import alternatives, weights_of
-from reference.what_ifs.metrics import metrics
-from reference.what_ifs.rules import rules
 from reference.what_ifs.shares import shares
-from reference.what_ifs.training import trainings
+from reference.what_ifs.training import WHAT_IFS
+from reference.what_ifs.what_if import Dense
+from tests.reference.what_ifs import broken
 
 CPU = torch.device("cpu")
 SIZES = "mode=tp tp=1 layers=1 hidden=8 heads=2 kv_heads=2 ffn=12 seq=8 batch=2 vocab=264 micro=2 lr=0.1"
+TRAINING = [rule.id for rule in WHAT_IFS]
 NAME = "layers.0.mlp.w1.weight"
 
 
@@ -30,24 +30,24 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 def test_a_step_that_is_not_taken_and_clipping_by_other_rules() -> None:
     case = Case.parse(f"{SIZES} steps=2 clip=0.05")
-    found = trainings(case, CPU)
+    found = broken(case, *TRAINING)
     for word, other in (("step_missing", case.but(steps=1)), ("unclipped", case.but(clip=0))):
         close(found[f"{word}/param/{NAME}"], dense.truth(other, CPU)[f"param/{NAME}"])
     case = case.but(steps=1, clip=1000.0)
     start, truth = full(case, NAME).double(), dense.truth(case, CPU)
     factor = 1000.0 / (truth["grad_norm/0"] + 1e-6)
-    close(trainings(case, CPU)[f"clip_scales_up/param/{NAME}"], start - 0.1 * factor * truth[f"grad/{NAME}"])
+    close(broken(case, *TRAINING)[f"clip_scales_up/param/{NAME}"], start - 0.1 * factor * truth[f"grad/{NAME}"])
 
 
 def test_decay_that_is_forgotten() -> None:
     case = Case.parse(f"{SIZES} steps=1 optimizer=adamw")
-    found, start = trainings(case, CPU), full(case, NAME).double()
+    found, start = broken(case, *TRAINING), full(case, NAME).double()
     decayed = dense.truth(case, CPU)[f"param/{NAME}"] - found[f"decay_missing/param/{NAME}"]
     close(decayed, -0.1 * 0.01 * start)
 
 
 def test_a_plain_step_has_no_other_rule() -> None:
-    assert not trainings(Case.parse(f"{SIZES} steps=1"), CPU)
+    assert not broken(Case.parse(f"{SIZES} steps=1"), *TRAINING)
 
 
 def test_a_tied_head_that_keeps_its_first_weights() -> None:
@@ -56,8 +56,8 @@ def test_a_tied_head_that_keeps_its_first_weights() -> None:
     moved = dense.truth(case.but(steps=1), CPU)["param/embedding.tokens.weight"]
     hidden = torch.linalg.lstsq(moved, dense.truth(case, CPU)["logits/1"].flatten(0, 1).T).solution.T
     first = full(case, "embedding.tokens.weight").double()
-    close(trainings(case, CPU)["untied/logits/1"].flatten(0, 1), hidden @ first.T)
-    assert "untied/logits/1" not in trainings(case.but(tied=False), CPU)
+    close(broken(case, *TRAINING)["untied/logits/1"].flatten(0, 1), hidden @ first.T)
+    assert "untied/logits/1" not in broken(case.but(tied=False), *TRAINING)
 
 
 MEASURED_SIZES = "layers=1 hidden=16 heads=4 ffn=12 vocab=264 seq=8 batch=2 micro=3 steps=2 lr=0.1"
@@ -66,7 +66,7 @@ CASE = Case.parse(f"mode=mtp family=internlm2 tp=1 dp=2 metric=true {MEASURED_SI
 
 def of_some(step: int, micros: tuple[int, ...]) -> dict[str, Tensor]:
     """log_likelihood and tokens [dp] of these micro-batches of a step."""
-    weights = weights_of(CASE, CPU)
+    weights = Dense(CASE, CPU).weights
     if step:
         weights = {name: dense.truth(CASE, CPU)[f"param_after/{step - 1}/{name}"] for name in weights}
     found: dict[str, list[Tensor]] = {"tokens": [], "log_likelihood": []}
@@ -79,7 +79,7 @@ def of_some(step: int, micros: tuple[int, ...]) -> dict[str, Tensor]:
 
 
 def test_readings_of_some_micro_batches() -> None:
-    found, every = metrics(CASE, CPU), (0, 1, 2)
+    found, every = broken(CASE, "micro_missing"), (0, 1, 2)
     expected = {
         "newest": [of_some(1, (2,))],
         "oldest": [of_some(0, (0,))],
@@ -97,7 +97,7 @@ def test_readings_of_some_micro_batches() -> None:
 
 
 def test_without_a_metric_there_is_none() -> None:
-    assert metrics(CASE.but(metric=False), CPU) == {}
+    assert broken(CASE.but(metric=False), "micro_missing") == {}
 
 
 SHARED_SIZES = "tp=1 dp=3 layers=1 heads=2 kv_heads=2 hidden=8 ffn=12 seq=8 vocab=264 steps=2"
@@ -107,8 +107,8 @@ def test_what_ifs_take_what_ranks_drew() -> None:
     """Given the field's masks and initial values, they are those of the field in every bit."""
     field = Case.parse(f"mode=tp {SHARED_SIZES} dp=1 micro=1 metric=true dropout=0.2 attention_dropout=0.3 init=field")
     known = given.drawn(field)
-    for what_ifs in (dense.truth, control, shares, alternatives, rules, trainings, metrics):
-        right, found = what_ifs(field, CPU), what_ifs(field.but(random="stateful", init="shard"), CPU, given=known)
+    for function in (dense.truth, control, shares, lambda case, _device, **words: broken(case, **words)):
+        right, found = function(field, CPU), function(field.but(random="stateful", init="shard"), CPU, given=known)
         assert right.keys() == found.keys() and all(torch.equal(found[name], right[name]) for name in right)
     with pytest.raises(ValueError, match="draws masks that the dense model must be given"):
         shares(field.but(random="stateful"), CPU)
@@ -131,7 +131,7 @@ def test_shares_add_up_to_the_gradients_of_the_first_step() -> None:
 
 def test_what_if_losses_are_those_of_the_same_logits_under_another_rule() -> None:
     case = Case.parse(f"mode=mtp family=internlm2 {SHARED_SIZES} packed=true micro=1")
-    found, truth = alternatives(case, CPU), dense.truth(case, CPU)
+    found, truth = broken(case), dense.truth(case, CPU)
     log = truth["logits/0"].log_softmax(-1)
     batches = [micro_batch(case, 0, 0, data_rank) for data_rank in range(3)]
     labels, tokens, mask = (
@@ -155,7 +155,7 @@ def test_what_if_losses_are_those_of_the_same_logits_under_another_rule() -> Non
 
 def test_a_row_without_borders_has_no_what_if_about_them() -> None:
     case = Case.parse(f"mode=tp {SHARED_SIZES} micro=1")
-    assert not any(name.startswith("borders_ignored/") for name in alternatives(case, CPU))
+    assert not any(name.startswith("borders_ignored/") for name in broken(case))
 
 
 def test_weights_of_another_module_or_layer_are_what_ifs_where_they_lie_apart() -> None:
@@ -163,11 +163,11 @@ def test_weights_of_another_module_or_layer_are_what_ifs_where_they_lie_apart() 
         "mode=tp tp=1 layers=2 heads=2 kv_heads=2 hidden=8 ffn=12 seq=8 vocab=264 micro=1 activation=swiglu"
     )
     case = case.but(fuse_qkv=False, fuse_mlp=False)
-    found, truth = alternatives(case, CPU), dense.true_activations(case, CPU)
+    found, truth = broken(case), dense.true_activations(case, CPU)
     for word, first in (("gate_exchanged", "mlp.w1"), ("kv_exchanged", "attention.wk")):
         assert not torch.equal(found[f"{word}/act/layers.0.{first}"], truth[f"act/layers.0.{first}"])
     assert torch.equal(found["stale.layer/act/layers.0"], truth["act/layers.0"])
     assert not torch.equal(found["stale.layer/act/layers.1"], truth["act/layers.1"])
     others = case.but(experts=4, expert_ffn=12, dense_layers=1)  # the layer before has no experts
-    found, truth = alternatives(others, CPU), dense.true_activations(others, CPU)
+    found, truth = broken(others), dense.true_activations(others, CPU)
     assert not torch.equal(found["stale.layer/act/layers.1"], truth["act/layers.1"])

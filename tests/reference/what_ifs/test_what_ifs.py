@@ -14,7 +14,8 @@ from reference.data.batches import micro_batch
 from reference.model import decoder, layers
 from reference.model.parameters import full, shapes
 from reference.training import subject as dense
-from reference.what_ifs.inputs import alternatives
+from reference.what_ifs.rules import what_ifs
+from tests.reference.what_ifs import broken
 
 CPU = torch.device("cpu")
 SIZES = "layers=1 hidden=16 heads=4 kv_heads=2 ffn=12 seq=8 vocab=264 steps=1"
@@ -40,7 +41,7 @@ def attended(case: Case, q: Tensor, k: Tensor, v: Tensor, *, rotated: bool = Tru
 
 
 def test_attention_of_fused_rows_that_are_read_otherwise() -> None:
-    found, rows = alternatives(FUSED, CPU), dense.true_activations(FUSED, CPU)["act/layers.0.attention.wqkv"]
+    found, rows = broken(FUSED), dense.true_activations(FUSED, CPU)["act/layers.0.attention.wqkv"]
     q, k, v = layers.split_qkv(rows, 4, 2)
     close(found["kv_exchanged/act/layers.0.attention.wo"], attended(FUSED, q, v, k))
     close(found["positions_missing/act/layers.0.attention.wo"], attended(FUSED, q, k, v, rotated=False))
@@ -52,7 +53,7 @@ def test_attention_of_fused_rows_that_are_read_otherwise() -> None:
 
 
 def test_gate_and_up_that_are_read_otherwise() -> None:
-    found, rows = alternatives(FUSED, CPU), dense.true_activations(FUSED, CPU)["act/layers.0.mlp.w13"]
+    found, rows = broken(FUSED), dense.true_activations(FUSED, CPU)["act/layers.0.mlp.w13"]
     gate, up = rows.chunk(2, -1)
     close(found["gate_exchanged/act/layers.0.mlp.w2"], through(FUSED, "mlp.w2", functional.silu(up) * gate))
     halves = [part.chunk(2, -1) for part in rows.chunk(2, -1)]
@@ -64,31 +65,29 @@ def test_weights_that_stand_still() -> None:
     case = FUSED.but(steps=2)
     weights = {name: full(case, name).double() for name in shapes(case)}
     second = decoder.logits(case, weights, micro_batch(case, 1, 0, 0))
-    torch.testing.assert_close(alternatives(case, CPU)["never_updated/logits/1"], second, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(broken(case)["never_updated/logits/1"], second, rtol=1e-5, atol=1e-6)
 
 
 def test_data_that_repeat() -> None:
     case = Case.parse(f"mode=tp tp=1 dp=3 {SIZES} batch=2 micro=2")
-    found, truth = alternatives(case, CPU), dense.truth(case, CPU)["logits/0"].unflatten(0, (3, 2, 2))
+    found, truth = broken(case), dense.truth(case, CPU)["logits/0"].unflatten(0, (3, 2, 2))
     close(found["data_rank_repeated/logits/0"], truth[:1].expand_as(truth).flatten(0, 2))
     close(found["micro_repeated/logits/0"], truth[:, :1].expand_as(truth).flatten(0, 2))
-    alone = alternatives(case.but(dp=1, micro=1), CPU)
+    alone = broken(case.but(dp=1, micro=1))
     assert not any(name.startswith(("data_rank_repeated/", "micro_repeated/")) for name in alone)
 
 
 def test_positions_that_begin_anew() -> None:
     case = Case.parse(f"mode=isp tp=2 {SIZES} batch=2 micro=1 positions=learned")
     table = full(case, "embedding.positions.weight").double()
-    moved = (
-        alternatives(case, CPU)["positions_restart/act/embedding"] - dense.true_activations(case, CPU)["act/embedding"]
-    )
+    moved = broken(case)["positions_restart/act/embedding"] - dense.true_activations(case, CPU)["act/embedding"]
     close(moved, (torch.cat([table[:4], table[:4]]) - table)[None].expand(2, -1, -1))
-    assert not any(name.startswith("positions_restart/") for name in alternatives(case.but(tp=1, wp=1), CPU))
+    assert not any(name.startswith("positions_restart/") for name in broken(case.but(tp=1, wp=1)))
 
 
 def test_labels_that_are_shifted_twice() -> None:
     case = Case.parse(f"mode=tp tp=1 {SIZES} batch=2 micro=1")
-    found, logits, batch = alternatives(case, CPU), dense.truth(case, CPU)["logits/0"], micro_batch(case, 0, 0, 0)
+    found, logits, batch = broken(case), dense.truth(case, CPU)["logits/0"], micro_batch(case, 0, 0, 0)
     for reading, last in (("rolled", batch.labels[:, :1]), ("cut", torch.full_like(batch.labels[:, :1], -100))):
         labels = torch.cat((batch.labels[:, 1:], last), 1)
         losses = functional.cross_entropy(logits.movedim(-1, 1), labels, reduction="none", ignore_index=-100)
@@ -106,7 +105,7 @@ def padded_table(case: Case) -> Tensor:
 
 def test_rows_that_a_split_table_looks_up_otherwise() -> None:
     case = Case.parse(f"mode=tp tp=3 {TABLES} micro=1 positions=rope hidden=12 heads=3 kv_heads=3")
-    found, ids = alternatives(case, CPU), micro_batch(case, 0, 0, 0).tokens
+    found, ids = broken(case), micro_batch(case, 0, 0, 0).tokens
     unmasked, late = torch.zeros(2, 8, 12).double(), torch.zeros(2, 8, 12).double()
     for rank, rows in enumerate(padded_table(case).chunk(3)):
         first = rank * len(rows)
@@ -124,7 +123,7 @@ def test_rows_that_a_split_table_looks_up_otherwise() -> None:
 def test_a_tied_gradient_is_the_sum_of_its_two_uses() -> None:
     case = Case.parse(f"mode=tp tp=1 {TABLES} micro=2 tied=true")
     name = "grad/embedding.tokens.weight"
-    found, truth = alternatives(case, CPU), dense.truth(case, CPU)[name]
+    found, truth = broken(case), dense.truth(case, CPU)[name]
     looked_up, head = (found[f"tied_part.{missing}/{name}"] for missing in ("head", "embedding"))
     close(looked_up + head, truth)
     close(found[f"tied_twice.head/{name}"], truth + head)
@@ -132,12 +131,12 @@ def test_a_tied_gradient_is_the_sum_of_its_two_uses() -> None:
     read = torch.cat([micro_batch(case, 0, micro, 0).tokens.flatten() for micro in range(2)]).unique()
     unread = torch.ones(case.vocab, dtype=torch.bool).index_fill(0, read, False)
     assert not looked_up[unread].any() and head[unread].any()
-    assert not any(key.startswith("tied_") for key in alternatives(case.but(tied=False), CPU))
+    assert not any(key.startswith("tied_") for key in broken(case.but(tied=False)))
 
 
 def test_losses_under_other_rules_of_what_counts() -> None:
     case = Case.parse(f"mode=tp tp=2 {TABLES} micro=1 label_smoothing=0.1")
-    found, logits = alternatives(case, CPU), dense.truth(case, CPU)["logits/0"]
+    found, logits = broken(case), dense.truth(case, CPU)["logits/0"]
     batch = micro_batch(case, 0, 0, 0)
     known = batch.labels != -100
     counts, labels = (batch.loss_mask * known).double(), batch.labels.where(known, 0)
@@ -164,7 +163,7 @@ def test_losses_under_other_rules_of_what_counts() -> None:
     rows = (own * counts).sum(-1) / counts.sum(-1)
     close(found["local_count.rows/loss/0"], rows.mean())
     plain = case.but(label_smoothing=0.0)
-    found, padding = alternatives(plain, CPU), case.padded_vocab - case.vocab
+    found, padding = broken(plain), case.padded_vocab - case.vocab
     log = functional.pad(logits, (0, padding)).log_softmax(-1)
     close(found["padding_counted/loss/0"], mean(-hits(log)))
     unlabelled = x.exp().sum(-1).log()
@@ -214,20 +213,18 @@ def attended_by_ranks(*, order: str = "beside", mixed: bool = False, cut: bool =
 
 
 def test_exchanges_gone_wrong() -> None:
-    found, wo = alternatives(EXCHANGED, CPU), "act/layers.0.attention.wo"
+    found, wo = broken(EXCHANGED), "act/layers.0.attention.wo"
     close(attended_by_ranks(), dense.true_activations(EXCHANGED, CPU)[wo])
     close(found[f"flat_dim.joined/{wo}"], attended_by_ranks(join=False))
     close(found[f"flat_dim.cut/{wo}"], attended_by_ranks(cut=False))
     close(found[f"transposed.q/{wo}"], attended_by_ranks(mixed=True))
     close(found[f"kv_order/{wo}"], attended_by_ranks(order="one after the other"))
-    assert not any(
-        key.startswith(("transposed.", "kv_order/")) for key in alternatives(EXCHANGED.but(mode="tp", tp=2), CPU)
-    )
+    assert not any(key.startswith(("transposed.", "kv_order/")) for key in broken(EXCHANGED.but(mode="tp", tp=2)))
 
 
 def test_copies_of_which_one_alone_gives_a_gradient() -> None:
     """With as many query heads as copies, the first query head of a kv head alone moves it."""
-    found, truth = alternatives(EXCHANGED, CPU), dense.true_activations(EXCHANGED, CPU)
+    found, truth = broken(EXCHANGED), dense.true_activations(EXCHANGED, CPU)
     wo, wk = "layers.0.attention.wo", "layers.0.attention.wk"
     assert torch.equal(found[f"kv_alone/act/{wo}"], truth[f"act/{wo}"])
     q, k, v = (torch.cat(projected(leaf), 1).detach() for leaf in ("wq", "wk", "wv"))
@@ -240,10 +237,24 @@ def test_copies_of_which_one_alone_gives_a_gradient() -> None:
 
 
 def test_logits_of_which_each_part_learns_its_own_labels() -> None:
-    found, truth = alternatives(EXCHANGED, CPU), dense.true_activations(EXCHANGED, CPU)["act_grad/head"]
+    found, truth = broken(EXCHANGED), dense.true_activations(EXCHANGED, CPU)["act_grad/head"]
     labels, columns = micro_batch(EXCHANGED, 0, 0, 0).labels, EXCHANGED.padded_vocab // RANKS
     expected = torch.zeros_like(truth)
     for first in range(0, EXCHANGED.vocab, columns):
         mine = (labels >= first) & (labels < first + columns)
         expected[..., first : first + columns] = truth[..., first : first + columns] * mine[..., None]
     close(found[f"own_labels.{RANKS}/act_grad/head"], expected)
+
+
+DIFFERENCES = (
+    "mode=isp tp=4 kv_heads=2 batch=2 positions=learned fuse_qkv=true fuse_mlp=true activation=swiglu layers=2",
+    "mode=tp tp=2 dp=2 micro=2 steps=2 positions=rope tied=true label_smoothing=0.1 clip=0.1 optimizer=adamw vocab=257",
+    "mode=mtp family=internlm2 tp=2 cp=2 packed=true vocab=510",
+    "mode=mtp family=internlm2 tp=2 metric=true micro=2 steps=2 vocab=510",
+)
+
+
+def test_every_rule_makes_a_difference_in_some_case() -> None:
+    small = "hidden=16 heads=4 ffn=12 seq=16"
+    found = {key for text in DIFFERENCES for key in broken(Case.parse(f"{text} {small}"))}
+    assert {rule.id for rule in what_ifs()} == {key.partition("/")[0].partition(".")[0] for key in found}

@@ -55,8 +55,7 @@ def test_in_a_browser_all_figures_of_the_page_are_those_of_the_summary(folder: P
     found = compared(done.stdout, folder)
     assert found.apart == ()
     assert found.figures["cases"] == 3 * CASES + 1
-    assert found.figures["modes"] > 200 and found.figures["traffic"] > 1000
-    assert found.figures["modules"] == 5 * 8 and found.figures["bars"] > 200
+    assert found.figures["traffic"] > 1000 and found.figures["bars"] > 200
 
 
 @needs_axe

@@ -8,10 +8,6 @@ import gzip
 import json
 import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -201,36 +197,6 @@ def test_a_place_without_links_loses_the_link_and_says_so(tmp_path: Path) -> Non
     assert (tmp_path / "latest" / "precious").exists()
     assert len(store.notes) == 1 and "does not point to this run" in store.notes[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["latest", store.path.name])
-
-
-_WRITER = """
-import sys
-from dataclasses import replace
-from pathlib import Path
-from tests.harness.running.stored.test_store import CASE, finished, opened
-store = opened(Path(sys.argv[1]))
-store.plan([{"case": CASE, "mode": "tp", "world_size": 2}])
-print(store.path, flush=True)
-while True:
-    finished(store)
-"""
-
-
-def test_a_run_that_is_killed_leaves_a_readable_folder(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", _WRITER, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
-        assert writer.stdout is not None
-        path = Path(writer.stdout.readline().strip())
-        deadline = time.monotonic() + 30
-        while (path / "verdicts.jsonl").stat().st_size < 2000 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        writer.send_signal(signal.SIGKILL)
-    assert writer.returncode == -signal.SIGKILL
-    run = load(path)
-    assert len(run.verdicts) >= 5
-    assert len(run.ledger) >= 40 * len(run.verdicts)  # verdicts come last: theirs are complete cases
-    assert run.env["command"] == ["shardproof", "run"]
-    assert len(run.summary) >= 3 * len(run.verdicts)
 
 
 FIRST, SECOND = "mode=tp tp=2", "mode=tp tp=4"

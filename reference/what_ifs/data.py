@@ -1,0 +1,204 @@
+"""What-ifs of the data: the first step when masks, labels, borders or positions are read otherwise, or data repeat."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from reference.case import Case
+from reference.data.batches import Batch, micro_batch
+from reference.data.packing import IGNORED
+from reference.training.activations import observe
+from reference.training.steps import Feed, train
+from reference.what_ifs.what_if import ACTIVATIONS, Dense, Experiment, Weights, WhatIf, both, by_places
+
+_NEXT_TO_NOTHING = 1e-7
+"""A learning rate by this much smaller leaves the weights of every step as good as the first ones."""
+
+
+def by_data(**feeds: Feed) -> Experiment:
+    """The first step's outcome and activations with data read so; the feed `_` is the only reading."""
+
+    def experiment(dense: Dense) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+        for reading, feed in feeds.items():
+            yield reading.strip("_"), first_step(dense, feed)
+
+    return experiment
+
+
+def first_step(dense: Dense, feed: Feed) -> dict[str, Tensor]:
+    """The outcome of the first step and its activations, without parameters after it."""
+    outcome = train(dense.case.but(steps=1), dense.weights, feed=feed) | observe(dense.case, dense.weights, feed=feed)
+    return {name: tensor for name, tensor in outcome.items() if not name.startswith("param/")}
+
+
+def _where(applies: Callable[[Case], bool], experiment: Experiment) -> Experiment:
+    """The experiment where it makes a difference in a case."""
+    return lambda dense: experiment(dense) if applies(dense.case) else ()
+
+
+_Change = Callable[[Case, Batch], Batch]
+
+
+def _changed(change: _Change) -> Feed:
+    def feed(case: Case, step: int, micro: int, dp_rank: int, /, *, device: torch.device) -> Batch:
+        return change(case, micro_batch(case, step, micro, dp_rank, device=device))
+
+    return feed
+
+
+def _first_step(case: Case, step: int, micro: int, dp_rank: int, /, *, device: torch.device) -> Batch:
+    return _at(step, micro * case.dp + dp_rank, micro_batch(case, 0, micro, dp_rank, device=device))
+
+
+def _first_data_rank(case: Case, step: int, micro: int, dp_rank: int, /, *, device: torch.device) -> Batch:
+    return _at(step, micro * case.dp + dp_rank, micro_batch(case, step, micro, 0, device=device))
+
+
+def _first_micro(case: Case, step: int, micro: int, dp_rank: int, /, *, device: torch.device) -> Batch:
+    return _at(step, micro * case.dp + dp_rank, micro_batch(case, step, 0, dp_rank, device=device))
+
+
+def _at(step: int, number: int, batch: Batch) -> Batch:
+    """These data in another place, with the masks of dropout that belong there."""
+    return dataclasses.replace(batch, step=step, number=number)
+
+
+def _padding_drawn(case: Case, step: int, micro: int, dp_rank: int, /, *, device: torch.device) -> Batch:
+    return micro_batch(case, step, micro, dp_rank, device=device, padding=0)
+
+
+def _mask_ignored(_case: Case, batch: Batch) -> Batch:
+    return dataclasses.replace(batch, loss_mask=torch.ones_like(batch.loss_mask))
+
+
+def _padding_learned(_case: Case, batch: Batch) -> Batch:
+    return dataclasses.replace(batch, labels=batch.labels.masked_fill(batch.labels == IGNORED, 0))
+
+
+def _labels_unshifted(_case: Case, batch: Batch) -> Batch:
+    return dataclasses.replace(batch, labels=batch.tokens.masked_fill(batch.labels == IGNORED, IGNORED))
+
+
+def _labels_rolled(_case: Case, batch: Batch) -> Batch:
+    return dataclasses.replace(batch, labels=batch.labels.roll(-1, 1))
+
+
+def _labels_shifted(_case: Case, batch: Batch) -> Batch:
+    end = torch.full_like(batch.labels[:, :1], IGNORED)
+    return dataclasses.replace(batch, labels=torch.cat((batch.labels[:, 1:], end), 1))
+
+
+def _borders_ignored(_case: Case, batch: Batch) -> Batch:
+    return dataclasses.replace(batch, cu_seqlens=None)
+
+
+def _positions_missing(_case: Case, batch: Batch) -> Batch:
+    """Every token at place 0: a rotation by no angle, a table whose first row alone is read."""
+    return dataclasses.replace(batch, positions=torch.zeros_like(batch.positions))
+
+
+def _positions_restart(case: Case, batch: Batch) -> Batch:
+    length = batch.positions.shape[1]
+    return dataclasses.replace(batch, positions=batch.positions[:, : length // case.tp].repeat(1, case.tp))
+
+
+def _restarts(case: Case) -> bool:
+    return case.tp > 1 and micro_batch(case, 0, 0, 0).positions.shape[1] % case.tp == 0
+
+
+def _without_table(case: Case, weights: Weights) -> Weights:
+    table = "embedding.positions.weight"
+    return weights | {table: torch.zeros_like(weights[table])}
+
+
+def _learned_positions_missing(dense: Dense) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+    if dense.case.positions == "learned":
+        weights = _without_table(dense.case, dense.weights)
+        yield "table", observe(dense.case, weights, gradients=False)
+
+
+def _shifted_positions(case: Case) -> dict[str, Feed]:
+    return {str(by): _shifted(by) for by in (1, 2, -1)} if case.positions == "learned" else {}
+
+
+def _shifted(by: int) -> Feed:
+    """Every token at a place later by a fixed shift, the last ones at the last place."""
+
+    def change(case: Case, batch: Batch) -> Batch:
+        return dataclasses.replace(batch, positions=(batch.positions + by).clamp(0, case.seq - 1))
+
+    return _changed(change)
+
+
+def _second_step(dense: Dense, feed: Feed, lr: float) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+    """The second step's logits and loss."""
+    case = dense.case
+    if case.steps > 1:
+        outcome = train(case.but(steps=2, lr=lr), dense.weights, feed=feed)
+        yield "", {name: outcome[name] for name in ("logits/1", "loss/1") if name in outcome}
+
+
+WHAT_IFS = (
+    WhatIf("mask_ignored", "without the loss mask: tokens count that are masked", by_data(_=_changed(_mask_ignored))),
+    WhatIf(
+        "padding_learned",
+        "when tokens that are not to be learned get the label 0",
+        by_data(_=_changed(_padding_learned), drawn=_padding_drawn),
+    ),
+    WhatIf(
+        "labels_unshifted",
+        "when every token is its own label: labels are not shifted by one",
+        by_data(_=_changed(_labels_unshifted)),
+    ),
+    WhatIf(
+        "labels_shifted_twice",
+        "when labels are shifted once more",
+        by_data(cut=_changed(_labels_shifted), rolled=_changed(_labels_rolled)),
+    ),
+    WhatIf(
+        "batch_repeated",
+        "when every step reads the data of the first",
+        lambda dense: _second_step(dense, _first_step, dense.case.lr),
+    ),
+    WhatIf(
+        "data_rank_repeated",
+        "when every data rank reads the data of the first",
+        _where(lambda case: case.dp > 1, by_data(_=_first_data_rank)),
+    ),
+    WhatIf(
+        "micro_repeated",
+        "when every micro-batch is the first one",
+        _where(lambda case: case.micro > 1, by_data(_=_first_micro)),
+    ),
+    WhatIf(
+        "borders_ignored",
+        "when packed sentences have no borders: tokens see other sentences",
+        _where(lambda case: micro_batch(case, 0, 0, 0).cu_seqlens is not None, by_data(_=_changed(_borders_ignored))),
+    ),
+    WhatIf(
+        "positions_missing",
+        "when every token stands at place 0: positions are not applied",
+        both(by_data(_=_changed(_positions_missing)), _learned_positions_missing),
+    ),
+    WhatIf(
+        "positions_restart",
+        "when positions begin anew in every rank's part of a sequence",
+        _where(_restarts, by_data(_=_changed(_positions_restart))),
+    ),
+    WhatIf(
+        "positions_shifted",
+        "when positions are some places too large or too small",
+        by_places(_shifted_positions),
+        explains=ACTIVATIONS,
+        names_readings=True,
+    ),
+    WhatIf(
+        "never_updated",
+        "with the weights of the first step in every step: what steps is not what computes",
+        lambda dense: _second_step(dense, micro_batch, dense.case.lr * _NEXT_TO_NOTHING),
+    ),
+)
