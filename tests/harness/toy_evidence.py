@@ -39,7 +39,7 @@ a_term = partial(
 """Line of a closed form."""
 
 
-TERMS = (
+TERMS: tuple[Any, ...] = (
     a_term(phase="forward", region="embedding"),
     a_term(phase="forward", region="layers.0.mlp.w2"),
     a_term(phase="loss", region="", reduce_op="max", payload_bytes=64),
@@ -87,7 +87,7 @@ def outcome_of(rank: int, values: Mapping[str, Tensor]) -> dict[str, Any]:
     return outcome
 
 
-def events(terms: Sequence[Term] = TERMS, world_size: int = 2) -> tuple[Event, ...]:
+def events(terms: Sequence[Any] = TERMS, world_size: int = 2) -> tuple[Event, ...]:
     """The ledger that these terms describe, the same on every rank."""
     ledger = []
     for rank in range(world_size):

@@ -33,9 +33,14 @@ _TOLD = {
     *("norm-computed-twice", "weight-gradients-averaged", "tokens-of-a-data-rank-left-out", "gradients-not-zeroed"),
     *("accumulated-gradient-rescaled", "every-row-has-its-own-mean", "same-batch-in-every-step", "loss-mask-left-out"),
     *("optimizer-made-before-the-split", "norm-counts-replicas", "same-batch-on-every-data-rank"),
-    *("rows-and-sequence-mixed", "gradient-used-before-it-arrives"),
+    *("rows-and-sequence-mixed", "gradient-used-before-it-arrives", "table-range-without-its-last-row"),
+    *("fused-qkv-cut-as-three-blocks", "all-to-all-without-its-permutation", "context-mask-at-local-places"),
+    *("rotary-pairs-that-are-neighbours", "ignored-labels-learned", "last-step-not-taken"),
+    "hidden-states-replaced-by-the-mlp",
 }
-"""Bugs of which every profile checks the place and the cause: a rule each, of numbers, of the case, of the works."""
+"""Bugs of which every profile checks the place and the cause: of every rule and every kind of what-if that needs the
+numbers, the case or the works.
+"""
 _FEW = _TOLD | {mutants[7 % len(mutants)].name for mutants in _REAL.values()}
 _ALONE = {mutant.kills: mutant for mutant in reversed(MUTANTS) if mutant.alone}
 """Check -> a mutant that no other check kills."""
