@@ -42,7 +42,7 @@ class StandIns(MetaPathFinder, Loader):
 
 @contextmanager
 def checkout(variable: str, below: str = "", stand_ins: str = "") -> Iterator[None]:
-    """Import from the folder `below` the checkout, with stand-ins for packages, such as kernels of a GPU."""
+    """Import from `below` the checkout, with stand-ins for packages (GPU kernels). Raises ImportError without one."""
     folder = os.environ.get(variable, "")
     if not folder:
         raise ImportError(f"{variable} names no checkout: set it to the folder of one")
