@@ -38,9 +38,7 @@ _TOLD = {
     *("rotary-pairs-that-are-neighbours", "ignored-labels-learned", "last-step-not-taken"),
     "hidden-states-replaced-by-the-mlp",
 }
-"""Bugs of which every profile checks the place and the cause: of every rule and every kind of what-if that needs the
-numbers, the case or the works.
-"""
+"""Bugs of which every profile checks the place and the cause, one for every kind of rule and of what-if."""
 _FEW = _TOLD | {mutants[7 % len(mutants)].name for mutants in _REAL.values()}
 _ALONE = {mutant.kills: mutant for mutant in reversed(MUTANTS) if mutant.alone}
 """Check -> a mutant that no other check kills."""
