@@ -102,7 +102,7 @@ class StageForecast:
 
     `live` are the micro-batches (of one chunk) in flight at most, `layers` those of the stage. `forward_s` and
     `backward_s` are those of one micro-batch on all chunks. `idle_s` is the time of a step in which it neither computes
-    nor takes part in a call of its own stage. The stage then waits. `run` is the rank that was run dry for it.
+    nor takes part in a call of its own stage. The stage waits for a message then. `run` is its rank.
     """
 
     index: int

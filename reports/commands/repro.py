@@ -9,7 +9,7 @@ from harness.checking.evidence import FAIL
 from harness.diagnosing.lines import line_of
 from harness.errors import ShardproofError
 from harness.protocols import CaseLike, case_text
-from harness.reproducing.repro import emit, shown_name
+from harness.reproducing import repro
 from harness.running.engines import engine_named
 from harness.running.request import Request
 from harness.running.run_result import INTERRUPTED, RunResult
@@ -44,14 +44,14 @@ def _write_script(result: RunResult, request: Request, file: str) -> str:
         return f"{file} was not written: no case failed"
     with engine_named("inproc") as engine:
         first = min((case for case in request.cases if case_text(case) in failed), key=_simplicity)
-        text = emit(first, request.subject, engine, failed[case_text(first)])
+        text = repro.emit(first, request.subject, engine, failed[case_text(first)])
     if text is None:
         return (
             f"{file} was not written: no returned tensor is wrong and the subject finishes, so a script shows nothing"
         )
     with writing(file):
         Path(file).write_text(text, encoding="utf-8")
-    return f"{file} repeats {shown_name(text) or 'how the subject ends'}: run it with python {file}"
+    return f"{file} repeats {repro.shown_name(text) or 'how the subject ends'}: run it with python {file}"
 
 
 def _simplicity(case: CaseLike) -> tuple[float, ...]:

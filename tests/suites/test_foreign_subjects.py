@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from bench import systems
-from bench.systems import CHECKS, NOT_RUN, System, cells
+from bench.cells import System, cells
+from bench.systems import CHECKS, NOT_RUN
 from harness.checking.evidence import FAIL, PASS
 from harness.engines.engine import Engine
 from harness.engines.processes.forked.pool import PoolEngine

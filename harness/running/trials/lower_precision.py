@@ -2,7 +2,7 @@
 
 Only tensors beyond the limits of the case's own dtype are judged by those of the lower one, with control runs made in
 it (harness.running.truth.control_modes). All others stay as they were judged. Where the subject states nothing and
-errors are as small as of a lower precision, the ranks are run once more and looked at. Does a number of a lower dtype
+errors are as small as a lower one's, the ranks are run once more and looked at. Does a number of a lower dtype
 enter arithmetic of the case's dtype (an island)? If so on one rank too, it belongs to the model: its limits hold, and
 the findings say where it is. If on several ranks alone, it is part of what is proved, and wrong. Where there is no such
 case on one rank, the origin is unknown, and what its limits would admit is unknown.
@@ -39,7 +39,7 @@ Judge = Callable[[Trial, Evidence, Mapping[str, Check]], Found]
 _LARGEST: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.5}
 """The largest error for which a lower precision is looked for."""
 _USUAL = 0.1
-"""Share of the limit up to which a lower precision is looked for where only the verdict counts."""
+"""Share of the largest error up to which a lower precision is looked for where only the verdict counts."""
 
 _GOLDEN = 0.618
 """Steps of this share of 1 come near no earlier one for long."""
