@@ -48,7 +48,7 @@ def run(request: Request, on_progress: Progress = lambda *_: None) -> RunResult:
     by_text = {case_text(case): case for case in cases}
     with _processes(request) as others, nullcontext() if others else proving(request) as prove_case:
         store = Store(request.out, subject.name, environment(request.command, words))
-        kept = Kept(store=store, cases=by_text, on_progress=on_progress, fail_fast=request.fail_fast)
+        kept = Kept(store=store, cases=by_text, total=len(cases), on_progress=on_progress, fail_fast=request.fail_fast)
         try:
             store.plan(planned)
             seen = _witnesses(request, store) if request.profile else None

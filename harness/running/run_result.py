@@ -29,6 +29,7 @@ class Kept:
 
     store: Store
     cases: Mapping[str, CaseLike]
+    total: int
     on_progress: Progress
     fail_fast: bool
     results: list[Proved] = field(default_factory=list)
@@ -38,7 +39,7 @@ class Kept:
         result = with_traceback(proved, self.store) if proved.traceback else proved
         _stored(self.store, result)
         self.results.append(replace(result, ledger="", rows=(), errors=(), spans=(), loads=()))
-        self.on_progress(len(self.results), len(self.cases), self.cases[result.text], result.verdict)
+        self.on_progress(len(self.results), self.total, self.cases[result.text], result.verdict)
         return not self.fail_fast or result.verdict in (PASS, SKIP)
 
 
