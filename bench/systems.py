@@ -26,58 +26,19 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.cells import DEFECT, PASSED, THIS, Cell, System, cells
 from bench.environments import ROOT, ended, install
 
-PAGE, MEGATRON = ROOT / "docs" / "systems.md", ROOT / "docs" / "megatron.md"
-PASSED, DEFECT, CANNOT, FAILED, NOT_RUN = "pass", "known defect", "cannot run", "FAIL", "not run here"
+PAGE = ROOT / "docs" / "systems.md"
+CANNOT, FAILED, NOT_RUN = "cannot run", "FAIL", "not run here"
 CHECKS = {"forward", "parameter_gradients", "update", "replicas", "ledger"}
 """Checks that a passing cell has compared, at least."""
-TABLE = ROOT / "bench" / "systems.txt"
-_THIS = "python{}.{}".format(*sys.version_info)
-
-
-class System(NamedTuple):
-    """A system: its packages, the first its own, and its Python where another one runs this command.
-
-    Packages have versions where these are not those of constraints.txt. `checkout` is the variable that names its code.
-    """
-
-    name: str
-    packages: tuple[str, ...]
-    python: str = ""
-    checkout: str = ""
-
-    @property
-    def package(self) -> str:
-        """The name of its own package; of a checkout the word before its commit."""
-        return "commit" if self.checkout else self.packages[0].partition("==")[0]
-
-    @property
-    def is_here(self) -> bool:
-        """Whether the Python that runs this is its own and has its packages."""
-        return self.python in {"", _THIS} and all(map(_is_installed, self.packages))
-
-
-class Cell(NamedTuple):
-    """A cell; `needle` is a text that the output must have where the cell is not expected to pass.
-
-    `kept`: whether the page keeps its calls and bytes.
-    """
-
-    system: System
-    subject: str
-    feature: str
-    case: str
-    engine: str = "inproc"
-    quick: bool = False
-    expected: str = PASSED
-    needle: str = ""
-    finding: str = ""
-    kept: bool = True
 
 
 Ledger = tuple[int, int]
@@ -94,30 +55,6 @@ class Seen(NamedTuple):
     payload_bytes: int = 0
 
 
-def cells() -> Iterator[Cell]:
-    """Every cell, system by system."""
-    for block in TABLE.read_text("utf-8").split("\n# ")[1:]:
-        heading, *rows = block.splitlines()
-        name, packages, python = (*heading.split(": "), "")[:3]
-        words = packages.split()
-        variable = next((word[1:] for word in words if word.startswith("$")), "")
-        system = System(name, tuple(word for word in words if not word.startswith("$")), python, variable)
-        for row in filter(None, rows):
-            subject, feature, case, marks = (*row.split(" | "), "")[:4]
-            kind, _, rest = marks.partition(": ")
-            needle, _, finding = rest.partition(": ")
-            expected, engine = kind if rest else PASSED, "pool" if "pool" in marks.split() else "inproc"
-            start, _, values = case.rstrip("}").partition("{")
-            for value in values.split(","):
-                where = (system, subject, feature, start + value, engine)
-                yield Cell(*where, "quick" in marks.split(), expected, needle, finding, "unkept" not in marks.split())
-        if "experts" in name and not python:
-            known = re.findall(r"^\| (.+) \| `(mcore_\w+)` \| `(.+)` \| `(.+)` \|$", MEGATRON.read_text("utf-8"), re.M)
-            for finding, subject, words, module in known:
-                case = f"{words} steps=1 micro=1"
-                yield Cell(system, subject, "as in megatron.md", case, "inproc", False, DEFECT, module, finding)
-
-
 def interpreter(system: System, folder: Path) -> tuple[str, str]:
     """The Python that has the packages of a system, this one or that of an environment below `folder`, and the version
     of its own package. Without one "" and the reason.
@@ -130,7 +67,7 @@ def interpreter(system: System, folder: Path) -> tuple[str, str]:
         return sys.executable, commit or "unknown"
     if system.is_here:
         return sys.executable, importlib.metadata.version(system.package)
-    python = system.python or _THIS
+    python = system.python or THIS
     path = shutil.which(python) if system.python else sys.executable
     if not path:
         return "", f"no {python} on PATH"
@@ -143,15 +80,6 @@ def interpreter(system: System, folder: Path) -> tuple[str, str]:
         (place / "ready").touch()
     asked = [own, "-c", f"import importlib.metadata as m; print(m.version({system.package!r}))"]
     return own, subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def _is_installed(package: str) -> bool:
-    name, _, wanted = package.partition("==")
-    try:
-        found = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return not wanted or found.partition("+")[0] == wanted
 
 
 def run(group: Sequence[Cell], stored: dict[tuple[str, ...], Ledger], python: str) -> Iterator[Seen]:
@@ -197,6 +125,10 @@ def judged(cell: Cell, row: dict[str, Any], verdicts: Sequence[dict[str, Any]], 
     if stored not in (None, ledger):
         return Seen(cell, FAILED, f"calls and bytes are {ledger}, and on the page {stored}")
     return Seen(cell, PASSED, "", *ledger)
+
+
+sorting = attrgetter("subject", "engine", "expected")
+"""Cells that one command runs are equal in these."""
 
 
 def key(cell: Cell) -> tuple[str, ...]:
@@ -271,29 +203,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seen: list[Seen] = []
     took: dict[System, tuple[str, float]] = {}
     absent: dict[System, str] = {}
-    for system, mine in groupby(chosen, lambda cell: cell.system):
+
+    def verify(system: System) -> None:
         python, told = interpreter(system, asked.environments)
         if not python:
             absent[system] = told
             print(f"{system.name}: {NOT_RUN}: {told}", flush=True)
-            continue
+            return
         began_s = time.monotonic()
+        mine = [cell for cell in chosen if cell.system == system]
         for _, group in groupby(sorted(mine, key=sorting), sorting):
             for one in run(list(group), stored, python):
                 seen.append(one)
                 print(f"{system.name}: {' '.join(key(one.cell)[1:])}: {one.result} {one.why}".rstrip(), flush=True)
         took[system] = (told, time.monotonic() - began_s)
+
+    with ThreadPoolExecutor(2) as pool:  # systems beside each other: a cell computes on one core
+        list(pool.map(verify, dict.fromkeys(cell.system for cell in chosen)))
     seen.sort(key=lambda one: chosen.index(one.cell))
     counts = {result: sum(one.result == result for one in seen) for result in (PASSED, DEFECT, CANNOT, FAILED)}
     print(", ".join(f"{count} {result}" for result, count in counts.items()))
     if path := asked.out or (None if asked.quick or counts[FAILED] else PAGE):
         path.write_text(page(seen, took, absent), encoding="utf-8")
     return int(counts[FAILED] > 0)
-
-
-def sorting(cell: Cell) -> tuple[str, str, str]:
-    """Cells that one command runs are equal in these."""
-    return cell.subject, cell.engine, cell.expected
 
 
 if __name__ == "__main__":

@@ -37,9 +37,7 @@ def changed(name: str, changes: tuple[Change, ...]) -> dict[str, str]:
 def found(change: Change, texts: dict[str, str] | None = None, *, renamed: bool = False) -> Change:
     """The change at its place of today: where it says, else in the one function of that name that has the lines.
 
-      With `renamed` it is the one function of any name. `texts` are sources changed already.
-
-    Raises AnchorLost.
+    With `renamed` it is the one function of any name. `texts` are sources changed already. Raises AnchorLost.
     """
     known = texts or {}
     count = _matches(change, known) if _spec(change.module) else 0

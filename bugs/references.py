@@ -1,8 +1,7 @@
 """Public issues and pull requests that a record names: the words that it stands for, read.
 
 A reference is `SYSTEM #N`, `SYSTEM PR #N` or item `-M` of issue N, several joined by ", #N" or " and #N"; `SYSTEM` is
-one of SYSTEMS. An issue that is only resembled has "kin" behind its number (`Megatron #656's kin`), and is no
-reference.
+one of SYSTEMS. An issue that is only resembled has "kin" behind it (`Megatron #656's kin`), and is no reference.
 """
 
 from __future__ import annotations

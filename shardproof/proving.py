@@ -33,11 +33,10 @@ def prove(
     """Run one case on a subject, a callable or its name "module:object", and check it against the dense model.
 
     `truth`: "module:object" of a dense model of its own, or "alone" for the subject itself on one rank. Without it the
-    subject's attribute `truth` counts, or our decoder.
-
-    `engine`: a word of `shardproof run --engine`, or an open engine, which stays open. `result.verdict` is the worst of
-    `result.verdicts`; `result.events` is the ledger. Nothing is written. Raises RequestError when the case, the subject
-    or the engine is wrong; whatever the subject does wrong is a failed verdict.
+    subject's attribute `truth` counts, or our decoder. `engine`: a word of `shardproof run --engine`, or an open
+    engine, which stays open. `result.verdict` is the worst of `result.verdicts`; `result.events` is the ledger. Nothing
+    is written. Raises RequestError when the case, the subject or the engine is wrong; whatever the subject does wrong
+    is a failed verdict.
     """
     given = named(subject, truth)
     known = case_of(case, given) if isinstance(case, str) else case

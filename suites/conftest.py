@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def _refuse_wrong(config: pytest.Config) -> None:
     """Refuse a wrong request in one sentence.
 
-     Where pytest finds this file only while it collects, the refusal is an error of the collection, which pytest-xdist
+    Where pytest finds this file only while it collects, the refusal is an error of the collection, which pytest-xdist
     reports once for all its workers.
     """
     try:

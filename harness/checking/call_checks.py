@@ -15,17 +15,17 @@ from harness.protocols import Axes, CaseLike
 from harness.terms import EventKey, Term, closed_forms, key_of, visible
 
 SPLIT = " % of the parameters are split"
-"""What follows the share of the parameters that is split in the message of `parallelism`."""
+"""Words behind the share of the parameters that is split in the message of `parallelism`."""
 
 
 def groups(evidence: Evidence) -> Finding | None:
     """Whether the group of every event is a rank list of its axis.
 
     The axis of an event is the name that the program gave its group ("wp", DeviceMesh's "mesh_wp"). The ledger compares
-    names, so a group of this name over other ranks agrees with the closed form, and when the same is done everywhere
-    with every number too. The rank lists of an axis are the case's, or those of `subject.axes(case)` for another rank
-    order. The axis "dp_cp" joins those two: its groups are the ranks that are together in one of their lists, or by way
-    of others. The order within a group is not compared: torch sorts the ranks of every group.
+    names, so a group of this name over other ranks agrees with the closed form. When the same is done everywhere it
+    agrees with every number too. The rank lists of an axis are the case's, or those of `subject.axes(case)` for another
+    rank order. The axis "dp_cp" joins those two: its groups are the ranks that are together in one of their lists, or
+    by way of others. The order within a group is not compared: torch sorts the ranks of every group.
     """
     if not evidence.events:
         return None
@@ -98,8 +98,8 @@ def overlap(evidence: Evidence) -> Finding | None:
     """Whether as many calls as promised are hidden on every rank; a missing call is reported by the ledger check.
 
     A term with `hidden=True` promises that each of its calls is asynchronous and that a product is computed between its
-    issue and its first wait; a term without it promises nothing. Which calls were hidden is measured in the run that is
-    watched (harness.recording.measures), in a dry run by its meter: the order of the program, and no time.
+    issue and its first wait. A term without it promises nothing. Hidden calls are measured in the run that is watched
+    (harness.recording.measures), in a dry run by its meter. The meter knows the order of the program, and no time.
     """
     hidden = [term for term in evidence.expectation or () if getattr(term, "hidden", False)]
     if not hidden or evidence.hidden is None:
@@ -192,8 +192,9 @@ def _elements(parts: Sequence[Block]) -> int:
 
 
 def _weight_axis(case: CaseLike) -> str:
-    """The axis over which weights are split, so that some tensor is smaller on a rank: where a mesh has `wp`, its `tp`
-    splits the sequence alone.
+    """The axis over which weights are split, so that some tensor is smaller on a rank.
+
+    Where a mesh has `wp`, its `tp` splits the sequence alone.
     """
     return "wp" if "wp" in case.axes else "tp"
 

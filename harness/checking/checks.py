@@ -1,6 +1,6 @@
 """All checks of a case, in one table, and the one function that runs them.
 
-A check is a pure function of the evidence; None means that there is nothing to check (the subject returned nothing of
+A check is a pure function of the evidence. None means that there is nothing to check (the subject returned nothing of
 the kind), and then no verdict is claimed. An exception inside a check is `unknown` with its text, never a pass.
 """
 

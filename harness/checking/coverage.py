@@ -14,7 +14,7 @@ from harness.checking.measures.kinds import kind_of
 from harness.outcome.merging import Flaw
 
 ON_PURPOSE = " (left out on purpose)"
-"""What stands behind an unchecked name that `subject.unchecked` declares."""
+"""Words behind an unchecked name that `subject.unchecked` declares."""
 ROUTING = "routing"
 """The kind of names that need no truth: copies are compared (harness.checking.routing_checks)."""
 _SHOWN = 8
@@ -27,7 +27,7 @@ def coverage(evidence: Evidence) -> Finding:
     """Whether there is anything to compare, and what of the truth the subject did not return.
 
     Kinds of names ("grad", "logits") that it never returns are a note. Names missing inside a kind that it otherwise
-    returns, and names that the truth does not know, leave the answer unknown; `subject.unchecked`, patterns of names,
+    returns, and names that the truth does not know, leave the answer unknown. `subject.unchecked`, patterns of names,
     declares the missing ones that are left out on purpose.
     """
     returned = evidence.returned
@@ -69,7 +69,7 @@ def coverage(evidence: Evidence) -> Finding:
 
 
 def _unreturned(evidence: Evidence, missing: Sequence[str]) -> dict[str, Decided]:
-    """By kind of which the subject returned nothing: no tensor is decided, of so many. Other checks count the rest."""
+    """Counts by kind of which the subject returned nothing: no tensor is decided. Other checks count the rest."""
     kinds = {kind_of(name) for name in evidence.returned}
     counts = Counter(kind_of(name) for name in missing if name not in evidence.given)
     return {kind: (0, count) for kind, count in counts.items() if kind not in kinds}

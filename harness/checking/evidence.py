@@ -38,8 +38,9 @@ _KEPT = frozenset({"param", "param_after", "exp_avg_after", "exp_avg_sq_after", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regrouped:
-    """The merged `tensors` of a run of the same global batch with these `sizes` of dp, micro, ..., and the `flaws` of
-    those that make no full tensor; `problem` is why the subject did not finish it.
+    """A run of the same global batch with these `sizes` of dp, micro, ...: its merged `tensors`.
+
+    `flaws` are of tensors that make no full one; `problem` is why the subject did not finish it.
     """
 
     sizes: Mapping[str, int]
@@ -58,7 +59,7 @@ class Located:
     """The first module that differs from the truth's, found without a declared layout: a place, never a verdict.
 
     `phase` is "forward" or "backward", `module` its path ("" is the model itself), `words` how it shows. `summed` is
-    the axis over which its tensors are partial sums, else `shown` are the wrong tensor and the truth's, one pair for
+    the axis over which its tensors are partial sums. Else `shown` are the wrong tensor and the truth's, one pair for
     each layout that its shape allows.
     """
 
@@ -71,8 +72,9 @@ class Located:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskDraws:
-    """What is known of masks of dropout that were recorded as torch drew them: rates by name, and those that were drawn
-    `anew` in backward, as the user's line and the rank: recomputation that does not repeat its forward.
+    """Masks of dropout that were recorded as torch drew them: rates by name.
+
+    `anew` are those drawn in backward, as the user's line and the rank: recomputation that does not repeat its forward.
     """
 
     rates: Mapping[str, float]
@@ -188,8 +190,10 @@ class Evidence:
         return tuple({**a, **b} for a, b in zip(outside, self.outcomes, strict=True))
 
     def dtype_of(self, name: str) -> str:
-        """The dtype whose limits hold for this name. What a lower precision does not reach directly, such as the state
-        that an optimizer keeps, is judged in the case's dtype, or in float32.
+        """The dtype whose limits hold for this name.
+
+        Tensors beyond the reach of a lower precision, such as optimizer states, are judged in the case's dtype, or
+        float32.
         """
         if self.lower is not None and name in self.beyond:
             return self.lower.dtype_of(name)
@@ -212,11 +216,11 @@ class Worst:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What one check found: the answer, one line of words, and what it could not look at.
+    """Finding of one check: the answer, one line of words, and what it could not look at.
 
-    `decided`: kind of name ("grad") -> how many tensors were found right or wrong, and of how many.
-    `wrong` are the tensors beyond their limit; `where` says phase and module when the check knows them (ledger checks);
-    `ranks` are the ranks that are wrong, empty when it is all of them or unknown.
+    `decided`: kind of name ("grad") -> how many tensors were found right or wrong, and of how many. `wrong` are the
+    tensors beyond their limit; `where` has phase and module when the check knows them (ledger checks). `ranks` are the
+    ranks that are wrong, empty when it is all of them or unknown.
     """
 
     verdict: str
@@ -233,7 +237,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """One check on one case, as `verdicts.jsonl` stores it; a failure's message has the six lines."""
+    """A check on one case, as `verdicts.jsonl` stores it; a failure's message has the six lines."""
 
     case: str
     check: str

@@ -72,7 +72,7 @@ def _carried(terms: Sequence[TermLike]) -> tuple[str, ...]:
 
 
 def _doubts(evidence: Evidence) -> tuple[str, ...]:
-    """What the recorder could not know for certain; a run of one step has its step right."""
+    """Doubts of the recorder; a run of one step has its step right."""
     doubts = dict.fromkeys(doubt for event in evidence.events for doubt in event.doubts)
     return tuple(sorted(doubt for doubt in doubts if doubt != NO_UPDATE or evidence.case.steps > 1))
 

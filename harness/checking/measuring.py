@@ -16,12 +16,12 @@ _MEANS, _SQUARES = "exp_avg_after", "exp_avg_sq_after"
 
 
 def compared(evidence: Evidence, name: str, kind: float) -> Measured:
-    """One merged tensor compared with the truth, by all that is known of rounding; `kind` is the rms of its kind.
+    """Compare a merged tensor with the truth, by all that is known of rounding; `kind` is the rms of its kind.
 
-    Where a control run overflows in a step, nothing of that step decides: what overflows is a matter of rounding. Where
-    rounding alone changes half of the gradients' norm, or of their mean, in lower precision, a few control runs do not
-    bound what the optimizer makes of them: LEAP times as much is allowed, and its square of their squares. A sum over
-    tokens in an accumulator as narrow as a 16-bit dtype is allowed only where the tensor is wrong for a wider one.
+    Where a control run overflows in a step, nothing of that step decides: an overflow is a matter of rounding. In lower
+    precision rounding alone may change half of the gradients' norm, or of their mean. Then a few control runs do not
+    bound the optimizer's results: LEAP times as much is allowed, and its square of their squares. A sum over tokens in
+    an accumulator as narrow as a 16-bit dtype is allowed only where the tensor is wrong for a wider one.
     """
     if evidence.lower is not None and name in evidence.beyond:
         return compared(evidence.lower, name, kind)

@@ -88,7 +88,7 @@ def tokens(evidence: Evidence) -> Finding | None:
 
 
 def _finding(measured: Sequence[Measured], unchecked: Sequence[str], kinds: Collection[str]) -> Finding:
-    """What these comparisons come to: wrong, right, or unknown where a kind that was returned has no decided tensor."""
+    """Sum these comparisons up: wrong, right, or unknown where a kind that was returned has no decided tensor."""
     decided = Counter(kind_of(m.name) for m in measured if _decided(m))
     of = Counter(kind_of(name) for name in (*(m.name for m in measured), *unchecked))
     counts = {kind: (decided[kind], count) for kind, count in of.items() if kind in kinds}
@@ -96,7 +96,7 @@ def _finding(measured: Sequence[Measured], unchecked: Sequence[str], kinds: Coll
 
 
 def _decided(measured: Measured) -> bool:
-    """Whether right is told from wrong: beyond its limits, or within limits that admit no half of it."""
+    """Whether the numbers decide: beyond its limits, or within limits that admit no half of it."""
     return measured.wrong or (measured.right and (measured.decidable or measured.zero))
 
 

@@ -2,12 +2,12 @@
 
 Data ranks and micro-batches take other samples, context ranks other tokens of them, stages other layers.
 
-It needs no dense model. Loss, token count, gradients and gradient norm of the first step are the same to rounding, the
-parameters after it too, but for what an optimizer makes of rounding. A breach is named by its factor: most real bugs of
-data parallelism and gradient accumulation are one (a loss averaged where it must be summed, a mean of means).
+The law needs no dense model. Loss, token count, gradients and gradient norm of the first step are the same to rounding.
+The parameters after it are too, but for what an optimizer makes of rounding. A breach is named by its factor. Most real
+bugs of data parallelism and gradient accumulation are one: a loss averaged where it must be summed, a mean of means.
 
 In lower precision the first step alone is compared. Each of the two groupings may be as far from exact arithmetic as
-the control runs of the dense model allow, so they may be twice as far from each other.
+the control runs of the dense model allow. So they may be twice as far from each other.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ rounding."""
 _CONSTANT = 1e-6
 """A tensor is a factor times another when what is left is this share of it at most."""
 _EPSILONS = 64.0
-"""Or so many epsilons of a lower precision."""
+"""Or this many epsilons of a lower precision."""
 
 
 def regrouping(evidence: Evidence) -> Finding | None:

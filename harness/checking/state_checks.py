@@ -94,10 +94,10 @@ _COUNTS = ("steps", "step_after", "loss_scale")
 def saved(evidence: Evidence) -> Finding:
     """Whether the files of a checkpoint hold (`saved/<name>`), bit for bit, what the ranks hold under that name.
 
-    They are full tensors, read by another reader than the one that loads them where there is one. What ranks hold is
-    merged from their own shards and held against the dense model by `update`, so a save in a wrong order is seen where
-    it is written, though a load that reads it alike would undo it. Counts that ranks do not return (steps, the state
-    of the loss scale) are held against the truth, which rounding does not change.
+    They are full tensors, read by another reader than the one that loads them where there is one. Tensors of ranks are
+    merged from their own shards and held against the dense model by `update`. So a save in a wrong order is seen where
+    it is written, though a load that reads it alike would undo it. Counts that ranks do not return (steps, the state of
+    the loss scale) are held against the truth, which rounding does not change.
     """
     names = [name for name in evidence.returned if kind_of(name) == "saved"]
     ordered = [name for name in evidence.truth if name in names] or sorted(names)
@@ -118,5 +118,5 @@ def saved(evidence: Evidence) -> Finding:
 
 
 def _counted(evidence: Evidence, name: str) -> Tensor | None:
-    """What the truth counts under a name; None for a tensor that is no count."""
+    """Count of the truth under a name; None for a tensor that is no count."""
     return evidence.truth.get(name) if name.split("/")[1] in _COUNTS else None

@@ -23,7 +23,7 @@ from harness.errors import Desynchronised, ProgramError, RankCrashed, Shardproof
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """One failed check explained. `name` is the tensor or event in question, `ranks` are empty when it is all of them.
+    """A failed check explained. `name` is the tensor or event in question, `ranks` are empty when it is all of them.
 
     `step` is -1 when it is unknown. `hint` is what else is known where no cause fits.
     """
@@ -41,7 +41,7 @@ class Diagnosis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What all failed checks of a case share: the first place where it went wrong, and what is likely behind it.
+    """Common part of all failed checks of a case: the first place where it went wrong, and what is likely behind it.
 
     `hint` is what else is known where no cause fits.
     """
@@ -65,7 +65,7 @@ def explained(evidence: Evidence, findings: Mapping[str, Finding]) -> Explanatio
 def diagnose(
     evidence: Evidence, findings: Mapping[str, Finding], check: str, known: Explanation | None = None
 ) -> Diagnosis:
-    """What is known of a failed check, in the light of all findings of its case; `known` is what they share."""
+    """Diagnose a failed check, in the light of all findings of its case; `known` is what they share."""
     finding = findings[check]
     name = finding.worst.name if finding.wrong and finding.worst else next(iter(finding.names), "")
     place = place_of(name, evidence.case.steps) if name else None
@@ -85,7 +85,7 @@ def diagnose(
 
 
 def ended(error: ShardproofError) -> Diagnosis:
-    """What is known of a case that ended without an outcome."""
+    """Diagnose a case that ended without an outcome."""
     if isinstance(error, Desynchronised):
         known = "desynchronised"
         words = "the ranks issued different calls, or not as many: the line above says where each stood"

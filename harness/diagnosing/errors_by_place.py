@@ -1,8 +1,8 @@
 """Every tensor of a failed case with its error, where it is computed, and the first place: rows of `errors.csv`.
 
 A verdict names one tensor, the worst; this is all of them, so that a report can show where it began and how it spread.
-Errors and limits are ratios (harness.checking.measures.tolerance). The last row of a case is its first place: `first` =
-"yes", no name and no error of its own, for it may be a call that shows it and no tensor.
+Errors and limits are ratios (harness.checking.measures.tolerance). The last row of a case is its first place, with
+`first` = "yes", no name and no error of its own. A call may show it, and no tensor.
 """
 
 from __future__ import annotations

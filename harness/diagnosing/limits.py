@@ -1,4 +1,4 @@
-"""Whether a cause leaves no more of a wrong tensor than its check allows: the last word before it is told.
+"""Whether a cause leaves no more of a wrong tensor than its check allows: the last word before it is reported.
 
 The first merged tensor that a cause speaks of decides: what comes after it was computed from wrong values. A prediction
 that states how much it may leave (`Explained.left`) is one of a rule with a limit of its own.
@@ -20,7 +20,7 @@ from harness.outcome.merging import Merged
 
 
 def within_limits(evidence: Evidence, causes: Iterable[Cause]) -> list[Cause]:
-    """Those of these causes whose first prediction of a merged tensor is as near as the truth would have to be."""
+    """Causes whose first prediction of a merged tensor is as near as the truth would have to be."""
     names = {id(tensor): name for name, tensor in evidence.merged.tensors.items()}
     return [cause for cause in causes if _allowed(evidence, names, cause)]
 

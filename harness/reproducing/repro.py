@@ -2,7 +2,7 @@
 
     text = emit(case, "my.module:subject", engine)     # None when nothing fails, or nothing that a script can show
 
-The script imports the subject and nothing of this package, unless the subject is a part of it. What it shows is one
+The script imports the subject and nothing of this package, unless the subject is a part of it. A script shows one
 returned tensor that is wrong, ranks that disagree on it, or a subject that raises. A ledger that parts from its
 expectation, an activation that only the harness captures, or a race, is nothing that it can see.
 """
@@ -56,7 +56,7 @@ SMALLER: tuple[Mapping[str, int], ...] = (
     {"vocab": 264},
     {"heads": 4, "kv_heads": 2, "hidden": 16, "ffn": 32},
 )
-"""What is tried on a failing case, one after another, the mesh first."""
+"""Changes that are tried on a failing case, one after another, the mesh first."""
 
 
 _FACTS = "\n\nFACTS = "

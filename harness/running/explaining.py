@@ -1,4 +1,4 @@
-"""What explains a failed case: further runs and what-ifs; then the diagnosis and six lines of every failed check."""
+"""Explanations of a failed case: further runs and what-ifs; then the diagnosis and six lines of every failed check."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def explained(
 
 
 def _with_other_sizes(trial: Trial, evidence: Evidence, findings: Mapping[str, Finding]) -> Evidence:
-    """The same evidence with that of one case for each size that a wrong factor equals and that is another there."""
+    """Evidence with that of one case for each size that a wrong factor equals and that is another there."""
     try:
         shared = what_they_share(evidence, findings)
     except Exception:  # the diagnosis of every check will say why

@@ -1,7 +1,6 @@
-"""One case proved: its runs, every check on them, and verdicts whose failures explain themselves.
+"""Proof of one case: its runs, every check on them, and verdicts whose failures explain themselves.
 
-`checks` decides how much is run: those that need captured activations or a second run are in NEED_WATCHING. Times are
-seconds.
+`checks` decides how much is run: those that need activations or a second run are in NEED_WATCHING. Times are seconds.
 """
 
 from __future__ import annotations
@@ -53,10 +52,9 @@ def prove(
 
     Without `explain` a failure is not diagnosed, and takes no further runs. `reference` replaces the subject's own
     truth, or the decoder where it has none. `truths`: what the dense model computed for the case before, on this device
-    and with this reference. `heard` is called with every part of the case.
-
-    Raises RequestError when there is no such subject, the case has too many ranks for this machine, or the dense model
-    cannot compute it (unreadable data); whatever the subject does wrong is a failed verdict.
+    and with this reference. `heard` is called with every part of the case. Raises RequestError when there is no such
+    subject, too many ranks for this machine, or a case that the dense model cannot compute (unreadable data). Any error
+    of the subject is a failed verdict.
     """
     given = named(subject)
     admit_ranks(case, engine.name)
@@ -138,8 +136,9 @@ def _proved(trial: Trial, checks: Mapping[str, Check], options: str, *, explain:
 def judged(
     trial: Trial, evidence: Evidence, checks: Mapping[str, Check] = CHECKS
 ) -> tuple[Evidence, dict[str, Finding]]:
-    """What these checks find, and the evidence with every control run that they came to need. What looks wrong, or is
-    in a lower precision, is checked again.
+    """Findings of these checks, and the evidence with every control run that they came to need.
+
+    Tensors that look wrong, or are in a lower precision, are checked again.
     """
     findings = None
     if evidence.torn or evidence.dtype == "float64":

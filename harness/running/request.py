@@ -19,13 +19,13 @@ _WEEK_S = 604800.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to run; `command` goes to env.json.
+    """Request of a run; `command` goes to env.json.
 
     `profile` names the tools under which every case is run once more as a witness of its ledger: torch, nsys. They
-    watch `profile_steps` of that run, None for all. Where this process can be forked, so many `processes` prove the
-    cases in its place, so that a case which ends its process ends no other; with 0 this one does. `fail_fast`: the
-    first case that neither passes nor is skipped is the last. `when_s`: how long the words that a failure needs are
-    looked for, three times that in all; 0: not at all.
+    watch `profile_steps` of that run, None for all. Where this process can be forked, `processes` prove the cases in
+    its place; with 0 this one does. So a case that ends its process ends no other. `fail_fast`: the first case that
+    neither passes nor is skipped is the last. `when_s`: how long the words that a failure needs are looked for, three
+    times that in all; 0: not at all.
     """
 
     cases: tuple[CaseLike, ...]

@@ -81,9 +81,10 @@ class CaseResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proved:
-    """What is stored of a proved case. `ledger`: its lines of ledger.csv. `ran`: the ranks of `saved_bytes` when they
-    are not all. `errors` are rows of errors.csv for a case that failed, `unplaced` says why there are none; `loads` are
-    those of experts.csv.
+    """Stored parts of a proved case. `ledger`: its lines of ledger.csv.
+
+    `ran`: the ranks of `saved_bytes` when they are not all. `errors` are rows of errors.csv for a case that failed,
+    `unplaced` is why there are none; `loads` are those of experts.csv.
     """
 
     text: str

@@ -1,9 +1,9 @@
-"""Many cases on one subject: proved one after another, stored as they finish. What the command line calls.
+"""Many cases on one subject: proved one after another, stored as they finish. The command line calls `run`.
 
     result = run(Request(cases=parse_cases(["mode=tp tp=2"]), subject=named("parallel.subject:subject")))
 
-Exit status: 0 all pass, 1 a check failed or could not be decided, 2 the request was wrong (RequestError, or the dense
-model cannot compute one of the cases) or every case was skipped, 3 the machine failed and nothing else did.
+Exit status: 0 all pass, 1 a check failed or could not be decided, 3 the machine failed and nothing else did. 2: the
+request was wrong (RequestError, or the dense model cannot compute one of the cases) or every case was skipped.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 def run(request: Request, on_progress: Progress = lambda *_: None) -> RunResult:
     """Prove every case and write the run folder as it goes; finished cases stay readable whatever stops the run.
 
-    Raises RequestError before anything runs when there is no case, or when all are too large for this machine, or when
-    the subject's claims, the engine or the folder are wrong. Where the dense model cannot compute one case of
-    several (it diverges, its data cannot be read, it needs too much memory) the others are still proved.
+    Raises RequestError before anything runs when there is no case, or when all are too large for this machine. A wrong
+    claim of the subject, engine or folder raises it too. Where the dense model cannot compute one case of several the
+    others are still proved. Such a case diverges, cannot read its data or needs too much memory.
     """
     cases, subject = request.cases, request.subject
     _check(request)

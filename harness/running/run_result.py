@@ -1,4 +1,4 @@
-"""The results of a run as they come, stored and told; then what it came to: verdicts, exit status, and notes."""
+"""The results of a run as they come, stored and reported; then its sums: verdicts, exit status, and notes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Kept:
     results: list[Proved] = field(default_factory=list)
 
     def keep(self, proved: Proved) -> bool:
-        """Store a result and tell that it is there; whether to go on."""
+        """Store a result and report that it is there; whether to go on."""
         result = with_traceback(proved, self.store) if proved.traceback else proved
         _stored(self.store, result)
         self.results.append(replace(result, ledger="", rows=(), errors=(), spans=(), loads=()))
@@ -63,7 +63,7 @@ def _stored(store: Store, result: Proved) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """What a run came to: its folder, all verdicts, the command's exit status, and notes on what could not be done."""
+    """Result of a run: its folder, all verdicts, the command's exit status, and notes on what could not be done."""
 
     path: Path
     verdicts: tuple[Verdict, ...]
@@ -92,13 +92,13 @@ def run_result(
 
 
 def _notes(request: Request) -> Iterator[str]:
-    """What this version of torch, the engine and the truth do not show."""
+    """Notes on what this version of torch, the engine and the truth do not show."""
     yield from filter(None, [untested()])
     yield from [_DRY] if request.engine == "dry" else _truth_note(request.subject)
 
 
 def _truth_note(subject: NamedSubject) -> list[str]:
-    """What the subject was compared with, where that is not our decoder."""
+    """Note on the truth of the subject, where that is not our decoder."""
     truth = truth_of(subject)
     return [] if truth is None else [f"compared with {compared_with(truth)}"]
 

@@ -1,11 +1,11 @@
 """Other processes that prove the cases of a run in the place of this one, and how cases are shared among them.
 
-A case that ends its process (a crash in native code, memory that runs out), or that hangs in native code, ends neither
-this process nor other cases; it is told as what it is, and a new process goes on. Nothing but verdicts, lines of the
-ledger and sizes is sent back. A process ends with its socket, so with the one that started it. Times are seconds.
+A case may end its process (a crash in native code, memory that runs out), or hang in native code. Then it ends neither
+this process nor other cases; it is reported as what it is, and a new process goes on. Nothing but verdicts, lines of
+the ledger and sizes is sent back. A process ends with its socket, so with the one that started it. Times are seconds.
 
-Cases that are one case to the dense model are proved by one process, one after another: what is computed for one of
-them serves all. A case that loads what another one saves follows it too.
+Cases that are one case to the dense model are proved by one process, one after another: its results serve all of them.
+A case that loads what another one saves follows it too.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _LISTEN_S = 0.2
 _STARTS = 2
 """Processes in a row that may end before they have begun a case."""
 Answer: TypeAlias = "Proved | Exception"
-"""What is stored of a case, or what was raised."""
+"""Stored parts of a case, or what was raised."""
 Proving = Callable[[Request, Callable[[str], object]], AbstractContextManager[Callable[[CaseLike], Any]]]
 
 
@@ -71,7 +71,7 @@ class ProvingProcess:
 
     @property
     def connection(self) -> Connection:
-        """What has data when there is an answer."""
+        """Connection that has data when there is an answer."""
         return self._process.connection
 
     def ask(self, number: int, case: CaseLike) -> None:
@@ -81,8 +81,10 @@ class ProvingProcess:
             self.connection.send(case)
 
     def answers(self) -> dict[int, Answer]:
-        """What it finished since the last call. When it has ended, or must be ended, `note` says so and `error` is that
-        of the case that it was proving; None when it was proving none.
+        """Cases that it finished since the last call.
+
+        When it has ended, or must be ended, `note` says so. `error` is then that of the case that it was proving; None
+        when it was proving none.
         """
         found: dict[int, Answer] = {}
         try:
@@ -125,7 +127,7 @@ class ProvingProcess:
 
 
 def _error(part: str, words: str, hint: str, *, by_program: bool) -> ShardproofError:
-    """What is told of a case that ended its process in this part."""
+    """Error of a case that ended its process in this part."""
     if not by_program:
         return RankDied(words, ranks=(), positions=())
     if part in PARTS:
@@ -218,7 +220,7 @@ class Sharing:
                 self._replace(process)
 
     def _replace(self, process: ProvingProcess) -> None:
-        """A process has ended: tell the case that it was proving, and give the others to another one."""
+        """Replace a process that has ended: report the case that it was proving, and give the others to another one."""
         self.processes.remove(process)
         process.close()
         lost = deque(process.asked)
@@ -243,8 +245,9 @@ class Sharing:
 
 
 def together(cases: Sequence[CaseLike]) -> list[list[int]]:
-    """The numbers of the cases, those in one list that are one case to the dense model, or of which one loads what
-    another one before it saves.
+    """The numbers of the cases, those in one list that must be proved together.
+
+    Such are one case to the dense model, or one loads what another one before it saves.
     """
     groups: dict[CaseLike, list[int]] = {}
     saving: dict[str, CaseLike] = {}
@@ -256,8 +259,9 @@ def together(cases: Sequence[CaseLike]) -> list[list[int]]:
 
 
 def arranged(cases: Sequence[CaseLike]) -> tuple[CaseLike, ...]:
-    """The cases, those `together` that belong so, the most ranks and steps first: two processes that take such groups
-    in turn then end at nearly the same time.
+    """The cases, those `together` that belong so, the most ranks and steps first.
+
+    Two processes that take such groups in turn then end at nearly the same time.
     """
     work = [case.world_size * case.steps for case in cases]
     groups = sorted(together(cases), key=lambda group: -sum(work[number] for number in group))

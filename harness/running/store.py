@@ -1,10 +1,10 @@
 """The run folder: everything one command produced, written as it goes, so that a killed run leaves a readable folder.
 
-`<out>/<time>-<subject>/` with env.json, cases.jsonl (all requested cases, first), ledger.csv (ledger.csv.gz above
-LARGEST_LEDGER bytes, packed at the end), summary.csv, timings.csv (seconds), memory.csv (the most bytes that autograd
-held for backward on a rank) and verdicts.jsonl, and the link `<out>/latest`. A case is appended when it is finished,
-its verdicts last: a case with verdicts is stored completely, and each of them says how many (`of`) its case has.
-Text is UTF-8, lines end in a line feed; JSON holds "inf" and "nan" as text.
+`<out>/<time>-<subject>/` has env.json, cases.jsonl (all requested cases, first), ledger.csv (ledger.csv.gz above
+LARGEST_LEDGER bytes, packed at the end), summary.csv and timings.csv (seconds). memory.csv has the most bytes that
+autograd held for backward on a rank; verdicts.jsonl and the link `<out>/latest` are beside it. A case is appended when
+it is finished, its verdicts last. A case with verdicts is stored completely, and each of them says how many (`of`) its
+case has. Text is UTF-8, lines end in a line feed; JSON holds "inf" and "nan" as text.
 """
 
 from __future__ import annotations

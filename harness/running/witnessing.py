@@ -1,10 +1,10 @@
 """The witnesses of a run: one session a tool for all cases, then every case's ledger held against all of them.
 
-Who is independent of whom: the torch profiler hears torch's own rows and the Flight Recorder's log, the closed form
-knows formulas only. The ranges that nsys stores are drawn from our recorder's observations, so nsys shows that nothing
+Independence of the witnesses: the torch profiler hears torch's own rows and the Flight Recorder's log, the closed form
+knows formulas only. The ranges that nsys stores are drawn from our recorder's observations. So nsys shows that nothing
 is lost or renamed on the way and no more; on a GPU its timeline has NCCL's kernels beside them. Sessions have processes
-of their own whatever engine proves the case, because a Python process group of the in-process engine passes by the
-dispatcher, where the profiler listens.
+of their own whatever engine proves the case. A Python process group of the in-process engine passes by the dispatcher,
+where the profiler listens.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Rows = list[tuple[object, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What the witnesses say of one case: the verdict, rows for the run folder by file name, a failure explained."""
+    """Words of the witnesses on one case: the verdict, rows for the run folder by file name, a failure explained."""
 
     verdict: Verdict
     tables: Mapping[str, tuple[tuple[str, ...], Rows]]

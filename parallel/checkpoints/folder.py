@@ -95,8 +95,7 @@ class Stored:
     def open(cls, folder: Path) -> Stored:
         """The checkpoint in this folder, ours or one that torch wrote.
 
-        Raises CheckpointError when there is none, when it holds what is no tensor, or when chunks or files are not
-        whole.
+        Raises CheckpointError when there is none, when it holds other than tensors, or when chunks or files are broken.
         """
         if not (folder / METADATA).is_file():
             what = "is no folder" if not folder.is_dir() else f"holds no checkpoint: it has no file {METADATA}"

@@ -42,10 +42,8 @@ if TYPE_CHECKING:
 def load(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path) -> int:
     """Replace parameters, states of the optimizer and the loss scale; returns the steps that were run before.
 
-    Where the ranks lie as those that saved, the states of its streams of random numbers are replaced too.
-
-    Raises CheckpointError for a checkpoint that is missing, torn, or of another model or training; nothing has changed
-    then.
+    Where the ranks lie as those that saved, the states of its streams of random numbers are replaced too. Raises
+    CheckpointError for a checkpoint that is missing, torn, or of other model or training; nothing is changed then.
     """
     from parallel.checkpoints.folder import Stored  # noqa: PLC0415  (torch's checkpoints take a second to import)
 

@@ -40,7 +40,7 @@ class Delivered:
     """A micro-batch as it lies on this rank; `attention_mask` is None for plain causal attention.
 
     `draw` is its step and its number on the data rank. `ahead` are micro-batches with each token, label and position
-    moved from some places further on, for modules that predict these. A tensor that a pipeline stage is not sent has no
+    moved from some places further on, for modules that predict these. Tensors that a stage is not sent have no
     elements.
     """
 

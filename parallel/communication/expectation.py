@@ -32,10 +32,9 @@ MICRO_BATCHES, ONCE_A_STEP = "steps * micro", "steps"
 class CompleteTerm:
     """A term that states every field: `calls` equal calls over the whole run; fields as in the ledger.
 
-    The calls are issued on every rank, or on the ranks at these places of the mesh.
-
-    `hidden`: each travels while a product is computed, which lies between its issue and its wait. `elements` is the
-    formula of what travels and `why` its reason, from the row that was read.
+    The calls are issued on every rank, or on the ranks at these places of the mesh. `hidden`: each travels while a
+    product is computed, which lies between its issue and its wait. `elements` is the formula of what travels and `why`
+    its reason, from the row that was read.
     """
 
     phase: str

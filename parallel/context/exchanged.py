@@ -53,9 +53,7 @@ def nested_attention(
 ) -> Tensor:
     """Exchange as in `exchanged_attention`, with a ring of the outer ranks around.
 
-    Rank r of the slices is inner rank r % a of outer rank r // a.
-
-    Raises ValueError for unequal slices.
+    Rank r of the slices is inner rank r % a of outer rank r // a. Raises ValueError for unequal slices.
     """
     slices.require_equal("alltoall inside of a ring")
     groups = slices.joined(inner.size)

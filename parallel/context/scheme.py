@@ -69,8 +69,7 @@ def _held(case: Case) -> tuple[Tensor, ...]:
 def _shares(case: Case, place: Placement) -> Placement:
     """Placement of attention's shares where the method computes them.
 
-    A rank has queries of its own, or of all ranks with which it exchanged tokens for heads, in the order of the
-    ranks.
+    A rank has queries of its own, or of all ranks with which it exchanged tokens for heads, in the order of the ranks.
     """
     exchanged = {"alltoall": "cp", "alltoall-ring": "cp_inner"}.get(case.cp_comm)
     if exchanged is None:

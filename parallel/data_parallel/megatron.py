@@ -2,9 +2,8 @@
 
 Its step all-reduces over groups of one rank too, and looks for infinite gradients in float16. All ranks of the model
 agree on whether the update took place and on the norm that is logged. None of that changes a number, so ours leaves it
-out; a ledger of Megatron has it. Sources: Megatron-Core 0.14 `finalize_model_grads`, `MixedPrecisionOptimizer`,
-`training.train_step` (modes.md 5, measured). Megatron-LM `theoretical_memory_usage.py` counts neither biases nor
-positions.
+out. Sources: Megatron-Core 0.14 `finalize_model_grads`, `MixedPrecisionOptimizer`, `training.train_step` (modes.md 5,
+measured). Megatron-LM `theoretical_memory_usage.py` counts neither biases nor positions.
 """
 
 from __future__ import annotations

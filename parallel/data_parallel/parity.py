@@ -8,8 +8,8 @@ Before every N-th step's update, that of the first step included, after its last
 
 A parity check is an all_gather of int64, a number a parameter that the rank holds, over each axis that has any. A hash
 that differs ends the run with the parameter and the ranks. Outside of the ranks the check `replicas` compares the same
-tensors bit for bit. Source: Megatron-Core `SelfAttention.run_realtime_tests`, which gathers the weights of q/k norms in
-every forward.
+tensors bit for bit. Source: Megatron-Core `SelfAttention.run_realtime_tests`, which gathers q/k norms' weights in every
+forward.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ the rotary features of a key, the same for all heads. Latents and rotary keys be
     column          | split         | the same; latents: own tokens            | the same, and latents: all-gather
 
 A latent enters the up projection as hidden states enter a column linear, so that its gradient comes back complete. A
-rotary key serves the heads of every rank, and each rank computes the part of its gradient that its own heads give. So
-the sum over tp is due exactly once, before anything upstream of the key. Source: arXiv:2405.04434; Megatron-Core 0.16.1
+rotary key serves the heads of every rank, and each rank computes its own heads' part of the gradient. So the sum over
+tp is due exactly once, before anything upstream of the key. Source: arXiv:2405.04434; Megatron-Core 0.16.1
 `MLASelfAttention` (experts.md 23.2). Megatron leaves the sum out but for duplicated projections with split hidden
 states.
 """

@@ -174,10 +174,9 @@ class Step:
 class Rank:
     """A rank at work under its strategy: chunks of the model, all parameters and their places, metric, dropout.
 
-    A rank has one chunk, the whole model, unless it is one of a pipeline.
-
-    `updated` are the tensors that the optimizer steps, by the names of the parameters, and `updated_places` how they
-    and their gradients lie. They are the parameters themselves, unless a scheme splits or copies them.
+    A rank has one chunk, the whole model, unless it is one of a pipeline. `updated` are the tensors that the optimizer
+    steps, by the names of the parameters, and `updated_places` how they and their gradients lie. They are the
+    parameters themselves, unless a scheme splits or copies them.
     """
 
     case: Case

@@ -56,8 +56,7 @@ class CasePipeline:
     def sample(self, depth: int | None) -> Case:
         """A step of the fewest micro-batches, two or a group of them.
 
-        `depth` is the layers of every chunk; it is not heeded where some rank then lacks a kind of layer, or gets
-        another one.
+        `depth` is the layers of every chunk, unless some rank then lacks a kind of layer that it has, or gets another.
         """
         case, pipeline = self.case, pipeline_of(self.case)
         short = {"steps": 1, "micro": pipeline.in_a_row if self.chunks > 1 else 2}

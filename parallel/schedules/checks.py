@@ -25,8 +25,7 @@ def delivery(pipeline: Pipeline) -> tuple[Sends, int]:
     """The sends and the number of process groups between two ranks with which the programs of a pipeline are legal.
 
     Interleaved on two ranks, activations and gradients pass both ways in one batch and would be swapped in one group
-    (around.md 13.4). ZBV: both pass both ways between all neighbours, and a receive comes only when its input is
-    needed.
+    (around.md 13.4). ZBV: both pass both ways between all neighbours, and a receive comes when its input is needed.
     """
     if pipeline.v_shaped:
         return Sends.BUFFERED, 2
@@ -48,23 +47,6 @@ def check_complete(pipeline: Pipeline, made: Sequence[Program]) -> list[str]:
         breaches += [f"rank {rank}: {action} {seen[action]} times, not once" for action in due if seen[action] != 1]
         breaches += [f"rank {rank}: {action} is not of this pipeline" for action in seen if action not in due]
     return breaches
-
-
-def check_conserved(pipeline: Pipeline, made: Sequence[Program]) -> list[str]:
-    """Compare the messages that a rank sends to another with those received there, one by one, in any order."""
-    sent: Counter[tuple[int, int, Action]] = Counter()
-    received: Counter[tuple[int, int, Action]] = Counter()
-    for rank, steps in enumerate(made):
-        for action in (action for step in steps for action in step if not action.kind.computes):
-            other = peer(pipeline, action)
-            if _is_send(action):
-                sent[rank, other, action] += 1
-            else:
-                received[other, rank, counterpart(pipeline, action)] += 1
-    lost = [f"rank {a} to {b}: {action} is never received" for a, b, action in (sent - received).elements()]
-    return lost + [
-        f"rank {a} to {b}: {action} is received, never sent" for a, b, action in (received - sent).elements()
-    ]
 
 
 def check_legal(pipeline: Pipeline, made: Sequence[Program], sends: Sends, channels: int) -> list[str]:

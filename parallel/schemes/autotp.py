@@ -5,9 +5,9 @@ The embedding is whole and issues nothing, nor does a tied head that is gathered
 one of whole logits. Gradients of q/k norms are sums over this rank's heads, added up once a step (DeepSpeed: in every
 micro-batch). Forward under head=sum is DeepSpeed's inference; head=gather is its training.
 
-A rank holds whole kv heads with their query heads (`parallel.slicing`), the first ranks one more. Inner features of the
-MLP are split nearly evenly, of OPT in proportion to the heads where they divide them. Embeddings, norms and row biases
-are whole.
+A rank holds whole kv heads with their query heads (`parallel.slicing`), the first ranks one more. Inner features are
+split nearly evenly, of OPT in proportion to the heads where they divide them. Embeddings, norms and row biases are
+whole.
 
     head     | tied  | the head holds                 | logits
     gather   | false | its tokens' rows [V_i, D]      | gathered, the smaller parts padded

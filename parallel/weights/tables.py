@@ -83,9 +83,8 @@ class WeightEmbedding(nn.Module):
 class WeightHead(nn.Module):
     """Logits of this rank's tokens, then in the case's form (see the table above).
 
-    `weights` is the axis of the weights, `sequence` that of the tokens; `shape` the local weight [V/w, D]. With `shape`
-    None the head is tied: the token table is handed to `forward`. Only `exchange` keeps padded columns; `vocab` is the
-    true one.
+    `weights` is the axis of the weights, `sequence` that of the tokens; `shape` the local weight [V/w, D]. Without it
+    the head is tied: `forward` gets the token table. Only `exchange` keeps padded columns; `vocab` is the true one.
     """
 
     def __init__(

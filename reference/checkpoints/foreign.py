@@ -25,8 +25,7 @@ _ONE_MODEL = "the tensors of one model"
 class Form:
     """The form of parameters: query, key and value as one tensor, gate and up as one.
 
-    Then the key and value heads (0: as in the folder) and the rows of the vocabulary without its padding (0: all of the
-    folder).
+    Then key and value heads (0: as in the folder) and rows of the vocabulary without padding (0: all of the folder).
     """
 
     fuse_qkv: bool

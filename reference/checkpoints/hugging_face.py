@@ -73,7 +73,7 @@ def heads(folder: Path) -> tuple[int, int]:
 def read(folder: Path) -> dict[str, Tensor]:
     """Every parameter in full, by its name in the dense model; query, key and value apart, gate and up too.
 
-    Raises CaseError for an unknown model, for tensors that are not of its heads, for unreadable files, and without
+    Raises CaseError for an unknown model, for tensors that are not of its heads, unreadable files, and without
     safetensors.
     """
     config, names = _config(folder), dict[str, Tensor]()

@@ -2,9 +2,8 @@
 
 The dense model and the ranks take their micro-batches from the same functions, so that an error there moves both. The
 statements of this module are made beside those functions. They are the examples that InternEvo's page prints, as
-literals (`reference.data.printed`), and the batches of the first and the last step. The batches are written out token
-by token from the rules of `reference.data.stream` and `reference.data.batches`. Each is a pair of tensors that must be
-equal.
+literals (`reference.data.printed`), and the batches of the first and the last step. These are written out token by
+token from `reference.data.stream` and `reference.data.batches`. Each is a pair of tensors that must be equal.
 
 Letters: B sequences of a micro-batch, S tokens of a sequence, T = B * S.
 """

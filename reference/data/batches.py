@@ -15,8 +15,7 @@ count more than the last. The other labels are -100 or masked; the mask of token
 
 The built-in corpus gets the ids at the edges of vocabulary shards mixed in (`reference.data.edges`). In every step each
 of them stands in place of a token of text once, is read, and is a label that counts. The first micro-batches of a step
-hold them; where a step is too small for all, the next step goes on with the others. Data that a user names stay as they
-are.
+hold them; where a step is too small, the next goes on with the others. Data that a user names stay as they are.
 """
 
 from __future__ import annotations
@@ -69,8 +68,7 @@ def micro_batch(
     `padding` is the label of tokens that are not learned, before any is masked; another one is a what-if's. Steps count
     on from those before a checkpoint that the case loads. The batch is number `micro * dp + dp_rank` of the step, the
     same for every dp and micro of one product. Neither the mode nor tp, wp, pp or cp changes it, up to 8 shards (see
-    `reference.data.edges`). Raises DataError when the corpus cannot be read, ValueError when the case has no such
-    micro-batch.
+    `reference.data.edges`). Raises DataError when the corpus cannot be read, ValueError without such a micro-batch.
     """
     for name, value, limit in (("step", step, math.inf), ("micro", micro, case.micro), ("dp_rank", dp_rank, case.dp)):
         if not 0 <= value < limit:

@@ -2,8 +2,7 @@
 
 Ranks share layers as in Megatron-Core: those of the first and the last rank where they are stated, the rest evenly.
 Each rank splits its own evenly over its chunks. The interleaved schedule runs groups of micro-batches, none smaller
-than pp. Where weights have ranks of their own (isp), these are of one stage, as in InternEvo, whose orders all end in
-pp.
+than pp. Where weights have ranks of their own (isp), these are of one stage, as in InternEvo's orders.
 """
 
 from __future__ import annotations

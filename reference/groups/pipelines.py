@@ -87,8 +87,7 @@ class PipelineGroup:
         """The ranks that hold the word embedding, in ascending order: its gradient is summed over them.
 
         These are the first stage, the last if its head is tied to the embedding, and the virtual stages with
-        multi-token prediction layers. Prediction layers embed tokens again. Raises CaseError for an unknown virtual
-        stage.
+        multi-token prediction layers. Prediction layers embed tokens again. Raises CaseError for an unknown one.
         """
         return tuple(sorted({self.ranks[stage % len(self.ranks)] for stage in self._embedding(tied, prediction)}))
 

@@ -87,10 +87,8 @@ def merged_attention(
 ) -> Tensor:
     """Attention as where blocks of keys are merged: a share is exp(score - log sum exp).
 
-    The gradient of a score takes off sum(dO * O).
-
-    Of large scores that rounds more than a softmax does, which takes off the largest one first. Source:
-    FlashAttention-2 (arXiv:2307.08691), whose backward context parallelism has.
+    The gradient of a score takes off sum(dO * O). Of large scores that rounds more than a softmax does, which takes off
+    the largest one first. Source: FlashAttention-2 (arXiv:2307.08691), whose backward context parallelism has.
     """
     score_BNSS, v_BNSD = _scores(q_BSND, k_BSKD, v_BSKD, visible_SS, parts)
     context_BNSD: Tensor = _Merged.apply(score_BNSS, v_BNSD, keep_BNSS, parts)

@@ -48,10 +48,9 @@ class Sums:
     """Sums of one step's forwards: scalars, logits, metric and activations.
 
     Logits are [dp*micro*batch, seq, vocab] or None when too large. The metric is of every data rank, when the case has
-    one; activations are of micro-batch 0, when observed.
-
-    `largest`, with a loss scale: the largest scaled gradient of a logit, and of a parameter after any micro-batch.
-    `counts`: integers that branches leave (`reference.model.branches`), rows as those of the logits.
+    one; activations are of micro-batch 0, when observed. `largest`, with a loss scale: the largest scaled gradient of a
+    logit, and of a parameter after any micro-batch. `counts`: integers that branches leave
+    (`reference.model.branches`), rows as those of the logits.
     """
 
     loss: Tensor

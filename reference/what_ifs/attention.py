@@ -1,7 +1,6 @@
 """What-ifs of attention whose heads are exchanged for sequence: what moves, or comes back, otherwise.
 
-Letters: B rows, S tokens, s = S/p, N query heads, K kv heads, D head dim, p
-ranks.
+Letters: B rows, S tokens, s = S/p, N query heads, K kv heads, D head dim, p ranks.
 """
 
 from __future__ import annotations

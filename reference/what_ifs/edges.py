@@ -1,8 +1,7 @@
 """What-ifs of a split vocabulary whose ranges are one row off: in the lookup of tokens, and in that of labels.
 
-A reading ends in the number of parts. In every part the first or the last row is left out. Or the row beside its
-range counts in it too, as the nearest one that it has.
-Letters: B rows, S tokens, H hidden, V vocabulary.
+A reading ends in the number of parts. In every part the first or the last row is left out. Or the row beside its range
+counts in it too, as the nearest one that it has. Letters: B rows, S tokens, H hidden, V vocabulary.
 """
 
 from __future__ import annotations

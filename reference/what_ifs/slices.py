@@ -2,8 +2,7 @@
 
 Context rank r of c holds the chunks r and 2c-1-r of 2c (zigzag) or chunk r of c (contiguous) of every row. A token has
 a place in the row, one in its slice, and one in all slices end to end. A gather or an exchange leaves tokens in this
-last order, that of the ranks.
-Sources: around.md 12.2, 14.2 and 19 (cp-contiguous-rope); torchtitan #792, #2780.
+last order, that of the ranks. Sources: around.md 12.2, 14.2 and 19 (cp-contiguous-rope); torchtitan #792, #2780.
 """
 
 from __future__ import annotations

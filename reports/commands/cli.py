@@ -1,8 +1,8 @@
 """The command line: `shardproof run | record | hang | show | compare | page | trace | predict | slice | checkpoint |
 faults | expect | names | new-subject | bench | doctor` and `help`.
 
-Exit status: 0 all pass; 1 a check failed; 2 the request was wrong (one message, no traceback); 3 the machine failed;
-130 interrupted, 141 the reader of the output has closed it.
+Exit status: 0 all pass; 1 a check failed; 2 the request was wrong (one message, no traceback); 3 the machine failed.
+Further ones: 130 interrupted, 141 the reader of the output has closed it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command(word: str) -> Callable[[argparse.Namespace], int]:  # noqa: PLR0912  (a command each)
-    """What runs this command, imported now: neither `--help` nor a wrong word waits for torch and pandas."""
+    """Function of this command, imported now: neither `--help` nor a wrong word waits for torch and pandas."""
     match word:
         case "run":
             from reports.commands.run import main
@@ -131,7 +131,7 @@ def _complain(message: str) -> None:
 
 
 def _empty(parsed: argparse.Namespace) -> str:
-    """What was given as an empty word, as a shell does with a variable that is not set: it must choose nothing."""
+    """Option that was given as an empty word, as a shell does with an unset variable: it must choose nothing."""
     for name, value in vars(parsed).items():
         if name == "program":  # the words of another command
             continue

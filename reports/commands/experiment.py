@@ -18,7 +18,7 @@ MEGATRON = {
     "mlp.w2": "linear_fc2",
     "head": "output_layer",
 }
-"""What Megatron-Core calls our modules."""
+"""Names of our modules in Megatron-Core."""
 
 
 def experiment_table(run: Run, name: str) -> Table:

@@ -1,7 +1,7 @@
 """`shardproof names`: the names, shapes and dtypes that the truth of a case has, by kind, in the order of computation.
 
-They are those of the outcome that the truth returns for this very case, so the truth is computed once; what ranks draw
-and the truth is given (random=stateful, init=shard) is the field here, of the same names and shapes.
+They are those of the outcome that the truth returns for this very case, so the truth is computed once. Values that
+ranks draw and the truth is given (random=stateful, init=shard) are the field here, of the same names and shapes.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def names(case: CaseLike, subject: NamedSubject) -> Mapping[str, Tensor]:
 
 
 def tables(truth: Mapping[str, Tensor]) -> list[Table]:
-    """One table a kind; names that differ in the step alone are one row, the first and the last of them."""
+    """Tables by kind; names that differ in the step alone are one row, the first and the last of them."""
     rows: dict[str, dict[tuple[str, ...], list[str]]] = {}
     for name, tensor in truth.items():
         kind, *path = name.split("/")

@@ -86,8 +86,9 @@ def _plain(value: object) -> object:
 
 
 def show_failures(run: Run, stream: TextIO) -> None:
-    """Six lines for every first place of failures, the simplest case first, with the checks that fail from there on;
-    then a reason for every check that was skipped or could not be decided.
+    """Print six lines for every first place of failures, the simplest case first, and checks that fail from there on.
+
+    Then a reason for every check that was skipped or could not be decided.
     """
     if (run.verdicts["verdict"] == "fail").any():
         _show_bugs(run, stream)

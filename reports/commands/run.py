@@ -1,7 +1,7 @@
 """`shardproof run` and `shardproof bench`: a request (reports.options.request) run, its result shown.
 
-Our own code enters here as names that the harness resolves, as any other subject does. What shows a result loads pandas
-and is imported after the first case, which need not wait for it.
+Our own code enters here as names that the harness resolves, as any other subject does. Code that shows a result loads
+pandas and is imported after the first case, which need not wait for it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _first_ranks(arguments: argparse.Namespace) -> Request:
 
 
 def _notes_on_defaults(subject: NamedSubject, *, deep: bool) -> Iterator[str]:
-    """What the default cases of this subject leave out."""
+    """Notes on cases that the default cases of this subject leave out."""
     if unknown := claims(subject).unknown:
         yield f"{subject.name} claims {', '.join(unknown)}, which no case can have: left out"
     if not deep and own_cases(subject) is None and not offers(subject.call, "refuses"):
@@ -139,8 +139,10 @@ def progress_text(case: CaseLike) -> str:
 
 @contextmanager
 def _unhindered() -> Iterator[None]:
-    """One thread, for the ranks share it anyway, and on a busy machine further ones wait for each other in every small
-    product; and fewer collections, which look through what is made from here on and not through all that is loaded.
+    """Run with one thread and fewer collections.
+
+    The ranks share the thread anyway, and on a busy machine further ones wait for each other in every small product.
+    Collections look through what is made from here on and not through all that is loaded.
     """
     threads, thresholds = torch.get_num_threads(), gc.get_threshold()
     torch.set_num_threads(1)

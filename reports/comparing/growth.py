@@ -1,9 +1,9 @@
 """Where one mode becomes cheaper than another within one run.
 
 Weights cost the same at any length, activations grow with it, so a mode that sends weights (`isp`) wins beyond T*
-tokens. Measured here from a run whose cases differ in mode and tokens only; `wire_bytes` is what one rank puts on the
-wire in one micro-batch (ring model). counted="layers" leaves out all-to-alls and everything outside the layers, as the
-closed form T* = 3 Wl / ((2C + 4) h e) does; counted="all" leaves out nothing.
+tokens. The crossing is measured here from a run whose cases differ in mode and tokens only. `wire_bytes` is what one
+rank puts on the wire in one micro-batch (ring model). counted="layers" leaves out all-to-alls and everything outside
+the layers, as the closed form `T* = 3 Wl / ((2C + 4) h e)` does; counted="all" leaves out nothing.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def crossings(growth: pd.DataFrame) -> pd.DataFrame:
     """mode, other, tokens, wire_bytes: where `mode`, dearer at first, becomes the cheaper one.
 
     Bytes are a constant plus a share of the tokens in every mode, so a straight line through a mode's points is exact
-    for them; lines that do not cross at one token or more give no row.
+    for them. Lines that do not cross at one token or more give no row.
     """
     lines = {}
     for mode, points in growth.groupby("mode", observed=True, sort=True):

@@ -16,11 +16,11 @@ _MOST_BYTES = ["payload_bytes", "wire_bytes"]
 
 
 def side_by_side(run: Run) -> pd.DataFrame:
-    """One row a case, by ranks and mode.
+    """Rows of cases, by ranks and mode.
 
     ranks, mode, words (of the case, without mode and data), one column of payload bytes for each phase that talks
-    ("forward_bytes"), payload_bytes, expected_payload_bytes, wire_bytes, least_ratio (of wire bytes, to the mode that
-    sends least on as many ranks), axes ("tp 1.271, dp 0.250" MiB), saved_bytes, exposed_us (inside calls that are
+    ("forward_bytes"), payload_bytes, expected_payload_bytes. wire_bytes, least_ratio (of wire bytes, to the mode that
+    sends least on as many ranks), axes ("tp 1.271, dp 0.250" MiB), saved_bytes. exposed_us (inside calls that are
     waited for at once, mean over ranks).
     """
     lines = run.summary

@@ -1,4 +1,4 @@
-"""What options request, checked before anything runs: text to read, an experiment, witnesses, a file to write.
+"""Options checked before anything runs: text to read, an experiment, witnesses, a file to write.
 
 The experiment `gpt3-857m-tp4` repeats a walk through Megatron-LM with the torch profiler: 4 ranks, TP=4, fp16, dynamic
 loss scaling. On a GPU the model has its real sizes; on a CPU everything is smaller and the counts per layer are the
@@ -38,7 +38,7 @@ def check_data(path: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """What is run on a GPU and on a CPU, on which subject, and which calls the published walk names: (phase, part).
+    """Cases of an experiment on a GPU and on a CPU, its subject, and the calls of the published walk: (phase, part).
 
     `steps` are those that witnesses watch, FIRST:END: the walk profiled three steps after a warm-up, 110 to 112.
     """

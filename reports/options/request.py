@@ -1,4 +1,4 @@
-"""What the options of a command request, checked before anything is loaded that takes long: torch, pandas.
+"""Options of a command, checked before anything is loaded that takes long: torch, pandas.
 
 `read(arguments)` raises for a wrong word or value of any command. The request of `shardproof run` is `requested`: all
 that needs no torch is checked first; then the subject is imported, which mostly needs it. Without a CASE its cases are
@@ -221,7 +221,7 @@ def default_cases(subject: NamedSubject, modes: str, deep: bool = False, checkpo
 
 
 def _as_variant(cases: Iterable[CaseLike], name: str, *, given: bool) -> tuple[CaseLike, ...]:
-    """The cases with this variant. One that was given must show it as it is; a default one is made to, or left out."""
+    """The cases with this variant. A case that was given must show it as it is; a default one is, or is left out."""
     try:
         made = dense_model().variant_words(name)
     except ValueError as problem:

@@ -9,7 +9,7 @@ from reports.stored.frames import Run
 
 
 def growth_parts(run: Run) -> dict[str, object]:
-    """What the template shows, by its names for it."""
+    """Values of the template, by its names for them."""
     sizes, crossed = growth(run), compared(run)
     table = break_even_table(crossed) if len(crossed) else None
     if not len(sizes):

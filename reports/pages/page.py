@@ -1,7 +1,7 @@
-"""One run as one HTML page: self-contained, opens offline, under a megabyte.
+"""A run as one HTML page: self-contained, opens offline, under a megabyte.
 
-Everything that comes from a run is escaped by the template; only our own drawings are trusted. What would not fit is
-left out with a line that says where it stands in the run folder.
+Everything that comes from a run is escaped by the template; only our own drawings are trusted. A part that would not
+fit is left out with a line that says where it stands in the run folder.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _WORDS = {
     "decided": "tensors found right or wrong, of those that the case has",
     "verdict": "pass, fail, or unknown: a check that could not be answered is never a pass",
 }
-"""What column headers mean."""
+"""Meanings of column headers."""
 
 _KILL_COLUMNS = {
     **{"name": "bug", "kind": "kind", "stands_for": "stands for", "mode": "mode", "phase": "phase"},
@@ -100,7 +100,7 @@ def _cut(part: object, source: str, rows: int) -> object:
 
 
 def _parts(run: Run) -> dict[str, object]:
-    """What the template shows, by its names for it."""
+    """Values of the template, by its names for them."""
     headline = summary.headline(run)
     verdicts = summary.worst_first(run.verdicts)
     lines, shared = drawings.lines(run)
@@ -146,7 +146,7 @@ def _parts(run: Run) -> dict[str, object]:
 
 
 def _witnesses(run: Run) -> Iterator[Table]:
-    """What witnesses saw of a profiled run."""
+    """Tables of witnesses in a profiled run."""
     if profiled(run.path):
         from reports.printing.witnesses import witness_tables  # noqa: PLC0415
 
@@ -161,7 +161,7 @@ def _about(env: dict[str, Any]) -> str:
 
 
 def _open(verdicts: pd.DataFrame) -> list[dict[str, str]]:
-    """What could not be decided: check, case and the reason."""
+    """Checks that could not be decided: check, case and the reason."""
     rows = verdicts[(verdicts["verdict"] == "unknown") & (verdicts["message"] != "")]
     return [{str(key): str(value) for key, value in row.items()} for row in rows.to_dict("records")]
 
@@ -207,7 +207,7 @@ def _modules(run: Run) -> list[tuple[str, tuple[Node, ...]]]:
 
 
 def _timelines(run: Run) -> list[_Plot]:
-    """One drawing a mode: its case with most ranks."""
+    """Drawings by mode: its case with most ranks."""
     drawn = []
     cases = run.cases.sort_values("world_size", ascending=False, kind="stable")
     for mode, of_mode in cases.groupby("mode", observed=True, sort=True):
@@ -234,13 +234,13 @@ def _kills(path: Path) -> Table | None:
 
 
 def _traffic(run: Run) -> list[Table]:
-    """One table a mode, its calls and bytes beside the expectation."""
+    """Tables by mode, its calls and bytes beside the expectation."""
     modes = summary.traffic(run).groupby("mode", observed=True, sort=True)
     return [tables.traffic_table(lines, title=str(mode)) for mode, lines in modes]
 
 
 def _cases(run: Run) -> list[Table]:
-    """One table a case, when there are few enough to read."""
+    """Tables by case, when there are few enough to read."""
     if run.summary["case"].nunique() > _MOST_CASES:
         return []
     cases = summary.traffic(run, "case").groupby("case", sort=False)

@@ -1,5 +1,6 @@
-"""The calls that a subject states for a case, as a table: one line a row of its closed form, with bytes as formula and
-number.
+"""The calls that a subject states for a case, as a table.
+
+A line is a row of its closed form, with bytes as formula and number.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def calls_table(case: str, terms: Iterable[TermLike]) -> Table:
 
 
 def _line(term: TermLike) -> tuple[str, ...]:
-    """What is said of a term, its module and its count aside."""
+    """Words about a term, its module and its count aside."""
     op = f"{term.op or NOTHING} {term.reduce_op if term.reduce_op not in ('sum', None) else ''}".strip()
     at = ", ".join(f"{axis} {place}" for axis, place in getattr(term, "at", {}).items())
     axis = term.axis if term.group_size is None else f"{term.axis or NOTHING}={term.group_size}"

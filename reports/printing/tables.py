@@ -142,7 +142,10 @@ def headline_table(headline: pd.DataFrame) -> Table:
 
 
 def first_table(headline: pd.DataFrame) -> Table:
-    """The table that a run prints: a row a case, or a row for all cases of a mode where they are too many to read."""
+    """The table that a run prints: a row a case.
+
+    Where cases are too many to read, a row stands for all cases of a mode.
+    """
     return headline_table(headline) if len(headline) <= _MOST_CASES else grouped_table(headline)
 
 
@@ -187,7 +190,7 @@ def _ranges(frame: pd.DataFrame, name: str, write: Callable[[object], str]) -> l
 
 
 def _compared(headline: pd.DataFrame) -> str:
-    """What the cases were held against: dry ranks have no numbers, a case that never ran was held against nothing."""
+    """Title by what the cases were held against: dry ranks have no numbers, a case that never ran has nothing."""
     if headline["worst_error"].notna().any():
         return "Every case against the dense model"
     known = headline["expected_payload_bytes"].notna().any()
@@ -224,7 +227,7 @@ def traffic_table(traffic: pd.DataFrame, title: str = "Calls and bytes beside th
 
 
 def verdict_table(verdicts: pd.DataFrame, title: str = "Verdicts") -> Table:
-    """One row a check: its verdict and the tensor that came closest to its limit."""
+    """Table of checks: the verdict of each and the tensor that came closest to its limit."""
     return table(
         title,
         verdicts,

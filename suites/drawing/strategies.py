@@ -1,9 +1,8 @@
 """Hypothesis strategies that draw only valid, non-degenerate cases.
 
 Non-degenerate by construction (bugs.md, section 3): axes of unequal size, odd factors, several micro-batches and steps,
-batch > 1, grouped heads, uneven masks. Biases and norm weights are away from their defaults (the reference draws them
-so). Every draw is made in the driver, never inside a rank. Simple values come first, so that failures shrink to small
-cases.
+batch > 1, grouped heads, uneven masks. The reference draws biases and norm weights away from their defaults. Every draw
+is made in the driver, never inside a rank. Simple values come first, so that failures shrink to small cases.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ def cases(
 ) -> Case:
     """Draw a valid case of this mode; `fixed` words override what would be drawn, `flags` are its boolean words.
 
-     The consequences of flags are drawn (packed data are InternLM2's, a fused MLP is gated). About one in four has one
+    The consequences of flags are drawn (packed data are InternLM2's, a fused MLP is gated). About one in four has one
     of these `parts` (`reference.features.PARTS`), where the mode has any.
     """
     tp, dp = draw(st.sampled_from(meshes(worlds)), label="tp, dp")
@@ -166,7 +165,7 @@ def every_word(
 def _with_feature(draw: st.DrawFn, /, case: Case, name: str, fixed: Collection[str]) -> Case:
     """Draw words of a feature for the case, others changed as the rules propose.
 
-     Where that makes no case it has fewer of them, or stays as it is. The axis of a feature has the ranks of another
+    Where that makes no case it has fewer of them, or stays as it is. The axis of a feature has the ranks of another
     axis, so that their number stays.
     """
     owner, part = FEATURES[name], PARTS.get(name)

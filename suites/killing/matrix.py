@@ -42,9 +42,9 @@ _OPTIONS = (
     "metric=true recompute=full packed=true positions=rope qk_norm=true label_smoothing=0.1 clip=1.0 "
     "seq=32 batch=4 lr=0.3 seed=2"
 )
-"""Further words of a case: of a subject that states its refusals, the collectives that they add are disturbed too. 
+"""Further words of a case: of a subject that states its refusals, the collectives that they add are disturbed too.
 
- The tokens suffice for right ones on every shard of the vocabulary.
+The tokens suffice for right ones on every shard of the vocabulary.
 """
 _AT_ONCE = 16
 """Faults that are surveyed beside one undisturbed run."""
@@ -87,12 +87,10 @@ def planned(
 ) -> list[KillPlan]:
     """Plans of bugs in this subject; `only` "held-back" are those mutants alone, "open" is everything else.
 
-    `field`: mutants and variants of public issues alone, each beside its case without it, and no faults.
-
-    With `cases` the faults of their collectives, and no mutants. With `dtype` mutants, variants and faults in cases of
-    it, but for mutants that show in other dtypes alone. Raises RequestError when the subject takes none of the cases
-    that would show a fault, refuses a given one, or has no such mutants. A dtype for a subject that is not ours raises
-    it too.
+    `field`: mutants and variants of public issues alone, each beside its case without it, and no faults. With `cases`
+    the faults of their collectives, and no mutants. With `dtype` mutants, variants and faults in cases of it, but for
+    mutants that show in other dtypes alone. Raises RequestError when the subject takes none of the cases that would
+    show a fault, refuses a given one, or has no such mutants. A dtype for another's subject raises it too.
     """
     if field and (cases or subject.name != SUBJECT):
         raise RequestError(f"--field: is of bugs planted in {SUBJECT}; legal: no CASE and no --subject")

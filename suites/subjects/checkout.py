@@ -42,7 +42,7 @@ class StandIns(MetaPathFinder, Loader):
 
 @contextmanager
 def checkout(variable: str, below: str = "", stand_ins: str = "") -> Iterator[None]:
-    """Import from the folder `below` the checkout, with stand-ins for packages, such as kernels of a GPU."""
+    """Import from `below` the checkout, with stand-ins for packages (GPU kernels). Raises ImportError without one."""
     folder = os.environ.get(variable, "")
     if not folder:
         raise ImportError(f"{variable} names no checkout: set it to the folder of one")
@@ -63,10 +63,10 @@ def on_cpu(**environment: str) -> Iterator[None]:
     """Answer CUDA's questions for the CPU, without warnings; values that a layer rounds to float32 stay float64."""
     rounded, norm_of = torch.Tensor.float, torch.linalg.vector_norm
 
-    def exact(tensor: torch.Tensor) -> torch.Tensor:
+    def exact(tensor: torch.Tensor) -> Any:
         return tensor if tensor.dtype == torch.float64 else rounded(tensor)
 
-    def norm(tensor: torch.Tensor, *args: Any, dtype: Any = None, **words: Any) -> torch.Tensor:
+    def norm(tensor: torch.Tensor, *args: Any, dtype: Any = None, **words: Any) -> Any:
         return norm_of(tensor, *args, dtype=None if tensor.dtype == torch.float64 else dtype, **words)
 
     with ExitStack() as entered:

@@ -27,7 +27,7 @@ with checkout("INTERNEVO", stand_ins="requests datasets boto3"), older, warnings
     from internlm.train import pipeline
 
 SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 8, "num_kv_attention_heads": 4, "vocab_size": 48}
-SIZES |= {"mlp_ratio": 1.25, "multiple_of": 8, "no_bias": True, "embed_grad_scale": 1}
+SIZES |= {"multiple_of": 8, "no_bias": True, "embed_grad_scale": 1}
 SIZES["dropout_selective_checkpoint"] = False
 SCALER = {"fp16": {"initial_scale": 1, "min_scale": 1, "growth_interval": 2}, "growth_factor": 2}
 SCALER |= {"backoff_factor": 0.5, "hysteresis": 2, "max_scale": 2}
@@ -50,7 +50,7 @@ def configure(case):  # what launch.py reads and completes
 
 
 def build(case):
-    model = InternLM2(**SIZES, first=True, last=True)
+    model = InternLM2(**SIZES, mlp_ratio=1.25, first=True, last=True)
     if case.kind == "isp" and case.table == "vocabulary":
         model.tok_embeddings = Embedding1D(48, 32, vocab_parallel=True)
     model.to(getattr(torch, case.dtype))

@@ -1,7 +1,5 @@
-"""Megatron-Core trains a GPTModel as its own loop does, over tp with sp, dp, pp, ep and etp.
-
-The loop is its pipeline schedule, DistributedDataParallel, clipping, Adam or its distributed optimizer, with dropout
-and recomputation. Compared with itself on one rank, which drops what ranks dropped.
+"""Megatron-Core trains a GPTModel as its own loop does, over tp with sp, dp, pp, ep and etp. The loop: schedule, DDP,
+clipping, Adam or its distributed optimizer, dropout, recomputation. The truth is one rank, which drops as ranks did.
 """
 
 import contextlib

@@ -22,8 +22,7 @@ with checkout("PICOTRON", stand_ins="flash_attn wandb datasets"):  # none of the
     from picotron.tensor_parallel.tensor_parallel import ColumnParallelLinear, apply_tensor_parallel
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 40}
-SIZES |= {"vocab_size": 48, "rms_norm_eps": 1e-5, "num_hidden_layers": 3, "rope_theta": 1e4}
-SIZES |= {"max_position_embeddings": 12}
+SIZES |= {"vocab_size": 48, "num_hidden_layers": 3, "max_position_embeddings": 12}
 COLUMNS = ("q_proj", "k_proj", "v_proj", "up_proj", "gate_proj", "embedding", "final_proj")
 ROWS = ("out_proj", "down_proj")
 
@@ -37,7 +36,7 @@ def placed(case, name, tensor):  # as apply_tensor_parallel splits it
 
 
 def build(case):  # in the order of train.py
-    config = SimpleNamespace(**SIZES)
+    config = SimpleNamespace(**SIZES, rms_norm_eps=1e-5, rope_theta=1e4)
     model = Llama(config)
     if case.tp > 1:
         model = apply_tensor_parallel(model)

@@ -1,4 +1,4 @@
-"""Engines compared and their table of faults: what differs is told, every row is detected or shown as silent."""
+"""Engines compared and their table of faults: differences are reported, every row is detected or shown as silent."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Spoiled(Blind):
     """An engine that answers wrongly after its first fault."""
 
     def run(self, program: Any, *args: Any, **options: Any) -> list[Any]:
-        """Ones, whatever was asked."""
+        """Return ones for any program."""
         return [1.0 for _ in super().run(program, **options)]
 
 

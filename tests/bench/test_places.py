@@ -48,7 +48,7 @@ SOME = {
     "reduce-scatter-hands-out-other-parts": "shifted_shard",
     "mlp-averaged": "averaged",
 }
-"""Bug -> the cause that its first module's numbers tell, "" for none."""
+"""Bug -> the cause that its first module's numbers show, "" for none."""
 
 
 @pytest.mark.parametrize("name", SOME)

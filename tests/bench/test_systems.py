@@ -13,22 +13,8 @@ from typing import Any
 import pytest
 
 from bench import systems
-from bench.systems import (
-    CANNOT,
-    CHECKS,
-    DEFECT,
-    FAILED,
-    PAGE,
-    PASSED,
-    Cell,
-    Seen,
-    System,
-    cells,
-    interpreter,
-    judged,
-    key,
-    stored_on,
-)
+from bench.cells import DEFECT, PASSED, Cell, System, cells
+from bench.systems import CANNOT, CHECKS, FAILED, PAGE, Seen, interpreter, judged, key, stored_on
 from tests import ROOT
 
 CELLS = list(cells())

@@ -12,7 +12,7 @@ import pytest
 from tests import ROOT
 from tests.project.prose import CODE, END, PRIVATE
 
-FOLDERS = ("parallel", "reference", "shardproof", "bench", "bugs", "suites")
+FOLDERS = ("parallel", "reference", "shardproof", "bench", "bugs", "suites", "tests", "reports", "harness", "docs")
 LONGEST = 25
 """Words of a sentence."""
 SUBJECTS = re.compile(

@@ -1,6 +1,6 @@
 """Foreign systems as subjects of their own words and truths: the quick cells of the matrix `bench/systems.txt`.
 
-Those of `shardproof new-subject` are run in tests/reports/commands/test_names.py.
+The subjects of `shardproof new-subject` are run in tests/reports/commands/test_names.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from bench import systems
-from bench.systems import CHECKS, NOT_RUN, System, cells
+from bench.cells import System, cells
+from bench.systems import CHECKS, NOT_RUN
 from harness.checking.evidence import FAIL, PASS
 from harness.engines.engine import Engine
 from harness.engines.processes.forked.pool import PoolEngine

@@ -50,7 +50,7 @@ class Truth:
 
     @classmethod
     def of(cls, truth: Tensor) -> Truth:
-        """What is needed of this truth."""
+        """Measures of this truth that comparisons need."""
         if truth.numel() > BLOCK:
             sums = _Sums()
             for block in blocks_of(truth):
@@ -65,7 +65,7 @@ class Truth:
 def distance_from(
     value: Tensor, true: Truth, least: float, own: float = 0.0, slack: Tensor | None = None, factor: float = 1.0
 ) -> Distance:
-    """The same of `factor` times the value, for a truth that several values are compared with.
+    """Distance of `factor` times the value, for a truth that several values are compared with.
 
     A large tensor is gone through once, in blocks, and nothing of its size is made.
     """
@@ -95,7 +95,7 @@ def _at_once(value: Tensor, true: Truth, least: float, own: float, slack: Tensor
 def _in_blocks(
     value: Tensor, true: Truth, least: float, own: float, slack: Tensor | None, factor: float
 ) -> Distance | None:
-    """The same by sums over blocks; None where squares or a scale would vanish or overflow."""
+    """Distance by sums over blocks; None where squares or a scale would vanish or overflow."""
     scale, sums, outside, along = max(true.rms, least), _Sums(), 0.0, 0.0
     slacks = blocks_of(slack) if slack is not None else itertools.repeat(None)
     for here, there, loose in zip(blocks_of(value), map(real, blocks_of(true.numbers)), slacks, strict=False):

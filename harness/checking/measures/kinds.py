@@ -72,17 +72,16 @@ def error_of_sums(kind: str, tokens: int, epsilon: float, *, narrow: bool = Fals
     """The relative error, root mean square, that a tensor of this kind has from adding up its tokens; 0 of other kinds.
 
     `epsilon` is that of the dtype. Sums are taken in float32 at least, or in the dtype itself where they are `narrow`.
-
-    A result is off by at most half a unit in its last place. Where all significands m from 1 to 2 are equally likely on
-    a logarithmic scale that is ROUNDING epsilons of the result in the root mean square: sqrt(E[1/m^2] / 12), and
-    E[1/m^2] = 3 / (8 ln 2). Of n independent terms of mean zero the first k add up to sqrt(k) of them. When they are
-    added one after the other the k-th rounding is one of that sum, so all of them come to ROUNDING sqrt((2 + ... + n) /
-    n) epsilons of the whole.
+    A result is off by at most half a unit in its last place. All significands m from 1 to 2 are taken to be equally
+    likely on a logarithmic scale. Then the error is ROUNDING epsilons of the result in the root mean square:
+    `sqrt(E[1/m^2] / 12)`, and `E[1/m^2] = 3 / (8 ln 2)`. Of n independent terms of mean zero the first k add up to
+    sqrt(k) of them. When they are added one after the other the k-th rounding is one of that sum. So all of them come
+    to `ROUNDING sqrt((2 + ... + n) / n)` epsilons of the whole.
 
     This is the worst order that kernels take. On a CPU torch's layer norm takes it for the gradients of its weight and
-    bias: row by row, in one accumulator a thread, which in bfloat16 and float16 is of that dtype
+    bias, row by row, in one accumulator a thread. In bfloat16 and float16 the accumulator is of that dtype
     (aten/src/ATen/native/cpu/layer_norm_kernel.cpp). A matrix product adds in float32 at least, in blocks (a CPU) or
-    one after the other (a GPU); `torch.sum` adds in a cascade, with an error of sqrt(log n). Source: Higham and Mary
+    one after the other (a GPU). `torch.sum` adds in a cascade, with an error of sqrt(log n). Source: Higham and Mary
     2019, doi:10.1137/18M1226312: errors of n roundings grow as sqrt(n).
     """
     if kind not in OVER_TOKENS or tokens < 2:
@@ -92,7 +91,7 @@ def error_of_sums(kind: str, tokens: int, epsilon: float, *, narrow: bool = Fals
 
 
 def tokens_of(truth: Mapping[str, Tensor], micro: int) -> int:
-    """How many tokens a step has on all data ranks, as the shapes of a truth tell; 1 where none of them does.
+    """Tokens of a step on all data ranks, by the shapes of a truth; 1 where none of them shows it.
 
     `micro` is the number of micro-batches of a step: activations are those of the first one.
     """

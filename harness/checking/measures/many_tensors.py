@@ -1,8 +1,8 @@
 """Many tensors gone through at once: the rms of every kind, and what `tolerance.measure` finds in a tenth of its time.
 
 Elements of small tensors in float64 are laid end to end, and sums and maxima are taken segment by segment. Left out,
-for `measure`, are other dtypes, large or empty tensors, integers that differ, squares that would vanish or overflow,
-and a truth that is nearly zero beside its kind.
+for `measure`, are other dtypes, large or empty tensors, integers that differ, and squares that would vanish or
+overflow. So is a truth that is nearly zero beside its kind.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def blocks_of(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def groups_of(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Names of so many elements each in groups of at most BLOCK elements together; a larger one is a group itself."""
+    """Names in groups of at most BLOCK elements together; a larger one is a group itself."""
     group: list[str] = []
     elements = 0
     for name, size in sizes.items():

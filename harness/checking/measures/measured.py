@@ -1,4 +1,4 @@
-"""One tensor held against the truth: its error and its limit in one of three measures (see `tolerance`)."""
+"""A tensor held against the truth: its error and its limit in one of three measures (see `tolerance`)."""
 
 from __future__ import annotations
 
@@ -14,23 +14,21 @@ SCALE_SHARE = 1e-3
 """A tensor's error is never scaled by less than this share of the rms of all tensors of its kind."""
 EXACT = "exact"
 STATED = " (stated deviation: "
-"""What stands behind an unchecked name that `subject.deviates` states, and before its sentence."""
+"""Words behind an unchecked name that `subject.deviates` states, and before its sentence."""
 ABSOLUTE = "absolute"
 """The measure beside a truth of zeros: the largest value, in no unit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One tensor held against the truth: the measure that came closest to its limit, in ratios and in epsilons.
+    """A tensor held against the truth: the measure that came closest to its limit, in ratios and in epsilons.
 
     `decidable` is False when the limits would admit half of the tensor, or half as much again: staying within proves
-    nothing.
-    `zero` is True when the truth is zero but for rounding: no factor shows on it, any other value does.
-    `loose` counts the elements of which an optimizer may have made more than the limit of `peak`: they are unchecked.
-
-    It is `right` where the error is finite and within its limit. It `overflows` where it is not finite and a control
-    run is not either, as whoever computes in this dtype does. It is `wrong` where rounding explains neither. `ratio`
-    is the error in units of its limit, at most 1 when right.
+    nothing. `zero` is True when the truth is zero but for rounding: no factor shows on it, any other value does.
+    `loose` counts the elements of which an optimizer may have made more than the limit of `peak`: they are unchecked. A
+    tensor is `right` where the error is finite and within its limit. Where it is not finite and a control run is not
+    either, it `overflows`: every program in this dtype does. Where rounding explains neither it is `wrong`. `ratio` is
+    the error in units of its limit, at most 1 when right.
     """
 
     name: str

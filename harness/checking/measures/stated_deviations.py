@@ -1,8 +1,8 @@
 """Tensors that a subject states to deviate from the truth by design: not judged, and named with what it states.
 
-A stated deviation is a difference of numbers from the truth and of nothing else: a tensor that is not finite, or whose
-shards or replicas do not merge, is wrong as ever, and every other check goes on. One that does not occur is told too.
-Where the truth applies the deviation, its tensors are judged like all others.
+A stated deviation is a difference of numbers from the truth and of nothing else. A tensor that is not finite, or whose
+shards or replicas do not merge, is wrong as ever, and every other check goes on. A deviation that does not occur is
+reported too. Where the truth applies the deviation, its tensors are judged like all others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NAMED = 3
 
 @dataclass(frozen=True, slots=True)
 class Deviations:
-    """What a subject states: pattern of names -> sentence; `applied` are the patterns whose deviation the truth has."""
+    """Statements of a subject: pattern of names -> sentence; `applied` are patterns whose deviation the truth has."""
 
     sentences: Mapping[str, str] = field(default_factory=dict)
     applied: frozenset[str] = frozenset()
@@ -35,14 +35,15 @@ class Deviations:
         return bool(pattern := self._pattern(name)) and pattern not in self.applied
 
     def problems(self, names: Iterable[str]) -> list[str]:
-        """What is wrong with the statement itself: it hides every one of these names. [] where nothing is."""
+        """Problems of the statement itself: it hides every one of these names. [] where there are none."""
         if not all(map(self.unjudged, names)):
             return []
         return [f"deviates={tuple(self.sentences)} states every name of the truth, so it says nothing; legal: 'act/*'"]
 
     def apart(self, measured: Sequence[Measured]) -> tuple[list[Measured], list[str], list[str]]:
-        """The tensors of one check that are judged; names of the others, each with its sentence; and a note for every
-        statement, with the first of the tensors that it speaks of.
+        """The tensors of one check that are judged, and names of the others, each with its sentence.
+
+        Then a note for every statement, with the first of the tensors that it speaks of.
         """
         known = {each.name: sentence for each in measured if (sentence := self.sentence(each.name))}
         free = {name for name in known if self.unjudged(name)}

@@ -45,7 +45,7 @@ OPERATORS = {
     "barrier": Operator("barrier"),
     "monitored_barrier_": Operator("barrier"),
 }
-"""What must agree is the payload unless `agree` is given; `form` follows from the number of tensors."""
+"""The payload must agree unless `agree` is given; `form` follows from the number of tensors."""
 
 
 def communicates(operator: Any) -> bool:

@@ -25,7 +25,7 @@ from harness.torch_internals.world import ranks_of
 
 
 class OperatorCall(NamedTuple):
-    """One call, read from its operator's arguments. `group` is torch's name of the group, `tag` that of a message.
+    """A call, read from its operator's arguments. `group` is torch's name of the group, `tag` that of a message.
 
     `sends` and `expects`: what an all_to_all sends to and expects from every rank of the group, rows or shapes.
     """
@@ -84,7 +84,7 @@ def reader(name: str, operator: Any) -> Callable[[Sequence[Any]], OperatorCall]:
 
 
 def _free_of_rows(form: str, payload: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
-    """What must agree in an all_to_all: ranks may send different numbers of rows, and lists as they like."""
+    """Shapes that must agree in an all_to_all: ranks may send different numbers of rows, and lists as they like."""
     return () if form == "list" else tuple([tuple(tensor.shape[1:]) for tensor in payload])
 
 

@@ -1,8 +1,8 @@
 """Operators of torch unknown to the in-process engine: recorded from their schemas as they pass the dispatcher.
 
 The engine's groups answer the methods that torch calls today. A method that a newer torch adds, or an operator of a
-library, comes to the dispatcher instead. There it is reported to the observer as op `other` and passed on: to its own
-kernel, where it has one; else it cannot be computed here, and the case that issues it is unknown by its name.
+library, comes to the dispatcher instead. There it is reported to the observer as op `other` and passed on to its own
+kernel, where it has one. Else it cannot be computed here, and the case that issues it is unknown by its name.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class ModuleCalls:
 
 
 class _Rank:
-    """What one rank has given so far, by module path; gradients by the number of the call."""
+    """Captures of one rank so far, by module path; gradients by the number of the call."""
 
     def __init__(self) -> None:
         self.outputs: dict[str, list[Held]] = {}
@@ -69,7 +69,7 @@ class CallCapture(ModuleWatch):
         self._ranks: dict[int, _Rank] = {}
 
     def calls(self, rank: int) -> ModuleCalls:
-        """What was captured on this rank. Call it inside the rank: a DTensor's gradient is read here."""
+        """Captures on this rank, to be read inside the rank: a DTensor's gradient is read here."""
         mine = self._of(rank)
         return ModuleCalls(
             outputs={path: tuple(calls) for path, calls in mine.outputs.items()},

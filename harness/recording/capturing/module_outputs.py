@@ -1,7 +1,7 @@
 """Activations and their gradients, captured from outside: what modules returned, and what flowed back.
 
-A gradient is taken by a hook on the tensor, which adds no node to the graph and hands nothing on, so that results stay
-the same bits. Captured are copies on the rank's device. Under reentrant checkpointing, where the first forward makes no
+A gradient is taken by a hook on the tensor, which adds no node to the graph and hands nothing on. So results stay the
+same bits. Captured are copies on the rank's device. Under reentrant checkpointing, where the first forward makes no
 graph, the gradient is that of the recomputed tensor. The model itself, whose path is "", is left out.
 
     with Capture() as capture:
@@ -55,7 +55,7 @@ class ModuleWatch:
 
 
 class _Captured:
-    """What one rank has given so far, by module path."""
+    """Captures of one rank so far, by module path."""
 
     def __init__(self) -> None:
         self.outputs: dict[str, Tensor] = {}

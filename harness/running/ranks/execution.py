@@ -1,7 +1,7 @@
-"""One run of a subject on all ranks of an engine: recorded, or unrecorded with its activations captured.
+"""Run of a subject on all ranks of an engine: recorded, or unrecorded with its activations captured.
 
-Ranks that are threads of this process are observed here, by one recorder for all; `perform` is what an engine runs on
-every rank that has its process for itself, with torch.distributed initialised: there it is observed in the rank, and
+Ranks that are threads of this process are observed here, by one recorder for all. `perform` is what an engine runs on
+every rank that has its process for itself, with torch.distributed initialised. There it is observed in the rank, and
 task and report can be pickled. The outcome is turned into blocks inside every rank, because a DTensor knows its place
 only there. Times are seconds, sizes bytes.
 """
@@ -45,7 +45,7 @@ _SAME_CLOCK_S = 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTask:
-    """One run of a subject as every rank receives it. `subject` is "module:object", or a callable to be pickled.
+    """A run of a subject as every rank receives it. `subject` is "module:object", or a callable to be pickled.
 
     `text` is what the ledger's column `case` says. `record` makes the ledger; `watch` captures the activations that the
     subject can place and measures what autograd saves, with `overlap` also which calls are hidden. The ledger's times
@@ -77,13 +77,11 @@ def execute(
 ) -> Execution:
     """Run the case once, recorded or not; `text` is what the ledger's column `case` says.
 
-    With `watch` every module's output and its gradient are captured, and what is saved is measured; with `overlap` also
-    which asynchronous calls are hidden. Captured tensors become outcomes where the subject says how a rank's part lies
-    in the full one (`subject.activations`); nothing is captured from a subject that does not say. A tool that listens
-    to a recorded run gets nvtx ranges.
-
-    `name`, module:object, is how ranks in other processes find the subject; without it the subject is pickled. Raises
-    what the engine raises: ProgramError when the subject fails, MachineError when the machine does.
+    With `watch` every module's output and its gradient are captured, and saved memory is measured; with `overlap` also
+    which asynchronous calls are hidden. Captured tensors become outcomes where the subject states how a rank's part
+    lies in the full one (`subject.activations`); else nothing is captured. A tool that listens to a recorded run gets
+    nvtx ranges. `name`, module:object, is how ranks in other processes find the subject; without it the subject is
+    pickled. Raises what the engine raises: ProgramError when the subject fails, MachineError when the machine does.
     """
     task = RankTask(
         case=case, subject=name or subject, device=device, text=text, record=record, watch=watch, overlap=overlap
@@ -163,7 +161,7 @@ def _stopwatch(device: torch.device) -> Stopwatch | None:
 def _watching(
     task: RankTask, subject: Subject, device: torch.device, origin_s: float | None, entered: ExitStack
 ) -> Watching:
-    """What observes the ranks of this process, as a task says: all of it is made and entered here."""
+    """Observers of the ranks of this process, as a task states: all of it is made and entered here."""
     case, recorder = task.case, None
     saved = SavedActivations() if task.watch else None
     hiding = entered.enter_context(Overlap()) if task.overlap else None

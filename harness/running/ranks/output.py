@@ -1,12 +1,12 @@
-"""What ranks print: a line that several of them print, or one of them in every run of a case, is shown once.
+"""Output of ranks: a line that several of them print, or one of them in every run of a case, is shown once.
 
     with shown_once():              # in the process, around a case
         with rank_output():         # in the thread of each rank, around its program
             print("loss 0.5")
 
-A line is shown as soon as the first rank prints it; at the end one line says how much was repeated, and how often. Of a
-rank's own repetitions none is lost: a line that it prints three times is shown three times. What ends without a line
-feed is shown when it is flushed, and all is shown under a debugger. Ranks in processes of their own print as they do.
+A line is shown as soon as the first rank prints it. At the end one line counts the repeated lines and how often they
+were. A line that one rank prints three times is shown three times. Text without a line feed at its end is shown when it
+is flushed, and all is shown under a debugger. Ranks in processes of their own print as they do.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ def shown_once() -> Iterator[None]:
 
 
 def _handlers() -> list[Any]:
-    """The handlers of all loggers that write to a stream that they took when they were made. What logging has as its
-    last resort, and libraries add to their loggers, looks for sys.stderr at each line, and its stream cannot be set.
+    """The handlers of all loggers that write to a stream that they took when they were made.
+
+    logging's last resort, and handlers of libraries, look for sys.stderr at each line; their stream cannot be set.
     """
     loggers = [logging.getLogger(), *map(logging.getLogger, list(logging.root.manager.loggerDict))]
     handlers = {id(handler): handler for logger in loggers for handler in logger.handlers}

@@ -1,4 +1,4 @@
-"""What one rank prints in one run: its lines, which the process around it shows once (harness.running.ranks.output)."""
+"""Prints of one rank in one run: its lines, which the process around it shows once (harness.running.ranks.output)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Written(Protocol):
 
 
 class Printed:
-    """What one rank has printed in one run: how often each line, and the lines that are not over, by stream."""
+    """Prints of one rank in one run: how often each line, and the lines that are not over, by stream."""
 
     def __init__(self) -> None:
         self.lines: Counter[Line] = Counter()
@@ -29,7 +29,7 @@ class Printed:
 
 
 PRINTED: ContextVar[Printed | None] = ContextVar("shardproof_rank_output", default=None)
-"""What the rank of this thread has printed, None outside of a rank."""
+"""Prints of the rank of this thread, None outside of a rank."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What is seen of ranks while they run in this process: the ledger, activations, what autograd saves, overlap."""
+"""Observation of ranks while they run in this process: the ledger, activations, what autograd saves, overlap."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Localized = dict[str, tuple[Block, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """What one run gave: outcomes and captured activations by rank, the ledger when recorded.
+    """Result of one run: outcomes and captured activations by rank, the ledger when recorded.
 
-    `unwaited` are asynchronous calls that were never waited for, `problem` is why activations could not be placed,
+    `unwaited` are asynchronous calls that were never waited for, `problem` is why activations could not be placed.
     `saved_bytes` by rank is the most that autograd held for backward, () when not measured. `hidden` are the calls
-    (rank, call index) during which their rank computed a product, None when not measured. `spans` are those of ranks
-    of a pipeline that ran at the same time.
+    (rank, call index) during which their rank computed a product, None when not measured. `spans` are those of ranks of
+    a pipeline that ran at the same time.
     """
 
     outcomes: tuple[Localized, ...]
@@ -46,7 +46,7 @@ class Execution:
 
     @classmethod
     def joined(cls, ranks: Sequence[Execution]) -> Execution:
-        """What all ranks gave, each of which has run for itself."""
+        """Results of all ranks, each of which has run for itself."""
         problem = next((rank.problem for rank in ranks if rank.problem), "")
         measured = [rank.hidden for rank in ranks if rank.hidden is not None]
         return cls(
@@ -62,9 +62,9 @@ class Execution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watching:
-    """What observes the ranks of this process in one run; None for what the run does not need.
+    """Observers of the ranks of this process in one run; None for what the run does not need.
 
-    `observer` is what the engine tells of calls.
+    `observer` is notified of calls by the engine.
     """
 
     case: CaseLike

@@ -1,4 +1,4 @@
-"""What explains wrong tensors: the dense model taken apart or read otherwise, and the same subject in another case."""
+"""Explanations of wrong tensors: the dense model taken apart or read otherwise, and the subject in another case."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from harness.subject import refusal
 
 
 def with_what_ifs(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evidence:
-    """The same evidence with what explains these wrong names: gradients taken apart, data read otherwise."""
+    """Evidence with explanations of these wrong names: gradients taken apart, data read otherwise."""
     kinds, model = {kind_of(name) for name in wrong}, trial.reference.model
     if model is None:
         return evidence

@@ -1,4 +1,4 @@
-"""What a case is compared with: our dense model, or the subject's own truth."""
+"""References of a case: our dense model, or the subject's own truth."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Function: TypeAlias = "Callable[..., Mapping[str, Tensor]]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """What a case is compared with: the truth, and control runs beside it. Activations are among their outcomes.
+    """A reference of a case: the truth, and control runs beside it. Activations are among their outcomes.
 
     `control` takes parts=n too, the number of partial sums in place of its own choice. `model` is our dense model where
     it is the truth: what widens limits (`kinks`, `adam_slack`), states facts and explains failures is known of it
@@ -36,7 +36,7 @@ class Reference:
 
 
 def reference_of(subject: NamedSubject, engine: Engine, timeout_s: float = 60.0) -> Reference:
-    """What a subject is compared with: our dense model, or its own truth. Raises RequestError when that is none."""
+    """Reference of a subject: our dense model, or its own truth. Raises RequestError when that is none."""
     dense = truth_of(subject)
     if dense is None:
         return decoder()

@@ -1,7 +1,7 @@
 """The runs of one case, from which its evidence is made: the dense model, the subject recorded, the subject unwatched.
 
-The dense model is computed behind the ranks' runs where they do not need it, since both in float64 and in one process
-would fill the memory. Times are seconds.
+The dense model is computed behind the ranks' runs where they do not need it. Both in float64 and in one process would
+fill the memory. Times are seconds.
 """
 
 from __future__ import annotations
@@ -124,8 +124,9 @@ def _deviates(trial: Trial) -> Deviations | None:
 
 
 def _given(trial: Trial, kinds: Sequence[str], merged: Merged) -> tuple[Mapping[str, Tensor], bool]:
-    """The truth of what the subject drew, and whether there is none: where its replicas or shards of that do not make
-    one tensor, no dense model can be given it, and the truth is just what did merge.
+    """The truth of what the subject drew, and whether there is none.
+
+    Where replicas or shards do not make one tensor, no dense model can be given it. The truth is then what did merge.
     """
     trial.given.update({name: tensor for name, tensor in merged.tensors.items() if kind_of(name) in kinds})
     trial.known.clear()  # trials of other subjects drew other numbers

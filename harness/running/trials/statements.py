@@ -1,6 +1,6 @@
-"""What a subject and the dense model state of a case: its closed form, rank orders, facts about the data.
+"""Statements of a subject and the dense model about a case: its closed form, rank orders, facts about the data.
 
-What cannot be answered is noted as a problem of the check that needs it.
+A question without an answer is noted as a problem of the check that needs it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def facts_of(trial: Trial) -> FactsLike | None:
-    """What the reference states about the case's data; one that raises is noted as a problem."""
+    """Statements of the reference about the case's data; an exception is noted as a problem."""
     model = trial.reference.model
     if model and not trial.facts:
         try:
@@ -39,7 +39,7 @@ def orders_of(trial: Trial) -> Axes:
 
 
 def deviations_of(trial: Trial) -> Mapping[str, float]:
-    """What the subject, or else the reference, states of initial values."""
+    """Statements of the subject, or else the reference, about initial values."""
     none: Mapping[str, float] = {}
     own = asked(trial, "initial_values", lambda: deviations(trial.case, trial.subject.call), none)
     model = trial.reference.model
@@ -47,7 +47,7 @@ def deviations_of(trial: Trial) -> Mapping[str, float]:
 
 
 def asked(trial: Trial, check: str, ask: Callable[[], T], without: T) -> T:
-    """What the subject states of itself; `without`, and a problem of this check, when its own code fails."""
+    """Statement of the subject about itself; `without`, and a problem of this check, when its own code fails."""
     try:
         return ask()
     except Unanswered as problem:  # no verdict on the run, and it must not read as if nothing were stated

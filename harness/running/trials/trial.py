@@ -1,7 +1,4 @@
-"""One case on one subject: how it is run, and what the dense model computes of it.
-
-Times are seconds.
-"""
+"""A case on one subject: how it is run, and what the dense model computes of it. Times are seconds."""
 
 from __future__ import annotations
 
@@ -37,8 +34,8 @@ _AGAIN_S = 1.0
 def in_time(limit_s: float, what: str) -> Iterator[None]:
     """Raise TimeLimit in a body that takes longer; `what` says in words what is computed.
 
-    Code that never comes back from a native function is not reached, nor is a body outside of the main thread, nor one
-    of a program with an alarm of its own.
+    Code that never comes back from a native function is not reached. A body outside of the main thread is not either,
+    nor one of a program with an alarm of its own.
     """
     main = threading.current_thread() is threading.main_thread()
     if not main or not hasattr(signal, "setitimer") or signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL:
@@ -66,7 +63,7 @@ def _place(frame: FrameType | None) -> str:
 
 
 PARTS: Mapping[str, str] = {"truth": "the dense model", "control": "a control run of the dense model"}
-"""What computes in these parts of a case, in words."""
+"""Words for the computations in these parts of a case."""
 BOUNDED = frozenset({*PARTS, "recorded", "plain", "again"})
 """Parts of a case that end by themselves within its time limit, unless native code keeps the process busy."""
 _BETWEEN = "checks"
@@ -79,7 +76,7 @@ Asked = tuple[Function, tuple[tuple[str, int], ...]]
 
 @dataclass(slots=True)
 class Truths:
-    """What the dense model computed for the latest case, for the next trials of cases that are alike to it."""
+    """Results of the dense model for the latest case, for the next trials of cases that are alike to it."""
 
     _case: CaseLike | None = None
     _outcomes: dict[Hashable, Mapping[str, Tensor]] = field(default_factory=dict)
@@ -95,13 +92,13 @@ class Truths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One case on one subject, and how it is run. `seconds` and `problems` fill up as its runs end.
+    """A case on one subject, and how it is run. `seconds` and `problems` fill up as its runs end.
 
-    `problems`: what the subject could not answer (expectation, activations) -> why.
-    `given` fills up with what of the subject's outcome its truth must be given (DenseModelLike.given_kinds).
-    `known` and `facts` fill up with what the reference computed; trials of one case may share them, and trials of cases
-    that are alike to the dense model its `truths`. `heard` is called with every part of the case as it begins.
-    `verdict_alone`: nobody asks which tensors are wrong once one is that rounding cannot explain.
+    `problems`: what the subject could not answer (expectation, activations) -> why. `given` fills up with what of the
+    subject's outcome its truth must be given (DenseModelLike.given_kinds). `known` and `facts` fill up with what the
+    reference computed. Trials of one case may share them, and trials of cases that are alike to the dense model its
+    `truths`. `heard` is called with every part of the case as it begins. `verdict_alone`: once a tensor is wrong that
+    rounding cannot explain, the others do not matter.
     """
 
     case: CaseLike
@@ -142,7 +139,7 @@ class Trial:
         return execute(case or self.case, subject, self.engine, **how)
 
     def dense(self, function: Function, *, part: str = "truth", **words: int) -> Mapping[str, Tensor]:
-        """What a function of the reference computes, on the CPU, once for trials that share `known`."""
+        """Result of a function of the reference, on the CPU, once for trials that share `known`."""
         asked = function, tuple(words.items())
         if asked not in self.known:
             self.known[asked] = self.computed(function, part=part, **words)
@@ -159,8 +156,9 @@ class Trial:
     def computed(
         self, function: Function, case: CaseLike | None = None, /, *, part: str = "truth", **words: Any
     ) -> Mapping[str, Tensor]:
-        """The same, computed anew and timed as this part. Raises RequestError when the reference cannot compute it, and
-        MachineError when it takes too long or too much memory.
+        """Compute a function of the reference anew, timed as this part.
+
+        Raises RequestError when the reference cannot compute it, MachineError for too much time or memory.
         """
         if self.given:
             words["given"] = self.given
@@ -178,6 +176,6 @@ class Trial:
 
 
 def too_long(part: str, limit_s: float) -> str:
-    """What is said of a part of a case that had to be ended from outside."""
+    """Message about a part of a case that had to be ended from outside."""
     what = PARTS.get(part, f"the part {part!r} of the case")
     return f"time limit of {limit_s:g} s: {what} did not end, and could not be interrupted; legal: a larger --timeout"

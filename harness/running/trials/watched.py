@@ -15,7 +15,7 @@ from harness.torch_internals.memory import give_back
 
 
 def watched(trial: Trial, evidence: Evidence) -> Evidence:
-    """The same evidence with an unrecorded run beside it: activations captured, outcomes to compare bit for bit."""
+    """Evidence with an unrecorded run beside it: activations captured, outcomes to compare bit for bit."""
     overlap = any(getattr(term, "hidden", False) for term in evidence.expectation or ())
     with trial.timed("plain"):
         plain = trial.run(trial.subject.call, watch=True, overlap=overlap, name=trial.subject.address)

@@ -130,9 +130,8 @@ def losses(case: Case, logits_BSE: Tensor, chosen_BSE: Tensor, counted_BS: Tenso
     """The balance losses of a micro-batch, or of its counted tokens, each times these tokens.
 
     As other terms they are divided by the counted tokens of the step. Source: Switch (arXiv:2101.03961) for any top_k,
-    ST-MoE (2202.08906).
-
-    Choices of a router are those without groups and bias; a loss of equal shares is its coefficient.
+    ST-MoE (2202.08906). Choices of a router are those without groups and bias; a loss of equal shares is its
+    coefficient.
     """
     if not (case.aux_loss or case.sequence_loss or case.z_loss):
         return []

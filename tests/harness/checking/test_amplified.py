@@ -1,5 +1,6 @@
-"""What rounding may do to training without a bug: leaps that double its noise, overflows, a relu that flips. No false
-alarm, and no bug is let through.
+"""Training under rounding without a bug: leaps that double its noise, overflows, a relu that flips.
+
+No false alarm is raised, and no bug is let through.
 
 A subject that returns the state of every step is compared one step at a time; one that does not, beside control runs.
 """

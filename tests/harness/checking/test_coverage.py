@@ -1,5 +1,6 @@
-"""What a subject does not return: names missing inside a kind leave coverage unknown, unless they are declared; how
-many tensors a verdict decides, by kind; the notes below a run's table.
+"""Names that a subject does not return: inside a kind they leave coverage unknown, unless they are declared.
+
+How many tensors a verdict decides, by kind; the notes below a run's table.
 """
 
 from __future__ import annotations

@@ -154,20 +154,3 @@ ISSUE = (
 @pytest.mark.parametrize("text", ISSUE)
 def test_training_over_many_tokens_passes(prover: Prover, text: str) -> None:
     assert prover.proof(Case.parse(text)).verdict == PASS
-
-
-@pytest.mark.deep("half an hour in all")
-@pytest.mark.parametrize("mode", ["tp=1", "mode=tp tp=2", "mode=tp-sp tp=2"])
-@pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_training_passes_at_every_size(prover: Prover, dtype: str, tokens: int, mode: str) -> None:
-    for hidden in HIDDEN:
-        if tokens * hidden * hidden > LARGEST:
-            continue
-        for optimizer in ("sgd",) if dtype == "float16" else ("sgd", "adamw lr=0.001"):
-            micro, steps = (1, 1) if optimizer == "sgd" else (4, 2)
-            seq = min(tokens // micro // 2, LONGEST) or 2
-            words = f"hidden={hidden} heads=2 kv_heads=2 ffn={2 * hidden} vocab=510 layers=1 dtype={dtype}"
-            words += f" seq={max(seq, 2)} batch={max(tokens // micro // seq, 1)} micro={micro} steps={steps}"
-            result = prover.proof(Case.parse(f"{mode} {words} optimizer={optimizer}"))
-            assert result.verdict == PASS, (hidden, optimizer)

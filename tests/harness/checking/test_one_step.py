@@ -1,5 +1,6 @@
-"""One step at a time: training of any length is compared in every step, and a bug of one step fails in that step.
-Control runs of large tensors are kept as distances, and as many are made as it takes.
+"""Comparison step by step: training of any length is compared in every step, and a bug fails in its own step.
+
+Control runs of large tensors are kept as distances, and as many are made as are needed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Every check is an oracle that can fail: handed a wrong reference, or wrong evidence where it has none, it does; the
-exact tests of dropout masks are valid, and each finds what it is there for.
+"""Every check is an oracle that can fail: it does when handed a wrong reference, or wrong evidence without one.
+
+The exact tests of dropout masks are valid, and each finds what it is there for.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def test_every_check_has_its_wrong_evidence() -> None:
 
 @pytest.mark.parametrize("check", WRONG)
 def test_a_check_that_is_handed_a_wrong_reference_fails_and_no_other(check: str) -> None:
-    """`coverage` leaves nothing to compare, and a ledger without events is told by `parallelism` alone already."""
+    """`coverage` leaves nothing to compare, and a ledger without events fails `parallelism` alone already."""
     failed = named(examine(WRONG[check]()), FAIL)
     assert failed == {check} or (check in failed and check in {"coverage", "parallelism"})
 
@@ -256,7 +257,7 @@ def test_masks_too_small_to_show_anything_are_no_pass() -> None:
 
 
 def test_masks_that_the_dense_model_knows_are_compared_bit_for_bit() -> None:
-    """One wrong element of a right field."""
+    """A wrong element of a right field."""
     whole = torch.cat([drawn(1), drawn(2)], 1)
     wrong = drawn(2)
     wrong[3, 7, 19] = ~wrong[3, 7, 19]

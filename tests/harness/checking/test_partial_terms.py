@@ -1,4 +1,4 @@
-"""Terms that leave fields out: what they count, what a wrong ledger is told of them, and who reads a closed form."""
+"""Terms that leave fields out: their counts, the messages of a wrong ledger, and the readers of a closed form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No cause is told that its own numbers contradict: sentences that were, and random evidence."""
+"""No cause is reported that its own numbers contradict: sentences that were, and random evidence."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_a_parameter_that_no_training_moved_so_far_began_otherwise() -> None:
     first = First(phase="forward", region="layers.0.mlp.w2", step=0, name=act)
 
     def told(off: float, gradient: float = 1.0) -> str:
-        """What is told when all of it is off by so much, of which training moves it by 0.01."""
+        """Hint when everything is off by `off`, of which training moves it by 0.01."""
         wrong = {act: truth()[act] + drawn(2, 3, 6), name: truth()[name] + off, BIAS: gradient * truth()[BIAS]}
         shares = {"start/layers.0.mlp.w2.bias": truth()[name] + 0.01}
         return hint(replace(seen(wrong), shares=shares), first, [act, name])
@@ -119,7 +119,7 @@ def test_the_first_place_alone_may_have_a_factor() -> None:
 
 
 def updated(gradient: float, size: float, text: str = CLIPS) -> tuple[Evidence, list[str]]:
-    """One step of clipped plain training, whose gradients and updates are multiplied so."""
+    """Step of clipped plain training, its gradients and updates multiplied by these factors."""
     clipped = {name: 0.5 / float(NORMS[0]) * GRADIENTS[0][name] for name in NAMES}
     true = {f"param/{name}": START[name] - 0.1 * clipped[name] for name in NAMES}
     values = {f"param/{name}": START[name] - 0.1 * size * clipped[name] for name in NAMES}
@@ -205,7 +205,7 @@ def test_a_loss_over_gathered_logits_is_told_by_its_logarithm() -> None:
 
 
 def told_rolled(change: Tensor | int) -> list[tuple[str, str]]:
-    """What is told of two ranks whose shards of a gradient are rolled by this many elements, or all this."""
+    """Hints about two ranks whose shards of a gradient are rolled by this many elements, or all this."""
     ranks = [outcome_of(rank, truth()) for rank in range(2)]
     for outcome in ranks:
         shard = outcome[W1]

@@ -26,7 +26,7 @@ from harness.engines.engine import Unwaited
 from harness.outcome.blocks import localize
 from harness.shard import Shard
 from tests.harness.diagnosing.tried import tried
-from tests.harness.toy_evidence import TERMS, Term, case, events, evidence, outcome_of, truth
+from tests.harness.toy_evidence import TERMS, a_term, case, events, evidence, outcome_of, truth
 
 LINEAR, TABLE = "act/layers.0.mlp.w2", "act/embedding"
 OUTER, INNER = "act/layers.0.mlp", "act/layers.0.mlp.w1"
@@ -163,7 +163,7 @@ def test_numbers_of_tokens_are_told_where_one_rule_alone_fits() -> None:
 
 def test_calls_too_many_that_nobody_waits_for_are_told_as_calls_too_many() -> None:
     """The handle of a call that is not needed at all is no one's to wait for."""
-    extra = Term(phase="backward", region="head", op="all_gather", reduce_op="")
+    extra = a_term(phase="backward", region="head", op="all_gather", reduce_op="")
     ledger = events((*TERMS, extra))
     work = Unwaited(rank=0, op="all_gather", group="tp (0 1)", number=0, caller="model.py:7")
     seen = seen_with({}, events=ledger, unwaited=(work,))
@@ -199,7 +199,7 @@ def test_one_rank_may_hold_the_whole_sum() -> None:
 
 
 def test_tensors_behind_the_first_one_need_not_be_as_near() -> None:
-    """What comes later was computed from wrong values, and rounds otherwise; what stands first must be near."""
+    """Later tensors were computed from wrong values, and round otherwise; the first must be near."""
     later = 1e-8 * drawn(8, 6)
     for first, second, told in ((0.0, later, ["summed_twice"]), (1e-8 * drawn(6), 0 * later, [])):
         table = {OF_W2: 2 * truth()[OF_W2] + first, W1: 2 * truth()[W1] + second}
@@ -222,7 +222,7 @@ def test_a_factor_is_a_size_of_the_case_but_for_an_epsilon_in_its_divisor() -> N
 
 
 def test_an_element_is_measured_by_its_own_predicted_size() -> None:
-    """One element of thousands is far larger than others, and is rounded where the truth has a small one."""
+    """An element of thousands is far larger than others, and is rounded where the truth has a small one."""
     name, true = "act/head", drawn(2, 100, 100)
     true[0, 0, 0] = 1e4
     guess = true.roll(50, 1)

@@ -1,4 +1,4 @@
-"""What ranks that are processes have: dead and stopped ones, what cannot be sent, processors, hash seeds, a clock."""
+"""Ranks that are processes: dead and stopped ones, results that cannot be sent, processors, hash seeds, a clock."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ COMPUTED = ("F", "B")
 
 
 def wrong(case: Case, spans: tuple[RankSpan, ...]) -> list[str]:
-    """What contradicts the programs of the case's stages: computations, their order, or what they had to wait for."""
+    """Contradictions to the programs of the case's stages: computations, their order, or what they had to wait for."""
     found = []
     at = {rank: place for group in case.axes["pp"] for place, rank in enumerate(group)}
     programs = CasePipeline(case=case).programs

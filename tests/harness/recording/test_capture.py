@@ -69,7 +69,7 @@ def batch(micro: int = 0) -> Tensor:
 
 
 def by_hand(net: Net, x_BD: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The same mathematics written out, every activation kept, its gradient asked from autograd."""
+    """Mathematics of the net written out, every activation kept, its gradient from autograd."""
     linears = [net.get_submodule(f"layers.{i}.linear") for i in range(2)]
     a0 = linears[0](x_BD)
     y0 = a0.relu() + x_BD

@@ -123,7 +123,7 @@ def test_an_experiment_saves_no_checkpoint_where_case_does(result_of: Callable[.
 
 
 def test_an_experiment_makes_no_control_run_for_a_failure_beyond_doubt() -> None:
-    """One tensor is wrong beyond doubt, another is within what rounding may do: nobody asks which of them are wrong."""
+    """A tensor is wrong beyond doubt, another is within rounding: which of them are wrong is never looked up."""
     case = Case.parse("layers=1 hidden=16 heads=2 ffn=6 seq=10")
     parts: dict[bool, list[str]] = {True: [], False: []}
     with InprocEngine() as engine:

@@ -1,4 +1,4 @@
-"""What a proof does to its process: a time limit, prints shown once, no compiler, `per_rank` modules as before."""
+"""Effects of a proof on its process: a time limit, prints shown once, no compiler, `per_rank` modules as before."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_optimizers_and_checkpoints_run_without_the_compiler_and_with_it_alike()
 
 
 GROUPS: list[str] = []
-"""What a library keeps for a process."""
+"""State that a library keeps for a process."""
 
 
 class Library:

@@ -176,8 +176,9 @@ def _reaches_the_group() -> bool:
     otherwise="attention is decomposed, and its memory overestimated",
 )
 def _saves_no_scores() -> bool:
-    """Backward of 8 queries of 4 numbers keeps q, k, v, out and a row of 8 (or more), and no 8 by 8 scores, whether
-    values have as many numbers or fewer.
+    """Backward of 8 queries of 4 numbers keeps q, k, v, out and a row of 8 (or more), and no 8 by 8 scores.
+
+    Values may have as many numbers or fewer.
     """
     q = torch.empty(1, 1, 8, 4, device="meta", requires_grad=True)
     v = torch.empty(1, 1, 8, 2, device="meta", requires_grad=True)

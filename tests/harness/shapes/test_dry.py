@@ -1,7 +1,7 @@
 """The dry engine: the ledger of a few ranks on shapes alone is the closed form, and the in-process engine's own.
 
-Also what it measures (parameters, optimizer, saved activations, FLOPs) against formulas and against the same run with
-numbers, and what it says of programs that it cannot run, that desynchronise, or that do not end.
+Its measurements (parameters, optimizer, saved activations, FLOPs) are held against formulas and against the same run
+with numbers. Programs that it cannot run, that desynchronise, or that do not end give their messages.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _surplus(case: Case, device: torch.device) -> Mapping[str, Any]:
 
 
 def _forgetful(case: Case, device: torch.device) -> dict[str, torch.Tensor]:
-    """Nobody waits for its call."""
+    """Leave its call without a wait."""
     dist.all_reduce(torch.zeros(5, device=device), async_op=True)
     return {}
 

@@ -115,7 +115,7 @@ def test_choices_return_after_their_period(routing: str, sizes: str) -> None:
 
 
 def test_padded_rows_are_numbers_of_the_case() -> None:
-    """C = ceil(16 * 2 / 8 * 1.5) = 6 rows for each of 8 experts; nobody need be told."""
+    """C = ceil(16 * 2 / 8 * 1.5) = 6 rows for each of 8 experts; no rank need be informed."""
     words = f"{SIZES} tp=2 dp=2 ep=4 etp=1 routing=skewed capacity=1.5 drop=position pad=true"
     assert payloads(words, "all_to_all", "forward", "ep") == {6 * 8 * 16 * 8: 2 * 2 * 4, 6 * 8 * 8: 2 * 4}
     assert payloads(words, "all_gather", "forward", "etp_ep") == {}

@@ -82,7 +82,7 @@ def test_one_attention_issues_the_calls_of_the_table(mode: str, down: str) -> No
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_gradient_of_the_rotary_keys_is_that_of_all_heads_on_every_rank(layout: str) -> None:
-    """It is the last part of the gradient in the output of wdkv, whole in the truth; replicas that differ are flaws."""
+    """Its place is the last part of the gradient in the output of wdkv, whole in the truth."""
     case = Case.parse(f"{SIZES} {layout} tp=4 micro=1 steps=1 layers=1")
     truth = dense.activations(case, CPU)["act_grad/layers.0.attention.wdkv"][..., -case.qk_rope_dim :]
     with InprocEngine() as engine:

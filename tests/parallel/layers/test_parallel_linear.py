@@ -25,7 +25,7 @@ GRADIENT = numbers(6, 2, OUT, seed=3)
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One rank's output and gradients."""
+    """Output and gradients of a rank."""
 
     y: Tensor
     x: Tensor

@@ -35,7 +35,7 @@ NORM_AND_LOSS = (8, 16)
 
 
 def ran(prover: Prover, case: Case, run: Subject) -> Execution:
-    """One recorded run."""
+    """Recorded run of a case."""
     return execute(case, run, prover.engine, text=str(case))
 
 
@@ -70,13 +70,13 @@ MISSING = {"context-is-not-exchanged-back": "all-to-alls", "gradients-of-a-cut-s
 
 
 class Closed:
-    """A subject whose closed form nobody knows."""
+    """A subject without a known closed form."""
 
     def __init__(self, inner: Subject) -> None:
         self.inner = inner
 
     def __call__(self, case: Case, device: torch.device) -> Mapping[str, Any]:
-        """What the subject returns."""
+        """Outcome of the subject."""
         found: Mapping[str, Any] = self.inner(case, device)
         return found
 

@@ -95,7 +95,7 @@ def test_parts_and_buffers_that_do_not_fit_are_refused() -> None:
 def test_dequantising_commutes_with_slicing(
     drawn_: tuple[Heads, int], column_blocks: int, rows: int, transposed: bool
 ) -> None:
-    """One scale of the whole weight, one a head, or one a row; and blocks of columns, which every rank needs."""
+    """A scale of the whole weight, one a head, or one a row; and blocks of columns, which every rank needs."""
     heads, ranks = drawn_
     held = fused_rows(heads, ranks, "blocks")
     count = (1, heads.query + 2 * heads.kv, heads.fused)[rows]

@@ -170,7 +170,7 @@ def thirds(heads: Heads, ranks: int) -> Held:
 
 
 def fused_as(name: str) -> Callable[[Heads, int], Held]:
-    """A fused weight of a layer that tells no number of kv heads; one that does may move the cuts, as wrongly."""
+    """A fused weight of a layer that states no number of kv heads; one that does may move the cuts, as wrongly."""
 
     def cut(heads: Heads, ranks: int) -> Held:
         meta = deepspeed.meta(num_attention_heads=heads.query, n_embd=heads.query * heads.size)

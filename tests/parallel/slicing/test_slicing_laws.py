@@ -144,7 +144,7 @@ def test_shared_query_and_key_heads(ranks: int, pairs: int, size: int) -> None:
 
 
 def rows(*ranks: str) -> Held:
-    """What ranks hold, from "0-2 6-8": first and last rows."""
+    """Rows that ranks hold, from "0-2 6-8": first and last rows."""
     ends = [[tuple(map(int, part.split("-"))) for part in words.split()] for words in ranks]
     return tuple(tuple(range(first, last + 1) for first, last in own) for own in ends)
 

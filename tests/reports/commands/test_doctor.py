@@ -32,7 +32,7 @@ FULL = Machine(
 
 
 def rows(machine: Machine) -> dict[str, tuple[str, str, str]]:
-    """What -> found, usable, what follows."""
+    """Subject of a row -> found, usable, what follows."""
     return {what: (found, usable, follows) for what, found, usable, follows in doctor.judge(machine).rows}
 
 

@@ -94,8 +94,11 @@ BROKEN = {
     "megatron-training": ("dp=2 steps=1", "micro, dp_rank, 2).start", "micro, 0, 2).start"),
     "torchtitan": ("dp=2 steps=1", '[case.axis_rank("dp", torch.distributed.get_rank())]', "[0]"),
 }
-"""A case and a bug planted: gradients that are not summed over dp, averaged twice, a loss summed over micro-batches, a
-defect of transformers 5.23, the same samples on every rank, equal masks for different heads, the same samples twice."""
+"""Cases and bugs planted, in order.
+
+Gradients that are not summed over dp, averaged twice, a loss summed over micro-batches, a defect of transformers 5.23.
+Then the same samples on every rank, equal masks for different heads, the same samples twice.
+"""
 
 
 def test_the_command_line_knows_all_of_them() -> None:

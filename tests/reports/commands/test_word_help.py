@@ -1,4 +1,4 @@
-"""What the terminal tells: the words of a case, as the class that checks them declares them; what a verdict covers."""
+"""Help in the terminal: the words of a case, as the class that checks them declares them; what a verdict covers."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def amplified(dtype: torch.dtype) -> Tensor:
 
 
 def outcome(case: Case, routed: int) -> dict[str, Tensor]:
-    """A loss, and 23 gradients, so many of them of experts."""
+    """A loss, and 23 gradients, of which `routed` are of experts."""
     dtype: torch.dtype = getattr(torch, case.dtype)
     named = {"loss/0": torch.tensor(5.0)}
     named |= {f"grad/experts.{number}.weight": amplified(dtype).expand(3, 4) for number in range(routed)}

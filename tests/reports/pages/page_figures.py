@@ -3,7 +3,7 @@
     apart(document, folder)      what differs, one sentence a figure; what was compared is counted beside it
 
 Sums are made here from the file's rows, with nothing of `reports` but the colours of its bars. A size is right when it
-is the file's to the last digit shown, a bar when it is as long as its bytes beside the longest of all bars.
+is the file's to the last digit shown. A bar is right when it is as long as its bytes beside the longest of all bars.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _cases(folder: Path) -> list[Row]:
 
 
 def _sum(rows: Iterable[Row], name: str) -> float | str:
-    """The sum; "-" of rows that tell nothing."""
+    """The sum; "-" of rows without a number."""
     numbers = [row[name] for row in rows]
     known = [number for number in numbers if number is not None]
     return sum(known) if known or not numbers else _NONE

@@ -1,6 +1,6 @@
 """`shardproof run` without arguments, as users see it: the table of docs/checks.md, and a page with its figures.
 
-One run for all of these tests. What needs a browser is skipped where no Chromium is installed.
+All of these tests share a run. Tests that need a browser are skipped where no Chromium is installed.
 """
 
 from __future__ import annotations

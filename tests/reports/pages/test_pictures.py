@@ -1,4 +1,4 @@
-"""What a page opens with: bars, the map of a failure, pipelines; each figure read back, wrong ones found."""
+"""Pictures of a page: bars, the map of a failure, pipelines; each figure read back, wrong ones found."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_the_summary_shows_lacking_surplus_and_uneven_events() -> None:
 
 @pytest.mark.parametrize(("loss_of", "apart"), [({0: 4, 1: 2}, 0), ({0: 2, 1: 4}, 2), ({0: 4, 1: 4}, 1)])
 def test_every_rank_is_held_against_its_own_expectation(loss_of: dict[int, int], apart: int) -> None:
-    """Rank 0 is the last stage and takes twice as many losses; the largest and smallest numbers alone do not tell."""
+    """Rank 0 is the last stage and takes twice as many losses; the largest and smallest numbers do not show it."""
     form = [
         Term(phase="loss", op="all_reduce", axis="tp", group_size=2, calls=2 * (2 - tp), at={"tp": tp}) for tp in (0, 1)
     ]
