@@ -31,8 +31,7 @@ from parallel.communication.expectation import ACTIVATION, STAGES, CallRow
 from parallel.communication.layout import Box, Cut, Placement, rows
 from parallel.layers.loss import counted
 from parallel.model.strategy import Rank, Step, Strategy
-from parallel.schedules.checks import delivery
-from parallel.schedules.messages import peer, program
+from parallel.schedules.messages import groups_between, peer, program
 from parallel.schedules.pipeline import Action, Kind
 from parallel.schedules.stages import TABLE, Stage, held_by_rank, pipeline_of
 from parallel.training.step import keeps_logits
@@ -54,7 +53,7 @@ def message_shape(case: Case, *, sequence_dim: int) -> tuple[int, ...]:
 
 def with_channels(rank: Rank) -> Rank:
     """The rank with the group for gradients in its mesh, where its schedule needs one; every rank must call this."""
-    if delivery(pipeline_of(rank.case))[1] == 1:
+    if groups_between(pipeline_of(rank.case)) == 1:
         return rank
     mesh, axis = rank.mesh, rank.mesh.axis("pp")
     made = {ranks: dist.new_group(list(ranks), group_desc="pp") for ranks in rank.case.axes["pp"]}

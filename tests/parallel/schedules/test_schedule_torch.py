@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as theirs
 
-from parallel.schedules.checks import Sends, check_legal, delivery
 from parallel.schedules.messages import Program, programs
 from parallel.schedules.pipeline import Action, Kind, Pipeline, order
+from tests.parallel.schedules.laws import Sends, check_legal, delivery
 from tests.parallel.schedules.shapes import broken, every
 
 Place = tuple[str, int, int]
