@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,11 +14,10 @@ from reference.case import Case
 from reference.data.batches import Batch, micro_batch
 from reference.model.parameters import shapes, weights
 from reference.training import steps as training
-from reference.training.activations import observe
 from reference.training.kinks import BAND, kinks
 from reference.training.steps import Feed, train
 from reference.training.subject import activations, subject, true_activations
-from tests.reference.model.dense_run import CPU, alone, dense_run, ignored_labels, joined, models, rows, sentences
+from tests.reference.model.dense_run import CPU, dense_run, joined, models, rows
 
 FULL = "tp=1 dp=3 hidden=24 heads=6 kv_heads=2 ffn=16 vocab=37 seq=5 batch=2 bias=true "
 WORDS = {
@@ -81,20 +79,6 @@ def test_gradients_of_outputs_add_up_to_the_gradients_of_biases(text: str) -> No
     for module in linears:
         right = outcome[f"grad/{module}.bias"] * tokens
         torch.testing.assert_close(found[f"act_grad/{module}"].sum((0, 1)), right, rtol=0, atol=1e-12)
-
-
-@settings(max_examples=15, deadline=None)
-@given(case=models(positions="learned", batch=3))
-def test_embedding_gradient_is_that_of_the_position_table(case: Case) -> None:
-    batch = rows(case, seed=case.seed % 1000)
-
-    def feed(_: Case, step: int, micro: int, dp_rank: int, /, *, device: torch.device) -> Batch:
-        return batch
-
-    found = observe(case, weights(case, CPU), feed=feed)["act_grad/embedding"].sum(0)
-    tokens = ((batch.labels >= 0) & (batch.loss_mask > 0)).sum()
-    right: Tensor = dense_run(case, batch).gradients["embedding.positions.weight"] * tokens
-    torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-12)
 
 
 def test_true_activations_are_close_in_low_precision_and_equal_in_float64() -> None:
@@ -187,36 +171,6 @@ def test_micro_batches_and_data_ranks_equal_one_big_batch(micro: int, dp: int, b
     close(reversed_sums, big)
     if micro * dp > 2:
         assert not torch.equal(reversed_sums["grad/final_norm.weight"], parts["grad/final_norm.weight"])
-
-
-@settings(max_examples=20, deadline=None)
-@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5), case=models(positions="rope"))
-def test_packed_sentences_equal_the_sentences_alone(lengths: list[int], case: Case) -> None:
-    case = case.but(packed=True, label_smoothing=0.1)
-    batch = sentences(case, lengths, seed=case.seed % 1000)
-    packed = dense_run(case, batch)
-    assert batch.cu_seqlens is not None
-    pieces = [alone(batch, start, end) for start, end in pairwise(batch.cu_seqlens.tolist())]
-    runs = [dense_run(case, piece) for piece in pieces]
-    torch.testing.assert_close(packed.logits, torch.cat([run.logits for run in runs], dim=1), rtol=0, atol=1e-11)
-    counts = [int((ignored_labels(piece) >= 0).sum()) for piece in pieces]
-    learned = [(run, count / sum(counts)) for run, count in zip(runs, counts, strict=True) if count]
-    torch.testing.assert_close(packed.loss, sum(run.loss * share for run, share in learned))
-    gradients = {
-        name: torch.stack([run.gradients[name] * share for run, share in learned]).sum(0) for name in packed.gradients
-    }
-    close(packed.gradients, gradients)
-
-
-def test_tied_head_adds_its_gradient_to_the_embedding() -> None:
-    tied = Case.parse(SMALL + "tied=true")
-    untied, batch = tied.but(tied=False), rows(tied, seed=3)
-    values = weights(tied, CPU)
-    both = dense_run(tied, batch, values)
-    apart = dense_run(untied, batch, values | {"head.weight": values["embedding.tokens.weight"]})
-    assert torch.equal(both.logits, apart.logits)
-    total = apart.gradients["embedding.tokens.weight"] + apart.gradients["head.weight"]
-    torch.testing.assert_close(both.gradients["embedding.tokens.weight"], total, rtol=0, atol=1e-13)
 
 
 def clipped(case: Case, norm: Tensor) -> float:
