@@ -2,11 +2,11 @@
 
     python -m bench.blind unseen --out blind.csv          (or: held_back; --part 1/2 shares the work)
 
-For every bug the default cases run, the simplest first, until one fails; then the words that the failure needs are
-looked for, as `shardproof run` does. A row has the case, whether the first place is the bug's, the causes with their
-words, the line `when:` and whether it names exactly the words that the bug needs: the words of its condition, but for
-those that others imply by the rules of the case language, and words whose value is the usual one. Causes of the unseen
-bugs are judged by hand, beside the sentence `wrong` of the bug.
+For every bug the default cases run, the simplest first, until one fails. Then the words that the failure needs are
+looked for, as `shardproof run` does. A row has the case, whether the first place is the bug's, and the causes with
+their words. Then it has the line `when:` and whether that names exactly the words that the bug needs. Needed are the
+words of its condition, but for usual values and words that others imply by the rules of the case language. Causes of
+the unseen bugs are judged by hand, beside the sentence `wrong` of the bug.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _DERIVED = {"world": tuple(Case().mesh), "wdp": ("dp", SLICES), "padding": ("voc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What the default run says of one bug; empty where it passes."""
+    """Result of the default run for one bug; empty where it passes."""
 
     name: str
     killed: bool
@@ -92,8 +92,9 @@ def measured(bug: Mutant, engine: InprocEngine) -> Row:
 
 
 def _judged(bug: Mutant, found: NeededWords) -> str:
-    """Whether the line names exactly the words that the bug needs, "yes" or "no"; "none" for a line that names none,
-    unless the bug needs none and every word was tried.
+    """Whether the line names exactly the words that the bug needs, "yes" or "no".
+
+    "none" is for a line that names none, unless the bug needs none and every word was tried.
     """
     words, case = {one.word for one in found.needed}, found.case
     if not isinstance(case, Case) or not words and found.untried:

@@ -3,13 +3,12 @@
     python -m bench.clean --cases 10000 --part 1/2 --out DIR
 
 Every check is made on every case, and cases use every word of the case language
-(`suites.drawing.strategies.every_word`), every fifth at a size that users train (`suites.drawing.sizes`). An alarm is a
-verdict `fail`, or a run that ended with an error. A check that rounding leaves undecided in a low precision is no
-alarm: it is counted beside them, for it says nothing. A case whose dense model diverges cannot be judged and is counted
-apart. Cases are drawn by hypothesis from a seed, in equal shares for all modes; parts draw from seeds of their own, so
-that as many processes as the machine has cores share the work.
-`clean-*.csv` has one row a part, `alarms-*.jsonl` one line for every verdict that did not pass; both grow as it runs.
-Times are seconds, `resident_mib` is the memory held at the end.
+(`suites.drawing.strategies.every_word`). Every fifth case is at a size that users train (`suites.drawing.sizes`). An
+alarm is a verdict `fail`, or a run that ended with an error. A check that rounding leaves undecided in a low precision
+is no alarm and is counted beside them. A case whose dense model diverges cannot be judged and is counted apart. Cases
+are drawn by hypothesis from a seed, in equal shares for all modes. Parts draw from seeds of their own, so that the
+processes on a machine share the work. `clean-*.csv` has one row a part, `alarms-*.jsonl` one line for every verdict
+that did not pass; both grow as it runs. Times are seconds, `resident_mib` is the memory held at the end.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ from suites.session.sampling import sampled
 
 DTYPES = ("any", "float64", "float32", "bfloat16", "float16")
 LARGE = 5
-"""One case in so many is at a size that users train."""
+"""Cases of which one is at a size that users train."""
 UNJUDGED = "unjudged"
 """The verdict of a case whose dense model diverges."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What to draw: `number` of `parts` draws its share of `cases` in every mode.
+    """A share of the cases to draw: `number` of `parts` draws its share of `cases` in every mode.
 
     `dtype` "any" and `steps` 0 are drawn too; every case has the parts that it `needs`. A case that takes longer than
     `timeout_s` counts as an alarm.
@@ -89,8 +88,9 @@ class Alarm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Campaign:
-    """What a part came to: `refused` cases are those that the subject does not take, `unjudged` those whose dense model
-    diverges; `undecided` counts verdicts.
+    """Counts of a part. `refused` cases are not taken by the subject, `unjudged` are of a dense model that diverges.
+
+    `undecided` counts verdicts.
     """
 
     dtype: str
@@ -133,7 +133,7 @@ def campaign(part: Part) -> Iterator[tuple[Campaign, list[Alarm]]]:
 
 
 def cases_of(mode: str, share: int, part: Part) -> list[Case]:
-    """So many cases of this mode, the same for the same part; those at sizes of users last."""
+    """Cases of this mode, `share` of them, the same for the same part; those at sizes of users last."""
     many = (share + part.number % LARGE) // LARGE  # of all parts together one in LARGE
     fixed: dict[str, Any] = {} if part.dtype == "any" else {"dtype": part.dtype}
     fixed |= {"steps": part.steps} if part.steps else {}
@@ -144,7 +144,7 @@ def cases_of(mode: str, share: int, part: Part) -> list[Case]:
 
 
 def _alarms(case: Case, part: Part, engine: InprocEngine) -> list[Alarm] | None:
-    """What did not pass of one case; None when the subject does not take it."""
+    """Verdicts of one case that did not pass; None when the subject does not take it."""
     try:
         result = prove(case, part.subject, engine, timeout_s=part.timeout_s)
     except RequestError as error:

@@ -2,12 +2,11 @@
 
     python -m bench.cost_table     prints the table, writes costs.csv and cluster.toml
 
-Three numbers are fitted: latency and bandwidth of one link, to the all-reduce of two ranks at the smallest and the
-largest payload, and what products of two ranks at once reach. Every other row is a prediction, made by the formulas of
-`shardproof predict`, of something that was not fitted: other ops, other payloads, four ranks, a step of every mode.
-Where gloo does more than an op needs (it makes a reduce-scatter of an all-reduce), the table shows it. `cluster.toml`
-is this machine as `shardproof predict --cluster` reads it. Times are microseconds; payloads are bytes as the ledger
-counts them.
+Three numbers are fitted. Two are latency and bandwidth of one link, to the all-reduce of two ranks at the smallest and
+the largest payload. The third is the rate of products on two ranks at once. Every other row is a prediction by the
+formulas of `shardproof predict`: other ops, other payloads, four ranks, a step of every mode. Where gloo does more than
+an op needs (its reduce-scatter is an all-reduce), the table shows it. `cluster.toml` is this machine as `shardproof
+predict --cluster` reads it. Times are microseconds; payloads are bytes as the ledger counts them.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ _scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostRow:
-    """One row of `costs.csv`: what was timed, what the model says, and the first over the second.
+    """A row of `costs.csv`: the measured time, the model's, and the first over the second.
 
     `fitted`: the model was made from this row, so that it must agree.
     """
@@ -75,7 +74,7 @@ class CostRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What is measured: sizes of worlds, payloads, steps of which modes, and rounds of each."""
+    """Measurements to make: sizes of worlds, payloads, steps of which modes, and rounds of each."""
 
     worlds: tuple[int, ...] = (2, 4)
     payloads: tuple[int, ...] = PAYLOADS

@@ -4,10 +4,10 @@
 
 The values are those of `reference.case.domains`, on meshes of up to 8 ranks. The everyday recipes are there whatever
 they hold. A case for a missing pair is a known one with both values, changed as the rules propose
-(`reference.case.repair`), and then in single words as long as that holds more (AETG: Cohen et al., IEEE TSE 23, 1997).
-After that a few cases at a time are taken out and found anew, and single words are changed; what costs less and loses
-no pair is kept. The list is written to `reference/case/default_cases.txt`, from which another call goes on. A value
-that needs several others which no line has: write a line with all of them first.
+(`reference.case.repair`). Single words are then changed as long as that holds more pairs (AETG: Cohen et al., IEEE TSE
+23, 1997). After that a few cases at a time are taken out and found anew, and single words are changed. A change that
+costs less and loses no pair is kept. The list is written to `reference/case/default_cases.txt`, from which another call
+goes on. A value that needs several others which no line has: write a line with all of them first.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ _AXES = tuple(Case().mesh)
 
 
 def cost(words: Words) -> float:
-    """About how many seconds a case takes, as measured (least squares over the seconds of a default run): a part for
-    itself, and one for every rank, layer on it, step and micro-batch.
+    """Seconds of a case, as measured (least squares over the seconds of a default run).
+
+    A part is for the case itself, another for every rank, layer on it, step and micro-batch.
     """
     dearer = sum(seconds for word, seconds in _DEARER.items() if words[word] not in _PLAIN.get(word, (0, False)))
     a_rank = 0.05 * words["layers"] / words["pp"] + dearer
@@ -55,7 +56,7 @@ def _splits(words: Words) -> bool:
 
 
 def _degenerate(case: Case) -> str:
-    """What makes a case show less than another one: too few ranks or too many, a factor that is two sizes."""
+    """Why a case shows less than another one: too few ranks or too many, a factor that is two sizes."""
     axes = {*case.mesh.values(), case.wp} - {1}
     return "" if 2 <= case.world_size <= RANKS and case.micro not in axes else "ranks or micro-batches"
 
@@ -76,7 +77,7 @@ class Search:
         self.wanted -= {(pair, False) for pair, splits in self.wanted if splits} | self.union(kept)
 
     def problem(self, words: Words) -> Problem:
-        """What is against a case: a rule, its number of ranks, or as many micro-batches as ranks on an axis."""
+        """Reason against a case: a rule, its number of ranks, or as many micro-batches as ranks on an axis."""
         key = tuple(words.values())
         if key not in self._legal:
             self._legal[key] = problem_of(words, _degenerate)
@@ -189,7 +190,7 @@ class Search:
 
 
 def _with(words: Words, steps: int, layers: Iterable[int]) -> Words:
-    """The case with so many steps and the first of these numbers of layers that is legal."""
+    """The case with this number of steps and the first of these numbers of layers that is legal."""
     words = {**words, "steps": steps}
     return next((way for way in ({**words, "layers": few} for few in layers) if not problem_of(way)), words)
 
@@ -215,7 +216,7 @@ def finished(found: Sequence[Words], kept: Sequence[Words], words: Iterable[str]
 
 
 def main() -> int:
-    """Search for so many seconds, and write the list down."""
+    """Search for the given seconds, and write the list down."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=600, help="how long to search")
     parser.add_argument("--seed", type=int, default=0, help="another seed goes other ways")

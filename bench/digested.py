@@ -30,7 +30,7 @@ class Digested:
         return outcome
 
     def __getattr__(self, name: str) -> Any:
-        """What ours provides beside the call: modes, expectations, layouts."""
+        """Name of ours beside the call: modes, expectations, layouts."""
         return getattr(ours, name)
 
 

@@ -2,10 +2,10 @@
 
     shardproof bench --faults            prints the table and writes faults.csv
 
-A fault is detected when the run ends in one error that says what the row's `says` says; a run that returns is silent.
-`allowed_ms` is what is promised: 50 ms in process, 1000 ms for a rank of the pool that died, and the time limit of the
-run, and a second, where only the clock can tell. In process, a rank that ends its process ends the caller's: that row
-is run in a process of its own, and what is seen is how that one ended.
+A fault is detected when the run ends in one error that has the words of the row's `says`; a run that returns is silent.
+`allowed_ms` is the promised time: 50 ms in process, 1000 ms for a rank of the pool that died. Where only the clock can
+show a fault, it is the time limit of the run and a second. In process, a rank that ends its process ends the caller's.
+Such a row is run in a process of its own, and its ending is what is seen.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from reports.printing.tables import Table
 from reports.printing.text import show_table
 
 LIMIT_S = 1.0
-"""The time limit of every run: what a fault that only the clock can tell costs."""
+"""Time limit of every run: the cost of a fault that only the clock can show."""
 TRIES = 3
-"""Runs of a fault that is told without the clock; the shortest counts, for the machine may be busy."""
+"""Runs of a fault that shows without the clock; the shortest counts, for the machine may be busy."""
 
 
 class Fault(NamedTuple):
-    """One way to go wrong; `says` is what a clear message of it contains. `clock`: only a time limit can tell; `fatal`:
-    the program ends the process of its rank.
+    """A way to go wrong; `says` is the words of a clear message of it.
+
+    `clock`: only a time limit can show it; `fatal`: the program ends the process of its rank.
     """
 
     name: str
@@ -67,7 +68,7 @@ FAULTS = (
 
 
 class Seen(NamedTuple):
-    """One row of `faults.csv`: what an engine made of a fault. `message` is the first line of what was told."""
+    """A row of `faults.csv`: an engine's result for a fault. `message` is the first line of the error."""
 
     engine: str
     fault: str
@@ -96,7 +97,7 @@ def measured(names: Sequence[str], faults: Sequence[Fault]) -> list[Seen]:
 
 
 def seen(engine: Engine, fault: Fault) -> Seen:
-    """What this engine makes of a fault. Raises RuntimeError when it cannot run a right program afterwards."""
+    """Run the fault in this engine. Raises RuntimeError when it cannot run a right program afterwards."""
     tries: list[Seen] = []
     for _ in range(1 if fault.clock else TRIES):
         start_s = time.perf_counter()

@@ -41,14 +41,14 @@ from harness.engines.threads.inproc import InprocEngine
 from harness.recording.recorder import Recorder
 
 ALLOWED_COST = 1.03
-"""What recording a program may make of its step."""
+"""Largest ratio of a recorded step to a plain one."""
 ALLOWED_ERROR = 1e-12
 """An example whose result is further from the dense pass than this would time something else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One row of `bench.csv`: a value, and its ratio to what it is held against.
+    """A row of `bench.csv`: a value, and its ratio to what it is held against.
 
     `us_per_event`: what watching adds to every event, None where nothing is watched.
     """
@@ -144,7 +144,7 @@ def _recorder_row(engine: InprocEngine, rounds: int) -> Row:
 
 
 def example(engine: InprocEngine, world_size: int, seed: int) -> None:
-    """One example in the engine. Raises RuntimeError when it is wrong."""
+    """Run an example in the engine. Raises RuntimeError when it is wrong."""
     sizes = Sizes(seed=seed)
     full, (x, dy) = weights(sizes), data(sizes)
     truth = dense(sizes, full, x, dy)
@@ -177,7 +177,7 @@ def _example_rows(engine: InprocEngine, world_size: int, rounds: int, spawns: in
 
 
 def _witness_rows(rounds: int) -> list[Row]:
-    """What each witness costs a step at two ranks on gloo: by the clock, and by CPU time beside it."""
+    """Cost of each witness in a step at two ranks on gloo: by the clock, and by CPU time beside it."""
     costs, missing = measured(rounds)
     if missing:
         Console(stderr=True).print(f"no row for nsys: {missing}")

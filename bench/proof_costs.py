@@ -1,8 +1,8 @@
-"""What a proof costs beside what it cannot do without, and recording a program beside not recording it.
+"""Cost of a proof beside its indispensable parts, and of recording a program beside not recording it.
 
-Programs that are compared take turns, each in a process of its own; counted is processor time, since machines are
-shared. The recorded program has BERT-small's shape (4 layers, hidden 512, 8 heads, vocabulary 30522; arXiv:1908.08962)
-and trains under DistributedDataParallel in a gloo world of one rank.
+Programs that are compared take turns, each in a process of its own. Processor time is counted, since machines are
+shared. The recorded program has BERT-small's shape (4 layers, hidden 512, 8 heads, vocabulary 30522; arXiv:1908.08962).
+The program trains under DistributedDataParallel in a gloo world of one rank.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def recorded_step(pairs: int) -> tuple[float, Interval]:
 
 
 def _training() -> Callable[[], None]:
-    """One step of the program."""
+    """Step of the program."""
     layer = nn.TransformerEncoderLayer(HIDDEN, HEADS, 4 * HIDDEN, batch_first=True, dropout=0.0)
     stack = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
     model = DistributedDataParallel(nn.Sequential(nn.Embedding(VOCAB, HIDDEN), stack, nn.Linear(HIDDEN, VOCAB)))

@@ -2,10 +2,10 @@
 
     python -m bench.same_results BASE [--cases 200] [--seed 0] [--work DIR]
 
-BASE (a checkout of the other commit) and this tree run the same cases: BASE's default run and so many drawn ones.
-Compared are the digest of every outcome of every rank, bit for bit; every row of the ledger without `caller` and times;
-verdict and unchecked names of every check. Messages may differ; the errors behind a verdict are compared and counted
-apart. Exit status: 0 equal, 1 not.
+BASE (a checkout of the other commit) and this tree run the same cases: BASE's default run and `--cases` drawn ones.
+Compared are the digest of every outcome of every rank, bit for bit, and verdict and unchecked names of every check.
+Ledgers are compared row by row without `caller` and times. Messages may differ; the errors behind a verdict are
+compared and counted apart. Exit status: 0 equal, 1 not.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from suites.session.sampling import sampled
 
 ROOT = Path(__file__).resolve().parents[1]
 _KEYS = {"outcome": ["case", "rank"], "verdict": ["case", "check"], "ledger": ["case"]}
-"""What a difference is named by."""
+"""Columns that name a difference."""
 Results = Mapping[str, pd.DataFrame]
-"""What one commit made of the cases: the tables of _KEYS, and `error`, the errors behind the verdicts."""
+"""Results of one commit: the tables of _KEYS, and `error`, the errors behind the verdicts."""
 
 
 def drawn(count: int, first_seed: int) -> list[str]:
-    """So many legal cases in any word, as texts; the same for the same seed."""
+    """Legal cases in any word, `count` of them, as texts; the same for the same seed."""
     shares = {mode: count // len(MODES) + (place < count % len(MODES)) for place, mode in enumerate(MODES)}
     cases = [case for mode, share in shares.items() for case in sampled(every_word(mode), share, first_seed)]
     return list(dict.fromkeys(map(str, cases)))
@@ -62,7 +62,7 @@ def results(tree: Path, texts: list[str], work: Path) -> Results:
 
 
 def read(work: Path) -> Results:
-    """What `results` wrote; how often an outcome was computed does not count."""
+    """Tables that `results` wrote; how often an outcome was computed does not count."""
     verdicts = pd.read_json(work / "runs/latest/verdicts.jsonl", lines=True, dtype=False)
     verdicts = verdicts.assign(unchecked=verdicts["unchecked"].map(str), worst=verdicts["worst"].map(str))
     ledger = pd.read_csv(work / "runs/latest/ledger.csv", dtype=str, keep_default_na=False)
@@ -76,7 +76,7 @@ def read(work: Path) -> Results:
 
 
 def differences(base: Results, ours: Results) -> list[str]:
-    """One line for each outcome, verdict and ledger that is not equal."""
+    """Lines about outcomes, verdicts and ledgers that are not equal, one for each."""
     return [
         f"{name} of {' '.join(map(str, place))}"
         for name, keys in _KEYS.items()

@@ -1,11 +1,11 @@
-"""The matrix of other people's systems: what each cell of it gives under `shardproof run`, and the page that tells it.
+"""The matrix of other people's systems: the result of each cell under `shardproof run`, and the page about it.
 
     python -m bench.systems [--quick] [--only SYSTEM] [--out FILE] [--accept] [--environments FOLDER]
 
-A cell is a case of a subject of `suites/subjects` on an engine. It is `pass` when `shardproof run` ends with status 0,
-`known defect` when it fails and names the module of the finding, and `cannot run` when it ends in the error of its row.
-Anything else is FAIL, and so are calls or bytes other than those that the page holds from earlier runs (`--accept`
-takes the new ones). Exit status 1 for a FAIL.
+A cell is a case of a subject of `suites/subjects` on an engine. Its result is `pass` when `shardproof run` ends with
+status 0, `known defect` when it fails and names the module of the finding. The result is `cannot run` when it ends in
+the error of its row. Anything else is FAIL, and so are calls or bytes other than those that the page holds from earlier
+runs (`--accept` takes the new ones). Exit status 1 for a FAIL.
 
 A system runs where its Python and its packages are: here, or in an environment that is made for it and kept. Without
 that Python, or where pip fails, it is `not run here`. A run without --quick and without a FAIL writes the page,
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -25,55 +26,19 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.cells import DEFECT, PASSED, THIS, Cell, System, cells
 from bench.environments import ROOT, ended, install
 
-PAGE, MEGATRON = ROOT / "docs" / "systems.md", ROOT / "docs" / "megatron.md"
-PASSED, DEFECT, CANNOT, FAILED, NOT_RUN = "pass", "known defect", "cannot run", "FAIL", "not run here"
+PAGE = ROOT / "docs" / "systems.md"
+CANNOT, FAILED, NOT_RUN = "cannot run", "FAIL", "not run here"
 CHECKS = {"forward", "parameter_gradients", "update", "replicas", "ledger"}
-"""What a passing cell has compared, at least."""
-TABLE = ROOT / "bench" / "systems.txt"
-_THIS = "python{}.{}".format(*sys.version_info)
-
-
-class System(NamedTuple):
-    """A system: its packages, the first its own, with their versions where these are not those of constraints.txt; and
-    its Python where that is not the one that runs this command.
-    """
-
-    name: str
-    packages: tuple[str, ...]
-    python: str = ""
-
-    @property
-    def package(self) -> str:
-        """The name of its own package."""
-        return self.packages[0].partition("==")[0]
-
-    @property
-    def is_here(self) -> bool:
-        """Whether the Python that runs this is its own and has its packages."""
-        return self.python in {"", _THIS} and all(map(_is_installed, self.packages))
-
-
-class Cell(NamedTuple):
-    """One cell; `needle` is what the output must name where the cell is not expected to pass; `kept`: whether the page
-    keeps its calls and bytes.
-    """
-
-    system: System
-    subject: str
-    feature: str
-    case: str
-    engine: str = "inproc"
-    quick: bool = False
-    expected: str = PASSED
-    needle: str = ""
-    finding: str = ""
-    kept: bool = True
+"""Checks that a passing cell has compared, at least."""
 
 
 Ledger = tuple[int, int]
@@ -81,7 +46,7 @@ Ledger = tuple[int, int]
 
 
 class Seen(NamedTuple):
-    """What a cell gave: its result and why, calls in forward and backward and payload bytes of a rank."""
+    """Result of a cell and why, calls in forward and backward and payload bytes of a rank."""
 
     cell: Cell
     result: str
@@ -90,35 +55,19 @@ class Seen(NamedTuple):
     payload_bytes: int = 0
 
 
-def cells() -> Iterator[Cell]:
-    """Every cell, system by system."""
-    for block in TABLE.read_text("utf-8").split("\n# ")[1:]:
-        heading, *rows = block.splitlines()
-        name, packages, python = (*heading.split(": "), "")[:3]
-        system = System(name, tuple(packages.split()), python)
-        for row in filter(None, rows):
-            subject, feature, case, marks = (*row.split(" | "), "")[:4]
-            kind, _, rest = marks.partition(": ")
-            needle, _, finding = rest.partition(": ")
-            expected, engine = kind if rest else PASSED, "pool" if "pool" in marks.split() else "inproc"
-            start, _, values = case.rstrip("}").partition("{")
-            for value in values.split(","):
-                where = (system, subject, feature, start + value, engine)
-                yield Cell(*where, "quick" in marks.split(), expected, needle, finding, "unkept" not in marks.split())
-        if "experts" in name and not python:
-            known = re.findall(r"^\| (.+) \| `(mcore_\w+)` \| `(.+)` \| `(.+)` \|$", MEGATRON.read_text("utf-8"), re.M)
-            for finding, subject, words, module in known:
-                case = f"{words} steps=1 micro=1"
-                yield Cell(system, subject, "as in megatron.md", case, "inproc", False, DEFECT, module, finding)
-
-
 def interpreter(system: System, folder: Path) -> tuple[str, str]:
     """The Python that has the packages of a system, this one or that of an environment below `folder`, and the version
     of its own package. Without one "" and the reason.
     """
+    if system.checkout and not os.environ.get(system.checkout):
+        return "", f"{system.checkout} names no checkout"
+    if system.checkout and system.is_here:
+        log = ["git", "-C", os.environ[system.checkout], "log", "-1", "--format=%h"]
+        commit = subprocess.run(log, capture_output=True, text=True, check=False).stdout.strip()
+        return sys.executable, commit or "unknown"
     if system.is_here:
         return sys.executable, importlib.metadata.version(system.package)
-    python = system.python or _THIS
+    python = system.python or THIS
     path = shutil.which(python) if system.python else sys.executable
     if not path:
         return "", f"no {python} on PATH"
@@ -131,15 +80,6 @@ def interpreter(system: System, folder: Path) -> tuple[str, str]:
         (place / "ready").touch()
     asked = [own, "-c", f"import importlib.metadata as m; print(m.version({system.package!r}))"]
     return own, subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def _is_installed(package: str) -> bool:
-    name, _, wanted = package.partition("==")
-    try:
-        found = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return not wanted or found.partition("+")[0] == wanted
 
 
 def run(group: Sequence[Cell], stored: dict[tuple[str, ...], Ledger], python: str) -> Iterator[Seen]:
@@ -187,12 +127,16 @@ def judged(cell: Cell, row: dict[str, Any], verdicts: Sequence[dict[str, Any]], 
     return Seen(cell, PASSED, "", *ledger)
 
 
+sorting = attrgetter("subject", "engine", "expected")
+"""Cells that one command runs are equal in these."""
+
+
 def key(cell: Cell) -> tuple[str, ...]:
     return cell.system.name, cell.subject, cell.case, cell.engine
 
 
 def sections(page: Path) -> dict[str, str]:
-    """What a page has below the heading of each system."""
+    """Texts of a page below the heading of each system."""
     blocks = page.read_text("utf-8").split("\n## ")[1:] if page.exists() else []
     return {name: rest.strip("\n") for name, _, rest in (block.partition("\n") for block in blocks)}
 
@@ -259,29 +203,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seen: list[Seen] = []
     took: dict[System, tuple[str, float]] = {}
     absent: dict[System, str] = {}
-    for system, mine in groupby(chosen, lambda cell: cell.system):
+
+    def verify(system: System) -> None:
         python, told = interpreter(system, asked.environments)
         if not python:
             absent[system] = told
             print(f"{system.name}: {NOT_RUN}: {told}", flush=True)
-            continue
+            return
         began_s = time.monotonic()
+        mine = [cell for cell in chosen if cell.system == system]
         for _, group in groupby(sorted(mine, key=sorting), sorting):
             for one in run(list(group), stored, python):
                 seen.append(one)
                 print(f"{system.name}: {' '.join(key(one.cell)[1:])}: {one.result} {one.why}".rstrip(), flush=True)
         took[system] = (told, time.monotonic() - began_s)
+
+    with ThreadPoolExecutor(2) as pool:  # systems beside each other: a cell computes on one core
+        list(pool.map(verify, dict.fromkeys(cell.system for cell in chosen)))
     seen.sort(key=lambda one: chosen.index(one.cell))
     counts = {result: sum(one.result == result for one in seen) for result in (PASSED, DEFECT, CANNOT, FAILED)}
     print(", ".join(f"{count} {result}" for result, count in counts.items()))
     if path := asked.out or (None if asked.quick or counts[FAILED] else PAGE):
         path.write_text(page(seen, took, absent), encoding="utf-8")
     return int(counts[FAILED] > 0)
-
-
-def sorting(cell: Cell) -> tuple[str, str, str]:
-    """Cells that one command runs are equal in these."""
-    return cell.subject, cell.engine, cell.expected
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python -m bench.walk [CHECKOUT ...]
 
-One `shardproof run "mode=tp tp=2"` is followed in process.
+The request `shardproof run "mode=tp tp=2"` is followed in process.
 
 walk      Functions of the product in the order of their first call, each once, in every thread. The walk begins with
           `run` of harness/running/run.py. It has the files of the folders in FOLDERS; lambdas and comprehensions are
@@ -62,9 +62,8 @@ def followed(tree: Path) -> dict[str, Any]:
         status = main(["run", CASE, "--out", folder])
         sys.setprofile(None)
         threading.setprofile(None)
-    loaded = {
-        name: str(getattr(module, "__file__", "")) for name, module in list(sys.modules.items()) if name != "__main__"
-    }
+    files = {name: str(getattr(module, "__file__", "")) for name, module in list(sys.modules.items())}
+    loaded = {name: file for name, file in files.items() if file != __file__}  # this one is no part of the command
     lines = {name: len(Path(file).read_text().splitlines()) for name, file in loaded.items() if file.startswith(ours)}
     return {"status": status, "calls": calls, "lines": lines}
 
@@ -142,10 +141,12 @@ def _started(tree: Path, words: Sequence[str]) -> None:
 
 
 def figures(tree: Path) -> list[str]:
-    """What is printed of a tree."""
+    """Lines to print of a tree. Raises SystemExit where the case does not pass there."""
     with tempfile.NamedTemporaryFile() as file:
         _started(tree, [str(ROOT / "bench/walk.py"), "--follow", str(tree), file.name])
         found = json.loads(Path(file.name).read_text())
+    if found["status"]:
+        raise SystemExit(f"{tree}: the case that is followed does not pass: exit status {found['status']}")
     files, returns = walk([(file, name) for file, name in found["calls"]])
     names, places = strings(tree), built(tree)
     case_s, torch_s = seconds(tree)

@@ -1,13 +1,13 @@
-"""What watching costs a step: two ranks on gloo train a small transformer, watched and unwatched in turns.
+"""Cost of watching a step: two ranks on gloo train a small transformer, watched and unwatched in turns.
 
     recording + nvtx   recorder and interposer; every range is drawn when a tool listens, so under nsys
     CommDebugMode      torch.distributed.tensor.debug
     torch profiler     CPU activities with shapes and stacks, as in a session
 
-Ratios are the medians of the rounds' own, on the slower rank: by the clock, and by the CPU time of the rank's thread,
-which waiting does not thin out. On a busy machine neither means much. Who has larger layers or fewer calls than CASE
-takes the microseconds an event: what watching adds to a step, over the events that a rank issues in it. Entering and
-leaving a witness is not timed. `python -m bench.witnesses FOLDER ROUNDS [WITNESS ...]` is the measured process.
+Ratios are the medians of the rounds' own, on the slower rank: by the clock, and by the CPU time of the rank's thread.
+On a busy machine neither means much. Microseconds an event, a step's cost over a rank's events in it, serve for larger
+layers or fewer calls than CASE. Entering and leaving a witness is not timed. `python -m bench.witnesses FOLDER ROUNDS
+[WITNESS ...]` is the measured process.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ Spent = Mapping[str, list[tuple[float, float]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """One witness: seconds of a step, its ratios to the unwatched step by the clock and by CPU time of the thread.
+    """Cost of a witness: seconds of a step, its ratios to the unwatched step by the clock and by the thread's CPU time.
 
     `clock_us` and `cpu_us` are the microseconds that it adds to each event of a step.
     """
@@ -97,7 +97,7 @@ def _cost(folder: Path, witness: str) -> Cost:
 
 
 def cost_of(ranks: Sequence[Spent], witness: str, events: int) -> Cost:
-    """What both ranks spent, as a cost; a rank issues so many events a step."""
+    """Cost of a witness from the time of both ranks; a rank issues `events` events a step."""
 
     def slower(name: str, which: int) -> list[float]:
         return [max(one[which], other[which]) for one, other in zip(*(rank[name] for rank in ranks), strict=True)]
@@ -122,7 +122,7 @@ def cost_of(ranks: Sequence[Spent], witness: str, events: int) -> Cost:
 
 
 def _rank(rank: int, folder: Path, rounds: int, witnesses: Sequence[str]) -> None:
-    """One rank: every witness in turns."""
+    """Run every witness in turns, on one rank."""
     case = Case.parse(CASE)
     with world(rank, 2, FileStore(str(folder / f"store{os.getppid()}"), 2), LIMIT_S):
         step = micro_batch(case)

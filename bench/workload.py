@@ -1,11 +1,11 @@
 """The benchmark workload: a two-layer tensor-parallel transformer of plain tensors, the same dense, and its examples.
 
 Small enough that the cost is op dispatch and hand-offs, not arithmetic. Shapes: x, dy [batch, seq, hidden]; weights are
-[out, in]; per layer 12 weights. A rank holds heads / W heads and ffn / W columns and issues 4 all_reduces a layer, two
-forward and two backward (Megatron-LM, arXiv 1909.08053, section 3). With `comm` off the rank runs the same operations
-without a single collective: the floor that an engine is measured against. Everything follows from `sizes.seed`. On
-gloo, ranks are processes of the pool engine or spawned for an example: each draws the weights, runs the dense pass
-itself and judges its own part. Every wait is bounded.
+[out, in]; per layer 12 weights. A rank holds `heads / W` heads and `ffn / W` columns and issues 4 all_reduces a layer,
+two forward and two backward (Megatron-LM, arXiv 1909.08053, section 3). With `comm` off the rank runs the same
+operations without a single collective: the floor that an engine is measured against. Everything follows from
+`sizes.seed`. On gloo, ranks are processes of the pool engine or spawned for an example. Each draws the weights, runs
+the dense pass itself and judges its own part. Every wait is bounded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from harness.interpreter import spawned
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What is run. The default is the workload of the published numbers."""
+    """Sizes of a run. The default is the workload of the published numbers."""
 
     layers: int = 2
     hidden: int = 64
@@ -41,7 +41,7 @@ class Sizes:
 
 
 class Passed(NamedTuple):
-    """One forward and backward: output, gradient of the input, gradients of the weights by name."""
+    """Results of a forward and backward: output, gradient of the input, gradients of the weights by name."""
 
     y_BSH: Tensor
     dx_BSH: Tensor
@@ -79,7 +79,7 @@ def dense(sizes: Sizes, full: dict[str, Tensor], x_BSH: Tensor, dy_BSH: Tensor) 
 def rank_program(
     rank: int, world_size: int, sizes: Sizes, full: dict[str, Tensor], x_BSH: Tensor, dy_BSH: Tensor, comm: bool = True
 ) -> Passed:
-    """One rank's forward and backward; the gradients are those of its shards."""
+    """Forward and backward of one rank; the gradients are those of its shards."""
     shards = {name: shard(name, weight, rank, world_size) for name, weight in full.items()}
     return _pass(sizes, shards, x_BSH, dy_BSH, world_size=world_size, comm=comm)
 
@@ -172,7 +172,7 @@ LIMIT_S = 60.0
 
 
 def pooled_example(engine: Engine, world_size: int, seed: int, allowed: float) -> None:
-    """One example on the ranks of an engine. Raises RuntimeError when it is wrong."""
+    """Run an example on the ranks of an engine. Raises RuntimeError when it is wrong."""
     _judge(engine.run(_error, world_size, seed, world_size=world_size, timeout_s=LIMIT_S), allowed)
 
 

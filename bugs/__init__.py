@@ -24,8 +24,8 @@ indented as the line where the old text begins. A line that is indented by four 
     in, of    phase and module of the first wrong place    as       causes that are right to report
     equivalent, wrong, case, system                        why it cannot be seen; what is wrong; a case; who has it
 
-What a record stands for names its public issue as SYSTEM #N (`references.SYSTEMS` has the systems); what only resembles
-one says so, `Megatron #656's kin`.
+A record that stands for a public issue names it as SYSTEM #N (`references.SYSTEMS` has the systems). A record that only
+resembles one has `Megatron #656's kin`.
 
 `defaults` begins what the following records have unless they say otherwise, `-` for nothing; `let X = words` is a name
 for words in this file. Bugs in `held_back` are not for whoever writes rules of diagnosis.

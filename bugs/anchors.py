@@ -35,10 +35,9 @@ def changed(name: str, changes: tuple[Change, ...]) -> dict[str, str]:
 
 
 def found(change: Change, texts: dict[str, str] | None = None, *, renamed: bool = False) -> Change:
-    """The change at its place of today: where it says, else in the one function of that name in the package that holds
-    the lines; with `renamed` in the one function of any name. `texts` are sources changed already.
+    """The change at its place of today: where it says, else in the one function of that name that has the lines.
 
-    Raises AnchorLost.
+    With `renamed` it is the one function of any name. `texts` are sources changed already. Raises AnchorLost.
     """
     known = texts or {}
     count = _matches(change, known) if _spec(change.module) else 0
@@ -141,7 +140,7 @@ def _occurrences(text: str, change: Change) -> list[tuple[int, int]]:
 
 @cache
 def _pattern(old: str) -> re.Pattern[str]:
-    """What matches these lines whatever their white space, their line breaks and their trailing commas are."""
+    """Pattern of these lines whatever their white space, their line breaks and their trailing commas are."""
     tokens = _TOKEN.findall(old)
     parts = []
     for number, token in enumerate(tokens):

@@ -1,8 +1,8 @@
 """Plants a bug from outside: our implementation is imported anew with one source file changed, beside the right one.
 
 The product's code holds no switches. `planted` gives the subject of a second copy of the packages whose file was
-changed; the running process gets its own modules back before it returns, so right and wrong live side by side. A bug in
-`reference` moves the dense model as well: `planted_everywhere` is the second copy for truth and ranks alike.
+changed. The running process gets its own modules back before `planted` returns, so right and wrong live side by side. A
+bug in `reference` moves the dense model as well: `planted_everywhere` is the second copy for truth and ranks alike.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def replaced(module: str, old: str, new: str) -> dict[str, str]:
 
 
 class _Copy(importlib.abc.MetaPathFinder):
-    """A second copy of some packages. What its code imports is of the copy, also when a function imports it later."""
+    """A second copy of some packages. Imports of its code are of the copy, also when a function imports later."""
 
     def __init__(self, packages: Sequence[str], sources: Mapping[str, str]) -> None:
         self._packages, self._sources = packages, sources
@@ -85,7 +85,7 @@ class _Copy(importlib.abc.MetaPathFinder):
         return spec
 
     def _statement(self, name: str, *words: Any, **more: Any) -> Any:
-        """What the statement `import` calls in code of the copy."""
+        """Statement `import` in code of the copy."""
         with self.found() if self._has(name) else nullcontext():
             return builtins.__import__(name, *words, **more)
 
@@ -123,8 +123,9 @@ def planted_module(sources: Mapping[str, str], module: str) -> ModuleType:
 def planted_everywhere(
     sources: Mapping[str, str], packages: Sequence[str] = ("parallel", "reference")
 ) -> Iterator[None]:
-    """Inside, whoever finds something in these packages by its name gets it from copies with these sources: the dense
-    model, the statements about the data, and our subject.
+    """Import these packages, when found by name, from copies with these sources.
+
+    Copies have the dense model, the statements about the data, and our subject.
     """
     with _Copy(packages, sources).found():
         yield

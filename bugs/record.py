@@ -33,7 +33,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bug:
-    """One planted bug.
+    """A planted bug.
 
     stands_for  the real bug: its row in the catalogue of bugs (B-..) or its source, and the system
     modes       mode that can host it -> words that its cases need there
@@ -45,7 +45,7 @@ class Bug:
     region      module of that place, with * and ? as in file names, "|" as above; "" is no module
     cause       ids that are right to report (harness.diagnosing.rules.causes), "|" as above; "" when all would mislead
     equivalent  why no outcome and no ledger of any legal case can differ, for a bug that cannot be killed
-    held_back   kept from whoever writes rules of diagnosis
+    held_back   kept from authors of rules of diagnosis
     wrong       what is wrong, in one sentence
     case        a case that shows it
     system      "module:object" of the subject that has it, "" for our own

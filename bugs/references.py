@@ -1,7 +1,7 @@
 """Public issues and pull requests that a record names: the words that it stands for, read.
 
 A reference is `SYSTEM #N`, `SYSTEM PR #N` or item `-M` of issue N, several joined by ", #N" or " and #N"; `SYSTEM` is
-one of SYSTEMS. What only resembles an issue says "kin" behind its number (`Megatron #656's kin`), and is no reference.
+one of SYSTEMS. An issue that is only resembled has "kin" behind it (`Megatron #656's kin`), and is no reference.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def references(stands_for: str) -> tuple[str, ...]:
 
 
 def unread(stands_for: str) -> tuple[str, ...]:
-    """Numbers in the words of a record that no system of SYSTEMS has, and that say no "kin": nobody reads them."""
+    """Numbers in the words of a record that no system of SYSTEMS has, and that have no "kin": no reader finds them."""
     return tuple(re.findall(r"#\d+", _NAMED.sub("", stands_for)))
 
 
 def told(stands_for: str) -> str:
-    """What a record says behind the references: what went wrong; all of it where it names none."""
+    """Words of a record behind the references: what went wrong; all of them where it names none."""
     *_, end = (0, *(named.end() for named in _NAMED.finditer(stands_for)))
     return stands_for[end:].strip(" ,:;()")

@@ -16,7 +16,7 @@ from bugs.anchors import AnchorLost, applied, found, source_of
 from bugs.record import FOLDER, Bug, read
 
 _HELD_BACK = "a bug that is held back"
-"""What is told of one in place of its name and lines."""
+"""Name that replaces the name and lines of such a bug in messages."""
 
 
 def moved(bug: Bug) -> dict[str, str]:
@@ -38,7 +38,7 @@ def moved(bug: Bug) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str], folder: Path = FOLDER) -> int:
-    """Rewrite the files of a folder; with --dry-run only tell."""
+    """Rewrite the files of a folder; with --dry-run only report."""
     lost = 0
     for path in sorted(folder.rglob("*.txt")):
         places: dict[str, dict[str, str]] = {}

@@ -1,4 +1,4 @@
-"""A case's text to the case. It loads no torch, so that the command line refuses a wrong word at once."""
+"""Parses a case's text. No torch is loaded, so that the command line refuses a wrong word at once."""
 
 from __future__ import annotations
 

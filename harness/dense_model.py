@@ -1,7 +1,7 @@
 """The dense model as the harness knows it: one object with these methods, found by its name as a subject is.
 
-It stands for no mathematics here: the harness imports neither the reference nor any implementation. Outcomes are full
-tensors by name; functions of (case, device) take what they cannot know as given=mapping.
+The dense model stands for no mathematics here: the harness imports neither the reference nor any implementation.
+Outcomes are full tensors by name; functions of (case, device) take what they cannot know as given=mapping.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ SUBJECT = "parallel.subject:subject"
 
 
 class WhatIfLike(Protocol):
-    """A rule of the dense model that may not be kept. `words` go on from "what the dense model computes"; `explains`
-    are the kinds of wrong tensors for which it is tried; `names_readings`: whether a cause names the readings that fit.
+    """A rule of the dense model that may not be kept.
+
+    `words` go on from "what the dense model computes". `explains` are the kinds of wrong tensors for which it is
+    tried; `names_readings`: whether a cause names the readings that fit.
     """
 
     @property
@@ -49,7 +51,7 @@ class Tried(NamedTuple):
 
 
 class DenseModelLike(Protocol):
-    """What a case is in words, and what is computed of one. A case here is one that `case` has read."""
+    """Words of a case, and what is computed of it. A case here is one that `case` has read."""
 
     @property
     def case(self) -> Any:

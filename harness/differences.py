@@ -24,11 +24,11 @@ _LISTED = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One key on which ledger and closed form differ: `expected` or `found` is None when the event is extra or missing.
+    """A key on which ledger and closed form differ: `expected` or `found` is None when the event is extra or missing.
 
     `calls`: by how many events they differ on each of `ranks`, 0 when only their bytes do; `caller`: where the found
-    event was issued. `term`, where a term that leaves fields out does not hold, is that term and what was found; then
-    the key has only what the counted events have in common, unless one event stands for another.
+    event was issued. `term` is a term with fields left out that does not hold, and what was found. The key then has
+    only what the counted events have in common, unless one event stands for another.
     """
 
     expected: EventKey | None
@@ -104,8 +104,9 @@ def differences(
 
 
 def but_for_bytes(parted: Sequence[Difference], regions: Collection[str]) -> list[Difference]:
-    """Those of these differences that are more than other payloads of the calls of these modules: where rows were
-    chosen otherwise, a call has other rows, or none, and then it is none.
+    """These differences without other payloads of the calls of these modules.
+
+    Where rows were chosen otherwise, a call has other rows, or none, and then it is none.
     """
 
     def call(key: EventKey) -> EventKey:
@@ -178,7 +179,7 @@ def _instead(parts: Iterable[Difference], term: Term) -> Difference | None:
 
 
 def _common(term: Term, matched: Iterable[EventKey]) -> EventKey:
-    """What these events, or those that the term counts, have in common; "" and 0 for the rest."""
+    """Common fields of these events, or of those that the term counts; "" and 0 for the rest."""
     shared = {name: {getattr(line, name) for line in matched} for name in FIELDS}
     known = {name: values.pop() for name, values in shared.items() if len(values) == 1}
     blank = EventKey(phase="", region="", op="", reduce_op="", axis="", group_size=0, dtype="", payload_bytes=0)

@@ -120,7 +120,7 @@ class Desynchronised(ProgramError):
     """The ranks do not issue the same calls.
 
     `kind`: "mismatch" (they meet in one call and say different things), "skipped" (a rank ended without a call in which
-    others wait), "deadlock" (every rank waits for another one).
+    others wait). "deadlock": every rank waits for another one.
     """
 
     def __init__(self, cause: str, *, kind: str, ranks: Sequence[int], positions: Sequence[Position]) -> None:

@@ -1,9 +1,9 @@
 """Faults: systematic disturbances of the collectives of any subject, made from its ledger alone, without its source.
 
 A target is one distinct call of the program: op, reduce op, axis, phase, region, and its number among equals within a
-micro-batch; on every rank, in every micro-batch and step. Runs repeat exactly, so a target's calls are known by rank
-and call index from one clean ledger. A fault is a target and what happens to its data, below the recorder: the ledger
-stays clean, and only what is computed can show it.
+micro-batch. The call is the target on every rank, in every micro-batch and step. Runs repeat exactly, so a target's
+calls are known by rank and call index from one clean ledger. A fault is a target and what happens to its data, below
+the recorder. The ledger stays clean, and only what is computed can show it.
 
     drop    a rank has what it would have alone: its own term, its own part in every place, its buffer as it was
     double  the call's result goes through the call again; where its shape forbids that, a reduced result counts twice
@@ -41,7 +41,7 @@ _SILENT = ("barrier", "send")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """One distinct call of a program; `calls` are its (rank, call index), rank by rank in the order of issue."""
+    """A distinct call of a program; `calls` are its (rank, call index), rank by rank in the order of issue."""
 
     op: str
     reduce_op: str
@@ -66,8 +66,9 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What happens to a target's data. `rank` is the one rank whose result is spoiled, -1: all alike, a bug in the
-    program. `groups` are those of a group fault.
+    """A disturbance of a target's data. `groups` are those of a group fault.
+
+    `rank` is the one rank whose result is spoiled, -1: all alike, a bug in the program.
     """
 
     kind: str
@@ -187,5 +188,5 @@ def _other_groups(target: Target, axes: Mapping[str, Partition]) -> dict[str, Pa
 
 
 def _meant(target: Target, groups: Partition) -> frozenset[object]:
-    """What distinguishes partitions: the order within a group too, but for sums, which are the same in any order."""
+    """Partitions are distinguished by the order within a group too, but for sums, which are the same in any order."""
     return frozenset(map(frozenset, groups)) if target.op == "all_reduce" else frozenset(groups)

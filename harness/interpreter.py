@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 COLLECTED_AFTER = (50_000, 20, 10)
-"""Python looks for garbage after so many new objects (gc.set_threshold): the default of 700 costs a proof over 4 %."""
+"""New objects after which Python looks for garbage (gc.set_threshold): the default of 700 costs a proof over 4 %."""
 _HOME = str(Path(__file__).resolve().parents[1])
 _BOOT = """import gc, sys
 gc.disable()

@@ -41,15 +41,15 @@ _RING = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One collective as one rank issues it, seen by the engine's group or the interposer, before it runs.
+    """A collective as one rank issues it, seen by the engine's group or the interposer, before it runs.
 
-    `shape` is the payload tensor's; several tensors of a coalesced call are joined: ((4, 8), (4,)).
-    `group` holds the global ranks in group order; `group_desc` is what the user called the group ("tp", "mesh_tp").
-    `peer` is the group's root or the other end of a point-to-point call as a global rank, -1 when there is none.
-    `device` is the type of device that the payload is on; where there is no payload, the host.
-    `operator` is torch's name of an operator whose op is `other`: "c10d::shuffle_". `address` is where an all_gather or
-    a broadcast writes first in memory, 0 for other calls and where there is no memory. `needs_gradient`: autograd asks
-    for the gradient of what an all_to_all or a reduce_scatter sends; False where that is not certain, and of others.
+    `shape` is the payload tensor's; several tensors of a coalesced call are joined: ((4, 8), (4,)). `group` holds the
+    global ranks in group order; `group_desc` is what the user called the group ("tp", "mesh_tp"). `peer` is the group's
+    root or the other end of a point-to-point call as a global rank, -1 when there is none. `device` is the type of
+    device that the payload is on; where there is no payload, the host. `operator` is torch's name of an operator whose
+    op is `other`: "c10d::shuffle_". `address` is where an all_gather or a broadcast writes first in memory, 0 for other
+    calls and where there is no memory. `needs_gradient`: autograd wants the gradient of what an all_to_all or a
+    reduce_scatter sends; False where that is not certain, and of others.
     """
 
     op: str
@@ -68,9 +68,9 @@ class Call:
 
 
 class Observer(Protocol):
-    """Whoever watches the calls of the ranks: the recorder, a fault injector's log, a test.
+    """Observer of the calls of the ranks: the recorder, a fault injector's log, a test.
 
-    One with a method waited(rank, ticket) hears when the program has waited for an asynchronous call, the first time.
+    A method waited(rank, ticket) is called when the program has waited for an asynchronous call, the first time.
     """
 
     def issued(self, rank: int, call: Call) -> int:
@@ -83,14 +83,14 @@ class Observer(Protocol):
 
 
 def notify_waited(observer: Observer, rank: int, ticket: int) -> None:
-    """Tell an observer that has a method for it that the program waits for this asynchronous call."""
+    """Notify an observer that has a method for it that the program waits for this asynchronous call."""
     if (notify := getattr(observer, "waited", None)) is not None:
         notify(rank, ticket)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One call on one rank; all fields but those of _UNWRITTEN are the columns of `ledger.csv`, in its order.
+    """A call on one rank; all fields but those of _UNWRITTEN are the columns of `ledger.csv`, in its order.
 
     `graph` names the CUDA graph a replay of which sent it ("graph0"), "" where the program itself did. `group` holds
     the global ranks of the call's group; the file names the group by `axis`. `operator` is torch's name

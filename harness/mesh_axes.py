@@ -51,7 +51,8 @@ SPELT: Mapping[str, str] = {
     "efsdp": "edp",
 }
 """Words of Megatron-Core (parallel_state.initialize_model_parallel), without fillers, and of torchtitan's meshes
-(distributed.parallel_dims) -> the axes that they stand for. What stands for more words comes first."""
+(distributed.parallel_dims) -> the axes that they stand for. Words for more axes come first.
+"""
 KNOWN = frozenset((*AXES, *EXPERT_AXES, "edp", "wp", "wdp", "embedding"))
 """Axes that a description may name as they are."""
 

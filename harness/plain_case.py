@@ -5,7 +5,7 @@
     >>> case.width, case.act, case.world_size, str(case)
     (12, 'relu', 6, 'tp=2 dp=3 act=relu')
 
-No rule of our decoder holds for such a case. It loads no torch.
+No rule of our decoder holds for such a case, and no torch is loaded.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainCase:
-    """One experiment in a subject's own words, each an attribute; `str(case)` parses back to an equal case."""
+    """An experiment in a subject's own words, each an attribute; `str(case)` parses back to an equal case."""
 
     vocabulary: Vocabulary
     values: tuple[tuple[str, Word], ...]
@@ -215,7 +215,7 @@ class PlainCase:
     def samples(self, step: int, micro: int, dp_rank: int, batch: int) -> range:
         """The numbers of the samples in a micro-batch of `batch` samples on a data rank; no number occurs twice.
 
-        The same samples make up a step for every factorisation of the same dp * micro: data drawn from these numbers
+        The same samples make up a step for every factorisation of the same dp * micro. Data drawn from these numbers
         alone are the same global batch with one rank (truth = "alone") as with many.
         """
         number = (step * self.micro + micro) * self.axis_sizes["dp"] + dp_rank

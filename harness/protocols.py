@@ -1,4 +1,4 @@
-"""What the harness needs of a case, a subject, a shard and an expectation: protocols, so no subject must import us.
+"""Types that the harness needs of a case, a subject, a shard and an expectation: protocols, so no subject imports us.
 
 Third parties and our own `parallel` satisfy these by shape alone.
 """
@@ -17,7 +17,7 @@ Axes = Mapping[str, tuple[tuple[int, ...], ...]]
 
 
 class CaseLike(Protocol):
-    """One experiment; `str(case)` is its one-line text, which parses back to an equal case."""
+    """An experiment; `str(case)` is its one-line text, which parses back to an equal case."""
 
     @property
     def mode(self) -> str: ...
@@ -42,7 +42,7 @@ class CaseLike(Protocol):
 
 
 class ShardLike(Protocol):
-    """One rank's block of a full tensor: `full[offsets : offsets + local.shape] == local`."""
+    """Block of a full tensor on one rank: `full[offsets : offsets + local.shape] == local`."""
 
     @property
     def local(self) -> Tensor: ...
@@ -53,11 +53,11 @@ class ShardLike(Protocol):
 
 
 Value: TypeAlias = "Tensor | ShardLike | Iterable[ShardLike]"
-"""What a subject returns under one name: a full tensor, one shard, several shards (a fused weight), or a DTensor."""
+"""Value of a subject under one name: a full tensor, one shard, several shards (a fused weight), or a DTensor."""
 
 
 class TermLike(Protocol):
-    """One line of a closed form: `calls` equal events that every rank must issue over the whole run.
+    """Line of a closed form: `calls` equal events that every rank must issue over the whole run.
 
     A term may have `hidden`: True promises that a product is computed between the issue and the wait of each call. Only
     a `harness.terms.Term` may leave fields out, which are None there.
@@ -84,7 +84,7 @@ class TermLike(Protocol):
 
 
 class FactsLike(Protocol):
-    """What a reference states about the data of a case, beside the code that reads them."""
+    """Statements of a reference about the data of a case, beside the code that reads them."""
 
     @property
     def pairs(self) -> Mapping[str, tuple[Tensor, Tensor]]:
@@ -98,7 +98,7 @@ class FactsLike(Protocol):
 
     @property
     def unchecked(self) -> tuple[str, ...]:
-        """What these data cannot show: rows that nothing looks up."""
+        """Words on what these data cannot show: rows that nothing looks up."""
         ...
 
 
@@ -144,7 +144,7 @@ class PipelineLike(Protocol):
 
     @property
     def programs(self) -> Sequence[Sequence[Sequence[ActionLike]]]:
-        """What every stage does in a step: one computation, or the messages of one batch, after the other."""
+        """Programs of all stages in a step: one computation, or the messages of one batch, after the other."""
         ...
 
     @property
@@ -153,7 +153,7 @@ class PipelineLike(Protocol):
         ...
 
     def sample(self, depth: int | None) -> CaseLike:
-        """One step of as few micro-batches as the schedule runs, at least two; with `depth` layers in every chunk."""
+        """A step of as few micro-batches as the schedule runs, at least two; with `depth` layers in every chunk."""
         ...
 
     def spans(

@@ -78,6 +78,6 @@ def _lacks(problem: ModuleNotFoundError, module_name: str) -> bool:
 
 
 def _elsewhere(module_name: str) -> ModuleType:
-    """The module as the user's own statement `import` finds it: `shardproof.rooms` tells it from ours by the caller."""
+    """Import the module as the user's own statement `import` finds it: `shardproof.rooms` looks at the caller."""
     found: ModuleType = __import__(module_name, {}, {}, ("__name__",))
     return found

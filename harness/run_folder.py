@@ -19,7 +19,7 @@ from pathlib import Path
 from harness.errors import RequestError
 
 SCHEMA = 2
-"""What is written now. Increase it when a reader of the former layout would misread what is written."""
+"""Version of what is written now. Increase it when a reader of the former layout would misread what is written."""
 _RUNS_A_SECOND = 1000
 
 
@@ -61,7 +61,7 @@ def safe_name(name: str) -> str:
 
 @contextmanager
 def writing(out: Path) -> Iterator[None]:
-    """What is inside writes the run folder. Raises RequestError with the folder and the reason where that cannot be."""
+    """Write the run folder inside. Raises RequestError with the folder and the reason where that cannot be."""
     try:
         yield
     except OSError as problem:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's block of a full tensor: `full[offsets : offsets + local.shape] == local`.
+    """Block of a full tensor on one rank: `full[offsets : offsets + local.shape] == local`.
 
     Raises ValueError when the block does not lie inside `global_shape`.
     """

@@ -1,9 +1,9 @@
 """Terms: the lines of a closed form, and which events each of them counts.
 
 A term counts the events of a rank, over the whole run, that match every field it states; a field left out (None)
-matches anything. It holds for every rank, or for those at its coordinates of the mesh (`at`). A term that states every
-field is complete: a ledger of complete terms is compared as an exact multiset of `EventKey`s. Terms that differ in
-their numbers alone (calls, total_bytes) add up. Payloads are bytes.
+matches anything. The term holds for every rank, or for those at its coordinates of the mesh (`at`). A term that states
+every field is complete: a ledger of complete terms is compared as an exact multiset of `EventKey`s. Terms that differ
+in their numbers alone (calls, total_bytes) add up. Payloads are bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from harness.protocols import Axes, TermLike
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventKey:
-    """What is compared of an event: the fields that a complete term states."""
+    """Compared fields of an event: the fields that a complete term states."""
 
     phase: str
     region: str
@@ -50,8 +50,8 @@ FIELDS = tuple(field.name for field in fields(EventKey))
 _NUMBERS = {"group_size": 1, "payload_bytes": 0, "calls": 0, "total_bytes": 0}
 """Fields that are whole numbers -> the least."""
 CARRIERS = ("c10d", "user_buffer", "deep_ep", "replay")
-"""What carries a call: torch.distributed, the one that a recorder sees; copies between user buffers inside of a product
-(TransformerEngine's tp_comm_overlap); DeepEP's kernels; replays of CUDA graphs that C++ launches.
+"""Carriers of a call: torch.distributed, the one that a recorder sees; copies between user buffers inside of a
+product (TransformerEngine's tp_comm_overlap). Then DeepEP's kernels, and replays of CUDA graphs that C++ launches.
 """
 _WORDS = {"phase": PHASES, "op": OPS, "reduce_op": REDUCE_OPS, "carrier": CARRIERS}
 """Fields with a fixed list of legal words."""
@@ -62,10 +62,10 @@ class Term:
     """Calls that every rank issues over the whole run; fields as in the ledger, None where any value will do.
 
     `at` maps mesh axes to places on them: the term holds for the ranks at these places alone, such as those of one
-    pipeline stage, and for every rank when it is empty. `payload_bytes` is that of each call, `total_bytes` the sum
+    pipeline stage. Without places it holds for every rank. `payload_bytes` is that of each call, `total_bytes` the sum
     over all calls; `calls` None: any number of them. `hidden`: each travels while a product is computed, which lies
-    between its issue and its wait. `carrier`: one of CARRIERS; what no recorder sees is told as not checked, and is
-    never a missing call. Raises ValueError or TypeError for a field that no call can have, and when nothing is stated.
+    between its issue and its wait. `carrier`: one of CARRIERS; calls that no recorder sees are reported as not checked,
+    and are never missing. Raises ValueError or TypeError for a field that no call can have, and when nothing is stated.
     """
 
     phase: str | None = None
@@ -113,7 +113,7 @@ class Term:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """What this term does not compare; a sum of bytes stands for those of each call."""
+        """Fields that this term does not compare; a sum of bytes stands for those of each call."""
         names = [name for name in (*FIELDS, "calls") if getattr(self, name) is None]
         return tuple(name for name in names if name != "payload_bytes" or self.total_bytes is None)
 
@@ -142,7 +142,7 @@ class ClosedForm:
     partial: tuple[Term, ...]
 
     def counting(self, line: EventKey) -> list[EventKey | Term]:
-        """Whatever counts this event: its own key when a complete term states it, and the partial terms it matches."""
+        """Keys and terms that count this event: its own key when a complete term states it, and partial terms."""
         own: list[EventKey | Term] = [line] if line in self.complete else []
         return own + [term for term in self.partial if term.matches(line)]
 
@@ -171,6 +171,15 @@ def closed_forms(terms: Iterable[TermLike], ranks: Iterable[int], axes: Axes) ->
             made[holds] = closed_form(term for term, here in zip(every, holds, strict=True) if here)
         found[rank] = made[holds]
     return found
+
+
+def as_stated(events: Iterable[Event], terms: Iterable[TermLike], ranks: Iterable[int], axes: Axes) -> bool:
+    """Whether these ranks issued exactly the calls of these terms, and each of them states every field."""
+    lines: dict[int, Counter[EventKey]] = {rank: Counter() for rank in ranks}
+    for event in events:
+        lines.setdefault(event.rank, Counter())[key_of(event)] += 1
+    forms = closed_forms(terms, lines, axes)
+    return all(not forms[rank].partial and forms[rank].complete == own for rank, own in lines.items())
 
 
 def _holds(at: Mapping[str, int], own: Mapping[str, set[int]]) -> bool:
@@ -207,7 +216,7 @@ def _added(one: Term, other: Term) -> Term:
 
 
 def key_of(entry: Event | TermLike) -> EventKey:
-    """What is compared of an event, or what a complete term states of each of its events."""
+    """Key of an event, or of each event of a complete term."""
     whole: Any = entry
     return EventKey(
         phase=whole.phase,

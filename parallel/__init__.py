@@ -1,7 +1,7 @@
 """The implementation under test: one scheme, one file or room, one table; no instrumentation inside.
 
-The files here put the rooms together: `subject`, what is run and what it states; `registry`, the schemes by name;
-`variants`, the same with a known bug in it. A room imports only rooms below it:
+The files here put the rooms together: `subject` is run and states what must hold; `registry` has the schemes by name;
+`variants` has known bugs. A room imports only rooms below it:
 
     schemes, context, data_parallel, pipeline    one way to split the work each
     training                                     the steps of a rank

@@ -1,10 +1,10 @@
 """The strategy of a case: that of its mode, changed by every feature.
 
-Both are found by name, and imported for the first case that has them. A mode of `reference.language.modes` is the file
-of `parallel.schemes` with its name, and the strategy there is called like it: `TP_SP` for mode=tp-sp. What a file of
-`reference.features` declares is implemented by the module of the same name, `parallel.NAME`, or `parallel.NAME.scheme`
-where that is a folder. It has `applied(strategy, case)`, and may have `AFTER`, the features that are applied before it.
-A feature without such a module changes no strategy, and neither does one that a case has no word of.
+Mode and features are found by name, and imported for the first case that has them. A mode of `reference.language.modes`
+is the file of `parallel.schemes` with its name, and the strategy there is called like it: `TP_SP` for mode=tp-sp. A
+file of `reference.features` is implemented by the module of its name, `parallel.NAME`, or `parallel.NAME.scheme` where
+that is a folder. The module has `applied(strategy, case)`, and may have `AFTER`, the features that are applied before
+it. A feature without such a module changes no strategy, and neither does one that a case has no word of.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from parallel.communication.expectation import CallRow
 from parallel.data_parallel.calls import step_rows
 from parallel.model.strategy import Strategy
 from reference.case import Case
-from reference.features import FEATURES
+from reference.features import FEATURES, module_in
 from reference.language.words import not_default
 
 SCHEMES: dict[str, Strategy] = {}
@@ -37,12 +37,16 @@ def scheme_of(mode: str) -> Strategy:
 
 
 def _module(name: str) -> Any:
-    """A module of this package. The statement's own function: in a copy with a planted bug it imports of the copy."""
-    return __import__(f"{__package__}.{name}", fromlist=["*"])
+    return module_in(__package__, name, _imported)
+
+
+def _imported(name: str) -> Any:
+    """The statement's own function: in a copy with a planted bug it imports of the copy."""
+    return __import__(name, fromlist=["*"])
 
 
 def _features(case: Case) -> Iterator[Applied]:
-    """What the features of a case change of a strategy, in the order in which they are applied."""
+    """Changes of a strategy by the features of a case, in the order in which they are applied."""
     modules = {}
     for name, words in FEATURES.items():
         if any(not_default(words, case)):
@@ -55,7 +59,7 @@ def _features(case: Case) -> Iterator[Applied]:
 
 
 def strategy_of(case: Case) -> Strategy:
-    """What mode and features of this case decide together."""
+    """Strategy that mode and features of this case decide together."""
     return _composed(scheme_of(case.mode), case)
 
 

@@ -83,8 +83,9 @@ class ParallelSubject:
         return tuple(terms(case, rows_of(case)))
 
     def beside(self, case: Case) -> Iterable[tuple[str, str]]:
-        """What Megatron itself counts and issues beside this closed form; nothing in modes of other systems, and
-        nothing on several pipeline stages, whose ranks differ.
+        """Counts and calls of Megatron itself beside this closed form.
+
+        Modes of other systems have none, nor have several pipeline stages, whose ranks differ.
         """
         if modes.MODES[case.mode].system != "Megatron-Core" or case.pipeline_axes:
             return ()
@@ -122,8 +123,10 @@ class ParallelSubject:
         return rows(boxes, first=first, total=case.dp * place.shape[0])
 
     def harmless(self, case: Case, fault: Any) -> str:
-        """Why this `harness.faults.Fault` changes no result: exp(x - m) / sum exp(x - m) is the same for any m that all
-        ranks of the vocabulary's axis subtract alike, as long as nothing overflows. "" for any other fault.
+        """Why this `harness.faults.Fault` changes no result; "" where it may.
+
+        `exp(x - m) / sum exp(x - m)` is the same for any m that all ranks of the vocabulary's axis subtract, as long as
+        nothing overflows.
         """
         target = fault.target
         maximum = (target.op, target.reduce_op, target.phase, target.number) in _SHIFTS

@@ -1,4 +1,4 @@
-"""What a process begins with that one of ours starts, where other packages may have the names of our folders.
+"""First statements of a process that one of ours starts, where other packages may have the names of our folders.
 
 `python -m shardproof.child MODULE WORDS...` calls `main(WORDS)` of a module of ours; `python -m MODULE` might run
 theirs. `Target` is a function for a process that multiprocessing spawns.

@@ -17,7 +17,7 @@ from harness.running import run as running
 from harness.running.engines import engine_named
 from harness.running.request import Request
 from harness.running.result import CaseResult
-from harness.running.run import RunResult
+from harness.running.run_result import RunResult
 from harness.subject import case_of, cases_of, named
 
 
@@ -32,12 +32,11 @@ def prove(
 ) -> CaseResult:
     """Run one case on a subject, a callable or its name "module:object", and check it against the dense model.
 
-    `truth`: "module:object" of a dense model of its own, or "alone" for the subject itself on one rank; without it its
-    attribute `truth`, or our decoder.
-
-    `engine`: a word of `shardproof run --engine`, or an open engine, which stays open. `result.verdict` is the worst of
-    `result.verdicts`; `result.events` is the ledger. Nothing is written. Raises RequestError when the case, the subject
-    or the engine is wrong; whatever the subject does wrong is a failed verdict.
+    `truth`: "module:object" of a dense model of its own, or "alone" for the subject itself on one rank. Without it the
+    subject's attribute `truth` counts, or our decoder. `engine`: a word of `shardproof run --engine`, or an open
+    engine, which stays open. `result.verdict` is the worst of `result.verdicts`; `result.events` is the ledger. Nothing
+    is written. Raises RequestError when the case, the subject or the engine is wrong; whatever the subject does wrong
+    is a failed verdict.
     """
     given = named(subject, truth)
     known = case_of(case, given) if isinstance(case, str) else case

@@ -6,10 +6,11 @@
 Under torchrun every process runs this command: rank 0's session draws, checks and reports; the others collect nothing,
 serve rank 0 and end with it.
 
-It is loaded in every pytest session of its environment. There it adds names to the ini file, and nothing more unless
-the suites are named as modules: no option, no import. What the suites need is in their conftest, which pytest may find
-as late as it collects. Options and their twins in the ini file are one table; one on the command line wins over the ini
-file (`shardproof_subject = my.module:subject`), and that over the default. Profiles are in `suites.drawing.profiles`.
+The plugin is loaded in every pytest session of its environment. There it adds names to the ini file, and nothing more
+unless the suites are named as modules: no option, no import. The imports of the suites are in their conftest, which
+pytest may find as late as it collects. Options and their twins in the ini file are one table. An option on the command
+line wins over the ini file (`shardproof_subject = my.module:subject`), and that over the default. Profiles are in
+`suites.drawing.profiles`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Option:
 
     @property
     def word(self) -> str:
-        """What follows -- on the command line."""
+        """The option's name behind -- on the command line."""
         return self.name.replace("_", "-")
 
     @property

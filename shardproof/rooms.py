@@ -1,8 +1,8 @@
 """Keeps the folders behind `shardproof` and other packages of the same names apart, in one process.
 
-Their import names are the folder names (`reports`, `parallel` ...), and these are generic: a user's working directory
+Import names of ours are the folder names (`reports`, `parallel` ...), and these are generic. A user's working directory
 may well have a package `parallel`, or a folder `bench`. After `lead`, modules of ours import ours, wherever another
-lies; every other module imports what it would without shardproof. That package then stands in `sys.modules` below
+lies; every other module imports what it would without shardproof. The other package then stands in `sys.modules` below
 `beside_shardproof`, since the name itself is taken. Without such a package nothing of Python's own import is replaced.
 
 Source: importlib's documentation, "Finders and loaders"; `builtins.__import__` is what the statement `import` calls.
@@ -111,7 +111,7 @@ class _Leading:
 
 
 def _found(room: str, places: Sequence[str]) -> ModuleSpec | None:
-    """What Python would find under the name of a room if shardproof was not installed."""
+    """Find the package that Python would import under the name of a room if shardproof was not installed."""
     for finder in sys.meta_path:
         if isinstance(finder, _Leading) or not hasattr(finder, "find_spec"):
             continue
@@ -122,7 +122,7 @@ def _found(room: str, places: Sequence[str]) -> ModuleSpec | None:
 
 
 class _Statement:
-    """What the statement `import` calls once there are packages beside ours: theirs for theirs, ours for ours."""
+    """The statement `import` once there are packages beside ours: theirs for theirs, ours for ours."""
 
     def __init__(self, original: Any, finder: _Leading) -> None:
         self._original = original

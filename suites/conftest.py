@@ -1,4 +1,4 @@
-"""What every suite shares: the profile, the modes under proof, the prover of the subject under test, and its gates."""
+"""Fixtures of every suite: the profile, the modes under proof, the prover of the subject under test, and its gates."""
 
 from __future__ import annotations
 
@@ -42,8 +42,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _refuse_wrong(config: pytest.Config) -> None:
-    """One sentence for a wrong request. Where pytest finds this file only while it collects, it is an error of the
-    collection, which pytest-xdist reports once for all its workers.
+    """Refuse a wrong request in one sentence.
+
+    Where pytest finds this file only while it collects, the refusal is an error of the collection, which pytest-xdist
+    reports once for all its workers.
     """
     try:
         check(config)
@@ -58,7 +60,7 @@ def _profile(config: pytest.Config) -> str:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """One line: who is under test."""
+    """Header line: who is under test."""
     return header(config)
 
 
@@ -78,7 +80,7 @@ def _modes(config: pytest.Config) -> Sequence[str]:
 
 
 def _collectives(config: pytest.Config) -> list[Collective]:
-    """What --faults disturbs; one a mode, to be deselected or skipped, where nothing is to be disturbed."""
+    """Collectives that --faults disturbs; one a mode, to be deselected or skipped, where nothing is to be disturbed."""
     modes = _modes(config)
     if not option_value(config, "faults") or option_value(config, "engine") != "inproc":
         return [Collective(mode=mode) for mode in modes]
@@ -95,8 +97,9 @@ def _collectives(config: pytest.Config) -> list[Collective]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Let known failures fail, and stale ones too; skip what cannot be sent to ranks in other processes; leave out
-    the faults unless --faults is given.
+    """Let known failures fail, and stale ones too; skip tests that cannot be sent to ranks in other processes.
+
+    The faults are left out unless --faults is given.
     """
     if not option_value(config, "faults"):
         _deselect(config, items, "faults")

@@ -1,4 +1,4 @@
-"""One step: every module's output, the gradient in it, and every parameter's gradient are the dense model's."""
+"""Step of training: every module's output, the gradient in it, and every parameter's gradient are the dense model's."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def compared(prover: Prover) -> list[CaseLike]:
 
 
 def _taken(prover: Prover, named: list[CaseLike], of: int) -> list[CaseLike]:
-    """Those of the cases that a subject names that it takes too; skips the test where there is none."""
+    """Cases that a subject names and that it takes too; skips the test where there is none."""
     taken = [case for case in named if not prover.refused(case)]
     if not taken:
         pytest.skip(f"{prover.subject.name} names {of} cases, none that it takes on at most {LARGEST_WORLD} ranks")

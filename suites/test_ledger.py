@@ -15,7 +15,7 @@ from suites.session.request import subject_of
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test a case, of --case one; none without stored ledgers."""
+    """Parametrize a test for each case of --case; none without stored ledgers."""
     if "case" in metafunc.fixturenames:
         cases: tuple[CaseLike, ...] = ()
         if option_value(metafunc.config, "ledger_baseline"):

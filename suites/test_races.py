@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.checking.exact_checks import same_outcomes
+from harness.checking.repeats import same_outcomes
 from harness.engines.faults.races import Explored
 from harness.running.ranks.execution import execute
 from suites.drawing.strategies import schedules

@@ -1,5 +1,6 @@
-"""Training: losses of k steps and parameters after them are the dense model's, calls the closed form's; SGD shows
-factors that Adam hides (bugs.md, section 3).
+"""Training: losses of k steps and parameters after them are the dense model's, calls the closed form's.
+
+SGD shows factors that Adam hides (bugs.md, section 3).
 """
 
 from __future__ import annotations

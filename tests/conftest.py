@@ -1,4 +1,4 @@
-"""What all tests share: the hypothesis profile, one torch thread, our packages for child processes, prover and pool."""
+"""Fixtures of all tests: the hypothesis profile, one torch thread, our packages for child processes, prover, pool."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is loaded while tests are collected stays, so no collection of garbage looks through it, now or later; and
-    what tests make goes with its last reference, so few are needed.
+    """Keep everything that is loaded while tests are collected, out of every collection of garbage.
+
+    Objects that tests make go with their last reference, so few collections are needed.
     """
     gc.disable()
     gc.set_threshold(20_000, 10, 10)
@@ -53,7 +54,7 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long tests first: one that begins last would keep a single worker busy while the others have ended.
 
-    What is marked `deep` is skipped in every other profile.
+    Tests that are marked `deep` are skipped in every other profile.
     """
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if config.getoption("hypothesis_profile", None) != "deep":
@@ -80,8 +81,9 @@ def prover() -> Iterator[Prover]:
 
 @pytest.fixture(scope="session")
 def loaded(prover: Prover) -> None:
-    """What torch and pandas load when they first compute stays loaded, for tests that begin a session inside of this
-    one: it forgets what it has loaded itself, and torch does not bear to be loaded twice.
+    """Load what torch and pandas load when they first compute, for tests that begin a session inside of this one.
+
+    Such a session forgets what it has loaded itself, and torch does not bear to be loaded twice.
     """
     pd.DataFrame({"loaded": ["once"]})
     prover.proof(Case.parse("tp=2 layers=1 hidden=16 heads=2 seq=4 micro=1 steps=1 optimizer=adamw recompute=full"))

@@ -1,7 +1,8 @@
 """Programs in processes of their own that need not import torch again: each is forked from one that has imported it.
 
-A process as a shell starts it takes two to three seconds of a processor for its imports; one of these takes some
-milliseconds. It has its own group, standard output and error in files, and ends without the exit functions of `atexit`.
+A process that a shell starts takes two to three seconds of a processor for its imports; a forked one takes some
+milliseconds. A forked process has its own group, standard output and error in files, and ends without the exit
+functions of `atexit`.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def started(
 ) -> Forked:
     """Call a program, a function of a module, in a process whose current folder is `folder`; more words of environment.
 
-    What the program returns is the exit status.
+    Its return value is the exit status.
     """
     _CONTEXT.set_forkserver_preload(list(_IMPORTED))
     logs = folder / f"process-{len(list(folder.glob('process-*')))}"

@@ -54,7 +54,7 @@ class _Groups:
 
 
 class _Both(torch.autograd.Function):
-    """One function forward, another backward."""
+    """A function forward, another backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:

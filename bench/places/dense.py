@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from harness.running.trials.trial import Reference
+from harness.running.trials.reference import Reference
 from reference.case import Case
 
 

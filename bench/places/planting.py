@@ -1,4 +1,4 @@
-"""One bug planted, proved, and the place that its failure names."""
+"""A planted bug, proved, and the place that its failure names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from harness.engines.engine import Engine
 from harness.running.engines import engine_named
 from harness.running.proof import prove
 from harness.running.result import CaseResult
-from harness.running.trials.trial import decoder
+from harness.running.trials.reference import decoder
 from reference.case import Case
 
 _OWN = "suites.subjects."
@@ -38,7 +38,7 @@ def is_foreign(bug: Bug) -> bool:
 
 
 def wordless(subject: Callable[..., Any]) -> Callable[..., Any]:
-    """The same subject without any attribute: it declares no layout."""
+    """This subject without any attribute: it declares no layout."""
 
     def bare(case: Case, device: torch.device) -> Any:
         return subject(case, device)

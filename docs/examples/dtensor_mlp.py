@@ -8,7 +8,7 @@ from shardproof import full_parameter, parameter_shapes, train_dense
 
 
 def subject(case, device):
-    """What every rank returns: the outcome of training, full tensors and DTensors by name."""
+    """Outcome of training on every rank: full tensors and DTensors by name."""
     mesh = init_device_mesh(device.type, (case.tp,))
     weights = {}
     for name in parameter_shapes(case):

@@ -2,8 +2,8 @@
 
 python docs/findings/deepspeed_clipping.py      exit status 1 while the defect is there
 
-One step of SGD with lr=1 and gradient_clipping=0.1 on 2 ranks, which see the same tokens: what changes is the clipped
-gradient, whose norm over all parameters, each counted once, must be 0.1 in every layout.
+A step of SGD with lr=1 and gradient_clipping=0.1 on 2 ranks, which see the same tokens. The change of the parameters
+is the clipped gradient. Its norm, each parameter counted once, must be 0.1 in every layout.
 """
 
 import os

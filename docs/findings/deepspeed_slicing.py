@@ -19,7 +19,7 @@ TP, WIDTH = 2, 6
 
 
 class PersimmonDecoderLayer(torch.nn.Module):
-    """What DeepSpeed looks at is its name."""
+    """DeepSpeed looks at its name."""
 
 
 def rows(count):

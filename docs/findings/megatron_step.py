@@ -2,7 +2,7 @@
 
 python docs/findings/megatron_step.py KIND        exit status 1 while the defect is there; KIND: one of KINDS
 
-No GPU and no TransformerEngine: what Megatron asks CUDA for is answered here, and its norms are torch's.
+No GPU and no TransformerEngine: CUDA's functions are answered here, and its norms are torch's.
 """
 
 import contextlib

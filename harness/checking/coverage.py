@@ -1,4 +1,4 @@
-"""The check of what was returned at all: names of the truth that are missing, left out on purpose, or unknown to it."""
+"""Checks before any number is compared: what was returned at all, facts about the data, how shards merge, replicas."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
+from torch import Tensor
+
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Decided, Evidence, Finding
 from harness.checking.measures.kinds import kind_of
+from harness.outcome.merging import Flaw
 
 ON_PURPOSE = " (left out on purpose)"
-"""What stands behind an unchecked name that `subject.unchecked` declares."""
+"""Words behind an unchecked name that `subject.unchecked` declares."""
 ROUTING = "routing"
 """The kind of names that need no truth: copies are compared (harness.checking.routing_checks)."""
+_SHOWN = 8
+"""Elements of a short tensor that a message shows."""
 _NAMED = 5
 """Names of a kind that a message lists; the number of the others follows."""
 
@@ -22,7 +27,7 @@ def coverage(evidence: Evidence) -> Finding:
     """Whether there is anything to compare, and what of the truth the subject did not return.
 
     Kinds of names ("grad", "logits") that it never returns are a note. Names missing inside a kind that it otherwise
-    returns, and names that the truth does not know, leave the answer unknown; `subject.unchecked`, patterns of names,
+    returns, and names that the truth does not know, leave the answer unknown. `subject.unchecked`, patterns of names,
     declares the missing ones that are left out on purpose.
     """
     returned = evidence.returned
@@ -49,7 +54,7 @@ def coverage(evidence: Evidence) -> Finding:
     undeclared = [name for name in missing if name not in declared]
     problems = [
         *_hidden(evidence),
-        *evidence.deviates.problems(evidence.truth),
+        *(evidence.deviates.problems(evidence.truth) if evidence.deviates else ()),
         *_gaps(undeclared, named),
         *_unknown(strange, undeclared),
     ]
@@ -64,10 +69,10 @@ def coverage(evidence: Evidence) -> Finding:
 
 
 def _unreturned(evidence: Evidence, missing: Sequence[str]) -> dict[str, Decided]:
-    """By kind of which the subject returned nothing: no tensor is decided, of so many. Other checks count the rest."""
+    """Counts by kind of which the subject returned nothing: no tensor is decided. Other checks count the rest."""
     kinds = {kind_of(name) for name in evidence.returned}
-    found = Counter(kind_of(name) for name in missing if name not in evidence.given)
-    return {kind: (0, count) for kind, count in found.items() if kind not in kinds}
+    counts = Counter(kind_of(name) for name in missing if name not in evidence.given)
+    return {kind: (0, count) for kind, count in counts.items() if kind not in kinds}
 
 
 def _matched(name: str, patterns: Sequence[str]) -> bool:
@@ -86,33 +91,32 @@ def _hidden(evidence: Evidence) -> list[str]:
 def _gaps(missing: Sequence[str], named: set[str]) -> list[str]:
     """Names missing inside a kind of which the subject returned others, a sentence a kind."""
     kinds = {kind_of(name) for name in named}
-    told = []
+    gaps = []
     for kind in dict.fromkeys(map(kind_of, missing)):
         gap = [name for name in missing if kind_of(name) == kind]
         if kind in kinds:
-            told.append(
+            gaps.append(
                 f"{_listed(gap)} {'is' if len(gap) == 1 else 'are'} missing beside other {kind}/ names: return "
                 f"{'it' if len(gap) == 1 else 'them'}, or declare what is left out as subject.unchecked = ({gap[0]!r},)"
             )
-    return told
+    return gaps
 
 
 def _unknown(strange: Sequence[str], missing: Sequence[str]) -> list[str]:
     """Names that the truth does not have, with the nearest of those that are missing."""
     if not strange:
         return []
-    said = [name + _near(name, missing) for name in strange]
-    return [f"the truth does not know {_listed(said)}: leave out what nobody can check, or name it as it does"]
+    unknown = [name + _near(name, missing) for name in strange]
+    return [f"the truth does not know {_listed(unknown)}: leave out what nobody can check, or name it as it does"]
 
 
 def _idle(evidence: Evidence) -> list[str]:
     """Patterns of what the subject declares and states that match no name of the truth."""
     names = list(evidence.truth)
-    patterns = [("unchecked", one) for one in evidence.declared] + [
-        ("deviates", one) for one in evidence.deviates.sentences
-    ]
-    idle = [(word, one) for word, one in patterns if not any(fnmatchcase(name, one) for name in names)]
-    return [f"{word}={one!r} matches no name of the truth{_near(one, names)}" for word, one in idle]
+    patterns = [("unchecked", pattern) for pattern in evidence.declared]
+    patterns += [("deviates", pattern) for pattern in (evidence.deviates.sentences if evidence.deviates else ())]
+    idle = [(word, pattern) for word, pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
+    return [f"{word}={pattern!r} matches no name of the truth{_near(pattern, names)}" for word, pattern in idle]
 
 
 def _near(name: str, names: Sequence[str]) -> str:
@@ -122,3 +126,78 @@ def _near(name: str, names: Sequence[str]) -> str:
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f"{', '.join(names[:_NAMED])}{more}"
+
+
+def data(evidence: Evidence) -> Finding | None:
+    """Whether the statements about the case's data hold which its reference makes beside the code that reads them.
+
+    Truth and ranks take their batches from the same code, so a mistake in it shows in no comparison of the two. None
+    for a reference that states nothing.
+    """
+    facts = evidence.facts
+    if facts is None:
+        return None
+    wrong = {name: pair for name, pair in facts.pairs.items() if not _same(*pair)}
+    broken = [f"{name}: {_difference(*pair)}" for name, pair in wrong.items()]
+    if broken:
+        more = f"; {len(broken) - 1} more of {len(facts.pairs)} statements are wrong" if len(broken) > 1 else ""
+        message = f"the data are wrong for truth and ranks alike: {broken[0]}{more}"
+        return Finding(verdict=FAIL, message=message, unchecked=facts.unchecked, phase="data")
+    message = f"{len(facts.pairs)} statements about the data hold; {facts.reading}"
+    return Finding(verdict=PASS, message=message, unchecked=facts.unchecked)
+
+
+def _same(values: Tensor, must: Tensor) -> bool:
+    return values.shape == must.shape and bool((values == must).all())
+
+
+def _difference(tensor: Tensor, must: Tensor) -> str:
+    """Both in full when they are short; else where they differ."""
+    if max(tensor.numel(), must.numel()) <= _SHOWN or tensor.shape != must.shape:
+        return f"{_start(tensor)}, must be {_start(must)}"
+    wrong = (tensor != must).flatten()
+    at = int(wrong.int().argmax())
+    values = (int(each.flatten()[at]) for each in (tensor, must))
+    return (
+        "element {} is {}, must be {}".format(at, *values) + f"; {int(wrong.sum())} of {must.numel()} elements differ"
+    )
+
+
+def _start(tensor: Tensor) -> str:
+    values = tensor.flatten().tolist()
+    shown = f"{values[:_SHOWN]}"[:-1] + (", ...]" if len(values) > _SHOWN else "]")
+    return shown if tensor.dim() else str(tensor.item())
+
+
+def layout(evidence: Evidence) -> Finding | None:
+    """Whether the blocks of every name make one full tensor of the truth's shape: nothing missing, nothing twice."""
+    return _flaws(
+        evidence, [flaw for flaw in evidence.merged.flaws if flaw.kind != "replica conflict"], "tensors merge"
+    )
+
+
+def replicas(evidence: Evidence) -> Finding | None:
+    """Whether everything that several ranks hold is the same on all of them, bit for bit; choices of experts are the
+    check `routing`.
+    """
+    conflicts = [
+        flaw for flaw in evidence.merged.flaws if flaw.kind == "replica conflict" and kind_of(flaw.name) != "routing"
+    ]
+    return _flaws(evidence, conflicts, "tensors have equal replicas")
+
+
+def _flaws(evidence: Evidence, flaws: list[Flaw], praise: str) -> Finding | None:
+    names = evidence.returned
+    if not names:
+        return None
+    other = tuple(flaw.name for flaw in evidence.merged.flaws if flaw not in flaws)
+    if not flaws:
+        return Finding(verdict=PASS, message=f"{len(names) - len(other)} {praise}", unchecked=other)
+    first = flaws[0]
+    return Finding(
+        verdict=FAIL,
+        message=f"{first.name} has a flaw, {first.kind}: {first.message}",
+        unchecked=other,
+        names=tuple(flaw.name for flaw in flaws),
+        ranks=first.ranks,
+    )

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from harness.checking.measures.kinds import kind_of
-from harness.checking.measures.stated_deviations import Deviations
-from harness.checking.measures.tolerance import Controlled, Measured, epsilon
+from harness.checking.measures.measured import Measured, epsilon
 from harness.engines.engine import Unwaited
 from harness.ledger import Event
 from harness.outcome.merging import Flaw, Merged, Outcomes, against, merge
 from harness.protocols import Axes, CaseLike, FactsLike, TermLike
 
 if TYPE_CHECKING:
+    from harness.checking.measures.stated_deviations import Deviations
+    from harness.checking.measures.tolerance import Controlled
     from harness.dense_model import Tried
     from harness.recording.spans import RankSpan
 
@@ -37,8 +38,9 @@ _KEPT = frozenset({"param", "param_after", "exp_avg_after", "exp_avg_sq_after", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regrouped:
-    """The merged `tensors` of a run of the same global batch with these `sizes` of dp, micro, ..., and the `flaws` of
-    those that make no full tensor; `problem` is why the subject did not finish it.
+    """A run of the same global batch with these `sizes` of dp, micro, ...: its merged `tensors`.
+
+    `flaws` are of tensors that make no full one; `problem` is why the subject did not finish it.
     """
 
     sizes: Mapping[str, int]
@@ -57,7 +59,7 @@ class Located:
     """The first module that differs from the truth's, found without a declared layout: a place, never a verdict.
 
     `phase` is "forward" or "backward", `module` its path ("" is the model itself), `words` how it shows. `summed` is
-    the axis over which its tensors are partial sums, else `shown` are the wrong tensor and the truth's, one pair for
+    the axis over which its tensors are partial sums. Else `shown` are the wrong tensor and the truth's, one pair for
     each layout that its shape allows.
     """
 
@@ -70,8 +72,9 @@ class Located:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskDraws:
-    """What is known of masks of dropout that were recorded as torch drew them: rates by name, and those that were drawn
-    `anew` in backward, as the user's line and the rank: recomputation that does not repeat its forward.
+    """Masks of dropout that were recorded as torch drew them: rates by name.
+
+    `anew` are those drawn in backward, as the user's line and the rank: recomputation that does not repeat its forward.
     """
 
     rates: Mapping[str, float]
@@ -111,7 +114,7 @@ class Evidence:
     beyond       names that are beyond the limits of the case's own dtype; empty without `lower`
     island       where a lower precision enters on several ranks alone, if it explains what is wrong; "" otherwise
     drawn        numbers that ranks drew in forward and the truth did not, in words; "" where there are none
-    deviates     how the subject states that tensors deviate from the truth
+    deviates     how the subject states that tensors deviate from the truth; None where it does not
     given        names of what the truth was given of the outcome: it does not check them; empty where it knows all
     deviations   standard deviations of initial values by parameter, as the reference states them; 0 is a constant
     mask_draws   what is known of masks that were recorded; None where the subject returned them, or there are none
@@ -122,6 +125,13 @@ class Evidence:
     first_forward  the tensor of the dense model's first forward that is furthest off in float32; None where that was
                  not looked at (harness.running.trials.law_runs)
     located      the first wrong module, when a diagnosis looked for it without a declared layout
+
+    From these follow, when it is made:
+
+    ranks        the ranks that were run
+    axes         axis -> the rank lists of its groups: the case's, or the subject's own where it states them
+    returned     every name that any rank returned or from which it was captured
+    dtype        the lowest dtype whose limits hold for any tensor
     """
 
     case: CaseLike
@@ -152,7 +162,7 @@ class Evidence:
     beyond: frozenset[str] = frozenset()
     island: str = ""
     drawn: str = ""
-    deviates: Deviations = Deviations()
+    deviates: Deviations | None = None
     given: tuple[str, ...] = ()
     deviations: Mapping[str, float] = field(default_factory=dict)
     mask_draws: MaskDraws | None = None
@@ -162,16 +172,16 @@ class Evidence:
     spans: tuple[RankSpan, ...] = ()
     first_forward: Measured | None = None
     located: Located | None = None
+    ranks: tuple[int, ...] = field(init=False, repr=False)
+    axes: Axes = field(init=False, repr=False)
+    returned: frozenset[str] = field(init=False, repr=False)
+    dtype: str = field(init=False, repr=False)
 
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that were run."""
-        return self.ran or tuple(range(len(self.outcomes)))
-
-    @property
-    def axes(self) -> Axes:
-        """Axis -> the rank lists of its groups: the case's, or the subject's own where it states them."""
-        return {**self.case.axes, **self.orders}
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", self.ran or tuple(range(len(self.outcomes))))
+        object.__setattr__(self, "axes", {**self.case.axes, **self.orders})
+        object.__setattr__(self, "returned", frozenset().union(*self.outcomes, *self.captured))
+        object.__setattr__(self, "dtype", max((self.case.dtype, *self.precision.values()), key=epsilon))
 
     @property
     def held(self) -> Outcomes:
@@ -179,14 +189,11 @@ class Evidence:
         outside = self.captured or [{}] * len(self.outcomes)
         return tuple({**a, **b} for a, b in zip(outside, self.outcomes, strict=True))
 
-    @property
-    def dtype(self) -> str:
-        """The lowest dtype whose limits hold for any tensor."""
-        return max((self.case.dtype, *self.precision.values()), key=epsilon)
-
     def dtype_of(self, name: str) -> str:
-        """The dtype whose limits hold for this name. What a lower precision does not reach directly, such as the state
-        that an optimizer keeps, is judged in the case's dtype, or in float32.
+        """The dtype whose limits hold for this name.
+
+        Tensors beyond the reach of a lower precision, such as optimizer states, are judged in the case's dtype, or
+        float32.
         """
         if self.lower is not None and name in self.beyond:
             return self.lower.dtype_of(name)
@@ -195,11 +202,6 @@ class Evidence:
         kind = kind_of(name)
         within = "" if kind in _KEPT else "backward" if kind in _OF_BACKWARD else "forward"
         return max((self.case.dtype, "float32", self.precision.get(within, "float32")), key=epsilon)
-
-    @property
-    def returned(self) -> frozenset[str]:
-        """Every name that any rank returned or from which it was captured."""
-        return frozenset().union(*self.outcomes, *self.captured)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,11 +216,11 @@ class Worst:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What one check found: the answer, one line of words, and what it could not look at.
+    """Finding of one check: the answer, one line of words, and what it could not look at.
 
-    `decided`: kind of name ("grad") -> how many tensors were found right or wrong, and of how many.
-    `wrong` are the tensors beyond their limit; `where` says phase and module when the check knows them (ledger checks);
-    `ranks` are the ranks that are wrong, empty when it is all of them or unknown.
+    `decided`: kind of name ("grad") -> how many tensors were found right or wrong, and of how many. `wrong` are the
+    tensors beyond their limit; `where` has phase and module when the check knows them (ledger checks). `ranks` are the
+    ranks that are wrong, empty when it is all of them or unknown.
     """
 
     verdict: str
@@ -232,15 +234,10 @@ class Finding:
     region: str = ""
     decided: Mapping[str, Decided] = field(default_factory=dict)
 
-    def verdict_on(self, case: str, check: str, message: str = "") -> Verdict:
-        """The finding as the verdict of this check on this case, in its own words or in these."""
-        said = {"verdict": self.verdict, "message": message or self.message}
-        return Verdict(case=case, check=check, **said, worst=self.worst, unchecked=self.unchecked, decided=self.decided)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """One check on one case, as `verdicts.jsonl` stores it; a failure's message has the six lines."""
+    """A check on one case, as `verdicts.jsonl` stores it; a failure's message has the six lines."""
 
     case: str
     check: str

@@ -1,11 +1,11 @@
 """The general laws of communication, which hold for any subject, whatever it computes.
 
-Members of a group issue the same sequence of collectives (op, reduce op, dtype; payload bytes too, but for all-to-alls
-and rooted calls, whose members may rightly differ), and in every group what is sent is received: the same number of
-messages and of bytes. Where a run goes backward, what a module's forward moves has its conjugate when autograd
-asks for its gradient (`Event.needs_gradient`): over every axis as many all-to-alls of numbers go backward, with as many
-bytes in all, and every reduce-scatter has an all-gather of as many bytes in the backward of its module. A forward that
-is computed again counts once, though autograd asks in its first pass, in its second (a library's own checkpoint), or in
+Members of a group issue the same sequence of collectives (op, reduce op, dtype). Payload bytes are the same too, but
+for all-to-alls and rooted calls, whose members may rightly differ. In every group sends and receives are equal in
+number of messages and of bytes. Where a run goes backward, a move of a module's forward has its conjugate when autograd
+needs its gradient (`Event.needs_gradient`). Over every axis as many all-to-alls of numbers go backward, with as many
+bytes in all. Every reduce-scatter has an all-gather of as many bytes in the backward of its module. A forward that is
+computed again counts once, whether autograd needs gradients in its first pass, its second (a library's checkpoint), or
 both. No more all-to-alls go backward than go at all. No more holds in general: a gathered tensor's gradient may be cut
 instead of reduce-scattered, and gradients of whole parameters are reduced at any time. Payloads are bytes.
 """

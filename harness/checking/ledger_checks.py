@@ -1,19 +1,19 @@
-"""Checks of calls: every rank issued exactly the events of the closed form, and the general laws hold; calls that
-should be hidden are; and every call ran over ranks that the axis of its group stands for.
-"""
+"""The check of the ledger: every rank issued exactly the events of the closed form, and the general laws hold."""
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, Worst
 from harness.checking.laws import Broken, broken_laws
-from harness.differences import Difference, differences
 from harness.ledger import NO_UPDATE, OTHER, Event, unmapped
-from harness.protocols import Axes, TermLike
-from harness.terms import FIELDS, EventKey, Term, closed_forms, key_of, unseen, visible
+from harness.protocols import TermLike
+from harness.terms import FIELDS, as_stated, closed_forms, unseen, visible
+
+if TYPE_CHECKING:
+    from harness.differences import Difference
 
 
 def ledger(evidence: Evidence) -> Finding | None:
@@ -21,10 +21,9 @@ def ledger(evidence: Evidence) -> Finding | None:
     if names := unmapped(evidence.events):
         return _unmapped(names, [event for event in evidence.events if event.op == OTHER])
     world_size, ranks = evidence.case.world_size, evidence.ranks
-    # The laws speak of all members of a group.
-    broken = broken_laws(() if evidence.ran else evidence.events)
+    known = () if evidence.ran else evidence.events  # the laws speak of all members of a group
     if evidence.expectation is None:
-        if broken:
+        if broken := broken_laws(known):
             return unlawful(broken[0])
         if not evidence.events and world_size > 1:
             return None
@@ -32,13 +31,15 @@ def ledger(evidence: Evidence) -> Finding | None:
         return Finding(
             verdict=PASS, message=f"{len(evidence.events)} events obey the general laws", unchecked=unchecked
         )
-    order = module_order(evidence)
-    found = differences(evidence.events, evidence.expectation, ranks, order, axes=evidence.axes)
-    if found:
-        return _parted(found, len(ranks))
-    if broken:
-        return unlawful(broken[0])
-    return _expected(evidence, evidence.expectation)
+    if not as_stated(evidence.events, visible(evidence.expectation), ranks, evidence.axes):
+        from harness.differences import differences  # noqa: PLC0415
+
+        order = module_order(evidence)
+        if parted := differences(evidence.events, evidence.expectation, ranks, order, axes=evidence.axes):
+            return _parted(parted, len(ranks))
+    finding = _expected(evidence, evidence.expectation)
+    broken = broken_laws(known)
+    return unlawful(broken[0]) if broken else finding
 
 
 def _expected(evidence: Evidence, terms: Sequence[TermLike]) -> Finding:
@@ -71,7 +72,7 @@ def _carried(terms: Sequence[TermLike]) -> tuple[str, ...]:
 
 
 def _doubts(evidence: Evidence) -> tuple[str, ...]:
-    """What the recorder could not know for certain; a run of one step has its step right."""
+    """Doubts of the recorder; a run of one step has its step right."""
     doubts = dict.fromkeys(doubt for event in evidence.events for doubt in event.doubts)
     return tuple(sorted(doubt for doubt in doubts if doubt != NO_UPDATE or evidence.case.steps > 1))
 
@@ -95,11 +96,11 @@ def _unmapped(names: str, events: Sequence[Event]) -> Finding:
     )
 
 
-def _parted(found: Sequence[Difference], ranks_run: int) -> Finding:
-    first = found[0]
-    more = f"; {len(found) - 1} more lines differ" if len(found) > 1 else ""
+def _parted(parted: Sequence[Difference], ranks_run: int) -> Finding:
+    first = parted[0]
+    more = f"; {len(parted) - 1} more lines differ" if len(parted) > 1 else ""
     ranks = () if len(first.ranks) == ranks_run else first.ranks
-    calls = sum(difference.calls for difference in found)
+    calls = sum(difference.calls for difference in parted)
     return Finding(
         verdict=FAIL,
         message=f"{first}{more}",
@@ -118,124 +119,3 @@ def module_order(evidence: Evidence) -> tuple[str, ...]:
     from_ledger = [event.region for event in evidence.events if event.phase == "forward"]
     from_terms = [term.region for term in evidence.expectation or () if term.phase == "forward" and term.region]
     return tuple(dict.fromkeys([*(from_truth or from_ledger), *from_ledger, *from_terms]))
-
-
-def waits(evidence: Evidence) -> Finding | None:
-    """Whether every asynchronous call was waited for: one that never was may be used before it is complete."""
-    if not evidence.unwaited:
-        started = sum(event.is_async for event in evidence.events)
-        return Finding(verdict=PASS, message=f"all {started} asynchronous calls were waited for") if started else None
-    first = evidence.unwaited[0]
-    more = f"; {len(evidence.unwaited) - 1} more like it" if len(evidence.unwaited) > 1 else ""
-    message = f"{first.op} #{first.number} of {first.group} at {first.caller} was never waited for{more}"
-    return Finding(verdict=FAIL, message=message, ranks=tuple(sorted({work.rank for work in evidence.unwaited})))
-
-
-def overlap(evidence: Evidence) -> Finding | None:
-    """Whether as many calls as promised are hidden on every rank; a missing call is reported by the ledger check.
-
-    A term with `hidden=True` promises that each of its calls is asynchronous and that a product is computed between its
-    issue and its first wait; a term without it promises nothing. Which calls were hidden is measured in the run that is
-    watched (harness.recording.measures), in a dry run by its meter: the order of the program, and no time.
-    """
-    hidden = [term for term in evidence.expectation or () if getattr(term, "hidden", False)]
-    if not hidden or evidence.hidden is None:
-        return None
-    forms = closed_forms(visible(hidden), {*evidence.ranks, *(event.rank for event in evidence.events)}, evidence.axes)
-    issued: dict[tuple[int, EventKey | Term], list[Event]] = defaultdict(list)
-    for event in evidence.events:
-        for counting in forms[event.rank].counting(key_of(event)):
-            issued[event.rank, counting].append(event)
-    promised: dict[int, Counter[EventKey | Term]] = {}
-    for rank, form in forms.items():
-        promised[rank] = Counter(form.complete)
-        for term in form.partial:  # one without a number promises it of all its calls
-            found = max((len(events) for (_, counting), events in issued.items() if counting == term), default=0)
-            promised[rank][term] = found if term.calls is None else term.calls
-    exposed: list[Event] = []
-    for (rank, counting), events in issued.items():
-        waited_at_once = [event for event in events if (event.rank, event.call_index) not in evidence.hidden]
-        allowed = max(0, len(events) - promised[rank][counting])
-        exposed += waited_at_once[allowed:]
-    if not exposed:
-        most = max(of_rank.total() for of_rank in promised.values())
-        return Finding(verdict=PASS, message=f"{most} calls a rank travel behind products, as promised")
-    first = min(exposed, key=lambda event: (event.call_index, event.rank))
-    of_rank = sum(event.rank == first.rank for event in exposed)
-    where = f"{first.phase} of {first.region or 'no module'} at {first.caller}"
-    message = (
-        f"{of_rank} of {promised[first.rank].total()} calls of rank {first.rank} that should travel behind a product "
-        f"do not: the first is {key_of(first)} in {where}, with no product between its issue and its wait"
-    )
-    return Finding(
-        verdict=FAIL,
-        message=message,
-        ranks=tuple(sorted({event.rank for event in exposed})),
-        phase=first.phase,
-        region=first.region,
-    )
-
-
-def groups(evidence: Evidence) -> Finding | None:
-    """Whether the group of every event is a rank list of its axis.
-
-    The axis of an event is the name that the program gave its group ("wp", DeviceMesh's "mesh_wp"). The ledger compares
-    names, so a group of this name over other ranks agrees with the closed form, and when the same is done everywhere
-    with every number too. The rank lists of an axis are the case's, or those of `subject.axes(case)` for another rank
-    order. The axis "dp_cp" joins those two: its groups are the ranks that are together in one of their lists, or by way
-    of others. The order within a group is not compared: torch sorts the ranks of every group.
-    """
-    if not evidence.events:
-        return None
-    axes = {event.axis for event in evidence.events}
-    unnamed = axes - _legal(evidence.axes, axes).keys() - {"world"}
-    unchecked = tuple(f"group {axis}: no axis of the case or of subject.axes(case) has this name" for axis in unnamed)
-    found = strays(evidence)
-    if not found:
-        named = ", ".join(sorted(axes - unnamed)) or "no axis"
-        message = f"every group named {named} is a rank list of its axis"
-        return Finding(verdict=PASS, message=message, unchecked=tuple(sorted(unchecked)))
-    first = found[0]
-    axis, ran = first.axis, [event.group for event in found if event.axis == first.axis]
-    rule = f"are no rank lists of axis {axis}: {lists_text(_legal(evidence.axes, axes)[axis])}"
-    legal = "the groups of these ranks, or subject.axes(case) that states another rank order"
-    return Finding(
-        verdict=FAIL,
-        message=f"{len(ran)} calls named {axis} run over the ranks {lists_text(ran)}, which {rule}; legal: {legal}",
-        unchecked=tuple(sorted(unchecked)),
-        ranks=tuple(sorted({event.rank for event in found})),
-        phase=first.phase,
-        region=first.region,
-    )
-
-
-def strays(evidence: Evidence) -> Sequence[Event]:
-    """The events whose group is no rank list of the axis that it is named after, by call index and rank."""
-    axes = {event.axis for event in evidence.events}
-    legal = {axis: {frozenset(ranks) for ranks in lists} for axis, lists in _legal(evidence.axes, axes).items()}
-    found = [
-        event for event in evidence.events if event.axis in legal and frozenset(event.group) not in legal[event.axis]
-    ]
-    return sorted(found, key=lambda event: (event.call_index, event.rank))
-
-
-def _legal(axes: Axes, names: Iterable[str]) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """The rank lists of every axis of the case and of those of these names that join some, such as "dp_cp"."""
-    joint = {name: name.split("_") for name in names if name not in axes}
-    return {**axes, **{name: _joined(axes, parts) for name, parts in joint.items() if set(parts) <= axes.keys()}}
-
-
-def _joined(axes: Axes, parts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """The rank lists in which the ranks of every list of these axes are together."""
-    joined: list[set[int]] = []
-    for ranks in itertools.chain.from_iterable(axes[part] for part in parts):
-        touching = [together for together in joined if together & set(ranks)]
-        joined = [together for together in joined if together not in touching]
-        joined.append(set(ranks).union(*touching))
-    return tuple(tuple(sorted(together)) for together in joined)
-
-
-def lists_text(lists: Iterable[Sequence[int]]) -> str:
-    """Rank lists as messages print them, each once and at most four: "[0, 1] [2, 3]"."""
-    texts = sorted({str(sorted(ranks)) for ranks in lists})
-    return " ".join(texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")

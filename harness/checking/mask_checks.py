@@ -1,7 +1,7 @@
 """The check of dropout masks (`mask/<step>/<site>`): what each rank kept, held against all others.
 
-What is replicated is the check `replicas`. Here: where the dense model knows the masks, they are its own bit for bit;
-and whatever they are, exact tests find none that are improbable (`ALARM`):
+Replicated masks are for the check `replicas`. Where the dense model knows the masks, they are its own bit for bit here.
+Exact tests find no masks that are improbable (`ALARM`):
 
     anew        recomputation drew no mask of its own, where masks were recorded as torch drew them
     rate        every mask of a rank keeps as many elements as its rate says (binomial)
@@ -52,8 +52,9 @@ def binomial(count: int, trials: int, probability: float) -> float:
 
 @lru_cache(maxsize=1024)
 def hypergeometric(both: int, total: int, first: int, second: int) -> float:
-    """How probable an overlap at least as far out is between two independent sets, of `first` and of `second` out of
-    `total` elements: Fisher's exact test.
+    """How probable an overlap at least as far out is between two independent sets: Fisher's exact test.
+
+    The sets have `first` and `second` out of `total` elements.
     """
 
     def log_term(k: int) -> float:
@@ -95,7 +96,7 @@ _compared = numeric("masks")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Test:
-    """One exact test: the probability of what was counted, the least that it could have been, and what it says."""
+    """An exact test: the probability of what was counted, the least that it could have been, and its words."""
 
     name: str
     ranks: tuple[int, ...]
@@ -156,7 +157,7 @@ def _rate(evidence: Evidence, name: str) -> float | None:
 
 
 def holders(evidence: Evidence, name: str) -> dict[int, Sequence[Block]]:
-    """One rank -> its blocks, for each different part of the mask that some rank holds."""
+    """Rank -> its blocks, for each different part of the mask that some rank holds."""
     found: dict[tuple[object, ...], int] = {}
     held = evidence.held
     for rank, outcome in enumerate(held):

@@ -2,12 +2,12 @@
 
 Data ranks and micro-batches take other samples, context ranks other tokens of them, stages other layers.
 
-It needs no dense model. Loss, token count, gradients and gradient norm of the first step are the same to rounding, the
-parameters after it too, but for what an optimizer makes of rounding. A breach is named by its factor: most real bugs of
-data parallelism and gradient accumulation are one (a loss averaged where it must be summed, a mean of means).
+The law needs no dense model. Loss, token count, gradients and gradient norm of the first step are the same to rounding.
+The parameters after it are too, but for what an optimizer makes of rounding. A breach is named by its factor. Most real
+bugs of data parallelism and gradient accumulation are one: a loss averaged where it must be summed, a mean of means.
 
 In lower precision the first step alone is compared. Each of the two groupings may be as far from exact arithmetic as
-the control runs of the dense model allow, so they may be twice as far from each other.
+the control runs of the dense model allow. So they may be twice as far from each other.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor
 
 from harness.checking.evidence import FAIL, PASS, Evidence, Finding, Regrouped, Worst
-from harness.checking.measures.kinds import kind_of, kind_rms, step_of
-from harness.checking.measures.stated_deviations import STATED
-from harness.checking.measures.tolerance import FLOAT64_CEILING, Measured, epsilon, measure
-from harness.checking.numeric_checks import summed
+from harness.checking.measures.kinds import kind_of, step_of
+from harness.checking.measures.many_tensors import kind_rms
+from harness.checking.measures.measured import STATED, Measured, epsilon
+from harness.checking.measures.tolerance import FLOAT64_CEILING, measure
+from harness.checking.measuring import summed
 
 _FIRST_STEP = ("loss", "tokens", "grad", "grad_norm")
 _LATER = ("loss", "tokens", "grad_norm", "param", "param_after")
@@ -30,7 +31,7 @@ rounding."""
 _CONSTANT = 1e-6
 """A tensor is a factor times another when what is left is this share of it at most."""
 _EPSILONS = 64.0
-"""Or so many epsilons of a lower precision."""
+"""Or this many epsilons of a lower precision."""
 
 
 def regrouping(evidence: Evidence) -> Finding | None:
@@ -50,13 +51,22 @@ def regrouping(evidence: Evidence) -> Finding | None:
         message=f"the same step as with {same}" if same else "no other grouping was compared",
         unchecked=(
             *(f"{other.words} ({other.problem})" for other in evidence.regrouped if other.problem),
-            *(
-                f"{name}{STATED}{evidence.deviates.sentence(name)})"
-                for name in evidence.merged.tensors
-                if evidence.deviates.unjudged(name)
-            ),
+            *_by_design(evidence),
         ),
     )
+
+
+def _by_design(evidence: Evidence) -> Iterator[str]:
+    """The names that deviate as the subject states, each with its sentence."""
+    if evidence.deviates:
+        for name in evidence.merged.tensors:
+            if evidence.deviates.unjudged(name):
+                yield f"{name}{STATED}{evidence.deviates.sentence(name)})"
+
+
+def _unjudged(evidence: Evidence, name: str) -> bool:
+    """Whether this tensor deviates as the subject states."""
+    return evidence.deviates is not None and evidence.deviates.unjudged(name)
 
 
 def _compared(evidence: Evidence, other: Mapping[str, Tensor]) -> Iterator[Measured]:
@@ -66,7 +76,7 @@ def _compared(evidence: Evidence, other: Mapping[str, Tensor]) -> Iterator[Measu
     for name, tensor in base.items():
         kind, step = kind_of(name), step_of(name)
         first = kind in _FIRST_STEP and (kind == "grad" or step == 0)
-        if name not in other or other[name].shape != tensor.shape or evidence.deviates.unjudged(name):
+        if name not in other or other[name].shape != tensor.shape or _unjudged(evidence, name):
             continue
         if first and not exact:
             yield _rounded(evidence, name, other[name], evidence.dtype_of(name), sizes.get(kind, 0.0))
@@ -125,3 +135,17 @@ def _factor(base: Tensor, other: Tensor, evidence: Evidence, sizes: Mapping[str,
     if falls := [word for word, share in growth.items() if math.isclose(ratio * share, 1.0, rel_tol=near)]:
         return f"{ratio:.4g} times what it is (the factor falls as {' or '.join(falls)} grows)"
     return f"{ratio:.4g} times what it is (no ratio of sizes: a mean of means, where counts of tokens differ?)"
+
+
+def truth(evidence: Evidence) -> Finding:
+    """Whether the first forward of the dense model in float32 is that in float64, but for rounding
+    (harness.running.trials.law_runs).
+    """
+    measured = evidence.first_forward
+    assert measured is not None  # else there is nothing to check
+    worst = Worst(name=measured.name, error=measured.error, allowed=measured.allowed, epsilons=measured.epsilons)
+    if measured.right:
+        message = "the dense model is one function in float32 and in float64"
+        return Finding(verdict=PASS, message=f"{message}; {measured.name} came closest to the limit", worst=worst)
+    message = "the dense model computes another function in float32 than in float64"
+    return Finding(verdict=FAIL, message=f"{message}, as {measured.name} of its forward shows", worst=worst)

@@ -3,8 +3,8 @@
     replicas    ranks that hold the same tokens choose the same experts for them, whether there is a truth or not
     truth       where the dense model returns maps, every token goes where it goes there
 
-A router decides by token, so copies of a token must not part: each rank would send it elsewhere, and all numbers behind
-it would be of two models.
+A router decides by token, so copies of a token must not part. Otherwise each rank would send it elsewhere, and all
+numbers behind it would be of two models.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def routing(evidence: Evidence) -> Finding | None:
 
 
 def _told(evidence: Evidence, name: str, ranks: Sequence[int]) -> str:
-    """What the first of these ranks chooses otherwise than the first rank that holds the same tokens."""
+    """Choices of the first of these ranks other than those of the first rank that holds the same tokens."""
     rank = ranks[0]
     holders = [(other, block) for other, outcome in enumerate(evidence.held) for block in outcome.get(name, ())]
     for mine in evidence.held[rank][name]:

@@ -1,8 +1,8 @@
-"""What else is known of the first place: which ranks are wrong and which are right, and what lies between two modules.
+"""Facts beside the first place: which ranks are wrong and which are right, and what lies between two modules.
 
-Ranks are told by their coordinates on the mesh, where the wrong ones are all ranks of some coordinates of an axis, or
-of several: "wrong on cp rank 1 alone, right on cp rank 0". Code that no module owns is told by the modules around it,
-one whose values are right and one whose are wrong: "between wqkv and wo: the attention core".
+Ranks are named by their coordinates on the mesh, where the wrong ones are all ranks of some coordinates of an axis, or
+of several. So "wrong on cp rank 1 alone, right on cp rank 0". Code that no module owns is named by the modules around
+it, one whose values are right and one whose are wrong. So "between wqkv and wo: the attention core".
 """
 
 from __future__ import annotations

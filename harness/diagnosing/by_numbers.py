@@ -1,6 +1,6 @@
-"""What the numbers of the first wrong tensors look like: each kind of tensor has rules of its own, tried in order.
+"""Causes by the numbers of the first wrong tensors: each kind of tensor has rules of its own, tried in order.
 
-One bug has one first place: tensors of the same kind and step are looked at together, what comes later follows.
+A bug has one first place: tensors of the same kind and step are looked at together, what comes later follows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ THROUGHOUT = 0.9
 
 
 def by_numbers(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
-    """What the first wrong tensors look like. Logits of a later step follow from the parameters before them.
+    """Causes by the first wrong tensors. Logits of a later step follow from the parameters before them.
 
     Of masks nothing; of initial values no part in place of another: shards that are drawn alike look so too.
     """
@@ -82,7 +82,7 @@ def _by_kind(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
 
 
 def _of_numbers(evidence: Evidence, alike: Sequence[str]) -> list[Cause]:
-    """One factor on the same number of several steps, or one that is a size of the case on the first.
+    """Causes of a factor on the same number of several steps, or one that is a size of the case on the first.
 
     A factor that makes another whole number of the tokens is none: they may be counted otherwise.
     """
@@ -129,7 +129,7 @@ def _of_replicas(evidence: Evidence, torn: Sequence[str]) -> list[Cause]:
 
 
 def _of_values(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
-    """What wrong values look like: a factor on all of them, rounded, a term too few, right numbers in other places."""
+    """Causes of wrong values: a factor on all of them, rounded, a term too few, right numbers in other places."""
     known = [name for name in names if name in evidence.merged.tensors]
     if not known:
         return []
@@ -164,7 +164,7 @@ def _of_places(evidence: Evidence, name: str, value: Tensor, truth: Tensor) -> l
 def _one_shard(evidence: Evidence, name: str) -> list[Cause]:
     """Whether a gradient that is cut over an axis is wrong at one place of that axis alone, and all over that part.
 
-    Of an activation that says whose tokens are wrong, which is told beside its place.
+    An activation's part is a matter of whose tokens are wrong, which is reported beside its place.
     """
     if kind_of(name) != "grad":
         return []

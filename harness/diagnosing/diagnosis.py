@@ -23,7 +23,7 @@ from harness.errors import Desynchronised, ProgramError, RankCrashed, Shardproof
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """One failed check explained. `name` is the tensor or event in question, `ranks` are empty when it is all of them.
+    """A failed check explained. `name` is the tensor or event in question, `ranks` are empty when it is all of them.
 
     `step` is -1 when it is unknown. `hint` is what else is known where no cause fits.
     """
@@ -41,7 +41,7 @@ class Diagnosis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What all failed checks of a case share: the first place where it went wrong, and what is likely behind it.
+    """Common part of all failed checks of a case: the first place where it went wrong, and what is likely behind it.
 
     `hint` is what else is known where no cause fits.
     """
@@ -51,7 +51,7 @@ class Explanation:
     hint: str = ""
 
 
-def explained(evidence: Evidence, findings: Mapping[str, Finding]) -> Explanation:
+def explanation_of(evidence: Evidence, findings: Mapping[str, Finding]) -> Explanation:
     """Where a case with failed checks first went wrong, and why."""
     wrong = _all_wrong(evidence, findings)
     failed = "ledger" in findings and findings["ledger"].verdict == FAIL
@@ -65,11 +65,11 @@ def explained(evidence: Evidence, findings: Mapping[str, Finding]) -> Explanatio
 def diagnose(
     evidence: Evidence, findings: Mapping[str, Finding], check: str, known: Explanation | None = None
 ) -> Diagnosis:
-    """What is known of a failed check, in the light of all findings of its case; `known` is what they share."""
+    """Diagnose a failed check, in the light of all findings of its case; `known` is what they share."""
     finding = findings[check]
     name = finding.worst.name if finding.wrong and finding.worst else next(iter(finding.names), "")
     place = place_of(name, evidence.case.steps) if name else None
-    shared = known or explained(evidence, findings)
+    shared = known or explanation_of(evidence, findings)
     first = shared.first
     return Diagnosis(
         check=check,
@@ -85,7 +85,7 @@ def diagnose(
 
 
 def ended(error: ShardproofError) -> Diagnosis:
-    """What is known of a case that ended without an outcome."""
+    """Diagnose a case that ended without an outcome."""
     if isinstance(error, Desynchronised):
         known = "desynchronised"
         words = "the ranks issued different calls, or not as many: the line above says where each stood"

@@ -1,15 +1,16 @@
 """Every tensor of a failed case with its error, where it is computed, and the first place: rows of `errors.csv`.
 
 A verdict names one tensor, the worst; this is all of them, so that a report can show where it began and how it spread.
-Errors and limits are ratios (harness.checking.measures.tolerance). The last row of a case is its first place: `first` =
-"yes", no name and no error of its own, for it may be a call that shows it and no tensor.
+Errors and limits are ratios (harness.checking.measures.tolerance). The last row of a case is its first place, with
+`first` = "yes", no name and no error of its own. A call may show it, and no tensor.
 """
 
 from __future__ import annotations
 
 from harness.checking.evidence import Evidence
-from harness.checking.measures.kinds import kind_of, kind_rms
-from harness.checking.numeric_checks import NUMERIC_KINDS, held
+from harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
+from harness.checking.measures.many_tensors import kind_rms
+from harness.checking.measuring import compared
 from harness.diagnosing.first import First
 from harness.diagnosing.rules.places import place_of, timeline
 
@@ -24,7 +25,7 @@ def error_rows(evidence: Evidence, text: str, first: First) -> list[tuple[object
     sizes = kind_rms({name: tensor for name, tensor in evidence.truth.items() if kind_of(name) in _KINDS})
     rows: list[tuple[object, ...]] = []
     for name in timeline(known, steps):
-        place, measured = place_of(name, steps), held(evidence, name, sizes.get(kind_of(name), 0.0))
+        place, measured = place_of(name, steps), compared(evidence, name, sizes.get(kind_of(name), 0.0))
         rows.append((text, name, place.step, place.phase, place.module, measured.error, measured.allowed, ""))
     if first.phase:
         rows.append((text, "", max(first.step, 0), first.phase, first.region, 0.0, 0.0, "yes"))

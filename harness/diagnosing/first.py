@@ -20,8 +20,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from harness.checking.call_checks import strays
 from harness.checking.evidence import Evidence
-from harness.checking.ledger_checks import module_order, strays
+from harness.checking.ledger_checks import module_order
 from harness.checking.measures.kinds import is_state, kind_of
 from harness.diagnosing.beside import are_matrices, between, ranks_in_words
 from harness.diagnosing.rules.places import held_whole, place_of
@@ -36,8 +37,8 @@ from harness.ledger import BACKWARD, PHASES, Event
 class First:
     """The first place where it went wrong: phase, module and step, and what shows it there.
 
-    `name` is the first wrong tensor, "" when only the ledger shows it; `event` is the first event that parts from the
-    expectation, "" when none does. `phase` and `region` are those of the earlier of the two; `step` is -1 when that is
+    `name` is the first wrong tensor, "" when only the ledger shows it. `event` is the first event that parts from the
+    expectation, "" when none does. `phase` and `region` are those of the earlier of the two. `step` is -1 when that is
     the event, which may be missing in every step. `note`: how the module was found, "" when a layout was declared.
     `beside`: the ranks that are wrong and those that are right, and between which modules it lies, as far as known.
     """
@@ -147,9 +148,8 @@ def _read_again(evidence: Evidence, name: str) -> bool:
 def _user_of(evidence: Evidence, module: str) -> str:
     """The module whose backward gives the gradient of what `module` returned; itself when that is the loss.
 
-    A module inside another hands on to the next inside it, the last one to the code around them. What lies between two
-    siblings that are blocks themselves (a residual sum), or that several siblings take parts of, is code of the module
-    around both.
+    A module inside another hands on to the next inside it, the last one to the code around them. Code between two
+    siblings that are blocks (a residual sum), or that several siblings share, belongs to the module around both.
     """
     order = [name.removeprefix("act/") for name in evidence.truth if name.startswith("act/")]
     if module not in order:
@@ -182,7 +182,7 @@ def _gradient_place(evidence: Evidence, wrong: Sequence[str]) -> tuple[str, str]
 def _owner(evidence: Evidence, bad: Sequence[str]) -> str:
     """The module that computes the first of these gradients, in the order of backward.
 
-    A module without parameters of its own may use those of the first one (a head tied to the embedding). What it adds
+    A module without parameters of its own may use those of the first one (a head tied to the embedding). Its addition
     touches every row, which a lookup of some tokens does not.
     """
     modules = [name.removeprefix("act/") for name in evidence.truth if name.startswith("act/")]

@@ -1,8 +1,8 @@
-"""What is known of the first place where no cause fits: words that claim no cause, each of them true of the numbers.
+"""Hints about the first place where no cause fits: words that claim no cause, each of them true of the numbers.
 
-Initial values, when parameters differ before any step; drawn numbers that stand in places of others; a factor that is a
-size of the case, when the evidence does not single out what it comes from; what to look at, when the gradients are
-right and the update is wrong.
+Hints are about initial values, when parameters differ before any step; drawn numbers that stand in places of others.
+Then a factor that is a size of the case, when the evidence does not single out its origin. Last, where to look when the
+gradients are right and the update is wrong.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _of_start(evidence: Evidence, first: First) -> Iterator[str]:
 
 
 def _of_factor(evidence: Evidence, name: str) -> Iterator[str]:
-    """One factor on all that is wrong of the first tensor, if it is a size of the case, or sizes."""
+    """Hint about a factor on all that is wrong of the first tensor, if it is a size of the case, or sizes."""
     if name not in evidence.truth:
         return
     factors, wrong, right = list[float](), set[int](), set[int]()

@@ -1,6 +1,6 @@
 """Likely causes of what went wrong in one case; none where the evidence does not single one out.
 
-One bug has one first place, and what comes later follows from it: causes are looked for there alone, in this order, and
+A bug has one first place, and what comes later follows from it. Causes are looked for there alone, in this order, and
 the first that is found is reported.
 
     1  what a check states by itself: a group of other ranks, a layout, a handle that was never waited for
@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from harness.checking.call_checks import lists_text, strays
 from harness.checking.evidence import FAIL, Evidence, Finding
-from harness.checking.ledger_checks import lists_text, strays
 from harness.diagnosing.by_numbers import by_numbers
 from harness.diagnosing.limits import within_limits
 from harness.diagnosing.rules.causes import MEANT, Cause, reported
@@ -56,14 +56,14 @@ _USUAL: Mapping[str, tuple[str, str]] = {
     "overlap": ("exposed", "the call is awaited where it is issued, or is no longer asynchronous"),
     "recording": ("recording", "a program that asks whether modules or optimizers are watched, or that measures time"),
 }
-"""What is usually behind a check that nothing else explains: check -> (cause, words)."""
+"""Usual causes behind a check that nothing else explains: check -> (cause, words)."""
 
 _COUNTED = {
     "missing": ("missing_call", "calls that this term counts are left out"),
     "extra": ("extra_call", "more calls than this term counts: done twice, or not needed"),
     "wrong": ("wrong_payload", "the calls that this term counts are of other sizes"),
 }
-"""What it usually means when a term with fields left out does not hold: kind of the difference -> (cause, words)."""
+"""Usual causes when a term with fields left out does not hold: kind of the difference -> (cause, words)."""
 
 
 def likely(
@@ -76,8 +76,7 @@ def likely(
 ) -> tuple[Cause, ...]:
     """The causes of a case's failures; several are alternatives that fit equally well.
 
-    `wrong` are all wrong names in the order in which training computes; `call_first` says that `parted` comes before
-    the first of them.
+    `wrong` are all wrong names in the order of computation; `call_first`: `parted` comes before the first.
     """
     if said := _from_groups(evidence):  # whatever else is wrong follows from a call over other ranks
         return tuple(said)
@@ -154,7 +153,7 @@ def _waits_for_none(evidence: Evidence, parted: Difference) -> bool:
 
 
 def _blame(parted: Difference) -> Cause:
-    """What a difference between ledger and expectation usually means."""
+    """Usual cause of a difference between ledger and expectation."""
     line = parted.line
     if parted.counted:
         return reported(*_COUNTED[parted.kind], parted)

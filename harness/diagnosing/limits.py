@@ -1,4 +1,4 @@
-"""Whether a cause leaves no more of a wrong tensor than its check allows: the last word before it is told.
+"""Whether a cause leaves no more of a wrong tensor than its check allows: the last word before it is reported.
 
 The first merged tensor that a cause speaks of decides: what comes after it was computed from wrong values. A prediction
 that states how much it may leave (`Explained.left`) is one of a rule with a limit of its own.
@@ -10,16 +10,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from harness.checking.evidence import Evidence
-from harness.checking.measures.kinds import kind_of, kind_rms
+from harness.checking.measures.kinds import kind_of
+from harness.checking.measures.many_tensors import kind_rms
 from harness.checking.measures.tolerance import own_share
-from harness.checking.numeric_checks import held
+from harness.checking.measuring import compared
 from harness.diagnosing.rules.causes import Cause
 from harness.diagnosing.rules.proofs import Explained
 from harness.outcome.merging import Merged
 
 
 def within_limits(evidence: Evidence, causes: Iterable[Cause]) -> list[Cause]:
-    """Those of these causes whose first prediction of a merged tensor is as near as the truth would have to be."""
+    """Causes whose first prediction of a merged tensor is as near as the truth would have to be."""
     names = {id(tensor): name for name, tensor in evidence.merged.tensors.items()}
     return [cause for cause in causes if _allowed(evidence, names, cause)]
 
@@ -40,4 +41,4 @@ def _allowed(evidence: Evidence, names: Mapping[int, str], cause: Cause) -> bool
     corrected = truth + left / max(1.0, float(guess.norm() / truth.norm()))
     merged = Merged(tensors={**tensors, name: corrected.to(proof.value.dtype)}, flaws=evidence.merged.flaws)
     alike = {other: tensor for other, tensor in evidence.truth.items() if kind_of(other) == kind_of(name)}
-    return held(replace(evidence, merged=merged), name, kind_rms(alike).get(kind_of(name), 0.0)).right
+    return compared(replace(evidence, merged=merged), name, kind_rms(alike).get(kind_of(name), 0.0)).right

@@ -12,7 +12,7 @@ from harness.ledger import PHASES
 from harness.protocols import CaseLike, case_text
 
 LAUNCHED = "torchrun --nproc-per-node {} -m shardproof"
-"""What stands for `shardproof` where every rank is launched."""
+"""Words in the place of `shardproof` where every rank is launched."""
 _PLACE = re.compile(rf"({'|'.join(PHASES)})( of \S+?)?(?=:? in step|: )")
 _NUMBER = re.compile(r"(?<![a-z])\d+")
 NO_OUTCOME = "nothing to compare: there is no outcome"
@@ -41,7 +41,7 @@ def written(lines: Mapping[str, str]) -> str:
 
 
 def site(message: str) -> str:
-    """What failures of one bug share: phase and module of the line "first", layers as one; else the line "what".
+    """Common words of failures of one bug: phase and module of the line "first", layers as one; else the line "what".
 
     "backward of layers.3.mlp.w1 in step 0: act_grad/..." is "backward of layers.*.mlp.w1". Numbers are left out of
     what has no such place (a subject that raised).

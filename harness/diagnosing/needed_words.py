@@ -1,11 +1,11 @@
 """Which words of a case a failure needs, found by experiment: the case is run again with words changed.
 
-A word is needed when the failure is gone with another value of it, all other words as they are; where a rule of the
-case language makes others change with it, when none of these needs fewer others. Words are changed many
-at once, and in halves where the failure is gone, so that n words of which k are needed take about 2 k log2(n / k) runs.
-First the case becomes as plain as the failure allows: every word gets its plainest value, a number the plainest that
-still fails. Then each word takes another one, the words that are not plain first. No rule about any bug enters.
-Source: delta debugging (Zeller and Hildebrandt 2002, "Simplifying and Isolating Failure-Inducing Input").
+A word is needed when the failure is gone with another value of it, all other words as they are. Where a rule of the
+case language makes others change with it, it is needed when none of these needs fewer others. Words are changed many at
+once, and in halves where the failure is gone. So n words of which k are needed take about `2 k log2(n / k)` runs. First
+the case becomes as plain as the failure allows: every word gets its plainest value, a number the plainest that still
+fails. Then each word takes another one, the words that are not plain first. No rule about any bug enters. Source: delta
+debugging (Zeller and Hildebrandt 2002, "Simplifying and Isolating Failure-Inducing Input").
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class OutOfTime(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needed:
-    """One word that the failure needs: the values with which the case fails, its own first, and is right."""
+    """A word that the failure needs: the values with which the case fails, its own first, and is right."""
 
     word: str
     fails: tuple[Any, ...]
@@ -43,7 +43,7 @@ class Needed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NeededWords:
-    """What the experiments on one failure show. `case` is the plainest that fails.
+    """Results of the experiments on one failure. `case` is the plainest that fails.
 
     `without`: words of which no change made the case right. `untried`: words for which there was no time.
     """
@@ -212,7 +212,7 @@ class _Search:
         return tuple(value for value in values if value != mine)
 
     def result(self) -> NeededWords:
-        """What is known now."""
+        """Words that are known now."""
         words = [word for word in self._domains if self._others(word)]
         needed = [word for word in words if word in self._right and not self._implied(word)]
         return NeededWords(

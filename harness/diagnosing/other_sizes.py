@@ -1,7 +1,7 @@
 """Cases of another size: what decides whether a wrong factor comes from a size of the case.
 
-A factor of 1/2 where tp=2 may be a mean over tp or a constant; where tp is another number it is one or the other. Each
-size in question is changed alone, and no more steps are run than show the first wrong tensor.
+A factor of 1/2 where tp=2 may be a mean over tp or a constant. Where tp is another number the factor is one or the
+other. Each size in question is changed alone. No more steps are run than show the first wrong tensor.
 """
 
 from __future__ import annotations

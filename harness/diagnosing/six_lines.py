@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from harness.checking.evidence import Evidence, Finding
-from harness.checking.measures.tolerance import ABSOLUTE, EXACT, epsilon
+from harness.checking.measures.measured import ABSOLUTE, EXACT, epsilon
 from harness.diagnosing.diagnosis import Diagnosis, diagnose, ended
 from harness.diagnosing.first import First
 from harness.diagnosing.lines import NO_CAUSE, NO_OUTCOME, repeat_command, written

@@ -1,7 +1,7 @@
-"""What an exception of the subject leaves: its last frames for a message, its whole traceback for a file.
+"""Exceptions of the subject: their last frames for a message, their whole traceback for a file.
 
-The exception of a rank in another process brings its traceback as a note (engines.processes.rank_program), that of a
-thread brings itself; both are read as the text that Python prints.
+The exception of a rank in another process brings its traceback as a note (engines.processes.rank_program). An exception
+of a thread brings itself. Both are read as the text that Python prints.
 """
 
 from __future__ import annotations

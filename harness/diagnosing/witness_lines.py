@@ -1,7 +1,7 @@
 """A disagreement of witnesses in six lines, as every failed check (`six_lines`), and its likely cause.
 
-The cause follows from who contradicts whom. The recorder of the session is the same code as that of the proof, nsys
-stores what the recorder draws, the torch profiler and the closed form know nothing of each other.
+The cause follows from who contradicts whom. The recorder of the session is the same code as that of the proof, and nsys
+stores what the recorder draws. The torch profiler and the closed form know nothing of each other.
 """
 
 from __future__ import annotations
@@ -86,7 +86,10 @@ def _cause(case: CaseLike, broken: Sequence[Row], *, disturbed: bool) -> Cause:
 
 
 def _sides(broken: Sequence[Row]) -> tuple[set[str], set[str]]:
-    """Who contradicts the ledger on the first event, and who confirms it. What one saw alone stands in its own row."""
+    """Witnesses that contradict the ledger on the first event, and those that confirm it.
+
+    A sighting of one alone stands in its own row.
+    """
     first = broken[0]
     if first.recorded is None:
         alike = [row for row in broken if row.recorded is None]

@@ -1,6 +1,6 @@
 """The interface of every engine: one way to run a program on all ranks, driven from outside the ranks.
 
-Engines differ in what a rank is (a thread here, a process of a pool, a torchrun worker, one rank on meta tensors) and
+Engines differ in what a rank is (a thread here, a process of a pool, a torchrun worker, one rank on meta tensors). They
 agree on everything that the rest of the harness sees: results by rank, the observer's calls, the errors.
 """
 
@@ -21,7 +21,7 @@ Program = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequest:
-    """One run of a program; `per_rank` names modules whose state every rank has for itself (see Engine.run).
+    """A run of a program; `per_rank` names modules whose state every rank has for itself (see Engine.run).
 
     Raises RequestError for a world without ranks, or a time limit (s) that is not positive.
     """
@@ -78,10 +78,8 @@ class Engine(ABC):
 
         Every rank starts with its random streams at `seed`. A remote engine takes no observer:
         harness.running.ranks.execution makes one inside every rank. `per_rank` names modules whose globals, class
-        attributes and singletons every rank has for itself, as it has in a process of its own: needed where ranks share
-        a process.
-
-        Raises RequestError (exit status 2), ProgramError (1) or MachineError (3); the engine stays usable.
+        attributes and singletons every rank has for itself, as in a process of its own. Only ranks that share a process
+        need it. Raises RequestError (exit status 2), ProgramError (1) or MachineError (3); the engine stays usable.
         """
         request = RunRequest(
             program=program, args=args, world_size=world_size, seed=seed, timeout_s=timeout_s, per_rank=tuple(per_rank)

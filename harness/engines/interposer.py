@@ -1,15 +1,15 @@
 """Observes every collective on real backends (gloo, NCCL, fake): a kernel of each `c10d::` operator at BackendSelect.
 
-That key is in every call's key set, above the backends and below autograd and the modes, and c10d has no kernel there.
+The key is in every call's key set, above the backends and below autograd and the modes, and c10d has no kernel there.
 So in-place and functional calls, DDP's reducer, FSDP2, DTensor, point-to-point and object calls of any thread pass
-here, each once, and other operators are not affected. Not observed: calls made on a `Backend` object itself, symmetric
+here, each once. Other operators are not affected. Not observed: calls made on a `Backend` object itself, symmetric
 memory, CUDA graph replays. Calls are passed on with `redispatch`; the boxed variant deadlocks against gloo's mutex.
 
-A synchronous collective on CPU is waited for here, where its caller would wait next, so that its duration is true; on a
+A synchronous collective on CPU is waited for here, where its caller would wait next, so that its duration is true. On a
 GPU nothing waits, and completions are in the order of a stream. The completion of an asynchronous call is observed on a
-GPU alone, by its future, whose callback runs at once in a stream that waits for the collective; not tried, since it was
-written without a GPU. That of send and recv is not observed: a second wait for gloo's message would wait for a second
-message.
+GPU alone, by its future. The callback runs at once in a stream that waits for the collective. The code for GPUs was
+written without one and is not tried. Completions of send and recv are not observed: a second wait for gloo's message
+would wait for a second message.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.engines.calls.operators import MESSAGES, OperatorCall, communicates, reader, tensors_in
+from harness.engines.calls.operators import MESSAGES, communicates
+from harness.engines.calls.reading import OperatorCall, reader, tensors_in
 from harness.errors import MachineError
 from harness.ledger import OTHER, Call, Observer, notify_waited
-from harness.torch_internals.groups import fake_group
+from harness.torch_internals.backends import fake_group
 from harness.torch_internals.lookup import tested_span
 from harness.torch_internals.operators import BACKEND_SELECT, Add, has_kernel, kernels, operator_names
 
@@ -48,7 +49,7 @@ class CallLog(Protocol):
 
 
 class WorkLog(CallLog, Protocol):
-    """One that also gives the program a work of its own for every asynchronous call."""
+    """A log that also gives the program a work of its own for every asynchronous call."""
 
     def follow(self, work: Any, outputs: Sequence[Tensor], waited: Callable[[], None]) -> dist.Work:
         """The work to give to the program in place of `work`, that of the asynchronous call entered last.
@@ -62,8 +63,9 @@ class Interposer:
     """While entered, the observers get every call that this process issues through the dispatcher.
 
     An operator that is not known here is reported as op `other`, from its schema. Raises MachineError when another
-    kernel is at the key already, or when a probe call is not observed: a blind recorder must not pass for a silent
-    program. An exception in reading a call is the program's, unless `let_go` takes it: then that call is not observed.
+    kernel is at the key already, or when a probe call is not observed. Otherwise a blind recorder would pass for a
+    silent program. An exception in reading a call is the program's, unless `let_go` takes it: then that call is not
+    observed.
     """
 
     def __init__(

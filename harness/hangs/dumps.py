@@ -1,6 +1,6 @@
 """Reads what ranks left of a hang: our recorder's parts, and torch's Flight Recorder as pickle or JSON.
 
-A Flight Recorder file of NCCL is a pickle of plain dicts, lists, texts and numbers; anything else in it is refused, so
+A Flight Recorder file of NCCL is a pickle of plain dicts, lists, texts and numbers. Anything else in it is refused, so
 that a dump can run no code. Its rank is the number that ends the file's name (`nccl_trace_rank_3`), as torch writes it.
 Format: torch/csrc/distributed/c10d/FlightRecorder.hpp, version 2.
 """
@@ -21,9 +21,9 @@ from harness.hangs.parting import Channel, LastCall, RankStanding
 from harness.interpreter import uncollected
 
 KIND = ("group", "axis", "op", "reduce_op", "dtype", "shape", "root", "peer", "phase", "region", "caller")
-"""What our recorder writes of a kind of call."""
+"""Fields of a kind of call that our recorder writes."""
 RECORD = ("kind", "number", "order", "step", "microbatch")
-"""What it writes of one call."""
+"""Fields of one call that it writes."""
 _LEGAL = "legal: the run folder of `shardproof record`, or the files that NCCL's Flight Recorder wrote"
 _MESSAGES = ("send", "recv")
 
@@ -108,7 +108,7 @@ def _of_last(words: Mapping[str, Any], source: str) -> RankStanding:
 
 
 def _signature(kind: Mapping[str, Any]) -> tuple[str, ...]:
-    """What all ranks must agree in; its texts are shared by all ranks, so that comparing them costs little."""
+    """Words in which all ranks must agree; the texts are shared by all ranks, so that comparing them costs little."""
     root = f"root {kind['root']}" if kind["root"] >= 0 else ""
     shape = "" if kind["op"] == "all_to_all" else kind["shape"]
     return tuple(sys.intern(word) for word in (kind["op"], kind["reduce_op"], kind["dtype"], shape, root))

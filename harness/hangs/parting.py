@@ -1,10 +1,10 @@
 """Which ranks parted from the others, and at which call: compared by the numbers that each group gives its calls.
 
-Ranks of a group issue the same calls in one order. So, group by group: a rank whose call differs from that of most
-ranks under the same number parted there; where its later calls are those of the others one number further, it skipped
-that call, and where theirs are its own one number further, it issued one more. Else a rank whose last number is smaller
-than that of others never issued the next call. Of several such ranks those are named that do not wait in a call that
-still others lack; when all do, they wait for each other. Sources of the idea: torch.distributed.flight_recorder, MUST.
+Ranks of a group issue the same calls in one order. So, group by group, a rank parted where its call differs from that
+of most ranks under the same number. Where its later calls are those of the others one number further, it skipped that
+call. Where theirs are its own one number further, it issued one more. Else a rank whose last number is smaller than
+that of others never issued the next call. Of several such ranks those are named that do not wait in a call that still
+others lack. When all do, they wait for each other. Sources of the idea: torch.distributed.flight_recorder, MUST.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 Channel = tuple[str, tuple[int, ...], str]
-"""What is counted together: a group's name, its ranks, and "" for collectives or "send 3", "recv 0" for messages: the
-n-th send of one rank is the n-th receive of the other. Numbers begin at 1."""
+"""Calls counted together: a group's name, its ranks, and "" for collectives or "send 3", "recv 0" for messages. The
+n-th send of one rank is the n-th receive of the other. Numbers begin at 1.
+"""
 
 
 class LastCall(NamedTuple):
-    """One call. In `signature` (op, reduce op, dtype, shape, root) all ranks of a group must agree; `place` is where it
-    belongs (phase, module, step, micro-batch), which differs between ranks that skipped a call. `complete` is None
-    where that is not known.
+    """A call. In `signature` (op, reduce op, dtype, shape, root) all ranks of a group must agree.
+
+    `place` is where it belongs (phase, module, step, micro-batch), which differs between ranks that skipped a call.
+    `complete` is None where that is not known.
     """
 
     signature: tuple[str, ...]
@@ -44,7 +46,7 @@ class LastCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStanding:
-    """One rank. `calls`: channel -> number -> call, the latest calls only; `last`: channel -> number of its last call.
+    """Calls of a rank. `calls`: channel -> number -> call, the latest only; `last`: channel -> number of its last call.
 
     `ended`: "" while it ran, else how it ended; `lost`: it was killed, and left no calls. `stack`: lines of the
     program, innermost first.
@@ -71,7 +73,7 @@ class RankStanding:
 
 
 _SHIFTED = 8
-"""Calls that must agree after a shift by one, as far as there are so many."""
+"""Calls that must agree after a shift by one, as far as there are that many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,7 +257,7 @@ def _unmatched(by_channel: Mapping[Channel, Sequence[RankStanding]]) -> Iterator
 
 
 def _roots(lacking: Sequence[Parted], ranks: Sequence[RankStanding]) -> list[Parted]:
-    """Those lacks whose ranks do not wait themselves; when all wait, one cycle."""
+    """Lacks whose ranks do not wait themselves; when all wait, one cycle."""
     if not lacking:
         return []
     waits = {rank for found in lacking for rank in found.waiting}

@@ -1,4 +1,4 @@
-"""What was found after a hang, in lines: the ranks that parted and their call first, then where the others stand."""
+"""Findings after a hang, in lines: the ranks that parted and their call first, then where the others stand."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def lines(ranks: Sequence[RankStanding], found: Sequence[Parted]) -> Iterator[st
 
 
 def _no_difference(ranks: Sequence[RankStanding], missing: Sequence[int]) -> str:
-    """What can be said when no rank is seen to part: of ranks that left their calls alone."""
+    """Words when no rank is seen to part: of ranks that left their calls alone."""
     unknown = sorted({*missing, *(one.rank for one in ranks if not one.last)})
     known = [one.rank for one in ranks if one.last]
     if not known:

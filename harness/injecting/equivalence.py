@@ -1,9 +1,9 @@
 """Faults that cannot be noticed, because the program they make computes the same: rules, each with its proof in words.
 
 A rule speaks of the fault alone; so does what a subject knows of its own mathematics (`subject.harmless`). Two more
-proofs need a run and are made by `harness.injecting.survey`: every disturbed call left the very bits that it leaves
-undisturbed (UNCHANGED); all other calls did, and all that the subject returns has the same bits (UNREAD). They hold for
-the case that was run. That no check failed proves nothing and is nowhere taken for a proof.
+proofs need a run and are made by `harness.injecting.survey`. UNCHANGED: every disturbed call left the very bits that it
+leaves undisturbed. UNREAD: all other calls did, and all that the subject returns has the same bits. They hold for the
+case that was run. Checks that did not fail prove nothing and are nowhere taken for a proof.
 """
 
 from __future__ import annotations

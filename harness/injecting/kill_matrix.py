@@ -3,16 +3,16 @@
 A row is one of them in one mode. Times are seconds from planting to the verdict. `region_right` and `cause_right` are
 "yes", "no" or "" where the row has no place or no right cause. The columns are a contract: `COLUMNS`.
 
-`held_back` mutants are never looked at by whoever writes rules of diagnosis; their rows are written without a name.
-`cause_told` is one of TOLD, or "" where nothing was diagnosed (faults, survivors):
+`held_back` mutants are never looked at by authors of rules of diagnosis; their rows are written without a name.
+`cause_told` is one of `TOLD`, or "" where nothing was diagnosed (faults, survivors):
 
     right           the first cause that is reported is one that is right for this bug, and so are all others
     right and more  the first one is right, another one beside it is not
     none            no cause is reported
     misleading      the first one is not right: right ones behind it do not count
 
-Of a bug that was measured with its right twin (`shardproof faults --field`): `twin` is "yes" when the same case without
-the bug is quiet, and `when` is the line of words that the failure needs.
+A bug may be measured with its right twin (`shardproof faults --field`). `twin` is "yes" when the same case without the
+bug is quiet, and `when` is the line of words that the failure needs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RIGHT, AND_MORE, NONE, MISLEADING = TOLD = ("right", "right and more", "none", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """One row. `phase` and `region` are where it is planted; `killed_by` are the checks that failed.
+    """A row. `phase` and `region` are where it is planted; `killed_by` are the checks that failed.
 
     `machine` is why the machine could not finish the run: the row has no verdict.
     """
@@ -113,7 +113,7 @@ COLUMNS: tuple[str, ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What a matrix comes to; shares are (how many, of how many).
+    """Figures of a matrix; shares are (how many, of how many).
 
     `cause_right` is of the rows for which a cause is right to report; the other shares of causes are of all diagnosed
     rows. `cause_more` are right ones with a wrong one beside them. `unfinished` rows, which the machine could not

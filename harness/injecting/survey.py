@@ -18,7 +18,7 @@ import torch
 
 from harness.checking.checks import CHECKS, Check
 from harness.checking.evidence import FAIL, PASS, Evidence, Finding
-from harness.checking.exact_checks import same_outcomes
+from harness.checking.repeats import same_outcomes
 from harness.engines.engine import Engine
 from harness.engines.faults.disturbance import Disturbance
 from harness.engines.threads.intervention import Intervened, Intervention
@@ -29,14 +29,17 @@ from harness.ledger import Event
 from harness.outcome.merging import Outcomes
 from harness.protocols import CaseLike, Subject
 from harness.running.proof import NEED_WATCHING, judged
-from harness.running.trials.runs import recorded, watched
-from harness.running.trials.trial import Reference, Trial, reference_of
+from harness.running.trials.reference import Reference, reference_of
+from harness.running.trials.runs import recorded
+from harness.running.trials.trial import Trial
+from harness.running.trials.watched import watched
 from harness.subject import NamedSubject, answered, named, offers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultResult:
-    """What came of one fault. `killed_by` in the order of the checks, "run" where the program raises or does not end;
+    """Result of one fault; `killed_by` in the order of the checks, "run" where the program raises or does not end.
+
     `equivalent` is the proof that it is no fault; `machine` is why the machine could not finish it.
     """
 
@@ -160,12 +163,12 @@ def _undisturbed(trial: Trial, checks: Mapping[str, Check]) -> _Undisturbed:
 
 
 def _on(trial: Trial, intervention: Intervention) -> Trial:
-    """The same trial under an intervention; what the reference computed is shared."""
+    """Trial under an intervention; what the reference computed is shared."""
     return replace(trial, engine=Intervened(trial.engine, intervention), seconds={}, problems={})
 
 
 def _examined(trial: Trial, checks: Mapping[str, Check], first_only: bool) -> tuple[Evidence, dict[str, Finding]]:
-    """What the checks find; with `first_only` activations are captured only when nothing has failed before."""
+    """Findings of the checks; with `first_only` activations are captured only when nothing has failed before."""
     unwatched = {name: check for name, check in checks.items() if name not in NEED_WATCHING}
     evidence, findings = judged(trial, recorded(trial), unwatched)
     if NEED_WATCHING & set(checks) and not (first_only and _failed(findings)):
@@ -178,7 +181,7 @@ def _failed(findings: Mapping[str, Finding]) -> tuple[str, ...]:
 
 
 def _result(trial: Trial, fault: Fault, clean: _Undisturbed, rules: Sequence[Rule], first_only: bool) -> FaultResult:
-    """One fault, tried."""
+    """Try a fault."""
     start_s = time.perf_counter()
     subject: Any = trial.subject.call
     proof = proof_of(fault, rules)

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class Block:
     """A block in one form for all kinds of values: the local tensor detached, on the CPU, waited for.
 
-    `whole` says that the value was a full tensor. `terms` are this rank's coordinates on the mesh axes over which a
-    DTensor is still to be reduced by `reduce_op`; the full value is that reduction, done outside the ranks.
+    `whole`: the value was a full tensor. `terms` are this rank's coordinates on the mesh axes over which a DTensor is
+    still to be reduced by `reduce_op`. The full value is that reduction, done outside the ranks.
     """
 
     local: Tensor
@@ -67,7 +67,7 @@ def localize(outcome: Mapping[str, object]) -> dict[str, tuple[Block, ...]]:
 
 
 def blocks(value: object) -> tuple[Block, ...]:
-    """One value as blocks; several shards give several blocks, an empty iterable gives none."""
+    """Blocks of a value; several shards give several blocks, an empty iterable gives none."""
     if _is_dtensor(value):
         return _of_dtensor(value)
     if isinstance(value, bool | int | float):
@@ -106,7 +106,7 @@ def _settled(local: Tensor) -> Tensor:
 
 
 def _lack(local: object) -> tuple[str, str] | None:
-    """What keeps this from being a plain tensor of numbers, and what would be one; None when nothing does."""
+    """Lack of a plain tensor of numbers, and what would be one; None when nothing is lacking."""
     if not isinstance(local, Tensor):
         return f"{type(local).__name__} is not a tensor", "a torch.Tensor"
     if local.is_nested:

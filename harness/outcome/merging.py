@@ -129,7 +129,7 @@ def _merge_one(placed: Placed, absent: list[int]) -> Tensor:
 
 
 def held_once(outcomes: Outcomes, merged: Merged) -> tuple[Mapping[str, Sequence[Block]], ...]:
-    """The same outcomes, the blocks of large tensors as views of the merged ones, so that nothing is held twice."""
+    """Outcomes, the blocks of large tensors as views of the merged ones, so that nothing is held twice."""
     large = {name: tensor for name, tensor in merged.tensors.items() if tensor.numel() > _SMALL}
     if not large:
         return tuple(outcomes)
@@ -163,7 +163,7 @@ def _agree(placed: Placed) -> None:
 
 
 def _distinct(placed: Placed) -> Placed:
-    """One block for each region: replicas must agree bit for bit, pending terms are reduced in their order."""
+    """Blocks of distinct regions: replicas must agree bit for bit, pending terms are reduced in their order."""
     regions: dict[tuple[tuple[int, int], ...], dict[tuple[int, ...], tuple[int, Block]]] = {}
     for rank, block in placed:
         terms = regions.setdefault(block.region, {})

@@ -1,7 +1,7 @@
 """Which ranks stand for all in a dry run: one of every distinct place on the mesh.
 
-A rank's place is, along every axis of more than one rank, the first, the last or a middle one: that is where programs
-treat ranks differently. Ranks of one place are expected to do the same; the others of a class are not run.
+A rank's place is, along every axis of more than one rank, the first, the last or a middle one. There programs treat
+ranks differently. Ranks of one place are expected to do the same; the others of a class are not run.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ Axes = Mapping[str, tuple[tuple[int, ...], ...]]
 
 
 def representatives(axes: Axes, world_size: int, most: int = MOST_RANKS) -> tuple[tuple[int, ...], int]:
-    """One rank of every place, in the order of ranks, and how many places there are; at most `most` ranks.
+    """Ranks of all places, one each, in their order, and how many places there are; at most `most` ranks.
 
-    The first and the last rank come before the others, then the lowest rank of each place: these share groups with the
+    The first and the last rank come before the others, then the lowest rank of each place. These share groups with the
     first rank wherever a place allows it.
     """
     places = _places(axes, world_size)

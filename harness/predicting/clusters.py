@@ -18,10 +18,10 @@ Ranks fill one link's domain after the other, so an axis that runs fast (tp) lie
 spans many. Units as in the names.
 
 Presets: peaks, memory and line rates are the vendors', latencies and efficiencies assumptions. Sources: NVIDIA data
-sheets of A100 80GB, H100 SXM and H200 SXM (dense tensor-core peaks; NVLink both ways together 600 and 900 GB/s, so 300
-and 450 one way), InfiniBand HDR 200 and NDR 400 Gb/s, one adapter a device, PCIe 4.0 x16 32 GB/s one way. Assumed: half
-of the peak in products, 80 to 90 % of line rates in large collectives, 3 us a message inside a node and 10 us between
-nodes. A file with measured numbers replaces them.
+sheets of A100 80GB, H100 SXM and H200 SXM: dense tensor-core peaks. NVLink both ways together 600 and 900 GB/s, so 300
+and 450 one way. InfiniBand HDR 200 and NDR 400 Gb/s, one adapter a device, PCIe 4.0 x16 32 GB/s one way. Assumed: half
+of the peak in products, 80 to 90 % of line rates in large collectives. A message takes 3 us inside a node, 10 us
+between nodes. A file with measured numbers replaces them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One accelerator. `peak_tflops` by dtype of matrix products, dense."""
+    """An accelerator. `peak_tflops` by dtype of matrix products, dense."""
 
     name: str
     memory_gib: float
@@ -60,7 +60,7 @@ class Device:
             _positive(f"device.peak_tflops.{dtype}", peak, "989")
 
     def flops_per_s(self, dtype: str) -> float:
-        """What products of this dtype reach. Raises RequestError when the device's peak is not known."""
+        """Rate of products of this dtype. Raises RequestError when the device's peak is not known."""
         if dtype not in self.peak_tflops:
             _wrong("device.peak_tflops", " ".join(self.peak_tflops), f"does not say dtype={dtype}", f"{dtype} = 67")
         return self.peak_tflops[dtype] * 1e12 * self.efficiency
@@ -68,7 +68,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One class of links. `ranks` consecutive ranks are joined by it, 0 for all; bandwidth of one rank, one way."""
+    """A class of links. `ranks` consecutive ranks are joined by it, 0 for all; bandwidth of one rank, one way."""
 
     name: str
     ranks: int
@@ -88,7 +88,7 @@ class Link:
 
     @property
     def bytes_per_s(self) -> float:
-        """What one rank sends through it in a second."""
+        """Bytes that one rank sends through it in a second."""
         return self.bandwidth_gb_s * 1e9 * self.efficiency
 
 

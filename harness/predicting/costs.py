@@ -1,4 +1,4 @@
-"""What a collective costs: the alpha-beta model, ring and tree, over the links that its group uses.
+"""Costs of collectives: the alpha-beta model, ring and tree, over the links that its group uses.
 
 p ranks, n bytes of payload as the ledger counts it, a seconds a message, b seconds a byte:
 
@@ -19,8 +19,8 @@ link, r ports work at once: b = 1 / min(r B_outer, B_inner). In an all_to_all a 
 outer port and the rest inside, both at once. Groups beside each other do not disturb each other: every rank has its own
 port on every link, and switches do not block.
 
-Sources: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005); Sanders,
-Speck, Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (2009); NCCL's performance notes
+Sources: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005). Sanders,
+Speck, Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (2009). NCCL's performance notes
 (bus bandwidth). Units: seconds, bytes.
 """
 

@@ -1,7 +1,6 @@
 """A dry run: a subject on tensors that have shapes and no numbers, on a few ranks that stand for all of a world.
 
-What it gives of every rank: its ledger, what it computes between its calls, and the memory that it needs. Sizes are
-bytes, times seconds.
+A rank that is run has a ledger, computation between calls, and a need of memory. Sizes are bytes, times seconds.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from harness.subject import called, kept_per_rank, named_axes, session
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRank:
-    """One rank that was run.
+    """A rank that was run.
 
     `stretches` are what it computes between its calls (harness.predicting.meter), tickets are the events' `call_index`.
     `unwaited` are calls that were never waited for. `saved_bytes` is the most that autograd held for backward,
-    `peak_bytes` the most that all tensors held at once; parameters are those of the models, gradients and optimizer
+    `peak_bytes` the most that all tensors held at once. Parameters are those of the models, gradients and optimizer
     those of the last optimizer step. `trained` are the elements that the optimizer steps, `learned` those of the
-    models' parameters that want a gradient: more where data ranks share the optimizer's work.
+    models' parameters that want a gradient. They are more where data ranks share the optimizer's work.
     """
 
     rank: int
@@ -98,7 +97,7 @@ def dry_run(
 
 
 def dry_rank(case: CaseLike, subject: Subject, engine: DryEngine, rank: int, timeout_s: float) -> DryRank:
-    """One rank of the case, whose calls all have a price. Raises as `dry_run`, and NotComputed when one has none."""
+    """Run one rank of the case, whose calls all have a price. Raises as `dry_run`, and NotComputed without a price."""
     (run,) = dry_run(case, subject, engine, (rank,), text=str(case), timeout_s=timeout_s).ranks
     if names := unmapped(run.events):
         raise NotComputed(f"operator {names} of torch is not known, so it has no price", ranks=(rank,), positions=())

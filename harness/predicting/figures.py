@@ -1,7 +1,7 @@
-"""What a forecast consists of: time, memory and bytes of a case on a cluster, and of each stage of its pipeline.
+"""Parts of a forecast: time, memory and bytes of a case on a cluster, and of each stage of its pipeline.
 
-Bytes that training keeps of a parameter are by formula: AdamW as Megatron-LM trains adds gradients up in float32, two
-moments are float32, and where parameters have 16 bits a float32 master copy stands beside them:
+Bytes that training keeps of a parameter are by formula. AdamW as Megatron-LM trains adds gradients up in float32, and
+two moments are float32. Where parameters have 16 bits a float32 master copy stands beside them:
 
     parameters        parameter  gradient  master  moments  together
     bfloat16, float16         2         4       4        8        18
@@ -33,7 +33,7 @@ from harness.subject import named_axes, stated
 from harness.terms import EventKey, closed_forms
 
 EQUAL = "equal"
-"""What `Forecast.ledger` says when the dry run issued exactly the events of the closed form."""
+"""Value of `Forecast.ledger` when the dry run issued exactly the events of the closed form."""
 FORWARD, BACKWARD = "F", "B"
 DEPTHS = (3, 5)
 """Layers at which a deep model is measured: few, but enough that the first and the last differ from the others."""
@@ -57,7 +57,7 @@ class Memory:
 
     @classmethod
     def of(cls, rank: DryRank, peak: float) -> Memory:
-        """What a rank held that was run dry, with this peak."""
+        """Memory of a rank that was run dry, with this peak."""
         return cls(
             trained=float(rank.trained),
             learned=float(rank.learned),
@@ -83,8 +83,9 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Calls and bytes of one rank in one step, from the closed form; `messages` are what it sends to other stages,
-    `lines` all calls by what they are.
+    """Calls and bytes of one rank in one step, from the closed form.
+
+    `messages` are what it sends to other stages, `lines` all calls by what they are.
     """
 
     calls: int
@@ -97,11 +98,11 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageForecast:
-    """One stage of a pipeline: a rank of it.
+    """A stage of a pipeline: a rank of it.
 
     `live` are the micro-batches (of one chunk) in flight at most, `layers` those of the stage. `forward_s` and
-    `backward_s` are those of one micro-batch on all chunks, `idle_s` the time of a step in which it neither computes
-    nor takes part in a call of its own stage: it waits for a message. `run` is the rank that was run dry for it.
+    `backward_s` are those of one micro-batch on all chunks. `idle_s` is the time of a step in which it neither computes
+    nor takes part in a call of its own stage. The stage waits for a message then. `run` is its rank.
     """
 
     index: int
@@ -120,14 +121,13 @@ class StageForecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """One case on one cluster. `times` are those of one step, `tokens` those of all ranks in it; 0: the case has none.
+    """A case on one cluster. `times` are those of one step, `tokens` those of all ranks in it; 0: the case has none.
 
     `ledger` says how the dry run compares with the closed form: "equal", the first difference, or that none is stated.
-    `depths` are the layers that were run, () when it was the model itself. `events` is the ledger of the ranks run.
-
-    Of a pipeline, `stages` are its stages, `memory` and `traffic` those of the stage with the largest peak, `times` and
-    `flops` those of the stage that computes longest; `bubble` is the share of all stages' time, from the first forward
-    to the last backward, in which they wait, `bubble_stated` its closed form for equal stages and messages that take no
+    `depths` are the layers that were run, () when it was the model itself. `events` is the ledger of the ranks run. Of
+    a pipeline, `stages` are its stages, `memory` and `traffic` are of the stage with the largest peak. `times` and
+    `flops` are of the stage that computes longest. `bubble` is the share of all stages' time, from the first forward to
+    the last backward, in which they wait. `bubble_stated` is its closed form for equal stages and messages that take no
     time. `spans` are the computations of every stage, with their beginnings and ends in seconds.
     """
 
@@ -147,7 +147,7 @@ class Forecast:
 
     @property
     def step_s(self) -> float:
-        """One step."""
+        """Seconds of a step."""
         return self.times.total_s
 
     @property
@@ -198,7 +198,7 @@ def _sum(complete: Counter[EventKey]) -> Traffic:
 
 
 def prices(case: CaseLike, cluster: Cluster, rank: int = 0) -> Callable[[Event], tuple[str, float]]:
-    """What each event costs: its group is the one of this rank on the event's axis."""
+    """Cost of each event: its group is the one of this rank on the event's axis."""
     routes: dict[str, Route] = {
         axis: route(own, cluster)
         for axis, lists in case.axes.items()
@@ -271,7 +271,7 @@ class States:
 
     @property
     def optimizer(self) -> int:
-        """What the optimizer keeps from step to step."""
+        """Bytes that the optimizer keeps from step to step."""
         return self.master + self.moments
 
     @property

@@ -1,16 +1,15 @@
-"""What a case will cost on a cluster that is not here: time and memory of a rank, from its closed form and a dry run.
+"""Cost of a case on a cluster that is not here: time and memory of a rank, by closed form and dry run.
 
-One rank is run dry for one step of one micro-batch, its ledger held against the closed form, and its trace played on
-the cluster (harness.predicting.timeline); a step is `micro` times that micro-batch, and what follows the last backward
-once.
+A rank is run dry for one step of one micro-batch, and its ledger held against the closed form. Its trace is played on
+the cluster (harness.predicting.timeline). A step is `micro` times that, and the work behind the last backward once.
 
-A deep model is measured at two depths: every further layer adds the same calls, FLOPs and bytes, so that all is a
-straight line in the depth; a case whose first layers differ, or whose layers repeat in units, states it as
+A deep model is measured at two depths. Every further layer adds the same calls, FLOPs and bytes, so that all is a
+straight line in the depth. A case whose first layers differ, or whose layers repeat in units, states it as
 `repeating_layers`, (how many differ, layers of a unit). `whole` runs the model itself beside that, for times and
-ledger; memory is always that of the line, from two micro-batches, because the second meets the gradients of the first.
+ledger. Memory is always that of the line, from two micro-batches, because the second meets the gradients of the first.
 With `states` (AdamW in mixed precision) gradients and optimizer are by formula instead, since the program trains with
-those of its own dtype: its peak, less its gradients, plus theirs. Units: seconds, bytes, FLOPs; bytes of calls are
-payloads of one rank in a step.
+those of its own dtype. The peak is then its own, less its gradients, plus theirs. Units: seconds, bytes, FLOPs; bytes
+of calls are payloads of one rank in a step.
 """
 
 from __future__ import annotations

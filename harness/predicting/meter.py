@@ -10,9 +10,8 @@ of matrix products and attention (two a multiply-add, masked pairs counted too) 
 Live bytes are those of storages, each once, from its first to its last use; storages that are resized keep their first
 size. A subject that leaves the device aside holds its tensors on the CPU: then those are counted. Units: FLOPs, bytes.
 
-Two things are made on meta as they are on a device: attention takes its fused kernel
-(harness.torch_internals.meta_device), and functional collectives, whose meta kernels only make shapes, are sent to
-their group.
+As on a device, attention takes its fused kernel (harness.torch_internals.meta_device). Functional collectives, whose
+meta kernels only make shapes, are sent to their group.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from torch.utils import flop_counter
 from harness.errors import NotComputed
 from harness.ledger import Call
 from harness.torch_internals.autograd import current_task
-from harness.torch_internals.groups import waits_of_fakes
+from harness.torch_internals.backends import waits_of_fakes
 from harness.torch_internals.memory import storage_id
 from harness.torch_internals.meta_device import fused_attention
 from harness.torch_internals.modes import DispatchMode, take_themselves_apart
@@ -50,10 +49,10 @@ TO_BACKWARD, TO_FORWARD = "to backward", "to forward"
 
 
 class Stretch(NamedTuple):
-    """What was computed, and what ended it: the call `ticket` started, or was waited for, or the program ended (-1), or
-    autograd's backward began or ended (-1).
+    """A stretch of computing, and its end: the call `ticket` started, or was waited for.
 
-    `peak_bytes` is the most that tensors held at once meanwhile, `held_bytes` what they hold at its end.
+    Without a call (-1) the program ended, or autograd's backward began or ended. `peak_bytes` is the most that tensors
+    held at once meanwhile, `held_bytes` what they hold at its end.
     """
 
     flops: int
@@ -109,8 +108,8 @@ class Meter(DispatchMode):
     """Measures one rank. `parameter_bytes`, `gradient_bytes`, `optimizer_bytes`: at the last optimizer step, 0 without;
     `trained` are the elements of all parameters there.
 
-    Also an observer of calls (harness.ledger.Observer); `unwaited` are the tickets of asynchronous calls that were
-    never waited for.
+    Also an observer of calls (harness.ledger.Observer); `unwaited` are tickets of asynchronous calls that were never
+    waited for.
     """
 
     def __init__(self) -> None:

@@ -1,15 +1,15 @@
-"""What a pipeline will cost: one rank of each kind of stage run dry, and its forwards and backwards played in order.
+"""Forecast of a pipeline: one rank of each kind of stage run dry, and its forwards and backwards played in order.
 
-Stages that have as many layers and the same ends of the model are alike, so that one rank stands for them. It runs its
-own program with the fewest micro-batches, and is taken apart into forwards and backwards: how long each takes, what a
-forward leaves for its backward, and how much more each holds for a moment. From these follow, for the real number of
-micro-batches and every stage,
+Stages that have as many layers and the same ends of the model are alike, so that one rank stands for them. The rank
+runs its own program with the fewest micro-batches, and is taken apart into forwards and backwards. Measured are the
+time of each, what a forward leaves for its backward, and how much more each holds for a moment. From these follow, for
+the real number of micro-batches and every stage,
 
     time      every stage plays its program: computations at their times, messages by the cost of a call
     memory    before any forward + micro-batches in flight x what one leaves + the most that a computation adds
     bytes     the closed form at the stage's coordinate
 
-What follows the last backward of a stage comes after it; the step ends when the slowest stage has ended. Deep stages
+The work behind the last backward of a stage comes after it; the step ends when the slowest stage has ended. Deep stages
 lie on the straight line through two depths, as in harness.predicting.forecast. Units: seconds, bytes, FLOPs.
 """
 
@@ -87,7 +87,7 @@ def measured(
     engine: DryEngine,
     timeout_s: float,
 ) -> MeasuredStage:
-    """One rank of this stage, run dry and taken apart.
+    """A rank of this stage, run dry and taken apart.
 
     Raises NotComputed when a call has no price, and when the rank did not follow its program.
     """
@@ -123,7 +123,7 @@ def measured(
 
 
 def _cut(rank: DryRank, ends: Sequence[int], until: Sequence[Times]) -> list[Segment]:
-    """What lies between these numbers of stretches, with what was spent until each."""
+    """Segments between these numbers of stretches, with what was spent until each."""
     made: list[Segment] = []
     spent, first, found = Times(), 0, 0
     for end, times in zip(ends, until, strict=True):
@@ -142,7 +142,7 @@ def _cut(rank: DryRank, ends: Sequence[int], until: Sequence[Times]) -> list[Seg
 
 
 def on_the_line(drawn: Sequence[tuple[float, MeasuredStage]]) -> MeasuredStage:
-    """One stage of several depths, each with its weight."""
+    """A stage of several depths, each with its weight."""
     if len(drawn) == 1:
         return drawn[0][1]
     numbers = ("segments", "rest", "before_bytes", "memory")
@@ -157,8 +157,8 @@ def on_the_line(drawn: Sequence[tuple[float, MeasuredStage]]) -> MeasuredStage:
 def _ends(rank: DryRank, program: Sequence[Sequence[ActionLike]]) -> list[int]:
     """Where each computation ends, as the number of stretches before; and where what follows the last one ends.
 
-    A batch of messages belongs to the computation behind it. Between two of them, forward and backward are told apart
-    by what autograd computes and by the phases of calls. Raises NotComputed when the rank did not follow its program.
+    A batch of messages belongs to the computation behind it. Between two of them, autograd's work and the phases of
+    calls distinguish forward and backward. Raises NotComputed when the rank did not follow its program.
     """
     by_ticket = {event.call_index: event for event in rank.events}
     messages = [event.call_index for event in rank.events if event.phase == MESSAGES]

@@ -1,7 +1,7 @@
 """How long a step takes on a cluster: the dry run of one rank played against a clock, products here, collectives there.
 
 A rank computes and issues calls in its own order. A synchronous call stops it until the call is done; an asynchronous
-one travels while it computes, until it waits: what overlaps is what the program overlaps, call by call. Calls of one
+one travels while it computes, until it waits. So what overlaps is what the program overlaps, call by call. Calls of one
 link follow each other, calls of different links do not hinder each other. All ranks are assumed to do the same at the
 same time. Time that the rank waits for a call is exposed, the rest of the call's time is hidden. Unit: seconds.
 """
@@ -55,7 +55,7 @@ def play(
 def spent_until(
     ends: Sequence[int], stretches: Sequence[Stretch], events: Sequence[Event], flops_per_s: float, price: Price
 ) -> list[Times]:
-    """What was spent from the beginning until so many stretches were done, for each of these numbers, in order."""
+    """Times from the beginning until the first n stretches were done, for each n of `ends`, in order."""
     clock, spent, first = _Clock(flops_per_s, events, price), [], 0
     for end in ends:
         for stretch in stretches[first:end]:
@@ -94,12 +94,12 @@ def together(*parts: tuple[float, T]) -> T:
 
 
 def _rest(taken_s: float, exposed_s: float) -> float:
-    """What is hidden of a call's time; rounding alone is none, and waiting behind other calls is no part of it."""
+    """Hidden part of a call's time; rounding alone is none, and waiting behind other calls is no part of it."""
     return taken_s - exposed_s if taken_s - exposed_s > _ROUNDING * taken_s else 0.0
 
 
 class _Clock:
-    """One rank's time, and when each link is free again."""
+    """Time of one rank, and when each link is free again."""
 
     def __init__(self, flops_per_s: float, events: Sequence[Event], price: Price) -> None:
         self._flops_per_s, self._price = flops_per_s, price
@@ -116,7 +116,7 @@ class _Clock:
         self._now_s += spent
 
     def reach(self, stretch: Stretch) -> None:
-        """What ended a stretch of computing: a call that starts, or is waited for."""
+        """Handle the end of a stretch of computing: a call that starts, or is waited for."""
         if stretch.then == START:
             event = self._events[stretch.ticket]
             self._start(event, *self._price(event))

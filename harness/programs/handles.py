@@ -1,8 +1,8 @@
 """Handles of asynchronous calls in a recorded program: those that the program drops before it has waited for them.
 
 The program keeps the works of its backend. They are followed by weak references, so that none lives longer than it
-would without us, and the methods of torch's class that amount to a wait are wrapped. Only works that Python code gets
-are followed: what C++ issues for itself (DDP's reducer, functional collectives) it waits for itself.
+would without us. The methods of torch's class that amount to a wait are wrapped. Only works that Python code gets are
+followed: C++ waits itself for what it issues for itself (DDP's reducer, functional collectives).
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import Any
 
 from torch.distributed import distributed_c10d
 
-from harness.engines.calls.operators import MESSAGES, OperatorCall
-from harness.torch_internals.groups import waits_of_works
+from harness.engines.calls.operators import MESSAGES
+from harness.engines.calls.reading import OperatorCall
+from harness.torch_internals.backends import waits_of_works
 
 Place = tuple[str, str, str]
 """Op, axis and caller of a call."""
@@ -63,8 +64,9 @@ class Handles:
 
 
 def is_given(issued: OperatorCall, caller: FrameType | None) -> bool:
-    """Whether Python code gets the work of a call that was issued by the code of this frame: torch's own functions do,
-    but for messages on a GPU, which batch_isend_irecv waits for together.
+    """Whether Python code gets the work of a call that was issued by the code of this frame.
+
+    torch's own functions do, but for messages on a GPU, which batch_isend_irecv waits for together.
     """
     from_python = caller is not None and caller.f_code.co_filename == distributed_c10d.__file__
     return from_python and (issued.call.op not in MESSAGES or issued.call.device == "cpu")

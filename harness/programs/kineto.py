@@ -1,8 +1,8 @@
 """The torch profiler over the chosen steps of a program: what it saw is in the run folder's `traces/`, rank by rank.
 
-It watches from the first forward of the first step to that of the step after the last one, and writes then: a Kineto
-trace, which names the rank and the groups (`distributedInfo`), as HolisticTraceAnalysis needs, and torch's own log of
-the same calls (its Flight Recorder), which alone knows groups and dtypes on gloo (harness.witnesses).
+The profiler watches from the first forward of the first step to that of the step after the last one, and writes then. A
+Kineto trace names the rank and the groups (`distributedInfo`), as HolisticTraceAnalysis needs. torch's own log of the
+same calls (its Flight Recorder) alone knows groups and dtypes on gloo (harness.witnesses).
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from harness.witnesses.torch_trace import FLIGHT_SUFFIX, TRACE_SUFFIX
 
 
 class Window:
-    """The torch profiler of one rank with the groups that there are, and the Flight Recorder's entries of the same
-    stretch; it does nothing unless the session wants it.
+    """The torch profiler of one rank with all groups, and the Flight Recorder's entries of the same stretch.
+
+    Nothing is done unless the session wants it.
     """
 
     def __init__(self, session: ProgramSession, rank: int) -> None:

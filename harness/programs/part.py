@@ -1,4 +1,4 @@
-"""One rank's part of the run folder, `ranks/<rank>/`, written as the program runs, so that a killed one leaves it.
+"""A rank's part of the run folder, `ranks/<rank>/`, written as the program runs, so that a killed one leaves it.
 
 ledger.csv   the contract's columns, needs_gradient and sent_rows (harness.ledger.Event); where a call_index comes
              twice, the later row holds: what followed settled it
@@ -172,7 +172,7 @@ def _record(kinds: dict[tuple[object, ...], int], call: PastCall) -> tuple[int, 
 
 
 def _kind(call: PastCall) -> tuple[object, ...]:
-    """What a call is, as hangs.dumps.KIND."""
+    """Fields of a call, as hangs.dumps.KIND."""
     issued, site, signature = call.issued, call.site, call.issued.signature
     rooted = signature.root >= 0
     root, peer = (issued.call.peer, -1) if rooted else (-1, issued.call.peer)

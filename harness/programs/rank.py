@@ -1,7 +1,7 @@
 """The recorder inside one rank of a program: what it observes goes to the rank's files; what fails there is let go.
 
 An exception in the recorder is reported once on standard error and in the rank's `end.json`, and nothing is recorded
-any further; the program never sees it. Nothing here waits for another rank, and no collective is issued.
+any further. The program never sees it. Nothing here waits for another rank, and no collective is issued.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from harness.engines.calls.callers import Caller
-from harness.engines.calls.operators import OperatorCall
+from harness.engines.calls.reading import OperatorCall
 from harness.engines.interposer import Interposer
 from harness.ledger import Call
 from harness.programs.handles import Handles, is_given
@@ -73,7 +73,7 @@ def _program() -> str:
 class RankRecorder:
     """An observer of calls (harness.ledger.Observer) and a log of them (harness.engines.interposer.CallLog).
 
-    It observes this process while it is entered; `start` enters it until the process ends.
+    This process is observed while the recorder is entered; `start` enters it until the process ends.
     """
 
     def __init__(self, session: ProgramSession, of: Recorded, part: Part, origin_s: float) -> None:
@@ -130,7 +130,7 @@ class RankRecorder:
         """The call entered last is complete."""
 
     def follow(self, work: Any, outputs: Sequence[Any], waited: Callable[[], None]) -> Any:
-        """The same work, of the asynchronous call entered last; it is followed until it is waited for."""
+        """Work of the asynchronous call entered last; it is followed until it is waited for."""
         del outputs, waited
         try:
             past: PastCall | None = self._local.past
@@ -142,7 +142,7 @@ class RankRecorder:
         return work
 
     def issued(self, _rank: int, call: Call) -> int:
-        """The same call in the ledger's words; the ticket is its index on the rank, -1 when nothing is recorded."""
+        """Record the call in the ledger's words; the ticket is its index on the rank, -1 when nothing is recorded."""
         if not self._on:
             return -1
         try:
@@ -210,7 +210,7 @@ class RankRecorder:
         self._on = False
 
     def _counted(self) -> str:
-        """What this rank recorded, and the command that shows it."""
+        """Words on what this rank recorded, and the command that shows it."""
         stream, steps = self._stream, self._session.steps
         if not stream.recorded and steps is not None and stream.calls:
             reached = f"the program ended in step {stream.step}, after {stream.calls} calls"

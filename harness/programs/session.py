@@ -1,7 +1,7 @@
-"""One recording: the run folder that all ranks share, what is recorded, and how both reach the ranks' processes.
+"""A recording: the run folder that all ranks share, what is recorded, and how both reach the ranks' processes.
 
 Everything travels in one variable of the environment, so every Python process below a launcher finds it, on every
-machine with the same file system. No torch is imported here: the process that runs this is replaced by the program, and
+machine with the same file system. No torch is imported here. The process that runs this is replaced by the program, and
 a rank imports it while torch itself is being imported.
 """
 
@@ -29,14 +29,14 @@ _JOBS = (
     ("SLURM_JOB_ID", "SLURM_STEP_ID"),
     ("PMIX_NAMESPACE",),
 )
-"""What the ranks of one launch have in common, by launcher: torchrun, SLURM, MPI."""
+"""Variables that the ranks of one launch have in common, by launcher: torchrun, SLURM, MPI."""
 _TOGETHER_S = 600.0
 """Ranks of one launch start within this time of each other."""
 _LOCK_S = 30.0
 
 
 class Options(TypedDict):
-    """What a session is made of beside its folder and its program."""
+    """Options of a session beside its folder and its program."""
 
     steps: tuple[int, int] | None
     profile: tuple[str, ...]
@@ -46,9 +46,11 @@ class Options(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramSession:
-    """A recording. `steps`: first and end (not included), None for all; `silence_s`: how long nothing may happen
-    before a rank writes down where it stands; `stated`: what the user knows and a recorder cannot see, for the
-    reports (harness.programs.launch). `origin_s` is time 0 of the machine that is called `boot`.
+    """A recording. `steps`: first and end (not included), None for all.
+
+    `silence_s`: how long nothing may happen before a rank writes its place down. `stated`: what the user knows and a
+    recorder cannot see, for the reports (harness.programs.launch). `origin_s` is time 0 of the machine that is called
+    `boot`.
     """
 
     folder: str
@@ -79,7 +81,7 @@ class ProgramSession:
 
 
 def boot_id() -> str:
-    """What identifies this machine since it was started: time.perf_counter of its processes is one clock."""
+    """Name of this machine since it was started: time.perf_counter of its processes is one clock."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return os.uname().nodename
@@ -152,7 +154,7 @@ def shared_session(
 
 
 def _launch(environ: Mapping[str, str]) -> str:
-    """What the ranks of this launch alone have in common, "" without a launcher."""
+    """Words that the ranks of this launch alone have in common, "" without a launcher."""
     for names in _JOBS:
         if names[0] in environ:
             words = [environ.get(name, "") for name in names]

@@ -1,9 +1,9 @@
 """Observations of one rank, as they come, into rows of its ledger: attribution without a look ahead, and bounded.
 
-A call is written when it is complete. One whose phase is settled only by what follows is written at once as at the end
-of the program, and once more when something else has settled it; with chosen steps it is written when it is settled.
-Times are microseconds on the clock of the recording. The duration of an asynchronous call, and of any call on a GPU,
-is not known here: 0.
+A call is written when it is complete. A call whose phase is settled only by what follows is written at once as at the
+end of the program. Once something else has settled it, it is written once more; with chosen steps it is written when it
+is settled. Times are microseconds on the clock of the recording. The duration of an asynchronous call, and of any call
+on a GPU, is not known here: 0.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from harness.engines.calls.operators import MESSAGES, OperatorCall
+from harness.engines.calls.operators import MESSAGES
+from harness.engines.calls.reading import OperatorCall
 from harness.ledger import NO_UPDATE, OTHER, Event
 from harness.programs.session import ProgramSession
 from harness.recording.attribution import Attribution
@@ -43,7 +44,7 @@ class _Open:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastCall:
-    """One of the last calls: `number` in its channel (harness.hangs.parting), `ticket` is its index on the rank."""
+    """A late call: `number` in its channel (harness.hangs.parting), `ticket` is its index on the rank."""
 
     issued: OperatorCall
     number: int
@@ -69,7 +70,7 @@ class EventStream:
     """`feed` takes observations in any thread; `on_event`, `on_step` get rows, `on_begin` the number of a new step.
 
     `stirred` counts what was observed, `calls` the calls, `recorded` those in steps that are recorded, `recorded_bytes`
-    what these handed over, `steps` such steps; `last` are the last calls, `doubts` what is not certain.
+    what these handed over, `steps` such steps. `last` are the last calls, `doubts` what is not certain.
     """
 
     of: Recorded

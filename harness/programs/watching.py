@@ -3,11 +3,11 @@
     with shardproof.watch(model, every=100):
         train(model)
 
-After every hundredth step of the model's optimizer the ranks exchange a hash of each replicated parameter, of their
-random streams, and which gradient is not finite: 8 bytes a parameter, one all_gather a group of replicas and one of
-all ranks. What is replicated over which ranks is read from DistributedDataParallel and from the placements of DTensors,
-or stated as `replicas`. One line at the end when all is well, six lines at the first check that finds something. It
-changes no value and raises nothing.
+After every hundredth step of the model's optimizer ranks exchange hashes of replicated parameters and random streams,
+and flags of gradients that are not finite. The exchange is 8 bytes a parameter, one all_gather a group of replicas and
+one of all ranks. Replicas and their ranks are read from DistributedDataParallel and from the placements of DTensors, or
+stated as `replicas`. The output is one line at the end when all is well, six lines at the first check that finds
+something. Watching changes no value and raises nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def watch(
     model: nn.Module, every: int = 100, *, replicas: Sequence[Any] = (), stream: TextIO | None = None
 ) -> TrainingWatch:
-    """A context around training that checks the model after every so many steps of its optimizer.
+    """A context around training that checks the model after every `every` steps of its optimizer.
 
     `replicas`: process groups over whose ranks the plain parameters of the model are equal, where neither
     DistributedDataParallel nor DTensor states it. Lines go to `stream`, standard error by default; one rank writes.
@@ -59,7 +59,7 @@ class _Copies:
 
 
 class TrainingWatch:
-    """What `watch` returns. `step()` counts a step of programs that update parameters without torch.optim."""
+    """Result of `watch`. `step()` counts a step of programs that update parameters without torch.optim."""
 
     def __init__(self, model: nn.Module, every: int, replicas: tuple[Any, ...], stream: TextIO | None) -> None:
         self._model, self._every = model, every
@@ -84,7 +84,7 @@ class TrainingWatch:
             self._write(f"watch: {self._summary()}")
 
     def _summary(self) -> str:
-        """What was checked, and what was not, when nothing was found."""
+        """Words on what was checked, and what was not, when nothing was found."""
         if not self._checks:
             reason = f"there is one after every {self._every} steps of an optimizer that holds a parameter of the model"
             return f"no check in {self._steps} steps: {reason}"
@@ -108,7 +108,7 @@ class TrainingWatch:
             self._in_checks_s += time.perf_counter() - begin_s
 
     def _stepped(self, optimizer: Any, _args: object, _kwargs: object) -> None:
-        """One optimizer counts the steps: the first that holds a parameter of the model."""
+        """Count the steps of one optimizer: the first that holds a parameter of the model."""
         if self._optimizer is None:
             mine = {id(parameter) for parameter in self._model.parameters()}
             held = (parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -1,1 +1,1 @@
-"""What the recorder is made of: modules, backward and callers watched from outside, and where a call belongs."""
+"""Parts of the recorder: modules, backward and callers watched from outside, and where a call belongs."""

@@ -1,4 +1,4 @@
-"""What a subject states about its own calls, where it is not to be inferred: their phase and their module.
+"""Statements of a subject about its own calls, where they are not to be inferred: their phase and their module.
 
     with phase("grad_sync"), region("layers.0"):
         dist.all_reduce(buffer)
@@ -20,7 +20,7 @@ Override = tuple[str | None, str | None]
 """Phase and region that the subject stated, None where it stated none."""
 _OVERRIDE: ContextVar[Override] = ContextVar("shardproof_override", default=(None, None))
 overridden = _OVERRIDE.get
-"""What the subject states about the calls of this thread right now."""
+"""Statement of the subject about the calls of this thread right now."""
 
 
 @contextmanager

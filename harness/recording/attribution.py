@@ -1,11 +1,11 @@
 """Where a collective call belongs: step, micro-batch, phase and module path, inferred from what happened around it.
 
 Input: the observations of one rank in order: modules entered and left, optimizer steps, gradients arriving at outputs,
-calls. Output: one Site a call. Nothing here touches the program: a backward call finds its module by the sequence
-number that autograd gave the running node when the forward made it, since these numbers grow along the forward of a
-thread and the forward of every module spans a stretch of them.
+calls. Output: one Site a call. Nothing here touches the program. A backward call finds its module by the sequence
+number that autograd gave the running node when the forward made it. These numbers grow along the forward of a thread,
+and the forward of every module spans a stretch of them.
 
-How calls outside of modules, optimizer and backward get their phase is told in lanes.py.
+lanes.py describes how calls outside of modules, optimizer and backward get their phase.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Attribution:
         return self._stepless and not self.updates
 
     def doubts(self, ticket: int) -> tuple[str, ...]:
-        """What is not certain of the step and the phase of a call."""
+        """Doubts about the step and the phase of a call."""
         return (*[NO_UPDATE] * self.stepless, *[EITHER_GATHER] * (ticket in self._unsure))
 
     def forget(self) -> None:
@@ -103,7 +103,7 @@ class Attribution:
             self.settle("")
 
     def current(self, lane: int) -> Site:
-        """What is going on in a lane; the phase is "" between a backward or a step and what follows it."""
+        """Site of a lane now; the phase is "" between a backward or a step and what follows it."""
         frame = self._lanes.above(self._lanes[lane], OUTSIDE)
         if frame is not None and frame.site.phase:
             return frame.site
@@ -268,7 +268,7 @@ class Attribution:
         return site._replace(phase=AGAIN if seen.again else "backward")
 
     def settle(self, by: str) -> None:
-        """What follows has come, "" for the end: name the phase of what waited. Data belongs to the coming batch."""
+        """Name the phase of waiting calls: `by` follows, "" at the end. Data belongs to the coming batch."""
         gathered = {waiting.ticket: waiting.call.payload_bytes for waiting in self.pending if waiting.gathers}
         if gathered and not self._memory.of(self.paths.models).mostly_in(sum(gathered.values())):
             gathered.clear()

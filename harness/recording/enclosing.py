@@ -1,7 +1,7 @@
-"""What encloses a call by the Python stack: user code, checkpointing, another backward, optimizer steps.
+"""Surroundings of a call by the Python stack: user code, checkpointing, another backward, optimizer steps.
 
 Frames are compared by their code objects and left alone: looking at a frame's variables keeps them alive as long as the
-frame, so that only a Function's own forward or backward is looked into, which ends soon.
+frame. Only a Function's own forward or backward is looked into, which ends soon.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _CHECKPOINT = checkpoint.__file__
 def around(frame: FrameType | None, *, in_backward: bool) -> tuple[tuple[CodeType, int] | None, bool, int]:
     """The caller in user code; in backward also whether checkpointing runs a function again, and the outer node.
 
-    That is the node of another backward whose own backward started this one; OUTSIDE when there is none. The caller is
-    a plain code and line (callers.Caller), since this is looked up for every call: a look costs about a microsecond.
+    The outer node is the node of another backward whose own backward started this one; OUTSIDE when there is none. The
+    caller is a plain code and line (callers.Caller), for every call costs such a look: about a microsecond.
     """
     caller, again = issued_at(frame), False
     while in_backward and frame is not None:

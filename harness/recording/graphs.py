@@ -1,8 +1,8 @@
 """CUDA graphs of a rank: what their capture issued, and that every replay issues it again.
 
-Python runs once, in the capture, which computes nothing; a replay launches the captured kernels without Python, so that
-no call is seen in it. The methods of torch.cuda.CUDAGraph are wrapped while the watch is entered: calls of a capture
-are kept by graph, and every replay repeats them as observations of its own. What Python does inside of a replay, where
+Python runs once, in the capture, which computes nothing. A replay launches the captured kernels without Python, so that
+no call is seen in it. The methods of torch.cuda.CUDAGraph are wrapped while the watch is entered. Calls of a capture
+are kept by graph, and every replay repeats them as observations of its own. Python that runs inside of a replay, where
 a graph is simulated on a CPU, is that of the graph and is not observed. Not seen: graphs that are captured or launched
 by other ways than these methods.
 """
@@ -21,7 +21,7 @@ from harness.recording.observations import OUTSIDE, Graphed, Issued, Stepped, St
 
 
 class Captured:
-    """One graph: the calls of its capture as (ticket, call, caller), and whether an optimizer stepped in it."""
+    """A graph: the calls of its capture as (ticket, call, caller), and whether an optimizer stepped in it."""
 
     __slots__ = ("calls", "name", "replays", "steps")
 
@@ -61,11 +61,11 @@ class Graphs:
         self.capturing = None
 
     def of(self, graph: object) -> Captured | None:
-        """What was captured, None where nobody saw it."""
+        """Capture of a graph, None where none was seen."""
         return self._known.get(id(graph))
 
     def mark(self, ticket: int, call: Any, caller: Any) -> Graphed | None:
-        """What makes a call of the running capture one of the graph; None outside of captures."""
+        """Mark a call of the running capture as one of the graph; None outside of captures."""
         if self.capturing is None:
             return None
         self.capturing.calls.append((ticket, call, caller))
@@ -85,7 +85,7 @@ class Replaying(Protocol):
 
 @contextmanager
 def graphs_watched(lane: Callable[[], Replaying | None]) -> Iterator[None]:
-    """While entered, captures and replays are told to the lane of the thread that makes them."""
+    """While entered, captures and replays are reported to the lane of the thread that makes them."""
     owner = torch.cuda.CUDAGraph
     before = {name: vars(owner)[name] for name in ("capture_begin", "capture_end", "replay") if name in vars(owner)}
 
@@ -125,4 +125,4 @@ def graphs_watched(lane: Callable[[], Replaying | None]) -> Iterator[None]:
 
 
 def _nothing(_plain: tuple[Any, ...]) -> None:
-    """What is observed of Python that runs inside of a replay."""
+    """Observe nothing of Python that runs inside of a replay."""

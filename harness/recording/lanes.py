@@ -3,14 +3,14 @@
 Here too: calls that wait for what follows them, and what can be read off a call by itself.
 
 A call made outside of modules, optimizer and backward is loss when a model's forward was the last thing that happened.
-Otherwise what follows settles it: data before a forward, grad_sync before an optimizer step; at the end metric after a
-step, grad_sync after a backward, data after nothing. What reduces several numbers after a backward is grad_sync even
-before a forward: engines reduce between micro-batches too. Metric is also what a module without parameters does with
-gradients off, once a forward with gradients on has been; an evaluation without gradients keeps its loss. Where no
+Otherwise what follows settles it: data before a forward, grad_sync before an optimizer step. At the end: metric after a
+step, grad_sync after a backward, data after nothing. Reductions of several numbers after a backward are grad_sync even
+before a forward: engines reduce between micro-batches too. Metric is also the work of a module without parameters with
+gradients off, once a forward with gradients on has been. An evaluation without gradients keeps its loss. Where no
 optimizer of torch.optim steps, what changed the parameters after a backward is a step (updates.Looks). After a step one
-reduced element is metric; what writes into a parameter's memory, and all_gathers of half the parameters' bytes or more,
-belong to the step. A send or recv is pipeline in a group of stages, and outside of all of these in a group without a
-description.
+reduced element is metric. Calls that write into a parameter's memory, and all_gathers of half the parameters' bytes or
+more, belong to the step. A send or recv is pipeline in a group of stages, and outside of all of these in a group
+without a description.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Frame(NamedTuple):
 
 
 class Lane:
-    """One thread of the rank: what is going on, and which stretch of node numbers belongs to which site."""
+    """A thread of the rank: what is going on, and which stretch of node numbers belongs to which site."""
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []

@@ -1,17 +1,17 @@
-"""What is measured of a rank beside its calls, from outside: which calls are hidden, how many bytes autograd holds.
+"""Measurements of a rank beside its calls, from outside: which calls are hidden, how many bytes autograd holds.
 
     with Overlap() as overlap:                      # an observer of calls (harness.ledger.Observer)
         with overlap.on_rank(rank): program(rank)   # in the thread of each rank
     overlap.hidden
 
-An asynchronous call is hidden when its rank computed a product between the call's issue and its first wait: a matrix
-product, a convolution or attention, what torch.utils.flop_counter counts and a mode hides its calls behind. Each has a
-kernel at the dispatch key BackendSelect, where these operators have none; it counts and sends the call on, below
-autograd, so that no bit changes and nothing else is touched. It costs microseconds a product, hence it is entered in
-runs that are not timed. A product of code that torch.compile wrote is not seen.
+An asynchronous call is hidden when its rank computed a product between the call's issue and its first wait. A product
+is a matrix product, a convolution or attention, as torch.utils.flop_counter counts and a mode hides its calls behind.
+Each has a kernel at the dispatch key BackendSelect, where these operators have none. The kernel counts and sends the
+call on, below autograd, so that no bit changes and nothing else is touched. A product costs microseconds more, hence it
+is entered in runs that are not timed. A product of code that torch.compile wrote is not seen.
 
 Saved activations are the storages that forward passes hand to autograd, each counted once while it is held, parameters
-left out; the peak is what one rank must have room for beside its parameters. The hooks change no value: pack and unpack
+left out. The peak is what one rank must have room for beside its parameters. The hooks change no value: pack and unpack
 return the tensor. Hooks that a program enters itself hide those around them: what they keep as a tensor is counted in
 them. Unit: bytes. Source of the idea: torch.autograd.graph.saved_tensors_hooks.
 """
@@ -110,7 +110,7 @@ def _products() -> Iterator[Any]:
 
 
 class _Held:
-    """One saved tensor; the bytes of its storage count until the last holder is gone."""
+    """A saved tensor; the bytes of its storage count until the last holder is gone."""
 
     __slots__ = ("tensor", "_account", "_key")
 

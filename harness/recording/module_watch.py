@@ -1,6 +1,6 @@
-"""What one thread of a rank reports of its modules and calls while a watch is entered.
+"""Reports of one thread of a rank on its modules and calls while a watch is entered.
 
-What stands in place of a module's call reports when the module is entered and left.
+A replacement of a module's call reports when the module is entered and left.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _now_s = time.perf_counter
 
 
 class ThreadWatch:
-    """One thread of one rank: where its observations go, and what module is outermost in it."""
+    """A thread of one rank: where its observations go, and what module is outermost in it."""
 
     __slots__ = (
         "bare",
@@ -103,7 +103,7 @@ class ThreadWatch:
 
 
 class OfRank(NamedTuple):
-    """What the lanes of a rank share: the numbers of lanes and of calls, looks at parameters, CUDA graphs."""
+    """State that the lanes of a rank share: the numbers of lanes and of calls, looks at parameters, CUDA graphs."""
 
     numbers: Iterator[int]
     tickets: Iterator[int]

@@ -31,7 +31,7 @@ _FILLERS = frozenset({"parallel", "group", "gloo", "ag", "and", "with", "partial
 def group_word(group_desc: str) -> str:
     """The name that a description gives its group, "" for the words that torch gives to every group by itself.
 
-    It is the names of the axes, joined by _: DeviceMesh's "mesh_dp_shard" is "dp_shard", torchtitan's "mesh_batch" is
+    The name is those of the axes, joined by _: DeviceMesh's "mesh_dp_shard" is "dp_shard", torchtitan's "mesh_batch" is
     "dp", Megatron-Core's "DATA_PARALLEL_GROUP_WITH_CP" is "dp_cp". A description in other words stays as it is.
     """
     if _BY_TORCH.fullmatch(group_desc):
@@ -79,10 +79,10 @@ def axis_name(
 ) -> tuple[str, str]:
     """The axis of a group of global ranks, and what is not certain of it: "" where nothing is.
 
-    First what the program called the group ("tp", DeviceMesh's "mesh_tp", Megatron-Core's names) when the case has such
-    an axis, or when it is a known word for something else ("ep", "dp_cp"); of joint words ("dp_shard", "dp_cp") those
-    axes that together have the same ranks. Then the one axis of several ranks that has this rank list; then an unknown
-    word as it is; then "world" when the group holds every rank; else the rank list, "0,2".
+    First comes the program's name of the group ("tp", DeviceMesh's "mesh_tp", Megatron-Core's names). The name holds
+    when the case has such an axis, or when it is a known word for something else ("ep", "dp_cp"). Of joint words
+    ("dp_shard", "dp_cp") those axes hold that together have the same ranks. Then comes the one axis of several ranks
+    that has this rank list; then an unknown word as it is. Then "world" for all ranks; else the rank list, "0,2".
     """
     said, ranks = group_word(group_desc), tuple(sorted(group))
     if said in axes:
@@ -166,8 +166,9 @@ class Paths:
         return self._of_module.get(id(module), otherwise)
 
     def is_part(self, module: nn.Module, counted: Mapping[tuple[int, bool], int]) -> bool:
-        """Whether a module that no other encloses is part of the micro-batch that is going on: one inside of a model
-        that did not count by itself in this step, such as the head that a chunked loss calls for every chunk.
+        """Whether a module that no other encloses is part of the micro-batch that is going on.
+
+        Part is one inside of a model that did not count by itself in this step, such as the head of a chunked loss.
         `counted`: the ids of the models that did, and whether gradients were on.
         """
         inside = bool(self._of_module.get(id(module)))

@@ -1,13 +1,13 @@
-"""What is observed of a rank's program: modules entered and left, backward passes, optimizer steps, collectives issued.
+"""Observations of a rank's program: modules entered and left, backward passes, optimizer steps, collectives issued.
 
 The phase and the module of every call are inferred from these. They are recorded as plain tuples `(kind, *fields)`,
-which cost a tenth of a microsecond, and read back as the named ones below when the run is over. A lane is a thread of
-the rank: 0 is the one that runs the rank's program.
+which cost a tenth of a microsecond. When the run is over they are read back as the named ones below. A lane is a thread
+of the rank: 0 is the one that runs the rank's program.
 
-A program that updates its parameters without torch.optim calls nothing that could be seen. What changes is a few bytes
-of the parameters themselves, so a few of them are looked at between a backward and the next forward: at most four
-parameters of each outermost module, three elements of each, some microseconds a look. A version counter alone does not
-do: `p.data.sub_(...)` leaves it as it is. Parameters on other devices than the CPU have nothing but the counter.
+A program that updates its parameters without torch.optim calls nothing that could be seen. An update changes a few
+bytes of the parameters themselves, so a few of them are looked at between a backward and the next forward. At most four
+parameters of each outermost module are looked at, three elements of each, some microseconds a look. A version counter
+alone does not do: `p.data.sub_(...)` leaves it as it is. On other devices than the CPU there is only the counter.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 class _Looked:
-    """One parameter that is looked at: its first, its middle and its last element where they lie now."""
+    """A parameter that is looked at: its first, its middle and its last element where they lie now."""
 
     __slots__ = ("_address", "_cells", "_places", "moved", "tensor")
 
@@ -65,7 +65,7 @@ class _Looked:
 class Looks:
     """The parameters of one rank that are looked at. With `on` False nothing is looked at any more.
 
-    What cannot be looked at ends the looking, and nothing else.
+    An error in a look ends the looking, and nothing else.
     """
 
     def __init__(self) -> None:
@@ -112,10 +112,10 @@ _SHARED = ("allreduce", True)
 
 
 class ParameterMemory:
-    """The memory of the parameters of some models; `parameter_bytes` are those of this rank's parts of them, but for
-    experts that Megatron-Core and DeepSpeed mark with allreduce=False: data ranks hold no copies of these to gather.
+    """The memory of the parameters of some models; `parameter_bytes` are those of this rank's parts of them.
 
-    It is read after the run. Where parameters `moved` meanwhile, it says nothing about the time of a call.
+    Experts that Megatron-Core and DeepSpeed mark with allreduce=False are left out: data ranks hold no copies of these
+    to gather. The memory is read after the run. Where parameters `moved` since, it says nothing about a call.
     """
 
     def __init__(self) -> None:
@@ -142,8 +142,9 @@ class ParameterMemory:
         self._ends = [start + held[start] for start in self._starts]
 
     def mostly_in(self, gathered_bytes: int) -> bool:
-        """Whether gathers of so many bytes may be of parameters: half of them or more, or anything where they lie
-        elsewhere while nothing is computed with them (DeepSpeed's ZeRO-3).
+        """Whether gathers of this many bytes may be of parameters: half of them or more.
+
+        Any number may be where they lie elsewhere while nothing is computed with them (DeepSpeed's ZeRO-3).
         """
         return bool(self._models) and 2 * gathered_bytes >= self.parameter_bytes
 
@@ -179,9 +180,8 @@ class Entered(NamedTuple):
     """A module's call began; `outermost` when none was going on in this lane.
 
     `number`: the sequence number that the next autograd node of this thread will get. `task`: the graph task that runs
-    in this thread. `node`: the number of the node that runs in it. Of outermost ones, `grad`: gradients were on,
-    `look` at the parameters (updates.Looks): () inside of a backward, and after an optimizer's step; and `at_s`, the
-    time; 0 for others.
+    in this thread. `node`: the number of the node that runs in it. Outermost ones have `grad`: gradients were on;
+    `look` (updates.Looks): () inside of a backward, and after an optimizer's step. `at_s` is the time; 0 for others.
     """
 
     lane: int
@@ -236,7 +236,7 @@ class Stepped(NamedTuple):
 
 
 class Graphed(NamedTuple):
-    """That a call is of a CUDA graph: its name, the call's ticket in the capture, the replay's number (-1: capture)."""
+    """A mark of a CUDA graph's call: graph, the call's ticket in the capture, the replay's number (-1: capture)."""
 
     graph: str
     captured: int

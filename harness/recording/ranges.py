@@ -41,9 +41,9 @@ _DRAWN, _HIDDEN = -1, -2
 def open_domain() -> Any:
     """The nvtx domain, which records when a tool is attached and costs next to nothing when none is.
 
-    nvtx >= 0.2.12 under an Nsight Systems that does not know whether a domain is enabled (2022.4, 2023.2) hands out a
-    domain that drops everything without a word. Then a domain is made around its question. Raises MachineError when a
-    tool is attached and the domain would still drop everything.
+    nvtx >= 0.2.12 needs an Nsight Systems that knows whether a domain is enabled. Under others (2022.4, 2023.2) it
+    hands out a domain that drops everything silently. Then a domain is made around its question. Raises MachineError
+    when a tool is attached and the domain would still drop everything.
     """
     domain = nvtx.get_domain(DOMAIN)
     if os.environ.get(TOOL) and _drops(domain):

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class _Track:
-    """What is recorded of one rank: observations as plain tuples, when its calls ended, their marks on a device."""
+    """Records of one rank: observations as plain tuples, when its calls ended, their marks on a device."""
 
     def __init__(self) -> None:
         self.observations: list[tuple[Any, ...]] = []
@@ -184,7 +184,7 @@ class Recorder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """What all events of one rank share."""
+    """Facts that all events of one rank share."""
 
     case: str
     mode: str

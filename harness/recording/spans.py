@@ -1,12 +1,12 @@
 """When a rank computes a forward or a backward, and when its asynchronous calls are under way, from one real run.
 
-A forward begins when a model with parameters is called, or with the delivery of its batch just before; a backward when
-it reaches that model's output. Either ends where the rank does something else outside of modules and backward: it
-issues or awaits a message between stages, computes the next forward or backward, reduces gradients or updates. So calls
-inside, and waiting for them, count as computing, as they do in harness.predicting.staged. Units: microseconds.
+A forward begins when a model with parameters is called, or with the delivery of its batch just before. A backward
+begins when it reaches that model's output. Either ends where the rank does something else outside of modules and
+backward: messages between stages, the next forward or backward, reductions, updates. So calls inside, and waiting for
+them, count as computing, as they do in harness.predicting.staged. Units: microseconds.
 
 On a device, where the host's clock would give the time at which work was enqueued, CUDA events in its streams are the
-clock (Stopwatch). Recording an event waits for nothing, so the streams run as they would; what lies between the two
+clock (Stopwatch). Recording an event waits for nothing, so the streams run as they would. The time between the two
 events of a call is what it took on the device, its wait for the other ranks included. Read when the program is over.
 Source: torch.cuda.Event; its resolution is half a microsecond.
 """
@@ -30,7 +30,7 @@ _WITH_THE_NEXT = "data"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSpan:
-    """One forward ("F") or backward ("B") of a rank, or one asynchronous call (`kind` is its op), of the same clock.
+    """A forward ("F") or backward ("B") of a rank, or one asynchronous call (`kind` is its op), of the same clock.
 
     `chunk` counts the models that the rank calls; -1 for calls. A call is under way until its rank first waits for it;
     `call_index` is that of the ledger, -1 for computations.

@@ -1,11 +1,11 @@
 """Watches modules, optimizers and backward from outside and records what every rank's program does.
 
-For as long as it is entered, `nn.Module._call_impl` is wrapped: global forward hooks cost three times as much a call
-and end before a module's own forward hooks run, where DTensor's plans communicate; wrapping `__call__` itself makes
+For as long as it is entered, `nn.Module._call_impl` is wrapped. Global forward hooks cost three times as much a call
+and end before a module's own forward hooks run, where DTensor's plans communicate. Wrapping `__call__` itself makes
 Python look up the slots of every module class again, half a millisecond a run. Optimizers are seen by torch's global
 step hooks. A prehook on the node that made an outermost output reports that backward came; it adds no node and reads
 nothing. torch.compile skips the wrapper or traces it to nothing, so compiled code is the same. Not seen: a module whose
-`module.compile()` was called before, since what that made is called in place of `_call_impl`.
+`module.compile()` was called before, since its result is called in place of `_call_impl`.
 
 Every rank of a process has its own thread; `on_rank` is entered there. Other threads (autograd's for a device, workers)
 count to the rank when it is the only one in the process.

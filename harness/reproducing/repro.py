@@ -2,7 +2,7 @@
 
     text = emit(case, "my.module:subject", engine)     # None when nothing fails, or nothing that a script can show
 
-The script imports the subject and nothing of this package, unless the subject is a part of it. What it shows is one
+The script imports the subject and nothing of this package, unless the subject is a part of it. A script shows one
 returned tensor that is wrong, ranks that disagree on it, or a subject that raises. A ledger that parts from its
 expectation, an activation that only the harness captures, or a race, is nothing that it can see.
 """
@@ -22,9 +22,10 @@ from torch import Tensor
 
 from harness.checking.checks import CHECKS
 from harness.checking.evidence import Evidence
-from harness.checking.measures.kinds import kind_of, kind_rms
+from harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
+from harness.checking.measures.many_tensors import kind_rms
 from harness.checking.measures.tolerance import least_rms, own_share
-from harness.checking.numeric_checks import NUMERIC_KINDS, held
+from harness.checking.measuring import compared
 from harness.diagnosing.lines import repeat_command
 from harness.diagnosing.rules.places import timeline
 from harness.engines.engine import Engine
@@ -34,8 +35,9 @@ from harness.protocols import CaseLike, Subject, case_text, unsaved
 from harness.reproducing import repro_script
 from harness.running.proof import judged, prove
 from harness.running.result import CaseResult
+from harness.running.trials.reference import reference_of
 from harness.running.trials.runs import recorded
-from harness.running.trials.trial import Trial, reference_of
+from harness.running.trials.trial import Trial
 from harness.subject import NamedSubject, named, refusal
 
 LARGEST = 2**14
@@ -54,7 +56,7 @@ SMALLER: tuple[Mapping[str, int], ...] = (
     {"vocab": 264},
     {"heads": 4, "kv_heads": 2, "hidden": 16, "ffn": 32},
 )
-"""What is tried on a failing case, one after another, the mesh first."""
+"""Changes that are tried on a failing case, one after another, the mesh first."""
 
 
 _FACTS = "\n\nFACTS = "
@@ -144,7 +146,7 @@ def _wrong(evidence: Evidence) -> list[str]:
     torn = {flaw.name for flaw in evidence.merged.flaws}
     known = timeline([name for name in evidence.truth if name in returned], evidence.case.steps)
     rms = kind_rms(evidence.truth)
-    return [name for name in known if name in torn or not held(evidence, name, rms.get(kind_of(name), 0.0)).right]
+    return [name for name in known if name in torn or not compared(evidence, name, rms.get(kind_of(name), 0.0)).right]
 
 
 def _script(failure: Failure, subject: str, when: str, planted: Mapping[str, str]) -> str:
@@ -179,7 +181,7 @@ def _numbers(evidence: Evidence, name: str) -> dict[str, Any]:
     truth: Tensor = evidence.truth[name].double().contiguous()
     kind = kind_rms(evidence.truth).get(kind_of(name), 0.0)
     least = least_rms(truth, kind)
-    limits = held(_mended(evidence, name), name, kind)
+    limits = compared(_mended(evidence, name), name, kind)
     scale = max(float(truth.square().mean().sqrt()), least)
     return {
         "shape": tuple(truth.shape),

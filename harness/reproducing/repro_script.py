@@ -1,8 +1,8 @@
 """The body of a script that repeats one failure with plain torch; `repro` writes it to a file with its facts.
 
-It starts the ranks itself on gloo (or is started by torchrun), calls the subject on each, puts the blocks of one tensor
-together and holds them against a number that the facts carry. Exit status: 0 not reproduced, 1 reproduced, 2 neither
-can be said. Imports nothing but the standard library, torch and the subject. Times are seconds.
+The script starts the ranks itself on gloo (or is started by torchrun) and calls the subject on each. Then it puts the
+blocks of one tensor together and holds them against a number that the facts carry. Exit status: 0 not reproduced, 1
+reproduced, 2 neither can be said. Imports nothing but the standard library, torch and the subject. Times are seconds.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def case_of(facts: Mapping[str, Any]) -> Any:
 
 
 def boxes(value: Any) -> list[tuple[Tensor, tuple[int, ...], tuple[int, ...]]]:
-    """One returned value as (local, offsets, full shape) each: a tensor, a number, a DTensor, a shard, or several.
+    """Boxes of a returned value, (local, offsets, full shape) each: a tensor, a number, a DTensor, a shard, or several.
 
     Raises TypeError for anything else.
     """
@@ -156,7 +156,7 @@ def on_rank(facts: Mapping[str, Any], rank: int, store: str) -> int:
 
 
 def spawned(facts: Mapping[str, Any], rank: int, store: str, answers: Any) -> None:
-    """One process; its answer goes to the parent."""
+    """Run one process; its answer goes to the parent."""
     answers.put((rank, on_rank(facts, rank, store)))
 
 

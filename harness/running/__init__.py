@@ -1,1 +1,1 @@
-"""One case to its verdicts, and many cases to a run folder: runs, evidence, judgement, storage."""
+"""From a case to its verdicts, and from many cases to a run folder: runs, evidence, judgement, storage."""

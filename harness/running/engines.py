@@ -40,7 +40,7 @@ ENGINES: dict[str, Callable[[], Engine]] = {"inproc": _inproc, "pool": _pool, "t
 
 
 def known_engine(name: str) -> Callable[[], Engine]:
-    """What makes the engine of this word. Raises RequestError for an unknown word."""
+    """Constructor of the engine of this word. Raises RequestError for an unknown word."""
     if name not in ENGINES:
         raise RequestError(f"engine={name}: is not a known engine; legal: {' '.join(ENGINES)}")
     return ENGINES[name]

@@ -56,7 +56,7 @@ class Failed:
 
     @property
     def size(self) -> tuple[object, ...]:
-        """What orders failures, the simplest first: float64, few ranks, few words."""
+        """Order of failures, the simplest first: float64, few ranks, few words."""
         text = case_text(self.case)
         return self.case.dtype != "float64", self.case.world_size, len(text.split()), text
 

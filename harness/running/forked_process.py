@@ -1,7 +1,7 @@
 """A process that proves cases in the place of this one, so that a case that ends its process ends no other.
 
-It is a fork, which costs milliseconds where a fresh interpreter loads torch again. That is sound only while this
-process has started no threads (`forkable`), initialised no device, and run no autograd (`forked` finds out).
+Its process is a fork, which costs milliseconds where a fresh interpreter loads torch again. A fork is sound only while
+this process has started no threads (`forkable`), initialised no device, and run no autograd (`forked` finds out).
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _end_with_parent() -> None:
 
 
 def _reopened(stream: TextIO) -> TextIO:
-    """The same file, without locks that a thread of a progress bar held when this process was forked."""
+    """File without locks that a thread of a progress bar held when this process was forked."""
     try:
         return os.fdopen(os.dup(stream.fileno()), "w", 1, encoding=stream.encoding, errors=stream.errors)
     except (OSError, ValueError, AttributeError):

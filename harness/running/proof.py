@@ -1,7 +1,6 @@
-"""One case proved: its runs, every check on them, and verdicts whose failures explain themselves.
+"""Proof of one case: its runs, every check on them, and verdicts whose failures explain themselves.
 
-`checks` decides how much is run: those that need captured activations or a second run are in NEED_WATCHING. Times are
-seconds.
+`checks` decides how much is run: those that need activations or a second run are in NEED_WATCHING. Times are seconds.
 """
 
 from __future__ import annotations
@@ -12,15 +11,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from harness.checking.checks import CHECKS, DRY_CHECKS, LAWS, Check, examine
+from harness.checking.checks import CHECKS, LAWS, Check, examine
 from harness.checking.evidence import FAIL, SKIP, UNKNOWN, Evidence, Finding, Verdict
 from harness.engines.engine import Engine
 from harness.errors import MachineError, NoNumbers, NotComputed, ProgramError, ShardproofError
 from harness.protocols import CaseLike, Subject, case_text
 from harness.running.ranks.capacity import admit_ranks
-from harness.running.result import CaseResult
+from harness.running.result import CaseResult, verdict_on
+from harness.running.trials.reference import Reference, reference_of
 from harness.running.trials.runs import recorded
-from harness.running.trials.trial import Reference, Trial, Truths, reference_of
+from harness.running.trials.trial import Trial, Truths
 from harness.subject import NamedSubject, Unanswered, deviating, kept_per_rank, lower_dtypes, named, refusal, truth_of
 from harness.torch_internals.compiler import leave_unloaded
 from harness.torch_internals.memory import give_back
@@ -52,10 +52,9 @@ def prove(
 
     Without `explain` a failure is not diagnosed, and takes no further runs. `reference` replaces the subject's own
     truth, or the decoder where it has none. `truths`: what the dense model computed for the case before, on this device
-    and with this reference. `heard` is called with every part of the case.
-
-    Raises RequestError when there is no such subject, the case has too many ranks for this machine, or the dense model
-    cannot compute it (unreadable data); whatever the subject does wrong is a failed verdict.
+    and with this reference. `heard` is called with every part of the case. Raises RequestError when there is no such
+    subject, too many ranks for this machine, or a case that the dense model cannot compute (unreadable data). Any error
+    of the subject is a failed verdict.
     """
     given = named(subject)
     admit_ranks(case, engine.name)
@@ -74,7 +73,7 @@ def prove(
         verdict, reason = SKIP, refusal(case, trial.subject)
         kept_per_rank(trial.subject.call)  # every run needs it
         if not reason:
-            _ = lower_dtypes(case, given), deviating(case, given)  # a wrong word is told before anything is run
+            _ = lower_dtypes(case, given), deviating(case, given)  # a wrong word is an error before anything is run
     except Unanswered as problem:
         verdict, reason = UNKNOWN, str(problem)
     if reason:
@@ -98,11 +97,9 @@ def _proved(trial: Trial, checks: Mapping[str, Check], options: str, *, explain:
     """Run, compare, and explain what failed."""
     is_dry, watch = trial.engine.name == "dry", bool(NEED_WATCHING & set(checks))
     if is_dry:
-        from harness.running.trials.dry import dry_evidence  # noqa: PLC0415
+        from harness.running.trials.dry import dry_run_checked  # noqa: PLC0415
 
-        evidence = dry_evidence(trial)
-        with trial.timed("checks"):
-            findings = examine(evidence, DRY_CHECKS)
+        evidence, findings = dry_run_checked(trial)
     else:
         evidence = recorded(trial, watch=watch)
         give_back(evidence.merged.tensors.values())
@@ -118,16 +115,18 @@ def _proved(trial: Trial, checks: Mapping[str, Check], options: str, *, explain:
         failed = any(finding.verdict == FAIL for finding in findings.values())
         context: Mapping[str, Finding] = findings
         if failed and not is_dry:
-            from harness.running.explaining import explained  # noqa: PLC0415
+            from harness.running.explaining import with_explanations  # noqa: PLC0415
 
-            evidence, context = explained(trial, evidence, findings, watch=not watch)
+            evidence, context = with_explanations(trial, evidence, findings, watch=not watch)
         for check, problem in trial.problems.items():
             findings[check] = Finding(verdict=UNKNOWN, message=problem, unchecked=(check,))
         if failed:
             from harness.running.explaining import diagnosed  # noqa: PLC0415
 
             diagnoses, messages = diagnosed(evidence, findings, context, trial.subject.name, options)
-    verdicts = tuple(found.verdict_on(trial.text, check, messages.get(check, "")) for check, found in findings.items())
+    verdicts = tuple(
+        verdict_on(finding, trial.text, check, messages.get(check, "")) for check, finding in findings.items()
+    )
     seconds = trial.seconds if explain or is_dry else {}
     return CaseResult(
         case=trial.case, text=trial.text, verdicts=verdicts, evidence=evidence, seconds=seconds, diagnoses=diagnoses
@@ -137,15 +136,16 @@ def _proved(trial: Trial, checks: Mapping[str, Check], options: str, *, explain:
 def judged(
     trial: Trial, evidence: Evidence, checks: Mapping[str, Check] = CHECKS
 ) -> tuple[Evidence, dict[str, Finding]]:
-    """What these checks find, and the evidence with every control run that they came to need. What looks wrong, or is
-    in a lower precision, is checked again.
+    """Findings of these checks, and the evidence with every control run that they came to need.
+
+    Tensors that look wrong, or are in a lower precision, are checked again.
     """
     findings = None
     if evidence.torn or evidence.dtype == "float64":
         findings = examine(evidence, checks)
         if evidence.torn or not any(finding.wrong for finding in findings.values()):
             return evidence, findings
-    from harness.running.rechecking import rechecked  # noqa: PLC0415
+    from harness.running.trials.rechecking import rechecked  # noqa: PLC0415
 
     return rechecked(trial, evidence, checks, findings)
 

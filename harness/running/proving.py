@@ -1,4 +1,4 @@
-"""What proves the cases of a request one after another, in whatever process does: one engine, one dense model."""
+"""Proves the cases of a request one after another, in whatever process does: one engine, one dense model."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ REFUSED = "truth"
 
 @contextmanager
 def proving(request: Request, heard: Callable[[str], object] = str) -> Iterator[Callable[..., CaseResult]]:
-    """What proves one case after another as the request says, in every process; `heard` is called with their parts,
-    further words are those of `prove`.
+    """Function that proves one case after another as the request demands, in every process.
 
-    One of several that the dense model cannot compute, or this machine cannot hold, is skipped, so that the others are
-    kept; one alone raises RequestError.
+    `heard` is called with their parts, further words are those of `prove`. A case of several that the dense model
+    cannot compute, or this machine cannot hold, is skipped. A single one raises RequestError.
     """
     truths, second_opinion = Truths(), None
     keep_freed_memory()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +19,13 @@ _WEEK_S = 604800.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to run. `page`, when given, writes `report.html` into the finished folder; `command` goes to env.json.
+    """Request of a run; `command` goes to env.json.
 
     `profile` names the tools under which every case is run once more as a witness of its ledger: torch, nsys. They
-    watch `profile_steps` of that run, None for all. Where this process can be forked, so many `processes` prove the
-    cases in its place, so that a case which ends its process ends no other; with 0 this one does. `fail_fast`: the
-    first case that neither passes nor is skipped is the last. `when_s`: how long the words that a failure needs are
-    looked for, three times that in all; 0: not at all.
+    watch `profile_steps` of that run, None for all. Where this process can be forked, `processes` prove the cases in
+    its place; with 0 this one does. So a case that ends its process ends no other. `fail_fast`: the first case that
+    neither passes nor is skipped is the last. `when_s`: how long the words that a failure needs are looked for, three
+    times that in all; 0: not at all.
     """
 
     cases: tuple[CaseLike, ...]
@@ -35,7 +35,6 @@ class Request:
     out: Path = Path("runs")
     timeout_s: float = 60.0
     command: tuple[str, ...] = ()
-    page: Callable[[Path], object] | None = None
     profile: tuple[str, ...] = ()
     profile_steps: range | None = None
     processes: int = 0
@@ -56,13 +55,13 @@ def seconds(text: str, word: str, legal: str = "60") -> float:
     Where the `legal` value is 0, 0 is one.
     """
     try:
-        found = float(text)
+        number = float(text)
     except ValueError:
-        found = math.nan
-    if not (0 < found <= _WEEK_S or found == float(legal) == 0):
+        number = math.nan
+    if not (0 < number <= _WEEK_S or number == float(legal) == 0):
         rule = f"must be a number of seconds {'from' if legal == '0' else 'above'} 0 and at most {_WEEK_S:.0f}"
         raise RequestError(f"{word}={text}: {rule}; legal: --{word} {legal}")
-    return found
+    return number
 
 
 def check_saved(cases: Iterable[CaseLike]) -> None:
@@ -70,7 +69,7 @@ def check_saved(cases: Iterable[CaseLike]) -> None:
     saved = {folder_of(case, "save") for case in cases}
     for word in sorted(saved - {""}):
         folder = Path(word)
-        fresh = [one for one in (folder, *folder.parents) if not one.exists()]
+        fresh = [path for path in (folder, *folder.parents) if not path.exists()]
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
@@ -80,9 +79,9 @@ def check_saved(cases: Iterable[CaseLike]) -> None:
             legal = "a folder with write permission, such as save=checkpoint"
             raise RequestError(f"save={word}: cannot be written ({reason}); legal: {legal}") from problem
         finally:
-            for one in fresh:
+            for path in fresh:
                 with suppress(OSError):
-                    one.rmdir()
+                    path.rmdir()
 
 
 def unsaved(cases: Sequence[CaseLike]) -> list[CaseLike]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from harness.checking.evidence import FAIL, PASS, SKIP, UNKNOWN, Evidence, Verdict
+from harness.checking.evidence import FAIL, PASS, SKIP, UNKNOWN, Evidence, Finding, Verdict
 from harness.checking.measures.kinds import kind_of
 from harness.ledger import COLUMNS, Event
 from harness.protocols import CaseLike, TermLike
@@ -19,8 +19,21 @@ if TYPE_CHECKING:
     from harness.diagnosing.diagnosis import Diagnosis
     from harness.recording.spans import RankSpan
 
-_Result = TypeVar("_Result", "CaseResult", "Proved")
+_Result = TypeVar("_Result", "CaseResult", "StoredCase")
 _ROW = operator.attrgetter(*COLUMNS)
+
+
+def verdict_on(finding: Finding, case: str, check: str, message: str = "") -> Verdict:
+    """The finding as the verdict of this check on this case, in its own words or in these."""
+    return Verdict(
+        case=case,
+        check=check,
+        verdict=finding.verdict,
+        message=message or finding.message,
+        worst=finding.worst,
+        unchecked=finding.unchecked,
+        decided=finding.decided,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +58,9 @@ class CaseResult:
     @property
     def diagnosis(self) -> Diagnosis | None:
         """The first failed check explained, with the causes that all failed checks show; None when none failed."""
-        told = list(self.diagnoses.values())
-        causes = dict.fromkeys(cause for diagnosis in told for cause in diagnosis.causes)
-        return replace(told[0], causes=tuple(causes)) if told else None
+        diagnoses = list(self.diagnoses.values())
+        causes = dict.fromkeys(cause for diagnosis in diagnoses for cause in diagnosis.causes)
+        return replace(diagnoses[0], causes=tuple(causes)) if diagnoses else None
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -67,10 +80,11 @@ class CaseResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proved:
-    """What is stored of a proved case. `ledger`: its lines of ledger.csv. `ran`: the ranks of `saved_bytes` when they
-    are not all. `errors` are rows of errors.csv for a case that failed, `unplaced` says why there are none; `loads` are
-    those of experts.csv.
+class StoredCase:
+    """Stored parts of a proved case. `ledger`: its lines of ledger.csv.
+
+    `ran`: the ranks of `saved_bytes` when they are not all. `errors` are rows of errors.csv for a case that failed,
+    `unplaced` is why there are none; `loads` are those of experts.csv.
     """
 
     text: str
@@ -89,11 +103,12 @@ class Proved:
     loads: tuple[Sequence[object], ...] = ()
 
 
-def proved(result: CaseResult) -> Proved:
+def stored_part(result: CaseResult) -> StoredCase:
     """The part of a result that is stored."""
     case, evidence = result.case, result.evidence
     ran, axes = (tuple(evidence.ran), evidence.axes) if evidence else ((), case.axes)
-    rows = summarize(result.text, case.mode, case.world_size, result.events, result.expectation, ran, axes)
+    events, verdict, ledger = result.events, result.verdict, ledger_rows(result.events)
+    loads = _loads(result.text, evidence) if evidence else ()
     errors: tuple[Sequence[object], ...] = ()
     unplaced = ""
     if evidence and result.diagnosis:
@@ -103,13 +118,14 @@ def proved(result: CaseResult) -> Proved:
             errors = tuple(error_rows(evidence, result.text, result.diagnosis.first))
         except Exception as problem:  # a strange tensor, which the verdicts report; the run goes on
             unplaced = f"{type(problem).__name__}: {problem}"
-    return Proved(
+    rows = summarize(result.text, case.mode, case.world_size, events, result.expectation, ran, axes)
+    return StoredCase(
         text=result.text,
         verdicts=result.verdicts,
-        verdict=result.verdict,
+        verdict=verdict,
         machine=bool(result.machine),
         seconds=dict(result.seconds),
-        ledger=ledger_rows(result.events),
+        ledger=ledger,
         rows=tuple(rows),
         saved_bytes=tuple(evidence.saved_bytes) if evidence else (),
         ran=ran,
@@ -117,7 +133,7 @@ def proved(result: CaseResult) -> Proved:
         unplaced=unplaced,
         traceback=result.traceback,
         spans=evidence.spans if evidence else (),
-        loads=_loads(result.text, evidence) if evidence else (),
+        loads=loads,
     )
 
 
@@ -141,5 +157,5 @@ def with_traceback(result: _Result, store: Store) -> _Result:
 
     file = store.attach("tracebacks", result.text, result.traceback)
     where = f"{NO_OUTCOME}; the whole traceback is in {file} of the run folder"
-    verdicts = [replace(one, message=one.message.replace(NO_OUTCOME, where)) for one in result.verdicts]
+    verdicts = [replace(each, message=each.message.replace(NO_OUTCOME, where)) for each in result.verdicts]
     return replace(result, verdicts=tuple(verdicts))

@@ -1,10 +1,9 @@
 """Whether ranks failed because they are threads: the first failed case of a run again, on ranks that are processes.
 
-Asked once a run, of a foreign subject whose modules keep state that a process has once (`keepers`), so neither right
-runs nor other failures take longer. If the case passes there, which modules `per_rank` needs is found out by trying: a
-fresh process imports what the subject imports and forks one child for each try, so that none sees what another has
-left. The modules whose state a run in threads changes are tried together, then each is left out once; what is returned
-is what a run passed with. Times are seconds.
+A foreign subject whose modules keep state that a process has once (`keepers`) is run again, once a run. If the case
+passes there, the modules that `per_rank` needs are found by trying. A fresh process imports what the subject imports
+and forks one child for each try, so that none sees what another has left. The modules whose state a run in threads
+changes are tried together, then each is left out once. The result is the modules of a run that passed. Times: seconds.
 """
 
 from __future__ import annotations
@@ -48,8 +47,9 @@ _NOT_FOREIGN = frozenset(sys.stdlib_module_names) | frozenset(
 
 
 def keepers(address: str) -> tuple[str, ...]:
-    """The modules that the subject at module:object reaches and that keep state: a global that a function assigns, a
-    container that is no constant, a default that can be changed.
+    """The modules that the subject at module:object reaches and that keep state.
+
+    State is a global that a function assigns, a container that is no constant, a default that can be changed.
     """
     return tuple(name for name in _reached(address.partition(":")[0]) if _keeps(sys.modules[name]))
 
@@ -107,7 +107,7 @@ class _Tries:
     until_s: float
 
     def of(self, what: Callable[[], Any]) -> Any:
-        """What the child returns; None where it fails, or has no time left."""
+        """Result of the child; None where it fails, or has no time left."""
         child = forked(lambda connection: connection.send(what()))
         try:
             if child and child.connection.poll(max(0.0, self.until_s - time.monotonic())):
@@ -219,7 +219,7 @@ def _codes(module: ModuleType) -> Iterator[CodeType]:
 
 
 def _state(name: str) -> list[dict[str, Any]]:
-    """What the places of a module have: what its names refer to, and what is in its containers."""
+    """Content of the places of a module: what its names refer to, and what is in its containers."""
     places = namespaces_of((name,))
     return [{key: _print(value) for key, value in place.read().items()} for place in places]
 
@@ -239,7 +239,7 @@ _MAYBE = re.compile(r"; if --engine pool passes, ranks share state.*?(?=\n|$)")
 
 
 class OnProcesses:
-    """The second opinion of a run: `of` looks at its results, and asks for the first that may fail for its threads."""
+    """The second opinion of a run: `of` looks at its results, and runs the first that may fail for its threads."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -279,7 +279,7 @@ def _keepers(subject: NamedSubject) -> tuple[str, ...]:
 
 
 def _legal(per_rank: tuple[str, ...], in_loss_parallel: bool) -> str:
-    """What helps: the modules with which the case passed; a context that only a session can enter once; processes."""
+    """Words that help: the modules with which the case passed; a context that a session enters once; processes."""
     if per_rank:
         return f"subject.per_rank = {per_rank!r}, with which it passes here too"
     session = "subject.session = torch.distributed.tensor.parallel.loss_parallel in place of each rank's own, or "

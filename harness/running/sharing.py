@@ -1,11 +1,11 @@
 """Other processes that prove the cases of a run in the place of this one, and how cases are shared among them.
 
-A case that ends its process (a crash in native code, memory that runs out), or that hangs in native code, ends neither
-this process nor other cases; it is told as what it is, and a new process goes on. Nothing but verdicts, lines of the
-ledger and sizes is sent back. A process ends with its socket, so with the one that started it. Times are seconds.
+A case may end its process (a crash in native code, memory that runs out), or hang in native code. Then it ends neither
+this process nor other cases; it is reported as what it is, and a new process goes on. Nothing but verdicts, lines of
+the ledger and sizes is sent back. A process ends with its socket, so with the one that started it. Times are seconds.
 
-Cases that are one case to the dense model are proved by one process, one after another: what is computed for one of
-them serves all. A case that loads what another one saves follows it too.
+Cases that are one case to the dense model are proved by one process, one after another: its results serve all of them.
+A case that loads what another one saves follows it too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from harness.interpreter import interrupted_after
 from harness.protocols import CaseLike
 from harness.running.forked_process import ForkedProcess
 from harness.running.request import Request, folder_of
-from harness.running.result import Proved, proved
+from harness.running.result import StoredCase, stored_part
 from harness.running.trials.trial import BOUNDED, PARTS, too_long
 
 _LEAST_GRACE_S, _MOST_GRACE_S = 3.0, 20.0
@@ -50,8 +50,8 @@ _LISTEN_S = 0.2
 """How often a process is looked at that sends nothing."""
 _STARTS = 2
 """Processes in a row that may end before they have begun a case."""
-Answer: TypeAlias = "Proved | Exception"
-"""What is stored of a case, or what was raised."""
+Answer: TypeAlias = "StoredCase | Exception"
+"""Stored parts of a case, or what was raised."""
 Proving = Callable[[Request, Callable[[str], object]], AbstractContextManager[Callable[[CaseLike], Any]]]
 
 
@@ -71,7 +71,7 @@ class ProvingProcess:
 
     @property
     def connection(self) -> Connection:
-        """What has data when there is an answer."""
+        """Connection that has data when there is an answer."""
         return self._process.connection
 
     def ask(self, number: int, case: CaseLike) -> None:
@@ -81,8 +81,10 @@ class ProvingProcess:
             self.connection.send(case)
 
     def answers(self) -> dict[int, Answer]:
-        """What it finished since the last call. When it has ended, or must be ended, `note` says so and `error` is that
-        of the case that it was proving; None when it was proving none.
+        """Cases that it finished since the last call.
+
+        When it has ended, or must be ended, `note` says so. `error` is then that of the case that it was proving; None
+        when it was proving none.
         """
         found: dict[int, Answer] = {}
         try:
@@ -125,7 +127,7 @@ class ProvingProcess:
 
 
 def _error(part: str, words: str, hint: str, *, by_program: bool) -> ShardproofError:
-    """What is told of a case that ended its process in this part."""
+    """Error of a case that ended its process in this part."""
     if not by_program:
         return RankDied(words, ranks=(), positions=())
     if part in PARTS:
@@ -146,7 +148,7 @@ def serve(connection: Connection, request: Request, proving: Proving) -> None:
 
 def _answer(prove_case: Callable[[CaseLike], Any], case: CaseLike) -> Answer:
     try:
-        return proved(prove_case(case))
+        return stored_part(prove_case(case))
     except ShardproofError as problem:
         return problem
     except Exception as problem:
@@ -163,12 +165,12 @@ class Sharing:
 
     cases: Sequence[CaseLike]
     processes: list[ProvingProcess]
-    keep: Callable[[Proved], bool]
-    ended: Callable[[int, ShardproofError], Proved]
+    keep: Callable[[StoredCase], bool]
+    ended: Callable[[int, ShardproofError], StoredCase]
     start: Callable[[], ProvingProcess | None]
     notes: list[str] = field(default_factory=list)
     _waiting: deque[deque[int]] = field(default_factory=deque)
-    _finished: dict[int, Proved] = field(default_factory=dict)
+    _finished: dict[int, StoredCase] = field(default_factory=dict)
     _killed: set[int] = field(default_factory=set)
     _idle_ends: int = 0
 
@@ -191,7 +193,7 @@ class Sharing:
                             return
         except BaseException:
             answers = {number: answer for each in self.processes for number, answer in each.answers().items()}
-            self._finished |= {number: answer for number, answer in answers.items() if isinstance(answer, Proved)}
+            self._finished |= {number: answer for number, answer in answers.items() if isinstance(answer, StoredCase)}
             with interrupted_after():
                 for number in sorted(self._finished):
                     self.keep(self._finished[number])
@@ -209,16 +211,16 @@ class Sharing:
         wait([process.connection for process in self.processes if process.asked], _LISTEN_S)
         for process in list(self.processes):
             answers = process.answers()
-            self._finished |= {number: answer for number, answer in answers.items() if isinstance(answer, Proved)}
+            self._finished |= {number: answer for number, answer in answers.items() if isinstance(answer, StoredCase)}
             for answer in answers.values():
-                if not isinstance(answer, Proved):
+                if not isinstance(answer, StoredCase):
                     raise answer
             self._idle_ends = 0 if answers else self._idle_ends
             if process.note:
                 self._replace(process)
 
     def _replace(self, process: ProvingProcess) -> None:
-        """A process has ended: tell the case that it was proving, and give the others to another one."""
+        """Replace a process that has ended: report the case that it was proving, and give the others to another one."""
         self.processes.remove(process)
         process.close()
         lost = deque(process.asked)
@@ -243,8 +245,9 @@ class Sharing:
 
 
 def together(cases: Sequence[CaseLike]) -> list[list[int]]:
-    """The numbers of the cases, those in one list that are one case to the dense model, or of which one loads what
-    another one before it saves.
+    """The numbers of the cases, those in one list that must be proved together.
+
+    Such are one case to the dense model, or one loads what another one before it saves.
     """
     groups: dict[CaseLike, list[int]] = {}
     saving: dict[str, CaseLike] = {}
@@ -256,8 +259,9 @@ def together(cases: Sequence[CaseLike]) -> list[list[int]]:
 
 
 def arranged(cases: Sequence[CaseLike]) -> tuple[CaseLike, ...]:
-    """The cases, those `together` that belong so, the most ranks and steps first: two processes that take such groups
-    in turn then end at nearly the same time.
+    """The cases, those `together` that belong so, the most ranks and steps first.
+
+    Two processes that take such groups in turn then end at nearly the same time.
     """
     work = [case.world_size * case.steps for case in cases]
     groups = sorted(together(cases), key=lambda group: -sum(work[number] for number in group))

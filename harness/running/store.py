@@ -1,10 +1,10 @@
 """The run folder: everything one command produced, written as it goes, so that a killed run leaves a readable folder.
 
-`<out>/<time>-<subject>/` with env.json, cases.jsonl (all requested cases, first), ledger.csv (ledger.csv.gz above
-LARGEST_LEDGER bytes, packed at the end), summary.csv, timings.csv (seconds), memory.csv (the most bytes that autograd
-held for backward on a rank) and verdicts.jsonl, and the link `<out>/latest`. A case is appended when it is finished,
-its verdicts last: a case with verdicts is stored completely, and each of them says how many (`of`) its case has.
-Text is UTF-8, lines end in a line feed; JSON holds "inf" and "nan" as text.
+`<out>/<time>-<subject>/` has env.json, cases.jsonl (all requested cases, first), ledger.csv (ledger.csv.gz above
+LARGEST_LEDGER bytes, packed at the end), summary.csv and timings.csv (seconds). memory.csv has the most bytes that
+autograd held for backward on a rank; verdicts.jsonl and the link `<out>/latest` are beside it. A case is appended when
+it is finished, its verdicts last. A case with verdicts is stored completely, and each of them says how many (`of`) its
+case has. Text is UTF-8, lines end in a line feed; JSON holds "inf" and "nan" as text.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from harness.torch_internals.lookup import untested
 LARGEST_LEDGER = 50_000_000
 """Bytes of ledger.csv above which it is packed."""
 STOPPED = "interrupted while the words that failures need were looked for: their lines `when:` are missing"
-_GIT_S = 5.0
 
 
 class Store:
@@ -130,7 +129,7 @@ class Store:
             file.write(text)
 
     def _add_summary(self, rows: Sequence[SummaryRow]) -> None:
-        if self._summary_columns == SUMMARY_COLUMNS and any(row.uneven for row in rows):
+        if self._summary_columns == SUMMARY_COLUMNS and any(map(_uneven, rows)):
             self._widen_summary()
         self._append("summary.csv", csv_text([getattr(row, name) for name in self._summary_columns] for row in rows))
 
@@ -151,6 +150,11 @@ def file_of(case: str, ending: str) -> str:
     return f"{safe_name(case)[:60]}-{hashlib.sha256(case.encode()).hexdigest()[:6]}.{ending}"
 
 
+def _uneven(row: SummaryRow) -> bool:
+    """Whether a row needs the RANK_COLUMNS."""
+    return row.min_calls is not None or bool(row.ranks_apart)
+
+
 def _rows(verdicts: Sequence[Verdict]) -> str:
     """The verdicts of one case as lines of verdicts.jsonl."""
     rows = ({**dataclasses.asdict(verdict), "of": len(verdicts)} for verdict in verdicts)
@@ -169,6 +173,7 @@ def _plain(value: object) -> object:
 
 
 _PACKAGES = ("shardproof", "torch", "numpy", "pandas", "nvtx", "hypothesis", "pytest", "transformers", "megatron-core")
+_GIT_S = 5.0
 
 
 def environment(command: Sequence[str], request: Mapping[str, object]) -> dict[str, object]:
@@ -198,10 +203,10 @@ def _commit() -> str:
     """The commit of the working directory's repository, "" without one."""
     words = ["git", "rev-parse", "--short", "HEAD"]
     try:
-        told = subprocess.run(words, capture_output=True, text=True, timeout=_GIT_S, check=True)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_GIT_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return told.stdout.strip()
+    return done.stdout.strip()
 
 
 def _versions() -> dict[str, str]:

@@ -35,7 +35,7 @@ _KEY = attrgetter("phase", "op", "axis", "group_size")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SummaryRow:
-    """One row of `summary.csv`, and of nothing else."""
+    """Row of `summary.csv`, and of nothing else."""
 
     case: str
     mode: str
@@ -53,11 +53,6 @@ class SummaryRow:
     min_wire_bytes: int | None = None
     ranks_apart: int | None = None
 
-    @property
-    def uneven(self) -> bool:
-        """Whether it needs the RANK_COLUMNS."""
-        return self.min_calls is not None or bool(self.ranks_apart)
-
 
 def summarize(
     case: str,
@@ -70,7 +65,7 @@ def summarize(
 ) -> list[SummaryRow]:
     """The rows of one case, in the order of phases and ops; `ran` are the ranks that were run, if not all were.
 
-    What is expected is that of the rank with most of it; `axes` are the case's, for terms that hold at some alone.
+    The expectation is that of the rank with most of it; `axes` are the case's, for terms that hold at some alone.
     """
     places = {rank: place for place, rank in enumerate(ran or range(world_size))}
     counts: dict[_Key, list[list[int]]] = {}
@@ -133,7 +128,7 @@ def _row(
     by_rank: Sequence[Sequence[int]],
     stated: Sequence[tuple[int | None, int | None]] | None,
 ) -> SummaryRow:
-    """One row, from calls, payload and wire bytes by rank beside the calls and payload bytes stated for each."""
+    """Row of calls, payload and wire bytes by rank beside the calls and payload bytes stated for each."""
     phase, op, axis, group_size = key
     most, least = ([pick(column) for column in zip(*by_rank, strict=True)] for pick in (max, min))
     calls, size = (None, None) if stated is None else (_most(numbers) for numbers in zip(*stated, strict=True))

@@ -1,10 +1,10 @@
 """The witnesses of a run: one session a tool for all cases, then every case's ledger held against all of them.
 
-Who is independent of whom: the torch profiler hears torch's own rows and the Flight Recorder's log, the closed form
-knows formulas only. The ranges that nsys stores are drawn from our recorder's observations, so nsys shows that nothing
+Independence of the witnesses: the torch profiler hears torch's own rows and the Flight Recorder's log, the closed form
+knows formulas only. The ranges that nsys stores are drawn from our recorder's observations. So nsys shows that nothing
 is lost or renamed on the way and no more; on a GPU its timeline has NCCL's kernels beside them. Sessions have processes
-of their own whatever engine proves the case, because a Python process group of the in-process engine passes by the
-dispatcher, where the profiler listens.
+of their own whatever engine proves the case. A Python process group of the in-process engine passes by the dispatcher,
+where the profiler listens.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ from harness.diagnosing.witness_lines import diagnosed, in_six_lines
 from harness.errors import MachineError
 from harness.ledger import Event, unmapped
 from harness.protocols import CaseLike, TermLike, case_text
+from harness.running.request import Request
+from harness.running.result import CaseResult, verdict_on
+from harness.running.store import Store
+from harness.subject import NamedSubject, Unanswered, refusal
 from harness.witnesses.agreement import NOT_ASKED, Agreement, Sighting, agreement, group_text, of_ledger
 from harness.witnesses.chosen import steps_text, terms_of
 from harness.witnesses.measured import SessionRequest
@@ -48,7 +52,7 @@ Rows = list[tuple[object, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What the witnesses say of one case: the verdict, rows for the run folder by file name, a failure explained."""
+    """Words of the witnesses on one case: the verdict, rows for the run folder by file name, a failure explained."""
 
     verdict: Verdict
     tables: Mapping[str, tuple[tuple[str, ...], Rows]]
@@ -124,6 +128,18 @@ class Witnesses:
         told = _told(replace(found, message=message), case_text(case), tables)
         return replace(told, diagnosis=diagnosis)
 
+    def witnessed(self, result: CaseResult, subject: NamedSubject, store: Store) -> CaseResult:
+        """The result with the witnesses' verdict, their tables stored."""
+        if result.skipped:
+            return result
+        call: Any = subject.call
+        expected = call.expected if result.expectation is not None else None
+        told = self.told(result.case, result.events, result.expectation, expected)
+        for name, (columns, rows) in told.tables.items():
+            store.extend(name, columns, rows)
+        diagnoses = {**result.diagnoses, **({told.verdict.check: told.diagnosis} if told.diagnosis else {})}
+        return replace(result, verdicts=(*result.verdicts, told.verdict), diagnoses=diagnoses)
+
 
 def witnesses(
     cases: Sequence[CaseLike],
@@ -155,9 +171,31 @@ def witnesses(
     )
 
 
+def witnesses_of(request: Request, folder: Path) -> Witnesses:
+    """The sessions of all cases of a request that its subject takes; `folder` is for their traces."""
+    return witnesses(
+        [case for case in request.cases if _takes(case, request.subject)],
+        request.subject.address,
+        request.profile,
+        folder,
+        device=request.device,
+        timeout_s=request.timeout_s,
+        steps=request.profile_steps,
+        options=request.options,
+    )
+
+
+def _takes(case: CaseLike, subject: NamedSubject) -> bool:
+    """Whether the subject takes the case; one that raises then is not run, and its verdict gives the error."""
+    try:
+        return not refusal(case, subject)
+    except Unanswered:
+        return False
+
+
 def _told(found: Finding, text: str, tables: Mapping[str, Rows]) -> Told:
     return Told(
-        verdict=found.verdict_on(text, CHECK),
+        verdict=verdict_on(found, text, CHECK),
         tables={name: (_COLUMNS[name], rows) for name, rows in tables.items() if rows},
     )
 

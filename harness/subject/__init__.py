@@ -1,4 +1,4 @@
-"""What a subject provides: its program on a rank, and its optional attributes, each read in one place.
+"""A subject: its program on a rank, and its optional attributes, each read in one place.
 
     itself                  a callable, by its name or as it is         `named`, `called`
     words, cases, draws     cases in its own words, its default cases   `case_of`, `own_cases`, `draws`

@@ -1,5 +1,6 @@
-"""The subject itself: found by its name or as it is, called on a rank; its answers about itself, and what it states:
-the closed form of its ledger, rank lists of its own rank order, initial values.
+"""The subject itself: found by its name or as it is, called on a rank; its answers about itself.
+
+Then its statements: the closed form of its ledger, rank lists of its own rank order, initial values.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class NamedSubject:
 
     @property
     def sent(self) -> str | Subject:
-        """What another process gets: the address, else the object itself."""
+        """Form of the subject for another process: the address, else the object itself."""
         return self.address or self.call
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -71,7 +72,7 @@ def _name_of(subject: object) -> str:
 
 
 def called(subject: Subject, case: CaseLike, device: torch.device) -> Mapping[str, Value]:
-    """What the subject returns on this rank. Raises SystemExit with words for an end with status 0: no outcome."""
+    """Outcome of the subject on this rank. Raises SystemExit with words for an end with status 0: no outcome."""
     try:
         return subject(case, device)
     except SystemExit as end:
@@ -81,8 +82,9 @@ def called(subject: Subject, case: CaseLike, device: torch.device) -> Mapping[st
 
 
 def answered(question: str, ask: Callable[[], T]) -> T:
-    """What `ask` gets from the subject. Raises Unanswered for whatever its code raises, sys.exit too, and MachineError
-    as it is: its time was over.
+    """Result of `ask`, a question to the subject.
+
+    Raises Unanswered for whatever its code raises, sys.exit too, and MachineError as it is: its time was over.
     """
     try:
         return ask()
@@ -115,7 +117,7 @@ def session(subject: Subject) -> Iterator[None]:
 
 
 def offers(subject: Subject, attribute: str) -> bool:
-    """Whether the subject has this attribute. One that raises when it is read is there, and fails where it is used."""
+    """Whether the subject has this attribute, which fails where it is used if it raises when read."""
     try:
         return getattr(subject, attribute, None) is not None
     except Exception:

@@ -1,5 +1,6 @@
-"""Which cases a subject takes: their words and those that it names itself, the modes it claims, what it refuses; the
-names that it leaves out on purpose, and the modules whose state its ranks cannot share.
+"""Cases that a subject takes: their words and those that it names itself, the modes it claims, what it refuses.
+
+Then the names that it leaves out on purpose, and the modules whose state its ranks cannot share.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def own_cases(subject: NamedSubject) -> tuple[CaseLike, ...] | None:
 def domains_of(case: CaseLike, subject: NamedSubject) -> dict[str, tuple[Any, ...]]:
     """Every word of a case that has several values, with these, the plainest first.
 
-    A number of a subject's own words has the values of its default and of the cases that the subject names; of an axis
+    A number of a subject's own words has the values of its default and of the cases that the subject names. Of an axis
     and of steps and micro-batches 1 is the plainest.
     """
     if not in_own_words(case):
@@ -103,7 +104,7 @@ class Claims:
     own: bool = False
 
     def chosen(self, text: str) -> tuple[str, ...]:
-        """Those that an option names, comma separated, or "all". Raises RequestError for any other."""
+        """Modes that an option names, comma separated, or "all". Raises RequestError for any other."""
         if text == "all":
             return self.modes
         if not self.own:
@@ -125,7 +126,7 @@ def refusal(case: CaseLike, subject: NamedSubject) -> str:
 
 
 def claims(subject: NamedSubject) -> Claims:
-    """What this subject claims; all modes when it says nothing, those of its own cases when these are in its own words.
+    """Modes of this subject; all when it claims none, those of its own cases when these are in its own words.
 
     Raises RequestError for what is no tuple of words, or when no case can have any of them.
     """

@@ -1,5 +1,6 @@
-"""What a subject is compared with: a dense model of its own, itself on one rank, or the decoder of `reference`; and how
-it means to differ: lower dtypes in which it computes or sends, known deviations.
+"""Truths of a subject: a dense model of its own, itself on one rank, or the decoder of `reference`.
+
+Stated differences: lower dtypes in which it computes or sends, known deviations.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def _with_deviations(dense: DenseFunction, subject: NamedSubject) -> DenseFuncti
 
 
 def compared_with(truth: DenseFunction | str | None) -> str:
-    """What a subject is compared with, in words."""
+    """Words for a truth."""
     if truth is None:
         return "the dense model"
     if truth == ALONE:

@@ -1,4 +1,4 @@
-"""What autograd does in this thread, and the code objects by which the frames of torch are known."""
+"""State of autograd in this thread, and the code objects by which the frames of torch are known."""
 
 from __future__ import annotations
 

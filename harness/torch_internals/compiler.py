@@ -24,7 +24,7 @@ _STEP = "_use_grad"
 
 
 class _Unloaded:
-    """What torch.utils.checkpoint asks of a compiler that has nothing to compile; anything else loads the compiler."""
+    """Names of a compiler that torch.utils.checkpoint reads with nothing to compile; any other loads the compiler."""
 
     def __getattr__(self, name: str) -> Any:
         if name in _FOR_CHECKPOINTS and sys._getframe(1).f_globals is vars(checkpoint):
@@ -51,9 +51,9 @@ _FOR_CHECKPOINTS = {"config": _Settings(), "disable": _undecorated}
 def leave_unloaded() -> None:
     """From now on the optimizers and checkpoints of this process do not load the compiler.
 
-    Uses `__wrapped__` and its `__dynamo_disable` of Optimizer.zero_grad and its like and of checkpoint, `__wrapped__`
-    of the steps of torch.optim, and `torch._dynamo`, which torch loads when it is first looked up; where they are
-    missing the compiler is loaded.
+    Uses `__wrapped__` and its `__dynamo_disable` of Optimizer.zero_grad and its like and of checkpoint, and
+    `__wrapped__` of the steps of torch.optim. `torch._dynamo`, which torch loads when it is first looked up, is used
+    too. Where they are missing the compiler is loaded.
     """
     if _COMPILER in sys.modules:
         return
@@ -69,7 +69,7 @@ def leave_unloaded() -> None:
 
 
 def _never_compiled() -> Iterator[Callable[..., Any]]:
-    """What of optimizers and checkpoints torch keeps from its compiler."""
+    """Functions of optimizers and checkpoints that torch keeps from its compiler."""
     for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
         yield getattr(Optimizer, name)
     for name in ("checkpoint", "_run_fn_with_dynamo_disabled"):

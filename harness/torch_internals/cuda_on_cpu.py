@@ -2,12 +2,12 @@
 
     with shardproof.cuda_on_cpu(): ...          subject.session = shardproof.cuda_on_cpu
 
-There is one device, number 0, which is the CPU: `device="cuda"`, `.cuda()` and `.to("cuda")` stay where they are, its
-random stream is the CPU's, streams and events are always done, ranges of nvtx are dropped. A tensor is no
-copy after `.cuda()`; `tensor.type()` is "torch.cuda.FloatTensor" or its like, but `tensor.is_cuda` is False. So split
-sizes that code fetches from a GPU as numbers may reach all_to_all_single as the tensor that they are here. Names that
-were imported from torch before (`from torch import zeros`) are not reached, nor is torch.Generator("cuda"). A device
-mesh is to be made for "cpu".
+There is one device, number 0, which is the CPU: `device="cuda"`, `.cuda()` and `.to("cuda")` stay where they are. Its
+random stream is the CPU's, streams and events are always done, ranges of nvtx are dropped. A tensor is no copy after
+`.cuda()`; `tensor.type()` is "torch.cuda.FloatTensor" or its like, but `tensor.is_cuda` is False. So split sizes that
+code fetches from a GPU as numbers may reach all_to_all_single as the tensor that they are here. Names that were
+imported from torch before (`from torch import zeros`) are not reached, nor is torch.Generator("cuda"). A device mesh is
+to be made for "cpu".
 """
 
 from __future__ import annotations
@@ -152,8 +152,9 @@ class _Answers:
 def cuda_on_cpu(*, available: bool = False) -> Iterator[None]:
     """Within it, CUDA's questions are answered for the CPU, in all threads of the process.
 
-    It may be entered again and by several threads; all is as before when the last one has left. With `available`,
-    torch.cuda.is_available() is True, for libraries that refuse to run otherwise; others then choose kernels of a GPU.
+    The context may be entered again and by several threads; all is as before when the last one has left. With
+    `available`, torch.cuda.is_available() is True, for libraries that refuse otherwise; others then choose kernels of a
+    GPU.
     """
     _ANSWERING.enter(available)
     try:
@@ -267,5 +268,5 @@ _ANSWERS: dict[str, Any] = {
     "memory_stats": lambda *_: {},
     "stream": lambda *_: nullcontext(),
 }
-"""What torch.cuda's functions for random streams rest on is here: they need no answers of their own."""
+"""Functions that torch.cuda's random streams rest on are answered here; the streams need no answers of their own."""
 _ANSWERING = _Answers()

@@ -38,7 +38,7 @@ def keep_freed_memory() -> None:
     """Let this process take all but the largest tensors from its heap, and give back what is free at its end above a
     GiB.
 
-    glibc's own way is a mapping for every large tensor: its pages are new, so the first write to each is a page fault,
+    glibc's own way is a mapping for every large tensor. Its pages are new, so the first write to each is a page fault,
     and half of a run at real widths is spent there. Does nothing where there is no glibc.
     """
     for parameter, value in ((_MMAP_THRESHOLD, _IN_HEAP_BYTES), (_TRIM_THRESHOLD, _KEPT_BYTES), (_ARENA_MAX, 1)):
@@ -47,8 +47,9 @@ def keep_freed_memory() -> None:
 
 @contextlib.contextmanager
 def tight_heap() -> Iterator[None]:
-    """Within it fewer tensors are taken from the heap, where a freed one leaves a hole that the next of its size does
-    not fit, because it is aligned (glibc before 2.38).
+    """Take fewer tensors from the heap within it.
+
+    A freed tensor leaves a hole that the next of its size does not fit, because it is aligned (glibc before 2.38).
     """
     _glibc("mallopt", _MMAP_THRESHOLD, _IN_TIGHT_HEAP_BYTES)
     try:

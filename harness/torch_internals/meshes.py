@@ -1,15 +1,15 @@
 """Keeps the device meshes of ranks apart that are threads of one process.
 
-Meshes of different ranks hold the same rank numbers, so they are equal, and torch's process-wide tables of what a
+Meshes of different ranks hold the same rank numbers, so they are equal. torch's process-wide tables of what a
 redistribution does, which differs between ranks where shards are uneven, would serve one rank with another's. torch
 distinguishes meshes by thread when the backend is its own "threaded" one. During a run rank threads appear to have that
-backend, with a number for the thread that no other rank and no other run has; afterwards these tables are emptied.
+backend, with a number for the thread that no other rank and no other run has. Afterwards these tables are emptied.
 
 Uses the names get_backend and threading in torch.distributed.device_mesh, and caches of torch.distributed.tensor; where
 they are missing, meshes of different ranks are equal.
 
 torch.distributed.nn.functional is imported here because its functions take the world of the moment of their import as
-the default group: it must not be a rank's.
+the default group. No rank's world may be that.
 """
 
 from __future__ import annotations

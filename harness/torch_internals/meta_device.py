@@ -1,6 +1,6 @@
-"""What a program finds on the meta device as on any other: the device's module, all collectives, fused attention.
+"""Parts of any device that the meta device lacks: the device's module, all collectives, fused attention.
 
-The fused kernel of attention saves q, k, v, the output and one number a row for backward; on meta torch would decompose
+The fused kernel of attention saves q, k, v, the output and one number a row for backward. On meta torch would decompose
 it into products and a softmax and save every score, which no device does at real sizes. A mask of booleans becomes one
 of the dtype of q, as in torch's own kernels. Values of another width than keys (latent attention) take the kernel that
 torch has for them on GPUs. Dropout, grouped heads without repetition and other ranks than four are left to the
@@ -30,7 +30,7 @@ FUSED_UNLIKE: Any = getattr(_aten, "_scaled_dot_product_efficient_attention", No
 def meta_device() -> Iterator[None]:
     """Within it the meta device has a module, torch.meta, like torch.cpu: device meshes and DTensor look for it.
 
-    Operators of c10d that have a kernel for the CPU and none for meta (coalesced ones) take that of the CPU, which
+    Operators of c10d that have a kernel for the CPU and none for meta (coalesced ones) take that of the CPU. The kernel
     passes the call to the group and looks at no tensor. The backend of a group for meta is that for the CPU: batches of
     messages look for it. Uses torch._C.DispatchKeySet, DispatchKey.CPU and ProcessGroup._get_backend.
     """

@@ -76,7 +76,7 @@ _keys_excluded: Callable[[], Any] | None = getattr(torch._C, "_dispatch_tls_loca
 
 
 def switches() -> tuple[Any, ...]:
-    """What a program can leave switched in a thread of torch: grad mode, function modes, autocast, inference mode.
+    """Switches that a program can leave in a thread of torch: grad mode, function modes, autocast, inference mode.
 
     Uses torch._C._dispatch_tls_local_include_set and _exclude_set; where they are missing, an object that equals no
     other, so that no thread is used again.

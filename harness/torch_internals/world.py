@@ -1,8 +1,8 @@
 """torch.distributed's one world, given to every rank thread of a process as a world of its own.
 
 torch keeps its groups in one object, `distributed_c10d._world`, and one registry of names. `by_thread` changes the
-object's class for a time to one that answers each thread from its own tables and every other thread as before, and has
-the registry kept per thread. `redirected` redirects torch's own functions inside torch's wrappers, so that names
+object's class for a time, and has the registry kept per thread. The class answers each thread from its own tables and
+every other thread as before. `redirected` redirects torch's own functions inside torch's wrappers, so that names
 imported earlier are redirected as well.
 """
 
@@ -40,7 +40,7 @@ _NEEDED = {
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Tables:
-    """What torch's `_World` holds for a process, for one rank."""
+    """Content of torch's `_World`, which it holds for a process, for one rank."""
 
     default_pg: Any = None
     group_count: int = 0

@@ -1,10 +1,10 @@
 """The witnesses compared event by event: op, group, payload bytes, phase and order, the ledger in the middle.
 
-Other witnesses are put in order of issue and compared one by one; where one of them misses or invents an event, the
+Other witnesses are put in order of issue and compared one by one. Where one of them misses or invents an event, the
 rest is aligned again, so that one slip is reported as one. The closed form knows no order: every recorded event uses up
-one of its terms, and what is left over is missing. A field that a witness cannot know it leaves open: no `groups`,
-several `groups` (it is one of them), payload_bytes UNKNOWN, phase or region "", step -1. Open fields are not compared,
-and counted in `open_fields`. Times are microseconds on the witness's own clock.
+one of its terms, and what is left over is missing. A field that a witness cannot know is left open: no `groups` or
+several, payload_bytes UNKNOWN, phase or region "", step -1. Open fields are not compared, and counted in `open_fields`.
+Times are microseconds on the witness's own clock.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ UNKNOWN = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sighting:
-    """One collective on one rank as a witness saw it; `index` counts the rank's sightings in order of issue."""
+    """A collective on one rank as a witness saw it; `index` counts the rank's sightings in order of issue."""
 
     rank: int
     index: int
@@ -84,7 +84,7 @@ _Left = tuple[int | None, int | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One event side by side: what the ledger has (None when only others did), and every other witness's word on it.
+    """An event side by side: what the ledger has (None when only others did), and every other witness's word on it.
 
     A word is AGREES, MISSING, NOT_ASKED, or what that witness saw instead.
     """
@@ -131,8 +131,9 @@ def agreement(
     terms: Iterable[TermLike] | None = None,
     axes: Axes = MappingProxyType({}),
 ) -> Agreement:
-    """Hold every witness's sightings against the recorder's, and `events` (those of `recorded`) against the terms, of
-    which some may hold for ranks at some places of `axes` alone.
+    """Hold every witness's sightings against the recorder's, and `events` (those of `recorded`) against the terms.
+
+    Some terms may hold for ranks at some places of `axes` alone.
     """
     ranks = sorted({seen.rank for seen in recorded}.union(*({s.rank for s in seen} for seen in others.values())))
     words: dict[tuple[int, int], dict[str, str]] = {}
@@ -226,13 +227,13 @@ def _covered(
 
 
 def _less(left: _Left, payload_bytes: int) -> _Left:
-    """What is left after one call."""
+    """Rest after one call."""
     calls, total = left
     return None if calls is None else calls - 1, None if total is None else total - payload_bytes
 
 
 def _more(one: EventKey | Term, calls: int | None, total: int | None) -> str:
-    """What the closed form states and was not recorded."""
+    """Words for calls that the closed form states and that were not recorded."""
     if isinstance(one, Term):
         lack = [f"{calls} call{'s' if calls > 1 else ''}"] if calls else []
         return f"{' of '.join([*lack, *([f'{total} B'] if total else [])])} more of {one}"

@@ -1,10 +1,9 @@
 """Some steps of a longer run: where they begin and end, a context around them alone, and the closed form of them.
 
-A step ends with the last optimizer step before the next forward, as in the ledger (harness.recording.attribution).
-Which one was the last is known only when the forward comes, so an earlier run of the same case shows after how many
-optimizer steps each step ends (`step_ends`), and later runs count them (`during`). Steps count from 0, "2:4" are the
-steps 2 and 3. A witness is switched on over one such stretch: the torch profiler (`TorchTrace`), and nsys's capture on
-a GPU (`captured`).
+A step ends with the last optimizer step before the next forward, as in the ledger (harness.recording.attribution). The
+last one is known only when the forward comes. So an earlier run of the same case shows after how many optimizer steps
+each step ends (`step_ends`), and later runs count them (`during`). Steps count from 0, "2:4" are the steps 2 and 3. A
+witness is on over one such stretch: the torch profiler (`TorchTrace`), and nsys's capture on a GPU (`captured`).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from harness.recording.attribution import Attribution
 from harness.recording.observations import Stepped, read
 from harness.recording.watch import Watch
 from harness.terms import ClosedForm, Term, closed_form
-from harness.torch_internals.groups import default_store, distributed_header, flight_record
+from harness.torch_internals.backends import default_store, distributed_header, flight_record
 
 
 def steps_text(steps: range) -> str:
@@ -111,7 +110,7 @@ def _at(term: TermLike) -> dict[str, int]:
 
 
 def _unlike(whole: ClosedForm, one: ClosedForm, steps: int) -> str:
-    """What a run of all steps does not have as many times as there are steps, "" when it has all of it."""
+    """Terms that a run of all steps does not have as many times as there are steps, "" when it has all."""
     for line in (*whole.complete, *one.complete):
         all_steps, one_step = whole.complete[line], one.complete[line]
         if all_steps != steps * one_step:

@@ -46,7 +46,7 @@ class _Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stretch:
-    """One rank's part of one case: from its first mark to its last one."""
+    """Part of one rank in one case: from its first mark to its last one."""
 
     case: str
     rank: int

@@ -2,13 +2,13 @@
 
     python -m shardproof.child harness.witnesses.measured FOLDER
 
-It runs the cases of FOLDER/job.pickle, between the command and the ranks, so that a tool can be put around it.
-Ranks are spawned, one set of processes for all cases of a world size, and end in good order: a tool loses what a killed
+The process runs the cases of FOLDER/job.pickle, between the command and the ranks, so that a tool can be put around it.
+Ranks are spawned, one set of processes for all cases of a world size, and end in good order. A tool loses what a killed
 process saw last. Every rank leaves FOLDER/<case>/rank<r>.pickle, a `RankResult`.
 
-The witness is switched on around the last run alone, or around the chosen steps of it, so its trace holds the measured
+The witness is switched on around the last run alone, or around the chosen steps of it. So its trace holds the measured
 steps and no warm-up; seconds are of the same steps. `torch` leaves a Chrome trace and the Flight Recorder's entries of
-them (harness.witnesses.chosen); `nsys` draws nvtx ranges for the tool that listens, on a GPU in a capture range.
+them (harness.witnesses.chosen). `nsys` draws nvtx ranges for the tool that listens, on a GPU in a capture range.
 Outcomes are kept as digests, since witnesses must not change one bit. Times are seconds, sizes bytes.
 """
 
@@ -52,8 +52,9 @@ _START_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionRequest:
-    """What a session runs: the subject by name, the cases, one tool ("torch" or "nsys"), how often each case runs
-    before and unwatched, and the steps that are watched and timed, None for whole runs.
+    """Request of a session: the subject by name, the cases, one tool ("torch" or "nsys"), and numbers of runs.
+
+    The numbers are how often each case runs before and unwatched. `steps` are watched and timed, None for whole runs.
     """
 
     subject: str
@@ -68,8 +69,10 @@ class SessionRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedRank:
-    """What one rank gave: the recorder's ledger of the whole run, the call indices that the witness was there for,
-    seconds of the unwatched runs and of the watched one, both digests."""
+    """Result of one rank: the recorder's ledger of the whole run, and the calls that the witness was there for.
+
+    Then seconds of the unwatched runs and of the watched one, and both digests.
+    """
 
     events: tuple[Event, ...]
     calls: range
@@ -158,7 +161,7 @@ class _Program:
         self._ends: tuple[int, ...] = ()
 
     def run(self) -> Mapping[str, Any]:
-        """One run."""
+        """Run the subject."""
         return self.subject(self.case, self.device)
 
     def learn(self, rank: int) -> None:
@@ -194,7 +197,7 @@ def clocked(watch: Stopwatch | None, seconds: list[float]) -> Iterator[None]:
 
 
 def _watched(rank: int, tool: str, program: _Program, folder: Path) -> tuple[tuple[Event, ...], range, float, str]:
-    """One run with recorder and witness: the ledger, the calls that the witness was there for, seconds, digest."""
+    """Run with recorder and witness: the ledger, the calls that the witness was there for, seconds, digest."""
     case, device, seen = program.case, program.device, range(0)
     ranges = Ranges(open_domain(), waiting=True) if tool == "nsys" else None
     trace = TorchTrace(cuda=device.type == "cuda", stacks=True)

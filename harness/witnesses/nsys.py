@@ -1,8 +1,8 @@
 """Runs a command under Nsight Systems and turns its report into a sqlite database. All waits are bounded.
 
 Old releases write `.qdstrm` and leave the import to `QdstrmImporter`, which Debian does not put where nsys looks; new
-ones write `.nsys-rep` at once. On a CPU everything is captured and the marks of the ranks say what belongs to the run;
-on a GPU the capture range is the stretch between cudaProfilerStart and Stop. Children must be spawned, never forked.
+ones write `.nsys-rep` at once. On a CPU everything is captured and the marks of the ranks say what belongs to the run.
+On a GPU the capture range is the stretch between cudaProfilerStart and Stop. Children must be spawned, never forked.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def command(nsys: str, report: Path, program: Sequence[str], *, device: str = "c
 
 
 def on_gpus() -> str:
-    """What `--device cuda --profile nsys` runs on a node with GPUs, where kernels are in the timeline too."""
+    """Command of `--device cuda --profile nsys` on a node with GPUs, where kernels are in the timeline too."""
     program = ["python", "-m", "shardproof.child", "harness.witnesses.measured", "FOLDER"]
     return f"on a GPU node the session is: {shlex.join(command('nsys', Path(REPORT), program, device='cuda'))}"
 

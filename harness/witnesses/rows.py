@@ -1,12 +1,12 @@
 """The rows of a Chrome trace of the torch profiler that stand for phases and collectives, read in time order.
 
-Phases come from the trace alone, by the contract's rules (product.md, section 7): backward inside an autograd node,
-recompute in a module or a checkpoint that runs inside one, step inside an optimizer's, forward inside a model; the rest
-is settled by what follows. A model is an outermost module that calls others, since a trace does not name parameters: a
+Phases come from the trace alone, by the contract's rules (product.md, section 7). Backward is inside an autograd node,
+recompute in a module or a checkpoint that runs inside one, step inside an optimizer's, forward inside a model. The rest
+is settled by what follows. A model is an outermost module that calls others, since a trace does not name parameters. A
 loss or metric module without children has no phase of its own. Needs `with_stack=True`. Times in microseconds.
 
 Left open, "", is what a trace does not hold: whether a message goes between stages, whether an all_gather after a step
-gathers parameters, and where the updates of a program without optimizers are.
+gathers parameters. So is where the updates of a program without optimizers are.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Trace = Mapping[str, Any]
 
 
 def _frame(function: Any, name: str) -> str:
-    """What the trace calls a Python function: file from torch's folder, line, name."""
+    """Name of a Python function in the trace: file from torch's folder, line, name."""
     path = function.__code__.co_filename
     return f"torch/{path.rpartition('/torch/')[2]}({function.__code__.co_firstlineno}): {name}"
 

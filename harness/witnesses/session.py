@@ -1,7 +1,7 @@
 """Profiling sessions: the cases of a run once more, on processes of their own, each time with one witness switched on.
 
 A session is a child process (harness.witnesses.measured), so that the tool is around all of it and nothing of the tool
-stays here. What it leaves is read and reconciled: the recorder's ledger of that very run, and the witness's sightings.
+stays here. Its results are read and reconciled: the recorder's ledger of that very run, and the witness's sightings.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """One case in one session: what its ranks measured and what the witness saw, or why there is nothing."""
+    """A case in one session: what its ranks measured and what the witness saw, or why there is nothing."""
 
     tool: str
     folder: Path

@@ -1,7 +1,7 @@
 """How long collectives took, how much of it was exposed, and which rank came late: from the profiler's traces.
 
-A collective lasts as long as its backend's rows (`gloo:`), which run beside the program, or on a GPU as long as the
-kernels of NCCL that its own row launched (not tried: read from kineto's output_json.cpp). What of that falls on the
+A collective lasts as long as its backend's rows (`gloo:`), which run beside the program. On a GPU it lasts as long as
+the kernels of NCCL that its own row launched (not tried: read from kineto's output_json.cpp). The part of that on the
 rank's own `aten::` rows, or its other kernels, is overlapped with compute, the rest is exposed. A rank is late by how
 much after the first rank of the group it issued the same call. Microseconds; ranks of one machine share a clock. The
 profiler itself slows compute: compare durations with each other, and seconds with the unwatched runs.
@@ -37,7 +37,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
-    """One collective with its times."""
+    """A collective with its times."""
 
     seen: Sighting
     duration_us: float
@@ -46,7 +46,7 @@ class Timed:
 
     @property
     def exposed_us(self) -> float:
-        """What the rank's compute did not hide."""
+        """Time that the rank's compute did not hide."""
         return self.duration_us - self.overlapped_us
 
 
@@ -103,7 +103,7 @@ def _spans(trace: Mapping[str, Any], seen: Sequence[Sighting]) -> dict[int, tupl
 
 
 def _on_device(rows: Sequence[Mapping[str, Any]], seen: Sequence[Sighting]) -> dict[int, tuple[float, float]]:
-    """The same from the kernels: a row of the host that launches one carries its correlation."""
+    """Times from the kernels: a row of the host that launches one carries its correlation."""
     work = [row for row in rows if row.get("cat") in _ON_DEVICE]
     compute = joined(_span(row) for row in work if not _is_nccl(row))
     launched = {_correlation(row): float(row["ts"]) for row in rows if row.get("cat") in _LAUNCHING}

@@ -1,9 +1,9 @@
 """The torch profiler as a witness: a rank's Chrome trace, its `c10d::` rows and the header's list of groups.
 
 On gloo the `gloo:` rows misname reduce-scatter, so they give no op; a `c10d::` row gives op, dims, order and thread.
-It gives no group, and no dtype of what came as a list: both come from torch's own Flight Recorder, whose entries follow
-the rows in order (`flight`, `_dump_fr_trace_json`). Without entries that reconcile, groups are the header's candidates
-and the dtype is that of the backend's rows with the same dims. On NCCL `record_param_comms` rows give both (not tried).
+Groups, and the dtype of what came as a list, come from torch's own Flight Recorder, whose entries follow the rows in
+order (`flight`, `_dump_fr_trace_json`). Without entries that reconcile, groups are the header's candidates and the
+dtype is that of the backend's rows with the same dims. On NCCL `record_param_comms` rows give both (not tried).
 Formats: torch/csrc/distributed/c10d/FlightRecorder.hpp, kineto output_json.cpp; torch 2.13.
 """
 
@@ -30,7 +30,7 @@ _FLIGHT_BYTES |= {"Int": 4, "Long": 8}
 
 @dataclass(frozen=True, slots=True)
 class _Operator:
-    """What a `c10d::` row is in the ledger, at which argument its payload stands, and what gloo's log calls it."""
+    """Ledger entry of a `c10d::` row, the argument of its payload, and its name in gloo's log."""
 
     op: str
     payload_at: int = 0
@@ -68,7 +68,7 @@ Json = Mapping[str, Any]
 
 
 def backend_word(op: str) -> str:
-    """What gloo's own rows call the call that carries out an op of the ledger."""
+    """Name in gloo's own rows of the call that carries out an op of the ledger."""
     return "all_reduce" if op == "reduce_scatter" else op
 
 

@@ -210,7 +210,7 @@ def _explained(one: Source, other: Source, key: str) -> Unlike:
 
 
 def cause(key: str, a: Tensor, b: Tensor, read: Callable[[str], Tensor], shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """What turns `a` into `b`: rows of a padded vocabulary, a transpose, nothing written, another key, a shorter dtype.
+    """Cause of `b` in the place of `a`: padded rows, a transpose, nothing written, another key, a shorter dtype.
 
     `read` gives the other tensors of A, whose `shapes` these are. "" where it is none of these.
     """

@@ -1,11 +1,11 @@
 """The folder of a checkpoint: every rank writes its part beside the former one, and one rename makes all of it valid.
 
-`.metadata` names the files that belong to the checkpoint. It is replaced last, in one step of the file system, when
-every file is on the disk; until then it names those of the former checkpoint, which are removed afterwards. So a save
-that is killed at any moment leaves the former checkpoint whole, or the new one.
+`.metadata` names the files that belong to the checkpoint. A save replaces it last, in one step of the file system, when
+every file is on the disk. Until then it names the files of the former checkpoint, which are removed afterwards. So a
+save that is killed at any moment leaves the former checkpoint whole, or the new one.
 
-Reading looks at everything before it hands out a number: the metadata, the chunks of every tensor, the bytes of every
-file, and the SHA-256 of every file that is read.
+Reading checks everything before it hands out a number: the metadata, the chunks of every tensor, the bytes of every
+file. The SHA-256 of every file that is read is checked too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _DATA, _RANK = "data-", "rank-"
 def next_data(folder: Path) -> str:
     """The name of the folder for the files of the coming save: data-N, N one above that of the former checkpoint.
 
-    It is the same on every rank, as long as none commits before all of them have written.
+    Every rank gets the same name, as long as none commits before all of them have written.
     """
     try:
         former = _used(Stored.open(folder).metadata)
@@ -95,8 +95,7 @@ class Stored:
     def open(cls, folder: Path) -> Stored:
         """The checkpoint in this folder, ours or one that torch wrote.
 
-        Raises CheckpointError when there is none, when it holds what is no tensor, or when chunks or files are not
-        whole.
+        Raises CheckpointError when there is none, when it holds other than tensors, or when chunks or files are broken.
         """
         if not (folder / METADATA).is_file():
             what = "is no folder" if not folder.is_dir() else f"holds no checkpoint: it has no file {METADATA}"

@@ -1,8 +1,8 @@
 """A checkpoint of any layout, loaded into the ranks of this one.
 
-Everything is read beside the old state, into tensors that are poisoned before (NaN).
-Only when the checkpoint is whole, has this model's tensors and no others, and nothing poisoned is left, the state is
-replaced; an error before that leaves it as it was. No rank talks to another.
+Everything is read beside the old state, into tensors that are poisoned before (NaN). The state is replaced only when
+the checkpoint is whole, has exactly this model's tensors, and nothing poisoned is left. An error before that leaves it
+as it was. No rank talks to another.
 """
 
 from __future__ import annotations
@@ -40,11 +40,10 @@ if TYPE_CHECKING:
 
 
 def load(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path) -> int:
-    """Replace parameters, the optimizer's states, the loss scale and, where the ranks lie as those that saved, the
-    states of its streams of random numbers; returns the steps that were run before.
+    """Replace parameters, states of the optimizer and the loss scale; returns the steps that were run before.
 
-    Raises CheckpointError for a checkpoint that is missing, torn, or of another model or training; nothing has changed
-    then.
+    Where the ranks lie as those that saved, the states of its streams of random numbers are replaced too. Raises
+    CheckpointError for a checkpoint that is missing, torn, or of other model or training; nothing is changed then.
     """
     from parallel.checkpoints.folder import Stored  # noqa: PLC0415  (torch's checkpoints take a second to import)
 
@@ -129,7 +128,7 @@ def _read(rank: Rank, stored: Stored | Weights, found: Sequence[StateTensor]) ->
 
 
 def _poison(dtype: torch.dtype) -> float:
-    """What a tensor holds until it is read: no number, or the least that there is."""
+    """Content of a tensor until it is read: no number, or the least that there is."""
     return math.nan if dtype.is_floating_point else torch.iinfo(dtype).min
 
 

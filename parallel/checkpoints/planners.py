@@ -1,7 +1,7 @@
 """Boxes of full tensors as plans of `torch.distributed.checkpoint`: what a rank writes, and what it reads where.
 
-A box is a part of a global tensor at its offsets, whatever layout it comes from, so that a checkpoint knows no layout:
-chunks that were written tile the global tensor, and chunks that are read are cut out of them. Both planners are the
+A box is a part of a global tensor at its offsets, whatever layout it comes from, so that a checkpoint knows no layout.
+Chunks that were written tile the global tensor, and chunks that are read are cut out of them. Both planners are the
 extension points that torch documents; no collective is issued.
 """
 
@@ -45,7 +45,7 @@ class BoxWriter(DefaultSavePlanner):
         self._boxes = {(key, box.offsets): box for key, found in boxes.items() for box in found}
 
     def create_local_plan(self) -> SavePlan:
-        """One item a box."""
+        """Plan one item a box."""
         self.plan = SavePlan([_written(key, box) for (key, _), box in self._boxes.items()])
         return self.plan
 

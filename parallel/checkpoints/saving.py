@@ -54,7 +54,7 @@ def save(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path, *, steps: i
 
 
 def read_again(case: Case) -> dict[str, tuple[Box, ...]]:
-    """What the checkpoint that the case has saved holds, as saved/<name> of an outcome, by torch's own loader."""
+    """Boxes of the checkpoint that the case has saved, as saved/<name> of an outcome, by torch's own loader."""
     names, last = {STEPS: "steps", SCALE: "loss_scale"}, case.steps - 1
     for name in shapes(case):
         names |= {f"model.{name}": f"param/{name}", f"optimizer.state.{name}.step": f"step_after/{last}/{name}"}
@@ -65,7 +65,7 @@ def read_again(case: Case) -> dict[str, tuple[Box, ...]]:
 
 
 def _boxes(rank: Rank, optimizer: torch.optim.Optimizer, steps: int) -> dict[str, tuple[Box, ...]]:
-    """What this rank writes."""
+    """Everything that this rank writes."""
     case, mine = rank.case, rank.mesh.rank
     first = lru_cache(partial(writes, case, mine))
     states = {name: optimizer.state.get(tensor, {}) for name, tensor in rank.updated.items()}

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run, by key: tensors in full, whatever layout wrote them.
+"""Content of a checkpoint of a run, by key: tensors in full, whatever layout wrote them.
 
     model.<name>                        a parameter; where the optimizer steps a float32 copy (master=float32), the copy
     optimizer.state.<name>.exp_avg      adamw: the mean of its gradients; exp_avg_sq: of their squares
@@ -8,7 +8,7 @@
     train.ranks                         int64 [4]: tp, cp, dp, pp of the ranks that wrote it
     rng.tp0.cp0.dp0.pp0.<stream>        uint8: the state of that stream of the rank at these places of the mesh
 
-Padding of a vocabulary and of buckets is never stored. A state of a stream belongs to a rank of one layout: at another
+Padding of a vocabulary and of buckets is never stored. A state of a stream belongs to a rank of one layout. At another
 layout it is not carried over, and the stream begins at its seed (around.md 17.2). A field has no state.
 """
 
@@ -45,7 +45,7 @@ class StateTensor:
 
 
 def trained(rank: Rank, states: Mapping[str, Mapping[str, Tensor]]) -> Iterator[StateTensor]:
-    """What the optimizer of a rank steps and its states, given by the parameters' names: all that is to be saved."""
+    """Tensors that the optimizer of a rank steps and its states, by the parameters' names: all that is to be saved."""
     for name, tensor in rank.updated.items():
         place, state = rank.updated_places[name], states.get(name, {})
         yield StateTensor(key=f"model.{name}", local=tensor, place=place, axes=place.axes)
@@ -84,7 +84,7 @@ def rng_keys(rank: Rank) -> dict[str, str]:
 
 
 def ranks_of(case: Case) -> Tensor:
-    """What `train.ranks` is."""
+    """The tensor `train.ranks`."""
     return torch.tensor([*case.mesh.values()], device="cpu")
 
 

@@ -1,4 +1,4 @@
-"""What ranks send: the mesh, how tensors lie on it, collectives alone and in pairs, the closed form of all calls.
+"""Communication of ranks: the mesh, tensors on it, collectives alone and in pairs, the closed form of all calls.
 
 mesh         the groups of a rank, one an axis        collectives   on one axis, without autograd
 layout       how a full tensor lies on the mesh       pairs         a collective and that of its gradient

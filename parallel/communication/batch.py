@@ -5,8 +5,8 @@
                       ends them), and all keys end to end as one int64 tensor
     delivery=local    every rank reads its own; no call
 
-What several pipeline stages are sent is in `reference.data.stages`: those between the first and the last get nothing,
-count positions themselves and take causal attention as it is.
+`reference.data.stages` decides what several pipeline stages are sent. Stages between the first and the last get
+nothing, count positions themselves and take causal attention as it is.
 
 Under `flat` all keys share the dtype int64: the loss mask travels as its float32 bits, the attention mask as 0 and 1.
 An attention mask is true where a token must not be seen. Packed rows get theirs from `cu_seqlens`, locally.
@@ -37,11 +37,11 @@ SIZES_PER_KEY = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivered:
-    """One micro-batch as it lies on this rank; `attention_mask` is None for plain causal attention.
+    """A micro-batch as it lies on this rank; `attention_mask` is None for plain causal attention.
 
-    `draw` is its step and its number on the data rank. `ahead` are the same with each token, label and position those
-    of some places further on, for who predicts these.
-    What a pipeline stage is not sent has no elements.
+    `draw` is its step and its number on the data rank. `ahead` are micro-batches with each token, label and position
+    moved from some places further on, for modules that predict these. Tensors that a stage is not sent have no
+    elements.
     """
 
     tokens: Tensor
@@ -103,7 +103,7 @@ def forms_sent(case: Case, stage: Stage | None = None) -> dict[str, Form]:
 
 
 def _keys(case: Case, batch: Batch | None, device: torch.device, stage: Stage | None) -> dict[str, Tensor] | None:
-    """What the first rank sends, in the order in which it is sent; None on ranks that receive."""
+    """Tensors of the first rank in the order in which they are sent; None on ranks that receive."""
     if batch is None:
         return None
     keys = {"tokens": batch.tokens, "labels": batch.labels, "loss_mask": batch.loss_mask}
@@ -125,7 +125,7 @@ def _named(case: Case, keys: Mapping[str, Tensor], device: torch.device) -> Deli
 def _by_tensor(
     case: Case, mesh: Mesh, sent: Mapping[str, Tensor] | None, device: torch.device, stage: Stage | None
 ) -> dict[str, Tensor]:
-    """One broadcast a key."""
+    """Broadcast each key by itself."""
     arrived = {}
     for key, (dtype, shape) in forms_sent(case, stage).items():
         # Zeros, not uninitialised memory: what does not arrive is then wrong the same way in every run.

@@ -30,11 +30,11 @@ MICRO_BATCHES, ONCE_A_STEP = "steps * micro", "steps"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompleteTerm:
-    """A term that states every field: `calls` equal calls over the whole run, on every rank or on those at these places
-    of the mesh; fields as in the ledger.
+    """A term that states every field: `calls` equal calls over the whole run; fields as in the ledger.
 
-    `hidden`: each travels while a product is computed, which lies between its issue and its wait. `elements` is the
-    formula of what travels and `why` its reason, from the row that was read.
+    The calls are issued on every rank, or on the ranks at these places of the mesh. `hidden`: each travels while a
+    product is computed, which lies between its issue and its wait. `elements` is the formula of what travels and `why`
+    its reason, from the row that was read.
     """
 
     phase: str
@@ -166,7 +166,7 @@ def _term(row: CallRow, phase: str, place: CallPlace, names: _Names) -> Complete
 
 
 class _Names:
-    """What formulas mean: the names of a place, `ranks` of the axis, then the names of the case."""
+    """Values of the names in formulas: the names of a place, `ranks` of the axis, then the names of the case."""
 
     def __init__(self, case: Case, ranks: int, values: Mapping[str, Any]) -> None:
         self.case, self.ranks, self._values = case, ranks, {"max": max, "ranks": ranks, **values}

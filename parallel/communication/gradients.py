@@ -1,4 +1,4 @@
-"""What happens to gradients between the last backward and the optimizer: sums over ranks, mean, norm, clipping.
+"""Gradients between the last backward and the optimizer: sums over ranks, mean, norm, clipping.
 
 Every gradient arrives as the sum over this rank's micro-batches of the gradient of the summed loss. Order, once a step
 (Megatron-Core `finalize_model_grads`, modes.md 4.7):

@@ -2,11 +2,11 @@
 
     gather([(at, shard(full, place, at)) for at in meshgrid({"tp": 2, "dp": 3})], place) == full       for every place
 
-A `Placement` is a shape and its cuts, one after the other: the second cut splits the local tensor that the first one
+A `Placement` is a shape and its cuts, one after the other. The second cut splits the local tensor that the first one
 left, as FSDP2 over tensor parallelism does. Offsets and sizes count elements. A fused weight is several sub-parameters
-one behind the other along the split dim (`blocks`: w13 = w1, then w3); every block is split by itself. Padding exists
-in local tensors only: it is zero, it follows the last real element, and no piece ever contains any of it.
-Source of the needs: modes.md 8.2 (sub-parameters, granularity, exact inverse), around.md 15 (rows, flat buckets).
+one behind the other along the split dim (`blocks`: w13 = w1, then w3). Every block is split by itself. Padding exists
+in local tensors only: it is zero, it follows the last real element, and no piece ever contains any of it. Source of the
+needs: modes.md 8.2 (sub-parameters, granularity, exact inverse), around.md 15 (rows, flat buckets).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ORDERS = ("blocks", "chunks", "zigzag")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """One box of a full tensor: `full[offsets : offsets + local.shape] == local`."""
+    """A box of a full tensor: `full[offsets : offsets + local.shape] == local`."""
 
     local: Tensor
     offsets: tuple[int, ...]
@@ -36,8 +36,9 @@ class Box:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """One split of a tensor over a mesh axis, along `dim`; along all of its elements end to end when `dim` is None,
-    and then the local tensor has one dim.
+    """A split of a tensor over a mesh axis, along `dim`.
+
+    With `dim` None all elements are split end to end, and the local tensor has one dim.
 
     order   blocks   each of `blocks` in equal shares at multiples of `unit` (rows of one kv group). `blocks` are the
                      lengths of the sub-parameters (none: one block, the whole dim); what their sum exceeds the dim by
@@ -66,8 +67,8 @@ class Cut:
 class Placement:
     """A full tensor of `shape`, and its cuts in the order in which they are made; without cuts it is replicated.
 
-    Raises ValueError for a first cut whose `dim`, `blocks` or `held` the shape does not have; later cuts are checked
-    where they are made, for what they split follows from the ranks.
+    Raises ValueError for a first cut whose `dim`, `blocks` or `held` the shape does not have. Later cuts are checked
+    where they are made, for the tensors that they split follow from the ranks.
     """
 
     shape: tuple[int, ...]
@@ -160,7 +161,7 @@ def _shapes(place: Placement, at: Coordinates) -> list[tuple[int, ...]]:
 
 
 def _cut(full: Tensor, cut: Cut, index: int, parts: int) -> Tensor:
-    """What one cut leaves of a tensor."""
+    """The part of a tensor that a cut leaves on a rank."""
     shape = tuple(full.shape)
     if cut.dim is None:
         full = full.flatten()
@@ -232,7 +233,7 @@ def _width(cut: Cut, shape: tuple[int, ...], index: int, parts: int) -> int:
 
 
 def _widths(cut: Cut, length: int, parts: int) -> list[int]:
-    """One rank's share of every block."""
+    """Share of a rank in every block."""
     blocks, whole = cut.blocks or (length,), parts * cut.unit
     for block in blocks:
         if block % whole:

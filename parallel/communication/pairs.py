@@ -1,11 +1,11 @@
 """Conjugate pairs: what a collective does forward decides what must happen to the gradient. Each pair is one function.
 
-Layouts along one axis: *whole* = every rank holds the same tensor; *partial* = the tensor is the sum over the ranks;
-*split* = every rank holds its part along a dim. A gradient has the conjugate layout of its tensor: whole <-> partial
-inside a parallel region, whole <-> whole outside it, split <-> split. All pairs bypass a group of one rank.
-Source: Megatron-Core `tensor_parallel/mappings.py` (modes.md 4.1), generalised to any dim; arXiv:1909.08053,
-arXiv:2205.05198 (sequence parallelism), arXiv:2309.14509 (all-to-all); uneven parts: DeepSpeed 0.19.8 `module_inject/
-layers.py` ScatterToTensorParallelRegion, GatherFromTensorParallelRegion.
+Layouts along one axis: *whole* = every rank holds the same tensor; *partial* = the tensor is the sum over the ranks.
+*Split* = every rank holds its part along a dim. A gradient has the conjugate layout of its tensor: whole <-> partial
+inside a parallel region, whole <-> whole outside it, split <-> split. All pairs bypass a group of one rank. Source:
+Megatron-Core `tensor_parallel/mappings.py` (modes.md 4.1), generalised to any dim. Sequence parallelism:
+arXiv:1909.08053, arXiv:2205.05198. All-to-all: arXiv:2309.14509. Uneven parts: DeepSpeed 0.19.8
+`module_inject/layers.py` ScatterToTensorParallelRegion, GatherFromTensorParallelRegion.
 """
 
 from __future__ import annotations

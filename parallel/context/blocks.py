@@ -9,8 +9,8 @@ dtype of statistics (`wide`), as the accumulators of a fused kernel are.
     dropout     M = 0 or 1/(1-p) : O = (P M) v ; dO v^T becomes M * dO v^T ; dv = (P M)^T dO ; L is that without
 
 Backward needs L and O *of all keys*: those of a block alone give plausible gradients that are wrong. A query that sees
-no key has L = -inf and O = 0, and -inf minus -inf is no number: the weight of anything is 0 then.
-Source: arXiv:2205.14135 (softmax by blocks), arXiv:2112.05682, arXiv:2310.01889 (ring attention); around.md 14.2.
+no key has L = -inf and O = 0. Because -inf minus -inf is no number, the weight of anything is 0 then. Source:
+arXiv:2205.14135 (softmax by blocks), arXiv:2112.05682, arXiv:2310.01889 (ring attention); around.md 14.2.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def gradients(
     whole: Partial,
     keep_BNqs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What these keys add to the gradients of q [B,q,N,D], and the gradients of k and v [B,s,K,D] from these queries.
+    """Gradients of q [B,q,N,D] from these keys alone, and gradients of k and v [B,s,K,D] from these queries.
 
     `whole` is the attention over all keys. All three are in the dtype of statistics.
     """

@@ -1,15 +1,15 @@
 """Context parallelism by all-to-all, alone or inside of a ring: a rank gives tokens away and gets heads for them.
 
-Letters: a ranks of the inner axis, c/a of the outer one; Q elements of one rank's queries, K of its keys; K' = K, or
-K * a / kv_heads where each kv head must be repeated for every inner rank to get one.
+Letters: a ranks of the inner axis, c/a of the outer one; Q elements of one rank's queries, K of its keys. K' = K, or K
+* a / kv_heads where each kv head must be repeated for every inner rank to get one.
 
-Over the inner axis queries, keys and values go from [B, s/c, N, D] to [B, a*s/c, N/a, D], and the context back; over
-the outer one keys and values go round in a ring (`parallel.context.ring`).
+Over the inner axis queries, keys and values go from [B, s/c, N, D] to [B, a*s/c, N/a, D], and the context back. Over
+the outer axis keys and values go round in a ring (`parallel.context.ring`).
 
-With the inner axis alone (a = c) the exchanged rank holds whole rows of its heads, in the order of the ranks: the mask
+With the inner axis alone (a = c) the exchanged rank holds whole rows of its heads, in the order of the ranks. The mask
 is taken at their places. With both, the inner ranks are neighbours, and the exchanged rank holds the tokens of all of
-them: `a` times the tokens, `a` times thinner, so a hop of the ring carries as many bytes as without the exchange.
-Source: arXiv:2309.14509 (Ulysses); arXiv:2405.07719 (both, USP); TransformerEngine `a2a+p2p`. around.md 14.1.
+them. These are `a` times the tokens, `a` times thinner, so a hop of the ring carries as many bytes as without the
+exchange. Source: arXiv:2309.14509 (Ulysses); arXiv:2405.07719 (both, USP); TransformerEngine `a2a+p2p`. around.md 14.1.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def nested_attention(
     keep: Tensor | None = None,
     overlap: bool = True,
 ) -> Tensor:
-    """The same with a ring of the outer ranks around; rank r of the slices is inner rank r % a of outer rank r // a.
+    """Exchange as in `exchanged_attention`, with a ring of the outer ranks around.
 
-    Raises ValueError for unequal slices.
+    Rank r of the slices is inner rank r % a of outer rank r // a. Raises ValueError for unequal slices.
     """
     slices.require_equal("alltoall inside of a ring")
     groups = slices.joined(inner.size)

@@ -1,11 +1,10 @@
 """Context parallelism by all-gather: every rank keeps its queries and gets the keys and values of all ranks at once.
 
-Keys and values go from [B, s/c, K, D] to [B, s, K, D] on c ranks, their gradients back from partial sums to own parts.
-A key's gradient is the sum over the ranks of what their queries add: the conjugate of a gather. What is gathered lies
-in the order of the ranks, not of the row, so the mask is taken at the places of both. The gathered keys are kept for
-backward: c times the memory of the ring, no call more.
-Source: TransformerEngine `AttnFuncWithCPAndKVAllGather` (which gathers again in backward: two all-gathers more);
-arXiv:2407.21783 (Llama 3). around.md 14.1.
+Keys and values go from [B, s/c, K, D] to [B, s, K, D] on c ranks. Their gradients go back from partial sums to own
+parts. A key's gradient is the sum over the ranks of what their queries add: the conjugate of a gather. Gathered keys
+lie in the order of the ranks, not of the row, so the mask is taken at the places of both. They are kept for backward: c
+times the memory of the ring, no call more. Source: TransformerEngine `AttnFuncWithCPAndKVAllGather` (which gathers
+again in backward: two all-gathers more); arXiv:2407.21783 (Llama 3). around.md 14.1.
 """
 
 from __future__ import annotations

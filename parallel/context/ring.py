@@ -1,7 +1,7 @@
 """Ring attention: every rank keeps its queries, while the keys and values of all ranks go round.
 
-Letters: c ranks; K elements of one rank's keys, b * (s/c) * kv_heads * head_dim (its values: the same); gradients are
-in the dtype of statistics. Keys and values of one rank travel together, as one block.
+Letters: c ranks; K elements of one rank's keys, b * (s/c) * kv_heads * head_dim, and as many of its values. Gradients
+are in the dtype of statistics. Keys and values of one rank travel together, as one block.
 
     step of rank r       0        1        2       ..  c-1      then
     computes with        r        r-1      r-2         r+1                all modulo c
@@ -12,13 +12,12 @@ in the dtype of statistics. Keys and values of one rank travel together, as one 
 A hop sends to the next rank and receives from the one before, both in one batch: no rank waits for another one's
 receive. The next block is under way while this one is computed with. Heads are repeated for their groups after a hop,
 never before; rotated keys travel rotated. The gradient of a block follows the block one step behind it and collects
-what every rank adds; after c hops it is back at the block's owner.
+what every rank adds. After c hops it is back at the block's owner.
 
 Every rank gets every block, also those that none of its queries may see. Slices of unequal length give messages of
-unequal length; an empty block is not sent.
-Source: arXiv:2310.01889; torch `_templated_ring_attention` and picotron `context_parallel` (backward as here);
-TransformerEngine `AttnFuncWithCPAndKVP2P` starts backward from the block of the last step and turns the other way, so
-that c-1 hops bring every gradient home. around.md 14.1.
+unequal length; an empty block is not sent. Source: arXiv:2310.01889; torch `_templated_ring_attention` and picotron
+`context_parallel` (backward as here). TransformerEngine `AttnFuncWithCPAndKVP2P` starts backward from the block of the
+last step and turns the other way: c-1 hops bring every gradient home. around.md 14.1.
 """
 
 from __future__ import annotations

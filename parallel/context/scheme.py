@@ -8,8 +8,8 @@
     data, loss   | the axis dp becomes dp_cp: context ranks see other tokens, so all gradients are partial sums there
     rows         | the calls of the method too, per layer and micro-batch, in attention
 
-The mode's exchange stays around the core: under isp tokens of the slice are exchanged for heads over tp, and what goes
-round over cp are those of whole slices (InternEvo's 2D attention). Loss, gradients and token counts need no factor:
+The mode's exchange stays around the core. Under isp tokens of the slice are exchanged for heads over tp. Keys and
+values of whole slices go round over cp (InternEvo's 2D attention). Loss, gradients and token counts need no factor:
 sums over dp_cp, divided once by the number of tokens of all (around.md 14.3).
 """
 
@@ -67,8 +67,9 @@ def _held(case: Case) -> tuple[Tensor, ...]:
 
 
 def _shares(case: Case, place: Placement) -> Placement:
-    """How shares of attention lie where the method computes them: a rank has queries of its own, or of all ranks with
-    which it exchanged tokens for heads, in the order of the ranks.
+    """Placement of attention's shares where the method computes them.
+
+    A rank has queries of its own, or of all ranks with which it exchanged tokens for heads, in the order of the ranks.
     """
     exchanged = {"alltoall": "cp", "alltoall-ring": "cp_inner"}.get(case.cp_comm)
     if exchanged is None:

@@ -5,9 +5,9 @@
     zigzag       chunks r and 2c-1-r of 2c, in this order                             equal, on each pair of ranks too
     zigzag by document   the same two chunks of every packed document, end to end     equal in every document
 
-Zigzag of the whole row cuts documents anywhere, and balances only a row that is one document; by document, every
-length should be a multiple of 2c (Megatron pads documents to that). Chunks of a length that is no multiple differ by
-one token, the first ones longer, and may be empty; only `ring` takes slices of unequal length.
+Zigzag of the whole row cuts documents anywhere, and balances only a row that is one document. By document, every length
+should be a multiple of 2c (Megatron pads documents to that). Chunks of a length that is no multiple differ by one
+token, the first ones longer, and may be empty. Only `ring` takes slices of unequal length.
 
 Labels are shifted before anything is sliced: the label of the last token of a chunk is a token of another rank.
 Positions are sliced like tokens, so rotary embeddings and masks know where a token stands in its row.
@@ -96,7 +96,7 @@ def zigzag_by_document(cu_seqlens: Tensor, ranks: int) -> tuple[Tensor, ...]:
 
 
 def sliced(row: Tensor, own: Tensor, *, dim: int = 1) -> Tensor:
-    """What a rank holds of tokens, labels, loss mask or positions [B, S], or of a tensor with a row along `dim`."""
+    """This rank's part of tokens, labels, loss mask or positions [B, S], or of a tensor with a row along `dim`."""
     return row.index_select(dim, own.to(row.device))
 
 

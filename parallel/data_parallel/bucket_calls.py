@@ -3,8 +3,8 @@
     zero=0|1     a bucket of a stage (`bucket=`); with zero=1 reduced into shards, gathered after the optimizer's step
     zero=2|3     a unit of a stage, gathered for every use (`parallel.data_parallel.gathered`)
 
-With `bucket=` a bucket's call belongs to the module whose gradient completes it, the last in the order of backward, and
-with wgrad=deferred a bucket with the weight of a linear is summed after backward.
+With `bucket=` a bucket's call belongs to the module whose gradient completes it, the last in the order of backward.
+With wgrad=deferred a bucket with the weight of a linear is summed after backward.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _bucket_rows(case: Case, places: Placements, strategy: Strategy) -> Iterator
 
 
 def _unnamed(where: Places) -> Places:
-    """The same places, in no module."""
+    """Places without their module."""
     return lambda case: (replace(place, module="") for place in where(case))
 
 

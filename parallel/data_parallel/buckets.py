@@ -2,7 +2,7 @@
 
 Parameters lie end to end in reverse order of registration, roughly the order in which backward completes gradients. A
 bucket is closed as soon as it holds `largest` elements, and travels in one collective. Where ranks own parts of it
-(ZeRO-1) parameters start at multiples of 64 elements, and a bucket is padded to a multiple of lcm(ranks, 128): its
+(ZeRO-1) parameters start at multiples of 64 elements, and a bucket is padded to a multiple of lcm(ranks, 128). The
 padding travels too, and belongs to no parameter.
 
     rank r of n owns elements [start + r*B/n, start + (r+1)*B/n) of a bucket of B, across borders of parameters
@@ -70,8 +70,8 @@ def bucketed(
 ) -> tuple[Bucket, ...]:
     """The buckets of parameters, given as name -> elements in order of registration.
 
-    `largest` 0: one bucket of any size. `apart`: parameters that get a bucket of their own where buckets are
-    sharded (an embedding shared by two pipeline stages, so that both cut it alike).
+    `largest` 0: one bucket of any size. `apart`: parameters that get a bucket of their own where buckets are sharded.
+    An embedding shared by two pipeline stages is such a parameter: both cut it alike.
     """
     unit, divisor = (ALIGNMENT, math.lcm(ranks, DIVISOR)) if sharded else (1, 1)
     found: list[Bucket] = []
@@ -99,7 +99,7 @@ def bucketed(
 
 
 def shares(bucket: Bucket, rank: int, ranks: int) -> Iterator[Share]:
-    """What this rank owns of every parameter of a bucket; nothing of those that lie outside its part."""
+    """Parts of parameters that this rank owns in a bucket; parameters outside its part are left out."""
     owned = bucket.owned(rank, ranks)
     for slot in bucket.slots:
         first, last = max(slot.start, owned.start), min(slot.end, owned.stop)

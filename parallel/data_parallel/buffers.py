@@ -1,17 +1,17 @@
 """Gradients in flat buckets: summed over the data ranks, whole (zero=0) or each rank its own part (zero=1).
 
 Every gradient is added into its place in the buffer as backward completes it, in the buffer's dtype. With buckets of a
-size (`bucket=`), a bucket's sum starts in the backward of the last micro-batch, with the last of its gradients; without
-one there is one bucket, and it is summed after that backward. No micro-batch before the last sends anything (no_sync).
+size (`bucket=`), a bucket's sum starts in the backward of the last micro-batch, with the last of its gradients. Without
+a size there is one bucket, summed after that backward. No micro-batch before the last sends anything (no_sync).
 
     zero=0   all_reduce of the bucket                        the optimizer steps whole parameters
     zero=1   reduce_scatter of the padded bucket             the optimizer steps this rank's part of every bucket;
              after the step all_gather of the padded bucket  after its step the parts are gathered into all parameters
 
-With `wgrad=fused` the product that gives the gradient of a linear's weight is added into its place in the buffer as it
-is computed, in the buffer's dtype; with `wgrad=deferred` it is computed after the last backward of the step, in the
-order of backward, before any sum that needs it. What autograd has in its place is never read: not a number, or zero
-where another use of a tied table is added to it.
+With `wgrad=fused` the product for the gradient of a linear's weight is added into its place in the buffer, in the
+buffer's dtype. With `wgrad=deferred` it is computed after the last backward of the step, in the order of backward,
+before any sum that needs it. The placeholder that autograd gets is never read: not a number, or zero where another use
+of a tied table is added to it.
 
 With `master=float32` the optimizer steps float32 copies, which are rounded into the parameters after its step.
 Source: Megatron-Core 0.16.1 `_ParamAndGradBuffer`, `DistributedOptimizer` (around.md 15.1, 15.2).
@@ -207,5 +207,5 @@ def _part(tensor: Tensor, elements: range) -> Tensor:
 
 
 def _trained(tensor: Tensor, case: Case) -> Tensor:
-    """What the optimizer steps of this: itself, or a float32 copy."""
+    """Leaf that the optimizer steps for this tensor: itself, or a float32 copy."""
     return tensor.detach().to(trained_dtype(case)).requires_grad_()

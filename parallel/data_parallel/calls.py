@@ -1,9 +1,9 @@
 """The calls once a step: sums of gradients, loss, norm and loss scale.
 
 The gradient of a parameter is summed over exactly the axes that neither cut it nor share its data (`summed_over`). Its
-placement says which axes cut it. The data that its copies have seen differ over the data axis always, over the weight
-axis where it is partial, and over the two ends of a pipeline for a tied token table. What travels in one call follows
-from the words of data parallelism:
+placement names the axes that cut it. The data of its copies differ over the data axis always, and over the weight axis
+where it is partial. For a tied token table they differ over the two ends of a pipeline too. The words of data
+parallelism decide which gradients travel in one call:
 
     no word      all gradients of a rank in one call
     any word     what a bucket or a unit holds (`parallel.data_parallel.bucket_calls`)

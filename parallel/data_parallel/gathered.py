@@ -1,7 +1,7 @@
 """Parameters in shards of rows (zero=2, zero=3): gathered for use by units, their gradients reduced into the shards.
 
-Units are the layers, and the model itself for what lies outside of them; experts, whose copies lie on other ranks, are
-units of their own. Before a unit's forward its shards are gathered; when backward has left it, its gradients are summed
+Units are the layers, and the model itself for what lies outside of them. Experts, whose copies lie on other ranks, are
+units of their own. Before a unit's forward its shards are gathered. When backward has left it, its gradients are summed
 over the ranks, each keeping its own rows, after every micro-batch. Where the ranks of a shard are fewer than the data
 ranks (`shard=`), the shards are summed over the replicas once a step.
 
@@ -9,10 +9,10 @@ ranks (`shard=`), the shards are summed over the replicas once a step.
     zero=3   a layer is dropped after its forward and gathered again before its backward; the model itself is not
 
 With `no_sync` the gradients of whole parameters are added up on each rank, and reduced in the backward of the last
-micro-batch. With `prefetch` every unit starts to gather the next one when it is about to compute: the model its first
-layer, a layer the next, in backward the one that backward comes to next.
+micro-batch. With `prefetch` every unit starts to gather the next one when it is about to compute. The model gathers its
+first layer, a layer the next, in backward the one that backward comes to next.
 
-Each chunk of a pipeline is a model of its own. Several micro-batches are under way in it: what backward has gathered
+Each chunk of a pipeline is a model of its own, with several micro-batches under way. A unit that backward has gathered
 stays until a forward has used it too, or the last backward of the step.
 
 Of a layer that is computed again the second forward gathers it, and backward uses what that gathered. The optimizer
@@ -103,7 +103,7 @@ class Shards:
 
 
 class _Gathered:
-    """One unit on one rank."""
+    """A unit on one rank."""
 
     def __init__(self, case: Case, model: Transformer, module: str, wholes: Mapping[str, Tensor], axis: Axis) -> None:
         self._case, self._axis, self._model, self.module = case, axis, model, module
@@ -220,7 +220,7 @@ class _Gathered:
             owner.__dict__.pop(leaf, None)
 
     def _packed(self, tensor: Tensor) -> Tensor | _Packed:
-        """What autograd keeps: of a gathered parameter only which part of it this is."""
+        """Saved value for autograd: of a gathered parameter only which part of it this is."""
         storage = tensor.untyped_storage()
         for number, own in enumerate(self._storages):
             if storage is own:

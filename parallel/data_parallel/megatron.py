@@ -1,10 +1,9 @@
-"""What Megatron-LM itself counts and issues beside a case's closed form: its estimate of memory, and its step's calls.
+"""Counts and calls of Megatron-LM itself beside a case's closed form: its estimate of memory, and its step's calls.
 
-Its step all-reduces over groups of one rank too, looks for infinite gradients in float16, and agrees over all ranks of
-the model on whether the update took place and on the norm that is logged. None of that changes a number, so ours leaves
-it out; a ledger of Megatron has it. Sources: Megatron-Core 0.14 `finalize_model_grads`, `MixedPrecisionOptimizer`,
-`training.train_step` (modes.md 5, measured); Megatron-LM `theoretical_memory_usage.py`, which counts neither biases nor
-positions.
+Its step all-reduces over groups of one rank too, and looks for infinite gradients in float16. All ranks of the model
+agree on whether the update took place and on the norm that is logged. None of that changes a number, so ours leaves it
+out. Sources: Megatron-Core 0.14 `finalize_model_grads`, `MixedPrecisionOptimizer`, `training.train_step` (modes.md 5,
+measured). Megatron-LM `theoretical_memory_usage.py` counts neither biases nor positions.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ Before every N-th step's update, that of the first step included, after its last
     over the data axes     all parameters; with zero=2|3, and zero=1 with masters, only those that shard= replicates
     over `embedding`       a tied token table, of which the first and the last stage of a pipeline have a copy
 
-One all_gather of int64, a number a parameter that the rank holds, over each axis that has any. A hash that differs ends
-the run with the parameter and the ranks. Outside of the ranks the check `replicas` compares the same tensors bit for
-bit.
-Source: Megatron-Core `SelfAttention.run_realtime_tests`, which gathers the weights of q/k norms in every forward.
+A parity check is an all_gather of int64, a number a parameter that the rank holds, over each axis that has any. A hash
+that differs ends the run with the parameter and the ranks. Outside of the ranks the check `replicas` compares the same
+tensors bit for bit. Source: Megatron-Core `SelfAttention.run_realtime_tests`, which gathers q/k norms' weights in every
+forward.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def with_parity(strategy: Strategy, case: Case) -> Strategy:
 
 
 def _rows(replicated: Mapping[str, Sequence[str]]) -> Iterator[CallRow]:
-    """One call over each axis."""
+    """Calls of a parity check, a row for each axis."""
     why, times = "hashes of parameters that its ranks hold alike", "-(-steps // parity)"
     for axis, names in replicated.items():
         where = partial(_hashes, axis, frozenset(names))

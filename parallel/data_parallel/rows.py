@@ -1,7 +1,7 @@
 """Shards by rows: every parameter is cut along dim 0 over the data ranks, and a unit of parameters travels together.
 
-Rank r of n holds rows [r*c, (r+1)*c) of d rows, with c = ceil(d/n), as torch.chunk cuts them: the last shards may be
-shorter or empty. In collectives every shard is padded to c rows, so a unit of parameters j sends and receives
+Rank r of n holds rows [r*c, (r+1)*c) of d rows, with c = ceil(d/n), as torch.chunk cuts them. The last shards may be
+shorter or empty. Every shard is padded to c rows in collectives, so a unit of parameters j sends and receives
 
     U = sum over j of ceil(d_j/n) * n * (elements of a row of j)
 
@@ -38,7 +38,7 @@ class Unit:
 
     @property
     def shard_elements(self) -> int:
-        """One rank's part of the buffer, padding included."""
+        """Elements of a rank's part of the buffer, padding included."""
         return sum(padded_rows(_rows(shape), self.ranks) * _row(shape) for shape in self.shapes.values())
 
     @property

@@ -1,4 +1,4 @@
-"""What the words of data parallelism decide, for the program and its closed form alike."""
+"""Decisions of the words of data parallelism, for the program and its closed form alike."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def stage_buckets(case: Case, stage: Stage, sizes: Mapping[str, int], ranks: int
 
     As in Megatron-Core `DistributedDataParallel`, `bucket=` cuts the first stage alone, for the sums of the others are
     hidden by its backward. A token table of two stages has a bucket of its own where buckets are shared, so that both
-    stages cut it alike; its copy comes last, as the head's weight.
+    stages cut it alike. Its copy comes last, as the head's weight.
     """
     names = sorted(sizes, key=lambda name: stage.copies_table and name == TABLE)
     return bucketed(
@@ -51,9 +51,10 @@ def taken_over(case: Case, name: str) -> bool:
 
 
 def units_of(case: Case, names: Iterable[str]) -> dict[str, list[str]]:
-    """Parameters by the module that they are gathered with: their layer, or "", the model, outside of layers. Those
-    that are sharded over other ranks than dense ones are gathered with the module of their linears, as torchtitan's
-    experts are.
+    """Parameters by the module that they are gathered with: their layer, or "", the model, outside of layers.
+
+    Parameters that are sharded over other ranks than dense ones are gathered with the module of their linears, as
+    torchtitan's experts are.
     """
     units = dict[str, list[str]]()
     for name in names:

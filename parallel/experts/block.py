@@ -1,8 +1,8 @@
 """Experts in the place of a layer's MLP: hidden states in and out as the mode has them.
 
 A rank routes tokens of its own. Where hidden states are whole on every tensor rank each of these takes its part of the
-sequence before, and all parts are gathered behind: copies of a token would each send its gradient to the experts, which
-would be tp times as large (experts.md 22.1). The shared expert is an MLP of the mode's own linears, beside them.
+sequence before, and all parts are gathered behind. Otherwise copies of a token would each send its gradient to the
+experts, which would be tp times as large (experts.md 22.1). The shared expert is an MLP of the mode's linears.
 """
 
 from __future__ import annotations

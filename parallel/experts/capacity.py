@@ -1,4 +1,4 @@
-"""What an expert takes of the tokens that compete for it: `most_rows`, the rest is dropped, or rows are filled up.
+"""Capacity of an expert for the tokens that compete for it: `most_rows`, the rest is dropped, or rows are filled up.
 
     capacity_of=rank          those of a rank in a micro-batch: no rank needs to know of others
     capacity_of=micro-batch   those of all ranks that hold the micro-batch, which gather what decides
@@ -35,7 +35,7 @@ def taken(case: Case, weights_TE: Tensor, chosen_TE: Tensor, order_T: Tensor) ->
 
 
 def taken_of_all(case: Case, weights_TE: Tensor, chosen_TE: Tensor, numbers_RT: Tensor, axis: Axis) -> Tensor:
-    """The same where tokens of all ranks of the axis compete; `numbers_RT` are those of every rank's tokens."""
+    """Taken pairs where tokens of all ranks of the axis compete; `numbers_RT` are those of every rank's tokens."""
     if case.drop == "score":  # a weight is positive where an expert is chosen
         weights_TE = all_gather((weights_TE * chosen_TE).detach(), axis, dim=0)
         chosen_TE = weights_TE > 0

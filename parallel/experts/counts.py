@@ -1,8 +1,8 @@
 """How many rows every rank sends to every expert in a micro-batch, from integers: no rank's own choice is used.
 
-Where `routing=` is a function the map is that; where a router chooses it is the dense model's (`reference.training.
-routing`), which the check `routing` holds against the ranks'. A rank routes the tokens that it holds: its slices of the
-rows (cp), and of these an equal part in a row (tp).
+Where `routing=` is a function the map is that. Where a router chooses it is the dense model's
+(`reference.training.routing`), which the check `routing` holds against the ranks'. A rank routes the tokens that it
+holds: its slices of the rows (cp), and of these an equal part in a row (tp).
 """
 
 from __future__ import annotations
@@ -83,8 +83,9 @@ def _chosen(case: Case, block: str, step: int, micro: int, at: Coordinates) -> T
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """What the ranks among which tokens are exchanged send: `rows[t][q]` to each expert, from the rank whose etp is t
-    and whose ep is q; what follows is of the rank at (`etp`, `ep`).
+    """Rows among the ranks that exchange tokens: `rows[t][q]` to each expert, from the rank with etp t and ep q.
+
+    The properties below are of the rank at (`etp`, `ep`).
     """
 
     rows: tuple[tuple[tuple[int, ...], ...], ...]

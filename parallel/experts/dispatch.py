@@ -41,7 +41,7 @@ class _Among:
         self.at = [coordinates(case, rank) for rank in self.every.ranks]
 
     def counted(self, rows_WE: Sequence[Sequence[int]]) -> Sent:
-        """What they send each other, given in the order of their ranks."""
+        """Rows that the ranks send each other, given in the order of their ranks."""
         table = {(at["etp"][0], at["ep"][0]): tuple(rows) for at, rows in zip(self.at, rows_WE, strict=True)}
         rows = tuple(tuple(table[etp, ep] for ep in range(self.ep.size)) for etp in range(self.etp.size))
         return Sent(rows=rows, etp=self.etp.rank, ep=self.ep.rank)
@@ -51,7 +51,7 @@ class ByAllToAll(_Among):
     """Rows for experts are exchanged."""
 
     def __call__(self, x_TH: Tensor, weights_TE: Tensor, chosen_TE: Tensor, compute: Compute, known: Known) -> Tensor:
-        """What the experts of every token return, added up: [T, H]."""
+        """Sum of the outputs of every token's experts: [T, H]."""
         sent = self._counted(chosen_TE, known)
         experts_R, tokens_R = _pairs(chosen_TE, sum(sent.sent))
         x_RH, weights_R = x_TH[tokens_R], weights_TE[tokens_R, experts_R]
@@ -69,7 +69,7 @@ class ByAllToAll(_Among):
         return torch.zeros_like(x_TH).index_add(0, tokens_R, y_RH)
 
     def _counted(self, chosen_TE: Tensor, known: Known) -> Sent:
-        """What every rank sends, by a collective unless that is a number of the case."""
+        """Rows that every rank sends, by a collective unless the case has them as a number."""
         if self.case.pad:
             return self.counted([[self.case.most_rows] * self.case.experts] * self.every.size)
         rows_WE = all_gather(chosen_TE.sum(0)[None], self.every, dim=0)
@@ -88,7 +88,7 @@ class ByAllGather(_Among):
     """All tokens are gathered."""
 
     def __call__(self, x_TH: Tensor, weights_TE: Tensor, chosen_TE: Tensor, compute: Compute, known: Known) -> Tensor:
-        """What the experts of every token return, added up: [T, H]."""
+        """Sum of the outputs of every token's experts: [T, H]."""
         chosen_TE = all_gather(chosen_TE, self.every, dim=0)
         weights_TE = gather_from_sequence(weights_TE, self.every, dim=0)
         x_TH = gather_from_sequence(x_TH, self.every, dim=0)

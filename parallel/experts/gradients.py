@@ -1,7 +1,7 @@
-"""What happens to gradients of experts between the last backward and the optimizer, beside that of all others.
+"""Gradients of experts between the last backward and the optimizer, beside those of all other parameters.
 
-A rank has the gradient of its experts over the tokens of all etp*ep ranks already. It is summed over edp, whose ranks
-hold the same part of them; its squares count on every rank of etp and ep (experts.md 21.6).
+A rank has the gradient of its experts over the tokens of all etp*ep ranks already. The gradient is summed over edp,
+whose ranks hold the same part of them. Its squares count on every rank of etp and ep (experts.md 21.6).
 """
 
 from __future__ import annotations

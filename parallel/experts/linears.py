@@ -1,6 +1,6 @@
 """The experts that a rank holds, or its part of each: T rows, sorted by expert, through their own MLPs.
 
-Weights are [experts of the rank, out, in]; of the inner features `etp` ranks hold a part each, so that outputs are
+Weights are [experts of the rank, out, in]. Of the inner features `etp` ranks hold a part each, so that outputs are
 partial sums over these. The router's weight of a row multiplies its inner features, cast back to their dtype. No rank
 talks here. Source: Megatron-Core 0.16.1 `SequentialMLP` (experts.md 21.6).
 """

@@ -5,13 +5,12 @@
     global_loss     the same of the micro-batches that all data ranks have at once, the mean over data ranks
     z_loss          1/T * the sum of logsumexp(logits)^2
 
-With balance_of=counted T are the tokens whose loss counts, summed over these ranks beside the rows of experts.
-Rows are those of all ranks that hold the micro-batch (or, for global_loss, one of them), one all-reduce of integers
-each; scores are this rank's own, so
-that the terms of all ranks add up to the loss. Each is times T, for a step's gradients are divided by its counted
-tokens in the end (Megatron's per-token mode, which took the rank's own number for T: experts.md 21.5, X1).
-Scores are the softmax, or shares of sigmoids; choices are those without groups and bias. Source: Megatron-Core 0.16.1
-`switch_load_balancing_loss_func`, `z_loss_func`; arXiv:2101.03961, 2202.08906.
+With balance_of=counted T are the tokens whose loss counts, summed over these ranks beside the rows of experts. Rows are
+those of all ranks that hold the micro-batch (or, for global_loss, one of them), one all-reduce of integers each. Scores
+are this rank's own, so that the terms of all ranks add up to the loss. Each is times T, for a step's gradients are
+divided by its counted tokens in the end. Megatron's per-token mode took the rank's own number for T (experts.md 21.5,
+X1). Scores are the softmax, or shares of sigmoids; choices are those without groups and bias. Source: Megatron-Core
+0.16.1 `switch_load_balancing_loss_func`, `z_loss_func`; arXiv:2101.03961, 2202.08906.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The calls of layers with experts, one micro-batch each; payloads differ by rank, for they follow the choices.
 
-`sent` and `received` are the rows of one rank, `most` the most that one of the etp ranks of its experts receives. What
-goes forward returns in backward the other way.
+`sent` and `received` are the rows of one rank, `most` the most that one of the etp ranks of its experts receives. Rows
+that go forward return in backward the other way.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@
     norm         | squares of their gradients are summed over etp and ep: each part counts once
     rows, step   | the calls of the dispatcher; the choices as `routing/<step>/<module>`
 
-A gradient is a sum over tokens, divided once by the number of all tokens: it needs no factor for ranks (experts.md
-21.6: the scale follows the data, the group follows the replicas).
+A gradient is a sum over tokens, divided once by the number of all tokens, so that it needs no factor for ranks. The
+scale follows the data, the group follows the replicas (experts.md 21.6).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Latent attention of this rank's heads: short latents that every rank has, projected to whole heads.
 
-Letters: tokens x width; h hidden, Lq and Lk latents of queries and of keys with values, dr the rotary features of a
-key, the same for all heads; p ranks of the axis tp. Latents and rotary keys between the two projections:
+Letters: tokens x width; h hidden, Lq and Lk latents of queries and of keys with values; p ranks of the axis tp. dr are
+the rotary features of a key, the same for all heads. Latents and rotary keys between the two projections:
 
     down projection | hidden states | how they come to all ranks               | backward
     duplicated      | whole         | every rank computes them                 | rotary keys: all-reduce
@@ -10,10 +10,10 @@ key, the same for all heads; p ranks of the axis tp. Latents and rotary keys bet
     column          | split         | the same; latents: own tokens            | the same, and latents: all-gather
 
 A latent enters the up projection as hidden states enter a column linear, so that its gradient comes back complete. A
-rotary key serves the heads of every rank, and each rank computes the part of its gradient that its own heads give:
-the sum over tp is due exactly once, before anything upstream of the key.
-Source: arXiv:2405.04434; Megatron-Core 0.16.1 `MLASelfAttention` (experts.md 23.2), which leaves the sum out but for
-duplicated projections with split hidden states (as in Megatron-Core 0.16.1).
+rotary key serves the heads of every rank, and each rank computes its own heads' part of the gradient. So the sum over
+tp is due exactly once, before anything upstream of the key. Source: arXiv:2405.04434; Megatron-Core 0.16.1
+`MLASelfAttention` (experts.md 23.2). Megatron leaves the sum out but for duplicated projections with split hidden
+states.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Letters: B sequences, S tokens, N query heads, K kv heads (N = K*g), D head dim, all of this rank. Between its two
 linears attention works on [B, S, heads, D], whatever the layout of hidden states. The core sees whole sequences, or
-with context parallelism a slice of each (`parallel.context`); a mode whose hidden states are split along the sequence
-either gathers them in the column linear or exchanges heads for sequence around the core (`exchange`).
-Sources: arXiv:2104.09864 (rotary, rotate-half pairing as Hugging Face Llama), arXiv:2305.13245 (grouped queries).
+with context parallelism a slice of each (`parallel.context`). A mode whose hidden states are split along the sequence
+gathers them in the column linear, or exchanges heads for sequence around the core (`exchange`). Sources:
+arXiv:2104.09864 (rotary, rotate-half pairing as Hugging Face Llama), arXiv:2305.13245 (grouped queries).
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from parallel.randomness.dropout import Draw, Dropout
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q [B,S,N,D], k and v [B,S,K,D] of whole sequences -> context [B,S,N,D]."""
 MaskedCore = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
-"""The same with what must not be seen, bool [B or 1, 1, S, S] of whole rows, None means causal; and with the factors
-[B, N, q, S] of dropout on the shares, keys of whole rows, None means none."""
+"""A core with a mask, bool [B or 1, 1, S, S] of whole rows, true where a token is hidden; None means causal.
+
+The last argument is the factors [B, N, q, S] of dropout on the shares, keys of whole rows, None means none.
+"""
 Exchange = Callable[[Core, Tensor, Tensor, Tensor], Tensor]
-"""What a mode does around the core: (core, q, k, v) -> context in the layout of q."""
+"""Exchange of a mode around the core: (core, q, k, v) -> context in the layout of q."""
 _ROTARY_BASE = 10000.0
 
 

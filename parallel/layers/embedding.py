@@ -43,7 +43,7 @@ def vocabulary_rows(ids: Tensor, weight: Tensor, first: int) -> Tensor:
 
 
 class _Embedding(nn.Module):
-    """What both forms hold: `tokens`, this rank's table, and `positions`, the whole [seq, D] or None."""
+    """Fields of both forms: `tokens`, this rank's table, and `positions`, the whole [seq, D] or None."""
 
     def __init__(
         self,

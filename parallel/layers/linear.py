@@ -1,6 +1,6 @@
 """Tensor-parallel linears: column (output features split) and row (input features split, outputs summed).
 
-Letters: weight [out, in] full; a column linear holds [out/p, in], a row linear [out, in/p]; inputs are [.., .., in]
+Letters: weight [out, in] full; a column linear holds [out/p, in], a row linear [out, in/p]. Inputs are [.., .., in]
 with the sequence at dim `sequence_dim` when hidden states are split along it.
 
     linear | hidden states | forward                    | backward
@@ -59,7 +59,7 @@ class Region:
         return x if self.sequence_dim is None else all_gather(x, self.axis, dim=self.sequence_dim)
 
     def start_gather(self, x: Tensor) -> Pending:
-        """The same, during a GEMM."""
+        """Hidden states whole on this rank, gathered during a GEMM."""
         if self.sequence_dim is None:
             return Pending(None, lambda: x)
         return start_all_gather(x, self.axis, dim=self.sequence_dim, overlap=self.overlap)

@@ -110,4 +110,4 @@ LOGITS = (
     CallRow("head", "forward", "all_gather", "slice_tokens * padded_vocab", "logits", when='head == "gather"'),
     *LOSS,
 )
-"""What follows a head that splits the vocabulary over tp: its logits are gathered, or their loss is split too."""
+"""Calls behind a head that splits the vocabulary over tp: its logits are gathered, or their loss is split too."""

@@ -2,7 +2,7 @@
 
 Collectives over tp (`metric_rows`) are issued in phase metric, before the backward of the micro-batch; whole logits
 need none. Calls and order are those of InternEvo's `AccPerplex` with the types of one dataset (modes.md 3.4). The
-numbers do not depend on the split: a token is right when no logit exceeds its label's, padded columns take no part, and
+numbers do not depend on the split. A token is right when no logit exceeds its label's, padded columns take no part, and
 tokens count as in the loss (mask and label). No gradient flows. The outcome holds their sums over the run,
 `metric/<name>`.
 """
@@ -59,7 +59,7 @@ class MetricSums:
 
 
 class Metric(nn.Module):
-    """Measures micro-batches and adds them up in `total`. It has no parameters and is called with gradients off.
+    """Measures micro-batches and adds them up in `total`. A metric has no parameters and is called with gradients off.
 
     `place` says how logits lie on `axis`: split along the vocabulary, along the sequence, or whole.
     """

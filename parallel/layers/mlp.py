@@ -1,4 +1,4 @@
-"""The feed-forward block: column linears up, an activation, a row linear down. It never talks itself.
+"""The feed-forward block: column linears up, an activation, a row linear down. The block itself never talks.
 
 Sources: arXiv:2002.05202 (SwiGLU: silu(w1 x) * w3 x), GPT-2's tanh approximation of GELU.
 """

@@ -1,7 +1,7 @@
 """Norms over the last dim, with statistics in at least float32. Their parameters are whole on every rank.
 
-Under a mode that splits the sequence (or, for q/k norms, the heads) each rank sees some rows only: then the gradients
-are partial sums, which `gradients` adds up. Sources: arXiv:1607.06450, arXiv:1910.07467.
+Under a mode that splits the sequence (or, for q/k norms, the heads) each rank sees some rows only. The gradients are
+then partial sums, which `gradients` adds up. Sources: arXiv:1607.06450, arXiv:1910.07467.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Further terms of the loss: scalars that modules add to it where they compute them, on whatever pipeline stage.
 
-A term is attached to a tensor that the loss depends on: forward hands the tensor on, backward gives the term the
+A term is attached to a tensor that the loss depends on. Forward hands the tensor on, backward gives the term the
 gradient 1 beside it. So no module need return a term, and no stage send one. A term is part of the summed loss of its
-micro-batch: gradients of the step are divided by the step's
-tokens in the end. The loss of an outcome is that of the logits alone.
+micro-batch: gradients are divided by the step's tokens in the end. The loss of an outcome is that of the logits alone.
 Source: Megatron-Core `MoEAuxLossAutoScaler`, `MTPLossAutoScaler`.
 """
 

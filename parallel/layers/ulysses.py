@@ -1,7 +1,7 @@
 """Sequence-parallel attention by all-to-all: heads are exchanged for sequence around the core, and back.
 
-Letters: p ranks of the axis; B rows, s = S/p of this rank's tokens, S all tokens of a row, N query heads, K kv heads,
-D head dim. With p > K every kv head is repeated p/K times first, so that each rank gets one; backward sums the copies.
+Letters: p ranks of the axis; B rows, s = S/p of this rank's tokens, S all tokens of a row. N query heads, K kv heads, D
+head dim. With p > K every kv head is repeated p/K times first, so that each rank gets one; backward sums the copies.
 
     tensor   | forward                                            | backward       | one rank's send
     q        | [B, s, N, D] -> [B, S, N/p, D]         all_to_all  | all_to_all     | B*s*N*D

@@ -1,8 +1,8 @@
 """The gradient of a linear's weight, by autograd or by whoever holds the gradients.
 
-A weight may have a holder, `weight.holder(grad, x)`: it takes over the product grad^T x, grad [tokens, out] and x
-[tokens, in], at once or later, adds it to the gradient that it holds, and returns a placeholder, which autograd hands
-on in place of a gradient and which must not be read. Without a holder the product is the gradient.
+A weight may have a holder, `weight.holder(grad, x)`. The holder takes over the product grad^T x, grad [tokens, out] and
+x [tokens, in], at once or later. The holder adds it to the gradient that it holds. Then it returns a placeholder, which
+autograd hands on in place of a gradient and which must not be read. Without a holder the product is the gradient.
 
 Source: Megatron-Core `gradient_accumulation_fusion`, whose kernel adds into `weight.main_grad`, and
 `delay_wgrad_compute` (`backward_dw`).
@@ -21,7 +21,7 @@ Holder = Callable[[Tensor, Tensor], Tensor]
 
 
 def holder_of(weight: Tensor) -> Holder | None:
-    """Who takes over the products of this weight's gradient; None: autograd."""
+    """Holder of the products of this weight's gradient; None: autograd."""
     return getattr(weight, "holder", None)
 
 

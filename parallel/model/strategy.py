@@ -1,8 +1,8 @@
 """The strategy: everything that the schemes of a case decide, as values. The transformer and the training read these.
 
 A `Strategy` knows cases but no running world; `parts` binds it to one rank's mesh, `step` is what is done once a step.
-Modules built by `Parts` keep the canonical names and talk in their own `forward` (and in the backward of the nodes made
-there), so that every call belongs to the module that needs it. A `Rank` is one rank at work under a strategy.
+Modules built by `Parts` keep the canonical names. Every call belongs to the module that needs it: modules talk in their
+own `forward`, and in the backward of the nodes made there. A `Rank` is one rank at work under a strategy.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MakesLayer = Callable[[str], nn.Module]
 """Makes a transformer layer of this dotted name, as those of the decoder are."""
 _Held = TypeVar("_Held")
 Value = Tensor | tuple[Box, ...]
-"""One value of an outcome: a full tensor, or the boxes that this rank holds of it."""
+"""A value of an outcome: a full tensor, or the boxes that this rank holds of it."""
 
 
 def _same(batch: Delivered) -> Delivered:
@@ -51,16 +51,16 @@ def _shares(case: Case) -> Placement:
 class Parts:
     """A strategy on one rank: the modules that talk, and what happens around the parts that do not.
 
-    `linear` makes the module of a dotted name ("layers.0.mlp.w1"): hidden states in and inner features out for a
-    column linear, the other way round for a row linear. `embedding` takes (tokens [B,S], positions [B,S]), `head`
-    takes (hidden states, embedding weight). `loss` gives every token's loss from (logits, labels), both in the
-    strategy's layout. `behind_layer` makes the modules of features, by name, that hidden states pass as they leave a
-    layer, `branches` those that a feature has in the place of a layer's attention or MLP (`Core.replaced`), from the
-    dotted name and the rank's dropout, and called as these are. `behind_head` makes those of `Core.behind_decoder`, by
-    name, from a function that makes a transformer layer of a dotted name: the logits pass them, called with (logits,
-    normed hidden states, micro-batch, `parallel.model.transformer.Transformer`). `terms` are what modules add to the
-    loss. `local` is this rank's part of a delivered micro-batch. `saved_over` is the axis whose ranks share the saved
-    inputs of recomputed layers, None where each rank saves them whole.
+    `linear` makes the module of a dotted name ("layers.0.mlp.w1"). A column linear has hidden states in and inner
+    features out, a row linear the other way round. `embedding` takes (tokens [B,S], positions [B,S]), `head` takes
+    (hidden states, embedding weight). `loss` gives every token's loss from (logits, labels), both in the strategy's
+    layout. `behind_layer` makes the modules of features, by name, that hidden states pass as they leave a layer.
+    `branches` makes a feature's modules in the place of a layer's attention or MLP (`Core.replaced`), called as these
+    are. They are made from the dotted name and the rank's dropout. `behind_head` makes the modules of
+    `Core.behind_decoder`, by name, from a function that makes a transformer layer of a dotted name. The logits pass
+    them, called with (logits, normed hidden states, micro-batch, `parallel.model.transformer.Transformer`). `terms` are
+    what modules add to the loss. `local` is this rank's part of a delivered micro-batch. `saved_over` is the axis whose
+    ranks share the saved inputs of recomputed layers, None where each rank saves them whole.
     """
 
     linear: Callable[[str], nn.Module]
@@ -79,7 +79,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Strategy:
-    """One way to split the work.
+    """A way to split the work.
 
     sequence_dim   where the sequence lies in hidden states: 0 for [S, B, D], 1 for [B, S, D]
     weight_axis    mesh axis over which parameters are split, and over which partial gradients are summed
@@ -146,17 +146,17 @@ class LossScaler(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What a rank does in a step, in this order; a scheme replaces parts of it (`dataclasses.replace`).
+    """Work of a rank in a step, in this order; a scheme replaces parts of it (`dataclasses.replace`).
 
     prepare     rank -> rank: once, when its model is built and filled: shards, buffers, hooks
-    schedule    (rank, step) -> loss sum, number of tokens, logits: every micro-batch forward and backward
-    reductions  name -> rank -> None, one after the other: sums of gradients over ranks, left in `Rank.gradients`
-    partial     rank -> the gradients that the reductions sum
-    norm        rank -> the norm of the full gradients, which are means by then, the same on every rank
-    optimizer   rank -> the optimizer of `Rank.updated`, made once
-    afterwards  rank -> None, after the optimizer's step: gathers of parameters
-    beside      (rank, step) -> what a step leaves in the outcome beside what every step does
-    loss_scale  the factor of gradients between schedule and norm, None for one
+        schedule    (rank, step) -> loss sum, number of tokens, logits: every micro-batch forward and backward
+        reductions  name -> rank -> None, one after the other: sums of gradients over ranks, left in `Rank.gradients`
+        partial     rank -> the gradients that the reductions sum
+        norm        rank -> the norm of the full gradients, which are means by then, the same on every rank
+        optimizer   rank -> the optimizer of `Rank.updated`, made once
+        afterwards  rank -> None, after the optimizer's step: gathers of parameters
+        beside      (rank, step) -> what a step leaves in the outcome beside what every step does
+        loss_scale  the factor of gradients between schedule and norm, None for one
     """
 
     prepare: Callable[[Rank], Rank]
@@ -172,11 +172,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """One rank at work: its chunks of the model under its strategy, the parameters of all of them by name and their
-    places, its metric if any, its dropout. A rank has one chunk, the whole model, unless it is one of a pipeline.
+    """A rank at work under its strategy: chunks of the model, all parameters and their places, metric, dropout.
 
-    `updated` are the tensors that the optimizer steps, by the names of the parameters, and `updated_places` how they
-    and their gradients lie: the parameters themselves, unless a scheme splits or copies them.
+    A rank has one chunk, the whole model, unless it is one of a pipeline. `updated` are the tensors that the optimizer
+    steps, by the names of the parameters, and `updated_places` how they and their gradients lie. They are the
+    parameters themselves, unless a scheme splits or copies them.
     """
 
     case: Case

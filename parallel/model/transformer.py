@@ -27,7 +27,7 @@ from reference.model.parameters import dtype_of
 
 
 class Layer(nn.Module):
-    """One block: attention, then MLP, each behind its norm, dropped and added to the hidden states."""
+    """A block: attention, then MLP, each behind its norm, dropped and added to the hidden states."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Transformer(nn.Module):
         return rotary_table(batch.positions, self.case.rotated_dim, dtype) if rotary else None
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """What forward and its repetition in backward run in."""
+        """Contexts of forward and of its repetition in backward."""
         forward, repeated = self.dropout.contexts()
         return forward, self._computing_again(repeated)
 

@@ -39,12 +39,12 @@ class CasePipeline:
         return [{kind for stage in own for kind in self._kinds(stage)} for own in held_by_rank(self.case)]
 
     def _kinds(self, stage: Stage) -> list[tuple[str, ...]]:
-        """What stands in the place of attention and MLP in each of its layers."""
+        """Kinds of branches in the place of attention and MLP in each of its layers."""
         return [tuple(sorted(self.case.replaced(layer).values())) for layer in stage.layers]
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """What every stage does in a step."""
+        """Programs of all stages in a step."""
         return programs(pipeline_of(self.case))
 
     @property
@@ -54,8 +54,9 @@ class CasePipeline:
         return None if stated is None else float(stated)
 
     def sample(self, depth: int | None) -> Case:
-        """One step of the fewest micro-batches, two or a group of them; with `depth` layers in every chunk, unless some
-        rank then had no layer of a kind that it has, or another one.
+        """A step of the fewest micro-batches, two or a group of them.
+
+        `depth` is the layers of every chunk, unless some rank then lacks a kind of layer that it has, or gets another.
         """
         case, pipeline = self.case, pipeline_of(self.case)
         short = {"steps": 1, "micro": pipeline.in_a_row if self.chunks > 1 else 2}

@@ -1,19 +1,19 @@
 """Pipeline parallelism as a scheme: what the words `pp schedule chunks group first_layers last_layers` replace.
 
 A rank builds and fills what its stages hold. The last stage has loss and number of tokens, the others 0, and both are
-summed over the pipeline; so is the squared norm, in which a tied token table counts on the first stage alone. Its
-gradient is summed over the first and the last stage once a step, after the sums over data ranks (around.md 18.2), so
-that both copies take the same steps.
+summed over the pipeline. So is the squared norm, in which a tied token table counts on the first stage alone. Its
+gradient is summed over the first and the last stage once a step, after the sums over data ranks (around.md 18.2). Both
+copies thus take the same steps.
 
 A step on one rank of a pipeline: forwards, backwards and messages of its stages, in the order of its schedule.
 
 A message is an activation or its gradient, [S, B, D] in the case's dtype, under tp-sp this rank's part of S. Messages
-that are issued together are one batch of isend and irecv over the pipeline's group, and all of it is awaited at once.
-What is received is an empty tensor that requires a gradient; what is sent back is that gradient.
+that are issued together are one batch of isend and irecv over the pipeline's group, and all of it is awaited at once. A
+received activation is an empty tensor that requires a gradient; that gradient is sent back.
 
 Interleaved stages on two ranks send both activations and gradients to the same rank in one batch, where messages are
-matched by their order alone: gradients have a group of their own there, which makes two batches (around.md 13.4).
-Source: Megatron-Core 0.16.1 `schedules.py`, `p2p_communication.py` (around.md 13.1, 13.2, 13.4).
+matched by order alone. Gradients have a group of their own there, which makes two batches (around.md 13.4). Source:
+Megatron-Core 0.16.1 `schedules.py`, `p2p_communication.py` (around.md 13.1, 13.2, 13.4).
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from parallel.communication.expectation import ACTIVATION, STAGES, CallRow
 from parallel.communication.layout import Box, Cut, Placement, rows
 from parallel.layers.loss import counted
 from parallel.model.strategy import Rank, Step, Strategy
-from parallel.schedules.checks import delivery
-from parallel.schedules.messages import peer, program
+from parallel.schedules.messages import groups_between, peer, program
 from parallel.schedules.pipeline import Action, Kind
 from parallel.schedules.stages import TABLE, Stage, held_by_rank, pipeline_of
 from parallel.training.step import keeps_logits
@@ -54,7 +53,7 @@ def message_shape(case: Case, *, sequence_dim: int) -> tuple[int, ...]:
 
 def with_channels(rank: Rank) -> Rank:
     """The rank with the group for gradients in its mesh, where its schedule needs one; every rank must call this."""
-    if delivery(pipeline_of(rank.case))[1] == 1:
+    if groups_between(pipeline_of(rank.case)) == 1:
         return rank
     mesh, axis = rank.mesh, rank.mesh.axis("pp")
     made = {ranks: dist.new_group(list(ranks), group_desc="pp") for ranks in rank.case.axes["pp"]}
@@ -80,7 +79,7 @@ def as_scheduled(rank: Rank, step: int, by: type[StageRun] | None = None) -> Sch
 
 
 class StageRun:
-    """One step of one rank: what came in and went out, by micro-batch and stage, and the sums of the last stage."""
+    """A step of one rank: tensors in and out, by micro-batch and stage, and the sums of the last stage."""
 
     def __init__(self, rank: Rank, step: int) -> None:
         self.rank, self.step = rank, step

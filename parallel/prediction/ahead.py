@@ -1,6 +1,6 @@
 """Micro-batches as their tokens see them some places further on, and how many of these tokens count.
 
-A token and the one `places` further on are of one document where their positions differ by as many: positions restart
+A token and the one `places` further on are of one document where their positions differ by as many. Positions restart
 in every document of a packed row, and count on through a row that is one. Rows are moved whole, before context ranks
 take their slices, so that no rank needs tokens of a neighbour.
 """
@@ -24,8 +24,9 @@ from reference.data.batches import micro_batch
 
 
 def moved(batch: Delivered, places: int) -> Delivered:
-    """Every token, label and position those of `depth` places on in its document, and the mask of the label; token and
-    position 0, label IGNORED and mask 0 where it has ended.
+    """Every token, label and position from `depth` places on in its document, and the mask of the label.
+
+    Where the document has ended token and position are 0, the label is IGNORED and the mask 0.
     """
     inside = _ahead(batch.positions, places, filled=-1) == batch.positions + places
 
@@ -48,7 +49,7 @@ def _ahead(x_BS: Tensor, places: int, filled: int) -> Tensor:
 def counts(rank: Rank, step: int) -> Tensor:
     """Tokens of a step that count, float64 [1 + depths], of the main loss and of every depth, on all data ranks.
 
-    Whoever reads micro-batches reads those of its data rank for it; the other ranks of tp receive them.
+    The ranks that read micro-batches read those of their data rank; the other ranks of tp receive them.
     """
     case, mesh = rank.case, rank.mesh
     total = torch.zeros(1 + case.prediction_depth, dtype=torch.float64, device=rank.device)

@@ -4,10 +4,10 @@
     whole         | column linear of 2 * hidden features, all-gather of its features                  | own slice
     split         | the same, then own tokens                                                         | all-gather first
 
-What follows eh_proj is whole or split again, so that its gradient is whole on every rank by then: behind the gather of
-features backward takes the own slice, and a reduce-scatter there would count it once for every rank. Embedding and head
-are the model's own, so that their gradients are sums over all uses.
-Source: Megatron-Core 0.16.1 `MultiTokenPredictionLayer` (experts.md 24.1).
+The output of eh_proj is whole or split again, so that its gradient is whole on every rank by then. Behind the gather of
+features backward takes the own slice; a reduce-scatter there would count it once for every rank. Embedding and head are
+the model's own, so that their gradients are sums over all uses. Source: Megatron-Core 0.16.1
+`MultiTokenPredictionLayer` (experts.md 24.1).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Projection(ColumnLinear):
 
 
 class Depth(nn.Module):
-    """One depth: two norms, the projection of both to hidden states, a transformer layer, the norm of the head."""
+    """A depth: two norms, the projection of both to hidden states, a transformer layer, the norm of the head."""
 
     def __init__(self, norms: Callable[[], Norm], eh_proj: Projection, layer: nn.Module) -> None:
         super().__init__()

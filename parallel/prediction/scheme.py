@@ -94,8 +94,9 @@ def _parts(case: Case, mesh: Mesh, device: torch.device, strategy: Strategy) -> 
 
 
 def _weigh(rank: Rank, step: int) -> None:
-    """Count the tokens of a step where its loss is computed: depth k weighs weight / D * N / N_k, as the step divides
-    by N.
+    """Count the tokens of a step where its loss is computed.
+
+    Depth k weighs weight / D * N / N_k, as the step divides by N.
     """
     stage, model = rank.chunks[-1]
     if not stage.last:

@@ -86,7 +86,7 @@ class Dropout:
         return self._mask(f"{site}.{SHARES}", self.places(SHARES), rate, draw).to(dtype) / (1 - rate)
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """What forward and its recomputation run in: the second draws what the first drew."""
+        """Contexts of forward and of its recomputation: the second draws what the first drew."""
         if self.case.random == "field":
             return nullcontext(), nullcontext()
         return nullcontext(), self.streams.rewound(self.streams.state_dict())

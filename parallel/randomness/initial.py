@@ -4,9 +4,9 @@
     init=field   a function of seed, name and place in the full tensor (`parallel.randomness.field`)
     init=shard   drawn by each rank, in the order of the model's parameters; the dense model must be given them
 
-Megatron (`tp`, `tp-sp`): what is split comes from the model-parallel stream, what is whole from the default one.
-InternEvo (`mtp`, `msp`, `fsp`, `isp`): all comes from one stream of the tensor rank, in isp of the weight rank, with
-seed + rank + 1024 * stage; then it broadcasts what is whole from the first rank, which every rank draws here too.
+Megatron (`tp`, `tp-sp`): split parameters come from the model-parallel stream, whole ones from the default one.
+InternEvo (`mtp`, `msp`, `fsp`, `isp`): all comes from a stream of the tensor rank (isp: weight rank), `seed + rank +
+1024 * stage`. Then it broadcasts what is whole from the first rank, which every rank draws here too.
 
 Weights have mean 0 and standard deviation 0.02, those of row linears 0.02 / sqrt(2 * layers); biases are 0, norms 1.
 Data and context ranks draw alike. Sources: Megatron-Core 0.16.1 `_initialize_affine_weight_gpu`,
@@ -42,7 +42,7 @@ def streams_of(case: Case, at: Coordinates) -> Streams:
 
 
 def initial(case: Case, name: str, place: Placement, at: Coordinates, streams: Streams) -> Tensor:
-    """What the rank at these coordinates holds of a parameter; padding is 0."""
+    """Initial part of a parameter on the rank at these coordinates; padding is 0."""
     if case.init == "whole":
         return shard(drawn(case, name), place, at)
     real = shard(torch.ones(place.shape, dtype=torch.float64), place, at)  # 0 where there is padding

@@ -43,12 +43,12 @@ def seeds(
 
 
 def seeds_at(seed: int, at: Coordinates, *, slices: bool) -> dict[str, int]:
-    """The same of the rank at these coordinates; `slices`: each context rank has seeds of its own."""
+    """Seeds of the rank at these coordinates; `slices`: each context rank has seeds of its own."""
     return seeds(seed, tp_rank=at["tp"][0], pp_rank=at["pp"][0], cp_rank=at["cp"][0] if slices else 0)
 
 
 def goes_on(at: Coordinates) -> bool:
-    """Do the streams of initial values go on as those of dropout? Those of the first context ranks do."""
+    """Whether the streams of initial values go on as those of dropout: on the first context ranks."""
     return at["cp"][0] == 0
 
 
@@ -69,7 +69,7 @@ class Streams:
         self.generator.set_state(self._states[self._current])
 
     def add(self, name: str, seed: int) -> None:
-        """One more stream. Raises ValueError for a name or a seed that another stream has."""
+        """Add a stream. Raises ValueError for a name or a seed that another stream has."""
         if name in self._seeds:
             raise ValueError(f"name={name}: is a stream already; legal: a name besides {' '.join(self._seeds)}")
         for other, taken in self._seeds.items():

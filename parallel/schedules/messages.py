@@ -12,7 +12,7 @@ interleaved  one batch at the end of every iteration (a forward, a forward and a
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from parallel.schedules.pipeline import Action, Kind, Pipeline, backward_table, forward_table, order, warm_up
@@ -55,25 +55,14 @@ def programs(pipeline: Pipeline) -> tuple[Program, ...]:
     return tuple(program(pipeline, rank) for rank in range(pipeline.ranks))
 
 
-def message_counts(made: Program) -> Counter[Kind]:
-    """Messages of a program by kind."""
-    return Counter(action.kind for step in made for action in step if not action.kind.computes)
+def groups_between(pipeline: Pipeline) -> int:
+    """The process groups between two ranks: two where one would swap the messages of both ways.
 
-
-def sends_stated(pipeline: Pipeline, rank: int) -> tuple[int, int]:
-    """Closed form: sends of (activations, gradients) of a rank in one step of training."""
-    pp, micro, chunks = pipeline.ranks, pipeline.micro, pipeline.chunks
-    if pp == 1:
-        return 0, 0
-    first, last = int(rank == 0), int(rank == pp - 1)
-    if pipeline.v_shaped:  # the last rank holds the stages pp-1 and pp: what passes between them is no message
-        return micro * (2 - first - last), micro * (2 - first - last)
-    return micro * (chunks - last), micro * (chunks - first)
-
-
-def message_bytes(*, seq: int, batch: int, hidden: int, itemsize: int, cp: int = 1, split: int = 1) -> int:
-    """Bytes of one message, activation or gradient alike: [seq/cp/split, batch, hidden]; `split` is tp under tp-sp."""
-    return seq // (cp * split) * batch * hidden * itemsize
+    Interleaved on two ranks: activations and gradients pass both ways between the same two ranks in one batch
+    (around.md 13.4). ZBV: both pass both ways between all neighbours, and a receive comes only when its input is
+    needed.
+    """
+    return 2 if pipeline.v_shaped or (pipeline.schedule == "interleaved" and pipeline.ranks == 2) else 1
 
 
 def _message(pipeline: Pipeline, kind: Kind, action: Action) -> tuple[Action, ...]:

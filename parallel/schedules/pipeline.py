@@ -29,7 +29,7 @@ _SPLIT = ("zb-h1", "zbv")
 
 
 class Kind(StrEnum):
-    """What a rank does. `B` is the whole backward, or the input gradient alone where the schedule has `W`."""
+    """Kinds of work of a rank. `B` is the whole backward, or the input gradient alone where the schedule has `W`."""
 
     F = "F"
     B = "B"
@@ -49,7 +49,7 @@ _COMPUTED = frozenset((Kind.F, Kind.B, Kind.W))
 
 
 class Action(NamedTuple):
-    """One computation or message of a rank; `stage` is the virtual stage that computes, sends or receives."""
+    """A computation or message of a rank; `stage` is the virtual stage that computes, sends or receives."""
 
     kind: Kind
     micro: int

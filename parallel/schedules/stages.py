@@ -1,4 +1,4 @@
-"""What a pipeline stage holds: consecutive layers, the embedding on the first, final norm, head and loss on the last.
+"""Pipeline stages: consecutive layers, the embedding on the first, final norm, head and loss on the last.
 
 A rank holds one stage, or one for each of its chunks: stage k*pp + r is chunk k of rank r. Names are those of the whole
 model: stage 1 of two holds `layers.2`, not a `layers.0` of its own. With tied embeddings the last stage holds a copy of
@@ -33,8 +33,9 @@ TABLE = "embedding.tokens.weight"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One stage of `count` on this many ranks: the numbers of its layers, and whether the last stage reads the token
-    table, for a tied head or for what embeds behind the decoder.
+    """A stage of `count` on this many ranks: its layers by number, and whether the last stage reads the token table.
+
+    A tied head reads the table, and so does a module that embeds behind the decoder.
     """
 
     index: int

@@ -1,6 +1,6 @@
-"""How long a pipeline takes: its timeline by simulation, and the closed forms of the bubble beside it.
+"""How long a pipeline takes: its programs played by the clock, and the closed forms of the bubble beside them.
 
-In `timeline` messages take no time; `played` has a time for each. Times are exact, in any unit: integers or
+`played` has a time for each computation and message. Times are exact, in any unit: integers or
 fractions, or floats as the fractions that they are.
 """
 
@@ -17,7 +17,7 @@ from reference.errors import CaseError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeTimes:
-    """What one micro-batch takes on all chunks of a rank: forward, input gradient, weight gradient.
+    """Times of one micro-batch on all chunks of a rank: forward, input gradient, weight gradient.
 
     Raises CaseError when a time is not positive (only the weight gradient may take no time).
     """
@@ -53,36 +53,6 @@ class Span:
     end: Fraction
 
 
-def timeline(
-    pipeline: Pipeline, made: Sequence[Sequence[Action]], times: ComputeTimes | None = None
-) -> tuple[tuple[Span, ...], ...]:
-    """Spans of all ranks when each computation of `made` starts as soon as its rank and its inputs allow.
-
-    Raises ValueError when the orders wait for each other forever.
-    """
-    times = times or ComputeTimes()
-    lasts = {kind: times.of(pipeline, kind) for kind in (Kind.F, Kind.B, Kind.W)}
-    ends: dict[Action, Fraction] = {}
-    spans: list[list[Span]] = [[] for _ in made]
-    moved = True
-    while moved:
-        moved = False
-        for own, actions in zip(spans, made, strict=True):
-            while len(own) < len(actions):
-                action = actions[len(own)]
-                needs = pipeline.needs(action)
-                if any(need not in ends for need in needs):
-                    break
-                start = max([own[-1].end if own else Fraction(0), *(ends[need] for need in needs)])
-                own.append(Span(action=action, start=start, end=start + lasts[action.kind]))
-                ends[action] = own[-1].end
-                moved = True
-    for rank, (own, actions) in enumerate(zip(spans, made, strict=True)):
-        if len(own) < len(actions):
-            raise ValueError(f"order of rank {rank}: waits forever for the input of {actions[len(own)]}")
-    return tuple(map(tuple, spans))
-
-
 def played(
     pipeline: Pipeline,
     made: Sequence[Program],
@@ -92,7 +62,7 @@ def played(
     """Spans of all ranks when each executes its program step by step and waits for every batch of its messages.
 
     `compute` is the time of a computation, `message` that of a message from one rank to another. A rank goes on when
-    what it sent has had its time and what it receives has arrived, one message's time after its sender issued it.
+    its sends have had their time and its receives have arrived, one message's time after their sender issued them.
     Raises ValueError when the programs wait for each other forever.
     """
     now = [Fraction(0)] * len(made)
@@ -130,25 +100,14 @@ def played(
 _SENT = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
 
 
-def bubble(spans: Sequence[Sequence[Span]]) -> Fraction:
-    """The part of all ranks' time, from the first start to the last end, in which they compute nothing."""
-    whole = len(spans) * max(own[-1].end for own in spans)
-    return 1 - sum((span.end - span.start for own in spans for span in own), Fraction(0)) / whole
-
-
-def idle_inside(own: Sequence[Span]) -> Fraction:
-    """How long a rank computes nothing between its first and its last computation."""
-    return own[-1].end - own[0].start - sum((span.end - span.start for span in own), Fraction(0))
-
-
 def duration_stated(pipeline: Pipeline, times: ComputeTimes | None = None) -> Fraction | None:
     """Closed form of the time of one step of training; None where no closed form is known.
 
     GPipe, 1F1B: (micro+pp-1)(F+I+W), arXiv:2104.04473 section 2.2.1. Interleaved, group=pp and micro a multiple of pp:
     the part of pp-1 divided by chunks, section 2.2.2. ZB-H1, W <= F and W <= I: (pp-1)(F+I-W) more than the work,
-    arXiv:2401.10241 section 2.3, and W more for every micro-batch that is missing to pp. ZBV, F = I = W and at least
-    2pp-1 micro-batches: no rank ever waits once it has begun (section 6), and rank pp-1 begins
-    (pp-1)F/2 after rank 0.
+    arXiv:2401.10241 section 2.3. Every micro-batch that is missing to pp costs W more. ZBV, F = I = W and at least
+    2pp-1 micro-batches: no rank ever waits once it has begun (section 6). There rank pp-1 begins (pp-1)F/2 after rank
+    0.
     """
     times = times or ComputeTimes()
     pp, micro, work = pipeline.ranks, pipeline.micro, pipeline.micro * times.all

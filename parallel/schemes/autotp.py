@@ -5,8 +5,9 @@ The embedding is whole and issues nothing, nor does a tied head that is gathered
 one of whole logits. Gradients of q/k norms are sums over this rank's heads, added up once a step (DeepSpeed: in every
 micro-batch). Forward under head=sum is DeepSpeed's inference; head=gather is its training.
 
-A rank holds whole kv heads with their query heads (`parallel.slicing`), the first ranks one more; inner features of the
-MLP nearly evenly, of OPT in proportion to the heads where they divide them. Embeddings, norms and row biases are whole.
+A rank holds whole kv heads with their query heads (`parallel.slicing`), the first ranks one more. Inner features are
+split nearly evenly, of OPT in proportion to the heads where they divide them. Embeddings, norms and row biases are
+whole.
 
     head     | tied  | the head holds                 | logits
     gather   | false | its tokens' rows [V_i, D]      | gathered, the smaller parts padded
@@ -14,10 +15,10 @@ MLP nearly evenly, of OPT in proportion to the heads where they divide them. Emb
     sum      | false | its columns [V, D_i]           | summed
     sum      | true  | nothing: its columns of it     | summed; in backward the table's gradient too
 
-Source: DeepSpeed 0.19.8 `module_inject/auto_tp.py`, `tp_shard.py`, `layers.py` LinearLayer, LinearAllreduce,
-LmHeadLinearAllreduce (head=sum, inference), LinearAllreduceWithReplicatedInput (its training); modes.md 8.2, experts.md
-27. A tied head that is gathered stays whole there as well; a tied one that is summed is trained there with an embedding
-cut along hidden, and served with a whole one.
+Source: DeepSpeed 0.19.8 `module_inject/auto_tp.py`, `tp_shard.py`, `layers.py`. The layers are LinearLayer,
+LinearAllreduce, LmHeadLinearAllreduce (head=sum, inference) and LinearAllreduceWithReplicatedInput (its training);
+modes.md 8.2, experts.md 27. A tied head that is gathered stays whole there as well. A tied head that is summed is
+trained there with an embedding cut along hidden, and served with a whole one.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def _heads(case: Case) -> Heads:
 
 
 def _held(case: Case, module: str) -> Held:
-    """What the ranks hold of a column linear's output features, or of a row linear's input features."""
+    """Parts of a column linear's output features, or of a row linear's input features, by rank."""
     heads = _heads(case)
     match module.rpartition(".")[2]:
         case "wqkv":
@@ -95,7 +96,7 @@ def _inner(case: Case) -> tuple[int, ...]:
 
 
 def head_held(case: Case) -> Held:
-    """What the ranks hold of the head's tokens (head=gather) or of its input features (head=sum)."""
+    """Parts of the head's tokens (head=gather) or of its input features (head=sum), by rank."""
     return in_turn(shard_sizes(case.vocab if case.head == "gather" else case.hidden, case.tp, name="lm_head"))
 
 
@@ -154,7 +155,7 @@ def parts(case: Case, mesh: Mesh, device: torch.device, *, sequence_dim: int) ->
 
 
 class _Head(nn.Module):
-    """What both forms hold: this rank's weight, or none when it is tied to the whole token table."""
+    """Field of both forms: this rank's weight, or none when it is tied to the whole token table."""
 
     def __init__(
         self, shape: tuple[int, ...] | None, region: Region, held: Held, *, dtype: torch.dtype, device: torch.device

@@ -1,5 +1,6 @@
-"""fsp: InternEvo's sequence parallelism that gathers again: `msp`, but a column linear saves its slice of the input,
-1/p of what `msp` saves, and gathers it a second time in backward. Forward is `msp`'s, bit for bit.
+"""fsp: InternEvo's sequence parallelism that gathers again. Forward is `msp`'s, bit for bit.
+
+A column linear saves its slice of the input, 1/p of what `msp` saves, and gathers it a second time in backward.
 
 Source: InternEvo's fsp (modes.md 2, 2.1, 3.3, 3.4, 3.7).
 """

@@ -2,11 +2,10 @@
 weights are split over wp, gathered whole for each use. tp and wp are sizes of their own over the same ranks.
 
 A block's gathers belong to the linear that starts them: its own one, or with prefetch another (the table of
-`parallel.weights.prefetch`), and nothing is gathered ahead for another stage of a pipeline. Reduce-scatters belong to
-the linear, fused to the block's first. Every gather but that of a table is shared by recompute and backward where it is
-prefetched or fused.
-Source: InternEvo (modes.md 2, 3.3 to 3.7; its means are sums here, decision G2). The doc-era loss (head=local) gathers
-per-token losses, and so does ours: then the outcome of every rank is the whole micro-batch's.
+`parallel.weights.prefetch`). Nothing is gathered ahead for another stage of a pipeline. Reduce-scatters belong to the
+linear, fused to the block's first. Every gather but that of a table is shared by recompute and backward where it is
+prefetched or fused. Source: InternEvo (modes.md 2, 3.3 to 3.7; its means are sums here, decision G2). The doc-era loss
+(head=local) gathers per-token losses, and so does ours: then the outcome of every rank is the whole micro-batch's.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from reference.model.parameters import Shape, shapes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Gather:
-    """One gather of block weights: the elements that travel, and the linears that own, start it forward and backward.
+    """A gather of block weights: the elements that travel, and the linears that own, start it forward and backward.
 
     `ahead`: whether a product lies between issue and use, forward and backward. `again`: its block is recomputed.
     """

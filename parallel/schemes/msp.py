@@ -2,9 +2,9 @@
 gathers its input once and saves it whole for backward.
 
 Every column linear gathers by itself: w1 and w3 send the same tensor twice unless they are fused. Partial gradients are
-those of norms, q/k norms and row biases: sums over this rank's tokens (or heads), added up one by one, never averaged
-(decision G1). Learned positions meet the hidden states before the split, so theirs are whole.
-Source: InternEvo's msp (modes.md 2, 2.1, 3.3, 3.4, 3.7). Megatron's sequence parallelism gathers again, as `fsp` does.
+those of norms, q/k norms and row biases. They are sums over this rank's tokens (or heads), added up one by one, never
+averaged (decision G1). Learned positions meet the hidden states before the split, so theirs are whole. Source:
+InternEvo's msp (modes.md 2, 2.1, 3.3, 3.4, 3.7). Megatron's sequence parallelism gathers again, as `fsp` does.
 """
 
 from __future__ import annotations

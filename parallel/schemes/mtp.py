@@ -1,7 +1,7 @@
 """mtp: InternEvo's tensor parallelism. Hidden states [B, S, D] are whole on every rank of the axis tp.
 
-Beside `tp` it lays hidden states out as [B, S, D], splits the token table along hidden by default, and sums
-partial gradients, which are those of q/k norms, one by one. Gathered logits get the plain loss (decision H1).
+Unlike `tp`, mtp lays hidden states out as [B, S, D] and splits the token table along hidden by default. Partial
+gradients, which are those of q/k norms, are summed one by one. Gathered logits get the plain loss (decision H1).
 Source: InternEvo's mtp (modes.md 2, 3.3, 3.4, 3.7).
 """
 

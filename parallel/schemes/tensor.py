@@ -1,10 +1,10 @@
 """Tensor parallelism over one axis: what the modes tp, tp-sp, mtp, msp and fsp share, bound to a case and a mesh.
 
-Column linears hold rows of their weight (whole heads, or inner features), row linears hold columns, the vocabulary is
-split by rows (padded, see `Case.padded_vocab`), or the token table by columns with embedding=hidden; norms, learned
-positions and row biases are whole on every rank.
-What differs between the modes is how hidden states lie between the linears: a `Region`. `WHOLE` and `SPLIT` are the
-calls of a micro-batch where they are whole on every rank, and where they are split along the sequence.
+Column linears hold rows of their weight (whole heads, or inner features), row linears hold columns. The vocabulary is
+split by rows (padded, see `Case.padded_vocab`), or the token table by columns with embedding=hidden. Norms, learned
+positions and row biases are whole on every rank. The modes differ in how hidden states lie between the linears: a
+`Region`. `WHOLE` and `SPLIT` are the calls of a micro-batch where they are whole on every rank, and where they are
+split along the sequence.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LEARNED, _ROTARY = (f'{_PARTIAL} and positions == "{positions}"' for positions 
 
 
 def _row(where: str | Places, phase: str, op: str, why: str, **formulas: Any) -> CallRow:
-    """One whole activation."""
+    """A row of one whole activation."""
     return CallRow(where, phase, op, ACTIVATION, why, **formulas)
 
 
@@ -47,7 +47,7 @@ SPLIT_COLUMNS = (
     CallRow(COLUMN_LINEARS, "forward", "all_gather", _WIDTH, "split inputs"),
     CallRow(COLUMN_LINEARS, "backward", "reduce_scatter", _WIDTH, f"{_INPUT} -> split", hidden=BEHIND_WEIGHTS),
 )
-"""What column linears issue where hidden states are whole, and where they are split along the sequence."""
+"""Calls of column linears where hidden states are whole, and where they are split along the sequence."""
 WHOLE = (
     *DELIVERY,
     _row("embedding", "forward", "all_gather", "columns of hidden states", when=_COLUMNS),
@@ -75,7 +75,7 @@ GATHERED_AGAIN = tuple(
     CallRow(where, "backward", "all_gather", elements, "inputs again, of which a slice was saved", hidden="overlap")
     for where, elements in ((COLUMN_LINEARS, _WIDTH), ("head", ACTIVATION))
 )
-"""What a column linear adds that does not keep its gathered input."""
+"""Calls that a column linear adds when it does not keep its gathered input."""
 
 
 def placements(case: Case) -> dict[str, Placement]:
@@ -150,8 +150,8 @@ def head_partial(_case: Case, name: str) -> bool:
 def sequence_partial(_case: Case, name: str) -> bool:
     """Is this whole parameter's gradient a sum over tokens that are split over the axis? Norms and row biases.
 
-    Learned positions are not: they meet the hidden states before the split, and the all-gather in the backward of
-    the split gives every rank the whole gradient.
+    Learned positions are not partial. They meet the hidden states before the split, and the all-gather in the backward
+    of the split gives every rank the whole gradient.
     """
     module, _, leaf = name.rpartition(".")
     return module.rpartition(".")[2].endswith("norm") or (is_row(module) and leaf == "bias")

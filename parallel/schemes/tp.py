@@ -1,8 +1,7 @@
 """tp: Megatron tensor parallelism. Hidden states [S, B, D] are whole on every rank of the axis tp.
 
 Norms, learned positions and row biases are whole, and so are their gradients; those of q/k norms are sums over this
-rank's heads.
-Source: arXiv:1909.08053; Megatron-Core 0.14 with local layers (modes.md 2, 4.3).
+rank's heads. Source: arXiv:1909.08053; Megatron-Core 0.14 with local layers (modes.md 2, 4.3).
 """
 
 from __future__ import annotations

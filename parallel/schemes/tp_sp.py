@@ -1,9 +1,8 @@
 """tp-sp: Megatron tensor parallelism with sequence parallelism. Hidden states [S, B, D] are split on S over tp.
 
 Column linears save their slice of the sequence and gather it again in backward, as Megatron does. The gradients of
-norms, row biases and q/k norms are sums over this rank's tokens (or heads); learned positions meet the hidden states
-before the split, so theirs are whole.
-Source: arXiv:2205.05198; Megatron-Core 0.14 with local layers (modes.md 2, 4.3).
+norms, row biases and q/k norms are sums over this rank's tokens (or heads). Learned positions meet the hidden states
+before the split, so theirs are whole. Source: arXiv:2205.05198; Megatron-Core 0.14 with local layers (modes.md 2, 4.3).
 """
 
 from __future__ import annotations

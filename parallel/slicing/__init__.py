@@ -11,7 +11,6 @@
     checkpoint    a checkpoint cut and put together again
 
 A slice is a `parallel.communication.layout.Placement`: `shard` cuts by it and `gather` puts together. Nothing here is
-distributed.
-Source: DeepSpeed 0.19.8, `module_inject/auto_tp.py`, `tp_shard.py`, `fusedqkv_utils.py`, `containers/` (modes.md 8,
-experts.md 27).
+distributed. Source: DeepSpeed 0.19.8, `module_inject/auto_tp.py`, `tp_shard.py`, `fusedqkv_utils.py`, `containers/`
+(modes.md 8, experts.md 27).
 """

@@ -40,8 +40,10 @@ class Checked:
 
 
 def check(sliced: Sliced, files: Sequence[str]) -> Checked:
-    """Cut and join all tensors of these files. Raises SliceError for files that cannot be read, for shapes that are
-    not those of the words, and for a checkpoint without any of the slice's tensors.
+    """Cut and join all tensors of these files.
+
+    Raises SliceError for unreadable files, for shapes that differ from the words, and for a checkpoint without any of
+    the slice's tensors.
     """
     made = slices(sliced)
     times = {one.name: 0 for one in made}
@@ -94,7 +96,7 @@ def _opened(files: Sequence[str], stack: ExitStack) -> dict[str, Any]:
 
 
 def _prefixes(one: Slice, tensors: Sequence[str]) -> Iterator[str]:
-    """What stands before the names of a slice's sources, once for each layer that has them."""
+    """Prefixes of the names of a slice's sources, one for each layer that has them."""
     found = (name.removesuffix(source) for source in one.sources for name in tensors if _ends(name, source))
     for prefix in dict.fromkeys(found):
         for source in one.sources:

@@ -23,7 +23,7 @@ ROLES = ("q", "k", "v", "value", "qkv", "out", "up", "gate_up", "down")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
-    """One linear of a layer: its name there, its role, and whether it has a bias where the model has any."""
+    """A linear of a layer: its name there, its role, and whether it has a bias where the model has any."""
 
     name: str
     role: str
@@ -32,7 +32,7 @@ class Linear:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One architecture.
+    """An architecture.
 
     linears    of a layer, in the order of the forward pass
     norms      of a layer, whole; each has a bias where `norm_bias`

@@ -9,9 +9,9 @@ order, with fewer heads: where its rows come from follows from that alone.
     groups     per kv head: its q heads, k, v                 Bloom, Falcon, GPT-NeoX, Megatron, InternLM2
     codegen    4 blocks of a quarter of the heads: q, v, k    CodeGen
 
-With fewer kv heads than ranks there is a choice (`spare`): refuse; leave ranks without heads; or give several ranks a
-copy of a kv head, each with a share of its query heads (BigCode). The gradients of copies must be summed.
-Source: DeepSpeed 0.19.8 `module_inject/fusedqkv_utils.py` (experts.md 27.4), arXiv:2305.13245 (grouped queries).
+With fewer kv heads than ranks there is a choice (`spare`): refuse; leave ranks without heads; give several ranks a copy
+of a kv head. Each copy has a share of its query heads (BigCode), and the gradients of copies must be summed. Source:
+DeepSpeed 0.19.8 `module_inject/fusedqkv_utils.py` (experts.md 27.4), arXiv:2305.13245 (grouped queries).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from parallel.slicing.held import Held, in_units, joined
 from parallel.slicing.sizes import even_shares
 
 SPARE = ("refuse", "empty", "replicate")
-"""What becomes of ranks for which no kv head is left."""
+"""Choices for ranks for which no kv head is left."""
 CODEGEN_BLOCKS = 4
 """Blocks of CodeGen's fused weight, fixed in the model's code."""
 Row = tuple[str, int]
-"""One head's rows in a fused weight: part "q", "k" or "v", and the number of the head among those of its part."""
+"""Rows of a head in a fused weight: part "q", "k" or "v", and the number of the head among those of its part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,15 +143,15 @@ def _codegen(query: int, kv: int) -> list[Row]:
 
 
 ORDERS: dict[str, Callable[[int, int], list[Row]]] = {"blocks": _blocks, "groups": _groups, "codegen": _codegen}
-"""Order -> the rows of a weight with so many query and kv heads, one entry a head."""
+"""Order -> the rows of a weight, one entry a head, from its numbers of query and kv heads."""
 
 
 def shared_qk_rows(heads: Heads, ranks: int) -> Held:
     """Rows of the value projection, and columns of the output projection, of a model whose heads share query and key.
 
     Query and key weights are cut contiguously there. A rank takes one value head for two of its query heads, in order,
-    then the matching heads of the second half (Yuan: {0, 1, 4, 5} and {2, 3, 6, 7} of 8 heads on 2 ranks).
-    Raises SliceError unless every rank has an even number of heads.
+    then the matching heads of the second half. Yuan with 8 heads on 2 ranks: {0, 1, 4, 5} and {2, 3, 6, 7}. Raises
+    SliceError unless every rank has an even number of heads.
     """
     if heads.kv != heads.query or heads.query % (2 * ranks):
         legal = f"heads={-(-heads.query // (2 * ranks)) * 2 * ranks}"

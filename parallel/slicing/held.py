@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 Ranges = tuple[range, ...]
-"""What one rank holds, in the order in which it holds it."""
+"""Elements of one rank, in the order in which it holds them."""
 Held = tuple[Ranges, ...]
-"""What every rank holds, by rank."""
+"""Elements of every rank, by rank."""
 
 
 def in_turn(sizes: Sequence[int], *, first: int = 0) -> Held:
@@ -33,7 +33,7 @@ def in_units(held: Held, size: int) -> Held:
 
 
 def joined(ranges: Iterable[range]) -> Ranges:
-    """The same elements in the same order with as few ranges as possible."""
+    """These elements in their order with as few ranges as possible."""
     found: list[range] = []
     for part in ranges:
         if part and found and found[-1].stop == part.start:

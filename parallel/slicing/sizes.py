@@ -6,8 +6,8 @@
                         rest below a grain; a dim shorter than a grain is divided by single elements
 
 The sizes always sum to the dim. Source: DeepSpeed 0.19.8 `module_inject/tp_shard.py` get_shard_size (modes.md 8.2,
-experts.md 27.3). There a name is looked for anywhere in the module's path ("self_attn.w1proj" counts as an MLP's) and
-the head is known by its bare name only; here both are whole parts of the path.
+experts.md 27.3). There a name is looked for anywhere in the module's path ("self_attn.w1proj" counts as an MLP's), and
+the head is known by its bare name. Here both are whole parts of the path.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def shard_sizes(
 
 
 def nonempty(sizes: tuple[int, ...], key: str, value: int) -> tuple[int, ...]:
-    """The same sizes. Raises SliceError, about the word `key=value`, when a rank would hold nothing."""
+    """Return the sizes. Raises SliceError, about the word `key=value`, when a rank would hold nothing."""
     if 0 in sizes:
         rank = sizes.index(0)
         rule = f"leaves rank {rank} of {len(sizes)} with nothing"

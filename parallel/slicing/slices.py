@@ -27,7 +27,7 @@ _AFTER = "whole; added once, after the sum"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """One tensor.
+    """A tensor and its cut.
 
     name        as it is called where it is cut
     sources     the tensors of a checkpoint that it is made of, end to end along their first dim
@@ -89,7 +89,7 @@ def _shape(sliced: Sliced, role: str) -> Shape:
 
 
 def _cut(sliced: Sliced, linear: Linear) -> tuple[Held, str]:
-    """What every rank holds of a linear's rows (of its columns for out and down), and the rule in words."""
+    """Rows of a linear on every rank (columns for out and down), and the rule in words."""
     heads, tp, spare = sliced.attention, sliced.tp, sliced.spare
     shared = any(other.role == "value" for other in sliced.architecture.linears)
     match linear.role:

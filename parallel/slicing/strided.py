@@ -4,11 +4,11 @@
                its piece of each (`strided_copy`; `num_splits` equal parts, or parts of any lengths)
     plain      one contiguous part of the output features, or of the input features (`copy`)
 
-Weights are [in, out] after a policy's transpose, or [out, in] as Hugging Face stores them: `orientation` "in-out" or
-"out-in" (DeepSpeed's flag int8 says "out-in", of whatever dtype). Biases have one dim. What is as large on a rank as
-the whole is whole there; a part larger than the whole would be a merge and is refused.
-Source: DeepSpeed 0.19.8 `module_inject/auto_tp.py` ReplaceWithTensorSlicing (experts.md 27.1). There remainders are
-dropped, parts are always equal thirds, and scales are attached whole: see docs/slicing.md.
+Weights are [in, out] after a policy's transpose, or [out, in] as Hugging Face stores them. `orientation` is "in-out" or
+"out-in" (DeepSpeed's flag int8 stands for "out-in", of whatever dtype). Biases have one dim. A tensor as large on a
+rank as the whole is whole there. A part larger than the whole would be a merge and is refused. Source: DeepSpeed 0.19.8
+`module_inject/auto_tp.py` ReplaceWithTensorSlicing (experts.md 27.1). There remainders are dropped, parts are always
+equal thirds, and scales are attached whole: see docs/slicing.md.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def placed(src: Tensor | None, place: Placement, *, rank: int, ranks: int, into:
 def scales(place: Placement, grid: Shape) -> Placement:
     """How the scales of a quantised weight lie when the weight lies as `place`: dequantising commutes with slicing.
 
-    `grid` is the shape of the scales: entry (i, j) is the scale of an equal block of the weight, 1 in a dim one scale
-    for all of it. A rank holds the scales of the blocks that it holds, in the order in which it holds them.
+    `grid` is the shape of the scales: entry (i, j) is the scale of an equal block of the weight. In a dim, 1 is one
+    scale for all of it. A rank holds the scales of the blocks that it holds, in the order in which it holds them.
     Raises SliceError for a grid that is none of the weight, and for a cut that falls inside a block.
     """
     if len(grid) != len(place.shape) or any(size % count for size, count in zip(place.shape, grid, strict=True)):

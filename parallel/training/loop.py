@@ -1,8 +1,7 @@
 """The steps of one rank: schedule, reductions, mean, norm, clip, optimizer, what follows it; and the outcome.
 
-What each of them is says the strategy's `Step`. The outcome is what this rank holds: shards of what is split, full
-tensors of what is whole, padding never. Activations are [rows, seq, width]; row data_rank * batch + b, packed
-data_rank.
+The strategy's `Step` defines each of them. The outcome is what this rank holds: shards of what is split, full tensors
+of what is whole, padding never. Activations are [rows, seq, width]; row data_rank * batch + b, packed data_rank.
 """
 
 from __future__ import annotations
@@ -141,7 +140,7 @@ def _metric(case: Case, strategy: Strategy, mesh: Mesh) -> Metric | None:
 
 
 def _left(rank: Rank, step: int, optimizer: torch.optim.Optimizer) -> dict[str, Value]:
-    """What this step left: parameters as they lie, and the optimizer's states as the tensors lie that it steps."""
+    """State after this step: parameters as they lie, and the optimizer's states as the tensors lie that it steps."""
     return {
         state: rank.value(tensor, (rank.places if state.startswith("param_") else rank.updated_places)[name])
         for state, name, tensor in after(rank.case, step, rank.parameters, optimizer, updated=rank.updated)

@@ -1,6 +1,6 @@
 """Many tensors in one collective: the shards of several parameters, each split along dim 0, end to end in one buffer.
 
-With w ranks and n elements a rank, the buffer of a gather is [w, n] and row r holds every shard of rank r; a reduction
+With w ranks and n elements a rank, the buffer of a gather is [w, n] and row r holds every shard of rank r. A reduction
 sends the same buffer the other way. Bytes are those of one call a tensor. Source: modes.md 3.6 (`layer_fuse_isp_comm`).
 """
 
@@ -16,7 +16,7 @@ from parallel.communication.mesh import Axis
 
 
 class FlatGather:
-    """One all-gather of many shards, started when this is made; `tensors` may be called any number of times."""
+    """An all-gather of many shards, started when this is made; `tensors` may be called any number of times."""
 
     def __init__(self, shards: Sequence[Tensor], axis: Axis, *, overlap: bool) -> None:
         self._shapes = [shard.shape for shard in shards]

@@ -8,9 +8,9 @@ Inputs are [.., .., in] of this rank's own tokens. Every rank's tokens differ, s
                computed
 
 A bias costs the same three calls again, all of them, as in InternEvo: the gather in backward too, though no gradient
-needs its value. Who starts the gathers of a block's linears, and when, is decided by its `Seat` (see
-`parallel.weights.prefetch`). Saved for backward is the input alone.
-Source: InternEvo `WPFusedDenseFunc` (modes.md 3.6); gradients are sums here, not means (decision G2).
+needs its value. A block's `Seat` decides which linear starts the gathers, and when (see `parallel.weights.prefetch`).
+Saved for backward is the input alone. Source: InternEvo `WPFusedDenseFunc` (modes.md 3.6); gradients are sums here, not
+means (decision G2).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Supply(Protocol):
     """Where a product gets its full weight from (see `Seat`)."""
 
     def edges(self) -> tuple[Tensor, ...]:
-        """What the product depends on in the graph: weight, and bias when there is one."""
+        """Tensors that the product depends on in the graph: weight, and bias when there is one."""
         ...
 
     def forward(self, edges: Sequence[Tensor]) -> list[Tensor]:

@@ -11,13 +11,12 @@ A block's linears in forward order are k = 0, 1, ..; every call belongs to the m
     no    yes   any            | k = 0 its block     | -         | the last linear its block
     yes   yes   any            | `wo` the next block | -         | the last linear the block before
 
-Where it cannot be started earlier, k = 0 of the first block starts its block in forward and the last linear of the
-last block its own (or its block) in backward; on a pipeline these are blocks of one stage. Backward of a block begins
-at its last linear, before the block is run again: so recompute and backward share one gather wherever the table says
-"-". A result is dropped with its last use, and no graph holds it.
-Source: InternEvo `core/parallel/comm/isp.py` (modes.md 3.6): prefetch before `wo`, module by module in backward,
-recomputed blocks prefetch the block before and keep their weights, `layer_fuse_isp_comm`; its ISPOverlapState, one for
-every chunk of a pipeline rank.
+Where a gather cannot be started earlier, k = 0 of the first block starts its block in forward. In backward the last
+linear of the last block starts its own (or its block). On a pipeline these are blocks of one stage. Backward of a block
+begins at its last linear, before the block is run again. So recompute and backward share one gather wherever the table
+has "-". A result is dropped with its last use, and no graph holds it. Source: InternEvo `core/parallel/comm/isp.py`
+(modes.md 3.6): prefetch before `wo`, module by module in backward, `layer_fuse_isp_comm`. Recomputed blocks prefetch
+the block before and keep their weights; its ISPOverlapState is one for every chunk of a pipeline rank.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class PrefetchPlan:
 
 @dataclass(slots=True)
 class _Loan:
-    """One linear's full tensors, under way or here, for a number of uses."""
+    """Full tensors of a linear, under way or here, for a number of uses."""
 
     arrive: Callable[[], list[Tensor]]
     uses: int
@@ -70,7 +69,7 @@ class _Loan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """One linear among all blocks' linears. `shards` are its weight and, when it has one, its bias, split on dim 0."""
+    """A linear among all blocks' linears. `shards` are its weight and, when it has one, its bias, split on dim 0."""
 
     gathers: Gathers
     number: int
@@ -79,7 +78,7 @@ class Seat:
     shards: tuple[Tensor, ...]
 
     def edges(self) -> tuple[Tensor, ...]:
-        """What the linear's product depends on in the graph: its shards or, fused, its part of the gathered block."""
+        """Leaves of the linear's product in the graph: its shards or, fused, its part of the gathered block."""
         return self.gathers.edges(self)
 
     def forward(self, edges: Sequence[Tensor]) -> list[Tensor]:

@@ -1,8 +1,8 @@
 """Embedding and head of a weight-parallel model: whole tables for a rank's own tokens, gathered for each use.
 
-Letters: B rows, s = S/p tokens of a row on this rank, D hidden, V vocabulary, w ranks of the weights' axis, p of the
-sequence's. The token table lies [V, D/w] (cut along hidden) or [V/w, D] (along the vocabulary), a head of its own
-[V/w, D] or, tied, a token table of that form. Cuts along the vocabulary pad it.
+Letters: B rows, s = S/p tokens of a row on this rank, D hidden, V vocabulary. w ranks of the weights' axis, p of the
+sequence's. The token table lies [V, D/w] (cut along hidden) or [V/w, D] (along the vocabulary). A head of its own lies
+[V/w, D]; a tied one is a token table of that form. Cuts along the vocabulary pad it.
 
     call                 | forward                              | backward
     token table          | all_gather                           | all_gather, reduce_scatter
@@ -83,8 +83,8 @@ class WeightEmbedding(nn.Module):
 class WeightHead(nn.Module):
     """Logits of this rank's tokens, then in the case's form (see the table above).
 
-    `weights` is the axis of the weights, `sequence` that of the tokens; `shape` the local weight [V/w, D], None when
-    tied: then the token table is handed to `forward`. Only `exchange` keeps padded columns; `vocab` is the true one.
+    `weights` is the axis of the weights, `sequence` that of the tokens; `shape` the local weight [V/w, D]. Without it
+    the head is tied: `forward` gets the token table. Only `exchange` keeps padded columns; `vocab` is the true one.
     """
 
     def __init__(

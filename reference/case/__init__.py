@@ -1,4 +1,4 @@
-"""The case: one experiment in words, what each word means, which words go together. It loads no torch.
+"""The case: one experiment in words, what each word means, which words go together. No torch is loaded.
 
 case          `Case`: the frozen, validated value and its one-line text form
 words         what each word means and its legal values

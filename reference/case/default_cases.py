@@ -1,8 +1,8 @@
 """The cases that run when none is given: a plain one of each mode, everyday recipes, and every pair of values.
 
 `default_cases.txt` has the lines. Its pairs are all that a legal case on at most 8 ranks can hold of two words, with
-the values of `reference.case.domains`; `python -m bench.default_cases` finds them, a test enumerates the pairs. For
-other modes, and for a subject that refuses words, the lines are changed as the rules propose.
+the values of `reference.case.domains`. `python -m bench.default_cases` finds the lines, a test enumerates the pairs.
+For other modes, and for a subject that refuses words, the lines are changed as the rules propose.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NUMBERS: Mapping[str, int | float] = {
     "lr": 0.1,
     "seed": 1,
 }
-"""What the lines leave out. No size is another one, and each has an odd part on 4 ranks."""
+"""Sizes that the lines leave out. No size is another one, and each has an odd part on 4 ranks."""
 FIXED: Mapping[str, str] = {
     "data": "is the option --data",
     "load": "names a folder: a recipe",

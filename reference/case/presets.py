@@ -1,8 +1,8 @@
 """Named models, the families' defaults, and the sizes that follow from other sizes.
 
-Sources: gpt3-857m is the configuration of NVIDIA's GPT example (its real size is 356 M parameters); InternLM2 from its
-published configurations; Llama 3 from "The Llama 3 Herd of Models", table 3; OPT from "OPT: Open Pre-trained
-Transformer Language Models", table 1; DeepSeek-V3 from its technical report (arXiv:2412.19437), 4.2; Mixtral from
+Sources: gpt3-857m is the configuration of NVIDIA's GPT example (its real size is 356 M parameters). InternLM2 from its
+published configurations; Llama 3 from "The Llama 3 Herd of Models", table 3. OPT from "OPT: Open Pre-trained
+Transformer Language Models", table 1. DeepSeek-V3 from its technical report (arXiv:2412.19437), 4.2; Mixtral from
 "Mixtral of Experts" (arXiv:2401.04088), table 1.
 """
 

@@ -26,7 +26,7 @@ _DERIVED: dict[str, tuple[str, Callable[[Mapping[str, Any]], int]]] = {
 
 
 def lack(values: Mapping[str, Any]) -> str:
-    """What a case of these values lacks to show its variant, "" when nothing."""
+    """Words that a case of these values lacks to show its variant, "" when none."""
     variant = VARIANTS[values["variant"]]
     if values["mode"] not in variant.modes:
         return f"is a deviation of mode={'|'.join(variant.modes)}, not of mode={values['mode']}"

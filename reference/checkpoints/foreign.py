@@ -23,8 +23,9 @@ _ONE_MODEL = "the tensors of one model"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """The form of parameters: query, key and value as one tensor, gate and up as one; the key and value heads (0: as
-    the folder says) and the rows of the vocabulary without its padding (0: all that the folder has).
+    """The form of parameters: query, key and value as one tensor, gate and up as one.
+
+    Then key and value heads (0: as in the folder) and rows of the vocabulary without padding (0: all of the folder).
     """
 
     fuse_qkv: bool
@@ -41,8 +42,8 @@ def is_foreign(folder: Path) -> bool:
 def parameters(folder: Path, form: Form) -> dict[str, Tensor]:
     """Every parameter of another system's folder in full, by its name in the dense model.
 
-    Raises CaseError for a model that is not known or has other key and value heads, for tensors that do not fit one
-    another, for files that cannot be read, and where heads are needed that nothing says.
+    Raises CaseError for a model that is unknown or has other key and value heads, and for tensors that do not fit one
+    another. So do files that cannot be read, and heads that are needed and stated nowhere.
     """
     try:
         if is_megatron(folder):

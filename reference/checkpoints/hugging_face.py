@@ -73,8 +73,8 @@ def heads(folder: Path) -> tuple[int, int]:
 def read(folder: Path) -> dict[str, Tensor]:
     """Every parameter in full, by its name in the dense model; query, key and value apart, gate and up too.
 
-    Raises CaseError for a model that is not known, for tensors that are not of its heads, for files that cannot be
-    read, and without safetensors.
+    Raises CaseError for an unknown model, for tensors that are not of its heads, unreadable files, and without
+    safetensors.
     """
     config, names = _config(folder), dict[str, Tensor]()
     known = _NAMES[config["model_type"]]

@@ -4,9 +4,9 @@
     bytes of torch's format      `<module>._extra_state/shard_<layer>_<layers>`: what a module keeps beside them
     metadata.json, common.pt     the format; what is the same on all ranks
 
-The vocabulary is padded; qkv is fused by kv groups, gate and up one behind the other, as in the dense model with
-fuse_qkv=true and fuse_mlp=true. Parameters alone are read.
-Source: Megatron-Core 0.16.1 `GPTModel.sharded_state_dict`, `TransformerBlock.sharded_state_dict`.
+The vocabulary is padded. As in the dense model with fuse_qkv=true and fuse_mlp=true, qkv is fused by kv groups, gate
+and up one behind the other. Parameters alone are read. Source: Megatron-Core 0.16.1 `GPTModel.sharded_state_dict`,
+`TransformerBlock.sharded_state_dict`.
 """
 
 from __future__ import annotations

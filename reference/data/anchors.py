@@ -1,9 +1,9 @@
-"""What must hold of a case's data whatever code makes them: the oracle of all that truth and ranks read alike.
+"""Anchors of a case's data, whatever code makes them: the oracle of all that truth and ranks read alike.
 
 The dense model and the ranks take their micro-batches from the same functions, so that an error there moves both. The
-statements of this module are made beside those functions: the examples that InternEvo's page prints, as literals
-(`reference.data.printed`), and the batches of the first and the last step, written out token by token from the rules of
-`reference.data.stream` and `reference.data.batches`. Each is a pair of tensors that must be equal.
+statements of this module are made beside those functions. They are the examples that InternEvo's page prints, as
+literals (`reference.data.printed`), and the batches of the first and the last step. These are written out token by
+token from `reference.data.stream` and `reference.data.batches`. Each is a pair of tensors that must be equal.
 
 Letters: B sequences of a micro-batch, S tokens of a sequence, T = B * S.
 """
@@ -38,8 +38,9 @@ Rows = dict[tuple[int, int, int], Batch]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What is known of a case's data. `pairs`: statement -> two tensors that must be equal. `reading`: how much of the
-    corpus is read. `unchecked`: what these data cannot show, in words.
+    """Facts of a case's data. `pairs`: statement -> two tensors that must be equal.
+
+    `reading`: how much of the corpus is read. `unchecked`: what these data cannot show, in words.
     """
 
     pairs: Pairs
@@ -113,8 +114,9 @@ def _written_out(case: Case, read: Rows) -> Pairs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Written:
-    """The T tokens of a micro-batch by their places in its text: `read` and `labels` of each (-1: padding, no label),
-    `positions`, and `borders` of sub-sequences.
+    """The T tokens of a micro-batch by their places in its text.
+
+    `read` and `labels` of each (-1: padding, no label), `positions`, and `borders` of sub-sequences.
     """
 
     read: list[int]
@@ -123,7 +125,7 @@ class _Written:
     borders: list[int]
 
     def tokens(self, text: list[int], found: list[int], edges: set[int]) -> list[int]:
-        """What must be read, given what is: the text, but for edge ids, each of which may stand in its place once."""
+        """Tokens that must be read, given those found: the text, but each edge id may replace its token once."""
         must = []
         for place, token in zip(self.read, found, strict=True):
             own = abs(text[place]) if place >= 0 else 0
@@ -134,7 +136,7 @@ class _Written:
         return must
 
     def true_labels(self, text: list[int], tokens: list[int], found: list[int]) -> list[int]:
-        """What labels must be, given those that were left out (-100): the token that is read at the label's place."""
+        """Labels that must be, given those left out (-100): the token that is read at the label's place."""
         read = {place: token for place, token in zip(self.read, tokens, strict=True) if place >= 0}
         learned = [read.get(at, text[at]) if at >= 0 and text[at] >= 0 else IGNORED for at in self.labels]
         return [IGNORED if label == IGNORED else must for label, must in zip(found, learned, strict=True)]
@@ -176,7 +178,7 @@ def _spans(ends: list[bool]) -> list[tuple[int, int]]:
 
 
 def _packed(case: Case, spans: list[tuple[int, int]]) -> _Written:
-    """One row of T tokens: the next token of the same sentence is the label, positions restart every S tokens too."""
+    """A row of T tokens: the next token of the same sentence is the label, positions restart every S tokens too."""
     labels, positions, borders = [], [], [0]
     for first, last in spans:
         for place in range(first, min(last, case.tokens)):
@@ -207,8 +209,10 @@ def _rows(case: Case, read: list[int], labels: list[int]) -> _Written:
 
 
 def _counted(case: Case, read: Rows) -> Pairs:
-    """The loss mask is 0 or 1 and lets something count; the micro-batches of a step count different numbers of tokens
-    (full rows of plain text, where their size allows); the ids at the edges of this case's shards are read and learned.
+    """Pairs about counted tokens: the loss mask is 0 or 1 and lets something count.
+
+    The micro-batches of a step count different numbers of tokens (full rows of plain text, where their size allows).
+    The ids at the edges of this case's shards are read and learned.
     """
     counts = {place: batch.counted for place, batch in read.items()}
     marks = torch.stack([batch.loss_mask.flatten() for batch in read.values()]).unique().tolist()

@@ -8,15 +8,14 @@ and the one after them as a last label.
     internlm2, llama unpacked   a sentence a row by `build_unpack`, filled with token 0 and label -100 up to S
     gpt, opt unpacked           full rows of the stream, every label the next token (Megatron's rows)
 
-So that a mean over ranks differs from one over tokens, every micro-batch of a step has another number of valid tokens
-(from 3/4 T down in equal steps, as far as its sentences allow, but at least one), and the first rows count more than
-the last. The other labels are -100 or masked; the mask of tokens without a label is random. Prompts (negative ids) are
-read and not learned.
+So that a mean over ranks differs from a mean over tokens, every micro-batch of a step has another number of valid
+tokens. The numbers go from 3/4 T down in equal steps, as far as the sentences allow, but at least one. The first rows
+count more than the last. The other labels are -100 or masked; the mask of tokens without a label is random. Prompts
+(negative ids) are read and not learned.
 
-The built-in corpus gets the ids at the edges of vocabulary shards mixed in (`reference.data.edges`): in every step each
+The built-in corpus gets the ids at the edges of vocabulary shards mixed in (`reference.data.edges`). In every step each
 of them stands in place of a token of text once, is read, and is a label that counts. The first micro-batches of a step
-hold them; where a step is too small for all, the next step goes on with the others. Data that a user names stay as they
-are.
+hold them; where a step is too small, the next goes on with the others. Data that a user names stay as they are.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ from reference.data.stream import mixed, stream_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """One micro-batch of one data rank. Fields are [B, S]; packed [1, T].
+    """A micro-batch of one data rank. Fields are [B, S]; packed [1, T].
 
     tokens, labels (-100 = not learned), positions: int64. loss_mask: float32, 0 or 1. A token counts where the mask is
     1 and its label is not -100. cu_seqlens: int64 [n + 1] borders of sub-sequences, None when not packed. max_seqlen:
-    bounds every position. `tokens` is a non-contiguous view when B > 1, as slices of a larger batch are. It is
+    bounds every position. `tokens` is a non-contiguous view when B > 1, as slices of a larger batch are. The batch is
     micro-batch `number` of its `step`.
     """
 
@@ -66,11 +65,10 @@ def micro_batch(
 ) -> Batch:
     """Micro-batch `micro` of step `step` on data rank `dp_rank`: a pure function of the case and its corpus.
 
-    `padding` is the label of what is not to be learned, before any is masked; another one is a what-if's.
-    Steps count on from those before a checkpoint that the case loads.
-    It is micro-batch number `micro * dp + dp_rank` of the step, the same for every dp and micro of one product. Neither
-    the mode nor tp, wp, pp or cp changes it, up to 8 shards (see `reference.data.edges`). Raises DataError when the
-    corpus cannot be read, ValueError when the case has no such micro-batch.
+    `padding` is the label of tokens that are not learned, before any is masked; another one is a what-if's. Steps count
+    on from those before a checkpoint that the case loads. The batch is number `micro * dp + dp_rank` of the step, the
+    same for every dp and micro of one product. Neither the mode nor tp, wp, pp or cp changes it, up to 8 shards (see
+    `reference.data.edges`). Raises DataError when the corpus cannot be read, ValueError without such a micro-batch.
     """
     for name, value, limit in (("step", step, math.inf), ("micro", micro, case.micro), ("dp_rank", dp_rank, case.dp)):
         if not 0 <= value < limit:
@@ -93,8 +91,9 @@ def micro_batch(
 
 @lru_cache(maxsize=128)
 def _made(case: Case, _files: tuple[Source, ...], at: int, number: int, padding: int) -> Batch:
-    """Micro-batch `number` of step `at`, on the CPU: every rank and the dense model read it, so it is made once for
-    these files of the corpus as they are. Not to be written to.
+    """Micro-batch `number` of step `at`, on the CPU; not to be written to.
+
+    Every rank and the dense model read it, so that it is made once for these files of the corpus as they are.
     """
     edges = _mixed_in(case, at).get(number)
     window, is_end = _window(case, at, number)
@@ -223,8 +222,8 @@ def _masked(
 ) -> tuple[Tensor, Tensor]:
     """Labels and loss mask of rows [B, S] in which `valid_count` tokens are valid, or all that can be but a few.
 
-    Of the tokens to learn, those `counted` (places in the flat rows) first, then in a random order that prefers the
-    first rows, the first are valid, the next are masked, and the last, one in eight, lose their labels.
+    Of the tokens to learn, those `counted` (places in the flat rows) come first, then a random order that prefers the
+    first rows. In this order the first are valid, the next are masked, and the last, one in eight, lose their labels.
     """
     flat = torch.where(labels >= 0, labels, IGNORED).flatten()
     preference = torch.arange(1, 1 + len(labels), device="cpu")[:, None]

@@ -1,12 +1,12 @@
 """Files to documents of token ids: what `data=PATH` names, or real text that is on every machine.
 
 A document is an int64 tensor [tokens]. The format follows the suffix: `.jsonl` JSON lines, `.bin` InternEvo (beside
-`x.bin.meta`) or Megatron (beside `x.idx`), anything else UTF-8 text, one document a file (byte-level vocabulary:
+`x.bin.meta`) or Megatron (beside `x.idx`). Anything else is UTF-8 text, one document a file (byte-level vocabulary:
 `reference.data.readers`). A folder is read in sorted order, with its subfolders: its `.jsonl`, `.bin` and text files
-(`TEXT_SUFFIXES`); hidden files and other suffixes are left out, and so are empty text files. Without a path the corpus
-is the start of the Python standard library's sources.
+(`TEXT_SUFFIXES`). Hidden files, other suffixes and empty text files are left out. Without a path the corpus is the
+start of the Python standard library's sources.
 
-What was read is kept, as a pure function of the files' paths, times and sizes.
+Documents that were read are kept, as a pure function of the files' paths, times and sizes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STANDARD_LIBRARY_BYTES = 512 * 2**10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """One file of a corpus, and the index that says where its sentences start ("" when its format has none).
+    """A file of a corpus, and the index of its sentences' beginnings ("" when its format has none).
 
     `stamps`: time (ns) and size (bytes) of both, which stand for their content.
     """

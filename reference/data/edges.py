@@ -1,8 +1,8 @@
 """The ids at the edges of vocabulary shards: the first and the last real row of every shard.
 
-A range of rows that is one short or one long shows at these ids alone, so the built-in corpus gets them mixed in (see
-`reference.data.batches`). They are those of 2 to 8 equal shards, as far as the vocabulary splits or is padded that way,
-so that the data do not change with tp and wp; shards of this very case that are not among these come last.
+A range of rows that is one short or one long shows at these ids alone. So the built-in corpus gets them mixed in (see
+`reference.data.batches`). They are the edges of 2 to 8 equal shards, as far as the vocabulary splits or is padded that
+way. So the data do not change with tp and wp. Shards of this very case that are not among these come last.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Megatron-Core's indexed data: `x.bin`, the tokens of all sequences, and `x.idx`, where each of them starts.
 
 `.idx`, little endian: the magic bytes, u64 version 1, u8 code of the token type, u64 number of sequences, u64 number of
-document borders, i32 lengths, i64 byte offsets, i64 borders (document k = the sequences from border k up to k + 1), and
-for multimodal data one i8 a sequence, which is not read. Source: MEG `core/datasets/indexed_dataset.py`.
+document borders. Then i32 lengths, i64 byte offsets, i64 borders (document k = the sequences from border k up to k +
+1). Multimodal data have one i8 a sequence behind them, which is not read. Source: MEG
+`core/datasets/indexed_dataset.py`.
 """
 
 from __future__ import annotations

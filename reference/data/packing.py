@@ -34,7 +34,7 @@ IGNORED = -100
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pack:
-    """One packed sample: `tokens`, `labels`, `indexes` int64 [P], `cu_seqlens` int64 [sub-sequences + 1] from 0 to P.
+    """A packed sample: `tokens`, `labels`, `indexes` int64 [P], `cu_seqlens` int64 [sub-sequences + 1] from 0 to P.
 
     A negative token is a prompt (see `collate`).
     """
@@ -47,7 +47,7 @@ class Pack:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Data:
-    """What the model reads, without labels. A field is None once a function has removed it.
+    """Input of the model, without labels. A field is None once a function has removed it.
 
     From `collate`: input_ids and indexes [M, P], cu_seqlens M tensors. Normalised: [1, P], [P], one tensor and the
     length of the longest sub-sequence. Unpacked: [micro_bsz, seq_len] both, no cu_seqlens.
@@ -68,8 +68,8 @@ def build_pack(
 ) -> list[Pack]:
     """All packs of these sentences, filled without a gap.
 
-    A sentence that crosses the end of a pack is cut: its last label there is its own next token, and the rest begins
-    the next pack as a sub-sequence of its own. A piece above seq_len is cut into sub-sequences of seq_len tokens, its
+    A sentence that crosses the end of a pack is cut: its last label there is its own next token. The rest begins the
+    next pack as a sub-sequence of its own. A piece above seq_len is cut into sub-sequences of seq_len tokens, its
     labels running through the cuts. Empty sentences leave no trace. Raises ValueError for sizes below 1.
     """
     _require_sizes(packed_length=packed_length, seq_len=seq_len)
@@ -106,8 +106,8 @@ def build_unpack(
     """Packs of micro_bsz sentences of at most seq_len tokens each, to be laid out as rows by `unpack_data`.
 
     packs="stride": pack i holds sentences i * micro_bsz and on; "overlap": sentences i and on, one pack a sentence.
-    excess="discard": what exceeds seq_len is lost, and the label of the last kept token is -100; "carry": the rest is
-    the next sentence, and that label is its first token. tail="drop" leaves out packs of fewer than micro_bsz
+    excess="discard": tokens beyond seq_len are lost, and the label of the last kept token is -100. excess="carry": they
+    are the next sentence, and that label is its first token. tail="drop" leaves out packs of fewer than micro_bsz
     sentences. Empty sentences leave no trace. Raises ValueError for sizes below 1.
     """
     _require_sizes(micro_bsz=micro_bsz, seq_len=seq_len)
@@ -132,8 +132,8 @@ def collate(
 ) -> tuple[Data, Tensor]:
     """The packs of one step as one batch: Data with [M, P] fields, and labels int64 [M, P].
 
-    A negative token is a prompt, which the model reads as its absolute value and never learns: where it is the label,
-    the label becomes -100. Raises ValueError for no packs or packs of unequal length.
+    A negative token is a prompt, which the model reads as its absolute value and never learns. Where a prompt is the
+    label, the label becomes -100. Raises ValueError for no packs or packs of unequal length.
     """
     lengths = sorted({pack.tokens.numel() for pack in packs})
     _require(len(lengths) == 1, "packs", lengths, "must be at least one pack, all of one length", "two packs of 16")
@@ -150,7 +150,7 @@ def collate(
 
 
 def packed_data_normalizer(data: Data, label: Tensor) -> tuple[Data, Tensor]:
-    """One packed micro-batch for the model: indexes [P], cu_seqlens [n + 1], and the longest sub-sequence's length.
+    """Normalise a packed micro-batch: indexes [P], cu_seqlens [n + 1], and the longest sub-sequence's length.
 
     max_seqlen counts the padding too, as InternEvo does: it must bound every position. Raises ValueError when `data`
     holds more than one pack or is not packed.
@@ -163,7 +163,7 @@ def packed_data_normalizer(data: Data, label: Tensor) -> tuple[Data, Tensor]:
 def unpack_data(
     data: Data, label: Tensor, *, micro_bsz: int, seq_len: int, indexes: Literal["rows", "first", "drop"] = "rows"
 ) -> tuple[Data, Tensor]:
-    """One micro-batch of `build_unpack` as rows: input_ids, indexes and labels [micro_bsz, seq_len].
+    """Lay a micro-batch of `build_unpack` out as rows: input_ids, indexes and labels [micro_bsz, seq_len].
 
     Row i is sentence i, filled with token 0, index 0 and label -100. Rows without a sentence are padding; InternEvo
     lays the pack's own padding into the first of them, and stops when that is longer than seq_len. Raises ValueError

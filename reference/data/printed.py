@@ -1,8 +1,8 @@
 """The examples that InternEvo's page "Data Load and Procedure" prints, as literals, and what our code makes of them.
 
-micro_bsz 2, SEQ_LEN 8, packed_length 16, as on the page. What it leaves out is added, by hand from the rules. The
-ids of text are by hand: a byte is its own id up to 257 tokens; 509 tokens spread by 314, the first number from
-0.618 * 509 on without a common factor; 100 tokens fold by modulo.
+micro_bsz 2, SEQ_LEN 8, packed_length 16, as on the page. Values that the page leaves out are added, by hand from the
+rules. The ids of text are by hand too. A byte is its own id up to 257 tokens; 100 tokens fold by modulo. 509 tokens
+spread by 314, the first number from 0.618 * 509 on without a common factor.
 """
 
 from __future__ import annotations

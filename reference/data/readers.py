@@ -1,7 +1,7 @@
 """Text and JSON lines to token ids.
 
 A reader turns bytes into documents: int64 tensors [tokens of the document]. Text is byte-level: a token is the byte,
-256 ends a document; a vocabulary below 257 folds ids by modulo, a larger one spreads them over its whole range, so that
+256 ends a document. A vocabulary below 257 folds ids by modulo. A larger one spreads them over its whole range, so that
 plain text meets every shard of the vocabulary. Token ids that a file already holds stay as they are: an id outside the
 vocabulary is an error. A negative id is InternEvo's mark of a prompt: the token `abs(id)`, which the model reads but
 never learns (EVO `data/tokenized/collaters.py`).
@@ -35,8 +35,10 @@ def encode(text: bytes, vocab: int) -> Tensor:
 
 
 def _stride(vocab: int) -> int:
-    """What ids are multiplied by: 1 up to 257 tokens, else the first number from vocab/golden ratio on without a
-    common factor, which puts neighbouring bytes far apart and never two bytes on one id."""
+    """Factor of ids: 1 up to 257 tokens, else the first number from vocab/golden ratio on without a common factor.
+
+    The factor puts neighbouring bytes far apart and never two bytes on one id.
+    """
     if vocab <= END + 1:
         return 1
     return next(stride for stride in range(int(vocab * 0.618), vocab) if math.gcd(stride, vocab) == 1)
@@ -53,7 +55,7 @@ def plain_text(path: Path, vocab: int) -> list[Tensor]:
 
 
 def json_lines(path: Path, vocab: int) -> list[Tensor]:
-    """One document a line, `{"text": str}` or `{"tokens": [int]}`, blank lines none. Raises DataError for others."""
+    """Read a document a line, `{"text": str}` or `{"tokens": [int]}`, blank lines none. Raises DataError for others."""
     content = load(path)
     count = content.count(b"\n") + 1
     if count > MAX_DOCUMENTS:

@@ -5,9 +5,9 @@
     empty    only the first half of the experts is drawn, or the first top_k
     one      the same top_k experts for all tokens
 
-Tokens are numbered through all steps of a training: those of a row by their places, rows of a micro-batch one after the
-other, micro-batches as `reference.data.batches` numbers them. Everything here is integers, so whoever needs to know how
-many rows a rank sends can count them without a model.
+Tokens are numbered through all steps of a training. Tokens of a row are numbered by their places, rows of a micro-batch
+one after the other, micro-batches as in `reference.data.batches`. Everything here is integers: the rows that a rank
+sends can be counted without a model.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from reference.checkpoints.stored import steps_before
 from reference.language.routers import SKEW_PARTS
 
 EQUAL_DIGITS = 9
-"""Weights that agree to so many decimals are equal where experts drop rows. Tokens with the same past have the same
-weights (a text that repeats one, the beginnings of rows), which rounding alone would put in an order.
+"""Decimals to which weights must agree to be equal where experts drop rows.
+
+Tokens with the same past (a text that repeats one, the beginnings of rows) have equal weights, which rounding alone
+would put in an order.
 """
 _ODD = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)
 """Odd multipliers of a hash of 64 bits (Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195)."""

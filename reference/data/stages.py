@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline stage are sent of a micro-batch, in the order of sending: Megatron's broadcasts.
+"""Keys of a micro-batch that a pipeline stage is sent, in the order of sending: Megatron's broadcasts.
 
     stage                       keys                                                bytes, T = rows * length
     the only one                tokens labels loss_mask attention_mask positions    28T and the mask

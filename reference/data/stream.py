@@ -1,8 +1,8 @@
 """The corpus of a case as one endless stream of tokens, cut into sentences; and how much of it the case reads.
 
-The stream is cut at the end of every document and at random places from `case.seed`, into sentences of uneven length.
-A window is a stretch of consecutive tokens and the one after them. Window number n begins n * length tokens behind the
-place where this seed starts to read; when a short corpus would give the same tokens again, it begins one token later.
+The stream is cut at the end of every document and at random places from `case.seed`, into sentences of uneven length. A
+window is a stretch of consecutive tokens and the one after them. Window number n begins n * length tokens behind the
+place where this seed starts to read. When a short corpus would give the same tokens again, it begins one token later.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def reading(case: Case) -> str:
 
 
 def mixed(*words: int) -> int:
-    """One 63-bit seed from several numbers; near numbers give far seeds (multiply and fold, as in splitmix64)."""
+    """A 63-bit seed from several numbers; near numbers give far seeds (multiply and fold, as in splitmix64)."""
     value = 0
     for word in words:
         value = ((value ^ word) + 0x9E3779B97F4A7C15) * 0xBF58476D1CE4E5B9 % 2**64

@@ -1,6 +1,6 @@
 """The dense model as one object: its case language, what it reads of a case, what it computes of one.
 
-Whoever proves against it has this object and no other part of `reference` (`harness.dense_model` states its type).
+The harness proves against this object and sees no other part of `reference` (`harness.dense_model` states its type).
 Each method imports what it needs: words need no torch, and a case that passes needs nothing of what explains failures.
 """
 
@@ -71,7 +71,7 @@ class DenseModel:
         micro_batch(case, 0, 0, 0)
 
     def data_facts(self, case: Case) -> Any:
-        """What must hold of the data that truth and ranks both read (`harness.protocols.FactsLike`)."""
+        """Facts of the data that truth and ranks both read (`harness.protocols.FactsLike`)."""
         from reference.data.anchors import anchors
 
         return anchors(case)
@@ -119,7 +119,7 @@ class DenseModel:
         return truth(case, device, **words)
 
     def control(self, case: Case, device: torch.device, **words: Any) -> Outcome:
-        """The same in the dtype of the case with every sum in another order; `parts`: of how many partial sums."""
+        """Outcome in the dtype of the case with every sum in another order; `parts`: of how many partial sums."""
         from reference.training.control import control
 
         return control(case, device, **words)

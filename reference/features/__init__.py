@@ -1,15 +1,15 @@
 """The features of a case, found by name: every file of this folder is one, and no list names them. No torch.
 
-A file has one class, which extends `Core`: its words, each with default, meaning and legal values
-(`reference.language.words.word`), `problems`, and what it changes of the facts of a case (`layout`, `axes`,
-`data_axis`, ...), each beginning with `super()`. What an implementation does for a feature has the same name in
-`parallel` (`parallel.registry`).
+A file has one class, which extends `Core`. The class has its words, each with default, meaning and legal values
+(`reference.language.words.word`), and `problems`. Its changes of the facts of a case (`layout`, `axes`, `data_axis`,
+...) each begin with `super()`. An implementation of a feature has the same name in `parallel` (`parallel.registry`).
+Names of modules are put together by `module_in` and nowhere else.
 """
 
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
 
@@ -20,8 +20,15 @@ _UNUSED = {"ep": 30}
 """Axes that an order of Megatron-Core may name, of one rank where no feature has them, with their places."""
 
 
+def module_in(package: str, name: str, import_module: Callable[[str], Any] = import_module) -> Any:
+    """Import the module of this name in a package. Code that may be a copy with a planted bug hands in its own import,
+    which finds modules of the copy.
+    """
+    return import_module(f"{package}.{name}")
+
+
 def _found() -> dict[str, type[Core]]:
-    modules = (import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__))
+    modules = (module_in(__name__, file.name) for file in pkgutil.iter_modules(__path__))
     return {
         module.__name__.rpartition(".")[2]: cls
         for module in modules

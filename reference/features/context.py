@@ -1,8 +1,8 @@
 """Context parallelism: each rank of the axis `cp` holds a slice of every row. Its words and what makes them legal.
 
-Slices are equal: zigzag cuts a row into 2*cp chunks (Megatron-Core asserts the same), contiguous into cp, and a mode
-that splits the sequence splits a slice once more. An exchange of tokens for heads needs whole heads on every rank.
-Sources: around.md 12.2, 14, 18.1.
+Slices are equal: zigzag cuts a row into 2*cp chunks (Megatron-Core asserts the same), contiguous into cp. A mode that
+splits the sequence splits a slice once more. An exchange of tokens for heads needs whole heads on every rank. Sources:
+around.md 12.2, 14, 18.1.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Data parallelism: what data ranks share, in which dtype gradients travel. Its words and what makes them legal.
 
-Buckets, ZeRO-1, float32 gradients and masters, and loss scaling are Megatron-Core's, ZeRO-2 and ZeRO-3 are torch's
+Buckets, ZeRO-1, float32 gradients and masters, and loss scaling are Megatron-Core's. ZeRO-2 and ZeRO-3 are torch's
 `fully_shard` (around.md 15), over tensor parallelism as both of them know it.
 """
 

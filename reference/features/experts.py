@@ -1,10 +1,10 @@
 """Experts: layers whose MLP is replaced by several, of which a router chooses some for every token. Words and rules.
 
-Ranks are numbered for the weights of experts as Megatron-Core numbers them: by the case's order, in which `etp` stands
-where tp does, `ep` in its own place, and `edp`, the ranks that hold the same part of the same experts, where dp does;
-cp is none of its axes. So tp*cp*dp ranks are etp*ep*edp ranks, and expert x lies where ep is x // (experts/ep).
-Sources: Megatron-Core 0.16.1 `MoELayer` and `parallel_state` (experts.md 21, 22); arXiv:2006.16668, 2401.06066,
-2408.15664, 2412.19437.
+Ranks are numbered for the weights of experts as Megatron-Core numbers them: by the case's order, with other axes. `etp`
+stands where tp does, `ep` in its own place, `edp` where dp does; cp is no axis of theirs. `edp` are the ranks that hold
+the same part of the same experts. So tp*cp*dp ranks are etp*ep*edp ranks, and expert x lies where ep is x //
+(experts/ep). Sources: Megatron-Core 0.16.1 `MoELayer` and `parallel_state` (experts.md 21, 22); arXiv:2006.16668,
+2401.06066, 2408.15664, 2412.19437.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OF_EXPERTS: Mapping[str, str] = {"tp": "etp", "dp": "edp"}
 
 
 def _where_learned(key: str, plain: float) -> Callable[[Mapping[str, Any]], Any]:
-    """What a word about the router's choice is where `routing=` is said: its own where the router chooses."""
+    """Value of a word about the router's choice where `routing=` is given: its own where the router chooses."""
     return lambda values: values[key] if values["routing"] == "learned" else plain
 
 
@@ -277,7 +277,7 @@ class Experts(Core):
             yield "order", rule, f"order={'-'.join([*words, 'pp'])}"
 
     def _beside(self) -> Iterator[Problem]:
-        """What is not implemented beside experts."""
+        """Problems of words that are not implemented beside experts."""
         if self.random == "stateful" and self.routing == "learned":
             rule = "draws masks that ranks alone know, and choices of the router, whose rows are sent, follow them"
             yield "random", rule, "random=field"

@@ -1,10 +1,10 @@
 """Latent attention: keys and values of all heads are projected from one short vector a token. Its words and rules.
 
-Lq, Lk = q_lora_rank, kv_lora_rank; n heads, each of dn + dr = qk_head_dim + qk_rope_dim features of a query and a key
-and dv = v_head_dim of a value. The dr rotary features of a key are one vector for all heads. Biases, norms and the
+Lq, Lk = q_lora_rank, kv_lora_rank; n heads. Each head has dn + dr = qk_head_dim + qk_rope_dim features of a query and a
+key and dv = v_head_dim of a value. The dr rotary features of a key are one vector for all heads. Biases, norms and the
 rotary pairs (i, i + dr/2) are those of the case. Sources: DeepSeek-V2 (arXiv:2405.04434) 2.1; Megatron-Core 0.16.1
-`MLASelfAttention`, whose local spec splits the down projections and whose Transformer-Engine spec repeats them on every
-rank (experts.md 23).
+`MLASelfAttention` (experts.md 23). Its local spec splits the down projections, and its Transformer-Engine spec repeats
+them on every rank.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Packing(Core):
 
     @property
     def full_rows(self) -> bool:
-        """Is every row text from end to end? Those of Megatron's models are, unpacked."""
+        """Whether every row is text from end to end, as those of Megatron's models are, unpacked."""
         return not self.packed and self.family not in ("internlm2", "llama")
 
     def problems(self) -> Iterator[Problem]:

@@ -1,8 +1,8 @@
 """Pipeline parallelism: the axis `pp`, whose ranks hold consecutive layers. Its words and what makes them legal.
 
-Ranks share layers as in Megatron-Core: those of the first and the last rank where they are stated, the rest evenly, and
-each splits its own evenly over its chunks. Its interleaved schedule runs groups of micro-batches, none smaller than pp.
-Where weights have ranks of their own (isp), these are of one stage, as in InternEvo, whose orders all end in pp.
+Ranks share layers as in Megatron-Core: those of the first and the last rank where they are stated, the rest evenly.
+Each rank splits its own evenly over its chunks. The interleaved schedule runs groups of micro-batches, none smaller
+than pp. Where weights have ranks of their own (isp), these are of one stage, as in InternEvo's orders.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ class PipelineParallel(Core):
 
     @property
     def table_is_copied(self) -> bool:
-        """Do the first and the last stage hold the token table, one for the embedding and one for the head, or for what
-        embeds behind the decoder?
+        """Whether the first and the last stage both hold the token table.
+
+        The first has it for the embedding, the last for the head, or for what embeds behind the decoder.
         """
         return self.pp > 1 and (self.tied or self.embeds_behind)
 

@@ -1,7 +1,7 @@
 """Prediction of further tokens: layers behind the decoder, each for the token one place further on. Words and rules.
 
-Depth k = 1..D embeds the tokens k places on, joins them with the hidden states of the depth before (of the decoder, for
-the first), and predicts the token k + 1 places on with the model's own embedding and head. The loss has
+Depth k = 1..D embeds the tokens k places on and joins them with the hidden states of depth k - 1 (0: the decoder). Then
+it predicts the token k + 1 places on with the model's own embedding and head. The loss has
 
     weight / D * sum over k of (sum of mask_k * loss_k over all tokens of the step) / (sum of mask_k over the same)
 

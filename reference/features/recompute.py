@@ -1,7 +1,7 @@
 """Recomputation: what backward computes again instead of saving it. Its words and what makes them legal.
 
-Sources: Megatron-Core 0.16.1 `TransformerConfig`, which refuses to distribute inputs that are split already, and whose
-uniform method fails on layers that are no whole number of units (around.md 16).
+Sources: Megatron-Core 0.16.1 `TransformerConfig`, which refuses to distribute inputs that are split already (around.md
+16). Its uniform method fails on layers that are no whole number of units.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which ranks make a group: rank orders, a layout of several over the same ranks, a pipeline. It loads no torch.
+"""Groups of ranks: rank orders, a layout of several over the same ranks, a pipeline. No torch is loaded.
 
 orders      ranks numbered by axes, fastest first              `RankOrder`
 layouts     the rank orders of one system over the same ranks  `Layout`

@@ -31,8 +31,8 @@ class RankOrder:
     def of(cls, order: str, sizes: Mapping[str, int]) -> RankOrder:
         """The mesh of an order string such as "tp-cp-dp-pp", in any letter case.
 
-        An axis of size 1 may be left out of the order. Raises CaseError for an unknown or repeated word, for a left out
-        axis of more than one rank and for a size that is no whole number of at least 1.
+        An axis of size 1 may be left out of the order. Raises CaseError for an unknown or repeated word, and for a left
+        out axis of more than one rank. A size that is no whole number of at least 1 raises it too.
         """
         for axis, size in sizes.items():
             check_size(axis, size)
@@ -101,7 +101,7 @@ class RankOrder:
         return sum(places.get(axis, 0) * stride for axis, _, stride in self._strides())
 
     def divided(self, axis: str, **parts: int) -> RankOrder:
-        """The same ranks with one axis divided into levels of these sizes, the fastest first.
+        """These ranks with one axis divided into levels of these sizes, the fastest first.
 
         Raises CaseError for an unknown axis, and when the sizes do not multiply to the axis' own.
         """

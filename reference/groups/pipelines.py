@@ -17,7 +17,7 @@ from reference.groups.orders import check_size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineGroup:
-    """One pipeline: `ranks` are global ranks, stage by stage; each holds `chunks` chunks of the model.
+    """A pipeline: `ranks` are global ranks, stage by stage; each holds `chunks` chunks of the model.
 
     Raises CaseError for no ranks, and for more than one chunk on a single stage.
     """
@@ -86,8 +86,8 @@ class PipelineGroup:
     def embedding_ranks(self, *, tied: bool = True, prediction: Iterable[int] = ()) -> tuple[int, ...]:
         """The ranks that hold the word embedding, in ascending order: its gradient is summed over them.
 
-        These are the first stage, the last if its head is tied to the embedding, and those of the virtual stages with
-        multi-token prediction layers, which embed tokens again. Raises CaseError for an unknown virtual stage.
+        These are the first stage, the last if its head is tied to the embedding, and the virtual stages with
+        multi-token prediction layers. Prediction layers embed tokens again. Raises CaseError for an unknown one.
         """
         return tuple(sorted({self.ranks[stage % len(self.ranks)] for stage in self._embedding(tied, prediction)}))
 
@@ -96,9 +96,9 @@ class PipelineGroup:
     ) -> bool:
         """Whether a rank holds the word embedding, in any of its chunks; with `chunk`, whether that chunk does.
 
-        Megatron-Core's is_rank_in_embedding_group knows the first and the last stage alone: it is true for every chunk
-        of a stage between, and false for a last member that is not the last stage. Raises CaseError for an unknown
-        rank, chunk or virtual stage.
+        Megatron-Core's is_rank_in_embedding_group knows the first and the last stage alone. There every chunk of a
+        stage between is in the group, and a last member that is not the last stage is not. Raises CaseError for an
+        unknown rank, chunk or virtual stage.
         """
         if chunk is None:
             self.stage(rank)

@@ -1,4 +1,4 @@
-"""What every case has, with or without features. It loads no torch.
+"""Words of every case, with or without features. No torch is loaded.
 
 words   how a word of the case language is declared, read and written
 modes   `MODES`: how a model may be split, one entry for each value of `mode=`

@@ -177,8 +177,9 @@ class Core:
         return x_BSH
 
     def replaced(self, _layer: int) -> dict[str, str]:
-        """Branch of this layer, "attention" or "mlp" -> the feature that has another one in its place: its parameters
-        and mathematics are `reference.model.branches.FEATURE`, its module is that of `Parts.branches`.
+        """Branch of this layer, "attention" or "mlp" -> the feature that has another one in its place.
+
+        Its parameters and mathematics are `reference.model.branches.FEATURE`, its module is that of `Parts.branches`.
         """
         return {}
 

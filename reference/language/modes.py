@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mode:
-    """One way to split a model over ranks.
+    """A way to split a model over ranks.
 
     system          whose it is
     heads           forms of head=, the default first

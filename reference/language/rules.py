@@ -17,7 +17,7 @@ from reference.language.modes import whose
 from reference.language.words import LARGEST_SIZE, Problem, legal_values, multiple
 
 _EMBEDDINGS = {"whole": "leaves it whole", "vocab": "splits the vocabulary"}
-"""What a mode does with the token table that has one form of it alone."""
+"""Treatment of the token table by a mode that has one form of it alone."""
 LARGEST_SEED = 2**64 - 1
 
 

@@ -28,8 +28,9 @@ _LEGAL = {bool: "true|false", int: "at least 1"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meaning:
-    """One word of the case language. `default` is written as in a case, "" is no value; `follows` are the words from
-    which the value is derived when one of them is given and this word is not.
+    """A word of the case language. `default` is written as in a case, "" is no value.
+
+    `follows` are the words from which the value is derived when one of them is given and this word is not.
     """
 
     name: str

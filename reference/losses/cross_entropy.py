@@ -1,8 +1,8 @@
 """Cross entropy with loss mask, ignored labels (-100) and label smoothing, as sums over tokens.
 
 A token counts when its label is not -100, with the weight of its loss mask. Sums, never means: whoever has seen every
-micro-batch and data rank divides by the global count. Source of the smoothing: Megatron-LM's definition, the target
-gets 1 - a and every other of the V classes a / (V - 1), with V the true vocabulary (modes of padding never count).
+micro-batch and data rank divides by the global count. Smoothing follows Megatron-LM's definition: the target gets 1 - a
+and every other of the V classes a / (V - 1). V is the true vocabulary (modes of padding never count).
 """
 
 from __future__ import annotations

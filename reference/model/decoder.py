@@ -83,7 +83,7 @@ def logits(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Pass:
-    """One forward pass: each method is one module and gets its dotted name."""
+    """A forward pass: each method is one module and gets its dotted name."""
 
     case: Case
     weights: Mapping[str, Tensor]

@@ -1,4 +1,4 @@
-"""What of a case the dense model reads: cases that differ in how the work is split are one case to it."""
+"""The part of a case that the dense model reads: cases that differ in how the work is split are equal to it."""
 
 from __future__ import annotations
 

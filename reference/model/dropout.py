@@ -1,9 +1,9 @@
-"""What dropout keeps in the dense model: the field's masks, or those that an implementation drew.
+"""Dropout in the dense model: the field's masks, or those that an implementation drew.
 
 A site is "embedding", "layers.{i}.attention", "layers.{i}.mlp" (hidden states [S, H] of a sample) or
-"layers.{i}.attention.shares" (its softmax [N, S, S]); behind the decoder "prediction.{k}" has the same, its layer being
-"prediction.{k}.layer". Sample number of a step: number of the micro-batch times its rows, plus the row; a packed row is
-one sample. Source: arXiv:1207.0580; the sites are those of Megatron-LM's GPT.
+"layers.{i}.attention.shares" (its softmax [N, S, S]). Behind the decoder "prediction.{k}" has the same sites, its layer
+being "prediction.{k}.layer". Sample number of a step: number of the micro-batch times its rows, plus the row; a packed
+row is one sample. Source: arXiv:1207.0580; the sites are those of Megatron-LM's GPT.
 """
 
 from __future__ import annotations

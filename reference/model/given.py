@@ -1,4 +1,4 @@
-"""What the dense model cannot know and is given: masks and initial values that an implementation drew.
+"""Values that the dense model cannot know and is given: masks and initial values that an implementation drew.
 
 They reach every function of the dense model that a function with `takes_given` calls, what-ifs included.
 """

@@ -1,10 +1,10 @@
 """The mathematics of the layers, written plainly: tensors in, tensors out, no state.
 
-Shape suffixes: B rows, S tokens of a row, H hidden, F ffn, N query heads, K kv heads, G query heads of one kv head
-(N = K*G), D head_dim, V vocab, E any width. Matrix products run in the tensors' dtype; statistics (norms, softmax) run
-in `wide` of it. Sources: layer norm, arXiv:1607.06450; RMSNorm, arXiv:1910.07467; rotary positions, arXiv:2104.09864
-with the rotate-half pairing of Hugging Face Llama; grouped queries, arXiv:2305.13245; SwiGLU, arXiv:2002.05202;
-tanh GELU as GPT-2's `gelu_new`.
+Shape suffixes: B rows, S tokens of a row, H hidden, F ffn, D head_dim, V vocab, E any width. N query heads, K kv heads,
+G query heads of one kv head (N = K*G). Matrix products run in the tensors' dtype; statistics (norms, softmax) run in
+`wide` of it. Sources: layer norm, arXiv:1607.06450; RMSNorm, arXiv:1910.07467; grouped queries, arXiv:2305.13245;
+SwiGLU, arXiv:2002.05202; tanh GELU as GPT-2's `gelu_new`. Rotary positions: arXiv:2104.09864 with the rotate-half
+pairing of Hugging Face Llama.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a training log says beside the loss (metric=true): right tokens, tokens, log-likelihood, loss by dataset.
+"""Values of a training log beside the loss (metric=true): right tokens, tokens, log-likelihood, loss by dataset.
 
 Sums over the tokens that count, of one data rank and the whole run. A token is right when no logit exceeds its label's;
 label smoothing takes no part. Numbers in the loss's dtype, counts int64.

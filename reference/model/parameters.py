@@ -57,9 +57,8 @@ def _shapes(case: Case) -> dict[str, Shape]:
 def full(case: Case, name: str, *, device: torch.device | str = "cpu") -> Tensor:
     """The full value of one parameter in the case's dtype; on the meta device its shape alone, at no cost.
 
-    Drawn uniformly in float64 from a generator seeded with sha256(seed, name), with init=field as `initial` says, then
-    rounded, so that every dtype, mode and mesh starts from the same numbers; with `load=` as the checkpoint has it.
-
+    Values are drawn uniformly in float64 from a generator seeded with sha256(seed, name), with init=field as in
+    `initial`, then rounded. So every dtype, mode and mesh starts from the same numbers. `load=` has the checkpoint's.
     Raises ValueError for a name that the case does not have, and for init=shard, which leaves them to each rank.
     """
     if torch.device(device).type == "meta":
@@ -68,10 +67,10 @@ def full(case: Case, name: str, *, device: torch.device | str = "cpu") -> Tensor
 
 
 def drawn(case: Case, name: str) -> Tensor:
-    """The same on the CPU, drawn once and shared by all callers, so it must not be written to.
+    """The full value of a parameter on the CPU, shared by all callers: never written to.
 
-    Those of one model are kept, until another one is drawn. Raises ValueError for a name that the case does not have,
-    and CaseError where init=shard leaves the values to each rank.
+    Parameters of one model are kept, until another one is drawn. Raises ValueError for a name that the case does not
+    have, and CaseError where init=shard leaves the values to each rank.
     """
     shape, dtype = _shape(case, name), dtype_of(case)
     if case.load:
@@ -94,8 +93,9 @@ def drawn(case: Case, name: str) -> Tensor:
 
 
 class LastRead(Mapping[str, Tensor]):
-    """Every full weight of the case, as `weights` has them, for one who reads each once and probably is the last to:
-    a large one is not kept after that.
+    """Every full weight of the case, as `weights` has them, for a caller who reads each once.
+
+    The caller probably is the last: a large weight is not kept after that.
     """
 
     def __init__(self, case: Case, device: torch.device) -> None:
@@ -172,7 +172,7 @@ def _scaled(name: str, unit: Tensor) -> Tensor:
 
 
 def _away(unit: Tensor) -> Tensor:
-    """The same signs with magnitudes in [1/4, 1): nothing near 0."""
+    """These signs with magnitudes in [1/4, 1): nothing near 0."""
     return (0.25 + 0.75 * unit.abs()).copysign(unit)
 
 

@@ -1,8 +1,8 @@
 """Activations and their gradients: every module's output in micro-batch 0 of step 0, on all data ranks.
 
-`act/<module>` is the output, `act_grad/<module>` the gradient in it of its micro-batch's SUMMED loss (over counted
-tokens, not yet divided; times the first step's loss scale). Both are [dp*batch, seq, width], packed
-[dp, batch*seq, width]; outputs per head are flattened to one width.
+`act/<module>` is the output, `act_grad/<module>` the gradient in it of its micro-batch's SUMMED loss. The loss is over
+counted tokens, not yet divided; times the first step's loss scale. Both are [dp*batch, seq, width], packed [dp,
+batch*seq, width]; outputs per head are flattened to one width.
 """
 
 from __future__ import annotations

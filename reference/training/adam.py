@@ -1,11 +1,11 @@
-"""What Adam may make of gradients within rounding of zero: how far a right parameter may be from the dense model's.
+"""Range of Adam under gradients within rounding of zero: how far a right parameter may be from the dense model's.
 
-Adam divides a gradient by its own size, so that one that is zero in exact arithmetic (the bias of a key: a softmax
-does not see it) becomes a full step out of nothing but rounding. With p, m, v before a step and its gradient g,
+Adam divides a gradient by its own size. A gradient that is zero in exact arithmetic, as that of a key's bias (unseen by
+the softmax), becomes a full step out of rounding. With p, m, v before a step and its gradient g,
 
     p' = p (1 - lr decay) - lr f(g)        f(g) = (b1 m + (1 - b1) g) / c1 / (sqrt((b2 v + (1 - b2) g^2) / c2) + eps)
 
-where c = 1 - b^(step + 1). Every element's g is known up to a noise n; the slack is the most by which lr f differs from
+where c = 1 - b^(step + 1). Every element's g is known up to a noise n. The slack is the most by which lr f differs from
 its value at g anywhere in [g - n, g + n]. f has at most two stationary points, so its extremes are among five values.
 Away from zero that is next to nothing. Source: Kingma & Ba 2015; torch.optim.AdamW for eps and decoupled decay.
 """
@@ -24,8 +24,10 @@ from reference.model.parameters import shapes
 BETAS = (0.9, 0.999)
 EPS = 1e-8
 FLOAT64_NOISE = 1e-12
-"""By how much rounding moves a gradient in float64, in units of the largest rms of a gradient: a thousandth of what the
-gradient itself is allowed. In other dtypes control runs show it, and one epsilon is its floor."""
+"""Noise of a gradient in float64, in units of the largest rms of a gradient: a thousandth of its own tolerance.
+
+In other dtypes control runs show it, and one epsilon is its floor.
+"""
 _CONTROL_FACTOR = 6.0
 """A right gradient may be this many times further from the truth than that of the worst control run."""
 
@@ -73,8 +75,10 @@ def rounding_slack(g: Tensor, noise: Tensor, mean: Tensor, square: Tensor, step:
 
 
 def _stationary(mean: Tensor, square: Tensor, c2: float) -> list[Tensor]:
-    """Where f' = 0: with a = b1 m, b = 1 - b1, c = b2 v / c2, d = (1 - b2) / c2 and s = sqrt(c + d g^2), at
-    b s (s + eps) = (a + b g) d g, that is s = (a d g - b c) / (b eps): a square equation in g. 0 where there is none.
+    """Zeros of f', 0 where there is none.
+
+    With `a = b1 m, b = 1 - b1, c = b2 v / c2, d = (1 - b2) / c2` and `s = sqrt(c + d g^2)`, they are at `b s (s + eps)
+    = (a + b g) d g`. Hence `s = (a d g - b c) / (b eps)`, a square equation in g.
     """
     b1, b2 = BETAS
     a, b, c, d = b1 * mean, 1 - b1, b2 * square / c2, (1 - b2) / c2

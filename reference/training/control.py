@@ -1,14 +1,14 @@
 """The control run: the same dense training with every sum taken in another order, in the run dtype.
 
-How far it lands from the truth is how far rounding alone may carry a right implementation: each contraction is cut into
-as many partial sums as the case has ranks along its split, in both directions (inputs for the forward, outputs for the
-gradient of the input, tokens for the gradient of the weight; in attention features of a head and keys), each partial
-sum is rounded to the run dtype, and the partial sums and the micro-batches add up last first. Nothing here is parallel:
-it is one process and dense weights.
+The distance of its outcome from the truth is how far rounding alone may carry a right implementation. Each contraction
+is cut into as many partial sums as the case has ranks along its split, in both directions. The cut is along inputs for
+the forward, outputs for the gradient of the input, tokens for the gradient of the weight. In attention features of a
+head and keys are cut. Each partial sum is rounded to the run dtype, and the partial sums and the micro-batches add up
+last first. Nothing here is parallel: one process has dense weights.
 
-Sums that torch's own kernels add one term after the other are taken by these, for no order rounds more: the gradients
-of a norm's weight and bias, row by row into one accumulator (aten/src/ATen/native/cpu/layer_norm_kernel.cpp), and the
-squares of a gradient in its norm (`torch.linalg.vector_norm`, which `clip_grad_norm_` takes).
+Sums that torch's own kernels add one term after the other are taken by these, for no order rounds more. They are the
+gradients of a norm's weight and bias, row by row into one accumulator (aten/src/ATen/native/cpu/layer_norm_kernel.cpp).
+The squares of a gradient in its norm are such a sum too (`torch.linalg.vector_norm`, which `clip_grad_norm_` takes).
 """
 
 from __future__ import annotations
@@ -85,11 +85,10 @@ def split_attention(
 def merged_attention(
     q_BSND: Tensor, k_BSKD: Tensor, v_BSKD: Tensor, visible_SS: Tensor, keep_BNSS: Tensor | None = None, *, parts: int
 ) -> Tensor:
-    """Attention as where blocks of keys are merged: a share is exp(score - log sum exp), and the gradient of a score
-    takes off sum(dO * O).
+    """Attention as where blocks of keys are merged: a share is exp(score - log sum exp).
 
-    Of large scores that rounds more than a softmax does, which takes off the largest one first. Source:
-    FlashAttention-2 (arXiv:2307.08691), whose backward context parallelism has.
+    The gradient of a score takes off sum(dO * O). Of large scores that rounds more than a softmax does, which takes off
+    the largest one first. Source: FlashAttention-2 (arXiv:2307.08691), whose backward context parallelism has.
     """
     score_BNSS, v_BNSD = _scores(q_BSND, k_BSKD, v_BSKD, visible_SS, parts)
     context_BNSD: Tensor = _Merged.apply(score_BNSS, v_BNSD, keep_BNSS, parts)
@@ -153,8 +152,9 @@ def _product(x_TE: Tensor, rows_FE: Tensor) -> Tensor:
 
 
 def split_norm(x_BSE: Tensor, weight: Tensor, bias: Tensor | None, *, parts: int) -> Tensor:
-    """The norm by torch's kernel and `parts` blocks of tokens: the gradients of its parameters are `parts` sums of rows
-    that are added one after the other.
+    """The norm by torch's kernel and `parts` blocks of tokens.
+
+    The gradients of its parameters are `parts` sums of rows that are added one after the other.
     """
     exact = wide(x_BSE.dtype)
 

@@ -1,7 +1,7 @@
 """Whether the dense model itself stays where training can be judged, and with which learning rate it would.
 
-Where the loss grows without bound there is nothing to compare an implementation with: the request is refused, with the
-step in which the dense model diverges and a learning rate with which it was seen not to.
+Where the loss grows without bound there is nothing to compare an implementation with, so the request is refused. The
+refusal names the step in which the dense model diverges and a learning rate with which it was seen not to.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the dense model cannot know and must be given: masks and initial values that an implementation drew."""
+"""Values that the dense model cannot know and must be given: masks and initial values that an implementation drew."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def known(case: Case) -> Case:
 
 
 def drawn(case: Case) -> dict[str, Tensor]:
-    """What of a case is random, as an outcome has it: masks, and initial values that are Megatron's."""
+    """Random values of a case, as an outcome has them: masks, and initial values that are Megatron's."""
     names = [f"mask/{step}/{site}" for step in range(case.steps) for site in sites(case)]
     found = masks(case) if case.random == "field" else {name: given_now()[name] for name in names}
     if case.init == "whole":

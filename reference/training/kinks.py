@@ -1,9 +1,9 @@
-"""What a relu may do to gradients where rounding decides: the dense model, its kink moved a little to each side.
+"""Effect of a relu on gradients where rounding decides: the dense model, its kink moved a little to each side.
 
-The value of a relu hardly changes near zero; its derivative jumps from 0 to 1. An element that lies within rounding of
-zero passes its gradient on in one right implementation and not in the next, and no control run need flip that same one.
-Here all elements within BAND epsilons of the run dtype, in units of the rms of the tensor, are taken to one side in
-backward. What gradients change by is what the kink alone may change in one element; float64 has no such elements.
+The value of a relu hardly changes near zero; its derivative jumps from 0 to 1. An element within rounding of zero
+passes its gradient on in one right implementation and not in the next. No control run need flip that same element. Here
+all elements within BAND epsilons of the run dtype, in units of the rms of the tensor, are taken to one side in
+backward. The change of gradients is what the kink alone may change in one element; float64 has no such elements.
 """
 
 from __future__ import annotations

@@ -64,20 +64,20 @@ class LossScale:
         raise CaseError("loss_scale", self.case.loss_scale, rule, f"loss_scale={legal}")
 
     def outcome(self, step: int, *, skipped: bool) -> dict[str, Tensor]:
-        """What an outcome holds of the step's scale; nothing without a scaler."""
+        """Values of the step's scale in an outcome; nothing without a scaler."""
         if self.case.scaler == "none":
             return {}
         return {f"loss_scale/{step}": torch.tensor(self.value), f"skipped/{step}": torch.tensor(int(skipped))}
 
     def saved(self) -> dict[str, Tensor]:
-        """What a checkpoint of the case must hold of it now: "saved/loss_scale", float64 [3] as `train.loss_scale`."""
+        """State of the scale in a checkpoint of the case: "saved/loss_scale", float64 [3] as `train.loss_scale`."""
         if self.case.scaler == "none" or not self.case.save:
             return {}
         held = [self.value, self.finite, HYSTERESIS - self.infinite]
         return {"saved/loss_scale": torch.tensor(held, dtype=torch.float64)}
 
     def update(self, *, skipped: bool) -> None:
-        """What the step makes of the scale."""
+        """Change the scale as the step does."""
         if self.case.scaler != "dynamic":
             return
         if skipped:

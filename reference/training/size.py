@@ -14,7 +14,7 @@ from reference.language.words import declared
 from reference.model.parameters import shapes
 
 _COPIES = 4
-"""What `train` holds of every weight: the one given, the trained one, its gradient, that of step 0."""
+"""Copies of every weight in `train`: the given one, the trained one, its gradient, that of step 0."""
 _FIELDS = 4
 """Tensors of a batch that have an element a token: tokens, labels, positions, loss mask."""
 _SIZES = ("layers", "seq", "batch", "micro", "steps", "dp", "vocab", "ffn", "hidden")

@@ -7,8 +7,8 @@
     saved/steps                       save=: all steps that were run by then, those before `load=` among them
     saved/step_after/<step>/<param>   save=, adamw: the steps that changed the parameter, as torch counts them
 
-From the state that an implementation returns, the dense model takes the next step by itself, so that rounding of one
-step is all that is compared: training amplifies none of it, however many steps there are. Shapes are the parameters'.
+From the state that an implementation returns, the dense model takes the next step by itself. So only the rounding of
+one step is compared: training amplifies none of it, however many steps there are. Shapes are the parameters'.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ def after(
 def saved(
     case: Case, outcome: Mapping[str, Tensor], parameters: Mapping[str, Tensor], stepper: torch.optim.Optimizer
 ) -> dict[str, Tensor]:
-    """What the checkpoint that the case saves must hold, as "saved/<name>", of an outcome, and of counts of what is
-    stepped; nothing without `save=`.
+    """Content of the checkpoint that the case saves, as "saved/<name>" of an outcome; nothing without `save=`.
+
+    Counts of the optimizer's steps are included.
     """
     if not case.save:
         return {}

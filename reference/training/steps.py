@@ -1,6 +1,6 @@
 """Training: m micro-batches of every data rank for k steps, and the outcome under its canonical names.
 
-Every mean is taken over all counted tokens of a step, whatever micro-batch or data rank they lie in: gradients are the
+Every mean is taken over all counted tokens of a step, whatever micro-batch or data rank they lie in. Gradients are the
 sum of the micro-batches' summed-loss gradients divided by the step's token count. Optimizers are torch's own: SGD with
 learning rate `lr`, AdamW with weight decay 0.01.
 """
@@ -32,24 +32,25 @@ LARGEST_LOGITS = 2**24
 """Elements of the full logits of one step above which an outcome leaves them out."""
 WEIGHT_DECAY = 0.01
 Clipping = Callable[[Mapping[str, Tensor], Tensor, float], None]
-"""What becomes of all gradients, in place, given their norm and the case's largest one."""
+"""Change all gradients, in place, given their norm and the case's largest one."""
 
 
 class Feed(Protocol):
     """Where micro-batches come from: `reference.data.batches.micro_batch`, or rows that a test drew itself."""
 
     def __call__(self, case: Case, step: int, micro: int, dp_rank: int, /, *, device: torch.device) -> Batch:
-        """That micro-batch of that data rank, on the device."""
+        """Micro-batch of a data rank, on the device."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sums:
-    """What one step's forwards add up to: scalars, logits [dp*micro*batch, seq, vocab] or None when too large, the
-    metric of every data rank, when the case has one, and the activations of micro-batch 0 when they are observed.
+    """Sums of one step's forwards: scalars, logits, metric and activations.
 
-    `largest`, with a loss scale: the largest scaled gradient of a logit, and of a parameter after any micro-batch.
-    `counts`: integers that branches leave (`reference.model.branches`), rows as those of the logits.
+    Logits are [dp*micro*batch, seq, vocab] or None when too large. The metric is of every data rank, when the case has
+    one; activations are of micro-batch 0, when observed. `largest`, with a loss scale: the largest scaled gradient of a
+    logit, and of a parameter after any micro-batch. `counts`: integers that branches leave
+    (`reference.model.branches`), rows as those of the logits.
     """
 
     loss: Tensor
@@ -77,9 +78,9 @@ def train(
     """The outcome of training these full weights on their device and in their dtype, or in the one given.
 
     `last_first` adds the micro-batches' gradients in reversed order; `decay` and `clipping` are for what-ifs. `states`,
-    when given, are the states after all steps but the last (see reference.states): every step begins at the one before
-    it and not at what the model itself came to. `observed` adds the activations (see reference.activations). The
-    weights given are left as they are.
+    when given, are the states after all steps but the last (see reference.states). Every step then begins at the given
+    state before it and not at the model's own. `observed` adds the activations (see reference.activations). The weights
+    given are left as they are.
     """
     parameters = {
         name: weight.detach().to(dtype or weight.dtype, copy=True).requires_grad_() for name, weight in weights.items()
@@ -124,7 +125,7 @@ def train(
 
 
 def _summed_up(sums: Sums, step: int) -> dict[str, Tensor]:
-    """What an outcome has of a step's forwards."""
+    """Entries of an outcome about a step's forwards."""
     found = {f"tokens/{step}": sums.tokens.long(), f"loss/{step}": sums.loss / sums.tokens}
     found |= {} if sums.logits is None else {f"logits/{step}": sums.logits}
     return found | {name.replace("/", f"/{step}/", 1): counts for name, counts in sums.counts.items()}
@@ -146,7 +147,7 @@ def _begun(
 
 
 def _trained(case: Case, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What the optimizer steps: the parameters, or with `master=float32` copies in at least that dtype."""
+    """Tensors that the optimizer steps: the parameters, or with `master=float32` copies in at least that dtype."""
     if case.master == "none":
         return parameters
     return {name: weight.detach().to(wide(weight.dtype), copy=True) for name, weight in parameters.items()}

@@ -1,7 +1,7 @@
 """The dense subject: the case on one rank, without torch.distributed, and the truth that every subject is held against.
 
-The truth of a low-precision case is computed in float64 from the weights rounded to the case's dtype, so that a
-subject is charged for its arithmetic only, never for the rounding of what it was given.
+The truth of a low-precision case is computed in float64 from the weights rounded to the case's dtype. So a subject is
+charged for its arithmetic only, never for the rounding of its inputs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def subject(case: Case, device: torch.device) -> dict[str, Tensor]:
 
 @takes_given
 def truth(case: Case, device: torch.device, *, states: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The same outcome and the activations (see reference.activations), with all arithmetic in float64.
+    """Outcome and activations (see reference.activations), with all arithmetic in float64.
 
     `given`: what it must be given, by name (see reference.training.given).
     `states`: those that an implementation returned, from which every step begins (see reference.states). Without them
@@ -47,7 +47,7 @@ def activations(case: Case, device: torch.device) -> dict[str, Tensor]:
 
 
 def true_activations(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """The same activations with all arithmetic in float64; for float64 cases they are `activations`."""
+    """Activations with all arithmetic in float64; for float64 cases they are `activations`."""
     from reference.training.activations import observe  # noqa: PLC0415
 
     return observe(case, _exact(weights(case, device)))

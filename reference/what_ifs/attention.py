@@ -1,7 +1,6 @@
 """What-ifs of attention whose heads are exchanged for sequence: what moves, or comes back, otherwise.
 
-Letters: B rows, S tokens, s = S/p, N query heads, K kv heads, D head dim, p
-ranks.
+Letters: B rows, S tokens, s = S/p, N query heads, K kv heads, D head dim, p ranks.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ def _both_ways(parts: int, to_heads: _Move, to_tokens: _Move) -> _Attention:
 
 
 def _joined_tokens(x: Tensor, parts: int) -> Tensor:
-    """What arrives for each part of the heads lies source by source, and is read as rows of tokens."""
+    """Read each part of the heads, which arrives source by source, as rows of tokens."""
     own = [part.unflatten(1, (parts, -1)).movedim(1, 0).reshape(part.shape) for part in x.chunk(parts, 2)]
     return torch.cat(own, 2)
 
 
 def _joined_heads(x: Tensor, parts: int) -> Tensor:
-    """What comes back for each part of the tokens lies source by source, and is read as heads side by side."""
+    """Read each part of the tokens, which comes back source by source, as heads side by side."""
     own = [torch.stack(part.chunk(parts, 2)).reshape(part.shape) for part in x.chunk(parts, 1)]
     return torch.cat(own, 1)
 

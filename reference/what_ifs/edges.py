@@ -1,8 +1,7 @@
 """What-ifs of a split vocabulary whose ranges are one row off: in the lookup of tokens, and in that of labels.
 
-A reading ends in the number of parts. In every part the first or the last row is left out, or the row beside its range
-counts in it too, as the nearest one that it has.
-Letters: B rows, S tokens, H hidden, V vocabulary.
+A reading ends in the number of parts. In every part the first or the last row is left out. Or the row beside its range
+counts in it too, as the nearest one that it has. Letters: B rows, S tokens, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ def _summed(case: Case, batch: Batch, x_BSV: Tensor, lookup: _Lookup, ends: list
 
 
 def _without_last(case: Case, batch: Batch, x_BSV: Tensor) -> Tensor:
-    """The same when the last token of the vocabulary is taken for padding."""
+    """The summed loss when the last token of the vocabulary is taken for padding."""
     x_BSV = x_BSV[..., :-1] - x_BSV[..., :-1].amax(-1, keepdim=True)
     known = (batch.labels >= 0) & (batch.labels < case.vocab - 1)
     hit = x_BSV.gather(-1, batch.labels.where(known, 0)[..., None])[..., 0] * known

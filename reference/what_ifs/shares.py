@@ -1,4 +1,4 @@
-"""What a diagnosis computes with the dense model: the share of every micro-batch in a gradient.
+"""Shares of every micro-batch in a gradient: a diagnosis computes them with the dense model.
 
 A wrong gradient that is a sum of these shares with other weights shows which micro-batches or data ranks it counts
 wrongly. All arithmetic is in float64.

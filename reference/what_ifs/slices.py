@@ -1,9 +1,8 @@
 """What-ifs of context slices: their tokens taken for other places of the row, or their labels shifted inside of them.
 
-Context rank r of c holds the chunks r and 2c-1-r of 2c (zigzag) or chunk r of c
-(contiguous) of every row. A token has a place in the row, one in its slice, and one in all slices end to end, which is
-where a gather or an exchange leaves it: the order of the ranks.
-Sources: around.md 12.2, 14.2 and 19 (cp-contiguous-rope); torchtitan #792, #2780.
+Context rank r of c holds the chunks r and 2c-1-r of 2c (zigzag) or chunk r of c (contiguous) of every row. A token has
+a place in the row, one in its slice, and one in all slices end to end. A gather or an exchange leaves tokens in this
+last order, that of the ranks. Sources: around.md 12.2, 14.2 and 19 (cp-contiguous-rope); torchtitan #792, #2780.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ _LAST: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "without_one": lambda tokens, labels: torch.full_like(labels[:, -1:], IGNORED),
     "the_first_token": lambda tokens, labels: tokens[:, :1],
 }
-"""What becomes of the label of a slice's last token -> (tokens, labels [B, s]) -> that label [B, 1]."""
+"""Reading -> the label of a slice's last token from (tokens, labels [B, s]), [B, 1]."""
 
 
 def _shifted(slices: list[Tensor], last: str) -> Feed:

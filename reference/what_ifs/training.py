@@ -21,7 +21,7 @@ _Told = Iterator[tuple[str, Mapping[str, Tensor]]]
 
 
 def _training(trained: Callable[[Dense], Mapping[str, Tensor] | None], *kinds: str) -> Experiment:
-    """What the outcome of another training says of these kinds behind the first step, all by default."""
+    """The outcome of another training behind the first step: names of these kinds, all by default."""
 
     def experiment(dense: Dense) -> _Told:
         if outcome := trained(dense):

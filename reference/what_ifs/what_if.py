@@ -76,7 +76,7 @@ class WhatIf:
     names_readings: bool = False
 
     def readings(self, case: Case, device: torch.device, *, given: Mapping[str, Tensor] | None = None) -> Broken:
-        """What the dense model computes; {} where the rule makes no difference in this case."""
+        """The outcome by each reading; {} where the rule makes no difference in this case."""
         found: Broken = {}
         with holding(given):
             for reading, tensors in self.experiment(Dense(case, device)):

@@ -1,9 +1,8 @@
 """`shardproof checkpoint`: two checkpoints of any layouts, compared full tensor by full tensor; `shardproof slice`.
 
-Of checkpoint the exit status is 0 where every tensor agrees, 1 where one differs (six lines on the first), 2 where a
-folder holds no whole checkpoint. slice prints what
-every rank holds of each tensor of a model, and a checkpoint cut and joined again; ranges are first-last, both included.
-Both come from `parallel`, found by name as a subject is.
+Of checkpoint the exit status is 0 where every tensor agrees and 1 where one differs (six lines on the first). Without a
+whole checkpoint in a folder it is 2. slice prints what every rank holds of each tensor of a model, and a checkpoint cut
+and joined again. Ranges are first-last, both included. Both come from `parallel`, found by name as a subject is.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def compared_table(found: Any) -> Table:
 
 
 def six_lines(found: Any, a: str, b: str) -> str:
-    """What differs first, where, by how much, the ranks that wrote it, why, and the command that repeats it."""
+    """First difference: where, by how much, the ranks that wrote it, why, and the command that repeats it."""
     first = found.first
     lines = {
         "what": first.what,
@@ -114,8 +113,9 @@ def slice_main(arguments: argparse.Namespace) -> int:
 
 
 def rows(made: Iterable[Any], tp: int) -> pd.DataFrame:
-    """tensor, made_of, whole, dim, rank ("all" for what is whole), holds, part (shape on the rank), cut: a row for each
-    rank of each tensor; the words of a tensor stand in its first row only.
+    """Rows for each rank of each tensor; the words of a tensor stand in its first row only.
+
+    tensor, made_of, whole, dim, rank ("all" for what is whole), holds, part (shape on the rank), cut.
     """
     found = []
     for one in made:
@@ -161,7 +161,7 @@ def checked_table(checked: Any) -> Table:
 
 
 def _tell(checked: Any, files: Sequence[str], tp: int) -> int:
-    """What became of a checkpoint, and the exit status."""
+    """Print the result of a checkpoint; returns the exit status."""
     if checked is None:
         return 0
     show_table(checked_table(checked), sys.stdout)

@@ -1,6 +1,6 @@
 """`shardproof doctor`: what this machine offers, what would be skipped here, and why.
 
-`inspect` looks, `judge` turns what it saw into rows; nothing is started and nothing is changed. Whatever is missing or
+`inspect` looks, `judge` turns what it saw into rows; nothing is started and nothing is changed. Anything missing or
 broken is a row: a package is imported where its row is made, and the row holds what the import raises.
 """
 
@@ -21,30 +21,32 @@ from harness.errors import error_text
 T = TypeVar("T")
 OLDEST_PYTHON = (3, 11)
 NEEDED = ("numpy", "pandas", "rich", "matplotlib", "hypothesis", "pytest")
-"""What shardproof imports beside torch and nvtx."""
+"""Packages that shardproof imports beside torch and nvtx."""
 PEERS = {
     "transformers": "skipped: tests that compare with Hugging Face models (extra `peers`)",
     "megatron-core": "skipped: tests that compare with Megatron-Core (extra `peers`)",
     "deepspeed": "a subject that imports it cannot run here",
 }
 """Other implementations, and what follows when one is not installed."""
+CHECKOUTS = {"PICOTRON": "picotron", "NANOTRON": "nanotron", "INTERNEVO": "InternEvo"}
+"""Variables that name checkouts, and the systems that are imported from there."""
 POOL = {
     "gloo": "--engine pool runs ranks as processes, which are kept and compared call by call",
     "nccl": "--engine pool --device cuda does so with a GPU a rank",
 }
-"""What a backend is good for when it is there."""
+"""Use of a backend that is there."""
 _PROFILED = "`run --profile nsys` rebuilds the ledger from its database; tests of it run"
 _UNPROFILED = (
     "no Nsight Systems timelines: with `run --profile nsys` alone every case is unknown (exit status 1), beside torch "
     "a note says so; tests of it are skipped (.ci/nsys)"
 )
 Row = tuple[str, str, str, str]
-"""What, found, "yes" or "no", and what follows from it."""
+"""Subject, found, "yes" or "no", and what follows from it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What was seen: versions as text, "" for what is not installed.
+    """Facts of a machine: versions as text, "" for what is not installed.
 
     `problems`: what could not be looked at -> the error; `torch_note` says whether this torch was tested.
     """
@@ -57,6 +59,7 @@ class Machine:
     gpus: tuple[str, ...]
     nsys: str
     peers: dict[str, str]
+    checkouts: dict[str, str]
     cores: int
     torch_note: str = ""
     problems: dict[str, str] = field(default_factory=dict)
@@ -109,6 +112,7 @@ def inspect() -> Machine:
         gpus=seen("GPU", _gpus, ()) if version else (),
         nsys=shutil.which("nsys") or "",
         peers={name: _version(name) for name in PEERS},
+        checkouts={name: os.environ.get(name, "") for name in CHECKOUTS},
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         problems=problems,
     )
@@ -149,7 +153,7 @@ def _version(package: str) -> str:
 
 
 def judge(machine: Machine) -> Judgement:
-    """One row for each thing that matters: is it there, and what follows."""
+    """Judge each thing that matters, in a row: is it there, and what follows."""
     rows = (*_base(machine), *_devices(machine), *_tools(machine))
     missing = sum(there == "no" for _, _, there, _ in rows)
     note = f"{missing} of {len(rows)} are not here; `shardproof run` needs python, torch, nvtx and packages, and no GPU"
@@ -189,6 +193,10 @@ def _tools(machine: Machine) -> Iterator[Row]:
     for name, lack in PEERS.items():
         version = machine.peers[name]
         yield name, version or "-", _word(bool(version)), "" if version else lack
+    for variable, system in CHECKOUTS.items():
+        folder = machine.checkouts[variable]
+        there, lack = os.path.isdir(folder), f"names no checkout: the subject of {system} cannot run here"
+        yield variable, folder or "-", _word(there), "" if there else lack
 
 
 def _word(there: bool) -> str:

@@ -1,6 +1,6 @@
 """`shardproof expect`: what a recorded run did, as the terms of a closed form that can be pasted into a subject.
 
-Calls that differ between the places of one mesh axis and nowhere else are terms at each of these places. Those that
+Calls that differ between the places of one mesh axis and nowhere else are terms at each of these places. Calls that
 differ otherwise are printed without the numbers that differ, and a comment has what each rank did. All counts are those
 of one rank over the whole run; payloads are bytes.
 """
@@ -32,7 +32,7 @@ Amounts = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One term, and what each rank did where ranks differ: "" where they do not."""
+    """A term, and what each rank did where ranks differ: "" where they do not."""
 
     term: Term
     differ: str = ""
@@ -80,7 +80,7 @@ def _quoted(cases: Sequence[str]) -> str:
 def lines(run: Run, case: str, *, short: bool = False) -> list[Line]:
     """The terms of what this case did, in the order in which the first of its calls were issued.
 
-    One for all equal calls; `short`: one for all calls of an op over an axis.
+    A term stands for all equal calls; `short`: for all calls of an op over an axis.
     """
     events = run.events[run.events["case"] == case].sort_values(["rank", "call_index"], kind="stable")
     ranks, axes = _ranks(run, case, events), _axes(case)
@@ -152,7 +152,7 @@ def _amounts(events: pd.DataFrame, ranks: Iterable[int]) -> Amounts:
 
 
 def _summed(fields: dict[str, Any], amounts: Amounts, ranks: Sequence[int]) -> Line:
-    """One term of all these calls, with the numbers that all ranks have in common."""
+    """A term of all these calls, with the numbers that all ranks have in common."""
     calls, sizes = ({amount[place] for amount in amounts} for place in range(2))
     term = Term(
         **fields, calls=calls.pop() if len(calls) == 1 else None, total_bytes=sizes.pop() if len(sizes) == 1 else None

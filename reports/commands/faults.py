@@ -1,9 +1,9 @@
 """`shardproof faults`: bugs planted one at a time, and which check notices each; the kill matrix.
 
 Our own implementation is mutated in its source; any subject is disturbed in its collectives. Rows are written as they
-come: a run that is killed leaves those it has. Mutants that are held back (`bugs/held_back`) are counted
-apart, and nothing that is written or printed says which of them got which place or cause. Exit status: 0 all killed, 1
-one survived that is no equivalent, 2 the request was wrong, 3 the machine failed, or could not finish a row. With
+come: a run that is killed leaves those it has. Mutants that are held back (`bugs/held_back`) are counted apart. Nothing
+that is written or printed shows which of them got which place or cause. Exit status: 0 all killed, 1 one survived that
+is no equivalent, 2 the request was wrong. 3 stands for a machine that failed, or could not finish a row. With
 --emit-repro bugs become scripts: 0 one at least, 1 none.
 """
 
@@ -74,7 +74,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _write_scripts(name: str, folder: str, *, field: bool) -> int:
-    """One script a bug that a script can show, and a line for each. Exit status 1 when there is none."""
+    """Write a script for each bug that a script can show, and a line. Exit status 1 when there is none."""
     scripts: Any = resolve(_SCRIPTS)
     told, written = scripts(name, field=field), 0
     with writing(folder):
@@ -178,7 +178,7 @@ def show_matrix(folder: Path, stream: TextIO) -> None:
 
 
 def matrix_table(rows: Sequence[Kill]) -> Table:
-    """One line a mutant, fault or variant: the modes it was planted in, who killed it in all of them, how soon."""
+    """Table of mutants, faults and variants: the modes of each, who killed it in all of them, how soon."""
     by_name: dict[tuple[str, str], list[Kill]] = {}
     for row in rows:
         by_name.setdefault((row.kind, row.name), []).append(row)
@@ -199,7 +199,7 @@ def _line(kind: str, name: str, rows: Sequence[Kill]) -> tuple[str, ...]:
 
 
 def check_table(alone: Mapping[str, tuple[int, int, str]]) -> Table:
-    """One line a check: rows it kills, rows that nothing else kills, and one of these."""
+    """Table of checks: rows that each kills, rows that nothing else kills, and one of these."""
     return Table(
         title="What every check is for",
         headers=("check", "kills", "alone", "for example"),
@@ -210,7 +210,7 @@ def check_table(alone: Mapping[str, tuple[int, int, str]]) -> Table:
 
 
 def unmissed_table(unmissed: Sequence[tuple[str, str, str]]) -> Table:
-    """One line a collective (mode, name, why) whose loss on every rank no check notices."""
+    """Table of collectives (mode, name, why) whose loss on every rank no check notices."""
     return Table(
         title="Collectives that no check proves necessary",
         headers=("mode", "collective", "why"),

@@ -1,7 +1,7 @@
 """`shardproof names`: the names, shapes and dtypes that the truth of a case has, by kind, in the order of computation.
 
-They are those of the outcome that the truth returns for this very case, so the truth is computed once; what ranks draw
-and the truth is given (random=stateful, init=shard) is the field here, of the same names and shapes.
+They are those of the outcome that the truth returns for this very case, so the truth is computed once. Values that
+ranks draw and the truth is given (random=stateful, init=shard) are the field here, of the same names and shapes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from harness.ledger import shape_text
 from harness.protocols import CaseLike
 from harness.running.engines import engine_named
 from harness.running.ranks.capacity import admit
-from harness.running.trials.trial import Trial, reference_of
+from harness.running.trials.reference import reference_of
+from harness.running.trials.trial import Trial
 from harness.subject import NamedSubject, case_of, compared_with, named, truth_of
 from reports.printing.tables import Table
 from reports.printing.text import show_table, show_words
@@ -74,7 +75,7 @@ def names(case: CaseLike, subject: NamedSubject) -> Mapping[str, Tensor]:
 
 
 def tables(truth: Mapping[str, Tensor]) -> list[Table]:
-    """One table a kind; names that differ in the step alone are one row, the first and the last of them."""
+    """Tables by kind; names that differ in the step alone are one row, the first and the last of them."""
     rows: dict[str, dict[tuple[str, ...], list[str]]] = {}
     for name, tensor in truth.items():
         kind, *path = name.split("/")

@@ -21,6 +21,7 @@ from harness.ledger import COLUMNS
 from harness.predicting.clusters import read
 from harness.predicting.figures import DEPTHS, Forecast
 from harness.subject import named
+from reports.comparing.growth import break_even_table
 from reports.predicting import pipelines
 from reports.predicting.answers import step_words
 from reports.predicting.load_tables import load_tables
@@ -53,7 +54,7 @@ ASSUMPTIONS = (
     "against gloo on the machine at hand (python -m bench.cost_table), for clusters the error is not known: trust "
     "ratios more than seconds",
 )
-"""What every prediction rests on, and how far it can be trusted."""
+"""Assumptions of every prediction, and how far it can be trusted."""
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -91,8 +92,8 @@ def _tables(one: Prediction) -> list[Table]:
 
 
 def _own(one: Prediction) -> list[Table]:
-    """What belongs to one text: its stages, the break-even of its modes, what is beside."""
-    more = [tables.break_even_table(one.crossings)] if len(one.crossings) else []
+    """Tables of one text alone: its stages, the break-even of its modes, what is beside."""
+    more = [break_even_table(one.crossings)] if len(one.crossings) else []
     columns: dict[str, tuple[str, Callable[[object], str]]] = {"what": ("what", str), "how much": ("how much", str)}
     beside = [table("Beside", one.beside, columns, _BESIDE)] if len(one.beside) else []
     return [*(_stages(one) if len(one.stages) else []), *load_tables(one.loads, one.calls), *more, *beside]

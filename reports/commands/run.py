@@ -1,72 +1,37 @@
 """`shardproof run` and `shardproof bench`: a request (reports.options.request) run, its result shown.
 
-Our own code enters here as names that the harness resolves, as any other subject does. What shows a result loads pandas
-and is imported after the first case, which need not wait for it.
+Our own code enters here as names that the harness resolves, as any other subject does. Code that shows a result loads
+pandas and is imported after the first case, which need not wait for it.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from harness.checking.evidence import FAIL
 from harness.errors import ShardproofError
 from harness.interpreter import COLLECTED_AFTER
 from harness.protocols import CaseLike, case_text
 from harness.resolve import resolve
-from harness.running.engines import engine_named
 from harness.running.request import Request
-from harness.running.run import INTERRUPTED, RunResult, run
+from harness.running.run import run
+from harness.running.run_result import INTERRUPTED, RunResult
 from harness.subject import NamedSubject, claims, offers, own_cases
-from reports.options.checks import real_size, writing
 from reports.options.request import LAUNCHED, requested
 from reports.printing.text import show_message, show_note, show_table, ticking
 
+if TYPE_CHECKING:
+    from reports.stored.frames import Run
 
-def write_script(result: RunResult, request: Request, file: str) -> str:
-    """Write the script; returns one line that names it, or why it was not written.
-
-    The case is shrunk on threads of this process, whatever engine found the failure. Raises RequestError when the file
-    cannot be written.
-    """
-    from harness.diagnosing.lines import line_of  # noqa: PLC0415
-    from harness.reproducing.repro import emit, shown_name  # noqa: PLC0415  (imports DTensor: half a second)
-
-    failed = {verdict.case: line_of(verdict.message, "when") for verdict in result.verdicts if verdict.verdict == FAIL}
-    if not failed:
-        return f"{file} was not written: no case failed"
-    with engine_named("inproc") as engine:
-        first = min((case for case in request.cases if case_text(case) in failed), key=_simplicity)
-        text = emit(first, request.subject, engine, failed[case_text(first)])
-    if text is None:
-        return (
-            f"{file} was not written: no returned tensor is wrong and the subject finishes, so a script shows nothing"
-        )
-    with writing(file):
-        Path(file).write_text(text, encoding="utf-8")
-    return f"{file} repeats {shown_name(text) or 'how the subject ends'}: run it with python {file}"
-
-
-def _simplicity(case: CaseLike) -> tuple[float, ...]:
-    """The order in which failures are shown."""
-    from reports.stored.failures import simplicity  # noqa: PLC0415  (loads pandas)
-
-    words = {name: getattr(case, name) for name in ("dtype", "world_size", "steps", "micro")}
-    return simplicity({**words, "case": case_text(case)})
-
-
-_SHOW = "reports.commands.show"
 BENCH = "bench.performance:main"
 FAULT_TABLE = "bench.fault_table:main"
 
@@ -82,8 +47,7 @@ def main(arguments: argparse.Namespace) -> int:
 
         if serves():
             return serve()
-    stored = functools.cache(_stored)
-    request = dataclasses.replace(arguments.request or _first_ranks(arguments), page=partial(_write_page, stored))
+    request: Request = arguments.request or _first_ranks(arguments)
     if not arguments.cases:
         from harness.running.sharing import arranged  # noqa: PLC0415
 
@@ -91,15 +55,22 @@ def main(arguments: argparse.Namespace) -> int:
         for note in _notes_on_defaults(request.subject, deep=arguments.deep):
             show_note(note, sys.stderr)
     with chdir("."):  # a subject may go elsewhere; all paths are meant from here
-        result = _run(request)
+        result, stored = _run(request)
     result = dataclasses.replace(result, path=Path(arguments.out) / result.path.name)
     if arguments.emit_repro is not None:
-        result = _with_script(result, request, arguments.emit_repro)
-    show: Any = import_module(_SHOW)
-    finished, interrupted = stored(result.path.resolve()), result.exit_status == INTERRUPTED
-    show.show_result(result, finished, as_json=arguments.json, interrupted=interrupted)
+        from reports.commands.repro import with_script  # noqa: PLC0415  (imports DTensor: half a second)
+
+        with _unhindered():
+            result = with_script(result, request, arguments.emit_repro)
+    from reports.commands.result import show_result  # noqa: PLC0415
+
+    interrupted = result.exit_status == INTERRUPTED
+    show_result(result, stored, as_json=arguments.json, interrupted=interrupted)
     if arguments.preset_experiment and not arguments.json and not interrupted:
-        show_table(show.experiment_table(finished, arguments.preset_experiment), sys.stdout)
+        from reports.commands.experiment import experiment_table  # noqa: PLC0415
+        from reports.options.checks import real_size  # noqa: PLC0415
+
+        show_table(experiment_table(stored, arguments.preset_experiment), sys.stdout)
         show_message(real_size(arguments.preset_experiment), sys.stdout)
     return result.exit_status
 
@@ -116,14 +87,15 @@ def _first_ranks(arguments: argparse.Namespace) -> Request:
 
 
 def _notes_on_defaults(subject: NamedSubject, *, deep: bool) -> Iterator[str]:
-    """What the default cases of this subject leave out."""
+    """Notes on cases that the default cases of this subject leave out."""
     if unknown := claims(subject).unknown:
         yield f"{subject.name} claims {', '.join(unknown)}, which no case can have: left out"
     if not deep and own_cases(subject) is None and not offers(subject.call, "refuses"):
         yield f"{subject.name} has no refuses(case): default cases have plain words only; --deep has all words"
 
 
-def _run(request: Request) -> RunResult:
+def _run(request: Request) -> tuple[RunResult, Run]:
+    """The result of a request and its run folder as it was read, with its page in it."""
     if request.processes:
         from harness.running.forked_process import forkable  # noqa: PLC0415
 
@@ -132,12 +104,21 @@ def _run(request: Request) -> RunResult:
     before = latest.resolve()
     try:
         with ticking(sys.stderr) as tick, _unhindered():
-            return run(request, partial(_progress, tick))
+            result = run(request, partial(_progress, tick))
+            from reports.commands.result import write_page  # noqa: PLC0415
+            from reports.stored.frames import load  # noqa: PLC0415
+
+            stored = load(result.path.resolve())
+            write_page(stored)
+            return result, stored
     except KeyboardInterrupt:
         if latest.resolve() == before:
             raise
         show_message("\nshardproof: interrupted; the cases finished before:", sys.stderr)
-        return RunResult(path=latest.resolve(), verdicts=(), exit_status=INTERRUPTED, notes=())
+        from reports.stored.frames import load  # noqa: PLC0415
+
+        result = RunResult(path=latest.resolve(), verdicts=(), exit_status=INTERRUPTED, notes=())
+        return result, load(result.path)
 
 
 def _progress(
@@ -145,7 +126,8 @@ def _progress(
 ) -> None:
     tick(done, total, progress_text(case), verdict)
     if done == 1:
-        import_module(_SHOW)
+        import reports.commands.result  # noqa: F401, PLC0415
+
         gc.freeze()  # what the first case loads stays too
 
 
@@ -155,27 +137,12 @@ def progress_text(case: CaseLike) -> str:
     return f"mode={case.mode} ranks={case.world_size} {words}".rstrip()
 
 
-def _with_script(result: RunResult, request: Request, file: str) -> RunResult:
-    """The result with a note on the script of --emit-repro; what hinders a script takes no verdict along."""
-    try:
-        if result.exit_status == INTERRUPTED:
-            raise KeyboardInterrupt
-        with _unhindered():
-            note = write_script(result, request, file)
-    except ShardproofError as problem:
-        note = str(problem)
-    except KeyboardInterrupt:
-        note = f"{file} was not written: interrupted"
-        result = dataclasses.replace(result, exit_status=INTERRUPTED)
-    except Exception as problem:
-        note = f"{file} was not written: {type(problem).__name__}: {problem}"
-    return dataclasses.replace(result, notes=(*result.notes, note))
-
-
 @contextmanager
 def _unhindered() -> Iterator[None]:
-    """One thread, for the ranks share it anyway, and on a busy machine further ones wait for each other in every small
-    product; and fewer collections, which look through what is made from here on and not through all that is loaded.
+    """Run with one thread and fewer collections.
+
+    The ranks share the thread anyway, and on a busy machine further ones wait for each other in every small product.
+    Collections look through what is made from here on and not through all that is loaded.
     """
     threads, thresholds = torch.get_num_threads(), gc.get_threshold()
     torch.set_num_threads(1)
@@ -194,14 +161,3 @@ def bench_main(arguments: argparse.Namespace) -> int:
     measure: Any = resolve(FAULT_TABLE if arguments.faults else BENCH)
     words = [] if arguments.out is None else ["--out", arguments.out]
     return int(measure([*words, "--quick"] if arguments.quick and not arguments.faults else words) or 0)
-
-
-def _stored(folder: Path) -> Any:
-    show: Any = import_module(_SHOW)
-    return show.load(folder)
-
-
-def _write_page(stored: Callable[[Path], Any], folder: Path) -> Path:
-    show: Any = import_module(_SHOW)
-    page: Path = show.write_page(stored(folder.resolve()))
-    return page

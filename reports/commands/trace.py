@@ -1,11 +1,11 @@
 """`shardproof trace`: a run as Chrome/Perfetto JSON (ui.perfetto.dev, chrome://tracing), one process a rank.
 
-Tracks of a process: "program", where cases, steps, micro-batches and phases enclose each other, and one for each stream
-of calls: calls that are waited for at once share "calls <axis>", asynchronous ones have "async <axis>". What overlaps
-on a stream gets a second lane, for slices of a track must not cross. A rank of a pipeline on real processes has a track
-"stage" too: its forwards and backwards, and when it waits between them; there an asynchronous call lasts until its rank
-waits for it, so that what overlaps is seen. Counters add up the bytes sent by axis. Cases
-follow each other in the order of the run. Times are microseconds, as the format wants them.
+Tracks of a process are "program", where cases, steps, micro-batches and phases enclose each other, and one for each
+stream of calls. Calls that are waited for at once share "calls <axis>", asynchronous ones have "async <axis>".
+Overlapping calls of a stream get a second lane, for slices of a track must not cross. A rank of a pipeline on real
+processes has a track "stage" too: its forwards and backwards, and when it waits between them. There an asynchronous
+call lasts until its rank waits for it, so that overlap is seen. Counters add up the bytes sent by axis. Cases follow
+each other in the order of the run. Times are microseconds, as the format wants them.
 """
 
 from __future__ import annotations

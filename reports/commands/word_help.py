@@ -26,7 +26,7 @@ from reports.options.words import SLICED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topic:
-    """What is explained: the class whose `meanings()` are printed, what it is in words, and a command as example."""
+    """Topic of help: the class whose `meanings()` are printed, what it is in words, and a command as example."""
 
     title: str
     words: Callable[[], Any]
@@ -102,7 +102,7 @@ def text(topic: Topic, columns: int) -> str:
 
 
 def page(topic: Topic) -> str:
-    """The same as markdown: one table a group."""
+    """Help as markdown: one table a group."""
     lines = [f"# {topic.title}", "", *textwrap.wrap(topic.lead, 120), "", f"    {topic.example}", ""]
     lines += [f"`shardproof help {_name(topic)}` prints this page; a test holds the two equal.", ""]
     for group, words in _groups(topic):
@@ -151,7 +151,7 @@ LIKE: Mapping[str, str] = {
     "megatron-training": "Megatron-Core's pipeline, optimizers and experts",
     "torchtitan": "torchtitan's models under its parallelize functions",
 }
-"""What can be written -> what it shows."""
+"""Subjects that can be written -> what each shows."""
 _NEEDS = {
     "hf": ("transformers", "transformers"),
     "deepspeed": ("deepspeed", "deepspeed"),

@@ -1,12 +1,11 @@
 """Two snapshots side by side: which cases are held against each other, what differs, and which limits are broken.
 
-Cases with the same text are compared. Others are only compared when it is plain which stands for which (the only one
-left of its mode and world size, or the only one at all), and a note says so. A case of the base that the new run lacks
-breaks the comparison: nothing can be said of it.
+Cases with the same text are compared. Others are only compared, with a note, when the pair is plain: the only ones left
+of a mode and world size, or at all. A case of the base that the new run lacks breaks the comparison.
 
 The unit of a difference is one event at one place (case, phase, module, op) on the ranks, steps and micro-batches where
 it differs. An event that is gone and one that is new at the same place, equally often on the same ranks, are one
-changed event, and only what changed is listed: doubling a payload, or a wider dtype, is one fact and not two.
+changed event. Only what changed is listed: doubling a payload, or a wider dtype, is one fact and not two.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ Cells = Counter[tuple[int, int, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _EventChange:
-    """One fact: `base` became `new` in these cells; None where there is no event."""
+    """A fact: `base` became `new` in these cells; None where there is no event."""
 
     base: What | None
     new: What | None
@@ -48,11 +47,11 @@ class _EventChange:
 
 
 def differences(base: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
-    """One row a fact; empty when both hold the same events.
+    """Facts, a row each; empty when both hold the same events.
 
     kind ("new", "gone", "changed"), case, mode, phase, region, op, axis, what (in words), base_calls, new_calls,
-    base_payload_bytes, new_payload_bytes (of the differing events, on the rank that has most of them), ranks, steps,
-    microbatches.
+    base_payload_bytes, new_payload_bytes, ranks, steps, microbatches. Calls and bytes are of the differing events, on
+    the rank that has most of them.
     """
     both = base.merge(new, how="outer", on=list(base.columns), indicator="side")
     old, now = (_by_place(both[both["side"] == side]) for side in ("left_only", "right_only"))
@@ -151,7 +150,7 @@ _COUNTS = ["calls", "payload_bytes"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Comparison:
-    """What came of it.
+    """Result of a comparison.
 
     traffic   mode, phase, calls, new_calls, payload_bytes, new_payload_bytes: of one rank, cases added up
     events    the differences (of `differences`)

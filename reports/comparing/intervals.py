@@ -1,8 +1,8 @@
 """How much slower: bootstrap intervals of the ratio of medians, phase by phase.
 
 A shared machine may run everything at half speed for a minute. So the time that counts is a phase's own beside another
-phase's in the same micro-batch: of all other phases the one whose change lies in the middle, which a change of one
-phase cannot move. The clock's own ratio stands beside it. Times are microseconds; ratios are new over base. Equal
+phase's in the same micro-batch. Of all other phases it is the one whose change lies in the middle, which a change of
+one phase cannot move. The clock's own ratio stands beside it. Times are microseconds; ratios are new over base. Equal
 input gives equal intervals: the resampling is seeded.
 """
 
@@ -82,9 +82,9 @@ def phase_times(base: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
     """Every phase of every mode, and how its time changed between two snapshots' `times`.
 
     mode, phase, measure ("elapsed": with what the rank computed before its calls; "in calls"), blocks (micro-batches
-    compared), base_us, new_us (medians of a micro-batch), clock_ratio, clock_low (as the clock says), beside (the phase
-    that it is held against; "" when there is no other), ratio, low, high, change ("slower", "faster", "~" for no
-    significant difference, "too few"), mostly (the module with the largest growth, "" unless slower).
+    compared). base_us, new_us (medians of a micro-batch), clock_ratio, clock_low (by the clock), beside (the phase that
+    it is held against, "" without one). ratio, low, high, change ("slower", "faster", "~" for no significant
+    difference, "too few"), mostly (the module with the largest growth, "" unless slower).
     """
     rows = [row for measure in _MEASURES for row in _measured(base, new, measure)]
     columns = "mode phase measure blocks base_us new_us clock_ratio clock_low beside ratio low high change mostly"
@@ -116,7 +116,7 @@ def _measured(base: pd.DataFrame, new: pd.DataFrame, measure: str) -> Iterator[t
 
 
 def _blocks(times: pd.DataFrame, column: str) -> pd.DataFrame:
-    """One row a micro-batch, one column a phase, microseconds."""
+    """Microseconds, a row each micro-batch, a column each phase."""
     return times.pivot_table(index=_BLOCK, columns="phase", values=column, aggfunc="sum", observed=True)
 
 

@@ -1,4 +1,4 @@
-"""What a comparison needs, read without pandas: its two sides by name, and `--fail WHAT:LIMIT`.
+"""Input of a comparison, read without pandas: its two sides by name, and `--fail WHAT:LIMIT`.
 
 events:0    no event is new, gone or changed        calls:0  bytes:0    exactly the same calls, bytes at every place
 calls:N  bytes:N  calls:P%  bytes:P%                may grow by that much on the busiest rank of a case
@@ -30,7 +30,7 @@ _LEGAL = "legal: bytes:0, calls:0, events:0, memory:5%, time:10%, wall:10%"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """What may be `amount` more than in the base: a number, or a share of it where `relative` (0.1 is 10 %)."""
+    """Amount by which `what` may exceed the base: a number, or a share of it where `relative` (0.1 is 10 %)."""
 
     what: str
     amount: float
@@ -45,7 +45,7 @@ class Limit:
 
 
 EXACT = (Limit(what="events", amount=0),)
-"""What holds unless limits are named: the same events, thus the same calls and bytes."""
+"""Limits unless others are named: the same events, thus the same calls and bytes."""
 
 
 def limits(texts: Sequence[str]) -> tuple[Limit, ...]:
@@ -70,7 +70,7 @@ def _limit(text: str) -> Limit:
 def breaches(
     asked: Iterable[Limit], events: pd.DataFrame, sizes: pd.DataFrame, memory: pd.DataFrame, times: pd.DataFrame
 ) -> tuple[str, ...]:
-    """One sentence for every limit that is broken, with the place.
+    """Sentences about limits that are broken, with the place, one each.
 
     `events`: the differences; `sizes`: case, calls, new_calls, payload_bytes, new_payload_bytes; `memory`: case,
     saved_bytes, new_saved_bytes; `times`: of `intervals.phase_times`.

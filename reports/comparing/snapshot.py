@@ -1,12 +1,12 @@
-"""What a comparison needs of a run, small enough to keep: events counted, times by phase and module, memory.
+"""Snapshot of a run for comparisons, small enough to keep: events counted, times by phase and module, memory.
 
-Events that are alike are one row: equal in everything but rank, step and micro-batch, and issued `calls` times in each
+Events are one row that are equal in everything but rank, step and micro-batch. They were issued `calls` times in each
 of `ranks` x `steps` x `microbatches` ("0..3", "0,2"). No row is lost: rows of two snapshots are equal if and only if
 the multisets of events are. Times are microseconds, means over ranks, one row for each module in each micro-batch.
 
-A baseline is a snapshot kept as text, to be stored beside the code and read in a pull request: `<folder>/<name>/` with
-baseline.json (where from, versions, machine), cases.csv, events.csv (sorted, without times: equal ledgers give equal
-files), times.csv, memory.csv, and of a recorded program callers.csv.
+A baseline is a snapshot kept as text, to be stored beside the code and read in a pull request. Its folder
+`<folder>/<name>/` has baseline.json (where from, versions, machine), cases.csv, events.csv, times.csv, memory.csv, and
+of a recorded program callers.csv. events.csv is sorted and without times: equal ledgers give equal files.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from reports.stored.frames import Run, load
 
 _PLACE = ("case", "mode", "phase", "region", "op")
 WHAT = ("axis", "group_size", "reduce_op", "dtype", "shape", "payload_bytes", "is_async")
-"""What an event at a place is; one that differs in any of these is another event."""
+"""Columns that make an event at a place; an event that differs in any of these is another one."""
 CALLED = ("phase", "region", "op", "axis")
-"""What the lines of a recorded program are kept by."""
+"""Columns by which the lines of a recorded program are kept."""
 _CELLS = ("step", "microbatch", "rank")
 _TEXT = (*_PLACE, "axis", "reduce_op", "dtype", "shape", "ranks", "steps", "microbatches")
 _EVENT_COLUMNS = (*_PLACE, *WHAT, "calls", "ranks", "steps", "microbatches")
@@ -45,7 +45,7 @@ MEMORY_TYPES = {"case": "str", "rank": "int64", "saved_bytes": "int64"}
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Snapshot:
-    """One side of a comparison.
+    """A side of a comparison.
 
     name     where it comes from, as the user wrote it
     cases    case, mode, world_size
@@ -164,7 +164,7 @@ _TABLES: Mapping[str, Mapping[str, str]] = {
 
 
 def side(name: str, folder: str = FOLDER) -> Snapshot:
-    """One side of a comparison: a run folder, the folder of a baseline, or a baseline's name.
+    """Snapshot of one side: a run folder, the folder of a baseline, or a baseline's name.
 
     Raises RunFolderError when there is none.
     """

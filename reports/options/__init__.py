@@ -1,1 +1,1 @@
-"""What the options of a command request, checked before torch or pandas is loaded."""
+"""Options of a command and their requests, checked before torch or pandas is loaded."""

@@ -1,4 +1,4 @@
-"""What options request, checked before anything runs: text to read, an experiment, witnesses, a file to write.
+"""Options checked before anything runs: text to read, an experiment, witnesses, a file to write.
 
 The experiment `gpt3-857m-tp4` repeats a walk through Megatron-LM with the torch profiler: 4 ranks, TP=4, fp16, dynamic
 loss scaling. On a GPU the model has its real sizes; on a CPU everything is smaller and the counts per layer are the
@@ -10,13 +10,11 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.cases import in_own_words
 from harness.dense_model import SUBJECT, dense_model
 from harness.errors import RequestError
 from harness.protocols import CaseLike
@@ -31,32 +29,16 @@ def with_data(case: CaseLike, path: str) -> CaseLike:
 
 
 def check_data(path: str) -> None:
-    """Raise RequestError for data that are not there; `read_first` reads them."""
+    """Raise RequestError for data that are not there; they are read when the cases are known."""
     try:
         dense_model().find_data(Path(path).expanduser())
     except (ValueError, RuntimeError) as problem:
         raise RequestError(f"data={path}: {problem}") from problem
 
 
-def read_first(cases: Sequence[CaseLike]) -> None:
-    """Read a first batch of every case: unreadable data are a wrong request and not a failure of the subject.
-
-    Raises:
-        RequestError: data that a case names cannot be read.
-    """
-    for case in cases:
-        if in_own_words(case):
-            continue
-        try:
-            dense_model().read_data(case)
-        except (ValueError, OSError) as problem:
-            word = "" if getattr(problem, "key", "") else f"data={getattr(case, 'data', '')}: "
-            raise RequestError(f"{word}{problem}") from problem
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """What is run on a GPU and on a CPU, on which subject, and which calls the published walk names: (phase, part).
+    """Cases of an experiment on a GPU and on a CPU, its subject, and the calls of the published walk: (phase, part).
 
     `steps` are those that witnesses watch, FIRST:END: the walk profiled three steps after a warm-up, 110 to 112.
     """
@@ -141,17 +123,6 @@ def profiled_steps(arguments: argparse.Namespace, cases: Sequence[CaseLike]) -> 
         has = f"{shortest.steps} step{'s' if shortest.steps > 1 else ''}, counted from 0"
         raise RequestError(f"profile-steps={word}: case {str(shortest)!r} has {has}; {legal}")
     return steps
-
-
-def note_unquoted(cases: Sequence[str]) -> None:
-    """Say on stderr where words without quotes look like one case and are several; of launched ranks on the first."""
-    keys = [text.partition("=")[0] for text in cases if len(text.split()) == 1]
-    first = os.environ.get("RANK", "0") == "0"
-    if first and len(keys) > 1 and len({*keys}) == len(keys) == len(cases):
-        quoted = f'"{" ".join(cases)}"'
-        from reports.printing.text import show_note  # noqa: PLC0415
-
-        show_note(f"these words are {len(cases)} cases, one each; as one case: {quoted}", sys.stderr)
 
 
 def check_target(file: str) -> None:

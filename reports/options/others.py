@@ -1,4 +1,4 @@
-"""What the options of the other commands request, checked before anything is loaded that takes long."""
+"""Options of the other commands, checked before anything is loaded that takes long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the options of a command request, checked before anything is loaded that takes long: torch, pandas.
+"""Options of a command, checked before anything is loaded that takes long: torch, pandas.
 
 `read(arguments)` raises for a wrong word or value of any command. The request of `shardproof run` is `requested`: all
 that needs no torch is checked first; then the subject is imported, which mostly needs it. Without a CASE its cases are
@@ -10,12 +10,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import chdir
 from importlib import import_module
 from pathlib import Path
 
-from harness.cases import check_modes, parse_cases
+from harness.cases import check_modes, in_own_words, parse_cases
 from harness.dense_model import SUBJECT, dense_model
 from harness.errors import RequestError
 from harness.protocols import CaseLike, case_text
@@ -33,16 +33,6 @@ from harness.subject import (
     truth_of,
     vocabulary,
 )
-from reports.options.checks import (
-    check_data,
-    check_target,
-    complete_experiment,
-    note_unquoted,
-    profiled_steps,
-    profiled_tools,
-    read_first,
-    with_data,
-)
 
 LAUNCHED = "torchrun"
 """The engine whose ranks were launched with us: all run this command, and rank 0 alone does the work."""
@@ -54,7 +44,7 @@ def read(arguments: argparse.Namespace) -> Request | None:
 
     Raises RequestError for a wrong option.
     """
-    note_unquoted(getattr(arguments, "cases", ()))
+    _note_unquoted(getattr(arguments, "cases", ()))
     if arguments.command == "run":
         return None if arguments.engine == LAUNCHED else requested(arguments)
     from reports.options.others import check  # noqa: PLC0415
@@ -76,8 +66,8 @@ def requested(arguments: argparse.Namespace) -> Request:
         if arguments.device == "cuda" and not import_module("torch").cuda.is_available():
             raise RequestError("device=cuda: this machine offers no CUDA device; legal: --device cpu")
         cases = given or _defaults(arguments, subject)
-        steps = profiled_steps(arguments, cases)
-        read_first(unsaved(admitted(cases, arguments.engine)))
+        steps = _steps(arguments, cases)
+        _read_first(unsaved(admitted(cases, arguments.engine)))
     most = 1 if arguments.cases else min(2, os.cpu_count() or 1)
     return Request(
         cases=cases,
@@ -87,7 +77,7 @@ def requested(arguments: argparse.Namespace) -> Request:
         out=out,
         timeout_s=seconds(arguments.timeout, "timeout"),
         command=tuple(sys.argv),
-        profile=profiled_tools(arguments),
+        profile=_tools(arguments),
         profile_steps=steps,
         processes=most if getattr(arguments, "isolated", False) else 0,
         fail_fast=arguments.fail_fast,
@@ -95,16 +85,74 @@ def requested(arguments: argparse.Namespace) -> Request:
     )
 
 
+def _note_unquoted(cases: Sequence[str]) -> None:
+    """Say on stderr where words without quotes look like one case and are several; of launched ranks on the first."""
+    keys = [text.partition("=")[0] for text in cases if len(text.split()) == 1]
+    first = os.environ.get("RANK", "0") == "0"
+    if first and len(keys) > 1 and len({*keys}) == len(keys) == len(cases):
+        quoted = f'"{" ".join(cases)}"'
+        from reports.printing.text import show_note  # noqa: PLC0415
+
+        show_note(f"these words are {len(cases)} cases, one each; as one case: {quoted}", sys.stderr)
+
+
+def _read_first(cases: Sequence[CaseLike]) -> None:
+    """Read a first batch of every case: unreadable data are a wrong request and not a failure of the subject.
+
+    Raises:
+        RequestError: data that a case names cannot be read.
+    """
+    for case in cases:
+        if in_own_words(case):
+            continue
+        try:
+            dense_model().read_data(case)
+        except (ValueError, OSError) as problem:
+            word = "" if getattr(problem, "key", "") else f"data={getattr(case, 'data', '')}: "
+            raise RequestError(f"{word}{problem}") from problem
+
+
+def _with_data(cases: Iterable[CaseLike], path: str) -> tuple[CaseLike, ...]:
+    from reports.options.checks import with_data  # noqa: PLC0415
+
+    return tuple(with_data(case, path) for case in cases)
+
+
 def _options_checked(arguments: argparse.Namespace) -> None:
     """Check every rule that needs neither the subject nor torch."""
     if arguments.emit_repro is not None:
+        from reports.options.checks import check_target  # noqa: PLC0415
+
         check_target(arguments.emit_repro)
-    complete_experiment(arguments)
+    if arguments.preset_experiment:
+        from reports.options.checks import complete_experiment  # noqa: PLC0415
+
+        complete_experiment(arguments)
     seconds(arguments.timeout, "timeout")
-    profiled_tools(arguments)
+    _tools(arguments)
     _check_choice(arguments)
     if arguments.data is not None:
+        from reports.options.checks import check_data  # noqa: PLC0415
+
         check_data(arguments.data)
+
+
+def _tools(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """The tools that watch the run."""
+    if arguments.profile is None:
+        return ()
+    from reports.options.checks import profiled_tools  # noqa: PLC0415
+
+    return profiled_tools(arguments)
+
+
+def _steps(arguments: argparse.Namespace, cases: Sequence[CaseLike]) -> range | None:
+    """The steps that they watch of each of these cases, None for all."""
+    if arguments.profile_steps is None:
+        return None
+    from reports.options.checks import profiled_steps  # noqa: PLC0415
+
+    return profiled_steps(arguments, cases)
 
 
 def _given(arguments: argparse.Namespace, subject: NamedSubject | None = None) -> tuple[CaseLike, ...]:
@@ -117,8 +165,8 @@ def _given(arguments: argparse.Namespace, subject: NamedSubject | None = None) -
     if arguments.variant is not None:
         cases = _as_variant(cases, arguments.variant, given=True)
     if arguments.data is not None:
-        cases = tuple(with_data(case, arguments.data) for case in cases)
-    profiled_steps(arguments, cases)
+        cases = _with_data(cases, arguments.data)
+    _steps(arguments, cases)
     check_saved(cases)
     return cases
 
@@ -142,7 +190,7 @@ def _defaults(arguments: argparse.Namespace, subject: NamedSubject) -> tuple[Cas
         cases = tuple({case.mode: case for case in reversed(cases)}.values())[::-1]
         cases = _as_variant(cases, arguments.variant, given=False)
     if arguments.data is not None:
-        cases = tuple(with_data(case, arguments.data) for case in cases)
+        cases = _with_data(cases, arguments.data)
     return cases
 
 
@@ -173,7 +221,7 @@ def default_cases(subject: NamedSubject, modes: str, deep: bool = False, checkpo
 
 
 def _as_variant(cases: Iterable[CaseLike], name: str, *, given: bool) -> tuple[CaseLike, ...]:
-    """The cases with this variant. One that was given must show it as it is; a default one is made to, or left out."""
+    """The cases with this variant. A case that was given must show it as it is; a default one is, or is left out."""
     try:
         made = dense_model().variant_words(name)
     except ValueError as problem:

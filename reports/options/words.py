@@ -1,11 +1,135 @@
-"""The words of `shardproof slice`, `checkpoint`, `record` and `hang` on the command line; nothing slow is imported."""
+"""The words of every command but `run` on the command line; nothing slow is imported."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 
+from harness.dense_model import SUBJECT
+
+LIKE = ("mlp", "dtensor", "fsdp2", "pipelining", "hf", "deepspeed", "megatron", "megatron-training", "torchtitan")
+CLUSTER = "8xH100-NVLink-IB400"
+_NEW_SUBJECT = "Write a runnable subject: model, truth, words. At most 60 lines; megatron-training, torchtitan: 120."
 SLICED = "parallel.slicing.words:Sliced"
 """The words of a slice, found by name as a subject is."""
+
+
+def add_others(add: Callable[..., argparse.ArgumentParser], truth: str, timeout: str) -> None:
+    """Add every command but `run`. `truth` and `timeout` are the meanings of options that `run` has too."""
+    add_record(add("record", help="record a training program as it is: torchrun, accelerate launch, python ..."))
+    add_hang(add("hang", help="after a hang: which ranks parted from the others, at which call, module and line"))
+    show = add("show", help="the tables of a run again")
+    _add_compare(add("compare", help="regression report of two runs; one run alone: its modes against each other"))
+    page = add("page", help="one self-contained HTML file of a run")
+    trace = add("trace", help="a run as Chrome/Perfetto JSON, one process a rank")
+    for command in (show, page, trace):
+        command.add_argument("run", nargs="?", default="runs/latest", metavar="RUN", help="run folder (runs/latest)")
+    page.add_argument("-o", dest="output", metavar="FILE", help="where to write it (report.html in the run folder)")
+    page.add_argument("--markdown", action="store_true", help="a comment for a pull request, printed without -o")
+    trace.add_argument("-o", dest="output", metavar="FILE", help="where to write it (trace.json there); .gz is packed")
+    _add_faults(add("faults", help="plant bugs one at a time: which check notices which"), truth, timeout)
+    _add_predict(add("predict", help="time, memory and bytes at any size, without running it; which mode, and where"))
+    add_slice(add("slice", help="what every rank holds of each tensor that DeepSpeed slices; cut a checkpoint"))
+    add_checkpoint(add("checkpoint", help="compare two checkpoints of any layouts, tensor by tensor"))
+    expect = add("expect", help="what a case of a run did, as terms to paste into a subject")
+    expect.description = "Print the calls that a run recorded as Python: a function expected(case) of shardproof.Terms."
+    expect.epilog = "example: shardproof expect runs/latest --short"
+    expect.add_argument("run", metavar="RUN", help="run folder, such as runs/latest")
+    expect.add_argument("case", nargs="*", metavar="CASE", help="the case, where the run has several")
+    expect.add_argument("--short", action="store_true", help="one term for all calls of an op over an axis")
+    names = add("names", help="the names, shapes and dtypes that a subject may return in a case")
+    names.description = "Compute the truth of a case and print its names, by kind and in the order of computation."
+    names.epilog = 'example: shardproof names "mode=tp tp=2 layers=1"'
+    names.add_argument("case", nargs="+", metavar="CASE", help="one case, key=value words (help case)")
+    names.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"whose truth and words ({SUBJECT})")
+    names.add_argument("--truth", metavar="M:O|alone", help=truth)
+    new = add("new-subject", help="write a subject that runs, to start from")
+    new.description = _NEW_SUBJECT
+    new.epilog = "example: shardproof new-subject my_model.py --like dtensor"
+    new.add_argument("file", metavar="FILE", help="the new file, such as my_model.py")
+    new.add_argument("--like", choices=LIKE, default="mlp", help="what it is made of (mlp: by hand)")
+    bench = add("bench", help="the performance table, measured here")
+    bench.add_argument("--faults", action="store_true", help="instead: what each engine makes of a rank gone wrong")
+    bench.add_argument("--out", metavar="DIR", help="folder of bench.csv or faults.csv (runs/bench)")
+    bench.add_argument("--quick", action="store_true", help="without the proof at real widths, which takes a minute")
+    add("doctor", help="what this machine offers, what would be skipped, and why")
+    about = add(
+        "help", help="`help case`: every word of a CASE; `help slice`; `help calls CASE`: its collectives and why"
+    )
+    about.add_argument(
+        "topic", choices=("case", "slice", "calls"), metavar="case|slice|calls", help="words, or the calls of a CASE"
+    )
+    about.add_argument("case", nargs="*", metavar="CASE", help="of `help calls`: key=value words")
+    about.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"whose calls ({SUBJECT})")
+    about.add_argument("--markdown", action="store_true", help="as a page of markdown, such as docs/case.md")
+
+
+def _add_compare(compare: argparse.ArgumentParser) -> None:
+    compare.description = "What is new, gone, changed or slower in NEW. Exit status 1 when a limit is broken."
+    compare.epilog = "example: shardproof compare main runs/latest --fail bytes:0 --fail calls:0 --fail time:10%"
+    compare.add_argument("base", metavar="BASE", help="run folder, or name of a baseline")
+    compare.add_argument("new", nargs="?", metavar="NEW", help="the same; left out: modes of BASE against each other")
+    compare.add_argument(
+        "--fail",
+        action="append",
+        default=[],
+        metavar="WHAT:LIMIT",
+        help="events:0 (when none is given), calls, bytes, memory: a number or percentage; time, wall: a percentage",
+    )
+    compare.add_argument("--save-baseline", metavar="NAME", help="store NEW (or BASE alone) under this name")
+    compare.add_argument("--baselines", default="baselines", metavar="DIR", help="where baselines are (baselines)")
+    compare.add_argument("--json", action="store_true", help="everything as one JSON object")
+
+
+def _add_faults(faults: argparse.ArgumentParser, truth: str, timeout: str) -> None:
+    faults.description = (
+        "Plant bugs one at a time and prove each: the kill matrix. Our own implementation gets every mutant, variant "
+        "and fault in every mode; another subject the faults of its collectives, which need no source. With a CASE: "
+        "the faults of that case's collectives."
+    )
+    faults.add_argument("cases", nargs="*", metavar="CASE", help="key=value words in quotes (help case)")
+    faults.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"implementation under test ({SUBJECT})")
+    faults.add_argument("--truth", metavar="M:O|alone", help=truth)
+    faults.add_argument("--quick", action="store_true", help="one mode a mutant and few faults: minutes on two cores")
+    part = faults.add_mutually_exclusive_group()
+    part.add_argument("--held-back", action="store_true", help="only the mutants that no rule of diagnosis has seen")
+    part.add_argument("--open", action="store_true", help="everything but those")
+    faults.add_argument(
+        "--field",
+        action="store_true",
+        help="only bugs of public issues (docs/catalogue.md), each beside the same case without it",
+    )
+    faults.add_argument(
+        "--dtype",
+        choices=("float64", "float32", "bfloat16"),
+        help="prove in cases of this dtype (as drawn); bugs that show in others alone keep theirs",
+    )
+    faults.add_argument(
+        "--emit-repro",
+        nargs=2,
+        metavar=("NAME|all", "DIR"),
+        help="plant nothing; write open bugs as scripts of their own",
+    )
+    faults.add_argument("--timeout", default="60", metavar="SECONDS", help=timeout)
+    faults.add_argument("--out", default="runs", metavar="DIR", help="where run folders go (runs)")
+    faults.add_argument("--json", action="store_true", help="the figures as one JSON object on stdout")
+
+
+def _add_predict(predict: argparse.ArgumentParser) -> None:
+    predict.description = (
+        "Predict cases by closed form, dry run and cost model. Without mode=, all modes are compared; without dtype=, "
+        "parameters are bfloat16; without optimizer=, AdamW trains in mixed precision (18 bytes a parameter)."
+    )
+    predict.epilog = 'example: shardproof predict "preset=llama3-405b mode=tp-sp tp=8 dp=2048"'
+    predict.add_argument("cases", nargs="+", metavar="CASE", help="one case each, key=value words in quotes")
+    predict.add_argument(
+        "--cluster", default=CLUSTER, metavar="NAME|FILE", help=f"a named cluster or a TOML file ({CLUSTER})"
+    )
+    predict.add_argument("--world", type=int, metavar="N", help="search the meshes of N ranks for every CASE")
+    predict.add_argument("--suggest", action="store_true", help="the best layouts, of all that the case leaves open")
+    predict.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"implementation to predict ({SUBJECT})")
+    predict.add_argument("-o", "--out", metavar="DIR", help="write tables, plots and ledger into a folder below DIR")
+    predict.add_argument("--json", action="store_true", help="the result as JSON on stdout, and nothing else there")
 
 
 def add_checkpoint(checkpoint: argparse.ArgumentParser) -> None:

@@ -1,12 +1,12 @@
 """Drawings of a page as inline SVG, without a library: bars of a case, its timeline; and the tree of its modules.
 
 Bars: one line a case, wire bytes by phase and memory saved for backward. A bar is 100 by 10 units and stretches with
-its cell; all bars of a column have one scale, and no bar adds up two cases. Bytes are the most that any rank sends.
+its cell. All bars of a column have one scale, and no bar adds up two cases. Bytes are the most that any rank sends.
 Margin: how close the worst tensor of a case came to its limit, from a millionth of it to the whole, by powers of ten.
-Timeline: one micro-batch, one row a rank, one colour a phase, asynchronous calls on the lower half of a row; times are
+Timeline: one micro-batch, one row a rank, one colour a phase, asynchronous calls on the lower half of a row. Times are
 milliseconds from the first call drawn. A call has its phase, op, bytes and module under the pointer. Tree: what a
-module sends is what it and everything in it send, calls and payload bytes of the busiest rank, all cases of a mode on
-as many ranks added up; where a model has many layers, equal paths of different layers are one: "layers.*.mlp.w1".
+module and everything in it send, calls and payload bytes of the busiest rank. All cases of a mode on as many ranks are
+added up. Where a model has many layers, equal paths of different layers are one: "layers.*.mlp.w1".
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DECADES = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseBars:
-    """One case: what it is, its bars as markup, and its figures as text."""
+    """A case: its words, its bars as markup, and its figures as text."""
 
     verdict: str
     mode: str
@@ -50,7 +50,7 @@ class CaseBars:
     """Error as a share of what is allowed; -1 where nothing was measured."""
     decided: str
     begins: bool
-    """Whether this is the first line of so many ranks."""
+    """Whether this is the first line of its number of ranks."""
 
 
 def lines(run: Run) -> tuple[tuple[CaseBars, ...], str]:
@@ -146,7 +146,7 @@ class Node:
 
     @property
     def other_bytes(self) -> int:
-        """What is sent in other phases: data, loss, gradient synchronisation, step."""
+        """Bytes sent in other phases: data, loss, gradient synchronisation, step."""
         return self.payload_bytes - self.forward_bytes - self.backward_bytes
 
 

@@ -1,4 +1,4 @@
-"""What a page opens with: figures of the whole run, its table of modes, and which pairs of features passed together."""
+"""Opening of a page: figures of the whole run, its table of modes, and which pairs of features passed together."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One run as one HTML page: self-contained, opens offline, under a megabyte.
+"""A run as one HTML page: self-contained, opens offline, under a megabyte.
 
-Everything that comes from a run is escaped by the template; only our own drawings are trusted. What would not fit is
-left out with a line that says where it stands in the run folder.
+Everything that comes from a run is escaped by the template; only our own drawings are trusted. A part that would not
+fit is left out with a line that says where it stands in the run folder.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from harness.cases import read_case
 from harness.dense_model import SUBJECT
 from harness.errors import RequestError
 from harness.resolve import resolve
-from reports.comparing import modes
 from reports.comparing.modes import modes_table, side_by_side
 from reports.pages import drawings, opening
 from reports.pages.drawings import Node, by_module, last_micro_batch, timeline, tree
 from reports.printing import tables
-from reports.printing.calls import calls_table, witness_tables
+from reports.printing.calls import calls_table
 from reports.printing.tables import Table, mebibytes
 from reports.stored import summary
-from reports.stored.files import csv_table
+from reports.stored.files import csv_table, profiled
 from reports.stored.frames import Run
 from reports.stored.unchecked import unchecked_notes
 
 _MOST_BYTES = 1_000_000
 _MOST_ROWS = (1000, 300, 100, 30)
 _MOST_MESSAGES = 30
+_FEWEST_OF_GROWTH = 4
+"""Cases without which no two modes were run at two sizes each."""
 _MOST_CASES = 64
 _MOST_PIPELINES, _MOST_DRAWN = 4, 16
 """Pipelines with a picture of their own, and ranks in it."""
@@ -58,7 +59,7 @@ _WORDS = {
     "decided": "tensors found right or wrong, of those that the case has",
     "verdict": "pass, fail, or unknown: a check that could not be answered is never a pass",
 }
-"""What column headers mean."""
+"""Meanings of column headers."""
 
 _KILL_COLUMNS = {
     **{"name": "bug", "kind": "kind", "stands_for": "stands for", "mode": "mode", "phase": "phase"},
@@ -99,7 +100,7 @@ def _cut(part: object, source: str, rows: int) -> object:
 
 
 def _parts(run: Run) -> dict[str, object]:
-    """What the template shows, by its names for it."""
+    """Values of the template, by its names for them."""
     headline = summary.headline(run)
     verdicts = summary.worst_first(run.verdicts)
     lines, shared = drawings.lines(run)
@@ -129,9 +130,8 @@ def _parts(run: Run) -> dict[str, object]:
         "remarks": unchecked_notes(run),
         "command": _command(run.env),
         "modes": modes_table(side_by_side(run)) if len(run.summary) and not program else None,
-        "plots": _plots(run),
-        "break_even": _break_even_table(run),
-        "traffic": program["traffic"] if program else [*_traffic(run), *witness_tables(run.path)],
+        **_growth(run),
+        "traffic": program["traffic"] if program else [*_traffic(run), *_witnesses(run)],
         "cases": [] if program else _cases(run),
         "stated": [] if program else _stated(run),
         "experts": opening.experts(run),
@@ -145,6 +145,14 @@ def _parts(run: Run) -> dict[str, object]:
     }
 
 
+def _witnesses(run: Run) -> Iterator[Table]:
+    """Tables of witnesses in a profiled run."""
+    if profiled(run.path):
+        from reports.printing.witnesses import witness_tables  # noqa: PLC0415
+
+        yield from witness_tables(run.path)
+
+
 def _about(env: dict[str, Any]) -> str:
     """Subject, engine and torch of a run, as far as they are known."""
     asked, versions = env.get("request", {}), env.get("versions", {})
@@ -153,21 +161,18 @@ def _about(env: dict[str, Any]) -> str:
 
 
 def _open(verdicts: pd.DataFrame) -> list[dict[str, str]]:
-    """What could not be decided: check, case and the reason."""
+    """Checks that could not be decided: check, case and the reason."""
     rows = verdicts[(verdicts["verdict"] == "unknown") & (verdicts["message"] != "")]
     return [{str(key): str(value) for key, value in row.items()} for row in rows.to_dict("records")]
 
 
-def _plots(run: Run) -> list[_Plot]:
+def _growth(run: Run) -> dict[str, object]:
     """Bytes against tokens, where a run has cases of several lengths."""
-    growth = modes.growth(run)
-    if not len(growth):
-        return []
-    from reports.pages import plots  # noqa: PLC0415  (matplotlib takes half a second to import, and few runs need it)
+    if len(run.cases) < _FEWEST_OF_GROWTH:
+        return {"plots": [], "break_even": None}
+    from reports.pages.growth import growth_parts  # noqa: PLC0415
 
-    svg = plots.break_even(growth, modes.crossings(growth), "Bytes against tokens")
-    caption = "Wire bytes of one rank in the layers, a micro-batch; all-to-alls, embedding and head left out."
-    return [_Plot(svg=Markup(svg), caption=caption)]
+    return growth_parts(run)
 
 
 def _pipelines(run: Run) -> list[_Plot]:
@@ -175,7 +180,7 @@ def _pipelines(run: Run) -> list[_Plot]:
     drawn = dict(itertools.islice(summary.last_steps(run).items(), _MOST_PIPELINES))
     if not drawn:
         return []
-    from reports.pages import plots  # noqa: PLC0415  (see above)
+    from reports.pages import plots  # noqa: PLC0415  (matplotlib takes half a second)
 
     made = []
     for case, spans in drawn.items():
@@ -202,7 +207,7 @@ def _modules(run: Run) -> list[tuple[str, tuple[Node, ...]]]:
 
 
 def _timelines(run: Run) -> list[_Plot]:
-    """One drawing a mode: its case with most ranks."""
+    """Drawings by mode: its case with most ranks."""
     drawn = []
     cases = run.cases.sort_values("world_size", ascending=False, kind="stable")
     for mode, of_mode in cases.groupby("mode", observed=True, sort=True):
@@ -228,19 +233,14 @@ def _kills(path: Path) -> Table | None:
     return tables.table("Kill matrix", kills, columns, note=killed)
 
 
-def _break_even_table(run: Run) -> Table | None:
-    crossings = modes.compared(run)
-    return tables.break_even_table(crossings) if len(crossings) else None
-
-
 def _traffic(run: Run) -> list[Table]:
-    """One table a mode, its calls and bytes beside the expectation."""
+    """Tables by mode, its calls and bytes beside the expectation."""
     modes = summary.traffic(run).groupby("mode", observed=True, sort=True)
     return [tables.traffic_table(lines, title=str(mode)) for mode, lines in modes]
 
 
 def _cases(run: Run) -> list[Table]:
-    """One table a case, when there are few enough to read."""
+    """Tables by case, when there are few enough to read."""
     if run.summary["case"].nunique() > _MOST_CASES:
         return []
     cases = summary.traffic(run, "case").groupby("case", sort=False)

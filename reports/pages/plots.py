@@ -1,7 +1,7 @@
 """Drawings as inline SVG: bytes against tokens, one line a mode, the break-even marked; a step of a pipeline.
 
-Functions from frames to a string that can stand inside an HTML page: text stays text in the page's own font and
-colour (so light and dark both work), no link leads out of it, and equal frames give equal bytes.
+Functions from frames to a string that can stand inside an HTML page. Text stays text in the page's own font and colour
+(so light and dark both work). No link leads out of it, and equal frames give equal bytes.
 """
 
 from __future__ import annotations

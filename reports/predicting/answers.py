@@ -1,4 +1,4 @@
-"""What the table of a prediction says beside its numbers: which step they are of, and why a case is not the first."""
+"""Words of the table of a prediction beside its numbers: the step, and why a case is not the first."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from harness.predicting.clusters import Cluster
 
 _GIB = 2**30
 _LEAST = 0.005
-"""A part of less than this share of the first candidate's time is not told."""
+"""A part of less than this share of the first candidate's time is left out."""
 _MEMORY = ("parameters", "gradients", "optimizer", "saved")
 
 
 def reasons(rows: pd.DataFrame, cluster: Cluster) -> list[str]:
-    """One text a row, "" for the first and for cases that cannot be.
+    """Texts by row, "" for the first and for cases that cannot be.
 
     Time is that of a GPU for each of its tokens where tokens are known, for meshes differ in data, else of a step.
     """

@@ -1,4 +1,4 @@
-"""What changes with the load of experts, as tables: memory by stage, bytes by stage and call."""
+"""Tables of what changes with the load of experts: memory by stage, bytes by stage and call."""
 
 from __future__ import annotations
 

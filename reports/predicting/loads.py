@@ -1,7 +1,7 @@
 """How a prediction changes with the load of experts: memory by stage, and bytes by stage and call. Sizes are bytes.
 
-A load is the words of a case that say where tokens go. The rank that is predicted is the first of its stage, which
-holds the experts that a skew loads: no other rank computes, keeps or returns more rows.
+A load is the words of a case that say where tokens go. The predicted rank is the first of its stage, which holds the
+experts that a skew loads. No other rank computes, keeps or returns more rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from reports.predicting import pipelines
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 """The number of a layer in a path."""
 CALL = ["stages", "phase", "module", "op", "axis", "ranks"]
-"""What tells the calls of a stage apart."""
+"""Columns that distinguish the calls of a stage."""
 
 
 def memory(by_load: Mapping[str, Forecast]) -> pd.DataFrame:
@@ -41,7 +41,7 @@ def calls(by_load: Mapping[str, Forecast]) -> pd.DataFrame:
 
 
 _Sums = dict[tuple[str, str, str, str, int], tuple[int, int]]
-"""What the columns behind `stages` tell apart -> calls and bytes."""
+"""Values of the columns behind `stages` -> calls and bytes."""
 
 
 def _alike(one: Forecast) -> list[tuple[str, _Sums]]:

@@ -20,9 +20,8 @@ _PARTS = ("parameters", "gradients", "optimizer", "saved", "peak")
 def stages(one: Forecast) -> pd.DataFrame:
     """A row for every stage: stage, layers, live, the parts of its memory, the times of a step, what it sends, ledger.
 
-    `live` are micro-batches in flight (of a chunk each), forward_s and backward_s those of one micro-batch, wait_s the
-    time of a step in which the stage waits for others, messages those it sends to its neighbours. Missing where the
-    subject states no closed form.
+    `live` are micro-batches in flight (of a chunk each), forward_s and backward_s those of one micro-batch, wait_s its
+    time of waiting in a step. messages go to its neighbours. Missing where the subject states no closed form.
     """
     return pd.DataFrame(
         [

@@ -1,9 +1,9 @@
-"""What `shardproof predict` compares: the cases that a text stands for, and the bytes of each mode.
+"""Candidates of `shardproof predict`: the cases that a text stands for, and the bytes of each mode.
 
-A text without a mode (or with mode=all) stands for every mode that the subject claims; with a world size, for the
-meshes of that many ranks too. A case that cannot be is kept with the rule that it breaks. Where the text does not say
-them, parameters are bfloat16 and AdamW trains in mixed precision; a case with experts whose text does not say how they
-are loaded stands for LOADS, since a router's choice is not known without numbers. Sizes are bytes of a rank.
+A text without a mode (or with mode=all) stands for every mode that the subject claims. With a world size it stands for
+the meshes of that many ranks too. A case that cannot be is kept with the rule that it breaks. Unless the text has other
+words, parameters are bfloat16 and AdamW trains in mixed precision. A case with experts without words on their load
+stands for LOADS, since a router's choice is not known without numbers. Sizes are bytes of a rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from harness.terms import EventKey, closed_forms
 BATCHES = (1, 4, 16, 64)
 """Sequences of a micro-batch at which the bytes of a mode are counted: bytes are a straight line in the tokens."""
 DTYPE = "dtype=bfloat16"
-"""What a text without `dtype=` is predicted in."""
+"""Dtype of a text without `dtype=`."""
 LOADS = ("routing=equal", "routing=equal skew=0.25", "routing=equal skew=1.0")
 """How experts are loaded where a text does not say it: alike, with a quarter of the tokens or all on a few."""
 _LOAD = ("routing", "skew")
@@ -55,8 +55,8 @@ class Candidate:
 def candidates(text: str, subject: Subject, *, world: int | None = None, inner: int = 8) -> list[Candidate]:
     """The cases that a text stands for. `inner`: the most ranks of the axis tp in a search.
 
-    Raises RequestError when the text names one case and that cannot be, when none of several can, and for a world that
-    the case's stages and context ranks do not divide.
+    Raises RequestError when the text names one case and that cannot be, and when none of several can. A world that the
+    case's stages and context ranks do not divide raises it too.
     """
     given = named(subject)
     if vocabulary(given) is not None:
@@ -180,7 +180,7 @@ def growth(cases: Iterable[CaseLike], subject: Subject, counted: str = "layers")
 
 
 def _of_a_step(case: CaseLike, batch: int) -> CaseLike:
-    """One step of this batch, with one micro-batch unless the schedule of its pipeline needs more of them."""
+    """A step of this batch, with one micro-batch unless the schedule of its pipeline needs more of them."""
     try:
         return case.but(batch=batch, steps=1, micro=1)
     except ValueError:

@@ -19,7 +19,7 @@ from harness.predicting.figures import Forecast
 from harness.predicting.forecast import forecast
 from harness.protocols import Subject
 from harness.subject import named
-from reports.comparing.modes import crossings
+from reports.comparing.growth import crossings
 from reports.predicting import loads, pipelines
 from reports.predicting.answers import reasons
 from reports.predicting.planning import DTYPE, LOADS, Candidate, candidates, chooses, growth, stated_words
@@ -34,15 +34,14 @@ _WHOLE = ("ranks", "tokens", "calls", "payload_bytes", "wire_bytes", *_SIZES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What is predicted of one text: `fastest` is the answer in words, `rows` a candidate each, fastest first.
+    """A prediction of one text: `fastest` is the answer in words, `rows` a candidate each, fastest first.
 
-    Rows that fit come before rows that do not, and those before cases that cannot be; columns: `_row`, and `lost`,
-    why it is not the first. `phases`: seconds by candidate and phase. `states`: bytes kept of every parameter where
-    they are by formula, "" where the program's own were measured.
-    `stages`: the stages of the pipeline of the first row that has one (reports.predicting.pipelines), `pipeline` its
-    forecast. `loads` and `calls`: what stages need and which bytes they send by the load of experts, where one is said
-    (reports.predicting.loads).
-    `beside`: what and how much the subject states beside its closed form (`subject.beside(case)`), of a single case.
+    Rows that fit come before rows that do not, and those before cases that cannot be. Columns: `_row`, and `lost`, why
+    it is not the first. `phases`: seconds by candidate and phase. `states`: bytes kept of every parameter where they
+    are by formula, "" where the program's own were measured. `stages`: the stages of the pipeline of the first row that
+    has one (reports.predicting.pipelines), `pipeline` its forecast. `loads` and `calls`: what stages need and which
+    bytes they send by the load of experts, where one is given (reports.predicting.loads). `beside`: what and how much
+    the subject states beside its closed form (`subject.beside(case)`), of a single case.
     """
 
     text: str
@@ -197,8 +196,10 @@ def _phases(made: Iterable[tuple[Candidate, Forecast | None]]) -> pd.DataFrame:
 
 
 def answer(rows: pd.DataFrame, cluster: Cluster, *, suggested: bool = False) -> str:
-    """The answer: the fastest legal candidate that fits, by tokens a second and rank, for meshes may differ in data;
-    where nothing fits, what looks for more.
+    """The answer: the fastest legal candidate that fits.
+
+    Fastest is by tokens a second and rank, for meshes may differ in data. Where nothing fits, the answer names the
+    words that look for more.
     """
     room = f"{cluster.device.memory_gib:g} GiB of a {cluster.device.name}"
     best = rows.iloc[0]
@@ -224,7 +225,7 @@ def figure(value: float, digits: int = 3) -> str:
 
 
 def _states(made: Iterable[tuple[Candidate, Forecast | None]]) -> str:
-    """What training keeps of every parameter, in words."""
+    """Bytes that training keeps of every parameter, in words."""
     for candidate, one in made:
         kept = candidate.states
         if one is not None and kept is not None:
@@ -236,9 +237,9 @@ def _states(made: Iterable[tuple[Candidate, Forecast | None]]) -> str:
 
 
 def together(told: Sequence[Prediction]) -> Prediction:
-    """One prediction of all these texts, whose candidates are named by the words that they do not all have.
+    """Prediction of all these texts, whose candidates are named by the words that they do not all have.
 
-    What belongs to one text alone is left out: crossings of its modes, its stages.
+    Parts of one text alone are left out: crossings of its modes, its stages.
     """
     texts = [str(case) for one in told for case in one.rows["case"]]
     shared = set.intersection(*(set(text.split()) for text in texts))

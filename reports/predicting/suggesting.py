@@ -1,12 +1,12 @@
 """Layouts of a model on a number of ranks: all legal ones estimated, the best of them to be forecast.
 
-A layout is what the text leaves open of mode, tp, pp with even or uneven stages, dp, zero (0 to 3) and recompute (none,
-selective, full); cp=2 and cp=4 are tried where nothing fits without. Modes are tp and tp-sp; the others of the subject
-are tried where the best layout without stages lies. What is legal the case itself decides. All layouts train on the
-same tokens a step: `micro` micro-batches for each of the ranks.
+A layout has the words that the text leaves open: mode, tp, pp (even or uneven stages), dp, zero (0 to 3) and recompute.
+cp=2 and cp=4 are tried where nothing fits without. Modes are tp and tp-sp; the others of the subject are tried where
+the best layout without stages lies. The case itself decides what is legal. All layouts train on the same tokens a step:
+`micro` micro-batches for each of the ranks.
 
-A model is measured once for every mode, tp, cp and recompute, on one stage and one data rank, at two depths, from which
-a layer and what lies outside of layers follow. For stage r of pp with l of the layers, d data ranks, m micro-batches:
+A model is measured once for every mode, tp, cp and recompute, on one stage and one data rank, at two depths. A layer
+and the rest follow from these. For stage r of pp with l of the layers, d data ranks, m micro-batches:
 
     memory   states of what the stage holds, split over d as zero= says, with zero=2|3 what is gathered; what a layer
              leaves for backward, l times, for each of min(pp - r, m) micro-batches; on the last stage what lies
@@ -53,7 +53,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Line:
-    """What a quantity is of a model: `layer` for each of its layers, and `outside` of them."""
+    """A quantity of a model: `layer` for each of its layers, and `outside` of them."""
 
     layer: float
     outside: float
@@ -66,8 +66,10 @@ class _Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Measured:
-    """Bytes and times of a model on one stage and data rank; `states` are bytes of gradients and optimizer for each of
-    the parameters', `left` what a micro-batch leaves for backward or needs for a moment, `micro_s` its time.
+    """Bytes and times of a model on one stage and data rank.
+
+    `states` are bytes of gradients and optimizer for each of the parameters'. `left` is what a micro-batch leaves for
+    backward or needs for a moment, `micro_s` its time.
     """
 
     parameters: _Line

@@ -15,7 +15,7 @@ _MOST = 64
 
 
 def expert_tables(folder: Path) -> list[Table]:
-    """One table, a row for every case and module."""
+    """Table of experts, a row for every case and module."""
     rows = csv_table(folder / "experts.csv", _TYPES, tuple(_TYPES), [])
     places = rows.groupby(["case", "module"], sort=False)
     frame = pd.DataFrame([{**dict(zip(("case", "module"), key, strict=True)), **_place(part)} for key, part in places])

@@ -142,7 +142,10 @@ def headline_table(headline: pd.DataFrame) -> Table:
 
 
 def first_table(headline: pd.DataFrame) -> Table:
-    """The table that a run prints: a row a case, or a row for all cases of a mode where they are too many to read."""
+    """The table that a run prints: a row a case.
+
+    Where cases are too many to read, a row stands for all cases of a mode.
+    """
     return headline_table(headline) if len(headline) <= _MOST_CASES else grouped_table(headline)
 
 
@@ -187,7 +190,7 @@ def _ranges(frame: pd.DataFrame, name: str, write: Callable[[object], str]) -> l
 
 
 def _compared(headline: pd.DataFrame) -> str:
-    """What the cases were held against: dry ranks have no numbers, a case that never ran was held against nothing."""
+    """Title by what the cases were held against: dry ranks have no numbers, a case that never ran has nothing."""
     if headline["worst_error"].notna().any():
         return "Every case against the dense model"
     known = headline["expected_payload_bytes"].notna().any()
@@ -224,7 +227,7 @@ def traffic_table(traffic: pd.DataFrame, title: str = "Calls and bytes beside th
 
 
 def verdict_table(verdicts: pd.DataFrame, title: str = "Verdicts") -> Table:
-    """One row a check: its verdict and the tensor that came closest to its limit."""
+    """Table of checks: the verdict of each and the tensor that came closest to its limit."""
     return table(
         title,
         verdicts,
@@ -260,20 +263,4 @@ def pipeline_table(measured: pd.DataFrame, cores: str) -> Table:
         "they compute no forward or backward; closed form: equal stages, messages that take no time, a core for each "
         f"rank, and here all ranks shared {cores} cores: times are those of this machine; calls: asynchronous ones of "
         "all ranks until they are waited for; overlapped: the rank computed meanwhile",
-    )
-
-
-def break_even_table(crossings: pd.DataFrame) -> Table:
-    """Where one mode becomes cheaper than another, from `breakeven.compared`."""
-    return table(
-        "Break-even",
-        crossings,
-        (
-            ("cheaper beyond T*", "mode", str),
-            ("than", "other", str),
-            ("T* (tokens)", "tokens", whole),
-            ("MiB there", "wire_bytes", mebibytes),
-            ("counted", "counted", str),
-        ),
-        note="wire bytes of one rank, a micro-batch; layers: without all-to-alls, embedding and head; all: everything",
     )

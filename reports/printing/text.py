@@ -67,8 +67,9 @@ def _drawn(table: Table, columns: Sequence[int], width: int) -> RichTable:
 
 
 def _bands(table: Table, width: int) -> list[list[int]]:
-    """All columns, in bands below each other that are no wider than the terminal; each begins with the first column, or
-    the first two where rows share their first cell.
+    """All columns, in bands below each other that are no wider than the terminal.
+
+    Each band begins with the first column, or the first two where rows share their first cell.
     """
     readable = [_readable(table, column) + _GAP for column in range(len(table.headers))]
     if sum(readable) <= width:
@@ -192,7 +193,7 @@ def _folded(line: str, width: int, indent: int = 0) -> str:
 
 
 class Ticker(Protocol):
-    """What hears of progress."""
+    """A listener to progress."""
 
     def __call__(self, done: int, total: int, case: str, verdict: str) -> None:
         """A case is done: how many of how many, which it was, its verdict."""

@@ -1,7 +1,7 @@
-"""What a recorded program did, as frames: traffic, modules, steps, ranks, laws. Functions of a Run; nothing is printed.
+"""Figures of a recorded program, as frames: traffic, modules, steps, ranks, laws. Nothing is printed.
 
-Only what can be computed honestly: durations are those of calls that are waited for at once on the host's clock, and
-lateness is computed where all ranks share a clock. Bytes, microseconds.
+Only what can be computed honestly: durations are those of calls that are waited for at once on the host's clock.
+Lateness is computed where all ranks share a clock. Bytes, microseconds.
 """
 
 from __future__ import annotations
@@ -75,9 +75,10 @@ def by_module(run: Run) -> pd.DataFrame:
 
 
 def exchanges(run: Run) -> pd.DataFrame:
-    """region (layers folded), phase, axis, calls (of all ranks), rows, busiest (the rank that gets most rows), its
-    busiest_rows and busiest_bytes, balance (its rows over the mean of the ranks of its axis), worst (of one exchange).
+    """Exchanges of rows.
 
+    region (layers folded), phase, axis, calls (of all ranks), rows, busiest (the rank that gets most rows), its
+    busiest_rows and busiest_bytes. balance (its rows over the mean of the ranks of its axis), worst (of one exchange).
     Of the places whose all-to-alls send unlike numbers of rows to ranks.
     """
     events = grouped(run)
@@ -130,9 +131,12 @@ def steps(run: Run) -> pd.DataFrame:
 
 
 def by_rank(run: Run) -> pd.DataFrame:
-    """rank, calls, send and recv (those among them), async_calls (whose duration is not known), wire_bytes, exposed_us
-    (inside calls that are waited for at once), late_us and latest (median lateness behind the first rank of the group,
-    share of calls in which it came last; NaN where clocks differ), host_bytes and device_bytes (peaks of the process).
+    """Figures by rank.
+
+    rank, calls, send and recv (those among them), async_calls (whose duration is not known), wire_bytes, exposed_us
+    (inside calls that are waited for at once). late_us and latest are the median lateness behind the first rank of the
+    group, and the share of calls in which it came last. Both are NaN where clocks differ. host_bytes and device_bytes
+    are peaks of the process.
     """
     events = run.ledger
     one = events.groupby("rank", observed=True)

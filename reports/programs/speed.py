@@ -1,7 +1,6 @@
 """How fast a recorded program was: tokens and bandwidth, and its step beside the case that describes it.
 
-Beside a case: calls and bytes of rank 0 in the median recorded step and in the closed form of the case, and the time
-that is predicted.
+Beside a case stand calls and bytes of rank 0, in the median recorded step and the closed form, and the predicted time.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def step_s(run: Run) -> float:
 
 
 def speed(run: Run) -> Iterator[tuple[str, str]]:
-    """What and how much: tokens a second where the recording was given them."""
+    """Names and amounts: tokens a second where the recording was given them."""
     took = step_s(run)
     if math.isnan(took) or not took:
         return
@@ -43,8 +42,10 @@ def speed(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def bandwidth(run: Run) -> pd.DataFrame:
-    """op, axis, group_size, calls, wire_bytes, gb_s (wire bytes over the time inside the calls, waiting for late ranks
-    included), link, share (of what one rank can send through it, NaN without a cluster); calls of known duration.
+    """Bandwidth of calls of known duration.
+
+    op, axis, group_size, calls, wire_bytes, gb_s (wire bytes over the time inside the calls, waiting for late ranks
+    included). link, share (of what one rank can send through it, NaN without a cluster).
     """
     events = grouped(run)
     events = events[(events["duration_us"] > 0) & (events["wire_bytes"] > 0)]

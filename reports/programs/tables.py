@@ -52,7 +52,7 @@ def overview(run: Run) -> Table:
 
 
 def parts(run: Run) -> dict[str, object]:
-    """What the page has of it: overview, findings, traffic."""
+    """Parts of the page: overview, findings, traffic."""
     return {"program": overview(run), "findings": figures.findings(run), "traffic": tables(run)}
 
 

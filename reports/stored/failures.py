@@ -1,7 +1,7 @@
 """Failures grouped by their first place, one block of six lines each, and how each spread from there.
 
-The place is that of the six lines (`harness.diagnosing.six_lines.site`), layers counted as one, so that the same bug of
-all checks, cases and modes is one group. From `errors.csv` a group has a map of layers by phases, error over allowed: a
+The place is that of the six lines (`harness.diagnosing.six_lines.site`), layers counted as one. So the same bug of all
+checks, cases and modes is one group. From `errors.csv` a group has a map of layers by phases, error over allowed. A
 cell is the worst tensor that a layer computes in a phase. The first step has its own columns, all later steps together
 theirs: they follow from it. The first place has a mark of its own, whatever its numbers are.
 """
@@ -28,8 +28,9 @@ _DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bug:
-    """Failed checks that share their first place: the case and message of the first; `others` are the checks that fail
-    beside it, with the number of their cases, and `cases` how many cases these are.
+    """Failed checks that share their first place: the case and message of the first.
+
+    `others` are the checks that fail beside it, with the number of their cases, and `cases` how many cases these are.
     """
 
     case: str
@@ -40,7 +41,7 @@ class Bug:
 
     @property
     def follows(self) -> str:
-        """What fails beside the first one: "and from the same first place on fail: update (12 cases) ...", or ""."""
+        """Words on further failures: "and from the same first place on fail: update (12 cases) ...", or ""."""
         if not self.others:
             return ""
         told = [f"{check} ({count} cases)" if count > 1 else check for check, count in self.others.items()]
@@ -78,7 +79,7 @@ def simplest_first(run: Run) -> pd.DataFrame:
 
 
 def simplicity(case: Mapping[str, Any]) -> tuple[float, ...]:
-    """What sorts a case of `cases.jsonl` before harder ones: dtype, ranks, steps, micro-batches, number of words."""
+    """Sort key of a case of `cases.jsonl`, simpler first: dtype, ranks, steps, micro-batches, number of words."""
     dtype = str(case.get("dtype", _DTYPES[0]))
     sizes = [float(case.get(word) or 0) for word in ("world_size", "steps", "micro")]
     known = [0.0 if math.isnan(size) else size for size in sizes]
@@ -101,7 +102,7 @@ _Place = tuple[str, bool, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """What is shown of one layer in one phase: error over allowed as text, its class, the tensor, whether it is first.
+    """A layer in one phase: error over allowed as text, its class, the tensor, whether it is first.
 
     `heat` is "" where nothing was compared, "ok" within the limit, and from 1 to 4 beyond it, by powers of ten.
     """

@@ -1,7 +1,7 @@
 """The files of a run folder or a baseline, read with care: what a killed writer left is mended, all else is one error.
 
 A last line without its end is dropped with a note; a broken file raises RunFolderError with one message that names it.
-Of a recorded program, each rank wrote a part, `ranks/<rank>/` (harness.programs.part): a line cut in its middle is left
+Of a recorded program, each rank wrote a part, `ranks/<rank>/` (harness.programs.part). A line cut in its middle is left
 out and counted, a rank without an orderly end is named once.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _ENVIRONMENT = "env.json"
 MATRIX = "kill_matrix.csv"
-"""What `shardproof faults` writes into its folder."""
+"""File that `shardproof faults` writes into its folder."""
 
 
 class RunFolderError(RequestError):
@@ -67,6 +67,11 @@ def run_folder(name: str | Path, *, matrix: bool = True) -> Path:
         raise RunFolderError(f"run {shown(path)}: {what}; legal: shardproof show {shown(path)}")
     environment_of(path, [])
     return path
+
+
+def profiled(folder: Path) -> bool:
+    """Whether witnesses saw the run."""
+    return any((folder / name).exists() for name in ("witnesses.csv", "collectives.csv", "sessions.csv"))
 
 
 def is_matrix(folder: Path) -> bool:
@@ -225,7 +230,7 @@ def _by_rank(run: Path, name: str) -> dict[int, dict[str, Any]]:
 
 
 def notes_of(run: Path, world_size: int) -> list[str]:
-    """What must be known before the numbers: ranks without a part or an end, doubts, what the recorder failed at."""
+    """Notes before the numbers: ranks without a part or an end, doubts, what the recorder failed at."""
     there, over = part_folders(run), ends_of(run)
     notes = []
     if missing := sorted(set(range(world_size)) - there.keys()):

@@ -1,9 +1,9 @@
 """A run folder as pandas frames: `load("runs/latest").ledger` is all that a notebook needs.
 
 Reads what `harness` writes and nothing else, and never writes. Every frame is flat; text columns with a natural order
-(mode, phase, op, axis) are ordered categoricals, so that every table sorts alike. Units are in the column names:
-bytes, microseconds. A folder that a killed run left behind loads too: a line cut in its middle is dropped, a missing
-summary is made from the ledger, and `Run.notes` says so.
+(mode, phase, op, axis) are ordered categoricals, so that every table sorts alike. Units are in the column names: bytes,
+microseconds. A folder that a killed run left behind loads too. A line cut in its middle is dropped, a missing summary
+is made from the ledger, and `Run.notes` names both.
 """
 
 from __future__ import annotations

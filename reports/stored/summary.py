@@ -1,9 +1,9 @@
-"""What a run comes to: calls and bytes by mode, phase, op and axis beside the expectation, a line a case, pipelines.
+"""Sums of a run: calls and bytes by mode, phase, op and axis beside the expectation, a line a case, pipelines.
 
-Functions from a `Run` to frames; nothing is printed here. Calls and bytes are those of one rank over the whole run
-(the maximum over ranks), as in `summary.csv`; several cases of a mode on as many ranks are added up. NA stands for
-"without expectation": a subject without a closed form, or with one that leaves out phase, op, axis or numbers. A
-pipeline is measured where ranks are real processes, not where they take turns. Times are microseconds.
+Functions from a `Run` to frames; nothing is printed here. Calls and bytes are those of one rank over the whole run (the
+maximum over ranks), as in `summary.csv`. Several cases of a mode on as many ranks are added up. NA stands for "without
+expectation": a subject without a closed form, or with one that leaves out phase, op, axis or numbers. A pipeline is
+measured where ranks are real processes, not where they take turns. Times are microseconds.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def badness(verdict: str) -> int:
 
 
 def headline(run: Run) -> pd.DataFrame:
-    """One row a case, by mode and ranks.
+    """Rows of cases, by mode and ranks.
 
-    mode, ranks, case (its whole text), words (of it, without mode and data), forward_calls, backward_calls,
+    mode, ranks, case (its whole text), words (of it, without mode and data), forward_calls, backward_calls.
     payload_bytes, expected_payload_bytes (NA without expectation), saved_bytes (of the fullest rank; NA when not
-    measured), worst_error and worst_allowed (of the check that came closest to its limit; NaN when nothing was
-    measured), decided and tensors (how many were found right or wrong, of how many; NA when not counted), verdict.
+    measured). worst_error and worst_allowed (of the check that came closest to its limit; NaN when nothing was
+    measured). decided and tensors (how many were found right or wrong, of how many; NA when not counted), verdict.
     """
     lines = run.summary.groupby("case", sort=False)
     worst = worst_first(run.verdicts).drop_duplicates("case").set_index("case")["verdict"]
@@ -85,10 +85,10 @@ def tally(headline: pd.DataFrame, verdicts: pd.DataFrame) -> str:
 
 
 def grouped(headline: pd.DataFrame) -> pd.DataFrame:
-    """One row for all cases of a mode on as many ranks, from `headline`.
+    """Rows for all cases of a mode on as many ranks, from `headline`.
 
     mode, ranks, cases, least_ and most_ of forward_calls, backward_calls and payload_bytes, expected (how many cases
-    have an expectation), as_expected (how many meet its bytes), saved_bytes (the most), worst_error and worst_allowed
+    have an expectation), as_expected (how many meet its bytes). saved_bytes (the most), worst_error and worst_allowed
     (of the case that came closest to its limit), verdict (the worst), alike (how many cases have it).
     """
     rows = []
@@ -156,8 +156,8 @@ def traffic(run: Run, *more: str) -> pd.DataFrame:
     """Calls and bytes by mode, ranks, phase, op and axis beside the expectation, all cases of both added up.
 
     mode, ranks, phase, op, axis (and `more` columns of the summary, as "case"), cases, calls, expected_calls,
-    payload_bytes, expected_payload_bytes, wire_bytes, agrees: "yes" when every rank of every case meets its own
-    expectation line by line, "no", or "" where none is stated. Sums could hide errors that cancel, `agrees` cannot.
+    payload_bytes, expected_payload_bytes, wire_bytes, agrees. `agrees` is "yes" when every rank of every case meets its
+    own expectation line by line, "no", or "" where none is stated. Sums could hide errors that cancel, `agrees` cannot.
     """
     keys = [*more, "mode", "ranks", "phase", "op", "axis"]
     ranks = run.summary["case"].map(dict(zip(run.cases["case"], run.cases["world_size"], strict=True)))
@@ -204,8 +204,8 @@ def measured(run: Run) -> pd.DataFrame:
     """A row for every pipeline: case, ranks, step, step_us, bubble, bubble_stated, calls_us, overlapped_us.
 
     step_us is from the first forward to the last backward, `bubble` the share of all ranks' time in it in which they
-    compute nothing, `bubble_stated` its closed form (missing: none is known). calls_us is how long asynchronous calls
-    were under way until their ranks waited for them, overlapped_us the part of it in which the rank computed.
+    compute nothing. `bubble_stated` is its closed form (missing: none is known). calls_us is how long asynchronous
+    calls were under way until their ranks waited for them, overlapped_us the part of it in which the rank computed.
     """
     stated = pd.to_numeric(run.cases.set_index("case").reindex(columns=["bubble_stated"])["bubble_stated"])
     rows = []

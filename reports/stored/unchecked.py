@@ -1,9 +1,9 @@
-"""What bounds the verdicts of a run: how many tensors they decide, by kind, and notes on what they leave unchecked.
+"""Bounds of the verdicts of a run: how many tensors they decide, by kind, and notes on what they leave unchecked.
 
-A tensor is decided when it was found right or wrong: it was returned, it merged, the truth knows it, and its limits
-admit no half of it. A kind is what a name begins with, in words: "gradients" of "grad/head.weight". Notes name what is
-split, not returned or not decided, lower precision, doubts on the ledger, groupings, the corpus, its rows; every
-case's own list is in `verdicts.jsonl`, and a note adds the cases up.
+A tensor is decided when it was found right or wrong: returned, merged, known to the truth, with limits that admit no
+half of it. A kind is what a name begins with, in words: "gradients" of "grad/head.weight". Notes name what is split,
+not returned or not decided, lower precision, doubts on the ledger, groupings, the corpus, its rows. Every case's own
+list is in `verdicts.jsonl`, and a note adds the cases up.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 import pandas as pd
 
+from harness.checking.call_checks import SPLIT
 from harness.checking.coverage import ON_PURPOSE
-from harness.checking.exact_checks import SPLIT
 from harness.checking.numeric_checks import called
 from harness.dense_model import SUBJECT
 from reports.stored.frames import Run
@@ -144,7 +144,7 @@ def _unreturned(run: Run) -> list[str]:
 
 
 def _deviating(run: Run) -> list[str]:
-    """What deviates from the truth as the subjects state, and what is stated to and does not."""
+    """Deviations from the truth that the subjects state, and stated ones that do not occur."""
     names: dict[str, list[str]] = {}
     cases: dict[str, set[str]] = {}
     absent: dict[str, set[str]] = {}
@@ -178,7 +178,7 @@ def _rounded(run: Run) -> list[str]:
 
 
 def _doubts(run: Run) -> list[str]:
-    """What the ledgers are not certain of (harness.ledger.Event.doubts), and in how many cases."""
+    """Doubts of the ledgers (harness.ledger.Event.doubts), and in how many cases."""
     told = Counter(part for _, unchecked in _passed(run, "ledger") for part in unchecked.split("; "))
     return [f"not certain: {part} ({_cases(told[part])})" for part in told if part.startswith(_DOUBTS)]
 

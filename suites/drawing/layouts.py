@@ -1,6 +1,6 @@
 """Another layout of the same training: as many samples in a step, on other ranks, as far as the subject takes it.
 
-A case of ours changes its mode and axes, and what data ranks share; a case of a subject's own words takes the axes of
+A case of ours changes its mode and axes, and what data ranks share. A case of a subject's own words takes the axes of
 another case that the subject names.
 """
 

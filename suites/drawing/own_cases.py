@@ -1,6 +1,6 @@
 """Cases to draw for a subject of its own words: around the cases that it names, or from its own strategy.
 
-Around a case: other seeds, 2 or 3 steps, 1 to 3 micro-batches, and every legal value of a word that has several; the
+Around a case: other seeds, 2 or 3 steps, 1 to 3 micro-batches, and every legal value of a word that has several. The
 axes stay those of the case, for the subject has named the layouts that it supports. Words that a property fixes stay.
 """
 
@@ -42,8 +42,9 @@ def _near(case: PlainCase, fixed: Mapping[str, Any]) -> st.SearchStrategy[PlainC
 
 
 def _may_vary(key: str, case: PlainCase) -> bool:
-    """A word that a named case sets itself, other than steps, micro and seed, is what that case is for; so are the mode
-    and the dtype.
+    """Whether a word of a named case may change: not the mode, the dtype, nor a word that the case sets itself.
+
+    Such a word is what the case is for; steps, micro and seed may change all the same.
     """
     if key in ("mode", "dtype"):
         return False

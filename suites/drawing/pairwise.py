@@ -1,7 +1,7 @@
 """The boolean words of a case in rows: six to eight of them have every pair of values of every two words.
 
-Source: Kleitman and Spencer 1973: among n rows, the first of them false throughout, words that are true in different
-sets of n/2 other rows meet in all four pairs of values.
+Source: Kleitman and Spencer 1973. Words are true in different sets of n/2 of n rows, never in the first: any two meet
+in all four pairs of values.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from reference.language.modes import MODES
 
 _EVERYWHERE = ("packed", "bias", "tied", "qk_norm", "fuse_qkv", "overlap", "fuse_mlp")
 _ROWS = 6
-"""Enough for ten words: so many sets of three rows are there among five."""
+"""Enough for ten words: there are ten sets of three rows among five."""
 
 
 def rows(mode: str) -> tuple[Mapping[str, bool], ...]:

@@ -1,8 +1,8 @@
 """Hypothesis strategies that draw only valid, non-degenerate cases.
 
 Non-degenerate by construction (bugs.md, section 3): axes of unequal size, odd factors, several micro-batches and steps,
-batch > 1, grouped heads, biases and norm weights away from their defaults (the reference draws them so), uneven masks.
-Every draw is made in the driver, never inside a rank. Simple values come first, so that failures shrink to small cases.
+batch > 1, grouped heads, uneven masks. The reference draws biases and norm weights away from their defaults. Every draw
+is made in the driver, never inside a rank. Simple values come first, so that failures shrink to small cases.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _micro(tp: int, dp: int) -> tuple[int, int]:
 
 
 def schedules() -> st.SearchStrategy[Schedule]:
-    """Who runs next, and which results come before their wait; shrinks to first come first served, in the wait."""
+    """Draw who runs next, and which results come before their wait; shrinks to first come first served, in the wait."""
     return st.builds(
         Schedule,
         turns=st.lists(st.integers(0, 5), max_size=200).map(tuple),
@@ -101,9 +101,10 @@ def cases(
     parts: Collection[str] = (),
     **fixed: Any,
 ) -> Case:
-    """A valid case of this mode; `fixed` words override what would be drawn, `flags` are its boolean words, whose
-    consequences are drawn (packed data are InternLM2's, a fused MLP is gated). About one in four has one of these
-    `parts` (`reference.features.PARTS`), where the mode has any.
+    """Draw a valid case of this mode; `fixed` words override what would be drawn, `flags` are its boolean words.
+
+    The consequences of flags are drawn (packed data are InternLM2's, a fused MLP is gated). About one in four has one
+    of these `parts` (`reference.features.PARTS`), where the mode has any.
     """
     tp, dp = draw(st.sampled_from(meshes(worlds)), label="tp, dp")
     family = "internlm2" if flags.get("packed") else fixed.get("family")
@@ -129,9 +130,7 @@ def cases(
 def every_word(
     draw: st.DrawFn, /, mode: str, worlds: Sequence[int] = WORLDS, needs: Collection[str] = (), **fixed: Any
 ) -> Case:
-    """A valid case of this mode that may use every word of the case language but those NOT_DRAWN, defaults included,
-    and has the parts that it `needs`.
-    """
+    """Draw a valid case of this mode in any word but those NOT_DRAWN, with the parts that it `needs`."""
     family = draw(st.sampled_from(("gpt", "internlm2", "opt", "llama")), label="family")
     steps = fixed.get("steps") or draw(st.sampled_from(_STEPS), label="steps")
     dtype = fixed.get("dtype") or draw(st.sampled_from(("float64", "float32", "bfloat16", "float16")), label="dtype")
@@ -164,8 +163,10 @@ def every_word(
 
 @st.composite
 def _with_feature(draw: st.DrawFn, /, case: Case, name: str, fixed: Collection[str]) -> Case:
-    """The case with drawn words of a feature, others changed as the rules propose; with fewer of them, or as it is,
-    where that makes none. The axis of a feature has the ranks of another axis, so that their number stays.
+    """Draw words of a feature for the case, others changed as the rules propose.
+
+    Where that makes no case it has fewer of them, or stays as it is. The axis of a feature has the ranks of another
+    axis, so that their number stays.
     """
     owner, part = FEATURES[name], PARTS.get(name)
     words, has = dict[str, Any](), dict[str, Any]()

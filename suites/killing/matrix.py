@@ -1,9 +1,9 @@
 """The kill matrix, planned and computed: what `shardproof faults` runs, and a test per collective (`pytest --faults`).
 
-Our own subject gets every mutant and variant in every mode that can host it, and every fault; another subject, whose
+Our own subject gets every mutant and variant in every mode that can host it, and every fault. Another subject, whose
 source is not ours to change, gets the faults. `quick` takes one mode a mutant, another one for each, and few faults. A
-collective is known from the ledger of an undisturbed run; every fault of it must be killed by a check or proved
-equivalent: what is neither is redundant traffic or a blind spot.
+collective is known from the ledger of an undisturbed run. Every fault of it must be killed by a check or proved
+equivalent: the others are redundant traffic or a blind spot.
 """
 
 from __future__ import annotations
@@ -42,8 +42,10 @@ _OPTIONS = (
     "metric=true recompute=full packed=true positions=rope qk_norm=true label_smoothing=0.1 clip=1.0 "
     "seq=32 batch=4 lr=0.3 seed=2"
 )
-"""What else a case may ask for: of a subject that says what it refuses, the collectives that it adds are disturbed too.
-The tokens suffice for right ones on every shard of the vocabulary."""
+"""Further words of a case: of a subject that states its refusals, the collectives that they add are disturbed too.
+
+The tokens suffice for right ones on every shard of the vocabulary.
+"""
 _AT_ONCE = 16
 """Faults that are surveyed beside one undisturbed run."""
 _QUICK_FAULTS = 8
@@ -83,13 +85,12 @@ def planned(
     dtype: str = "",
     field: bool = False,
 ) -> list[KillPlan]:
-    """What to plant in this subject; `only` "held-back" are those mutants alone, "open" is everything else.
+    """Plans of bugs in this subject; `only` "held-back" are those mutants alone, "open" is everything else.
 
-    `field`: mutants and variants of public issues alone, each beside its case without it, and no faults.
-
-    With `cases` the faults of their collectives, and no mutants. With `dtype` mutants, variants and faults in cases of
-    it, but for mutants that show in other dtypes alone. Raises RequestError when the subject takes none of the cases
-    that would show a fault, or refuses a given one, or has no such mutants, or is not ours where a dtype is asked for.
+    `field`: mutants and variants of public issues alone, each beside its case without it, and no faults. With `cases`
+    the faults of their collectives, and no mutants. With `dtype` mutants, variants and faults in cases of it, but for
+    mutants that show in other dtypes alone. Raises RequestError when the subject takes none of the cases that would
+    show a fault, refuses a given one, or has no such mutants. A dtype for another's subject raises it too.
     """
     if field and (cases or subject.name != SUBJECT):
         raise RequestError(f"--field: is of bugs planted in {SUBJECT}; legal: no CASE and no --subject")
@@ -236,7 +237,7 @@ def _killed(plan: KillPlan, subject: NamedSubject, engine: Engine) -> list[Kille
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One distinct collective of a case and its faults.
+    """A distinct collective of a case and its faults.
 
     Without any, `refused` says why the subject has none in this mode, `problem` why it is unknown.
     """

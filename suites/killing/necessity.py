@@ -1,4 +1,4 @@
-"""Whether every collective of a subject is needed: its faults, told in six lines where no check notices one."""
+"""Whether every collective of a subject is needed: its faults, in six lines where no check notices one."""
 
 from __future__ import annotations
 

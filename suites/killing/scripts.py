@@ -25,8 +25,7 @@ _TRIES = 4
 def scripts(name: str, *, field: bool = False) -> Iterator[tuple[str, str, str]]:
     """(name, text of the script, "") of this bug, or of "all" that are not held back; without text, why there is none.
 
-    With `field` of those of public issues.
-    Raises RequestError for a name that no open mutant or variant has.
+    With `field` of those of public issues. Raises RequestError for a name that no open mutant or variant has.
     """
     known = {row.name: row for row in (FIELD if field else (*MUTANTS, *VARIANT_ROWS))}
     if name != "all" and name not in known:

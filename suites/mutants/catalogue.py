@@ -1,7 +1,7 @@
 """All mutants, by family, the variants beside them, and those that are held back; read from `bugs`.
 
 A family is one or more files of bugs. A run of the held-back ones prints totals and the names of survivors, but never
-which of them got which place or cause: figures of mutants that a rule was fitted to would say nothing.
+which of them got which place or cause. Figures of mutants that a rule was fitted to would show nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The cases that hold a mutant to account: those that the profile `default` draws, smallest first.
 
-Every property of the suites draws its cases from `suites.drawing.strategies`, as many as the profile says. The same
-number is drawn here, from a fixed seed, so that a mutant is killed by a case that a property meets and not by one made
-for it.
+Every property of the suites draws its cases from `suites.drawing.strategies`, in the number of the profile. The same
+number is drawn here, from a fixed seed. So a mutant is killed by a case that a property meets.
 """
 
 from __future__ import annotations

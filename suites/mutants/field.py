@@ -121,7 +121,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def measured(folder: Path) -> str:
-    """What a run of `shardproof faults --field` found: its command, its figures, and every row that is not right."""
+    """Findings of a run of `shardproof faults --field`: its command, its figures, and every row that is not right."""
     with (folder / "kill_matrix.csv").open(newline="", encoding="utf-8") as file:
         rows = [Kill.of(row) for row in csv.DictReader(file)]
     env = json.loads((folder / "env.json").read_text(encoding="utf-8"))
@@ -168,8 +168,9 @@ def _wrong(rows: Sequence[Kill]) -> list[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the page, with the figures of a run where its folder is given, else with those that it has; or print its
-    rows as CSV.
+    """Write the page, or print its rows as CSV.
+
+    Its figures are those of a run where its folder is given, else those that it has.
     """
     if [*arguments] == ["--csv"]:
         print(as_csv(), end="")

@@ -2,10 +2,10 @@
 
     python -m suites.mutants.known [ID ...]        prints these, or all
 
-The parts stand where they are used, and this table joins them: the id and what it looks like in
-`harness.diagnosing.rules.causes`, the rule that the dense model breaks to look the same in `reference.what_ifs`, the
-changes of our source in `suites.mutants.catalogue`, the variants of a case in `reference.case.variants`. Mutants that
-are held back are not in it.
+The parts stand where they are used, and this table joins them. The id and its look are in
+`harness.diagnosing.rules.causes`, the rule that the dense model breaks to look the same in `reference.what_ifs`. The
+changes of our source are in `suites.mutants.catalogue`, the variants of a case in `reference.case.variants`. Mutants
+that are held back are not in it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ SHOWN_BY: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownBug:
-    """One kind of mistake. `looks` is how it shows; `what_if` what the dense model computes instead, "" when no what-if
-    tells it; `planted` are the open mutants and variants for which this cause is right to report.
+    """A kind of mistake. `looks` is how it shows; `what_if` the dense model's computation instead, "" without one.
+
+    `planted` are the open mutants and variants for which this cause is right to report.
     """
 
     id: str

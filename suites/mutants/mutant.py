@@ -1,8 +1,9 @@
 """A mutant: one real bug as a change of our own source text, planted from outside, and where it can be seen.
 
-`condition` and the words of a mode in `modes` say which cases can show the mutant, in the language of
-`reference.case.conditions`: over the case's own words and what follows from them, `world`, `wdp` (ranks that hold the
-same shard) and `padding` (rows of the vocabulary that are no token). It is planted in every mode that can host it.
+`condition` and the words of a mode in `modes` state which cases can show the mutant, in the language of
+`reference.case.conditions`. The names are the case's own words and what follows from them, and `world`. `wdp` are ranks
+that hold the same shard, `padding` rows of the vocabulary that are no token. A mutant is planted in every mode that can
+host it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Mutant(Bug):
 
     @property
     def kind(self) -> str:
-        """What the kill matrix calls it: a variant is chosen by a word of the case, and nothing is planted for it."""
+        """Kind in the kill matrix: a variant is chosen by a word of the case, and nothing is planted for it."""
         return "mutant" if self.changes else "variant"
 
     @property

@@ -1,7 +1,7 @@
-"""One row of the kill matrix: a mutant, variant or fault in one mode, proved, and how right its diagnosis was.
+"""Rows of the kill matrix: a mutant, variant or fault in one mode, proved, and how right its diagnosis was.
 
 A mutant is held against the cases that the profile `default` draws and that can show it, smallest first, until a check
-fails; its time is that of all of them, planting included. A fault disturbs one collective of a small case.
+fails. Its time is that of all of them, planting included. A fault disturbs one collective of a small case.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def right_place(mutant: Mutant, diagnosis: Diagnosis | None) -> str:
 
 
 def cause_told(mutant: Mutant, diagnosis: Diagnosis | None) -> str:
-    """What the diagnosis reports of the cause, one of `harness.injecting.kill_matrix.TOLD`, judged by the ids alone."""
+    """Judgement of the reported cause by the ids alone, one of `harness.injecting.kill_matrix.TOLD`."""
     named = [cause.id for cause in diagnosis.causes] if diagnosis else []
     accepted = set(mutant.cause.split("|"))
     if not named:
@@ -144,8 +144,8 @@ def faults_killed(
 ) -> list[Killed]:
     """The rows of these faults of a subject's collectives, in this case.
 
-    What this case leaves alive, or the same run, is run in others: its numbers may hide it, as a count that is zero
-    hides that it was not summed.
+    Faults that this case leaves alive, or the same run, are run in others. Its numbers may hide them, as a count that
+    is zero hides that it was not summed.
     """
     results = {fault: (case, result) for fault, result in _surveyed(case, faults, subject, engine, timeout_s)}
     for seed in _OTHER_SEEDS:

@@ -1,4 +1,4 @@
-"""What a planted bug is measured beside: the same case without it, and the words of the case that its failure needs."""
+"""Comparisons for a planted bug: the same case without it, and the words of the case that its failure needs."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Cases are drawn once, by the driver, in equal shares for all modes. Every engine is held against the first. Of a ledger
 all columns are compared but the times and the caller. The dry engine has no numbers and runs the ranks that stand for
-all: the verdicts it has, the events of those ranks, and the expectation are compared.
+all. Its verdicts, the events of those ranks, and the expectation are compared.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def drawn(
 
 
 def differences(case: CaseLike, subject: str | NamedSubject, engines: Mapping[str, Engine]) -> list[str]:
-    """What an engine says of this case that the first does not; a case that an engine cannot run is a difference."""
+    """Differences of the engines from the first in this case; a case that an engine cannot run is a difference."""
     results: dict[str, CaseResult] = {}
     told: list[str] = []
     for name, engine in engines.items():

@@ -22,7 +22,7 @@ _LEGAL = 'legal: [[failure]] with test = "test_forward.py::test_losses_and_logit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """One entry: the end of the ids of the tests that it means, and why they fail."""
+    """An entry: the end of the ids of the tests that it means, and why they fail."""
 
     test: str
     reason: str
@@ -64,8 +64,8 @@ def mark(
 ) -> None:
     """Let the tests that are known to fail, fail; add a failing test for every entry that no collected test has.
 
-    An entry counts as stale only when the file that it names was collected as a whole, and its mode, if it has
-    one, is among the `chosen` ones of those that the subject has `claimed`.
+    An entry counts as stale only when the file that it names was collected as a whole. If it has a mode, this must be
+    among the `chosen` ones of those that the subject has `claimed`.
     """
     for item in items:
         for entry in known:

@@ -1,7 +1,7 @@
 """Ledgers as gates: the events of a case are those of its stored ledger, or the test fails with the difference.
 
-One CSV file a case, as readable in a pull request as any baseline (reports.comparing.snapshot). For subjects without a
-closed form it is the only word on what they should send; for ours a diff shows what a change of code changes.
+A ledger is one CSV file a case, as readable in a pull request as any baseline (reports.comparing.snapshot). For
+subjects without a closed form it is the only statement of their calls. For ours a diff shows a change's effect.
 """
 
 from __future__ import annotations

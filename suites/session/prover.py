@@ -1,4 +1,4 @@
-"""Proves one drawn case of the subject under test and turns verdicts into an assertion. What every suite calls."""
+"""Proves one drawn case of the subject under test and turns verdicts into an assertion, for every suite."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ from suites.drawing.strategies import cases
 from suites.session.request import world_sizes
 
 _ENOUGH = 50
-"""So many refused cases in a row, and no test waits for one that is taken."""
+"""Refused cases in a row after which no test waits for a case that is taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prover:
     """A subject, the world sizes to draw from, the engine that runs it, and the run folder that keeps the proofs.
 
-    `only` is proved in place of every case that is drawn. A run may take `timeout_s` seconds. `refusals` says why the
-    subject refused the cases drawn since it last took one; `told`, which test reported a first place;
-    `rows`, which rows of boolean words each test has drawn.
+    `only` is proved in place of every case that is drawn. A run may take `timeout_s` seconds. `refusals` has the
+    reasons for which the subject refused the cases drawn since it last took one. `told` is the test that reported a
+    first place; `rows` are the rows of boolean words that each test has drawn.
     """
 
     subject: NamedSubject
@@ -170,8 +170,9 @@ class Prover:
         pytest.skip(reason)
 
     def fitting(self, case: Case, **fixed: Any) -> Case | None:
-        """The case itself if the subject takes it, or else one of its default cases with the same seed, world sizes
-        and `fixed` words: so a subject of one architecture is proved as well. None when it takes neither.
+        """The case itself if the subject takes it, or else a default case with its seed, world sizes and `fixed` words.
+
+        So a subject of one architecture is proved as well. None when it takes neither.
         """
         if not (reason := self.refused(case)):
             return case
@@ -197,7 +198,7 @@ class Prover:
     def holds(self, case: CaseLike, *checks: str) -> None:
         """Assert that these checks pass on this case; skip when the subject refuses it.
 
-        A check that has nothing to look at is no pass: it fails, unless the subject is a third party's, which may
+        A check that has nothing to look at is no pass but a failure. A third party's subject is excepted, which may
         return less than ours.
         """
         known = {**CHECKS, **LAWS}
@@ -250,7 +251,7 @@ class Prover:
 
 
 def _launched(worlds: tuple[int, ...], engine: Engine) -> tuple[int, ...]:
-    """Those of these world sizes for which the engine has enough ranks."""
+    """World sizes of these for which the engine has enough ranks."""
     largest: int = getattr(engine, "largest_world", max(worlds))
     fitting = tuple(world for world in worlds if world <= largest)
     if not fitting:

@@ -51,7 +51,7 @@ def check(config: pytest.Config) -> None:
 
 
 def header(config: pytest.Config) -> str:
-    """One line: who is under test, where and how deep; and what of it cannot be."""
+    """Header line: who is under test, where and how deep; and what of it cannot be."""
     words = [f"{name} {option_value(config, name)}" for name in ("subject", "modes", "worlds", "engine")]
     words += [f"truth {truth}" for truth in [option_value(config, "truth")] if truth]
     unknown = claims(subject_of(config)).unknown
@@ -85,7 +85,7 @@ def _check_profile(config: pytest.Config) -> None:
 
 
 def _check_files(config: pytest.Config) -> None:
-    """What is to be read can be read, what is to be written can be written."""
+    """Refuse files to read that cannot be read, and files to write that cannot be written."""
     if path := option_path(config, "known_failures"):
         known_failures.read(path)
     if path := option_path(config, "run_dir"):

@@ -1,4 +1,4 @@
-"""What GitHub shows of a test session: counts, and the six lines of every failure, within what a step may write."""
+"""Summary of a test session on GitHub: counts, and the six lines of every failure, within a step's limit of length."""
 
 from __future__ import annotations
 

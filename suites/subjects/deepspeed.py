@@ -1,5 +1,5 @@
 """A network trained by DeepSpeed's ZeRO over dp, compared with the same network in one process. Needs deepspeed.
-shardproof calls `subject` on every rank, and `truth` once in float64. What they return is compared name by name."""
+shardproof calls `subject` on every rank, and `truth` once in float64. Their results are compared name by name."""
 
 import os
 

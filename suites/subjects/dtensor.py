@@ -1,5 +1,5 @@
 """A small language model split over tp by DTensor's styles (sequence and loss parallel too), trained over dp.
-shardproof calls `subject` on every rank, and `truth` once in float64. What they return is compared name by name."""
+shardproof calls `subject` on every rank, and `truth` once in float64. Their results are compared name by name."""
 
 import torch
 import torch.distributed as dist

@@ -1,6 +1,6 @@
 """A network sharded over the data ranks by FSDP2 (fully_shard), compared with the same network in one process.
 
-shardproof calls `subject` on every rank, and `truth` once in float64. What they return is compared name by name.
+shardproof calls `subject` on every rank, and `truth` once in float64. Their results are compared name by name.
 """
 
 import torch

@@ -23,7 +23,7 @@ multi_latent_attention.Linear = Linear  # in 0.19.2 None without TransformerEngi
 
 
 class LatentCore(DotProductAttention):
-    """Megatron's own without TransformerEngine, which is not told the widths of keys and values."""
+    """Megatron's own without TransformerEngine, which is not given the widths of keys and values."""
 
     def __init__(self, *args, k_channels=None, v_channels=None, **words):
         super().__init__(*args, **words)

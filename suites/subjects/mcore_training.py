@@ -1,5 +1,6 @@
-"""Megatron-Core's GPTModel in its DistributedDataParallel, as the subjects mcore, mcore_experts, mcore_latent and
-mcore_heads build and train it: weights that follow from their names, where each part lies, and steps of SGD.
+"""Megatron-Core's GPTModel in its DistributedDataParallel, for mcore, mcore_experts, mcore_latent and mcore_heads.
+
+They share weights that follow from their names, where each part lies, and steps of SGD.
 """
 
 import warnings

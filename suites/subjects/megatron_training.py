@@ -1,5 +1,5 @@
-"""Megatron-Core trains a GPTModel as its own loop does, over tp with sp, dp, pp, ep, etp: schedule, DDP, clipping,
-Adam, distributed optimizer, dropout, recomputation. Compared with itself on one rank, which drops what ranks dropped.
+"""Megatron-Core trains a GPTModel as its own loop does, over tp with sp, dp, pp, ep and etp. The loop: schedule, DDP,
+clipping, Adam or its distributed optimizer, dropout, recomputation. The truth is one rank, which drops as ranks did.
 """
 
 import contextlib

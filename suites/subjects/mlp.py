@@ -1,6 +1,6 @@
 """An MLP split over tp and trained over dp, compared with the same MLP in one process. Make it your own model.
 
-shardproof calls `subject` on every rank, and `truth` once in float64. What they return is compared name by name.
+shardproof calls `subject` on every rank, and `truth` once in float64. Their results are compared name by name.
 """
 
 import torch

@@ -1,5 +1,5 @@
 """A network in stages of torch.distributed.pipelining, compared with the same network in one process.
-shardproof calls `subject` on every rank, and `truth` once in float64. What they return is compared name by name."""
+shardproof calls `subject` on every rank, and `truth` once in float64. Their results are compared name by name."""
 
 import torch
 from torch import nn

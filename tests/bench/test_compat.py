@@ -1,4 +1,4 @@
-"""`make compat`: interpreters are found or named as missing, and a failed step is told."""
+"""`make compat`: interpreters are found or named as missing, and a failed step is reported."""
 
 from __future__ import annotations
 

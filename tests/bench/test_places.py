@@ -26,8 +26,9 @@ from harness.engines.threads.inproc import InprocEngine
 from harness.running.locating import wrong_module
 from harness.running.locating.wrong_module import modules_of
 from harness.running.proof import prove
+from harness.running.trials.reference import reference_of
 from harness.running.trials.runs import recorded
-from harness.running.trials.trial import Trial, reference_of
+from harness.running.trials.trial import Trial
 from harness.subject import case_of, named
 from parallel.subject import subject as ours
 from parallel.subject import subject as right
@@ -47,7 +48,7 @@ SOME = {
     "reduce-scatter-hands-out-other-parts": "shifted_shard",
     "mlp-averaged": "averaged",
 }
-"""Bug -> the cause that its first module's numbers tell, "" for none."""
+"""Bug -> the cause that its first module's numbers show, "" for none."""
 
 
 @pytest.mark.parametrize("name", SOME)

@@ -13,22 +13,8 @@ from typing import Any
 import pytest
 
 from bench import systems
-from bench.systems import (
-    CANNOT,
-    CHECKS,
-    DEFECT,
-    FAILED,
-    PAGE,
-    PASSED,
-    Cell,
-    Seen,
-    System,
-    cells,
-    interpreter,
-    judged,
-    key,
-    stored_on,
-)
+from bench.cells import DEFECT, PASSED, Cell, System, cells
+from bench.systems import CANNOT, CHECKS, FAILED, PAGE, Seen, interpreter, judged, key, stored_on
 from tests import ROOT
 
 CELLS = list(cells())
@@ -59,7 +45,7 @@ def test_a_file_of_a_system_is_a_short_tutorial_and_every_one_is_in_the_matrix()
     folder = ROOT / "suites" / "subjects"
     for cell in CELLS:
         assert (folder / f"{cell.subject}.py").read_text("utf-8").count("\n") <= 120
-    parts = {"__init__", "mcore_parts", "mcore_training"}
+    parts = {"__init__", "mcore_parts", "mcore_training", "checkout"}
     shown_elsewhere = {"mlp", "dropout", "megatron", "qwen3"}
     assert {path.stem for path in folder.glob("*.py")} - parts - shown_elsewhere == {cell.subject for cell in CELLS}
 
@@ -186,6 +172,19 @@ def test_a_system_runs_here_or_in_an_environment_that_is_made_once(
         assert python == str(tmp_path / f"{here}-hypothesis0.1" / "bin" / "python") and told == "0.1"
     assert len(made) == 3
     assert interpreter(System("one", ("hypothesis",), "python3.99"), tmp_path) == ("", "no python3.99 on PATH")
+
+
+def test_a_system_of_a_checkout_runs_where_its_variable_names_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system = System("one", ("hypothesis",), checkout="NO_SUCH_SYSTEM")
+    assert interpreter(system, tmp_path) == ("", "NO_SUCH_SYSTEM names no checkout")
+    monkeypatch.setenv("NO_SUCH_SYSTEM", str(ROOT))
+    head = ["git", "-C", str(ROOT), "log", "-1", "--format=%h"]
+    commit = subprocess.run(head, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    assert interpreter(system, tmp_path) == (sys.executable, commit)
+    monkeypatch.setenv("NO_SUCH_SYSTEM", str(tmp_path))
+    assert interpreter(system, tmp_path) == (sys.executable, "unknown")
 
 
 def test_a_system_that_is_not_run_is_named_and_what_the_page_has_of_it_stays(

@@ -160,7 +160,7 @@ def test_a_bug_without_a_place_is_an_error_that_names_it(room: Path, capsys: pyt
 
 
 def test_every_bug_has_its_place() -> None:
-    """What a refactoring moved is written down by `python -m bugs.repair`; what it changed is written anew."""
+    """Moves by a refactoring are written down by `python -m bugs.repair`; changed lines are written anew."""
     lost, away = [], []
     for path in sorted(FOLDER.rglob("*.txt")):
         for bug in read(path, Bug, {}):
@@ -230,7 +230,7 @@ def test_a_variant_is_planted_where_the_ranks_are(pool: PoolEngine) -> None:
 
 
 def test_parallel_has_no_switch_for_a_variant() -> None:
-    """A case's variant is known to who plants it and to the subject that asks for it."""
+    """A case's variant is known to the code that plants it and to the subject that takes it."""
     files = [path for path in (ROOT / "parallel").rglob("*.py") if "variant" in path.read_text()]
     assert {path.relative_to(ROOT).as_posix() for path in files} == {
         "parallel/__init__.py",

@@ -12,7 +12,7 @@ from tests.harness.toy_subjects import LoopEngine
 
 TOY = "tests.harness.toy_subjects:"
 ONE = "mode=tp tp=1 layers=1 hidden=16 heads=2 vocab=24 seq=8 micro=1 steps=1"
-"""One rank: nothing to communicate, everything to compare."""
+"""Case of one rank: nothing to communicate, everything to compare."""
 Printed = tuple[int, str, str]
 """Exit status, stdout, stderr."""
 
@@ -24,7 +24,7 @@ class CommandLine:
         self._capsys = capsys
 
     def __call__(self, *words: str) -> Printed:
-        """One command; a run looks for no line `when:`, which takes seconds, unless it is asked to."""
+        """Run a command; a run looks for a line `when:`, which takes seconds, only if its words say so."""
         self._capsys.readouterr()
         quick = ("--when", "0") if words[:1] == ("run",) and "--when" not in words else ()
         status = cli.main([*words, *quick])

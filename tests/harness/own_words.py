@@ -111,7 +111,7 @@ class Network:
         self.factor = factor
 
     def weights(self, case: Any) -> tuple[Tensor, Tensor]:
-        """What training begins with, in full."""
+        """Initial weights of training, in full."""
         return weights(case)
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:

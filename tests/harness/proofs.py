@@ -1,4 +1,4 @@
-"""One case of a subject proved, and what its verdicts say."""
+"""Proof of one case of a subject, and the messages of its verdicts."""
 
 from __future__ import annotations
 
@@ -37,5 +37,5 @@ def unchecked(result: CaseResult) -> set[str]:
 
 
 def told(result: CaseResult) -> str:
-    """What did not pass, a line each."""
+    """Verdicts that did not pass, a line each."""
     return "\n".join(f"{one.check}: {one.verdict}: {one.message}" for one in result.verdicts if one.verdict != "pass")

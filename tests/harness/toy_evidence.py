@@ -1,13 +1,14 @@
 """A small right run to plant wrong evidence in: two tensor-parallel ranks, two steps, a hand-made truth and ledger.
 
-The model is no model: the tensors are random numbers under the canonical names, sharded as a column linear (w1) and a
+The model is no model. Its tensors are random numbers under the canonical names, sharded as a column linear (w1) and a
 row linear (w2) would be. Shapes are tiny, payloads in bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from harness.ledger import Event, wire_bytes
 from harness.outcome.blocks import localize
 from harness.outcome.merging import Outcomes
 from harness.shard import Shard
+from harness.terms import Term
 from reference.case import Case
 from reference.data.anchors import Facts
 
@@ -31,28 +33,18 @@ _SHAPES = {
 _CUT = {"layers.0.mlp.w1.weight": 0, "layers.0.mlp.w2.weight": 1}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Term:
-    """One line of a closed form."""
-
-    phase: str
-    region: str
-    op: str = "all_reduce"
-    reduce_op: str = "sum"
-    axis: str = "tp"
-    group_size: int = 2
-    dtype: str = "float64"
-    payload_bytes: int = 384
-    calls: int = 4
-    hidden: bool = False
+a_term = partial(
+    Term, op="all_reduce", reduce_op="sum", axis="tp", group_size=2, dtype="float64", payload_bytes=384, calls=4
+)
+"""Line of a closed form."""
 
 
-TERMS = (
-    Term(phase="forward", region="embedding"),
-    Term(phase="forward", region="layers.0.mlp.w2"),
-    Term(phase="loss", region="", reduce_op="max", payload_bytes=64),
-    Term(phase="backward", region="layers.0.mlp.w1"),
-    Term(phase="backward", region="head"),
+TERMS: tuple[Any, ...] = (
+    a_term(phase="forward", region="embedding"),
+    a_term(phase="forward", region="layers.0.mlp.w2"),
+    a_term(phase="loss", region="", reduce_op="max", payload_bytes=64),
+    a_term(phase="backward", region="layers.0.mlp.w1"),
+    a_term(phase="backward", region="head"),
 )
 
 
@@ -83,7 +75,7 @@ def truth() -> dict[str, Tensor]:
 
 
 def outcome_of(rank: int, values: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What a right rank of two returns of these full tensors: shards of cut weights, everything else in full."""
+    """Outcome of a right rank of two for these full tensors: shards of cut weights, everything else in full."""
     outcome: dict[str, Any] = {}
     for name, full in values.items():
         dim = _CUT.get(name.partition("/")[2]) if name.startswith(("init/", "grad/", "param/")) else None
@@ -95,7 +87,7 @@ def outcome_of(rank: int, values: Mapping[str, Tensor]) -> dict[str, Any]:
     return outcome
 
 
-def events(terms: Sequence[Term] = TERMS, world_size: int = 2) -> tuple[Event, ...]:
+def events(terms: Sequence[Any] = TERMS, world_size: int = 2) -> tuple[Event, ...]:
     """The ledger that these terms describe, the same on every rank."""
     ledger = []
     for rank in range(world_size):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from harness.checking.measures.tolerance import epsilon
+from harness.checking.measures.measured import epsilon
 from harness.engines.engine import Engine, RunRequest
 from harness.errors import MachineError, RankDied, RankRaised, TimeLimit
 from harness.ledger import Observer
@@ -48,7 +48,7 @@ def right(case: Case, device: torch.device) -> dict[str, Tensor]:
 
 
 def wrong(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """One gradient doubled."""
+    """Double one gradient."""
     outcome = dense.subject(case, device)
     outcome["grad/head.weight" if "grad/head.weight" in outcome else "grad/final_norm.weight"] *= 2
     return outcome
@@ -60,7 +60,7 @@ def noisy(case: Case, device: torch.device) -> dict[str, Tensor]:
 
 
 def lucky_control(case: Case, device: torch.device, *, parts: int = 0) -> dict[str, Tensor]:
-    """Hits the truth at first, and shows what rounding does only when asked for more."""
+    """Hits the truth at first, and shows its rounding only in further runs."""
     return _scaled(case, device, 1 - bool(parts) * 20 * epsilon(case.dtype))
 
 

@@ -1,4 +1,4 @@
-"""What the tests of `parallel` share: programs on in-process ranks, and the calls that they issue."""
+"""Ranks for the tests of `parallel`: programs on in-process ranks, and the calls that they issue."""
 
 from __future__ import annotations
 

@@ -207,22 +207,12 @@ def proved(prover: Prover, words: str, checks: Iterable[str] = ()) -> CaseResult
     return result
 
 
-def every_case() -> list[Any]:
-    cost = pytest.mark.deep("two CPU minutes a table")
-    return [
-        pytest.param(name, words, marks=marks, id=f"{name}-{words}")
-        for name, table in TABLES.items()
-        for marks, every in (((), table.cases), (cost, table.deep))
-        for words in every
-    ]
-
-
-@pytest.mark.parametrize(("table", "words"), every_case())
+@pytest.mark.parametrize(("table", "words"), [(name, words) for name, table in TABLES.items() for words in table.cases])
 def test_training_is_the_dense_models_and_every_byte_is_stated(prover: Prover, table: str, words: str) -> None:
     result = proved(prover, f"{TABLES[table].sizes} {words}", TABLES[table].checks)
     case, checks = result.case, {verdict.check for verdict in result.verdicts}
     assert isinstance(case, Case) and result.evidence is not None
-    if table in ("data_parallel", "context") and words in TABLES[table].cases:
+    if table in ("data_parallel", "context"):
         waits = "tp=1" in words if table == "data_parallel" else "cp_comm" in words and "ring" not in words
         assert "overlap" in checks or waits or not case.overlap
     if case.pp > 1:

@@ -1,4 +1,4 @@
-"""What several tests of the project share."""
+"""Fixtures of several tests of the project."""
 
 from __future__ import annotations
 

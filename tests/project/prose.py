@@ -1,4 +1,4 @@
-"""Sentences and commands of a page of markdown."""
+"""Sentences of a page of markdown, and the words that neither a page nor a docstring uses."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ ITEM = re.compile(r"^(?:[*-]|\d+\.) ")
 ADDRESS = re.compile(r"\[[^\]]+\]: \S+$")
 """Of a link, at the end of a page."""
 CODE, LINK = re.compile(r"`[^`]*`"), re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
+PRIVATE = re.compile(
+    r"\b(tells?|told|telling|ask(s|ed|ing)?|nobody|anybody|everybody|so much|so many)\b", re.IGNORECASE
+)
+"""Verbs and pronouns for which the field has a term: check, compare, record, report, raise, return."""
 END = re.compile(r"(?<=[.?!])[*_)\"]*\s+")
 BAR = re.compile(r"(?<!\\)\|")
 LISTED = "legal"

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import ROOT
-from tests.project.prose import blocks, sentences
-from tests.project.test_plain_words import PRIVATE
+from tests.project.prose import PRIVATE, blocks, sentences
 
 LONGEST, WIDEST, WIDEST_ROW = 25, 120, 200
 """Words of a sentence; characters of a line, and of one with a link or of a row."""

@@ -15,7 +15,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def public(body: list[ast.stmt], about: str = "") -> Iterator[tuple[Function, str]]:
-    """Public functions and methods with their docstrings; a special method may be told by its class."""
+    """Public functions and methods with their docstrings; a special method may be described by its class."""
     for node in body:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             yield from public(node.body, ast.get_docstring(node) or "")

@@ -23,7 +23,7 @@ from tests.project.installed import LONGEST_S, ROOMS, fresh_environment
 
 PAGE, RECIPE = ROOT / "docs" / "ci.md", ROOT / "docs" / "shardproof.yml"
 FEW = "--hypothesis-profile=one-case -p no:cacheprovider -k 'stored or losses'"
-"""One example of a few properties, without workers: what is tested here is the recipe."""
+"""An example of a few properties, without workers: the recipe is tested here."""
 ADAMW_REFUSED = "case.world_size != 2 or case.optimizer == 'adamw'"
 """The condition for what the page's subject refuses, with one of its two default cases in it."""
 
@@ -42,7 +42,7 @@ class Job:
     steps: dict[str, str]
 
     def run(self, name: str, **env: str) -> subprocess.CompletedProcess[str]:
-        """One step of this name."""
+        """Run the step of this name."""
         return subprocess.run(
             ["bash", "--noprofile", "--norc", "-e", "-c", self.steps[name]],
             cwd=self.folder,

@@ -78,12 +78,12 @@ def _event(case: str, rank: int, index: int, phase: str, region: str, op: str) -
 
 
 def row(event: Event) -> tuple[Any, ...]:
-    """One event as a row of ledger.csv."""
+    """Event as a row of ledger.csv."""
     return tuple(getattr(event, column) for column in COLUMNS)
 
 
 def verdict(case: str, check: str, word: str = "pass", error: float | None = 2e-16, allowed: float = 1e-9) -> Any:
-    """One line of verdicts.jsonl."""
+    """Line of verdicts.jsonl."""
     worst = {"name": "grad/layers.0.mlp.w1.weight", "error": error, "allowed": allowed, "epsilons": 1.0}
     return {
         "case": case,

@@ -2,8 +2,8 @@
 
     python -m tests.reports.scale --events 1000000 --out DIR
 
-Prints one line a part, all counted from the start: seconds, seconds of the processor (what remains when other work
-keeps the machine busy), and the most resident memory in MiB.
+A line a part is printed, all counted from the start: seconds, seconds of the processor, and the most resident memory in
+MiB. Seconds of the processor are what remains when other work keeps the machine busy.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def events(case: str, count: int, mode: str) -> Iterator[Event]:
 
 
 def written(out: Path, count: int) -> Path:
-    """A run folder with so many events, in cases of at most a hundred thousand."""
+    """A run folder with `count` events, in cases of at most a hundred thousand."""
     store = Store(out, "scale", environment(["scale"], {"subject": "scale"}))
     cases = [(f"mode=tp tp=8 seed={seed}", min(_PER_CASE, count - start)) for seed, start in
              enumerate(range(0, count, _PER_CASE))]  # fmt: skip

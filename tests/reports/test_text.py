@@ -1,4 +1,4 @@
-"""What is printed: plain text where nobody looks live, rich in a terminal, markdown for the CI page."""
+"""Printed output: plain text without a live reader, rich in a terminal, markdown for the CI page."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Terminal(io.StringIO):
     """A stream that says it is a terminal."""
 
     def isatty(self) -> bool:
-        """It is one."""
+        """Return true."""
         return True
 
 

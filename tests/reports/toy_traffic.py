@@ -22,12 +22,15 @@ from reference.case import Case
 
 CASE = Case.parse("mode=tp tp=2 steps=3 micro=2 layers=1 hidden=16 heads=2 vocab=24 seq=8")
 WAYS = ("right", "gather", "doubled", "wider")
-"""gather: one all-gather more in the backward of layers.1; doubled: the payload of the all-reduce in the forward of
-layers.0; wider: the backward all-reduce of layers.0 in float64."""
+"""Ways of the traffic; all but the first are planted.
+
+gather: one all-gather more in the backward of layers.1. doubled: the payload of the all-reduce in the forward of
+layers.0. wider: the backward all-reduce of layers.0 in float64.
+"""
 
 
 class _Talk(torch.autograd.Function):
-    """All-reduces what it is told to, forward and backward."""
+    """All-reduces the given tensor, forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, x_BH: Tensor, way: str) -> Tensor:

@@ -30,7 +30,7 @@ def loaded_by(program: str) -> set[str]:
 
 
 def typed_names() -> dict[str, str]:
-    """What type checkers read: name -> module:attribute, of the imports under TYPE_CHECKING."""
+    """Names that type checkers read: name -> module:attribute, of the imports under TYPE_CHECKING."""
     tree = ast.parse(Path(str(shardproof.__file__)).read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If))
     return {

@@ -1,5 +1,7 @@
-"""Subjects whose collectives `--faults` disturbs: `needed` needs what it sums, `blind` tells what no check looks at,
-`silent` calls nothing and the ranks of `parted` part.
+"""Subjects whose collectives `--faults` disturbs.
+
+`needed` needs what it sums, the result of `blind` is seen by no check, `silent` calls nothing and the ranks of
+`parted` part.
 
 They compute the dense model on every rank.
 """
@@ -60,7 +62,7 @@ class _Parted(Needed):
 
 
 def _added(whole: Tensor) -> Tensor:
-    """The same number from parts of different size."""
+    """This number from parts of different size."""
     rank, size = dist.get_rank(), dist.get_world_size()
     part = whole * (2 * (rank + 1) / (size * (size + 1)))
     dist.all_reduce(part)

@@ -28,7 +28,7 @@ SHOWN = [(command, printed) for command, printed in re.findall(r"^    \$ (.+)\n(
 
 
 def close(told: str, printed: str) -> bool:
-    """The same words, and the same numbers but for rounding."""
+    """Whether the words are the same, and the numbers too but for rounding."""
     numbers = [[float(one) for one in NUMBER.findall(text)] for text in (told, printed)]
     return NUMBER.sub("#", told) == NUMBER.sub("#", printed) and numbers[0] == pytest.approx(
         numbers[1], rel=1e-3, abs=2e-6

@@ -1,11 +1,12 @@
 """Foreign systems as subjects of their own words and truths: the quick cells of the matrix `bench/systems.txt`.
 
-Those of `shardproof new-subject` are run in tests/reports/commands/test_names.py.
+The subjects of `shardproof new-subject` are run in tests/reports/commands/test_names.py.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import shlex
 import subprocess
 import sys
@@ -19,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from bench import systems
-from bench.systems import CHECKS, NOT_RUN, System, cells
+from bench.cells import System, cells
+from bench.systems import CHECKS, NOT_RUN
 from harness.checking.evidence import FAIL, PASS
 from harness.engines.engine import Engine
 from harness.engines.processes.forked.pool import PoolEngine
@@ -32,7 +34,9 @@ from suites.subjects import two_d
 from tests.deep import deep
 
 CELLS = [cell for cell in cells() if cell.expected == PASS and not cell.system.python]
-NEEDS = {cell.subject: cell.system.package.partition("-")[0] for cell in CELLS if cell.system.package != "torch"}
+CHECKOUTS = {cell.subject: cell.system.checkout for cell in CELLS if cell.system.checkout}
+NEEDS = {cell.subject: cell.system.packages[0].partition("-")[0] for cell in CELLS}
+NEEDS = {subject: package for subject, package in NEEDS.items() if package != "torch"}
 ELSEWHERE = [one for one in dict.fromkeys(cell.system for cell in cells()) if one.python and not one.is_here]
 PEERS = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
@@ -50,6 +54,8 @@ def proved(name: str, text: str, engine: Engine) -> CaseResult:
     module = name.partition(":")[0]
     if module in NEEDS and importlib.util.find_spec(NEEDS[module]) is None:
         pytest.skip(f"needs {NEEDS[module]} of the extra `peers`")
+    if (variable := CHECKOUTS.get(module, "")) and variable not in os.environ:
+        pytest.skip(f"{variable}: names no checkout")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore" if module in NEEDS else "error")  # other packages' own
         given = named(f"suites.subjects.{name}")

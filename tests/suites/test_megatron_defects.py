@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.systems import cells
+from bench.cells import cells
 from reports.commands import cli
 
 ROWS = [(cell.subject, cell.case, cell.needle) for cell in cells() if cell.feature == "as in megatron.md"]

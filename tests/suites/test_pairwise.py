@@ -1,4 +1,4 @@
-"""What a property draws, every pair of boolean words, and how it shrinks. The properties of checkpoints and modes."""
+"""Draws of a property, every pair of boolean words, and how it shrinks. The properties of checkpoints and modes."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class Saving(Network):
         self.wrong = wrong
 
     def weights(self, case: Any) -> tuple[Tensor, Tensor]:
-        """Those of the folder, which every rank cuts for itself."""
+        """Weights of the folder, which every rank cuts for itself."""
         w1, w2 = _read(case.load, case.dtype) if case.load != "none" else weights(case)
         return (w1.roll(1, 0), w2) if self.wrong == "load" and case.load != "none" else (w1, w2)
 

@@ -43,7 +43,7 @@ COMPANY: dict[str, Callable[[Case], bool]] = {
     "AdamW": lambda case: case.optimizer == "adamw",
     "another order": lambda case: case.order != Case().order,
 }
-"""What a part goes with."""
+"""Company of a part."""
 
 SIZES = ("kv_lora_rank", "q_lora_rank", "expert_ffn", "shared_ffn")
 

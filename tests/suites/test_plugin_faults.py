@@ -17,7 +17,7 @@ BLIND = "test_one.py::test_a_disturbed_collective_is_noticed?tp-max all_reduce t
 
 @pytest.fixture
 def asked(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[..., pytest.RunResult]:
-    """A session of its own that asks one case of a subject of `blind_subject`."""
+    """A session of its own that runs one case of a subject of `blind_subject`."""
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     pytester.makeconftest(CONFTEST)

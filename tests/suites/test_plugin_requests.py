@@ -1,4 +1,4 @@
-"""What a session of the suites was asked: refused at its start, told in its head, about no more than its subject."""
+"""Request of a session of the suites: refused at its start, named in its head, about no more than its subject."""
 
 from __future__ import annotations
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-MEASURES = ("frobenius", "peak", "scale")
-BLOCK = 2**18
-"""Elements that are compared at a time: large tensors are gone through in blocks, so that no temporary is as large."""
-SOUND = (1e-140, 1e140)
-"""Between these no square of a largest element vanishes or overflows."""
+from harness.checking.measures.many_tensors import BLOCK, SOUND, blocks_of
+from harness.checking.measures.measured import MEASURES, ratio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,15 +26,6 @@ class Distance:
         ratios = {name: ratio(getattr(self, name), getattr(allowed, name)) for name in MEASURES}
         name = max(ratios, key=ratios.__getitem__)
         return ratios[name], name
-
-
-def ratio(error: float, allowed: float) -> float:
-    """An error in units of what is allowed; infinite where it is not finite, or where 0 is allowed and missed."""
-    if not math.isfinite(error):
-        return math.inf
-    if allowed == 0:
-        return 0.0 if error == 0 else math.inf
-    return error / allowed
 
 
 def distance(
@@ -63,7 +50,7 @@ class Truth:
 
     @classmethod
     def of(cls, truth: Tensor) -> Truth:
-        """What is needed of this truth."""
+        """Measures of this truth that comparisons need."""
         if truth.numel() > BLOCK:
             sums = _Sums()
             for block in blocks_of(truth):
@@ -78,7 +65,7 @@ class Truth:
 def distance_from(
     value: Tensor, true: Truth, least: float, own: float = 0.0, slack: Tensor | None = None, factor: float = 1.0
 ) -> Distance:
-    """The same of `factor` times the value, for a truth that several values are compared with.
+    """Distance of `factor` times the value, for a truth that several values are compared with.
 
     A large tensor is gone through once, in blocks, and nothing of its size is made.
     """
@@ -108,7 +95,7 @@ def _at_once(value: Tensor, true: Truth, least: float, own: float, slack: Tensor
 def _in_blocks(
     value: Tensor, true: Truth, least: float, own: float, slack: Tensor | None, factor: float
 ) -> Distance | None:
-    """The same by sums over blocks; None where squares or a scale would vanish or overflow."""
+    """Distance by sums over blocks; None where squares or a scale would vanish or overflow."""
     scale, sums, outside, along = max(true.rms, least), _Sums(), 0.0, 0.0
     slacks = blocks_of(slack) if slack is not None else itertools.repeat(None)
     for here, there, loose in zip(blocks_of(value), map(real, blocks_of(true.numbers)), slacks, strict=False):
@@ -157,25 +144,6 @@ class _Sums:
     def rms(self) -> float:
         """The root of the mean square."""
         return math.sqrt(self._squares / self.count)
-
-
-def blocks_of(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The tensor in blocks of at most BLOCK elements; itself when it is one."""
-    return (tensor,) if tensor.numel() <= BLOCK else tensor.reshape(-1).split(BLOCK)
-
-
-def groups_of(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Names of so many elements each in groups of at most BLOCK elements together; a larger one is a group itself."""
-    group: list[str] = []
-    elements = 0
-    for name, size in sizes.items():
-        if group and elements + size > BLOCK:
-            yield group
-            group, elements = [], 0
-        group.append(name)
-        elements += size
-    if group:
-        yield group
 
 
 def real(tensor: Tensor) -> Tensor:

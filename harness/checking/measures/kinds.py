@@ -1,16 +1,39 @@
-"""The kind of an outcome name, the step in it, how large the tensors of a kind are, and what rounding makes of its
-sums.
-"""
+"""The kind of an outcome name, the step in it, and what rounding makes of the sums of a kind."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from harness.checking.measures.distance import blocks_of, groups_of
+NUMERIC_KINDS: dict[str, tuple[str, ...]] = {
+    "initial_values": ("init",),
+    "masks": ("mask",),
+    "tokens": ("tokens",),
+    "routing": ("routing",),
+    "forward": ("loss", "logits", "metric"),
+    "activations": ("act",),
+    "activation_gradients": ("act_grad",),
+    "parameter_gradients": ("grad",),
+    "gradient_norm": ("grad_norm",),
+    "update": ("param_after", "exp_avg_after", "exp_avg_sq_after", "value_after", "param"),
+    "saved": ("saved",),
+}
+"""Check -> the kinds of names it compares, in the order in which training computes them."""
+KIND_WORDS: dict[str, str] = {
+    "act": "activations",
+    "act_grad": "activation gradients",
+    "grad": "gradients",
+    "grad_norm": "gradient norms",
+    "param": "parameters",
+    "param_after": "parameters",
+    "exp_avg_after": "optimizer states",
+    "exp_avg_sq_after": "optimizer states",
+    "value_after": "values updated once a step",
+}
+"""Kind of name -> the kind of tensors in words, where that is another word than the name's."""
 
 
 def kind_of(name: str) -> str:
@@ -23,37 +46,17 @@ def is_state(name: str) -> bool:
     return kind_of(name).endswith("_after")
 
 
+def comparable(truth: Mapping[str, Tensor], outcomes: Sequence[Iterable[str]]) -> Mapping[str, Tensor]:
+    """The truth of what the ranks returned: without states where none of them returned any."""
+    if any(is_state(name) for outcome in outcomes for name in outcome):
+        return truth
+    return {name: tensor for name, tensor in truth.items() if not is_state(name)}
+
+
 def step_of(name: str) -> int:
     """The step in an outcome name: 3 of "loss/3" and of "param_after/3/head.weight"; -1 when it names none."""
     word = name.partition("/")[2].partition("/")[0]
     return int(word) if word.isdigit() else -1
-
-
-def kind_rms(truth: Mapping[str, Tensor]) -> dict[str, float]:
-    """The rms over all tensors of each kind of name ("grad", "act", ...); tensors that are not finite do not count."""
-    kinds: dict[str, dict[str, int]] = {}
-    for name, tensor in truth.items():
-        if tensor.is_floating_point():
-            kinds.setdefault(kind_of(name), {})[name] = tensor.numel()
-    found: dict[str, float] = {}
-    for kind, sizes in kinds.items():
-        sums = [each for names in groups_of(sizes) for each in _squares([truth[name] for name in names])]
-        if sums:
-            found[kind] = math.sqrt(sum(square for square, _ in sums) / max(sum(count for _, count in sums), 1))
-    return found
-
-
-def _squares(tensors: Sequence[Tensor]) -> list[tuple[float, int]]:
-    """Sums of squares, and of how many elements: of all the tensors together, or of each that is finite."""
-    if len(tensors) > 1:
-        flat = torch.cat([tensor.reshape(-1).double() for tensor in tensors])
-        if math.isfinite(square := float(flat.dot(flat))):
-            return [(square, flat.numel())]
-        return [each for tensor in tensors for each in _squares([tensor])]
-    blocks = [block.reshape(-1) for block in blocks_of(tensors[0])]
-    square = sum(float(block.dot(block)) for block in map(Tensor.double, blocks))
-    finite = math.isfinite(square) or all(bool(torch.isfinite(block).all()) for block in blocks)
-    return [(square, tensors[0].numel())] if finite else []
 
 
 ROUNDING = math.sqrt(3 / (8 * math.log(2)) / 12)
@@ -69,17 +72,16 @@ def error_of_sums(kind: str, tokens: int, epsilon: float, *, narrow: bool = Fals
     """The relative error, root mean square, that a tensor of this kind has from adding up its tokens; 0 of other kinds.
 
     `epsilon` is that of the dtype. Sums are taken in float32 at least, or in the dtype itself where they are `narrow`.
-
-    A result is off by at most half a unit in its last place. Where all significands m from 1 to 2 are equally likely on
-    a logarithmic scale that is ROUNDING epsilons of the result in the root mean square: sqrt(E[1/m^2] / 12), and
-    E[1/m^2] = 3 / (8 ln 2). Of n independent terms of mean zero the first k add up to sqrt(k) of them. When they are
-    added one after the other the k-th rounding is one of that sum, so all of them come to ROUNDING sqrt((2 + ... + n) /
-    n) epsilons of the whole.
+    A result is off by at most half a unit in its last place. All significands m from 1 to 2 are taken to be equally
+    likely on a logarithmic scale. Then the error is ROUNDING epsilons of the result in the root mean square:
+    `sqrt(E[1/m^2] / 12)`, and `E[1/m^2] = 3 / (8 ln 2)`. Of n independent terms of mean zero the first k add up to
+    sqrt(k) of them. When they are added one after the other the k-th rounding is one of that sum. So all of them come
+    to `ROUNDING sqrt((2 + ... + n) / n)` epsilons of the whole.
 
     This is the worst order that kernels take. On a CPU torch's layer norm takes it for the gradients of its weight and
-    bias: row by row, in one accumulator a thread, which in bfloat16 and float16 is of that dtype
+    bias, row by row, in one accumulator a thread. In bfloat16 and float16 the accumulator is of that dtype
     (aten/src/ATen/native/cpu/layer_norm_kernel.cpp). A matrix product adds in float32 at least, in blocks (a CPU) or
-    one after the other (a GPU); `torch.sum` adds in a cascade, with an error of sqrt(log n). Source: Higham and Mary
+    one after the other (a GPU). `torch.sum` adds in a cascade, with an error of sqrt(log n). Source: Higham and Mary
     2019, doi:10.1137/18M1226312: errors of n roundings grow as sqrt(n).
     """
     if kind not in OVER_TOKENS or tokens < 2:
@@ -89,7 +91,7 @@ def error_of_sums(kind: str, tokens: int, epsilon: float, *, narrow: bool = Fals
 
 
 def tokens_of(truth: Mapping[str, Tensor], micro: int) -> int:
-    """How many tokens a step has on all data ranks, as the shapes of a truth tell; 1 where none of them does.
+    """Tokens of a step on all data ranks, by the shapes of a truth; 1 where none of them shows it.
 
     `micro` is the number of micro-batches of a step: activations are those of the first one.
     """

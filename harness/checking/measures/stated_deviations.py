@@ -1,8 +1,8 @@
 """Tensors that a subject states to deviate from the truth by design: not judged, and named with what it states.
 
-A stated deviation is a difference of numbers from the truth and of nothing else: a tensor that is not finite, or whose
-shards or replicas do not merge, is wrong as ever, and every other check goes on. One that does not occur is told too.
-Where the truth applies the deviation, its tensors are judged like all others.
+A stated deviation is a difference of numbers from the truth and of nothing else. A tensor that is not finite, or whose
+shards or replicas do not merge, is wrong as ever, and every other check goes on. A deviation that does not occur is
+reported too. Where the truth applies the deviation, its tensors are judged like all others.
 """
 
 from __future__ import annotations
@@ -12,41 +12,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from harness.checking.measures.tolerance import Measured
+from harness.checking.measures.measured import STATED, Measured
 
-STATED = " (stated deviation: "
-"""What stands behind an unchecked name that `subject.deviates` states, and before its sentence."""
 ABSENT = "stated deviation that does not occur: "
 APPLIED = "stated deviation that the truth applies: "
 _NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Deviating:
-    """The tensors of one check: those that are judged; those that deviate as stated, those that do as the truth has
-    them too, and those that are stated to and do not: name -> sentence.
-    """
-
-    judged: tuple[Measured, ...]
-    stated: Mapping[str, str]
-    applied: Mapping[str, str]
-    absent: Mapping[str, str]
-
-    @property
-    def unchecked(self) -> list[str]:
-        """The names that are not judged, each with its sentence."""
-        return [f"{name}{STATED}{sentence})" for name, sentence in self.stated.items()]
-
-    @property
-    def told(self) -> list[str]:
-        """What is stated, a sentence each, with the first of the tensors that it speaks of."""
-        known = {STATED.removeprefix(" ("): self.stated, APPLIED: self.applied, ABSENT: self.absent}
-        return [f"{word}{said}" for word, names in known.items() for said in _by_sentence(names)]
-
-
-@dataclass(frozen=True, slots=True)
 class Deviations:
-    """What a subject states: pattern of names -> sentence; `applied` are the patterns whose deviation the truth has."""
+    """Statements of a subject: pattern of names -> sentence; `applied` are patterns whose deviation the truth has."""
 
     sentences: Mapping[str, str] = field(default_factory=dict)
     applied: frozenset[str] = frozenset()
@@ -60,23 +35,29 @@ class Deviations:
         return bool(pattern := self._pattern(name)) and pattern not in self.applied
 
     def problems(self, names: Iterable[str]) -> list[str]:
-        """What is wrong with the statement itself: it hides every one of these names. [] where nothing is."""
+        """Problems of the statement itself: it hides every one of these names. [] where there are none."""
         if not all(map(self.unjudged, names)):
             return []
-        said = tuple(self.sentences)
-        return [f"deviates={said} states every name of the truth, so it says nothing; legal: 'act/*'"]
+        return [f"deviates={tuple(self.sentences)} states every name of the truth, so it says nothing; legal: 'act/*'"]
 
-    def apart(self, measured: Sequence[Measured]) -> Deviating:
-        """The tensors of one check, those apart that deviate."""
-        known = {one.name: said for one in measured if (said := self.sentence(one.name))}
+    def apart(self, measured: Sequence[Measured]) -> tuple[list[Measured], list[str], list[str]]:
+        """The tensors of one check that are judged, and names of the others, each with its sentence.
+
+        Then a note for every statement, with the first of the tensors that it speaks of.
+        """
+        known = {each.name: sentence for each in measured if (sentence := self.sentence(each.name))}
         free = {name for name in known if self.unjudged(name)}
-        stated = {one.name for one in measured if one.name in free and one.wrong and math.isfinite(one.error)}
-        right = {one.name for one in measured if one.right and one.decidable}
-        return Deviating(
-            judged=tuple(one for one in measured if one.name not in stated),
-            stated={name: said for name, said in known.items() if name in stated},
-            applied={name: said for name, said in known.items() if name in right - free},
-            absent={name: said for name, said in known.items() if name in right & free},
+        stated = {each.name for each in measured if each.name in free and each.wrong and math.isfinite(each.error)}
+        right = {each.name for each in measured if each.right and each.decidable}
+        groups = {STATED.removeprefix(" ("): stated, APPLIED: right - free, ABSENT: right & free}
+        return (
+            [each for each in measured if each.name not in stated],
+            [f"{name}{STATED}{known[name]})" for name in known if name in stated],
+            [
+                f"{word}{sentence}"
+                for word, names in groups.items()
+                for sentence in _by_sentence({name: known[name] for name in known if name in names})
+            ],
         )
 
     def _pattern(self, name: str) -> str:
@@ -87,6 +68,6 @@ class Deviations:
 
 def _by_sentence(stated: Mapping[str, str]) -> Iterator[str]:
     for sentence in dict.fromkeys(stated.values()):
-        names = [name for name, said in stated.items() if said == sentence]
+        names = [name for name, its in stated.items() if its == sentence]
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         yield f"{sentence} ({', '.join(names[:_NAMED])}{more})"

@@ -1,26 +1,24 @@
 """How far a right result may be from the truth, and how far this one is.
 
-Three measures, all must hold: `frobenius` = |x - t| / |t| over the whole tensor, which sees diffuse errors; `peak` =
-max|x - t| / rms(t), which sees one wrong row in a big tensor; `scale` = |<x - t, t>| / <t, t>, which sees a wrong
-factor where rounding is large: independent roundings are nearly orthogonal to t. An element that is right to
-OWN_EPSILONS of its own size is right, however far it stands out: the gradient of a logit is that of one token among
-thousands. Errors are plain ratios; `epsilons` counts them in the machine epsilon of the run dtype. Integers are
-compared exactly.
+Three measures, all must hold. `frobenius` = |x - t| / |t| over the whole tensor sees diffuse errors. `peak` = max|x -
+t| / rms(t) sees one wrong row in a big tensor. `scale` = `|<x - t, t>| / <t, t>` sees a wrong factor where rounding is
+large: independent roundings are nearly orthogonal to t. An element that is right to OWN_EPSILONS of its own size is
+right, however far it stands out. So may the gradient of one token's logit among thousands. Errors are plain ratios;
+`epsilons` counts them in the machine epsilon of the run dtype. Integers are compared exactly.
 
-float64: 1e-9 for all (noise stays near 1e-13, the smallest known bugs near 1e-2). Other dtypes: a control run, the
-dense model in the run dtype with its sums in another order, shows how far rounding alone carries a right result.
-Allowed is CONTROL_FACTOR times the worst control run, or times what a sum of so many terms errs by in theory
-(`kinds`) where that is more, and never less than the stated floor. A tensor within its limits proves nothing where
-half of it, or half as much again, would be within them too, or where `frobenius` may reach CEILING: `decidable` is
-False then. Beyond CEILING one step leaps so far that a few control runs do not bound it, and LEAP times as much is
-allowed: what is wrong there is wrong by orders of magnitude.
-In float64 control runs are needed only beyond 1e-9: training that leaps about doubles its noise in every step. One
-control run may be lucky (a relu that flips, an update that amplifies), so more of them are run before an error beyond
-the limit counts. Two bounds are added to the limit as they are: what a relu's kink may change (by tensor), and what
-Adam may make of a gradient within rounding of zero (`slack`, element by element).
-A truth of exactly 0, in a kind that is 0 throughout, has no size to scale by: `absolute` errors are compared, and 0 is
-allowed, or CONTROL_FACTOR times what control runs have there.
-Sources: TTrace (errors in epsilons), control runs as in DeepSpeedExamples #1008.
+float64: 1e-9 for all (noise stays near 1e-13, the smallest known bugs near 1e-2). In other dtypes a control run shows
+how far rounding alone carries a right result. A control run is the dense model in the run dtype with its sums in
+another order. Allowed is CONTROL_FACTOR times the worst control run, and never less than the stated floor. Where the
+theoretical error of a sum of that many terms (`kinds`) is more, the factor is of that. A tensor within its limits
+proves nothing where half of it, or half as much again, would be within them too. `decidable` is False then, and where
+`frobenius` may reach CEILING. Beyond CEILING one step leaps so far that a few control runs do not bound it, and LEAP
+times as much is allowed. Bugs there are wrong by orders of magnitude. In float64 control runs are needed only beyond
+1e-9: training that leaps about doubles its noise in every step. A single control run may be lucky (a relu that flips,
+an update that amplifies). More are run before an error beyond the limit counts. Two bounds are added to the limit as
+they are. A relu's kink may change a tensor, and Adam an element whose gradient is within rounding of zero (`slack`). A
+truth of exactly 0, in a kind that is 0 throughout, has no size to scale by. `absolute` errors are compared there, and 0
+is allowed, or CONTROL_FACTOR times what control runs have. Sources: TTrace (errors in epsilons), control runs as in
+DeepSpeedExamples #1008.
 """
 
 from __future__ import annotations
@@ -29,12 +27,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
-from harness.checking.measures.distance import MEASURES, Distance, Truth, distance_from, ratio
+from harness.checking.measures.distance import Distance, Truth, distance_from
+from harness.checking.measures.measured import (
+    ABSOLUTE,
+    FLOAT64_ALLOWED,
+    MEASURES,
+    SCALE_SHARE,
+    Measured,
+    epsilon,
+    exact,
+)
 
-FLOAT64_ALLOWED = 1e-9
 FLOOR_EPSILONS: Mapping[str, float] = {"frobenius": 4.0, "peak": 32.0}
 """No limit is smaller than this many epsilons of the run dtype, however small the error of the control run was."""
 FLOAT64_CEILING = 1e-4
@@ -51,55 +56,10 @@ FACTORS = (0.5, 1.5)
 """A tensor whose limits admit one of these factors on it is undecided."""
 SCALE_ALLOWED = 0.1
 """A right result's factor, <x, t> / <t, t>, may be this far from 1 when rounding alone may make the tensor err more."""
-SCALE_SHARE = 1e-3
-"""A tensor's error is never scaled by less than this share of the rms of all tensors of its kind."""
 ZERO_SHARE = 1e-10
 """A truth below this share of its kind's rms is zero but for rounding, and its error is scaled by the kind's rms."""
 _SURE = 0.2
-"""A tensor within e of the truth is off by 0.5 - 1.5 e at least when multiplied by 0.5 or 1.5: over e up to 0.2."""
-EXACT = "exact"
-ABSOLUTE = "absolute"
-"""The measure beside a truth of zeros: the largest value, in no unit."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """One tensor held against the truth: the measure that came closest to its limit, in ratios and in epsilons.
-
-    `decidable` is False when the limits would admit the tensor times one of FACTORS too: staying within proves nothing.
-    `zero` is True when the truth is zero but for rounding: no factor shows on it, any other value does.
-    `loose` counts the elements of which an optimizer may have made more than the limit of `peak`: they are unchecked.
-    """
-
-    name: str
-    measure: str
-    error: float
-    allowed: float
-    epsilons: float
-    decidable: bool = True
-    loose: int = 0
-    elements: int = 0
-    zero: bool = False
-
-    @property
-    def right(self) -> bool:
-        """Whether the error is finite and within what is allowed."""
-        return math.isfinite(self.error) and self.error <= self.allowed
-
-    @property
-    def overflows(self) -> bool:
-        """Whether it is not finite and a control run is not either: whoever computes in this dtype overflows."""
-        return math.isinf(self.error) and math.isinf(self.allowed)
-
-    @property
-    def wrong(self) -> bool:
-        """Whether rounding cannot explain it. What overflows is neither right nor wrong."""
-        return not self.right and not self.overflows
-
-    @property
-    def ratio(self) -> float:
-        """Error in units of what is allowed: at most 1 when right."""
-        return ratio(self.error, self.allowed)
+"""A tensor within e of the truth is off by `0.5 - 1.5 e` at least when multiplied by 0.5 or 1.5: over e up to 0.2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,21 +80,16 @@ class Controlled:
         return cls(true=true, least=_least(true, kind) if math.isfinite(true.largest) else 0.0)
 
     def against(self, controls: Sequence[Tensor]) -> Controlled:
-        """The same with these control runs more, tensors of its shape."""
+        """Compare these control runs too, tensors of its shape."""
         found = [distance_from(control, self.true, self.least) for control in controls]
         return replace(self, runs=(*self.runs, *found))
-
-
-def epsilon(dtype: str) -> float:
-    """Machine epsilon of a dtype by its case word ("float32")."""
-    return float(torch.finfo(getattr(torch, dtype)).eps)
 
 
 def least_rms(truth: Tensor, kind: float) -> float:
     """The smallest rms to scale this tensor's error by, from the rms of its kind.
 
-    The gradient of a key bias is zero in mathematics: what rounding leaves of its terms is an error of 100 % relative
-    to itself, and a tiny one relative to the gradients that its terms are made of.
+    The gradient of a key bias is zero in mathematics. The rounding of its terms is an error of 100 % relative to
+    itself, and a tiny one relative to the gradients in its terms.
     """
     return _least(Truth.of(truth), kind)
 
@@ -163,15 +118,12 @@ def measure(
 ) -> Measured:
     """Compare one tensor with the truth (same shape) as the run dtype allows; `kind` is the rms of its kind.
 
-    `summed`: the relative error that the sums behind it have in theory, as if a control run had it.
-
-    `far`: this truth held against further control runs.
-    `kinks`: what a relu within rounding of zero may change, a tensor of the same shape each. `slack`: what an optimizer
-    may make of gradients within rounding of zero, by element.
+    `summed`: the relative error that the sums behind it have in theory, as if a control run had it. `far`: this truth
+    held against further control runs. `kinks`: what a relu within rounding of zero may change, a tensor of the same
+    shape each. `slack`: what an optimizer may make of gradients within rounding of zero, by element.
     """
     if not truth.is_floating_point() and not truth.is_complex():
-        wrong = 0.0 if torch.equal(value, truth.to(value.dtype)) else math.inf
-        return Measured(name=name, measure=EXACT, error=wrong, allowed=0.0, epsilons=wrong)
+        return exact(name, value, truth)
     far = (far or Controlled.of(truth, kind)).against(controls)
     true, least = far.true, far.least
     if true.largest == 0 == least and not kinks and slack is None:
@@ -204,7 +156,7 @@ def _beside_zeros(name: str, value: Tensor, controls: Sequence[Tensor]) -> Measu
 
 
 def _allowed(dtype: str, true: Truth, honest: Sequence[Distance], kinked: Sequence[Tensor], least: float) -> Distance:
-    """What the run dtype allows for this tensor. `scale` never exceeds `frobenius`, so no smaller limit is needed."""
+    """Distance that the run dtype allows. `scale` never exceeds `frobenius`, so no smaller limit is needed."""
     moved = [distance_from(kink, true, least) for kink in kinked]
     limits = {}
     for name in MEASURES:

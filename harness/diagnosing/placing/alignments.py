@@ -1,10 +1,10 @@
 """Whether the local tensors of all ranks are the truth's tensor under some layout, when none is declared.
 
 Tried are all layouts that the shapes allow. Every axis of the case holds the tensor whole, cuts it along a dim in rank
-order (uneven parts too), cuts the sequence in zigzag (rank i of p holds the pieces i and 2p-1-i), or leaves partial
-sums. Several axes may cut, also the same dim; calls of several micro-batches are rows like those of other ranks.
-Sequence and batch may change places, and heads or rows may be flattened. Partial sums must differ between ranks: equal
-ones are no parts but a wrong factor. A tensor whose elements are all equal shows nothing.
+order (uneven parts too), or leaves partial sums. An axis may also cut the sequence in zigzag (rank i of p holds the
+pieces i and 2p-1-i). Several axes may cut, also the same dim; calls of several micro-batches are rows like those of
+other ranks. Sequence and batch may change places, and heads or rows may be flattened. Partial sums must differ between
+ranks: equal ones are no parts but a wrong factor. A tensor whose elements are all equal shows nothing.
 
 Which layout is meant is unknown, so agreement is no verdict: a wrong tensor may agree under a layout that was not
 meant.
@@ -53,7 +53,7 @@ class TrueTensor:
         return one is not None and bool(torch.isfinite(one)) and any(bool((call != one).any()) for call in numbers)
 
     def call(self, number: int) -> TrueTensor:
-        """One call alone."""
+        """Tensors of one call alone."""
         controls = tuple((run[number],) for run in self.controls if len(run) == len(self.calls))
         return TrueTensor(calls=(self.calls[number],), dtype=self.dtype, controls=controls, kind=self.kind)
 
@@ -121,7 +121,7 @@ def fit(
 
 
 def _in_basis(given: Mapping[int, Sequence[Tensor]], target: TrueTensor, basis: Basis, scaled: bool) -> Fit:
-    """The same for ranks that have coordinates on these axes."""
+    """Fit for ranks that have coordinates on these axes."""
     names, state, shown = (*basis, CALLS), UNKNOWN, list[tuple[Tensor, Tensor]]()
     places = {
         (*(basis[axis][rank] for axis in basis), number): (rank, number)

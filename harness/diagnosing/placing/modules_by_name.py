@@ -1,11 +1,11 @@
 """The first module that computes something else than the truth, found without any declared layout.
 
-Modules of truth and ranks are matched by name: equal paths, then the unique longest common end ("model.layers.0.mlp"
-is "layers.0.mlp"); what has no counterpart is left out. A module agrees when its tensors are the truth's under some
-layout (`placing.alignments`). In forward the place is the first module whose output agrees under none: the module
-itself where what it was given agrees, the code of the module around it where that does not. In backward it is whoever
-uses the output of the last module whose gradient agrees under none. Partial sums that are not added up before the
-first wrong module are the place themselves. A module is left out when one around it agrees: nothing went wrong there.
+Modules of truth and ranks are matched by name: equal paths, then the unique longest common end ("model.layers.0.mlp" is
+"layers.0.mlp"). Modules without a counterpart are left out. A module agrees when its tensors are the truth's under some
+layout (`placing.alignments`). In forward the place is the first module whose output agrees under none. The module
+itself is the place where its input agrees, else the code of the module around it. In backward it is the user of the
+output of the last module whose gradient agrees under none. Partial sums that are not added up before the first wrong
+module are the place themselves. A module is left out when one around it agrees: nothing went wrong there.
 
 This is a place and never a verdict: it is looked for only where checks have failed.
 """
@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from harness.checking.evidence import Located
-from harness.checking.measures.kinds import kind_rms
+from harness.checking.measures.many_tensors import kind_rms
 from harness.diagnosing.placing.alignments import AGREES, DIFFERS, UNKNOWN, Factors, Fit, TrueTensor, fit
 from harness.diagnosing.placing.names import same_modules
 from harness.diagnosing.placing.tensors import as_declared, plainly, stages
@@ -49,7 +49,7 @@ def located(watched: Watched, *, forward: bool, backward: bool) -> Located | Non
 
 
 class _Search:
-    """One search: what was compared is kept, because places are looked at from several sides."""
+    """A search: what was compared is kept, because places are looked at from several sides."""
 
     def __init__(self, watched: Watched) -> None:
         self._of = watched
@@ -104,8 +104,9 @@ class _Search:
         return self._names.get(path, path)
 
     def _after(self, path: str, fits: Mapping[str, Fit], phase: str) -> Iterator[Fit]:
-        """What becomes of a module's tensor: in forward the outputs of the modules around it, from inside out; in
-        backward the gradients that leave it and them.
+        """Next tensors of a module's tensor: in forward the outputs of the modules around it, from inside out.
+
+        In backward they are the gradients that leave it and them.
         """
         if phase == "backward" and fits[path].state == DIFFERS:
             yield self._given_back(path)
@@ -117,7 +118,7 @@ class _Search:
                 yield fits[self._order[inside - 1]] if inside else _NO_FIT
 
     def _first_wrong(self, order: Sequence[str], fits: Mapping[str, Fit], phase: str) -> str | None:
-        """The first of these that differs. One after which all is right again lies otherwise and is not wrong."""
+        """First of these that differs. A module after which all is right again lies otherwise and is not wrong."""
         for path in order:
             if fits[path].state == DIFFERS and not any(fit.state == AGREES for fit in self._after(path, fits, phase)):
                 return path
@@ -157,9 +158,9 @@ class _Search:
     def _user(self, module: str) -> str:
         """The module whose backward gives the gradient of what `module` returns.
 
-        A module inside another hands on to the next inside it, the last one to the code around them. What lies between
-        two blocks (a residual sum), or between two linear maps, is code of the module around both; a block that begins
-        with a norm uses what it is given beside that norm too.
+        A module inside another hands on to the next inside it, the last one to the code around them. Code between two
+        blocks (a residual sum), or between two linear maps, belongs to the module around both. A block that begins with
+        a norm uses its input beside that norm too.
         """
         order = list(self._of.truth.outputs)
         later = order[order.index(module) + 1 :]
@@ -185,8 +186,10 @@ class _Search:
         return {path: self._fit(path, targets[path], of) if path in targets else _NO_FIT for path in self._order}
 
     def _gradients(self, order: Sequence[str]) -> dict[str, Fit]:
-        """The same of gradients. The first that agrees up to a factor of every rank and call shows how the subject's
-        loss is scaled, which is no fault of a module: a wrong loss is judged by itself.
+        """Fits of gradients.
+
+        The first that agrees up to a factor of every rank and call shows how the subject's loss is scaled. The scale is
+        no fault of a module: a wrong loss is judged by itself.
         """
         targets, factors = self._targets(_gradients_of), self._factors
         fits = dict.fromkeys(order, _NO_FIT)

@@ -21,7 +21,7 @@ Coordinate = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What every axis does ("whole", "sum", "cut" or "zigzag", and the dim), and in which order the cuts are undone."""
+    """Work of every axis ("whole", "sum", "cut" or "zigzag", and the dim), and in which order the cuts are undone."""
 
     acts: tuple[tuple[str, int], ...]
     order: tuple[int, ...]

@@ -14,7 +14,7 @@ from harness.dense_model import WhatIfLike
 from harness.diagnosing.rules.proofs import Proof, Seen
 
 MEANT = "where it is meant, subject.compute_dtype or subject.wire_dtype states it"
-"""What stands behind a rounding."""
+"""Words behind a rounding."""
 
 CAUSES: Mapping[str, str] = {
     # what a wrong tensor looks like
@@ -105,11 +105,9 @@ CAUSES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """One likely cause of one failure. Raises ValueError for a cause that its `proof` does not bear out, or
-    that has none.
+    """A likely cause of a failure. Raises ValueError for a cause that its `proof` does not bear out, or without one.
 
-    `follows`: sizes of the case that a factor equals, so that a case with another one would show whether it comes from
-    them.
+    `follows`: sizes of the case that a factor equals: a case with another one would show whether it comes from them.
     """
 
     id: str

@@ -33,7 +33,7 @@ _LARGE = 3
 UNDECIDED = " (a constant factor would look the same)"
 """Behind a factor that is a size of the case, where no case of another size decides."""
 _DEPTH = ("2 x layers",)
-"""What initial values of outputs that are added to residuals are divided by the root of."""
+"""Size by whose root initial values of outputs are divided that are added to residuals."""
 _POWER = (
     ("summed_twice", 1, "summed over it once too often, or not divided by it"),
     ("averaged", -1, "averaged over it where it must be summed, or divided again"),
@@ -56,14 +56,15 @@ class _Guess:
     meaning: str
 
     def factor(self, evidence: Evidence) -> float:
-        """What the factor would be in this case."""
+        """Factor in this case."""
         return float(_counts(evidence).get(self.size, 1)) ** self.power
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """A factor that wrong tensors show: `told` in words, `near` enough within this share, and what it predicts; `more`
-    sizes that it may be beside axes.
+    """A factor that wrong tensors show: `told` in words, `near` enough within this share, and what it predicts.
+
+    `more` are sizes that it may be beside axes.
     """
 
     factor: float
@@ -82,8 +83,9 @@ def factor_of(value: Tensor, truth: Tensor) -> float | None:
 
 
 def sizes_of(evidence: Evidence, factor: float, near: float = _NEAR, more: tuple[str, ...] = ()) -> str:
-    """Which sizes of the case this factor is in words, the fewest that fit: "the root of tp=2", "dp=2 / micro=4";
-    "" when it is none.
+    """Sizes of the case that make this factor in words, the fewest that fit; "" when it is none.
+
+    Examples are "the root of tp=2", "dp=2 / micro=4".
     """
     known = [size for size in (*_sizes(evidence), "micro", "loss_scale", *more) if _counts(evidence)[size] > 1]
     powers = [(size, words, _counts(evidence)[size] ** power) for power, words in _POWERS.items() for size in known]
@@ -98,7 +100,7 @@ def sizes_of(evidence: Evidence, factor: float, near: float = _NEAR, more: tuple
 
 
 def from_factor(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
-    """What one factor on all of these wrong tensors means; nothing when they do not share one."""
+    """Causes of one factor on all of these wrong tensors; nothing when they do not share one."""
     values = {name: evidence.merged.tensors[name] for name in names if name in evidence.merged.tensors}
     factors = [factor_of(value, evidence.truth[name]) for name, value in values.items()]
     known = [factor for factor in factors if factor is not None]
@@ -129,7 +131,8 @@ def meaning_of(
     *,
     forward: bool = False,
 ) -> list[Cause]:
-    """What a factor means that some part of a wrong tensor has; `told` is what it multiplies, in words,
+    """Causes of a factor that some part of a wrong tensor has; `told` is what it multiplies, in words.
+
     `measure` finds it in another case. In forward no micro-batch knows of another one.
     """
     sizes = [*_sizes(evidence), *([] if forward else ["micro"])]
@@ -197,7 +200,7 @@ def _of_guesses(evidence: Evidence, left: Sequence[_Guess], found: _Found, shown
 
 
 def _shown(evidence: Evidence, seen: Sequence[tuple[Evidence, float]], sizes: set[str]) -> str:
-    """What other cases say of the factor: "; 0.25 where tp=4"."""
+    """Words of other cases on the factor: "; 0.25 where tp=4"."""
     here = _counts(evidence)
     told = [
         f"{there:.4g} where {_label(other, size)}"
@@ -213,7 +216,7 @@ def _label(evidence: Evidence, size: str) -> str:
 
 
 def _guesses(evidence: Evidence, names: Sequence[str]) -> list[_Guess]:
-    """What a factor on these tensors may come from: sums and means over axes, numbers of micro-batches and tokens."""
+    """Origins of a factor on these tensors: sums and means over axes, numbers of micro-batches and tokens."""
     sizes = _sizes(evidence)
     summable = [axis for axis in sizes if all(_summable(evidence, axis, name) for name in names)]
     forward = kind_of(names[0]) in ("act", "logits", "init")
@@ -247,8 +250,8 @@ def _counts(evidence: Evidence) -> dict[str, float]:
 def _summable(evidence: Evidence, axis: str, name: str) -> bool:
     """Whether a sum over this axis once more would multiply this tensor.
 
-    It does where the ranks of a group hold the same part, and where they hold parts of what a reduce-scatter over the
-    axis gave; ranks with other data (rows of an activation), or with other parts of a weight, would mix theirs.
+    Equal parts on the ranks of a group would be multiplied, and so would parts of what a reduce-scatter over the axis
+    gave. Ranks with other data (rows of an activation), or with other parts of a weight, would mix theirs.
     """
     ranks = evidence.axes.get(axis, (tuple(range(evidence.case.world_size)),))[0]
     blocks = blocks_of(evidence, name)

@@ -25,8 +25,9 @@ _ORDINARY = 1e-3
 
 
 def from_masks(evidence: Evidence, findings: Mapping[str, Finding], wrong: Sequence[str]) -> list[Cause]:
-    """The cause of the first of these wrong names that is a mask, where the truth knows of masks nothing but what the
-    ranks drew; none where several would do.
+    """The cause of the first of these wrong names that is a mask; none where several would do.
+
+    The truth knows of masks nothing but what the ranks drew.
     """
     found = findings.get("masks")
     if found is not None and found.verdict == FAIL and evidence.mask_draws and evidence.mask_draws.anew:

@@ -1,7 +1,7 @@
 """Gradient norms gone wrong: what they count too often or leave out, and norms of another kind.
 
-A norm of the first step is built again from the truth's gradients: with some of them counted otherwise, or by another
-rule than the root of the sum of squares. Tested on numbers: a fit that leaves an error shows nothing.
+A norm of the first step is built again from the truth's gradients. Some are counted otherwise, or the rule is another
+than the root of the sum of squares. Tested on numbers: a fit that leaves an error shows nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LEFT = 1e-3
 
 
 def from_norms(evidence: Evidence, name: str) -> list[Cause]:
-    """What the norm of the first step counts too often or leaves out."""
+    """Causes of a norm of the first step that counts gradients too often or leaves them out."""
     squares = {n: float(t.double().square().sum()) for n, t in evidence.truth.items() if kind_of(n) == "grad"}
     if name != "grad_norm/0" or not squares:
         return []
@@ -64,8 +64,9 @@ def _norm(value: Tensor, truth: Tensor, known: str, words: str, guess: float) ->
 
 
 def _counted_otherwise(evidence: Evidence, squares: Mapping[str, float]) -> Iterator[tuple[str, str, float]]:
-    """Sums of squares in which one group of gradients is left out, counted once a rank of an axis, divided by these
-    ranks, or counted twice: (cause, words, sum).
+    """Sums of squares in which one group of gradients is counted otherwise: (cause, words, sum).
+
+    The group is left out, counted once a rank of an axis, divided by these ranks, or counted twice.
     """
     total = sum(squares.values())
     sizes = {**split_axes(evidence.case), "all ranks": evidence.case.world_size}
@@ -104,7 +105,7 @@ def _groups(evidence: Evidence, names: Sequence[str]) -> dict[str, frozenset[str
 
 
 def _kinds(evidence: Evidence, name: str) -> Iterator[tuple[str, str, float]]:
-    """What another rule would give for the norm of these gradients, and what that would mean: (cause, words, norm)."""
+    """Norms of these gradients by other rules, and what they would mean: (cause, words, norm)."""
     gradients = [tensor.double().flatten() for n, tensor in evidence.truth.items() if kind_of(n) == "grad"]
     right, norms = float(evidence.truth[name]), [float(gradient.norm()) for gradient in gradients]
     for words, other in {

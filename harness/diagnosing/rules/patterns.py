@@ -23,11 +23,11 @@ CLOSE = 1e-2
 """A tensor is right within this share of itself, as far as these patterns look."""
 _NOT_FINITE = "NaN or infinite: uninitialised memory, an overflow or a division by zero"
 _COUNTED = 20
-"""A single whole number below this tells nothing."""
+"""A single whole number below this proves nothing."""
 MOST_ROWS = 4096
 """Rows beyond this are not searched for permutations."""
 _STEPS = 3
-"""A layout's order of n rows goes on in so many different steps at most, or n // 4."""
+"""Different steps at most in which a layout's order of n rows goes on, or n // 4."""
 
 
 def causes(value: Tensor, truth: Tensor, axes: Mapping[str, int], others: Mapping[str, Tensor]) -> list[Cause]:
@@ -133,8 +133,9 @@ def _flat(t: Tensor, axes: Mapping[str, int], is_guess: _Guess) -> Iterator[Caus
 
 
 def _order(x: Tensor, t: Tensor, dim: int, width: int) -> Tensor | None:
-    """The block of the truth that stands at each place along `dim`, in blocks of `width`, each used once; None where it
-    would mean nothing: most blocks are like others.
+    """The block of the truth that stands at each place along `dim`, in blocks of `width`, each used once.
+
+    None where it would mean nothing: most blocks are like others.
     """
     count = t.shape[dim] // width
     if count > MOST_ROWS:
@@ -155,8 +156,10 @@ def _reordered(t: Tensor, dim: int, width: int, order: Tensor) -> Tensor:
 
 
 def _is_layout(order: Tensor) -> bool:
-    """Whether an order of rows may follow from sizes alone: it goes on in few steps, and they change after as many rows
-    each. What stands in the rows decides otherwise: sorted by an expert, they are runs of any length.
+    """Whether an order of rows may follow from sizes alone.
+
+    Such an order goes on in few steps, and they change after as many rows each. The content of the rows decides
+    otherwise: sorted by an expert, they are runs of any length.
     """
     steps = (order.diff() % len(order)).tolist()
     starts = [0]

@@ -132,8 +132,9 @@ def held_whole(evidence: Evidence, name: str) -> bool:
 
 
 def comparable(evidence: Evidence, name: str) -> bool:
-    """Whether every block of this name has the truth's full shape and its kind of number, so that it can be held
-    against it; also when there is no truth.
+    """Whether every block of this name has the truth's full shape and its kind of number.
+
+    Then it can be held against the truth; also when there is no truth.
     """
     truth = evidence.truth.get(name)
     if truth is None:

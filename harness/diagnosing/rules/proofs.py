@@ -1,4 +1,4 @@
-"""What a cause predicts of the tensors that it speaks of, and whether their numbers bear it out.
+"""Predictions of a cause for the tensors that it speaks of, and whether their numbers bear it out.
 
 A prediction holds when it accounts for what is wrong: next to nothing of the error is left, whatever the truth alone
 would leave. Tensors of one prediction have one shape; values of several ranks are put end to end.
@@ -23,13 +23,14 @@ DRIFT = 64
 _ROUNDINGS = 16
 """A tensor that was rounded on its way is within this many epsilons of the shorter dtype of the truth."""
 FEWEST = 8
-"""So many numbers of a shorter dtype are none by chance."""
+"""Numbers of a shorter dtype that are none by chance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Explained:
-    """A wrong `value` is `guess`, and not the truth; `left` is the share of the error that may be left, by default what
-    rounding leaves in the value's dtype.
+    """A wrong `value` is `guess`, and not the truth.
+
+    `left` is the share of the error that may be left, by default what rounding leaves in the value's dtype.
     """
 
     value: Tensor
@@ -50,8 +51,9 @@ class Explained:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rounded:
-    """All numbers of a wrong `value`, unlike the truth's, are ones of the dtype `short`, and near the right ones:
-    roundings are nearly orthogonal to what is rounded, so that no factor is one.
+    """All numbers of a wrong `value`, unlike the truth's, are ones of the dtype `short`, and near the right ones.
+
+    Roundings are nearly orthogonal to what is rounded, so that no factor is one.
     """
 
     value: Tensor
@@ -106,7 +108,7 @@ class NotFinite:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Seen:
-    """What shows a cause exactly, without a number: a call, a flaw of a layout, a check's finding, an exception."""
+    """Exact evidence of a cause, without a number: a call, a flaw of a layout, a check's finding, an exception."""
 
     what: object
 
@@ -135,7 +137,7 @@ def number(value: float) -> Tensor:
 
 
 def times(factor: float) -> str:
-    """A factor in words, with the digits that tell it from 1: "0.3333 x", "1.0000031 x"."""
+    """A factor in words, with the digits in which it differs from 1: "0.3333 x", "1.0000031 x"."""
     off = abs(factor - 1)
     digits = 4 - min(0, math.floor(math.log10(off))) if 0 < off < 0.1 else 4
     return f"{factor:.{digits}g} x"

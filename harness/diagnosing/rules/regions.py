@@ -1,7 +1,7 @@
 """A part of a tensor that holds the numbers of another part: an offset that is left out, or another rank's.
 
-Each rank's own blocks are held against the truth at the places where other ranks' blocks begin, so that parts of
-unequal size, and a last one that is shorter, are looked at too.
+Each rank's own blocks are held against the truth at the places where other ranks' blocks begin. So parts of unequal
+size, and a last one that is shorter, are looked at too.
 """
 
 from __future__ import annotations

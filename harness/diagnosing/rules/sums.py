@@ -1,8 +1,7 @@
 """Sums gone wrong: gradients, losses and counts of tokens that count micro-batches or data ranks otherwise.
 
-A gradient is fitted by the dense model's share of every micro-batch of every data rank (`Evidence.shares`): weights of
-1 everywhere are right, and those that are not 1 show the mistake.
-Tested on numbers: a fit that leaves an error shows nothing.
+A gradient is fitted by the dense model's share of every micro-batch of every data rank (`Evidence.shares`). Weights of
+1 everywhere are right; others show the mistake. Tested on numbers: a fit that leaves an error shows nothing.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def _own_in_part(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
 
 
 def _by_rank(evidence: Evidence, names: Sequence[str], tokens: Tensor) -> list[Cause]:
-    """The same for gradients that differ between ranks: every rank's own is fitted."""
+    """Causes of gradients that differ between ranks: every rank's own is fitted."""
     weights: dict[int, Tensor] = {}
     fits = []
     for rank in range(len(evidence.outcomes)):
@@ -84,7 +83,7 @@ def _by_rank(evidence: Evidence, names: Sequence[str], tokens: Tensor) -> list[C
 
 
 def _together(fits: Sequence[Explained]) -> Explained:
-    """What several ranks hold as one prediction: some of them may hold what is right."""
+    """Several ranks' tensors as one prediction: some of them may be right."""
     value, truth, guess = (torch.cat([getattr(fit, part) for fit in fits]) for part in ("value", "truth", "guess"))
     return Explained(value=value, truth=truth, guess=guess, left=LEFT)
 
@@ -131,7 +130,7 @@ def _local(shares: Tensor, count: int) -> bool:
 
 
 def _told(weights: Tensor, tokens: Tensor, fit: Explained) -> list[Cause]:
-    """What weights [dp, micro] other than 1 mean; nothing when all are alike, which is a factor's case."""
+    """Causes of weights [dp, micro] other than 1; nothing when all are alike, which is a factor's case."""
     if _alike(weights.flatten()):
         return []
     if _local((weights * tokens / tokens.sum()).flatten(), tokens.numel()):
@@ -154,8 +153,9 @@ def _told(weights: Tensor, tokens: Tensor, fit: Explained) -> list[Cause]:
 
 
 def from_losses(evidence: Evidence, name: str) -> list[Cause]:
-    """Which micro-batches or data ranks the first loss counts, and by whose tokens it is divided, when gradients do not
-    tell: a loss that is only reported wrong.
+    """Causes by which micro-batches or data ranks the first loss counts, and by whose tokens it is divided.
+
+    Gradients do not show a loss that is only reported wrong.
     """
     if name != "loss/0" or "loss" not in evidence.shares or evidence.shares["tokens"].numel() == 1:
         return []
@@ -182,7 +182,7 @@ def from_losses(evidence: Evidence, name: str) -> list[Cause]:
 
 
 def _by_row(found: Mapping[int, float], right: float, by_row: Tensor) -> Explained:
-    """One number of every data rank, where another one is right for all."""
+    """A number of every data rank, where another one is right for all."""
     value, guess = torch.tensor([*found.values()]).double(), by_row[[*found]].double()
     return Explained(value=value, truth=torch.full_like(value, right), guess=guess, left=CLOSE)
 

@@ -1,8 +1,8 @@
 """Sums of terms gone wrong: the output of a module with one term left out, scaled or counted otherwise.
 
-An output is the sum of what its own biases and tables add to every row, and of the rest; it is fitted by these terms,
-and the one whose weight is not 1 shows the mistake. A residual sum, and the gradient of what two paths use, have terms
-that have names of their own: the wrong one equals such a name, or the truth without it.
+An output is the sum of what its own biases and tables add to every row, and of the rest. The output is fitted by these
+terms, and the one whose weight is not 1 shows the mistake. A residual sum, and the gradient of what two paths use, have
+terms that have names of their own. The wrong one equals such a name, or the truth without it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def from_terms(evidence: Evidence, name: str) -> list[Cause]:
 
 
 def added(evidence: Evidence, name: str) -> dict[str, Tensor]:
-    """What a module's own parameters add to every row of its output: a bias, or a table with a row for every token."""
+    """Additions of a module's own parameters to every row of its output: a bias, or a table of rows by token."""
     module, truth = name.partition("/")[2], evidence.truth[name].double()
     inner = [other for other in evidence.truth if other.startswith(f"act/{module}.")]
     found = {}

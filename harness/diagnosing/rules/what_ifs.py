@@ -38,7 +38,7 @@ def what_if(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
 
 
 def predictions(evidence: Evidence, id: str, name: str) -> Iterator[tuple[WhatIfLike, Tensor]]:
-    """What is computed of this name without this rule, by every reading."""
+    """Results for this name without this rule, by every reading."""
     for rule, readings in evidence.what_ifs:
         for predicted in readings.values() if rule.id == id else ():
             if name in predicted:
@@ -49,7 +49,7 @@ def _fits(evidence: Evidence, told: Mapping[str, Tensor], wrong: Sequence[str]) 
     """Whether one reading explains the first wrong value, and nearly all others that training computes with it.
 
     Some may differ: a weight whose rows are read in another order gives the right rows in another order, inside one
-    module. What is wrong in forward is not held against gradients, whose conjugates may be another matter.
+    module. Errors of forward are not held against gradients, whose conjugates may be another matter.
     """
     kinds = _FORWARD if kind_of(wrong[0]) in _FORWARD else ()
     spoken = [name for name in told if not kinds or kind_of(name) in kinds]

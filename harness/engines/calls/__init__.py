@@ -1,1 +1,1 @@
-"""What a collective is: arguments, the signature that all ranks must share, arithmetic, calls in flight, callers."""
+"""Collectives: arguments, the signature that all ranks must share, arithmetic, calls in flight, callers."""

@@ -1,7 +1,7 @@
 """The arguments of torch's process group methods: read, and checked as far as one rank alone can.
 
-What gloo or NCCL takes is taken. A wrong argument is a WrongArgument in the rank's own code, and names the value, the
-rule and a legal value. What takes two ranks to check is compared when their calls are matched.
+Everything that gloo or NCCL takes is taken. A wrong argument is a WrongArgument in the rank's own code, and names the
+value, the rule and a legal value. Rules that take two ranks to check are compared when their calls are matched.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def checked(tensors: Any, *, layout: str = "contiguous") -> list[Tensor]:
     """Plain tensors; a functional collective's pending output is waited for. Raises WrongArgument.
 
     `layout` is what gloo computes right with: tensors that are "contiguous"; "dense" ones, which are that but for the
-    order of their dims; or "any", with gaps and overlaps, which are copied.
+    order of their dims. "any" tensors, with gaps and overlaps, are copied.
     """
     plain = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     for i, tensor in enumerate(plain):
@@ -122,7 +122,7 @@ def member_of(what: str, member: int, size: int) -> int:
 def exchanged(
     output: Tensor, source: Tensor, output_rows: Any, input_rows: Any, size: int
 ) -> tuple[Tensor, list[int], list[int]]:
-    """What an all_to_all_single writes to, and the rows of dim 0 for every peer: as given, else equal shares.
+    """Output of an all_to_all_single, and the rows of dim 0 for every peer: as given, else equal shares.
 
     Without sizes the shares are of the numbers, whatever the shapes. Raises TypeError for sizes that are no numbers,
     WrongArgument for wrong numbers.

@@ -1,12 +1,12 @@
-"""What a collective computes: the tensors of all ranks of a group in, the outputs of all ranks written in place.
+"""Arithmetic of collectives: the tensors of all ranks of a group in, the outputs of all ranks written in place.
 
 `members` holds one Operands a rank, in group-rank order. Reductions add in rank order, in the tensors' own dtype, once:
 every rank gets the same bits. Tensor by tensor, all inputs are read before an output is written: ranks may share them.
 Works on any dtype and on meta tensors. The sizes of an all_to_all are compared here, in pairs: Disagreement.
 
 Nothing here is seen by autograd, dispatch modes or function modes of the rank that happens to run it. Versions of the
-outputs are counted up all the same, so that autograd refuses a tensor that was saved for backward and then overwritten;
-gloo and NCCL let such a program pass with a wrong gradient.
+outputs are counted up all the same. So autograd refuses a tensor that was saved for backward and then overwritten; gloo
+and NCCL let such a program pass with a wrong gradient.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from harness.torch_internals.modes import below_autograd, copy_each, modes_are_o
 
 
 class Operands(NamedTuple):
-    """What one rank brings to a call: outputs to write, inputs to read, rows per peer (all_to_all_single)."""
+    """Operands of one rank in a call: outputs to write, inputs to read, rows per peer (all_to_all_single)."""
 
     outputs: Sequence[Tensor]
     inputs: Sequence[Tensor]

@@ -1,14 +1,14 @@
 """Where in the user's code a call came from: outside torch, the harness and the library, which is Python's own.
 
-`caller_at` is the innermost line. `issued_at`, for collectives, passes over functions that only communicate for others:
-the innermost file, when its function was handed a tensor by another file (`all_reduce(x, group)`), and then files whose
-autograd Function runs in forward and is short (Megatron's `mappings.py`). It looks no further than the forward of
-the module that runs, a Function's backward, a hook, or the program's start: a file that communicates for itself is its
-own caller.
+`caller_at` is the innermost line. `issued_at`, for collectives, passes over functions that only communicate for others.
+These are the innermost file, when its function was handed a tensor by another file (`all_reduce(x, group)`). Then come
+files whose autograd Function runs in forward and is short (Megatron's `mappings.py`). The search ends at the forward of
+the module that runs, a Function's backward, a hook, or the program's start. So a file that communicates for itself is
+its own caller.
 
-Called for every collective, so a look costs about a microsecond or two: what a file is, and whether a function is
-handed tensors, is remembered.
-Installed packages that use torch (Megatron-Core, transformers) are user code: their line is what a reader needs.
+Called for every collective, so a look costs about a microsecond or two. Facts of a file, and whether a function is
+handed tensors, are remembered. Installed packages that use torch (Megatron-Core, transformers) are user code: their
+line is what a reader needs.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ _OURS = (
 
 _HARNESS = _OURS[1]
 _COMPUTES = 600
-"""A Function whose forward has more bytes of code than this computes something (a loss), and is no helper: the largest
-of those that only communicate have 500."""
+"""Most bytes of code in the forward of a Function that is a helper; a longer one computes something (a loss). The
+largest of those that only communicate have 500.
+"""
 _STARTS = {module.__file__, graph.__file__}  # call modules, and hooks of backward
 _HANDED: dict[tuple[str, int], bool] = {}  # (file, first line) of a function -> whether it was handed a tensor
 

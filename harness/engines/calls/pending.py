@@ -19,7 +19,7 @@ ANY = -1
 
 
 class PendingCollective:
-    """One collective in flight, identified by its group and its number in the group.
+    """A collective in flight, identified by its group and its number in the group.
 
     `signature` is that of the first rank that issued it. By group rank: `operands` (None until the rank has issued the
     call) and `differing` (the signatures that differ from the first). `waiters` are the ranks that wait for it.
@@ -39,7 +39,7 @@ class PendingCollective:
 
 
 class PendingMessage:
-    """One end of a point-to-point call: group rank `member` sends to `peer`, or receives from it (or from ANY).
+    """An end of a point-to-point call: group rank `member` sends to `peer`, or receives from it (or from ANY).
 
     `number` counts the sends and receives of the member in the group.
     """
@@ -109,7 +109,7 @@ def label_group(made: RankGroup, known: GroupsByRanks) -> None:
     """Add a group to those known and label it: its description, or "group 3", the third that `new_group` made.
 
     Groups of the same ranks and description get both: "tp, group 3". A group that only its members made (with local
-    synchronisation, or by `split_group`) has no number in the world: "local group 2" is the second of these.
+    synchronisation, or by `split_group`) has no number in the world. "local group 2" is the second of these.
     """
     alike = known.setdefault((made.life, made.ranks, made.description), [])
     alike.append(made)

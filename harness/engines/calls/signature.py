@@ -1,8 +1,8 @@
 """The signature of a call, in which all ranks must agree, and the ledger's Call made from it.
 
 Payload: numel * element size of the tensors that the contract names, never their storage. all_reduce, broadcast, send,
-recv, reduce: the tensor; all_gather: the gathered output; reduce_scatter: the full input; all_to_all: one rank's total
-send; gather: this rank's input; scatter: this rank's output; barrier: nothing. Lists and coalesced tensors are summed.
+recv, reduce: the tensor. all_gather: the gathered output; reduce_scatter: the full input; all_to_all: one rank's total
+send. gather: this rank's input; scatter: this rank's output; barrier: nothing. Lists and coalesced tensors are summed.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ _MOVES = ("all_to_all", "reduce_scatter")
 
 
 def needs_gradient(op: str, payload: Sequence[Tensor]) -> bool:
-    """Whether a gradient must come back for what a call issued now sends; False for ops that are no move, and where it
-    is not certain: of leaves outside of a Function, where gradients are off, and of what torch's C++ Functions issue.
+    """Whether a gradient must come back for what a call issued now sends; False for ops that are no move.
 
-    Autograd cannot see a collective, so that whoever wants its gradient wraps it in a Function, in whose forward
-    gradients are off: there its inputs tell. A copy of an input counts as the input where all inputs want a gradient.
+    Uncertain calls give False too: of leaves outside of a Function, where gradients are off, and of torch's C++
+    Functions. Autograd cannot see a collective, so that a program wraps it in a Function to get its gradient. Gradients
+    are off in the forward of a Function: there its inputs decide. A copy of an input counts as the input where all
+    inputs want a gradient.
     """
     if op not in _MOVES:
         return False

@@ -1,10 +1,9 @@
 """Applies a fault to the calls of a run: `Disturbed(engine, fault)` is an engine in which every run has that fault.
 
 Works below the recorder, which records the call as the program issued it. A disturbed call is computed correctly first,
-from data of which copies were kept; then the outputs of the ranks that are hit are overwritten (`faults.spoiled`). A
+from data of which copies were kept. Then the outputs of the ranks that are hit are overwritten (`faults.spoiled`). A
 group fault sends the call to other ranks instead. A call is hit where it is the target's by rank, call index, op,
-reduce op and group size: a program that goes another way after its first disturbed call is not hit in a call of another
-kind.
+reduce op and group size. So a program that then goes another way is not hit in a call of another kind.
 """
 
 from __future__ import annotations
@@ -111,7 +110,7 @@ class _Disturbing(CollectiveMatcher):
             self._arriving[call.rank].append(late)
 
     def _next(self, call: RankCall) -> RankCallIndex:
-        """Count a rank's call, and mark it when it is the target's. What is late arrives now."""
+        """Count a rank's call, and mark it when it is the target's. Late results arrive now."""
         rank, signature = call.rank, call.signature
         arriving, self._arriving[rank] = self._arriving[rank], []
         for late in arriving:
@@ -173,7 +172,7 @@ class _Disturbing(CollectiveMatcher):
             spoiled.overwrite(finished.outputs[member], values[member])
 
     def _before(self, what: Fault, rank: int, right: list[Tensor]) -> Sequence[Tensor]:
-        """What the target's call before gave; the first one stays right, or gives zeros where there is no second."""
+        """Result of the target's call before; the first one stays right, or gives zeros where there is no second."""
         first = list(map(torch.zeros_like, right)) if what.target.once else right
         before = self._stale.get(rank, first)
         self._stale[rank] = right

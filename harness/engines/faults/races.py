@@ -8,7 +8,7 @@ Under any schedule
     its tensors, inputs and outputs, must not be written between issue and wait: what is found changed at the wait ends
     the run with rank, call and the lines of both
 
-Inputs are read at the issue, so a later write never makes a wrong sum, it is reported instead. What was never waited
+Inputs are read at the issue, so a later write never makes a wrong sum but is reported. A result that was never waited
 for stays poison. Ranks interleave where they wait: a rank runs until then.
 """
 
@@ -97,8 +97,9 @@ class _Look(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """An asynchronous call in flight: the program's own tensors, the copies that stand in for them, and how
-    they looked when this class last wrote them.
+    """An asynchronous call in flight: the program's own tensors, the copies that stand in for them.
+
+    Their content is kept as this class last wrote them.
     """
 
     tensors: Sequence[Tensor]

@@ -1,4 +1,4 @@
-"""What a disturbed collective leaves in a rank's outputs in place of the right values: new tensors, made from copies.
+"""Outputs of a rank in a disturbed collective in place of the right values: new tensors, made from copies.
 
 The kinds are those of `harness.faults`. To be called inside `unseen()`.
 """
@@ -47,7 +47,7 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def copied(brought: Operands) -> Operands:
-    """What a rank brought, in tensors of its own; outputs that are inputs stay so."""
+    """Operands of a rank in tensors of its own; outputs that are inputs stay so."""
     outputs = copies(brought.outputs)
     inputs = outputs if brought.inputs is brought.outputs else copies(brought.inputs)
     return brought._replace(outputs=outputs, inputs=inputs)
@@ -70,7 +70,7 @@ def poison(tensor: Tensor) -> Tensor:
 
 
 def _alone(kept: Sequence[Operands], member: int, combine: Combine) -> list[Tensor]:
-    """What the rank has without the call: its own term, its own part in every place, else its buffer as it was."""
+    """Outputs without the call: the rank's own term, its own part in every place, else its buffer as it was."""
     mine = kept[member]
     left = _ALONE.get(combine)
     return list(mine.outputs) if left is None else left(mine, member, len(kept))

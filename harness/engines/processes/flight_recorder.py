@@ -1,10 +1,9 @@
 """The flight recorder of a rank's process: calls, recorded before they are issued, in memory that the driver can read.
 
 The idea is that of torch's NCCL flight recorder (torch/csrc/distributed/c10d/FlightRecorder.hpp), for every backend and
-without a dump: the memory outlives the rank, so it can be read when the rank hangs, or was killed in the middle of a
-call. A record is a time (s, monotonic) and the number of a call; calls (signature, peer, user's line) are written once
-each, so that a record costs a few microseconds. The memory is an anonymous file: nothing is left of it when no process
-holds it.
+without a dump. The memory outlives the rank, so it can be read when the rank hangs, or was killed in the middle of a
+call. A record is a time (s, monotonic) and the number of a call. Calls (signature, peer, user's line) are written once
+each, so that a record costs a few microseconds. The memory is an anonymous file, gone when no process holds it.
 
     header   run, records, calls, bytes of calls, 1 + the record of the synchronous call that is not complete, thread,
              1 + the place among the asynchronous calls of the one that is waited for
@@ -28,8 +27,8 @@ import time
 from typing import Any, NamedTuple
 
 from harness.engines.calls.callers import Caller, issued_at
-from harness.engines.calls.operators import OperatorCall
 from harness.engines.calls.pending import MAKES_GROUP
+from harness.engines.calls.reading import OperatorCall
 from harness.engines.calls.signature import Signature
 from harness.engines.processes.waits import Waits
 
@@ -64,7 +63,7 @@ class RecordedCall(NamedTuple):
 
 
 class ReadCalls(NamedTuple):
-    """What was read of a rank's flight recorder: the calls recorded since the last time, and when.
+    """Content of a rank's flight recorder: the calls recorded since the last time, and when.
 
     `inside`: the call recorded last is a synchronous one that is not known to be complete. `waits`: 1 + the place,
     among the asynchronous calls, of the one for which the rank waits; 0 for none.
@@ -150,7 +149,7 @@ class FlightRecorder:
 
 
 class Recording:
-    """The reader's side. It reads on from where it stopped."""
+    """The reader's side. Each look reads on from where the last one stopped."""
 
     def __init__(self, descriptor: int) -> None:
         self._memory = mmap.mmap(descriptor, RECORDER_BYTES, prot=mmap.PROT_READ)
@@ -162,7 +161,7 @@ class Recording:
         self._run, self._read = run, 0
 
     def read(self) -> ReadCalls:
-        """What this run has recorded since the last time."""
+        """Records of this run since the last time."""
         header = self._header()
         if header[_RUN] != self._run:
             return ReadCalls()

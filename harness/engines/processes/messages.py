@@ -1,6 +1,6 @@
-"""What the driver and the worker of a rank send each other: a run, and how it ended on the rank.
+"""Messages of the driver and the worker of a rank: a run, and how it ended on the rank.
 
-A message is a pickle in which dense tensors on the CPU are their bytes: torch's own way of sending tensors between
+A message is a pickle in which dense tensors on the CPU are their bytes. torch's own way of sending tensors between
 processes leaves files in shared memory behind when a process is killed.
 """
 
@@ -23,7 +23,7 @@ from harness.ledger import Observer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOrder:
-    """One run as one rank receives it. `program` is the packed pair of program and arguments.
+    """A run as one rank receives it. `program` is the packed pair of program and arguments.
 
     `number` identifies the run in all messages. Ranks meet in the store at `store`, host and port, which all runs
     share; `store_prefix` sets the keys of this one apart. The program runs in `folder`, with the import path `path`.
@@ -46,11 +46,11 @@ class RunOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReport:
-    """How a run ended on a rank: with a result; or `refused`, why the program could not be unpickled; or `broken`, why
-    there was no world to run it in.
+    """Report of a rank on its run: a result, or a reason without one.
 
-    `unwaited` are the places, among the rank's asynchronous calls, of those that were never waited for. `kept_groups`
-    is how many groups the process keeps connected; `reusable` is False when the program has left threads behind.
+    `refused`: why the program could not be unpickled; `broken`: why there was no world to run it in. `unwaited` are the
+    places, among the rank's asynchronous calls, of those that were never waited for. `kept_groups` is how many groups
+    the process keeps connected; `reusable` is False when the program has left threads behind.
     """
 
     number: int

@@ -1,4 +1,4 @@
-"""One rank as a process: its world of torch.distributed for a run, its random streams, and how its program ended.
+"""A rank as a process: its world of torch.distributed for a run, its random streams, and how its program ended.
 
 The default group is new for every run, distinguished in the store by a prefix, and destroyed afterwards whatever
 happened. NCCL communicates CUDA tensors where there is a GPU, gloo the rest. Times are seconds of the monotonic clock,

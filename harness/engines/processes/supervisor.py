@@ -1,7 +1,7 @@
 """The supervisor of one run on workers: it follows their reports, deaths and recorded calls, and the clock.
 
-A run ends badly in one of five ways, and the first that explains the others is raised: ranks issued different calls, a
-rank's process ended, a rank raised (an exception that only reports that a peer is gone comes last), no rank can go on
+A run ends badly in one of five ways, and the first that explains the others is raised. Ranks issued different calls; a
+rank's process ended; a rank raised (an exception that only reports that a peer is gone comes last). No rank can go on
 (all that have not finished wait in calls that some rank has not issued), or the time limit was reached. Times are
 seconds; every wait is bounded.
 """
@@ -41,7 +41,7 @@ class Workers(Protocol):
     """The workers of one run behind a transport, by rank.
 
     `reports` are those that have come, `died` the processes that have ended. `look_s` is how long `listen` may wait
-    between two looks at the recorded calls, `settle_s` how long other ranks may go on after the first failure.
+    between two looks at the recorded calls. `settle_s` is how long other ranks may go on after the first failure.
     `one_clock`: whether the times of all ranks are comparable.
     """
 
@@ -85,7 +85,7 @@ class Workers(Protocol):
 
 
 class Supervisor:
-    """One run of some workers; `results` waits for its end."""
+    """A run of some workers; `results` waits for its end."""
 
     def __init__(self, workers: Workers, timeout_s: float) -> None:
         self._workers = workers

@@ -1,9 +1,9 @@
 """The collective matcher of ranks in processes: recorded calls are matched and compared, as if issued in one process.
 
-gloo and NCCL do not compare the calls of ranks: another dtype, reduce op or shape of the same size passes silently,
-another size or op hangs. Here every call is matched with the same call of the group's other ranks by its number, sends
-with receives by sender, receiver and tag. The first that does not match is the mismatch; its time is that of the second
-of the two calls.
+gloo and NCCL do not compare the calls of ranks: another dtype, reduce op or shape of the same size passes silently.
+Another size or op hangs. Here every call is matched with the same call of the group's other ranks by its number. Sends
+are matched with receives by sender, receiver and tag. The first that does not match is the mismatch; its time is that
+of the second of the two calls.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TracedCall:
 class TraceMatcher:
     """Matches the calls of a run, read from `sources` by rank. `last` by rank is the call recorded last.
 
-    `mismatch` is the first call that does not match, `at_mismatch` by rank are the calls that were matched in it,
+    `mismatch` is the first call that does not match, `at_mismatch` by rank are the calls that were matched in it.
     `count` is how many calls were read. A rank that makes a group waits there for all others to make it, as in a call.
     """
 
@@ -76,8 +76,9 @@ class TraceMatcher:
 
     @property
     def groups(self) -> list[RankGroup]:
-        """All groups in which a rank called, in the order in which they were seen; last the world, where groups are
-        made that not all of their members have made. Where a backend was kept, no rank waits for that.
+        """All groups in which a rank called, in the order in which they were seen.
+
+        Last is the world, where groups are made that not all members have made. With kept backends no rank waits.
         """
         making = world_of(len(self.last))
         for number, made in self._made.items():

@@ -1,8 +1,8 @@
 """The dry engine: ranks on torch's fake process group, one after another, meant for tensors of the meta device.
 
 A rank sees a world of any size and communicates with no other: a collective returns at once and moves nothing. Calls,
-their order and their bytes are those of a real run as long as the program reads no number; one that does ends in
-NoNumbers. The ranks run in this process, each in a thread, so that a run that does not end is given up; every call is
+their order and their bytes are those of a real run as long as the program reads no number. A program that does ends in
+NoNumbers. The ranks run in this process, each in a thread, so that a run that does not end is given up. Every call is
 seen by the interposer, at the dispatcher. A call of functional collectives on meta tensors reaches no group unless a
 `harness.predicting.meter.Meter` is entered.
 
@@ -32,7 +32,7 @@ from harness.engines.threads.rank_threads import RankThread
 from harness.engines.threads.state.module_state import own_state
 from harness.errors import NoNumbers, NotComputed, Position, RankRaised, RequestError, TimeLimit, error_text
 from harness.ledger import Observer
-from harness.torch_internals.groups import fake_store
+from harness.torch_internals.backends import fake_store
 from harness.torch_internals.meta_device import meta_device
 
 _REFUSED = re.compile(
@@ -100,7 +100,7 @@ class DryEngine(Engine):
 
 
 def _result(request: RunRequest, rank: int) -> Any:
-    """What the program of one rank returns, run in a thread of its own. Raises TimeLimit, or what `_failure` makes."""
+    """Result of one rank's program, run in a thread of its own. Raises TimeLimit, or what `_failure` makes."""
     world_size, timeout_s = request.world_size, request.timeout_s
     results: list[Any] = []
     errors: list[BaseException] = []
@@ -128,8 +128,9 @@ def _result(request: RunRequest, rank: int) -> Any:
 
 
 def _ended(thread: RankThread, timeout_s: float) -> bool:
-    """Wait for the rank's end. It waits for no other rank, so the limit is of processor time: a busy machine makes no
-    time-out. On the clock it may take ten times as long.
+    """Wait for the rank's end, and no other's.
+
+    The limit is of processor time: a busy machine makes no time-out. On the clock the rank may take ten times as long.
     """
     began_s, latest_s = time.process_time(), time.monotonic() + 10 * timeout_s
     while not thread.ended(min(1.0, timeout_s)):

@@ -1,4 +1,4 @@
-"""What torch reads of a process group beside its calls: ranks, names, devices, the store, and how it ends."""
+"""Facts that torch reads of a process group beside its calls: ranks, names, devices, the store, and how it ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TorchGroup: Any = dist.ProcessGroup
 
 @answers_torch
 class GroupFacts(_TorchGroup):
-    """Rank `member` of a group, in the words by which torch asks; `splits` counts its calls of split_group."""
+    """Rank `member` of a group, under torch's names for its facts; `splits` counts its calls of split_group."""
 
     def __init__(self, group: RankGroup, member: int, name: str) -> None:
         super().__init__(member, len(group.ranks))
@@ -38,7 +38,7 @@ class GroupFacts(_TorchGroup):
 
     @property
     def group_desc(self) -> str:
-        """What the user called the group."""
+        """The user's name of the group."""
         return self._group.description
 
     def getGroupName(self) -> str:

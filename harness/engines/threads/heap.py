@@ -1,8 +1,8 @@
 """The C library's allocator, where ranks are threads: one arena for all, and freed memory returned between runs.
 
-With one arena, memory that one rank has freed is warm for the next. That holds for all threads born later in this
-process, which lose nothing but speed, and only if many allocate at a time. But cases of many shapes leave such an arena
-full of holes: a process that proves thousands of them would keep a gigabyte for a third of one in use. Both are
+With one arena, memory that one rank has freed is warm for the next. The setting holds for all threads born later in
+this process. They lose nothing but speed, and only if many allocate at a time. But cases of many shapes leave such an
+arena full of holes. A process that proves thousands of them would keep a gigabyte for a third of one in use. Both are
 glibc's; elsewhere nothing is done. Bytes.
 """
 
@@ -16,14 +16,14 @@ _C = ctypes.CDLL(None)
 _M_ARENA_MAX = -8
 """mallopt's word in malloc.h."""
 _SLACK_BYTES = 2**28
-"""What may be kept for reuse, so that runs do not return and fetch again what each of them needs."""
+"""Memory that may be kept for reuse, so that runs do not return and fetch again what each of them needs."""
 _EVERY = 16
 """Runs between two looks."""
 _STATM = Path("/proc/self/statm")
 
 
 class Heap:
-    """What this process keeps; looked at once in several runs, for a system call between two small ones shows."""
+    """Memory of this process; looked at once in several runs, for a system call between two small ones shows."""
 
     def __init__(self, slack_bytes: int = _SLACK_BYTES, every: int = _EVERY) -> None:
         self._slack_bytes = slack_bytes

@@ -1,14 +1,14 @@
 """The in-process engine: every rank a thread of this process, one of them running at a time.
 
-Unmodified code that uses torch.distributed runs as it would on W processes: collectives in place, functional,
-asynchronous and coalesced, objects, point to point, groups, DeviceMesh, DTensor, FSDP2, DDP. Results and errors do not
-depend on the machine's load; a rank that deviates from the others ends the run in milliseconds.
+Unmodified code that uses torch.distributed runs as it would on W processes. Collectives may be in place, functional,
+asynchronous and coalesced, of objects, point to point; groups, DeviceMesh, DTensor, FSDP2 and DDP work. Results and
+errors do not depend on the machine's load; a rank that deviates from the others ends the run in milliseconds.
 
-What ranks share because they share the process: the working folder, CUDA's current device and generators, what C code
-reads of the environment, and the state of modules (their globals, class attributes and singletons) that `per_rank` does
-not name. A rank that blocks until another rank acts in another way than by a call (a store's wait, a lock, a queue)
-keeps its turn and runs into the time limit. Threads that a rank starts are in its world; of one rank's threads one at a
-time is in a call.
+Ranks share the state of their process: the working folder, CUDA's current device and generators, what C code reads of
+the environment. They share the state of modules (their globals, class attributes and singletons) that `per_rank` does
+not name. A rank may block until another rank acts in another way than by a call (a store's wait, a lock, a queue). Then
+it keeps its turn and runs into the time limit. Threads that a rank starts are in its world; of one rank's threads one
+at a time is in a call.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _ALIKE_S = 1.0
 class InprocEngine(Engine):
     """Runs programs on ranks that are threads.
 
-    During a run torch uses one thread; number of threads, random streams, default dtype, the state of the modules that
+    During a run torch uses one thread. Number of threads, random streams, default dtype, the state of the modules that
     `per_rank` names and torch.distributed are restored after it, also when it fails.
     """
 
@@ -107,7 +107,7 @@ class InprocEngine(Engine):
 
 
 class _Run:
-    """One run: its scheduler, its matcher, and how it ends."""
+    """A run: its scheduler, its matcher, and how it ends."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class _Run:
         self.scheduler.halt()
 
     def _hint(self, shared: bool) -> str:
-        """What may help; `shared`: another rank may have left behind what the first one raised about."""
+        """Words that may help; `shared`: another rank may have left behind what the first one raised about."""
         from harness.engines.threads.postmortem import hint  # noqa: PLC0415
 
         return hint(self.raised[0].error, others_ran=shared, per_rank=self.request.per_rank)

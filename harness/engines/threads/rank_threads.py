@@ -1,17 +1,17 @@
 """Threads for ranks, used again only when the program before left nothing behind in them, and those that ranks start.
 
 torch and user code keep caches and switches per thread: meshes, DTensor's sharding decisions, grad mode, autocast. A
-new thread for every rank would be the simple way to start clean, and costs 0.3 ms a rank (start, allocator, autograd's
-queues), a fifth of a small example. So a thread is used again if its Python thread-locals and torch's switches are
-exactly as at its birth; else it is thrown away. Where Python does not show its thread-locals, every thread is new.
+new thread for every rank would be the simple way to start clean. Its cost is 0.3 ms a rank (start, allocator,
+autograd's queues), a fifth of a small example. So a thread is used again if its Python thread-locals and torch's
+switches are exactly as at its birth; else it is thrown away. Where Python hides its thread-locals, every thread is new.
 
-Threads that take turns stay on the processor on which the driver is when it starts them: only one runs at a time, and a
-turn that goes to a sleeping processor costs as much as the calls that a small rank makes between two of them. What a
-rank starts (threads, processes) inherits that; the driver stays free, so the next run goes where the machine has room.
+Threads that take turns stay on the processor on which the driver is when it starts them, for only one runs at a time. A
+turn that goes to a sleeping processor costs as much as the calls that a small rank makes between two of them. Threads
+and processes that a rank starts inherit the processor. The driver stays free for the next run.
 
-A thread that a rank starts, and what it gives to an executor's threads, is in the world of the rank. They are daemons,
-and no executor of theirs is waited for when the process ends, so that one which is blocked for good does not keep it.
-When a run fails, those that still run Python code are ended.
+A thread that a rank starts is in the world of the rank, and so is what it gives to an executor's threads. They are
+daemons, and no executor of theirs is waited for when the process ends: a thread blocked for good does not keep it. When
+a run fails, those that still run Python code are ended.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ def _nothing() -> None:
 def _without_wakeup_preemption() -> None:
     """Where Linux has it: the calling thread, when woken, waits until the thread that woke it sleeps.
 
-    That thread holds the interpreter until then, so to run at once would cost two context switches for nothing. What
-    the rank starts (threads, processes) does not inherit this.
+    The waking thread holds the interpreter until then, so to run at once would cost two context switches for nothing.
+    Threads and processes that the rank starts do not inherit this.
     """
     if hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):
@@ -178,7 +178,7 @@ def _shows_thread_locals(own: dict[Any, Any]) -> bool:
 
 
 def _traces(own: dict[Any, Any]) -> tuple[Any, ...]:
-    """What a program can leave behind in a thread: Python's thread-locals and torch's switches.
+    """State that a program can leave behind in a thread: Python's thread-locals and torch's switches.
 
     Autocast and inference mode show in the dispatch keys. Py_Repr is Python's own.
     """
@@ -249,7 +249,7 @@ def _as_rank(tables: Any, left: Callable[[Any], None], function: Callable[..., A
 class Stillness:
     """Looks at one thread again and again: whether it is blocked (a lock, a queue, a sleep) or has ended.
 
-    `strictly`: not even awake in between, as it is who sleeps again and again. That is known on Linux alone.
+    `strictly`: not even awake in between, as a thread is that sleeps again and again. Linux alone shows it.
     """
 
     def __init__(self, ident: int, *, strictly: bool = False) -> None:

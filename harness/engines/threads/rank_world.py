@@ -1,9 +1,9 @@
 """A world of torch.distributed for every rank thread: default group, groups and names, seen by unmodified code.
 
 For the time of a run rank threads have tables of their own (harness.torch_internals.world), and three functions are
-redirected for them: init_process_group (the world exists: it is handed out when the sizes agree), split_group, and the
-maker of groups below new_group. The first two are redirected inside torch's own wrappers, so a name that user code
-imported earlier is redirected as well.
+redirected for them. They are init_process_group (the world exists: it is handed out when the sizes agree), split_group,
+and the maker of groups below new_group. The first two are redirected inside torch's own wrappers, so a name that user
+code imported earlier is redirected as well.
 
 os.environ is every rank's own too, with the words that a launcher would give it.
 """
@@ -41,7 +41,7 @@ from harness.torch_internals.world import (
 
 Enter = Callable[[CollectiveMatcher, int, int], None]
 _BACKEND = "gloo"
-"""What get_backend returns: user code then takes the paths that it would take on CPU ranks."""
+"""Result of get_backend: user code then takes the paths that it would take on CPU ranks."""
 
 
 _BACKEND_CONFIG = str(c10d.BackendConfig(c10d.Backend(_BACKEND)))
@@ -49,7 +49,7 @@ _BACKEND_CONFIG = str(c10d.BackendConfig(c10d.Backend(_BACKEND)))
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Rank(Tables):
-    """One rank's tables, and what it is in which exchange."""
+    """Tables of one rank, and its part in each exchange."""
 
     matcher: CollectiveMatcher
     rank: int
@@ -113,7 +113,7 @@ def _make_default(mine: _Rank) -> None:
 
 
 def _make(mine: _Rank, name: str, ranks: tuple[int, ...], description: str, tag: str = "") -> InprocGroup:
-    """One rank's process group, entered in its tables as torch enters one."""
+    """Make a rank's process group, entered in its tables as torch enters one."""
     group = mine.matcher.group(mine.life, name, ranks, description)
     if group.store is None:
         group.store = c10d.PrefixStore(f"{mine.life}/{name}/", mine.store)

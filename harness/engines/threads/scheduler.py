@@ -1,7 +1,7 @@
 """The scheduler of rank threads: cooperative, exactly one rank runs, and the turn changes only where a rank waits.
 
 A rank that waits gives the turn to the next ready rank and sleeps until it is woken and its turn comes. When no rank is
-ready the driver, which is the thread that called `run`, gets the turn: all ranks have finished, or none can go on.
+ready the driver, which is the thread that called `run`, gets the turn. All ranks have finished then, or none can go on.
 After a failure the driver gives turns itself, one rank at a time, so that the report shows where every rank got to.
 
 All waits are bounded: the driver waits with a time limit, and whatever happens it wakes every sleeping rank in the end.
@@ -32,7 +32,7 @@ _LISTEN_S = 0.5
 
 
 class RankStatus(Enum):
-    """What a rank is doing."""
+    """State of a rank."""
 
     NOT_STARTED = "not started"
     READY = "ready"
@@ -181,7 +181,7 @@ class Scheduler:
     # inside
 
     def _serve(self, rank: int) -> Callable[[], None]:
-        """One rank, from its first turn to its end. Returns what starts the next turn."""
+        """Serve a rank from its first turn to its end. Returns the function that starts the next turn."""
         with contextlib.suppress(Aborted):
             if not self.stopping:
                 torch.autograd.set_multithreading_enabled(False)  # a backward stays on its rank's thread
@@ -195,7 +195,7 @@ class Scheduler:
         return self._successor()
 
     def _successor(self) -> Callable[[], None]:
-        """What wakes the thread whose turn is next: a ready rank, or the driver."""
+        """Function that wakes the thread whose turn is next: a ready rank, or the driver."""
         if self.stopping:
             return _nothing
         if self._halted or not self._ready:

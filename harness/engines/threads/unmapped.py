@@ -1,23 +1,21 @@
 """Operators of torch unknown to the in-process engine: recorded from their schemas as they pass the dispatcher.
 
 The engine's groups answer the methods that torch calls today. A method that a newer torch adds, or an operator of a
-library, comes to the dispatcher instead. There it is reported to the observer as op `other` and passed on: to its own
-kernel, where it has one; else it cannot be computed here, and the case that issues it is unknown by its name.
+library, comes to the dispatcher instead. There it is reported to the observer as op `other` and passed on to its own
+kernel, where it has one. Else it cannot be computed here, and the case that issues it is unknown by its name.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from harness.engines.calls.operators import OPERATORS, communicates, reader
-from harness.errors import NotComputed, error_text
-from harness.torch_internals.operators import BACKEND_SELECT, has_kernel, kernels, operator_names
-from harness.torch_internals.world import rank_tables
+from harness.engines.calls.operators import OPERATORS, communicates
+from harness.torch_internals.operators import has_kernel, kernels, operator_names
 
 _KEY = "BackendSelect"
 
@@ -37,10 +35,12 @@ class Unmapped:
         if not self._operators:
             yield
             return
+        from harness.engines.threads.unmapped_kernels import kernel_of  # noqa: PLC0415
+
         with kernels("c10d", _KEY) as add:
             for name, operator in self._operators.items():
                 if not has_kernel(f"c10d::{name}", _KEY):  # a recorder of real backends has one
-                    add(name, _kernel(name, operator), with_keyset=True)
+                    add(name, kernel_of(name, operator), with_keyset=True)
             yield
 
 
@@ -51,32 +51,3 @@ def _unmapped() -> dict[str, Any]:
         if operator is not None and communicates(operator):
             found[name] = operator
     return found
-
-
-def _kernel(name: str, operator: Any) -> Callable[..., Any]:
-    read = reader(name, operator)
-
-    def kernel(keys: Any, *arguments: Any) -> Any:
-        rank = rank_tables()
-        observer = None if rank is None else rank.matcher.observer
-        issued = None if observer is None else read(arguments)
-        ticket = None if observer is None or issued is None else observer.issued(issued.rank, issued.call)
-        try:
-            result = operator.redispatch(keys.remove(BACKEND_SELECT), *arguments)
-        except RuntimeError as problem:
-            if rank is None:
-                raise
-            raise _not_computed(name, rank.rank, problem) from problem
-        if observer is not None and issued is not None and ticket is not None:
-            observer.completed(issued.rank, ticket)
-        return result
-
-    return kernel
-
-
-def _not_computed(name: str, rank: int, problem: Exception) -> NotComputed:
-    text = (
-        f"c10d::{name} of torch {torch.__version__} is not known to the in-process engine, which cannot compute it "
-        f"({error_text(problem)}); legal: --engine pool"
-    )
-    return NotComputed(text, ranks=(rank,), positions=())

@@ -17,14 +17,13 @@ from harness.torch_internals.groups import answers_torch
 
 
 class RankCall:
-    """One call of a rank on its process group: what it issues, and from then on the state of the call.
+    """A call of a rank on its process group: what it issues, and from then on the state of the call.
 
-    It is issued by group rank `member` of `group`, global rank `rank`. `payload` are the tensors whose bytes the ledger
-    counts. `peer` (a group rank, or ANY) and `tag` are those of a point-to-point call, whose `operands` have an output
-    or an input alone. `outputs` are the program's tensors that it writes.
-
-    Set when it is issued: `number` counts the rank's calls in the group, `event` is the state over all ranks, `ticket`
-    the observer's. `origin` is the user's line of an asynchronous call. `waited`: whether a wait has returned.
+    Group rank `member` of `group`, global rank `rank`, issues the call. `payload` are the tensors whose bytes the
+    ledger counts. `peer` (a group rank, or ANY) and `tag` are those of a point-to-point call, whose `operands` have an
+    output or an input alone. `outputs` are the program's tensors that it writes. Set when it is issued: `number` counts
+    the rank's calls in the group, `event` is the state over all ranks, `ticket` the observer's. `origin` is the user's
+    line of an asynchronous call. `waited`: whether a wait has returned.
     """
 
     __slots__ = (
@@ -93,7 +92,7 @@ class _Waited(dist.Work):
         """None."""
 
     def get_future(self) -> Future[list[Tensor]]:
-        """A completed future of the outputs. It waits first: C++ would wait for it and no other rank could run."""
+        """A completed future of the outputs, after a wait: C++ would wait for it and no other rank could run."""
         future: Future[list[Tensor]] = Future()
         future.set_result(self.result())
         return future

@@ -1,8 +1,8 @@
 """Imported by Python at the start of every process of a recorded program; the program's own sitecustomize still runs.
 
-It imports nothing of torch. Once the program imports torch.distributed, `init_process_group` is replaced by one that
-calls it and then starts the recorder (harness.programs.session). Whatever goes wrong here is one line on standard
-error; the program runs on without being recorded.
+The hook imports nothing of torch. Once the program imports torch.distributed, `init_process_group` is replaced by one
+that calls it and then starts the recorder (harness.programs.session). An error here is one line on standard error; the
+program runs on without being recorded.
 """
 
 from __future__ import annotations

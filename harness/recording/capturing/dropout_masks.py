@@ -28,7 +28,7 @@ _FORWARD, _BACKWARD = "dropout.drawn", "dropout.drawn_anew"
 
 
 class Draw(NamedTuple):
-    """One mask as a rank drew it: bool blocks of what it was drawn for, the rate, the user's line, "file:line".
+    """A mask as a rank drew it: bool blocks of what it was drawn for, the rate, the user's line, "file:line".
 
     `anew`: drawn in backward, and no forward drew it: recomputation that does not repeat its forward.
     """
@@ -112,7 +112,7 @@ class DropoutProbe(DispatchMode):
 
 
 def taken_out(outcome: dict[str, tuple[Block, ...]]) -> tuple[dict[str, tuple[Block, ...]], tuple[Draw, ...]]:
-    """What a subject itself returned, and the masks that DropoutProbe found, in the order in which they were drawn."""
+    """Outcome of the subject itself, and the masks that DropoutProbe found, in the order in which they were drawn."""
     draws = []
     for name, found in outcome.items():
         kind, _, rest = name.partition("/")

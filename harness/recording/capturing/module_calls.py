@@ -1,111 +1,23 @@
-"""Activations and their gradients, captured from outside: what modules were given and returned, and what flowed back.
+"""Every call of every module in step 0, captured from outside with its inputs and without any layout.
 
-A gradient is taken by a hook on the tensor, which adds no node to the graph and hands nothing on, so that results stay
-the same bits. Captured are copies on the rank's device. Under reentrant checkpointing, where the first forward makes no
-graph, the gradient is that of the recomputed tensor. The model itself, whose path is "", is left out.
-
-    with Capture() as capture:
-        ...  # in the thread of each rank: with capture.on_rank(rank): program(rank)
-    capture.outputs(0)["layers.0.mlp"], capture.gradients(0)["layers.0.mlp"]
-
-`Capture` keeps one micro-batch, to be held against full tensors whose layout a subject declares. `CallCapture` keeps
-every call of step 0, with its inputs and without any layout, for whoever compares two programs module by module:
-`capture.calls(0).outputs["layers.0.mlp"][0].blocks`. A DTensor is kept there as the blocks that it declares, and the
-ranks of its mesh.
+For whoever compares two programs module by module: `capture.calls(0).outputs["layers.0.mlp"][0].blocks`. A DTensor is
+kept as the blocks that it declares, and the ranks of its mesh. Copies and hooks are those of `module_outputs`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from harness.ledger import AGAIN
 from harness.outcome.blocks import Block, blocks
-from harness.recording.attribution import Attribution
-from harness.recording.lanes import Site
-from harness.recording.module_watch import Emit, OnInput, OnOutput, ThreadWatch
-from harness.recording.observations import read
-from harness.recording.watch import Watch
+from harness.recording.capturing.module_outputs import ModuleWatch, copied, first_tensor, keeping
+from harness.recording.module_watch import ThreadWatch
 from harness.torch_internals.autograd import has_hooks
-
-
-class _ModuleWatch:
-    """Hears of every call of a module on every rank, and knows where it belongs."""
-
-    def __init__(self, on_output: OnOutput, on_input: OnInput | None = None) -> None:
-        self._attributions: dict[int, Attribution] = {}
-        self._watch = Watch(self._emit, on_output, on_input=on_input)
-
-    def __enter__(self) -> Self:
-        self._watch.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._watch.__exit__()
-
-    def on_rank(self, rank: int) -> AbstractContextManager[None]:
-        """To be entered in the thread that runs a rank's program."""
-        return self._watch.on_rank(rank)
-
-    def _place(self, lane: ThreadWatch, module: nn.Module) -> tuple[Site, str]:
-        """Where a call of a module belongs, and the module's path."""
-        attribution = self._attributions[lane.rank]
-        return attribution.current(lane.number), attribution.paths.module(module, "")
-
-    def _emit(self, rank: int) -> Emit:
-        feed = self._attributions.setdefault(rank, Attribution()).feed
-        return lambda plain: feed(read(plain))
-
-
-class _Captured:
-    """What one rank has given so far, by module path."""
-
-    def __init__(self) -> None:
-        self.outputs: dict[str, Tensor] = {}
-        self.gradients: dict[str, Tensor | None] = {}
-
-
-class Capture(_ModuleWatch):
-    """Copies the output of every named module, of the micro-batches that `wanted(step, microbatch)` chooses.
-
-    The default is the first micro-batch of the first step. Of several calls of one module the first counts, of an
-    output of several tensors the first tensor; gradients of several backwards add up.
-    """
-
-    def __init__(self, wanted: Callable[[int, int], bool] = lambda step, microbatch: step == microbatch == 0) -> None:
-        super().__init__(self._output)
-        self._wanted = wanted
-        self._ranks: dict[int, _Captured] = {}
-
-    def outputs(self, rank: int) -> dict[str, Tensor]:
-        """Module path -> what the module returned on this rank, detached; empty for a rank that called none."""
-        return dict(self._of(rank).outputs)
-
-    def gradients(self, rank: int) -> dict[str, Tensor]:
-        """Module path -> the gradient of that output; modules without one are left out."""
-        return {path: found for path, found in self._of(rank).gradients.items() if found is not None}
-
-    def _of(self, rank: int) -> _Captured:
-        return self._ranks.setdefault(rank, _Captured())
-
-    def _output(self, lane: ThreadWatch, module: nn.Module, output: Any) -> None:
-        site, path = self._place(lane, module)
-        tensor = first_tensor(output) if path and self._wanted(site.step, site.microbatch) else None
-        if tensor is None:
-            return
-        captured = self._of(lane.rank)
-        if site.phase == "forward" and path not in captured.outputs:
-            captured.outputs[path] = _copy(tensor)
-        elif path in captured.gradients or site.phase != AGAIN:
-            return
-        if tensor.requires_grad:
-            captured.gradients[path] = None
-            tensor.register_hook(_keeping(captured.gradients, path))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +49,7 @@ class ModuleCalls:
 
 
 class _Rank:
-    """What one rank has given so far, by module path; gradients by the number of the call."""
+    """Captures of one rank so far, by module path; gradients by the number of the call."""
 
     def __init__(self) -> None:
         self.outputs: dict[str, list[Held]] = {}
@@ -149,7 +61,7 @@ class _Rank:
         self.linear: set[str] = set()
 
 
-class CallCapture(_ModuleWatch):
+class CallCapture(ModuleWatch):
     """Copies what every named module is given and returns in step 0."""
 
     def __init__(self) -> None:
@@ -157,13 +69,13 @@ class CallCapture(_ModuleWatch):
         self._ranks: dict[int, _Rank] = {}
 
     def calls(self, rank: int) -> ModuleCalls:
-        """What was captured on this rank. Call it inside the rank: a DTensor's gradient is read here."""
+        """Captures on this rank, to be read inside the rank: a DTensor's gradient is read here."""
         mine = self._of(rank)
         return ModuleCalls(
-            outputs={path: tuple(held) for path, held in mine.outputs.items()},
-            inputs={path: tuple(held) for path, held in mine.inputs.items()},
-            gradients={path: tuple(map(_held, found.values())) for path, found in mine.gradients.items()},
-            input_gradients={path: tuple(map(_held, found.values())) for path, found in mine.input_gradients.items()},
+            outputs={path: tuple(calls) for path, calls in mine.outputs.items()},
+            inputs={path: tuple(calls) for path, calls in mine.inputs.items()},
+            gradients={path: tuple(map(_held, calls.values())) for path, calls in mine.gradients.items()},
+            input_gradients={path: tuple(map(_held, calls.values())) for path, calls in mine.input_gradients.items()},
             plain=frozenset(mine.plain),
             linear=frozenset(mine.linear),
         )
@@ -172,24 +84,24 @@ class CallCapture(_ModuleWatch):
         return self._ranks.setdefault(rank, _Rank())
 
     def _input(self, lane: ThreadWatch, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        site, path = self._place(lane, module)
+        site, path = self.place(lane, module)
         if path and site.step == 0 and site.phase == "forward":
             rank, given = self._of(lane.rank), list(_tensors((args, kwargs)))
-            rank.inputs.setdefault(path, []).append(tuple(_held(_copy(tensor)) for tensor in given))
+            rank.inputs.setdefault(path, []).append(tuple(_held(copied(tensor)) for tensor in given))
             slots = rank.input_gradients.setdefault(path, {})
             slots[len(slots)] = None
             if given and given[0].requires_grad:
-                given[0].register_hook(_keeping(slots, len(slots) - 1))
+                given[0].register_hook(keeping(slots, len(slots) - 1))
 
     def _output(self, lane: ThreadWatch, module: nn.Module, output: Any) -> None:
-        site, path = self._place(lane, module)
+        site, path = self.place(lane, module)
         tensor = first_tensor(output) if path and site.step == 0 else None
         if tensor is None:
             return
         rank = self._of(lane.rank)
         if site.phase == "forward":
             slots = rank.gradients.setdefault(path, {})
-            rank.outputs.setdefault(path, []).append(_held(_copy(tensor)))
+            rank.outputs.setdefault(path, []).append(_held(copied(tensor)))
             slots[len(slots)] = None
             if type(module).__module__.startswith("torch.nn.modules.") and not has_hooks(module):
                 rank.plain.add(path)
@@ -202,22 +114,7 @@ class CallCapture(_ModuleWatch):
         number = rank.hooked.get(path, 0)
         if tensor.requires_grad and number < len(slots):
             rank.hooked[path] = number + 1  # without a graph in the first forward it is the recomputed tensor
-            tensor.register_hook(_keeping(slots, number))
-
-
-def _keeping(slots: dict[Any, Tensor | None], key: object) -> Callable[[Tensor], None]:
-    """The hook that adds a copy of the gradient it sees to a slot and returns nothing, so that it changes nothing."""
-
-    def keep(gradient: Tensor) -> None:
-        before, copy = slots[key], _copy(gradient)
-        slots[key] = copy if before is None else before + copy
-
-    return keep
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    with torch.no_grad():
-        return tensor.detach().clone()
+            tensor.register_hook(keeping(slots, number))
 
 
 def _held(tensor: Tensor | None) -> Held:
@@ -226,22 +123,11 @@ def _held(tensor: Tensor | None) -> Held:
         return Held()
     try:
         with torch.no_grad():
-            found = blocks(tensor)
+            parts = blocks(tensor)
     except (ValueError, TypeError, RuntimeError):
         return Held()
     mesh = getattr(tensor, "device_mesh", None)
-    return Held(blocks=found, mesh=() if mesh is None else tuple(mesh.mesh.flatten().tolist()))
-
-
-def first_tensor(output: Any) -> Tensor | None:
-    """The first tensor of an output: itself, or the first in a tuple, list or mapping."""
-    if isinstance(output, Tensor):
-        return output
-    if isinstance(output, Mapping):
-        output = list(output.values())
-    if isinstance(output, (tuple, list)):
-        return next((found for part in output if (found := first_tensor(part)) is not None), None)
-    return None
+    return Held(blocks=parts, mesh=() if mesh is None else tuple(mesh.mesh.flatten().tolist()))
 
 
 def _tensors(given: object, levels: int = 3) -> Iterator[Tensor]:

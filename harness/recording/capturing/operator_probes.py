@@ -1,16 +1,16 @@
-"""What the operators of a rank tell, seen by a dispatch mode: draws from random streams, and lower precision.
+"""Probes of the operators of a rank, by a dispatch mode: draws from random streams, and lower precision.
 
 Draws: each with its operator, line and module, and a hash of its bits. torch tags the operators that draw
 (`torch.Tag.nondeterministic_seeded`), with a generator of their own or without. A draw is one of forward within a
-module, or in code of functions once anything was computed of a parameter: what was drawn before are initial values and
-data. Draws of Python's `random` and of numpy are not seen.
+module, or in code of functions once anything was computed of a parameter. Earlier draws are initial values and data.
+Draws of Python's `random` and of numpy are not seen.
 
 Islands: arithmetic of a lower precision than the case's: rotary tables, routers, losses in float32, experts in
-bfloat16. What matters is where a narrower number, other than a whole one, enters wider arithmetic: an operator that
-takes one and returns a wider one. That slows a run, so it is done only when an error of a case is of the size that a
+bfloat16. A narrower number, other than a whole one, matters where it enters wider arithmetic: an operator that takes
+one and returns a wider one. The search slows a run, so it is done only when an error of a case is of the size that a
 lower precision makes. Numbers that were computed in the case's dtype are rounded on the way, and each side may add them
-in an order of its own. Constants (weights that were drawn in float32 and cast, samples, tables) are the same on both
-sides where both have them, so they explain no error then.
+in an order of its own. Constants (weights that were drawn in float32 and cast, samples, tables) are equal where both
+sides have them, and explain no error then.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _CALL = "_call_impl"
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """One draw: the operator, the user's line "file:line", the path of the module, a hash of what was drawn."""
+    """A draw: the operator, the user's line "file:line", the path of the module, a hash of what was drawn."""
 
     operator: str
     place: str

@@ -1,1 +1,1 @@
-"""One more run after a failure: which module is the first that differs, when no layout of activations is declared."""
+"""Location after a failure, by another run: the first module that differs when no layout of activations is declared."""

@@ -1,8 +1,8 @@
 """Numbers that the ranks of a failed case draw in forward and its truth does not: where they are, nothing can agree.
 
-One more run of ranks and truth, in which every draw is noted (harness.recording.capturing.operator_probes), of a case
-whose forward is wrong. Numbers that the truth is given (masks of dropout, initial values) are no such ones. The decoder
-draws none, so its ranks are looked at only where the random streams of the process were touched.
+Ranks and truth run once more, with every draw noted (harness.recording.capturing.operator_probes), for a case whose
+forward is wrong. Numbers that the truth is given (masks of dropout, initial values) are no such ones. The decoder draws
+none, so its ranks are looked at only where the random streams of the process were touched.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ _LATER = frozenset({"act_grad", "grad", "grad_norm", "tokens", "param", "saved"}
 
 
 def with_drawn_numbers(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evidence:
-    """The same evidence with the first numbers of forward that only ranks, or only the truth, drew; as it is where a
-    forward was compared and is right, or where the runs cannot be looked at.
+    """Evidence with the first numbers of forward that only ranks, or only the truth, drew.
+
+    The evidence stays where a forward was compared and is right, or where the runs cannot be looked at.
     """
     compared = [name for name in evidence.truth if name in evidence.returned]
     forward = {name for name in compared if kind_of(name) not in _LATER and not is_state(name)}
@@ -74,7 +75,7 @@ def _of_truth(trial: Trial, dropout: bool) -> list[Numbers]:
 
 
 def _told(ranks: list[Numbers], truth: list[Numbers], name: str = "the truth") -> str:
-    """What is drawn on one side alone, in words; "" where both draw the same."""
+    """Draws on one side alone, in words; "" where both draw the same."""
     known = [{one.bits for one in drawn} for drawn in (ranks, truth)]
     theirs = [one for one in ranks if one.forward and one.bits not in known[1]]
     lacking = [one for one in truth if one.forward and one.bits not in known[0]]

@@ -18,7 +18,8 @@ from harness.recording.capturing.module_calls import Held, ModuleCalls
 from harness.running.locating.captured_run import calls_of_ranks, calls_of_truth
 from harness.running.ranks.capacity import memory_bytes
 from harness.running.ranks.execution import RankTask
-from harness.running.trials.trial import Function, Trial
+from harness.running.trials.reference import Function
+from harness.running.trials.trial import Trial
 from harness.running.truth.own import EXACT, InParts, one_rank
 from harness.subject import ALONE
 
@@ -31,11 +32,11 @@ _LATER = frozenset({"act", "act_grad", "grad", "grad_norm", "tokens", "param", "
 
 
 def with_wrong_module(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evidence:
-    """The same evidence with the first wrong module of step 0, found in one more run without any declared layout.
+    """Evidence with the first wrong module of step 0, found in another run without any declared layout.
 
-    As it is when there is no truth, when activations were compared by their declared layout, when nothing of step 0 is
-    wrong, or when truth and subject have no modules in common. What keeps the run from being made is noted as a problem
-    of the explanation.
+    The evidence stays when there is no truth, or when activations were compared by their declared layout. So it does
+    when nothing of step 0 is wrong, or when truth and subject have no modules in common. An error that keeps the run
+    from being made is noted as a problem of the explanation.
     """
     first_forward = (name for name in wrong if kind_of(name) not in _LATER and not is_state(name))
     forward = any(step_of(name) <= 0 for name in first_forward)
@@ -58,7 +59,7 @@ def with_wrong_module(trial: Trial, evidence: Evidence, wrong: Collection[str]) 
 
 
 def modules_of(trial: Trial, evidence: Evidence) -> Watched | None:
-    """What the modules of the ranks and of the truth computed in step 0, by one more run; None for a truth without any.
+    """Tensors of the modules of the ranks and of the truth in step 0, by another run; None for a truth without any.
 
     Raises what the engine raises, and RequestError when the truth cannot be computed.
     """

@@ -1,12 +1,12 @@
-"""What ranks print: a line that several of them print, or one of them in every run of a case, is shown once.
+"""Output of ranks: a line that several of them print, or one of them in every run of a case, is shown once.
 
     with shown_once():              # in the process, around a case
         with rank_output():         # in the thread of each rank, around its program
             print("loss 0.5")
 
-A line is shown as soon as the first rank prints it; at the end one line says how much was repeated, and how often. Of a
-rank's own repetitions none is lost: a line that it prints three times is shown three times. What ends without a line
-feed is shown when it is flushed, and all is shown under a debugger. Ranks in processes of their own print as they do.
+A line is shown as soon as the first rank prints it. At the end one line counts the repeated lines and how often they
+were. A line that one rank prints three times is shown three times. Text without a line feed at its end is shown when it
+is flushed, and all is shown under a debugger. Ranks in processes of their own print as they do.
 """
 
 from __future__ import annotations
@@ -17,35 +17,9 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from contextvars import ContextVar
 from typing import Any
 
-_Line = tuple[int, str]
-"""The place of a stream among the two, and the text."""
-
-
-class _Printed:
-    """What one rank has printed in one run: how often each line, and the lines that are not over, by stream."""
-
-    def __init__(self) -> None:
-        self.lines: Counter[_Line] = Counter()
-        self.open: dict[int, tuple[_Stream, str]] = {}
-
-
-_MINE: ContextVar[_Printed | None] = ContextVar("shardproof_rank_output", default=None)
-
-
-@contextmanager
-def rank_output() -> Iterator[None]:
-    """This thread runs a rank's program until the context is left."""
-    mine = _Printed()
-    token = _MINE.set(mine)
-    try:
-        yield
-    finally:
-        for stream, _text in list(mine.open.values()):
-            stream.write("\n")
-        _MINE.reset(token)
+from harness.running.ranks.printed import PRINTED, Line
 
 
 @contextmanager
@@ -53,7 +27,7 @@ def shown_once() -> Iterator[None]:
     """In the body, lines that ranks repeat on standard output and error are counted in place of being shown again."""
     shown, lock = _Shown(), threading.Lock()
     out, err = (_Stream(place, under, shown, lock) for place, under in enumerate((sys.stdout, sys.stderr)))
-    handlers = [one for one in _handlers() if one.stream in (out.under, err.under)]
+    handlers = [handler for handler in _handlers() if handler.stream in (out.under, err.under)]
     for handler in handlers:
         handler.setStream(out if handler.stream is out.under else err)
     try:
@@ -62,33 +36,34 @@ def shown_once() -> Iterator[None]:
     finally:
         for handler in handlers:
             handler.setStream(handler.stream.under)
-        if told := shown.told():
-            err.under.write(f"{told}\n")
+        if summary := shown.summary():
+            err.under.write(f"{summary}\n")
 
 
 def _handlers() -> list[Any]:
-    """The handlers of all loggers that write to a stream that they took when they were made. What logging has as its
-    last resort, and libraries add to their loggers, looks for sys.stderr at each line, and its stream cannot be set.
+    """The handlers of all loggers that write to a stream that they took when they were made.
+
+    logging's last resort, and handlers of libraries, look for sys.stderr at each line; their stream cannot be set.
     """
     loggers = [logging.getLogger(), *map(logging.getLogger, list(logging.root.manager.loggerDict))]
-    found = {id(handler): handler for logger in loggers for handler in logger.handlers}
-    return [one for one in found.values() if isinstance(one, logging.StreamHandler) and "stream" in vars(one)]
+    handlers = {id(handler): handler for logger in loggers for handler in logger.handlers}
+    return [each for each in handlers.values() if isinstance(each, logging.StreamHandler) and "stream" in vars(each)]
 
 
 class _Shown:
     """The lines of a case: how often each was shown, and how often it was not."""
 
     def __init__(self) -> None:
-        self.shown: Counter[_Line] = Counter()
-        self.repeated: Counter[_Line] = Counter()
+        self.shown: Counter[Line] = Counter()
+        self.repeated: Counter[Line] = Counter()
 
-    def is_new(self, line: _Line, times: int) -> bool:
+    def is_new(self, line: Line, times: int) -> bool:
         """Count a line that a rank prints for the n-th time; whether no rank has in any run so far."""
         new = times > self.shown[line]
         (self.shown if new else self.repeated)[line] += 1
         return new
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """How much was repeated, and how often: "" when nothing was."""
         times = [(self.shown[line] + count) // self.shown[line] for line, count in self.repeated.items() if line[1]]
         if not times:
@@ -110,7 +85,7 @@ class _Stream:
 
     def write(self, text: str) -> int:
         """Write what is new among the lines of a rank, and whatever others write."""
-        mine = _MINE.get()
+        mine = PRINTED.get()
         if mine is None or sys.gettrace() is not None:
             self.under.write(text)
             return len(text)
@@ -132,7 +107,7 @@ class _Stream:
 
     def flush(self) -> None:
         """Show what a rank has begun, and flush."""
-        mine = _MINE.get()
+        mine = PRINTED.get()
         if mine is not None:
             self.under.write(mine.open.pop(self._place, (self, ""))[1])
         self.under.flush()

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from typing import cast
 
-from harness.checking.evidence import Evidence, gathered
+from harness.checking.checks import examine
+from harness.checking.dry_checks import DRY_CHECKS
+from harness.checking.evidence import Evidence, Finding, gathered
 from harness.engines.engine import Unwaited
 from harness.engines.shapes.dry import DryEngine
 from harness.ledger import Event
 from harness.predicting.classes import representatives
 from harness.predicting.dry_run import DryRank, DryRun, dry_run
 from harness.predicting.meter import hidden
-from harness.running.trials.trial import Trial, expectation_of, orders_of
+from harness.running.trials.statements import expectation_of, orders_of
+from harness.running.trials.trial import Trial
 
 
-def dry_evidence(trial: Trial) -> Evidence:
+def dry_run_checked(trial: Trial) -> tuple[Evidence, dict[str, Finding]]:
+    """The evidence of a dry run, and the findings of every check that it can answer."""
+    evidence = _evidence(trial)
+    with trial.timed("checks"):
+        return evidence, examine(evidence, DRY_CHECKS)
+
+
+def _evidence(trial: Trial) -> Evidence:
     """The evidence of one recorded run on the ranks that stand for all; no truth, no outcome, no second run."""
     case, engine = trial.case, cast(DryEngine, trial.engine)
     ranks, places = representatives(case.axes, case.world_size)

@@ -1,4 +1,4 @@
-"""What explains wrong tensors: the dense model taken apart or read otherwise, and the same subject in another case."""
+"""Explanations of wrong tensors: the dense model taken apart or read otherwise, and the subject in another case."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from harness.checking.measures.kinds import kind_of
 from harness.dense_model import Tried
 from harness.errors import error_text
 from harness.protocols import CaseLike
-from harness.running.trials.runs import recorded, watched
+from harness.running.trials.runs import recorded
 from harness.running.trials.trial import Trial
+from harness.running.trials.watched import watched
 from harness.subject import refusal
 
 
 def with_what_ifs(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evidence:
-    """The same evidence with what explains these wrong names: gradients taken apart, data read otherwise."""
+    """Evidence with explanations of these wrong names: gradients taken apart, data read otherwise."""
     kinds, model = {kind_of(name) for name in wrong}, trial.reference.model
     if model is None:
         return evidence

@@ -1,5 +1,6 @@
-"""What the laws of a subject with a truth of its own look at: runs of the same global batch, split otherwise over ranks
-and micro-batches; and whether its dense model computes one function in every precision, but for rounding.
+"""Runs for the laws of a subject with a truth of its own: of the same global batch, over other ranks and micro-batches.
+
+Then whether its dense model computes one function in every precision, but for rounding.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence, Regrouped
 from harness.checking.measures.distance import distance, real
-from harness.checking.measures.kinds import ROUNDING, kind_of, step_of
-from harness.checking.measures.tolerance import CONTROL_FACTOR, FLOOR_EPSILONS, LEAP, Measured, epsilon
-from harness.checking.numeric_checks import NUMERIC_KINDS
+from harness.checking.measures.kinds import NUMERIC_KINDS, ROUNDING, kind_of, step_of
+from harness.checking.measures.measured import Measured, epsilon
+from harness.checking.measures.tolerance import CONTROL_FACTOR, FLOOR_EPSILONS, LEAP
 from harness.errors import ProgramError, RequestError
 from harness.mesh_axes import SAME_SAMPLES
 from harness.outcome.merging import merge
@@ -30,9 +31,9 @@ _LARGEST = 8
 
 
 def regrouped(trial: Trial, evidence: Evidence) -> Evidence:
-    """The same evidence with up to _GROUPINGS runs of the same global batch, grouped otherwise (`groupings`): only in
-    float64, or in another dtype of a subject that refuses float64. One that the subject does not finish is no failure
-    of this case.
+    """Evidence with up to _GROUPINGS runs of the same global batch, grouped otherwise (`groupings`).
+
+    Only in float64, or in another dtype of a subject that refuses it. An unfinished run is no failure.
     """
     if evidence.given or evidence.torn:  # another grouping draws other numbers
         return evidence
@@ -60,10 +61,12 @@ def most_exact(case: CaseLike, subject: NamedSubject) -> bool:
 
 
 def groupings(case: CaseLike, subject: NamedSubject) -> list[tuple[dict[str, int], CaseLike]]:
-    """Up to _GROUPINGS other sizes, each with its case: of dp and micro with the same product, one data rank, then as
-    many as fit on the ranks there are, or _LARGEST; the last, where it can be, also with other context ranks and
-    stages. None without a data axis, which a subject of own cases has where one of them has data ranks, and none
-    where the case's mathematics depends on which rank holds what; what the subject refuses is left out.
+    """Up to _GROUPINGS other sizes, each with its case: of dp and micro with the same product.
+
+    First one data rank, then as many as fit on the ranks there are, or _LARGEST. The last, where it can be, also has
+    other context ranks and stages. None are there without a data axis, which a subject of own cases has where one of
+    them has data ranks. None are there where the case's mathematics depends on which rank holds what; sizes that the
+    subject refuses are left out.
     """
     dp, named = getattr(case, "dp", 0), own_cases(subject)
     has_data_axis = dp > 1 or (dp == 1 and (named is None or any(getattr(one, "dp", 0) > 1 for one in named)))
@@ -77,8 +80,10 @@ def groupings(case: CaseLike, subject: NamedSubject) -> list[tuple[dict[str, int
 
 
 def _otherwise(case: CaseLike, subject: NamedSubject) -> list[dict[str, int]]:
-    """Other numbers of context ranks and stages: both, then one of them. A subject without `refuses` has not stated
-    that it knows these words, and one of own cases has them where a case names several such ranks.
+    """Other numbers of context ranks and stages: both, then one of them.
+
+    A subject without `refuses` has not stated that it knows these words. A subject of own cases has them where a case
+    names several such ranks.
     """
     own = own_cases(subject)
     named = (case,) if own is None and offers(subject.call, "refuses") else own or ()
@@ -92,8 +97,9 @@ def _otherwise(case: CaseLike, subject: NamedSubject) -> list[dict[str, int]]:
 def _legal(
     case: CaseLike, subject: NamedSubject, sizes: list[dict[str, int]], most: int
 ) -> list[tuple[dict[str, int], CaseLike]]:
-    """The first of these sizes, with their cases, that break no rule, need no more than _LARGEST ranks or those of the
-    case, and are not refused.
+    """The first of these sizes, with their cases, that break no rule and are not refused.
+
+    They need no more than _LARGEST ranks or those of the case.
     """
     found: list[tuple[dict[str, int], CaseLike]] = []
     for words in sizes:
@@ -106,7 +112,7 @@ def _legal(
 
 
 DTYPE = "float32"
-"""What is compared with float64: the roundings of a 16-bit case would hide another function."""
+"""Dtype that is compared with float64: the roundings of a 16-bit case would hide another function."""
 _LATER = {kind for check, kinds in NUMERIC_KINDS.items() if check not in ("forward", "activations") for kind in kinds}
 """Kinds of names that are no numbers of a forward."""
 _MANY = 16
@@ -114,18 +120,16 @@ _MANY = 16
 
 
 def with_first_forward(trial: Trial, evidence: Evidence) -> Evidence:
-    """The same evidence with the tensor of the dense model's first forward that is furthest off in float32.
+    """Evidence with the tensor of the dense model's first forward that is furthest off in float32.
 
-    As it is for the decoder, and where the dense model has no float32 run, or no forward to compare.
-
-    A dense model that draws its weights in the case's dtype is another model in float32 than in float64: other numbers
-    come of the same seed. What its control runs are off by is no rounding then, and limits made of it let anything
-    pass.
+    As it is for the decoder, and where the dense model has no float32 run, or no forward to compare. A dense model that
+    draws its weights in the case's dtype is another model in float32 than in float64. Other numbers come of the same
+    seed. The distance of its control runs is no rounding then, and limits made of it let anything pass.
 
     So the first forward of its float32 run is held against that in float64. Rounding explains the error in theory of as
-    many operations in a row as there are tensors of parameters, each a sum of as many terms as the longest dim of them
-    has elements; or LEAP times what a random error in the result of every operator makes, for a model may amplify
-    rounding. Where a choice falls otherwise (a router's), some rows differ and not most: that says nothing.
+    many operations in a row as there are tensors of parameters. Each is a sum of as many terms as the longest dim of
+    them has elements. A model may amplify rounding: LEAP times the effect of a random error in the result of every
+    operator is explained too. Where a router chooses otherwise, some rows differ, which says nothing.
     """
     names = [name for name, tensor in evidence.truth.items() if _of_first_forward(name) and tensor.is_floating_point()]
     if not names or not trial.reference.own or evidence.case.dtype == "float64":

@@ -1,11 +1,11 @@
 """Cases that compute or send in a lower precision than their own dtype: as the subject states, or as it is found.
 
 Only tensors beyond the limits of the case's own dtype are judged by those of the lower one, with control runs made in
-it (harness.running.truth.control_modes); all others stay as they were judged. Where the subject states nothing and
-errors are as small as a lower precision may make them, the ranks are run once more and looked at: does a number of a
-lower dtype enter arithmetic of the case's dtype (an island)? If so on one rank too, it belongs to the model: its limits
-hold, and the findings say where it is. If on several ranks alone, it is part of what is proved, and wrong. Where there
-is no such case on one rank, nobody can know, and what its limits would admit is unknown.
+it (harness.running.truth.control_modes). All others stay as they were judged. Where the subject states nothing and
+errors are as small as a lower one's, the ranks are run once more and looked at. Does a number of a lower dtype
+enter arithmetic of the case's dtype (an island)? If so on one rank too, it belongs to the model: its limits hold, and
+the findings say where it is. If on several ranks alone, it is part of what is proved, and wrong. Where there is no such
+case on one rank, the origin is unknown, and what its limits would admit is unknown.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from torch import Tensor
 
 from harness.checking.checks import LAWS, Check, examine
 from harness.checking.evidence import PASS, UNKNOWN, Evidence, Finding
-from harness.checking.measures.kinds import is_state, step_of
-from harness.checking.measures.tolerance import Measured, epsilon
-from harness.checking.numeric_checks import NUMERIC_KINDS
+from harness.checking.measures.kinds import NUMERIC_KINDS, is_state, step_of
+from harness.checking.measures.measured import Measured, epsilon
 from harness.errors import MachineError, ProgramError, RequestError
 from harness.protocols import CaseLike
 from harness.recording.capturing.operator_probes import Island, NarrowProbe, Probed, narrower
-from harness.running.trials.trial import Function, Trial
+from harness.running.trials.reference import Function
+from harness.running.trials.trial import Trial
 from harness.running.truth.control_modes import BOTH, Rounding
 from harness.running.truth.own import OwnTruth, one_rank
 from harness.subject import lower_dtypes, refusal, truth_of
 
 Found = tuple[Evidence, dict[str, Finding]]
 Judge = Callable[[Trial, Evidence, Mapping[str, Check]], Found]
-"""What finds by the limits of one precision."""
+"""Judge by the limits of one precision."""
 
 _LARGEST: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.5}
 """The largest error for which a lower precision is looked for."""
 _USUAL = 0.1
-"""The share of it up to which one is looked for where the verdict alone is asked for: a search is a run more."""
+"""Share of the largest error up to which a lower precision is looked for where only the verdict counts."""
 
 _GOLDEN = 0.618
 """Steps of this share of 1 come near no earlier one for long."""
 _WHOLE = "float32"
-"""What a case is computed in as a whole."""
+"""Dtype of a case as a whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +78,9 @@ def wrong_of(findings: Mapping[str, Finding]) -> list[Measured]:
 
 
 def stated(trial: Trial, evidence: Evidence) -> Rounding | None:
-    """The lower precision that the subject states for this case; None without one. What is sent in a lower dtype is
-    read from the ledger: nothing is, without a call of that dtype.
+    """The lower precision that the subject states for this case; None without one.
+
+    Calls in a lower dtype are read from the ledger: nothing is sent so without a call of that dtype.
     """
     said = lower_dtypes(trial.case, trial.subject)
     compute, wire = said.get("compute_dtype", ""), said.get("wire_dtype", "")
@@ -140,7 +141,7 @@ def as_found(trial: Trial, found: Found, checks: Mapping[str, Check], judge: Jud
 
 
 def _lowered(trial: Trial, found: Found, checks: Mapping[str, Check], rounding: Rounding, judge: Judge) -> Found:
-    """What failed, judged again: the tensors that are beyond their limits by those of this precision."""
+    """Judge failures again: the tensors that are beyond their limits by those of this precision."""
     evidence, findings = found
     control = RoundedControl(control=trial.reference.control, rounding=rounding)
     lower = replace(trial, reference=replace(trial.reference, control=control))
@@ -161,9 +162,10 @@ def _noted(finding: Finding, seen: Evidence, said: str) -> Finding:
 
 
 def _stored_shorter(evidence: Evidence, wrong: Sequence[Measured], dtypes: set[str]) -> bool:
-    """Whether the first step is right in the case's dtype and a state behind it, or a gradient, was rounded as it was
-    stored or sent: each of its numbers is one of such a dtype, and the truth's are not. No arithmetic of the model
-    explains that, but for gradients in float32, in which many programs add them up.
+    """Whether the first step is right in the case's dtype, and a later state or a gradient was rounded when stored.
+
+    Rounded to be sent counts too. Each of its numbers is one of such a dtype, and the truth's are not. No arithmetic of
+    the model explains that, but for gradients in float32, in which many programs add them up.
     """
     states = {one.name for one in wrong if is_state(one.name) or one.name.startswith("param/")}
     gradients = {one.name for one in wrong if one.name.startswith(("grad/", "grad_norm/"))}

@@ -1,4 +1,4 @@
-"""What rounding alone may have made of a result: control runs, steps from the subject's own states, Adam's slack.
+"""Limits of rounding: control runs, steps from the subject's own states, Adam's slack.
 
 Each function adds to the evidence of a run what limits are made of (harness.checking.measures.tolerance); none
 of them judges.
@@ -12,10 +12,13 @@ from dataclasses import replace
 from torch import Tensor
 
 from harness.checking.evidence import Evidence
-from harness.checking.measures.kinds import is_state, kind_of, kind_rms, step_of
-from harness.checking.measures.tolerance import FLOAT64_CEILING, Controlled, Measured
-from harness.checking.numeric_checks import held
-from harness.running.trials.trial import Function, Trial
+from harness.checking.measures.kinds import is_state, kind_of, step_of
+from harness.checking.measures.many_tensors import kind_rms
+from harness.checking.measures.measured import Measured
+from harness.checking.measures.tolerance import FLOAT64_CEILING, Controlled
+from harness.checking.measuring import compared
+from harness.running.trials.reference import Function
+from harness.running.trials.trial import Trial
 from harness.torch_internals.memory import give_back
 
 MORE_PARTS = (1, 2, 3, 4, 5, 6, 7, 8)
@@ -31,10 +34,10 @@ _LARGE = 2**20
 
 
 def stepwise(trial: Trial, evidence: Evidence) -> Evidence:
-    """The same evidence with every step of the truth begun at the subject's own state before it, where the subject
-    returned them all, and with what Adam may make of rounding in one step. Else the evidence as it is.
+    """Evidence with every step of the truth begun at the subject's own state before it, where all were returned.
 
-    In lower precision with a first control run too, one step at a time where the truth is.
+    Adam's slack of rounding in one step is added too. Else the evidence stays. In lower precision with a first control
+    run too, one step at a time where the truth is.
     """
     names = trial.reference
     if evidence.states is not None:
@@ -72,15 +75,16 @@ def _slack(
 
 
 def doubtful(trial: Trial, evidence: Evidence, wrong: Collection[Measured]) -> bool:
-    """Whether rounding may explain something that is wrong, or all of it where the verdict alone is asked for: in
-    float64 only errors that are as small as noise can be.
+    """Whether rounding may explain something that is wrong, or all of it where only the verdict counts.
+
+    In float64 only errors that are as small as noise can be.
     """
     doubts = [evidence.dtype != "float64" or measured.error < FLOAT64_CEILING for measured in wrong]
     return bool(doubts) and (all(doubts) if trial.verdict_alone else any(doubts))
 
 
 def controlled(trial: Trial, evidence: Evidence, wrong: Collection[Measured]) -> Evidence:
-    """The same evidence with MORE_PARTS control runs more, for one may be lucky, and what a relu's kink may change.
+    """Evidence with MORE_PARTS control runs more, for one may be lucky, and what a relu's kink may change.
 
     Of large tensors there are only as many as it takes until nothing of this is wrong: each costs as much as the ranks.
     Where something is still just beyond its limit, all of them may have been lucky, and there are FURTHER_PARTS.
@@ -110,11 +114,11 @@ def _furthest(evidence: Evidence, wrong: Collection[Measured]) -> float:
     """The largest error of what was wrong, in units of what the control runs allow by now."""
     kinds = {kind_of(measured.name) for measured in wrong}
     rms = kind_rms({name: tensor for name, tensor in evidence.truth.items() if kind_of(name) in kinds})
-    return max((held(evidence, one.name, rms.get(kind_of(one.name), 0.0)).ratio for one in wrong), default=0.0)
+    return max((compared(evidence, one.name, rms.get(kind_of(one.name), 0.0)).ratio for one in wrong), default=0.0)
 
 
 def measured_apart(trial: Trial, evidence: Evidence) -> Evidence:
-    """The same evidence without the large tensors of its control runs: of them only how far they are from the truth.
+    """Evidence without the large tensors of its control runs: of them only how far they are from the truth.
 
     As it is where other groupings are held against control runs too.
     """

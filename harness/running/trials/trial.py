@@ -1,7 +1,4 @@
-"""One case on one subject: how it is run, what the dense model computes of it, and what the subject states of itself.
-
-Times are seconds.
-"""
+"""A case on one subject: how it is run, and what the dense model computes of it. Times are seconds."""
 
 from __future__ import annotations
 
@@ -10,24 +7,22 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from harness.dense_model import DenseModelLike, dense_model
 from harness.engines.calls.callers import is_user, shortened
 from harness.engines.engine import Engine
 from harness.errors import MachineError, RequestError, TimeLimit, error_text
-from harness.protocols import Axes, CaseLike, FactsLike, Subject, TermLike, case_text
-from harness.running.ranks.execution import Execution, execute
-from harness.subject import NamedSubject, Unanswered, orders, stated, truth_of
+from harness.protocols import CaseLike, FactsLike, Subject, case_text
+from harness.running.ranks.execution import execute
+from harness.running.ranks.watching import Execution
+from harness.running.trials.reference import Function, Reference, decoder
+from harness.subject import NamedSubject
 from harness.torch_internals.memory import out_of_memory, tight_heap
-
-if TYPE_CHECKING:
-    from harness.running.truth.own import OwnTruth
 
 _LATE_S = 0.5
 """How much later than its limit a body is interrupted, so that an engine in it ends first, which can say more."""
@@ -39,8 +34,8 @@ _AGAIN_S = 1.0
 def in_time(limit_s: float, what: str) -> Iterator[None]:
     """Raise TimeLimit in a body that takes longer; `what` says in words what is computed.
 
-    Code that never comes back from a native function is not reached, nor is a body outside of the main thread, nor one
-    of a program with an alarm of its own.
+    Code that never comes back from a native function is not reached. A body outside of the main thread is not either,
+    nor one of a program with an alarm of its own.
     """
     main = threading.current_thread() is threading.main_thread()
     if not main or not hasattr(signal, "setitimer") or signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL:
@@ -48,8 +43,8 @@ def in_time(limit_s: float, what: str) -> Iterator[None]:
         return
 
     def late(_number: int, frame: FrameType | None) -> None:
-        told = f"time limit of {limit_s:g} s: {what} is at work{_place(frame)}; legal: a larger --timeout"
-        raise TimeLimit(told, ranks=(), positions=())
+        cause = f"time limit of {limit_s:g} s: {what} is at work{_place(frame)}; legal: a larger --timeout"
+        raise TimeLimit(cause, ranks=(), positions=())
 
     signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, limit_s + _LATE_S, _AGAIN_S)
@@ -67,50 +62,12 @@ def _place(frame: FrameType | None) -> str:
     return f" at {shortened(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}" if frame else ""
 
 
-T = TypeVar("T")
 PARTS: Mapping[str, str] = {"truth": "the dense model", "control": "a control run of the dense model"}
-"""What computes in these parts of a case, in words."""
+"""Words for the computations in these parts of a case."""
 BOUNDED = frozenset({*PARTS, "recorded", "plain", "again"})
 """Parts of a case that end by themselves within its time limit, unless native code keeps the process busy."""
 _BETWEEN = "checks"
 """The part of a case between and around the others."""
-
-
-Function: TypeAlias = "Callable[..., Mapping[str, Tensor]]"
-"""A function (case, device) -> outcome: of the dense model, or a truth of the subject's own (OwnTruth)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reference:
-    """What a case is compared with: the truth, and control runs beside it. Activations are among their outcomes.
-
-    `control` takes parts=n too, the number of partial sums in place of its own choice. `model` is our dense model where
-    it is the truth: what widens limits (`kinks`, `adam_slack`), states facts and explains failures is known of it
-    alone. Its truth, control and kinks take states=mapping, the subject's states from which their steps begin. `own` is
-    the truth where it is the subject's own.
-    """
-
-    truth: Function
-    control: Function
-    model: DenseModelLike | None = None
-    own: OwnTruth | None = None
-
-
-def reference_of(subject: NamedSubject, engine: Engine, timeout_s: float = 60.0) -> Reference:
-    """What a subject is compared with: our dense model, or its own truth. Raises RequestError when that is none."""
-    dense = truth_of(subject)
-    if dense is None:
-        return decoder()
-    from harness.running.truth.own import OwnTruth  # noqa: PLC0415
-
-    own = OwnTruth(subject=subject, dense=dense, engine=engine, timeout_s=timeout_s)
-    return Reference(truth=own, control=replace(own, control=True), own=own)
-
-
-def decoder() -> Reference:
-    """Our dense model as a truth."""
-    model = dense_model()
-    return Reference(truth=model.truth, control=model.control, model=model)
 
 
 Asked = tuple[Function, tuple[tuple[str, int], ...]]
@@ -119,7 +76,7 @@ Asked = tuple[Function, tuple[tuple[str, int], ...]]
 
 @dataclass(slots=True)
 class Truths:
-    """What the dense model computed for the latest case, for the next trials of cases that are alike to it."""
+    """Results of the dense model for the latest case, for the next trials of cases that are alike to it."""
 
     _case: CaseLike | None = None
     _outcomes: dict[Hashable, Mapping[str, Tensor]] = field(default_factory=dict)
@@ -135,13 +92,13 @@ class Truths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One case on one subject, and how it is run. `seconds` and `problems` fill up as its runs end.
+    """A case on one subject, and how it is run. `seconds` and `problems` fill up as its runs end.
 
-    `problems`: what the subject could not answer (expectation, activations) -> why.
-    `given` fills up with what of the subject's outcome its truth must be given (DenseModelLike.given_kinds).
-    `known` and `facts` fill up with what the reference computed; trials of one case may share them, and trials of cases
-    that are alike to the dense model its `truths`. `heard` is called with every part of the case as it begins.
-    `verdict_alone`: nobody asks which tensors are wrong once one is that rounding cannot explain.
+    `problems`: what the subject could not answer (expectation, activations) -> why. `given` fills up with what of the
+    subject's outcome its truth must be given (DenseModelLike.given_kinds). `known` and `facts` fill up with what the
+    reference computed. Trials of one case may share them, and trials of cases that are alike to the dense model its
+    `truths`. `heard` is called with every part of the case as it begins. `verdict_alone`: once a tensor is wrong that
+    rounding cannot explain, the others do not matter.
     """
 
     case: CaseLike
@@ -175,14 +132,14 @@ class Trial:
             self.heard(_BETWEEN)
             self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start_s
 
-    def run(self, subject: Subject, case: CaseLike | None = None, *, record: bool = False, name: str = "") -> Execution:
-        """Run this subject once on the trial's engine, in the trial's case or in another; `name` as in `execute`."""
-        case = case or self.case
-        how: dict[str, Any] = {"record": record, "device": self.device, "timeout_s": self.timeout_s, "name": name}
-        return execute(case, subject, self.engine, text=case_text(case), **how)
+    def run(self, subject: Subject, case: CaseLike | None = None, *, record: bool = False, **how: Any) -> Execution:
+        """Run this subject once on the trial's engine, in the trial's case or in another; `how` as `execute` has it."""
+        text = case_text(case) if case else self.text
+        how |= {"text": text, "record": record, "device": self.device, "timeout_s": self.timeout_s}
+        return execute(case or self.case, subject, self.engine, **how)
 
     def dense(self, function: Function, *, part: str = "truth", **words: int) -> Mapping[str, Tensor]:
-        """What a function of the reference computes, on the CPU, once for trials that share `known`."""
+        """Result of a function of the reference, on the CPU, once for trials that share `known`."""
         asked = function, tuple(words.items())
         if asked not in self.known:
             self.known[asked] = self.computed(function, part=part, **words)
@@ -199,8 +156,9 @@ class Trial:
     def computed(
         self, function: Function, case: CaseLike | None = None, /, *, part: str = "truth", **words: Any
     ) -> Mapping[str, Tensor]:
-        """The same, computed anew and timed as this part. Raises RequestError when the reference cannot compute it, and
-        MachineError when it takes too long or too much memory.
+        """Compute a function of the reference anew, timed as this part.
+
+        Raises RequestError when the reference cannot compute it, MachineError for too much time or memory.
         """
         if self.given:
             words["given"] = self.given
@@ -218,37 +176,6 @@ class Trial:
 
 
 def too_long(part: str, limit_s: float) -> str:
-    """What is said of a part of a case that had to be ended from outside."""
+    """Message about a part of a case that had to be ended from outside."""
     what = PARTS.get(part, f"the part {part!r} of the case")
     return f"time limit of {limit_s:g} s: {what} did not end, and could not be interrupted; legal: a larger --timeout"
-
-
-def facts_of(trial: Trial) -> FactsLike | None:
-    """What the reference states about the case's data; one that raises is noted as a problem."""
-    model = trial.reference.model
-    if model and not trial.facts:
-        try:
-            with trial.timed("truth"):
-                trial.facts.append(model.data_facts(trial.case))
-        except Exception as problem:
-            trial.problems["data"] = f"the reference could not state what must hold of the data: {error_text(problem)}"
-    return trial.facts[0] if trial.facts else None
-
-
-def expectation_of(trial: Trial) -> tuple[TermLike, ...] | None:
-    """The subject's closed form, None when it states none; a closed form that raises is noted as a problem."""
-    return asked(trial, "expectation", lambda: stated(trial.case, trial.subject.call), None)
-
-
-def orders_of(trial: Trial) -> Axes:
-    """The subject's own rank orders, none when it states none; rank lists that are none are noted as a problem."""
-    return asked(trial, "groups", lambda: orders(trial.case, trial.subject.call), {})
-
-
-def asked(trial: Trial, check: str, ask: Callable[[], T], without: T) -> T:
-    """What the subject states of itself; `without`, and a problem of this check, when its own code fails."""
-    try:
-        return ask()
-    except Unanswered as problem:  # no verdict on the run, and it must not read as if nothing were stated
-        trial.problems[check] = str(problem)
-        return without

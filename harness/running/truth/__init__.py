@@ -1,1 +1,1 @@
-"""What a subject is compared with: the decoder of `reference`, a dense model of its own, or itself on one rank."""
+"""Truths of a subject: the decoder of `reference`, a dense model of its own, or itself on one rank."""

@@ -1,21 +1,21 @@
 """The same computation with every contraction cut into partial sums: how far rounding alone may carry a right result.
 
-A control run for any dense model: in this context every matrix product of a thread, forward and backward, is the sum of
-products over slices of the contracted dimension, last slice first, each rounded to the dtype of the run; sums over a
-dimension likewise. Attention is made of matrix products here, not torch's fused kernel.
+A control run for any dense model cuts every matrix product of a thread in this context, forward and backward. The
+product is the sum of products over slices of the contracted dimension, last slice first, each rounded to the dtype of
+the run. Sums over a dimension likewise. Attention is made of matrix products here, not torch's fused kernel.
 
-A sum of rows, such as the gradient of a bias, adds the rows of a slice one after the other, as torch's kernel of a
-layer norm does and no order rounds more (harness.checking.measures.kinds): in float32 at least, or in the dtype
-itself where the number of slices is odd.
+A sum of rows, such as the gradient of a bias, adds the rows of a slice one after the other. torch's kernel of a layer
+norm does so too, and no order rounds more (harness.checking.measures.kinds). The sum is in float32 at least, or in the
+dtype itself where the number of slices is odd.
 
-With parts=PERTURBED nothing is cut: the result of every operator is off by a random part of its rounding instead, which
-shows how far a model amplifies rounding of any kind (Monte Carlo arithmetic, Parker 1997).
+With parts=PERTURBED nothing is cut: the result of every operator is off by a random part of its rounding instead. The
+outcome shows how far a model amplifies rounding of any kind (Monte Carlo arithmetic, Parker 1997).
 
 In a lower precision, the dense model is computed, or sent, in a dtype that is lower than the case's. A program that
-computes in mixed precision keeps its parameters and its optimizer as they are, and rounds what matrix products are
-given and return: so does a control run here, in any dense model. What is sent in a lower dtype is a product's partial
-sum: products return rounded numbers then, in the passes in which the ledger has such calls. A number is rounded to the
-digits of its new dtype and keeps its range, as loss scales see to.
+computes in mixed precision keeps its parameters and its optimizer as they are, and rounds inputs and outputs of matrix
+products. So does a control run here, in any dense model. A product's partial sum is sent in a lower dtype: products
+return rounded numbers then, in the passes in which the ledger has such calls. A number is rounded to the digits of its
+new dtype and keeps its range, as loss scales see to.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from harness.checking.measures.tolerance import epsilon
+from harness.checking.measures.measured import epsilon
 from harness.torch_internals.autograd import current_task
 from harness.torch_internals.modes import DispatchMode, FakeTensor, mapped, take_themselves_apart
 from harness.torch_internals.operators import makes_new
@@ -156,8 +156,9 @@ _PRODUCTS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
-    """A lower precision: the dtype in which everything is computed, and that in which partial sums are sent, "" for
-    none; `passes` are those in which they are. `said` is where it comes from, in words.
+    """A lower precision: the dtype of all computation, and that in which partial sums are sent, "" for none.
+
+    `passes` are those in which they are. `said` is where it comes from, in words.
     """
 
     compute: str = ""

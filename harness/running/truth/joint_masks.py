@@ -1,9 +1,9 @@
 """The joint masks of a program that returns none: where each mask that a rank drew lies in that of the truth.
 
-Draws are held against each other by the user's line and by their order there (by order alone where truth and ranks
-have other lines): every micro-batch draws as many. The truth takes the data ranks' micro-batches one after the other,
-or their rows together as the first dim. In a mask a dim that is shorter than the truth's is cut over an axis, in the
-order of its ranks; a DTensor says itself how it lies.
+Draws are held against each other by the user's line and by their order there (by order alone where truth and ranks have
+other lines). Every micro-batch draws as many. The truth takes the data ranks' micro-batches one after the other, or
+their rows together as the first dim. In a mask a dim that is shorter than the truth's is cut over an axis, in the order
+of its ranks. A DTensor says itself how it lies.
 
 A joint mask is `mask/<step>/<line>.<number>`, bool [data ranks, *what was dropped]; the number is that of the truth's
 draw.
@@ -46,7 +46,7 @@ class RankMasks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Held:
-    """What one rank drew for one draw of the truth."""
+    """Masks of one rank for one draw of the truth."""
 
     rank: int
     data_rank: int
@@ -59,8 +59,9 @@ def in_order(joint: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
 
 
 def masks_of(case: CaseLike, axes: Axes, truth: Sequence[Draw], outcomes: Sequence[Placed]) -> RankMasks:
-    """The masks that DropoutProbe recorded on all ranks, beside those that the truth drew; none where it drew none, or
-    where the subject returned masks of its own.
+    """The masks that DropoutProbe recorded on all ranks, beside those that the truth drew.
+
+    There are none where it drew none, or where the subject returned masks of its own.
     """
     parts = [taken_out(outcome) for outcome in outcomes]
     own = tuple(outcome for outcome, _ in parts)

@@ -1,8 +1,8 @@
 """A truth of the subject's own: its dense model, or the subject itself on one rank.
 
-It runs in float64. Control runs are the same function in the case's dtype, every contraction cut into partial sums
-(harness.running.truth.control_modes). The subject on one rank sees the data ranks' micro-batches in sequence: every
-axis is 1 and there are dp times as many micro-batches.
+Its own truth runs in float64. Control runs are the same function in the case's dtype, every contraction cut into
+partial sums (harness.running.truth.control_modes). The subject on one rank sees the data ranks' micro-batches in
+sequence: every axis is 1 and there are dp times as many micro-batches.
 
 Masks of dropout come from the ranks: as `given` where the truth takes it, else in the place of those that torch draws.
 """

@@ -1,12 +1,12 @@
-"""What features have in the place of a layer's attention or MLP: a file each, found by the name of the feature.
+"""Branches of features in the place of a layer's attention or MLP: a file each, found by the name of the feature.
 
 A file has `shapes(case)`, the parameters without the prefix of their layer, and `forward(run, layer, x_BSH,
-visible_SS)`, the branch as a function of normed hidden states; which layers have it says `Core.replaced`. What goes on
-behind the decoder (`Core.behind_decoder`) is such a file too: its parameters have full names, a transformer layer of
-its own (`Core.blocks`) is one name among them, its layer is "", and what it returns is not used.
+visible_SS)`, the branch as a function of normed hidden states. `Core.replaced` names the layers that have it. A branch
+behind the decoder (`Core.behind_decoder`) is such a file too. Its parameters have full names, a transformer layer of
+its own (`Core.blocks`) is one name among them. Its layer is "", and its result is not used.
 
-A file may have `values(case)` too, tensors by full name that no gradient changes and `weights` of a pass has beside the
-parameters, and `updated(case, values, counts)`, what they are after a step with these counts.
+A file may have `values(case)` too, tensors by full name that no gradient changes; `weights` of a pass has them beside
+the parameters. `updated(case, values, counts)` gives them after a step with these counts.
 """
 
 from __future__ import annotations
@@ -14,21 +14,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from importlib import import_module
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from reference.case import Case
 from reference.data.batches import Batch
+from reference.features import module_in
 
 __all__ = ["Beside", "Branch", "Forward", "branch_of", "updated_values", "values_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
-    """What branches have beside their output, of one micro-batch: `losses`, terms [] of its summed loss, and `counts`,
-    integers by name, whose first dim is that of the rows. `step` are all micro-batches of the step, on all data ranks.
+    """Values of branches beside their output, of one micro-batch.
+
+    `losses` are terms [] of its summed loss, and `counts` integers by name, whose first dim is that of the rows. `step`
+    are all micro-batches of the step, on all data ranks.
     """
 
     step: Sequence[Batch] = ()
@@ -112,13 +114,12 @@ def updated_values(case: Case, values: Mapping[str, Tensor], counts: Mapping[str
 
 def _with_values(case: Case) -> list[Branch]:
     replaced = getattr(case, "replaced", None)  # a case that is words alone has no features
-    found = {feature for layer in range(case.layers) for feature in replaced(layer).values()} if replaced else set()
-    return [branch for feature in sorted(found) if hasattr(branch := branch_of(feature), "values")]
+    features = {feature for layer in range(case.layers) for feature in replaced(layer).values()} if replaced else set()
+    return [branch for feature in sorted(features) if hasattr(branch := branch_of(feature), "values")]
 
 
 @lru_cache
 def branch_of(feature: str) -> Branch:
     """The branch of a feature."""
-    found: Any = import_module(f"{__name__}.{feature}")
-    branch: Branch = found
+    branch: Branch = module_in(__name__, feature)
     return branch

@@ -1,9 +1,9 @@
 """Experts in the place of an MLP: a loop over them, each on the tokens that are its own.
 
-Letters: B rows, S tokens of a row, H hidden, E experts, T tokens of an expert. An expert is an MLP without biases; its
-inner features are multiplied by the weight that the router gives it for the token, and the outputs of a token's experts
-add up. The shared expert is a plain MLP beside them. Source: Megatron-Core 0.16.1 `TopKRouter`, `SequentialMLP`,
-`SharedExpertMLP` (experts.md 21).
+Letters: B rows, S tokens of a row, H hidden, E experts, T tokens of an expert. An expert is an MLP without biases, its
+inner features multiplied by the router's weight for the token. The outputs of a token's experts add up. The shared
+expert is a plain MLP beside them. Source: Megatron-Core 0.16.1 `TopKRouter`, `SequentialMLP`, `SharedExpertMLP`
+(experts.md 21).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def shapes(case: Case) -> dict[str, tuple[int, ...]]:
 
 
 def forward(run: Forward, layer: str, x_BSH: Tensor, _visible_SS: Tensor) -> Tensor:
-    """What the chosen experts of every token return, weighed, and the shared expert."""
+    """Sum of the outputs of the chosen experts of every token, weighed, and of the shared expert."""
     case, name = run.case, f"{layer}.mlp"
     dtype = x_BSH.dtype if case.router_dtype == "model" else getattr(torch, case.router_dtype)
     dtype = torch.promote_types(x_BSH.dtype, dtype)
@@ -127,10 +127,11 @@ def _places_of_ranks(case: Case) -> list[Tensor]:
 
 
 def losses(case: Case, logits_BSE: Tensor, chosen_BSE: Tensor, counted_BS: Tensor | None = None) -> list[Tensor]:
-    """The balance losses of a micro-batch, or of its counted tokens, each times these tokens: as other terms they are
-    divided by the counted tokens of the step. Source: Switch (arXiv:2101.03961) for any top_k, ST-MoE (2202.08906).
+    """The balance losses of a micro-batch, or of its counted tokens, each times these tokens.
 
-    Choices of a router are those without groups and bias; a loss of equal shares is its coefficient.
+    As other terms they are divided by the counted tokens of the step. Source: Switch (arXiv:2101.03961) for any top_k,
+    ST-MoE (2202.08906). Choices of a router are those without groups and bias; a loss of equal shares is its
+    coefficient.
     """
     if not (case.aux_loss or case.sequence_loss or case.z_loss):
         return []

@@ -1,7 +1,7 @@
 """Latent attention, dense (`reference.features.latent`): queries, keys and values from short vectors of a token.
 
-Letters: B, S, H as in `reference.model.layers`; N heads, n and r the plain and the rotary features of a query and a
-key, v those of a value, L latent.
+Letters: B, S, H as in `reference.model.layers`, N heads, L latent. n and r are the plain and the rotary features of a
+query and a key, v those of a value.
 
     q_BSN(n+r) = wuq norm(wdq x), or wq x        [latent_BSL | turned_BSr] = wdkv x
     [k_BSNn | v_BSNv] = wukv norm(latent)        key = [k | rope(turned), the same for all heads]

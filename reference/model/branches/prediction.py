@@ -5,9 +5,9 @@ Letters as in `reference.model.layers`. Depth k (from 1) of D, in its own norms,
     x_k = final_norm(layer(eh_proj [enorm(embedding(tokens_k)) | hnorm(x_(k-1))])),  x_0 the decoder's normed output
     loss_k = cross entropy of head(x_k) against labels_k
 
-tokens_k, positions_k, labels_k and mask_k are those k places on in the same document; where it has ended, token and
-position 0, no label, mask 0. A term of the summed loss is weight / D * N / N_k * sum of mask_k * loss_k over the
-micro-batch, with the counts N of the main loss and N_k of depth k over the whole step: the step divides by N.
+tokens_k, positions_k, labels_k and mask_k are those k places on in the same document. Where it has ended, token and
+position are 0, without label, and the mask is 0. A term of the summed loss is `weight / D * N / N_k * sum of mask_k *
+loss_k` over the micro-batch. The counts N of the main loss and N_k of depth k are over the step, which divides by N.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""What rounding may do to training without a bug: leaps that double its noise, overflows, a relu that flips. No false
-alarm, and no bug is let through.
+"""Training under rounding without a bug: leaps that double its noise, overflows, a relu that flips.
+
+No false alarm is raised, and no bug is let through.
 
 A subject that returns the state of every step is compared one step at a time; one that does not, beside control runs.
 """
@@ -15,15 +16,16 @@ import pytest
 import torch
 
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence
-from harness.checking.measures.tolerance import FLOAT64_ALLOWED, FLOAT64_CEILING, Measured, measure
-from harness.checking.numeric_checks import held
+from harness.checking.measures.measured import FLOAT64_ALLOWED, Measured
+from harness.checking.measures.tolerance import FLOAT64_CEILING, measure
+from harness.checking.measuring import compared
 from harness.diagnosing.rules.optimizer.moved import fitted
 from harness.engines.threads.inproc import InprocEngine
 from harness.outcome.merging import Merged
 from harness.reproducing.repro import shrunk
 from harness.running.proof import prove
 from harness.running.trials import rounding
-from harness.running.trials.trial import Reference, decoder
+from harness.running.trials.reference import Reference, decoder
 from parallel.subject import subject
 from parallel.training import step as step_
 from reference.case import Case
@@ -100,7 +102,7 @@ def test_what_an_optimizer_makes_of_gradients_leaps_where_these_do() -> None:
         return {"exp_avg_after/5/w": mean, "exp_avg_sq_after/5/w": square}
 
     def wrong(got: dict[str, torch.Tensor], control: float, norm: dict[str, torch.Tensor] | None = None) -> list[str]:
-        case: Any = SimpleNamespace(dtype="bfloat16", steps=6, micro=1)
+        case: Any = SimpleNamespace(dtype="bfloat16", steps=6, micro=1, axes={})
         evidence = Evidence(
             case=case,
             outcomes=(),
@@ -112,7 +114,7 @@ def test_what_an_optimizer_makes_of_gradients_leaps_where_these_do() -> None:
             expectation=None,
             repeats=(),
         )
-        return [name for name in got if held(evidence, name, 1.0).wrong]
+        return [name for name in got if compared(evidence, name, 1.0).wrong]
 
     assert wrong(moments(6.0), 1.0) == ["exp_avg_after/5/w", "exp_avg_sq_after/5/w"]
     assert not wrong(moments(6.0), 1.2), "rounding alone may change the gradient by half"

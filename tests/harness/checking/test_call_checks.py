@@ -14,16 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from harness.checking.call_checks import groups, overlap
 from harness.checking.checks import CHECKS
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Finding
-from harness.checking.ledger_checks import groups, overlap
 from harness.engines.engine import Engine
 from harness.engines.threads.inproc import InprocEngine
 from harness.engines.threads.matcher import CollectiveMatcher
 from harness.recording.measures import Overlap
 from harness.running.engines import engine_named
 from harness.running.proof import prove
-from harness.running.ranks.execution import execute_captured
+from harness.running.ranks.execution import execute
 from harness.running.result import CaseResult
 from parallel.subject import subject
 from reference.case import Case
@@ -214,7 +214,7 @@ def test_on_a_device_a_call_is_hidden_until_it_is_waited_for_in_process_too(monk
     on_cpu, case = CollectiveMatcher._ledger_call, Case.parse("mode=tp-sp layers=1 steps=1")
 
     def promised(engine: InprocEngine) -> frozenset[tuple[int, int]] | None:
-        return execute_captured(case, subject, engine, overlap=True).hidden
+        return execute(case, subject, engine, record=False, watch=True, overlap=True).hidden
 
     with InprocEngine() as engine:
         right = promised(engine)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.checking.call_checks import split_share
 from harness.checking.checks import CHECKS, examine
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
-from harness.checking.exact_checks import split_share
 from harness.engines.engine import Unwaited
 from harness.outcome.blocks import Block, localize
 from harness.shard import Shard

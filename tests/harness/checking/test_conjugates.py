@@ -1,4 +1,4 @@
-"""The law of conjugate moves on plain torch: what autograd asks for must return, and nothing else has to."""
+"""The law of conjugate moves on plain torch: gradients that autograd needs must return, and nothing else has to."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Again(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """One expert a rank: `dispatch`, a linear, `combine`."""
+    """An expert on each rank: `dispatch`, a linear, `combine`."""
 
     def __init__(self, dispatch: Callable[[Tensor], Tensor], combine: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ def trained(layer: Callable[[Tensor], Tensor]) -> Callable[[Any, torch.device], 
 
 
 def plain(combine: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Functional code: parameters and no module, so that nobody knows where its forward is."""
+    """Functional code: parameters and no module, so that the place of its forward is unknown."""
 
     def layer(x_BD: Tensor) -> Tensor:
         weight = torch.eye(4).requires_grad_()
@@ -172,7 +172,7 @@ def again(layer: nn.Module, reentrant: bool) -> Callable[[Tensor], Tensor]:
 
 
 def again_by(layer: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The same by a checkpoint that torch does not know."""
+    """Call of the layer by a checkpoint that torch does not know."""
     first = nn.Linear(4, 4)
 
     def whole(x_BD: Tensor) -> Tensor:

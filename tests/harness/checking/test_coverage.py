@@ -1,5 +1,6 @@
-"""What a subject does not return: names missing inside a kind leave coverage unknown, unless they are declared; how
-many tensors a verdict decides, by kind; the notes below a run's table.
+"""Names that a subject does not return: inside a kind they leave coverage unknown, unless they are declared.
+
+How many tensors a verdict decides, by kind; the notes below a run's table.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import torch
 from torch import Tensor
 
 from harness.cases import parse_cases
+from harness.checking.call_checks import SPLIT
 from harness.checking.coverage import coverage
 from harness.checking.evidence import PASS, UNKNOWN, Evidence, Finding, Verdict
-from harness.checking.exact_checks import SPLIT
 from harness.checking.numeric_checks import numeric
 from harness.errors import RequestError
 from harness.ledger import NO_UPDATE

@@ -13,7 +13,8 @@ from harness.checking.laws import broken_laws
 from harness.checking.ledger_checks import module_order
 from harness.differences import but_for_bytes, differences
 from harness.ledger import Event
-from tests.harness.toy_evidence import MODULES, TERMS, Term, altered, events, evidence, without
+from harness.terms import Term
+from tests.harness.toy_evidence import MODULES, TERMS, a_term, altered, events, evidence, without
 
 
 def judged(ledger: tuple[Event, ...], **changes: Any) -> Finding:
@@ -110,7 +111,7 @@ def test_without_expectation_the_laws_are_checked_and_the_rest_is_said() -> None
 
 
 def laws_broken_by(ledger: tuple[Event, ...]) -> list[str]:
-    """The messages of broken laws where autograd asks for every gradient."""
+    """The messages of broken laws where autograd needs every gradient."""
     return [broken.message for broken in broken_laws(replace(event, needs_gradient=True) for event in ledger)]
 
 
@@ -139,7 +140,7 @@ def test_groups_are_kept_apart_and_size_one_groups_are_free() -> None:
 
 
 def test_what_is_sent_is_received() -> None:
-    move = Term(phase="forward", region="", op="send", reduce_op="", calls=1)
+    move = a_term(phase="forward", region="", op="send", reduce_op="", calls=1)
     sends, receives = events((move,)), events((replace(move, op="recv"),))
     assert laws_broken_by((sends[0], receives[1])) == []
     assert laws_broken_by((sends[0],)) == ["tp group [0, 1] sends 1 messages of 384 B and receives 0 of 0 B"]
@@ -148,14 +149,14 @@ def test_what_is_sent_is_received() -> None:
 
 
 def test_uneven_all_to_alls_are_lawful_and_uneven_reductions_are_not() -> None:
-    uneven = events((Term(phase="forward", region="", op="all_to_all", reduce_op="", calls=1),))
+    uneven = events((a_term(phase="forward", region="", op="all_to_all", reduce_op="", calls=1),))
     assert laws_broken_by((uneven[0], replace(uneven[1], payload_bytes=8))) == []
-    reduced = events((Term(phase="forward", region="", calls=1),))
+    reduced = events((a_term(phase="forward", region="", calls=1),))
     assert len(laws_broken_by((reduced[0], replace(reduced[1], payload_bytes=8)))) == 1
 
 
 def test_moves_have_their_conjugates() -> None:
-    exchange = Term(phase="forward", region="layers.0.mlp", op="all_to_all", reduce_op="", calls=2)
+    exchange = a_term(phase="forward", region="layers.0.mlp", op="all_to_all", reduce_op="", calls=2)
     scatter = replace(exchange, op="reduce_scatter", reduce_op="sum")
     back, gather = replace(exchange, phase="backward"), replace(exchange, phase="backward", op="all_gather")
     assert laws_broken_by(events((exchange, scatter, back, gather))) == []
@@ -174,8 +175,8 @@ def test_moves_have_their_conjugates() -> None:
 def test_calls_with_other_rows_in_some_modules_are_put_aside_and_others_are_not() -> None:
     """Rows chosen otherwise: other payloads, more calls of the same kind or fewer; another dtype is none of it."""
     terms = (
-        Term(phase="forward", region="layers.0", op="all_to_all", payload_bytes=64),
-        Term(phase="forward", region="layers.0", op="all_gather", payload_bytes=32),
+        a_term(phase="forward", region="layers.0", op="all_to_all", payload_bytes=64),
+        a_term(phase="forward", region="layers.0", op="all_gather", payload_bytes=32),
     )
     rows = tuple(replace(event, payload_bytes=48) for event in events(terms[:1]))
     fewer = rows + tuple(replace(event, payload_bytes=16, call_index=9) for event in events(terms[:1]))

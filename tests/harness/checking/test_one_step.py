@@ -1,5 +1,6 @@
-"""One step at a time: training of any length is compared in every step, and a bug of one step fails in that step.
-Control runs of large tensors are kept as distances, and as many are made as it takes.
+"""Comparison step by step: training of any length is compared in every step, and a bug fails in its own step.
+
+Control runs of large tensors are kept as distances, and as many are made as are needed.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from torch import Tensor
 
 from harness.cases import parse_cases
 from harness.checking.evidence import Evidence
-from harness.checking.measures.kinds import kind_of, kind_rms
+from harness.checking.measures.kinds import kind_of
+from harness.checking.measures.many_tensors import kind_rms
 from harness.checking.measures.tolerance import FACTORS
-from harness.checking.numeric_checks import held
+from harness.checking.measuring import compared
 from harness.diagnosing.rules.places import place_of
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError
@@ -29,8 +31,9 @@ from harness.running.result import CaseResult
 from harness.running.run import run
 from harness.running.trials import rounding
 from harness.running.trials.rounding import FURTHER_PARTS, MORE_PARTS, NEAR, controlled, measured_apart, stepwise
-from harness.running.trials.runs import recorded, watched
+from harness.running.trials.runs import recorded
 from harness.running.trials.trial import Trial
+from harness.running.trials.watched import watched
 from harness.subject import named
 from parallel.subject import subject
 from parallel.training import step as step_
@@ -167,7 +170,7 @@ def trial(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trial]:
 
 
 def measured(evidence: Evidence, name: str = NAME) -> object:
-    return held(evidence, name, kind_rms(evidence.truth).get(kind_of(name), 0.0))
+    return compared(evidence, name, kind_rms(evidence.truth).get(kind_of(name), 0.0))
 
 
 def test_they_allow_what_the_tensors_do(trial: Trial) -> None:
@@ -189,7 +192,7 @@ def test_there_are_as_many_as_it_takes(
     evidence = measured_apart(trial, stepwise(trial, recorded(trial)))
     tensors = {**evidence.merged.tensors, NAME: factor * evidence.merged.tensors[NAME]}
     evidence = replace(evidence, merged=replace(evidence.merged, tensors=tensors))
-    wrong = [held(evidence, NAME, kind_rms(evidence.truth)["grad"])]
+    wrong = [compared(evidence, NAME, kind_rms(evidence.truth)["grad"])]
     found = controlled(trial, evidence, wrong)
     assert len(found.far[NAME].runs) == len(found.controls) == 1 + runs
 
@@ -227,12 +230,12 @@ def test_a_tensor_times_a_factor_fails_or_is_undecided(text: str) -> None:
     rms = kind_rms(evidence.truth)
     undecided = set()
     for name in (name for name, tensor in evidence.truth.items() if tensor.is_floating_point()):
-        clean = held(evidence, name, rms[kind_of(name)])
+        clean = compared(evidence, name, rms[kind_of(name)])
         assert clean.right, name
         if not clean.decidable:
             undecided.add(name)
         for factor in FACTORS if clean.decidable else ():
             tensors = {**evidence.merged.tensors, name: evidence.merged.tensors[name] * factor}
             wrong = replace(evidence, merged=Merged(tensors=tensors, flaws=()))
-            assert not held(wrong, name, rms[kind_of(name)]).right, (name, factor)
+            assert not compared(wrong, name, rms[kind_of(name)]).right, (name, factor)
     assert len(undecided) <= 0.2 * len(evidence.truth), undecided

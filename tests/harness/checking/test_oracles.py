@@ -1,5 +1,6 @@
-"""Every check is an oracle that can fail: handed a wrong reference, or wrong evidence where it has none, it does; the
-exact tests of dropout masks are valid, and each finds what it is there for.
+"""Every check is an oracle that can fail: it does when handed a wrong reference, or wrong evidence without one.
+
+The exact tests of dropout masks are valid, and each finds what it is there for.
 """
 
 from __future__ import annotations
@@ -15,15 +16,14 @@ import torch
 from torch import Tensor
 
 from harness.checking.checks import CHECKS, examine
-from harness.checking.data_checks import masks
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
-from harness.checking.mask_checks import binomial, hypergeometric
+from harness.checking.mask_checks import binomial, hypergeometric, masks
 from harness.checking.measures.kinds import kind_of
 from harness.engines.engine import Unwaited
 from harness.engines.threads.inproc import InprocEngine
 from harness.outcome.blocks import localize
 from harness.running.proof import prove
-from harness.running.trials.trial import decoder
+from harness.running.trials.reference import decoder
 from harness.shard import Shard
 from reference.case import Case
 from reference.data.anchors import Facts
@@ -104,7 +104,7 @@ def test_every_check_has_its_wrong_evidence() -> None:
 
 @pytest.mark.parametrize("check", WRONG)
 def test_a_check_that_is_handed_a_wrong_reference_fails_and_no_other(check: str) -> None:
-    """`coverage` leaves nothing to compare, and a ledger without events is told by `parallelism` alone already."""
+    """`coverage` leaves nothing to compare, and a ledger without events fails `parallelism` alone already."""
     failed = named(examine(WRONG[check]()), FAIL)
     assert failed == {check} or (check in failed and check in {"coverage", "parallelism"})
 
@@ -257,7 +257,7 @@ def test_masks_too_small_to_show_anything_are_no_pass() -> None:
 
 
 def test_masks_that_the_dense_model_knows_are_compared_bit_for_bit() -> None:
-    """One wrong element of a right field."""
+    """A wrong element of a right field."""
     whole = torch.cat([drawn(1), drawn(2)], 1)
     wrong = drawn(2)
     wrong[3, 7, 19] = ~wrong[3, 7, 19]
@@ -267,4 +267,4 @@ def test_masks_that_the_dense_model_knows_are_compared_bit_for_bit() -> None:
 
 
 def test_nothing_is_claimed_without_masks() -> None:
-    assert masks(evidence({"loss/0": torch.ones(())})) is None
+    assert "masks" not in examine(evidence({"loss/0": torch.ones(())}))

@@ -1,4 +1,4 @@
-"""Terms that leave fields out: what they count, what a wrong ledger is told of them, and who reads a closed form."""
+"""Terms that leave fields out: their counts, the messages of a wrong ledger, and the readers of a closed form."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.checking.call_checks import overlap, parallelism
 from harness.checking.checks import examine
 from harness.checking.evidence import FAIL, PASS, Finding
-from harness.checking.exact_checks import parallelism
-from harness.checking.ledger_checks import overlap
 from harness.diagnosing.six_lines import explain
 from harness.differences import differences
 from harness.ledger import Event

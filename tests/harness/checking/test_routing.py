@@ -69,7 +69,7 @@ def found(engine: InprocEngine, words: str, tried: Routed = subject) -> Mapping[
 @pytest.mark.parametrize("has_maps", [False, True])
 @pytest.mark.parametrize("rank", [1, 2, 3])
 def test_a_copy_that_differs_is_told_with_rank_and_token(engine: InprocEngine, rank: int, has_maps: bool) -> None:
-    """By hand: ranks 0 and 1 have the first row, 2 and 3 the second; of two copies the second one is told."""
+    """By hand: ranks 0 and 1 have the first row, 2 and 3 the second; of two copies the second one is named."""
     verdicts = found(engine, f"tp=2 dp=2 planted={rank}", Routed(truth_has_maps=has_maps))
     assert {check for check, verdict in verdicts.items() if verdict.verdict == FAIL} == {"routing"}
     one, other = (1, 0) if rank == 1 else (3, 2)

@@ -1,4 +1,4 @@
-"""What a subject states: deviations, which cover no other failure; terms that hold at some places of the mesh."""
+"""Statements of a subject: deviations, which cover no other failure; terms that hold at some places of the mesh."""
 
 from __future__ import annotations
 

@@ -12,16 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harness.checking.measures import distance as measured
-from harness.checking.measures.distance import BLOCK, Distance, distance
-from harness.checking.measures.kinds import kind_of, kind_rms
-from harness.checking.measures.small_tensors import measured_together
-from harness.checking.measures.tolerance import Measured, measure
+from harness.checking.measures import distance as whole_tensors
+from harness.checking.measures import many_tensors
+from harness.checking.measures.distance import Distance, distance
+from harness.checking.measures.kinds import kind_of
+from harness.checking.measures.many_tensors import BLOCK, kind_rms, measured_together
+from harness.checking.measures.measured import MEASURES, Measured
+from harness.checking.measures.tolerance import measure
 from harness.outcome.blocks import localize
 from harness.outcome.merging import held_once, merge
 from harness.shard import Shard
 from reference.case import Case
 from reference.model.parameters import drawn, full, shapes
+
+
+def _in_blocks_of(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (whole_tensors, many_tensors):
+        monkeypatch.setattr(module, "BLOCK", elements)
 
 
 def noise(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -66,9 +73,9 @@ def test_blocks_measure_what_the_whole_does(
         return [distance(value(), truth, least, own, slack) for least in (0.0, 0.5)]
 
     at_once = found()
-    monkeypatch.setattr(measured, "BLOCK", 100)
+    _in_blocks_of(100, monkeypatch)
     for one, other in zip(at_once, found(), strict=True):
-        for name in measured.MEASURES:
+        for name in MEASURES:
             assert getattr(other, name) == pytest.approx(getattr(one, name), rel=1e-10, abs=1e-16), name
 
 
@@ -76,7 +83,7 @@ def test_complex_numbers_too(monkeypatch: pytest.MonkeyPatch) -> None:
     truth = noise(11, 13, seed=2, dtype=torch.complex128)
     value = truth * (1 + 1e-3j)
     at_once = distance(value, truth)
-    monkeypatch.setattr(measured, "BLOCK", 20)
+    _in_blocks_of(20, monkeypatch)
     assert distance(value, truth).frobenius == pytest.approx(at_once.frobenius, rel=1e-10)
 
 
@@ -155,16 +162,31 @@ def test_all_that_are_as_large_as_their_kind_are_found() -> None:
         (torch.zeros(2), torch.zeros(2)),
         (torch.tensor([1e-170, 0.0], dtype=torch.float64), torch.tensor([2e-170, 0.0], dtype=torch.float64)),
         (torch.ones(0), torch.ones(0)),
-        (torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.int64)),
+        (torch.ones(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)),
         (torch.ones(2, dtype=torch.complex128), torch.ones(2, dtype=torch.complex128)),
         (torch.ones(BLOCK + 1), torch.ones(BLOCK + 1)),
         (torch.ones(3) * 1e-5, torch.ones(3) * 1e-5),
     ],
-    ids=["NaN", "infinite truth", "zero", "vanishing", "empty", "integers", "complex", "large", "small in its kind"],
+    ids=[
+        "NaN",
+        "infinite truth",
+        "zero",
+        "vanishing",
+        "empty",
+        "integers apart",
+        "complex",
+        "large",
+        "small in its kind",
+    ],
 )
 def test_what_needs_a_closer_look_is_left_to_measure(value: Tensor, true: Tensor) -> None:
     values, truth = {"act/odd": value, "act/usual": torch.ones(4)}, {"act/odd": true, "act/usual": torch.ones(4)}
     assert list(measured_together(values, truth, {"act": 1.0})) == ["act/usual"]
+
+
+def test_equal_integers_are_found_as_alone() -> None:
+    counts = {"tokens/0": torch.tensor(7)}
+    assert measured_together(counts, counts, {}) == {"tokens/0": _alone(counts, counts, "tokens/0")}
 
 
 def test_groups_of_many_elements_are_compared_one_after_the_other() -> None:

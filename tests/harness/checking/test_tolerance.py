@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from harness.checking.measures.distance import distance
-from harness.checking.measures.kinds import kind_rms
-from harness.checking.measures.tolerance import ABSOLUTE, FLOAT64_ALLOWED, Measured, epsilon, least_rms, measure
+from harness.checking.measures.many_tensors import kind_rms
+from harness.checking.measures.measured import ABSOLUTE, FLOAT64_ALLOWED, Measured, epsilon
+from harness.checking.measures.tolerance import least_rms, measure
 
 seeds = st.integers(0, 2**31)
 shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)

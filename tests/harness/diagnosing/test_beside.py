@@ -1,29 +1,22 @@
-"""What the line of the first place adds, failures that share it as one block, and planted bugs traced to it."""
+"""Additions of the first place's line, and failures that share it as one block."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 
 import pandas as pd
 import pytest
 from torch import Tensor
 
-from bugs.planting import planted
 from harness.checking.checks import examine
 from harness.checking.evidence import Evidence, Verdict
-from harness.diagnosing.diagnosis import explained
+from harness.diagnosing.diagnosis import explanation_of
 from harness.diagnosing.lines import site
-from harness.engines.engine import Engine
-from harness.running.engines import engine_named
-from harness.running.proof import prove
 from harness.running.store import Store
-from reference.case import Case
 from reports.stored import failures
 from reports.stored.failures import bugs, simplest_first
 from reports.stored.frames import load
-from suites.mutants.catalogue import of_file
-from suites.mutants.mutant import Mutant
 from suites.session.prover import Prover
 from tests.harness.toy_evidence import case, evidence, outcome_of, truth
 
@@ -31,11 +24,11 @@ BIAS, W1, W2 = "grad/layers.0.mlp.w2.bias", "act/layers.0.mlp.w1", "act/layers.0
 
 
 def beside(seen: Evidence) -> tuple[str, ...]:
-    return explained(seen, examine(seen)).first.beside
+    return explanation_of(seen, examine(seen)).first.beside
 
 
 def wrong_on(ranks: Collection[int], text: str = "mode=tp tp=2 dp=2 seq=16", name: str = BIAS) -> tuple[str, ...]:
-    """What is told when these of four ranks hold a whole tensor wrong, by 3 + its rank."""
+    """Lines beside the first place when these of four ranks hold a whole tensor wrong, by 3 + its rank."""
     outcomes = [outcome_of(rank % 2, truth()) for rank in range(4)]
     for rank in ranks:
         outcomes[rank][name] = truth()[name] + 3 + rank
@@ -170,17 +163,3 @@ def test_a_place_that_another_test_reported_is_one_line(monkeypatch: pytest.Monk
             "fails from the same first place on as test_a",
             "repeat: shardproof run",
         ]
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with engine_named("inproc") as engine:
-        yield engine
-
-
-@pytest.mark.parametrize("bug", of_file("tests/localised"), ids=lambda bug: bug.name)
-def test_a_planted_bug_is_traced_to_its_place_and_cause(bug: Mutant, engine: Engine) -> None:
-    diagnosis = prove(Case.parse(bug.case), planted(bug.sources()), engine).diagnosis
-    assert diagnosis is not None
-    assert (diagnosis.first.phase, diagnosis.first.region) == (bug.phase, bug.region)
-    assert not bug.cause or bug.cause in {told.id for told in diagnosis.causes}

@@ -19,7 +19,7 @@ VOCABULARY = Vocabulary.of(WORDS)
 
 
 def searched(case: Any, of: Any, fails: Callable[[Any], bool | None], most: int = 1000) -> tuple[NeededWords, int]:
-    """What is found, and in how many runs."""
+    """Words that are found, and the number of runs."""
     runs: list[Any] = []
 
     def counted(other: Any) -> bool | None:

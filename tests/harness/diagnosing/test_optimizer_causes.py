@@ -1,4 +1,4 @@
-"""The first place that went wrong, causes that a ledger tells, and causes of a wrong step of an optimizer."""
+"""The first place that went wrong, causes that a ledger shows, and causes of a wrong step of an optimizer."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ State = dict[str, Tensor]
 
 
 def adam(rules: Rules, step: int, before: State) -> State:
-    """What one step leaves, by the names of an outcome, from the states before it."""
+    """State after one step, by the names of an outcome, from the states before it."""
     (b1, b2), left = rules.betas, dict[str, Tensor]()
     for name in NAMES:
         p = before.get(f"param_after/{step - 1}/{name}", START[name])
@@ -166,7 +166,7 @@ def test_clipping_by_other_rules() -> None:
 
 def test_a_step_that_some_ranks_do_not_take() -> None:
     def ranks(first: float, second: float) -> list[str]:
-        """Ids when the two ranks move their parts of the first parameter by so much of what they should."""
+        """Ids when the two ranks move their parts of the first parameter by these shares of the right step."""
         name, true = NAMES[0], {f"param_after/0/{NAMES[0]}": START[NAMES[0]] - GRADIENTS[0][NAMES[0]]}
         values = {}
         for rank, share in enumerate((first, second)):

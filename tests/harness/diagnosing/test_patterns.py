@@ -1,4 +1,4 @@
-"""Tell-tale patterns: each is recognised on numbers that show it, and nothing is told where none fits."""
+"""Patterns: each is recognised on numbers that show it, and nothing is reported where none fits."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from harness.checking.checks import examine
 from harness.checking.evidence import Evidence
 from harness.diagnosing.by_numbers import by_numbers
-from harness.diagnosing.diagnosis import explained
+from harness.diagnosing.diagnosis import explanation_of
 from harness.diagnosing.limits import within_limits
 from harness.diagnosing.rules.causes import claimed
 from harness.diagnosing.rules.norms import from_norms
@@ -26,7 +26,7 @@ from harness.engines.engine import Unwaited
 from harness.outcome.blocks import localize
 from harness.shard import Shard
 from tests.harness.diagnosing.tried import tried
-from tests.harness.toy_evidence import TERMS, Term, case, events, evidence, outcome_of, truth
+from tests.harness.toy_evidence import TERMS, a_term, case, events, evidence, outcome_of, truth
 
 LINEAR, TABLE = "act/layers.0.mlp.w2", "act/embedding"
 OUTER, INNER = "act/layers.0.mlp", "act/layers.0.mlp.w1"
@@ -88,13 +88,13 @@ def test_a_sum_without_one_of_its_terms_is_told_by_the_names_of_both() -> None:
 def test_places_are_looked_at_beside_what_a_module_adds_itself() -> None:
     rest = truth()[TABLE] - POSITIONS
     seen = seen_with({TABLE: rest.roll(3, 2) + POSITIONS})
-    assert [cause.id for cause in explained(seen, examine(seen)).causes] == ["shifted_shard"]
+    assert [cause.id for cause in explanation_of(seen, examine(seen)).causes] == ["shifted_shard"]
 
 
 def test_numbers_that_are_not_finite_are_explained_by_no_what_if() -> None:
     name = "grad/layers.0.mlp.w1.weight"
     seen = seen_with({name: truth()[name] / 0}, what_ifs=tried({f"mask_ignored/{name}": truth()[name] * 2}))
-    assert [cause.id for cause in explained(seen, examine(seen)).causes] == ["nan"]
+    assert [cause.id for cause in explanation_of(seen, examine(seen)).causes] == ["nan"]
 
 
 def test_numbers_of_a_shorter_dtype_are_told() -> None:
@@ -163,13 +163,13 @@ def test_numbers_of_tokens_are_told_where_one_rule_alone_fits() -> None:
 
 def test_calls_too_many_that_nobody_waits_for_are_told_as_calls_too_many() -> None:
     """The handle of a call that is not needed at all is no one's to wait for."""
-    extra = Term(phase="backward", region="head", op="all_gather", reduce_op="")
+    extra = a_term(phase="backward", region="head", op="all_gather", reduce_op="")
     ledger = events((*TERMS, extra))
     work = Unwaited(rank=0, op="all_gather", group="tp (0 1)", number=0, caller="model.py:7")
     seen = seen_with({}, events=ledger, unwaited=(work,))
-    assert [cause.id for cause in explained(seen, examine(seen)).causes] == ["extra_call"]
+    assert [cause.id for cause in explanation_of(seen, examine(seen)).causes] == ["extra_call"]
     seen = seen_with({}, unwaited=(work,))
-    assert [cause.id for cause in explained(seen, examine(seen)).causes] == ["not_waited"]
+    assert [cause.id for cause in explanation_of(seen, examine(seen)).causes] == ["not_waited"]
 
 
 ALONE = case("mode=tp tp=2 seq=16 micro=1")
@@ -181,7 +181,7 @@ def seen(values: dict[str, Tensor], text: Any = ALONE, **fields: Any) -> Evidenc
 
 
 def ids(found: Evidence) -> list[str]:
-    return [cause.id for cause in explained(found, examine(found)).causes]
+    return [cause.id for cause in explanation_of(found, examine(found)).causes]
 
 
 def test_a_rule_that_states_what_it_leaves_has_a_limit_of_its_own() -> None:
@@ -199,7 +199,7 @@ def test_one_rank_may_hold_the_whole_sum() -> None:
 
 
 def test_tensors_behind_the_first_one_need_not_be_as_near() -> None:
-    """What comes later was computed from wrong values, and rounds otherwise; what stands first must be near."""
+    """Later tensors were computed from wrong values, and round otherwise; the first must be near."""
     later = 1e-8 * drawn(8, 6)
     for first, second, told in ((0.0, later, ["summed_twice"]), (1e-8 * drawn(6), 0 * later, [])):
         table = {OF_W2: 2 * truth()[OF_W2] + first, W1: 2 * truth()[W1] + second}
@@ -222,7 +222,7 @@ def test_a_factor_is_a_size_of_the_case_but_for_an_epsilon_in_its_divisor() -> N
 
 
 def test_an_element_is_measured_by_its_own_predicted_size() -> None:
-    """One element of thousands is far larger than others, and is rounded where the truth has a small one."""
+    """An element of thousands is far larger than others, and is rounded where the truth has a small one."""
     name, true = "act/head", drawn(2, 100, 100)
     true[0, 0, 0] = 1e4
     guess = true.roll(50, 1)

@@ -27,7 +27,7 @@ class Rule:
 
 
 def tried(predictions: Mapping[str, Tensor]) -> tuple[Tried, ...]:
-    """What was computed, from "<id>.<reading>/<name>" -> tensor."""
+    """Tried rules, from "<id>.<reading>/<name>" -> tensor."""
     found: dict[str, dict[str, dict[str, Tensor]]] = {}
     for key, tensor in predictions.items():
         head, _, name = key.partition("/")

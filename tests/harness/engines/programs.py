@@ -43,12 +43,12 @@ def summed(rank: int) -> float:
 
 
 def total(world_size: int) -> float:
-    """What `summed` returns."""
+    """Result of `summed`."""
     return world_size * world_size * (world_size + 1) / 2
 
 
 def calls_then(rank: int, ending: str) -> None:
-    """One good call, then rank 1 ends in some way while the others go on to the next call."""
+    """Issue one good call; then rank 1 ends in some way while the others go on to the next call."""
     dist.all_reduce(torch.ones(3))
     if rank == 1:
         _end(ending)
@@ -94,7 +94,7 @@ def exits(rank: int, status: int) -> str:
 
 
 def words(rank: int) -> list[Any]:
-    """What libraries ask a launcher's environment for, torch's own function among them."""
+    """Words of a launcher's environment that libraries read, torch's own function among them."""
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"]
     dist.barrier()
     found = [os.environ.get(name) for name in names]
@@ -102,7 +102,7 @@ def words(rank: int) -> list[Any]:
 
 
 def initialises(rank: int) -> list[str]:
-    """A program that initialises torch itself: what it is told of wrong words, and of the second time."""
+    """A program that initialises torch itself: the errors of wrong words, and of the second time."""
     told = []
     dist.init_process_group("gloo", world_size=dist.get_world_size())
     wrong: tuple[dict[str, Any], ...] = ({"world_size": 8}, {"rank": 1 - rank}, {})
@@ -180,7 +180,7 @@ def answers_at_length(rank: int) -> torch.Tensor:
 
 
 def asks_the_store(rank: int) -> None:
-    """For what nobody will tell it."""
+    """Wait for a key that no rank will set."""
     _get_default_store().get("nothing")
 
 
@@ -190,12 +190,12 @@ def where(rank: int) -> tuple[int, int, str, str]:
 
 
 def parent_of(pid: int) -> int:
-    """The parent of a process, as /proc tells."""
+    """The parent of a process, according to /proc."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def forgets(rank: int) -> None:
-    """Nobody waits for the second call."""
+    """Leave the second call without a wait."""
     for waited in (True, False):
         work = dist.all_reduce(torch.ones(3), async_op=True)
         if waited:

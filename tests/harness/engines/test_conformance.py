@@ -1,28 +1,18 @@
-"""What every engine does alike on which ranks communicate: errors, positions, ledgers; and the next run is right."""
+"""Common behaviour of engines whose ranks communicate: errors, positions, ledgers; and the next run is right."""
 
 from __future__ import annotations
 
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from harness.checking.evidence import PASS
 from harness.engines.engine import Engine, Unwaited
-from harness.engines.threads.inproc import InprocEngine
 from harness.errors import Desynchronised, RankRaised, RequestError, ShardproofError, TimeLimit
-from harness.ledger import Event
-from harness.outcome.merging import merge
 from harness.running.engines import engine_named
-from harness.running.proof import prove
-from harness.running.ranks.execution import execute
-from parallel.subject import subject
-from reference.case import Case as ModelCase
 from tests.harness.engines import out_of_step, programs
 from tests.harness.engines.out_of_step import CASES, Case
 
@@ -59,7 +49,7 @@ def ended(engine: Engine, program: Program, *args: Any, world_size: int = 2, tim
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.program.__name__}-{case.world_size}")
 def test_ranks_out_of_step_end_in_one_error_with_every_position(engine: Engine, case: Case) -> None:
-    """Many of them gloo does not mind: dtype, reduce op, shape, rows, a work that nobody waits for."""
+    """Many of them gloo does not mind: dtype, reduce op, shape, rows, a work without a wait."""
     if engine.name == "pool" and case.program is out_of_step.lives_differ:
         pytest.skip("a second life of the default group needs a rendezvous, which the pool has not")
     error = ended(engine, case.program, world_size=case.world_size)
@@ -170,38 +160,3 @@ def test_a_program_that_initialises_torch_itself_gets_the_world_that_exists(engi
             f"init_process_group rank={1 - rank}: {rule}; legal: rank={rank}, or leave it out",
             "trying to initialize the default process group twice!",
         ]
-
-
-SMALL = "layers=1 heads=4 kv_heads=4 hidden=16 ffn=16 seq=8 batch=2 steps=1 dtype=float64"
-EVO = f"preset=tiny-internlm2 {SMALL} vocab=264"
-TEXTS = {
-    "tp": f"mode=tp tp=2 dp=2 {SMALL} metric=true",
-    "tp-sp": f"mode=tp-sp tp=2 dp=2 {SMALL} recompute=full",
-    "mtp": f"mode=mtp tp=2 {EVO}",
-    "msp": f"mode=msp tp=2 {EVO}",
-    "fsp": f"mode=fsp tp=4 {EVO}",
-    "isp": f"mode=isp tp=2 dp=2 wp=4 overlap=true {EVO}",
-}
-
-
-def untimed(event: Event) -> Event:
-    return replace(event, start_us=0.0, duration_us=0.0)
-
-
-@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-def test_ledgers_and_outcomes_are_those_of_the_in_process_engine(pool: Engine, text: str) -> None:
-    case = ModelCase.parse(text)
-    with InprocEngine() as inproc:
-        here = execute(case, subject, inproc, text=text)
-    there = execute(case, subject, pool, text=text)
-    assert here.events and list(map(untimed, there.events)) == list(map(untimed, here.events))
-    right, found = merge(here.outcomes), merge(there.outcomes)
-    assert not found.flaws and found.tensors.keys() == right.tensors.keys()
-    for name, tensor in found.tensors.items():
-        torch.testing.assert_close(tensor, right.tensors[name], rtol=1e-12, atol=1e-12)  # gloo adds in another order
-
-
-def test_a_case_is_proved(engine: Engine) -> None:
-    result = prove(ModelCase.parse(TEXTS["tp-sp"]), "parallel.subject:subject", engine)
-    assert result.verdict == PASS, [verdict.message for verdict in result.verdicts if verdict.verdict != PASS]
-    assert result.evidence is not None and result.evidence.captured

@@ -22,7 +22,7 @@ from harness.injecting.equivalence import UNREAD, proof_of
 from harness.injecting.survey import FaultResult, survey, unproved
 from harness.plain_case import Vocabulary
 from harness.running.ranks.execution import execute
-from harness.running.trials.trial import decoder
+from harness.running.trials.reference import decoder
 from harness.shard import Shard
 from parallel.subject import subject
 from reference.case import Case
@@ -90,8 +90,10 @@ def test_the_calls_of_the_metric_are_necessary_too(engine: InprocEngine) -> None
 
 
 def wasteful(case: Case, device: torch.device) -> dict[str, Any]:
-    """Our subject, and after it four collectives: one that everybody could do without, one whose result nobody sees,
-    one whose result is returned and looked at by no check, one that gives every rank what it has anyway times one.
+    """Our subject, and after it four collectives.
+
+    The first is superfluous, the result of the second is unused, the result of the third is returned and looked at by
+    no check. The last gives every rank what it has anyway times one.
     """
     outcome: dict[str, Any] = dict(subject(case, device))
     loss = outcome["loss/0"].clone()

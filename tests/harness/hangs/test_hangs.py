@@ -173,7 +173,7 @@ def test_a_healthy_job_has_no_finding(tmp_path: Path) -> None:
     ],
 )
 def test_a_rank_that_left_no_dump_may_have_parted(known: tuple[int, ...], told: str) -> None:
-    """It shares no group in which another rank waits, so that nothing shows what became of it."""
+    """The rank shares no group in which another rank waits, so that nothing shows its state."""
     group = ("tp", (0, 1), "")
     call = LastCall(("all_reduce", "sum"), ("forward", "", 0, 0), "tp", "m.py:5", 0, True)
     ranks = [

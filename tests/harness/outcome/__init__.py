@@ -1,1 +1,1 @@
-"""What a subject returned: its values as blocks, blocks merged."""
+"""Outcomes of a subject: its values as blocks, blocks merged."""

@@ -1,4 +1,4 @@
-"""What a subject may return and what is refused: only plain tensors of numbers under names of text reach a check."""
+"""Outcomes that a subject may return and that are refused: only plain tensors of numbers under names of text pass."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Alien(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Nothing is possible but what is asked of it here."""
+        """Nothing is possible but what is done with it here."""
         return args[0] if func is torch.ops.aten.detach.default else NotImplemented
 
 

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pandas as pd
@@ -24,7 +21,7 @@ from harness.predicting.forecast import forecast
 from parallel.subject import subject
 from reference.case import Case
 from reports.commands.cli import main
-from reports.comparing.modes import crossings
+from reports.comparing.growth import crossings
 from reports.predicting.planning import candidates, growth
 from reports.predicting.prediction import predict
 from tests.harness import own_words
@@ -32,28 +29,6 @@ from tests.harness import own_words
 CLUSTER = PRESETS["8xH100-NVLink-IB400"]
 MODES = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp", "autotp")
 TINY = "family=llama hidden=32 heads=4 kv_heads=2 ffn=32 vocab=64 seq=8 dtype=bfloat16"
-
-
-@pytest.mark.deep("20 CPU seconds")
-@pytest.mark.slow
-def test_405_billion_parameters_on_16384_ranks_are_predicted_in_seconds() -> None:
-    """Ten seconds and 2 GB on a machine of its own; processor time, with room for neighbours that share the caches."""
-    words = "preset=llama3-405b mode=tp-sp tp=8 dp=2048"
-    command = [sys.executable, "-m", "shardproof", "predict", words, "--json"]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    (told,) = json.loads(done.stdout)
-    (row,) = told["candidates"]
-    assert (row["ranks"], row["ledger"]) == (16384, EQUAL)
-    case = Case.parse(words)
-    split = (case.layers * (2 * 16384**2 + 2 * 16384 * 1024 + 3 * 16384 * 53248) + 2 * case.padded_vocab * 16384) // 8
-    norms = (2 * case.layers + 1) * 16384
-    kept = [row[f"{kind}_bytes"] for kind in ("parameters", "gradients", "optimizer")]
-    assert kept == [size * (split + norms) for size in (2, 4, 12)]
-    assert told["fastest"].endswith("; --world 16384 --suggest looks for layouts of as many ranks that do")
-    assert after.ru_maxrss < 2 * 2**20, "KiB; the largest of all children"
-    assert after.ru_utime - before.ru_utime < 20
 
 
 def test_a_deep_model_lies_on_the_line_through_two_shallow_ones() -> None:

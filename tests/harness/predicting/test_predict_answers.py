@@ -1,4 +1,4 @@
-"""What the table of a prediction says, and suggested layouts: legal, on the same tokens, near their forecasts."""
+"""Table of a prediction, and suggested layouts: legal, on the same tokens, near their forecasts."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ LAYOUTS = (
     "pp=1 dp=4 zero=3 recompute=full micro=4",
     "pp=1 dp=4 zero=2 recompute=selective micro=4",
 )
-"""What is forecast too, on eight ranks."""
+"""Layouts that are forecast too, on eight ranks."""
 PLANTED = {
     "one micro-batch in flight": ("min(pp - place, micro)", "1"),
     "layers of the whole model on a stage": (

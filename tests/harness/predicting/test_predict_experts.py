@@ -114,8 +114,8 @@ def test_a_deep_model_with_dense_layers_is_a_line_behind_them(words: str) -> Non
 def test_671_billion_parameters_on_2048_ranks_in_16_uneven_stages(capsys: pytest.CaptureFixture[str]) -> None:
     """By hand: three dense layers and the table, fourteen times four layers with experts, two with the module behind.
 
-    A rank has 4 of 256 experts. Of 4096 tokens on each of 64 ranks a share s sends a row to each of experts 0 to 3, the
-    others 8 rows to one of 256.
+    A rank has 4 of 256 experts. Of 4096 tokens on each of 64 ranks a share s sends a row to each of experts 0 to 3. The
+    others send 8 rows to one of 256.
     """
     words = "preset=deepseek-v3 mode=tp tp=1 dp=128 ep=64 pp=16 first_layers=3 last_layers=2 zero=1 micro=120"
     one = told(capsys, f"{words} recompute=full")

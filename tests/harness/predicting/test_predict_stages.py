@@ -186,7 +186,7 @@ def test_405_billion_parameters_on_16384_ranks_in_16_stages(capsys: pytest.Captu
 
 
 def test_bytes_of_a_micro_batch_where_the_schedule_needs_several() -> None:
-    """One micro-batch is no interleaved pipeline: its bytes are those of a step, divided."""
+    """A single micro-batch is no interleaved pipeline: its bytes are those of a step, divided."""
     tables = [growth([Case.parse(f"pp=2 layers=4 schedule=interleaved chunks=2 micro={n}")], subject) for n in (2, 4)]
     assert len(tables[0]) > 0
     assert tables[0].equals(tables[1])

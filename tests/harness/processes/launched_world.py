@@ -1,4 +1,6 @@
-"""What tests run under torchrun: rank 0 tries things on its engine and prints a line of JSON for each; the rest serve.
+"""Programs of tests under torchrun: rank 0 tries things on its engine and prints a line of JSON for each.
+
+The other ranks serve it.
 
 torchrun --nproc-per-node 2 -m tests.harness.processes.launched_world raises is_killed world_size_3
 """
@@ -23,7 +25,7 @@ PROGRAMS = (fault_programs, programs)
 
 
 def tried(engine: Engine, name: str) -> dict[str, Any]:
-    """One try: a program by its name, `world_size_N`, or `kills_N`, which ends the launched process of rank N."""
+    """Try a program by its name, `world_size_N`, or `kills_N`, which ends the launched process of rank N."""
     program: Any = next((getattr(m, name) for m in PROGRAMS if hasattr(m, name)), None)
     word, _, number = name.rpartition("_")
     program = program or programs.where

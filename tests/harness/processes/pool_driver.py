@@ -1,7 +1,7 @@
 """A driver of a pool that comes to no good end, in a process that a test starts.
 
-Writes the pids of the pool's processes to a file, then hangs in a run (waits), or ends without closing the engine
-(drops), or runs what answers at length after a while (answers) or waits for the store (asks).
+The pids of the pool's processes are written to a file. Then the driver hangs in a run (waits), or ends without closing
+the engine (drops). Or a run answers at length after a while (answers) or waits for the store (`asks`).
 """
 
 from __future__ import annotations

@@ -88,13 +88,13 @@ class Relayed:
         return self.workers[-1]
 
     def hears(self) -> tuple[int, Progress]:
-        """What rank 0 hears next."""
+        """Next message to rank 0."""
         assert self.link.poll(LIMIT_S)
         number, progress = self.link.recv()
         return number, progress
 
     def ends(self) -> bool:
-        """Wait for the end; whether it was told to end."""
+        """Wait for the end; whether it was an ordered one."""
         self.thread.join(LIMIT_S)
         return self.ended[0]
 
@@ -179,7 +179,7 @@ class World:
         self.terminated = False
 
     def results(self, timeout_s: float = 5.0) -> list[object]:
-        """What the run comes to."""
+        """Results of the run."""
         workers = LaunchedWorkers(order(len(self.links)), self.links, lambda: self.terminated)
         return Supervisor(workers, timeout_s).results()
 

@@ -1,7 +1,7 @@
 """How launched processes find each other: a launcher's environment, then rank 0's control channel.
 
-torchrun's words hold, SLURM's where they are missing. On the channel everybody joins by rank, strangers do not, and
-every wait is bounded.
+torchrun's words hold, SLURM's where they are missing. On the channel every rank joins by its number, strangers do not,
+and every wait is bounded.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def _zombie(pid: int) -> bool:
 
 
 def files_of(pids: list[int], folder: Path) -> set[str]:
-    """What lies in the processes' own temporary folder, and in shared memory what names one of them."""
+    """Files in the processes' own temporary folder, and files in shared memory that name one of them."""
     shared = (path for path in SHARED.iterdir()) if SHARED.exists() else ()
     named = {str(path) for path in shared if {int(n) for n in re.findall(r"\d+", path.name)} & set(pids)}
     return {str(path) for path in folder.iterdir()} | named

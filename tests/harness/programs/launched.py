@@ -1,7 +1,7 @@
 """Scripts and modules as a launcher starts them, recorded or not: one process a rank, with torchrun's environment.
 
-The processes are forked from one that has imported torch, which saves some seconds of a processor a rank, and the
-recorder is armed as the hook does it (harness.programs.hook).
+The processes are forked from one that has imported torch, which saves some seconds of a processor a rank. The recorder
+is armed as in the hook (harness.programs.hook).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def environment(folder: Path, **words: str) -> dict[str, str]:
 
 
 def free_port() -> str:
-    """A port of this machine that nobody listens at."""
+    """A port of this machine without a listener."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return str(free.getsockname()[1])

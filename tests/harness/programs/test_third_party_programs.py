@@ -35,7 +35,7 @@ PROGRAMS = {
     f"{SCRIPTS}.megatron_1f1b": ("megatron.core", {"all_reduce", "recv", "send"}),
 }
 SOON = f"{SCRIPTS}.fsdp2"
-"""What every session runs: the one that starts soonest."""
+"""Program of every session: the one that starts soonest."""
 LAUNCHERS = {
     "torchrun": ["--nproc-per-node", "2"],
     "accelerate": ["launch", "--multi_gpu", "--num_processes", "2"],
@@ -60,7 +60,7 @@ PLAIN = ("accelerate.test_utils.scripts.test_sync", f"{SCRIPTS}.deepspeed_zero2"
 
 
 def own_lines(text: str) -> list[str]:
-    """What a program prints, without lines that hold times."""
+    """Lines that a program prints, without those that hold times."""
     return [line for line in text.splitlines() if not re.search(r"runtime|per_second|WARNING", line)]
 
 

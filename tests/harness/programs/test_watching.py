@@ -24,7 +24,7 @@ Disturb = Callable[[int, int, nn.Module], object]
 
 
 def watched(disturb: Disturb = lambda *_: None, *, every: int = 2, wrapped: bool = True) -> list[str]:
-    """What every rank wrote in six steps; `disturb(rank, step, model)` comes before each optimizer step."""
+    """Text that every rank wrote in six steps; `disturb(rank, step, model)` comes before each optimizer step."""
 
     def program(rank: int) -> str:
         torch.manual_seed(5)
@@ -49,7 +49,7 @@ def watched(disturb: Disturb = lambda *_: None, *, every: int = 2, wrapped: bool
 
 
 def first_and_only(written: list[str]) -> str:
-    """What the one rank wrote that wrote anything: six lines."""
+    """Text of the one rank that wrote anything: six lines."""
     (text,) = [one for one in written if one]
     assert [line.split(":")[0] for line in text.splitlines()] == ["what", "where", "error", "first", "causes", "repeat"]
     return text

@@ -30,8 +30,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness.engines.interposer import Interposer
 from harness.recording.recorder import Recorder
-from parallel.subject import subject
-from reference.case import Case
 
 RANKS = 2
 
@@ -78,7 +76,7 @@ def exchanges(rank: int) -> None:
 
 
 def messages(rank: int) -> None:
-    """send and recv: blocking, not blocking, from anybody, as a batch."""
+    """Call send and recv: blocking, not blocking, from any rank, as a batch."""
     other = 1 - rank
     if rank == 0:
         dist.send(x4(), dst=1)
@@ -157,7 +155,7 @@ def ddp(rank: int) -> list[Tensor]:
 
 
 def fsdp(rank: int) -> None:
-    """One step of FSDP2, every layer its own group of parameters."""
+    """Step of FSDP2, every layer its own group of parameters."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     for layer in model:
         fully_shard(layer)
@@ -202,16 +200,11 @@ def compiled(rank: int) -> None:
         compiled_sum(x4())
 
 
-def training(rank: int) -> None:
-    """Our own subject, which runs on every engine, on a case with every phase."""
-    subject(Case.parse("mode=tp-sp recompute=full metric=true"), torch.device("cpu"))
-
-
 SCENARIOS: dict[str, Callable[[int], Any]] = {
     scenario.__name__: scenario
     for scenario in (
         reductions, rooted, gathers, exchanges, messages, barriers, coalesced, objects, functionals, elsewhere,
-        ddp, fsdp, dtensor, zero, pipelining, compiled, training,
+        ddp, fsdp, dtensor, zero, pipelining, compiled,
     )
 }  # fmt: skip
 

@@ -9,7 +9,7 @@ import torch
 
 
 class SimulatedGraph:
-    """What the capture ran is run again at every replay; on a GPU the kernels would be, without Python."""
+    """Every replay runs the captured function again; on a GPU the kernels would run, without Python."""
 
     def __init__(self, run: Callable[[], object]) -> None:
         self.run = run

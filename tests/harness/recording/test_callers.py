@@ -132,8 +132,10 @@ def own(x):
 
 
 def test_a_collective_is_issued_by_whom_it_is_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Helpers that are handed a tensor by another file are passed over, in forward and outside of modules; a file that
-    communicates for its own modules, a function that picks its tensors itself, and a Function's backward are not.
+    """Helpers that are handed a tensor by another file are passed over, in forward and outside of modules.
+
+    A file that communicates for its own modules, a function that picks its tensors itself, and a Function's backward
+    are not.
     """
     for name, text in (("comm", _COMM), ("layers", _LAYERS), ("probe", "")):
         (tmp_path / f"{name}.py").write_text(text.strip(), encoding="ascii")

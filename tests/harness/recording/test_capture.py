@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from harness.engines.threads.inproc import InprocEngine
-from harness.recording.capturing.module_calls import Capture
+from harness.recording.capturing.module_outputs import Capture
 from harness.recording.measures import SavedActivations
-from harness.running.ranks.execution import execute_captured
+from harness.running.ranks.execution import execute
 from parallel.subject import subject
 from reference.case import Case
 
@@ -69,7 +69,7 @@ def batch(micro: int = 0) -> Tensor:
 
 
 def by_hand(net: Net, x_BD: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The same mathematics written out, every activation kept, its gradient asked from autograd."""
+    """Mathematics of the net written out, every activation kept, its gradient from autograd."""
     linears = [net.get_submodule(f"layers.{i}.linear") for i in range(2)]
     a0 = linears[0](x_BD)
     y0 = a0.relu() + x_BD
@@ -212,7 +212,7 @@ def test_msp_keeps_whole_inputs_where_fsp_keeps_slices(words: str, tp: int) -> N
 
         def kept(mode: str, layers: int) -> int:
             text = f"preset=tiny-internlm2 mode={mode} tp={tp} kv_heads=4 steps=1 micro=1 layers={layers} {words}"
-            peaks = execute_captured(Case.parse(text), subject, engine).saved_bytes
+            peaks = execute(Case.parse(text), subject, engine, record=False, watch=True).saved_bytes
             assert len(set(peaks)) == 1
             return peaks[0]
 

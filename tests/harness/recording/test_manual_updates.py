@@ -124,7 +124,7 @@ def test_gradients_that_autograd_hands_out_make_a_step_too() -> None:
 
 
 def test_layers_that_are_called_one_by_one_begin_the_step_together() -> None:
-    """The first of them has no element that changes where it is looked at: another one that was seen tells it."""
+    """The first of them has no element that changes where it is looked at: another one that was seen shows it."""
 
     def program(_rank: int) -> None:
         embedding, head = nn.Embedding(5, 3), nn.Linear(3, 2)

@@ -20,7 +20,7 @@ Message = tuple[str, int, int]
 
 
 class Stage:
-    """One stage of one forward, one backward, written after the paper (Narayanan et al. 2021), with batched messages.
+    """Stage of one forward, one backward, written after the paper (Narayanan et al. 2021), with batched messages.
 
     `said` is what it did, in order.
     """
@@ -42,7 +42,7 @@ class Stage:
             work.wait()
 
     def run(self, update: Callable[[list[nn.Parameter]], object]) -> None:
-        """One step."""
+        """Run a step."""
         before, after = self.rank - 1, self.rank + 1
         inputs = [torch.ones(2, WIDTH, requires_grad=True) for _ in range(MICRO)]
         gradients = [torch.empty(2, WIDTH) for _ in range(MICRO)]

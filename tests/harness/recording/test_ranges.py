@@ -37,7 +37,7 @@ class Said:
 
 
 class Tape:
-    """A domain that writes down what it is told: "> x" opens, "< x" closes, ". x" marks."""
+    """A domain that writes down its ranges: "> x" opens, "< x" closes, ". x" marks."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -244,7 +244,7 @@ def test_ranges_change_no_event() -> None:
 
 
 class DummyDomain:
-    """What nvtx hands out when it believes that nobody listens."""
+    """Domain that nvtx hands out when it finds no listener."""
 
 
 def test_a_domain_that_drops_everything_under_a_tool_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

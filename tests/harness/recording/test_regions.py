@@ -38,7 +38,7 @@ def checkpointed(*, reentrant: bool) -> Callable[[nn.Module, Tensor], Tensor]:
 
 
 def in_layers(way: str, microbatch: int = 0) -> list[tuple[int, int, str, str]]:
-    """What backward does in each layer, the last layer first: "Ra" recomputes a, "Bb" is backward of b."""
+    """Calls of backward in each layer, the last layer first: "Ra" recomputes a, "Bb" is backward of b."""
     kinds = {"R": "recompute", "B": "backward"}
     words = [(kinds[word[0]], word[1]) for word in way.split()]
     return [(0, microbatch, kind, f"layers.{layer}.{name}") for layer in (1, 0) for kind, name in words]
@@ -46,7 +46,7 @@ def in_layers(way: str, microbatch: int = 0) -> list[tuple[int, int, str, str]]:
 
 @pytest.mark.parametrize(("reentrant", "way"), [(True, "Ra Rb Bb Ba"), (False, "Bb Ra Ba")])
 def test_checkpointed_layers_are_recomputed_where_they_are(reentrant: bool, way: str) -> None:
-    """The flavour that is not reentrant recomputes when a node asks for what it saved, and only as far as needed."""
+    """The flavour that is not reentrant recomputes when a node needs what it saved, and only as far as needed."""
 
     def program(voice: Voice) -> None:
         model = Model(voice, checkpointed(reentrant=reentrant))

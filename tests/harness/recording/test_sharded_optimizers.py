@@ -140,7 +140,7 @@ def test_zero_redundancy_optimizer_broadcasts_the_parameters_in_its_step() -> No
 
 @pytest.mark.parametrize("by_hand", [False, True], ids=["optimizer", "by-hand"])
 def test_ddp_reduces_in_backward_and_counts_its_steps(by_hand: bool) -> None:
-    """It reduces its bucket in the last backward of a step alone, and agrees on new buckets once, in step 1."""
+    """DDP reduces its bucket in the last backward of a step alone, and agrees on new buckets once, in step 1."""
 
     def program(_rank: int) -> None:
         model = DistributedDataParallel(mlp())
@@ -165,7 +165,7 @@ def test_ddp_reduces_in_backward_and_counts_its_steps(by_hand: bool) -> None:
 
 @pytest.mark.parametrize("by_hand", [False, True], ids=["optimizer", "by-hand"])
 def test_fsdp_gathers_in_forward_and_backward_and_counts_its_steps(by_hand: bool) -> None:
-    """One module in one group: gathered in forward, reduced in backward; micro-batches stay in one step."""
+    """A module in one group: gathered in forward, reduced in backward; micro-batches stay in one step."""
 
     def program(_rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))

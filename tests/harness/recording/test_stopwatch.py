@@ -39,7 +39,7 @@ class _Device:
 
 @dataclass
 class _PlayedEvent:
-    """What torch.cuda.Event does: it has no time before it is recorded, and none to tell before it is waited for."""
+    """Behaves as torch.cuda.Event: it has no time before it is recorded, and gives none before it is waited for."""
 
     device: _Device
     at_ms: float | None = None
@@ -57,7 +57,7 @@ class _PlayedEvent:
 
 
 def recorded(device: _Device) -> list[Event]:
-    """A call of 3 ms behind 50 ms of work, a call of the host, one that nobody completes."""
+    """A call of 3 ms behind 50 ms of work, a call of the host, a call that never completes."""
     with Recorder("", "tp", 2, {}, stopwatch=device.watch()) as recorder, recorder.on_rank(0):
         device.work(50)
         ticket = recorder.issued(0, CALL)
@@ -129,7 +129,7 @@ def test_an_asynchronous_call_on_a_gpu_is_complete_when_its_future_says_so(
 
 
 class _Delayed:
-    """Stands before a recorder and lets the played device work before a completion is told."""
+    """Stands before a recorder and lets the played device work before a completion is reported."""
 
     def __init__(self, device: _Device) -> None:
         self.device, self.takes_ms = device, 0.0

@@ -1,6 +1,6 @@
-"""A program that only pretends to communicate: it tells the recorder of calls without any group, at known places.
+"""A program that pretends to communicate: it reports calls to the recorder without any group, at known places.
 
-Calls are told by an autograd Function, as tensor-parallel code has them (`Speak`), or directly (`Voice.say`).
+Calls are reported by an autograd Function, as tensor-parallel code has them (`Speak`), or directly (`Voice.say`).
 Tensors are [2, 4] float32; every call's payload is 32 bytes.
 """
 
@@ -30,19 +30,19 @@ def a_call(op: str = "all_reduce", **words: Any) -> Call:
 
 
 class Voice:
-    """One rank's way to tell of a call."""
+    """A rank's way to report a call."""
 
     def __init__(self, observer: Observer, rank: int = 0) -> None:
         self.observer = observer
         self.rank = rank
 
     def say(self, op: str = "all_reduce", *, is_async: bool = False) -> None:
-        """Tell of one call that completes at once."""
+        """Report a call that completes at once."""
         self.observer.completed(self.rank, self.observer.issued(self.rank, a_call(op, is_async=is_async)))
 
 
 class Speak(torch.autograd.Function):
-    """Identity that tells of an all-reduce in forward and of an all-gather in backward."""
+    """Identity that reports an all-reduce in forward and an all-gather in backward."""
 
     @staticmethod
     def forward(ctx: Any, x_BD: Tensor, voice: Voice) -> Tensor:
@@ -139,10 +139,10 @@ def told(events: list[Event]) -> list[Told]:
 
 
 def forward(step: int = 0, microbatch: int = 0) -> list[Told]:
-    """What a forward of `Model` tells."""
+    """Calls of a forward of `Model`."""
     return [(step, microbatch, "forward", leaf) for leaf in LEAVES]
 
 
 def backward(step: int = 0, microbatch: int = 0) -> list[Told]:
-    """What its backward tells, for an input that wants a gradient."""
+    """Calls of its backward, for an input that wants a gradient."""
     return [(step, microbatch, "backward", leaf) for leaf in reversed(LEAVES)]

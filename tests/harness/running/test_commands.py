@@ -1,5 +1,7 @@
-"""The command `run`: each case is parsed once, the subject resolved once; a case that loads what another one saves
-follows it; `--variant NAME` makes cases that show the variant, and names its cause.
+"""The command `run`: each case is parsed once, the subject resolved once.
+
+A case that loads what another one saves follows it. `--variant NAME` makes cases that show the variant, and names its
+cause.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ from harness.running.experiments import Failed
 from harness.running.proof import prove
 from harness.running.request import Request
 from harness.running.result import CaseResult
-from harness.running.run import RunResult, run
+from harness.running.run import run
+from harness.running.run_result import RunResult
 from harness.subject import named
 from parallel.subject import subject
 from parallel.subject import subject as ours
@@ -122,7 +123,7 @@ def test_an_experiment_saves_no_checkpoint_where_case_does(result_of: Callable[.
 
 
 def test_an_experiment_makes_no_control_run_for_a_failure_beyond_doubt() -> None:
-    """One tensor is wrong beyond doubt, another is within what rounding may do: nobody asks which of them are wrong."""
+    """A tensor is wrong beyond doubt, another is within rounding: which of them are wrong is never looked up."""
     case = Case.parse("layers=1 hidden=16 heads=2 ffn=6 seq=10")
     parts: dict[bool, list[str]] = {True: [], False: []}
     with InprocEngine() as engine:

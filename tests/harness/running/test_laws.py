@@ -114,7 +114,7 @@ KNOWN = {bug.name: bug for bug in (*MUTANTS, *of_file("tests/regrouping"))}
     ],
 )
 def test_a_factor_of_context_ranks_or_stages_breaks_it(name: str, said: str) -> None:
-    """One global batch over dp x cp x micro x pp on 8 ranks."""
+    """A global batch over dp x cp x micro x pp on 8 ranks."""
     case = read_case(SPREAD)
     spread = {"dp": 1, "micro": 4, "cp": 2, "pp": 2}
     assert [sizes for sizes, _ in groupings(case, named(decoder))] == [{"dp": 1, "micro": 4}, spread]
@@ -128,7 +128,7 @@ class Low(Averaged):
     words: Any = {"micro": 2, "dtype": "float32"}
 
     def refuses(self, case: Any) -> str:
-        """It adds in float32."""
+        """Refuse float64: the subject adds in float32."""
         return "adds in float32" if case.dtype == "float64" else ""
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:

@@ -193,7 +193,7 @@ class Narrow(Network):
         self.shy = shy
 
     def refuses(self, case: Any) -> str:
-        """One rank, where shy."""
+        """Refuse one rank, where shy."""
         return "needs ranks" if self.shy and case.world_size == 1 else ""
 
 
@@ -201,7 +201,7 @@ class Narrow(Network):
 def test_on_several_ranks_alone_it_is_wrong(
     shy: bool, verdict: str, monkeypatch: pytest.MonkeyPatch, engine: InprocEngine
 ) -> None:
-    """Nothing that the model has; where no run on one rank shows it, nobody can know."""
+    """Nothing that the model has; where no run on one rank shows it, it stays unknown."""
     summed = own_words.Reduced.forward
 
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a proof does to its process: a time limit, prints shown once, no compiler, `per_rank` modules as before."""
+"""Effects of a proof on its process: a time limit, prints shown once, no compiler, `per_rank` modules as before."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from torch import Tensor
 from harness.errors import TimeLimit
 from harness.running.proof import prove
 from harness.running.ranks.execution import RankTask, perform
-from harness.running.ranks.output import rank_output, shown_once
+from harness.running.ranks.output import shown_once
+from harness.running.ranks.printed import rank_output
 from harness.running.request import Request
 from harness.running.run import run
 from harness.running.trials.trial import in_time
@@ -204,7 +205,7 @@ def test_optimizers_and_checkpoints_run_without_the_compiler_and_with_it_alike()
 
 
 GROUPS: list[str] = []
-"""What a library keeps for a process."""
+"""State that a library keeps for a process."""
 
 
 class Library:

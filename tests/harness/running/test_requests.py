@@ -1,4 +1,4 @@
-"""What may be asked: one message for every wrong request; the cases that run unasked, and the bugs they kill."""
+"""Requests: one message for every wrong one; the cases that run by default, and the bugs they kill."""
 
 from __future__ import annotations
 

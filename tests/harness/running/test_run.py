@@ -23,8 +23,9 @@ from harness.engines.threads.inproc import InprocEngine
 from harness.running import engines as named_engines
 from harness.running.proof import prove
 from harness.running.request import Request
-from harness.running.run import RunResult, run
-from harness.running.trials.trial import Reference
+from harness.running.run import run
+from harness.running.run_result import RunResult
+from harness.running.trials.reference import Reference
 from harness.subject import named
 from reference.case import Case
 from reference.training import subject as dense
@@ -34,7 +35,7 @@ from tests.harness.toy_subjects import LoopEngine, lucky_control
 
 TOY = "tests.harness.toy_subjects:"
 ONE = "mode=tp tp=1 layers=1 hidden=16 heads=2 vocab=24 seq=8"
-"""One rank: nothing to communicate, everything to compare."""
+"""Case of one rank: nothing to communicate, everything to compare."""
 
 Start = Callable[..., RunResult]
 
@@ -138,7 +139,7 @@ def told(case: Case, device: torch.device) -> dict[str, Tensor]:
 
 
 def ran(processes: int) -> int:
-    """A run in the current folder; prints the cases in the order in which they were told, and the notes."""
+    """Run in the current folder; prints the cases in the order in which they were reported, and the notes."""
     cases, order = parse_cases(CASES), list[str]()
     request = Request(cases=cases, subject=named(f"{__name__}:told"), out=Path("runs"), processes=processes)
     result = run(request, lambda done, total, case, verdict: order.append(str(case)))
@@ -200,7 +201,7 @@ ToldBy = tuple[subprocess.CompletedProcess[str], dict[str, dict[str, str]]]
 
 
 def told_by(folder: Path, *words: str) -> ToldBy:
-    """What a command of its own process printed, and the verdicts of its run by case and check."""
+    """Output of a command in its own process, and the verdicts of its run by case and check."""
     (folder / "my_subject.py").write_text(HARMFUL)
     command = [sys.executable, "-m", "shardproof", "run", "--when", "0", "--subject", "my_subject:subject", *words]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)

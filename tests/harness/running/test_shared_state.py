@@ -27,7 +27,7 @@ CASE = Vocabulary.of({"micro": 1}).parse("dp=2")
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, pool: PoolEngine) -> list[str]:
-    """How often processes were asked; they are those of the session."""
+    """How often processes were used; they are those of the session."""
     found: list[str] = []
 
     def opened() -> Any:
@@ -40,7 +40,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, pool: PoolEngine) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
-    """What a failed run leaves in the library is gone."""
+    """Remove what a failed run leaves in the library."""
     yield
     shared_groups.destroy()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """What a feature needs of torch: `works()` tries it; `otherwise` is what holds where it does not work."""
+    """A feature that needs torch: `works()` tries it; `otherwise` is what holds where it does not work."""
 
     feature: str
     names: str

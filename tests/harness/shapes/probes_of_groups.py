@@ -16,7 +16,8 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn import functional
 
 from harness.errors import RequestError
-from harness.torch_internals.groups import _PRIVATE_NAMES, fake_group, fake_store, flight_record, waits_of_fakes
+from harness.torch_internals.backends import fake_group, fake_store, flight_record, waits_of_fakes
+from harness.torch_internals.groups import _PRIVATE_NAMES
 from harness.torch_internals.meshes import _RANKS, kept_apart
 from harness.torch_internals.meta_device import fused_attention, meta_device
 from harness.torch_internals.operators import (
@@ -175,8 +176,9 @@ def _reaches_the_group() -> bool:
     otherwise="attention is decomposed, and its memory overestimated",
 )
 def _saves_no_scores() -> bool:
-    """Backward of 8 queries of 4 numbers keeps q, k, v, out and a row of 8 (or more), and no 8 by 8 scores, whether
-    values have as many numbers or fewer.
+    """Backward of 8 queries of 4 numbers keeps q, k, v, out and a row of 8 (or more), and no 8 by 8 scores.
+
+    Values may have as many numbers or fewer.
     """
     q = torch.empty(1, 1, 8, 4, device="meta", requires_grad=True)
     v = torch.empty(1, 1, 8, 2, device="meta", requires_grad=True)

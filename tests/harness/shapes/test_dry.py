@@ -1,7 +1,7 @@
 """The dry engine: the ledger of a few ranks on shapes alone is the closed form, and the in-process engine's own.
 
-Also what it measures (parameters, optimizer, saved activations, FLOPs) against formulas and against the same run with
-numbers, and what it says of programs that it cannot run, that desynchronise, or that do not end.
+Its measurements (parameters, optimizer, saved activations, FLOPs) are held against formulas and against the same run
+with numbers. Programs that it cannot run, that desynchronise, or that do not end give their messages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from harness.predicting.classes import representatives
 from harness.predicting.dry_run import DryRank, dry_run
 from harness.predicting.meter import START, WAIT
 from harness.running.proof import prove
-from harness.running.ranks.execution import execute, execute_captured
+from harness.running.ranks.execution import execute
 from parallel.subject import subject
 from reference.case import Case
 from reference.model.parameters import shapes
@@ -85,7 +85,7 @@ def test_memory_and_flops_are_those_of_the_formulas(claimed: str) -> None:
 def test_autograd_saves_the_bytes_that_it_saves_with_numbers(words: str) -> None:
     case = Case.parse(f"{words} steps=1")
     with InprocEngine() as engine:
-        run = execute_captured(case, subject, engine)
+        run = execute(case, subject, engine, record=False, watch=True)
     assert tuple(rank.saved_bytes for rank in _dry(case)) == run.saved_bytes
 
 
@@ -126,7 +126,7 @@ def _surplus(case: Case, device: torch.device) -> Mapping[str, Any]:
 
 
 def _forgetful(case: Case, device: torch.device) -> dict[str, torch.Tensor]:
-    """Nobody waits for its call."""
+    """Leave its call without a wait."""
     dist.all_reduce(torch.zeros(5, device=device), async_op=True)
     return {}
 

@@ -1,7 +1,7 @@
 """Every engine takes the arguments that torch takes: one list of calls, made on gloo and in process.
 
-`torch_calls` holds the list. Where gloo lacks a call, or gives a wrong result without a word, `beyond_gloo` says so
-and is held to it here: a later gloo that can do it fails a test.
+`torch_calls` holds the list. Where gloo lacks a call, or gives a wrong result without a word, `beyond_gloo` states it.
+The statement is tried here: a later gloo that can do it fails a test.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OF_ANY_SIZE = (
 
 @pytest.fixture(scope="module")
 def on_gloo(pool: PoolEngine) -> list[dict[str, Any]]:
-    """What every rank got of every call on gloo."""
+    """Results of every call of every rank on gloo."""
     return pool.run(on_rank, RANKS, NAMES, world_size=RANKS)
 
 

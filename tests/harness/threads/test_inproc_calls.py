@@ -1,4 +1,4 @@
-"""Calls and groups of the in-process engine: what gloo leaves open and it promises, and what an observer is told."""
+"""Calls and groups of the in-process engine: promises that gloo leaves open, and the events of an observer."""
 
 from __future__ import annotations
 

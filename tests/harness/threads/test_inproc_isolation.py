@@ -1,4 +1,4 @@
-"""What ranks of the in-process engine have to themselves, what the caller gets back, and that nothing stays.
+"""State that ranks of the in-process engine have to themselves, results of the caller, and that nothing stays.
 
 Memory does not grow with the number of runs either: what runs have freed in pieces goes back to the system.
 """
@@ -251,7 +251,7 @@ keeps_holes = pytest.mark.skipif(
 
 
 def holes(mib: int) -> torch.Tensor:
-    """Allocate and free so much, all but the last piece, which holds the heap's end where it is."""
+    """Allocate and free this many MiB, all but the last piece, which holds the heap's end where it is."""
     pieces = [torch.ones(PIECE_BYTES, dtype=torch.uint8) for _ in range(mib * 2**20 // PIECE_BYTES)]
     return pieces[-1]
 

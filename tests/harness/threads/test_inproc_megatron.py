@@ -1,8 +1,8 @@
 """Unmodified Megatron-Core in the in-process engine: its GPTModel on several ranks computes what it does on one.
 
 With tensor parallelism it issues 4L + 5 all_reduces. With expert parallelism its dispatcher exchanges tokens by
-all_to_all with split sizes that are numpy arrays on a GPU, and one tensor on a CPU. Megatron is written for CUDA, whose
-questions are answered for the CPU; its groups and random streams, one set a process, are one set a rank.
+all_to_all. Split sizes are numpy arrays on a GPU, and one tensor on a CPU. Megatron is written for CUDA, whose
+questions are answered for the CPU. Its groups and random streams, one set a process, are one set a rank.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def losses(model: Any, part: int = 0, parts: int = 1) -> Tensor:
 
 
 def step(rank: int, tp: int) -> tuple[float, Tensor, int]:
-    """One forward and backward: loss, gradient of the replicated final norm, rank in the group."""
+    """Run a forward and backward: loss, gradient of the replicated final norm, rank in the group."""
     model = gpt({"tensor_model_parallel_size": tp}, {}, {})
     loss = losses(model).mean()
     loss.backward()
@@ -86,7 +86,7 @@ def step(rank: int, tp: int) -> tuple[float, Tensor, int]:
 
 
 def recorded(program: Any, words: str, size: int) -> tuple[list[Any], Recorder]:
-    """What the ranks return, and the recorder of their calls."""
+    """Results of the ranks, and the recorder of their calls."""
     case = CASES.parse(words)
     with InprocEngine() as engine, Recorder("", case.mode, case.world_size, case.axes) as recorder:
 

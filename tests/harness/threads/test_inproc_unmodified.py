@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 def model() -> nn.Sequential:
-    """The same weights whoever asks, in float64."""
+    """Weights that are the same at every call, in float64."""
     torch.manual_seed(3)
     return nn.Sequential(Block(), Block()).double()
 

@@ -1,4 +1,4 @@
-"""What a module keeps for a process (globals, class attributes, singletons) is one set a rank where it is named."""
+"""State of a module for a process (globals, class attributes, singletons): one set a rank where it is named."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _written(m: Any, rank: int) -> None:
 
 
 def _program(rank: int) -> tuple[Any, ...]:
-    """What a rank finds at its start, and after all ranks have written."""
+    """State that a rank finds at its start, and after all ranks have written."""
     m: Any = sys.modules[MODULE]
     start = _shown(m)
     _written(m, rank)

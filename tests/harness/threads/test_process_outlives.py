@@ -1,5 +1,7 @@
-"""The process outlives its ranks: one that used DTensor, whose caches abort the process when they outlive their thread,
-however it ends; and ends though threads of its ranks are blocked for good.
+"""The process outlives its ranks, however a rank ends that used DTensor.
+
+The caches of DTensor abort the process when they outlive their thread. The process ends though threads of its ranks
+are blocked for good.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Its steps end with the second optimizer, which communicates; what it calls betwe
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,25 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.protocols import CaseLike
+from harness.terms import Term
 
 WIDTH = 8
 CALLS = 6
 """Calls of every step on a rank: one of data, one in each direction of two layers, one of the optimizer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Term:
-    """A line of the closed form."""
-
-    phase: str
-    region: str
-    payload_bytes: int
-    calls: int = 1
-    op: str = "all_reduce"
-    reduce_op: str = "sum"
-    axis: str = "tp"
-    group_size: int = 2
-    dtype: str = "float32"
+_term = partial(Term, calls=1, op="all_reduce", reduce_op="sum", axis="tp", group_size=2, dtype="float32")
 
 
 class _Summed(torch.autograd.Function):
@@ -71,10 +60,10 @@ class Halves(nn.Module):
 
 
 class _Agreeing(torch.optim.SGD):
-    """Asks the other ranks before it steps."""
+    """Talks to the other ranks before it steps."""
 
     def step(self, closure: Any = None) -> Any:
-        """One step."""
+        """Step behind an all-reduce."""
         asked = torch.ones(1)
         dist.all_reduce(asked)
         return super().step(closure)
@@ -104,17 +93,17 @@ def subject(case: CaseLike, device: torch.device) -> dict[str, Tensor]:
 
 def _expected(case: CaseLike) -> Iterable[Term]:
     row_bytes = WIDTH * 4
-    yield Term(phase="data", region="", op="broadcast", reduce_op="", payload_bytes=3 * row_bytes, calls=case.steps)
+    yield _term(phase="data", region="", op="broadcast", reduce_op="", payload_bytes=3 * row_bytes, calls=case.steps)
     for phase in ("forward", "backward"):
         for region in ("0", "1.0"):
-            yield Term(phase=phase, region=region, payload_bytes=3 * row_bytes, calls=case.steps)
-    yield Term(phase="step", region="", payload_bytes=4, calls=case.steps)
+            yield _term(phase=phase, region=region, payload_bytes=3 * row_bytes, calls=case.steps)
+    yield _term(phase="step", region="", payload_bytes=4, calls=case.steps)
 
 
 def uneven(case: CaseLike) -> Iterable[Term]:
     """A closed form that has one call more in a run, whatever its steps."""
     yield from _expected(case)
-    yield Term(phase="data", region="", op="broadcast", reduce_op="", payload_bytes=4)
+    yield _term(phase="data", region="", op="broadcast", reduce_op="", payload_bytes=4)
 
 
 subject.expected = _expected  # type: ignore[attr-defined]

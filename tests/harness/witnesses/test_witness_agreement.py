@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from harness.diagnosing.witness_lines import diagnosed, in_six_lines
 from harness.ledger import Event
 from harness.protocols import CaseLike
 from harness.running.witnessing import Told, Witnesses
+from harness.terms import Term
 from harness.witnesses.agreement import UNKNOWN, Sighting, agreement, of_ledger
 from harness.witnesses.measured import WatchedRank
 from harness.witnesses.session import Session
@@ -29,23 +31,8 @@ PLAN = (
 Seen = list[Sighting]
 
 
-@dataclass(frozen=True)
-class Term:
-    """A line of a closed form."""
-
-    phase: str
-    region: str
-    op: str
-    axis: str
-    payload_bytes: int
-    calls: int = 1
-    reduce_op: str = ""
-    group_size: int = 2
-    dtype: str = "float32"
-
-
 def event(rank: int, index: int, phase: str, region: str, op: str, axis: str, payload_bytes: int) -> Event:
-    """One call of the plan as an event."""
+    """Call of the plan as an event."""
     return Event(
         case="c",
         mode="tp",
@@ -73,12 +60,16 @@ def event(rank: int, index: int, phase: str, region: str, op: str, axis: str, pa
 
 
 EVENTS = [event(rank, index, *line) for rank in range(4) for index, line in enumerate(PLAN)]
-TERMS = [Term(*line) for line in PLAN]
+FACTS: dict[str, Any] = {"reduce_op": "", "group_size": 2, "dtype": "float32", "calls": 1}
+TERMS = [
+    Term(phase=phase, region=region, op=op, axis=axis, payload_bytes=size, **FACTS)
+    for phase, region, op, axis, size in PLAN
+]
 LEDGER = of_ledger(EVENTS)
 
 
 def changed(seen: Seen, rank: int, index: int, **words: object) -> Seen:
-    """One sighting with other words."""
+    """Sightings with other words in one of them."""
     return [replace(s, **words) if (s.rank, s.index) == (rank, index) else s for s in seen]  # type: ignore[arg-type]
 
 
@@ -89,7 +80,7 @@ def dropped(seen: Seen, rank: int, index: int) -> Seen:
 
 
 def doubled(seen: Seen, rank: int, index: int) -> Seen:
-    """One sighting twice."""
+    """Sightings with one of them twice."""
     later = [replace(s, index=s.index + 1) if s.rank == rank and s.index > index else s for s in seen]
     return [*later, *(replace(s, index=index + 1) for s in seen if (s.rank, s.index) == (rank, index))]
 
@@ -225,7 +216,7 @@ def test_nothing_seen_in_six_lines() -> None:
 
 
 def told_of(*watched: str) -> Told:
-    """What is told of a session whose ranks' outcomes have these digests when they are watched, "a" when not."""
+    """Messages of a session whose ranks' outcomes have these digests when they are watched, "a" when not."""
 
     def measured(rank: int, digest: str) -> WatchedRank:
         mine: tuple[Event, ...] = tuple(event for event in EVENTS if event.rank == rank)

@@ -1,4 +1,4 @@
-"""Chosen steps of a run, which witnesses see alone, and the published experiment, which is asked for by its name."""
+"""Chosen steps of a run, which witnesses see alone, and the published experiment, which runs by its name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from harness.running.witnessing import Witnesses, witnesses
 from harness.subject import named
 from harness.witnesses.chosen import during, step_ends, terms_of
 from harness.witnesses.nsys import nsys_path
-from reports.commands.show import experiment_table
+from reports.commands.experiment import experiment_table
 from reports.options.checks import EXPERIMENTS, complete_experiment, profiled_steps, real_size
 from reports.stored.frames import load
 from tests.harness.witnesses.stepped_subject import CALLS, subject, uneven
@@ -39,7 +39,7 @@ CLEAN, INSIDE, BEFORE, AFTER, SHORT = parse_cases(
 
 @pytest.mark.parametrize("tool", ["torch", pytest.param("nsys", marks=NSYS)])
 def test_witnesses_see_the_chosen_steps_and_no_other(tool: str, tmp_path: Path) -> None:
-    """One session of all cases, which takes ten CPU seconds, and all that is told of it."""
+    """A session of all cases, which takes ten CPU seconds, and all of its messages."""
     cases = (CLEAN, INSIDE, BEFORE, AFTER, SHORT)
     seen = witnesses(cases, NAME, (tool,), tmp_path, device="cpu", timeout_s=60.0, steps=CHOSEN)
     an_extra_collective_counts_in_a_chosen_step_and_in_no_other(seen)
@@ -81,7 +81,7 @@ def steps_that_the_program_does_not_have_are_told(seen: Witnesses) -> None:
 
 
 class Run:
-    """A toy run of steps with two optimizers that tells what happens, in order."""
+    """A toy run of steps with two optimizers that writes down what happens, in order."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -100,7 +100,7 @@ class Run:
 
     @contextmanager
     def marked(self) -> Iterator[None]:
-        """Tell of both ends of the body."""
+        """Write both ends of the body down."""
         self.told.append("[")
         yield
         self.told.append("]")

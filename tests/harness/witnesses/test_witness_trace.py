@@ -66,7 +66,7 @@ TRACE = {
     ],
 }
 LOWERED = ("broadcast", "all_gather", *["all_reduce"] * 8, "barrier")
-"""What gloo makes of these calls; the list form of reduce_scatter is two."""
+"""Ops of gloo for these calls; the list form of reduce_scatter is two."""
 
 
 def entry(name: str, number: int, dtype: str = "Double") -> dict[str, object]:

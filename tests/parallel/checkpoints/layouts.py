@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share: one model in many layouts, and ranks that save and load it."""
+"""Layouts for the tests of checkpoints: one model in many layouts, and ranks that save and load it."""
 
 from __future__ import annotations
 
@@ -88,6 +88,6 @@ def trained(case: Case) -> list[dict[str, Any]]:
 
 
 def full_tensors(folder: Path) -> dict[str, Tensor]:
-    """What torch's own loader reads of a checkpoint, but for what belongs to the layout."""
+    """Tensors of a checkpoint by torch's own loader, without those that belong to the layout."""
     found = stored(Case.of(load=str(folder)))
     return {key: tensor for key, tensor in found.items() if key != "train.ranks"}

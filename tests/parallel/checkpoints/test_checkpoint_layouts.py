@@ -1,8 +1,9 @@
-"""Checkpoints over pairs of layouts: round trips are the identity, training goes on as if nothing had happened, and
-planted bugs are killed, with the right first place.
+"""Checkpoints over pairs of layouts: round trips are the identity, training goes on as if nothing had happened.
 
-A load is held against the dense model, which begins with the same files; a save against what the ranks hold; states of
-random streams, which no dense model knows, by a round trip.
+Planted bugs are killed, with the right first place.
+
+A load is held against the dense model, which begins with the same files; a save against what the ranks hold. States of
+random streams, which no dense model knows, are held to a round trip.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def test_weights_of_megatron_core_give_its_logits_and_train_in_parallel(
 
 
 def _written(folder: Path, held: dict[str, Tensor], *, numbered: bool, fused_norms: bool) -> None:
-    """What dist_checkpointing writes for a model of two layers, 6 tokens padded to 8: by hand, from its source."""
+    """Write as dist_checkpointing writes a model of two layers, 6 tokens padded to 8: by hand, from its source."""
     norm = "self_attention.linear_qkv.layer_norm_weight" if fused_norms else "input_layernorm.weight"
     names = {"attention_norm": norm, "attention.wqkv": "self_attention.linear_qkv.weight"}
     names |= {"attention.wo": "self_attention.linear_proj.weight", "mlp.w13": "mlp.linear_fc1.weight"}

@@ -94,7 +94,7 @@ def moved(
 
 
 def _laid(full: Tensor, layout: Layout, axis: Axis) -> Tensor:
-    """One rank's tensor of a logical one, made without the code under test."""
+    """A rank's tensor of a logical one, made without the code under test."""
     if layout == "whole":
         return full.clone()
     if layout == "partial":

@@ -103,7 +103,7 @@ FULL = numbers(6, 9, 12)
 
 
 def _strided(x: Tensor) -> Tensor:
-    """The same numbers in memory that is contiguous nowhere."""
+    """These numbers in memory that is contiguous nowhere."""
     return torch.stack((x, -x), -1)[..., 0]
 
 

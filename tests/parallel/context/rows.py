@@ -1,4 +1,4 @@
-"""What the tests of context parallelism share: rows, dense attention over them, and the same on in-process ranks."""
+"""Rows for the tests of context parallelism, dense attention over them, and the same on in-process ranks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,10 @@ def backward(context: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 
 
 def dense(full: list[Tensor], cu_seqlens: Tensor | None = None, padding: int = 0) -> list[Tensor]:
-    """The same by the dense model's attention, 0 for the last `padding` tokens, which see nothing and are not seen."""
+    """Results by the dense model's attention.
+
+    They are 0 for the last `padding` tokens, which see nothing and are not seen.
+    """
     length = full[0].shape[1] - padding
     q, k, v = (x[:, :length].clone().requires_grad_() for x in full)
     found = backward(attention(q, k, v, visible(length, cu_seqlens, CPU)).unflatten(2, q.shape[2:]), q, k, v)
@@ -71,7 +74,7 @@ def dense(full: list[Tensor], cu_seqlens: Tensor | None = None, padding: int = 0
 
 
 def on_axis(method: Method, full: list[Tensor], slices: Slices, *, observer: Calls | None = None) -> list[Tensor]:
-    """The same by a method on as many ranks as there are slices, put together again."""
+    """Results by a method on as many ranks as there are slices, put together again."""
     ranks = len(slices.held)
     case = Case.of(tp=ranks, heads=ranks, kv_heads=ranks, hidden=2 * ranks, ffn=ranks)
 

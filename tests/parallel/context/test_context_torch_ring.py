@@ -1,6 +1,6 @@
 """torch's own ring attention beside ours, on the same zigzag slices: numbers, calls and bytes.
 
-What differs is named: torch merges in float32 unless `convert_to_f32` is off, and its gradients of keys travel in it.
+Differences are named: torch merges in float32 unless `convert_to_f32` is off, and its gradients of keys travel in it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Buckets of flat buffers, shards of rows and loss scales: every element once, ranges that tile, padding of nobody."""
+"""Buckets of flat buffers, shards of rows and loss scales: every element once, ranges that tile, unowned padding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from parallel.data_parallel.rows import Unit, padded_rows, rows_of
 
 
 class Layout(NamedTuple):
-    """What a buffer is laid out from."""
+    """Parameters of a buffer's layout."""
 
     sizes: dict[str, int]
     ranks: int

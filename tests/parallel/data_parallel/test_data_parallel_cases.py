@@ -38,7 +38,7 @@ ONE_LAYER = f"layers=1 {HALF}"
 
 @given(st.sampled_from((0, 1, 2, 3)), st.sampled_from((0, 500, 3000)), st.sampled_from((1, 2, 5)))
 def test_bytes_of_a_step(zero: int, bucket: int, dp: int) -> None:
-    """What data ranks send is Rajbhandari et al.'s count: 2 psi for zero 0 to 2 a step, 3 psi for zero=3."""
+    """Data ranks send Rajbhandari et al.'s count: 2 psi for zero 0 to 2 a step, 3 psi for zero=3."""
     case = Case.parse(f"{SIZES} mode=tp tp=1 dp={dp} steps=1 micro=1 zero={zero} bucket={bucket if zero < 2 else 0}")
     sizes = {name: math.prod(shape) for name, shape in padded(case).items()}
     sent = Counter[str]()
@@ -76,7 +76,7 @@ def test_the_order_of_weight_gradients_changes_no_call(words: str) -> None:
 
 
 def test_a_replica_that_differs_ends_the_run_with_its_name(prover: Prover) -> None:
-    """One bit of one element on one rank, which bit-for-bit comparisons after the run find as well."""
+    """A bit of one element on one rank, which bit-for-bit comparisons after the run find as well."""
     source = source_of("parallel.training.loop")
     filled = "parameter.copy_(initial(case, name, places[name], mesh.coordinates, streams))\n"
     assert source.count(filled) == 1

@@ -1,7 +1,7 @@
 """Torch's own `fully_shard` in place of our shards of rows issues what these do: one `compare` of both runs, and the
 closed form.
 
-On a pipeline each chunk is a root of its own, and backward is set as torch's `_PipelineStageBase` sets it: nothing is
+On a pipeline each chunk is a root of its own, and backward is set as in torch's `_PipelineStageBase`. Nothing is
 resharded or reduced before the last micro-batch.
 """
 
@@ -175,7 +175,7 @@ def test_stages_gather_and_reduce_as_often_as_torchs(prover: Prover, words: str)
 
 
 def _line(event: Event | object) -> tuple[object, ...]:
-    """What is compared: where a gather of backward belongs is not."""
+    """Compared fields of an event: the module of a gather of backward is none."""
     fields = ("phase", "region", "op", "reduce_op", "axis", "dtype", "payload_bytes")
     line = [getattr(event, name) for name in fields]
     return (

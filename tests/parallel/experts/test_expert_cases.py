@@ -13,7 +13,7 @@ from parallel.subject import subject
 from reference.case import Case
 from reference.data.routing import forced, period
 from suites.session.prover import Prover
-from tests.parallel.case_tables import ADAMW, CHUNKS, SGD, CaseTable
+from tests.parallel.case_tables import ADAMW, SGD, CaseTable
 from tests.parallel.test_parallel_subject import proved
 
 EXPERTS = CaseTable(
@@ -36,45 +36,11 @@ EXPERTS = CaseTable(
         f"mode=tp-sp tp=2 dp=2 ep=4 etp=1 experts=8 routing=equal skew=0.25 batch=4 {SGD}",
         f"mode=tp-sp tp=2 dp=3 ep=2 etp=1 experts=8 zero=3 recompute=full dense_layers=1 {ADAMW}",  # 3 ranks, 4 experts
     ),
-    deep=(
-        *(
-            f"mode={mode} tp=2 {axis}=2 ep={ep} etp={etp} experts={experts} dispatcher={dispatcher} {SGD}"
-            for mode, axis in (("tp-sp", "dp"), ("tp", "dp"), ("tp-sp", "cp"), ("tp", "cp"))
-            for ep, etp in ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1))
-            for experts, dispatcher in (("8", "alltoall"), ("8 top_k=3 routing=empty", "allgather"))
-        ),
-        *(f"mode=tp-sp tp=2 pp=2 ep={ep} etp={etp} experts=6 top_k=3 {SGD}" for ep, etp in ((1, 2), (2, 1))),
-        *(f"mode=tp-sp tp=2 {axis}=2 pp=2 ep=2 etp=2 experts=8 {SGD}" for axis in ("dp", "cp")),
-        *(f"mode=tp-sp tp=2 dp=3 ep=3 etp={etp} experts=6 top_k=3 {SGD}" for etp in (1, 2)),
-        f"mode=tp tp=2 dp=2 pp=2 ep=4 etp=1 experts=8 layers=4 dense_layers=1 {CHUNKS} {SGD}",
-        f"mode=tp-sp tp=2 dp=2 pp=2 ep=2 experts=8 top_k=3 dispatcher=allgather capacity=1.0 sequence_loss=0.1"
-        f" router=sigmoid bias_rate=0.1 {SGD}",
-        f"mode=tp-sp tp=2 dp=2 ep=2 etp=1 experts=8 router=sigmoid bias_rate=0.1 router_groups=4 kept_groups=2"
-        f" recompute=full {SGD}",
-        f"mode=mtp tp=2 dp=3 ep=3 experts=6 top_k=3 activation=swiglu shared_ffn=8 fuse_mlp=true embedding=hidden"
-        f" tied=false {SGD}",
-        f"mode=isp tp=2 dp=2 wp=2 pp=2 ep=4 etp=1 experts=8 layers=4 shared_ffn=8 fuse_weights=true {SGD}",
-        f"mode=isp tp=2 dp=2 wp=2 cp=2 ep=2 experts=6 top_k=3 recompute=selective zero=1 bucket=900 {ADAMW}",
-        f"mode=isp tp=2 dp=3 wp=3 ep=3 experts=6 dispatcher=allgather overlap=false hidden=24 shared_ffn=12 {SGD}",
-        f"mode=fsp tp=2 dp=2 ep=2 etp=1 experts=8 activation=relu packed=true positions=rope zero=1 {ADAMW}",
-        f"mode=tp-sp tp=2 dp=2 ep=2 etp=1 experts=8 routing=empty dispatcher=allgather order=dp-ep-tp {SGD}",
-        f"mode=tp-sp tp=2 dp=4 ep=2 experts=8 routing=one order=dp-tp-ep clip=0.1 {SGD}",
-        f"mode=tp-sp tp=2 dp=2 ep=2 experts=8 dropout=0.1 capacity=1.0 drop=position {SGD}",
-        f"mode=tp-sp tp=2 dp=2 ep=2 experts=8 init=field wgrad=deferred bucket=900 {SGD}",
-        f"mode=tp tp=2 dp=4 ep=2 experts=6 top_k=3 zero=2 activation=swiglu shared_ffn=8 {SGD}",
-        f"mode=tp-sp tp=2 dp=2 pp=2 ep=2 etp=1 experts=8 zero=3 no_sync=true layers=4 {CHUNKS} {SGD}",
-        f"mode=tp tp=1 dp=4 cp=2 ep=2 experts=8 zero=3 prefetch=true routing=empty {ADAMW}",
-        "mode=tp-sp tp=2 dp=2 ep=2 experts=8 routing=equal router_dtype=float32 dtype=bfloat16 master=float32"
-        " grad_dtype=float32 lr=0.01",
-    ),
     checks=frozenset({"ledger", "groups", "routing", "activations", "parameter_gradients", "gradient_norm", "update"}),
 )
 
 
-@pytest.mark.parametrize(
-    "words",
-    [*EXPERTS.cases, *(pytest.param(words, marks=pytest.mark.deep("30 CPU minutes")) for words in EXPERTS.deep)],
-)
+@pytest.mark.parametrize("words", EXPERTS.cases)
 def test_training_is_that_of_the_dense_loop_and_every_byte_is_stated(prover: Prover, words: str) -> None:
     result = proved(prover, f"{EXPERTS.sizes} {words}", EXPERTS.checks)
     assert result.evidence is not None
@@ -149,7 +115,7 @@ def test_choices_return_after_their_period(routing: str, sizes: str) -> None:
 
 
 def test_padded_rows_are_numbers_of_the_case() -> None:
-    """C = ceil(16 * 2 / 8 * 1.5) = 6 rows for each of 8 experts; nobody need be told."""
+    """C = ceil(16 * 2 / 8 * 1.5) = 6 rows for each of 8 experts; no rank need be informed."""
     words = f"{SIZES} tp=2 dp=2 ep=4 etp=1 routing=skewed capacity=1.5 drop=position pad=true"
     assert payloads(words, "all_to_all", "forward", "ep") == {6 * 8 * 16 * 8: 2 * 2 * 4, 6 * 8 * 8: 2 * 4}
     assert payloads(words, "all_gather", "forward", "etp_ep") == {}

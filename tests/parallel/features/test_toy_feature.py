@@ -47,7 +47,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def told(copy: Path, *command: str) -> str:
-    """What a command in the copy writes to stdout."""
+    """Output of a command in the copy."""
     ended = subprocess.run([sys.executable, *command], cwd=copy, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout

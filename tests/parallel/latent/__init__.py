@@ -1,1 +1,1 @@
-"""Latent attention: against the dense model, its ledger by the published table, rotary keys, planted bugs."""
+"""Latent attention: against the dense model, its ledger by the published table, rotary keys."""

@@ -39,7 +39,7 @@ Scheduled = tuple[Tensor, Tensor, tuple[Box, ...] | None]
 
 
 class _Chunk(nn.Module):
-    """One of our stages as a module of theirs; `chunk` stays outside of it, so that modules keep our names."""
+    """A stage of ours as a module of theirs; `chunk` stays outside of it, so that modules keep our names."""
 
     def __init__(self, run: StageRun, number: int, config: Any = None, model_type: Any = None) -> None:
         super().__init__()
@@ -232,8 +232,10 @@ def test_stages_hold_every_parameter_once_and_a_tied_table_twice(case: Case) -> 
 
 @given(shared_layers())
 def test_what_is_sent_is_received_and_no_layer_talks_twice(case: Case) -> None:
-    """2 m (pp chunks - 1) messages a step; all other terms of layers are those without stages, where weights are
-    gathered not always of the same linear.
+    """A step has `2 m (pp chunks - 1)` messages.
+
+    All other terms of layers are those without stages, though not always of the same linear where weights are
+    gathered.
     """
     terms = list(subject.expected(case))
     moved = Counter[str]()

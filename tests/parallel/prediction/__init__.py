@@ -1,1 +1,1 @@
-"""Prediction of further tokens: against the dense model, limits, regrouping, planted bugs."""
+"""Prediction of further tokens: against the dense model, limits, regrouping."""

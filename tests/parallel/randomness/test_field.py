@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.checking.data_checks import initial_values
 from harness.checking.evidence import FAIL, PASS
+from harness.checking.state_checks import initial_values
 from harness.shard import Shard
 from parallel.communication.layout import Cut, Placement, gather, meshgrid
 from parallel.randomness.field import indices, kept, philox, standard

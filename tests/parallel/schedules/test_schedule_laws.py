@@ -11,21 +11,21 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from parallel.schedules.checks import Sends, check_legal, live
-from parallel.schedules.messages import message_bytes, message_counts, programs, sends_stated
+from parallel.schedules.messages import programs
 from parallel.schedules.pipeline import SCHEDULES, Kind, Pipeline, order, orders
-from parallel.schedules.timing import (
-    ComputeTimes,
-    Span,
-    bubble,
-    bubble_stated,
-    duration_stated,
-    idle_inside,
-    played,
-    timeline,
-)
+from parallel.schedules.timing import ComputeTimes, Span, bubble_stated, duration_stated, played
 from reference.errors import CaseError
 from tests import ROOT
+from tests.parallel.schedules.laws import (
+    Sends,
+    bubble,
+    check_legal,
+    idle_inside,
+    live,
+    message_counts,
+    sends_stated,
+    timeline,
+)
 from tests.parallel.schedules.shapes import broken, every, larger
 
 SIZES = {"interleaved": (5, 11), "zbv": (6, 14)}
@@ -148,10 +148,6 @@ def test_the_hop_inside_the_last_rank_of_a_v_is_no_message() -> None:
     assert [sum(message_counts(steps).values()) for steps in made] == [16, 32, 16]
 
 
-def test_a_message_is_split_over_context_and_tensor_ranks() -> None:
-    assert message_bytes(seq=48, batch=2, hidden=16, itemsize=2, cp=2, split=4) == 6 * 2 * 16 * 2
-
-
 def test_the_picture_of_the_docs_is_the_timeline() -> None:
     pipeline = Pipeline(schedule="1f1b", ranks=4, micro=6)
     spans, page = timeline(pipeline, orders(pipeline)), (ROOT / "docs/schedules.md").read_text()
@@ -163,7 +159,7 @@ def test_the_picture_of_the_docs_is_the_timeline() -> None:
 
 
 def test_schedules_need_no_torch() -> None:
-    code = "import sys, parallel.schedules.timing, parallel.schedules.checks; print('torch' in sys.modules)"
+    code = "import sys, parallel.schedules.timing, parallel.schedules.messages; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"False\n"
 
 

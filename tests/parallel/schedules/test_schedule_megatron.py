@@ -1,7 +1,7 @@
 """Megatron-Core's schedules run as they are, every rank for itself: the same computations and the same batches.
 
 Their communicator is theirs but for the call that would send: it notes which messages are issued together. Three things
-are answered for it: tensors that it makes on CUDA are made on the CPU, groups are their size and a rank, and
+are answered for it. Tensors that it makes on CUDA are made on the CPU, groups are their size and a rank, and
 torch.distributed counts as initialised.
 """
 
@@ -36,7 +36,7 @@ Step = tuple[Any, ...]
 
 
 class OnTheCPU(TorchFunctionMode):
-    """Makes on the CPU what is asked of CUDA."""
+    """Makes tensors of CUDA on the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         words = dict(kwargs or {})
@@ -116,7 +116,7 @@ def step(batches: Iterator[int], chunk: Chunk) -> tuple[Tensor, Callable[[Tensor
 
 
 def run(pipeline: Pipeline, rank: int) -> list[Step]:
-    """What Megatron-Core does on a rank, in order."""
+    """Steps of Megatron-Core on a rank, in order."""
     looped = pipeline.schedule == "interleaved"
     config = TransformerConfig(
         num_layers=pipeline.virtual_stages,

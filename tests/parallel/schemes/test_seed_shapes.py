@@ -1,7 +1,8 @@
 """Every tensor shape that InternEvo's page "Data Load and Procedure" prints for the forward pass, on a real run.
 
-The page's words stand on the left (micro_bsz, seq_len, sp_size ...), what ranks really held on the right: module inputs
-and outputs by forward hooks, q, k, v, kv and context where attention hands them over. Corrections (modes.md 7, 000):
+The page's words stand on the left (micro_bsz, seq_len, sp_size ...), the real tensors of ranks on the right. They are
+module inputs and outputs by forward hooks, and q, k, v, kv and context where attention hands them over. Corrections
+(modes.md 7, 000):
 
     9    the token table is cut too, and is checked with the others
     10   what is gathered after attention is the context

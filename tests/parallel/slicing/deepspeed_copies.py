@@ -19,7 +19,7 @@ from parallel.slicing.held import Held
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """DeepSpeed warns when it is imported, and looks for an accelerator unless it is told of one."""
+    """DeepSpeed warns when it is imported, and looks for an accelerator unless one is named."""
     before = os.environ.get("DS_ACCELERATOR")
     os.environ["DS_ACCELERATOR"] = "cpu"
     try:
@@ -34,7 +34,7 @@ def _quietly() -> Iterator[None]:
 
 
 def imported() -> SimpleNamespace:
-    """The functions by name; skips the module that asks when DeepSpeed is not installed."""
+    """The functions by name; skips the calling module when DeepSpeed is not installed."""
     with _quietly():
         pytest.importorskip("deepspeed", reason="deepspeed (extra `peers`) is not installed", exc_type=ImportError)
         from deepspeed.module_inject import auto_tp, fusedqkv_utils, tp_shard  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""What holds for every right slice, checked on the elements that ranks hold.
+"""Laws of every right slice, checked on the elements that ranks hold.
 
     broken(...)   the laws that a slice of a dim breaks, in words: every element is held, and once but for copies that
                   are declared; a rank holds whole heads; its query heads meet their key and value head; its part of a
@@ -76,9 +76,21 @@ def broken(
     return found
 
 
+def of_heads(held: Held, heads: Heads, order: str) -> list[str]:
+    """The laws that a cut of a fused weight of this order breaks, or with order "" of the weight of the queries.
+
+    The output projection is cut by heads.
+    """
+    if not order:
+        return broken(held, heads.query * heads.size, unit=heads.size)
+    context = query_rows(heads, len(held), spare="empty")
+    return broken(held, heads.fused, heads=heads, order=order, context=context)
+
+
 def separated(own: Ranges, heads: Heads, order: str, columns: Ranges) -> list[str]:
-    """What keeps one rank's part of a fused weight from being a weight of the same order with fewer heads, namely those
-    of these columns of the output projection.
+    """Reasons why a rank's part of a fused weight is no weight of the same order with fewer heads.
+
+    The heads are those of these columns of the output projection.
     """
     rows = [row for part in own for row in part]
     size = heads.size

@@ -14,7 +14,7 @@ from parallel.slicing.heads import Heads, fused_rows
 from parallel.slicing.held import Held, in_turn
 from parallel.slicing.laws import inverse, same_bits
 from parallel.slicing.strided import equal_parts, placed, plain, scales, strided
-from tests.parallel.slicing.deviations import DTYPES, drawn, heads_and_ranks, round_trip, whole_scales
+from tests.parallel.slicing.drawn_slices import DTYPES, drawn, heads_and_ranks, round_trip
 
 
 @settings(max_examples=100, deadline=None)
@@ -95,7 +95,7 @@ def test_parts_and_buffers_that_do_not_fit_are_refused() -> None:
 def test_dequantising_commutes_with_slicing(
     drawn_: tuple[Heads, int], column_blocks: int, rows: int, transposed: bool
 ) -> None:
-    """One scale of the whole weight, one a head, or one a row; and blocks of columns, which every rank needs."""
+    """A scale of the whole weight, one a head, or one a row; and blocks of columns, which every rank needs."""
     heads, ranks = drawn_
     held = fused_rows(heads, ranks, "blocks")
     count = (1, heads.query + 2 * heads.kv, heads.fused)[rows]
@@ -119,8 +119,8 @@ def test_dequantising_commutes_with_slicing(
         assert own is not None and own_scale is not None and expected is not None
         assert torch.equal(dequantised(own, own_scale), expected)
     if rows and ranks > 1:
-        wrong = placed(scale, whole_scales(place, grid), rank=1, ranks=ranks)
-        assert wrong is not None and wrong.shape != placed(scale, lies, rank=1, ranks=ranks).shape  # type: ignore[union-attr]
+        part = placed(scale, lies, rank=1, ranks=ranks)
+        assert part is not None and part.shape != grid, "whole on every rank, scales are of other rows"
 
 
 def test_a_cut_inside_a_block_of_scales_is_refused() -> None:

@@ -1,10 +1,11 @@
-"""DeepSpeed's own functions cut as ours wherever they are right; where they are wrong they cut as the deviation says.
+"""DeepSpeed's own functions cut as ours wherever they are right; where they are wrong, their cut breaks a law.
 
 Inputs are drawn from a seed. Rows are numbered, so that equal results mean the same rows in the same order."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from unittest.mock import MagicMock
 
 import pytest
@@ -13,13 +14,12 @@ from torch import Tensor
 
 from parallel.communication.layout import Placement
 from parallel.slicing.errors import SliceError
-from parallel.slicing.heads import Heads, fused_rows, query_rows, shared_qk_rows
-from parallel.slicing.held import in_turn
-from parallel.slicing.sizes import shard_sizes
+from parallel.slicing.heads import Heads, fused_rows, shared_qk_rows
+from parallel.slicing.held import Held, in_turn
+from parallel.slicing.sizes import even_shares, shard_sizes
 from parallel.slicing.strided import equal_parts, placed, plain, scales, strided
 from tests.parallel.slicing.deepspeed_copies import Named, copied, imported, numbered, parts_of, same
-from tests.parallel.slicing.deviations import DEVIATIONS
-from tests.parallel.slicing.laws import broken
+from tests.parallel.slicing.laws import of_heads
 
 deepspeed = imported()
 pytestmark = pytest.mark.peers
@@ -157,118 +157,116 @@ def test_shared_query_and_key_heads() -> None:
             assert held == [deepspeed.shared(heads.query, ranks, rank) for rank in range(ranks)]
 
 
-def heads_for(name: str, source: random.Random) -> tuple[Heads, int]:
-    while True:
+def held_as(parts: list[Tensor]) -> Held:
+    """The rows of a numbered weight of one or two columns that these parts are."""
+    columns = 1 if parts[0].dim() == 1 else parts[0].shape[1]
+    firsts = [(part if part.dim() == 1 else part[:, 0]).long() // columns for part in parts]
+    return tuple(tuple(range(row, row + 1) for row in own.tolist()) for own in firsts)
+
+
+def thirds(heads: Heads, ranks: int) -> Held:
+    whole = numbered((heads.fused, 2))
+    return held_as(copied(deepspeed, "strided_copy", whole, (heads.fused // ranks, 2), ranks, "out-in", num_splits=3))
+
+
+def fused_as(name: str) -> Callable[[Heads, int], Held]:
+    """A fused weight of a layer that states no number of kv heads; one that does may move the cuts, as wrongly."""
+
+    def cut(heads: Heads, ranks: int) -> Held:
+        meta = deepspeed.meta(num_attention_heads=heads.query, n_embd=heads.query * heads.size)
+        whole = numbered((heads.fused, 2))
+        return held_as([deepspeed.fused(Named(name), whole, ranks, rank, meta) for rank in range(ranks)])
+
+    return cut
+
+
+def buffers(heads: Heads, ranks: int) -> Held:
+    """The sizes of DeepSpeedSelfAttention's buffers, its kernels left out."""
+    hidden = heads.query * heads.size
+    config = deepspeed.config(
+        hidden_size=hidden, heads=heads.query, num_kv=heads.kv, mp_size=ranks, dtype=torch.float32
+    )
+    made = deepspeed.attention(config)
+    assert made.attn_qkvw.shape[1] == made.attn_qkvb.shape[0] and made.attn_ow.shape == (hidden // ranks, hidden)
+    return in_turn([made.attn_qkvw.shape[1]] * ranks)
+
+
+def halves(heads: Heads, ranks: int) -> Held:
+    """Query, key and value copied by themselves into equal buffers, as HybridSplitQKVContainer does."""
+    query, kv = heads.query * heads.size, heads.kv * heads.size
+    pieces = [
+        copied(deepspeed, "copy", own, (len(own) // ranks, 2), ranks, "out-in")
+        for own in numbered((heads.fused, 2)).split([query, kv, kv])
+    ]
+    return held_as([torch.cat(own) for own in zip(*pieces, strict=True)])
+
+
+def remainder(heads: Heads, ranks: int) -> Held:
+    shape = (heads.fused // ranks,)
+    with pytest.raises(SliceError, match="the rest would be lost"):
+        plain((heads.fused,), shape, ranks=ranks)
+    return held_as(copied(deepspeed, "copy", numbered((heads.fused,)), shape, ranks, "in-out"))
+
+
+def by_features(heads: Heads, ranks: int) -> Held:
+    """`get_shard_size` looks for "w1" in the name; ours for its last part."""
+    rows, meta = heads.query * heads.size, deepspeed.meta(num_kv_heads=heads.kv)
+    right = in_turn(shard_sizes(rows, ranks, kv_heads=heads.kv, name="self_attn.w1proj"))
+    assert of_heads(right, heads, "") == []
+    return in_turn(deepspeed.sizes(rows, ranks, meta, "self_attn.w1proj"))
+
+
+def shared(heads: Heads, ranks: int) -> Held:
+    own = [deepspeed.shared(heads.query, ranks, rank) for rank in range(ranks)]
+    return tuple(tuple(range(h * heads.size, (h + 1) * heads.size) for h in heads_of) for heads_of in own)
+
+
+def whole_thirds(heads: Heads, ranks: int) -> bool:
+    return heads.fused % (3 * ranks) == 0
+
+
+WRONG: dict[str, tuple[Callable[[Heads, int], Held], str, Callable[[Heads, int], bool]]] = {
+    "grouped-thirds": (thirds, "blocks", lambda heads, ranks: heads.kv < heads.query and whole_thirds(heads, ranks)),
+    "grouped-thirds by glmtype": (
+        fused_as("GLMBlock"),
+        "blocks",
+        lambda heads, ranks: heads.kv < heads.query and heads.kv != 2 and whole_thirds(heads, ranks),
+    ),
+    "decoder-layer-thirds": (fused_as("PersimmonDecoderLayer"), "groups", whole_thirds),
+    "container-size": (
+        buffers,
+        "blocks",
+        lambda heads, ranks: heads.query % ranks == 0 and (heads.query + 2 * heads.kv) % ranks > 0,
+    ),
+    "half-heads": (
+        halves,
+        "blocks",
+        lambda heads, ranks: heads.query % ranks == 0 and heads.kv % ranks > 0 and heads.kv * heads.size % ranks == 0,
+    ),
+    "dropped-remainder": (remainder, "groups", lambda heads, ranks: heads.fused % ranks > 0 and heads.fused > ranks),
+    "queries-by-features": (
+        by_features,
+        "",
+        lambda heads, ranks: any(size % heads.size for size in even_shares(heads.query * heads.size, ranks)),
+    ),
+    "odd-shared-heads": (shared, "", lambda heads, ranks: heads.query % (2 * ranks) == ranks and heads.query % 2 == 0),
+}
+"""Name in docs/slicing.md -> what DeepSpeed cuts, the order of the weight ("": of queries alone), where it is wrong."""
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_it_cuts_wrongly_breaks_a_law(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deepspeed.op, "inference_module", MagicMock())
+    monkeypatch.setattr(deepspeed.attention, "num_layers", 0)
+    cut, order, is_wrong = WRONG[name]
+    source, seen = random.Random(name), 0
+    while seen < 50:
         ranks, kv = source.randint(2, 5), source.randint(1, 12)
         group = 1 if name == "odd-shared-heads" else source.randint(1, 6)
         heads = Heads(query=kv * group, kv=kv, size=source.randint(1, 6))
-        if DEVIATIONS[name].needs(heads, ranks) and not (name == "grouped-thirds" and kv == 2):
-            return heads, ranks
-
-
-def expected(name: str, heads: Heads, ranks: int, whole: Tensor) -> list[Tensor]:
-    """What the deviation cuts; its laws are broken."""
-    deviation = DEVIATIONS[name]
-    held = deviation.held(heads, ranks)
-    if deviation.order:
-        context = query_rows(heads, ranks, spare="empty")
-        assert broken(held, heads.fused, heads=heads, order=deviation.order, context=context)
-    else:
-        assert broken(held, heads.query * heads.size, unit=heads.size)
-    return parts_of(whole, held)
-
-
-@pytest.mark.parametrize("way", ["strided_copy", "glmtype"])
-def test_grouped_thirds(way: str) -> None:
-    source = random.Random(way)
-    for _ in range(300):
-        heads, ranks = heads_for("grouped-thirds", source)
-        whole = numbered((heads.fused, 2))
-        if way == "strided_copy":
-            theirs = copied(deepspeed, way, whole, (heads.fused // ranks, 2), ranks, "out-in", num_splits=3)
-        else:
-            meta = deepspeed.meta(num_attention_heads=heads.query, n_embd=heads.query * heads.size)
-            theirs = [deepspeed.fused(Named("GLMBlock"), whole, ranks, rank, meta) for rank in range(ranks)]
-        assert same(expected("grouped-thirds", heads, ranks, whole), theirs)
-
-
-def test_decoder_layer_thirds() -> None:
-    """Any layer called *DecoderLayer; the meta's kv heads may move the cuts, which are wrong all the same."""
-    source = random.Random("decoder")
-    for _ in range(300):
-        heads, ranks = heads_for("decoder-layer-thirds", source)
-        whole = numbered((heads.fused, 2))
-        meta = deepspeed.meta(n_embd=heads.query * heads.size)
-        theirs = [deepspeed.fused(Named("PersimmonDecoderLayer"), whole, ranks, rank, meta) for rank in range(ranks)]
-        assert same(expected("decoder-layer-thirds", heads, ranks, whole), theirs)
-
-
-def test_container_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sizes of DeepSpeedSelfAttention's buffers, its kernels left out."""
-    monkeypatch.setattr(deepspeed.op, "inference_module", MagicMock())
-    monkeypatch.setattr(deepspeed.attention, "num_layers", 0)
-    source = random.Random("container")
-    for _ in range(50):
-        heads, ranks = heads_for("container-size", source)
-        hidden = heads.query * heads.size
-        config = deepspeed.config(
-            hidden_size=hidden, heads=heads.query, num_kv=heads.kv, mp_size=ranks, dtype=torch.float32
-        )
-        attention = deepspeed.attention(config)
-        parts = expected("container-size", heads, ranks, numbered((heads.fused,)))
-        assert {len(part) for part in parts} == {attention.attn_qkvw.shape[1]} == {attention.attn_qkvb.shape[0]}
-        assert attention.attn_ow.shape == (hidden // ranks, hidden) and attention.attn_ob.shape == (hidden,)
-    config = deepspeed.config(hidden_size=768, heads=12, mp_size=2, dtype=torch.float32)
-    assert deepspeed.attention(config).attn_qkvw.shape == (768, 1152), "seed 004"
-
-
-def test_half_heads() -> None:
-    """Query, key and value copied by themselves into equal buffers, as HybridSplitQKVContainer does."""
-    source = random.Random("half")
-    for _ in range(300):
-        heads, ranks = heads_for("half-heads", source)
-        whole = numbered((heads.fused, 2))
-        query, kv = heads.query * heads.size, heads.kv * heads.size
-        pieces = [
-            copied(deepspeed, "copy", own, (len(own) // ranks, 2), ranks, "out-in")
-            for own in whole.split([query, kv, kv])
-        ]
-        theirs = [torch.cat(own) for own in zip(*pieces, strict=True)]
-        assert same(expected("half-heads", heads, ranks, whole), theirs)
-
-
-def test_dropped_remainder() -> None:
-    source = random.Random("dropped")
-    for _ in range(300):
-        heads, ranks = heads_for("dropped-remainder", source)
-        whole = numbered((heads.fused,))
-        if heads.fused < ranks:
-            continue
-        theirs = copied(deepspeed, "copy", whole, (heads.fused // ranks,), ranks, "in-out")
-        assert same(expected("dropped-remainder", heads, ranks, whole), theirs)
-        with pytest.raises(SliceError, match="the rest would be lost"):
-            plain((heads.fused,), (heads.fused // ranks,), ranks=ranks)
-
-
-def test_queries_by_features() -> None:
-    source = random.Random("features")
-    for _ in range(300):
-        heads, ranks = heads_for("queries-by-features", source)
-        rows = heads.query * heads.size
-        meta = deepspeed.meta(num_kv_heads=heads.kv)
-        theirs = numbered((rows,)).split(deepspeed.sizes(rows, ranks, meta, "self_attn.w1proj"))
-        assert same(expected("queries-by-features", heads, ranks, numbered((rows,))), list(theirs))
-        right = in_turn(shard_sizes(rows, ranks, kv_heads=heads.kv, name="self_attn.w1proj"))
-        assert broken(right, rows, unit=heads.size) == []
-
-
-def test_odd_shared_heads() -> None:
-    source = random.Random("odd")
-    for _ in range(100):
-        heads, ranks = heads_for("odd-shared-heads", source)
-        held = DEVIATIONS["odd-shared-heads"].held(Heads(query=heads.query, kv=heads.kv, size=1), ranks)
-        found = [[row for part in own for row in part] for own in held]
-        assert found == [deepspeed.shared(heads.query, ranks, rank) for rank in range(ranks)]
+        if is_wrong(heads, ranks):
+            assert of_heads(cut(heads, ranks), heads, order), (heads, ranks)
+            seen += 1
 
 
 def test_whole_scales() -> None:
@@ -283,7 +281,3 @@ def test_whole_scales() -> None:
         assert part.scale is weight.scale  # type: ignore[attr-defined]
         own = placed(weight.scale, scales(place, (12, 1)), rank=rank, ranks=2)  # type: ignore[attr-defined]
         assert own is not None and own.flatten().tolist() == [part.data[row, 0].item() // 4 for row in range(6)]
-
-
-def test_every_deviation_has_its_test_here() -> None:
-    assert set(DEVIATIONS) <= {name.removeprefix("test_").replace("_", "-") for name in globals()}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,18 +10,11 @@ from hypothesis import strategies as st
 from parallel.communication.layout import Cut, Placement
 from parallel.slicing.errors import SliceError
 from parallel.slicing.heads import ORDERS, Heads, fused_rows, kv_rows, query_rows, shared_qk_rows, shares
-from parallel.slicing.held import in_turn, times_held, widths
+from parallel.slicing.held import Held, in_turn, times_held, widths
 from parallel.slicing.laws import same_bits
 from parallel.slicing.sizes import even_shares, shard_sizes
-from tests.parallel.slicing.deviations import (
-    DEVIATIONS,
-    DTYPES,
-    drawn,
-    few_heads_and_ranks,
-    heads_and_ranks,
-    round_trip,
-)
-from tests.parallel.slicing.laws import broken
+from tests.parallel.slicing.drawn_slices import DTYPES, drawn, few_heads_and_ranks, heads_and_ranks, round_trip
+from tests.parallel.slicing.laws import broken, of_heads
 
 
 @settings(max_examples=100, deadline=None)
@@ -152,46 +143,32 @@ def test_shared_query_and_key_heads(ranks: int, pairs: int, size: int) -> None:
         shared_qk_rows(Heads(query=heads.query + 1, kv=heads.query + 1, size=size), ranks)
 
 
-@pytest.mark.parametrize("name", DEVIATIONS)
-def test_a_deviation_breaks_a_law_wherever_it_is_wrong(name: str) -> None:
-    """Of all small heads and ranks."""
-    wrong = 0
-    for ranks, kv, group, size in product(range(2, 7), range(1, 13), range(1, 5), range(1, 6)):
-        heads = Heads(query=kv * group, kv=kv, size=size)
-        if DEVIATIONS[name].needs(heads, ranks):
-            wrong += 1
-            assert laws_broken(name, heads, ranks), (heads, ranks)
-    assert wrong > 20
+def rows(*ranks: str) -> Held:
+    """Rows that ranks hold, from "0-2 6-8": first and last rows."""
+    ends = [[tuple(map(int, part.split("-"))) for part in words.split()] for words in ranks]
+    return tuple(tuple(range(first, last + 1) for first, last in own) for own in ends)
 
 
-def laws_broken(name: str, heads: Heads, ranks: int) -> list[str]:
-    """By a deviation whose output projection is cut by heads, as DeepSpeed's is."""
-    deviation = DEVIATIONS[name]
-    held = deviation.held(heads, ranks)
-    if not deviation.order:
-        return broken(held, heads.query * heads.size, unit=heads.size)
-    context = query_rows(heads, ranks, spare="empty")
-    return broken(held, heads.fused, heads=heads, order=deviation.order, context=context)
-
-
-def test_each_deviation_is_seen_by_the_law_that_is_meant_for_it() -> None:
-    told = {
-        "grouped-thirds": (Heads(query=8, kv=2, size=1), 2, "heads, which share nothing evenly"),
-        "decoder-layer-thirds": (
-            Heads(query=6, kv=6, size=1),
-            2,
+@pytest.mark.parametrize(
+    ("heads", "held", "order", "law"),
+    [
+        ((8, 2, 1), rows("0-1 4-5 8-9", "2-3 6-7 10-11"), "blocks", "heads, which share nothing evenly"),
+        (
+            (6, 6, 1),
+            rows("0-2 6-8 12-14", "3-5 9-11 15-17"),
+            "groups",
             "rank 0: its query heads are 0 2 4, its columns of the output projection those of 0 1 2",
         ),
-        "container-size": (Heads(query=8, kv=1, size=8), 4, "16 of 80 elements are held by no rank"),
-        "half-heads": (Heads(query=12, kv=2, size=8), 4, "holds a part of a head"),
-        "dropped-remainder": (Heads(query=7, kv=7, size=1), 2, "1 of 21 elements are held by no rank"),
-        "queries-by-features": (Heads(query=3, kv=3, size=4), 2, "falls inside a head of 4"),
-        "odd-shared-heads": (Heads(query=6, kv=6, size=1), 2, "elements are held more than once"),
-    }
-    assert told.keys() == DEVIATIONS.keys()
-    for name, (heads, ranks, words) in told.items():
-        assert DEVIATIONS[name].needs(heads, ranks), name
-        assert any(words in law for law in laws_broken(name, heads, ranks)), name
+        ((8, 1, 8), rows("0-15", "16-31", "32-47", "48-63"), "blocks", "16 of 80 elements are held by no rank"),
+        ((2, 2, 2), rows("0-1 4-4 6-6 8-8 10-10", "2-3 5-5 7-7 9-9 11-11"), "blocks", "holds a part of a head"),
+        ((3, 3, 4), rows("0-5", "6-11"), "", "falls inside a head of 4"),
+        ((6, 6, 1), rows("0-1 3-4", "1-2 4-5"), "", "elements are held more than once"),
+    ],
+)
+def test_a_wrong_slice_is_seen_by_the_law_that_is_meant_for_it(
+    heads: tuple[int, int, int], held: Held, order: str, law: str
+) -> None:
+    assert any(law in one for one in of_heads(held, Heads(query=heads[0], kv=heads[1], size=heads[2]), order))
 
 
 def test_an_element_beyond_the_dim_is_seen() -> None:

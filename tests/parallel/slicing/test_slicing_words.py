@@ -149,9 +149,8 @@ def by_name(text: str) -> dict[str, Slice]:
 def test_two_ranks_of_opt_125m() -> None:
     """The article's sizes: qkv_size_per_partition = 768 // 2 * 3 = 1152, out_size_per_partition = 384.
 
-    Weights are [in, out].
-    strided_copy cuts [q | k | v] into three blocks of 768 columns and each block into pieces of 1152 // 3 = 384: a rank
-    holds piece i of each. copy takes rows of the row linears, whose biases [768] are whole.
+    Weights are [in, out]. strided_copy cuts [q | k | v] into three blocks of 768 columns and each block into pieces of
+    1152 // 3 = 384. A rank holds piece i of each. copy takes rows of the row linears, whose biases [768] are whole.
     """
     found = by_name("family=opt hidden=768 heads=12 tp=2")
     q0, k0, v0 = range(0, 384), range(768, 1152), range(1536, 1920)

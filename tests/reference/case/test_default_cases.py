@@ -36,8 +36,9 @@ def splits(case: Case) -> bool:
 
 
 def missing(cases: Collection[Case], others: Iterable[Case]) -> set[Pair]:
-    """The pairs of other cases of the same sizes that none of these holds; those with a mode count where it splits
-    something, if the other one does so over few ranks.
+    """The pairs of other cases of the same sizes that none of these holds.
+
+    Pairs with a mode count where it splits something, if the other one does so over few ranks.
     """
     anywhere = {pair for case in cases for pair in pairs(case)}
     split = {pair for case in cases if splits(case) for pair in pairs(case)}

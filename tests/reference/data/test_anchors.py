@@ -1,7 +1,8 @@
-"""What the reference states about its data holds for every case, each statement can fail, and edges of shards are met;
-what pipeline stages are sent, typed from Megatron's tables.
+"""Statements of the reference about its data hold for every case, each can fail, and edges of shards are met.
 
-That bugs of the data path break a statement is shown by the mutants of `bugs/open/shared_data.txt`."""
+The keys that pipeline stages are sent are typed from Megatron's tables.
+
+The mutants of `bugs/open/shared_data.txt` show that bugs of the data path break a statement."""
 
 from __future__ import annotations
 

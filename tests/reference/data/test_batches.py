@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from reference.case import Case
 from reference.data import readers
 from reference.data.batches import micro_batch
-from reference.data.corpus import documents
-from reference.data.packing import IGNORED
 from tests.reference.data.batch_forms import FORMS, all_batches, equal, every_form, valid
 
 
@@ -70,87 +66,11 @@ def test_a_batch_follows_from_the_case_alone(form: str) -> None:
     assert not equal(first, micro_batch(case.but(seed=1), 1, 1, 2))
 
 
-def test_full_rows_are_consecutive_text_and_labels_the_next_tokens() -> None:
-    case = Case.parse(f"dp=2 micro=2 steps=2 seed=4 data={__file__}")  # data that a user names stay as they are
-    text = 2 * torch.cat(documents(case)).tolist()  # read round and round
-    follow = dict(all_batches(case))
-    stream = [token for batch in follow.values() for token in batch.tokens.flatten().tolist()]
-    starts = [at for at in range(len(text)) if text[at : at + len(stream)] == stream]
-    assert starts, "steps, micro-batches, data ranks and rows follow each other in the corpus"
-    after = text[starts[0] + 1 : starts[0] + 1 + len(stream)]
-    labels = [label for batch in follow.values() for label in batch.labels.flatten().tolist()]
-    assert all(label in (IGNORED, token) for label, token in zip(labels, after, strict=True))
-    assert sum(label == IGNORED for label in labels) < len(labels) / 4
-    assert micro_batch(case, 0, 0, 0).positions.tolist() == [[*range(32)]] * 2
-
-
-def test_packed_rows_are_partitioned_by_cu_seqlens_and_positions_restart() -> None:
-    case = Case.parse(FORMS["packed"])
-    lengths = []
-    for _, batch in all_batches(case):
-        assert batch.cu_seqlens is not None
-        assert batch.cu_seqlens.dtype == torch.int64
-        borders = batch.cu_seqlens.tolist()
-        assert borders[0] == 0
-        assert borders[-1] == case.tokens
-        pairs = list(pairwise(borders))
-        assert batch.positions[0].tolist() == [place for start, stop in pairs for place in range(stop - start)]
-        assert batch.max_seqlen == max(stop - start for start, stop in pairs)
-        lengths += [stop - start for start, stop in pairs]
-        for at, label in enumerate(batch.labels[0, :-1].tolist()):
-            assert label in (IGNORED, int(batch.tokens[0, at + 1]))
-    assert len(set(lengths)) > 5
-    assert max(lengths) <= case.seq
-
-
-def test_packed_sentence_ends_are_not_learned() -> None:
-    """A border where the text goes on is a cut: two sentences of one micro-batch, so nothing is learned across it."""
-    case = Case.parse(FORMS["packed"] + " steps=40")
-    across = [
-        int(batch.labels[0, int(border) - 1]) != IGNORED
-        for _, batch in all_batches(case)
-        if batch.cu_seqlens is not None
-        for border in batch.cu_seqlens[1:-1]
-    ]
-    # only a piece longer than seq is cut without an end of a sentence: lengths run to 5/4 of seq, and few reach it
-    assert 0 < sum(across) < len(across) / 5
-
-
-def test_unpacked_sentences_are_rows_filled_with_padding() -> None:
-    case = Case.parse(FORMS["sentences"])
-    lengths = []
-    for _, batch in all_batches(case):
-        assert batch.cu_seqlens is None
-        assert batch.max_seqlen == case.seq
-        assert batch.positions.tolist() == [[*range(case.seq)]] * case.batch
-        for tokens, labels in zip(batch.tokens.tolist(), batch.labels.tolist(), strict=True):
-            length = case.seq - tokens[::-1].index(next(token for token in reversed(tokens) if token))
-            lengths.append(length)
-            assert tokens[length:] == [0] * (case.seq - length)
-            assert labels[length:] == [IGNORED] * (case.seq - length)
-            assert all(label in (IGNORED, after) for label, after in zip(labels, tokens[1:length], strict=False))
-    assert len(set(lengths)) > 5
-
-
 def test_opt_and_llama_take_their_form_from_the_family() -> None:
     opt = micro_batch(Case.parse("family=opt vocab=258"), 0, 0, 0)
     llama = [batch for _, batch in all_batches(Case.parse("family=llama vocab=264 steps=4"))]
     assert (opt.tokens == 0).sum() == 1, "the first id of a shard, and no padding"
     assert any((batch.tokens == 0).sum() > 1 for batch in llama)
-
-
-@pytest.mark.parametrize("count", [1, 2, 7, 32, 64])
-@every_form
-def test_a_short_corpus_is_read_in_laps(tmp_path: Path, form: str, count: int) -> None:
-    file = tmp_path / "short.jsonl"
-    file.write_text(json.dumps({"tokens": list(range(1, count + 1))}))
-    case = Case.parse(f"{FORMS[form]} data={file}")
-    seen = set()
-    for _, batch in all_batches(case):
-        assert set(batch.tokens.flatten().tolist()) <= set(range(count + 1))
-        assert valid(batch).sum() >= 1
-        seen |= {tuple(row) for row in batch.tokens.tolist()}
-    assert form == "sentences" or len(seen) == min(count, 12 if case.packed else 24)
 
 
 def test_a_device_is_honoured() -> None:
@@ -228,30 +148,11 @@ def test_valid_tokens_are_uneven_over_rows_ranks_and_micro_batches(form: str, se
     assert case.packed or sum(len(set(row)) > 1 for row in rows) >= len(rows) - 1
 
 
-@given(dp=st.integers(1, 4), micro=st.integers(1, 4), batch=st.integers(1, 4), seq=st.integers(2, 40))
-@settings(deadline=None)
-def test_no_two_micro_batches_of_a_step_count_the_same(dp: int, micro: int, batch: int, seq: int) -> None:
-    case = Case.of(mode="tp", tp=1, dp=dp, micro=micro, batch=batch, seq=seq, steps=1)
-    counts = [int(valid(got).sum()) for _, got in all_batches(case)]
-    room = case.tokens // 2
-    assert max(counts) <= max(1, 3 * case.tokens // 4)
-    assert len(set(counts)) == len(counts) or room < len(counts)
-
-
 @every_form
 def test_other_tokens_are_chosen_for_every_seed_step_rank_and_micro_batch(form: str) -> None:
     cases = [Case.parse(f"{FORMS[form]} seed={seed}") for seed in range(3)]
     chosen = [tuple(batch.loss_mask.flatten().tolist()) for case in cases for _, batch in all_batches(case)]
     assert len(set(chosen)) == len(chosen) == 36
-
-
-def test_prompts_are_read_and_not_learned(tmp_path: Path) -> None:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"tokens": [-11, -12, -13, 4, 5, 6, 7, 8]}\n' * 20)
-    for form in FORMS.values():
-        for _, batch in all_batches(Case.parse(f"{form} data={file}")):
-            assert {11, 12, 13} & set(batch.tokens.flatten().tolist())
-            assert not {11, 12, 13} & set(batch.labels.flatten().tolist())
 
 
 @every_form

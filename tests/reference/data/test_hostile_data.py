@@ -25,7 +25,7 @@ def read(path: Path, vocab: int = 257) -> corpus.Tokens:
 
 
 def check_refused(path: Path, message: str) -> None:
-    """One DataError with this message, a path and a legal value, and no other error behind it."""
+    """Read and expect one DataError with this message, a path and a legal value, and no other error behind it."""
     with pytest.raises(DataError, match=message) as caught:
         read(path)
     assert caught.value.__suppress_context__ or caught.value.__context__ is None

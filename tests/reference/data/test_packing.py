@@ -1,4 +1,4 @@
-"""What packing must keep: every token once, right labels, borders that partition, positions that restart."""
+"""Laws of packing: every token once, right labels, borders that partition, positions that restart."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def successors(sentences: Sentences) -> dict[int, int]:
 
 
 def check_form(pack: Pack, packed_length: int) -> None:
-    """What holds for every pack: sizes, borders that partition it, positions that restart, padding not learned."""
+    """Check laws of every pack: sizes, borders that partition it, positions that restart, padding not learned."""
     borders = pack.cu_seqlens.tolist()
     assert borders[0] == 0
     assert borders[-1] == packed_length == len(pack.tokens) == len(pack.labels)

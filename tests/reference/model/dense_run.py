@@ -58,7 +58,7 @@ def rows(case: Case, seed: int) -> Batch:
 
 
 def sentences(case: Case, lengths: Sequence[int], seed: int) -> Batch:
-    """One packed row that holds sentences of these lengths."""
+    """A packed row that holds sentences of these lengths."""
     return _drawn(case, 1, sum(lengths), seed, torch.tensor([0, *accumulate(lengths)]))
 
 

@@ -101,7 +101,7 @@ def opt(case: Case) -> torch.nn.Module:
 
 
 def as_opt(case: Case, ours: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Our tensors (weights or gradients) under OPT's names; positions get the rows that nobody uses, zeros."""
+    """Our tensors (weights or gradients) under OPT's names; positions get the unused rows, zeros."""
     stem = "model.decoder."
     names = {"embedding.tokens": stem + "embed_tokens", "embedding.positions": stem + "embed_positions"}
     names |= {"final_norm": stem + "final_layer_norm"}

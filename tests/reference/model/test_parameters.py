@@ -219,7 +219,7 @@ def test_truth_of_float64_is_the_subject_and_control_is_within_rounding(text: st
 
 
 def test_gradients_of_activations_are_scaled_in_training_and_alone() -> None:
-    """What-ifs and kinks are passes of their own: without the scale they would be told apart by it."""
+    """What-ifs and kinks are passes of their own: without the scale they would differ by it."""
     case = Case.parse(CASES["gpt"]).but(dtype="float16", master="float32", scaler="static", loss_scale=8.0)
     alone, trained = true_activations(case, CPU), truth(case, CPU)
     assert all(torch.equal(trained[name], alone[name]) for name in alone)

@@ -14,7 +14,7 @@ _CPU = torch.device("cpu")
 
 
 def broken(case: Case, *ids: str, **given: Any) -> dict[str, Tensor]:
-    """What is computed when these rules are not kept, all by default: "<id>.<reading>/<name>" -> tensor."""
+    """Tensors when these rules are not kept, all by default: "<id>.<reading>/<name>" -> tensor."""
     return {
         f"{rule.id}{'.' * bool(reading)}{reading}/{name}": tensor
         for rule in what_ifs()

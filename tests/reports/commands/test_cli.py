@@ -1,4 +1,4 @@
-"""The commands: what a run prints and leaves behind, its exit statuses, and a stored run told again."""
+"""The commands: what a run prints and leaves behind, its exit statuses, and a stored run printed again."""
 
 from __future__ import annotations
 

@@ -25,13 +25,14 @@ FULL = Machine(
     gpus=("A big one", "A big one"),
     nsys="/usr/bin/nsys",
     peers={"transformers": "5.0", "megatron-core": "0.16", "deepspeed": "0.18"},
+    checkouts=dict.fromkeys(doctor.CHECKOUTS, os.curdir),
     cores=8,
     torch_note="tested with 2.11 to 2.14",
 )
 
 
 def rows(machine: Machine) -> dict[str, tuple[str, str, str]]:
-    """What -> found, usable, what follows."""
+    """Subject of a row -> found, usable, what follows."""
     return {what: (found, usable, follows) for what, found, usable, follows in doctor.judge(machine).rows}
 
 
@@ -42,7 +43,7 @@ def test_a_machine_with_everything_misses_nothing() -> None:
     assert "a tool listens" in table["nvtx"][2]
     assert table["backend gloo"][2].startswith("--engine pool runs ranks as processes")
     assert table["backend nccl"][2] == "--engine pool --device cuda does so with a GPU a rank"
-    assert doctor.judge(FULL).note.startswith("0 of 12")
+    assert doctor.judge(FULL).note.startswith("0 of 15")
 
 
 @pytest.mark.parametrize(
@@ -61,6 +62,8 @@ def test_a_machine_with_everything_misses_nothing() -> None:
         ({"peers": FULL.peers | {"transformers": ""}}, "transformers", "skipped: tests that compare with Hugging Face"),
         ({"peers": FULL.peers | {"megatron-core": ""}}, "megatron-core", "skipped: tests that compare with Megatron"),
         ({"peers": FULL.peers | {"deepspeed": ""}}, "deepspeed", "cannot run here"),
+        ({"checkouts": FULL.checkouts | {"PICOTRON": ""}}, "PICOTRON", "names no checkout: the subject of picotron"),
+        ({"checkouts": FULL.checkouts | {"NANOTRON": "/no/folder"}}, "NANOTRON", "names no checkout"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -15,9 +15,9 @@ import torch
 from harness.subject import named
 from reference.case import Case
 from reference.training.subject import truth
-from reports.commands import cli
 from reports.commands.names import KINDS, OWN, names, tables
 from reports.commands.word_help import LIKE
+from reports.options import words
 from tests.deep import deep
 from tests.harness import own_words
 from tests.harness.command_line import CommandLine, command_line
@@ -94,12 +94,15 @@ BROKEN = {
     "megatron-training": ("dp=2 steps=1", "micro, dp_rank, 2).start", "micro, 0, 2).start"),
     "torchtitan": ("dp=2 steps=1", '[case.axis_rank("dp", torch.distributed.get_rank())]', "[0]"),
 }
-"""A case and a bug planted: gradients that are not summed over dp, averaged twice, a loss summed over micro-batches, a
-defect of transformers 5.23, the same samples on every rank, equal masks for different heads, the same samples twice."""
+"""Cases and bugs planted, in order.
+
+Gradients that are not summed over dp, averaged twice, a loss summed over micro-batches, a defect of transformers 5.23.
+Then the same samples on every rank, equal masks for different heads, the same samples twice.
+"""
 
 
 def test_the_command_line_knows_all_of_them() -> None:
-    assert tuple(LIKE) == cli.LIKE
+    assert tuple(LIKE) == words.LIKE
 
 
 def needed(like: str) -> None:
@@ -127,7 +130,7 @@ def test_a_new_subject_runs_by_the_printed_command(like: str, shardproof_here: C
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("like", [cli.LIKE[0], *deep("ten CPU seconds each", *cli.LIKE[1:])])
+@pytest.mark.parametrize("like", [words.LIKE[0], *deep("ten CPU seconds each", *words.LIKE[1:])])
 def test_it_fails_once_it_is_broken(like: str, shardproof_here: CommandLine) -> None:
     needed(like)
     assert shardproof_here("new-subject", "mine.py", "--like", like)[0] == 0

@@ -1,4 +1,4 @@
-"""What is refused: a wrong word before anything slow is loaded, a subject that cannot be imported in one sentence."""
+"""Refused requests: a wrong word before anything slow is loaded, a subject that cannot be imported in one sentence."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ METADATA = {"process_name", "thread_name", "process_sort_index"}
 
 
 def broken(trace: Any) -> list[str]:
-    """What the Chrome trace format forbids, found in this trace."""
+    """Breaches of the Chrome trace format in this trace."""
     found = [] if isinstance(trace, dict) and isinstance(trace.get("traceEvents"), list) else ["no traceEvents"]
     tracks: defaultdict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
     named = set()

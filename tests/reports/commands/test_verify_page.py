@@ -17,7 +17,7 @@ from tests import ROOT
 
 PAGE = (ROOT / "docs" / "verify.md").read_text()
 FEW = "--hypothesis-profile=one-case -p no:cacheprovider -k 'stored or losses'"
-"""One example of a few properties: what is tested here is the page."""
+"""An example of a few properties: the page is tested here."""
 ROUNDING = re.compile(r"\S+( / \d)")
 """An error that rounding leaves, beside what is allowed: it differs between machines."""
 
@@ -37,7 +37,7 @@ def blocks(page: str) -> list[Block]:
 
 
 def run(line: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """What a command line prints, after its exit status was compared with the one in its comment (0)."""
+    """Output of a command line, after its exit status was compared with the one in its comment (0)."""
     command, _, status = line.partition("  # exit status ")
     program, *words = shlex.split(command)
     capsys.readouterr()

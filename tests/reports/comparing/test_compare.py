@@ -1,4 +1,4 @@
-"""Two runs told apart: every planted change is one fact at its place, equal runs are equal, limits hold or break."""
+"""Two runs compared: every planted change is one fact at its place, equal runs are equal, limits hold or break."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Every cell of a page's maps of errors, compared with `errors.csv`: figure, colour, the mark of the first place.
 
-What each cell must show is made here from the file's rows, with nothing of `reports`.
+The right content of each cell is made here from the file's rows, with nothing of `reports`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Every figure on a page that `summary.csv` knows, compared with it: read from the browser's own document.
+"""Figures of cases, bars and traffic on a page, compared with `summary.csv`: read from the browser's own document.
 
     apart(document, folder)      what differs, one sentence a figure; what was compared is counted beside it
 
 Sums are made here from the file's rows, with nothing of `reports` but the colours of its bars. A size is right when it
-is the file's to the last digit shown, a bar when it is as long as its bytes beside the longest of all bars.
+is the file's to the last digit shown. A bar is right when it is as long as its bytes beside the longest of all bars.
 """
 
 from __future__ import annotations
@@ -43,9 +43,7 @@ def compared(document: str, folder: Path) -> Compared:
     page.feed(document)
     found: dict[str, list[Figure]] = {
         "cases": list(_headline(page, rows, folder)),
-        "modes": list(_side_by_side(page, rows, folder)),
         "traffic": list(_traffic(page, rows)),
-        "modules": list(_modules(page, rows)),
         "bars": list(_bars(document, rows, folder)),
     }
     wrong = [
@@ -77,13 +75,12 @@ class _Table:
 
 
 class _Page(HTMLParser):
-    """The tables of a page with their sections, and the lines of its trees: (section, summary or mode, depth, text)."""
+    """The tables of a page with their sections."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tables: list[_Table] = []
-        self.lines: list[tuple[str, int, str]] = []
-        self._section, self._cell, self._depth, self._mode = "", "", 0, ""
+        self._section, self._cell = "", ""
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """Note where we are."""
@@ -94,9 +91,7 @@ class _Page(HTMLParser):
             self.tables.append(_Table(self._section, words.get("aria-label") or ""))
         elif tag == "tr" and self.tables:
             self.tables[-1].rows.append([])
-        elif tag == "ul":
-            self._depth += 1
-        if tag in {"td", "th", "summary"} or words.get("class") == "leaf":
+        if tag in {"td", "th"}:
             self._cell = ""
         elif tag == "span":
             self._cell += " "
@@ -111,19 +106,11 @@ class _Page(HTMLParser):
             self.tables[-1].headers.append(self._cell)
         elif tag == "td":
             self.tables[-1].rows[-1].append(self._cell)
-        elif tag == "ul":
-            self._depth -= 1
-        elif tag in {"summary", "div"} and self._section == "modules":
-            if self._depth == 0:
-                self._mode = self._cell
-            elif self._cell:
-                self.lines.append((self._mode, self._depth, self._cell))
-            self._cell = ""
 
-    def of(self, section: str, title: str = "") -> Iterator[tuple[_Table, Row]]:
+    def of(self, section: str) -> Iterator[tuple[_Table, Row]]:
         """Every row of the tables of a section, by its headers."""
         for table in self.tables:
-            if table.section == section and title in {"", table.title}:
+            if table.section == section:
                 for row in table.rows:
                     if row:
                         yield table, dict(zip(table.headers, row, strict=True))
@@ -144,7 +131,7 @@ def _cases(folder: Path) -> list[Row]:
 
 
 def _sum(rows: Iterable[Row], name: str) -> float | str:
-    """The sum; "-" of rows that tell nothing."""
+    """The sum; "-" of rows without a number."""
     numbers = [row[name] for row in rows]
     known = [number for number in numbers if number is not None]
     return sum(known) if known or not numbers else _NONE
@@ -177,30 +164,6 @@ def _headline(page: _Page, rows: list[Row], folder: Path) -> Iterator[Figure]:
     yield "cases that are shown", str(len(shown)), len(shown) + len(left)
 
 
-def _side_by_side(page: _Page, rows: list[Row], folder: Path) -> Iterator[Figure]:
-    left = _cases(folder)
-    wire = {case["case"]: _sum(_own(rows, case=case["case"]), "wire_bytes") for case in left}
-    least: dict[str, float] = {}
-    for case in left:
-        ranks = str(case["world_size"])
-        least[ranks] = min(least.get(ranks, float("inf")), float(wire[case["case"]]))
-    phases = {row["phase"] for row in rows}
-    for _, row in sorted(page.of("modes", "Modes side by side"), key=lambda pair: -len(pair[1]["case"])):
-        case = _the_case(row, left)["case"]
-        own = _own(rows, case=case)
-        for phase in phases:
-            yield f"{case} {phase}", row[phase], _sum(_own(own, phase=phase), "payload_bytes")
-        yield f"{case} MiB", row["payload MiB"], _sum(own, "payload_bytes")
-        yield f"{case} expected", row["expected"], _sum(own, "expected_payload_bytes")
-        yield f"{case} wire", row["wire MiB"], wire[case]
-        yield f"{case} x least", row["x least"], f"{float(wire[case]) / least[row['ranks']]:.2f}"
-        by_axis = dict(part.split() for part in row["payload MiB by axis"].split(", "))
-        yield f"{case} axes", " ".join(sorted(by_axis)), " ".join(sorted({line["axis"] for line in own}))
-        for axis, size in by_axis.items():
-            yield f"{case} {axis}", size, _sum(_own(own, axis=axis), "payload_bytes")
-    yield "cases that are left", str(len(left)), 0
-
-
 def _traffic(page: _Page, rows: list[Row]) -> Iterator[Figure]:
     """Tables by mode, then by case: the title is the one or the other."""
     columns = {"calls": "calls", "expected": "expected_calls", "payload MiB": "payload_bytes", "wire MiB": "wire_bytes"}
@@ -220,33 +183,6 @@ def _traffic(page: _Page, rows: list[Row]) -> Iterator[Figure]:
     shown = ("mode", "case") if len({row["case"] for row in rows}) <= MOST_CASES else ("mode",)
     due = {(row[by], *(row[name] for name in keys_of)) for row in rows for by in shown}
     yield "lines", str(len(seen & due)), len(due)
-
-
-def _modules(page: _Page, rows: list[Row]) -> Iterator[Figure]:
-    """What the outermost modules of a mode send, added up: of rounded sizes, and so the sum may be a little off.
-
-    Only where no case has pipeline stages: the busiest rank of one module need not be that of another.
-    """
-    apart = {
-        (row["mode"], row["ranks"]) for row in rows if "pp" in (word.split("=")[0] for word in row["case"].split())
-    }
-    size = r"(<?[\d,.]+)"
-    figures = re.compile(rf"([\d,]+) calls {size} MiB forward {size}, backward {size}, other {size}$")
-    for claimed, ranks in sorted({(row["mode"], row["ranks"]) for row in rows} - apart):
-        mode = f"{claimed}, {ranks} ranks"
-        lines = [figures.search(text) for name, depth, text in page.lines if (name, depth) == (mode, 1)]
-        found = [line.groups() if line else ("0",) * 5 for line in lines]
-        own = _own(rows, mode=claimed, ranks=ranks)
-        yield f"{mode} calls", str(sum(int(line[0].replace(",", "")) for line in found)), _sum(own, "calls")
-        parts = {"forward": ("forward",), "backward": ("backward", "recompute")}
-        known = {phase for phases in parts.values() for phase in phases}
-        parts["other"] = tuple({row["phase"] for row in rows} - known)
-        for place, (part, phases) in enumerate({"all": (*known, *parts["other"]), **parts}.items(), 1):
-            due_mib = sum(row["payload_bytes"] for row in own if row["phase"] in phases) / 2**20
-            shown_mib = [float(line[place].replace(",", "").replace("<", "")) for line in found]
-            off_mib = sum(0.001 if size < 100 else 0.0501 for size in shown_mib)  # from 100 on with one digit
-            near = abs(sum(shown_mib) - due_mib) <= off_mib
-            yield f"{mode} {part}", "the sum" if near else f"{sum(shown_mib):.3f} MiB", "the sum"
 
 
 def _bars(document: str, rows: list[Row], folder: Path) -> Iterator[Figure]:

@@ -1,6 +1,6 @@
 """`shardproof run` without arguments, as users see it: the table of docs/checks.md, and a page with its figures.
 
-One run for all of these tests. What needs a browser is skipped where no Chromium is installed.
+All of these tests share a run. Tests that need a browser are skipped where no Chromium is installed.
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ def test_in_a_browser_all_figures_of_the_page_are_those_of_the_summary(folder: P
     found = compared(done.stdout, folder)
     assert found.apart == ()
     assert found.figures["cases"] == 3 * CASES + 1
-    assert found.figures["modes"] > 200 and found.figures["traffic"] > 1000
-    assert found.figures["modules"] == 5 * 8 and found.figures["bars"] > 200
+    assert found.figures["traffic"] > 1000 and found.figures["bars"] > 200
 
 
 @needs_axe

@@ -152,16 +152,6 @@ def test_a_missing_summary_is_made_from_the_ledger_without_expectation(folder: P
     assert any("summary.csv lacks 2 of" in note for note in run.notes)
 
 
-def test_a_case_that_the_summary_lacks_is_added_up_from_the_ledger(folder: Path) -> None:
-    complete = load(folder).summary
-    lines = (folder / "summary.csv").read_text().splitlines(keepends=True)
-    (folder / "summary.csv").write_text("".join(line for line in lines if "tp-sp" not in line))
-    made = load(folder).summary
-    assert list(made["calls"]) == [3, 1, 2, 4, 2, 2], "three lines of the file, then phases of the ledger by name"
-    assert made["payload_bytes"].sum() == complete["payload_bytes"].sum()
-    assert list(made["expected_calls"].isna()) == [False] * 3 + [True] * 3
-
-
 def test_the_minimum_over_ranks_may_be_absent_from_a_row(folder: Path) -> None:
     header, first, *rows = (folder / "summary.csv").read_text().splitlines()
     wide = [f"{header},min_calls,min_payload_bytes,min_wire_bytes", f"{first},1,4096,2048", *(f"{r},,," for r in rows)]
@@ -197,12 +187,6 @@ def test_cases_of_another_program_have_no_mode_and_no_size(folder: Path) -> None
 def test_a_missing_folder_is_one_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match=r"nowhere: no such folder; legal: .*runs/latest"):
         load(tmp_path / "nowhere")
-
-
-def test_a_file_is_no_run_folder(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(RunFolderError, match="no such folder"):
-        load(tmp_path / "file")
 
 
 def test_an_unrelated_folder_is_no_run_folder(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Whatever lies where a run should be, every command says one sentence and no traceback; a killed run can be read.
+"""Folders with anything in the place of a run: every command gives one sentence and no traceback.
+
+A killed run can be read.
 
 Harm is drawn: bytes cut off, flipped, added, lines doubled, files swapped, emptied or replaced by folders. The suite
 draws few of each; `--hypothesis-profile deep` draws many, and kills thirty runs. A run of layout 1 is read whole, one

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 import shardproof
-from reports.comparing import modes
+from reports.comparing import growth
 from reports.printing import tables
 from reports.stored import summary
 from reports.stored.frames import Run, in_order, load
@@ -188,16 +188,16 @@ def _growth(**lines: tuple[float, float]) -> pd.DataFrame:
 
 
 def test_the_crossing_is_where_the_lines_meet() -> None:
-    (crossing,) = modes.crossings(_growth(mtp=(0, 5), isp=(1000, 1))).to_dict("records")
+    (crossing,) = growth.crossings(_growth(mtp=(0, 5), isp=(1000, 1))).to_dict("records")
     assert (crossing["mode"], crossing["other"]) == ("isp", "mtp")
     assert crossing["tokens"] == pytest.approx(250)
     assert crossing["wire_bytes"] == pytest.approx(1250)
 
 
 def test_lines_that_never_cross_give_no_crossing() -> None:
-    parallel = modes.crossings(_growth(mtp=(0, 5), msp=(0, 5)))
-    apart = modes.crossings(_growth(mtp=(1000, 5), msp=(0, 4)))
-    from_zero = modes.crossings(_growth(mtp=(0, 5), fsp=(0, 6.5)))
+    parallel = growth.crossings(_growth(mtp=(0, 5), msp=(0, 5)))
+    apart = growth.crossings(_growth(mtp=(1000, 5), msp=(0, 4)))
+    from_zero = growth.crossings(_growth(mtp=(0, 5), fsp=(0, 6.5)))
     assert len(parallel) == len(apart) == len(from_zero) == 0
 
 
@@ -217,10 +217,10 @@ def _grown(run: Run, names: dict[str, dict[int, int]]) -> Run:
 
 def test_growth_is_measured_a_micro_batch_with_and_without_what_lies_outside_the_layers(run: Run) -> None:
     grown = _grown(run, {"mtp": {100: 1000, 200: 2000}, "isp": {100: 1600, 200: 1800}})
-    layers = modes.growth(grown)
+    layers = growth.growth(grown)
     assert list(layers["wire_bytes"]) == [500, 1000, 800, 900], "two micro-batches; isp sorts behind mtp"
-    assert list(modes.growth(grown, "all")["wire_bytes"]) == [508.5, 1008.5, 808.5, 908.5]
-    compared = modes.compared(grown)
+    assert list(growth.growth(grown, "all")["wire_bytes"]) == [508.5, 1008.5, 808.5, 908.5]
+    compared = growth.compared(grown)
     assert list(compared["counted"]) == ["layers", "all"]
     assert list(compared["tokens"]) == pytest.approx([175, 175])
 
@@ -230,21 +230,21 @@ def test_modes_are_compared_across_the_words_that_they_bring_with_them_and_no_ot
 
     def also(word: str) -> int:
         cases = grown.cases.assign(case=[c + word * ("isp" in c) for c in grown.cases["case"]])
-        return len(modes.growth(dataclasses.replace(grown, cases=cases)))
+        return len(growth.growth(dataclasses.replace(grown, cases=cases)))
 
     assert also(" head=exchange") == 4
     assert also(" layers=9") == 0, "another model"
 
 
 def test_one_size_or_one_mode_is_no_growth(run: Run) -> None:
-    assert len(modes.growth(run)) == 0
-    assert len(modes.growth(_grown(run, {"mtp": {100: 1, 200: 2}, "isp": {100: 1}}))) == 0
-    assert len(modes.compared(run)) == 0
+    assert len(growth.growth(run)) == 0
+    assert len(growth.growth(_grown(run, {"mtp": {100: 1, 200: 2}, "isp": {100: 1}}))) == 0
+    assert len(growth.compared(run)) == 0
 
 
 def test_an_unknown_way_to_count_is_refused(run: Run) -> None:
     with pytest.raises(ValueError, match="legal: layers, all"):
-        modes.growth(run, "some")
+        growth.growth(run, "some")
 
 
 def test_a_sum_with_an_unknown_part_is_unknown(run: Run) -> None:

@@ -1,1 +1,1 @@
-"""What an optimizer did wrong: to its moments, to parameters, by clipping."""
+"""Errors of an optimizer: of its moments, of parameters, by clipping."""

@@ -1,7 +1,7 @@
 """Clipping by another rule than the norm of all gradients: element by element, tensor by tensor, rank by rank.
 
-Looked for in plain steps along the gradient, where what a step moved is a number times the gradient: there the factor
-of every element, block and rank shows. Only cases that clip are looked at.
+Looked for in plain steps along the gradient, where the update is a number times the gradient. There the factor of every
+element, block and rank shows. Only cases that clip are looked at.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from harness.diagnosing.rules.proofs import Explained
 APART = 1e-3
 """Factors are different ones beyond this share of themselves."""
 SAME = 1e-9
-"""What a block moved is right within this share of it."""
+"""Share within which a block's update is right."""
 SEEN = 1e-3
 """Elements below this share of the largest show no factor."""
 

@@ -1,12 +1,12 @@
-"""What one step of Adam did wrong: to its moments, or, with right moments, to the update it makes of them.
+"""Errors of one step of Adam: of its moments, or, with right moments, of the update it makes of them.
 
 With gradient g, moments m and v, and b for the share that each keeps of its past:
 
     m' = b1 m + (1 - b1) g      v' = b2 v + (1 - b2) g^2      p' = p - lr decay p - L m' / (sqrt(v') + e)
 
-A wrong m' or v' is fitted by the right one and the one before: value = x right + y before. A gradient times f gives
-x = f, y = b (1 - f); moments that begin anew x = 1, y = -b; another share b' gives x = (1 - b') / (1 - b) and
-y = b' - x b. b1 and b2 are taken from the truth of the first step. Source: Kingma & Ba 2015; Loshchilov & Hutter 2019.
+A wrong m' or v' is fitted by the right one and the one before: `value = x right + y before`. A gradient times f gives
+`x = f, y = b (1 - f)`; moments that begin anew `x = 1, y = -b`. Another share b' gives `x = (1 - b') / (1 - b)` and `y
+= b' - x b`. b1 and b2 are taken from the truth of the first step. Source: Kingma & Ba 2015; Loshchilov & Hutter 2019.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _clipped(evidence: Evidence) -> float:
 
 
 def from_moments(evidence: Evidence, wrong: Sequence[str], step: int) -> list[Cause]:
-    """What is wrong in the moments of this step other than a factor on the gradients."""
+    """Causes in the moments of this step other than a factor on the gradients."""
     kept = shares_kept(evidence)
     if kept is None:
         return []
@@ -89,7 +89,7 @@ def _sum(state: Moved, x: float, y: float) -> Explained:
 
 
 def of_gradients(evidence: Evidence, wrong: Sequence[str], step: int) -> Predict:
-    """What moments are whose gradients are multiplied by a factor."""
+    """Prediction of moments whose gradients are multiplied by a factor."""
     kept, mean = shares_kept(evidence), moved(evidence, wrong, "exp_avg", step)
     return lambda factor: (_sum(mean, factor, kept[0] * (1 - factor)),) if kept and mean else ()
 

@@ -1,4 +1,4 @@
-"""What a step of the optimizer moved: wrong tensors of one kind of state beside their truth and the state before.
+"""Updates of a step of the optimizer: wrong tensors of one kind of state beside their truth and the state before.
 
 Elements that Adam may have made out of rounding (`Evidence.slack`) are left out: no rule speaks of them.
 """
@@ -22,12 +22,11 @@ LOOSE = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """All wrong tensors of a kind after one step, flat and end to end in float64; `names` are their parameters, of so
-    many elements each.
+    """All wrong tensors of a kind after one step, flat and end to end in float64; `names` are their parameters.
 
-    `beside`: other tensors of the same elements, where all are known: the parameters before this step ("parameter") and
-    how far the step before moved them ("last"), the moments after it ("mean", "square"), the first step's gradients
-    ("gradient").
+    `beside`: other tensors of the same elements, where all are known. They are the parameters before this step
+    ("parameter") and how far the step before moved them ("last"). Then come the moments after it ("mean", "square") and
+    the first step's gradients ("gradient").
     """
 
     names: tuple[str, ...]

@@ -1,8 +1,8 @@
-"""What one step of the optimizer did wrong, where a subject returns its state after every step.
+"""Errors of one step of the optimizer, where a subject returns its state after every step.
 
-The truth of such a state is the dense model's step from the subject's own state before it, so that what is wrong is
-this step's alone: its moments (`moments` beside this file), or the parameters' update, which is fitted by the right one
-and the parameters before: got = x right + y before. Tested on numbers, as everywhere.
+The truth of such a state is the dense model's step from the subject's own state before it: any error is this step's
+alone. The error is in its moments (`moments` beside this file), or in the parameters' update. The update is fitted by
+the right one and the parameters before: `got = x right + y before`. Tested on numbers, as everywhere.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LITTLE = 1e-2
 
 
 def from_states(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
-    """What the first step with a wrong state or norm did, from the parameters and moments of it that are wrong."""
+    """Causes in the first step with a wrong state or norm, from the parameters and moments of it that are wrong."""
     last = evidence.case.steps - 1
     step = last if kind_of(wrong[0]) == "param" else step_of(wrong[0])
     means = [moved(evidence, wrong, kind, step) for kind in ("exp_avg", "exp_avg_sq")]
@@ -52,7 +52,7 @@ def from_states(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
 
 
 def _updated(evidence: Evidence, wrong: Sequence[str], state: Moved, step: int) -> list[Cause]:
-    """What is wrong in updates when all that went into them is right."""
+    """Causes of wrong updates when all that went into them is right."""
     factor, measure = times(state.got, state.right), partial(_of_updates, state.names)
     clips = "mean" not in state.beside  # right moments were made of right gradients
     said = _scaled(evidence, "updates", step, factor, measure, lambda f: (_got(state, f * state.right),), clips=clips)
@@ -71,7 +71,7 @@ def _got(state: Moved, guess: Tensor) -> Explained:
 
 
 def _decayed(evidence: Evidence, state: Moved, step: int, factor: float, share: float) -> list[Cause]:
-    """What updates mean that are a factor times the right ones and a share of the parameters before."""
+    """Causes of updates that are a factor times the right ones and a share of the parameters before."""
     if math.isclose(factor, 1, rel_tol=CLOSE):
         known = "decay_missing" if share > 0 else "decay_added"
         meaning = "weight decay is left out" if share > 0 else "weight decay that does not belong there"
@@ -141,7 +141,7 @@ def _scaled(
     *,
     clips: bool = True,
 ) -> list[Cause]:
-    """What one factor on all wrong updates or gradients of a step means; `clips`: whether clipping may be behind it."""
+    """Causes of one factor on all wrong updates or gradients of a step; `clips`: whether clipping may be behind it."""
     if factor is None:
         return []
     told = f"the {what} of step {step} are {in_words(factor)} the right ones"

@@ -1,4 +1,4 @@
-"""What became of wrong parameters: never updated, with an old gradient, or wrong from the start.
+"""Origins of wrong parameters: never updated, with an old gradient, or wrong from the start.
 
 Weights before the first step are `Evidence.shares`' "start/<parameter>". Tested on numbers, as everywhere.
 """
@@ -21,7 +21,7 @@ MOVED = 0.2
 
 
 def from_updates(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
-    """What became of wrong parameters: never updated, or updated with an old gradient."""
+    """Causes of wrong parameters: never updated, or updated with an old gradient."""
     names = [n for n in wrong if kind_of(n) == "param" and n in evidence.merged.tensors]
     starts = {n: evidence.shares.get(n.replace("param/", "start/", 1)) for n in names}
     known = {n: start.double() for n, start in starts.items() if start is not None}
@@ -47,7 +47,7 @@ def from_updates(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
 
 
 def from_start(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
-    """What wrong parameters show of the weights before the first step."""
+    """Causes of wrong parameters by the weights before the first step."""
     starts = {n: evidence.shares.get(n.replace("param/", "start/", 1)) for n in wrong if kind_of(n) == "param"}
     tensors = evidence.merged.tensors
     return _loaded(
@@ -73,7 +73,7 @@ def _loaded(evidence: Evidence, of_name: Mapping[str, tuple[Tensor, Tensor]]) ->
 
 
 def _along(value: Tensor, truth: Tensor, old: Tensor) -> Explained:
-    """What is wrong as some factor times an old gradient: which one depends on what sums it went through."""
+    """Error as some factor times an old gradient: which one depends on what sums it went through."""
     power = float(old.square().sum())
     share = float(((value - truth) * old).sum()) / power if power else 0.0
     return Explained(value=value, truth=truth, guess=truth + share * old, left=2e-3)

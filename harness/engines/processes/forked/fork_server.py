@@ -1,12 +1,12 @@
 """The fork server: a process that has imported everything once, and forks a worker at each request.
 
-Each worker shares two descriptors with whoever asked for it: a pipe, and an anonymous file with its flight recorder.
-Messages of the server are pairs of a word and numbers: "fork" comes with the two descriptors and is answered by
-"forked" and the pid; "kill" names pids; "died" reports a pid and its status as os.waitpid does.
+Each worker shares two descriptors with the process that requested it: a pipe, and an anonymous file with its flight
+recorder. Messages of the server are pairs of a word and numbers. "fork" comes with the two descriptors and is answered
+by "forked" and the pid; "kill" names pids. "died" reports a pid and its status as os.waitpid does.
 
 Nothing is left in a file system. When the server's own pipe closes, because its driver has ended or was killed, it
-kills every worker and what they started, and ends. It lives in a session of its own, so that a Ctrl-C reaches the
-driver alone. Every wait is bounded; times are seconds.
+kills every worker and what they started, and ends. The server lives in a session of its own, so that a Ctrl-C reaches
+the driver alone. Every wait is bounded; times are seconds.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 class Worker:
-    """One worker and its server; `recorder_file` is a descriptor of the memory of its flight recorder."""
+    """A worker and its server; `recorder_file` is a descriptor of the memory of its flight recorder."""
 
     def __init__(self, pid: int, pipe: Connection, recorder_file: int, server: ForkServer) -> None:
         self.pid, self.pipe, self.recorder_file, self.server = pid, pipe, recorder_file, server
@@ -65,7 +65,7 @@ class Worker:
             self.pipe.send_bytes(message)
 
     def end(self, limit_s: float = _BURIAL_S) -> ProcessEnd:
-        """How it ended, which its server reports, at most so much later; to be called when its pipe has closed."""
+        """Its ending, which its server reports, at most `limit_s` later; to be called when its pipe has closed."""
         end_s = time.monotonic() + limit_s
         with suppress(MachineError):  # the server has ended too
             while self.pid not in self.server.died and (left_s := end_s - time.monotonic()) > 0:

@@ -1,6 +1,6 @@
 """Gloo connections kept from run to run: making them takes milliseconds and closing them 20, every run and group.
 
-A run still has groups of its own, new to torch and to the program: only the backend object inside them (connections and
+A run still has groups of its own, new to torch and to the program. Only the backend object inside them (connections and
 a counter of calls) is the one that the same group of the same processes had before. Ranks that issued the same calls
 agree on that counter; after a run that failed its processes are replaced.
 """

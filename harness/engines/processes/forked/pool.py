@@ -1,11 +1,11 @@
 """The pool engine: every rank a process that is kept from run to run, connected by gloo, or NCCL on GPUs.
 
 Ranks are forked from servers that have imported torch once, so a new one costs milliseconds. There are two servers, in
-which Python hashes strings with different seeds, so that ranks do not iterate over a set in the same order, as on a
-cluster: the seeds differ in every group of two, four or eight neighbours or strided ranks. They receive programs by
-reference, cases and seeds, never tensors, and answer with pickles. A run that fails in any way ends in the same errors
-as in the in-process engine; its processes are killed and the next run gets new ones. What a program leaves in its
-process (globals of modules, caches) is there in the next run, as in any process that lives on.
+which Python hashes strings with different seeds. So ranks do not iterate over a set in the same order, as on a cluster.
+The seeds differ in every group of two, four or eight neighbours or strided ranks. Ranks receive programs by reference,
+cases and seeds, never tensors, and answer with pickles. A run that fails in any way ends in the same errors as in the
+in-process engine. Its processes are killed and the next run gets new ones. State that a program leaves in its process
+(globals of modules, caches) is there in the next run, as in any process that lives on.
 
 No file is left, and no process outlives the driver: forked.fork_server.
 """
@@ -84,7 +84,7 @@ class _Pool:
         self._number = self._connection = 0
 
     def run(self, request: RunRequest, program: bytes) -> tuple[list[Any], tuple[Unwaited, ...]]:
-        """One run: the values, and the works that were never waited for.
+        """Perform a run: the values, and the works that were never waited for.
 
         After anything but a good end its processes are replaced. Raises what Supervisor.results raises.
         """

@@ -26,12 +26,12 @@ _SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 _LINE = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x(?P<ident>[0-9a-f]+)")
 _PROGRAM_FILE = rank_program.__file__
-"""What calls a rank's program; the frames from there on are the engine's."""
+"""File that calls a rank's program; the frames from there on are the engine's."""
 _STEP_S = 0.01
 
 
 class _Frame(NamedTuple):
-    """One line of a stack."""
+    """A line of a stack."""
 
     file: str
     line: int

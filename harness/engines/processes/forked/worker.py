@@ -1,6 +1,6 @@
 """A worker's side: the life of the process that is one rank, run after run, each in a world of its own.
 
-Orders come over a pipe, reports go back. A run is reported as soon as the program has ended; its groups stay until the
+Orders come over a pipe, reports go back. A run is reported as soon as the program has ended. Its groups stay until the
 rank is released, when all ranks have ended: closing connections earlier would fail ranks that are still reading.
 """
 
@@ -40,8 +40,8 @@ class CpuAffinity:
 
     When ranks are more than processors, a rank stays on one of them with all its threads. A call on gloo wakes several
     threads of a rank one after another. On processors that are shared anyway, a wake-up on the processor that is awake
-    costs half of one across: four ranks on two cores make twice as many calls a second. What a rank starts (threads,
-    processes) inherits its processors.
+    costs half of one across. Four ranks on two cores thus make twice as many calls a second. Threads and processes that
+    a rank starts inherit its processors.
     """
 
     def __init__(self) -> None:
@@ -159,8 +159,9 @@ class _Worker:
 
 
 def _vanish() -> NoReturn:
-    """End at once: the driver is gone in the middle of a run, and torch, taking its world down, would print at length
-    that the store is gone too.
+    """End at once: the driver is gone in the middle of a run.
+
+    torch, taking its world down, would print at length that the store is gone too.
     """
     os._exit(0)
 

@@ -1,6 +1,6 @@
 """The agent of a rank, as in torch elastic: the launched process keeps and monitors a worker that runs the programs.
 
-The rank's program runs in a process that the agent forks (forked.fork_server), so that one that hangs can be ended and
+The rank's program runs in a process that the agent forks (forked.fork_server). So a program that hangs can be ended and
 one that dies is reported, while the launched process stays. The agent reads the worker's flight recorder and stack, and
 passes on its reports without reading them. Messages are pairs, of a word and the number of the run but for these:
 
@@ -37,7 +37,7 @@ _ANSWER_S = 0.5
 
 
 class Progress(NamedTuple):
-    """How far a rank has come: what it recorded since the last answer, and where it stands where that was asked.
+    """Progress of a rank: its records since the last answer, and where it stands if that was requested.
 
     `report`: the packed report of a run that has ended. `end`: how the worker ended.
     """

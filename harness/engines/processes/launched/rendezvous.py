@@ -3,10 +3,9 @@
 torchrun gives RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Where RANK is missing, SLURM's SLURM_PROCID,
 SLURM_NTASKS, SLURM_LOCALID and the first node of SLURM_JOB_NODELIST stand for them, and a port made of SLURM_JOB_ID.
 
-The control channel is one connection from rank 0's process to every other one, apart from the groups under test, so
-that a run that breaks the groups can still be reported, and a process that ends is seen at once. The address and a
-token travel through the launcher's store; any process that can read the store may join. Times are seconds, and every
-wait is bounded.
+The control channel is one connection from rank 0's process to every other one, apart from the groups under test. So a
+run that breaks the groups is still reported, and a process's end seen at once. The address and a token travel through
+the launcher's store; any process that can read the store may join. Times are seconds, and every wait is bounded.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     torchrun --nnodes 2 --nproc-per-node 4 ... -m shardproof run "mode=tp tp=8 kv_heads=8" --engine torchrun
 
 Rank 0's process drives: it alone draws cases, checks and prints. All others call `serve` and end when it does. Orders
-and results travel on connections of their own (launched.rendezvous), never on the groups under test; every run gets a
+and results travel on connections of their own (launched.rendezvous), never on the groups under test. Every run gets a
 fresh default group in processes of its own (launched.agent), so that what it breaks does not reach the next. torchrun
 itself makes 1 of every status but 0. A case that is smaller than the world runs on its first ranks.
 """
@@ -172,7 +172,7 @@ class LaunchedWorkers:
 
     @property
     def calls(self) -> list[Callable[[], ReadCalls]]:
-        """What the ranks have sent of their flight recorders."""
+        """Records that the ranks have sent of their flight recorders."""
         return [functools.partial(self._read, rank) for rank in self._links]
 
     @property
@@ -223,7 +223,7 @@ class LaunchedWorkers:
         return read
 
     def _ask(self, word: str, limit_s: float) -> None:
-        """Ask every pending rank, and listen until it has answered."""
+        """Send the word to every pending rank, and listen until it has answered."""
         self._answered.clear()
         for rank in self._pending():
             self._send(rank, word, self._order.number)

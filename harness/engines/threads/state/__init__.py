@@ -1,1 +1,1 @@
-"""What a process keeps once and every rank thread has for itself."""
+"""State that a process keeps once and every rank thread has for itself."""

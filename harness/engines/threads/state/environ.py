@@ -1,6 +1,6 @@
 """os.environ of ranks that are threads: each reads its launcher's words, and changes of one are not seen by another.
 
-A change of a rank is passed on to the C library too, as os.environ does, so that libraries see it; at the end of the
+A change of a rank is passed on to the C library too, as os.environ does, so that libraries see it. At the end of the
 run the process has what it had. The launcher's words themselves are Python's alone: getenv in C has no ranks.
 """
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 OwnWords = dict[str, str | None]
-"""What a rank's environment has beside the process's: word -> value, None where the rank has deleted it."""
+"""Words of a rank's environment beside the process's: word -> value, None where the rank has deleted it."""
 _Environ: Any = type(os.environ)
 
 

@@ -1,10 +1,10 @@
 """The state that modules keep for a process, as places which every rank can have for itself.
 
-Of each named module: its globals, the attributes of its classes, and, found from these and in turn, the attributes of
-instances (singletons) and of functions, and the defaults of arguments that can be changed. Lists, dicts, sets and
-deques in them are copied for each rank, once where several names hold one; caches of functools are new for each rank.
-Everything else is shared: tensors, classes of other modules, instances of classes of Python's library or torch, and
-names that other modules imported from the named ones.
+The state of a named module is its globals and the attributes of its classes. Found from these in turn are the
+attributes of instances (singletons) and of functions, and the defaults of arguments that can be changed. Lists, dicts,
+sets and deques in them are copied for each rank, once where several names hold one. Caches of functools are new for
+each rank. Everything else is shared: tensors, classes of other modules, instances of classes of Python's library or
+torch. So are names that other modules imported from the named ones.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def own(places: Iterable[Namespace]) -> list[Names]:
 
 @contextmanager
 def own_state(names: Sequence[str]) -> Iterator[None]:
-    """What the body changes in these modules is as before afterwards. Raises RequestError as `namespaces_of`."""
+    """Undo the body's changes in these modules. Raises RequestError as `namespaces_of`."""
     places = namespaces_of(names)
     before = [place.read() for place in places]
     for place, mine in zip(places, own(places), strict=True):

@@ -2,7 +2,8 @@
 
 Random streams (torch's CPU generator, Python's `random`, numpy's global stream), the default dtype, and the state of
 modules that the request names (`module_state`). Swapping is sound only because one rank runs at a time. Not swapped, so
-shared by ranks: the working folder, CUDA generators, the state of other modules. The environment is asked by thread.
+shared by ranks: the working folder, CUDA generators, the state of other modules. The environment is looked up by
+thread.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _HAS_GAUSS = 3
 
 
 class _Stream(NamedTuple):
-    """One stream of the process. `mark()` is equal as long as no code draws or seeds."""
+    """A stream of the process. `mark()` is equal as long as no code draws or seeds."""
 
     seed: Callable[[int], object]
     read: Callable[[], Any]
@@ -43,9 +44,8 @@ class RankStreams:
 
     To read and write them costs 1 us (torch) to 36 us (numpy) and sweeps the caches, and few programs draw between two
     collectives. All three are Mersenne twisters in memory: a draw moves the place in the words, and after the last word
-    new words are made. So a mark of each, place and first word, is compared with the start; a stream is swapped only
-    from the first change of turns at which its mark differs. Where a twister is not found in memory the mark is its
-    whole state.
+    new words are made. So a mark of each, place and first word, is compared with the start. A stream is swapped only
+    from the first change of turns at which its mark differs. Of a twister not found in memory the mark is the state.
     """
 
     def __init__(self, world_size: int, seed: int) -> None:

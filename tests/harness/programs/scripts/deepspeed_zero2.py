@@ -1,7 +1,7 @@
 """DeepSpeed ZeRO-2 as its users write it: two micro-batches a step, gradients reduced to their owners, AdamW.
 
-Its op for shared memory, which only its inference calls, would be compiled at the first start, for minutes; without it
-DeepSpeed takes gloo, as on platforms where that op is not to be had.
+Its op for shared memory, which only its inference calls, would be compiled at the first start, for minutes. Without the
+op DeepSpeed takes gloo, as on platforms where it is not to be had.
 """
 
 import os

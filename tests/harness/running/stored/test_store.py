@@ -8,10 +8,6 @@ import gzip
 import json
 import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,7 +102,7 @@ def test_the_summary_shows_lacking_surplus_and_uneven_events() -> None:
 
 @pytest.mark.parametrize(("loss_of", "apart"), [({0: 4, 1: 2}, 0), ({0: 2, 1: 4}, 2), ({0: 4, 1: 4}, 1)])
 def test_every_rank_is_held_against_its_own_expectation(loss_of: dict[int, int], apart: int) -> None:
-    """Rank 0 is the last stage and takes twice as many losses; the largest and smallest numbers alone do not tell."""
+    """Rank 0 is the last stage and takes twice as many losses; the largest and smallest numbers do not show it."""
     form = [
         Term(phase="loss", op="all_reduce", axis="tp", group_size=2, calls=2 * (2 - tp), at={"tp": tp}) for tp in (0, 1)
     ]
@@ -114,10 +110,11 @@ def test_every_rank_is_held_against_its_own_expectation(loss_of: dict[int, int],
         rank: [e for e in events() if (e.rank, e.phase) == (rank, "loss")][:calls] for rank, calls in loss_of.items()
     }
     (row,) = summarize(CASE, "tp", 2, [*issued[0], *issued[1]], form, (), {"tp": ((0, 1),)})
-    assert (row.expected_calls, row.ranks_apart, row.uneven) == (4, None, len(set(loss_of.values())) > 1)
+    assert (row.expected_calls, row.ranks_apart) == (4, None)
+    assert (row.min_calls is not None) == (len(set(loss_of.values())) > 1)
     form = [replace(term, payload_bytes=64) for term in form]
     (row,) = summarize(CASE, "tp", 2, [*issued[0], *issued[1]], form, (), {"tp": ((0, 1),)})
-    assert (row.calls, row.expected_calls, row.ranks_apart, row.uneven) == (4, 4, apart, True)
+    assert (row.calls, row.expected_calls, row.ranks_apart) == (4, 4, apart)
 
 
 def test_min_columns_appear_when_ranks_differ_and_only_then(tmp_path: Path) -> None:
@@ -200,36 +197,6 @@ def test_a_place_without_links_loses_the_link_and_says_so(tmp_path: Path) -> Non
     assert (tmp_path / "latest" / "precious").exists()
     assert len(store.notes) == 1 and "does not point to this run" in store.notes[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["latest", store.path.name])
-
-
-_WRITER = """
-import sys
-from dataclasses import replace
-from pathlib import Path
-from tests.harness.running.stored.test_store import CASE, finished, opened
-store = opened(Path(sys.argv[1]))
-store.plan([{"case": CASE, "mode": "tp", "world_size": 2}])
-print(store.path, flush=True)
-while True:
-    finished(store)
-"""
-
-
-def test_a_run_that_is_killed_leaves_a_readable_folder(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", _WRITER, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
-        assert writer.stdout is not None
-        path = Path(writer.stdout.readline().strip())
-        deadline = time.monotonic() + 30
-        while (path / "verdicts.jsonl").stat().st_size < 2000 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        writer.send_signal(signal.SIGKILL)
-    assert writer.returncode == -signal.SIGKILL
-    run = load(path)
-    assert len(run.verdicts) >= 5
-    assert len(run.ledger) >= 40 * len(run.verdicts)  # verdicts come last: theirs are complete cases
-    assert run.env["command"] == ["shardproof", "run"]
-    assert len(run.summary) >= 3 * len(run.verdicts)
 
 
 FIRST, SECOND = "mode=tp tp=2", "mode=tp tp=4"

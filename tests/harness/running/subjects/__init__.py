@@ -1,1 +1,1 @@
-"""What a subject may be and do: names, modes, its own errors, other folders, kept processes."""
+"""Subjects and their freedom: names, modes, own errors, other folders, kept processes."""

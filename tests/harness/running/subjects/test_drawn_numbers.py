@@ -50,7 +50,7 @@ class Router(nn.Module):
 
 
 class Model(nn.Module):
-    """One router and its experts, all computed."""
+    """A router and its experts, all computed."""
 
     def __init__(self, noise: str) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class Functions(Noisy):
 
 
 def functions(case: Any, dp_ranks: range) -> Mapping[str, Any]:
-    """One step without modules."""
+    """Train a step without modules."""
     weight = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0)).to(getattr(torch, case.dtype))
     weight.requires_grad_()
     for micro in range(case.micro):

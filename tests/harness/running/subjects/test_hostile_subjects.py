@@ -1,4 +1,4 @@
-"""Whatever a subject's own code does, its case gets a verdict in words and the cases after it run."""
+"""A subject's own code may do anything: its case gets a verdict in words and the cases after it run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def silent(case: Case, device: torch.device) -> dict[str, Tensor]:
 
 
 class Speaking:
-    """Right, and says of itself what it is told to."""
+    """Right, and states of itself what a test wants."""
 
     def __init__(self, **said: object) -> None:
         vars(self).update(said)
@@ -61,7 +61,7 @@ class Speaking:
 
 
 class Closed:
-    """Right, and raises when it is asked whether it says anything of itself."""
+    """Right, and raises when its statements are read."""
 
     def __call__(self, case: Case, device: torch.device) -> dict[str, Tensor]:
         """The dense model, after a module that can be captured."""
@@ -86,7 +86,7 @@ class Unsaid(Stateless):
 
 
 def raising(*_: object) -> str:
-    """Fails for seed 0, whatever is asked."""
+    """Fails for seed 0, in any state."""
     raise RuntimeError("broke")
 
 

@@ -1,5 +1,6 @@
-"""Subjects that raise, end their process, go to another folder or spoil what is written after the run: frames in the
-message, the traceback in a file, exit status 1, and every verdict where it belongs.
+"""Subjects that raise, end their process, go to another folder or spoil what is written after the run.
+
+Frames are in the message, the traceback in a file, exit status 1, and every verdict where it belongs.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class Wrapped:
         self.wrap = wrap
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
-        """One rank."""
+        """Train on one rank."""
         return trained(case, device, wrap=self.wrap)
 
 
@@ -173,7 +173,7 @@ class OfDTensors:
         return self.computed(case, None)
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
-        """One rank."""
+        """Train on one rank."""
         torch.manual_seed(self.seeds[dist.get_rank()])
         return self.computed(case, dist.init_device_mesh("cpu", (case.tp,)))
 

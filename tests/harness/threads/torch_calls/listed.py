@@ -56,7 +56,7 @@ def filled(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def attempt(rank: int, size: int, names: Sequence[str]) -> dict[str, Any]:
-    """What each call returned, in plain Python; an exception as a set of the kinds that a program can catch it by."""
+    """Results of all calls, in plain Python; an exception as a set of the kinds that a program can catch it by."""
     found: dict[str, Any] = {}
     for name in names:
         with warnings.catch_warnings():
@@ -80,7 +80,7 @@ def plain(value: Any) -> Any:
 
 
 def each(dtypes: Any, call: Any) -> dict[str, Any]:
-    """What the call makes of every dtype, or that it raises."""
+    """Result of the call for every dtype, or that it raises."""
     found = {}
     for dtype in dtypes:
         try:

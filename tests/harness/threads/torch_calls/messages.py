@@ -1,4 +1,4 @@
-"""Messages and objects: by rank and by group rank, batched, tagged, from anybody; torch's functional forms."""
+"""Messages and objects: by rank and by group rank, batched, tagged, from any rank; torch's functional forms."""
 
 from __future__ import annotations
 

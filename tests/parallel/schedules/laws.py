@@ -1,6 +1,7 @@
-"""What must hold of any set of programs: everything computed once, nothing before what it needs, messages in order.
+"""Laws of any set of programs: everything computed once, nothing before its input, messages in order.
 
-Every check takes programs, so that it can be seen to fail on a wrong one, and returns what it found, in words.
+Every check takes programs, so that it can be seen to fail on a wrong one, and returns what it found, in words. Closed
+forms of live chunks and of sends stand beside the counts of a program. In `timeline` messages take no time.
 """
 
 from __future__ import annotations
@@ -8,9 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from enum import StrEnum
+from fractions import Fraction
 
-from parallel.schedules.messages import Program, counterpart, peer
+from parallel.schedules.messages import Program, counterpart, groups_between, peer
 from parallel.schedules.pipeline import Action, Kind, Pipeline
+from parallel.schedules.timing import ComputeTimes, Span
 
 
 class Sends(StrEnum):
@@ -22,15 +25,8 @@ class Sends(StrEnum):
 
 
 def delivery(pipeline: Pipeline) -> tuple[Sends, int]:
-    """The sends and the number of process groups between two ranks with which the programs of a pipeline are legal.
-
-    Interleaved on two ranks: activations and gradients pass both ways between the same two ranks in one batch and
-    would be swapped in one group (around.md 13.4). ZBV: both pass both ways between all neighbours, and a receive
-    comes only when its input is needed.
-    """
-    if pipeline.v_shaped:
-        return Sends.BUFFERED, 2
-    return Sends.BATCHED, 2 if pipeline.schedule == "interleaved" and pipeline.ranks == 2 else 1
+    """The sends and the number of process groups between two ranks with which the programs of a pipeline are legal."""
+    return Sends.BUFFERED if pipeline.v_shaped else Sends.BATCHED, groups_between(pipeline)
 
 
 def check_complete(pipeline: Pipeline, made: Sequence[Program]) -> list[str]:
@@ -50,28 +46,11 @@ def check_complete(pipeline: Pipeline, made: Sequence[Program]) -> list[str]:
     return breaches
 
 
-def check_conserved(pipeline: Pipeline, made: Sequence[Program]) -> list[str]:
-    """What is sent from one rank to another is what the other receives, message by message, in any order."""
-    sent: Counter[tuple[int, int, Action]] = Counter()
-    received: Counter[tuple[int, int, Action]] = Counter()
-    for rank, steps in enumerate(made):
-        for action in (action for step in steps for action in step if not action.kind.computes):
-            other = peer(pipeline, action)
-            if _is_send(action):
-                sent[rank, other, action] += 1
-            else:
-                received[other, rank, counterpart(pipeline, action)] += 1
-    lost = [f"rank {a} to {b}: {action} is never received" for a, b, action in (sent - received).elements()]
-    return lost + [
-        f"rank {a} to {b}: {action} is received, never sent" for a, b, action in (received - sent).elements()
-    ]
-
-
 def check_legal(pipeline: Pipeline, made: Sequence[Program], sends: Sends, channels: int) -> list[str]:
     """Run all programs against each other; returns what is computed before its input, swapped, or waited for forever.
 
-    Between two ranks the k-th send meets the k-th receive, as in torch.distributed; with `channels=2` activations
-    and gradients go over two process groups, so that only messages of one direction are in one order.
+    Between two ranks the k-th send meets the k-th receive, as in torch.distributed. With `channels=2` activations and
+    gradients go over two process groups, so that only messages of one direction are in one order.
     """
     run = _Run(pipeline, made, sends, channels)
     while any([run.advance(rank) for rank in range(pipeline.ranks)]):
@@ -104,6 +83,63 @@ def live_stated(pipeline: Pipeline, rank: int) -> int:
             return min(2 * pp, micro + min(micro, rank + 1))
         case _:
             return min(pp - rank, micro)
+
+
+def message_counts(made: Program) -> Counter[Kind]:
+    """Messages of a program by kind."""
+    return Counter(action.kind for step in made for action in step if not action.kind.computes)
+
+
+def sends_stated(pipeline: Pipeline, rank: int) -> tuple[int, int]:
+    """Closed form: sends of (activations, gradients) of a rank in one step of training."""
+    pp, micro, chunks = pipeline.ranks, pipeline.micro, pipeline.chunks
+    if pp == 1:
+        return 0, 0
+    first, last = int(rank == 0), int(rank == pp - 1)
+    if pipeline.v_shaped:  # the last rank holds the stages pp-1 and pp: what passes between them is no message
+        return micro * (2 - first - last), micro * (2 - first - last)
+    return micro * (chunks - last), micro * (chunks - first)
+
+
+def timeline(
+    pipeline: Pipeline, made: Sequence[Sequence[Action]], times: ComputeTimes | None = None
+) -> tuple[tuple[Span, ...], ...]:
+    """Spans of all ranks when each computation of `made` starts as soon as its rank and its inputs allow.
+
+    Raises ValueError when the orders wait for each other forever.
+    """
+    times = times or ComputeTimes()
+    lasts = {kind: times.of(pipeline, kind) for kind in (Kind.F, Kind.B, Kind.W)}
+    ends: dict[Action, Fraction] = {}
+    spans: list[list[Span]] = [[] for _ in made]
+    moved = True
+    while moved:
+        moved = False
+        for own, actions in zip(spans, made, strict=True):
+            while len(own) < len(actions):
+                action = actions[len(own)]
+                needs = pipeline.needs(action)
+                if any(need not in ends for need in needs):
+                    break
+                start = max([own[-1].end if own else Fraction(0), *(ends[need] for need in needs)])
+                own.append(Span(action=action, start=start, end=start + lasts[action.kind]))
+                ends[action] = own[-1].end
+                moved = True
+    for rank, (own, actions) in enumerate(zip(spans, made, strict=True)):
+        if len(own) < len(actions):
+            raise ValueError(f"order of rank {rank}: waits forever for the input of {actions[len(own)]}")
+    return tuple(map(tuple, spans))
+
+
+def bubble(spans: Sequence[Sequence[Span]]) -> Fraction:
+    """The part of all ranks' time, from the first start to the last end, in which they compute nothing."""
+    whole = len(spans) * max(own[-1].end for own in spans)
+    return 1 - sum((span.end - span.start for own in spans for span in own), Fraction(0)) / whole
+
+
+def idle_inside(own: Sequence[Span]) -> Fraction:
+    """How long a rank computes nothing between its first and its last computation."""
+    return own[-1].end - own[0].start - sum((span.end - span.start for span in own), Fraction(0))
 
 
 def _is_send(action: Action) -> bool:
@@ -180,7 +216,7 @@ class _Run:
         return [] if sends and self.sends is Sends.BUFFERED else [(channel, not sends, index)]
 
     def _needs(self, action: Action) -> set[Action]:
-        """What must be done before a computation, with what other ranks compute replaced by its receive."""
+        """Actions due before a computation, with those of other ranks replaced by their receive."""
         received = action._replace(kind=Kind.RECV_FORWARD if action.kind is Kind.F else Kind.RECV_BACKWARD)
         own = self.pipeline.rank(action.stage)
         return {need if self.pipeline.rank(need.stage) == own else received for need in self.pipeline.needs(action)}

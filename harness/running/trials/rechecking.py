@@ -11,7 +11,7 @@ training amplifies it. Where the first step agrees and a later one does not:
 In lower precision every step is compared from the subject's own state at once. No error that
 rounding may explain is called wrong before more control runs were made.
 
-What is beyond these limits is judged again where the case computes or sends in a lower precision
+Tensors beyond these limits are judged again where the case computes or sends in a lower precision
 (harness.running.trials.lower_precision).
 """
 
@@ -22,8 +22,8 @@ from collections.abc import Mapping
 from harness.checking.checks import LAWS, Check, examine
 from harness.checking.evidence import Evidence, Finding
 from harness.checking.measures.distance import distance
+from harness.checking.measures.kinds import NUMERIC_KINDS
 from harness.checking.measures.tolerance import CONTROL_FACTOR
-from harness.checking.numeric_checks import NUMERIC_KINDS
 from harness.running.trials.law_runs import with_first_forward
 from harness.running.trials.lower_precision import Found, as_found, as_stated, in_first_step, stated, wrong_of
 from harness.running.trials.rounding import control_run, controlled, doubtful, measured_apart, stepwise
@@ -35,8 +35,9 @@ CONDITIONED = 1e-8
 
 
 def rechecked(trial: Trial, evidence: Evidence, checks: Mapping[str, Check], findings: Findings | None = None) -> Found:
-    """What these checks find, and the evidence with every control run that they came to need. `findings`: of the
-    evidence as it is, in float64.
+    """Findings of these checks, and the evidence with every control run that they came to need.
+
+    `findings`: of the evidence as it is, in float64.
     """
     rounding = stated(trial, evidence)
     if rounding is None:

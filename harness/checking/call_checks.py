@@ -1,0 +1,221 @@
+"""Checks of how ranks talk: over the ranks of an axis, waited for, hidden as promised, and in parallel at all."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+
+from harness.checking.evidence import FAIL, PASS, Evidence, Finding
+from harness.ledger import Event
+from harness.mesh_axes import split_axes
+from harness.outcome.blocks import Block
+from harness.outcome.merging import Outcomes
+from harness.protocols import Axes, CaseLike
+from harness.terms import EventKey, Term, closed_forms, key_of, visible
+
+SPLIT = " % of the parameters are split"
+"""Words behind the share of the parameters that is split in the message of `parallelism`."""
+
+
+def groups(evidence: Evidence) -> Finding | None:
+    """Whether the group of every event is a rank list of its axis.
+
+    The axis of an event is the name that the program gave its group ("wp", DeviceMesh's "mesh_wp"). The ledger compares
+    names, so a group of this name over other ranks agrees with the closed form. When the same is done everywhere it
+    agrees with every number too. The rank lists of an axis are the case's, or those of `subject.axes(case)` for another
+    rank order. The axis "dp_cp" joins those two: its groups are the ranks that are together in one of their lists, or
+    by way of others. The order within a group is not compared: torch sorts the ranks of every group.
+    """
+    if not evidence.events:
+        return None
+    axes = {event.axis for event in evidence.events}
+    unnamed = axes - _legal(evidence.axes, axes).keys() - {"world"}
+    unchecked = tuple(f"group {axis}: no axis of the case or of subject.axes(case) has this name" for axis in unnamed)
+    stray = strays(evidence)
+    if not stray:
+        named = ", ".join(sorted(axes - unnamed)) or "no axis"
+        message = f"every group named {named} is a rank list of its axis"
+        return Finding(verdict=PASS, message=message, unchecked=tuple(sorted(unchecked)))
+    first = stray[0]
+    axis, ran = first.axis, [event.group for event in stray if event.axis == first.axis]
+    rule = f"are no rank lists of axis {axis}: {lists_text(_legal(evidence.axes, axes)[axis])}"
+    legal = "the groups of these ranks, or subject.axes(case) that states another rank order"
+    return Finding(
+        verdict=FAIL,
+        message=f"{len(ran)} calls named {axis} run over the ranks {lists_text(ran)}, which {rule}; legal: {legal}",
+        unchecked=tuple(sorted(unchecked)),
+        ranks=tuple(sorted({event.rank for event in stray})),
+        phase=first.phase,
+        region=first.region,
+    )
+
+
+def strays(evidence: Evidence) -> Sequence[Event]:
+    """The events whose group is no rank list of the axis that it is named after, by call index and rank."""
+    axes = {event.axis for event in evidence.events}
+    legal = {axis: {frozenset(ranks) for ranks in lists} for axis, lists in _legal(evidence.axes, axes).items()}
+    stray = [
+        event for event in evidence.events if event.axis in legal and frozenset(event.group) not in legal[event.axis]
+    ]
+    return sorted(stray, key=lambda event: (event.call_index, event.rank))
+
+
+def _legal(axes: Axes, names: Iterable[str]) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """The rank lists of every axis of the case and of those of these names that join some, such as "dp_cp"."""
+    joint = {name: name.split("_") for name in names if name not in axes}
+    return {**axes, **{name: _joined(axes, parts) for name, parts in joint.items() if set(parts) <= axes.keys()}}
+
+
+def _joined(axes: Axes, parts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """The rank lists in which the ranks of every list of these axes are together."""
+    joined: list[set[int]] = []
+    for ranks in itertools.chain.from_iterable(axes[part] for part in parts):
+        touching = [together for together in joined if together & set(ranks)]
+        joined = [together for together in joined if together not in touching]
+        joined.append(set(ranks).union(*touching))
+    return tuple(tuple(sorted(together)) for together in joined)
+
+
+def lists_text(lists: Iterable[Sequence[int]]) -> str:
+    """Rank lists as messages print them, each once and at most four: "[0, 1] [2, 3]"."""
+    texts = sorted({str(sorted(ranks)) for ranks in lists})
+    return " ".join(texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")
+
+
+def waits(evidence: Evidence) -> Finding | None:
+    """Whether every asynchronous call was waited for: one that never was may be used before it is complete."""
+    if not evidence.unwaited:
+        started = sum(event.is_async for event in evidence.events)
+        return Finding(verdict=PASS, message=f"all {started} asynchronous calls were waited for") if started else None
+    first = evidence.unwaited[0]
+    more = f"; {len(evidence.unwaited) - 1} more like it" if len(evidence.unwaited) > 1 else ""
+    message = f"{first.op} #{first.number} of {first.group} at {first.caller} was never waited for{more}"
+    return Finding(verdict=FAIL, message=message, ranks=tuple(sorted({work.rank for work in evidence.unwaited})))
+
+
+def overlap(evidence: Evidence) -> Finding | None:
+    """Whether as many calls as promised are hidden on every rank; a missing call is reported by the ledger check.
+
+    A term with `hidden=True` promises that each of its calls is asynchronous and that a product is computed between its
+    issue and its first wait. A term without it promises nothing. Hidden calls are measured in the run that is watched
+    (harness.recording.measures), in a dry run by its meter. The meter knows the order of the program, and no time.
+    """
+    hidden = [term for term in evidence.expectation or () if getattr(term, "hidden", False)]
+    if not hidden or evidence.hidden is None:
+        return None
+    forms = closed_forms(visible(hidden), {*evidence.ranks, *(event.rank for event in evidence.events)}, evidence.axes)
+    issued: dict[tuple[int, EventKey | Term], list[Event]] = defaultdict(list)
+    for event in evidence.events:
+        for counting in forms[event.rank].counting(key_of(event)):
+            issued[event.rank, counting].append(event)
+    promised: dict[int, Counter[EventKey | Term]] = {}
+    for rank, form in forms.items():
+        promised[rank] = Counter(form.complete)
+        for term in form.partial:  # one without a number promises it of all its calls
+            issued_calls = max((len(events) for (_, counting), events in issued.items() if counting == term), default=0)
+            promised[rank][term] = issued_calls if term.calls is None else term.calls
+    exposed: list[Event] = []
+    for (rank, counting), events in issued.items():
+        waited_at_once = [event for event in events if (event.rank, event.call_index) not in evidence.hidden]
+        allowed = max(0, len(events) - promised[rank][counting])
+        exposed += waited_at_once[allowed:]
+    if not exposed:
+        most = max(of_rank.total() for of_rank in promised.values())
+        return Finding(verdict=PASS, message=f"{most} calls a rank travel behind products, as promised")
+    first = min(exposed, key=lambda event: (event.call_index, event.rank))
+    of_rank = sum(event.rank == first.rank for event in exposed)
+    where = f"{first.phase} of {first.region or 'no module'} at {first.caller}"
+    message = (
+        f"{of_rank} of {promised[first.rank].total()} calls of rank {first.rank} that should travel behind a product "
+        f"do not: the first is {key_of(first)} in {where}, with no product between its issue and its wait"
+    )
+    return Finding(
+        verdict=FAIL,
+        message=message,
+        ranks=tuple(sorted({event.rank for event in exposed})),
+        phase=first.phase,
+        region=first.region,
+    )
+
+
+def parallelism(evidence: Evidence) -> Finding | None:
+    """Whether the case really ran in parallel: every rank talked, and ranks hold less than the full tensors.
+
+    Guards against a split that splits nothing: every number is right then, and nothing is parallel (ColossalAI #5903).
+    """
+    split = split_axes(evidence.case)
+    if not split or not (evidence.events or any(evidence.outcomes)):  # nothing at all came: coverage says so
+        return None
+    talked = {event.rank for event in evidence.events if event.group_size > 1 and event.op != "barrier"}
+    silent = tuple(rank for rank in range(len(evidence.outcomes)) if rank not in talked)
+    terms = evidence.expectation
+    silence_expected = terms is not None and all(term.group_size == 1 or term.calls == 0 for term in terms)
+    if silent and not silence_expected:
+        whom = "no rank" if not talked else f"not rank {', '.join(map(str, silent))}"
+        message = f"{whom} sent or received anything in a mesh of " + _mesh(split)
+        return Finding(verdict=FAIL, message=message, ranks=silent if talked else ())
+    sharded = _sharded(evidence.outcomes)
+    whole = f"{len(talked)} of {len(evidence.outcomes)} ranks talk over " + _mesh(split)
+    share = split_share(evidence.outcomes)
+    parameters = f"; {share}{SPLIT}" if share else ""
+    if _weight_axis(evidence.case) not in split:
+        return Finding(verdict=PASS, message=f"{whole}; no axis of it splits weights{parameters}")
+    if not sharded:
+        return Finding(verdict=PASS, message=whole, unchecked=("local shapes: every tensor was returned in full",))
+    if not any(sharded.values()):
+        message = f"every rank holds the full tensor of all {len(sharded)} shards in a mesh of " + _mesh(split)
+        return Finding(verdict=FAIL, message=message, names=tuple(sharded))
+    smaller = sum(sharded.values())
+    words = f"{smaller} of {len(sharded)} sharded tensors are smaller on a rank"
+    return Finding(verdict=PASS, message=f"{whole}; {words}{parameters}")
+
+
+def split_share(outcomes: Outcomes) -> int | None:
+    """How many of 100 elements of the parameters belong to one that some rank does not hold in full, rounded down but
+    not to 0. Parameters are those returned as param/, else as grad/; None where none of them is returned as a part.
+    """
+    for kind in ("param/", "grad/"):
+        names = dict.fromkeys(name for outcome in outcomes for name in outcome if name.startswith(kind))
+        blocks = {name: [list(outcome.get(name, ())) for outcome in outcomes] for name in names}
+        shapes = {name: part.global_shape for name, ranks in blocks.items() for parts in ranks for part in parts}
+        if shapes:
+            whole = all(part.whole for ranks in blocks.values() for parts in ranks for part in parts)
+            split = [name for name in shapes if any(_elements(parts) < _numel(shapes[name]) for parts in blocks[name])]
+            share = sum(_numel(shapes[name]) for name in split) / max(1, sum(map(_numel, shapes.values())))
+            return None if whole else max(int(100 * share), int(bool(split)))
+    return None
+
+
+def _elements(parts: Sequence[Block]) -> int:
+    return sum(part.local.numel() for part in parts)
+
+
+def _weight_axis(case: CaseLike) -> str:
+    """The axis over which weights are split, so that some tensor is smaller on a rank.
+
+    Where a mesh has `wp`, its `tp` splits the sequence alone.
+    """
+    return "wp" if "wp" in case.axes else "tp"
+
+
+def _sharded(outcomes: Outcomes) -> dict[str, bool]:
+    """Names returned as shards -> whether every rank holds less than the full tensor."""
+    smaller: dict[str, bool] = {}
+    for outcome in outcomes:
+        for name, parts in outcome.items():
+            if parts and not all(part.whole for part in parts):
+                less = _elements(parts) < _numel(parts[0].global_shape)
+                smaller[name] = smaller.get(name, True) and less
+    return smaller
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def _mesh(split: dict[str, int]) -> str:
+    return " x ".join(f"{axis}={size}" for axis, size in split.items())

@@ -1,0 +1,60 @@
+"""Checks of runs of one case against each other, bit for bit: whether they repeat, and whether recording disturbs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from harness.checking.evidence import FAIL, PASS, Evidence, Finding
+from harness.outcome.blocks import Block
+from harness.outcome.merging import Outcomes, differing, same_bits
+
+
+def determinism(evidence: Evidence) -> Finding | None:
+    """Whether two runs of the case give the same bits on every rank.
+
+    When the recorded run differs from an unrecorded one, two unrecorded runs decide between this check and `recording`.
+    """
+    return _repeated(evidence, blame_recording=False, praise="runs agree in every bit")
+
+
+def recording(evidence: Evidence) -> Finding | None:
+    """Whether the recorded run gives the same bits as an unrecorded one."""
+    return _repeated(evidence, blame_recording=True, praise="recording changes no bit")
+
+
+def _repeated(evidence: Evidence, *, blame_recording: bool, praise: str) -> Finding | None:
+    if not evidence.repeats:
+        return None
+    plain, *again = evidence.repeats
+    difference = _first_difference(evidence.outcomes, plain)
+    steady = bool(again) and all(_first_difference(plain, other) is None for other in again)
+    if difference is None or steady != blame_recording:
+        return Finding(verdict=PASS, message=f"{1 + len(evidence.repeats)} runs: {praise}")
+    name, rank, how = difference
+    who = "the recorded run and an unrecorded one" if blame_recording else "two runs of the same case"
+    message = f"{name} on rank {rank} differs between {who}: {how}"
+    return Finding(verdict=FAIL, message=message, names=(name,), ranks=(rank,))
+
+
+def same_outcomes(first: Outcomes, second: Outcomes) -> bool:
+    """Whether two runs returned the same bits under the same names on every rank."""
+    return _first_difference(first, second) is None
+
+
+def _first_difference(first: Outcomes, second: Outcomes) -> tuple[str, int, str] | None:
+    """Name, rank and words of the first value that two runs do not share."""
+    for rank, (mine, theirs) in enumerate(zip(first, second, strict=True)):
+        for name in dict.fromkeys([*mine, *theirs]):
+            if name not in mine or name not in theirs:
+                return name, rank, "only one of the runs returned it"
+            for a, b in _pairs(mine[name], theirs[name]):
+                if a is None or b is None or a.offsets != b.offsets:
+                    return name, rank, "its blocks lie in other places"
+                if not same_bits(a.local, b.local):
+                    return name, rank, differing(a.local, b.local)
+    return None
+
+
+def _pairs(mine: Sequence[Block], theirs: Sequence[Block]) -> Iterator[tuple[Block | None, Block | None]]:
+    for i in range(max(len(mine), len(theirs))):
+        yield (mine[i] if i < len(mine) else None), (theirs[i] if i < len(theirs) else None)

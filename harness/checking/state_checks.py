@@ -1,0 +1,122 @@
+"""Checks of states: how parameters begin, and whether the files of a checkpoint hold what the ranks hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
+from harness.checking.measures.kinds import kind_of
+from harness.checking.numeric_checks import numeric
+from harness.outcome.merging import differing, same_bits
+
+KIND = "init"
+SIGMAS = 6.0
+_FIRST = 8
+"""Numbers in the order of memory; equal by chance in two tensors of bfloat16 about once in 10^18 pairs."""
+_compared = numeric("initial_values")
+
+
+def initial_values(evidence: Evidence) -> Finding:
+    """Whether parameters begin as they should.
+
+        deviation   standard deviations are those that the reference states, within SIGMAS standard errors of their
+                    variance (that of normal numbers, which bounds flatter ones); constants have none
+        equal       no two parameters, and no two shards of one, begin with the same _FIRST numbers, but constants: of
+                    one seed, shards of unequal sizes have their first numbers in common
+
+    Where the dense model knows the values they are compared with it; replicas are the check `replicas`.
+    """
+    names = [name for name in evidence.returned if kind_of(name) == KIND]
+    names = [name for name in evidence.truth if name in names] or sorted(names)
+    wrong = dict([*_equal(evidence, names), *_deviating(evidence, names)])
+    if wrong:
+        first = next(name for name in names if name in wrong)
+        more = f"; {len(wrong) - 1} more of {len(names)} are wrong" if len(wrong) > 1 else ""
+        ordered = tuple(name for name in names if name in wrong)
+        return Finding(verdict=FAIL, message=f"{first} {wrong[first]}{more}", names=ordered)
+    stated = sum(name.partition("/")[2] in evidence.deviations for name in names)
+    words = f"{stated} of {len(names)} parameters begin with the right deviations, and no two alike"
+    unchecked = () if stated else ("deviations of initial values, which nothing states",)
+    known = None if set(names) & set(evidence.given) else _compared(evidence)
+    if known is None:
+        return Finding(verdict=PASS, message=f"{words}; the dense model was given them", unchecked=unchecked)
+    if known.verdict != PASS:
+        return known
+    return replace(known, message=f"{known.message}; {words}", unchecked=(*known.unchecked, *unchecked))
+
+
+def _deviating(evidence: Evidence, names: list[str]) -> Iterator[tuple[str, str]]:
+    for name in names:
+        value, right = evidence.merged.tensors.get(name), evidence.deviations.get(name.partition("/")[2])
+        if value is None or right is None:
+            continue
+        deviation = math.sqrt(float(value.double().var(correction=0)))
+        slack = SIGMAS * math.sqrt(2 / value.numel())
+        if right == 0 and deviation > 0:
+            yield name, f"has a standard deviation of {deviation:.3g}, and begins as a constant"
+        elif right and abs((deviation / right) ** 2 - 1) > slack:
+            yield name, f"has a standard deviation of {deviation:.3g}, which must be {right:.3g}"
+
+
+def _equal(evidence: Evidence, names: list[str]) -> Iterator[tuple[str, str]]:
+    """Parameters, and shards of one, that begin with the numbers of one before."""
+    seen: dict[bytes, str] = {}
+    for name in names:
+        shards = {
+            block.region: (rank, block.local)
+            for rank, outcome in reversed([*enumerate(evidence.outcomes)])
+            for block in outcome.get(name, ())
+        }
+        for rank, local in sorted(shards.values(), key=lambda shard: shard[0]):
+            if _is_constant(local):
+                continue
+            what = f"{name} on rank {rank}"
+            first = local.flatten()[:_FIRST]
+            start = local.flatten() if _is_constant(first) else first
+            before = seen.setdefault(start.contiguous().view(torch.uint8).numpy().tobytes(), what)
+            if before is not what:
+                yield name, f"on rank {rank} holds the numbers of {before}"
+
+
+def _is_constant(local: Tensor) -> bool:
+    return local.numel() < 2 or bool((local == local.flatten()[0]).all())
+
+
+_COUNTS = ("steps", "step_after", "loss_scale")
+"""Kinds of saved/ that are counts."""
+
+
+def saved(evidence: Evidence) -> Finding:
+    """Whether the files of a checkpoint hold (`saved/<name>`), bit for bit, what the ranks hold under that name.
+
+    They are full tensors, read by another reader than the one that loads them where there is one. Tensors of ranks are
+    merged from their own shards and held against the dense model by `update`. So a save in a wrong order is seen where
+    it is written, though a load that reads it alike would undo it. Counts that ranks do not return (steps, the state of
+    the loss scale) are held against the truth, which rounding does not change.
+    """
+    names = [name for name in evidence.returned if kind_of(name) == "saved"]
+    ordered = [name for name in evidence.truth if name in names] or sorted(names)
+    merged = evidence.merged.tensors
+    right = {name: merged.get(name.partition("/")[2], _counted(evidence, name)) for name in ordered}
+    known = {name: (merged[name], must) for name, must in right.items() if must is not None and name in merged}
+    unseen = tuple(name for name in ordered if name not in known)
+    wrong = [name for name, (files, must) in known.items() if not same_bits(files, must)]
+    if wrong:
+        files, must = known[wrong[0]]
+        whose = "the ranks" if wrong[0].partition("/")[2] in merged else "the truth"
+        message = f"{wrong[0]}: the files of the checkpoint and {whose} differ {differing(files, must)}"
+        return Finding(verdict=FAIL, message=message, unchecked=unseen, names=tuple(wrong))
+    if not known:
+        return Finding(verdict=UNKNOWN, message="the ranks returned nothing that was saved", unchecked=unseen)
+    message = f"{len(known)} tensors of the checkpoint are those of the ranks in every bit"
+    return Finding(verdict=PASS, message=message, unchecked=unseen)
+
+
+def _counted(evidence: Evidence, name: str) -> Tensor | None:
+    """Count of the truth under a name; None for a tensor that is no count."""
+    return evidence.truth.get(name) if name.split("/")[1] in _COUNTS else None

@@ -1,0 +1,113 @@
+"""Observation of ranks while they run in this process: the ledger, activations, what autograd saves, overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from harness.engines.engine import Unwaited
+from harness.ledger import Event, Observer
+from harness.outcome.blocks import Block, blocks
+from harness.protocols import CaseLike, Subject
+from harness.recording.capturing.module_outputs import Capture
+from harness.recording.measures import Overlap, RankCallIndex, SavedActivations
+from harness.recording.recorder import Recorder
+from harness.subject import Unanswered, answered
+
+if TYPE_CHECKING:
+    from harness.recording.spans import RankSpan
+
+Localized = dict[str, tuple[Block, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """Result of one run: outcomes and captured activations by rank, the ledger when recorded.
+
+    `unwaited` are asynchronous calls that were never waited for, `problem` is why activations could not be placed.
+    `saved_bytes` by rank is the most that autograd held for backward, () when not measured. `hidden` are the calls
+    (rank, call index) during which their rank computed a product, None when not measured. `spans` are those of ranks of
+    a pipeline that ran at the same time.
+    """
+
+    outcomes: tuple[Localized, ...]
+    captured: tuple[Localized, ...] = ()
+    events: tuple[Event, ...] = ()
+    unwaited: tuple[Unwaited, ...] = ()
+    seconds: float = 0.0
+    problem: str = ""
+    saved_bytes: tuple[int, ...] = ()
+    hidden: frozenset[RankCallIndex] | None = None
+    spans: tuple[RankSpan, ...] = ()
+
+    @classmethod
+    def joined(cls, ranks: Sequence[Execution]) -> Execution:
+        """Results of all ranks, each of which has run for itself."""
+        problem = next((rank.problem for rank in ranks if rank.problem), "")
+        measured = [rank.hidden for rank in ranks if rank.hidden is not None]
+        return cls(
+            outcomes=tuple(outcome for rank in ranks for outcome in rank.outcomes),
+            captured=() if problem else tuple(captured for rank in ranks for captured in rank.captured),
+            events=tuple(event for rank in ranks for event in rank.events),
+            problem=problem,
+            saved_bytes=tuple(size for rank in ranks for size in rank.saved_bytes),
+            hidden=frozenset[RankCallIndex]().union(*measured) if measured else None,
+            spans=tuple(span for rank in ranks for span in rank.spans),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watching:
+    """Observers of the ranks of this process in one run; None for what the run does not need.
+
+    `observer` is notified of calls by the engine.
+    """
+
+    case: CaseLike
+    subject: Subject
+    saved: SavedActivations | None
+    hiding: Overlap | None
+    capture: Capture | None
+    recorder: Recorder | None
+    observer: Observer | None
+
+    @contextmanager
+    def on_rank(self, rank: int) -> Iterator[None]:
+        """To be entered in the thread of a rank, around its program."""
+        with ExitStack() as entered:
+            for watcher in (self.capture, self.saved, self.hiding, self.recorder):
+                if watcher is not None:
+                    entered.enter_context(watcher.on_rank(rank))
+            yield
+
+    def execution(self, ranks: Sequence[int], outcomes: Sequence[Localized]) -> Execution:
+        """These outcomes, and what was seen of these ranks."""
+        captured: list[Localized] = []
+        problem = ""
+        try:
+            if capture := self.capture:
+                captured = answered("activations", lambda: [self._placed(rank, capture) for rank in ranks])
+        except Unanswered as error:  # the subject's own words on its layout: wrong words are told, the run stands
+            problem = str(error)
+        return Execution(
+            outcomes=tuple(outcomes),
+            captured=tuple(captured),
+            events=tuple(self.recorder.events()) if self.recorder else (),
+            problem=problem,
+            saved_bytes=tuple(map(self.saved.peak_bytes, ranks)) if self.saved else (),
+            hidden=frozenset(self.hiding.hidden) if self.hiding else None,
+        )
+
+    def _placed(self, rank: int, capture: Capture) -> Localized:
+        """The captured tensors of one rank as blocks of full ones; modules without a counterpart are left out."""
+        place = getattr(self.subject, "activations")  # noqa: B009  (optional, so the protocol does not declare it)
+
+        def placed(kind: str, locals_: Mapping[str, Tensor]) -> Localized:
+            shards = {module: place(self.case, rank, module, local) for module, local in locals_.items()}
+            return {f"{kind}/{module}": blocks(shard) for module, shard in shards.items() if shard is not None}
+
+        return placed("act", capture.outputs(rank)) | placed("act_grad", capture.gradients(rank))

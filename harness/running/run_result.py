@@ -1,0 +1,118 @@
+"""The results of a run as they come, stored and reported; then its sums: verdicts, exit status, and notes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from harness.checking.evidence import FAIL, PASS, SKIP, UNKNOWN, Verdict
+from harness.protocols import CaseLike
+from harness.running.proving import REFUSED
+from harness.running.request import Request
+from harness.running.result import StoredCase, with_traceback
+from harness.running.store import STOPPED, Store
+from harness.subject import NamedSubject, compared_with, truth_of
+from harness.torch_internals.lookup import untested
+
+_DRY = "dry: ranks had shapes and no numbers, so calls, bytes and their order were checked, and nothing else"
+INTERRUPTED = 130  # the exit status after a Ctrl-C
+
+
+Progress = Callable[[int, int, CaseLike, str], object]
+"""Called after every case: how many of how many are done, the case and its verdict."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """The results so far, but for what is stored of them. `cases` by their text are all cases of the run."""
+
+    store: Store
+    cases: Mapping[str, CaseLike]
+    total: int
+    on_progress: Progress
+    fail_fast: bool
+    results: list[StoredCase] = field(default_factory=list)
+
+    def keep(self, case: StoredCase) -> bool:
+        """Store a result and report that it is there; whether to go on."""
+        result = with_traceback(case, self.store) if case.traceback else case
+        _stored(self.store, result)
+        self.results.append(replace(result, ledger="", rows=(), errors=(), spans=(), loads=()))
+        self.on_progress(len(self.results), self.total, self.cases[result.text], result.verdict)
+        return not self.fail_fast or result.verdict in (PASS, SKIP)
+
+
+def _stored(store: Store, result: StoredCase) -> None:
+    if result.errors:
+        from harness.diagnosing.errors_by_place import ERROR_COLUMNS  # noqa: PLC0415
+
+        store.extend("errors.csv", ERROR_COLUMNS, result.errors)
+    if result.spans:
+        from harness.recording.spans import SPAN_COLUMNS, span_row  # noqa: PLC0415
+
+        store.extend("spans.csv", SPAN_COLUMNS, (span_row(result.text, span) for span in result.spans))
+    if result.loads:
+        from harness.checking.routing_checks import LOAD_COLUMNS  # noqa: PLC0415
+
+        store.extend("experts.csv", LOAD_COLUMNS, result.loads)
+    if result.unplaced:
+        store.notes.append(f"errors.csv lacks {result.text!r}: {result.unplaced}")
+    store.add(result.text, result.ledger, result.rows, result.verdicts, result.seconds, result.saved_bytes, result.ran)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """Result of a run: its folder, all verdicts, the command's exit status, and notes on what could not be done."""
+
+    path: Path
+    verdicts: tuple[Verdict, ...]
+    exit_status: int
+    notes: tuple[str, ...]
+
+
+def run_result(
+    request: Request,
+    store: Store,
+    results: Sequence[StoredCase],
+    amended: Mapping[str, tuple[Verdict, ...]],
+    witnessed: Sequence[str],
+    shared: Sequence[str],
+) -> RunResult:
+    """The result of a run whose cases came to these. `amended` are verdicts that changed since, by the text of the
+    case; `witnessed` and `shared` are notes of the witnesses and of the processes.
+    """
+    notes = (*store.notes, *_notes(request), *witnessed, *shared, *_not_run(request, len(results)))
+    return RunResult(
+        path=store.path,
+        verdicts=tuple(v for result in results for v in amended.get(result.text, result.verdicts)),
+        exit_status=INTERRUPTED if STOPPED in store.notes else _exit_status(results),
+        notes=notes,
+    )
+
+
+def _notes(request: Request) -> Iterator[str]:
+    """Notes on what this version of torch, the engine and the truth do not show."""
+    yield from filter(None, [untested()])
+    yield from [_DRY] if request.engine == "dry" else _truth_note(request.subject)
+
+
+def _truth_note(subject: NamedSubject) -> list[str]:
+    """Note on the truth of the subject, where that is not our decoder."""
+    truth = truth_of(subject)
+    return [] if truth is None else [f"compared with {compared_with(truth)}"]
+
+
+def _not_run(request: Request, done: int) -> list[str]:
+    left = len(request.cases) - done
+    return [f"--fail-fast: {left} of {len(request.cases)} cases were not run"] if left else []
+
+
+def _exit_status(results: Sequence[StoredCase]) -> int:
+    """A failed check outweighs a failed machine: it is a fact about the subject, whatever else went wrong."""
+    if any(result.verdict in (FAIL, UNKNOWN) and not result.machine for result in results):
+        return 1
+    if any(result.machine for result in results):
+        return 3
+    refused = any((v.check, v.verdict) == (REFUSED, SKIP) for result in results for v in result.verdicts)
+    return 2 if refused or all(result.verdict == SKIP for result in results) else 0

@@ -1,0 +1,60 @@
+"""`shardproof run --emit-repro`: the first failure of a run, shrunk, as a script of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from harness.checking.evidence import FAIL
+from harness.diagnosing.lines import line_of
+from harness.errors import ShardproofError
+from harness.protocols import CaseLike, case_text
+from harness.reproducing import repro
+from harness.running.engines import engine_named
+from harness.running.request import Request
+from harness.running.run_result import INTERRUPTED, RunResult
+from reports.options.checks import writing
+from reports.stored.failures import simplicity
+
+
+def with_script(result: RunResult, request: Request, file: str) -> RunResult:
+    """The result with a note on the script of --emit-repro; what hinders a script takes no verdict along."""
+    try:
+        if result.exit_status == INTERRUPTED:
+            raise KeyboardInterrupt
+        note = _write_script(result, request, file)
+    except ShardproofError as problem:
+        note = str(problem)
+    except KeyboardInterrupt:
+        note = f"{file} was not written: interrupted"
+        result = dataclasses.replace(result, exit_status=INTERRUPTED)
+    except Exception as problem:
+        note = f"{file} was not written: {type(problem).__name__}: {problem}"
+    return dataclasses.replace(result, notes=(*result.notes, note))
+
+
+def _write_script(result: RunResult, request: Request, file: str) -> str:
+    """Write the script; returns one line that names it, or why it was not written.
+
+    The case is shrunk on threads of this process, whatever engine found the failure. Raises RequestError when the file
+    cannot be written.
+    """
+    failed = {verdict.case: line_of(verdict.message, "when") for verdict in result.verdicts if verdict.verdict == FAIL}
+    if not failed:
+        return f"{file} was not written: no case failed"
+    with engine_named("inproc") as engine:
+        first = min((case for case in request.cases if case_text(case) in failed), key=_simplicity)
+        text = repro.emit(first, request.subject, engine, failed[case_text(first)])
+    if text is None:
+        return (
+            f"{file} was not written: no returned tensor is wrong and the subject finishes, so a script shows nothing"
+        )
+    with writing(file):
+        Path(file).write_text(text, encoding="utf-8")
+    return f"{file} repeats {repro.shown_name(text) or 'how the subject ends'}: run it with python {file}"
+
+
+def _simplicity(case: CaseLike) -> tuple[float, ...]:
+    """The order in which failures are shown."""
+    words = {name: getattr(case, name) for name in ("dtype", "world_size", "steps", "micro")}
+    return simplicity({**words, "case": case_text(case)})

@@ -1,0 +1,117 @@
+"""The result of `shardproof run`: its page, and what is printed at its end, from the run folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import pandas as pd
+
+from harness.running.run_result import RunResult
+from reports.pages import page
+from reports.printing import tables
+from reports.printing.text import (
+    STYLES,
+    append_step_summary,
+    show_message,
+    show_note,
+    show_report,
+    show_table,
+    show_words,
+)
+from reports.stored import summary
+from reports.stored.files import profiled
+from reports.stored.frames import Run
+from reports.stored.unchecked import unchecked_notes
+
+
+def write_page(run: Run) -> Path:
+    """Write the page of a run into its folder."""
+    return page.write(run, run.path / "report.html")
+
+
+def show_result(result: RunResult, run: Run, *, as_json: bool, interrupted: bool) -> None:
+    """Print what a run came to, as tables or as one JSON object: of an interrupted one what was finished."""
+    rows = summary.headline(run)
+    if interrupted:
+        rows = rows[rows["case"].isin(run.verdicts["case"])]
+    notes = (*result.notes, *unchecked_notes(run), *run.notes)
+    if len(rows):
+        headline = tables.first_table(rows)
+        append_step_summary(headline, str(result.path), os.environ)
+    if as_json:
+        print(json.dumps(_as_json(result, run, rows, notes), indent=2, allow_nan=False))
+        return
+    if len(rows):
+        show_table(headline, sys.stdout)
+    if profiled(result.path):
+        from reports.printing.witnesses import witness_tables  # noqa: PLC0415
+
+        for table in witness_tables(result.path):
+            show_table(table, sys.stdout)
+    show_failures(run, sys.stdout)
+    for note in notes:
+        show_note(note, sys.stdout)
+    page_words = "report.html opens offline; " if (result.path / "report.html").exists() else ""
+    show_words(f"{result.path}  ({page_words}`shardproof show` prints all tables)", sys.stdout)
+    show_tally(run, sys.stdout)
+
+
+def _as_json(result: RunResult, run: Run, rows: pd.DataFrame, notes: Sequence[str]) -> dict[str, object]:
+    """The result for machines: exit status, folder, one object a case, every check that did not pass."""
+    open_checks = run.verdicts[run.verdicts["verdict"].isin(["fail", "unknown"])]
+    return {
+        "exit_status": result.exit_status,
+        "run": str(result.path),
+        "tally": summary.tally(summary.headline(run), run.verdicts),
+        "cases": _rows(rows),
+        "failures": _rows(open_checks[["case", "check", "verdict", "message"]]),
+        "notes": list(notes),
+    }
+
+
+def _rows(frame: pd.DataFrame) -> list[dict[str, object]]:
+    """The rows as JSON can hold them: what is not known is null, infinity is text."""
+    known = frame.astype("object").where(frame.notna(), None)
+    return [{str(key): _plain(value) for key, value in row.items()} for row in known.to_dict("records")]
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, float) and math.isinf(value) else value
+
+
+def show_failures(run: Run, stream: TextIO) -> None:
+    """Print six lines for every first place of failures, the simplest case first, and checks that fail from there on.
+
+    Then a reason for every check that was skipped or could not be decided.
+    """
+    if (run.verdicts["verdict"] == "fail").any():
+        _show_bugs(run, stream)
+    for verdict in summary.worst_first(run.verdicts).to_dict("records"):
+        if verdict["verdict"] not in ("pass", "fail"):
+            head = f"{_verdict_text(verdict)}: {verdict['case']}"
+            show_report(str(verdict["verdict"]), head, str(verdict["message"]).splitlines(), stream)
+
+
+def _show_bugs(run: Run, stream: TextIO) -> None:
+    from reports.stored.failures import bugs, simplest_first  # noqa: PLC0415
+
+    for bug in bugs(simplest_first(run)):
+        show_report("fail", f"fail: {bug.case}", [*bug.message.splitlines(), *filter(None, [bug.follows])], stream)
+
+
+def _verdict_text(verdict: dict[Hashable, Any]) -> str:
+    """The verdict; of an unknown one the check too, which a failure's six lines and a reason to skip do not need."""
+    word, check = verdict["verdict"], verdict["check"]
+    return f"{word} ({check})" if word == "unknown" else str(word)
+
+
+def show_tally(run: Run, stream: TextIO) -> None:
+    """The last line: how many cases passed, failed, are unknown, were skipped; how many tensors are decided."""
+    headline = summary.headline(run)
+    show_message(summary.tally(headline, run.verdicts), stream, style=f"bold {STYLES[summary.overall(headline)]}")

@@ -1,0 +1,43 @@
+"""Slices that are drawn: heads and ranks, whole tensors of any bits, and a cut that is joined again."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from parallel.communication.layout import Placement
+from parallel.slicing.heads import Heads
+from parallel.slicing.laws import inverse
+from parallel.slicing.strided import placed
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn, torch.bool)
+
+
+@st.composite
+def heads_and_ranks(draw: st.DrawFn, /) -> tuple[Heads, int]:
+    """At least one kv head for each rank."""
+    ranks = draw(st.integers(1, 6))
+    kv = draw(st.integers(ranks, ranks + 6))
+    return Heads(query=kv * draw(st.integers(1, 4)), kv=kv, size=draw(st.integers(1, 5))), ranks
+
+
+@st.composite
+def few_heads_and_ranks(draw: st.DrawFn, /) -> tuple[Heads, int]:
+    """Fewer kv heads than ranks."""
+    ranks = draw(st.integers(2, 6))
+    kv = draw(st.integers(1, ranks - 1))
+    return Heads(query=kv * draw(st.integers(1, 6)), kv=kv, size=draw(st.integers(1, 5))), ranks
+
+
+def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    """Any bits of this dtype, NaN and negative zeros of float dtypes included."""
+    size = torch.empty(0, dtype=dtype).element_size()
+    last = 2 if dtype == torch.bool else 256
+    raw = torch.randint(0, last, (*shape, size), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    return raw.view(dtype).view(shape)
+
+
+def round_trip(whole: Tensor, place: Placement, ranks: int) -> Tensor:
+    parts = [placed(whole, place, rank=rank, ranks=ranks) for rank in range(ranks)]
+    return inverse([part for part in parts if part is not None], place)
