@@ -85,5 +85,5 @@ def _of_update(evidence: Evidence, first: First, wrong: Sequence[str]) -> Iterat
         return
     state = moved(evidence, wrong, "param", step)
     factor = times(state.got, state.right) if state else None
-    told = "" if factor is None else f" (the updates of step {step} are {in_words(factor)} the right ones)"
-    yield f"gradients are right, the update is wrong: look at clip, decay, learning rate, step count{told}"
+    ratio = "" if factor is None else f" (the updates of step {step} are {in_words(factor)} the right ones)"
+    yield f"gradients are right, the update is wrong: look at clip, decay, learning rate, step count{ratio}"

@@ -22,7 +22,7 @@ from harness.diagnosing.first import First
 from harness.diagnosing.hints import hint
 from harness.diagnosing.rules.causes import Cause, claimed
 from harness.diagnosing.rules.optimizer.steps import from_states
-from harness.diagnosing.rules.patterns import causes, rounded
+from harness.diagnosing.rules.patterns import from_patterns, rounded
 from harness.diagnosing.rules.proofs import Explained, NotFinite, Rounded, times
 from harness.shard import Shard
 from tests.harness.diagnosing.test_optimizer_causes import CLIPS, GRADIENTS, NAMES, NORMS, START, seen_of
@@ -129,17 +129,17 @@ def test_rows_that_are_routed_in_other_groups_are_no_wrong_layout() -> None:
     """Tokens sorted by their expert, over all of them in truth and by data rank here."""
     rows, expert = drawn(64, 4), drawn(64).mul(100).long() % 4
     by_rank = torch.cat([expert[:32].argsort(stable=True), 32 + expert[32:].argsort(stable=True)])
-    (told,) = words_of(causes(rows[by_rank], rows[expert.argsort(stable=True)], {}, {}))
+    (told,) = words_of(from_patterns(rows[by_rank], rows[expert.argsort(stable=True)], {}, {}))
     assert told == "along dim 0 it holds the right rows in another order: sorted or routed in other groups"
     thirds = rows[:63].reshape(3, 21, 4).transpose(0, 1).reshape(63, 4)
-    (told,) = words_of(causes(thirds, rows[:63], {}, {}))
+    (told,) = words_of(from_patterns(thirds, rows[:63], {}, {}))
     assert told == "along dim 0 it holds the right rows in another order: a wrong layout, reshape or gather dim"
 
 
 def test_rows_that_are_mostly_alike_have_no_order() -> None:
     """Which expert a token goes to, as a row of one 1: any other routing with as many tokens is a permutation."""
     one, other = (torch.eye(4).double()[drawn(64).roll(by).mul(100).long() % 4] for by in (0, 5))
-    assert causes(other, one, {}, {}) == []
+    assert from_patterns(other, one, {}, {}) == []
 
 
 def drawn(*shape: int, seed: int = 7) -> Tensor:
