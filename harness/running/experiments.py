@@ -69,14 +69,14 @@ def look_for_words(
     `apart`: found in a process of its own, which a case of an experiment may end without taking anything along. After a
     Ctrl-C those that were found; a note of the store says so.
     """
-    told: dict[str, tuple[Verdict, ...]] = {}
+    verdicts: dict[str, tuple[Verdict, ...]] = {}
     try:
         for found in _each(failures, request, proving, apart=apart):
             store.amend(found)
-            told |= found
+            verdicts |= found
     except KeyboardInterrupt:
         store.notes.append(STOPPED)
-    return told
+    return verdicts
 
 
 def _each(

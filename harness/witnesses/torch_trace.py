@@ -97,8 +97,8 @@ def sightings(trace: Json, entries: Sequence[Json], rank: int) -> list[Sighting]
     logged = _logged(rows, entries)
     header = trace.get("distributedInfo", {}).get("pg_config", [])
     backend = [row for row in trace.get("traceEvents", []) if str(row.get("name", "")).startswith("gloo:")]
-    told = zip(rows, logged, phases.phases(), strict=True)
-    return [_sighting(rank, i, row, entry, phase, header, backend) for i, (row, entry, phase) in enumerate(told)]
+    calls = zip(rows, logged, phases.phases(), strict=True)
+    return [_sighting(rank, i, row, entry, phase, header, backend) for i, (row, entry, phase) in enumerate(calls)]
 
 
 def _sighting(
