@@ -39,8 +39,8 @@ def figures(run: Run, headline: pd.DataFrame) -> tuple[Figure, ...]:
         found.append((f"{int(met.sum())} of {len(met)}", "cases with the bytes expected", ""))
     if len(run.timings):
         found.append((f"{run.timings['seconds'].sum():.1f}", "seconds of all cases", ""))
-    told = (("torch", run.env.get("versions", {}).get("torch")), ("commit", run.env.get("commit")))
-    return (*found, *((str(value), label, "") for label, value in told if value))
+    versions = (("torch", run.env.get("versions", {}).get("torch")), ("commit", run.env.get("commit")))
+    return (*found, *((str(value), label, "") for label, value in versions if value))
 
 
 def pairs(cases: Iterable[tuple[str, str]], features_of: Callable[[str], Iterable[str]]) -> Table | None:

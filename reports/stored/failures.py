@@ -44,10 +44,10 @@ class Bug:
         """Words on further failures: "and from the same first place on fail: update (12 cases) ...", or ""."""
         if not self.others:
             return ""
-        told = [f"{check} ({count} cases)" if count > 1 else check for check, count in self.others.items()]
-        verb = "fail" if len(told) > 1 else "fails"
+        checks = [f"{check} ({count} cases)" if count > 1 else check for check, count in self.others.items()]
+        verb = "fail" if len(checks) > 1 else "fails"
         where = f" in {self.cases} case{'s' if self.cases > 1 else ''}"
-        return f"and {', '.join(told)} {verb} from the same first place on{where}"
+        return f"and {', '.join(checks)} {verb} from the same first place on{where}"
 
 
 def bugs(verdicts: pd.DataFrame) -> list[Bug]:
