@@ -51,7 +51,7 @@ class Explanation:
     hint: str = ""
 
 
-def explained(evidence: Evidence, findings: Mapping[str, Finding]) -> Explanation:
+def explanation_of(evidence: Evidence, findings: Mapping[str, Finding]) -> Explanation:
     """Where a case with failed checks first went wrong, and why."""
     wrong = _all_wrong(evidence, findings)
     failed = "ledger" in findings and findings["ledger"].verdict == FAIL
@@ -69,7 +69,7 @@ def diagnose(
     finding = findings[check]
     name = finding.worst.name if finding.wrong and finding.worst else next(iter(finding.names), "")
     place = place_of(name, evidence.case.steps) if name else None
-    shared = known or explained(evidence, findings)
+    shared = known or explanation_of(evidence, findings)
     first = shared.first
     return Diagnosis(
         check=check,

@@ -8,8 +8,7 @@ from itertools import islice
 
 from harness.checking.checks import examine
 from harness.checking.evidence import FAIL, Evidence, Finding
-from harness.diagnosing.diagnosis import Diagnosis, diagnose
-from harness.diagnosing.diagnosis import explained as what_they_share
+from harness.diagnosing.diagnosis import Diagnosis, diagnose, explanation_of
 from harness.diagnosing.other_sizes import of_other_sizes
 from harness.diagnosing.six_lines import tell
 from harness.running.locating.drawn import with_drawn_numbers
@@ -19,7 +18,7 @@ from harness.running.trials.trial import Trial
 from harness.running.trials.watched import watched
 
 
-def explained(
+def with_explanations(
     trial: Trial, evidence: Evidence, findings: Mapping[str, Finding], *, watch: bool
 ) -> tuple[Evidence, Mapping[str, Finding]]:
     """The evidence with what explains these findings, and all findings by which a failure is explained.
@@ -38,7 +37,7 @@ def explained(
 def _with_other_sizes(trial: Trial, evidence: Evidence, findings: Mapping[str, Finding]) -> Evidence:
     """Evidence with that of one case for each size that a wrong factor equals and that is another there."""
     try:
-        shared = what_they_share(evidence, findings)
+        shared = explanation_of(evidence, findings)
     except Exception:  # the diagnosis of every check will say why
         return evidence
     sizes = tuple(dict.fromkeys(size for cause in shared.causes for size in cause.follows))
@@ -59,7 +58,7 @@ def diagnosed(
     for check, finding in findings.items():
         if finding.verdict == FAIL:
             try:
-                shared = shared or what_they_share(evidence, every)
+                shared = shared or explanation_of(evidence, every)
                 diagnosis = diagnose(evidence, every, check, shared)
             except Exception as problem:
                 messages[check] = f"{finding.message} (its diagnosis failed: {type(problem).__name__}: {problem})"

@@ -115,9 +115,9 @@ def _proved(trial: Trial, checks: Mapping[str, Check], options: str, *, explain:
         failed = any(finding.verdict == FAIL for finding in findings.values())
         context: Mapping[str, Finding] = findings
         if failed and not is_dry:
-            from harness.running.explaining import explained  # noqa: PLC0415
+            from harness.running.explaining import with_explanations  # noqa: PLC0415
 
-            evidence, context = explained(trial, evidence, findings, watch=not watch)
+            evidence, context = with_explanations(trial, evidence, findings, watch=not watch)
         for check, problem in trial.problems.items():
             findings[check] = Finding(verdict=UNKNOWN, message=problem, unchecked=(check,))
         if failed:

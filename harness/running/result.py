@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from harness.diagnosing.diagnosis import Diagnosis
     from harness.recording.spans import RankSpan
 
-_Result = TypeVar("_Result", "CaseResult", "Proved")
+_Result = TypeVar("_Result", "CaseResult", "StoredCase")
 _ROW = operator.attrgetter(*COLUMNS)
 
 
@@ -80,7 +80,7 @@ class CaseResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proved:
+class StoredCase:
     """Stored parts of a proved case. `ledger`: its lines of ledger.csv.
 
     `ran`: the ranks of `saved_bytes` when they are not all. `errors` are rows of errors.csv for a case that failed,
@@ -103,7 +103,7 @@ class Proved:
     loads: tuple[Sequence[object], ...] = ()
 
 
-def proved(result: CaseResult) -> Proved:
+def stored_part(result: CaseResult) -> StoredCase:
     """The part of a result that is stored."""
     case, evidence = result.case, result.evidence
     ran, axes = (tuple(evidence.ran), evidence.axes) if evidence else ((), case.axes)
@@ -119,7 +119,7 @@ def proved(result: CaseResult) -> Proved:
         except Exception as problem:  # a strange tensor, which the verdicts report; the run goes on
             unplaced = f"{type(problem).__name__}: {problem}"
     rows = summarize(result.text, case.mode, case.world_size, events, result.expectation, ran, axes)
-    return Proved(
+    return StoredCase(
         text=result.text,
         verdicts=result.verdicts,
         verdict=verdict,

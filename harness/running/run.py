@@ -23,7 +23,7 @@ from harness.running.proof import ended_by
 from harness.running.proving import proving
 from harness.running.ranks.capacity import admitted
 from harness.running.request import Request, check_saved
-from harness.running.result import Proved, proved
+from harness.running.result import StoredCase, stored_part
 from harness.running.run_result import Kept, Progress, RunResult, run_result
 from harness.running.store import Store, environment
 from harness.subject import NamedSubject, Unanswered, answered, claimed, compared_with, truth_of
@@ -57,7 +57,7 @@ def run(request: Request, on_progress: Progress = lambda *_: None) -> RunResult:
             else:
                 for case in cases:
                     result = prove_case(case)
-                    stored = proved(seen.witnessed(result, subject, store) if seen else result)
+                    stored = stored_part(seen.witnessed(result, subject, store) if seen else result)
                     with interrupted_after():
                         if not kept.keep(stored):
                             break
@@ -74,8 +74,8 @@ def _shared(request: Request, processes: list[ProvingProcess], kept: Kept) -> li
 
     cases, name = request.cases, request.subject.name
 
-    def ended(number: int, error: ShardproofError) -> Proved:
-        return proved(ended_by(cases[number], name, error, request.options))
+    def ended(number: int, error: ShardproofError) -> StoredCase:
+        return stored_part(ended_by(cases[number], name, error, request.options))
 
     start = partial(_started, request)
     sharing = Sharing(cases=cases, processes=processes, keep=kept.keep, ended=ended, start=start)
@@ -84,7 +84,7 @@ def _shared(request: Request, processes: list[ProvingProcess], kept: Kept) -> li
 
 
 def _with_words(
-    failed: Sequence[Proved], by_text: Mapping[str, CaseLike], request: Request, store: Store, *, apart: bool
+    failed: Sequence[StoredCase], by_text: Mapping[str, CaseLike], request: Request, store: Store, *, apart: bool
 ) -> Mapping[str, tuple[Verdict, ...]]:
     """The verdicts of failed cases by the text of the case, with the line `when:`."""
     from harness.running.experiments import Failed, look_for_words  # noqa: PLC0415

@@ -10,7 +10,7 @@ from harness.checking.evidence import FAIL, PASS, SKIP, UNKNOWN, Verdict
 from harness.protocols import CaseLike
 from harness.running.proving import REFUSED
 from harness.running.request import Request
-from harness.running.result import Proved, with_traceback
+from harness.running.result import StoredCase, with_traceback
 from harness.running.store import STOPPED, Store
 from harness.subject import NamedSubject, compared_with, truth_of
 from harness.torch_internals.lookup import untested
@@ -32,18 +32,18 @@ class Kept:
     total: int
     on_progress: Progress
     fail_fast: bool
-    results: list[Proved] = field(default_factory=list)
+    results: list[StoredCase] = field(default_factory=list)
 
-    def keep(self, proved: Proved) -> bool:
+    def keep(self, case: StoredCase) -> bool:
         """Store a result and report that it is there; whether to go on."""
-        result = with_traceback(proved, self.store) if proved.traceback else proved
+        result = with_traceback(case, self.store) if case.traceback else case
         _stored(self.store, result)
         self.results.append(replace(result, ledger="", rows=(), errors=(), spans=(), loads=()))
         self.on_progress(len(self.results), self.total, self.cases[result.text], result.verdict)
         return not self.fail_fast or result.verdict in (PASS, SKIP)
 
 
-def _stored(store: Store, result: Proved) -> None:
+def _stored(store: Store, result: StoredCase) -> None:
     if result.errors:
         from harness.diagnosing.errors_by_place import ERROR_COLUMNS  # noqa: PLC0415
 
@@ -74,7 +74,7 @@ class RunResult:
 def run_result(
     request: Request,
     store: Store,
-    results: Sequence[Proved],
+    results: Sequence[StoredCase],
     amended: Mapping[str, tuple[Verdict, ...]],
     witnessed: Sequence[str],
     shared: Sequence[str],
@@ -108,7 +108,7 @@ def _not_run(request: Request, done: int) -> list[str]:
     return [f"--fail-fast: {left} of {len(request.cases)} cases were not run"] if left else []
 
 
-def _exit_status(results: Sequence[Proved]) -> int:
+def _exit_status(results: Sequence[StoredCase]) -> int:
     """A failed check outweighs a failed machine: it is a fact about the subject, whatever else went wrong."""
     if any(result.verdict in (FAIL, UNKNOWN) and not result.machine for result in results):
         return 1

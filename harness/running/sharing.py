@@ -30,7 +30,7 @@ from harness.interpreter import interrupted_after
 from harness.protocols import CaseLike
 from harness.running.forked_process import ForkedProcess
 from harness.running.request import Request, folder_of
-from harness.running.result import Proved, proved
+from harness.running.result import StoredCase, stored_part
 from harness.running.trials.trial import BOUNDED, PARTS, too_long
 
 _LEAST_GRACE_S, _MOST_GRACE_S = 3.0, 20.0
@@ -50,7 +50,7 @@ _LISTEN_S = 0.2
 """How often a process is looked at that sends nothing."""
 _STARTS = 2
 """Processes in a row that may end before they have begun a case."""
-Answer: TypeAlias = "Proved | Exception"
+Answer: TypeAlias = "StoredCase | Exception"
 """Stored parts of a case, or what was raised."""
 Proving = Callable[[Request, Callable[[str], object]], AbstractContextManager[Callable[[CaseLike], Any]]]
 
@@ -148,7 +148,7 @@ def serve(connection: Connection, request: Request, proving: Proving) -> None:
 
 def _answer(prove_case: Callable[[CaseLike], Any], case: CaseLike) -> Answer:
     try:
-        return proved(prove_case(case))
+        return stored_part(prove_case(case))
     except ShardproofError as problem:
         return problem
     except Exception as problem:
@@ -165,12 +165,12 @@ class Sharing:
 
     cases: Sequence[CaseLike]
     processes: list[ProvingProcess]
-    keep: Callable[[Proved], bool]
-    ended: Callable[[int, ShardproofError], Proved]
+    keep: Callable[[StoredCase], bool]
+    ended: Callable[[int, ShardproofError], StoredCase]
     start: Callable[[], ProvingProcess | None]
     notes: list[str] = field(default_factory=list)
     _waiting: deque[deque[int]] = field(default_factory=deque)
-    _finished: dict[int, Proved] = field(default_factory=dict)
+    _finished: dict[int, StoredCase] = field(default_factory=dict)
     _killed: set[int] = field(default_factory=set)
     _idle_ends: int = 0
 
@@ -193,7 +193,7 @@ class Sharing:
                             return
         except BaseException:
             answers = {number: answer for each in self.processes for number, answer in each.answers().items()}
-            self._finished |= {number: answer for number, answer in answers.items() if isinstance(answer, Proved)}
+            self._finished |= {number: answer for number, answer in answers.items() if isinstance(answer, StoredCase)}
             with interrupted_after():
                 for number in sorted(self._finished):
                     self.keep(self._finished[number])
@@ -211,9 +211,9 @@ class Sharing:
         wait([process.connection for process in self.processes if process.asked], _LISTEN_S)
         for process in list(self.processes):
             answers = process.answers()
-            self._finished |= {number: answer for number, answer in answers.items() if isinstance(answer, Proved)}
+            self._finished |= {number: answer for number, answer in answers.items() if isinstance(answer, StoredCase)}
             for answer in answers.values():
-                if not isinstance(answer, Proved):
+                if not isinstance(answer, StoredCase):
                     raise answer
             self._idle_ends = 0 if answers else self._idle_ends
             if process.note:

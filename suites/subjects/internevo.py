@@ -42,8 +42,7 @@ def configure(case):  # what launch.py reads and completes
     config = {"parallel": parallel, "model": model, "hybrid_zero_optimizer": zero, "grad_scaler": SCALER}
     config |= {"data": {"micro_num": case.micro, "use_packed_dataset": False}, "ckpt": {"need_metadata": False}}
     config |= {"cpu_offloading": {"enable": False, "num_layers": 0}, "isp_num_layers": 2}
-    gpc.load_config(config)
-    gpc.config.reduce_comm_dtype = model["dtype"]
+    gpc.load_config(config | {"reduce_comm_dtype": torch.float32})
     gpc.init_global_dist(dist.get_rank(), case.world_size, "gloo", "localhost", 0)
     gpc.init_parallel_groups()
     gpc._cpu_groups = gpc._groups  # made for GPUs alone, and asked for where a tensor is on a CPU
@@ -81,17 +80,18 @@ def subject(case, device):
     words = {"grad_scal_cfg": gpc.config.grad_scaler, "zero_cfg": gpc.config.hybrid_zero_optimizer}
     optimizer = HybridZeroOptimizer(adam, **words, isp_communicator=communicator)
 
-    def seen(*_):  # the gradients that Adam is given: of the parameters that are this rank's in ZeRO-1
-        for number, flat in optimizer._fp32_flat_param_groups_of_current_rank.items():
-            own = optimizer._param_store.get_fp16_params_by_rank_group(optimizer.zero_local_rank[number], number)
-            for weight, part in zip(own, flat.grad.clone().split([weight.numel() for weight in own]), strict=True):
-                outcome.setdefault(f"grad/{names[weight]}", placed(weight, part.view_as(weight)))
+    def seen(*_):  # gradients are whole when it forgets them: those of the parameters that are this rank's in ZeRO-1
+        for weight, name in names.items():
+            if weight.grad is not None:
+                outcome.setdefault(f"grad/{name}", placed(weight, weight.grad.clone()))
+        forget()
+
+    forget, optimizer.zero_grad = optimizer.zero_grad, seen
 
     def called(what, *args):  # as its scheduler does, for the overlap
         for hook in pipeline.get_scheduler_hooks(None, optimizer, communicator):
             getattr(hook, what)(None, *args)
 
-    adam.register_step_pre_hook(seen)
     for step in range(case.steps):
         total = torch.zeros((), dtype=getattr(torch, case.dtype))
         for micro in range(case.micro):

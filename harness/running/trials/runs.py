@@ -1,4 +1,4 @@
-"""The runs of one case, from which its evidence is made: the dense model, the subject recorded, the subject unwatched.
+"""The runs of one case, from which its evidence is made: the dense model, the subject recorded, the subject unrecorded.
 
 The dense model is computed behind the ranks' runs where they do not need it. Both in float64 and in one process would
 fill the memory. Times are seconds.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from harness.checking.checks import examine
 from harness.checking.evidence import Evidence, Verdict
-from harness.diagnosing.diagnosis import explained
+from harness.diagnosing.diagnosis import explanation_of
 from harness.diagnosing.lines import site
 from harness.running.store import Store
 from reports.stored import failures
@@ -24,7 +24,7 @@ BIAS, W1, W2 = "grad/layers.0.mlp.w2.bias", "act/layers.0.mlp.w1", "act/layers.0
 
 
 def beside(seen: Evidence) -> tuple[str, ...]:
-    return explained(seen, examine(seen)).first.beside
+    return explanation_of(seen, examine(seen)).first.beside
 
 
 def wrong_on(ranks: Collection[int], text: str = "mode=tp tp=2 dp=2 seq=16", name: str = BIAS) -> tuple[str, ...]:

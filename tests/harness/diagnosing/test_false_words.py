@@ -17,7 +17,7 @@ from harness.checking.checks import examine
 from harness.checking.evidence import Evidence
 from harness.diagnosing import likely
 from harness.diagnosing.by_numbers import by_numbers
-from harness.diagnosing.diagnosis import explained
+from harness.diagnosing.diagnosis import explanation_of
 from harness.diagnosing.first import First
 from harness.diagnosing.hints import hint
 from harness.diagnosing.rules.causes import Cause, claimed
@@ -160,7 +160,7 @@ def test_a_factor_that_leaves_more_than_its_check_allows_is_not_told() -> None:
     name, more = "grad/layers.0.mlp.w2.bias", 1e-4 * drawn(6)
     for extra, ids in ((0 * more, ["summed_twice"]), (more, [])):
         found = seen({name: 2 * truth()[name] + extra})
-        assert [cause.id for cause in explained(found, examine(found)).causes] == ids
+        assert [cause.id for cause in explanation_of(found, examine(found)).causes] == ids
 
 
 NAMED = (
@@ -209,7 +209,7 @@ def test_no_cause_contradicts_the_numbers_of_random_evidence(
         else {n: t.float() if t.is_floating_point() else t for n, t in {**known, **values}.items()}
     )
     found = evidence(*(outcome_of(rank, made) for rank in range(2)), case=text)
-    for cause in explained(found, examine(found)).causes:
+    for cause in explanation_of(found, examine(found)).causes:
         contradicted(cause, found, values)
 
 
@@ -258,10 +258,10 @@ def test_the_property_fails_where_predictions_are_not_tested(
 ) -> None:
     """The planted bug: every prediction is taken to hold, and to leave nothing."""
     found = evidence(*(outcome_of(rank, {**truth(), **values}) for rank in range(2)), case=case("mode=tp tp=2 seq=16"))
-    assert [cause for cause in explained(found, examine(found)).causes if words in cause.words] == []
+    assert [cause for cause in explanation_of(found, examine(found)).causes if words in cause.words] == []
     monkeypatch.setattr(Explained, "holds", True)
     monkeypatch.setattr(likely, "within_limits", lambda evidence, causes: [*causes])
-    (cause, *_) = explained(found, examine(found)).causes
+    (cause, *_) = explanation_of(found, examine(found)).causes
     assert words in cause.words
     with pytest.raises(AssertionError):
         contradicted(cause, found, values)

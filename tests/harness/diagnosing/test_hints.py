@@ -12,7 +12,7 @@ from torch import Tensor
 from harness.checking.checks import CHECKS, examine
 from harness.checking.evidence import Evidence
 from harness.diagnosing.by_numbers import by_numbers
-from harness.diagnosing.diagnosis import explained
+from harness.diagnosing.diagnosis import explanation_of
 from harness.diagnosing.first import First
 from harness.diagnosing.hints import hint
 from harness.diagnosing.rules.factors import sizes_of
@@ -115,7 +115,7 @@ def test_the_first_place_alone_may_have_a_factor() -> None:
     """The second wrong gradient is none of it."""
     w1 = "grad/layers.0.mlp.w1.weight"
     found = seen({BIAS: truth()[BIAS] * 2, w1: truth()[w1] + drawn(8, 6)}, "mode=tp tp=2 seq=16 micro=1")
-    assert [cause.id for cause in explained(found, examine(found)).causes] == ["summed_twice"]
+    assert [cause.id for cause in explanation_of(found, examine(found)).causes] == ["summed_twice"]
 
 
 def updated(gradient: float, size: float, text: str = CLIPS) -> tuple[Evidence, list[str]]:
@@ -131,7 +131,7 @@ def test_an_update_of_right_gradients_says_where_to_look() -> None:
     found, wrong = updated(1.0, 0.7)
     look = "gradients are right, the update is wrong: look at clip, decay, learning rate, step count"
     first = First(phase="step", region="", step=0, name=wrong[0])
-    assert explained(found, examine(found)).causes == ()
+    assert explanation_of(found, examine(found)).causes == ()
     assert hint(found, first, wrong) == f"{look} (the updates of step 0 are 0.7 x the right ones)"
     bad = [f"grad/{NAMES[0]}", *wrong]
     assert hint(found, First(phase="backward", name=bad[0], step=0), bad) == ""
@@ -155,7 +155,7 @@ def told_times(factors: dict[str, float], text: object = ALONE) -> list[tuple[st
     """Ids and words of the causes when these tensors of two tensor-parallel ranks are multiplied so."""
     values: dict[str, Tensor] = {name: truth()[name] * factor for name, factor in factors.items()}
     seen = evidence(*(outcome_of(rank, {**truth(), **values}) for rank in range(2)), case=text)
-    return [(cause.id, cause.words) for cause in explained(seen, examine(seen)).causes]
+    return [(cause.id, cause.words) for cause in explanation_of(seen, examine(seen)).causes]
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_the_words_name_every_size_that_fits() -> None:
     values = {**truth(), BIAS: truth()[BIAS] * 2}
     seen = evidence(*(outcome_of(rank % 2, values) for rank in range(4)), case=both)
     numbers = {check: CHECKS[check] for check in ("parameter_gradients",)}
-    (cause,) = explained(seen, examine(seen, numbers)).causes
+    (cause,) = explanation_of(seen, examine(seen, numbers)).causes
     assert (cause.id, "tp=2 or dp=2" in cause.words) == ("summed_twice", True)
 
 
@@ -198,7 +198,7 @@ def test_a_loss_over_gathered_logits_is_told_by_its_logarithm() -> None:
     def of(extra: float) -> list[str]:
         values = {**truth(), "loss/0": truth()["loss/0"] + extra}
         seen = evidence(*(outcome_of(rank, values) for rank in range(2)), case=ALONE)
-        return [cause.id for cause in explained(seen, examine(seen)).causes]
+        return [cause.id for cause in explanation_of(seen, examine(seen)).causes]
 
     assert of(math.log(2)) == ["more_classes"]
     assert of(0.97 * math.log(2)) == []

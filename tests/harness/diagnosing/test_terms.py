@@ -13,7 +13,7 @@ from torch import Tensor
 from harness.checking.checks import examine
 from harness.checking.evidence import Evidence
 from harness.diagnosing.by_numbers import by_numbers
-from harness.diagnosing.diagnosis import explained
+from harness.diagnosing.diagnosis import explanation_of
 from harness.diagnosing.limits import within_limits
 from harness.diagnosing.rules.causes import claimed
 from harness.diagnosing.rules.norms import from_norms
@@ -88,13 +88,13 @@ def test_a_sum_without_one_of_its_terms_is_told_by_the_names_of_both() -> None:
 def test_places_are_looked_at_beside_what_a_module_adds_itself() -> None:
     rest = truth()[TABLE] - POSITIONS
     seen = seen_with({TABLE: rest.roll(3, 2) + POSITIONS})
-    assert [cause.id for cause in explained(seen, examine(seen)).causes] == ["shifted_shard"]
+    assert [cause.id for cause in explanation_of(seen, examine(seen)).causes] == ["shifted_shard"]
 
 
 def test_numbers_that_are_not_finite_are_explained_by_no_what_if() -> None:
     name = "grad/layers.0.mlp.w1.weight"
     seen = seen_with({name: truth()[name] / 0}, what_ifs=tried({f"mask_ignored/{name}": truth()[name] * 2}))
-    assert [cause.id for cause in explained(seen, examine(seen)).causes] == ["nan"]
+    assert [cause.id for cause in explanation_of(seen, examine(seen)).causes] == ["nan"]
 
 
 def test_numbers_of_a_shorter_dtype_are_told() -> None:
@@ -167,9 +167,9 @@ def test_calls_too_many_that_nobody_waits_for_are_told_as_calls_too_many() -> No
     ledger = events((*TERMS, extra))
     work = Unwaited(rank=0, op="all_gather", group="tp (0 1)", number=0, caller="model.py:7")
     seen = seen_with({}, events=ledger, unwaited=(work,))
-    assert [cause.id for cause in explained(seen, examine(seen)).causes] == ["extra_call"]
+    assert [cause.id for cause in explanation_of(seen, examine(seen)).causes] == ["extra_call"]
     seen = seen_with({}, unwaited=(work,))
-    assert [cause.id for cause in explained(seen, examine(seen)).causes] == ["not_waited"]
+    assert [cause.id for cause in explanation_of(seen, examine(seen)).causes] == ["not_waited"]
 
 
 ALONE = case("mode=tp tp=2 seq=16 micro=1")
@@ -181,7 +181,7 @@ def seen(values: dict[str, Tensor], text: Any = ALONE, **fields: Any) -> Evidenc
 
 
 def ids(found: Evidence) -> list[str]:
-    return [cause.id for cause in explained(found, examine(found)).causes]
+    return [cause.id for cause in explanation_of(found, examine(found)).causes]
 
 
 def test_a_rule_that_states_what_it_leaves_has_a_limit_of_its_own() -> None:

@@ -18,34 +18,6 @@ from parallel.context.slices import Slices, contiguous, sliced, together, zigzag
 from tests.parallel.context.rows import METHODS, borders, dense, full_row, hidden, on_axis, ordered, wrong
 from tests.parallel.ranks import numbers
 
-ORDERS = ("zigzag", "contiguous", "zigzag by document")
-LENGTHS = {2: 12, 3: 18, 4: 24}
-"""Tokens of a row by number of ranks: a multiple of twice the ranks, no power of two where it can be."""
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    method=st.sampled_from([*METHODS]),
-    ranks=st.sampled_from((2, 3, 4)),
-    order=st.sampled_from(ORDERS),
-    heads=st.sampled_from(((12, 12), (12, 4), (12, 1), (24, 12))),
-    rows=st.integers(1, 3),
-    cuts=st.sets(st.integers(1, 11), max_size=3),
-    seed=st.integers(0, 2**16),
-)
-def test_every_method_is_dense_attention(
-    method: str, ranks: int, order: str, heads: tuple[int, int], rows: int, cuts: set[int], seed: int
-) -> None:
-    """Packed documents of any length, in any order of slices; without cuts the row is one document."""
-    if method == "exchanged" and heads[1] % ranks and ranks % heads[1]:
-        heads = (12, 12)
-    length = LENGTHS[ranks]
-    cu_seqlens = torch.tensor([0, *sorted(cuts), length]) if cuts else None
-    held = ordered("zigzag" if method != "ring" and order == "zigzag by document" else order, length, ranks, cu_seqlens)
-    slices = Slices(held=held, hidden=hidden(length, cu_seqlens))
-    full = full_row(rows, length, *heads, seed=seed)
-    assert wrong(on_axis(METHODS[method], full, slices), dense(full, cu_seqlens)) == []
-
 
 @pytest.mark.parametrize("order", ["zigzag", "contiguous"])
 @pytest.mark.parametrize(("length", "ranks"), [(7, 2), (11, 3), (5, 4), (2, 3)])

@@ -10,13 +10,9 @@ from collections import Counter
 import pytest
 
 from harness.engines.threads.inproc import InprocEngine
-from harness.outcome.merging import merge
 from harness.running.proof import prove
-from harness.running.ranks.execution import execute
 from parallel.subject import subject
 from reference.case import Case
-from reference.training import subject as dense
-from tests.parallel.ranks import CPU
 
 SIZES = (
     "layers=2 hidden=16 heads=4 kv_heads=4 ffn=32 vocab=67 seq=16 positions=rope lr=0.1 "
@@ -78,15 +74,3 @@ def test_one_attention_issues_the_calls_of_the_table(mode: str, down: str) -> No
             stated[term.phase, term.op, term.payload_bytes] += term.calls
     features = {words: sum(getattr(case, word) for word in words.split("+")) for words in (A, Q, V, D, JOINED)}
     assert stated == Counter((phase, op, case.tokens * features[what] * 8) for phase, op, what in TABLE[mode, down])
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_gradient_of_the_rotary_keys_is_that_of_all_heads_on_every_rank(layout: str) -> None:
-    """Its place is the last part of the gradient in the output of wdkv, whole in the truth."""
-    case = Case.parse(f"{SIZES} {layout} tp=4 micro=1 steps=1 layers=1")
-    truth = dense.activations(case, CPU)["act_grad/layers.0.attention.wdkv"][..., -case.qk_rope_dim :]
-    with InprocEngine() as engine:
-        merged = merge(execute(case, subject, engine, record=False, watch=True).captured)
-    found = merged.tensors["act_grad/layers.0.attention.wdkv"][..., -case.qk_rope_dim :]
-    assert merged.flaws == () and float(truth.abs().max()) > 0
-    assert float((found - truth).abs().max() / truth.abs().max()) < 1e-11

@@ -108,7 +108,6 @@ def test_a_term_that_leaves_fields_out_is_a_line_too() -> None:
     )
 
 
-NINES = "9" * 64
 SUBJECT = f"{__name__}:own"
 
 
@@ -156,25 +155,6 @@ def test_expect_finds_a_case_of_ours_however_it_is_written(tmp_path: Path, comma
         status, out, _ = command("expect", run, words)
         assert status == 0 and 'if str(case) != "mode=tp-sp tp=2 seq=64"' in out
     assert command("expect", run, "tp=2")[0] == 0
-
-
-@pytest.mark.parametrize("engine", ["inproc", "dry"])
-@pytest.mark.parametrize("key", ["steps", "tp", "layers", "bucket", "seed", "recompute_layers"])
-def test_a_whole_number_of_64_digits_is_refused(command: CommandLine, engine: str, key: str) -> None:
-    message = command.refused("run", f"mode=tp {key}={NINES}", "--engine", engine)
-    most = 2**64 - 1 if key == "seed" else 2**31 - 1
-    assert f"{key}={NINES}: must be " in message and f"legal: {key}={most}" in message
-
-
-@pytest.mark.parametrize("key", ["steps", "tp", "micro", "seed", "width"])
-def test_a_whole_number_of_64_digits_is_refused_in_own_words(command: CommandLine, key: str) -> None:
-    message = command.refused("run", f"{key}={NINES}", "--subject", SUBJECT)
-    assert f"{key}={NINES}: must be at most " in message and f"legal: {key}=" in message
-
-
-@pytest.mark.parametrize("name", ["hidden", "positions", "grain"])
-def test_a_slice_has_bounds_too(command: CommandLine, name: str) -> None:
-    assert f"={NINES}" in command.refused("slice", f"{name}={NINES}")
 
 
 @pytest.mark.parametrize(
