@@ -36,8 +36,8 @@ from harness.running.engines import engine_named
 from parallel.subject import subject
 from reference.case import Case
 from reference.language.modes import MODES
-from reports.printing.tables import Table
 from reports.printing.text import show_table
+from reports.printing.text_tables import Table
 
 CALLS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 PAYLOADS = (4 << 10, 64 << 10, 512 << 10, 4 << 20)

@@ -23,8 +23,8 @@ from harness.diagnosing.rules.optimizer.updates import from_start, from_updates
 from harness.diagnosing.rules.patterns import drift, from_patterns, not_finite, partial_sums, rounded
 from harness.diagnosing.rules.places import blocks_of, wrong_ranks
 from harness.diagnosing.rules.regions import from_regions
+from harness.diagnosing.rules.sum_terms import added, from_terms
 from harness.diagnosing.rules.sums import from_counts, from_losses, from_shares
-from harness.diagnosing.rules.terms import added, from_terms
 from harness.mesh_axes import split_axes
 
 THROUGHOUT = 0.9

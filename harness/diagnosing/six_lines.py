@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from harness.checking.evidence import Evidence, Finding
 from harness.checking.measures.measured import ABSOLUTE, EXACT, epsilon
 from harness.diagnosing.diagnosis import Diagnosis, diagnose, ended
-from harness.diagnosing.first import First
-from harness.diagnosing.lines import NO_CAUSE, NO_OUTCOME, repeat_command, written
+from harness.diagnosing.failure_lines import NO_CAUSE, NO_OUTCOME, repeat_command, written
+from harness.diagnosing.first_place import First
 from harness.diagnosing.tracebacks import last_frames, whole
 from harness.errors import MachineError, ShardproofError
 from harness.protocols import CaseLike

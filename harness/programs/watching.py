@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from harness.diagnosing.lines import written
+from harness.diagnosing.failure_lines import written
 from harness.errors import RequestError, ranks_text
 
 _CHUNK = 1 << 20

@@ -18,7 +18,7 @@ from typing import Any
 
 from harness.checking.checks import CHECKS, LAWS, Check
 from harness.checking.evidence import FAIL, PASS, Verdict
-from harness.diagnosing.lines import site, with_when
+from harness.diagnosing.failure_lines import site, with_when
 from harness.diagnosing.needed_words import NeededWords, OutOfTime, needed_words
 from harness.errors import ShardproofError
 from harness.protocols import CaseLike, case_text

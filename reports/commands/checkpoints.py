@@ -17,12 +17,12 @@ from typing import Any
 
 import pandas as pd
 
-from harness.diagnosing.lines import NO_CAUSE, written
+from harness.diagnosing.failure_lines import NO_CAUSE, written
 from harness.errors import RequestError
 from harness.resolve import resolve
-from reports.options.words import SLICED
-from reports.printing.tables import Table, count, mark, table
+from reports.options.command_options import SLICED
 from reports.printing.text import show_message, show_note, show_table
+from reports.printing.text_tables import Table, count, mark, table
 
 COMPARE = "parallel.checkpoints.comparing:compare"
 

@@ -79,7 +79,7 @@ def main(arguments: argparse.Namespace) -> int:
     words = {"title": "This machine", "headers": ("what", "found", "usable", "what follows")}
     judged = judge(inspect())
     try:  # tables need pandas, and terminals rich: what may be what is missing
-        tables, text = import_module("reports.printing.tables"), import_module("reports.printing.text")
+        tables, text = import_module("reports.printing.text_tables"), import_module("reports.printing.text")
         text.show_table(tables.Table(**words, rows=judged.rows, note=judged.note), sys.stdout)
     except (Exception, SystemExit):
         print("\n".join([*("  ".join(row).rstrip() for row in judged.rows), judged.note]))

@@ -26,9 +26,9 @@ from harness.resolve import resolve
 from harness.running.request import seconds
 from harness.running.store import Store, environment
 from harness.subject import cases_of, named
-from reports.options.checks import writing
-from reports.printing.tables import Table
+from reports.options.option_checks import writing
 from reports.printing.text import append_step_summary, show_message, show_note, show_table, show_words, ticking
+from reports.printing.text_tables import Table
 from reports.stored.files import MATRIX, RunFolderError, csv_table, environment_of
 
 KILLING = "suites.killing.matrix"

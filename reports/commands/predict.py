@@ -27,9 +27,9 @@ from reports.predicting.answers import step_words
 from reports.predicting.load_tables import load_tables
 from reports.predicting.prediction import Prediction, predict, together
 from reports.predicting.written import gibibytes, seconds, table
-from reports.printing import tables
-from reports.printing.tables import Table
+from reports.printing import text_tables
 from reports.printing.text import plain, show_message, show_table, show_words, ticking
+from reports.printing.text_tables import Table
 
 ASSUMPTIONS = (
     "compute: FLOPs of matrix products and attention as the dry run counts them (masked pairs too), over peak x "
@@ -111,10 +111,10 @@ def _answer(one: Prediction, rows: pd.DataFrame) -> Table:
         rows,
         {
             "case": ("words", str),
-            "fits": ("fits", tables.mark),
+            "fits": ("fits", text_tables.mark),
             "tokens/s/GPU": ("tokens_per_s_per_rank", seconds),
             "tokens/s": ("tokens_per_s", seconds),
-            "GPUs": ("ranks", tables.count),
+            "GPUs": ("ranks", text_tables.count),
             "step s": ("step_s", seconds),
             "needs GiB": ("peak_bytes", gibibytes),
             **({"why not first": ("lost", str)} if any(rows["lost"]) else {}),
@@ -145,7 +145,7 @@ def _stages(one: Prediction) -> list[Table]:
         {
             **first,
             **{f"{name} s": (f"{name}_s", seconds) for name in ("forward", "backward", "compute", "hidden", "wait")},
-            "messages": ("messages", tables.count),
+            "messages": ("messages", text_tables.count),
             "messages GiB": ("message_bytes", gibibytes),
             "wire GiB": ("wire_bytes", gibibytes),
             "ledger": ("ledger", str),
@@ -177,7 +177,7 @@ def _times(legal: pd.DataFrame) -> Table:
         legal,
         {
             "case": ("words", str),
-            "calls": ("calls", tables.count),
+            "calls": ("calls", text_tables.count),
             "wire GiB": ("wire_bytes", gibibytes),
             **{f"{name} s": (f"{name}_s", seconds) for name in ("compute", "exposed", "hidden")},
         },

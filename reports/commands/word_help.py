@@ -21,7 +21,7 @@ from typing import Any
 from harness.dense_model import dense_model
 from harness.errors import RequestError
 from harness.resolve import resolve
-from reports.options.words import SLICED
+from reports.options.command_options import SLICED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,8 +19,8 @@ from typing import Any
 import pandas as pd
 
 from harness.errors import RequestError
+from reports.comparing.compared_sides import EXACT, Limit, breaches
 from reports.comparing.intervals import phase_times
-from reports.comparing.limits import EXACT, Limit, breaches
 from reports.comparing.snapshot import CALLED, WHAT, Snapshot, members, span
 from reports.stored.frames import in_order
 

@@ -20,7 +20,7 @@ import pandas as pd
 from markupsafe import Markup, escape
 
 from harness.ledger import BACKWARD, PHASES
-from reports.printing.tables import count, mebibytes, small
+from reports.printing.text_tables import count, mebibytes, small
 from reports.stored.frames import Run
 from reports.stored.summary import apart, badness, headline
 

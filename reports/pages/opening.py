@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from reports.printing.tables import NOTHING, Table, count
+from reports.printing.text_tables import NOTHING, Table, count
 from reports.stored.files import recorded
 from reports.stored.frames import Run
 
@@ -75,7 +75,7 @@ def program(run: Run) -> dict[str, Any]:
     """Overview, findings and traffic of a recorded program; nothing of any other run."""
     if not recorded(run.path):
         return {}
-    from reports.programs.tables import parts  # noqa: PLC0415
+    from reports.programs.program_tables import parts  # noqa: PLC0415
 
     return parts(run)
 

@@ -54,7 +54,7 @@ def bugs(verdicts: pd.DataFrame) -> list[Bug]:
     """The failed verdicts of a run (columns case, check, verdict, message) by first place, in their own order."""
     failed = verdicts[verdicts["verdict"] == "fail"]
     found = []
-    from harness.diagnosing.lines import site  # noqa: PLC0415
+    from harness.diagnosing.failure_lines import site  # noqa: PLC0415
 
     for _, group in failed.groupby(failed["message"].map(site), sort=False):
         first, rest = group.iloc[0], group.iloc[1:]
@@ -143,7 +143,7 @@ def groups(failed: pd.DataFrame, folder: Path, ledger: pd.DataFrame) -> list[Gro
     """
     if failed.empty:
         return []
-    from harness.diagnosing.lines import site  # noqa: PLC0415
+    from harness.diagnosing.failure_lines import site  # noqa: PLC0415
 
     found: dict[str, list[dict[str, str]]] = {}
     for row in failed.to_dict("records"):

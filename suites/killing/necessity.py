@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from harness.engines.engine import Engine
 from harness.subject import NamedSubject
 from suites.killing.matrix import Collective
-from suites.mutants.rows import Killed, faults_killed
+from suites.mutants.kill_rows import Killed, faults_killed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

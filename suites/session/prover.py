@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from harness.checking.checks import CHECKS, LAWS
 from harness.checking.evidence import FAIL, SKIP, Verdict
 from harness.dense_model import SUBJECT
-from harness.diagnosing.lines import site
+from harness.diagnosing.failure_lines import site
 from harness.engines.engine import Engine
 from harness.errors import RequestError
 from harness.plain_case import Vocabulary

@@ -12,7 +12,7 @@ from typing import Any
 from harness.injecting.kill_matrix import Kill
 from harness.subject import NamedSubject
 from parallel.subject import ParallelSubject
-from suites.mutants.rows import Killed
+from suites.mutants.kill_rows import Killed
 
 OURS = "parallel.subject:subject"
 INTERRUPTED = "tests.harness.toy_subjects:right"

@@ -25,8 +25,8 @@ from suites.mutants import field, twins
 from suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS
 from suites.mutants.draws import showing
 from suites.mutants.field import FIELD, MEASURED, page, public
+from suites.mutants.kill_rows import mutant_killed
 from suites.mutants.mutant import Mutant
-from suites.mutants.rows import mutant_killed
 from tests import ROOT
 from tests.suites.planned_kills import kill
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from harness.checking.checks import examine
 from harness.checking.evidence import Evidence, Verdict
 from harness.diagnosing.diagnosis import explanation_of
-from harness.diagnosing.lines import site
+from harness.diagnosing.failure_lines import site
 from harness.running.store import Store
 from reports.stored import failures
 from reports.stored.failures import bugs, simplest_first

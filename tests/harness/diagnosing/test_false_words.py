@@ -15,10 +15,10 @@ from torch import Tensor
 
 from harness.checking.checks import examine
 from harness.checking.evidence import Evidence
-from harness.diagnosing import likely
+from harness.diagnosing import rank_causes
 from harness.diagnosing.by_numbers import by_numbers
 from harness.diagnosing.diagnosis import explanation_of
-from harness.diagnosing.first import First
+from harness.diagnosing.first_place import First
 from harness.diagnosing.hints import hint
 from harness.diagnosing.rules.causes import Cause, claimed
 from harness.diagnosing.rules.optimizer.steps import from_states
@@ -260,7 +260,7 @@ def test_the_property_fails_where_predictions_are_not_tested(
     found = evidence(*(outcome_of(rank, {**truth(), **values}) for rank in range(2)), case=case("mode=tp tp=2 seq=16"))
     assert [cause for cause in explanation_of(found, examine(found)).causes if words in cause.words] == []
     monkeypatch.setattr(Explained, "holds", True)
-    monkeypatch.setattr(likely, "within_limits", lambda evidence, causes: [*causes])
+    monkeypatch.setattr(rank_causes, "within_limits", lambda evidence, causes: [*causes])
     (cause, *_) = explanation_of(found, examine(found)).causes
     assert words in cause.words
     with pytest.raises(AssertionError):

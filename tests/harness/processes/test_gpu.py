@@ -25,7 +25,7 @@ from harness.running.witnessing import witnesses
 from harness.subject import named
 from parallel.subject import subject
 from reference.case import Case
-from reports.options.checks import EXPERIMENTS
+from reports.options.option_checks import EXPERIMENTS
 from tests.harness.processes.test_torchrun import TINY, torchrun
 
 GPUS = torch.cuda.device_count()

@@ -21,7 +21,7 @@ from harness.subject import named
 from harness.witnesses.chosen import during, step_ends, terms_of
 from harness.witnesses.nsys import nsys_path
 from reports.commands.experiment import experiment_table
-from reports.options.checks import EXPERIMENTS, complete_experiment, profiled_steps, real_size
+from reports.options.option_checks import EXPERIMENTS, complete_experiment, profiled_steps, real_size
 from reports.stored.frames import load
 from tests.harness.witnesses.stepped_subject import CALLS, subject, uneven
 

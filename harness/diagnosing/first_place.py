@@ -24,7 +24,7 @@ from harness.checking.call_checks import strays
 from harness.checking.evidence import Evidence
 from harness.checking.ledger_checks import module_order
 from harness.checking.measures.kinds import is_state, kind_of
-from harness.diagnosing.beside import are_matrices, between, ranks_in_words
+from harness.diagnosing.facts_beside import are_matrices, between, ranks_in_words
 from harness.diagnosing.rules.places import held_whole, place_of
 from harness.diagnosing.rules.proofs import explains
 from harness.diagnosing.rules.what_ifs import predictions

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pandas as pd
 
-from reports.printing.tables import Table, count, mark, mebibytes, milliseconds, table
+from reports.printing.text_tables import Table, count, mark, mebibytes, milliseconds, table
 from reports.programs import figures, speed
 from reports.programs.speed import beside
 from reports.stored.files import about_ranks

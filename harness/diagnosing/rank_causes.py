@@ -20,7 +20,7 @@ from dataclasses import replace
 from harness.checking.call_checks import lists_text, strays
 from harness.checking.evidence import FAIL, Evidence, Finding
 from harness.diagnosing.by_numbers import by_numbers
-from harness.diagnosing.limits import within_limits
+from harness.diagnosing.cause_limits import within_limits
 from harness.diagnosing.rules.causes import MEANT, Cause, reported
 from harness.diagnosing.rules.factors import UNDECIDED
 from harness.diagnosing.rules.layouts import from_flaws
