@@ -38,8 +38,8 @@ from reference.case.domains import domains
 from reference.case.repair import repaired, words_of
 from reference.language.modes import MODES
 from suites.mutants.catalogue import HELD_BACK, UNSEEN
+from suites.mutants.kill_rows import cause_told, right_place
 from suites.mutants.mutant import Mutant, holds
-from suites.mutants.rows import cause_told, right_place
 
 _BUGS = {"unseen": UNSEEN, "held_back": HELD_BACK}
 _WHEN_S, _TIMEOUT_S = 10.0, 60.0

@@ -111,11 +111,11 @@ def campaign(part: Part) -> Iterator[tuple[Campaign, list[Alarm]]]:
     every = [case for turn in zip_longest(*of_modes) for case in turn if case]
     with InprocEngine() as engine:
         for number, case in enumerate(every, start=1):
-            told = _alarms(case, part, engine)
-            found = told or []
+            alarms_or_none = _alarms(case, part, engine)
+            found = alarms_or_none or []
             lost = sum(one.verdict == UNJUDGED for one in found)
             unsure = sum(one.verdict == UNKNOWN and one.check != "run" for one in found)
-            refused, unjudged = refused + (told is None), unjudged + lost
+            refused, unjudged = refused + (alarms_or_none is None), unjudged + lost
             alarms, undecided = alarms + len(found) - unsure - lost, undecided + unsure
             yield (
                 Campaign(
@@ -171,9 +171,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RequestError as error:
         print(f"bench.clean: {error}", file=sys.stderr)
         return error.exit_status
-    told = f"{so_far.cases} cases in {so_far.dtype} dtype, {so_far.alarms} false alarms"
-    told += f", {so_far.undecided} verdicts undecided, {so_far.unjudged} cases not judged (the dense model diverges)"
-    print(f"{told}, {so_far.seconds:.0f} s, {so_far.resident_mib} MiB")
+    summary = f"{so_far.cases} cases in {so_far.dtype} dtype, {so_far.alarms} false alarms"
+    summary += f", {so_far.undecided} verdicts undecided, {so_far.unjudged} cases not judged (the dense model diverges)"
+    print(f"{summary}, {so_far.seconds:.0f} s, {so_far.resident_mib} MiB")
     return 1 if so_far.alarms else 0
 
 

@@ -36,8 +36,8 @@ from harness.running.engines import engine_named
 from parallel.subject import subject
 from reference.case import Case
 from reference.language.modes import MODES
-from reports.printing.tables import Table
 from reports.printing.text import show_table
+from reports.printing.text_tables import Table
 
 CALLS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 PAYLOADS = (4 << 10, 64 << 10, 512 << 10, 4 << 20)
@@ -150,8 +150,8 @@ def fitted(small: tuple[int, float], large: tuple[int, float], flops_per_s: floa
     latency_us = (small[1] - small[0] * byte_us) / 2
     if not (byte_us > 0 and latency_us > 0):
         cause = f"all-reduces of {small[0]} and {large[0]} bytes took {small[1]:.0f} and {large[1]:.0f} us"
-        told = f"{cause}: no latency and bandwidth fit that; repeat on a quieter machine"
-        raise MachineError(told, ranks=(), positions=())
+        problem = f"{cause}: no latency and bandwidth fit that; repeat on a quieter machine"
+        raise MachineError(problem, ranks=(), positions=())
     return Cluster(
         name="measured",
         device=Device(name="one core", memory_gib=1.0, peak_tflops={"float32": flops_per_s / 1e12}, efficiency=1.0),
@@ -245,8 +245,8 @@ def table(rows: Sequence[CostRow], cluster: Cluster) -> Table:
 
     calls = [row for row in rows if row.payload_bytes and not row.fitted]
     by_ranks = {ranks: [row for row in calls if row.ranks == ranks] for ranks in sorted({row.ranks for row in calls})}
-    told = [f"calls of {ranks} ranks {off(chosen)}" for ranks, chosen in by_ranks.items()]
-    told.append(f"micro-batches {off([row for row in rows if not row.payload_bytes])}")
+    errors = [f"calls of {ranks} ranks {off(chosen)}" for ranks, chosen in by_ranks.items()]
+    errors.append(f"micro-batches {off([row for row in rows if not row.payload_bytes])}")
     link = cluster.links[0]
     return Table(
         title="The cost model, held against this machine",
@@ -264,7 +264,7 @@ def table(rows: Sequence[CostRow], cluster: Cluster) -> Table:
         ),
         numbers=frozenset({1, 2, 3, 4, 5}),
         note=f"fitted: {link.latency_us:.0f} us a message, {link.bandwidth_gb_s:.2f} GB/s, "
-        f"{cluster.device.peak_tflops['float32'] * 1e3:.0f} GFLOP/s a rank; median error of {', '.join(told)}",
+        f"{cluster.device.peak_tflops['float32'] * 1e3:.0f} GFLOP/s a rank; median error of {', '.join(errors)}",
     )
 
 

@@ -68,7 +68,7 @@ class Search:
         self.kept, self.known, self.random = kept, list(known), random.Random(seed)
         self.domains = paired_domains()
         self._legal: dict[tuple[object, ...], Problem] = {}
-        self._held: dict[tuple[object, ...], frozenset[Pair]] = {}
+        self._pairs: dict[tuple[object, ...], frozenset[Pair]] = {}
         self.examples: dict[Pair, Words] = {}
         every = [(word, value) for word, values in self.domains.items() for value in values]
         pairs = [dict(pair) for pair in combinations(every, 2) if pair[0][0] != pair[1][0]]
@@ -83,21 +83,21 @@ class Search:
             self._legal[key] = problem_of(words, _degenerate)
         return self._legal[key]
 
-    def held(self, words: Words) -> frozenset[Pair]:
+    def pairs_of(self, words: Words) -> frozenset[Pair]:
         """The pairs of a case; those with a mode twice where it splits something."""
         key = tuple(words.values())
-        if key not in self._held:
+        if key not in self._pairs:
             levels = [(word, words[word]) for word, values in self.domains.items() if words[word] in values]
             pairs = [
                 (frozenset(pair), pair[0][0] == "mode" or pair[1][0] == "mode") for pair in combinations(levels, 2)
             ]
             split = {(pair, True) for pair, of_mode in pairs if of_mode and _splits(words)}
-            self._held[key] = frozenset(split | {(pair, False) for pair, _ in pairs})
-        return self._held[key]
+            self._pairs[key] = frozenset(split | {(pair, False) for pair, _ in pairs})
+        return self._pairs[key]
 
     def union(self, found: Iterable[Words]) -> set[Pair]:
         """All pairs of these cases."""
-        return set().union(*map(self.held, found))
+        return set().union(*map(self.pairs_of, found))
 
     def near(self, fixed: Words, needs: bool) -> Words | None:
         """A legal case with these words; one that `needs` to split something does so over few ranks."""
@@ -131,13 +131,13 @@ class Search:
             best = max(better, key=lambda words: self.worth(words, missing), default=None)
             missing.discard(pair)
             if best is not None:
-                missing -= self.held(best)
+                missing -= self.pairs_of(best)
                 found.append(best)
         return found
 
     def worth(self, words: Words, missing: set[Pair]) -> float:
         """How many missing pairs a case holds for what it costs."""
-        return len(self.held(words) & missing) / cost(words)
+        return len(self.pairs_of(words) & missing) / cost(words)
 
     def improved(self, words: Words, fixed: Words, missing: set[Pair]) -> Words:
         """The case with single words changed, as long as that is worth more."""
@@ -160,7 +160,7 @@ class Search:
         """The cases without those of which others hold all that is wanted, the dearest left out first."""
         for words in sorted(found, key=cost, reverse=True):
             others = [other for other in found if other is not words]
-            if not (self.held(words) & self.wanted) - self.union(others):
+            if not (self.pairs_of(words) & self.wanted) - self.union(others):
                 found = others
         return found
 
@@ -174,14 +174,14 @@ class Search:
     def plainer(self, found: Sequence[Words]) -> list[Words]:
         """The cases with single words changed to what costs less, where other cases hold the pairs that go with it."""
         found = list(found)
-        times = Counter(pair for words in found for pair in self.held(words) & self.wanted)
+        times = Counter(pair for words in found for pair in self.pairs_of(words) & self.wanted)
         values = [(word, value) for word in (*_AXES, "micro", *_DEARER) for value in self.domains.get(word, ())]
         for place in sorted(range(len(found)), key=lambda place: cost(found[place]), reverse=True):
             for word, value in values:
                 words = found[place]
                 other = self.changed(words, {word: value}) if words[word] != value else None
                 if other and cost(other) < cost(words):
-                    gone, come = ((self.held(of) & self.wanted) for of in (words, other))
+                    gone, come = ((self.pairs_of(of) & self.wanted) for of in (words, other))
                     if all(times[pair] > 1 for pair in gone - come):
                         times.subtract(gone)
                         times.update(come)
@@ -206,12 +206,12 @@ def finished(found: Sequence[Words], kept: Sequence[Words], words: Iterable[str]
     for case in kept:
         done |= {(word, case[word]) for word in words} if case["steps"] > 1 and case["layers"] > 1 else set()
     longer = [_with(case, 2, range(max(2, case["layers"]), 9)) for case in found]
-    held = [{(word, case[word]) for word in words} for case in longer]
+    levels = [{(word, case[word]) for word in words} for case in longer]
     chosen = set[int]()
-    while missing := set().union(*held) - done:
-        best = max(range(len(found)), key=lambda n: len(missing & held[n]) / (cost(longer[n]) - cost(found[n])))
+    while missing := set().union(*levels) - done:
+        best = max(range(len(found)), key=lambda n: len(missing & levels[n]) / (cost(longer[n]) - cost(found[n])))
         chosen.add(best)
-        done |= held[best]
+        done |= levels[best]
     return [longer[number] if number in chosen else case for number, case in enumerate(found)]
 
 

@@ -24,8 +24,8 @@ from harness.engines.engine import Engine
 from harness.errors import MachineError, ProgramError
 from harness.resolve import resolve
 from harness.running.engines import engine_named
-from reports.printing.tables import Table
 from reports.printing.text import show_table
+from reports.printing.text_tables import Table
 
 LIMIT_S = 1.0
 """Time limit of every run: the cost of a fault that only the clock can show."""

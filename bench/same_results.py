@@ -108,8 +108,8 @@ def main() -> int:
         print(*found, sep="\n")
         counts = ", ".join(f"{len(one[table])} rows of {table}" for table in _KEYS)
         errors = _apart(one["error"], other["error"])["check"].count() // 2
-        told = f"{len(found)} differences; {errors} errors behind verdicts differ in some bit"
-        print(f"{name}: {len(cases)} cases, {counts}: {told}")
+        summary = f"{len(found)} differences; {errors} errors behind verdicts differ in some bit"
+        print(f"{name}: {len(cases)} cases, {counts}: {summary}")
         failed += len(found)
     return 1 if failed else 0
 

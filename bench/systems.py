@@ -90,17 +90,19 @@ def run(group: Sequence[Cell], stored: dict[tuple[str, ...], Ledger], python: st
         options = ["--subject", subject, "--engine", first.engine, "--when", "0", "--timeout", "200", "--json"]
         command = [python, "-m", "shardproof", "run", *words, *options]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-        _, start, told = done.stdout.rpartition('{\n  "exit_status"')  # libraries print in front of it
+        _, start, rest = done.stdout.rpartition('{\n  "exit_status"')  # libraries print in front of it
         if done.returncode not in (0, 1) or not start:
             yield from (Seen(cell, FAILED, " ".join(done.stderr.split()[-30:])) for cell in group)
             return
-        told = json.loads(start + told)
-        lines = (Path(folder) / told["run"] / "verdicts.jsonl").read_text("utf-8").splitlines()
+        summary = json.loads(start + rest)
+        lines = (Path(folder) / summary["run"] / "verdicts.jsonl").read_text("utf-8").splitlines()
     verdicts = [json.loads(line) for line in lines]
     again = []
     for cell in group:  # defaults are left out of a case's text
         mine = set(cell.case.split())
-        row = max((row for row in told["cases"] if set(row["case"].split()) <= mine), key=lambda row: len(row["case"]))
+        row = max(
+            (row for row in summary["cases"] if set(row["case"].split()) <= mine), key=lambda row: len(row["case"])
+        )
         if row["verdict"] == PASSED and done.returncode and cell.expected == PASSED:
             again.append(cell)
         else:
@@ -205,10 +207,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     absent: dict[System, str] = {}
 
     def verify(system: System) -> None:
-        python, told = interpreter(system, asked.environments)
+        python, version_or_reason = interpreter(system, asked.environments)
         if not python:
-            absent[system] = told
-            print(f"{system.name}: {NOT_RUN}: {told}", flush=True)
+            absent[system] = version_or_reason
+            print(f"{system.name}: {NOT_RUN}: {version_or_reason}", flush=True)
             return
         began_s = time.monotonic()
         mine = [cell for cell in chosen if cell.system == system]
@@ -216,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for one in run(list(group), stored, python):
                 seen.append(one)
                 print(f"{system.name}: {' '.join(key(one.cell)[1:])}: {one.result} {one.why}".rstrip(), flush=True)
-        took[system] = (told, time.monotonic() - began_s)
+        took[system] = (version_or_reason, time.monotonic() - began_s)
 
     with ThreadPoolExecutor(2) as pool:  # systems beside each other: a cell computes on one core
         list(pool.map(verify, dict.fromkeys(cell.system for cell in chosen)))

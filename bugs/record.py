@@ -87,48 +87,48 @@ def read(path: Path, kind: type[B], groups: Mapping[str, Sequence[str]]) -> tupl
 
     Raises ValueError for a line that cannot be read.
     """
-    return tuple(_bug(path, name, said, kind, groups) for name, said in records(path))
+    return tuple(_bug(path, name, fields, kind, groups) for name, fields in records(path))
 
 
 def records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Name and stated fields of each bug of a file, defaults included. Raises ValueError as `read` does."""
     names: dict[str, str] = {}
     defaults: dict[str, Any] = {}
-    said: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     name = ""
     for number, line in _logical(path):
         if not line.startswith(" "):
             if name:
-                yield name, {**defaults, **said}
-            name, said = "", {}
+                yield name, {**defaults, **fields}
+            name, fields = "", {}
             head, _, text = line.partition(" ")
             if head == "let":
                 key, _, value = text.partition(" = ")
                 names[key] = _named(value, names)
             elif line == "defaults":
-                said = defaults = {}
+                fields = defaults = {}
             elif head.endswith(":") and text:
-                name, said["stands_for"] = head[:-1], text
+                name, fields["stands_for"] = head[:-1], text
             else:
                 raise ValueError(f"{path.name}:{number}: {line!r}: begins no record; legal: NAME: what it stands for")
-        elif not _field(said, line.removeprefix("  "), names):
+        elif not _field(fields, line.removeprefix("  "), names):
             raise ValueError(f"{path.name}:{number}: {line!r}: cannot be read; legal: {' '.join(sorted(_KEYS))} at - +")
     if name:
-        yield name, {**defaults, **said}
+        yield name, {**defaults, **fields}
 
 
 def _logical(path: Path) -> Iterator[tuple[int, str]]:
     """Number and text of each line, continued ones joined; without blank lines and comments."""
-    held, first = "", 0
+    pending, first = "", 0
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if line.startswith("    "):
-            held += " " + line.strip()
+            pending += " " + line.strip()
         elif line.strip() and not line.startswith("#"):
-            if held:
-                yield first, held
-            held, first = line.rstrip(), number
-    if held:
-        yield first, held
+            if pending:
+                yield first, pending
+            pending, first = line.rstrip(), number
+    if pending:
+        yield first, pending
 
 
 def _named(text: str, names: Mapping[str, str]) -> str:
@@ -136,22 +136,22 @@ def _named(text: str, names: Mapping[str, str]) -> str:
     return " ".join(names.get(word, word) for word in text.split())
 
 
-def _field(said: dict[str, Any], line: str, names: Mapping[str, str]) -> bool:
+def _field(fields: dict[str, Any], line: str, names: Mapping[str, str]) -> bool:
     """Add what one line says. Whether it can be read."""
     head, _, text = line.partition(" ")
     if head == "at":
-        said.setdefault("changes", []).append((text, [], []))
-    elif head in {"-", "+"} and said.get("changes"):
-        place, old, new = said["changes"][-1]
+        fields.setdefault("changes", []).append((text, [], []))
+    elif head in {"-", "+"} and fields.get("changes"):
+        place, old, new = fields["changes"][-1]
         if head == "-" and new:  # a further change of the same function
             old, new = [], []
-            said["changes"].append((place, old, new))
+            fields["changes"].append((place, old, new))
         before, arrow, after = text.partition("  ->") if head == "-" else (text, "", "")
         (old if head == "-" else new).append(before)
         if arrow:
             new.append(after.strip())
     elif head in _TEXTS:
-        said[head] = text
+        fields[head] = text
     elif head in _KEYS:
         key = ""
         for word in _named(line, names).split():
@@ -159,20 +159,20 @@ def _field(said: dict[str, Any], line: str, names: Mapping[str, str]) -> bool:
                 continue
             if word in _KEYS:
                 key = word
-                said[key] = []
+                fields[key] = []
             else:
-                said[key] += [word] if word != "-" else []
+                fields[key] += [word] if word != "-" else []
     else:
         return False
     return True
 
 
-def _bug(path: Path, name: str, said: dict[str, Any], kind: type[B], groups: Mapping[str, Sequence[str]]) -> B:
+def _bug(path: Path, name: str, fields: dict[str, Any], kind: type[B], groups: Mapping[str, Sequence[str]]) -> B:
     def text(key: str) -> str:
-        return " ".join(said.get(key, ()))
+        return " ".join(fields.get(key, ()))
 
     changes = []
-    for place, old, new in said.get("changes", ()):
+    for place, old, new in fields.get("changes", ()):
         module, _, within = place.partition(":")
         changes.append(Change(module=module, within=within, old="\n".join(old), new="\n".join(new)))
     modes: dict[str, str] = {}
@@ -180,19 +180,19 @@ def _bug(path: Path, name: str, said: dict[str, Any], kind: type[B], groups: Map
         modes |= dict.fromkeys(groups.get(match[1], (match[1],)), match[2] or "")
     return kind(
         name=name,
-        stands_for=said["stands_for"],
+        stands_for=fields["stands_for"],
         modes=modes,
         changes=tuple(changes),
         condition=text("where"),
-        suite={key: _value(value) for key, _, value in (word.partition("=") for word in said.get("cases", ()))},
+        suite={key: _value(value) for key, _, value in (word.partition("=") for word in fields.get("cases", ()))},
         kills=text("fails"),
-        alone="alone" in said,
+        alone="alone" in fields,
         phase=_alternatives(text("in")),
         region=_alternatives(text("of")),
         cause=text("as"),
-        equivalent=said.get("equivalent", ""),
+        equivalent=fields.get("equivalent", ""),
         held_back="held_back" in path.parts,
-        wrong=said.get("wrong", ""),
+        wrong=fields.get("wrong", ""),
         case=text("case"),
         system=text("system"),
     )

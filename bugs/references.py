@@ -62,7 +62,7 @@ def unread(stands_for: str) -> tuple[str, ...]:
     return tuple(re.findall(r"#\d+", _NAMED.sub("", stands_for)))
 
 
-def told(stands_for: str) -> str:
+def defect(stands_for: str) -> str:
     """Words of a record behind the references: what went wrong; all of them where it names none."""
     *_, end = (0, *(named.end() for named in _NAMED.finditer(stands_for)))
     return stands_for[end:].strip(" ,:;()")

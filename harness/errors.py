@@ -160,8 +160,8 @@ def error_text(error: BaseException) -> str:
     takes (half of a surrogate pair) are written as escapes.
     """
     try:
-        said = str(error).encode("utf-8", "backslashreplace").decode("utf-8")
-        lines = [line for line in said.splitlines() if line.strip()]
+        message = str(error).encode("utf-8", "backslashreplace").decode("utf-8")
+        lines = [line for line in message.splitlines() if line.strip()]
     except Exception as problem:
         lines = [f"(what it says cannot be read: its __str__ raised {type(problem).__name__})"]
     while len(lines) > 1 and lines[0].endswith(":"):

@@ -94,9 +94,9 @@ def targets_of(events: Iterable[Event]) -> tuple[Target, ...]:
     first: dict[tuple[object, ...], Event] = {}
     calls: dict[tuple[object, ...], list[RankCallIndex]] = defaultdict(list)
     for event in sorted(events, key=lambda e: (e.rank, e.call_index)):
-        said = (event.op, event.reduce_op, event.axis, event.phase, event.region)
-        within = (*said, event.rank, event.step, event.microbatch)
-        key = (*said, event.group_size, event.dtype, seen[within])
+        place = (event.op, event.reduce_op, event.axis, event.phase, event.region)
+        within = (*place, event.rank, event.step, event.microbatch)
+        key = (*place, event.group_size, event.dtype, seen[within])
         seen[within] += 1
         first.setdefault(key, event)
         calls[key].append((event.rank, event.call_index))

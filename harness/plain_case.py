@@ -76,10 +76,10 @@ class Vocabulary:
         """The case of a text of `word=value`; later words override earlier ones. Raises WordError."""
         return self.case({key: self._read(key, value) for key, value in map(_split, text.split())})
 
-    def case(self, said: Mapping[str, Word]) -> PlainCase:
+    def case(self, stated: Mapping[str, Word]) -> PlainCase:
         """The case with these words, and the defaults of all others. Raises WordError."""
         known = dict(self.words)
-        for key, value in said.items():
+        for key, value in stated.items():
             if key not in known:
                 raise WordError(key, value, "is no word of this subject's cases", " ".join(known))
             if type(value) is not type(known[key][0]):
@@ -91,7 +91,7 @@ class Vocabulary:
             most = _AT_MOST.get(key, _LARGEST)
             if type(value) is int and abs(value) > most:
                 raise WordError(key, value, f"must be at most {most}", f"{key}={most}")
-        values = {key: said.get(key, legal[0]) for key, legal in self.words}
+        values = {key: stated.get(key, legal[0]) for key, legal in self.words}
         made = PlainCase(vocabulary=self, values=tuple(values.items()))
         made.require_expert_axes()
         return made
@@ -236,8 +236,8 @@ class PlainCase:
 
     def __str__(self) -> str:
         defaults = self.defaults
-        said = [f"{key}={_written(value)}" for key, value in self.values if value != defaults[key]]
-        return " ".join(said) or f"{AXES[0]}={dict(self.values)[AXES[0]]}"
+        words = [f"{key}={_written(value)}" for key, value in self.values if value != defaults[key]]
+        return " ".join(words) or f"{AXES[0]}={dict(self.values)[AXES[0]]}"
 
 
 _KINDS: frozenset[type] = frozenset({int, float, bool, str})
@@ -248,10 +248,10 @@ def _first(default: Word, legal: tuple[Word, ...]) -> tuple[Word, ...]:
     return (default, *(value for value in legal if value != default)) if len(legal) > 1 else (default,)
 
 
-def _split(said: str) -> tuple[str, str]:
-    key, equals, value = said.partition("=")
+def _split(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
     if not equals:
-        raise WordError(said, "", "must be a word and its value", "tp=2")
+        raise WordError(text, "", "must be a word and its value", "tp=2")
     return key, value
 
 

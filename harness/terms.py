@@ -128,10 +128,10 @@ class Term:
 
     def __repr__(self) -> str:
         """The call that makes this term, without what it leaves out."""
-        said = [f"{name}={json.dumps(getattr(self, name))}" for name in self.stated]
-        said += [f"carrier={json.dumps(self.carrier)}"] if self.carrier != CARRIERS[0] else []
-        said += [f"at={json.dumps(dict(self.at))}"] if self.at else []
-        return f"Term({', '.join([*said, *(['hidden=True'] if self.hidden else [])])})"
+        words = [f"{name}={json.dumps(getattr(self, name))}" for name in self.stated]
+        words += [f"carrier={json.dumps(self.carrier)}"] if self.carrier != CARRIERS[0] else []
+        words += [f"at={json.dumps(dict(self.at))}"] if self.at else []
+        return f"Term({', '.join([*words, *(['hidden=True'] if self.hidden else [])])})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ lead()  # before the first import of ours: `python -m` looks into the working di
 from harness.errors import RequestError, ShardproofError, error_text  # noqa: E402
 from harness.programs.launch import environment_of, python_command, replace_by, request_of  # noqa: E402
 from harness.programs.session import shared_session  # noqa: E402
-from reports.options.words import add_options  # noqa: E402
+from reports.options.command_options import add_options  # noqa: E402
 
 _WRONG_REQUEST = 2
 

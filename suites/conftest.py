@@ -139,7 +139,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     stats = terminalreporter.stats
     counts = {word: len(stats.get(word, ())) for word in _COUNTED}
     failures = [(report.nodeid, report.longreprtext) for word in ("failed", "error") for report in stats.get(word, ())]
-    step_summary.append(step_summary.told(counts, failures, pytest_report_header(config)), os.environ)
+    step_summary.append(step_summary.markdown(counts, failures, pytest_report_header(config)), os.environ)
 
 
 @pytest.fixture(scope="session")

@@ -66,5 +66,5 @@ def test_every_engine_says_the_same(prover: Prover) -> None:
         if prover.subject.name == SUBJECT:
             engines["dry"] = dry  # a third party's may look at numbers
         engines.setdefault(prover.engine.name, prover.engine)
-        apart = {str(case): told for case in found if (told := differences(case, prover.subject, engines))}
+        apart = {str(case): differing for case in found if (differing := differences(case, prover.subject, engines))}
     assert not apart

@@ -184,7 +184,7 @@ class Evidence:
         object.__setattr__(self, "dtype", max((self.case.dtype, *self.precision.values()), key=epsilon))
 
     @property
-    def held(self) -> Outcomes:
+    def full_outcomes(self) -> Outcomes:
         """By rank, what was returned and what was captured beside it."""
         outside = self.captured or [{}] * len(self.outcomes)
         return tuple({**a, **b} for a, b in zip(outside, self.outcomes, strict=True))

@@ -136,11 +136,11 @@ def masks(evidence: Evidence) -> Finding:
     )
     if any(_rate(evidence, name) is None for name in names):
         unchecked += ("the rate of dropout, which the case does not say",)
-    told = f"{len(tests)} exact tests of {len(names)} masks find none improbable"
+    tested = f"{len(tests)} exact tests of {len(names)} masks find none improbable"
     if known is None:
         verdict = UNKNOWN if small == len(tests) else PASS
-        return Finding(verdict=verdict, message=f"{told}; the dense model was given them", unchecked=unchecked)
-    return replace(known, message=f"{known.message}; {told}", unchecked=(*known.unchecked, *unchecked))
+        return Finding(verdict=verdict, message=f"{tested}; the dense model was given them", unchecked=unchecked)
+    return replace(known, message=f"{known.message}; {tested}", unchecked=(*known.unchecked, *unchecked))
 
 
 def _is_bool(evidence: Evidence, name: str) -> bool:
@@ -159,11 +159,11 @@ def _rate(evidence: Evidence, name: str) -> float | None:
 def holders(evidence: Evidence, name: str) -> dict[int, Sequence[Block]]:
     """Rank -> its blocks, for each different part of the mask that some rank holds."""
     found: dict[tuple[object, ...], int] = {}
-    held = evidence.held
-    for rank, outcome in enumerate(held):
+    outcomes = evidence.full_outcomes
+    for rank, outcome in enumerate(outcomes):
         if outcome.get(name):
             found.setdefault(tuple(block.region for block in outcome[name]), rank)
-    return {rank: held[rank][name] for rank in found.values()}
+    return {rank: outcomes[rank][name] for rank in found.values()}
 
 
 def flat(blocks: Sequence[Block]) -> Tensor:
@@ -173,20 +173,22 @@ def flat(blocks: Sequence[Block]) -> Tensor:
 
 def _of_one(evidence: Evidence, name: str) -> Iterator[_Test]:
     """Rates, shards and consecutive draws of one mask."""
-    held, rate = holders(evidence, name), _rate(evidence, name)
-    for rank, blocks in held.items():
+    by_rank, rate = holders(evidence, name), _rate(evidence, name)
+    for rank, blocks in by_rank.items():
         mask = flat(blocks)
         kept, total = int(mask.sum()), mask.numel()
         if rate is not None:
             words = f"{name} keeps {kept} of {total} elements on rank {rank}, and its rate of dropout is {rate:g}"
             least = min(binomial(0, total, 1 - rate), binomial(total, total, 1 - rate))
             yield _Test(name=name, ranks=(rank,), probability=binomial(kept, total, 1 - rate), least=least, words=words)
-    ranks = list(held)
+    ranks = list(by_rank)
     pairs = combinations(ranks, 2) if len(ranks) <= _ALL_PAIRS else pairwise(ranks)
     for one_rank, other_rank in pairs:
-        if same_samples(held[one_rank], held[other_rank]):
+        if same_samples(by_rank[one_rank], by_rank[other_rank]):
             what = f"ranks {one_rank} and {other_rank}, which hold different shards,"
-            yield from _independent(name, (one_rank, other_rank), flat(held[one_rank]), flat(held[other_rank]), what)
+            yield from _independent(
+                name, (one_rank, other_rank), flat(by_rank[one_rank]), flat(by_rank[other_rank]), what
+            )
 
 
 def same_samples(one: Sequence[Block], other: Sequence[Block]) -> bool:
@@ -198,13 +200,13 @@ def _of_draws(evidence: Evidence, names: Sequence[str]) -> Iterator[_Test]:
     """Whether a rank, or two stages of one pipeline, drew one mask twice: all their masks of a shape, of every
     micro-batch, site and step.
     """
-    held = evidence.held
-    alone = [(rank,) for rank in range(len(held))]
+    outcomes = evidence.full_outcomes
+    alone = [(rank,) for rank in range(len(outcomes))]
     for ranks in pipelines(evidence.axes) or alone:
         by_shape: dict[tuple[int, ...], list[tuple[str, Tensor]]] = {}
         for name in names:
-            rank = next((rank for rank in ranks if held[rank].get(name)), ranks[0])
-            for block in held[rank].get(name, ()):
+            rank = next((rank for rank in ranks if outcomes[rank].get(name)), ranks[0])
+            for block in outcomes[rank].get(name, ()):
                 by_shape.setdefault(tuple(block.local.shape), []).append((f"{name} on rank {rank}", block.local))
         for drawn in by_shape.values():
             if len(drawn) == 1:

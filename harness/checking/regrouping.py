@@ -103,10 +103,10 @@ def _breach(evidence: Evidence, other: Regrouped, wrong: tuple[Measured, ...], s
     here = _sizes_here(evidence, other)
     known = [settled, {word: getattr(evidence.case, word) for word in other.sizes}]
     sizes = {word: size for word, size in other.sizes.items() if all(one.get(word) != size for one in known)}
-    said = _factor(evidence.merged.tensors[name].double(), other.tensors[name].double(), evidence, sizes)
+    ratio = _factor(evidence.merged.tensors[name].double(), other.tensors[name].double(), evidence, sizes)
     return Finding(
         verdict=FAIL,
-        message=f"{name} with {other.words} is {said} with {here}, though the same samples make up the step",
+        message=f"{name} with {other.words} is {ratio} with {here}, though the same samples make up the step",
         worst=Worst(name=name, error=wrong[0].error, allowed=wrong[0].allowed, epsilons=wrong[0].epsilons),
         wrong=wrong,
         names=tuple(measured.name for measured in wrong),

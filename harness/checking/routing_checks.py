@@ -35,7 +35,7 @@ def routing(evidence: Evidence) -> Finding | None:
     if wrong:
         more = f"; {len(wrong) - 1} more of {len(names)} maps differ" if len(wrong) > 1 else ""
         ranks = parted[wrong[0]].ranks
-        return Finding(verdict=FAIL, message=_told(evidence, wrong[0], ranks) + more, names=wrong, ranks=ranks)
+        return Finding(verdict=FAIL, message=_message(evidence, wrong[0], ranks) + more, names=wrong, ranks=ranks)
     whole = [name for name in names if name in evidence.merged.tensors]
     loads = _load(evidence, whole)
     if any(kind_of(name) == KIND for name in evidence.truth):
@@ -49,11 +49,13 @@ def routing(evidence: Evidence) -> Finding | None:
     return Finding(verdict=PASS, message=message, unchecked=(*alone, "choices themselves: the truth has no maps"))
 
 
-def _told(evidence: Evidence, name: str, ranks: Sequence[int]) -> str:
+def _message(evidence: Evidence, name: str, ranks: Sequence[int]) -> str:
     """Choices of the first of these ranks other than those of the first rank that holds the same tokens."""
     rank = ranks[0]
-    holders = [(other, block) for other, outcome in enumerate(evidence.held) for block in outcome.get(name, ())]
-    for mine in evidence.held[rank][name]:
+    holders = [
+        (other, block) for other, outcome in enumerate(evidence.full_outcomes) for block in outcome.get(name, ())
+    ]
+    for mine in evidence.full_outcomes[rank][name]:
         first, theirs = next((other, block) for other, block in holders if _same_place(block, mine))
         if not same_bits(mine.local, theirs.local):
             return f"{name}: {_parted(mine.local, theirs.local, rank, first)}; {_who(ranks, first)}"
@@ -84,7 +86,9 @@ def _same_place(one: Block, other: Block) -> bool:
 
 def _has_copies(evidence: Evidence, name: str) -> bool:
     """Whether several ranks hold some part of it."""
-    places = [block.region for outcome in evidence.held for block in outcome.get(name, ()) if block.local.numel()]
+    places = [
+        block.region for outcome in evidence.full_outcomes for block in outcome.get(name, ()) if block.local.numel()
+    ]
     return len(places) > len(set(places))
 
 

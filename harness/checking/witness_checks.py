@@ -40,12 +40,12 @@ def finding(agreed: Agreement, steps: str = "") -> Finding:
     return Finding(verdict=PASS, message=message, unchecked=tuple(left))
 
 
-def qualified(found: Finding, held: Mapping[str, Session], untold: str) -> Finding:
+def qualified(found: Finding, sessions: Mapping[str, Session], untold: str) -> Finding:
     """A finding that is no failure, with what could not be checked: a missing tool leaves it open."""
     if untold:
         message = f"{found.message}; the closed form was not asked: {untold}"
         found = replace(found, message=message, unchecked=(*found.unchecked, "closed form of the chosen steps"))
-    problems = tuple(f"{tool}: {session.problem}" for tool, session in held.items() if session.problem)
+    problems = tuple(f"{tool}: {session.problem}" for tool, session in sessions.items() if session.problem)
     if not problems:
         return found
     return replace(found, verdict=UNKNOWN, message=f"{found.message}; {'; '.join(problems)}")
@@ -61,7 +61,9 @@ def undisturbed(found: Finding, sessions: Mapping[str, Session]) -> Finding:
     return found
 
 
-def unseen(held: Mapping[str, Session], notes: Sequence[str]) -> str:
+def unseen(sessions: Mapping[str, Session], notes: Sequence[str]) -> str:
     """The message of a case of which no session recorded anything: the reasons of the sessions, or the notes."""
-    reasons = [session.problem for session in held.values()] or [note for note in notes if note.startswith("witness ")]
+    reasons = [session.problem for session in sessions.values()] or [
+        note for note in notes if note.startswith("witness ")
+    ]
     return f"nothing was witnessed: {'; '.join(reasons) or 'no session was held'}"

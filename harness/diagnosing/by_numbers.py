@@ -20,11 +20,11 @@ from harness.diagnosing.rules.norms import from_norms
 from harness.diagnosing.rules.offsets import from_offsets
 from harness.diagnosing.rules.optimizer.steps import from_states
 from harness.diagnosing.rules.optimizer.updates import from_start, from_updates
-from harness.diagnosing.rules.patterns import causes, drift, not_finite, partial_sums, rounded
+from harness.diagnosing.rules.patterns import drift, from_patterns, not_finite, partial_sums, rounded
 from harness.diagnosing.rules.places import blocks_of, wrong_ranks
 from harness.diagnosing.rules.regions import from_regions
+from harness.diagnosing.rules.sum_terms import added, from_terms
 from harness.diagnosing.rules.sums import from_counts, from_losses, from_shares
-from harness.diagnosing.rules.terms import added, from_terms
 from harness.mesh_axes import split_axes
 
 THROUGHOUT = 0.9
@@ -37,11 +37,11 @@ def by_numbers(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
     Of masks nothing; of initial values no part in place of another: shards that are drawn alike look so too.
     """
     kind = kind_of(wrong[0])
-    said = [] if kind == "mask" else _by_kind(evidence, wrong)
+    causes = [] if kind == "mask" else _by_kind(evidence, wrong)
     if kind == "init":
-        said = [cause for cause in said if cause.id != "other_shard"]
-        return [replace(cause, words=f"initial values, before any step: {cause.words}") for cause in said]
-    return said
+        causes = [cause for cause in causes if cause.id != "other_shard"]
+        return [replace(cause, words=f"initial values, before any step: {cause.words}") for cause in causes]
+    return causes
 
 
 def in_other_places(evidence: Evidence, name: str) -> list[Cause]:
@@ -58,27 +58,27 @@ def _by_kind(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
         return from_updates(evidence, _parameters(wrong))
     alike = [name for name in wrong if kind_of(name) == kind]
     torn = [name for name in alike if name not in evidence.merged.tensors]
-    if first in torn and (said := _of_replicas(evidence, torn)):
-        return said
-    if kind in ("loss", "act_grad", "grad") and (said := from_shares(evidence, _gradients(wrong))):
-        return said
-    if kind == "loss" and (said := from_losses(evidence, first) or _of_numbers(evidence, alike)):
-        return said
+    if first in torn and (causes := _of_replicas(evidence, torn)):
+        return causes
+    if kind in ("loss", "act_grad", "grad") and (causes := from_shares(evidence, _gradients(wrong))):
+        return causes
+    if kind == "loss" and (causes := from_losses(evidence, first) or _of_numbers(evidence, alike)):
+        return causes
     if kind == "loss" and "tokens/0" in wrong:  # a loss is divided by them
         return _of_tokens(evidence, wrong)
     if kind == "grad_norm":
-        said = from_norms(evidence, first) or _of_numbers(evidence, alike) or _of_earlier(evidence, first)
-        return said or from_states(evidence, wrong)
+        causes = from_norms(evidence, first) or _of_numbers(evidence, alike) or _of_earlier(evidence, first)
+        return causes or from_states(evidence, wrong)
     if kind == "tokens":
         return _of_tokens(evidence, wrong)
     if is_state(first) or kind == "param":
         value = evidence.merged.tensors.get(first)
-        said = [] if value is None else rounded(value, evidence.truth[first])
-        return said or from_states(evidence, wrong) or from_updates(evidence, _parameters(wrong))
-    said = _of_values(evidence, alike if kind == "grad" else alike[:1])
-    if not said and kind == "act":  # a weight may have been wrong from the start
+        causes = [] if value is None else rounded(value, evidence.truth[first])
+        return causes or from_states(evidence, wrong) or from_updates(evidence, _parameters(wrong))
+    causes = _of_values(evidence, alike if kind == "grad" else alike[:1])
+    if not causes and kind == "act":  # a weight may have been wrong from the start
         return from_start(evidence, wrong)
-    return said
+    return causes
 
 
 def _of_numbers(evidence: Evidence, alike: Sequence[str]) -> list[Cause]:
@@ -86,12 +86,12 @@ def _of_numbers(evidence: Evidence, alike: Sequence[str]) -> list[Cause]:
 
     A factor that makes another whole number of the tokens is none: they may be counted otherwise.
     """
-    said = from_factor(evidence, alike)
+    causes = from_factor(evidence, alike)
     first = evidence.merged.tensors.get(alike[0])
-    if said and said[0].id == "constant_factor" and first is not None and "tokens" in evidence.shares:
+    if causes and causes[0].id == "constant_factor" and first is not None and "tokens" in evidence.shares:
         count = float(evidence.shares["tokens"].sum() * evidence.truth[alike[0]].double() / first.double())
-        said = [] if math.isclose(count, round(count), rel_tol=1e-6) else said
-    return said or from_factor(evidence, alike[:1])
+        causes = [] if math.isclose(count, round(count), rel_tol=1e-6) else causes
+    return causes or from_factor(evidence, alike[:1])
 
 
 def _of_tokens(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
@@ -102,7 +102,7 @@ def _of_tokens(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
 def _of_earlier(evidence: Evidence, name: str) -> list[Cause]:
     """Whether a number of one step is that of another."""
     value = evidence.merged.tensors.get(name)
-    return [] if value is None else causes(value, evidence.truth[name], {}, _neighbours(evidence, name))
+    return [] if value is None else from_patterns(value, evidence.truth[name], {}, _neighbours(evidence, name))
 
 
 def _parameters(wrong: Sequence[str]) -> list[str]:
@@ -122,9 +122,9 @@ def _of_replicas(evidence: Evidence, torn: Sequence[str]) -> list[Cause]:
     for name in torn:
         mine = {rank: by[0].local for rank, by in blocks_of(evidence, name).items()}
         truth = evidence.truth[name]
-        said = not_finite(mine, truth) or drift(mine, truth) or partial_sums(mine, truth, axes)
-        if said := said or from_norms(evidence, name):
-            return said
+        causes = not_finite(mine, truth) or drift(mine, truth) or partial_sums(mine, truth, axes)
+        if causes := causes or from_norms(evidence, name):
+            return causes
     return from_shares(evidence, _gradients([*evidence.truth])) or from_losses(evidence, torn[0])
 
 
@@ -135,9 +135,9 @@ def _of_values(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
         return []
     evidence, first, truth = _as_judged(evidence, known), known[0], evidence.truth[known[0]]
     value = evidence.merged.tensors[first]
-    said = from_factor(evidence, known) or rounded(value, truth) or from_terms(evidence, first)
-    said = said or from_offsets(evidence, known) or in_other_places(evidence, first) or _one_shard(evidence, first)
-    return said or [cause for cause in from_factor(evidence, known[:1]) if cause.follows]
+    causes = from_factor(evidence, known) or rounded(value, truth) or from_terms(evidence, first)
+    causes = causes or from_offsets(evidence, known) or in_other_places(evidence, first) or _one_shard(evidence, first)
+    return causes or [cause for cause in from_factor(evidence, known[:1]) if cause.follows]
 
 
 def _as_judged(evidence: Evidence, names: Sequence[str]) -> Evidence:
@@ -154,11 +154,11 @@ def _of_places(evidence: Evidence, name: str, value: Tensor, truth: Tensor) -> l
     axes, others = split_axes(evidence.case), _neighbours(evidence, name)
     if kind_of(name) == "logits":
         axes |= {"data ranks and micro-batches": axes.get("dp", 1) * evidence.case.micro}
-    said = causes(value, truth, axes, others)
-    if said or kind_of(name) != "act" or not (terms := added(evidence, name)):
-        return said
+    causes = from_patterns(value, truth, axes, others)
+    if causes or kind_of(name) != "act" or not (terms := added(evidence, name)):
+        return causes
     own = sum(terms.values())
-    return causes((value.double() - own).to(value.dtype), truth.double() - own, axes, {})
+    return from_patterns((value.double() - own).to(value.dtype), truth.double() - own, axes, {})
 
 
 def _one_shard(evidence: Evidence, name: str) -> list[Cause]:

@@ -1,7 +1,7 @@
 """The diagnosis of a failed check: what is wrong and where, the first place where it went wrong, and likely causes.
 
-The first place is `harness.diagnosing.first`'s, the causes are `harness.diagnosing.likely`'s; how it is reported is
-`harness.diagnosing.six_lines`.
+The first place is `harness.diagnosing.first_place`'s, the causes are `harness.diagnosing.rank_causes`'s; how it is
+reported is `harness.diagnosing.six_lines`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from harness.checking.evidence import FAIL, Evidence, Finding
 from harness.checking.ledger_checks import module_order
 from harness.checking.measures.kinds import kind_of
-from harness.diagnosing.first import First, first_place
+from harness.diagnosing.first_place import First, first_place
 from harness.diagnosing.hints import hint
-from harness.diagnosing.likely import likely
+from harness.diagnosing.rank_causes import likely
 from harness.diagnosing.rules.causes import Cause, reported
 from harness.diagnosing.rules.places import place_of, timeline, wrong_ranks
 from harness.differences import Difference, but_for_bytes, differences

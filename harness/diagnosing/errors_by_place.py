@@ -11,7 +11,7 @@ from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
 from harness.checking.measures.many_tensors import kind_rms
 from harness.checking.measuring import compared
-from harness.diagnosing.first import First
+from harness.diagnosing.first_place import First
 from harness.diagnosing.rules.places import place_of, timeline
 
 ERROR_COLUMNS = ("case", "name", "step", "phase", "region", "error", "allowed", "first")

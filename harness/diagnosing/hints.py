@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
 from harness.diagnosing.by_numbers import in_other_places
-from harness.diagnosing.first import First
+from harness.diagnosing.first_place import First
 from harness.diagnosing.rules.factors import sizes_of
 from harness.diagnosing.rules.optimizer.moved import moved, times
 from harness.diagnosing.rules.places import blocks_of, comparable
@@ -85,5 +85,5 @@ def _of_update(evidence: Evidence, first: First, wrong: Sequence[str]) -> Iterat
         return
     state = moved(evidence, wrong, "param", step)
     factor = times(state.got, state.right) if state else None
-    told = "" if factor is None else f" (the updates of step {step} are {in_words(factor)} the right ones)"
-    yield f"gradients are right, the update is wrong: look at clip, decay, learning rate, step count{told}"
+    ratio = "" if factor is None else f" (the updates of step {step} are {in_words(factor)} the right ones)"
+    yield f"gradients are right, the update is wrong: look at clip, decay, learning rate, step count{ratio}"

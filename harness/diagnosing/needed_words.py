@@ -61,8 +61,8 @@ class NeededWords:
         if not self.needed:
             ranks = ", with one rank too" if self.case.world_size == 1 else ""
             return f"other values of {len(self.without)} words change nothing{ranks}{untried}"
-        fails = " and ".join(_said(one.word, one.fails) for one in self.needed)
-        right = ", ".join(f"with {_said(one.word, one.right)}" for one in self.needed)
+        fails = " and ".join(_word_values(one.word, one.fails) for one in self.needed)
+        right = ", ".join(f"with {_word_values(one.word, one.right)}" for one in self.needed)
         return f"only with {fails}; right {right}{untried}"
 
 
@@ -235,6 +235,6 @@ def _is_ordered(word: str, value: Any) -> bool:
     return word == "dtype" or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
-def _said(word: str, values: Sequence[Any]) -> str:
+def _word_values(word: str, values: Sequence[Any]) -> str:
     """The word with these values as a case writes them: "norm=layernorm|rmsnorm"."""
     return f"{word}=" + "|".join(str(value).lower() if isinstance(value, bool) else str(value) for value in values)

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from harness.checking.evidence import Evidence, Finding
 from harness.checking.measures.measured import ABSOLUTE, EXACT, epsilon
 from harness.diagnosing.diagnosis import Diagnosis, diagnose, ended
-from harness.diagnosing.first import First
-from harness.diagnosing.lines import NO_CAUSE, NO_OUTCOME, repeat_command, written
+from harness.diagnosing.failure_lines import NO_CAUSE, NO_OUTCOME, repeat_command, written
+from harness.diagnosing.first_place import First
 from harness.diagnosing.tracebacks import last_frames, whole
 from harness.errors import MachineError, ShardproofError
 from harness.protocols import CaseLike
@@ -39,14 +39,14 @@ def tell(diagnosis: Diagnosis, finding: Finding, evidence: Evidence, subject: st
 
 def crash(case: CaseLike, subject: str, error: ShardproofError, options: str = "") -> str:
     """The six lines of a case that ended without an outcome: the subject raised, ranks parted, the machine failed."""
-    said = [line.strip() for line in str(error).strip().splitlines() if line.strip()] or ["no message"]
+    message = [line.strip() for line in str(error).strip().splitlines() if line.strip()] or ["no message"]
     frames = last_frames(whole(error))
     who = "the machine failed" if isinstance(error, MachineError) else "the subject did not finish"
     lines = {
-        "what": f"{who}: {said[0]} (check run)",
+        "what": f"{who}: {message[0]} (check run)",
         "where": f"mode={case.mode}, {case.world_size} rank{'s' if case.world_size > 1 else ''}",
         "error": NO_OUTCOME,
-        "first": " | ".join([*([frames] if frames else []), *said[1:]]) or said[0],
+        "first": " | ".join([*([frames] if frames else []), *message[1:]]) or message[0],
         "causes": "; ".join(cause.words for cause in ended(error).causes),
         "repeat": repeat_command(case, subject, options),
     }

@@ -34,9 +34,9 @@ def last_frames(text: str) -> str:
     when there is none.
     """
     frames = [frame for frame in _FRAME.finditer(text.rpartition(_BEGINS)[2]) if is_user(frame["file"])]
-    told = [
+    places = [
         f"{shortened(frame['file'])}:{frame['line']} in {frame['function']}"
         + (f": {source}" if (source := (frame["source"] or "").strip()) else "")
         for frame in frames[: -_MOST - 1 : -1]
     ]
-    return ", called from ".join(told)
+    return ", called from ".join(places)

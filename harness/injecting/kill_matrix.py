@@ -4,7 +4,7 @@ A row is one of them in one mode. Times are seconds from planting to the verdict
 "yes", "no" or "" where the row has no place or no right cause. The columns are a contract: `COLUMNS`.
 
 `held_back` mutants are never looked at by authors of rules of diagnosis; their rows are written without a name.
-`cause_told` is one of `TOLD`, or "" where nothing was diagnosed (faults, survivors):
+`cause_told` is one of `JUDGEMENTS`, or "" where nothing was diagnosed (faults, survivors):
 
     right           the first cause that is reported is one that is right for this bug, and so are all others
     right and more  the first one is right, another one beside it is not
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 YES, NO = "yes", "no"
 FOUND = "only with"
 """Begins a line `when:` that names words."""
-RIGHT, AND_MORE, NONE, MISLEADING = TOLD = ("right", "right and more", "none", "misleading")
+RIGHT, AND_MORE, NONE, MISLEADING = JUDGEMENTS = ("right", "right and more", "none", "misleading")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +138,7 @@ def figures(rows: Sequence[Kill]) -> Figures:
     """Kill rate over rows that are not equivalent, the median time of kills, and how often the diagnosis was right."""
     real = [row for row in rows if not (row.equivalent or row.machine)]
     times = [row.seconds for row in real if row.killed]
-    told = [row.cause_told for row in real if row.cause_told]
+    causes = [row.cause_told for row in real if row.cause_told]
 
     def share(answer: Callable[[Kill], str]) -> tuple[int, int]:
         known = [answer(row) for row in real if answer(row)]
@@ -151,9 +151,9 @@ def figures(rows: Sequence[Kill]) -> Figures:
         median_s=statistics.median(times) if times else 0.0,
         region_right=share(lambda row: row.region_right),
         cause_right=share(lambda row: row.cause_right),
-        cause_more=(told.count(AND_MORE), len(told)),
-        cause_none=(told.count(NONE), len(told)),
-        cause_misleading=(told.count(MISLEADING), len(told)),
+        cause_more=(causes.count(AND_MORE), len(causes)),
+        cause_none=(causes.count(NONE), len(causes)),
+        cause_misleading=(causes.count(MISLEADING), len(causes)),
         when_told=(sum(row.when.startswith(FOUND) for row in real), sum(bool(row.when) for row in real)),
         twin_quiet=share(lambda row: row.twin),
     )

@@ -213,15 +213,15 @@ def _first_hole(parts: Placed, shape: tuple[int, ...]) -> tuple[int, ...]:
         sorted({0, *(edge for _, block in parts for edge in block.region[dim] if edge < size)})
         for dim, size in enumerate(shape)
     ]
-    held = torch.zeros([len(starts) for starts in edges], dtype=torch.bool)
+    covered = torch.zeros([len(starts) for starts in edges], dtype=torch.bool)
     for _, block in parts:
         spans = (
             slice(bisect_left(starts, a), bisect_left(starts, b))
             for starts, (a, b) in zip(edges, block.region, strict=True)
         )
-        held[tuple(spans)] = True
-    place = int((~held).reshape(-1).to(torch.uint8).argmax())
-    first = torch.unravel_index(torch.tensor(place), held.shape)
+        covered[tuple(spans)] = True
+    place = int((~covered).reshape(-1).to(torch.uint8).argmax())
+    first = torch.unravel_index(torch.tensor(place), covered.shape)
     return tuple(starts[int(i)] for starts, i in zip(edges, first, strict=True))
 
 

@@ -106,7 +106,7 @@ def dry_rank(case: CaseLike, subject: Subject, engine: DryEngine, rank: int, tim
 
 def _of_rank(rank: int, recorder: Recorder, meter: Meter, saved: SavedActivations) -> DryRank:
     events = tuple(recorder.events())
-    held = (
+    tensors = (
         {id(one): one for model in recorder.models(rank) for one in model.parameters()}.values()
         if meter.trained
         else ()
@@ -118,8 +118,8 @@ def _of_rank(rank: int, recorder: Recorder, meter: Meter, saved: SavedActivation
         stretches=tuple(meter.stretches),
         unwaited=tuple(event for event in events if event.call_index in open_calls),
         trained=meter.trained,
-        learned=max(meter.trained, sum(one.numel() for one in held if one.requires_grad)),
-        parameter_bytes=sum(one.numel() * one.element_size() for one in held) or meter.parameter_bytes,
+        learned=max(meter.trained, sum(one.numel() for one in tensors if one.requires_grad)),
+        parameter_bytes=sum(one.numel() * one.element_size() for one in tensors) or meter.parameter_bytes,
         gradient_bytes=meter.gradient_bytes,
         optimizer_bytes=meter.optimizer_bytes,
         saved_bytes=saved.peak_bytes(rank),

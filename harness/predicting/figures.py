@@ -217,7 +217,7 @@ def prices(case: CaseLike, cluster: Cluster, rank: int = 0) -> Callable[[Event],
 
 def first_difference(ledgers: Iterable[str]) -> str:
     """The first of several comparisons that is not "equal"."""
-    return next((told for told in ledgers if told != EQUAL), EQUAL)
+    return next((ledger for ledger in ledgers if ledger != EQUAL), EQUAL)
 
 
 def compared(case: CaseLike, subject: Subject, rank: DryRank) -> str:

@@ -236,10 +236,10 @@ class Meter(DispatchMode):
 
     def _before(self, optimizer: Optimizer, _args: object, _words: object) -> None:
         """Parameters and gradients, while both are there."""
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        self.trained = sum(p.numel() for p in held)
-        self.parameter_bytes = _bytes(held)
-        buffers = {storage_id(p.grad): p.grad.untyped_storage() for p in held if p.grad is not None}
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.trained = sum(p.numel() for p in parameters)
+        self.parameter_bytes = _bytes(parameters)
+        buffers = {storage_id(p.grad): p.grad.untyped_storage() for p in parameters if p.grad is not None}
         self.gradient_bytes = sum(buffer.nbytes() for buffer in buffers.values())
 
     def _after(self, optimizer: Optimizer, _args: object, _words: object) -> None:

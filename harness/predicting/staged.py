@@ -284,13 +284,13 @@ def _stage_forecast(
 
 def _memory(one: MeasuredStage, program: Sequence[ActionLike], states: States | None) -> Memory:
     """The stage's memory over a whole step; what the optimizer keeps is there from the second step on."""
-    held, peak, kept, seen = 0.0, 0.0, 0.0, set[tuple[str, int]]()
+    leaves_bytes, peak, kept, seen = 0.0, 0.0, 0.0, set[tuple[str, int]]()
     for action in program:
         place = action.kind, action.chunk
         segment = one.segments[*place, place in seen]
         leaves = one.segments[FORWARD, action.chunk, True].left_bytes
-        peak = max(peak, one.before_bytes + kept + held + segment.more_bytes)
-        held += leaves if action.kind == FORWARD else -leaves
+        peak = max(peak, one.before_bytes + kept + leaves_bytes + segment.more_bytes)
+        leaves_bytes += leaves if action.kind == FORWARD else -leaves
         if action.kind == BACKWARD and place not in seen:  # the gradients of this chunk have come, and stay
             kept += segment.left_bytes + leaves
         seen.add(place)

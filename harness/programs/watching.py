@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from harness.diagnosing.lines import written
+from harness.diagnosing.failure_lines import written
 from harness.errors import RequestError, ranks_text
 
 _CHUNK = 1 << 20
@@ -111,8 +111,8 @@ class TrainingWatch:
         """Count the steps of one optimizer: the first that holds a parameter of the model."""
         if self._optimizer is None:
             mine = {id(parameter) for parameter in self._model.parameters()}
-            held = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            self._optimizer = optimizer if any(id(parameter) in mine for parameter in held) else None
+            stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            self._optimizer = optimizer if any(id(parameter) in mine for parameter in stepped) else None
         if optimizer is self._optimizer:
             self.step()
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from harness.ledger import AGAIN, EITHER_GATHER, NO_UPDATE
-from harness.recording.lanes import Frame, Lane, Lanes, Site, Waiting, between, hop, is_hop, said
+from harness.recording.lanes import Frame, Lane, Lanes, Site, Waiting, between, hop, is_hop, stated_site
 from harness.recording.naming import Paths
 from harness.recording.observations import (
     LEAF,
@@ -206,7 +206,7 @@ class Attribution:
         if seen.graphed is not None and seen.graphed.replay >= 0:
             self._replayed(lane, seen, seen.graphed)
             return
-        said_phase, said_region = said(seen.override, seen.call)
+        stated_phase, stated_region = stated_site(seen.override, seen.call)
         self._compare(seen.look)
         above = self._lanes.above(lane, seen.task)
         if above is not None and above.task == seen.task:
@@ -222,16 +222,16 @@ class Attribution:
             of_backward = Site(self.step, self._backward_of, "", "")
             site, waits, self._since = hop(seen.call.op, site, self._since, of_backward)
         elif not site.phase:
-            held = self._memory.of(self.paths.models).holds if seen.call.address else None
+            is_parameter = self._memory.of(self.paths.models).holds if seen.call.address else None
             quiet = seen.quiet and self._gradients_on
-            phase = between(seen.call, self._since, quiet=quiet, by_hand=self._by_hand, held=held)
+            phase = between(seen.call, self._since, quiet=quiet, by_hand=self._by_hand, is_parameter=is_parameter)
             site = site._replace(phase=phase)
-        if waits or not site.phase or (said_phase == "data" and site.phase == "loss"):
-            open_ = said_phase or ("pipeline" if waits else "")
+        if waits or not site.phase or (stated_phase == "data" and site.phase == "loss"):
+            open_ = stated_phase or ("pipeline" if waits else "")
             self.pending.append(Waiting(seen.ticket, site._replace(phase=open_), self._since, seen.call))
-        if said_phase:
-            site = site._replace(phase=said_phase)
-        self.sites[seen.ticket] = site if said_region is None else site._replace(region=said_region)
+        if stated_phase:
+            site = site._replace(phase=stated_phase)
+        self.sites[seen.ticket] = site if stated_region is None else site._replace(region=stated_region)
 
     def _replayed(self, lane: Lane, seen: Issued, graphed: Graphed) -> None:
         """A call of a CUDA graph: phase and module are those of its capture, the rest is that of the replay."""

@@ -157,10 +157,10 @@ def hop(op: str, site: Site, since: str, of_backward: Site) -> tuple[Site, bool,
     return site._replace(phase="pipeline"), not sends, after
 
 
-def between(call: Any, since: str, *, quiet: bool, by_hand: bool, held: Callable[[int], bool] | None) -> str:
+def between(call: Any, since: str, *, quiet: bool, by_hand: bool, is_parameter: Callable[[int], bool] | None) -> str:
     """The phase of a call outside of everything, "" when what follows settles it.
 
-    `since` as in Attribution; `by_hand`: no optimizer of torch.optim steps; `held`: whether a parameter has an address.
+    `since` as in Attribution; `by_hand`: no optimizer of torch.optim steps; `is_parameter`: whether an address is one.
     """
     if quiet:
         return "metric"
@@ -168,10 +168,12 @@ def between(call: Any, since: str, *, quiet: bool, by_hand: bool, held: Callable
         return "loss"
     if since == "stepped" and not by_hand and is_scalar(call):
         return "metric"
-    return "step" if since in {"stepped", "backward"} and held is not None and held(call.address) else ""
+    return (
+        "step" if since in {"stepped", "backward"} and is_parameter is not None and is_parameter(call.address) else ""
+    )
 
 
-def said(override: Override, call: Any) -> Override:
+def stated_site(override: Override, call: Any) -> Override:
     """Phase and region that the subject states of a call; in a group described as checkpoint the phase is that."""
     phase, region = override
     return (phase or ("checkpoint" if group_word(call.group_desc) == "checkpoint" else None)), region

@@ -109,7 +109,7 @@ def _products() -> Iterator[Any]:
             yield from (getattr(packet, overload) for overload in packet.overloads())
 
 
-class _Held:
+class _CountedTensor:
     """A saved tensor; the bytes of its storage count until the last holder is gone."""
 
     __slots__ = ("tensor", "_account", "_key")
@@ -188,10 +188,10 @@ class SavedActivations:
                 account = of_thread.get(threading.get_ident())
                 # A leaf that wants a gradient is a parameter: it is there anyway.
                 counts = isinstance(kept, Tensor) and not (kept.is_leaf and kept.requires_grad)
-                return _Held(kept, account) if counts and account is not None else kept
+                return _CountedTensor(kept, account) if counts and account is not None else kept
 
             def unpack(saved: Any) -> Tensor:
-                return unpack_hook(saved.tensor if isinstance(saved, _Held) else saved)
+                return unpack_hook(saved.tensor if isinstance(saved, _CountedTensor) else saved)
 
             made(hooks, pack, unpack)
 

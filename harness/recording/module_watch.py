@@ -83,10 +83,10 @@ class ThreadWatch:
         caller, again, outer = around(frame, in_backward=task != OUTSIDE and not self.depth)
         ticket = next(self.tickets)
         if self.emit is not None:
-            said, lane = overridden(), self.number
+            override, lane = overridden(), self.number
             look = self.looks.at() if self.looks.on and task == OUTSIDE and not self.depth else ()
             marked = self.graphs.mark(ticket, call, caller)
-            at = node, parameter, quiet, again, outer, said, ticket, look, _now_s(), call, caller, marked
+            at = node, parameter, quiet, again, outer, override, ticket, look, _now_s(), call, caller, marked
             self.emit((Issued, lane, task, *at))
         return ticket
 

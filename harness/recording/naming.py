@@ -36,11 +36,11 @@ def group_word(group_desc: str) -> str:
     """
     if _BY_TORCH.fullmatch(group_desc):
         return ""
-    said = group_desc.removeprefix("mesh_")
-    words = [word for word in said.lower().split("_") if word not in _FILLERS]
+    described = group_desc.removeprefix("mesh_")
+    words = [word for word in described.lower().split("_") if word not in _FILLERS]
     axes = _axes_in(words)
-    understood = said.isupper() or all(axis in KNOWN for axis in axes if axis in words)
-    return "_".join(axes) if understood and KNOWN.intersection(axes) else said
+    understood = described.isupper() or all(axis in KNOWN for axis in axes if axis in words)
+    return "_".join(axes) if understood and KNOWN.intersection(axes) else described
 
 
 def _axes_in(words: list[str]) -> list[str]:
@@ -84,23 +84,23 @@ def axis_name(
     ("dp_shard", "dp_cp") those axes hold that together have the same ranks. Then comes the one axis of several ranks
     that has this rank list; then an unknown word as it is. Then "world" for all ranks; else the rank list, "0,2".
     """
-    said, ranks = group_word(group_desc), tuple(sorted(group))
-    if said in axes:
-        return said, ""
+    described, ranks = group_word(group_desc), tuple(sorted(group))
+    if described in axes:
+        return described, ""
     split = axes if len(ranks) > 1 else {}
-    joint = said.split("_") if said else []
+    joint = described.split("_") if described else []
     if meant := _together(ranks, [axis for axis in joint if axis in split], axes):
         return meant, ""
     if set(joint) & (KNOWN | axes.keys()):
-        return said, ""
+        return described, ""
     having = [axis for axis, lists in split.items() if any(tuple(sorted(ranks_)) == ranks for ranks_ in lists)]
     if len(having) == 1 and group_desc in _WORLD:
         return having[0], ""
     if len(having) == 1:
-        why = f"its group is described as {group_desc!r}" if said else "its group has no description"
+        why = f"its group is described as {group_desc!r}" if described else "its group has no description"
         return having[0], f"axis {having[0]}: {why}, so it is named after the axis of the case that has the same ranks"
-    if said:
-        return said, ""
+    if described:
+        return described, ""
     return "world" if len(ranks) == world_size else ",".join(map(str, group)), ""
 
 
@@ -138,13 +138,13 @@ class Paths:
     @property
     def models(self) -> list[nn.Module]:
         """The models that were seen being called and are still there, the first one first."""
-        return [model for held in self._models if (model := held()) is not None]
+        return [model for reference in self._models if (model := reference()) is not None]
 
     def add(self, model: nn.Module) -> None:
         """Learn a model's modules; one that holds models seen before names their modules anew."""
         if id(model) in self._of_module:
             return
-        self._models = [held for held in self._models if held() is not None] + [weakref.ref(model)]
+        self._models = [reference for reference in self._models if reference() is not None] + [weakref.ref(model)]
         named = list(_unwrapped(model))
         for path, module in named:
             self._of_module[id(module)] = path

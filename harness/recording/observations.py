@@ -137,9 +137,9 @@ class ParameterMemory:
         shared = [part for part, parameter in zip(parts, parameters, strict=True) if getattr(parameter, *_SHARED)]
         self.parameter_bytes = sum(part.numel() * part.element_size() for part in shared)
         storages = [part.untyped_storage() for part in parts if type(part) in _PLAIN and part.device.type != "meta"]
-        held = {storage.data_ptr(): storage.nbytes() for storage in storages}
-        self._starts = sorted(held)
-        self._ends = [start + held[start] for start in self._starts]
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        self._starts = sorted(sizes)
+        self._ends = [start + sizes[start] for start in self._starts]
 
     def mostly_in(self, gathered_bytes: int) -> bool:
         """Whether gathers of this many bytes may be of parameters: half of them or more.

@@ -104,9 +104,9 @@ def judged(ranks: list[list[tuple[Tensor, tuple[int, ...], tuple[int, ...]]]], f
     full = torch.full(shape, math.nan, dtype=torch.float64)
     first: dict[tuple[int, ...], tuple[int, Tensor]] = {}
     for rank, parts in enumerate(ranks):
-        for local, offsets, said in parts:
-            if said != shape:
-                print(f"{name}: rank {rank} says the full shape is {said}, it is {shape}")
+        for local, offsets, stated in parts:
+            if stated != shape:
+                print(f"{name}: rank {rank} says the full shape is {stated}, it is {shape}")
                 return REPRODUCED
             other, kept = first.setdefault((*offsets, *local.shape), (rank, local))
             if not torch.equal(kept.nan_to_num(), local.nan_to_num()):
@@ -160,7 +160,7 @@ def spawned(facts: Mapping[str, Any], rank: int, store: str, answers: Any) -> No
     answers.put((rank, on_rank(facts, rank, store)))
 
 
-def told(processes: Sequence[Any], answers: Any) -> list[int]:
+def answers_of(processes: Sequence[Any], answers: Any) -> list[int]:
     """The answers of all ranks, or those up to the first that reports a failure: the others may wait for it forever.
 
     Raises queue.Empty when there is none in time, or a process ended without one.
@@ -192,7 +192,7 @@ def main(facts: Mapping[str, Any]) -> int:
         for process in processes:
             process.start()
         try:
-            found = told(processes, answers)
+            found = answers_of(processes, answers)
         except queue.Empty:
             print(f"no answer within {LIMIT_S:g} s, or a process that ended without one")
             return REPRODUCED if facts["measure"] == "run" else UNDECIDED

@@ -18,7 +18,7 @@ from typing import Any
 
 from harness.checking.checks import CHECKS, LAWS, Check
 from harness.checking.evidence import FAIL, PASS, Verdict
-from harness.diagnosing.lines import site, with_when
+from harness.diagnosing.failure_lines import site, with_when
 from harness.diagnosing.needed_words import NeededWords, OutOfTime, needed_words
 from harness.errors import ShardproofError
 from harness.protocols import CaseLike, case_text
@@ -69,14 +69,14 @@ def look_for_words(
     `apart`: found in a process of its own, which a case of an experiment may end without taking anything along. After a
     Ctrl-C those that were found; a note of the store says so.
     """
-    told: dict[str, tuple[Verdict, ...]] = {}
+    verdicts: dict[str, tuple[Verdict, ...]] = {}
     try:
         for found in _each(failures, request, proving, apart=apart):
             store.amend(found)
-            told |= found
+            verdicts |= found
     except KeyboardInterrupt:
         store.notes.append(STOPPED)
-    return told
+    return verdicts
 
 
 def _each(

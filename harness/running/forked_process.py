@@ -83,8 +83,8 @@ class ForkedProcess:
         crash = self._stacks.read().decode("utf-8", "replace").rpartition(_CURRENT)[2]
         stack = crash.partition("\n\n")[0].partition(_OURS)[0]
         frames = [frame for frame in _FRAME.finditer(stack) if is_user(frame["file"])]
-        told = [f"{shortened(frame['file'])}:{frame['line']} in {frame['function']}" for frame in frames[:_FRAMES]]
-        return ", called from ".join(told)
+        places = [f"{shortened(frame['file'])}:{frame['line']} in {frame['function']}" for frame in frames[:_FRAMES]]
+        return ", called from ".join(places)
 
     def close(self) -> None:
         """Let it end, or end it when it is at work; a second time does nothing."""

@@ -153,7 +153,7 @@ def ledger_rows(events: Iterable[Event]) -> str:
 
 def with_traceback(result: _Result, store: Store) -> _Result:
     """The result of a case with its traceback stored in a file that its verdicts name."""
-    from harness.diagnosing.lines import NO_OUTCOME  # noqa: PLC0415
+    from harness.diagnosing.failure_lines import NO_OUTCOME  # noqa: PLC0415
 
     file = store.attach("tracebacks", result.text, result.traceback)
     where = f"{NO_OUTCOME}; the whole traceback is in {file} of the run folder"

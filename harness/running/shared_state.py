@@ -255,7 +255,7 @@ class OnProcesses:
             if self._passes(result.case, limit_s):
                 modules = needed()
                 per_rank = (*kept_per_rank(subject.call), *modules) if modules else ()
-                return _told(result, _legal(per_rank, LOSS_PARALLEL in _keepers(subject)))
+                return _with_cause(result, _legal(per_rank, LOSS_PARALLEL in _keepers(subject)))
         return result  # what cannot be found out leaves the failure as it is
 
     def _may_share(self, result: CaseResult) -> bool:
@@ -286,7 +286,7 @@ def _legal(per_rank: tuple[str, ...], in_loss_parallel: bool) -> str:
     return f"{session if in_loss_parallel else ''}--engine pool"
 
 
-def _told(result: CaseResult, legal: str) -> CaseResult:
+def _with_cause(result: CaseResult, legal: str) -> CaseResult:
     """The result with the cause that was found, before all others."""
     words = f"ranks share state here because they are threads: with --engine pool this case passes; legal: {legal}"
     verdicts = tuple(
@@ -296,5 +296,5 @@ def _told(result: CaseResult, legal: str) -> CaseResult:
         for one in result.verdicts
     )
     cause = reported("shared_state", words, words)
-    diagnoses = {check: replace(told, causes=(cause, *told.causes)) for check, told in result.diagnoses.items()}
+    diagnoses = {check: replace(one, causes=(cause, *one.causes)) for check, one in result.diagnoses.items()}
     return replace(result, verdicts=verdicts, diagnoses=diagnoses)

@@ -44,7 +44,7 @@ _PARTS = 10
 _BEGINS = "case"
 """The part of a case before its first run."""
 _THREADS = "; all ranks are threads of one process: --engine pool tells which rank it was"
-_HELD = 2
+_QUEUED = 2
 """Cases that a process holds: one in work, and one to go on with."""
 _LISTEN_S = 0.2
 """How often a process is looked at that sends nothing."""
@@ -202,7 +202,7 @@ class Sharing:
     def _give(self) -> None:
         """Hand out what waits."""
         for process in self.processes:
-            while self._waiting and len(process.asked) < _HELD:
+            while self._waiting and len(process.asked) < _QUEUED:
                 for number in self._waiting.popleft():
                     process.ask(number, self.cases[number])
 

@@ -51,7 +51,7 @@ Rows = list[tuple[object, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class WitnessResult:
     """Words of the witnesses on one case: the verdict, rows for the run folder by file name, a failure explained."""
 
     verdict: Verdict
@@ -72,27 +72,27 @@ class Witnesses:
     steps: range | None = None
     options: str = ""
 
-    def told(
+    def judged(
         self,
         case: CaseLike,
         events: Sequence[Event],
         terms: Sequence[TermLike] | None,
         expected: Callable[[Any], Any] | None = None,
-    ) -> Told:
+    ) -> WitnessResult:
         """Hold the case's ledger (the recorder's of a session when the proof left none) against every witness.
 
         `expected` is the subject's closed form, called for the terms of chosen steps.
         """
         text = case_text(case)
-        held = {tool: of[text] for tool, of in self.sessions.items() if text in of}
-        good = {tool: session for tool, session in held.items() if not session.problem}
+        sessions = {tool: of[text] for tool, of in self.sessions.items() if text in of}
+        good = {tool: session for tool, session in sessions.items() if not session.problem}
         recorded = [e for session in list(good.values())[:1] for measured in session.ranks for e in measured.events]
         if not recorded:
-            return _told(Finding(verdict=UNKNOWN, message=unseen(held, self.notes)), text, {})
+            return _result(Finding(verdict=UNKNOWN, message=unseen(sessions, self.notes)), text, {})
         recorded = self._chosen(recorded)
         if names := unmapped(recorded):
             why = f"operator {names} of torch is not known to this release of shardproof, nor are its rows in a trace"
-            return _told(Finding(verdict=UNKNOWN, message=why), text, {})
+            return _result(Finding(verdict=UNKNOWN, message=why), text, {})
         base = self._chosen(events) or recorded
         others: dict[str, Sequence[Sighting]] = {"recorder": of_ledger(recorded)} if events else {}
         others |= {tool: session.seen for tool, session in good.items()}
@@ -109,7 +109,7 @@ class Witnesses:
         found = undisturbed(finding(agreed, steps), good)
         if found.verdict == FAIL:
             return self._failed(found, agreed, case, tables, good)
-        return _told(qualified(found, held, untold), text, tables)
+        return _result(qualified(found, sessions, untold), text, tables)
 
     def _chosen(self, events: Sequence[Event]) -> list[Event]:
         return [event for event in events if self.steps is None or event.step in self.steps]
@@ -121,12 +121,12 @@ class Witnesses:
         case: CaseLike,
         tables: Mapping[str, Rows],
         sessions: Mapping[str, Session],
-    ) -> Told:
+    ) -> WitnessResult:
         disturbed = [rank for session in sessions.values() for rank in session.disturbed]
         diagnosis = diagnosed(case, agreed, found, disturbed)
         message = in_six_lines(diagnosis, found, agreed, case, self.subject, self.options)
-        told = _told(replace(found, message=message), case_text(case), tables)
-        return replace(told, diagnosis=diagnosis)
+        failed = _result(replace(found, message=message), case_text(case), tables)
+        return replace(failed, diagnosis=diagnosis)
 
     def witnessed(self, result: CaseResult, subject: NamedSubject, store: Store) -> CaseResult:
         """The result with the witnesses' verdict, their tables stored."""
@@ -134,11 +134,11 @@ class Witnesses:
             return result
         call: Any = subject.call
         expected = call.expected if result.expectation is not None else None
-        told = self.told(result.case, result.events, result.expectation, expected)
-        for name, (columns, rows) in told.tables.items():
+        judged = self.judged(result.case, result.events, result.expectation, expected)
+        for name, (columns, rows) in judged.tables.items():
             store.extend(name, columns, rows)
-        diagnoses = {**result.diagnoses, **({told.verdict.check: told.diagnosis} if told.diagnosis else {})}
-        return replace(result, verdicts=(*result.verdicts, told.verdict), diagnoses=diagnoses)
+        diagnoses = {**result.diagnoses, **({judged.verdict.check: judged.diagnosis} if judged.diagnosis else {})}
+        return replace(result, verdicts=(*result.verdicts, judged.verdict), diagnoses=diagnoses)
 
 
 def witnesses(
@@ -193,8 +193,8 @@ def _takes(case: CaseLike, subject: NamedSubject) -> bool:
         return False
 
 
-def _told(found: Finding, text: str, tables: Mapping[str, Rows]) -> Told:
-    return Told(
+def _result(found: Finding, text: str, tables: Mapping[str, Rows]) -> WitnessResult:
+    return WitnessResult(
         verdict=verdict_on(found, text, CHECK),
         tables={name: (_COLUMNS[name], rows) for name, rows in tables.items() if rows},
     )

@@ -126,13 +126,13 @@ def offers(subject: Subject, attribute: str) -> bool:
 
 def words_of(subject: NamedSubject, attribute: str, legal: str) -> tuple[str, ...] | None:
     """The words of this attribute, None without it. Raises RequestError for what is no tuple of words."""
-    said = answered(attribute, lambda: getattr(subject.call, attribute, None))
-    if said is None:
+    words = answered(attribute, lambda: getattr(subject.call, attribute, None))
+    if words is None:
         return None
-    if not isinstance(said, tuple | list) or not all(isinstance(word, str) for word in said):
-        rule = f"{attribute}={said!r} must be a tuple of words; legal: {attribute} = {legal}"
+    if not isinstance(words, tuple | list) or not all(isinstance(word, str) for word in words):
+        rule = f"{attribute}={words!r} must be a tuple of words; legal: {attribute} = {legal}"
         raise RequestError(f"subject={subject.name}: {rule}")
-    return tuple(said)
+    return tuple(words)
 
 
 _TERM: Mapping[str, type] = {**get_type_hints(EventKey), "calls": int}
@@ -165,10 +165,12 @@ def deviations(case: CaseLike, subject: Subject) -> Mapping[str, float]:
 
 def _deviations(case: CaseLike, subject: Subject) -> Mapping[str, float]:
     stating: Callable[[CaseLike], Any] | None = getattr(subject, "deviations", None)
-    said = {} if stating is None else stating(case)
-    if not isinstance(said, Mapping) or not all(isinstance(one, int | float) and one >= 0 for one in said.values()):
-        raise TypeError(f"deviations={said!r} must map parameters to numbers; legal: {{'up.weight': 0.02}}")
-    return {str(name): float(one) for name, one in said.items()}
+    by_name = {} if stating is None else stating(case)
+    if not isinstance(by_name, Mapping) or not all(
+        isinstance(one, int | float) and one >= 0 for one in by_name.values()
+    ):
+        raise TypeError(f"deviations={by_name!r} must map parameters to numbers; legal: {{'up.weight': 0.02}}")
+    return {str(name): float(one) for name, one in by_name.items()}
 
 
 def _complete(term: object) -> Term:
@@ -199,24 +201,26 @@ def named_axes(case: CaseLike, subject: Subject) -> Axes:
 
 def _orders(case: CaseLike, subject: Subject) -> Axes:
     stating: Callable[[CaseLike], Any] | None = getattr(subject, "axes", None)
-    said = None if stating is None else stating(case)
-    if said is None:
+    rank_lists = None if stating is None else stating(case)
+    if rank_lists is None:
         return {}
-    if not isinstance(said, Mapping):
-        raise TypeError(f"axes={said!r} must map axes to rank lists; legal: {{'tp': ((0, 1), (2, 3))}}")
-    return {str(axis): _lists(str(axis), lists, case) for axis, lists in said.items()}
+    if not isinstance(rank_lists, Mapping):
+        raise TypeError(f"axes={rank_lists!r} must map axes to rank lists; legal: {{'tp': ((0, 1), (2, 3))}}")
+    return {str(axis): _lists(str(axis), lists, case) for axis, lists in rank_lists.items()}
 
 
-def _lists(axis: str, said: Any, case: CaseLike) -> tuple[tuple[int, ...], ...]:
+def _lists(axis: str, rank_lists: Any, case: CaseLike) -> tuple[tuple[int, ...], ...]:
     """The rank lists of one axis; raises ValueError unless they hold every rank once, in groups of the case's size."""
     own, world = case.axes.get(axis, ()), list(range(case.world_size))
     legal = own or (tuple(world),)
     try:
-        lists = tuple(tuple(int(rank) for rank in ranks) for ranks in said)
+        lists = tuple(tuple(int(rank) for rank in ranks) for ranks in rank_lists)
     except TypeError:
         lists = ()
     if sorted(rank for ranks in lists for rank in ranks) != world:
-        raise ValueError(f"axis {axis}={said!r}: every rank of {len(world)} must be in one rank list; legal: {legal}")
+        raise ValueError(
+            f"axis {axis}={rank_lists!r}: every rank of {len(world)} must be in one rank list; legal: {legal}"
+        )
     if own and {len(ranks) for ranks in lists} != {len(ranks) for ranks in own}:
-        raise ValueError(f"axis {axis}={said!r}: the case has groups of {len(own[0])} ranks; legal: {legal}")
+        raise ValueError(f"axis {axis}={rank_lists!r}: the case has groups of {len(own[0])} ranks; legal: {legal}")
     return lists

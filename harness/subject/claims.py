@@ -137,14 +137,14 @@ def claims(subject: NamedSubject) -> Claims:
             raise RequestError(f"subject={subject.name}: {rule}; legal: cases = ('tp=2 dp=3',)")
         return Claims(subject=subject.name, modes=tuple(dict.fromkeys(case.mode for case in own)), own=True)
     known = dense_model().modes
-    said = claimed(subject)
-    if said is None:
+    stated = claimed(subject)
+    if stated is None:
         return Claims(subject=subject.name, modes=known)
-    words = tuple(dict.fromkeys(said))
+    words = tuple(dict.fromkeys(stated))
     modes = tuple(mode for mode in words if mode in known)
     if not modes:
         rule = "names no mode that a case can have"
-        raise RequestError(f"subject={subject.name}: modes={tuple(said)!r} {rule}; legal: {'|'.join(known)}")
+        raise RequestError(f"subject={subject.name}: modes={tuple(stated)!r} {rule}; legal: {'|'.join(known)}")
     return Claims(subject=subject.name, modes=modes, unknown=tuple(mode for mode in words if mode not in known))
 
 

@@ -28,16 +28,16 @@ def lower_dtypes(case: CaseLike, subject: NamedSubject) -> dict[str, str]:
 
     Raises RequestError for what is no dtype.
     """
-    said = {name: _said(name, case, subject) for name in LOWER}
-    for name, dtype in said.items():
+    stated = {name: _stated_dtype(name, case, subject) for name in LOWER}
+    for name, dtype in stated.items():
         if dtype not in ("", *_DTYPES):
             rule = "must be a dtype's word, or a function of the case that returns one"
             raise RequestError(f"subject={subject.name}: {name}={dtype} {rule}; legal: {name} = 'bfloat16'")
     own = _DTYPES.index(case.dtype)
-    return {name: dtype for name, dtype in said.items() if dtype and _DTYPES.index(dtype) > own}
+    return {name: dtype for name, dtype in stated.items() if dtype and _DTYPES.index(dtype) > own}
 
 
-def _said(name: str, case: CaseLike, subject: NamedSubject) -> str:
+def _stated_dtype(name: str, case: CaseLike, subject: NamedSubject) -> str:
     found = answered(name, lambda: _of_case(getattr(subject.call, name, None), case))
     return "" if found is None else str(found).removeprefix("torch.")
 
@@ -46,14 +46,16 @@ def deviating(case: CaseLike, subject: NamedSubject) -> dict[str, Deviation]:
     """The attribute `deviates`, or what this function of the case returns: pattern of names -> how these tensors
     deviate; {} without it. Raises RequestError for what is no such mapping.
     """
-    said = answered("deviates", lambda: _of_case(getattr(subject.call, "deviates", None), case))
-    if said is None:
+    answer = answered("deviates", lambda: _of_case(getattr(subject.call, "deviates", None), case))
+    if answer is None:
         return {}
-    found = {pattern: Deviation.read(one) for pattern, one in said.items()} if isinstance(said, Mapping) else {"": None}
+    found = (
+        {pattern: Deviation.read(one) for pattern, one in answer.items()} if isinstance(answer, Mapping) else {"": None}
+    )
     if not all(isinstance(pattern, str) and pattern.strip() and one for pattern, one in found.items()):
         rule = "must map patterns of names to a sentence each, or to a sentence and a truth that applies it"
         legal = "{'act/*.router': 'capacity is counted by rank, not over the batch'}"
-        raise RequestError(f"subject={subject.name}: deviates={said!r} {rule}; legal: deviates = {legal}")
+        raise RequestError(f"subject={subject.name}: deviates={answer!r} {rule}; legal: deviates = {legal}")
     stated = {pattern: one for pattern, one in found.items() if one is not None}
     if any(one.truth for one in stated.values()) and not callable(_truth(subject)):
         rule = "names a truth that applies a deviation, and there is no dense model of the subject's own"
@@ -62,8 +64,8 @@ def deviating(case: CaseLike, subject: NamedSubject) -> dict[str, Deviation]:
 
 
 def _truth(subject: NamedSubject) -> Any:
-    said = subject.truth or getattr(subject.call, "truth", None)
-    return resolve(said) if isinstance(said, str) and ":" in said else said
+    stated = subject.truth or getattr(subject.call, "truth", None)
+    return resolve(stated) if isinstance(stated, str) and ":" in stated else stated
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +76,16 @@ class Deviation:
     truth: Callable[..., Mapping[str, Any]] | None = None
 
     @classmethod
-    def read(cls, said: object) -> Deviation | None:
+    def read(cls, stated: object) -> Deviation | None:
         """The deviation that a subject states: a sentence, or a sentence and a truth. None for anything else."""
-        sentence, truth = said if isinstance(said, tuple) and len(said) == 2 else (said, None)
+        sentence, truth = stated if isinstance(stated, tuple) and len(stated) == 2 else (stated, None)
         if not isinstance(sentence, str) or not sentence.strip() or not (truth is None or callable(truth)):
             return None
         return cls(" ".join(sentence.replace(";", ",").split()), truth)  # "; " stands between the parts of a list
 
 
-def _of_case(said: Any, case: CaseLike) -> Any:
-    return said(case) if callable(said) else said
+def _of_case(stated: Any, case: CaseLike) -> Any:
+    return stated(case) if callable(stated) else stated
 
 
 ALONE: Final = "alone"
@@ -98,20 +100,20 @@ def truth_of(subject: NamedSubject) -> DenseFunction | str | None:
     None: the decoder of `reference`. Raises RequestError for what is neither, and for a subject of own words without
     one.
     """
-    said: Any = subject.truth or answered("truth", lambda: getattr(subject.call, "truth", None))
-    if said is None:
+    stated: Any = subject.truth or answered("truth", lambda: getattr(subject.call, "truth", None))
+    if stated is None:
         if vocabulary(subject) is not None:
             rule = "has words of its own, so the decoder of shardproof is not its truth"
             raise RequestError(
                 f"subject={subject.name}: {rule}; legal: --truth MODULE:OBJECT, --truth alone, or the attribute truth"
             )
         return None
-    if said == ALONE:
+    if stated == ALONE:
         return ALONE
-    found: object = resolve(said) if isinstance(said, str) else said
+    found: object = resolve(stated) if isinstance(stated, str) else stated
     if not callable(found):
         rule = f"must be callable as truth(case, device), not {type(found).__name__}"
-        raise RequestError(f"truth={said}: {rule}; legal: --truth MODULE:OBJECT or --truth alone")
+        raise RequestError(f"truth={stated}: {rule}; legal: --truth MODULE:OBJECT or --truth alone")
     dense: DenseFunction = found
     return _with_deviations(dense, subject)
 

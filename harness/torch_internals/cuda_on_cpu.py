@@ -198,9 +198,9 @@ def _typed_as_of_cuda(of_torch: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(of_torch)
     def typed(tensor: Tensor, dtype: Any = None, *args: Any, **words: Any) -> Any:
         if dtype is None:
-            said = of_torch(tensor)
-            here = tensor.device.type == "cpu" and ".cuda." not in said
-            return said.replace("torch.", "torch.cuda.", 1) if here else said
+            type_name = of_torch(tensor)
+            here = tensor.device.type == "cpu" and ".cuda." not in type_name
+            return type_name.replace("torch.", "torch.cuda.", 1) if here else type_name
         if isinstance(dtype, str):
             dtype = dtype.replace("torch.cuda.", "torch.")
         elif getattr(dtype, "__module__", "") == "torch.cuda":

@@ -58,9 +58,9 @@ def tight_heap() -> Iterator[None]:
         _glibc("mallopt", _MMAP_THRESHOLD, _IN_HEAP_BYTES)
 
 
-def give_back(held: Iterable[Tensor]) -> None:
+def give_back(tensors: Iterable[Tensor]) -> None:
     """Free what a run has left, and give it back to the system, where such tensors are still held that it counts."""
-    if sum(tensor.nbytes for tensor in held) > _LARGE_BYTES:
+    if sum(tensor.nbytes for tensor in tensors) > _LARGE_BYTES:
         gc.collect()
         _glibc("malloc_trim", 0)
 

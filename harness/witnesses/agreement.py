@@ -141,7 +141,7 @@ def agreement(
     for witness, seen in others.items():
         for rank in ranks:
             mine, theirs = _of(rank, recorded), _of(rank, seen)
-            for index, word in _told(mine, theirs):
+            for index, word in _differences(mine, theirs):
                 if index < len(mine):
                     words.setdefault((rank, index), {})[witness] = word
                 else:
@@ -166,22 +166,22 @@ def _of(rank: int, seen: Sequence[Sighting]) -> list[Sighting]:
     return sorted((s for s in seen if s.rank == rank), key=lambda s: s.index)
 
 
-def _told(mine: Sequence[Sighting], theirs: Sequence[Sighting]) -> list[tuple[int, str]]:
+def _differences(mine: Sequence[Sighting], theirs: Sequence[Sighting]) -> list[tuple[int, str]]:
     """The witness's word on each of the recorder's events; an index past the end is an event it saw alone."""
     if len(mine) == len(theirs):
         return [(i, _word(one, other)) for i, (one, other) in enumerate(zip(mine, theirs, strict=True))]
-    told: list[tuple[int, str]] = []
+    differences: list[tuple[int, str]] = []
     whole = not any(map(_open, theirs))
     ours, other = (
         [(s.op, s.payload_bytes, *((s.phase, s.groups) if whole else ())) for s in seen] for seen in (mine, theirs)
     )
     for _tag, start, end, from_, to in SequenceMatcher(None, ours, other, autojunk=False).get_opcodes():
         for i, j in zip(range(start, end), range(from_, to), strict=False):
-            told.append((i, _word(mine[i], theirs[j])))
+            differences.append((i, _word(mine[i], theirs[j])))
         shared = min(end - start, to - from_)
-        told += [(i, MISSING) for i in range(start + shared, end)]
-        told += [(len(mine), in_words(theirs[j])) for j in range(from_ + shared, to)]
-    return told
+        differences += [(i, MISSING) for i in range(start + shared, end)]
+        differences += [(len(mine), in_words(theirs[j])) for j in range(from_ + shared, to)]
+    return differences
 
 
 def _word(mine: Sighting, other: Sighting) -> str:
@@ -209,8 +209,8 @@ def _covered(
     for rank, form in forms.items():
         left[rank] = {line: (calls, None) for line, calls in form.complete.items()}
         left[rank] |= {term: (term.calls, term.total_bytes) for term in form.partial}
-    told = sorted(events, key=lambda event: (event.rank, event.call_index))
-    for seen, event in zip(recorded, told, strict=True):
+    in_order = sorted(events, key=lambda event: (event.rank, event.call_index))
+    for seen, event in zip(recorded, in_order, strict=True):
         counting, of_rank = forms[seen.rank].counting(key_of(event)), left[seen.rank]
         for one in counting:
             of_rank[one] = _less(of_rank[one], event.payload_bytes)

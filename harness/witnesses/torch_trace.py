@@ -19,7 +19,7 @@ from typing import Any
 
 from harness.errors import MachineError
 from harness.witnesses.agreement import UNKNOWN, Sighting
-from harness.witnesses.rows import CALL, Phases, nested
+from harness.witnesses.trace_rows import CALL, Phases, nested
 
 TRACE_SUFFIX, FLIGHT_SUFFIX = ".trace.json", ".flight.json"
 _BYTES = {"float": 4, "double": 8, "c10::Half": 2, "c10::BFloat16": 2, "bool": 1, "unsigned char": 1, "signed char": 1}
@@ -97,8 +97,8 @@ def sightings(trace: Json, entries: Sequence[Json], rank: int) -> list[Sighting]
     logged = _logged(rows, entries)
     header = trace.get("distributedInfo", {}).get("pg_config", [])
     backend = [row for row in trace.get("traceEvents", []) if str(row.get("name", "")).startswith("gloo:")]
-    told = zip(rows, logged, phases.phases(), strict=True)
-    return [_sighting(rank, i, row, entry, phase, header, backend) for i, (row, entry, phase) in enumerate(told)]
+    calls = zip(rows, logged, phases.phases(), strict=True)
+    return [_sighting(rank, i, row, entry, phase, header, backend) for i, (row, entry, phase) in enumerate(calls)]
 
 
 def _sighting(

@@ -17,12 +17,12 @@ from typing import Any
 
 import pandas as pd
 
-from harness.diagnosing.lines import NO_CAUSE, written
+from harness.diagnosing.failure_lines import NO_CAUSE, written
 from harness.errors import RequestError
 from harness.resolve import resolve
-from reports.options.words import SLICED
-from reports.printing.tables import Table, count, mark, table
+from reports.options.command_options import SLICED
 from reports.printing.text import show_message, show_note, show_table
+from reports.printing.text_tables import Table, count, mark, table
 
 COMPARE = "parallel.checkpoints.comparing:compare"
 
@@ -129,10 +129,10 @@ def rows(made: Iterable[Any], tp: int) -> pd.DataFrame:
         (cut,) = place.cuts
         dim = "elements" if len(place.shape) == 1 else ("rows", "columns")[cut.dim]
         for rank in range(tp):
-            held = cut.held[rank]
-            shape = (*place.shape[: cut.dim], sum(map(len, held)), *place.shape[cut.dim + 1 :])
-            said = {**dict.fromkeys(first, ""), "dim": ""} if rank else {**first, "dim": dim}
-            found.append({**said, "rank": str(rank), "holds": _ranges(held), "part": _shape(shape)})
+            ranges = cut.held[rank]
+            shape = (*place.shape[: cut.dim], sum(map(len, ranges)), *place.shape[cut.dim + 1 :])
+            cells = {**dict.fromkeys(first, ""), "dim": ""} if rank else {**first, "dim": dim}
+            found.append({**cells, "rank": str(rank), "holds": _ranges(ranges), "part": _shape(shape)})
     return pd.DataFrame(found, columns=["tensor", "made_of", "whole", "dim", "rank", "holds", "part", "cut"])
 
 
@@ -140,9 +140,9 @@ def _shape(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape))
 
 
-def _ranges(held: Iterable[range]) -> str:
+def _ranges(ranges: Iterable[range]) -> str:
     """0-383 768-1151, or "none"."""
-    return " ".join(f"{part.start}-{part.stop - 1}" if len(part) > 1 else str(part.start) for part in held) or "none"
+    return " ".join(f"{part.start}-{part.stop - 1}" if len(part) > 1 else str(part.start) for part in ranges) or "none"
 
 
 def held_table(text: str, path: str, frame: pd.DataFrame) -> Table:
@@ -172,10 +172,10 @@ def _tell(checked: Any, files: Sequence[str], tp: int) -> int:
     if checked.wrong:
         show_message(f"fail: not the same once joined: {', '.join(checked.wrong)}", sys.stdout, style="bold red")
         return 1
-    said = (
+    message = (
         f"pass: {checked.tensors} tensors of {' '.join(files)}, cut for {tp} ranks and joined, are the same bit for bit"
     )
-    show_message(said, sys.stdout, style="green")
+    show_message(message, sys.stdout, style="green")
     return 0
 
 

@@ -154,7 +154,7 @@ def _parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     add = functools.partial(commands.add_parser, allow_abbrev=False)
     _add_run(add("run", help="run cases, check them against the reference, record, report"))
     if list(words[:1]) != ["run"]:
-        from reports.options.words import add_others
+        from reports.options.command_options import add_others
 
         add_others(add, _TRUTH, _TIMEOUT)
     return parser

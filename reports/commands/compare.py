@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pandas as pd
 
+from reports.comparing.compared_sides import check_name, limits
 from reports.comparing.comparison import Comparison, compare
 from reports.comparing.intervals import CONFIDENCE, FEWEST
-from reports.comparing.limits import check_name, limits
 from reports.comparing.modes import modes_table, side_by_side
 from reports.comparing.snapshot import Snapshot, save, side, snapshot
-from reports.printing.tables import NOTHING, Table, count, mark, mebibytes, milliseconds, pair, table
 from reports.printing.text import append_step_summary, show_message, show_note, show_table, show_words
+from reports.printing.text_tables import NOTHING, Table, count, mark, mebibytes, milliseconds, pair, table
 from reports.stored.frames import load
 
 
@@ -79,8 +79,8 @@ def traffic_change_table(found: Comparison) -> Table:
     """Calls and bytes of both sides, by mode and phase."""
     kinds = found.events.groupby(["mode", "phase"], observed=True)["kind"].agg(lambda words: _tally(list(words)))
     places = zip(found.traffic["mode"], found.traffic["phase"], strict=True)
-    told = [kinds.get(place, "") for place in places]
-    frame = found.traffic.assign(apart=told)
+    kinds_of_rows = [kinds.get(place, "") for place in places]
+    frame = found.traffic.assign(apart=kinds_of_rows)
     return table(
         f"{found.base} and {found.new}",
         frame,
@@ -134,9 +134,9 @@ def _pairs(frame: pd.DataFrame, column: str) -> list[str]:
 
 def times_table(times: pd.DataFrame) -> Table:
     """How the time of every phase changed."""
-    told = times[times["measure"] == "elapsed"] if (times["measure"] == "elapsed").any() else times
+    typical = times[times["measure"] == "elapsed"] if (times["measure"] == "elapsed").any() else times
     louder = times[(times["measure"] != "elapsed") & ~times["change"].isin(["~", "too few"])]
-    rows = pd.concat([told, louder]).sort_values(["mode", "phase"], kind="stable")
+    rows = pd.concat([typical, louder]).sort_values(["mode", "phase"], kind="stable")
     frame = rows.assign(
         interval=[f"{_ratio(low)} .. {_ratio(high)}" for low, high in zip(rows["low"], rows["high"], strict=True)],
         clock=rows["clock_ratio"].map(_ratio),

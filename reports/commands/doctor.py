@@ -79,7 +79,7 @@ def main(arguments: argparse.Namespace) -> int:
     words = {"title": "This machine", "headers": ("what", "found", "usable", "what follows")}
     judged = judge(inspect())
     try:  # tables need pandas, and terminals rich: what may be what is missing
-        tables, text = import_module("reports.printing.tables"), import_module("reports.printing.text")
+        tables, text = import_module("reports.printing.text_tables"), import_module("reports.printing.text")
         text.show_table(tables.Table(**words, rows=judged.rows, note=judged.note), sys.stdout)
     except (Exception, SystemExit):
         print("\n".join([*("  ".join(row).rstrip() for row in judged.rows), judged.note]))
@@ -168,8 +168,8 @@ def _base(machine: Machine) -> Iterator[Row]:
     usable = bool(machine.torch) and not broken and not machine.torch_note.startswith("too old")
     yield "torch", machine.torch or "-", _word(usable), f"cannot be used: {broken}" if broken else machine.torch_note
     lost = {name: machine.problems[name] for name in NEEDED if name in machine.problems}
-    told = "; ".join(f"{name}: {problem}" for name, problem in lost.items())
-    yield "packages", "some missing" if lost else "all there", _word(not lost), told or ", ".join(NEEDED)
+    problems = "; ".join(f"{name}: {problem}" for name, problem in lost.items())
+    yield "packages", "some missing" if lost else "all there", _word(not lost), problems or ", ".join(NEEDED)
     yield "cores", str(machine.cores), "yes", "one is enough: the ranks of the in-process engine take turns"
 
 

@@ -160,8 +160,8 @@ def _summed(fields: dict[str, Any], amounts: Amounts, ranks: Sequence[int]) -> L
     alike: dict[tuple[int, int], list[int]] = {}
     for rank, amount in zip(ranks, amounts, strict=True):
         alike.setdefault(amount, []).append(rank)
-    told = [f"rank {ranks_text(who)}: {calls} calls, {size} B" for (calls, size), who in alike.items()]
-    return Line(term=term, differ="; ".join(told) if len(alike) > 1 else "")
+    amounts_of_ranks = [f"rank {ranks_text(who)}: {calls} calls, {size} B" for (calls, size), who in alike.items()]
+    return Line(term=term, differ="; ".join(amounts_of_ranks) if len(alike) > 1 else "")
 
 
 def written(case: str, run: str, found: Sequence[Line]) -> str:

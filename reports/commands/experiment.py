@@ -6,8 +6,8 @@ import re
 
 import pandas as pd
 
-from reports.options.checks import EXPERIMENTS
-from reports.printing.tables import NOTHING, Table, count, mebibytes
+from reports.options.option_checks import EXPERIMENTS
+from reports.printing.text_tables import NOTHING, Table, count, mebibytes
 from reports.stored.frames import Run
 
 MEGATRON = {

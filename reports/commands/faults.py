@@ -26,9 +26,9 @@ from harness.resolve import resolve
 from harness.running.request import seconds
 from harness.running.store import Store, environment
 from harness.subject import cases_of, named
-from reports.options.checks import writing
-from reports.printing.tables import Table
+from reports.options.option_checks import writing
 from reports.printing.text import append_step_summary, show_message, show_note, show_table, show_words, ticking
+from reports.printing.text_tables import Table
 from reports.stored.files import MATRIX, RunFolderError, csv_table, environment_of
 
 KILLING = "suites.killing.matrix"
@@ -76,10 +76,10 @@ def main(arguments: argparse.Namespace) -> int:
 def _write_scripts(name: str, folder: str, *, field: bool) -> int:
     """Write a script for each bug that a script can show, and a line. Exit status 1 when there is none."""
     scripts: Any = resolve(_SCRIPTS)
-    told, written = scripts(name, field=field), 0
+    bugs, written = scripts(name, field=field), 0
     with writing(folder):
         Path(folder).mkdir(parents=True, exist_ok=True)
-    for bug, text, why in told:
+    for bug, text, why in bugs:
         file = Path(folder) / f"{bug}.py"
         if text:
             with writing(str(file)):
@@ -119,7 +119,7 @@ def _detail(killed: Any) -> dict[str, str]:
         "name": row.name,
         "mode": row.mode,
         "case": killed.case,
-        "told": killed.told,
+        "told": killed.diagnosed,
         "equivalent": row.equivalent,
         "unmissed": killed.unmissed,
     }
@@ -138,9 +138,9 @@ def _tell(found: Sequence[Any], folder: Path, as_json: bool) -> None:
     for table in tables:
         append_step_summary(table, str(folder), os.environ)
     if as_json:
-        told = _as_json(rows, figures(open_rows), alone, folder) | {"unmissed": unmissed}
-        told |= {"held_back": _shares(figures(held_rows))} if held_rows else {}
-        print(json.dumps(told, indent=2))
+        summary = _as_json(rows, figures(open_rows), alone, folder) | {"unmissed": unmissed}
+        summary |= {"held_back": _shares(figures(held_rows))} if held_rows else {}
+        print(json.dumps(summary, indent=2))
         return
     apart = (matrix_table(open_rows), check_table(alone), unmissed_table(unmissed)) if open_rows else ()
     for shown in (*apart, *tables):
@@ -164,8 +164,8 @@ def show_matrix(folder: Path, stream: TextIO) -> None:
         raise RunFolderError(f"{folder / MATRIX}: seconds must be a number ({problem})") from problem
     words = env.get("request", {})
     planned, subject = words.get("rows", len(rows)), words.get("subject", "a subject")
-    said = f"what `shardproof faults` found: {len(rows)} of {planned} bugs planted in {subject}"
-    show_words(f"{said}; no run of cases, so no verdict on it\n", stream)
+    heading = f"what `shardproof faults` found: {len(rows)} of {planned} bugs planted in {subject}"
+    show_words(f"{heading}; no run of cases, so no verdict on it\n", stream)
     open_rows = [row for row in rows if not row.held_back]
     apart = (matrix_table(open_rows), check_table(killed_alone(rows, tuple(CHECKS)))) if open_rows else ()
     for shown in (*apart, *figure_tables(rows)):
@@ -192,10 +192,10 @@ def matrix_table(rows: Sequence[Kill]) -> Table:
 
 
 def _line(kind: str, name: str, rows: Sequence[Kill]) -> tuple[str, ...]:
-    said = "equivalent" if rows[0].equivalent else f"{sum(row.killed for row in rows)} of {len(rows)}"
+    outcome = "equivalent" if rows[0].equivalent else f"{sum(row.killed for row in rows)} of {len(rows)}"
     always = [check for check in rows[0].killed_by if all(check in row.killed_by for row in rows)]
     modes = " ".join(sorted(row.mode for row in rows))
-    return kind, name, modes, said, " ".join(always) or "-", f"{max(row.seconds for row in rows):.2f}"
+    return kind, name, modes, outcome, " ".join(always) or "-", f"{max(row.seconds for row in rows):.2f}"
 
 
 def check_table(alone: Mapping[str, tuple[int, int, str]]) -> Table:

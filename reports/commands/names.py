@@ -20,8 +20,8 @@ from harness.running.ranks.capacity import admit
 from harness.running.trials.reference import reference_of
 from harness.running.trials.trial import Trial
 from harness.subject import NamedSubject, case_of, compared_with, named, truth_of
-from reports.printing.tables import Table
 from reports.printing.text import show_table, show_words
+from reports.printing.text_tables import Table
 
 KINDS: Mapping[str, str] = {
     "init": "initial values of parameters",

@@ -27,9 +27,9 @@ from reports.predicting.answers import step_words
 from reports.predicting.load_tables import load_tables
 from reports.predicting.prediction import Prediction, predict, together
 from reports.predicting.written import gibibytes, seconds, table
-from reports.printing import tables
-from reports.printing.tables import Table
+from reports.printing import text_tables
 from reports.printing.text import plain, show_message, show_table, show_words, ticking
+from reports.printing.text_tables import Table
 
 ASSUMPTIONS = (
     "compute: FLOPs of matrix products and attention as the dry run counts them (masked pairs too), over peak x "
@@ -63,19 +63,19 @@ def main(arguments: argparse.Namespace) -> int:
     subject = named(arguments.subject).call
     with ticking(sys.stderr) as tick, DryEngine() as engine:
         search = {"world": arguments.world, "suggest": arguments.suggest}
-        told = [predict(text, subject, cluster, engine, **search, tick=tick) for text in arguments.cases]
+        predictions = [predict(text, subject, cluster, engine, **search, tick=tick) for text in arguments.cases]
     if arguments.out:
-        folder = _write(Path(arguments.out), told)
+        folder = _write(Path(arguments.out), predictions)
         show_message(str(folder), sys.stderr)
     if arguments.json:
-        print(json.dumps([_as_json(one) for one in told], indent=2, allow_nan=False))
+        print(json.dumps([_as_json(one) for one in predictions], indent=2, allow_nan=False))
     else:
-        one = together(told) if len(told) > 1 else told[0]
+        one = together(predictions) if len(predictions) > 1 else predictions[0]
         show_words(f"{one.fastest}\n", sys.stdout, style="bold")
-        for table in [*_tables(one), *(own for text in told if text is not one for own in _own(text))]:
+        for table in [*_tables(one), *(own for text in predictions if text is not one for own in _own(text))]:
             show_table(table, sys.stdout)
         show_words("\n".join(["", f"cluster: {cluster.note or 'from a file'}", *ASSUMPTIONS]), sys.stdout, style="dim")
-    return 1 if any(row.startswith("differs") for one in told for row in one.rows["ledger"]) else 0
+    return 1 if any(row.startswith("differs") for one in predictions for row in one.rows["ledger"]) else 0
 
 
 _DETAILED = 8
@@ -84,8 +84,8 @@ _DETAILED = 8
 
 def _tables(one: Prediction) -> list[Table]:
     """The answer's table first, then where memory and time go; the break-even of modes where there are several."""
-    told = one.rows["ledger"].where(one.rows["ledger"] != "", one.rows["reason"])
-    rows = one.rows.assign(told=told)
+    ledger_or_reason = one.rows["ledger"].where(one.rows["ledger"] != "", one.rows["reason"])
+    rows = one.rows.assign(ledger_or_reason=ledger_or_reason)
     legal = rows[rows["legal"] == "yes"]
     shown = one.phases[one.phases["words"].isin(legal["words"].head(_DETAILED))]
     return [_answer(one, rows), *_own(one), _memory(legal), _times(legal), _phases(shown)]
@@ -111,14 +111,14 @@ def _answer(one: Prediction, rows: pd.DataFrame) -> Table:
         rows,
         {
             "case": ("words", str),
-            "fits": ("fits", tables.mark),
+            "fits": ("fits", text_tables.mark),
             "tokens/s/GPU": ("tokens_per_s_per_rank", seconds),
             "tokens/s": ("tokens_per_s", seconds),
-            "GPUs": ("ranks", tables.count),
+            "GPUs": ("ranks", text_tables.count),
             "step s": ("step_s", seconds),
             "needs GiB": ("peak_bytes", gibibytes),
             **({"why not first": ("lost", str)} if any(rows["lost"]) else {}),
-            "ledger, or why not": ("told", str),
+            "ledger, or why not": ("ledger_or_reason", str),
         },
         f"{step_words(rows)}{states}; fastest first, what does not fit by its memory; why not first: time of a GPU for "
         "a token beside the first one's; ledger: that of the dry run beside the closed form",
@@ -145,7 +145,7 @@ def _stages(one: Prediction) -> list[Table]:
         {
             **first,
             **{f"{name} s": (f"{name}_s", seconds) for name in ("forward", "backward", "compute", "hidden", "wait")},
-            "messages": ("messages", tables.count),
+            "messages": ("messages", text_tables.count),
             "messages GiB": ("message_bytes", gibibytes),
             "wire GiB": ("wire_bytes", gibibytes),
             "ledger": ("ledger", str),
@@ -177,7 +177,7 @@ def _times(legal: pd.DataFrame) -> Table:
         legal,
         {
             "case": ("words", str),
-            "calls": ("calls", tables.count),
+            "calls": ("calls", text_tables.count),
             "wire GiB": ("wire_bytes", gibibytes),
             **{f"{name} s": (f"{name}_s", seconds) for name in ("compute", "exposed", "hidden")},
         },
@@ -221,20 +221,22 @@ def _records(frame: pd.DataFrame) -> list[dict[str, object]]:
     return [{str(key): value for key, value in row.items()} for row in known.to_dict("records")]
 
 
-def _write(out: Path, told: Sequence[Prediction]) -> Path:
+def _write(out: Path, predictions: Sequence[Prediction]) -> Path:
     """A folder with predict.json, predict.csv, predict.html (tables and plots) and the ledgers of single cases; of a
     pipeline also trace.json, for every case one.
     """
     folder = out / f"{datetime.datetime.now().strftime('%Y%m%d-%H%M%S-%f')}-predict"
     try:
         folder.mkdir(parents=True)
-        (folder / "predict.json").write_text(json.dumps([_as_json(one) for one in told], indent=2) + "\n", "utf-8")
-        pd.concat([one.rows for one in told]).to_csv(folder / "predict.csv", index=False, lineterminator="\n")
-        (folder / "predict.html").write_text(_page(told), "utf-8")
-        staged = [one.pipeline for one in told if one.pipeline]
+        (folder / "predict.json").write_text(
+            json.dumps([_as_json(one) for one in predictions], indent=2) + "\n", "utf-8"
+        )
+        pd.concat([one.rows for one in predictions]).to_csv(folder / "predict.csv", index=False, lineterminator="\n")
+        (folder / "predict.html").write_text(_page(predictions), "utf-8")
+        staged = [one.pipeline for one in predictions if one.pipeline]
         for number, one in enumerate(staged):
             pipelines.write_trace(one, folder / (f"trace-{number}.json" if number else "trace.json"))
-        events = [event for one in told for forecast in one.forecasts for event in forecast.events]
+        events = [event for one in predictions for forecast in one.forecasts for event in forecast.events]
         ledger = pd.DataFrame([[getattr(event, name) for name in COLUMNS] for event in events], columns=list(COLUMNS))
         ledger.to_csv(folder / "ledger.csv", index=False, lineterminator="\n")
     except OSError as problem:
@@ -245,11 +247,11 @@ def _write(out: Path, told: Sequence[Prediction]) -> Path:
     return folder
 
 
-def _page(told: Sequence[Prediction]) -> str:
+def _page(predictions: Sequence[Prediction]) -> str:
     from reports.pages import plots  # noqa: PLC0415  (matplotlib takes a second to import, and only a folder needs it)
 
     parts = ['<!doctype html><meta charset="utf-8"><title>shardproof predict</title>']
-    for one in told:
+    for one in predictions:
         parts += [f"<p><b>{html.escape(one.fastest)}</b></p>"]
         parts += [f"<pre>{html.escape(plain(table))}</pre>" for table in _tables(one)]
         if one.pipeline is not None:

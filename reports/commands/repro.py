@@ -6,14 +6,14 @@ import dataclasses
 from pathlib import Path
 
 from harness.checking.evidence import FAIL
-from harness.diagnosing.lines import line_of
+from harness.diagnosing.failure_lines import line_of
 from harness.errors import ShardproofError
 from harness.protocols import CaseLike, case_text
 from harness.reproducing import repro
 from harness.running.engines import engine_named
 from harness.running.request import Request
 from harness.running.run_result import INTERRUPTED, RunResult
-from reports.options.checks import writing
+from reports.options.option_checks import writing
 from reports.stored.failures import simplicity
 
 

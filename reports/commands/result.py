@@ -14,7 +14,7 @@ import pandas as pd
 
 from harness.running.run_result import RunResult
 from reports.pages import page
-from reports.printing import tables
+from reports.printing import text_tables
 from reports.printing.text import (
     STYLES,
     append_step_summary,
@@ -42,7 +42,7 @@ def show_result(result: RunResult, run: Run, *, as_json: bool, interrupted: bool
         rows = rows[rows["case"].isin(run.verdicts["case"])]
     notes = (*result.notes, *unchecked_notes(run), *run.notes)
     if len(rows):
-        headline = tables.first_table(rows)
+        headline = text_tables.first_table(rows)
         append_step_summary(headline, str(result.path), os.environ)
     if as_json:
         print(json.dumps(_as_json(result, run, rows, notes), indent=2, allow_nan=False))

@@ -68,7 +68,7 @@ def main(arguments: argparse.Namespace) -> int:
     show_result(result, stored, as_json=arguments.json, interrupted=interrupted)
     if arguments.preset_experiment and not arguments.json and not interrupted:
         from reports.commands.experiment import experiment_table  # noqa: PLC0415
-        from reports.options.checks import real_size  # noqa: PLC0415
+        from reports.options.option_checks import real_size  # noqa: PLC0415
 
         show_table(experiment_table(stored, arguments.preset_experiment), sys.stdout)
         show_message(real_size(arguments.preset_experiment), sys.stdout)

@@ -12,7 +12,7 @@ from reports.commands.result import show_failures, show_tally
 from reports.comparing.growth import break_even_table, compared
 from reports.pages import page
 from reports.pages.opening import experts
-from reports.printing import tables
+from reports.printing import text_tables
 from reports.printing.text import show_message, show_note, show_table
 from reports.printing.witnesses import witness_tables
 from reports.stored import summary
@@ -62,15 +62,15 @@ def show_run(run: Run, stream: TextIO) -> None:
         _show_program(run, stream)
         return
     headline = summary.headline(run)
-    first, cases = tables.first_table(headline), tables.headline_table(headline)
+    first, cases = text_tables.first_table(headline), text_tables.headline_table(headline)
     for table in dict.fromkeys((first, cases)):
         show_table(table, stream)
-    show_table(tables.traffic_table(summary.traffic(run)), stream)
+    show_table(text_tables.traffic_table(summary.traffic(run)), stream)
     crossings = compared(run)
     if len(crossings):
         show_table(break_even_table(crossings), stream)
     if len(pipelines := summary.measured(run)):
-        show_table(tables.pipeline_table(pipelines, summary.cores(run)), stream)
+        show_table(text_tables.pipeline_table(pipelines, summary.cores(run)), stream)
     for table in (*experts(run), *witness_tables(run.path)):
         show_table(table, stream)
     show_failures(run, stream)
@@ -82,7 +82,7 @@ def show_run(run: Run, stream: TextIO) -> None:
 def _show_program(run: Run, stream: TextIO) -> None:
     """A recorded program: what it did, what is worth knowing, notes."""
     from reports.programs import figures  # noqa: PLC0415
-    from reports.programs import tables as programs  # noqa: PLC0415
+    from reports.programs import program_tables as programs  # noqa: PLC0415
 
     for table in (programs.overview(run), *programs.tables(run)):
         show_table(table, stream)

@@ -28,8 +28,8 @@ from reports.stored.frames import Run, load
 _PAUSE_US = 1000.0
 """Between two cases."""
 _PROGRAM = 0
-_SAID = ("case", "step", "microbatch", "phase", "region", "op", "reduce_op", "axis", "group_size", "dtype", "shape")
-_SAID_TOO = ("payload_bytes", "wire_bytes", "is_async", "call_index", "caller")
+_COLUMNS = ("case", "step", "microbatch", "phase", "region", "op", "reduce_op", "axis", "group_size", "dtype", "shape")
+_MORE_COLUMNS = ("payload_bytes", "wire_bytes", "is_async", "call_index", "caller")
 _SPAN = ["kind", "micro", "chunk", "start_us", "end_us"]
 Slice = dict[str, Any]
 
@@ -145,19 +145,19 @@ def _computed(spans: pd.DataFrame, pid: int, tracks: dict[str, int]) -> Iterator
 def _calls(events: pd.DataFrame, pid: int, tracks: dict[str, int]) -> Iterator[Slice]:
     """Every event as a slice; `tracks` fills up with the names of the tracks that they lie on."""
     free_us: dict[str, float] = {}
-    names = [*_SAID, *_SAID_TOO, "start_us", "duration_us"]
+    names = [*_COLUMNS, *_MORE_COLUMNS, "start_us", "duration_us"]
     for row in events.sort_values("start_us", kind="stable")[names].itertuples(index=False, name=None):
-        said = dict(zip(names, row, strict=True))
-        start_us, spent_us = said.pop("start_us"), max(0.0, said.pop("duration_us"))
-        stream = f"{'async' if said['is_async'] else 'calls'} {said['axis']}"
+        event = dict(zip(names, row, strict=True))
+        start_us, spent_us = event.pop("start_us"), max(0.0, event.pop("duration_us"))
+        stream = f"{'async' if event['is_async'] else 'calls'} {event['axis']}"
         lane = 1
         while free_us.get(track := stream if lane == 1 else f"{stream} ({lane})", start_us) > start_us:
             lane += 1
         # Rounded as it is written: a slice must not begin before the one before it ends.
         free_us[track] = round(start_us + spent_us, 3) + 0.001
         tid = tracks.setdefault(track, len(tracks) + 1)
-        name = f"{said['op']} {said['region']}".strip()
-        yield _slice(pid, tid, name, said["phase"], start_us, start_us + spent_us, **said)
+        name = f"{event['op']} {event['region']}".strip()
+        yield _slice(pid, tid, name, event["phase"], start_us, start_us + spent_us, **event)
 
 
 def _counters(events: pd.DataFrame, pid: int) -> Iterator[Slice]:

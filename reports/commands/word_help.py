@@ -21,7 +21,7 @@ from typing import Any
 from harness.dense_model import dense_model
 from harness.errors import RequestError
 from harness.resolve import resolve
-from reports.options.words import SLICED
+from reports.options.command_options import SLICED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +94,13 @@ def text(topic: Topic, columns: int) -> str:
         lines += ["", f"{group}:"]
         for word in words:
             left = f"  {word.name}={word.default}{'*' if word.follows else ''}"
-            said = f"{word.meaning}; legal: {_legal(word)}"
+            meaning = f"{word.meaning}; legal: {_legal(word)}"
             lines += textwrap.wrap(
-                said, max(columns, 60), initial_indent=f"{left:28}", subsequent_indent=" " * 28, break_on_hyphens=False
+                meaning,
+                max(columns, 60),
+                initial_indent=f"{left:28}",
+                subsequent_indent=" " * 28,
+                break_on_hyphens=False,
             )
     return "\n".join(lines) + "\n"
 

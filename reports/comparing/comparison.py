@@ -19,8 +19,8 @@ from typing import Any
 import pandas as pd
 
 from harness.errors import RequestError
+from reports.comparing.compared_sides import EXACT, Limit, breaches
 from reports.comparing.intervals import phase_times
-from reports.comparing.limits import EXACT, Limit, breaches
 from reports.comparing.snapshot import CALLED, WHAT, Snapshot, members, span
 from reports.stored.frames import in_order
 
@@ -96,8 +96,8 @@ def _row(place: EventSite, change: _EventChange) -> tuple[object, ...]:
     sizes = (_part(side, "payload_bytes") if side else 0 for side in (change.base, change.new))
     amounts = calls * (change.base is not None), calls * (change.new is not None)
     spans = (span({cell[axis] for cell in change.cells}) for axis in range(3))
-    told = dict(zip(WHAT, what, strict=True))["axis"], _told(place[4], change)
-    return kind, *place, *told, *amounts, *(calls * size for size in sizes), *spans
+    labels = dict(zip(WHAT, what, strict=True))["axis"], _in_words(place[4], change)
+    return kind, *place, *labels, *amounts, *(calls * size for size in sizes), *spans
 
 
 def _most(cells: Cells) -> int:
@@ -112,7 +112,7 @@ def _part(what: What, name: str) -> int:
     return int(str(dict(zip(WHAT, what, strict=True))[name]))
 
 
-def _told(op: str, change: _EventChange) -> str:
+def _in_words(op: str, change: _EventChange) -> str:
     """The fact in words, once for all its calls."""
     if change.base is None or change.new is None:
         event = dict(zip(WHAT, change.base or change.new or (), strict=True))

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from harness.ledger import PASSES
-from reports.printing.tables import Table, mebibytes, table, whole
+from reports.printing.text_tables import Table, mebibytes, table, whole
 from reports.stored.frames import Run, in_order
 from reports.stored.summary import words_but
 

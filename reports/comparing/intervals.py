@@ -111,8 +111,8 @@ def _measured(base: pd.DataFrame, new: pd.DataFrame, measure: str) -> Iterator[t
             change = _word(apart)
             where = _mostly(old, now, str(phase), column, clock.ratio / apart.ratio) if change == "slower" else ""
             medians = here[phase].median(), there[phase].median()
-            told = apart.ratio, apart.low, apart.high, change, where
-            yield mode, phase, measure, len(here), *medians, clock.ratio, clock.low, beside, *told
+            interval = apart.ratio, apart.low, apart.high, change, where
+            yield mode, phase, measure, len(here), *medians, clock.ratio, clock.low, beside, *interval
 
 
 def _blocks(times: pd.DataFrame, column: str) -> pd.DataFrame:

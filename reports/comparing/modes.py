@@ -8,7 +8,7 @@ from __future__ import annotations
 import pandas as pd
 
 from harness.ledger import PHASES
-from reports.printing.tables import Table, count, mark, mebibytes, milliseconds, pair, table
+from reports.printing.text_tables import Table, count, mark, mebibytes, milliseconds, pair, table
 from reports.stored.frames import Run, in_order
 from reports.stored.summary import words_but
 

@@ -21,7 +21,7 @@ from typing import Any
 import pandas as pd
 
 from harness.errors import RequestError
-from reports.comparing.limits import FOLDER, MARK, check_name, side_folder
+from reports.comparing.compared_sides import FOLDER, MARK, check_name, side_folder
 from reports.stored.files import RunFolderError, csv_table, json_object, recorded, shown
 from reports.stored.frames import Run, load
 

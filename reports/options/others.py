@@ -13,8 +13,8 @@ from harness.predicting.clusters import read as read_cluster
 from harness.resolve import resolve
 from harness.running.request import seconds
 from harness.subject import cases_of, named, truth_of, vocabulary
-from reports.comparing.limits import check_name, limits, side_folder
-from reports.options.words import SLICED
+from reports.comparing.compared_sides import check_name, limits, side_folder
+from reports.options.command_options import SLICED
 from reports.stored.files import run_folder
 
 

@@ -113,7 +113,7 @@ def _read_first(cases: Sequence[CaseLike]) -> None:
 
 
 def _with_data(cases: Iterable[CaseLike], path: str) -> tuple[CaseLike, ...]:
-    from reports.options.checks import with_data  # noqa: PLC0415
+    from reports.options.option_checks import with_data  # noqa: PLC0415
 
     return tuple(with_data(case, path) for case in cases)
 
@@ -121,18 +121,18 @@ def _with_data(cases: Iterable[CaseLike], path: str) -> tuple[CaseLike, ...]:
 def _options_checked(arguments: argparse.Namespace) -> None:
     """Check every rule that needs neither the subject nor torch."""
     if arguments.emit_repro is not None:
-        from reports.options.checks import check_target  # noqa: PLC0415
+        from reports.options.option_checks import check_target  # noqa: PLC0415
 
         check_target(arguments.emit_repro)
     if arguments.preset_experiment:
-        from reports.options.checks import complete_experiment  # noqa: PLC0415
+        from reports.options.option_checks import complete_experiment  # noqa: PLC0415
 
         complete_experiment(arguments)
     seconds(arguments.timeout, "timeout")
     _tools(arguments)
     _check_choice(arguments)
     if arguments.data is not None:
-        from reports.options.checks import check_data  # noqa: PLC0415
+        from reports.options.option_checks import check_data  # noqa: PLC0415
 
         check_data(arguments.data)
 
@@ -141,7 +141,7 @@ def _tools(arguments: argparse.Namespace) -> tuple[str, ...]:
     """The tools that watch the run."""
     if arguments.profile is None:
         return ()
-    from reports.options.checks import profiled_tools  # noqa: PLC0415
+    from reports.options.option_checks import profiled_tools  # noqa: PLC0415
 
     return profiled_tools(arguments)
 
@@ -150,7 +150,7 @@ def _steps(arguments: argparse.Namespace, cases: Sequence[CaseLike]) -> range | 
     """The steps that they watch of each of these cases, None for all."""
     if arguments.profile_steps is None:
         return None
-    from reports.options.checks import profiled_steps  # noqa: PLC0415
+    from reports.options.option_checks import profiled_steps  # noqa: PLC0415
 
     return profiled_steps(arguments, cases)
 

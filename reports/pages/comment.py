@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from reports.pages.opening import figures
-from reports.printing.tables import first_table
 from reports.printing.text import markdown
+from reports.printing.text_tables import first_table
 from reports.stored.failures import bugs, simplest_first
 from reports.stored.frames import Run
 from reports.stored.summary import headline, overall, tally

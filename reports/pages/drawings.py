@@ -20,7 +20,7 @@ import pandas as pd
 from markupsafe import Markup, escape
 
 from harness.ledger import BACKWARD, PHASES
-from reports.printing.tables import count, mebibytes, small
+from reports.printing.text_tables import count, mebibytes, small
 from reports.stored.frames import Run
 from reports.stored.summary import apart, badness, headline
 
@@ -119,8 +119,8 @@ def _bar(parts: Sequence[tuple[str, float, str]], full: float, what: str) -> Mar
         wide = 100 * size / full if full else 0.0
         drawn.append(f'<rect x="{left:.3f}" width="{wide:.3f}" height="10" fill="{colour}"/>')
         left += wide
-    told = ", ".join(f"{name} {mebibytes(size)}" for name, size, _ in parts) or "none"
-    label = f'role="img" aria-label="{what}: {escape(told)}"'
+    sizes = ", ".join(f"{name} {mebibytes(size)}" for name, size, _ in parts) or "none"
+    label = f'role="img" aria-label="{what}: {escape(sizes)}"'
     head = f'<svg {label} class="bar" viewBox="0 0 100 10" preserveAspectRatio="none">'
     return Markup(head + "".join(drawn) + "</svg>")  # noqa: S704  (numbers, colours and our own names of phases)
 
@@ -229,8 +229,8 @@ def timeline(calls: pd.DataFrame, title: str) -> str:
                 alike["rank"], alike["start_us"], alike["duration_us"], alike["is_async"], strict=True
             )
         )
-        told = escape(f"{phase}: {op}, {size:,} bytes, {region or OUTSIDE}")
-        parts.append(f'<path d="{path}" fill="{PHASE_COLOURS[str(phase)]}"><title>{told}</title></path>')
+        title_of_call = escape(f"{phase}: {op}, {size:,} bytes, {region or OUTSIDE}")
+        parts.append(f'<path d="{path}" fill="{PHASE_COLOURS[str(phase)]}"><title>{title_of_call}</title></path>')
     bottom = _TOP + _ROW * len(ranks)
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         x, anchor = _LEFT + share * spent_us * scale, "middle" if share < 1 else "end"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from reports.printing.tables import NOTHING, Table, count
+from reports.printing.text_tables import NOTHING, Table, count
 from reports.stored.files import recorded
 from reports.stored.frames import Run
 
@@ -39,8 +39,8 @@ def figures(run: Run, headline: pd.DataFrame) -> tuple[Figure, ...]:
         found.append((f"{int(met.sum())} of {len(met)}", "cases with the bytes expected", ""))
     if len(run.timings):
         found.append((f"{run.timings['seconds'].sum():.1f}", "seconds of all cases", ""))
-    told = (("torch", run.env.get("versions", {}).get("torch")), ("commit", run.env.get("commit")))
-    return (*found, *((str(value), label, "") for label, value in told if value))
+    versions = (("torch", run.env.get("versions", {}).get("torch")), ("commit", run.env.get("commit")))
+    return (*found, *((str(value), label, "") for label, value in versions if value))
 
 
 def pairs(cases: Iterable[tuple[str, str]], features_of: Callable[[str], Iterable[str]]) -> Table | None:
@@ -75,7 +75,7 @@ def program(run: Run) -> dict[str, Any]:
     """Overview, findings and traffic of a recorded program; nothing of any other run."""
     if not recorded(run.path):
         return {}
-    from reports.programs.tables import parts  # noqa: PLC0415
+    from reports.programs.program_tables import parts  # noqa: PLC0415
 
     return parts(run)
 

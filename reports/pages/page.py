@@ -26,9 +26,9 @@ from harness.resolve import resolve
 from reports.comparing.modes import modes_table, side_by_side
 from reports.pages import drawings, opening
 from reports.pages.drawings import Node, by_module, last_micro_batch, timeline, tree
-from reports.printing import tables
+from reports.printing import text_tables
 from reports.printing.calls import calls_table
-from reports.printing.tables import Table, mebibytes
+from reports.printing.text_tables import Table, mebibytes
 from reports.stored import summary
 from reports.stored.files import csv_table, profiled
 from reports.stored.frames import Run
@@ -113,9 +113,9 @@ def _parts(run: Run) -> dict[str, object]:
         "overall": summary.overall(headline),
         "tally": summary.tally(headline, run.verdicts),
         "worst": int((headline["verdict"] == summary.overall(headline)).sum()),
-        "against": tables.headline_table(headline).title,
+        "against": text_tables.headline_table(headline).title,
         "strip": opening.figures(run, headline),
-        "first_table": tables.first_table(headline) if len(headline) and not program else None,
+        "first_table": text_tables.first_table(headline) if len(headline) and not program else None,
         "pairs": None if program else _pairs(run, headline),
         "words": _WORDS,
         "about": _about(run.env),
@@ -137,10 +137,10 @@ def _parts(run: Run) -> dict[str, object]:
         "experts": opening.experts(run),
         "modules": _modules(run),
         "pipelines": _pipelines(run),
-        "pipeline_table": tables.pipeline_table(summary.measured(run), summary.cores(run)),
+        "pipeline_table": text_tables.pipeline_table(summary.measured(run), summary.cores(run)),
         "timelines": _timelines(run),
         "kills": _kills(run.path / "kill_matrix.csv"),
-        "verdicts": tables.verdict_table(verdicts),
+        "verdicts": text_tables.verdict_table(verdicts),
         "environment": _environment(run.env),
     }
 
@@ -228,15 +228,15 @@ def _kills(path: Path) -> Table | None:
         "survived", kind="stable", ignore_index=True
     )
     shown = [name for name in _KILL_COLUMNS if name in kills]
-    columns = [(header, name, tables.mark) for name, header in _KILL_COLUMNS.items() if name in shown]
+    columns = [(header, name, text_tables.mark) for name, header in _KILL_COLUMNS.items() if name in shown]
     killed = f"{(~alive).sum()} of {len(kills)} planted bugs were noticed"
-    return tables.table("Kill matrix", kills, columns, note=killed)
+    return text_tables.table("Kill matrix", kills, columns, note=killed)
 
 
 def _traffic(run: Run) -> list[Table]:
     """Tables by mode, its calls and bytes beside the expectation."""
     modes = summary.traffic(run).groupby("mode", observed=True, sort=True)
-    return [tables.traffic_table(lines, title=str(mode)) for mode, lines in modes]
+    return [text_tables.traffic_table(lines, title=str(mode)) for mode, lines in modes]
 
 
 def _cases(run: Run) -> list[Table]:
@@ -244,7 +244,7 @@ def _cases(run: Run) -> list[Table]:
     if run.summary["case"].nunique() > _MOST_CASES:
         return []
     cases = summary.traffic(run, "case").groupby("case", sort=False)
-    return [tables.traffic_table(lines, title=str(case)) for case, lines in cases]
+    return [text_tables.traffic_table(lines, title=str(case)) for case, lines in cases]
 
 
 def _stated(run: Run) -> list[Table]:

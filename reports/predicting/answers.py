@@ -21,8 +21,8 @@ def reasons(rows: pd.DataFrame, cluster: Cluster) -> list[str]:
 
     Time is that of a GPU for each of its tokens where tokens are known, for meshes differ in data, else of a step.
     """
-    told: list[dict[str, Any]] = [{str(key): value for key, value in row.items()} for row in rows.to_dict("records")]
-    return ["" if not number else _reason(row, told[0], cluster) for number, row in enumerate(told)]
+    records: list[dict[str, Any]] = [{str(key): value for key, value in row.items()} for row in rows.to_dict("records")]
+    return ["" if not number else _reason(row, records[0], cluster) for number, row in enumerate(records)]
 
 
 def _reason(row: Mapping[str, Any], first: Mapping[str, Any], cluster: Cluster) -> str:
@@ -40,8 +40,8 @@ def _reason(row: Mapping[str, Any], first: Mapping[str, Any], cluster: Cluster) 
         return "as fast"
     shares = {part: (mine[part] - best[part]) / whole for part in mine}
     largest = sorted(shares, key=lambda part: -abs(shares[part]))
-    told = [f"{part} {shares[part]:+.1%}" for part in largest if abs(shares[part]) >= _LEAST]
-    return f"{slower:.1%} slower: {', '.join(told)}"
+    changes = [f"{part} {shares[part]:+.1%}" for part in largest if abs(shares[part]) >= _LEAST]
+    return f"{slower:.1%} slower: {', '.join(changes)}"
 
 
 def _seconds(row: Mapping[str, Any]) -> dict[str, float]:
@@ -55,8 +55,8 @@ def _seconds(row: Mapping[str, Any]) -> dict[str, float]:
 
 def step_words(rows: pd.DataFrame) -> str:
     """The batch and the length of its sequences: "a step: seq=2048 batch=1 micro=8 on every data rank; "."""
-    said = {name: sorted({int(size) for size in rows[name].dropna()}) for name in ("seq", "batch", "micro")}
-    words = " ".join(f"{name}={'|'.join(map(str, sizes))}" for name, sizes in said.items() if sizes)
+    sizes_by_word = {name: sorted({int(size) for size in rows[name].dropna()}) for name in ("seq", "batch", "micro")}
+    words = " ".join(f"{name}={'|'.join(map(str, sizes))}" for name, sizes in sizes_by_word.items() if sizes)
     tokens = sorted({int(count) for count in rows["tokens"].dropna()})
     whole = f", {'|'.join(f'{count:,}' for count in tokens)} tokens on all" if tokens else ""
     return f"a step: {words} on every data rank{whole}; " if words else ""

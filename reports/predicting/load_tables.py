@@ -8,7 +8,7 @@ import pandas as pd
 
 from reports.predicting.loads import CALL
 from reports.predicting.written import gibibytes, table
-from reports.printing.tables import Table, count
+from reports.printing.text_tables import Table, count
 
 _BUSIEST = "of a step, on the rank of a stage that holds the experts which a skew loads"
 _Columns = dict[str, tuple[str, Callable[[object], str]]]

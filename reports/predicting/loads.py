@@ -23,8 +23,8 @@ CALL = ["stages", "phase", "module", "op", "axis", "ranks"]
 
 def memory(by_load: Mapping[str, Forecast]) -> pd.DataFrame:
     """load, and what `pipelines.stages` says of every stage; nothing where there is one stage."""
-    told = [pipelines.stages(one).assign(load=load) for load, one in by_load.items() if one.stages]
-    return pd.concat(told, ignore_index=True) if told else pd.DataFrame()
+    frames = [pipelines.stages(one).assign(load=load) for load, one in by_load.items() if one.stages]
+    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
 
 def calls(by_load: Mapping[str, Forecast]) -> pd.DataFrame:

@@ -78,14 +78,14 @@ def _events(one: Forecast) -> Iterator[dict[str, Any]]:
         for row in own:
             if row["start_s"] > ended_s:
                 yield _slice(stage.index, "waits", ended_s, row["start_s"], {})
-            said = {key: row[key] for key in ("micro", "chunk")}
+            arguments = {key: row[key] for key in ("micro", "chunk")}
             name = "forward" if row["kind"] == "F" else "backward"
-            yield _slice(stage.index, f"{name} {row['micro']}", row["start_s"], row["end_s"], said)
+            yield _slice(stage.index, f"{name} {row['micro']}", row["start_s"], row["end_s"], arguments)
             ended_s = row["end_s"]
         rest_s = stage.times.total_s - stage.idle_s - sum(row["end_s"] - row["start_s"] for row in own)
         yield _slice(stage.index, "after the last backward", ended_s, ended_s + rest_s, {})
 
 
-def _slice(stage: int, name: str, start_s: float, end_s: float, said: dict[str, Any]) -> dict[str, Any]:
+def _slice(stage: int, name: str, start_s: float, end_s: float, arguments: dict[str, Any]) -> dict[str, Any]:
     times = {"ts": start_s * 1e6, "dur": (end_s - start_s) * 1e6}
-    return {"ph": "X", "name": name, "pid": stage, "tid": 0, **times, "args": said}
+    return {"ph": "X", "name": name, "pid": stage, "tid": 0, **times, "args": arguments}

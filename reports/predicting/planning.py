@@ -63,8 +63,8 @@ def candidates(text: str, subject: Subject, *, world: int | None = None, inner: 
         return [candidate(text, text, subject)]
     words = text.split()
     kept = [word for word in words if word != "mode=all"]
-    said = [word for word in kept if word.startswith("mode=")]
-    modes = said[-1:] or [f"mode={mode}" for mode in claimed(named(subject)) or ()]
+    modes_stated = [word for word in kept if word.startswith("mode=")]
+    modes = modes_stated[-1:] or [f"mode={mode}" for mode in claimed(named(subject)) or ()]
     if not modes:
         raise RequestError(f"case {text!r}: names no mode, and the subject claims none; legal: mode=tp")
     if world is not None and world < 1:
@@ -88,14 +88,14 @@ def candidates(text: str, subject: Subject, *, world: int | None = None, inner: 
 
 def chooses(text: str, subject: Subject) -> bool:
     """Whether a router chooses experts in the case of this text, which says nothing of their loads."""
-    said = stated_words(text)
-    if "routing" in said:
+    own_words = stated_words(text)
+    if "routing" in own_words:
         return False
-    model = " ".join(f"{key}={said[key]}" for key in ("preset", "experts") if key in said)
+    model = " ".join(f"{key}={own_words[key]}" for key in ("preset", "experts") if key in own_words)
     try:
         return getattr(case_of(f"{model} mode=tp tp=1", named(subject)), "experts", 0) > 0
     except RequestError:
-        return said.get("experts", "0") != "0"
+        return own_words.get("experts", "0") != "0"
 
 
 def _left(world: int, words: Iterable[str]) -> int:
@@ -103,13 +103,13 @@ def _left(world: int, words: Iterable[str]) -> int:
 
     Raises RequestError when the world is no multiple of them.
     """
-    said = {key: int(value) for key, value in stated_words(" ".join(words)).items() if value.isdecimal()}
+    sizes = {key: int(value) for key, value in stated_words(" ".join(words)).items() if value.isdecimal()}
     for axis in reversed(SAME_SAMPLES):
-        if said.get(axis, 1) > 1:
-            if world % said[axis]:
-                rule = f"must be a multiple of {axis}={said[axis]}"
-                raise RequestError(f"world={world}: {rule}; legal: --world {-(-world // said[axis]) * said[axis]}")
-            world //= said[axis]
+        if sizes.get(axis, 1) > 1:
+            if world % sizes[axis]:
+                rule = f"must be a multiple of {axis}={sizes[axis]}"
+                raise RequestError(f"world={world}: {rule}; legal: --world {-(-world // sizes[axis]) * sizes[axis]}")
+            world //= sizes[axis]
     return world
 
 

@@ -212,10 +212,12 @@ def answer(rows: pd.DataFrame, cluster: Cluster, *, suggested: bool = False) -> 
         each, together = figure(best["tokens_per_s_per_rank"]), figure(best["tokens_per_s"])
         speed = f"{each} tokens/s a GPU, {together} on {best['ranks']:,}"
         return f"fastest that fits into the {room}: {name}: {speed}; it needs {figure(need)} GiB"
-    told = f"nothing fits into the {room}: {name} needs least, {figure(need)} GiB"
-    told += f" ({need / cluster.device.memory_gib:.2g}x)"
+    message = f"nothing fits into the {room}: {name} needs least, {figure(need)} GiB"
+    message += f" ({need / cluster.device.memory_gib:.2g}x)"
     return (
-        told if suggested else f"{told}; --world {best['ranks']} --suggest looks for layouts of as many ranks that do"
+        message
+        if suggested
+        else f"{message}; --world {best['ranks']} --suggest looks for layouts of as many ranks that do"
     )
 
 
@@ -236,29 +238,29 @@ def _states(made: Iterable[tuple[Candidate, Forecast | None]]) -> str:
     return ""
 
 
-def together(told: Sequence[Prediction]) -> Prediction:
+def together(predictions: Sequence[Prediction]) -> Prediction:
     """Prediction of all these texts, whose candidates are named by the words that they do not all have.
 
     Parts of one text alone are left out: crossings of its modes, its stages.
     """
-    texts = [str(case) for one in told for case in one.rows["case"]]
+    texts = [str(case) for one in predictions for case in one.rows["case"]]
     shared = set.intersection(*(set(text.split()) for text in texts))
     short = {text: " ".join(word for word in text.split() if word not in shared) or text for text in texts}
-    rows = pd.concat([one.rows.assign(words=[short[case] for case in one.rows["case"]]) for one in told])
+    rows = pd.concat([one.rows.assign(words=[short[case] for case in one.rows["case"]]) for one in predictions])
     rows = rows.drop_duplicates("case", ignore_index=True)
     places = [_place_of_row(row) for row in rows.to_dict("records")]
     rows = rows.iloc[sorted(range(len(rows)), key=places.__getitem__)].reset_index(drop=True)
-    rows = rows.assign(lost=reasons(rows, told[0].cluster))
-    phases = [one.phases.replace({"words": _renamed(one, short)}) for one in told]
-    first = told[0]
+    rows = rows.assign(lost=reasons(rows, predictions[0].cluster))
+    phases = [one.phases.replace({"words": _renamed(one, short)}) for one in predictions]
+    first = predictions[0]
     return replace(
         first,
-        text=" ".join(word for word in texts[0].split() if word in shared) or f"{len(told)} cases",
+        text=" ".join(word for word in texts[0].split() if word in shared) or f"{len(predictions)} cases",
         rows=rows,
         phases=pd.concat(phases, ignore_index=True),
         fastest=answer(rows, first.cluster),
-        states="; ".join(dict.fromkeys(one.states for one in told)),
-        forecasts=tuple(forecast for one in told for forecast in one.forecasts),
+        states="; ".join(dict.fromkeys(one.states for one in predictions)),
+        forecasts=tuple(forecast for one in predictions for forecast in one.forecasts),
         crossings=first.crossings.head(0),
         beside=first.beside.head(0),
         stages=pd.DataFrame(),

@@ -86,7 +86,7 @@ def estimates(text: str, subject: Subject, cluster: Cluster, world: int, measure
 
     Raises RequestError when no layout is legal, and for a size that is none.
     """
-    said = _readable(text, subject)
+    stated = _readable(text, subject)
     inner = next((link.ranks for link in cluster.links if link.ranks), 8)
     found: list[Estimate] = []
     known: dict[str, _Measured] = {}
@@ -97,15 +97,15 @@ def estimates(text: str, subject: Subject, cluster: Cluster, world: int, measure
             if one.case is not None:
                 yield _estimate(one, cluster, known, measure)
 
-    for contexts in ((said["cp"],),) if "cp" in said else _CONTEXT:
-        found += estimated(_layouts(said, world, inner, contexts))
+    for contexts in ((stated["cp"],),) if "cp" in stated else _CONTEXT:
+        found += estimated(_layouts(stated, world, inner, contexts))
         if any(one.fits for one in found):
             break
     if not found:
-        words = next(_layouts(said, world, inner, ("1",)), f"tp={world} dp=1")
+        words = next(_layouts(stated, world, inner, ("1",)), f"tp={world} dp=1")
         raise RequestError(f"case {text!r}: {candidate(f'{text} {words}', words, subject).reason or 'has no layout'}")
     flat = [one for one in found if " pp=1 " in one.candidate.words and " tp=1 " not in one.candidate.words]
-    if flat and "mode" not in said:
+    if flat and "mode" not in stated:
         others = [mode for mode in claimed(named(subject)) or () if mode not in _USUAL]
         best = stated_words(min(flat, key=_place).candidate.words)
         for mode in others:
@@ -121,38 +121,40 @@ def _place(one: Estimate) -> tuple[bool, float]:
 
 def _readable(text: str, subject: Subject) -> dict[str, str]:
     """The words of a text, with micro-batches and layers of its preset. Raises RequestError for a size that is none."""
-    said = stated_words(text)
+    stated = stated_words(text)
     for key in _SIZES:
-        if key in said and not (said[key].isdecimal() and (int(said[key]) or key == "zero")):
+        if key in stated and not (stated[key].isdecimal() and (int(stated[key]) or key == "zero")):
             raise RequestError(f"case {text!r}: {candidate(text, text, subject).reason}")
     plain = candidate(f"{text} mode=tp tp=1 cp=1 pp=1 dp=1 zero=0", text, subject).case
-    return said if plain is None else {**said, "micro": str(plain.micro), "layers": str(getattr(plain, "layers", 0))}
+    return (
+        stated if plain is None else {**stated, "micro": str(plain.micro), "layers": str(getattr(plain, "layers", 0))}
+    )
 
 
-def _layouts(said: dict[str, str], world: int, inner: int, contexts: tuple[str, ...]) -> Iterator[str]:
+def _layouts(stated: dict[str, str], world: int, inner: int, contexts: tuple[str, ...]) -> Iterator[str]:
     """The words of every layout of these ranks that the text leaves open, legal or not."""
     powers = [str(2**power) for power in range(world.bit_length())]
-    tps = (said["tp"],) if "tp" in said else tuple(p for p in powers if int(p) <= inner)
-    pps = (said["pp"],) if "pp" in said else powers
-    zeros, recomputes = ((said[key],) if key in said else values for key, values in _OPEN.items())
-    micro = int(said.get("micro", "2"))
+    tps = (stated["tp"],) if "tp" in stated else tuple(p for p in powers if int(p) <= inner)
+    pps = (stated["pp"],) if "pp" in stated else powers
+    zeros, recomputes = ((stated[key],) if key in stated else values for key, values in _OPEN.items())
+    micro = int(stated.get("micro", "2"))
     for tp, cp, pp in product(tps, contexts, pps):
         inside = int(tp) * int(cp) * int(pp)
-        if world % inside == 0 and said.get("dp", str(world // inside)) == str(world // inside):
-            mode = said.get("mode", "tp-sp" if int(tp) > 1 else "tp")
+        if world % inside == 0 and stated.get("dp", str(world // inside)) == str(world // inside):
+            mode = stated.get("mode", "tp-sp" if int(tp) > 1 else "tp")
             several = zeros if world > int(tp) * int(pp) else zeros[:1]
-            for zero, recompute, stages in product(several, recomputes, _stages(said, int(pp))):
+            for zero, recompute, stages in product(several, recomputes, _stages(stated, int(pp))):
                 mesh = f"mode={mode} tp={tp} cp={cp} pp={pp} dp={world // inside}"
-                kept = " no_sync=true" if int(pp) > 1 and int(zero) >= 2 and "no_sync" not in said else ""
+                kept = " no_sync=true" if int(pp) > 1 and int(zero) >= 2 and "no_sync" not in stated else ""
                 yield f"{mesh} zero={zero} recompute={recompute} micro={micro * inside}{stages}{kept}"
 
 
-def _stages(said: dict[str, str], pp: int) -> Iterator[str]:
+def _stages(stated: dict[str, str], pp: int) -> Iterator[str]:
     """Words of even stages, and of longer ones between a shorter first and last."""
     yield ""
-    layers = int(said.get("layers", "0"))
+    layers = int(stated.get("layers", "0"))
     ends = layers - (pp - 2) * (-(-layers // pp) + (layers % pp == 0))
-    if pp > 2 and ends >= 2 and not said.keys() & {"first_layers", "last_layers", "schedule"}:
+    if pp > 2 and ends >= 2 and not stated.keys() & {"first_layers", "last_layers", "schedule"}:
         yield f" first_layers={ends - ends // 2} last_layers={ends // 2}"
 
 
@@ -200,15 +202,17 @@ def _measured(one: Candidate, measure: Measure) -> _Measured:
 
 def _estimate(one: Candidate, cluster: Cluster, known: dict[str, _Measured], measure: Measure) -> Estimate:
     assert one.case is not None
-    said = stated_words(one.text)
-    tp, cp, pp, dp, micro, zero = (int(said[key]) for key in ("tp", "cp", "pp", "dp", "micro", "zero"))
-    key = " ".join(f"{word}={said.get(word)}" for word in ("mode", "tp", "cp", "recompute", "wp"))
+    stated = stated_words(one.text)
+    tp, cp, pp, dp, micro, zero = (int(stated[key]) for key in ("tp", "cp", "pp", "dp", "micro", "zero"))
+    key = " ".join(f"{word}={stated.get(word)}" for word in ("mode", "tp", "cp", "recompute", "wp"))
     if key not in known:
         known[key] = _measured(one, measure)
-    model, ranks = known[key], 1 if "wp" in said else dp * cp
+    model, ranks = known[key], 1 if "wp" in stated else dp * cp
     layers = _layers_of_stages(one, pp)
-    peak = max(_peak(model, held, place, pp, min(pp - place, micro), zero, ranks) for place, held in enumerate(layers))
-    stages_s = [model.micro_s.layer * held for held in layers]
+    peak = max(
+        _peak(model, count, place, pp, min(pp - place, micro), zero, ranks) for place, count in enumerate(layers)
+    )
+    stages_s = [model.micro_s.layer * count for count in layers]
     stages_s[-1] += model.micro_s.outside
     size = int(model.parameters.layer * layers[0] + model.parameters.outside * (0.5 if pp > 1 else 1))
     data = route([tp * place for place in range(ranks)], cluster)
@@ -221,14 +225,14 @@ def _estimate(one: Candidate, cluster: Cluster, known: dict[str, _Measured], mea
     else:
         shared_s = micro * ((zero - 1) * gather_s + sum_s / 2)
     step_s = (micro - 1) * max(stages_s) + sum(stages_s) + shared_s
-    tokens = model.tokens * micro * (1 if "wp" in said else dp)
+    tokens = model.tokens * micro * (1 if "wp" in stated else dp)
     speed = tokens / step_s / one.case.world_size
     return Estimate(candidate=one, peak_bytes=peak, tokens_per_s_per_rank=speed, fits=peak <= model.room_bytes)
 
 
 def _layers_of_stages(one: Candidate, pp: int) -> list[int]:
-    said, layers = stated_words(one.text), int(getattr(one.case, "layers", 0))
-    first, last = (int(said.get(word, "0")) for word in ("first_layers", "last_layers"))
+    words, layers = stated_words(one.text), int(getattr(one.case, "layers", 0))
+    first, last = (int(words.get(word, "0")) for word in ("first_layers", "last_layers"))
     if not first and not last:
         return [layers // pp] * pp
     stated = (first > 0) + (last > 0)

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pandas as pd
 
 from reports.predicting.prediction import figure
-from reports.printing.tables import NOTHING, Table, count
-from reports.printing.tables import table as printed
+from reports.printing.text_tables import NOTHING, Table, count
+from reports.printing.text_tables import table as printed
 
 
 def seconds(value: object) -> str:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 
 from harness.protocols import TermLike
-from reports.printing.tables import NOTHING, Table, count
+from reports.printing.text_tables import NOTHING, Table, count
 
 _HEADERS = ("module", "phase", "op", "axis", "bytes", "formula", "calls", "at", "why")
 

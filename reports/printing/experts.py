@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from reports.printing.tables import Table, count, table
+from reports.printing.text_tables import Table, count, table
 from reports.stored.files import csv_table
 
 _TYPES = {"case": "str", "step": "int64", "module": "str", "expert": "int64", "rows": "int64"}

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table as RichTable
 
 if TYPE_CHECKING:
-    from reports.printing.tables import Table  # loads pandas, which a message and a line of progress do not need
+    from reports.printing.text_tables import Table  # loads pandas, which a message and a line of progress do not need
 
 _LONGEST = 24
 """Characters that stay in one line of the terminal however narrow it is."""

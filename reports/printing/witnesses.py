@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from reports.printing.tables import NOTHING, Table, count
+from reports.printing.text_tables import NOTHING, Table, count
 
 WITNESSES = ("ledger", "recorder", "torch", "nsys", "closed_form")
 _GROUP = ["case", "phase", "op", "group_size"]

@@ -13,8 +13,8 @@ from typing import NoReturn
 
 from harness.errors import RequestError
 from harness.hangs.dumps import standings
+from harness.hangs.hang_findings import lines
 from harness.hangs.parting import parted
-from harness.hangs.words import lines
 from harness.programs.launch import check_startable, environment_of, replace_by, request_of, with_tools
 from harness.programs.session import new_session
 from reports.printing.text import show_message

@@ -274,14 +274,14 @@ def _signature(rows: pd.DataFrame) -> Mapping[Any, int]:
 
 def _words(more: Counter[Any], less: Counter[Any]) -> str:
     """The first call that is more, or less, and how many there are, on the rank that has most of them."""
-    told = []
+    parts = []
     for sign, calls in (("more", more), ("fewer", less)):
         if calls:
             rank, phase, region, op, axis, dtype, size, caller = next(iter(sorted(calls)))
             number = max(Counter({one[0]: 0 for one in calls} | _by_rank(calls)).values())
             first = f"{phase} {op} of {size:,} B {dtype} over {axis}"
-            told.append(f"{number} {sign}, first {first}{f' in {region}' if region else ''} at {caller or '?'}")
-    return "; ".join(told)
+            parts.append(f"{number} {sign}, first {first}{f' in {region}' if region else ''} at {caller or '?'}")
+    return "; ".join(parts)
 
 
 def _by_rank(calls: Counter[Any]) -> dict[int, int]:

@@ -127,6 +127,6 @@ def _time_beside(run: Run, case: CaseLike) -> str:
     if not name:
         return "its time is predicted when the recording names its --cluster"
     with DryEngine() as engine:
-        told = forecast(case, named(SUBJECT).call, read(str(name)), engine)
+        predicted_s = forecast(case, named(SUBJECT).call, read(str(name)), engine).step_s
     took = step_s(run)
-    return f"a step took {took:.4g} s, predicted {told.step_s:.4g} s on {name}: {took / told.step_s:.3g} times as long"
+    return f"a step took {took:.4g} s, predicted {predicted_s:.4g} s on {name}: {took / predicted_s:.3g} times as long"

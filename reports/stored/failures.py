@@ -44,17 +44,17 @@ class Bug:
         """Words on further failures: "and from the same first place on fail: update (12 cases) ...", or ""."""
         if not self.others:
             return ""
-        told = [f"{check} ({count} cases)" if count > 1 else check for check, count in self.others.items()]
-        verb = "fail" if len(told) > 1 else "fails"
+        checks = [f"{check} ({count} cases)" if count > 1 else check for check, count in self.others.items()]
+        verb = "fail" if len(checks) > 1 else "fails"
         where = f" in {self.cases} case{'s' if self.cases > 1 else ''}"
-        return f"and {', '.join(told)} {verb} from the same first place on{where}"
+        return f"and {', '.join(checks)} {verb} from the same first place on{where}"
 
 
 def bugs(verdicts: pd.DataFrame) -> list[Bug]:
     """The failed verdicts of a run (columns case, check, verdict, message) by first place, in their own order."""
     failed = verdicts[verdicts["verdict"] == "fail"]
     found = []
-    from harness.diagnosing.lines import site  # noqa: PLC0415
+    from harness.diagnosing.failure_lines import site  # noqa: PLC0415
 
     for _, group in failed.groupby(failed["message"].map(site), sort=False):
         first, rest = group.iloc[0], group.iloc[1:]
@@ -143,7 +143,7 @@ def groups(failed: pd.DataFrame, folder: Path, ledger: pd.DataFrame) -> list[Gro
     """
     if failed.empty:
         return []
-    from harness.diagnosing.lines import site  # noqa: PLC0415
+    from harness.diagnosing.failure_lines import site  # noqa: PLC0415
 
     found: dict[str, list[dict[str, str]]] = {}
     for row in failed.to_dict("records"):

@@ -78,9 +78,9 @@ def tally(headline: pd.DataFrame, verdicts: pd.DataFrame) -> str:
     """
     ran = headline[headline["case"].isin(verdicts["case"])]
     counts = ran["verdict"].value_counts()
-    told = [f"{int(counts.get(word, 0))} {word}" for word in ("pass", "fail", "unknown", "skip")]
-    told += [f"{len(headline) - len(ran)} not run"] if len(ran) < len(headline) else []
-    parts = [f"{len(headline)} case{'s' if len(headline) != 1 else ''}: {', '.join(told)}", decided_words(verdicts)]
+    counted = [f"{int(counts.get(word, 0))} {word}" for word in ("pass", "fail", "unknown", "skip")]
+    counted += [f"{len(headline) - len(ran)} not run"] if len(ran) < len(headline) else []
+    parts = [f"{len(headline)} case{'s' if len(headline) != 1 else ''}: {', '.join(counted)}", decided_words(verdicts)]
     return "; ".join(filter(None, parts))
 
 

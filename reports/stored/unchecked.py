@@ -53,9 +53,9 @@ def decided_words(verdicts: pd.DataFrame) -> str:
     if decided == tensors:
         return f"all {tensors:,} tensors decided"
     partly = kinds[kinds["decided"] < kinds["tensors"]]
-    told = [f"{kind} {row['decided']:,} of {row['tensors']:,}" for kind, row in partly.iterrows()]
+    shares = [f"{kind} {row['decided']:,} of {row['tensors']:,}" for kind, row in partly.iterrows()]
     others = ["all others"] if len(partly) < len(kinds) else []
-    return f"{decided:,} of {tensors:,} tensors decided: {', '.join(told + others)}"
+    return f"{decided:,} of {tensors:,} tensors decided: {', '.join(shares + others)}"
 
 
 def undecided_notes(run: Run) -> list[str]:
@@ -82,9 +82,9 @@ def _note(kind: str, names: Counter[str], counts: pd.DataFrame) -> str:
     listed = [name if count == 1 else f"{name} ({count})" for name, count in names.most_common(_MOST_NAMES)]
     more = f" and {len(names) - _MOST_NAMES} more patterns of names" if len(names) > _MOST_NAMES else ""
     where = f"{len(counts)} case{'s' if len(counts) > 1 else ''}"
-    told = f"{names.total():,} of {int(counts['tensors'].sum()):,} {kind} in {where}"
+    tally = f"{names.total():,} of {int(counts['tensors'].sum()):,} {kind} in {where}"
     return (
-        f"undecided: {told}, since rounding explains any error of them or they do not merge: {', '.join(listed)}{more}"
+        f"undecided: {tally}, since rounding explains any error of them or they do not merge: {', '.join(listed)}{more}"
     )
 
 
@@ -114,8 +114,8 @@ _MOST = 3
 
 def unchecked_notes(run: Run) -> list[str]:
     """All notes, the most important first; but for undecided tensors only checks that passed have something to add."""
-    told = (undecided_notes, _split, _unreturned, _deviating, _rounded, _doubts, _regrouped, _read, _rows)
-    return [note for notes in told for note in notes(run)]
+    every_kind = (undecided_notes, _split, _unreturned, _deviating, _rounded, _doubts, _regrouped, _read, _rows)
+    return [note for notes in every_kind for note in notes(run)]
 
 
 def _split(run: Run) -> list[str]:
@@ -124,9 +124,9 @@ def _split(run: Run) -> list[str]:
         return []
     parts = [message.rpartition("; ")[2] for message, _ in _passed(run, "parallelism")]
     shares = Counter(int(part.removesuffix(SPLIT)) for part in parts if part.endswith(SPLIT))
-    told = [f"{share} % ({_cases(shares[share])})" for share in sorted(shares)]
-    more = f"; more in other cases, up to {max(shares)} %" if len(told) > _MOST else ""
-    return [f"share of the parameters that is split: {'; '.join(told[:_MOST])}{more}"] if told else []
+    parts = [f"{share} % ({_cases(shares[share])})" for share in sorted(shares)]
+    more = f"; more in other cases, up to {max(shares)} %" if len(parts) > _MOST else ""
+    return [f"share of the parameters that is split: {'; '.join(parts[:_MOST])}{more}"] if parts else []
 
 
 def _unreturned(run: Run) -> list[str]:
@@ -135,9 +135,9 @@ def _unreturned(run: Run) -> list[str]:
     for message, unchecked in _passed(run, "coverage"):
         names = [name for name in unchecked.split("; ") if name]
         silent = [name for name in names if not name.endswith(_ON_PURPOSE)]
-        said = [name.removesuffix(_ON_PURPOSE) for name in names if name.endswith(_ON_PURPOSE)]
+        on_purpose = [name.removesuffix(_ON_PURPOSE) for name in names if name.endswith(_ON_PURPOSE)]
         words = f"; not returned, so not checked: {_kinds(silent)}" if silent else ""
-        words += f"; left out on purpose, so not checked: {_kinds(said)}" if said else ""
+        words += f"; left out on purpose, so not checked: {_kinds(on_purpose)}" if on_purpose else ""
         if words:
             notes[f"{message}{words}"] = None
     return list(notes)
@@ -157,11 +157,11 @@ def _deviating(run: Run) -> list[str]:
         for part in str(row["message"]).split("; "):
             if part.startswith(_ABSENT):
                 absent.setdefault(part, set()).add(str(row["case"]))
-    told = []
+    notes = []
     for sentence, those in names.items():
         of = f"{_kinds(list(dict.fromkeys(those)))}; {_cases(len(cases[sentence]))}"
-        told.append(f"stated deviation, not checked: {sentence} ({of})")
-    return told + [f"{part} in {_cases(len(found))}" for part, found in absent.items()]
+        notes.append(f"stated deviation, not checked: {sentence} ({of})")
+    return notes + [f"{part} in {_cases(len(found))}" for part, found in absent.items()]
 
 
 def _rounded(run: Run) -> list[str]:
@@ -173,14 +173,14 @@ def _rounded(run: Run) -> list[str]:
         for part in str(row["unchecked"]).split("; ")
         if part.startswith(_ROUNDED)
     }
-    told = Counter(part for _, part in sorted(found))
-    return [f"not checked: {part} in {_cases(told[part])}" for part in told]
+    counts = Counter(part for _, part in sorted(found))
+    return [f"not checked: {part} in {_cases(counts[part])}" for part in counts]
 
 
 def _doubts(run: Run) -> list[str]:
     """Doubts of the ledgers (harness.ledger.Event.doubts), and in how many cases."""
-    told = Counter(part for _, unchecked in _passed(run, "ledger") for part in unchecked.split("; "))
-    return [f"not certain: {part} ({_cases(told[part])})" for part in told if part.startswith(_DOUBTS)]
+    doubts = Counter(part for _, unchecked in _passed(run, "ledger") for part in unchecked.split("; "))
+    return [f"not certain: {part} ({_cases(doubts[part])})" for part in doubts if part.startswith(_DOUBTS)]
 
 
 def _kinds(names: list[str]) -> str:
@@ -189,8 +189,8 @@ def _kinds(names: list[str]) -> str:
 
 def _regrouped(run: Run) -> list[str]:
     """The groupings of the same batch that could not be compared, by the reason."""
-    told = [unchecked.split("; ") for _, unchecked in _passed(run, "regrouping") if unchecked]
-    parts = ["; ".join(part for part in one if not part.startswith(_ROUNDED)) for one in told]
+    reasons = [unchecked.split("; ") for _, unchecked in _passed(run, "regrouping") if unchecked]
+    parts = ["; ".join(part for part in one if not part.startswith(_ROUNDED)) for one in reasons]
     unfinished = Counter(filter(None, parts))
     return [
         f"regrouping: the subject does not finish {words} in {_cases(count)}; subject.refuses can state why"
@@ -202,10 +202,10 @@ def _read(run: Run) -> list[str]:
     """How much of the corpus the cases read; a corpus that is too short for some of them comes first."""
     amounts = Counter(message.partition(_READING)[2] for message, _ in _passed(run, "data"))
     order = sorted(amounts, key=lambda amount: (_REPEATED not in amount, -amounts[amount]))
-    told = [f"{amount} ({_cases(amounts[amount])})" for amount in order[:_MOST] if amount]
+    in_words = [f"{amount} ({_cases(amounts[amount])})" for amount in order[:_MOST] if amount]
     if rest := sum(amounts[amount] for amount in order[_MOST:]):
-        told.append(f"other amounts ({_cases(rest)})")
-    return [f"data: {'; '.join(told)}"] if told else []
+        in_words.append(f"other amounts ({_cases(rest)})")
+    return [f"data: {'; '.join(in_words)}"] if in_words else []
 
 
 def _rows(run: Run) -> list[str]:

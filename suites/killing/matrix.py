@@ -31,7 +31,7 @@ from harness.subject import NamedSubject, claims, own_cases, refusal
 from reference.case import Case
 from suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS
 from suites.mutants.field import in_field
-from suites.mutants.rows import Killed, faults_killed, mutant_killed
+from suites.mutants.kill_rows import Killed, faults_killed, mutant_killed
 
 _SMALL = (
     "layers=1 hidden=16 heads=4 kv_heads=4 ffn=32 seq=8 batch=2 micro=2 steps=2 lr=0.1 mode={mode} tp=2 dp=3",

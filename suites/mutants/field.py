@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bugs.references import told
+from bugs.references import defect
 from harness.injecting.kill_matrix import MISLEADING, NO, Kill, figures
 from reference.case.variants import VARIANTS
 from suites.mutants.catalogue import MUTANTS, VARIANT_ROWS
@@ -72,7 +72,7 @@ def page(rows: Sequence[Mutant] = FIELD) -> str:
     named = public(rows)
     systems = len({name.partition("#")[0] for name in named})
     head = _HEAD.format(version=_version(rows), bugs=len(rows), public=len(named), systems=systems)
-    bugs = [(f"`{row.name}`", ", ".join(map(_link, row.references)), _said(row)) for row in rows]
+    bugs = [(f"`{row.name}`", ", ".join(map(_link, row.references)), _defect(row)) for row in rows]
     seen = [(f"`{row.name}`", row.kills, _place(row), row.cause or "-") for row in rows]
     return "\n".join([head, *_table(_BUGS, bugs), _SEEN, *_table(_WHERE, seen), *map(_address, named), ""])
 
@@ -83,7 +83,7 @@ def _version(rows: Sequence[Mutant] = FIELD) -> str:
 
 def _cells(row: Mutant) -> tuple[str, ...]:
     named, modes = " ".join(row.references), " ".join(row.modes)
-    return row.name, named, _said(row), modes, row.kills, row.phase, row.region, row.cause
+    return row.name, named, _defect(row), modes, row.kills, row.phase, row.region, row.cause
 
 
 def _place(row: Mutant) -> str:
@@ -103,8 +103,8 @@ def as_csv(rows: Sequence[Mutant] = FIELD) -> str:
     return text.getvalue()
 
 
-def _said(row: Mutant) -> str:
-    return VARIANTS[row.name].wrong if row.name in VARIANTS else told(row.stands_for)
+def _defect(row: Mutant) -> str:
+    return VARIANTS[row.name].wrong if row.name in VARIANTS else defect(row.stands_for)
 
 
 def _link(name: str) -> str:
@@ -125,14 +125,14 @@ def measured(folder: Path) -> str:
     with (folder / "kill_matrix.csv").open(newline="", encoding="utf-8") as file:
         rows = [Kill.of(row) for row in csv.DictReader(file)]
     env = json.loads((folder / "env.json").read_text(encoding="utf-8"))
-    held = [row for row in rows if row.held_back]
+    held_back = [row for row in rows if row.held_back]
     opened = [row for row in rows if not row.held_back]
     asked, started, torch = env["request"], env["started"][:10], env["versions"]["torch"]
     command = "shardproof faults --field" + " --quick" * asked["quick"] + f" --{asked['only']}" * bool(asked["only"])
-    said = f"Version {_version()}, {started}, torch {torch}, two busy cores."
-    parts = {"of this page": opened, "kept back while rules of diagnosis were written": held}
+    circumstances = f"Version {_version()}, {started}, torch {torch}, two busy cores."
+    parts = {"of this page": opened, "kept back while rules of diagnosis were written": held_back}
     told_of = {name: figures(part) for name, part in parts.items() if part}
-    lines = [MEASURED, said, "", f"    {command}", "", _row(("", *told_of)), "|---" * (1 + len(told_of)) + "|"]
+    lines = [MEASURED, circumstances, "", f"    {command}", "", _row(("", *told_of)), "|---" * (1 + len(told_of)) + "|"]
     lines += [_row((what, *(_share(answer(one)) for one in told_of.values()))) for what, answer in _SHARES]
     return "\n".join([*lines, "", "Not so:", "", *_wrong(opened), ""])
 
@@ -155,15 +155,15 @@ def _share(share: tuple[int, int]) -> str:
 def _wrong(rows: Sequence[Kill]) -> list[str]:
     found = []
     for row in rows:
-        said = [
+        faults = [
             "noticed by no check" if row.survived else "",
             "first place" if row.region_right == NO else "",
             "misleading cause" if row.cause_told == MISLEADING else "",
             "no cause" if row.cause_right == NO and row.cause_told != MISLEADING else "",
             "not quiet without it" if row.twin == NO else "",
         ]
-        if any(said):
-            found.append(f"- `{row.name}` (mode={row.mode}): {', '.join(word for word in said if word)}")
+        if any(faults):
+            found.append(f"- `{row.name}` (mode={row.mode}): {', '.join(word for word in faults if word)}")
     return found or ["nothing."]
 
 

@@ -44,16 +44,16 @@ def drawn(
 def differences(case: CaseLike, subject: str | NamedSubject, engines: Mapping[str, Engine]) -> list[str]:
     """Differences of the engines from the first in this case; a case that an engine cannot run is a difference."""
     results: dict[str, CaseResult] = {}
-    told: list[str] = []
+    differing: list[str] = []
     for name, engine in engines.items():
         try:
             results[name] = prove(case, subject, engine)
         except ShardproofError as error:
-            told.append(f"{name}: {error}")
+            differing.append(f"{name}: {error}")
     first, *others = results.items()
     for name, result in others:
-        told += [f"{name} against {first[0]}: {words}" for words in unlike(first[1], result, dry=name == "dry")]
-    return told
+        differing += [f"{name} against {first[0]}: {words}" for words in unlike(first[1], result, dry=name == "dry")]
+    return differing
 
 
 def unlike(one: CaseResult, other: CaseResult, *, dry: bool = False) -> Iterator[str]:

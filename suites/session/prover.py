@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from harness.checking.checks import CHECKS, LAWS
 from harness.checking.evidence import FAIL, SKIP, Verdict
 from harness.dense_model import SUBJECT
-from harness.diagnosing.lines import site
+from harness.diagnosing.failure_lines import site
 from harness.engines.engine import Engine
 from harness.errors import RequestError
 from harness.plain_case import Vocabulary
@@ -49,7 +49,7 @@ class Prover:
     """A subject, the world sizes to draw from, the engine that runs it, and the run folder that keeps the proofs.
 
     `only` is proved in place of every case that is drawn. A run may take `timeout_s` seconds. `refusals` has the
-    reasons for which the subject refused the cases drawn since it last took one. `told` is the test that reported a
+    reasons for which the subject refused the cases drawn since it last took one. `reported` is the test that reported a
     first place; `rows` are the rows of boolean words that each test has drawn.
     """
 
@@ -61,7 +61,7 @@ class Prover:
     stored: set[str] = field(default_factory=set)
     refusals: list[str] = field(default_factory=list)
     rows: dict[str, dict[int, int]] = field(default_factory=dict)
-    told: dict[str, str] = field(default_factory=dict)
+    reported: dict[str, str] = field(default_factory=dict)
     only: CaseLike | None = None
     timeout_s: float = 60.0
 
@@ -210,11 +210,11 @@ class Prover:
         if result.verdict == SKIP:
             pytest.skip(result.skipped)
         wrong = [verdict for verdict in result.verdicts if verdict.verdict != "pass"]
-        assert not wrong, self._told(wrong)
+        assert not wrong, self._report(wrong)
         silent = set(checks) - {verdict.check for verdict in result.verdicts}
         assert not silent or self.subject.name != SUBJECT, f"nothing to check: {sorted(silent)}"
 
-    def _told(self, wrong: Sequence[Verdict]) -> str:
+    def _report(self, wrong: Sequence[Verdict]) -> str:
         """Six lines for each first place; a place that another test has reported is one line and the command.
 
         Checks that are no failure (unknown) have their reason.
@@ -225,7 +225,7 @@ class Prover:
             key = site(verdict.message) if verdict.verdict == FAIL else verdict.message
             by_place.setdefault(key, []).append(verdict)
         for place, verdicts in by_place.items():
-            before = self.told.setdefault(place, test)
+            before = self.reported.setdefault(place, test)
             message = verdicts[0].message
             if before != test:
                 checks = ", ".join(verdict.check for verdict in verdicts)

@@ -9,7 +9,7 @@ _MOST_BYTES = 900_000
 """GitHub drops a step's summary above 1 MiB."""
 
 
-def told(counts: Mapping[str, int], failures: Sequence[tuple[str, str]], about: str) -> str:
+def markdown(counts: Mapping[str, int], failures: Sequence[tuple[str, str]], about: str) -> str:
     """Markdown: a line of counts, then every failed test with its message, as many as fit."""
     words = ", ".join(f"{count} {word}" for word, count in counts.items() if count) or "no test"
     text = f"### shardproof: {words}\n\n{about}\n\n"

@@ -47,8 +47,8 @@ def subject(case, device):
                 outcome[f"grad/{name}"] = placed(case, model, name, gradient, tp_rank)
             engine.step()  # does nothing before the last micro-batch
         torch.distributed.all_reduce(total)
-    held = model.named_parameters()
-    return outcome | {f"param/{name}": placed(case, model, name, weight.data, tp_rank) for name, weight in held}
+    weights = model.named_parameters()
+    return outcome | {f"param/{name}": placed(case, model, name, weight.data, tp_rank) for name, weight in weights}
 
 
 def truth(case, device):

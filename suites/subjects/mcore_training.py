@@ -88,8 +88,10 @@ def train(case, model):
                 outcome[f"grad/{name}"] = list(parts(model.module, name, weight, weight.grad.clone()))
         optimizer.step()
         optimizer.zero_grad()  # Megatron adds a gradient that is left here to its main_grad
-    held = weights(model.module)
-    return outcome | {f"param/{name}": list(parts(model.module, name, weight, weight.data)) for name, weight in held}
+    parameters = weights(model.module)
+    return outcome | {
+        f"param/{name}": list(parts(model.module, name, weight, weight.data)) for name, weight in parameters
+    }
 
 
 def stated(subject, **words):  # what all these subjects state

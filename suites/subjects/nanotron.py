@@ -105,8 +105,8 @@ def subject(case, device):
             outcome[f"loss/{step}"] = Shard(total, (), ())
         for name, weight in plain.named_parameters():
             outcome.setdefault(f"grad/{name}", placed(weight, weight.grad.clone()))
-        held = plain.get_named_params_with_correct_tied()
-        outcome[f"grad_norm/{step}"] = clip_grad_norm(context.mp_pg, held, 1.0, None)
+        parameters = plain.get_named_params_with_correct_tied()
+        outcome[f"grad_norm/{step}"] = clip_grad_norm(context.mp_pg, parameters, 1.0, None)
         optimizer.step()
     return outcome | {f"param/{name}": placed(weight, weight.data) for name, weight in plain.named_parameters()}
 

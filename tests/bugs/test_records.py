@@ -19,8 +19,8 @@ from harness.running.proof import prove
 from reference.case import Case
 from reports.commands.cli import main
 from suites.killing.scripts import scripts
+from suites.mutants.kill_rows import mutant_killed
 from suites.mutants.mutant import GROUPS, Mutant
-from suites.mutants.rows import mutant_killed
 from suites.session.prover import Prover
 from tests import ROOT
 

@@ -1,4 +1,7 @@
-"""Docstrings are read once: plain words, short sentences, and a noun of the field as the subject of each."""
+"""Docstrings are read once: plain words, short sentences, and a noun of the field as the subject of each.
+
+Variables of the product, too, are called by a noun: `told`, `said` and `held` name none.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from tests import ROOT
 from tests.project.prose import CODE, END, PRIVATE
 
 FOLDERS = ("parallel", "reference", "shardproof", "bench", "bugs", "suites", "tests", "reports", "harness", "docs")
+NAMED = ("shardproof", "bench", "bugs", "suites", "reports", "harness")
+"""Folders whose variables are checked; fields of parallel/ and reference/ have old names."""
 LONGEST = 25
 """Words of a sentence."""
 SUBJECTS = re.compile(
@@ -75,6 +80,32 @@ def breaches(source: str) -> list[str]:
 def test_docstrings_are_plain(folder: str) -> None:
     sources = {path.relative_to(ROOT): path.read_text() for path in sorted((ROOT / folder).rglob("*.py"))}
     assert [f"{path}:{breach}" for path, source in sources.items() for breach in breaches(source)] == []
+
+
+def vague(source: str) -> list[str]:
+    """The names without a noun that a file gives: variables, arguments, fields, functions."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                found.append(name)
+            case ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                found.append(name)
+    return [name for name in found if name.strip("_").lower() in {"told", "said", "held"}]
+
+
+@pytest.mark.parametrize("folder", NAMED)
+def test_variables_are_nouns(folder: str) -> None:
+    sources = {path.relative_to(ROOT): path.read_text() for path in sorted((ROOT / folder).rglob("*.py"))}
+    assert [f"{path}: {name}" for path, source in sources.items() for name in vague(source)] == []
+
+
+@pytest.mark.parametrize(
+    "planted", ["told = 1", "def told(): ...", "lambda said: 1", "self._held = 1", "class A:\n    held: int"]
+)
+def test_a_variable_without_a_noun_is_seen(planted: str) -> None:
+    assert len(vague(planted)) == 1
+    assert not vague("print(told, cut.held)")
 
 
 def test_what_is_not_plain_is_seen() -> None:

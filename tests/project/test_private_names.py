@@ -43,6 +43,19 @@ def imported(tree: ast.AST, package: str) -> dict[str, str]:
     return {name: source for name, source in found.items() if not package or source == package}
 
 
+def made(tree: ast.AST, known: dict[str, str]) -> dict[str, str]:
+    """Names that the file binds only to new objects of another package's class -> that package."""
+    bound = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    bound += [node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)]
+    found: dict[str, str] = {}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=ast.Name(id=kind))):
+                if kind[0].isupper() and bound.count(name) == 1 and known.get(kind, "torch") not in {"torch", *OURS}:
+                    found[name] = known[kind]
+    return found
+
+
 def defined(tree: ast.AST) -> set[str]:
     """The private names that the file defines itself."""
     found = set()
@@ -60,6 +73,7 @@ def uses(source: str) -> Iterator[str]:
     """The private names of torch that a file uses, or of objects that may be torch's."""
     tree = ast.parse(source)
     own, torch_names, known = defined(tree), imported(tree, "torch"), imported(tree, "")
+    known |= made(tree, known)
     texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and private(node.attr):
@@ -105,6 +119,9 @@ def test_the_room_is_where_they_are() -> None:
         'def f(trace):\n    return getattr(trace, "_get_distributed_info", dict)()',
         'import importlib\nimportlib.import_module("torch.distributed._functional_collectives")',
         "def f(self, group):\n    group._register_backend(1)",
+        "from torch.nn import Linear\nlinear = Linear(1, 1)\nlinear._parameters",
+        "from harness.toy import Model\nmodel = Model()\nmodel._call_impl",
+        "from internlm import Adam\nadam = Adam()\ndef f(adam):\n    adam._step_count",
     ],
 )
 def test_a_planted_use_is_refused(planted: str) -> None:
@@ -115,6 +132,7 @@ def test_a_planted_use_is_refused(planted: str) -> None:
     "allowed",
     [
         "import sys\nsys._getframe(1)",
+        "from internlm import Adam\nadam = Adam()\nadam._param_store",
         "class A:\n    def __init__(self):\n        self._x = 1\ndef f(a):\n    return a._x",
         "def f(event):\n    return event._replace(op=1)",
         '"""What torch._C does is said in words."""',

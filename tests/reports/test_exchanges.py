@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from reports.programs import figures, tables
+from reports.programs import figures, program_tables
 
 UNEVEN, EVEN = (((3, 0), (5, 4)), ((2, 2), (2, 2)))
 """Rows that ranks 0 and 1 send to ranks 0 and 1."""
@@ -35,7 +35,7 @@ def test_rows_bytes_and_balance_by_destination(monkeypatch: pytest.MonkeyPatch) 
         **{"busiest": 0, "busiest_rows": 2 * 8, "busiest_bytes": 2 * 64},
         **{"balance": pytest.approx(16 / 12), "worst": pytest.approx(8 / 6)},
     }
-    assert [one.title for one in tables._exchanges(run)] == ["Rows sent by uneven all-to-alls"]
+    assert [one.title for one in program_tables._exchanges(run)] == ["Rows sent by uneven all-to-alls"]
     for silent in (ledger(EVEN), ledger(UNEVEN).drop(columns="sent_rows")):
         monkeypatch.setattr(figures, "grouped", lambda _run, silent=silent: silent)
-        assert tables._exchanges(run) == []
+        assert program_tables._exchanges(run) == []

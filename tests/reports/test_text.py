@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from reports.printing import tables, text
-from reports.printing.tables import Table
+from reports.printing import text, text_tables
+from reports.printing.text_tables import Table
 from reports.stored import summary
 from reports.stored.frames import load
 from tests.reports import sample_run
@@ -47,7 +47,7 @@ def test_a_pipe_gets_no_escape_code_and_no_folded_line(tmp_path: Path) -> None:
     run = load(sample_run.write(tmp_path / "run"))
     headline = summary.headline(run).assign(words=["key=value " * 60, "other=value " * 60])
     stream = io.StringIO()
-    text.show_table(tables.headline_table(headline), stream)
+    text.show_table(text_tables.headline_table(headline), stream)
     assert "\x1b" not in stream.getvalue()
     assert sum("=value" in line for line in stream.getvalue().splitlines()) == 2, "one line a case"
 
@@ -69,7 +69,7 @@ def test_a_narrow_terminal_folds_long_texts_and_no_verdict(monkeypatch: pytest.M
     monkeypatch.setenv("COLUMNS", "96")
     headline = summary.headline(load(sample_run.write(tmp_path / "run"))).assign(words=["a=1 " * 30, "b=2 " * 30])
     stream = Terminal()
-    text.show_table(tables.headline_table(headline), stream)
+    text.show_table(text_tables.headline_table(headline), stream)
     lines = stream.getvalue().splitlines()
     assert max(len(line.rstrip()) for line in lines) <= 96
     assert sum("pass" in line for line in lines) == 2 and all(
@@ -117,7 +117,7 @@ def test_no_terminal_is_too_narrow_for_a_number(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "30")
-    table = tables.headline_table(summary.headline(load(sample_run.write(tmp_path / "run"))))
+    table = text_tables.headline_table(summary.headline(load(sample_run.write(tmp_path / "run"))))
     stream = Terminal()
     text.show_table(table, stream)
     printed = stream.getvalue().split("calls and")[0]

@@ -12,7 +12,7 @@ from typing import Any
 from harness.injecting.kill_matrix import Kill
 from harness.subject import NamedSubject
 from parallel.subject import ParallelSubject
-from suites.mutants.rows import Killed
+from suites.mutants.kill_rows import Killed
 
 OURS = "parallel.subject:subject"
 INTERRUPTED = "tests.harness.toy_subjects:right"
@@ -94,4 +94,4 @@ def kills(plans: Sequence[Plan], subject: NamedSubject, *, processes: int) -> It
         if subject.name == INTERRUPTED and number == 2:
             raise KeyboardInterrupt
         unmissed = "redundant" if plan.row.equivalent else ""
-        yield Killed(row=plan.row, case="tp=2", told="backward of head", unmissed=unmissed)
+        yield Killed(row=plan.row, case="tp=2", diagnosed="backward of head", unmissed=unmissed)

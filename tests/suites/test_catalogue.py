@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bugs.references import SYSTEMS, references, told, unread
+from bugs.references import SYSTEMS, defect, references, unread
 from harness.dense_model import SUBJECT
 from harness.errors import RequestError, TimeLimit
 from harness.injecting.kill_matrix import COLUMNS, figures
@@ -25,8 +25,8 @@ from suites.mutants import field, twins
 from suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS
 from suites.mutants.draws import showing
 from suites.mutants.field import FIELD, MEASURED, page, public
+from suites.mutants.kill_rows import mutant_killed
 from suites.mutants.mutant import Mutant
-from suites.mutants.rows import mutant_killed
 from tests import ROOT
 from tests.suites.planned_kills import kill
 
@@ -53,7 +53,7 @@ OPEN = {row.name: row for row in (*MUTANTS, *VARIANT_ROWS)}
 )
 def test_a_record_names_its_issue_in_words(text: str, names: tuple[str, ...], rest: str) -> None:
     assert references(text)[: len(names)] == names and bool(references(text)) == bool(names)
-    assert told(text).endswith(rest)
+    assert defect(text).endswith(rest)
 
 
 def test_no_number_of_a_record_goes_unread() -> None:

@@ -21,7 +21,7 @@ from reports.commands.cli import main
 from suites.killing import matrix as killing
 from suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS
 from suites.mutants.draws import showing
-from suites.mutants.rows import cause_told
+from suites.mutants.kill_rows import cause_told
 from tests.suites import planned_kills
 from tests.suites.planned_kills import INTERRUPTED, kill
 

@@ -22,9 +22,9 @@ from reference.features import PARTS
 from reference.language.modes import MODES
 from suites.mutants.catalogue import FAMILIES, HELD_BACK, MUTANTS, UNSEEN, VARIANT_ROWS, of_file
 from suites.mutants.draws import showing
+from suites.mutants.kill_rows import Killed, mutant_killed
 from suites.mutants.known import KNOWN, SHOWN_BY, main
 from suites.mutants.mutant import Mutant, holds
-from suites.mutants.rows import Killed, mutant_killed
 from suites.session.prover import Prover
 from tests import ROOT
 

@@ -176,7 +176,7 @@ def test_junit_and_the_step_summary_hold_the_message(
 
 
 def test_a_step_summary_stays_within_what_github_shows() -> None:
-    text = step_summary.told({"failed": 500}, [("test", "x" * 10_000)] * 500, "about")
+    text = step_summary.markdown({"failed": 500}, [("test", "x" * 10_000)] * 500, "about")
     assert len(text.encode()) < 2**20
     assert text.endswith("more failures are in the log.\n")
 

@@ -161,7 +161,7 @@ def _bases(ranks: Sequence[int], axes: Axes) -> Iterator[Basis]:
     found: dict[str, dict[int, int]] = {}
     seen: list[list[list[int]]] = []
     for axis, lists in axes.items():
-        groups = sorted(held for group in lists if (held := [rank for rank in group if rank in ranks]))
+        groups = sorted(own for group in lists if (own := [rank for rank in group if rank in ranks]))
         same_size = len({len(group) for group in groups}) == 1 and len(groups[0]) > 1
         if same_size and sum(map(len, groups)) == len(ranks) and groups not in seen:
             seen.append(groups)

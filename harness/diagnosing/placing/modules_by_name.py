@@ -22,7 +22,7 @@ from harness.diagnosing.placing.names import same_modules
 from harness.diagnosing.placing.tensors import as_declared, plainly, stages
 from harness.ledger import Event
 from harness.protocols import Axes
-from harness.recording.capturing.module_calls import Held, ModuleCalls
+from harness.recording.capturing.module_calls import ModuleCalls, TensorCopy
 
 _SUMS = ("all_reduce", "reduce_scatter", "reduce")
 
@@ -181,7 +181,7 @@ class _Search:
             return following
         return next((out for out in self._outside(following) if self._around(out) == around), following)
 
-    def _compared(self, of: Callable[[ModuleCalls], Mapping[str, Sequence[Held]]]) -> dict[str, Fit]:
+    def _compared(self, of: Callable[[ModuleCalls], Mapping[str, Sequence[TensorCopy]]]) -> dict[str, Fit]:
         targets = self._targets(of)
         return {path: self._fit(path, targets[path], of) if path in targets else _NO_FIT for path in self._order}
 
@@ -214,7 +214,7 @@ class _Search:
         # With other arguments than the truth's only the first, the hidden states, is sure to be the same one.
         for number in range(max(counts, default=0) if len(counts) == 1 else min(1, min(counts, default=0))):
 
-            def of(calls: ModuleCalls, number: int = number) -> dict[str, list[Held]]:
+            def of(calls: ModuleCalls, number: int = number) -> dict[str, list[TensorCopy]]:
                 return {
                     name: [call[number] for call in given if len(call) > number] for name, given in calls.inputs.items()
                 }
@@ -226,10 +226,10 @@ class _Search:
             state = AGREES if AGREES in (state, found.state) else UNKNOWN
         return Fit(state=state)
 
-    def _targets(self, of: Callable[[ModuleCalls], Mapping[str, Sequence[Held]]]) -> dict[str, TrueTensor]:
+    def _targets(self, of: Callable[[ModuleCalls], Mapping[str, Sequence[TensorCopy]]]) -> dict[str, TrueTensor]:
         """Path of the truth -> its tensors, for modules all of whose calls could be read."""
         calls_of_all = (self._of.truth, *self._of.controls)
-        runs = [{path: plainly(held) for path, held in of(calls).items()} for calls in calls_of_all]
+        runs = [{path: plainly(tensors) for path, tensors in of(calls).items()} for calls in calls_of_all]
         truth = {path: calls for path, calls in runs[0].items() if calls}
         rms = kind_rms(
             {f"it/{path}/{number}": call for path, calls in truth.items() for number, call in enumerate(calls)}
@@ -248,18 +248,18 @@ class _Search:
         self,
         path: str,
         target: TrueTensor,
-        of: Callable[[ModuleCalls], Mapping[str, Sequence[Held]]],
+        of: Callable[[ModuleCalls], Mapping[str, Sequence[TensorCopy]]],
         *,
         scaled: bool = False,
         factors: Factors | None = None,
     ) -> Fit:
         own = self._names[path]
-        held = {rank: list(of(calls)[own]) for rank, calls in enumerate(self._of.ranks) if of(calls).get(own)}
+        by_rank = {rank: list(of(calls)[own]) for rank, calls in enumerate(self._of.ranks) if of(calls).get(own)}
         if self._of.first_call:
-            held = {rank: calls[:1] for rank, calls in held.items()}
-        if any(not one.blocks for calls in held.values() for one in calls):
+            by_rank = {rank: calls[:1] for rank, calls in by_rank.items()}
+        if any(not one.blocks for calls in by_rank.values() for one in calls):
             return _NO_FIT
-        parts, axes = as_declared(held), self._of.axes
+        parts, axes = as_declared(by_rank), self._of.axes
         if parts is None:
             return Fit(state=DIFFERS)
         found = fit(parts, target, axes, scaled=scaled, factors=factors)
@@ -278,9 +278,9 @@ def _whole(found: Fit) -> bool:
     return found.state == AGREES and not found.summed
 
 
-def _gradients_of(calls: ModuleCalls) -> Mapping[str, Sequence[Held]]:
+def _gradients_of(calls: ModuleCalls) -> Mapping[str, Sequence[TensorCopy]]:
     return calls.gradients
 
 
-def _input_gradients_of(calls: ModuleCalls) -> Mapping[str, Sequence[Held]]:
+def _input_gradients_of(calls: ModuleCalls) -> Mapping[str, Sequence[TensorCopy]]:
     return calls.input_gradients

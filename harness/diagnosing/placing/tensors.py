@@ -9,24 +9,24 @@ from torch import Tensor
 from harness.mesh_axes import pipelines, stage_count
 from harness.outcome.merging import merge
 from harness.protocols import Axes
-from harness.recording.capturing.module_calls import Held
+from harness.recording.capturing.module_calls import TensorCopy
 
 
-def plainly(held: Sequence[Held]) -> list[Tensor]:
+def plainly(tensors: Sequence[TensorCopy]) -> list[Tensor]:
     """The tensors of a program on one rank; none when one of them could not be read."""
-    return [one.blocks[0].local for one in held] if all(len(one.blocks) == 1 for one in held) else []
+    return [one.blocks[0].local for one in tensors] if all(len(one.blocks) == 1 for one in tensors) else []
 
 
-def as_declared(held: Mapping[int, Sequence[Held]]) -> dict[int, list[Tensor]] | None:
+def as_declared(by_rank: Mapping[int, Sequence[TensorCopy]]) -> dict[int, list[Tensor]] | None:
     """Every rank's tensors, a DTensor as the full one of its mesh; None when ranks do not hold what they declare."""
     parts: dict[int, list[Tensor]] = {}
-    for rank, calls in held.items():
+    for rank, calls in by_rank.items():
         parts[rank] = []
         for number, one in enumerate(calls):
             if not one.mesh:
                 parts[rank].append(one.blocks[0].local)
                 continue
-            others = [held[other][number] for other in one.mesh if other in held and number < len(held[other])]
+            others = [by_rank[other][number] for other in one.mesh if other in by_rank and number < len(by_rank[other])]
             merged = merge([{"it": other.blocks} for other in others])
             if merged.flaws:
                 return None

@@ -62,13 +62,13 @@ class _Guess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """A factor that wrong tensors show: `told` in words, `near` enough within this share, and what it predicts.
+    """A factor that wrong tensors show: `relation` in words, `near` enough within this share, and what it predicts.
 
     `more` are sizes that it may be beside axes.
     """
 
     factor: float
-    told: str
+    relation: str
     near: float
     predict: Predict
     more: tuple[str, ...] = ()
@@ -114,9 +114,9 @@ def from_factor(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
         return tuple(Explained(value=value, truth=truth, guess=shared * truth.double()) for value, truth in truths)
 
     single = len(names) == 1 and evidence.truth[names[0]].numel() == 1  # any wrong number is a factor times the right
-    told = f"{'it is' if len(names) == 1 else 'all are'} {times(known[0])} the truth"
+    relation = f"{'it is' if len(names) == 1 else 'all are'} {times(known[0])} the truth"
     more = _DEPTH if kind_of(names[0]) == "init" else ()
-    found = _Found(factor=known[0], told=told, near=near, predict=predict, more=more)
+    found = _Found(factor=known[0], relation=relation, near=near, predict=predict, more=more)
     causes = _decided(evidence, _guesses(evidence, names), found, lambda other: _there(other, names[0]))
     return [] if single and [cause.id for cause in causes] == ["constant_factor"] and not causes[0].follows else causes
 
@@ -124,7 +124,7 @@ def from_factor(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
 def meaning_of(
     evidence: Evidence,
     factor: float,
-    told: str,
+    relation: str,
     near: float,
     measure: Measure,
     predict: Predict,
@@ -137,7 +137,7 @@ def meaning_of(
     """
     sizes = [*_sizes(evidence), *([] if forward else ["micro"])]
     guesses = [_Guess(id=known, size=s, power=p, meaning=meaning) for s in sizes for known, p, meaning in _POWER[:2]]
-    return _decided(evidence, guesses, _Found(factor=factor, told=told, near=near, predict=predict), measure)
+    return _decided(evidence, guesses, _Found(factor=factor, relation=relation, near=near, predict=predict), measure)
 
 
 def _there(other: Evidence, name: str) -> float | None:
@@ -170,11 +170,11 @@ def _decided(evidence: Evidence, guesses: Sequence[_Guess], found: _Found, measu
     if fitting and seen and not stays:
         return []
     if _equal(factor, -1, near):
-        return claimed("sign", f"{found.told}: the sign is wrong", *found.predict(-1.0))
+        return claimed("sign", f"{found.relation}: the sign is wrong", *found.predict(-1.0))
     sizes = {g.size for g in fitting}
     sized = "" if seen or _equal(factor, -1, near) else sizes_of(evidence, factor, near, found.more)
     what = f", which is {sized}: a factor of it, or a constant one," if sized else ": a constant factor"
-    words = f"{found.told}{what} is wrong{_shown(evidence, seen, sizes)}"
+    words = f"{found.relation}{what} is wrong{_shown(evidence, seen, sizes)}"
     return claimed("constant_factor", words, *found.predict(factor), follows=tuple(sizes))
 
 
@@ -188,13 +188,13 @@ def _of_guesses(evidence: Evidence, left: Sequence[_Guess], found: _Found, shown
     counts = [g for g in left if g.id == "constant_factor"]
     causes += [(g, [g]) for g in counts[:1] if not (first and g.size == "tokens of the step")]
     follows = tuple(dict.fromkeys(g.size for g in left))
-    told = (
-        (g, f"{found.told}, and {' or '.join(_label(evidence, one.size) for one in alike)}: {g.meaning}{shown}")
+    meanings = (
+        (g, f"{found.relation}, and {' or '.join(_label(evidence, one.size) for one in alike)}: {g.meaning}{shown}")
         for g, alike in causes
     )
     return [
         cause
-        for g, words in told
+        for g, words in meanings
         for cause in claimed(g.id, words, *found.predict(g.factor(evidence)), follows=follows)
     ]
 
@@ -202,13 +202,13 @@ def _of_guesses(evidence: Evidence, left: Sequence[_Guess], found: _Found, shown
 def _shown(evidence: Evidence, seen: Sequence[tuple[Evidence, float]], sizes: set[str]) -> str:
     """Words of other cases on the factor: "; 0.25 where tp=4"."""
     here = _counts(evidence)
-    told = [
+    elsewhere = [
         f"{there:.4g} where {_label(other, size)}"
         for other, there in seen
         for size in sorted(sizes)
         if _counts(other).get(size) != here.get(size)
     ]
-    return f" ({', '.join(told)})" if told else ""
+    return f" ({', '.join(elsewhere)})" if elsewhere else ""
 
 
 def _label(evidence: Evidence, size: str) -> str:

@@ -32,8 +32,8 @@ def more_classes(evidence: Evidence, name: str, parted: Difference | None) -> li
     truth = evidence.truth[name].double()
     for axis, size in split_axes(evidence.case).items():
         words = f"it is the truth + ln({size}), and {axis}={size}: {gathered}"
-        if said := claimed("more_classes", words, Explained(value=value, truth=truth, guess=truth + math.log(size))):
-            return said
+        if causes := claimed("more_classes", words, Explained(value=value, truth=truth, guess=truth + math.log(size))):
+            return causes
     line = parted.line if parted and parted.kind == "extra" else None
     if line and line.phase == "loss" and line.reduce_op == "max" and _whole(evidence, name):
         words = f"a maximum over {line.axis} is taken of classes that every rank holds: {gathered}"

@@ -41,10 +41,10 @@ def from_masks(evidence: Evidence, findings: Mapping[str, Finding], wrong: Seque
 
 def _one_stream(evidence: Evidence, name: str) -> Iterator[Cause]:
     """An axis over which all shards of the same samples have one mask."""
-    held = holders(evidence, name)
+    by_rank = holders(evidence, name)
     for axis, groups in evidence.axes.items():
-        pairs = [(a, b) for group in groups for a, b in combinations([r for r in group if r in held], 2)]
-        masks = [(flat(held[a]), flat(held[b])) for a, b in pairs if same_samples(held[a], held[b])]
+        pairs = [(a, b) for group in groups for a, b in combinations([r for r in group if r in by_rank], 2)]
+        masks = [(flat(by_rank[a]), flat(by_rank[b])) for a, b in pairs if same_samples(by_rank[a], by_rank[b])]
         if masks and all(torch.equal(one, other) and _could_differ(one, other) for one, other in masks):
             words = f"{_ranks(groups[0])} hold different shards over {axis} and drop by one mask: they draw from one "
             yield reported("one_stream", f"{words}stream, or from streams of one seed", pairs)
@@ -53,7 +53,7 @@ def _one_stream(evidence: Evidence, name: str) -> Iterator[Cause]:
 def _own_streams(evidence: Evidence, name: str) -> Iterator[Cause]:
     """Replicas whose masks are as unlike as those of different streams."""
     by_region: dict[tuple[object, ...], list[tuple[int, Tensor]]] = {}
-    for rank, outcome in enumerate(evidence.held):
+    for rank, outcome in enumerate(evidence.full_outcomes):
         if outcome.get(name):
             place = tuple(block.region for block in outcome[name])
             by_region.setdefault(place, []).append((rank, flat(outcome[name])))

@@ -41,14 +41,14 @@ def from_norms(evidence: Evidence, name: str) -> list[Cause]:
     is_norm = partial(_norm, value, evidence.truth[name])
     for added in _norms_added(evidence):
         words = "it is the sum of the norms of the ranks' parts: the root is taken before the sum of the squares"
-        if said := is_norm("norm_of_norms", words, added):
-            return said
+        if causes := is_norm("norm_of_norms", words, added):
+            return causes
     for known, words, other in _kinds(evidence, name):
-        if said := is_norm(known, words, other):
-            return said
+        if causes := is_norm(known, words, other):
+            return causes
     for known, words, square in _counted_otherwise(evidence, squares):
-        if said := is_norm(known, words, math.sqrt(max(square, 0.0))):
-            return said
+        if causes := is_norm(known, words, math.sqrt(max(square, 0.0))):
+            return causes
     total = sum(squares.values())
     others = {f"{name} beyond the first rank's part": square for name, square in _beyond_first(evidence).items()}
     missing = _several_left_out({**squares, **others}, total - float(value) ** 2, evidence.case.dtype)

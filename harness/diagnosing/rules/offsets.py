@@ -34,8 +34,8 @@ def from_offsets(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
             late = "late" if offset > 0 else "early"
             words = f"its elements stand {abs(offset)} too {late} in flat memory: a buffer walked from another place"
             slid = [_slid(x, t, offset) for x, t in pairs]
-            if said := claimed("flat_offset", words, *(one for one in slid if one)) if all(slid) else []:
-                return said
+            if causes := claimed("flat_offset", words, *(one for one in slid if one)) if all(slid) else []:
+                return causes
     return []
 
 

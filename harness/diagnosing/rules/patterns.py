@@ -30,7 +30,7 @@ _STEPS = 3
 """Different steps at most in which a layout's order of n rows goes on, or n // 4."""
 
 
-def causes(value: Tensor, truth: Tensor, axes: Mapping[str, int], others: Mapping[str, Tensor]) -> list[Cause]:
+def from_patterns(value: Tensor, truth: Tensor, axes: Mapping[str, int], others: Mapping[str, Tensor]) -> list[Cause]:
     """The first pattern that explains `value`, none when no one does; `others` are truths it may be taken for."""
     if value.shape != truth.shape or not truth.numel() or not bool(torch.isfinite(truth).all()):
         return []
@@ -97,8 +97,8 @@ def _copied(x: Tensor, t: Tensor, dim: int, axis: str, size: int, is_guess: _Gue
     """Parts along a dim that hold another part of the truth, one of them perhaps several times."""
     mine, theirs = x.chunk(size, dim), t.chunk(size, dim)
     taken = [min(range(size), key=lambda j: float((part - theirs[j]).norm())) for part in mine]
-    told = ", ".join(f"{j} in place of {i}" for i, j in enumerate(taken) if i != j)
-    words = f"along dim {dim} it holds the wrong parts of {size} ({axis}): {told}"
+    swaps = ", ".join(f"{j} in place of {i}" for i, j in enumerate(taken) if i != j)
+    words = f"along dim {dim} it holds the wrong parts of {size} ({axis}): {swaps}"
     yield from claimed("other_shard", words, is_guess(guess=torch.cat([theirs[j] for j in taken], dim)))
 
 
@@ -193,8 +193,8 @@ def partial_sums(locals_by_rank: Mapping[int, Tensor], truth: Tensor, axes: Mapp
                 f"the ranks' values add up to the truth over {axis}={size}: each holds one partial sum, never reduced"
             )
             terms = torch.stack(tensors)  # together: one of them may hold the whole sum, and the others nothing
-            held = Explained(value=terms, truth=true.expand_as(terms), guess=terms - left / size, left=CLOSE)
-            return claimed("not_summed", words, held)
+            explained = Explained(value=terms, truth=true.expand_as(terms), guess=terms - left / size, left=CLOSE)
+            return claimed("not_summed", words, explained)
     return []
 
 
@@ -209,8 +209,8 @@ def rounded(value: Tensor, truth: Tensor) -> list[Cause]:
     """Whether all numbers of a wrong tensor, unlike the truth's, are ones of a shorter dtype, near the right ones."""
     for short in (torch.float32, torch.bfloat16, torch.float16):
         words = f"explained by rounding to {str(short).removeprefix('torch.')}: all its numbers are ones of it; {MEANT}"
-        if said := claimed("shorter_dtype", words, Rounded(value=value, truth=truth, short=short)):
-            return said
+        if causes := claimed("shorter_dtype", words, Rounded(value=value, truth=truth, short=short)):
+            return causes
     return []
 
 

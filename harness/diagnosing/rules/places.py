@@ -99,7 +99,7 @@ def ranks_apart(evidence: Evidence, names: Sequence[str]) -> tuple[set[int], set
 
     Ranks that hold none of them are in neither; both are empty where a tensor cannot be held against the truth.
     """
-    bad, held = set[int](), set[int]()
+    bad, judged = set[int](), set[int]()
     for name in names:
         truth = evidence.truth.get(name)
         if truth is None or not truth.is_floating_point() or not comparable(evidence, name):
@@ -108,10 +108,10 @@ def ranks_apart(evidence: Evidence, names: Sequence[str]) -> tuple[set[int], set
             if any(block.reduce_op for block in blocks):
                 return set(), set()
             limits = (share_left(block.local) * float(truth.double().abs().max()) for block in blocks)
-            held.add(rank)
+            judged.add(rank)
             if any(_gap(block, truth) > limit for block, limit in zip(blocks, limits, strict=True)):
                 bad.add(rank)
-    return bad, held - bad
+    return bad, judged - bad
 
 
 def _gap(block: Block, truth: Tensor) -> float:

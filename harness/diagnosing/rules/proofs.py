@@ -68,10 +68,10 @@ class Rounded:
             return False
         if not self.value.is_floating_point() or eps <= torch.finfo(self.value.dtype).eps:
             return False
-        held, needed = (bool((y.to(self.short).double() == y).all()) for y in (x, t))
+        fits, needed = (bool((y.to(self.short).double() == y).all()) for y in (x, t))
         error, power = (x - t).flatten(), float(t.norm())
         along = abs(float(error @ t.flatten()))
-        return held and not needed and float(error.norm()) <= _ROUNDINGS * eps * power and along <= eps * power**2
+        return fits and not needed and float(error.norm()) <= _ROUNDINGS * eps * power and along <= eps * power**2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

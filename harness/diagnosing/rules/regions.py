@@ -37,7 +37,7 @@ def from_regions(evidence: Evidence, name: str) -> list[Cause]:
                 f"along dim {dim} rank {rank} holds what lies at {start}, where {block.region[dim][0]} is meant: "
                 "another rank's part, or an offset that is left out"
             )
-            return claimed("other_shard", words, *(held for _, held in found))
+            return claimed("other_shard", words, *(moved for _, moved in found))
     return []
 
 
@@ -60,7 +60,7 @@ def _elsewhere(block: Block, truth: Tensor, dim: int, starts: Sequence[int]) -> 
         cut[dim] = slice(start, start + size)
         there, here = truth[tuple(cut)], _at(block, truth).narrow(dim, 0, size)
         distinct = float((there - here).norm()) > CLOSE * float(there.norm()) > 0
-        held = Explained(value=block.local.narrow(dim, 0, size), truth=here, guess=there)
-        if distinct and held.holds:
-            return start, held
+        moved = Explained(value=block.local.narrow(dim, 0, size), truth=here, guess=there)
+        if distinct and moved.holds:
+            return start, moved
     return None

@@ -42,7 +42,7 @@ def from_shares(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
         near = max(CLOSE, *(share_left(torch.empty(0, dtype=dtype)) for dtype in dtypes))
         if fit is None:
             return _own_in_part(evidence, whole)
-        return [] if _alike(fit[0].flatten(), near) else _told(fit[0], tokens, fit[1])
+        return [] if _alike(fit[0].flatten(), near) else _of_weights(fit[0], tokens, fit[1])
     return _by_rank(evidence, names, tokens)
 
 
@@ -79,7 +79,7 @@ def _by_rank(evidence: Evidence, names: Sequence[str], tokens: Tensor) -> list[C
     if len(tokens) > 1 and all(bool((_others(w, rows[rank]).abs() < CLOSE).all()) for rank, w in weights.items()):
         words = "each data rank's own micro-batches alone are in it: it was never summed over dp"
         return claimed("not_summed", words, fit)
-    return _told(weights[0], tokens, fit)
+    return _of_weights(weights[0], tokens, fit)
 
 
 def _together(fits: Sequence[Explained]) -> Explained:
@@ -129,7 +129,7 @@ def _local(shares: Tensor, count: int) -> bool:
     return any(bool(((shares - right).abs() <= CLOSE * right).all()) for right in (1.0, 1.0 / count))
 
 
-def _told(weights: Tensor, tokens: Tensor, fit: Explained) -> list[Cause]:
+def _of_weights(weights: Tensor, tokens: Tensor, fit: Explained) -> list[Cause]:
     """Causes of weights [dp, micro] other than 1; nothing when all are alike, which is a factor's case."""
     if _alike(weights.flatten()):
         return []
@@ -176,8 +176,8 @@ def from_losses(evidence: Evidence, name: str) -> list[Cause]:
     right = float(evidence.truth[name])
     for known, words, by_row in rules:
         fits = all(math.isclose(value, float(by_row[row]), rel_tol=CLOSE**2) for row, value in found.items())
-        if found and fits and (said := claimed(known, f"the loss is {words}", _by_row(found, right, by_row))):
-            return said
+        if found and fits and (causes := claimed(known, f"the loss is {words}", _by_row(found, right, by_row))):
+            return causes
     return []
 
 

@@ -45,24 +45,24 @@ def predictions(evidence: Evidence, id: str, name: str) -> Iterator[tuple[WhatIf
                 yield rule, predicted[name]
 
 
-def _fits(evidence: Evidence, told: Mapping[str, Tensor], wrong: Sequence[str]) -> bool:
+def _fits(evidence: Evidence, reading: Mapping[str, Tensor], wrong: Sequence[str]) -> bool:
     """Whether one reading explains the first wrong value, and nearly all others that training computes with it.
 
     Some may differ: a weight whose rows are read in another order gives the right rows in another order, inside one
     module. Errors of forward are not held against gradients, whose conjugates may be another matter.
     """
     kinds = _FORWARD if kind_of(wrong[0]) in _FORWARD else ()
-    spoken = [name for name in told if not kinds or kind_of(name) in kinds]
-    held = [name for name in spoken if _shape(evidence.merged.tensors.get(name)) == _shape(told[name])]
-    if wrong[0] not in held:
+    spoken = [name for name in reading if not kinds or kind_of(name) in kinds]
+    comparable_names = [name for name in spoken if _shape(evidence.merged.tensors.get(name)) == _shape(reading[name])]
+    if wrong[0] not in comparable_names:
         return False
     agree = [
-        explains(told[name], evidence.merged.tensors[name], evidence.truth[name])
-        or (name != wrong[0] and _near(told[name], evidence.merged.tensors[name]))
-        for name in held
+        explains(reading[name], evidence.merged.tensors[name], evidence.truth[name])
+        or (name != wrong[0] and _near(reading[name], evidence.merged.tensors[name]))
+        for name in comparable_names
         if name in evidence.truth
     ]
-    first = explains(told[wrong[0]], evidence.merged.tensors[wrong[0]], evidence.truth[wrong[0]])
+    first = explains(reading[wrong[0]], evidence.merged.tensors[wrong[0]], evidence.truth[wrong[0]])
     return first and agree.count(False) <= _OTHERWISE * len(agree)
 
 

@@ -109,11 +109,11 @@ def hint(error: BaseException, *, others_ran: bool, per_rank: Sequence[str]) -> 
     `others_ran`: other ranks had run before, and may have left state behind. `per_rank`: modules of which ranks share
     none.
     """
-    said = error_text(error)
-    if _NO_CUDA.search(said):
+    text = error_text(error)
+    if _NO_CUDA.search(text):
         return "; on a machine without CUDA, legal: subject.session = shardproof.cuda_on_cpu"
     module, file = _raised_in(error)
-    if not others_ran or not (_ALREADY.search(said) or file.startswith(_INSTALLED)):
+    if not others_ran or not (_ALREADY.search(text) or file.startswith(_INSTALLED)):
         return ""
     legal = "" if module in per_rank else f"; legal: subject.per_rank = {(*per_rank, module)!r}"
     return f"; if --engine pool passes, ranks share state here because they are threads{legal}"

@@ -21,7 +21,7 @@ from harness.torch_internals.autograd import has_hooks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class TensorCopy:
     """A copy of one tensor of a rank. `mesh` are the ranks over which a DTensor declares it, () for a plain tensor.
 
     No blocks: it could not be read, or no gradient reached it.
@@ -40,10 +40,10 @@ class ModuleCalls:
     classes of torch.nn without hooks, which never communicate, `linear` those that own a parameter of several dims.
     """
 
-    outputs: Mapping[str, tuple[Held, ...]]
-    inputs: Mapping[str, tuple[tuple[Held, ...], ...]]
-    gradients: Mapping[str, tuple[Held, ...]]
-    input_gradients: Mapping[str, tuple[Held, ...]] = field(default_factory=dict)
+    outputs: Mapping[str, tuple[TensorCopy, ...]]
+    inputs: Mapping[str, tuple[tuple[TensorCopy, ...], ...]]
+    gradients: Mapping[str, tuple[TensorCopy, ...]]
+    input_gradients: Mapping[str, tuple[TensorCopy, ...]] = field(default_factory=dict)
     plain: frozenset[str] = frozenset()
     linear: frozenset[str] = frozenset()
 
@@ -52,8 +52,8 @@ class _Rank:
     """Captures of one rank so far, by module path; gradients by the number of the call."""
 
     def __init__(self) -> None:
-        self.outputs: dict[str, list[Held]] = {}
-        self.inputs: dict[str, list[tuple[Held, ...]]] = {}
+        self.outputs: dict[str, list[TensorCopy]] = {}
+        self.inputs: dict[str, list[tuple[TensorCopy, ...]]] = {}
         self.gradients: dict[str, dict[int, Tensor | None]] = {}
         self.input_gradients: dict[str, dict[int, Tensor | None]] = {}
         self.hooked: dict[str, int] = {}
@@ -74,8 +74,10 @@ class CallCapture(ModuleWatch):
         return ModuleCalls(
             outputs={path: tuple(calls) for path, calls in mine.outputs.items()},
             inputs={path: tuple(calls) for path, calls in mine.inputs.items()},
-            gradients={path: tuple(map(_held, calls.values())) for path, calls in mine.gradients.items()},
-            input_gradients={path: tuple(map(_held, calls.values())) for path, calls in mine.input_gradients.items()},
+            gradients={path: tuple(map(_copy_of, calls.values())) for path, calls in mine.gradients.items()},
+            input_gradients={
+                path: tuple(map(_copy_of, calls.values())) for path, calls in mine.input_gradients.items()
+            },
             plain=frozenset(mine.plain),
             linear=frozenset(mine.linear),
         )
@@ -87,7 +89,7 @@ class CallCapture(ModuleWatch):
         site, path = self.place(lane, module)
         if path and site.step == 0 and site.phase == "forward":
             rank, given = self._of(lane.rank), list(_tensors((args, kwargs)))
-            rank.inputs.setdefault(path, []).append(tuple(_held(copied(tensor)) for tensor in given))
+            rank.inputs.setdefault(path, []).append(tuple(_copy_of(copied(tensor)) for tensor in given))
             slots = rank.input_gradients.setdefault(path, {})
             slots[len(slots)] = None
             if given and given[0].requires_grad:
@@ -101,7 +103,7 @@ class CallCapture(ModuleWatch):
         rank = self._of(lane.rank)
         if site.phase == "forward":
             slots = rank.gradients.setdefault(path, {})
-            rank.outputs.setdefault(path, []).append(_held(copied(tensor)))
+            rank.outputs.setdefault(path, []).append(_copy_of(copied(tensor)))
             slots[len(slots)] = None
             if type(module).__module__.startswith("torch.nn.modules.") and not has_hooks(module):
                 rank.plain.add(path)
@@ -117,17 +119,17 @@ class CallCapture(ModuleWatch):
             tensor.register_hook(keeping(slots, number))
 
 
-def _held(tensor: Tensor | None) -> Held:
+def _copy_of(tensor: Tensor | None) -> TensorCopy:
     """The tensor as blocks; none of them for what is no tensor of numbers."""
     if tensor is None:
-        return Held()
+        return TensorCopy()
     try:
         with torch.no_grad():
             parts = blocks(tensor)
     except (ValueError, TypeError, RuntimeError):
-        return Held()
+        return TensorCopy()
     mesh = getattr(tensor, "device_mesh", None)
-    return Held(blocks=parts, mesh=() if mesh is None else tuple(mesh.mesh.flatten().tolist()))
+    return TensorCopy(blocks=parts, mesh=() if mesh is None else tuple(mesh.mesh.flatten().tolist()))
 
 
 def _tensors(given: object, levels: int = 3) -> Iterator[Tensor]:

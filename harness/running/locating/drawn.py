@@ -42,11 +42,13 @@ def with_drawn_numbers(trial: Trial, evidence: Evidence, wrong: Collection[str])
             ranks = _of_ranks(trial, trial.case, dropout)
             if not own and not any(one.forward for one in ranks):
                 return evidence
-            told = _told(ranks, _of_truth(trial, dropout))
+            differences = _differences(ranks, _of_truth(trial, dropout))
             for other in evidence.regrouped:
                 case = trial.case.but(**other.sizes, **unsaved(trial.case))
-                told = told or _told(ranks, _of_ranks(trial, case, dropout), f"a run with {other.words}")
-            return replace(evidence, drawn=told)
+                differences = differences or _differences(
+                    ranks, _of_ranks(trial, case, dropout), f"a run with {other.words}"
+                )
+            return replace(evidence, drawn=differences)
     except ShardproofError:  # a program that a dispatch mode disturbs: its errors stand
         return evidence
 
@@ -74,7 +76,7 @@ def _of_truth(trial: Trial, dropout: bool) -> list[Numbers]:
     return probe.found
 
 
-def _told(ranks: list[Numbers], truth: list[Numbers], name: str = "the truth") -> str:
+def _differences(ranks: list[Numbers], truth: list[Numbers], name: str = "the truth") -> str:
     """Draws on one side alone, in words; "" where both draw the same."""
     known = [{one.bits for one in drawn} for drawn in (ranks, truth)]
     theirs = [one for one in ranks if one.forward and one.bits not in known[1]]

@@ -14,7 +14,7 @@ from harness.diagnosing.placing.modules_by_name import Watched, located
 from harness.errors import error_text
 from harness.outcome.blocks import blocks
 from harness.protocols import CaseLike, Subject
-from harness.recording.capturing.module_calls import Held, ModuleCalls
+from harness.recording.capturing.module_calls import ModuleCalls, TensorCopy
 from harness.running.locating.captured_run import calls_of_ranks, calls_of_truth
 from harness.running.ranks.capacity import memory_bytes
 from harness.running.ranks.execution import RankTask
@@ -110,9 +110,9 @@ def _function(function: Function, given: Mapping[str, Tensor] | None) -> Functio
 def _of_names(outcome: Mapping[str, Tensor]) -> ModuleCalls:
     """Activations by their names as the calls of modules, one for each."""
 
-    def of(kind: str) -> dict[str, tuple[Held, ...]]:
+    def of(kind: str) -> dict[str, tuple[TensorCopy, ...]]:
         return {
-            name.partition("/")[2]: (Held(blocks=blocks(tensor)),)
+            name.partition("/")[2]: (TensorCopy(blocks=blocks(tensor)),)
             for name, tensor in outcome.items()
             if kind_of(name) == kind
         }

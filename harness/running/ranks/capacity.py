@@ -41,9 +41,9 @@ def admit(cases: Iterable[CaseLike], engine: str, limit_bytes: int | None = None
             legal = f"{found[0]}={found[1]}" if found else "smaller sizes"
             if engine != _SHAPES_ALONE:
                 legal += ", --engine dry, or shardproof predict"
-            told = ", ".join(f"{what} {_gib(size)}" for what, size in sizes.items())
+            amounts = ", ".join(f"{what} {_gib(size)}" for what, size in sizes.items())
             what = "its first micro-batch comes" if engine == _SHAPES_ALONE else "dense model and data in float64 come"
-            rule = f"{what} to {_gib(sum(sizes.values()))} GiB ({told})"
+            rule = f"{what} to {_gib(sum(sizes.values()))} GiB ({amounts})"
             raise RequestError(
                 f"case {case_text(case)!r}: {word}{rule}, and this machine has {_gib(limit)}; legal: {legal}"
             )

@@ -82,18 +82,18 @@ def stated(trial: Trial, evidence: Evidence) -> Rounding | None:
 
     Calls in a lower dtype are read from the ledger: nothing is sent so without a call of that dtype.
     """
-    said = lower_dtypes(trial.case, trial.subject)
-    compute, wire = said.get("compute_dtype", ""), said.get("wire_dtype", "")
+    dtypes = lower_dtypes(trial.case, trial.subject)
+    compute, wire = dtypes.get("compute_dtype", ""), dtypes.get("wire_dtype", "")
     sent = {event.phase for event in evidence.events if event.dtype == wire and event.group_size > 1}
     passes = {"backward" if phase in ("backward", "grad_sync") else "forward" for phase in sent}
     if not compute and not passes:
         return None
-    words = " and ".join(f"{name}={dtype}" for name, dtype in said.items() if name != "wire_dtype" or passes)
+    words = " and ".join(f"{name}={dtype}" for name, dtype in dtypes.items() if name != "wire_dtype" or passes)
     return Rounding(
         compute=compute,
         wire=wire if passes else "",
         passes=tuple(one for one in BOTH if one in passes),
-        said=f"errors below those of {{}} (the subject states {words})",
+        origin=f"errors below those of {{}} (the subject states {words})",
     )
 
 
@@ -103,7 +103,7 @@ def as_stated(trial: Trial, found: Found, checks: Mapping[str, Check], rounding:
         return found
     seen, again = _lowered(trial, found, checks, rounding, judge)
     return seen, {
-        name: finding if finding is found[1][name] else _noted(finding, seen, rounding.said)
+        name: finding if finding is found[1][name] else _noted(finding, seen, rounding.origin)
         for name, finding in again.items()
     }
 
@@ -124,8 +124,8 @@ def as_found(trial: Trial, found: Found, checks: Mapping[str, Check], judge: Jud
     dense = _on_one_rank(trial, constants)
     own = [island for island in islands if dense is None or island.dtype in dense]
     lowest = max(own or islands, key=lambda island: epsilon(island.dtype))
-    said = f"errors below those of {{}} (the {own_dtype} case uses {lowest})"
-    seen, again = _lowered(trial, found, checks, Rounding(compute=lowest.dtype, said=said), judge)
+    words = f"errors below those of {{}} (the {own_dtype} case uses {lowest})"
+    seen, again = _lowered(trial, found, checks, Rounding(compute=lowest.dtype, origin=words), judge)
     if not own:
         return (evidence if wrong_of(again) else replace(evidence, island=str(lowest))), findings
     changed = {}
@@ -136,7 +136,7 @@ def as_found(trial: Trial, found: Found, checks: Mapping[str, Check], judge: Jud
             rule = f"within the limits of {lowest}; no case on one rank shows whether the model has it too"
             changed[name] = Finding(verdict=UNKNOWN, message=f"{findings[name].message}, {rule}")
         else:
-            changed[name] = _noted(finding, seen, said)
+            changed[name] = _noted(finding, seen, words)
     return seen, changed
 
 
@@ -155,10 +155,10 @@ def _lowered(trial: Trial, found: Found, checks: Mapping[str, Check], rounding: 
     return judged, {**findings, **examine(judged, numbers), **examine(seen, laws)}
 
 
-def _noted(finding: Finding, seen: Evidence, said: str) -> Finding:
+def _noted(finding: Finding, seen: Evidence, words: str) -> Finding:
     """The finding with what its limits do not show."""
     lowest = seen.lower.dtype if seen.lower is not None else seen.dtype
-    return replace(finding, unchecked=(*finding.unchecked, said.format(lowest)))
+    return replace(finding, unchecked=(*finding.unchecked, words.format(lowest)))
 
 
 def _stored_shorter(evidence: Evidence, wrong: Sequence[Measured], dtypes: set[str]) -> bool:

@@ -158,13 +158,13 @@ _PRODUCTS = frozenset(
 class Rounding:
     """A lower precision: the dtype of all computation, and that in which partial sums are sent, "" for none.
 
-    `passes` are those in which they are. `said` is where it comes from, in words.
+    `passes` are those in which they are. `origin` is where it comes from, in words.
     """
 
     compute: str = ""
     wire: str = ""
     passes: tuple[str, ...] = BOTH
-    said: str = ""
+    origin: str = ""
 
     @property
     def precision(self) -> dict[str, str]:

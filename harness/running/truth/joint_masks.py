@@ -45,7 +45,7 @@ class RankMasks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Held:
+class _RankDraw:
     """Masks of one rank for one draw of the truth."""
 
     rank: int
@@ -82,14 +82,14 @@ def _placed(
     dense, *forward = [[draw for draw in drawn if not draw.anew] for drawn in (truth, *ranks)]
     found: list[Placed] = [{} for _ in ranks]
     rates: dict[str, float] = {}
-    for number, dp, held in _matched(case, axes, dense, forward):
-        step, line = number * case.steps // len(dense), held[0].draw.line.rpartition("/")[2]
+    for number, dp, draws in _matched(case, axes, dense, forward):
+        step, line = number * case.steps // len(dense), draws[0].draw.line.rpartition("/")[2]
         name = f"mask/{step}/{line}.{number}"
-        rates[name] = held[0].draw.rate
+        rates[name] = draws[0].draw.rate
         first, *rest = true = _shape(dense[number])
-        whole = all(_shape(one.draw) == true for one in held)  # a DTensor over the data ranks too
+        whole = all(_shape(one.draw) == true for one in draws)  # a DTensor over the data ranks too
         shape = (1, *true) if whole else (dp, first // dp, *rest)
-        for one, offsets in zip(held, _offsets(axes, shape[1:], held), strict=True):
+        for one, offsets in zip(draws, _offsets(axes, shape[1:], draws), strict=True):
             place = (0 if whole else one.data_rank, *offsets)
             found[one.rank][name] = tuple(_block(block, place, shape) for block in one.draw.blocks)
     anew = tuple(dict.fromkeys((draw.line, rank) for rank, drawn in enumerate(ranks) for draw in drawn if draw.anew))
@@ -98,7 +98,7 @@ def _placed(
 
 def _matched(
     case: CaseLike, axes: Axes, truth: Sequence[Draw], ranks: Sequence[Sequence[Draw]]
-) -> Iterator[tuple[int, int, list[_Held]]]:
+) -> Iterator[tuple[int, int, list[_RankDraw]]]:
     """Every draw of the truth: its number, the data ranks whose rows it has, and what ranks drew for it."""
     lines = {draw.line for draw in truth}
     by_line = lines == {draw.line for drawn in ranks for draw in drawn}
@@ -123,25 +123,25 @@ def _matched(
                 f"the truth draws {len(numbers)} masks{where} and the ranks {counts}, in {case.steps} steps of "
                 f"{case.micro} micro-batches on {dp} data ranks"
             )
-        held: dict[int, list[_Held]] = {place: [] for place in range(len(numbers))}
+        by_place: dict[int, list[_RankDraw]] = {place: [] for place in range(len(numbers))}
         for rank, own in enumerate(drawn):
             stage, data_rank = stages[rank], data_ranks[rank]
             before = sum(count for other, count in sites.items() if other < stage)
             for i, draw in enumerate(own):
                 turn, site = divmod(i, sites[stage])
                 turn = turn * dp + data_rank if apart else turn
-                where_held = _Held(rank=rank, data_rank=0 if apart else data_rank, draw=draw)
-                held[turn * several + before + site].append(where_held)
-        yield from ((numbers[place], 1 if apart else dp, those) for place, those in held.items())
+                drawn_there = _RankDraw(rank=rank, data_rank=0 if apart else data_rank, draw=draw)
+                by_place[turn * several + before + site].append(drawn_there)
+        yield from ((numbers[place], 1 if apart else dp, those) for place, those in by_place.items())
 
 
-def _offsets(axes: Axes, shape: tuple[int, ...], held: Sequence[_Held]) -> list[tuple[int, ...]]:
+def _offsets(axes: Axes, shape: tuple[int, ...], draws: Sequence[_RankDraw]) -> list[tuple[int, ...]]:
     """Where what each rank drew lies in a mask of this shape; of several ways one in which replicas are equal."""
     first = None
-    for way in _ways(axes, shape, held):
+    for way in _ways(axes, shape, draws):
         first = first or way
         parts: dict[object, Tensor] = {}
-        places = zip(held, way, strict=True)
+        places = zip(draws, way, strict=True)
         if all(
             torch.equal(block.local, parts.setdefault((one.data_rank, offsets, block.offsets), block.local))
             for one, offsets in places
@@ -149,16 +149,16 @@ def _offsets(axes: Axes, shape: tuple[int, ...], held: Sequence[_Held]) -> list[
         ):
             return way
     if first is None:
-        one = held[0]
+        one = draws[0]
         rule = f"has the shape {_shape(one.draw)} on rank {one.rank} and {shape} in the truth"
         why = f"no cut over one axis in the order of ranks gives it (slices over {SLICES} say nothing of their order)"
         raise _Misplaced(f"the mask drawn at {one.draw.line} {rule}: {why}")
     return first
 
 
-def _ways(axes: Axes, shape: tuple[int, ...], held: Sequence[_Held]) -> Iterator[list[tuple[int, ...]]]:
+def _ways(axes: Axes, shape: tuple[int, ...], draws: Sequence[_RankDraw]) -> Iterator[list[tuple[int, ...]]]:
     """Every way to cut the dims that are shorter than these, each over one axis."""
-    shapes = {one.rank: _shape(one.draw) for one in held}
+    shapes = {one.rank: _shape(one.draw) for one in draws}
     if any(len(own) != len(shape) for own in shapes.values()):
         return
     cut = [dim for dim, size in enumerate(shape) if any(own[dim] != size for own in shapes.values())]
@@ -166,13 +166,13 @@ def _ways(axes: Axes, shape: tuple[int, ...], held: Sequence[_Held]) -> Iterator
     known = {axis: lists for axis, lists in axes.items() if axis not in ("dp", *SAME_SAMPLES)}
     free = [axis for axis, lists in known.items() if any(len(group) > 1 for group in lists)]
     for over in permutations(free, len(cut)):
-        way = [[0] * len(shape) for _ in held]
+        way = [[0] * len(shape) for _ in draws]
         whole = True
         for dim, axis in zip(cut, over, strict=True):
             for group in axes[axis]:
                 start = 0
                 for rank in group:
-                    for place, one in enumerate(held):
+                    for place, one in enumerate(draws):
                         if one.rank == rank:
                             way[place][dim], start = start, start + shapes[rank][dim]
                 whole = whole and start in (0, shape[dim])

@@ -12,7 +12,7 @@ from torch import Tensor
 from harness.checking.checks import examine
 from harness.checking.evidence import Evidence, Verdict
 from harness.diagnosing.diagnosis import explanation_of
-from harness.diagnosing.lines import site
+from harness.diagnosing.failure_lines import site
 from harness.running.store import Store
 from reports.stored import failures
 from reports.stored.failures import bugs, simplest_first
@@ -151,7 +151,7 @@ def test_a_place_that_another_test_reported_is_one_line(monkeypatch: pytest.Monk
         def failing(test: str, *checks: str) -> str:
             monkeypatch.setenv("PYTEST_CURRENT_TEST", f"{test} (call)")
             message = six("loss in step 0: loss/0")
-            return prover._told(
+            return prover._report(
                 [Verdict(case="mode=tp", check=check, verdict="fail", worst=None, message=message) for check in checks]
             )
 

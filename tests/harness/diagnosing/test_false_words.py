@@ -15,14 +15,14 @@ from torch import Tensor
 
 from harness.checking.checks import examine
 from harness.checking.evidence import Evidence
-from harness.diagnosing import likely
+from harness.diagnosing import rank_causes
 from harness.diagnosing.by_numbers import by_numbers
 from harness.diagnosing.diagnosis import explanation_of
-from harness.diagnosing.first import First
+from harness.diagnosing.first_place import First
 from harness.diagnosing.hints import hint
 from harness.diagnosing.rules.causes import Cause, claimed
 from harness.diagnosing.rules.optimizer.steps import from_states
-from harness.diagnosing.rules.patterns import causes, rounded
+from harness.diagnosing.rules.patterns import from_patterns, rounded
 from harness.diagnosing.rules.proofs import Explained, NotFinite, Rounded, times
 from harness.shard import Shard
 from tests.harness.diagnosing.test_optimizer_causes import CLIPS, GRADIENTS, NAMES, NORMS, START, seen_of
@@ -129,17 +129,17 @@ def test_rows_that_are_routed_in_other_groups_are_no_wrong_layout() -> None:
     """Tokens sorted by their expert, over all of them in truth and by data rank here."""
     rows, expert = drawn(64, 4), drawn(64).mul(100).long() % 4
     by_rank = torch.cat([expert[:32].argsort(stable=True), 32 + expert[32:].argsort(stable=True)])
-    (told,) = words_of(causes(rows[by_rank], rows[expert.argsort(stable=True)], {}, {}))
+    (told,) = words_of(from_patterns(rows[by_rank], rows[expert.argsort(stable=True)], {}, {}))
     assert told == "along dim 0 it holds the right rows in another order: sorted or routed in other groups"
     thirds = rows[:63].reshape(3, 21, 4).transpose(0, 1).reshape(63, 4)
-    (told,) = words_of(causes(thirds, rows[:63], {}, {}))
+    (told,) = words_of(from_patterns(thirds, rows[:63], {}, {}))
     assert told == "along dim 0 it holds the right rows in another order: a wrong layout, reshape or gather dim"
 
 
 def test_rows_that_are_mostly_alike_have_no_order() -> None:
     """Which expert a token goes to, as a row of one 1: any other routing with as many tokens is a permutation."""
     one, other = (torch.eye(4).double()[drawn(64).roll(by).mul(100).long() % 4] for by in (0, 5))
-    assert causes(other, one, {}, {}) == []
+    assert from_patterns(other, one, {}, {}) == []
 
 
 def drawn(*shape: int, seed: int = 7) -> Tensor:
@@ -260,7 +260,7 @@ def test_the_property_fails_where_predictions_are_not_tested(
     found = evidence(*(outcome_of(rank, {**truth(), **values}) for rank in range(2)), case=case("mode=tp tp=2 seq=16"))
     assert [cause for cause in explanation_of(found, examine(found)).causes if words in cause.words] == []
     monkeypatch.setattr(Explained, "holds", True)
-    monkeypatch.setattr(likely, "within_limits", lambda evidence, causes: [*causes])
+    monkeypatch.setattr(rank_causes, "within_limits", lambda evidence, causes: [*causes])
     (cause, *_) = explanation_of(found, examine(found)).causes
     assert words in cause.words
     with pytest.raises(AssertionError):

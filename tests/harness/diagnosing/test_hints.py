@@ -13,7 +13,7 @@ from harness.checking.checks import CHECKS, examine
 from harness.checking.evidence import Evidence
 from harness.diagnosing.by_numbers import by_numbers
 from harness.diagnosing.diagnosis import explanation_of
-from harness.diagnosing.first import First
+from harness.diagnosing.first_place import First
 from harness.diagnosing.hints import hint
 from harness.diagnosing.rules.factors import sizes_of
 from harness.diagnosing.rules.offsets import from_offsets

@@ -13,7 +13,7 @@ from torch import Tensor
 from harness.checking.checks import examine
 from harness.checking.evidence import Evidence
 from harness.diagnosing.diagnosis import diagnose
-from harness.diagnosing.first import First, first_place
+from harness.diagnosing.first_place import First, first_place
 from harness.diagnosing.rules.optimizer.steps import from_states
 from harness.diagnosing.rules.places import place_of, timeline
 from harness.diagnosing.six_lines import explain

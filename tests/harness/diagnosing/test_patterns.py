@@ -12,7 +12,7 @@ from harness.checking.checks import examine
 from harness.checking.evidence import Evidence
 from harness.diagnosing.diagnosis import diagnose
 from harness.diagnosing.rules.causes import CAUSES, reported
-from harness.diagnosing.rules.patterns import causes
+from harness.diagnosing.rules.patterns import from_patterns
 from harness.shard import Shard
 from tests.harness.diagnosing.tried import tried
 from tests.harness.toy_evidence import evidence, outcome_of, truth
@@ -62,7 +62,7 @@ PATTERNS: list[tuple[str, str, Any, str]] = [
 
 @pytest.mark.parametrize(("known", "_", "value", "words"), PATTERNS, ids=[row[1] for row in PATTERNS])
 def test_each_pattern_is_recognised_first(known: str, _: str, value: Tensor, words: str) -> None:
-    first = causes(value, TRUTH, {"tp": 4, "dp": 3}, {})[0]
+    first = from_patterns(value, TRUTH, {"tp": 4, "dp": 3}, {})[0]
     assert first.id == known and first.words.startswith(words)
 
 
@@ -73,14 +73,14 @@ def test_only_known_causes_are_told() -> None:
 
 
 def test_parts_that_stand_in_for_others_are_told() -> None:
-    (told,) = causes(torch.cat([TRUTH[:4], TRUTH[:4]]), TRUTH, {"dp": 2}, {})
+    (told,) = from_patterns(torch.cat([TRUTH[:4], TRUTH[:4]]), TRUTH, {"dp": 2}, {})
     assert told.id == "other_shard"
     assert told.words == "along dim 0 it holds the wrong parts of 2 (dp): 0 in place of 1"
 
 
 def test_exchanged_dims_are_told() -> None:
     right = drawn(2, 3, 5)
-    (told,) = causes(right.transpose(0, 1).reshape(2, 3, 5), right, {"tp": 2}, {})
+    (told,) = from_patterns(right.transpose(0, 1).reshape(2, 3, 5), right, {"tp": 2}, {})
     assert told.id == "transposed" and told.words.startswith("dims 0 and 1 are exchanged in memory")
 
 
@@ -152,16 +152,16 @@ def test_another_replica_tells_what_the_first_one_cannot() -> None:
 
 def test_stale_values_and_scalars() -> None:
     now, before = torch.tensor(3.25), torch.tensor(5.5)
-    (stale,) = causes(before, now, {"tp": 2}, {"loss/0": before})
+    (stale,) = from_patterns(before, now, {"tp": 2}, {"loss/0": before})
     assert stale.id == "stale" and stale.words.startswith("it equals loss/0 of the dense model: stale")
-    assert causes(torch.tensor(3.3), now, {"tp": 2}, {"loss/0": before}) == []
+    assert from_patterns(torch.tensor(3.3), now, {"tp": 2}, {"loss/0": before}) == []
 
 
 def test_flat_memory_is_told_by_data_rank_too() -> None:
     """Two data ranks of three rows: each gathered its own rows along dim 1 as if they lay along dim 0."""
     right = drawn(6, 4, 5)
     wrong = torch.cat([torch.cat(rows.chunk(4, 1)).reshape(3, 4, 5) for rows in right.chunk(2)])
-    (flat,) = causes(wrong, right, {"tp": 4, "dp": 2}, {})
+    (flat,) = from_patterns(wrong, right, {"tp": 4, "dp": 2}, {})
     assert (flat.id, flat.words) == (
         "flat_dim",
         "it holds the right numbers as if flat memory were its 4 shards along dim 1: "
@@ -190,6 +190,6 @@ def test_a_loss_that_ranks_take_of_their_own_parts_of_right_logits() -> None:
 
 
 def test_a_right_tensor_has_no_cause() -> None:
-    assert causes(TRUTH, TRUTH, {"tp": 4}, {}) == []
-    assert causes(torch.zeros(0), torch.zeros(0), {"tp": 4}, {}) == []
-    assert causes(TRUTH, TRUTH[:4], {"tp": 4}, {}) == []
+    assert from_patterns(TRUTH, TRUTH, {"tp": 4}, {}) == []
+    assert from_patterns(torch.zeros(0), torch.zeros(0), {"tp": 4}, {}) == []
+    assert from_patterns(TRUTH, TRUTH[:4], {"tp": 4}, {}) == []

@@ -9,7 +9,7 @@ from torch import Tensor
 from harness.checking.checks import examine
 from harness.checking.evidence import Evidence
 from harness.diagnosing.diagnosis import ended
-from harness.diagnosing.lines import repeat_command
+from harness.diagnosing.failure_lines import repeat_command
 from harness.diagnosing.six_lines import crash, explain
 from harness.errors import Desynchronised, Position, RankCrashed, RankDied, RankRaised, ShardproofError, TimeLimit
 from tests.harness.toy_evidence import altered, case, events, evidence, outcome_of, truth, without

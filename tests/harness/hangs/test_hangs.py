@@ -14,8 +14,8 @@ from hypothesis import settings
 
 from harness.errors import RequestError
 from harness.hangs.dumps import standings
+from harness.hangs.hang_findings import lines
 from harness.hangs.parting import LastCall, Parted, RankStanding, parted
-from harness.hangs.words import lines
 from tests.harness.programs.launched import LIMIT_S, forked
 
 SCRIPT = Path(__file__).with_name("parting_script.py")

@@ -25,7 +25,7 @@ from harness.running.witnessing import witnesses
 from harness.subject import named
 from parallel.subject import subject
 from reference.case import Case
-from reports.options.checks import EXPERIMENTS
+from reports.options.option_checks import EXPERIMENTS
 from tests.harness.processes.test_torchrun import TINY, torchrun
 
 GPUS = torch.cuda.device_count()
@@ -138,7 +138,7 @@ def test_every_witness_sees_what_the_recorder_saw_on_nccl(tool: str, tmp_path: P
     with PoolEngine() as pool:
         result = prove(case, NAME, pool, device="cuda")
     assert result.evidence is not None
-    said = told.told(case, result.evidence.events, None)
+    said = told.judged(case, result.evidence.events, None)
     assert said.verdict.verdict == "pass", said.verdict.message
 
 

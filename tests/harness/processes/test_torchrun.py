@@ -18,7 +18,7 @@ import pandas as pd
 import pytest
 
 from harness.cases import parse_cases
-from harness.diagnosing.lines import repeat_command
+from harness.diagnosing.failure_lines import repeat_command
 from harness.running.request import Request
 from harness.running.run import run
 from harness.subject import named

@@ -21,7 +21,7 @@ import tests.forked
 from harness.programs.arming import arm
 from harness.programs.launch import request_of
 from harness.programs.session import VARIABLE, new_session
-from reports.options.words import add_options
+from reports.options.command_options import add_options
 from tests import ROOT
 
 LIMIT_S = 240.0

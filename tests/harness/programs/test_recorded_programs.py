@@ -18,7 +18,7 @@ from harness.witnesses.torch_trace import read_traces
 from reports.comparing.comparison import compare
 from reports.comparing.snapshot import snapshot
 from reports.pages import page
-from reports.programs import figures, speed, tables
+from reports.programs import figures, program_tables, speed
 from reports.stored.frames import Run, load
 from tests import ROOT
 from tests.harness.programs.launched import LIMIT_S, environment, forked, free_port
@@ -132,7 +132,7 @@ def test_sends_and_receives_have_columns_of_their_own_where_there_are_any(
     outside = figures.by_module(dropping[0]).set_index("folded").loc[""]
     assert (outside["send"], outside["recv"]) == (4, 4)
     for run, columns in ((dropping[0], ["send", "recv"]), (recorded[0], [])):
-        headers = {made.title: made.headers for made in tables.tables(run)}
+        headers = {made.title: made.headers for made in program_tables.tables(run)}
         for title in ("Modules", "Ranks"):
             assert [header for header in headers[title] if header in ("send", "recv")] == columns
         assert page.render(run).count('<th scope="col" class="number">send</th>') == len(columns)  # of both tables

@@ -13,7 +13,7 @@ import torch
 
 from bugs.planting import planted
 from harness.checking.evidence import FAIL, Verdict
-from harness.diagnosing.lines import line_of
+from harness.diagnosing.failure_lines import line_of
 from harness.engines.threads.inproc import InprocEngine
 from harness.plain_case import Vocabulary
 from harness.protocols import Subject

@@ -14,7 +14,7 @@ from harness.checking.witness_checks import finding
 from harness.diagnosing.witness_lines import diagnosed, in_six_lines
 from harness.ledger import Event
 from harness.protocols import CaseLike
-from harness.running.witnessing import Told, Witnesses
+from harness.running.witnessing import Witnesses, WitnessResult
 from harness.terms import Term
 from harness.witnesses.agreement import UNKNOWN, Sighting, agreement, of_ledger
 from harness.witnesses.measured import WatchedRank
@@ -215,7 +215,7 @@ def test_nothing_seen_in_six_lines() -> None:
     ]
 
 
-def told_of(*watched: str) -> Told:
+def told_of(*watched: str) -> WitnessResult:
     """Messages of a session whose ranks' outcomes have these digests when they are watched, "a" when not."""
 
     def measured(rank: int, digest: str) -> WatchedRank:
@@ -228,7 +228,7 @@ def told_of(*watched: str) -> Told:
     ranks = tuple(measured(rank, digest) for rank, digest in enumerate(watched))
     session = Session(tool="nsys", folder=Path(), ranks=ranks, seen=tuple(LEDGER))
     seen = Witnesses(sessions={"nsys": {str(CASE): session}}, notes=(), subject=SUBJECT, options="--profile nsys")
-    return seen.told(CASE, EVENTS, TERMS)
+    return seen.judged(CASE, EVENTS, TERMS)
 
 
 def test_an_outcome_that_watching_changes_in_six_lines() -> None:

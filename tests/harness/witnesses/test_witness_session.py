@@ -50,7 +50,7 @@ def test_a_model_with_views_changed_in_place_is_seen_alike_by_every_witness(
     assert tool in seen.sessions, seen.notes
     (session,) = seen.sessions[tool].values()
     assert session.disturbed == ()
-    told = seen.told(case, (), subject.expected(case))  # type: ignore[attr-defined]
+    told = seen.judged(case, (), subject.expected(case))  # type: ignore[attr-defined]
     assert told.verdict.verdict == PASS, told.verdict.message
     assert told.verdict.message == f"ledger, {tool}, closed_form agree on {4 * CALLS} events of 2 ranks"
     assert told.verdict.unchecked == ()
@@ -69,7 +69,7 @@ def test_a_model_with_views_changed_in_place_is_seen_alike_by_every_witness(
         (replace(session, seen=session.seen[1:]), FAIL, f"{tool} saw nothing"),
         (replace(session, problem="rank 1 failed: why"), UNKNOWN, "nothing was witnessed: rank 1 failed: why"),
     ):
-        verdict_ = replace(seen, sessions={tool: {text: spoiled}}).told(case, (), None).verdict
+        verdict_ = replace(seen, sessions={tool: {text: spoiled}}).judged(case, (), None).verdict
         assert (verdict_.verdict, words in verdict_.message) == (verdict, True)
 
 
@@ -79,7 +79,7 @@ def test_missing_nsys_is_one_sentence_and_takes_nothing_along(tmp_path: Path, mo
     seen = witnesses(cases, NAME, ("nsys",), tmp_path / "traces", device="cpu", timeout_s=5.0)
     assert seen.sessions == {}
     assert seen.notes[-1].startswith("witness nsys is missing: nsys is not on PATH (Debian: nsight-systems")
-    told = seen.told(cases[0], (), None)
+    told = seen.judged(cases[0], (), None)
     assert told.verdict.verdict == UNKNOWN
     assert "nsys is not on PATH" in told.verdict.message
 

@@ -21,7 +21,7 @@ from harness.subject import named
 from harness.witnesses.chosen import during, step_ends, terms_of
 from harness.witnesses.nsys import nsys_path
 from reports.commands.experiment import experiment_table
-from reports.options.checks import EXPERIMENTS, complete_experiment, profiled_steps, real_size
+from reports.options.option_checks import EXPERIMENTS, complete_experiment, profiled_steps, real_size
 from reports.stored.frames import load
 from tests.harness.witnesses.stepped_subject import CALLS, subject, uneven
 
@@ -50,11 +50,11 @@ def test_witnesses_see_the_chosen_steps_and_no_other(tool: str, tmp_path: Path) 
 def an_extra_collective_counts_in_a_chosen_step_and_in_no_other(seen: Witnesses) -> None:
     (tool,) = seen.sessions
     for case in (CLEAN, BEFORE, AFTER):
-        told = seen.told(case, (), EXPECTED(case), EXPECTED).verdict
+        told = seen.judged(case, (), EXPECTED(case), EXPECTED).verdict
         assert told.verdict == PASS, told.message
         events = 2 * CALLS * len(CHOSEN)
         assert told.message == f"ledger, {tool}, closed_form agree on {events} events of 2 ranks in steps 1:3"
-    told = seen.told(INSIDE, (), EXPECTED(INSIDE), EXPECTED).verdict
+    told = seen.judged(INSIDE, (), EXPECTED(INSIDE), EXPECTED).verdict
     assert told.verdict == FAIL
     # It follows the broadcast of step 2, the second that is watched: calls 0 to 5 of step 1, then 6 and 7.
     assert told.message.splitlines()[0] == (
@@ -65,7 +65,7 @@ def an_extra_collective_counts_in_a_chosen_step_and_in_no_other(seen: Witnesses)
 
 
 def a_closed_form_that_knows_no_single_steps_is_not_held_against_some(seen: Witnesses) -> None:
-    told = seen.told(CLEAN, (), list(uneven(CLEAN)), uneven).verdict
+    told = seen.judged(CLEAN, (), list(uneven(CLEAN)), uneven).verdict
     assert told.verdict == PASS
     assert told.message.endswith(
         "the closed form was not asked: the closed form does not tell which step has what: "
@@ -75,7 +75,7 @@ def a_closed_form_that_knows_no_single_steps_is_not_held_against_some(seen: Witn
 
 
 def steps_that_the_program_does_not_have_are_told(seen: Witnesses) -> None:
-    told = seen.told(SHORT, (), None).verdict
+    told = seen.judged(SHORT, (), None).verdict
     assert told.verdict == UNKNOWN
     assert "steps 1:3 cannot be watched: the program ends 1 of them, as its optimizers tell" in told.message
 

@@ -17,7 +17,7 @@ from reference.case import Case
 from reference.training.subject import truth
 from reports.commands.names import KINDS, OWN, names, tables
 from reports.commands.word_help import LIKE
-from reports.options import words
+from reports.options import command_options
 from tests.deep import deep
 from tests.harness import own_words
 from tests.harness.command_line import CommandLine, command_line
@@ -102,7 +102,7 @@ Then the same samples on every rank, equal masks for different heads, the same s
 
 
 def test_the_command_line_knows_all_of_them() -> None:
-    assert tuple(LIKE) == words.LIKE
+    assert tuple(LIKE) == command_options.LIKE
 
 
 def needed(like: str) -> None:
@@ -130,7 +130,7 @@ def test_a_new_subject_runs_by_the_printed_command(like: str, shardproof_here: C
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("like", [words.LIKE[0], *deep("ten CPU seconds each", *words.LIKE[1:])])
+@pytest.mark.parametrize("like", [command_options.LIKE[0], *deep("ten CPU seconds each", *command_options.LIKE[1:])])
 def test_it_fails_once_it_is_broken(like: str, shardproof_here: CommandLine) -> None:
     needed(like)
     assert shardproof_here("new-subject", "mine.py", "--like", like)[0] == 0

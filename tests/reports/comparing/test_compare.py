@@ -18,8 +18,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from harness.errors import RequestError
 from parallel.subject import subject as ours
 from reference.case import Case
+from reports.comparing.compared_sides import breaches, limits
 from reports.comparing.comparison import Comparison, compare
-from reports.comparing.limits import breaches, limits
 from reports.comparing.snapshot import side
 from reports.stored.frames import load
 from suites.session.prover import Prover

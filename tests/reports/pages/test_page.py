@@ -16,7 +16,7 @@ from reports.pages import page, plots
 from reports.pages.comment import comment
 from reports.pages.drawings import by_module, last_micro_batch, lines, timeline, tree
 from reports.pages.opening import pairs
-from reports.printing import tables
+from reports.printing import text_tables
 from reports.stored.frames import Run, in_order, load
 from tests.reports import sample_run
 
@@ -235,7 +235,7 @@ def test_figures_of_the_page_are_those_of_the_summary(failing: Run, html: str) -
     cells = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", section)]
     shown = {(row[0], *row[2:5]): (row[5], row[7]) for row in cells if row}
     for row in failing.summary.to_dict("records"):
-        size = tables.mebibytes(row["payload_bytes"])
+        size = text_tables.mebibytes(row["payload_bytes"])
         assert shown[row["mode"], row["phase"], row["op"], row["axis"]] == (f"{row['calls']:,}", size)
     assert len(shown) == len(failing.summary)
 

@@ -12,7 +12,7 @@ import pytest
 
 import shardproof
 from reports.comparing import growth
-from reports.printing import tables
+from reports.printing import text_tables
 from reports.stored import summary
 from reports.stored.frames import Run, in_order, load
 from tests import ROOT
@@ -42,14 +42,14 @@ def test_the_headline_counts_what_one_rank_does(run: Run) -> None:
 
 def test_the_headline_shows_the_rank_that_saves_most(run: Run) -> None:
     assert list(summary.headline(run)["saved_bytes"]) == [2 * ACTIVATION_BYTES] * 2
-    assert tables.headline_table(summary.headline(run)).rows[0][5] == "0.008"
+    assert text_tables.headline_table(summary.headline(run)).rows[0][5] == "0.008"
 
 
 def test_what_nobody_measured_is_not_zero(run: Run) -> None:
     (run.path / "memory.csv").unlink()
     headline = summary.headline(load(run.path))
     assert headline["saved_bytes"].isna().all()
-    assert tables.headline_table(headline).rows[0][5] == "-"
+    assert text_tables.headline_table(headline).rows[0][5] == "-"
 
 
 def test_the_headline_shows_the_check_closest_to_its_limit(failing: Run) -> None:
@@ -143,10 +143,10 @@ def test_cases_on_other_numbers_of_ranks_are_never_added_up(run: Run) -> None:
 
 
 def test_words_that_all_cases_share_are_said_once(run: Run) -> None:
-    table = tables.headline_table(summary.headline(run))
+    table = text_tables.headline_table(summary.headline(run))
     assert [row[-1] for row in table.rows] == ["-", "seq=64"]
     assert table.note.endswith("every case: tp=2")
-    alone = tables.headline_table(summary.headline(run).head(1))
+    alone = text_tables.headline_table(summary.headline(run).head(1))
     assert [row[-1] for row in alone.rows] == ["tp=2"], "one case keeps its words"
 
 
@@ -154,7 +154,7 @@ def test_the_title_claims_no_more_than_was_compared(run: Run) -> None:
     headline = summary.headline(run)
     silent = headline.assign(worst_error=float("nan"))
     crashed = silent.assign(expected_payload_bytes=pd.array([pd.NA] * len(silent), dtype="Int64"))
-    titles = [tables.headline_table(frame).title for frame in (headline, silent, crashed)]
+    titles = [text_tables.headline_table(frame).title for frame in (headline, silent, crashed)]
     assert titles == ["Every case against the dense model", "Every case against its expected ledger", "Every case"]
 
 
@@ -166,17 +166,17 @@ def test_the_title_claims_no_more_than_was_compared(run: Run) -> None:
     [(0, "0.000"), (12, "<0.001"), (4096, "0.004"), (2**20, "1.000"), (5 * 2**30, "5,120.0"), (pd.NA, "-")],
 )
 def test_bytes_are_written_in_mib_and_some_traffic_never_reads_as_none(size_bytes: object, text: str) -> None:
-    assert tables.mebibytes(size_bytes) == text
+    assert text_tables.mebibytes(size_bytes) == text
 
 
 @pytest.mark.parametrize(("error", "text"), [(0.0, "0"), (2.134e-16, "2.1e-16"), (float("nan"), "-"), (None, "-")])
 def test_errors_are_written_short_and_nothing_is_not_zero(error: object, text: str) -> None:
-    assert tables.small(error) == text
+    assert text_tables.small(error) == text
 
 
 def test_a_row_that_does_not_fit_its_headers_is_refused() -> None:
     with pytest.raises(ValueError, match="needs 2 cells"):
-        tables.Table(title="", headers=("a", "b"), rows=(("1",),))
+        text_tables.Table(title="", headers=("a", "b"), rows=(("1",),))
 
 
 # Break-even: isp sends 1000 bytes of weights and 1 byte a token, mtp 5 bytes a token: T* = 1000 / (5 - 1) = 250

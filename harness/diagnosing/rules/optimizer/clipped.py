@@ -42,7 +42,7 @@ def by_element(evidence: Evidence, state: Moved, step: int) -> list[Cause]:
     return claimed("clipped_otherwise", words, Explained(value=got, truth=right, guess=guess))
 
 
-def by_square(evidence: Evidence, factor: float, told: str, step: int, predict: Predict) -> list[Cause]:
+def by_square(evidence: Evidence, factor: float, relation: str, step: int, predict: Predict) -> list[Cause]:
     """Whether a factor on all updates is that of clipping by the square of the norm."""
     largest, norm = getattr(evidence.case, "clip", 0.0), evidence.truth.get(f"grad_norm/{step}")
     if not largest or norm is None or factor <= 0:
@@ -50,7 +50,7 @@ def by_square(evidence: Evidence, factor: float, told: str, step: int, predict: 
     used = largest / (factor * min(1.0, largest / float(norm)))
     if not math.isclose(used, float(norm) ** 2, rel_tol=APART) or math.isclose(float(norm), 1, rel_tol=APART):
         return []
-    words = f"{told}: clipped by {used:.4g}, the square of the norm: its root is not taken"
+    words = f"{relation}: clipped by {used:.4g}, the square of the norm: its root is not taken"
     return claimed("clipped_otherwise", words, *predict(factor))
 
 

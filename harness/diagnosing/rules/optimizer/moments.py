@@ -75,11 +75,11 @@ def from_moments(evidence: Evidence, wrong: Sequence[str], step: int) -> list[Ca
         others = {kind: 1 - x * (1 - betas[kind]) for kind, (x, _) in fits.items()}
         agree = (not step or _near(y, others[kind] - x * betas[kind]) for kind, (x, y) in fits.items())
         if all(agree) and all(0 <= other < 1 for other in others.values()):
-            told = (
+            betas_in_words = (
                 f"the {_MEANS[kind]} keeps {b:.6g} of its past, not {betas[kind]:.6g}" for kind, b in others.items()
             )
             sums = (_sum(state, *fits[kind]) for kind, state in states.items())
-            return claimed("other_beta", f"in step {step} {', '.join(told)}", *sums)
+            return claimed("other_beta", f"in step {step} {', '.join(betas_in_words)}", *sums)
     return _decay_in_gradient(moved(evidence, wrong, "exp_avg", step), step)
 
 
@@ -130,8 +130,8 @@ def _decay_in_gradient(mean: Moved | None, step: int) -> list[Cause]:
     if mean is None or parameters is None or share is None or share <= 0:
         return []
     words = f"the mean of gradients of step {step} holds {share:.3g} x the parameters: weight decay goes through it"
-    held = mean.truth + share * parameters
-    return claimed("decay_in_gradient", words, Explained(value=mean.value, truth=mean.truth, guess=held, left=LEFT))
+    decayed = mean.truth + share * parameters
+    return claimed("decay_in_gradient", words, Explained(value=mean.value, truth=mean.truth, guess=decayed, left=LEFT))
 
 
 def correction(evidence: Evidence, factor: float, step: int, predict: Predict) -> list[Cause]:
@@ -175,8 +175,8 @@ def epsilon(evidence: Evidence, state: Moved, step: int) -> list[Cause]:
     again = -decay * before - size * mean / (root + guess)
     if not float(guess) > 0 or float((again - got).norm()) > LEFT * float((got - right).norm()):
         return []
-    told = float(guess) / math.sqrt(1 - kept[1] ** (step + 1))
-    words = f"the updates of step {step} are those of an epsilon of {told:.2g}"
+    used = float(guess) / math.sqrt(1 - kept[1] ** (step + 1))
+    words = f"the updates of step {step} are those of an epsilon of {used:.2g}"
     return claimed("other_epsilon", words, Explained(value=got, truth=right, guess=again, left=LEFT))
 
 

@@ -42,9 +42,9 @@ def from_states(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
     means = [moved(evidence, wrong, kind, step) for kind in ("exp_avg", "exp_avg_sq")]
     if mean := means[0] or means[1]:
         factor, measure = gradient_factor(evidence, wrong, step), partial(_of_gradients, mean.names)
-        said = _scaled(evidence, "gradients", step, factor, measure, of_gradients(evidence, wrong, step))
-        said = said or from_moments(evidence, wrong, step)
-        return said or _not_zeroed(evidence, moved(evidence, wrong, "exp_avg", step), step)
+        causes = _scaled(evidence, "gradients", step, factor, measure, of_gradients(evidence, wrong, step))
+        causes = causes or from_moments(evidence, wrong, step)
+        return causes or _not_zeroed(evidence, moved(evidence, wrong, "exp_avg", step), step)
     state, still = moved(evidence, wrong, "param", step), _still(evidence, wrong, step, last)
     if state is None:
         return still or by_block(evidence, wrong, step)
@@ -55,13 +55,13 @@ def _updated(evidence: Evidence, wrong: Sequence[str], state: Moved, step: int) 
     """Causes of wrong updates when all that went into them is right."""
     factor, measure = times(state.got, state.right), partial(_of_updates, state.names)
     clips = "mean" not in state.beside  # right moments were made of right gradients
-    said = _scaled(evidence, "updates", step, factor, measure, lambda f: (_got(state, f * state.right),), clips=clips)
-    said = said or _momentum(evidence, wrong, state, step) or _not_zeroed(evidence, state, step)
+    causes = _scaled(evidence, "updates", step, factor, measure, lambda f: (_got(state, f * state.right),), clips=clips)
+    causes = causes or _momentum(evidence, wrong, state, step) or _not_zeroed(evidence, state, step)
     fit = fitted(state.got, state.right, state.before)
-    if not said and fit is not None:
-        said = _decayed(evidence, state, step, *fit)
+    if not causes and fit is not None:
+        causes = _decayed(evidence, state, step, *fit)
     return (
-        said or by_element(evidence, state, step) or by_block(evidence, wrong, step) or epsilon(evidence, state, step)
+        causes or by_element(evidence, state, step) or by_block(evidence, wrong, step) or epsilon(evidence, state, step)
     )
 
 
@@ -76,17 +76,17 @@ def _decayed(evidence: Evidence, state: Moved, step: int, factor: float, share: 
         known = "decay_missing" if share > 0 else "decay_added"
         meaning = "weight decay is left out" if share > 0 else "weight decay that does not belong there"
         words = f"what is wrong in step {step} is {share:.3g} x the parameters themselves: {meaning}"
-        held = _got(state, state.right + share * state.before)
-        return claimed(known, words, held) if abs(share) < LITTLE else []
+        decayed = _got(state, state.right + share * state.before)
+        return claimed(known, words, decayed) if abs(share) < LITTLE else []
     if not 0 < share / (factor - 1) < LITTLE:  # the decay that is right already
         return []
 
     def predict(other: float) -> tuple[Explained]:
         return (_got(state, other * state.right + share * state.before),)
 
-    said = correction(evidence, factor, step, predict) if "mean" in state.beside else []
+    causes = correction(evidence, factor, step, predict) if "mean" in state.beside else []
     clips, what = "mean" not in state.beside, "updates without their decay"
-    return said or _scaled(evidence, what, step, factor, lambda other: None, predict, clips=clips)
+    return causes or _scaled(evidence, what, step, factor, lambda other: None, predict, clips=clips)
 
 
 def _still(evidence: Evidence, wrong: Sequence[str], step: int, last: int) -> list[Cause]:
@@ -144,21 +144,21 @@ def _scaled(
     """Causes of one factor on all wrong updates or gradients of a step; `clips`: whether clipping may be behind it."""
     if factor is None:
         return []
-    told = f"the {what} of step {step} are {in_words(factor)} the right ones"
+    relation = f"the {what} of step {step} are {in_words(factor)} the right ones"
     largest, norm = getattr(evidence.case, "clip", 0.0) if clips else 0.0, evidence.truth.get(f"grad_norm/{step}")
     if largest and norm is not None and math.isclose(factor, max(1.0, float(norm) / largest), rel_tol=CLOSE):
-        return claimed("unclipped", f"{told}: they are not clipped", *predict(factor))
+        return claimed("unclipped", f"{relation}: they are not clipped", *predict(factor))
     if largest and norm is not None and factor > 1 and math.isclose(factor * float(norm), largest, rel_tol=CLOSE):
-        return claimed("clip_scales_up", f"{told}: a norm below the limit is scaled up to it", *predict(factor))
+        return claimed("clip_scales_up", f"{relation}: a norm below the limit is scaled up to it", *predict(factor))
     if largest and (norm is None or float(norm) > largest or factor < 1):
-        return by_square(evidence, factor, told, step, predict)  # any other may come of another norm or limit
-    said = meaning_of(evidence, factor, told, CLOSE, measure, predict)
-    if 0 < factor < LITTLE and all(cause.id == "constant_factor" for cause in said):
-        return claimed("scaled_down", f"{told}: divided once more before the step", *predict(factor))
+        return by_square(evidence, factor, relation, step, predict)  # any other may come of another norm or limit
+    causes = meaning_of(evidence, factor, relation, CLOSE, measure, predict)
+    if 0 < factor < LITTLE and all(cause.id == "constant_factor" for cause in causes):
+        return claimed("scaled_down", f"{relation}: divided once more before the step", *predict(factor))
     if what == "gradients":
-        return said
+        return causes
     rate = ", such as the learning rate"
-    return [replace(one, words=one.words + rate * (one.id == "constant_factor" and not one.follows)) for one in said]
+    return [replace(one, words=one.words + rate * (one.id == "constant_factor" and not one.follows)) for one in causes]
 
 
 def _of_gradients(names: Sequence[str], other: Evidence) -> float | None:

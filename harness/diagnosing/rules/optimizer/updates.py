@@ -32,12 +32,12 @@ def from_updates(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
         n: Explained(value=evidence.merged.tensors[n], truth=evidence.truth[n], guess=start)
         for n, start in known.items()
     }
-    if said := claimed("never_updated", "the parameters are what they were before the first step", *first.values()):
-        return said
+    if causes := claimed("never_updated", "the parameters are what they were before the first step", *first.values()):
+        return causes
     still = [n for n, start in known.items() if torch.equal(value[n], start) and first[n].holds]
     words = f"{', '.join(still[:3])}{' ...' if len(still) > 3 else ''}: as before the first step, others moved"
-    if said := claimed("never_updated", words, *(first[n] for n in still)):
-        return said
+    if causes := claimed("never_updated", words, *(first[n] for n in still)):
+        return causes
     if loaded := _loaded(evidence, {n: (value[n], start) for n, start in known.items()}):
         return loaded
     old = {n: evidence.truth[n.replace("param/", "grad/", 1)].double() for n in known}
@@ -63,12 +63,12 @@ def _loaded(evidence: Evidence, of_name: Mapping[str, tuple[Tensor, Tensor]]) ->
             for dim in (dim for dim in range(start.dim()) if start.shape[dim] % size == 0):
                 mine, theirs = value.chunk(size, dim), start.chunk(size, dim)
                 taken = [min(range(size), key=lambda j: float((x - theirs[j]).norm())) for x in mine]
-                told = ", ".join(f"{j} in place of {i}" for i, j in enumerate(taken) if i != j)
-                words = f"{name} began with the wrong parts of {size} along dim {dim} ({axis}): {told}"
+                swaps = ", ".join(f"{j} in place of {i}" for i, j in enumerate(taken) if i != j)
+                words = f"{name} began with the wrong parts of {size} along dim {dim} ({axis}): {swaps}"
                 other = torch.cat([theirs[j] for j in taken], dim)
                 began = Explained(value=value, truth=start, guess=other, left=MOVED)
-                if said := claimed("other_shard", words, began):
-                    return said
+                if causes := claimed("other_shard", words, began):
+                    return causes
     return []
 
 

@@ -157,8 +157,8 @@ class ForkServer:
     def _expect(self, word: str, limit_s: float) -> tuple[int, ...]:
         until_s = time.monotonic() + limit_s
         while True:
-            said, numbers = self.listen(until_s - time.monotonic())
-            if said == word:
+            answer, numbers = self.listen(until_s - time.monotonic())
+            if answer == word:
                 return numbers
 
 

@@ -83,7 +83,7 @@ class TorchrunEngine(Engine):
         self._runs = 0
         self._session = secrets.token_hex(4)
         self._terminated = threading.Event()
-        self._held = ExitStack()
+        self._handlers = ExitStack()
         self._store = place.store(_JOIN_S)
         self._links = gather(place, self._store, _JOIN_S)
         self._links[0], theirs = Pipe()
@@ -91,7 +91,7 @@ class TorchrunEngine(Engine):
         self._own.start()
         if threading.current_thread() is threading.main_thread():
             before = signal.signal(signal.SIGTERM, self._on_sigterm)
-            self._held.callback(signal.signal, signal.SIGTERM, before)
+            self._handlers.callback(signal.signal, signal.SIGTERM, before)
 
     @property
     def largest_world(self) -> int:
@@ -129,7 +129,7 @@ class TorchrunEngine(Engine):
                 link.send((END, 0))
         self._own.join(_CLOSE_S)
         _drain(list(self._links.values()), time.monotonic() + _CLOSE_S)
-        self._held.close()
+        self._handlers.close()
 
     def _on_sigterm(self, _signal: int, _frame: FrameType | None) -> None:
         """torchrun ends a world by this signal as soon as one process has ended: report which before ending."""

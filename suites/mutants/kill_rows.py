@@ -53,7 +53,7 @@ class Killed:
 
     row: Kill
     case: str
-    told: str
+    diagnosed: str
     unmissed: str = ""
 
 
@@ -65,7 +65,7 @@ def mutant_killed(
     With `twin` also what the failure needs, and whether the last case is quiet without the bug.
     """
     if mutant.equivalent:
-        return Killed(row=_row(mutant, mode, None, 0.0), case="", told="")
+        return Killed(row=_row(mutant, mode, None, 0.0), case="", diagnosed="")
     start_s = time.perf_counter()
     result: CaseResult | None = None
     when = ""
@@ -78,13 +78,13 @@ def mutant_killed(
     row = _row(mutant, mode, result, time.perf_counter() - start_s)
     if twin and result:
         row = replace(row, when=when, twin=quiet_without(result, engine, timeout_s))
-    return Killed(row=row, case=result.text if result else "", told=_told(result.diagnosis) if result else "")
+    return Killed(row=row, case=result.text if result else "", diagnosed=_diagnosed(result.diagnosis) if result else "")
 
 
 def _row(mutant: Mutant, mode: str, result: CaseResult | None, seconds: float) -> Kill:
     diagnosis = result.diagnosis if result else None
     failed = result is not None and result.verdict == FAIL
-    told = cause_told(mutant, diagnosis) if failed else ""
+    attribution = cause_told(mutant, diagnosis) if failed else ""
     return Kill(
         name=mutant.name,
         kind=mutant.kind,
@@ -96,9 +96,9 @@ def _row(mutant: Mutant, mode: str, result: CaseResult | None, seconds: float) -
         equivalent=mutant.equivalent,
         seconds=seconds,
         region_right=right_place(mutant, diagnosis) if failed else "",
-        cause_right=("yes" if told in (RIGHT, AND_MORE) else "no") if mutant.cause and told else "",
+        cause_right=("yes" if attribution in (RIGHT, AND_MORE) else "no") if mutant.cause and attribution else "",
         held_back=mutant.held_back,
-        cause_told=told,
+        cause_told=attribution,
     )
 
 
@@ -119,7 +119,7 @@ def right_place(mutant: Mutant, diagnosis: Diagnosis | None) -> str:
 
 
 def cause_told(mutant: Mutant, diagnosis: Diagnosis | None) -> str:
-    """Judgement of the reported cause by the ids alone, one of `harness.injecting.kill_matrix.TOLD`."""
+    """Judgement of the reported cause by the ids alone, one of `harness.injecting.kill_matrix.JUDGEMENTS`."""
     named = [cause.id for cause in diagnosis.causes] if diagnosis else []
     accepted = set(mutant.cause.split("|"))
     if not named:
@@ -129,7 +129,7 @@ def cause_told(mutant: Mutant, diagnosis: Diagnosis | None) -> str:
     return RIGHT if set(named) <= accepted else AND_MORE
 
 
-def _told(diagnosis: Diagnosis | None) -> str:
+def _diagnosed(diagnosis: Diagnosis | None) -> str:
     """First place, what shows it, and the causes by their ids."""
     if diagnosis is None:
         return ""
@@ -183,4 +183,4 @@ def _fault_row(case: CaseLike, result: FaultResult, unmissed: str) -> Killed:
         cause_right="",
         machine=result.machine,
     )
-    return Killed(row=row, case=str(case), told=result.machine, unmissed=unmissed)
+    return Killed(row=row, case=str(case), diagnosed=result.machine, unmissed=unmissed)

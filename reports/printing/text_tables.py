@@ -160,7 +160,7 @@ def grouped_table(headline: pd.DataFrame) -> Table:
         payload=_ranges(frame, "payload_bytes", mebibytes),
         met=[f"{as_expected} of {expected}" if expected else NOTHING for as_expected, expected in met],
         both_errors=_pairs(frame["worst_error"], frame["worst_allowed"], small),
-        told=[word if alike == cases else f"{word} {alike} of {cases}" for word, alike, cases in verdicts],
+        verdict_of_cases=[word if alike == cases else f"{word} {alike} of {cases}" for word, alike, cases in verdicts],
     )
     return table(
         _compared(headline),
@@ -174,7 +174,7 @@ def grouped_table(headline: pd.DataFrame) -> Table:
             ("as expected", "met", pair),
             ("saved", "saved_bytes", mebibytes),
             ("max error / allowed", "both_errors", pair),
-            ("verdict", "told", str),
+            ("verdict", "verdict_of_cases", str),
         ),
         note="calls and MiB (payload): one rank, the whole run, the least to the most of these cases; as expected: "
         "cases with the bytes of the closed form; saved: the most MiB that autograd held on a rank; error: the check "

@@ -87,7 +87,7 @@ def _calling(modules: Sequence[Trace]) -> set[int]:
 class Phases:
     """The phase of every call, in order; `phases()` after all rows were fed."""
 
-    _said: list[str] = field(default_factory=list)
+    _phases: list[str] = field(default_factory=list)
     _pending: list[tuple[int, str]] = field(default_factory=list)
     _threads: dict[object, list[_Open]] = field(default_factory=dict)
     _no_grad: dict[object, int] = field(default_factory=dict)
@@ -124,7 +124,7 @@ class Phases:
     def phases(self) -> list[str]:
         """The phases; the end of the trace settles what is open."""
         self._settle("")
-        return self._said
+        return self._phases
 
     def _close(self, now_us: float) -> None:
         for above in self._threads.values():
@@ -155,8 +155,8 @@ class Phases:
             phase = ""
         else:
             phase = ""
-            self._pending.append((len(self._said), self._since))
-        self._said.append(phase)
+            self._pending.append((len(self._phases), self._since))
+        self._phases.append(phase)
 
     def _is_quiet(self, thread: object, above: Sequence[_Open]) -> bool:
         """Gradients are off, as the user said, in a module that is no model."""
@@ -166,7 +166,7 @@ class Phases:
         last = {"backward": "grad_sync", "stepped": "metric"}
         for index, since in self._pending:
             unknown = since == "backward" and not self._stepped
-            self._said[index] = "" if unknown else by or last.get(since, "data")
+            self._phases[index] = "" if unknown else by or last.get(since, "data")
         self._pending.clear()
 
 

@@ -24,7 +24,7 @@ from harness.checking.call_checks import strays
 from harness.checking.evidence import Evidence
 from harness.checking.ledger_checks import module_order
 from harness.checking.measures.kinds import is_state, kind_of
-from harness.diagnosing.beside import are_matrices, between, ranks_in_words
+from harness.diagnosing.facts_beside import are_matrices, between, ranks_in_words
 from harness.diagnosing.rules.places import held_whole, place_of
 from harness.diagnosing.rules.proofs import explains
 from harness.diagnosing.rules.what_ifs import predictions
@@ -62,9 +62,9 @@ def first_place(evidence: Evidence, wrong: Sequence[str], parted: Difference | N
             region = _owner(evidence, [name])  # sums over ranks belong to no module, what was not summed does
         return First(phase=phase, region=region, name=name, event=event)
     if (stray := next(iter(strays(evidence)), None)) and (shown is None or _order(stray.phase) <= _order(shown.phase)):
-        told = f"{stray.op} named {stray.axis} over the ranks {sorted(stray.group)} at {stray.caller}"
+        call = f"{stray.op} named {stray.axis} over the ranks {sorted(stray.group)} at {stray.caller}"
         return First(
-            phase=stray.phase, region=stray.region, step=stray.step, name=wrong[0] if wrong else "", event=told
+            phase=stray.phase, region=stray.region, step=stray.step, name=wrong[0] if wrong else "", event=call
         )
     if shown is None:
         return _never_waited(evidence)
@@ -75,8 +75,8 @@ def _never_waited(evidence: Evidence) -> First:
     """Where the first asynchronous call that was never waited for was issued; nowhere when all were waited for."""
     for work in evidence.unwaited:
         if event := _issued_as(evidence, work):
-            told = f"{work.op} #{work.number} of {work.group} at {work.caller}, never waited for"
-            return First(phase=event.phase, region=event.region, step=event.step, event=told)
+            call = f"{work.op} #{work.number} of {work.group} at {work.caller}, never waited for"
+            return First(phase=event.phase, region=event.region, step=event.step, event=call)
     return First()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pandas as pd
 
-from reports.printing.tables import Table, count, mark, mebibytes, milliseconds, table
+from reports.printing.text_tables import Table, count, mark, mebibytes, milliseconds, table
 from reports.programs import figures, speed
 from reports.programs.speed import beside
 from reports.stored.files import about_ranks
@@ -130,7 +130,7 @@ def _speed(run: Run) -> list[Table]:
 
 
 def _beside(run: Run) -> list[Table]:
-    frame, told = beside(run)
+    frame, about = beside(run)
     columns = (
         ("op", "op", str),
         ("ranks", "group_size", count),
@@ -139,10 +139,10 @@ def _beside(run: Run) -> list[Table]:
         ("payload MiB", "payload_bytes", mebibytes),
         ("predicted MiB", "predicted_bytes", mebibytes),
     )
-    if not told:
+    if not about:
         return []
     frame = frame if len(frame) else pd.DataFrame({name: [] for _, name, _ in columns})
-    note = f"rank 0, a step; predicted: the closed form of {run.env['stated']['case']!r}; {told}"
+    note = f"rank 0, a step; predicted: the closed form of {run.env['stated']['case']!r}; {about}"
     return [table("Beside its case", frame, columns, note=note)]
 
 

@@ -38,7 +38,7 @@ def ranks_in_words(evidence: Evidence, name: str, wrong: Collection[str]) -> str
             places = {rank: tuple(_place(axes, axis, rank) for axis in some) for rank in (*bad, *good)}
             mine, others = {places[rank] for rank in bad}, {places[rank] for rank in good}
             if not mine & others and (count == 1 or len(mine) == 1):
-                return f"wrong on {_told(some, mine)} alone, right on {_told(some, others)}"
+                return f"wrong on {_in_words(some, mine)} alone, right on {_in_words(some, others)}"
     return ""
 
 
@@ -47,7 +47,7 @@ def _place(axes: Axes, axis: str, rank: int) -> int:
     return next((ranks.index(rank) for ranks in axes[axis] if rank in ranks), 0)
 
 
-def _told(axes: Sequence[str], places: Collection[tuple[int, ...]]) -> str:
+def _in_words(axes: Sequence[str], places: Collection[tuple[int, ...]]) -> str:
     """Coordinates in words: "cp rank 1", "cp ranks 0 1", "tp rank 0 of dp rank 1"; several of two axes are "others"."""
     if len(axes) > 1:
         return (

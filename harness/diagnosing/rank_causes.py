@@ -20,7 +20,7 @@ from dataclasses import replace
 from harness.checking.call_checks import lists_text, strays
 from harness.checking.evidence import FAIL, Evidence, Finding
 from harness.diagnosing.by_numbers import by_numbers
-from harness.diagnosing.limits import within_limits
+from harness.diagnosing.cause_limits import within_limits
 from harness.diagnosing.rules.causes import MEANT, Cause, reported
 from harness.diagnosing.rules.factors import UNDECIDED
 from harness.diagnosing.rules.layouts import from_flaws
@@ -78,8 +78,8 @@ def likely(
 
     `wrong` are all wrong names in the order of computation; `call_first`: `parted` comes before the first.
     """
-    if said := _from_groups(evidence):  # whatever else is wrong follows from a call over other ranks
-        return tuple(said)
+    if causes := _from_groups(evidence):  # whatever else is wrong follows from a call over other ranks
+        return tuple(causes)
     failed = [check for check, finding in findings.items() if finding.verdict == FAIL]
     by_check = [reported(known, words, findings[check]) for check, (known, words) in _STATED.items() if check in failed]
     by_call = [_blame(parted)] if parted else []
@@ -93,22 +93,22 @@ def likely(
         words = f"explained by rounding to {evidence.island}; the case is in {evidence.case.dtype}"
         words += f", and on one rank the subject does not round so; {MEANT}"
         return (reported("shorter_dtype", words, evidence.island),)
-    if said := from_masks(evidence, findings, wrong):
-        return tuple(said)
+    if causes := from_masks(evidence, findings, wrong):
+        return tuple(causes)
     if evidence.drawn:
         words = f"{evidence.drawn}, so nothing behind it can agree: switch that off for the proof, or seed it by the "
         words += "numbers of the samples (case.samples), on ranks and truth"
         return (reported("other_numbers", words, evidence.drawn),)
     call_first = call_first and by_call[0].id != "wrong_place"  # that changes no number
     numbers = [name for name in wrong if name in evidence.truth and comparable(evidence, name)]
-    said = (what_if(evidence, numbers) or more_classes(evidence, numbers[0], parted)) if numbers else []
-    said = within_limits(evidence, said or (from_parts(evidence, numbers[0]) if numbers else []))
-    said = said or _from_located(evidence)
-    if not said and not call_first:
-        said = within_limits(evidence, by_numbers(evidence, numbers)) if numbers else []
-    said = said or by_call
+    causes = (what_if(evidence, numbers) or more_classes(evidence, numbers[0], parted)) if numbers else []
+    causes = within_limits(evidence, causes or (from_parts(evidence, numbers[0]) if numbers else []))
+    causes = causes or _from_located(evidence)
+    if not causes and not call_first:
+        causes = within_limits(evidence, by_numbers(evidence, numbers)) if numbers else []
+    causes = causes or by_call
     usual = [reported(known, words, findings[check]) for check, (known, words) in _USUAL.items() if check in failed]
-    return tuple(said or usual[:1])
+    return tuple(causes or usual[:1])
 
 
 def _from_located(evidence: Evidence) -> list[Cause]:
@@ -123,8 +123,8 @@ def _from_located(evidence: Evidence) -> list[Cause]:
     for value, truth in found.shown:
         merged = Merged(tensors={**evidence.merged.tensors, name: value}, flaws=evidence.merged.flaws)
         seen = replace(evidence, truth={**evidence.truth, name: truth}, merged=merged, shares={}, others=())
-        if said := by_numbers(seen, [name]):
-            return [_undecided(cause) for cause in said]
+        if causes := by_numbers(seen, [name]):
+            return [_undecided(cause) for cause in causes]
     return []
 
 
@@ -166,11 +166,13 @@ def _blame(parted: Difference) -> Cause:
     assert parted.expected and parted.found  # the third kind has both sides
     expected, found = parted.expected, parted.found
     changed = [field for field in EventKey.__slots__ if getattr(found, field) != getattr(expected, field)]
-    told = [f"{field} {getattr(found, field) or '-'} instead of {getattr(expected, field) or '-'}" for field in changed]
+    changes = [
+        f"{field} {getattr(found, field) or '-'} instead of {getattr(expected, field) or '-'}" for field in changed
+    ]
     known = _changed(expected, found)
     averaged = f"averaged over {found.axis} where it must be summed"
     meaning = averaged if known == "averaged" else "the call is made otherwise"
-    return reported(known, f"{meaning}: " + ", ".join(told), parted)
+    return reported(known, f"{meaning}: " + ", ".join(changes), parted)
 
 
 def _changed(expected: EventKey, found: EventKey) -> str:

@@ -74,8 +74,10 @@ def _weighed(evidence: Evidence, name: str, value: Tensor) -> list[Cause]:
 
     if term:
         return _of_term(evidence, term, weight, near, predict)
-    told = f"without {' and '.join(filter(None, weights))} it is {times(weight)} the truth"
-    return meaning_of(evidence, weight, told, near, lambda other: _weights(other, name).get(""), predict, forward=True)
+    relation = f"without {' and '.join(filter(None, weights))} it is {times(weight)} the truth"
+    return meaning_of(
+        evidence, weight, relation, near, lambda other: _weights(other, name).get(""), predict, forward=True
+    )
 
 
 def _of_term(evidence: Evidence, term: str, weight: float, near: float, predict: Predict) -> list[Cause]:
@@ -99,10 +101,10 @@ def _missing(evidence: Evidence, name: str, value: Tensor) -> list[Cause]:
             continue
         words = f"it is the truth without {other}, which belongs to it: one term of a sum is missing"
         rest = Explained(value=value, truth=truth, guess=truth - term.double())
-        if said := claimed("term_missing", words, rest):
-            return said
+        if causes := claimed("term_missing", words, rest):
+            return causes
         words = f"it is {other} alone: the other term of a sum is missing"
         alone = Explained(value=value, truth=truth, guess=term)
-        if (other.startswith(f"{name}.") or kind == "act_grad") and (said := claimed("term_missing", words, alone)):
-            return said
+        if (other.startswith(f"{name}.") or kind == "act_grad") and (causes := claimed("term_missing", words, alone)):
+            return causes
     return []
