@@ -226,7 +226,8 @@ def _counted(case: Case, read: Rows) -> Pairs:
     if case.full_rows and not case.data and case.tokens >= 2 * len(of_step) + 2:
         pairs["different counts of tokens in step 0"] = _numbers(len(set(of_step)), len(of_step))
     edges = _edge_ids(case)
-    if not case.data and sum(of_step) >= 4 * len(shard_edges(case)):
+    # Of two tokens with the end of a sentence between them none is both read and learned.
+    if not case.data and case.tokens > 2 and sum(of_step) >= 4 * len(shard_edges(case)):
         inputs = {
             token for (step, _, _), batch in read.items() if not step for token in batch.tokens.flatten().tolist()
         }
