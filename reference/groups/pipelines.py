@@ -1,14 +1,12 @@
 """A pipeline: the ranks of one pp group in order, the model chunks of each, and what a stage of it holds.
 
 With v chunks a rank, chunk k of stage r is virtual stage k*P + r of P*v: chunk after chunk around the ranks.
-Sources: Megatron-Core `parallel_state.py` (is_pipeline_first_stage and its neighbours, default_embedding_ranks),
-`transformer_layer.py`: get_transformer_layer_offset, `multi_token_prediction.py`: get_mtp_ranks; Megatron-LM
-`pretrain_gpt.py`: get_embedding_ranks.
+Sources: Megatron-Core `parallel_state.py` (default_embedding_ranks), `transformer_layer.py`:
+get_transformer_layer_offset.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from reference.errors import CaseError
@@ -43,33 +41,6 @@ class PipelineGroup:
             raise CaseError("chunk", chunk, f"must be one of {self.chunks} chunks", f"0..{self.chunks - 1}")
         return chunk * len(self.ranks) + self.stage(rank)
 
-    def first_stage(self, rank: int, chunk: int | None = None) -> bool:
-        """Whether a rank is the first stage, in any of its chunks; with `chunk`, whether that chunk starts the model.
-
-        Raises CaseError for an unknown rank or chunk.
-        """
-        return self.stage(rank) == 0 if chunk is None else self.virtual_stage(rank, chunk) == 0
-
-    def last_stage(self, rank: int, chunk: int | None = None) -> bool:
-        """Whether a rank is the last stage, in any of its chunks; with `chunk`, whether that chunk ends the model.
-
-        Raises CaseError for an unknown rank or chunk.
-        """
-        if chunk is None:
-            return self.stage(rank) == len(self.ranks) - 1
-        return self.virtual_stage(rank, chunk) == self._last
-
-    def next_rank(self, rank: int) -> int:
-        """The rank of the next stage, after the last stage the first: interleaved schedules send there.
-
-        Raises CaseError for an unknown rank.
-        """
-        return self.ranks[(self.stage(rank) + 1) % len(self.ranks)]
-
-    def previous_rank(self, rank: int) -> int:
-        """The rank of the stage before, before the first stage the last. Raises CaseError for an unknown rank."""
-        return self.ranks[self.stage(rank) - 1]
-
     def layers(
         self, count: int, rank: int, chunk: int = 0, *, first: int | None = None, last: int | None = None
     ) -> range:
@@ -83,49 +54,9 @@ class PipelineGroup:
         start = (chunk * count + sum(counts[:stage])) // self.chunks
         return range(start, start + counts[stage] // self.chunks)
 
-    def embedding_ranks(self, *, tied: bool = True, prediction: Iterable[int] = ()) -> tuple[int, ...]:
-        """The ranks that hold the word embedding, in ascending order: its gradient is summed over them.
-
-        These are the first stage, the last if its head is tied to the embedding, and the virtual stages with
-        multi-token prediction layers. Prediction layers embed tokens again. Raises CaseError for an unknown one.
-        """
-        return tuple(sorted({self.ranks[stage % len(self.ranks)] for stage in self._embedding(tied, prediction)}))
-
-    def holds_embedding(
-        self, rank: int, chunk: int | None = None, *, tied: bool = True, prediction: Iterable[int] = ()
-    ) -> bool:
-        """Whether a rank holds the word embedding, in any of its chunks; with `chunk`, whether that chunk does.
-
-        Megatron-Core's is_rank_in_embedding_group knows the first and the last stage alone. There every chunk of a
-        stage between is in the group, and a last member that is not the last stage is not. Raises CaseError for an
-        unknown rank, chunk or virtual stage.
-        """
-        if chunk is None:
-            self.stage(rank)
-            return rank in self.embedding_ranks(tied=tied, prediction=prediction)
-        return self.virtual_stage(rank, chunk) in self._embedding(tied, prediction)
-
-    def position_embedding_ranks(self) -> tuple[int, ...]:
-        """The ranks that hold the position embedding: the first stage alone, so that it is never summed."""
-        return self.ranks[:1]
-
-    def prediction_stage(self) -> int:
-        """The virtual stage of multi-token prediction layers where no layout of layers is given: the last."""
-        return self._last
-
-    @property
-    def _last(self) -> int:
-        return len(self.ranks) * self.chunks - 1
-
-    def _embedding(self, tied: bool, prediction: Iterable[int]) -> set[int]:
-        """The virtual stages that hold the word embedding."""
-        found = {0, *prediction} | ({self._last} if tied else set())
-        for stage in found:
-            if not 0 <= stage <= self._last:
-                raise CaseError(
-                    "prediction", stage, f"must be one of {self._last + 1} virtual stages", f"0..{self._last}"
-                )
-        return found
+    def embedding_ranks(self) -> tuple[int, ...]:
+        """The ranks that hold a tied word embedding, the first and the last stage: its gradient is summed over them."""
+        return tuple(sorted({self.ranks[0], self.ranks[-1]}))
 
     def _layer_counts(self, count: int, first: int | None, last: int | None) -> list[int]:
         """Layers of each stage in all its chunks."""

@@ -71,4 +71,3 @@ def test_who_holds_the_embeddings() -> None:
     for ranks in ((3,), (0, 4, 8, 12)):
         pipeline = PipelineGroup(ranks=ranks)
         assert [*pipeline.embedding_ranks()] == state.default_embedding_ranks([*ranks])
-        assert [*pipeline.position_embedding_ranks()] == state.default_position_embedding_ranks([*ranks])
