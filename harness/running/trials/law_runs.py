@@ -102,14 +102,14 @@ def _legal(
 
     They need no more than _LARGEST ranks or those of the case.
     """
-    found: list[tuple[dict[str, int], CaseLike]] = []
+    legal: list[tuple[dict[str, int], CaseLike]] = []
     for words in sizes:
         with suppress(ValueError):  # this grouping breaks a rule of the case language
             other = case.but(**words, **unsaved(case))
-            fits = len(found) < most and other.world_size <= max(case.world_size, _LARGEST)
+            fits = len(legal) < most and other.world_size <= max(case.world_size, _LARGEST)
             if fits and not refusal(other, subject):
-                found.append((words, other))
-    return found
+                legal.append((words, other))
+    return legal
 
 
 DTYPE = "float32"
