@@ -112,11 +112,11 @@ def campaign(part: Part) -> Iterator[tuple[Campaign, list[Alarm]]]:
     with InprocEngine() as engine:
         for number, case in enumerate(every, start=1):
             alarms_or_none = _alarms(case, part, engine)
-            found = alarms_or_none or []
-            lost = sum(one.verdict == UNJUDGED for one in found)
-            unsure = sum(one.verdict == UNKNOWN and one.check != "run" for one in found)
+            alarms_of_case = alarms_or_none or []
+            lost = sum(one.verdict == UNJUDGED for one in alarms_of_case)
+            unsure = sum(one.verdict == UNKNOWN and one.check != "run" for one in alarms_of_case)
             refused, unjudged = refused + (alarms_or_none is None), unjudged + lost
-            alarms, undecided = alarms + len(found) - unsure - lost, undecided + unsure
+            alarms, undecided = alarms + len(alarms_of_case) - unsure - lost, undecided + unsure
             yield (
                 Campaign(
                     dtype=part.dtype,
@@ -128,7 +128,7 @@ def campaign(part: Part) -> Iterator[tuple[Campaign, list[Alarm]]]:
                     seconds=round(time.perf_counter() - start_s, 1),
                     resident_mib=resident_bytes() // 2**20,
                 ),
-                found,
+                alarms_of_case,
             )
 
 

@@ -121,9 +121,9 @@ class Search:
                 return [(pair, needs)]
         return []
 
-    def completed(self, found: list[Words]) -> list[Words]:
+    def completed(self, cases: list[Words]) -> list[Words]:
         """The cases and more of them, until no pair is missing."""
-        missing = self.wanted - self.union(found)
+        missing = self.wanted - self.union(cases)
         while missing:
             pair = self.random.choice(sorted(missing, key=repr))
             made = [*filter(None, (self.near(dict(pair[0]), pair[1]), self.examples.get(pair)))]
@@ -132,8 +132,8 @@ class Search:
             missing.discard(pair)
             if best is not None:
                 missing -= self.pairs_of(best)
-                found.append(best)
-        return found
+                cases.append(best)
+        return cases
 
     def worth(self, words: Words, missing: set[Pair]) -> float:
         """How many missing pairs a case holds for what it costs."""
@@ -156,37 +156,37 @@ class Search:
         """The legal case near this one that has these words, None where the rules propose none."""
         return repaired(words, fixed, self.domains, self.problem)
 
-    def without_idle(self, found: list[Words]) -> list[Words]:
+    def without_idle(self, cases: list[Words]) -> list[Words]:
         """The cases without those of which others hold all that is wanted, the dearest left out first."""
-        for words in sorted(found, key=cost, reverse=True):
-            others = [other for other in found if other is not words]
+        for words in sorted(cases, key=cost, reverse=True):
+            others = [other for other in cases if other is not words]
             if not (self.pairs_of(words) & self.wanted) - self.union(others):
-                found = others
-        return found
+                cases = others
+        return cases
 
-    def cheaper(self, found: list[Words]) -> list[Words]:
+    def cheaper(self, cases: list[Words]) -> list[Words]:
         """The list with a few cases found anew, or as it was."""
-        out = self.random.sample(range(len(found)), min(len(found), self.random.randint(2, _TAKEN_OUT)))
-        new = self.without_idle(self.completed([words for place, words in enumerate(found) if place not in out]))
-        lost = (self.wanted & self.union(found)) - self.union(new)
-        return found if lost or sum(map(cost, new)) > sum(map(cost, found)) else new
+        out = self.random.sample(range(len(cases)), min(len(cases), self.random.randint(2, _TAKEN_OUT)))
+        new = self.without_idle(self.completed([words for place, words in enumerate(cases) if place not in out]))
+        lost = (self.wanted & self.union(cases)) - self.union(new)
+        return cases if lost or sum(map(cost, new)) > sum(map(cost, cases)) else new
 
-    def plainer(self, found: Sequence[Words]) -> list[Words]:
+    def plainer(self, cases: Sequence[Words]) -> list[Words]:
         """The cases with single words changed to what costs less, where other cases hold the pairs that go with it."""
-        found = list(found)
-        times = Counter(pair for words in found for pair in self.pairs_of(words) & self.wanted)
+        cases = list(cases)
+        times = Counter(pair for words in cases for pair in self.pairs_of(words) & self.wanted)
         values = [(word, value) for word in (*_AXES, "micro", *_DEARER) for value in self.domains.get(word, ())]
-        for place in sorted(range(len(found)), key=lambda place: cost(found[place]), reverse=True):
+        for place in sorted(range(len(cases)), key=lambda place: cost(cases[place]), reverse=True):
             for word, value in values:
-                words = found[place]
+                words = cases[place]
                 other = self.changed(words, {word: value}) if words[word] != value else None
                 if other and cost(other) < cost(words):
                     gone, come = ((self.pairs_of(of) & self.wanted) for of in (words, other))
                     if all(times[pair] > 1 for pair in gone - come):
                         times.subtract(gone)
                         times.update(come)
-                        found[place] = other
-        return found
+                        cases[place] = other
+        return cases
 
 
 def _with(words: Words, steps: int, layers: Iterable[int]) -> Words:
@@ -200,19 +200,19 @@ def _short(words: Words) -> Words:
     return _with({**words, "micro": 1 if words["micro"] == 2 else words["micro"]}, 1, range(1, 9))
 
 
-def finished(found: Sequence[Words], kept: Sequence[Words], words: Iterable[str]) -> list[Words]:
+def finished(cases: Sequence[Words], kept: Sequence[Words], words: Iterable[str]) -> list[Words]:
     """The cases with two steps and layers where a value of these words would be in no such case otherwise."""
     words, done = list(words), set[tuple[str, object]]()
     for case in kept:
         done |= {(word, case[word]) for word in words} if case["steps"] > 1 and case["layers"] > 1 else set()
-    longer = [_with(case, 2, range(max(2, case["layers"]), 9)) for case in found]
+    longer = [_with(case, 2, range(max(2, case["layers"]), 9)) for case in cases]
     levels = [{(word, case[word]) for word in words} for case in longer]
     chosen = set[int]()
     while missing := set().union(*levels) - done:
-        best = max(range(len(found)), key=lambda n: len(missing & levels[n]) / (cost(longer[n]) - cost(found[n])))
+        best = max(range(len(cases)), key=lambda n: len(missing & levels[n]) / (cost(longer[n]) - cost(cases[n])))
         chosen.add(best)
         done |= levels[best]
-    return [longer[number] if number in chosen else case for number, case in enumerate(found)]
+    return [longer[number] if number in chosen else case for number, case in enumerate(cases)]
 
 
 def main() -> int:
@@ -226,12 +226,12 @@ def main() -> int:
     search = Search(
         kept, [short for words in (*before, *kept) if not problem_of(short := _short(words), _degenerate)], asked.seed
     )
-    found = search.without_idle(search.completed([_short(words) for words in before]))
+    cases = search.without_idle(search.completed([_short(words) for words in before]))
     while time.monotonic() < end:
-        found = search.cheaper(search.plainer(found))
-        print(f"\r{len(found)} cases, cost {sum(map(cost, found)):.2f}", end="", flush=True)
+        cases = search.cheaper(search.plainer(cases))
+        print(f"\r{len(cases)} cases, cost {sum(map(cost, cases)):.2f}", end="", flush=True)
     by_hand = FILE.read_text(encoding="utf-8").partition("\npairs:\n")[0]
-    new = sorted(line_of(Case(**words)) for words in finished(found, kept, search.domains))
+    new = sorted(line_of(Case(**words)) for words in finished(cases, kept, search.domains))
     FILE.write_text("\n".join([by_hand, "pairs:", *new, ""]), encoding="utf-8")
     return 0
 

@@ -233,11 +233,11 @@ def _proof_rows(rounds: int, *, quick: bool) -> list[Row]:
 
 def _program_row(pairs: int) -> Row:
     """A step of a program that is recorded as it is, over the same step unrecorded; the interval beside it."""
-    seconds, found = recorded_step(pairs)
-    interval = f"{found.low:.2f} to {found.high:.2f}"
-    open_ = f", {ALLOWED_COST} not resolvable here" if found.low <= ALLOWED_COST < found.high else ""
+    seconds, ratio = recorded_step(pairs)
+    interval = f"{ratio.low:.2f} to {ratio.high:.2f}"
+    open_ = f", {ALLOWED_COST} not resolvable here" if ratio.low <= ALLOWED_COST < ratio.high else ""
     versus = f"unrecorded step ({interval}{open_})"
-    return Row(metric="recorded program, CPU time", value=seconds * 1e3, unit="ms", versus=versus, ratio=found.ratio)
+    return Row(metric="recorded program, CPU time", value=seconds * 1e3, unit="ms", versus=versus, ratio=ratio.ratio)
 
 
 def main(arguments: Sequence[str] = ()) -> int:

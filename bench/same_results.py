@@ -104,13 +104,13 @@ def main() -> int:
     texts = {"default": list(dict.fromkeys(default)), "drawn": drawn(options.cases, options.seed)}
     for name, cases in texts.items():
         one, other = (results(tree, cases, work / f"{side}-{name}") for side, tree in (("base", base), ("ours", ROOT)))
-        found = differences(one, other)
-        print(*found, sep="\n")
+        apart = differences(one, other)
+        print(*apart, sep="\n")
         counts = ", ".join(f"{len(one[table])} rows of {table}" for table in _KEYS)
         errors = _apart(one["error"], other["error"])["check"].count() // 2
-        summary = f"{len(found)} differences; {errors} errors behind verdicts differ in some bit"
+        summary = f"{len(apart)} differences; {errors} errors behind verdicts differ in some bit"
         print(f"{name}: {len(cases)} cases, {counts}: {summary}")
-        failed += len(found)
+        failed += len(apart)
     return 1 if failed else 0
 
 

@@ -2,7 +2,7 @@
 
     python -m bench.static_witness "tp=2 dp=2 kind=qwen3"      in an environment with torchtitan
 
-One rank of a group that sends nothing takes one micro-batch forward and backward, under the types that torchtitan
+A rank of a group that sends nothing computes a micro-batch forward and backward. Types are those that torchtitan
 states. Our verdict on the same case is `shardproof run CASE --subject suites.subjects.torchtitan:subject`. Exit status
 1 where the checker finds a type wrong or missing.
 """

@@ -144,17 +144,17 @@ def figures(tree: Path) -> list[str]:
     """Lines to print of a tree. Raises SystemExit where the case does not pass there."""
     with tempfile.NamedTemporaryFile() as file:
         _started(tree, [str(ROOT / "bench/walk.py"), "--follow", str(tree), file.name])
-        found = json.loads(Path(file.name).read_text())
-    if found["status"]:
-        raise SystemExit(f"{tree}: the case that is followed does not pass: exit status {found['status']}")
-    files, returns = walk([(file, name) for file, name in found["calls"]])
+        trace = json.loads(Path(file.name).read_text())
+    if trace["status"]:
+        raise SystemExit(f"{tree}: the case that is followed does not pass: exit status {trace['status']}")
+    files, returns = walk([(file, name) for file, name in trace["calls"]])
     names, places = strings(tree), built(tree)
     case_s, torch_s = seconds(tree)
     return [
         f"walk      {len(files)} files, {returns} returns",
         f"strings   {len(names)}",
         f"built     {len(places)} files: {' '.join(places)}",
-        f"loaded    {len(found['lines'])} modules, {sum(found['lines'].values())} lines",
+        f"loaded    {len(trace['lines'])} modules, {sum(trace['lines'].values())} lines",
         f"seconds   {case_s:.2f} of a case, {torch_s:.2f} of import torch: {case_s / torch_s:.2f}",
     ]
 

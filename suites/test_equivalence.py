@@ -58,13 +58,13 @@ def test_all_modes_compute_the_same(prover: Prover, data: st.DataObject) -> None
     case = prover.drawn(
         data, mode, where_known={"delivery": "tensors", "packed": False}
     )  # packs are delivered otherwise
-    found = outcomes(prover, case, modes)
-    if len(found) < 2:
+    by_mode = outcomes(prover, case, modes)
+    if len(by_mode) < 2:
         reason = f"case {case}: {prover.subject.name} takes it in no other mode"
         if prover.only is not None:
             pytest.skip(reason)
         prover.refusals.append(reason)
         hypothesis.reject()
-    first, *others = found
+    first, *others = by_mode
     for other in others:
-        assert apart(found[first], found[other]) == [], f"{first} and {other} part on {case}"
+        assert apart(by_mode[first], by_mode[other]) == [], f"{first} and {other} part on {case}"

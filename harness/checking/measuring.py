@@ -8,8 +8,9 @@ from dataclasses import replace
 import torch
 
 from harness.checking.evidence import Evidence
-from harness.checking.measures.kinds import NUMERIC_KINDS, OVER_TOKENS, error_of_sums, kind_of, step_of, tokens_of
+from harness.checking.measures.kinds import NUMERIC_KINDS, kind_of, step_of
 from harness.checking.measures.measured import Measured, epsilon
+from harness.checking.measures.sums import OVER_TOKENS, error_of_sums, tokens_of
 from harness.checking.measures.tolerance import LEAP, measure
 
 _MEANS, _SQUARES = "exp_avg_after", "exp_avg_sq_after"

@@ -113,14 +113,16 @@ def likely(
 
 def _from_located(evidence: Evidence) -> list[Cause]:
     """The causes that the numbers of the first wrong module show, under any layout that shows one."""
-    found = evidence.located
-    if found is None:
+    located = evidence.located
+    if located is None:
         return []
-    if found.summed:
-        words = f"the ranks' values add up to the truth over {found.summed}: each holds one partial sum, never reduced"
-        return [reported("not_summed", words, found)]
-    name = f"{'act' if found.phase == 'forward' else 'act_grad'}/{found.module}"
-    for value, truth in found.shown:
+    if located.summed:
+        words = (
+            f"the ranks' values add up to the truth over {located.summed}: each holds one partial sum, never reduced"
+        )
+        return [reported("not_summed", words, located)]
+    name = f"{'act' if located.phase == 'forward' else 'act_grad'}/{located.module}"
+    for value, truth in located.shown:
         merged = Merged(tensors={**evidence.merged.tensors, name: value}, flaws=evidence.merged.flaws)
         seen = replace(evidence, truth={**evidence.truth, name: truth}, merged=merged, shares={}, others=())
         if causes := by_numbers(seen, [name]):
@@ -137,13 +139,13 @@ def _undecided(cause: Cause) -> Cause:
 
 def _from_groups(evidence: Evidence) -> list[Cause]:
     """The first axis whose calls ran over ranks that it does not have, with the rank lists seen and the legal ones."""
-    found = strays(evidence)
-    if not found:
+    stray_calls = strays(evidence)
+    if not stray_calls:
         return []
-    axis = found[0].axis
-    seen = lists_text(event.group for event in found if event.axis == axis)
+    axis = stray_calls[0].axis
+    seen = lists_text(event.group for event in stray_calls if event.axis == axis)
     words = f"calls named {axis} run over the ranks {seen}; the rank lists of axis {axis} are "
-    return [reported("wrong_group", words + lists_text(evidence.axes[axis]), found)]
+    return [reported("wrong_group", words + lists_text(evidence.axes[axis]), stray_calls)]
 
 
 def _waits_for_none(evidence: Evidence, parted: Difference) -> bool:

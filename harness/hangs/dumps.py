@@ -35,18 +35,18 @@ def standings(paths: Iterable[str | Path]) -> list[RankStanding]:
 
 
 def _standings(paths: Iterable[str | Path]) -> list[RankStanding]:
-    found: dict[int, RankStanding] = {}
+    by_rank: dict[int, RankStanding] = {}
     for name in paths:
         path = Path(name)
         if not path.exists():
             raise RequestError(f"dump {path}: no such file or folder; {_LEGAL}")
         for one in _of_folder(path) if path.is_dir() else [_of_file(path)]:
-            if one.rank in found:
-                raise RequestError(f"dump {one.source}: rank {one.rank} is in {found[one.rank].source} too; {_LEGAL}")
-            found[one.rank] = one
-    if not found:
+            if one.rank in by_rank:
+                raise RequestError(f"dump {one.source}: rank {one.rank} is in {by_rank[one.rank].source} too; {_LEGAL}")
+            by_rank[one.rank] = one
+    if not by_rank:
         raise RequestError(f"dumps: hold no rank; {_LEGAL}")
-    return [found[rank] for rank in sorted(found)]
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def _of_folder(path: Path) -> list[RankStanding]:

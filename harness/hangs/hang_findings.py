@@ -11,7 +11,7 @@ _MOST = 8
 """Ranks, or findings, that are listed one by one."""
 
 
-def lines(ranks: Sequence[RankStanding], found: Sequence[Parted]) -> Iterator[str]:
+def lines(ranks: Sequence[RankStanding], partings: Sequence[Parted]) -> Iterator[str]:
     """The findings, the first one with the standing of its ranks; a sentence when no rank is seen to part."""
     silent = max((one.silent_s for one in ranks), default=0.0)
     about = f", silent for {silent:g} s" if silent else ""
@@ -21,15 +21,15 @@ def lines(ranks: Sequence[RankStanding], found: Sequence[Parted]) -> Iterator[st
         yield f"{_named(missing)} left no dump"
     for one in [one for one in ranks if one.ended][:_MOST]:
         yield f"rank {one.rank}: {one.ended}"
-    if not found:
+    if not partings:
         yield _no_difference(ranks, missing)
         return
-    for place, finding in enumerate(found[:_MOST]):
+    for place, finding in enumerate(partings[:_MOST]):
         yield _finding(finding)
         if not place:
             yield from _standing(finding, ranks)
-    if len(found) > _MOST:
-        yield f"and {len(found) - _MOST} findings more"
+    if len(partings) > _MOST:
+        yield f"and {len(partings) - _MOST} findings more"
 
 
 def _no_difference(ranks: Sequence[RankStanding], missing: Sequence[int]) -> str:
@@ -45,20 +45,24 @@ def _no_difference(ranks: Sequence[RankStanding], missing: Sequence[int]) -> str
     return "no rank parted: in every group all ranks issued the same calls, as far as the dumps reach back"
 
 
-def _finding(found: Parted) -> str:
-    who, event = _named(found.ranks), f"event {found.number}{_of(found.channel, found.call)}"
-    what = f": {found.call.words}" if found.call is not None else ""
-    if found.how == "cycle":
+def _finding(parting: Parted) -> str:
+    who, event = _named(parting.ranks), f"event {parting.number}{_of(parting.channel, parting.call)}"
+    what = f": {parting.call.words}" if parting.call is not None else ""
+    if parting.how == "cycle":
         return f"{who} wait for each other: every one of them is in a call that another has not issued"
-    if found.how == "extra":
+    if parting.how == "extra":
         return f"{who} issued {event}, which no other rank issued{what}"
-    if found.how == "differs" and found.instead is not None:
-        return f"{who} issued {found.instead.words} as {event}, where the others issued{what[1:]}"
-    if found.how == "gone":
-        are = "is" if len(found.ranks) == 1 else "are"
-        return f"{who} {are} gone, and {_named(found.waiting)} issued last {event}{what}"
-    wait = f"; {_named(found.waiting)} {'wait' if len(found.waiting) > 1 else 'waits'} for it" if found.waiting else ""
-    return f"{who} never issued {event}{what}{wait if found.how == 'behind' else ''}"
+    if parting.how == "differs" and parting.instead is not None:
+        return f"{who} issued {parting.instead.words} as {event}, where the others issued{what[1:]}"
+    if parting.how == "gone":
+        are = "is" if len(parting.ranks) == 1 else "are"
+        return f"{who} {are} gone, and {_named(parting.waiting)} issued last {event}{what}"
+    wait = (
+        f"; {_named(parting.waiting)} {'wait' if len(parting.waiting) > 1 else 'waits'} for it"
+        if parting.waiting
+        else ""
+    )
+    return f"{who} never issued {event}{what}{wait if parting.how == 'behind' else ''}"
 
 
 def _of(channel: Channel, call: LastCall | None) -> str:

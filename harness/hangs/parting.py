@@ -131,7 +131,7 @@ def _differing(channel: Channel, members: Sequence[RankStanding]) -> Iterator[Pa
             continue
         usual = max(weights, key=lambda identity: (weights[identity], -_first_of(identity, calls)))
         standard = next(rank for rank in kinds if rank in calls and _identity(calls[rank]) == usual)
-        found = []
+        groups = []
         for group in alike:
             rank = group[0]
             if rank not in calls or _identity(calls[rank]) == usual:
@@ -139,8 +139,8 @@ def _differing(channel: Channel, members: Sequence[RankStanding]) -> Iterator[Pa
             how = _how(own[standard], own[rank], number)
             same = calls[rank].signature == calls[standard].signature
             if not same or (behind and how != "differs"):
-                found.append((how, tuple(group), rank))
-        for how, group_ranks, rank in found:
+                groups.append((how, tuple(group), rank))
+        for how, group_ranks, rank in groups:
             call = calls[rank] if how == "extra" else calls[standard]
             yield Parted(
                 how=how,
@@ -151,7 +151,7 @@ def _differing(channel: Channel, members: Sequence[RankStanding]) -> Iterator[Pa
                 instead=None if how == "extra" else calls[rank],
                 waiting=_waiting(channel, members, group_ranks),
             )
-        if found:
+        if groups:
             return
 
 

@@ -161,10 +161,14 @@ def figures(rows: Sequence[Kill]) -> Figures:
 
 def killed_alone(rows: Iterable[Kill], checks: Sequence[str]) -> dict[str, tuple[int, int, str]]:
     """Check -> rows it kills, rows that only it kills, and the name of the first of these ("" when there is none)."""
-    found = {check: (0, 0, "") for check in checks}
+    figures_by_check = {check: (0, 0, "") for check in checks}
     for row in rows:
         for check in row.killed_by:
-            kills, alone, name = found.get(check, (0, 0, ""))
+            kills, alone, name = figures_by_check.get(check, (0, 0, ""))
             only = len(row.killed_by) == 1
-            found[check] = (kills + 1, alone + only, name or (row.name if only and not row.held_back else ""))
-    return found
+            figures_by_check[check] = (
+                kills + 1,
+                alone + only,
+                name or (row.name if only and not row.held_back else ""),
+            )
+    return figures_by_check

@@ -125,19 +125,19 @@ def measured(
 def _cut(rank: DryRank, ends: Sequence[int], until: Sequence[Times]) -> list[Segment]:
     """Segments between these numbers of stretches, with what was spent until each."""
     made: list[Segment] = []
-    spent, first, found = Times(), 0, 0
+    spent, first, start_bytes = Times(), 0, 0
     for end, times in zip(ends, until, strict=True):
         own = rank.stretches[first:end]
-        level = own[-1].held_bytes if own else found
+        level = own[-1].held_bytes if own else start_bytes
         made.append(
             Segment(
                 times=together((1.0, times), (-1.0, spent)),
-                left_bytes=level - found,
-                more_bytes=max((stretch.peak_bytes for stretch in own), default=found) - found,
+                left_bytes=level - start_bytes,
+                more_bytes=max((stretch.peak_bytes for stretch in own), default=start_bytes) - start_bytes,
                 flops=sum(stretch.flops for stretch in own),
             )
         )
-        spent, first, found = times, end, level
+        spent, first, start_bytes = times, end, level
     return made
 
 

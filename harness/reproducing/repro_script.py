@@ -165,16 +165,16 @@ def answers_of(processes: Sequence[Any], answers: Any) -> list[int]:
 
     Raises queue.Empty when there is none in time, or a process ended without one.
     """
-    found: list[int] = []
+    statuses: list[int] = []
     end_s = time.monotonic() + LIMIT_S
-    while len(found) < len(processes) and not any(found):
-        gone = sum(process.exitcode is not None for process in processes) > len(found)
+    while len(statuses) < len(processes) and not any(statuses):
+        gone = sum(process.exitcode is not None for process in processes) > len(statuses)
         try:
-            found.append(answers.get(timeout=1.0)[1])
+            statuses.append(answers.get(timeout=1.0)[1])
         except queue.Empty:
             if gone or time.monotonic() > end_s:
                 raise
-    return found
+    return statuses
 
 
 def main(facts: Mapping[str, Any]) -> int:

@@ -86,21 +86,21 @@ class ProvingProcess:
         When it has ended, or must be ended, `note` says so. `error` is then that of the case that it was proving; None
         when it was proving none.
         """
-        found: dict[int, Answer] = {}
+        answers: dict[int, Answer] = {}
         try:
             while self.asked and self.connection.poll():
                 answer = self.connection.recv()
                 if isinstance(answer, str):
                     self._part, self._since_s = answer, time.monotonic()
                 else:
-                    found[self.asked.popleft()], self._part = answer, ""
+                    answers[self.asked.popleft()], self._part = answer, ""
         except (EOFError, OSError):
             self._ended()
-            return found
+            return answers
         if self.asked and self._part and time.monotonic() > self._since_s + self._allowed_s():
             self._process.kill()
             self._ended(TimeLimit(too_long(self._part, self._limit_s), ranks=(), positions=()))
-        return found
+        return answers
 
     def _allowed_s(self) -> float:
         """How long this part of a case may go on without a word: what ends by itself in time is never ended."""

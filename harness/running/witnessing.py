@@ -106,10 +106,10 @@ class Witnesses:
             "collectives.csv": _collectives(text, good, recorded, case),
             "sessions.csv": list(_sessions(text, good, steps)),
         }
-        found = undisturbed(finding(agreed, steps), good)
-        if found.verdict == FAIL:
-            return self._failed(found, agreed, case, tables, good)
-        return _result(qualified(found, sessions, untold), text, tables)
+        outcome = undisturbed(finding(agreed, steps), good)
+        if outcome.verdict == FAIL:
+            return self._failed(outcome, agreed, case, tables, good)
+        return _result(qualified(outcome, sessions, untold), text, tables)
 
     def _chosen(self, events: Sequence[Event]) -> list[Event]:
         return [event for event in events if self.steps is None or event.step in self.steps]

@@ -57,11 +57,11 @@ def named(subject: str | Subject | NamedSubject, truth: str = "") -> NamedSubjec
     if isinstance(subject, NamedSubject):
         return subject
     address = subject if isinstance(subject, str) else ""
-    found: Any = resolve(address) if address else subject
-    name = address or _name_of(found)
-    if not callable(found):
-        raise RequestError(f"subject {name}: must be callable as subject(case, device), not {type(found).__name__}")
-    return NamedSubject(name=name, call=found, address=address, truth=truth)
+    target: Any = resolve(address) if address else subject
+    name = address or _name_of(target)
+    if not callable(target):
+        raise RequestError(f"subject {name}: must be callable as subject(case, device), not {type(target).__name__}")
+    return NamedSubject(name=name, call=target, address=address, truth=truth)
 
 
 def _name_of(subject: object) -> str:

@@ -110,11 +110,11 @@ def truth_of(subject: NamedSubject) -> DenseFunction | str | None:
         return None
     if stated == ALONE:
         return ALONE
-    found: object = resolve(stated) if isinstance(stated, str) else stated
-    if not callable(found):
-        rule = f"must be callable as truth(case, device), not {type(found).__name__}"
+    target: object = resolve(stated) if isinstance(stated, str) else stated
+    if not callable(target):
+        rule = f"must be callable as truth(case, device), not {type(target).__name__}"
         raise RequestError(f"truth={stated}: {rule}; legal: --truth MODULE:OBJECT or --truth alone")
-    dense: DenseFunction = found
+    dense: DenseFunction = target
     return _with_deviations(dense, subject)
 
 

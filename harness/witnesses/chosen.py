@@ -95,14 +95,14 @@ def terms_of(
         short = tuple(expected(case.but(steps=1)) if expected is not None else ())
     except Exception as problem:  # a third party's function on a case that nobody asked it before
         return None, f"the closed form of one step failed: {error_text(problem)}"
-    every, found = tuple(terms), list[Term]()
+    every, summed = tuple(terms), list[Term]()
     for at in [dict(at) for at in dict.fromkeys(tuple(sorted(_at(term).items())) for term in (*every, *short))]:
         whole, one = (closed_form(term for term in some if _at(term) == at) for some in (every, short))
         if untold := _unlike(whole, one, case.steps):
             return None, f"the closed form does not tell which step has what: {untold}"
-        found += [Term(**asdict(line), calls=n * len(steps), at=at) for line, n in one.complete.items()]
-        found += [term.times(len(steps)) for term in one.partial]
-    return tuple(found), ""
+        summed += [Term(**asdict(line), calls=n * len(steps), at=at) for line, n in one.complete.items()]
+        summed += [term.times(len(steps)) for term in one.partial]
+    return tuple(summed), ""
 
 
 def _at(term: TermLike) -> dict[str, int]:

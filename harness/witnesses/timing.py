@@ -134,13 +134,13 @@ def _span(row: Mapping[str, Any]) -> Span:
 
 def joined(spans: Iterable[Span]) -> list[Span]:
     """The spans as disjoint ones, by start."""
-    found: list[Span] = []
+    disjoint: list[Span] = []
     for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
+        if disjoint and start <= disjoint[-1][1]:
+            disjoint[-1] = (disjoint[-1][0], max(disjoint[-1][1], end))
         else:
-            found.append((start, end))
-    return found
+            disjoint.append((start, end))
+    return disjoint
 
 
 def shared(span: Span, disjoint: Sequence[Span]) -> float:

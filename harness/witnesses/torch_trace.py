@@ -130,19 +130,19 @@ def _name(row: Json) -> str:
 
 def _logged(rows: Sequence[Json], entries: Sequence[Json]) -> list[Json | None]:
     """The Flight Recorder's entry of every row, all None unless the entries are exactly those of the rows."""
-    found: list[Json | None] = []
+    logs: list[Json | None] = []
     left = iter(entries)
     for row in rows:
         operator = _OPERATORS[_name(row)]
         if not operator.flight:
-            found.append(None)
+            logs.append(None)
             continue
         several = len(list(_shapes(_dims(row, operator.payload_at)))) if _name(row) in _SEVERAL else 1
         mine = list(itertools.islice(left, several))
         if len(mine) < several or any(operator.flight not in str(e.get("profiling_name")) for e in mine):
             return [None] * len(rows)
-        found.append(mine[0])
-    return found if next(left, None) is None else [None] * len(rows)
+        logs.append(mine[0])
+    return logs if next(left, None) is None else [None] * len(rows)
 
 
 def _groups(entry: Json | None, header: Sequence[Json], rank: int) -> tuple[tuple[int, ...], ...]:

@@ -116,10 +116,10 @@ def _opened(a: Path, b: Path) -> tuple[Source, Source]:
         )
     for folder in sorted({a, b} - found.keys(), key=is_megatron):
         try:
-            held = parameters(folder, form)
+            tensors = parameters(folder, form)
         except CaseError as problem:
             raise CheckpointError(folder, problem.rule, problem.legal) from problem
-        found[folder] = Weights(folder=folder, held={f"model.{name}": tensor for name, tensor in held.items()})
+        found[folder] = Weights(folder=folder, held={f"model.{name}": tensor for name, tensor in tensors.items()})
         if not is_megatron(folder) and _TABLE in found[folder].tensors:
             form = replace(form, vocab=found[folder].tensors[_TABLE].size[0])
     return found[a], found[b]
@@ -173,7 +173,7 @@ def _likenesses(one: Source, keys: Sequence[str], differ: Sequence[str]) -> Iter
 
 
 def _explained(one: Source, other: Source, key: str) -> Unlike:
-    shapes = [{name: tuple(held.size) for name, held in side.tensors.items()} for side in (one, other)]
+    shapes = [{name: tuple(entry.size) for name, entry in side.tensors.items()} for side in (one, other)]
     if key not in shapes[0] or key not in shapes[1]:
         has, lacks = ("A", "B") if key in shapes[0] else ("B", "A")
         return Unlike(
@@ -262,9 +262,9 @@ def _where(wrong: Tensor) -> str:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """0-3 8-11, and how many ranges follow."""
-    held = set(numbers)
-    starts = [number for number in numbers if number - 1 not in held]
-    ends = [number for number in numbers if number + 1 not in held]
+    kept = set(numbers)
+    starts = [number for number in numbers if number - 1 not in kept]
+    ends = [number for number in numbers if number + 1 not in kept]
     texts = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
     return " ".join(texts[:4]) + (f" and {len(texts) - 4} more ranges" if len(texts) > 4 else "")
 

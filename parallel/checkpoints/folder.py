@@ -142,16 +142,16 @@ class Stored:
 
     def full(self, key: str) -> Tensor:
         """The full tensor of a key. Raises CheckpointError as `read` does."""
-        held = self.tensors[key]
-        tensor = torch.empty(held.size, dtype=held.properties.dtype, device="cpu")
+        entry = self.tensors[key]
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
         self.read([(key, Box(local=tensor, offsets=(0,) * tensor.dim(), global_shape=tuple(tensor.shape)))])
         return tensor
 
     def chunks(self, key: str) -> list[tuple[tuple[tuple[int, ...], tuple[int, ...]], str]]:
         """((offsets, sizes), file) of every chunk of a tensor, in the order of their offsets."""
         files = {index.offset: str(info.relative_path) for index, info in self._places if index.fqn == key}
-        held = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in self.tensors[key].chunks]
-        return sorted((chunk, files.get(torch.Size(chunk[0]), "")) for chunk in held)
+        boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in self.tensors[key].chunks]
+        return sorted((chunk, files.get(torch.Size(chunk[0]), "")) for chunk in boxes)
 
     @property
     def _places(self) -> Iterable[tuple[Any, Any]]:
@@ -180,8 +180,8 @@ class Stored:
 
 def _tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     """The tensors among what a checkpoint holds."""
-    held = metadata.state_dict_metadata
-    return {key: stored for key, stored in held.items() if isinstance(stored, TensorStorageMetadata)}
+    entries = metadata.state_dict_metadata
+    return {key: stored for key, stored in entries.items() if isinstance(stored, TensorStorageMetadata)}
 
 
 def _used(metadata: Metadata) -> set[str]:
@@ -231,9 +231,9 @@ def _check_tiled(where: object, key: str, stored: TensorStorageMetadata) -> None
     for one, other in itertools.combinations([chunk for chunk in stored.chunks if math.prod(chunk.sizes)], 2):
         if all(a < d and c < b for (a, b), (c, d) in zip(_region(one), _region(other), strict=True)):
             raise CheckpointError(where, f"chunks of {key} overlap: {_region(one)} and {_region(other)}", "a tiling")
-    held = sum(math.prod(chunk.sizes) for chunk in stored.chunks)
-    if held != math.prod(stored.size):
-        what = f"chunks of {key} hold {held} of its {math.prod(stored.size)} elements"
+    elements = sum(math.prod(chunk.sizes) for chunk in stored.chunks)
+    if elements != math.prod(stored.size):
+        what = f"chunks of {key} hold {elements} of its {math.prod(stored.size)} elements"
         raise CheckpointError(where, what, "chunks that tile the tensor")
 
 

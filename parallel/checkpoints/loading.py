@@ -86,10 +86,10 @@ def _weights(rank: Rank, folder: Path) -> Weights:
 
     dtype = next(iter(rank.updated.values())).dtype
     try:
-        held = reference_stored(rank.case)
+        stored = reference_stored(rank.case)
     except CaseError as problem:
         raise CheckpointError(folder, problem.rule, problem.legal) from problem
-    found = {key: tensor.to(dtype) if tensor.is_floating_point() else tensor for key, tensor in held.items()}
+    found = {key: tensor.to(dtype) if tensor.is_floating_point() else tensor for key, tensor in stored.items()}
     return Weights(folder=folder, held=found)
 
 

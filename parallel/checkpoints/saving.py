@@ -60,8 +60,8 @@ def read_again(case: Case) -> dict[str, tuple[Box, ...]]:
         names |= {f"model.{name}": f"param/{name}", f"optimizer.state.{name}.step": f"step_after/{last}/{name}"}
         for moment in MOMENTS if kept(case) else ():
             names[f"optimizer.state.{name}.{moment}"] = f"{moment}_after/{last}/{name}"
-    held = tensors(case.save, "save")
-    return {f"saved/{name}": (_whole(held[key]),) for key, name in names.items() if key in held}
+    saved = tensors(case.save, "save")
+    return {f"saved/{name}": (_whole(saved[key]),) for key, name in names.items() if key in saved}
 
 
 def _boxes(rank: Rank, optimizer: torch.optim.Optimizer, steps: int) -> dict[str, tuple[Box, ...]]:

@@ -97,16 +97,16 @@ class Buckets:
 
     def _split(self, rank: Rank) -> Rank:
         """This rank steps its part of every bucket: a range of a flat parameter, wherever a part lies in one."""
-        held: dict[str, list[range]] = {name: [range(0)] * self._axis.size for name in rank.parameters}
+        ranges_by_name: dict[str, list[range]] = {name: [range(0)] * self._axis.size for name in rank.parameters}
         for under in self._under:
             for index in range(self._axis.size):
                 for share in shares(under.bucket, index, self._axis.size):
-                    held[share.name][index] = range(share.first, share.last)
-        self._own = {name: ranges[self._axis.rank] for name, ranges in held.items()}
+                    ranges_by_name[share.name][index] = range(share.first, share.last)
+        self._own = {name: ranges[self._axis.rank] for name, ranges in ranges_by_name.items()}
         updated = {name: _trained(_part(rank.parameters[name], own), self._case) for name, own in self._own.items()}
         places: dict[str, Placement] = {}
         for name, place in rank.places.items():
-            cut = Cut(axis=self._axis.name, dim=None, held=tuple((own,) for own in held[name]))
+            cut = Cut(axis=self._axis.name, dim=None, held=tuple((own,) for own in ranges_by_name[name]))
             places[name] = replace(place, cuts=(*place.cuts, cut))
         rank = replace(rank, updated=updated, updated_places=places)
         return rank if self._case.master == "none" else replace(rank, parameters=updated, places=places)

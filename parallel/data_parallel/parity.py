@@ -70,8 +70,8 @@ def _replicated(strategy: Strategy, case: Case) -> dict[str, Sequence[str]]:
     dense = [name for name in places if case.data_axis_of(name) not in strategy.apart]
     whole = [name for name in dense if strategy.weight_axis not in places[name].axes]
     copied = {"embedding": [TABLE]} if case.table_is_copied else {}
-    held = {axis: [name for name in places if case.data_axis_of(name) == axis] for axis in strategy.apart}
-    return {strategy.weight_axis: whole, **{axis: held.get(axis, dense) for axis in data}, **copied}
+    replicated = {axis: [name for name in places if case.data_axis_of(name) == axis] for axis in strategy.apart}
+    return {strategy.weight_axis: whole, **{axis: replicated.get(axis, dense) for axis in data}, **copied}
 
 
 class _Parity:

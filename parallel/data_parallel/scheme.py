@@ -30,23 +30,23 @@ def _with_shared_gradients(strategy: Strategy, case: Case) -> Strategy:
         return strategy
 
     def step(case: Case, plain: Step) -> Step:
-        held: Shards | Buckets | Together = Shards(case) if case.zero >= 2 else Buckets(case)
-        if isinstance(held, Buckets) and strategy.apart:
-            held = Together({case.data_axis: held, **{axis: Buckets(case, axis) for axis in strategy.apart}})
-        return _held_by(held, case, strategy.step(case, plain))
+        gradients: Shards | Buckets | Together = Shards(case) if case.zero >= 2 else Buckets(case)
+        if isinstance(gradients, Buckets) and strategy.apart:
+            gradients = Together({case.data_axis: gradients, **{axis: Buckets(case, axis) for axis in strategy.apart}})
+        return _held_by(gradients, case, strategy.step(case, plain))
 
     return replace(
         strategy, norm_axes=(*strategy.norm_axes, shard_axis(case)) if case.zero else strategy.norm_axes, step=step
     )
 
 
-def _held_by(held: Shards | Buckets | Together, case: Case, plain: Step) -> Step:
+def _held_by(gradients: Shards | Buckets | Together, case: Case, plain: Step) -> Step:
     """A step whose gradients lie in these buckets or shards, and whose optimizer steps what they give it."""
     return replace(
         plain,
         loss_scale=None if case.scaler == "none" else LossScaling(case),
-        prepare=lambda rank: held.prepare(plain.prepare(rank)),
-        reductions={**plain.reductions, "data": held.reduce, "trained": held.hand_over},
-        partial=lambda _rank: held.gradients(),
-        afterwards=held.afterwards,
+        prepare=lambda rank: gradients.prepare(plain.prepare(rank)),
+        reductions={**plain.reductions, "data": gradients.reduce, "trained": gradients.hand_over},
+        partial=lambda _rank: gradients.gradients(),
+        afterwards=gradients.afterwards,
     )

@@ -15,14 +15,14 @@ _Held = TypeVar("_Held")
 
 
 class Together:
-    """`held` are the buffers by the mesh axis over which their parameters have copies."""
+    """`buckets` are the buffers by the mesh axis over which their parameters have copies."""
 
-    def __init__(self, held: Mapping[str, Buckets]) -> None:
-        self._held = held
+    def __init__(self, buckets: Mapping[str, Buckets]) -> None:
+        self._buckets = buckets
 
     def prepare(self, rank: Rank) -> Rank:
         """Each lays out its parameters, and has the optimizer step what it shall."""
-        made = {axis: buckets.prepare(rank.of(axis)) for axis, buckets in self._held.items()}
+        made = {axis: buckets.prepare(rank.of(axis)) for axis, buckets in self._buckets.items()}
 
         def merged(part: Callable[[Rank], Mapping[str, _Held]]) -> dict[str, _Held]:
             return {name: part(made[rank.case.data_axis_of(name)])[name] for name in rank.parameters}
@@ -37,19 +37,19 @@ class Together:
 
     def reduce(self, rank: Rank) -> None:
         """The sums over the ranks with copies are complete."""
-        for axis, buckets in self._held.items():
+        for axis, buckets in self._buckets.items():
             buckets.reduce(rank.of(axis))
 
     def gradients(self) -> Mapping[str, Tensor]:
         """Every parameter's place in its buffer."""
-        return {name: place for buckets in self._held.values() for name, place in buckets.gradients().items()}
+        return {name: place for buckets in self._buckets.values() for name, place in buckets.gradients().items()}
 
     def hand_over(self, rank: Rank) -> None:
         """Give the optimizer's tensors their gradients, in their dtype."""
-        for axis, buckets in self._held.items():
+        for axis, buckets in self._buckets.items():
             buckets.hand_over(rank.of(axis))
 
     def afterwards(self, rank: Rank) -> None:
         """Round masters into the parameters, and gather what ranks share."""
-        for axis, buckets in self._held.items():
+        for axis, buckets in self._buckets.items():
             buckets.afterwards(rank.of(axis))

@@ -95,19 +95,19 @@ def stages(case: Case) -> tuple[Stage, ...]:
     return tuple(_stage(case, rank, chunk) for chunk in range(case.chunks) for rank in range(case.pp))
 
 
-def held(case: Case, rank: int) -> tuple[Stage, ...]:
+def stages_of_rank(case: Case, rank: int) -> tuple[Stage, ...]:
     """The stages of the rank at this place of a pipeline, chunk by chunk."""
     return stages(case)[rank :: case.pp]
 
 
 def held_by_rank(case: Case) -> tuple[tuple[Stage, ...], ...]:
     """The stages of every rank of a pipeline."""
-    return tuple(held(case, rank) for rank in range(case.pp))
+    return tuple(stages_of_rank(case, rank) for rank in range(case.pp))
 
 
 def held_at(case: Case, at: Mapping[str, tuple[int, int]]) -> tuple[Stage, ...]:
     """The stages of the rank at these coordinates, mesh axis -> (place, ranks)."""
-    return held(case, at["pp"][0])
+    return stages_of_rank(case, at["pp"][0])
 
 
 def pipeline_of(case: Case) -> Pipeline:

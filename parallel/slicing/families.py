@@ -58,9 +58,9 @@ class Family:
     vocab: int = 32000
 
 
-def _linears(*said: str) -> tuple[Linear, ...]:
+def _linears(*texts: str) -> tuple[Linear, ...]:
     """Linears written "role name"; a "-" behind the name: never a bias."""
-    words = [text.split() for text in said]
+    words = [text.split() for text in texts]
     return tuple(Linear(role=word[0], name=word[1], biased=word[2:] != ["-"]) for word in words)
 
 

@@ -91,10 +91,10 @@ class Sliced:
     def parse(cls, text: str) -> Sliced:
         """The model of these `key=value` words in any order; later ones override. Raises SliceError for a wrong one."""
         words: dict[str, Any] = {}
-        for said in text.split():
-            key, equals, value = said.partition("=")
+        for entry in text.split():
+            key, equals, value = entry.partition("=")
             if not equals or key not in _TYPES:
-                raise SliceError(key, value or said, "is not a word of a slice", "one of " + " ".join(_TYPES))
+                raise SliceError(key, value or entry, "is not a word of a slice", "one of " + " ".join(_TYPES))
             try:
                 words[key] = read(key, value, _TYPES[key])
             except CaseError as problem:

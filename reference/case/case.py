@@ -82,10 +82,10 @@ class Case(_Words):
         value that is no number where the key takes one.
         """
         words: dict[str, Word] = {}
-        for said in text.split():
-            key, equals, value = said.partition("=")
+        for entry in text.split():
+            key, equals, value = entry.partition("=")
             if not equals or key not in WORDS:
-                raise CaseError(key, value or said, "is not a word of the case language", "one of " + " ".join(WORDS))
+                raise CaseError(key, value or entry, "is not a word of the case language", "one of " + " ".join(WORDS))
             words[key] = read(key, value, type(WORDS[key].default))
         return words
 
@@ -110,12 +110,12 @@ class Case(_Words):
         words: dict[str, Word] = {}
         if self.preset != WORDS["preset"].default:
             words["preset"] = self.preset
-        told = resolved(words)
+        values = resolved(words)
         for name in WORDS:
             mine = getattr(self, name)
-            if told[name] != mine:
+            if values[name] != mine:
                 words[name] = mine
-                told = resolved(words) if name in LEADING else {**told, name: mine}
+                values = resolved(words) if name in LEADING else {**values, name: mine}
         return words
 
     @classmethod

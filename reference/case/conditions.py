@@ -26,12 +26,12 @@ def _holds(word: str, value: Callable[[str], object]) -> bool:
     match = _WORD.fullmatch(word)
     if match is None:
         raise ValueError(f"condition={word}: must be key=value, key!=value, key>n or key<n; legal: tp>2")
-    key, sign, said = match.groups()
+    key, sign, limit = match.groups()
     known = _known(key, value)
     if sign in _ORDER:
-        return _ORDER[sign](float(str(known)), float(str(value(said) if said.isidentifier() else said)))
+        return _ORDER[sign](float(str(known)), float(str(value(limit) if limit.isidentifier() else limit)))
     number = isinstance(known, int) and not isinstance(known, bool)
-    written = [_text(value(part)) if number and part.isidentifier() else part for part in said.split("|")]
+    written = [_text(value(part)) if number and part.isidentifier() else part for part in limit.split("|")]
     return (_text(known) in written) == (sign == "=")
 
 

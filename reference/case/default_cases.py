@@ -183,10 +183,10 @@ def _needed(cases: Iterable[Case]) -> list[Case]:
     levels = {
         case: [numbers.setdefault((word, getattr(case, word)), len(numbers)) for word in varied] for case in cases
     }
-    bits = {case: sum(1 << number for number in held) for case, held in levels.items()}
+    bits = {case: sum(1 << number for number in values) for case, values in levels.items()}
     missing = [0] * len(numbers)
-    for case, held in levels.items():
-        for number in held:
+    for case, values in levels.items():
+        for number in values:
             missing[number] |= bits[case]
 
     def more(case: Case) -> float:

@@ -35,8 +35,8 @@ def lack(values: Mapping[str, Any]) -> str:
         return _DERIVED[key][1](values) if key in _DERIVED else values[key]
 
     word = broken(variant.condition, value)
-    told = [f"{key} = {value(key)} {what}" for key, (what, _) in _DERIVED.items() if key in word]
-    return word and "; ".join([f"shows with {word} only", *told])
+    derived = [f"{key} = {value(key)} {what}" for key, (what, _) in _DERIVED.items() if key in word]
+    return word and "; ".join([f"shows with {word} only", *derived])
 
 
 def words(name: str) -> dict[str, int | float | bool | str]:

@@ -47,12 +47,12 @@ def parameters(folder: Path, form: Form) -> dict[str, Tensor]:
     """
     try:
         if is_megatron(folder):
-            held = megatron.read(folder, vocab=form.vocab)
-            kv_heads = _kv_heads(folder, kv_heads_of(held), form.kv_heads)
+            stored = megatron.read(folder, vocab=form.vocab)
+            kv_heads = _kv_heads(folder, kv_heads_of(stored), form.kv_heads)
             if not form.fuse_qkv and kv_heads == 0:
                 rule = "holds query, key and value in one tensor, and nothing says of how many heads"
                 raise CaseError("load", str(folder), rule, "a checkpoint of fuse_qkv=true beside it")
-            parts = parted(held, kv_heads, qkv=kv_heads > 0)
+            parts = parted(stored, kv_heads, qkv=kv_heads > 0)
         else:
             kv_heads = _kv_heads(folder, hugging_face.heads(folder)[1], form.kv_heads)
             parts = hugging_face.read(folder)
@@ -61,8 +61,10 @@ def parameters(folder: Path, form: Form) -> dict[str, Tensor]:
         raise CaseError("load", str(folder), str(problem), _ONE_MODEL) from problem
 
 
-def _kv_heads(folder: Path, held: int, wanted: int) -> int:
+def _kv_heads(folder: Path, kv_heads: int, wanted: int) -> int:
     """The key and value heads that a folder says, or those of the form where it does not."""
-    if 0 not in (held, wanted) and held != wanted:
-        raise CaseError("load", str(folder), f"has {held} key and value heads, not {wanted}", f"kv_heads={held}")
-    return held or wanted
+    if 0 not in (kv_heads, wanted) and kv_heads != wanted:
+        raise CaseError(
+            "load", str(folder), f"has {kv_heads} key and value heads, not {wanted}", f"kv_heads={kv_heads}"
+        )
+    return kv_heads or wanted

@@ -52,9 +52,9 @@ def read(folder: Path, *, vocab: int) -> dict[str, Tensor]:
     Raises CaseError for a tensor that the dense model does not have, or that is not whole, and for files that torch
     cannot read.
     """
-    held, found = _parameters(folder), dict[str, Tensor]()
-    gated = _is_gated(held)
-    for key, tensor in held.items():
+    stored, found = _parameters(folder), dict[str, Tensor]()
+    gated = _is_gated(stored)
+    for key, tensor in stored.items():
         if not tensor.dim() or not tensor.is_floating_point() or tensor.isnan().any():
             rule = f"holds {key}, of which elements are missing or are no numbers"
             raise CaseError("load", str(folder), rule, "a number for every element")

@@ -41,9 +41,9 @@ def _read(folder: str, _written_ns: int, _inode: int) -> Mapping[str, Tensor]:
     reader, planner = FileSystemReader(folder), DefaultLoadPlanner(flatten_state_dict=False)
     metadata = reader.read_metadata()
     tensors = {
-        key: _poisoned(torch.empty(held.size, dtype=held.properties.dtype, device="cpu"))
-        for key, held in metadata.state_dict_metadata.items()
-        if isinstance(held, TensorStorageMetadata) and not key.startswith("rng.")
+        key: _poisoned(torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu"))
+        for key, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata) and not key.startswith("rng.")
     }
     planner.set_up_planner(tensors, metadata, True)
     reader.set_up_storage_reader(metadata, True)

@@ -139,7 +139,9 @@ def _mixed_in(case: Case, step: int) -> dict[int, _Edges]:
     """Which edge ids stand where in a step, by the number of the micro-batch in it; empty for data of a user's own."""
     found: dict[int, _Edges] = {}
     edges = shard_edges(case) if not case.data else ()
-    first = step * sum(len(held.ids) for held in _mixed_in(case, 0).values()) % len(edges) if edges and step else 0
+    first = (
+        step * sum(len(document.ids) for document in _mixed_in(case, 0).values()) % len(edges) if edges and step else 0
+    )
     left = [*edges[first:], *edges[:first]]
     for number in range(case.micro * case.dp):
         if not left:

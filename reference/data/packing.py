@@ -173,10 +173,10 @@ def unpack_data(
     indexes_P, cu_seqlens = _one_pack(data)
     borders = torch.cat((cu_seqlens, cu_seqlens[-1:].expand(micro_bsz)))[: micro_bsz + 1, None]
     places = borders[:-1] + torch.arange(seq_len, device=borders.device)
-    held = places < borders[1:]
+    in_row = places < borders[1:]
     filling = label.new_tensor([0, IGNORED, 0])[:, None]
     fields = torch.stack((data.input_ids[0], label[0], indexes_P))
-    rows = torch.where(held, fields[:, places.clamp(max=fields.shape[1] - 1)], filling[..., None])
+    rows = torch.where(in_row, fields[:, places.clamp(max=fields.shape[1] - 1)], filling[..., None])
     lost = int((fields != filling)[:2].sum() - (rows != filling[..., None])[:2].sum())
     rule = f"{lost} tokens and labels do not fit into rows of seq_len={seq_len}"
     _require(not lost, "micro_bsz", micro_bsz, rule, "the sizes that build_unpack was called with")

@@ -57,11 +57,11 @@ def _stream(files: tuple[corpus.Source, ...], vocab: int, seq: int, seed: int) -
 
 def reading(case: Case) -> str:
     """How many tokens of its corpus the case reads, and whether the corpus is too short for it, in words."""
-    held = len(stream_of(case).ids)
+    tokens = len(stream_of(case).ids)
     needed = case.steps * case.micro * case.dp * case.tokens + 1
-    if needed > held:
-        return f"the case reads {needed:,} tokens and the corpus holds {held:,}: it is repeated"
-    return f"{needed:,} of the corpus's {held:,} tokens are read"
+    if needed > tokens:
+        return f"the case reads {needed:,} tokens and the corpus holds {tokens:,}: it is repeated"
+    return f"{needed:,} of the corpus's {tokens:,} tokens are read"
 
 
 def mixed(*words: int) -> int:

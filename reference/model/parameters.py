@@ -118,8 +118,8 @@ def _loaded(case: Case, name: str, shape: Shape) -> Tensor:
     """The parameter as the checkpoint of the case holds it."""
     found = stored(case).get(f"model.{name}")
     if found is None or tuple(found.shape) != shape:
-        held = "no such tensor" if found is None else f"one of shape {tuple(found.shape)}"
-        rule = f"is a checkpoint of another model: it holds {held} as model.{name}, which is {shape} here"
+        stored_as = "no such tensor" if found is None else f"one of shape {tuple(found.shape)}"
+        rule = f"is a checkpoint of another model: it holds {stored_as} as model.{name}, which is {shape} here"
         raise CaseError("load", case.load, rule, "a checkpoint of the same model")
     return found
 
@@ -129,8 +129,8 @@ def weights(case: Case, device: torch.device) -> dict[str, Tensor]:
 
     Raises CaseError for a checkpoint with parameters that the case does not have.
     """
-    held = [key.removeprefix("model.") for key in stored(case) if key.startswith("model.")] if case.load else []
-    if others := [name for name in held if name not in shapes(case)]:
+    names = [key.removeprefix("model.") for key in stored(case) if key.startswith("model.")] if case.load else []
+    if others := [name for name in names if name not in shapes(case)]:
         rule = f"is a checkpoint of another model: {len(others)} tensors are not of this one, the first is {others[0]}"
         raise CaseError("load", case.load, rule, "a checkpoint of the same model")
     return {name: drawn(case, name).to(device) for name in shapes(case)}

@@ -38,9 +38,9 @@ class LossScale:
     @classmethod
     def of(cls, case: Case) -> LossScale:
         """The scale before the first step; 1 without a scaler."""
-        held = stored(case).get("train.loss_scale") if case.scaler != "none" and case.load else None
-        if held is not None:  # weights of another system come without one
-            value, finite, hysteresis = held.tolist()
+        state = stored(case).get("train.loss_scale") if case.scaler != "none" and case.load else None
+        if state is not None:  # weights of another system come without one
+            value, finite, hysteresis = state.tolist()
             return cls(case=case, value=value, finite=int(finite), infinite=HYSTERESIS - int(hysteresis))
         return cls(case=case, value=1.0 if case.scaler == "none" else case.loss_scale)
 
@@ -73,8 +73,8 @@ class LossScale:
         """State of the scale in a checkpoint of the case: "saved/loss_scale", float64 [3] as `train.loss_scale`."""
         if self.case.scaler == "none" or not self.case.save:
             return {}
-        held = [self.value, self.finite, HYSTERESIS - self.infinite]
-        return {"saved/loss_scale": torch.tensor(held, dtype=torch.float64)}
+        state = [self.value, self.finite, HYSTERESIS - self.infinite]
+        return {"saved/loss_scale": torch.tensor(state, dtype=torch.float64)}
 
     def update(self, *, skipped: bool) -> None:
         """Change the scale as the step does."""

@@ -51,10 +51,10 @@ def after(
     for name, parameter in parameters.items():
         if step < case.steps - 1:
             yield f"param_after/{step}/{name}", name, parameter.detach().clone()
-        held = stepper.state.get((updated or parameters)[name], {})
+        moments = stepper.state.get((updated or parameters)[name], {})
         for moment in _MOMENTS[case.optimizer]:
-            if moment in held:  # an optimizer that took no step has none
-                yield f"{moment}_after/{step}/{name}", name, held[moment].clone()
+            if moment in moments:  # an optimizer that took no step has none
+                yield f"{moment}_after/{step}/{name}", name, moments[moment].clone()
 
 
 def saved(
@@ -97,7 +97,7 @@ def load(
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(states[f"param_after/{step}/{name}"])
-            held = stepper.state.get(parameter, {})
+            moments = stepper.state.get(parameter, {})
             for moment in _MOMENTS[case.optimizer]:
-                if moment in held and f"{moment}_after/{step}/{name}" in states:  # none before a step that is taken
-                    held[moment].copy_(states[f"{moment}_after/{step}/{name}"])
+                if moment in moments and f"{moment}_after/{step}/{name}" in states:  # none before a step that is taken
+                    moments[moment].copy_(states[f"{moment}_after/{step}/{name}"])

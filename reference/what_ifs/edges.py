@@ -34,10 +34,10 @@ def _edges(dense: Dense) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
                 yield f"{reading}_{parts}", tensors
 
 
-_Told = Iterator[tuple[str, Mapping[str, Tensor]]]
+_Readings = Iterator[tuple[str, Mapping[str, Tensor]]]
 
 
-def _embeddings(dense: Dense, ends: list[int]) -> _Told:
+def _embeddings(dense: Dense, ends: list[int]) -> _Readings:
     table = dense.weights["embedding.tokens.weight"]
 
     def rows(ids: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ def _embeddings(dense: Dense, ends: list[int]) -> _Told:
         yield f"rows_{reading}", with_positions(dense, partial(lookup, rows=rows, ends=ends))
 
 
-def _losses(dense: Dense, ends: list[int]) -> _Told:
+def _losses(dense: Dense, ends: list[int]) -> _Readings:
     case, steps = dense.case, list(zip(dense.batches, dense.logits, strict=True))
     tokens = torch.stack([loss.counted(batch.labels, batch.loss_mask).sum() for batch in dense.batches]).sum()
     for reading, lookup in _LOOKUPS.items():

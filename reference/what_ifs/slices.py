@@ -46,7 +46,7 @@ def other_positions(case: Case) -> dict[str, Feed]:
     _, own, gathered = _places(case)
     readings = {"in_the_slice": own, "in_the_order_of_the_ranks": gathered}
     if case.cp_slices != "zigzag":
-        readings["of_zigzag_slices"] = torch.cat(_held(case.but(cp_slices="zigzag")))
+        readings["of_zigzag_slices"] = torch.cat(_places_of_slices(case.but(cp_slices="zigzag")))
     return {f"positions_{reading}": _at(places) for reading, places in readings.items()}
 
 
@@ -57,18 +57,18 @@ def other_labels(case: Case) -> dict[str, Feed]:
     """
     if not case.sliced:
         return {}
-    slices = _held(case)
+    slices = _places_of_slices(case)
     return {f"last_{last}": _shifted(slices, last) for last in _LAST}
 
 
-def _held(case: Case) -> list[Tensor]:
+def _places_of_slices(case: Case) -> list[Tensor]:
     """The places in the row of every context rank's tokens, in the order in which it holds them."""
     return [torch.cat([torch.arange(run.start, run.stop) for run in runs]) for runs in case.slices]
 
 
 def _places(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     """Of every token of a row: its place there, in its slice, and in all slices end to end."""
-    slices = _held(case)
+    slices = _places_of_slices(case)
     back = torch.cat(slices).argsort()
     own = torch.cat([torch.arange(len(one)) for one in slices])
     return torch.arange(len(back)), own[back], back

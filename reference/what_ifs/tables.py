@@ -19,7 +19,7 @@ from reference.training.activations import observe
 from reference.training.steps import train
 from reference.what_ifs.what_if import Dense, Experiment, WhatIf
 
-_Told = Iterator[tuple[str, Mapping[str, Tensor]]]
+_Readings = Iterator[tuple[str, Mapping[str, Tensor]]]
 
 
 def parts_of(case: Case) -> list[int]:
@@ -46,7 +46,7 @@ def with_positions(dense: Dense, look_up: Callable[[Tensor], Tensor]) -> dict[st
 def _looked_up(look_up: _LookUp, *, by_rows: bool) -> Experiment:
     """The embedding's output when every part looks up rows otherwise, or when columns are gathered otherwise."""
 
-    def experiment(dense: Dense) -> _Told:
+    def experiment(dense: Dense) -> _Readings:
         case, table = dense.case, dense.weights["embedding.tokens.weight"]
         table = torch.cat([table, table.new_zeros(case.padded_vocab - len(table), table.shape[1])])
         for parts in parts_of(case):
@@ -76,7 +76,7 @@ def _flat(ids: Tensor, /, table: Tensor, count: int) -> Tensor:
     return torch.stack(table[ids].chunk(count, -1)).reshape(*ids.shape, -1)
 
 
-def flat_columns(dense: Dense) -> _Told:
+def flat_columns(dense: Dense) -> _Readings:
     """The embedding's output whose columns lie one part behind the other in memory."""
     return iter(_looked_up(_flat, by_rows=False)(dense))
 
@@ -84,7 +84,7 @@ def flat_columns(dense: Dense) -> _Told:
 def _tied_uses(combined: Callable[[Tensor, Tensor], Mapping[str, Tensor]]) -> Experiment:
     """The gradient of a tied table of the gradients of its two uses: lookup and head."""
 
-    def experiment(dense: Dense) -> _Told:
+    def experiment(dense: Dense) -> _Readings:
         if dense.case.tied:
             name = "embedding.tokens.weight"
             untied = dense.case.but(tied=False, steps=1, variant="")
@@ -95,7 +95,7 @@ def _tied_uses(combined: Callable[[Tensor, Tensor], Mapping[str, Tensor]]) -> Ex
     return experiment
 
 
-def _own_labels(dense: Dense) -> _Told:
+def _own_labels(dense: Dense) -> _Readings:
     """The logits' gradient when a part of the vocabulary gets one for its own labels alone."""
     case = dense.case
     labels = torch.cat([batch.labels for batch in dense.first_batches])
@@ -113,7 +113,7 @@ _Loss = Callable[[Case, Tensor, Batch], Mapping[str, tuple[Tensor, Tensor]]]
 def _loss(losses: _Loss, *, counts: bool = False) -> Experiment:
     """The loss of the first step under another rule of which tokens and classes count; `counts`: and their number."""
 
-    def experiment(dense: Dense) -> _Told:
+    def experiment(dense: Dense) -> _Readings:
         total: dict[str, Tensor] = {}
         tokens: dict[str, Tensor] = {}
         for logits, batch in zip(dense.logits, dense.batches, strict=True):
@@ -121,8 +121,8 @@ def _loss(losses: _Loss, *, counts: bool = False) -> Experiment:
                 total[reading] = total.get(reading, 0) + (loss * weight).sum()
                 tokens[reading] = tokens.get(reading, 0) + weight.sum()
         for reading, summed in total.items():
-            told = {"loss/0": summed / tokens[reading]}
-            yield reading, told | ({"tokens/0": tokens[reading]} if counts else {})
+            values = {"loss/0": summed / tokens[reading]}
+            yield reading, values | ({"tokens/0": tokens[reading]} if counts else {})
 
     return experiment
 

@@ -17,13 +17,13 @@ from reference.what_ifs.what_if import Dense, Experiment, WhatIf
 
 _PARAMETERS = frozenset({"param"})
 _BEHIND = ("param", "logits", "loss", "grad_norm")
-_Told = Iterator[tuple[str, Mapping[str, Tensor]]]
+_Readings = Iterator[tuple[str, Mapping[str, Tensor]]]
 
 
 def _training(trained: Callable[[Dense], Mapping[str, Tensor] | None], *kinds: str) -> Experiment:
     """The outcome of another training behind the first step: names of these kinds, all by default."""
 
-    def experiment(dense: Dense) -> _Told:
+    def experiment(dense: Dense) -> _Readings:
         if outcome := trained(dense):
             named = {name for name in outcome if name.partition("/")[0] in (kinds or _BEHIND)}
             yield "", {name: outcome[name] for name in outcome if name in named and not name.endswith("/0")}
@@ -54,7 +54,7 @@ def _to_largest(gradients: Mapping[str, Tensor], norm: Tensor, largest: float) -
         gradient.mul_(largest / (float(norm) + 1e-6))
 
 
-def _untied(dense: Dense) -> _Told:
+def _untied(dense: Dense) -> _Readings:
     """Logits of the second step when the tied head keeps the first step's weights."""
     case, weights = dense.case, dense.weights
     if case.tied and case.steps > 1:

@@ -34,24 +34,24 @@ def main(arguments: argparse.Namespace) -> int:
     """
     compare: Any = resolve(COMPARE)
     try:
-        found = compare(arguments.a, arguments.b, arguments.tensor)
+        difference = compare(arguments.a, arguments.b, arguments.tensor)
     except ValueError as problem:
         raise RequestError(str(problem)) from problem
     except OSError as problem:
         words = f"checkpoint {problem.filename}: cannot be read ({problem.strerror or problem})"
         raise RequestError(f"{words}; legal: a folder that can be read") from problem
     if arguments.json:
-        print(json.dumps({"a": arguments.a, "b": arguments.b} | asdict(found), indent=2))
-        return int(found.first is not None)
-    for note in found.notes:
+        print(json.dumps({"a": arguments.a, "b": arguments.b} | asdict(difference), indent=2))
+        return int(difference.first is not None)
+    for note in difference.notes:
         show_note(note, sys.stdout)
-    show_table(compared_table(found), sys.stdout)
-    if found.first is None:
+    show_table(compared_table(difference), sys.stdout)
+    if difference.first is None:
         show_message("pass: all tensors are the same bit for bit", sys.stdout, style="green")
         return 0
-    show_message(six_lines(found, arguments.a, arguments.b), sys.stdout, style="bold red")
-    if found.others:
-        show_message(f"and {len(found.others)} more tensors differ: {_few(found.others)}", sys.stdout)
+    show_message(six_lines(difference, arguments.a, arguments.b), sys.stdout, style="bold red")
+    if difference.others:
+        show_message(f"and {len(difference.others)} more tensors differ: {_few(difference.others)}", sys.stdout)
     return 1
 
 
@@ -117,14 +117,14 @@ def rows(made: Iterable[Any], tp: int) -> pd.DataFrame:
 
     tensor, made_of, whole, dim, rank ("all" for what is whole), holds, part (shape on the rank), cut.
     """
-    found = []
+    lines = []
     for one in made:
         place = one.place
         whole = _shape(place.shape)
         own = "" if one.sources == (one.name,) else " + ".join(one.sources)
         first = {"tensor": one.name, "made_of": own, "whole": whole, "cut": one.rule}
         if not place.cuts:
-            found.append({**first, "dim": "", "rank": "all", "holds": "whole", "part": whole})
+            lines.append({**first, "dim": "", "rank": "all", "holds": "whole", "part": whole})
             continue
         (cut,) = place.cuts
         dim = "elements" if len(place.shape) == 1 else ("rows", "columns")[cut.dim]
@@ -132,8 +132,8 @@ def rows(made: Iterable[Any], tp: int) -> pd.DataFrame:
             ranges = cut.held[rank]
             shape = (*place.shape[: cut.dim], sum(map(len, ranges)), *place.shape[cut.dim + 1 :])
             cells = {**dict.fromkeys(first, ""), "dim": ""} if rank else {**first, "dim": dim}
-            found.append({**cells, "rank": str(rank), "holds": _ranges(ranges), "part": _shape(shape)})
-    return pd.DataFrame(found, columns=["tensor", "made_of", "whole", "dim", "rank", "holds", "part", "cut"])
+            lines.append({**cells, "rank": str(rank), "holds": _ranges(ranges), "part": _shape(shape)})
+    return pd.DataFrame(lines, columns=["tensor", "made_of", "whole", "dim", "rank", "holds", "part", "cut"])
 
 
 def _shape(shape: Sequence[int]) -> str:

@@ -32,14 +32,14 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.new is None:
         return _one(arguments)
     base, new = (side(name, arguments.baselines) for name in (arguments.base, arguments.new))
-    found = compare(base, new, asked)
+    comparison = compare(base, new, asked)
     if arguments.json:
-        print(json.dumps(_as_json(found), indent=2, allow_nan=False))
+        print(json.dumps(_as_json(comparison), indent=2, allow_nan=False))
     else:
-        _tell(found)
+        _tell(comparison)
     if arguments.save_baseline:
         _save(new, arguments)
-    return 1 if found.breaches else 0
+    return 1 if comparison.breaches else 0
 
 
 def _one(arguments: argparse.Namespace) -> int:
@@ -57,32 +57,32 @@ def _save(kept: Snapshot, arguments: argparse.Namespace) -> None:
     print(f"{path}  (a baseline; `shardproof compare {path.name} RUN` holds a run against it)", file=sys.stderr)
 
 
-def _tell(found: Comparison) -> None:
-    for note in found.notes:
+def _tell(comparison: Comparison) -> None:
+    for note in comparison.notes:
         show_note(note, sys.stdout)
-    tables = [traffic_change_table(found)]
-    tables += [events_table(found.events)] if len(found.events) else []
-    tables += [times_table(found.times)] if len(found.times) else []
+    tables = [traffic_change_table(comparison)]
+    tables += [events_table(comparison.events)] if len(comparison.events) else []
+    tables += [times_table(comparison.times)] if len(comparison.times) else []
     for one in tables:
         show_table(one, sys.stdout)
-        append_step_summary(one, f"{found.base} and {found.new}", os.environ)
-    for line in found.lines:
+        append_step_summary(one, f"{comparison.base} and {comparison.new}", os.environ)
+    for line in comparison.lines:
         show_message(line, sys.stdout)
-    for breach in found.breaches:
+    for breach in comparison.breaches:
         show_words(f"breach: {breach}", sys.stdout, style="bold red")
-    asked = ", ".join(map(str, found.asked))
-    if not found.breaches:
+    asked = ", ".join(map(str, comparison.asked))
+    if not comparison.breaches:
         show_message(f"no limit is broken: {asked}", sys.stdout, style="green")
 
 
-def traffic_change_table(found: Comparison) -> Table:
+def traffic_change_table(comparison: Comparison) -> Table:
     """Calls and bytes of both sides, by mode and phase."""
-    kinds = found.events.groupby(["mode", "phase"], observed=True)["kind"].agg(lambda words: _tally(list(words)))
-    places = zip(found.traffic["mode"], found.traffic["phase"], strict=True)
+    kinds = comparison.events.groupby(["mode", "phase"], observed=True)["kind"].agg(lambda words: _tally(list(words)))
+    places = zip(comparison.traffic["mode"], comparison.traffic["phase"], strict=True)
     kinds_of_rows = [kinds.get(place, "") for place in places]
-    frame = found.traffic.assign(apart=kinds_of_rows)
+    frame = comparison.traffic.assign(apart=kinds_of_rows)
     return table(
-        f"{found.base} and {found.new}",
+        f"{comparison.base} and {comparison.new}",
         frame,
         (
             ("mode", "mode", str),
@@ -168,12 +168,12 @@ def _ratio(value: float) -> str:
     return NOTHING if math.isnan(value) else f"{value:.2f}"
 
 
-def _as_json(found: Comparison) -> dict[str, object]:
-    frames = {name: getattr(found, name) for name in ("traffic", "events", "times", "memory")}
+def _as_json(comparison: Comparison) -> dict[str, object]:
+    frames = {name: getattr(comparison, name) for name in ("traffic", "events", "times", "memory")}
     return {
-        "base": found.base,
-        "new": found.new,
-        "limits": [str(limit) for limit in found.asked],
-        "breaches": list(found.breaches),
-        "notes": list(found.notes),
+        "base": comparison.base,
+        "new": comparison.new,
+        "limits": [str(limit) for limit in comparison.asked],
+        "breaches": list(comparison.breaches),
+        "notes": list(comparison.notes),
     } | {name: json.loads(frame.to_json(orient="records")) for name, frame in frames.items()}

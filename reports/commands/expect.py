@@ -85,19 +85,19 @@ def lines(run: Run, case: str, *, short: bool = False) -> list[Line]:
     events = run.events[run.events["case"] == case].sort_values(["rank", "call_index"], kind="stable")
     ranks, axes = _ranks(run, case, events), _axes(case)
     names = _SHORT if short else _SIZED
-    found = []
+    lines_of_terms = []
     for values, alike in events.groupby(list(names), sort=False, observed=True, dropna=False):
         fields: dict[str, Any] = dict(zip(names, (_plain(value) for value in values), strict=True))
         sizes = [] if short else list(alike.groupby("payload_bytes", sort=False))
         if not short and all(len(set(_amounts(equal, ranks))) == 1 for _, equal in sizes):
-            found += [
+            lines_of_terms += [
                 Line(term=Term(**fields, payload_bytes=_plain(size), calls=_amounts(equal, ranks)[0][0]))
                 for size, equal in sizes
             ]
         else:
             summed = [_summed(fields, _amounts(alike, ranks), ranks)]
-            found += (not short and _by_place(fields, sizes, ranks, axes)) or summed
-    return found
+            lines_of_terms += (not short and _by_place(fields, sizes, ranks, axes)) or summed
+    return lines_of_terms
 
 
 def _axes(case: str) -> Axes:

@@ -61,16 +61,16 @@ def main(arguments: argparse.Namespace) -> int:
     store = Store(Path(arguments.out), subject.name, environment(tuple(sys.argv), words))
     processes = min(_PROCESSES, os.cpu_count() or 1)
     try:
-        found = _written(kills(plans, subject, processes=processes), store.path, total)
+        killed_rows = _written(kills(plans, subject, processes=processes), store.path, total)
     except KeyboardInterrupt:
         show_message(f"\nfinished rows are in {store.path / 'kill_matrix.csv'}", sys.stderr)
         raise
     finally:
         store.close()
-    _tell(found, store.path, arguments.json)
-    if any(killed.row.survived for killed in found):
+    _tell(killed_rows, store.path, arguments.json)
+    if any(killed.row.survived for killed in killed_rows):
         return 1
-    return 3 if any(killed.row.machine for killed in found) else 0
+    return 3 if any(killed.row.machine for killed in killed_rows) else 0
 
 
 def _write_scripts(name: str, folder: str, *, field: bool) -> int:
@@ -91,7 +91,7 @@ def _write_scripts(name: str, folder: str, *, field: bool) -> int:
 
 def _written(kills: Iterable[Any], folder: Path, total: int) -> list[Any]:
     """All rows, each written before the next one is waited for: the matrix, and beside it what every row rests on."""
-    found: list[Any] = []
+    done: list[Any] = []
     with (
         ticking(sys.stderr) as tick,
         (folder / "kill_matrix.csv").open("w", encoding="utf-8", newline="") as matrix,
@@ -100,15 +100,15 @@ def _written(kills: Iterable[Any], folder: Path, total: int) -> list[Any]:
         writer = csv.writer(matrix, lineterminator="\n")
         writer.writerow(COLUMNS)
         for killed in kills:
-            found.append(killed)
+            done.append(killed)
             writer.writerow(killed.row.cells())
             details.write(json.dumps(_detail(killed)) + "\n")
             matrix.flush()
             details.flush()
             row = killed.row
             named = "held-back" if row.held_back else f"{row.name} {' '.join(row.killed_by)}".rstrip()
-            tick(len(found), total, f"mode={row.mode} {named}", _word(row))
-    return found
+            tick(len(done), total, f"mode={row.mode} {named}", _word(row))
+    return done
 
 
 def _detail(killed: Any) -> dict[str, str]:
@@ -129,9 +129,9 @@ def _word(row: Kill) -> str:
     return "killed" if row.killed else "equivalent" if row.equivalent else "no verdict" if row.machine else "survived"
 
 
-def _tell(found: Sequence[Any], folder: Path, as_json: bool) -> None:
-    rows: list[Kill] = [killed.row for killed in found]
-    unmissed = [(killed.row.mode, killed.row.name.removeprefix("drop "), killed.unmissed) for killed in found]
+def _tell(killed_rows: Sequence[Any], folder: Path, as_json: bool) -> None:
+    rows: list[Kill] = [killed.row for killed in killed_rows]
+    unmissed = [(killed.row.mode, killed.row.name.removeprefix("drop "), killed.unmissed) for killed in killed_rows]
     unmissed = sorted(line for line in unmissed if line[-1])
     open_rows, held_rows = _parted(rows)
     alone, tables = killed_alone(rows, tuple(CHECKS)), figure_tables(rows)

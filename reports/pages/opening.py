@@ -27,20 +27,20 @@ def figures(run: Run, headline: pd.DataFrame) -> tuple[Figure, ...]:
     Seconds are those of all cases together, which several processes may share.
     """
     verdicts = headline["verdict"].value_counts()
-    found = [(str(int(verdicts.get(word, 0))), _LABELS[word], word) for word in _VERDICTS]
-    found = [(number, label, word if number != "0" else "") for number, label, word in found]
+    headline_figures = [(str(int(verdicts.get(word, 0))), _LABELS[word], word) for word in _VERDICTS]
+    headline_figures = [(number, label, word if number != "0" else "") for number, label, word in headline_figures]
     ranks = headline["ranks"].dropna()
     if len(ranks):
         least, most = count(ranks.min()), count(ranks.max())
-        found.append((least if least == most else f"{least} to {most}", "ranks", ""))
+        headline_figures.append((least if least == most else f"{least} to {most}", "ranks", ""))
     known = headline["expected_payload_bytes"].notna()
     if known.any():
         met = headline["payload_bytes"].eq(headline["expected_payload_bytes"]).fillna(False)[known]
-        found.append((f"{int(met.sum())} of {len(met)}", "cases with the bytes expected", ""))
+        headline_figures.append((f"{int(met.sum())} of {len(met)}", "cases with the bytes expected", ""))
     if len(run.timings):
-        found.append((f"{run.timings['seconds'].sum():.1f}", "seconds of all cases", ""))
+        headline_figures.append((f"{run.timings['seconds'].sum():.1f}", "seconds of all cases", ""))
     versions = (("torch", run.env.get("versions", {}).get("torch")), ("commit", run.env.get("commit")))
-    return (*found, *((str(value), label, "") for label, value in versions if value))
+    return (*headline_figures, *((str(value), label, "") for label, value in versions if value))
 
 
 def pairs(cases: Iterable[tuple[str, str]], features_of: Callable[[str], Iterable[str]]) -> Table | None:

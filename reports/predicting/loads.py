@@ -46,15 +46,15 @@ _Sums = dict[tuple[str, str, str, str, int], tuple[int, int]]
 
 def _alike(one: Forecast) -> list[tuple[str, _Sums]]:
     """Stages that issue the same calls, by their numbers, and these calls."""
-    found: list[tuple[list[int], _Sums]] = []
+    runs: list[tuple[list[int], _Sums]] = []
     each = [(stage.index, stage.traffic) for stage in one.stages] or [(0, one.traffic)]
     for index, sent in each:
         sums = _sums(sent) if sent else {}
-        if found and found[-1][1] == sums:
-            found[-1][0].append(index)
+        if runs and runs[-1][1] == sums:
+            runs[-1][0].append(index)
         else:
-            found.append(([index], sums))
-    return [(str(own[0]) if len(own) == 1 else f"{own[0]}-{own[-1]}", sums) for own, sums in found]
+            runs.append(([index], sums))
+    return [(str(own[0]) if len(own) == 1 else f"{own[0]}-{own[-1]}", sums) for own, sums in runs]
 
 
 def _sums(sent: Traffic) -> _Sums:

@@ -74,16 +74,16 @@ def candidates(text: str, subject: Subject, *, world: int | None = None, inner: 
     if world is not None:
         rest = [word for word in rest if word.partition("=")[0] not in ("tp", "dp", "wp")]
         world = _left(world, rest)
-    found = []
+    made = []
     loads = LOADS if len(modes) == 1 and world is None else LOADS[:1]
     for mode in modes:
         for mesh in [""] if world is None else _meshes(world, inner, sharded=mode == "mode=isp"):
             for load in loads if chooses(" ".join([*rest, mode]), subject) else [""]:
                 own = f"{mode} {mesh} {load}".replace("  ", " ").strip()
-                found.append(candidate(" ".join([*rest, own]), own, subject))
-    if not any(one.case for one in found):
-        raise RequestError(f"case {text!r}: {found[0].reason}")
-    return found
+                made.append(candidate(" ".join([*rest, own]), own, subject))
+    if not any(one.case for one in made):
+        raise RequestError(f"case {text!r}: {made[0].reason}")
+    return made
 
 
 def chooses(text: str, subject: Subject) -> bool:

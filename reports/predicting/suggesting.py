@@ -88,7 +88,7 @@ def estimates(text: str, subject: Subject, cluster: Cluster, world: int, measure
     """
     stated = _readable(text, subject)
     inner = next((link.ranks for link in cluster.links if link.ranks), 8)
-    found: list[Estimate] = []
+    legal: list[Estimate] = []
     known: dict[str, _Measured] = {}
 
     def estimated(layouts: Iterator[str]) -> Iterator[Estimate]:
@@ -98,21 +98,21 @@ def estimates(text: str, subject: Subject, cluster: Cluster, world: int, measure
                 yield _estimate(one, cluster, known, measure)
 
     for contexts in ((stated["cp"],),) if "cp" in stated else _CONTEXT:
-        found += estimated(_layouts(stated, world, inner, contexts))
-        if any(one.fits for one in found):
+        legal += estimated(_layouts(stated, world, inner, contexts))
+        if any(one.fits for one in legal):
             break
-    if not found:
+    if not legal:
         words = next(_layouts(stated, world, inner, ("1",)), f"tp={world} dp=1")
         raise RequestError(f"case {text!r}: {candidate(f'{text} {words}', words, subject).reason or 'has no layout'}")
-    flat = [one for one in found if " pp=1 " in one.candidate.words and " tp=1 " not in one.candidate.words]
+    flat = [one for one in legal if " pp=1 " in one.candidate.words and " tp=1 " not in one.candidate.words]
     if flat and "mode" not in stated:
         others = [mode for mode in claimed(named(subject)) or () if mode not in _USUAL]
         best = stated_words(min(flat, key=_place).candidate.words)
         for mode in others:
             over = [{**best, "mode": mode, "zero": "0", "wp": str(wp)} for wp in sorted({inner, world})]
             shared = [*estimated(_written(over))]  # modes that gather weights, over a node or over all ranks
-            found += shared or estimated(_written([{**best, "mode": mode}]))
-    return sorted(found, key=_place)
+            legal += shared or estimated(_written([{**best, "mode": mode}]))
+    return sorted(legal, key=_place)
 
 
 def _place(one: Estimate) -> tuple[bool, float]:

@@ -145,11 +145,11 @@ def groups(failed: pd.DataFrame, folder: Path, ledger: pd.DataFrame) -> list[Gro
         return []
     from harness.diagnosing.failure_lines import site  # noqa: PLC0415
 
-    found: dict[str, list[dict[str, str]]] = {}
+    by_site: dict[str, list[dict[str, str]]] = {}
     for row in failed.to_dict("records"):
         line = {str(key): str(value) for key, value in row.items()}
-        found.setdefault(site(line["message"]), []).append(line)
-    drawn = maps(folder, {row["case"] for rows in found.values() for row in rows[:1]})
+        by_site.setdefault(site(line["message"]), []).append(line)
+    drawn = maps(folder, {row["case"] for rows in by_site.values() for row in rows[:1]})
     return [
         Group(
             place=_place(rows[0]["message"]),
@@ -161,7 +161,7 @@ def groups(failed: pd.DataFrame, folder: Path, ledger: pd.DataFrame) -> list[Gro
             others=tuple(rows[1:]),
             called_at=_called_at(ledger[ledger["case"] == rows[0]["case"]], _place(rows[0]["message"])),
         )
-        for rows in found.values()
+        for rows in by_site.values()
     ]
 
 

@@ -98,12 +98,12 @@ def environment_of(run: Path, notes: list[str]) -> dict[str, Any]:
 def json_object(path: Path) -> dict[str, Any]:
     """The one JSON object that a file holds. Raises RunFolderError when it holds something else."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
         raise RunFolderError(f"{path}: not JSON ({error})") from error
-    if not isinstance(found, dict):
-        raise RunFolderError(f"{path}: must hold one JSON object, not {type(found).__name__}")
-    return found
+    if not isinstance(content, dict):
+        raise RunFolderError(f"{path}: must hold one JSON object, not {type(content).__name__}")
+    return content
 
 
 def json_lines(path: Path, needed: Sequence[str], notes: list[str]) -> list[dict[str, Any]]:

@@ -24,11 +24,11 @@ def rows(mode: str) -> tuple[Mapping[str, bool], ...]:
     words: tuple[str, ...] = (*_EVERYWHERE, "metric" if MODES[mode].measures else "attention_mask")
     words += ("fuse_weights",) if MODES[mode].gathers_weights else ()
     sets = dict(zip(words, itertools.combinations(range(1, _ROWS), _ROWS // 2), strict=False))
-    found: list[Mapping[str, bool]] = []
+    combinations: list[Mapping[str, bool]] = []
     for row in range(_ROWS):
         values = {word: row in true for word, true in sets.items()}
         if values["packed"] and values.get("attention_mask"):
-            found += [values | {"packed": False}, values | {"attention_mask": False}]
+            combinations += [values | {"packed": False}, values | {"attention_mask": False}]
         else:
-            found.append(values)
-    return tuple(found)
+            combinations.append(values)
+    return tuple(combinations)

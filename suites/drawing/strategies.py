@@ -179,11 +179,11 @@ def _with_feature(draw: st.DrawFn, /, case: Case, name: str, fixed: Collection[s
     drawn = {word: draw(st.sampled_from(_DOMAINS[word]), label=word) for word in free}
     kept = {word: getattr(case, word) for word in (*case.mesh, "mode", "steps", "dtype", *fixed)}
     for more in (drawn, {}):
-        found = repaired({**words_of(case), **more, **has}, {**kept, **words}, _DOMAINS)
-        found = None if found and part and not found[part] else found
-        if found or not (words or has):
+        words_of_case = repaired({**words_of(case), **more, **has}, {**kept, **words}, _DOMAINS)
+        words_of_case = None if words_of_case and part and not words_of_case[part] else words_of_case
+        if words_of_case or not (words or has):
             break
-    return Case(**found) if found else case
+    return Case(**words_of_case) if words_of_case else case
 
 
 @cache

@@ -124,14 +124,14 @@ class Prover:
         flags = {word: value for word, value in self._row(data, mode).items() if word not in fixed}
         parts = tuple(PARTS) if offers(self.subject.call, "refuses") else ()  # others state nothing of them
         case = data.draw(cases(mode, self.worlds, flags, parts, **fixed), label="case")
-        found = self.fitting(case, **fixed)
-        if found is None and len(self.refusals) < _ENOUGH:
+        fitting = self.fitting(case, **fixed)
+        if fitting is None and len(self.refusals) < _ENOUGH:
             hypothesis.note(self.refusals[-1])
             hypothesis.reject()
-        if found is None:
+        if fitting is None:
             self.skip_refused()
         self.refusals.clear()
-        return found
+        return fitting
 
     def _drawn_of_own_words(
         self, data: st.DataObject, mode: str, own: Vocabulary, where_known: Mapping[str, Any], fixed: Mapping[str, Any]

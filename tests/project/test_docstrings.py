@@ -16,8 +16,8 @@ from tests import ROOT
 from tests.project.prose import CODE, END, PRIVATE
 
 FOLDERS = ("parallel", "reference", "shardproof", "bench", "bugs", "suites", "tests", "reports", "harness", "docs")
-NAMED = ("shardproof", "bench", "bugs", "suites", "reports", "harness")
-"""Folders whose variables are checked; fields of parallel/ and reference/ have old names."""
+NAMED = ("shardproof", "bench", "bugs", "suites", "reports", "harness", "reference")
+"""Folders whose variables are checked; fields of parallel/ have old names."""
 LONGEST = 25
 """Words of a sentence."""
 SUBJECTS = re.compile(

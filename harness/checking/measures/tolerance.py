@@ -9,7 +9,7 @@ right, however far it stands out. So may the gradient of one token's logit among
 float64: 1e-9 for all (noise stays near 1e-13, the smallest known bugs near 1e-2). In other dtypes a control run shows
 how far rounding alone carries a right result. A control run is the dense model in the run dtype with its sums in
 another order. Allowed is CONTROL_FACTOR times the worst control run, and never less than the stated floor. Where the
-theoretical error of a sum of that many terms (`kinds`) is more, the factor is of that. A tensor within its limits
+theoretical error of a sum of that many terms (`sums`) is more, the factor is of that. A tensor within its limits
 proves nothing where half of it, or half as much again, would be within them too. `decidable` is False then, and where
 `frobenius` may reach CEILING. Beyond CEILING one step leaps so far that a few control runs do not bound it, and LEAP
 times as much is allowed. Bugs there are wrong by orders of magnitude. In float64 control runs are needed only beyond

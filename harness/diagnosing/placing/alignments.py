@@ -112,11 +112,11 @@ def fit(
         states += [one.state for one in fits]
         shown += next((one.shown for one in fits if one.state == DIFFERS), ())
     for basis in _bases(list(parts), axes):
-        found = _in_basis(parts, target, basis, scaled)
-        if found.state == AGREES:
-            return found
-        states.append(found.state)
-        shown += found.shown
+        fitted = _in_basis(parts, target, basis, scaled)
+        if fitted.state == AGREES:
+            return fitted
+        states.append(fitted.state)
+        shown += fitted.shown
     return Fit(state=DIFFERS if DIFFERS in states else UNKNOWN, shown=tuple(shown[:_MOST_SHOWN]))
 
 
@@ -158,22 +158,22 @@ def _in_basis(given: Mapping[int, Sequence[Tensor]], target: TrueTensor, basis: 
 
 def _bases(ranks: Sequence[int], axes: Axes) -> Iterator[Basis]:
     """Every set of axes on which each of these ranks has a place of its own."""
-    found: dict[str, dict[int, int]] = {}
+    places: dict[str, dict[int, int]] = {}
     seen: list[list[list[int]]] = []
     for axis, lists in axes.items():
         groups = sorted(own for group in lists if (own := [rank for rank in group if rank in ranks]))
         same_size = len({len(group) for group in groups}) == 1 and len(groups[0]) > 1
         if same_size and sum(map(len, groups)) == len(ranks) and groups not in seen:
             seen.append(groups)
-            found[axis] = {rank: place for group in groups for place, rank in enumerate(group)}
+            places[axis] = {rank: place for group in groups for place, rank in enumerate(group)}
     bases = [
         names
-        for size in range(len(found) + 1)
-        for names in itertools.combinations(found, size)
-        if math.prod(max(found[name].values()) + 1 for name in names) == len(ranks)
-        and len({tuple(found[name][rank] for name in names) for rank in ranks}) == len(ranks)
+        for size in range(len(places) + 1)
+        for names in itertools.combinations(places, size)
+        if math.prod(max(places[name].values()) + 1 for name in names) == len(ranks)
+        and len({tuple(places[name][rank] for name in names) for rank in ranks}) == len(ranks)
     ]
-    yield from ({name: found[name] for name in names} for names in bases)
+    yield from ({name: places[name] for name in names} for names in bases)
     if not bases:
         yield {"all ranks": {rank: place for place, rank in enumerate(sorted(ranks))}}
 
@@ -204,22 +204,22 @@ def _shown(parts: Parts, plan: Plan, truth: Tensor) -> list[tuple[Tensor, Tensor
 def _agrees(parts: Parts, plan: Plan, target: TrueTensor, scaled: bool) -> dict[Coordinate, float] | None:
     """The factor of every part (1 unless `scaled`) when the parts make up the target; None when they do not."""
     axis = next((place for place, (act, _) in enumerate(plan.acts) if act == "sum"), None)
-    found = dict(parts)
+    left = dict(parts)
     if axis is not None:
-        for group in along(found, axis):
-            if _all_equal([found[place] for place in group]):
+        for group in along(left, axis):
+            if _all_equal([left[place] for place in group]):
                 return None
-        sums = {group[0]: torch.stack([found[place] for place in group]).sum(0) for group in along(found, axis)}
-        found = sums
+        sums = {group[0]: torch.stack([left[place] for place in group]).sum(0) for group in along(left, axis)}
+        left = sums
     factors = dict.fromkeys(parts, 1.0)
     if scaled:
-        own = _factors(found, plan, target)
+        own = _factors(left, plan, target)
         if own is None:
             return None
         factors = {place: own[_owner(place, plan)] for place in parts}
-        found = {place: part / own[_owner(place, plan)] for place, part in found.items()}
+        left = {place: part / own[_owner(place, plan)] for place, part in left.items()}
     truth = target.calls[0]
-    for value in joined(found, plan).values():
+    for value in joined(left, plan).values():
         if not target.near(value[tuple(slice(size) for size in truth.shape)]):
             return None
     return factors

@@ -220,10 +220,10 @@ class _Search:
                 }
 
             target = self._targets(of).get(path)
-            found = self._fit(path, target, of) if target else _NO_FIT
-            if found.state == DIFFERS:
-                return found
-            state = AGREES if AGREES in (state, found.state) else UNKNOWN
+            fitted = self._fit(path, target, of) if target else _NO_FIT
+            if fitted.state == DIFFERS:
+                return fitted
+            state = AGREES if AGREES in (state, fitted.state) else UNKNOWN
         return Fit(state=state)
 
     def _targets(self, of: Callable[[ModuleCalls], Mapping[str, Sequence[TensorCopy]]]) -> dict[str, TrueTensor]:
@@ -262,12 +262,12 @@ class _Search:
         parts, axes = as_declared(by_rank), self._of.axes
         if parts is None:
             return Fit(state=DIFFERS)
-        found = fit(parts, target, axes, scaled=scaled, factors=factors)
-        for stage in stages(parts, axes) if found.state == DIFFERS else ():
+        fitted = fit(parts, target, axes, scaled=scaled, factors=factors)
+        for stage in stages(parts, axes) if fitted.state == DIFFERS else ():
             # Stages of a pipeline count their layers from 0 each: one of them is the truth's.
             of_stage = fit(stage, target, axes, scaled=scaled, factors=factors)
-            found = of_stage if of_stage.state == AGREES else found
-        return found
+            fitted = of_stage if of_stage.state == AGREES else fitted
+        return fitted
 
 
 _NO_FIT = Fit(state=UNKNOWN)

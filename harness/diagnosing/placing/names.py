@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 def same_modules(mine: Sequence[str], theirs: Sequence[str]) -> dict[str, str]:
     """Paths of the truth -> those of the ranks: equal ones, then those whose common end is the longest for both."""
-    found = {path: path for path in theirs if path in set(mine)}
-    left, right = [p for p in theirs if p not in found], [p for p in mine if p not in found]
+    pairs = {path: path for path in theirs if path in set(mine)}
+    left, right = [p for p in theirs if p not in pairs], [p for p in mine if p not in pairs]
     for path in left:
         best = _best(path, right)
         if best and _best(best, left) == path:
-            found[path] = best
-    return found
+            pairs[path] = best
+    return pairs
 
 
 def _best(path: str, others: Sequence[str]) -> str:

@@ -69,26 +69,26 @@ def has_shape(shapes: Mapping[Coordinate, tuple[int, ...]], plan: Plan, wanted: 
     """Whether the parts make up this shape; along one dim that is cut the last part may end with padding."""
     if {len(shape) for shape in shapes.values()} != {len(wanted)}:
         return False
-    found, last = dict(shapes), dict.fromkeys(range(len(wanted)), 0)
+    left, last = dict(shapes), dict.fromkeys(range(len(wanted)), 0)
     for axis, (act, _) in enumerate(plan.acts):
         if act == "sum":
-            for group in along(found, axis):
-                if len({found[place] for place in group}) > 1:
+            for group in along(left, axis):
+                if len({left[place] for place in group}) > 1:
                     return False
-            found = {place: shape for place, shape in found.items() if not place[axis]}
+            left = {place: shape for place, shape in left.items() if not place[axis]}
     for axis in plan.order:
         act, dim = plan.acts[axis]
         joined = {}
-        for group in along(found, axis):
-            if len({_without(found[place], dim) for place in group}) > 1:
+        for group in along(left, axis):
+            if len({_without(left[place], dim) for place in group}) > 1:
                 return False
-            lengths = [found[place][dim] for place in group]
+            lengths = [left[place][dim] for place in group]
             if act == "zigzag" and (len(set(lengths)) > 1 or lengths[0] % 2 or len(group) < 2):
                 return False
-            first, last[dim] = found[group[0]], last[dim] or lengths[-1]
+            first, last[dim] = left[group[0]], last[dim] or lengths[-1]
             joined[group[0]] = (*first[:dim], sum(lengths), *first[dim + 1 :])
-        found = joined
-    for shape in found.values():
+        left = joined
+    for shape in left.values():
         padding = [has - wants for has, wants in zip(shape, wanted, strict=True)]
         if min(padding, default=0) < 0 or sum(map(bool, padding)) > 1:
             return False

@@ -239,12 +239,12 @@ def _sizes(evidence: Evidence) -> list[str]:
 
 def _counts(evidence: Evidence) -> dict[str, float]:
     """Every size that a factor may come from; axes that split nothing are not among them."""
-    found: dict[str, float] = {**split_axes(evidence.case), "all ranks": evidence.case.world_size}
+    counts: dict[str, float] = {**split_axes(evidence.case), "all ranks": evidence.case.world_size}
     tokens = evidence.truth.get("tokens/0")
-    found |= {"micro": evidence.case.micro} | ({} if tokens is None else {"tokens of the step": float(tokens)})
-    found["loss_scale"] = float(getattr(evidence.case, "loss_scale", 1.0))
-    found[_DEPTH[0]] = 2.0 * getattr(evidence.case, "layers", 0)
-    return found
+    counts |= {"micro": evidence.case.micro} | ({} if tokens is None else {"tokens of the step": float(tokens)})
+    counts["loss_scale"] = float(getattr(evidence.case, "loss_scale", 1.0))
+    counts[_DEPTH[0]] = 2.0 * getattr(evidence.case, "layers", 0)
+    return counts
 
 
 def _summable(evidence: Evidence, axis: str, name: str) -> bool:

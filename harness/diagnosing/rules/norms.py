@@ -86,21 +86,25 @@ def _counted_otherwise(evidence: Evidence, squares: Mapping[str, float]) -> Iter
 def _groups(evidence: Evidence, names: Sequence[str]) -> dict[str, frozenset[str]]:
     """Gradients that code may count alike, in words: by who holds what of them, one by one, by kind, by dims."""
     whole = {name for name in names if held_whole(evidence, name)}
-    found = {"what every rank holds whole": whole, "what is split over ranks": {*names} - whole, "everything": {*names}}
+    groups = {
+        "what every rank holds whole": whole,
+        "what is split over ranks": {*names} - whole,
+        "everything": {*names},
+    }
     for axis in split_axes(evidence.case):
         lists = evidence.axes.get(axis, ((),))
         alike = {name for name in names if all(_alike(evidence, name, ranks) for ranks in lists)}
-        found[f"what ranks of {axis} hold alike"], found[f"what is split over {axis}"] = alike, {*names} - alike
+        groups[f"what ranks of {axis} hold alike"], groups[f"what is split over {axis}"] = alike, {*names} - alike
         for place in range(len(lists[0])):
             holds = {rank for ranks in lists for rank in ranks[place : place + 1]}
-            found[f"what {axis} rank {place} alone holds"] = {n for n in names if {*blocks_of(evidence, n)} <= holds}
-    found |= {name: {name} for name in names}
+            groups[f"what {axis} rank {place} alone holds"] = {n for n in names if {*blocks_of(evidence, n)} <= holds}
+    groups |= {name: {name} for name in names}
     for name in names:
-        found.setdefault(re.sub(r"\.\d+\.", ".*.", name), set()).add(name)
-        found.setdefault(f"every {name.rpartition('.')[2]}", set()).add(name)
+        groups.setdefault(re.sub(r"\.\d+\.", ".*.", name), set()).add(name)
+        groups.setdefault(f"every {name.rpartition('.')[2]}", set()).add(name)
     vectors = {name for name in names if evidence.truth[name].dim() < 2}
-    found |= {"every vector (norms and biases)": vectors, "every matrix": {*names} - vectors}
-    first = {frozenset(group): what for what, group in reversed(found.items()) if group}
+    groups |= {"every vector (norms and biases)": vectors, "every matrix": {*names} - vectors}
+    first = {frozenset(group): what for what, group in reversed(groups.items()) if group}
     return {what: group for group, what in reversed(first.items())}
 
 

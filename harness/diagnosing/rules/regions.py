@@ -30,14 +30,14 @@ def from_regions(evidence: Evidence, name: str) -> list[Cause]:
     for dim in range(truth.dim()):
         starts = sorted({block.region[dim][0] for _, block in blocks})
         wrong = [(rank, block) for rank, block in blocks if _wrong(block, truth)]
-        found = [there for _, block in wrong if (there := _elsewhere(block, truth, dim, starts))]
-        if len(starts) > 1 and wrong and len(found) == len(wrong):
-            (rank, block), (start, _) = wrong[0], found[0]
+        places = [there for _, block in wrong if (there := _elsewhere(block, truth, dim, starts))]
+        if len(starts) > 1 and wrong and len(places) == len(wrong):
+            (rank, block), (start, _) = wrong[0], places[0]
             words = (
                 f"along dim {dim} rank {rank} holds what lies at {start}, where {block.region[dim][0]} is meant: "
                 "another rank's part, or an offset that is left out"
             )
-            return claimed("other_shard", words, *(moved for _, moved in found))
+            return claimed("other_shard", words, *(moved for _, moved in places))
     return []
 
 

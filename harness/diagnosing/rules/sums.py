@@ -192,7 +192,7 @@ def from_counts(evidence: Evidence, name: str) -> list[Cause]:
     if name != "tokens/0" or "tokens" not in evidence.shares:
         return []
     tokens, logits = evidence.shares["tokens"], evidence.truth.get("logits/0")
-    found = {_place_on(evidence, "dp", rank): float(by[0].local) for rank, by in blocks_of(evidence, name).items()}
+    counts = {_place_on(evidence, "dp", rank): float(by[0].local) for rank, by in blocks_of(evidence, name).items()}
     everyone = torch.ones(len(tokens), dtype=torch.float64)
     rules = [
         ("not_summed", "each data rank's own: never summed over dp", tokens.sum(1)),
@@ -209,11 +209,11 @@ def from_counts(evidence: Evidence, name: str) -> list[Cause]:
         rules.append(("constant_factor", words, all_of_them * everyone))
     right, causes = float(evidence.truth[name]), list[Cause]()
     for known, words, by_row in rules:
-        if _counts_so(found, by_row):
-            causes += claimed(known, f"the number of tokens is {words}", _by_row(found, right, by_row))
+        if _counts_so(counts, by_row):
+            causes += claimed(known, f"the number of tokens is {words}", _by_row(counts, right, by_row))
     for rule, count in (pair for id in _COUNTS for pair in predictions(evidence, id, name)):
-        if _counts_so(found, by_row := count * everyone):
-            causes += of_rule(rule, f"the number of tokens is what it is {rule.words}", _by_row(found, right, by_row))
+        if _counts_so(counts, by_row := count * everyone):
+            causes += of_rule(rule, f"the number of tokens is what it is {rule.words}", _by_row(counts, right, by_row))
     single = {cause.id: cause for cause in reversed(causes)}
     return [*single.values()] * (len(single) == 1)
 

@@ -72,28 +72,28 @@ def caller_at(frame: FrameType | None) -> Caller | None:
 
 def issued_at(frame: FrameType | None) -> Caller | None:
     """The user line that a collective issued at or below `frame` is for, past helpers; None when there is none."""
-    found: Caller | None = None
-    entry: FrameType | None = None  # the outermost frame so far of the file of `found`
+    line: Caller | None = None
+    entry: FrameType | None = None  # the outermost frame so far of the file of `line`
     helps = True  # that file may communicate for others: it is the innermost one, or its autograd Function runs
     while frame is not None:
         code = frame.f_code
         name = code.co_filename
         if is_user(name):
-            if found is None or name != found.code.co_filename:
+            if line is None or name != line.code.co_filename:
                 if entry is not None and not (helps and _is_handed_tensors(entry)):
-                    return found
-                helps = found is None
-                found = Caller(code, frame.f_lineno)
+                    return line
+                helps = line is None
+                line = Caller(code, frame.f_lineno)
             entry = frame
-        elif found is not None:
+        elif line is not None:
             if name in _STARTS or code is BACKWARD or name.startswith(_HARNESS):
-                return found
+                return line
             if name == function.__file__ and entry is not None:  # `entry` is a Function's forward
                 if len(entry.f_code.co_code) > _COMPUTES:
-                    return found
+                    return line
                 helps = True
         frame = frame.f_back
-    return found
+    return line
 
 
 def _is_handed_tensors(frame: FrameType) -> bool:

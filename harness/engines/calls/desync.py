@@ -61,17 +61,17 @@ def call_text(call: IssuedCall) -> str:
     return f"{call.signature.op} #{call.number} of {call.group.label}"
 
 
-def of_mismatch(found: Mismatch) -> RootCause:
+def of_mismatch(mismatch: Mismatch) -> RootCause:
     """The first field in which the signatures of a call differ, with its value on every rank; or the sizes."""
-    if found.collective is None:
-        call = f"{found.signature.op} #{found.number} of {found.group.label}"
-        return RootCause(f"ranks disagree in {call}: {found.words}", found.ranks, "mismatch")
+    if mismatch.collective is None:
+        call = f"{mismatch.signature.op} #{mismatch.number} of {mismatch.group.label}"
+        return RootCause(f"ranks disagree in {call}: {mismatch.words}", mismatch.ranks, "mismatch")
     signatures: dict[int, Signature] = {}
-    for member, rank in enumerate(found.group.ranks):
-        if found.collective.operands[member] is not None:
-            signatures[rank] = found.collective.signature
-        elif member in found.collective.differing:
-            signatures[rank] = found.collective.differing[member]
+    for member, rank in enumerate(mismatch.group.ranks):
+        if mismatch.collective.operands[member] is not None:
+            signatures[rank] = mismatch.collective.signature
+        elif member in mismatch.collective.differing:
+            signatures[rank] = mismatch.collective.differing[member]
     usual = max(signatures.values(), key=lambda one: list(signatures.values()).count(one))
     odd = next(one for one in signatures.values() if one != usual)
     field = difference(odd, usual)
@@ -84,7 +84,7 @@ def of_mismatch(found: Mismatch) -> RootCause:
     blamed = [rank for rank, one in signatures.items() if one != usual]
     if 2 * len(blamed) >= len(signatures):
         blamed = list(signatures)
-    call = f"call #{found.number} of {found.group.label}"
+    call = f"call #{mismatch.number} of {mismatch.group.label}"
     text = f"ranks disagree in {call}: {field_words(field, odd)[0]} is {values}"
     return RootCause(text, tuple(blamed), "mismatch")
 

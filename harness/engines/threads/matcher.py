@@ -63,11 +63,11 @@ class CollectiveMatcher:
 
     def group(self, life: int, name: str, ranks: tuple[int, ...], description: str) -> RankGroup:
         """The group of this name and these ranks, in this life of the world; the same object on all ranks."""
-        found = self.groups.get((life, name, ranks))
-        if found is None:
-            found = self.groups[life, name, ranks] = RankGroup(ranks, description, life, name)
-            label_group(found, self._known)
-        return found
+        group = self.groups.get((life, name, ranks))
+        if group is None:
+            group = self.groups[life, name, ranks] = RankGroup(ranks, description, life, name)
+            label_group(group, self._known)
+        return group
 
     def agree_on_group(self, rank: int, life: int, number: int, ranks: tuple[int, ...]) -> None:
         """Rank `rank` makes the world's group `number`; of the same ranks as the first rank to make it, else it is
@@ -225,7 +225,7 @@ class CollectiveMatcher:
         shape, address = payload[0].shape if payload else None, address_of(call.signature, payload)
         needed = needs_gradient(call.signature.op, payload)
         key = (group, call.signature, shape, peer, call.is_async, address, needed)
-        found = self._calls.get(key)
-        if found is None:
-            found = self._calls[key] = call_of(*arguments)
-        return found
+        stored = self._calls.get(key)
+        if stored is None:
+            stored = self._calls[key] = call_of(*arguments)
+        return stored

@@ -38,19 +38,19 @@ class Raised(NamedTuple):
 def positions(scheduler: Scheduler, matcher: CollectiveMatcher, raised: Sequence[Raised]) -> list[Position]:
     """Where every rank stands, by rank."""
     errors = {entry.rank: entry.error for entry in raised}
-    found = []
+    places = []
     for rank, (status, frame) in enumerate(zip(scheduler.statuses, scheduler.frames(), strict=True)):
         work = matcher.waiting[rank]
         if rank in errors:
             caller = raised_at(errors[rank].__traceback__)
-            found.append(Position(rank=rank, state="raised", detail=error_text(errors[rank]), caller=caller))
+            places.append(Position(rank=rank, state="raised", detail=error_text(errors[rank]), caller=caller))
         elif status in {RankStatus.DONE, RankStatus.NOT_STARTED}:
-            found.append(Position(rank=rank, state="finished" if status is RankStatus.DONE else "not started"))
+            places.append(Position(rank=rank, state="finished" if status is RankStatus.DONE else "not started"))
         elif work is not None and not work.event.done:
-            found.append(position_in_call(work, "waits in", str(issued_at(frame) or "")))
+            places.append(position_in_call(work, "waits in", str(issued_at(frame) or "")))
         else:
-            found.append(Position(rank=rank, state="runs", caller=caller_of(frame)))
-    return found
+            places.append(Position(rank=rank, state="runs", caller=caller_of(frame)))
+    return places
 
 
 def of_raise(raised: Sequence[Raised], world_size: int) -> RootCause:

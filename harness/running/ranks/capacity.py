@@ -51,16 +51,16 @@ def admit(cases: Iterable[CaseLike], engine: str, limit_bytes: int | None = None
 
 def admitted(cases: Iterable[CaseLike], engine: str) -> tuple[CaseLike, ...]:
     """The cases that this machine can hold. Raises RequestError for the first one when it can hold none."""
-    found, first = [], None
+    cases_left, first = [], None
     for case in cases:
         try:
             admit([case], engine)
-            found.append(case)
+            cases_left.append(case)
         except RequestError as problem:
             first = first or problem
-    if first and not found:
+    if first and not cases_left:
         raise first
-    return tuple(found)
+    return tuple(cases_left)
 
 
 def admit_ranks(case: CaseLike, engine: str) -> None:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence, Regrouped
 from harness.checking.measures.distance import distance, real
-from harness.checking.measures.kinds import NUMERIC_KINDS, ROUNDING, kind_of, step_of
+from harness.checking.measures.kinds import NUMERIC_KINDS, kind_of, step_of
 from harness.checking.measures.measured import Measured, epsilon
+from harness.checking.measures.sums import ROUNDING
 from harness.checking.measures.tolerance import CONTROL_FACTOR, FLOOR_EPSILONS, LEAP
 from harness.errors import ProgramError, RequestError
 from harness.mesh_axes import SAME_SAMPLES
@@ -101,14 +102,14 @@ def _legal(
 
     They need no more than _LARGEST ranks or those of the case.
     """
-    found: list[tuple[dict[str, int], CaseLike]] = []
+    legal: list[tuple[dict[str, int], CaseLike]] = []
     for words in sizes:
         with suppress(ValueError):  # this grouping breaks a rule of the case language
             other = case.but(**words, **unsaved(case))
-            fits = len(found) < most and other.world_size <= max(case.world_size, _LARGEST)
+            fits = len(legal) < most and other.world_size <= max(case.world_size, _LARGEST)
             if fits and not refusal(other, subject):
-                found.append((words, other))
-    return found
+                legal.append((words, other))
+    return legal
 
 
 DTYPE = "float32"

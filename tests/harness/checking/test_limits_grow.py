@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from harness.checking.evidence import PASS, Evidence
-from harness.checking.measures.kinds import error_of_sums, tokens_of
 from harness.checking.measures.measured import Measured, epsilon
+from harness.checking.measures.sums import error_of_sums, tokens_of
 from harness.checking.measuring import compared
 from harness.running.truth.control_modes import partial_sums
 from reference.case import Case

@@ -245,7 +245,7 @@ def test_an_interposer_that_reads_arguments_wrongly_fails_its_own_probe(monkeypa
     def storage(argument: Any) -> list[torch.Tensor]:
         return [tensor.new_empty(tensor.untyped_storage().nbytes() // 4) for tensor in argument]
 
-    monkeypatch.setattr("harness.engines.calls.operators.tensors_in", storage)
+    monkeypatch.setattr("harness.engines.calls.reading.tensors_in", storage)
     with pytest.raises(MachineError, match="probe all_reduce of 12 bytes was seen as .*32"):
         Interposer(Deaf()).__enter__()
     assert not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "BackendSelect")

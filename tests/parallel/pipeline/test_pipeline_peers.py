@@ -24,7 +24,7 @@ from parallel.model.strategy import Rank, Step, Value
 from parallel.pipeline.scheme import StageRun, message_shape
 from parallel.registry import strategy_of
 from parallel.schedules.pipeline import Action, Kind
-from parallel.schedules.stages import held, stages
+from parallel.schedules.stages import stages, stages_of_rank
 from parallel.schemes.tp import TP
 from parallel.subject import subject
 from parallel.subject import subject as ours
@@ -282,7 +282,7 @@ def test_every_chunk_shares_its_own_gradients(case: Case) -> None:
             calls[term.at["pp"], term.op] += term.calls // case.steps
             sent[term.at["pp"], term.op] += term.payload_bytes // 8
     for rank in range(case.pp if case.zero else 0):
-        own = held(case, rank)
+        own = stages_of_rank(case, rank)
         buckets = len(own) + sum(stage.shares_table for stage in own)
         names = [name for stage in own for name in local if stage.holds(name)]
         for op in ("reduce_scatter", "all_gather"):

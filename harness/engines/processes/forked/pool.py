@@ -147,14 +147,14 @@ class _Pool:
                 self._servers[seed] = ForkServer(seed)
         idle, taken = list(self._processes), list[Worker]()
         for seed in seeds:
-            found = next((process for process in idle if process.server.hash_seed == seed), None)
-            if found is None:
-                found = self._servers[seed].fork()
-                self._processes.append(found)
+            worker = next((process for process in idle if process.server.hash_seed == seed), None)
+            if worker is None:
+                worker = self._servers[seed].fork()
+                self._processes.append(worker)
                 self._connection += 1
             else:
-                idle.remove(found)
-            taken.append(found)
+                idle.remove(worker)
+            taken.append(worker)
         self._processes = taken + idle
         return taken
 

@@ -73,12 +73,12 @@ def _standing(stack: Sequence[_Frame]) -> Standing:
 
 def _frames(text: str, ident: int) -> tuple[_Frame, ...]:
     """The frames of one thread in what faulthandler printed."""
-    found: list[_Frame] = []
+    frames: list[_Frame] = []
     mine = False
     for line in text.splitlines():
         if thread := _THREAD.match(line):
             mine = int(thread["ident"], 16) == ident
         elif mine and (frame := _LINE.match(line)):
-            found.append(_Frame(frame["file"], int(frame["line"]), frame["function"]))
-    ours = next((i for i, frame in enumerate(found) if frame.file == _PROGRAM_FILE), len(found))
-    return tuple(found[:ours])
+            frames.append(_Frame(frame["file"], int(frame["line"]), frame["function"]))
+    ours = next((i for i, frame in enumerate(frames) if frame.file == _PROGRAM_FILE), len(frames))
+    return tuple(frames[:ours])

@@ -129,23 +129,23 @@ def gather(place: Launched, store: Store, timeout_s: float) -> dict[int, Connect
     """Rank 0: the connections to all other ranks, by rank. Raises MachineError naming those that did not come."""
     token = secrets.token_bytes(_TOKEN_BYTES)
     end_s = time.monotonic() + timeout_s
-    found: dict[int, Connection] = {}
+    connections: dict[int, Connection] = {}
     family, host = _own_address(place)
     with ExitStack() as on_error, socket.create_server((host, 0), family=family, backlog=place.world_size) as server:
         store.set(_KEY, f"{token.hex()} {server.getsockname()[1]} {host}")
-        while len(found) < place.world_size - 1:
+        while len(connections) < place.world_size - 1:
             server.settimeout(max(0.001, end_s - time.monotonic()))
             try:
                 accepted, _ = server.accept()
             except TimeoutError:
-                absent = sorted(set(range(1, place.world_size)) - found.keys())
+                absent = sorted(set(range(1, place.world_size)) - connections.keys())
                 raise _lost(absent, f"did not join within {timeout_s:g} s") from None
             connection = on_error.enter_context(_connection(accepted))
             rank = _introduced(connection, token)
             if 0 < rank < place.world_size:  # any other is a stranger, and closed at the end
-                found[rank] = connection
+                connections[rank] = connection
         on_error.pop_all()
-    return found
+    return connections
 
 
 def join(place: Launched, store: Store, timeout_s: float) -> Connection:

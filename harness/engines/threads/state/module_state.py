@@ -94,7 +94,7 @@ class _Defaults:
 def namespaces_of(names: Sequence[str]) -> tuple[Namespace, ...]:
     """The places of these modules as they are now. Raises RequestError for one that cannot be imported."""
     modules = [_imported(name) for name in names]
-    found: dict[int, Namespace] = {id(vars(module)): _Dict(vars(module)) for module in modules}
+    namespaces: dict[int, Namespace] = {id(vars(module)): _Dict(vars(module)) for module in modules}
     seen: dict[int, Any] = {}
     waiting = [value for module in modules for value in vars(module).values()]
     while waiting:
@@ -109,11 +109,11 @@ def namespaces_of(names: Sequence[str]) -> tuple[Namespace, ...]:
         else:
             waiting += _methods(value, names)
             if _has_own_defaults(value, names):
-                found[id(value.__defaults__)] = _Defaults(value)
+                namespaces[id(value.__defaults__)] = _Defaults(value)
             if (place := _place(value, names)) is not None:
-                found.setdefault(id(value), place)
+                namespaces.setdefault(id(value), place)
                 waiting += place.read().values()
-    return tuple(found.values())
+    return tuple(namespaces.values())
 
 
 def own(places: Iterable[Namespace]) -> list[Names]:
