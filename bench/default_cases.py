@@ -95,9 +95,9 @@ class Search:
             self._pairs[key] = frozenset(split | {(pair, False) for pair, _ in pairs})
         return self._pairs[key]
 
-    def union(self, found: Iterable[Words]) -> set[Pair]:
+    def union(self, cases: Iterable[Words]) -> set[Pair]:
         """All pairs of these cases."""
-        return set().union(*map(self.pairs_of, found))
+        return set().union(*map(self.pairs_of, cases))
 
     def near(self, fixed: Words, needs: bool) -> Words | None:
         """A legal case with these words; one that `needs` to split something does so over few ranks."""

@@ -40,9 +40,9 @@ def resolve(name: str) -> object:
     return found
 
 
-def _alternative(found: object, part: str, module_name: str) -> str:
+def _alternative(target: object, part: str, module_name: str) -> str:
     """A name that would have been legal: the closest of the module's own, rather than of what it imports."""
-    words = {word: getattr(found, word) for word in dir(found) if not word.startswith("_")}
+    words = {word: getattr(target, word) for word in dir(target) if not word.startswith("_")}
     own = [
         word
         for word, value in words.items()

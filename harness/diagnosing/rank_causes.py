@@ -177,14 +177,14 @@ def _blame(parted: Difference) -> Cause:
     return reported(known, f"{meaning}: " + ", ".join(changes), parted)
 
 
-def _changed(expected: EventKey, found: EventKey) -> str:
+def _changed(expected: EventKey, issued: EventKey) -> str:
     """The cause of a call that is made otherwise: what weighs most of that which changed."""
-    if (expected.axis, expected.group_size) != (found.axis, found.group_size):
+    if (expected.axis, expected.group_size) != (issued.axis, issued.group_size):
         return "wrong_group"
-    if expected.op != found.op:
+    if expected.op != issued.op:
         return "wrong_op"
-    if expected.reduce_op != found.reduce_op:
-        return "averaged" if (expected.reduce_op, found.reduce_op) == ("sum", "avg") else "wrong_op"
-    if (expected.dtype, expected.payload_bytes) != (found.dtype, found.payload_bytes):
+    if expected.reduce_op != issued.reduce_op:
+        return "averaged" if (expected.reduce_op, issued.reduce_op) == ("sum", "avg") else "wrong_op"
+    if (expected.dtype, expected.payload_bytes) != (issued.dtype, issued.payload_bytes):
         return "wrong_payload"
     return "wrong_place"

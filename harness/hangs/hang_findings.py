@@ -71,10 +71,10 @@ def _of(channel: Channel, call: LastCall | None) -> str:
     return f" of {axis} ({ranks_text(channel[1])})" + (f" {channel[2]}" if channel[2] else "")
 
 
-def _standing(found: Parted, ranks: Sequence[RankStanding]) -> Iterator[str]:
+def _standing(parting: Parted, ranks: Sequence[RankStanding]) -> Iterator[str]:
     """Where the ranks that parted are, and one of those that wait."""
     by_rank = {one.rank: one for one in ranks}
-    for rank in [*found.ranks[:_MOST], *found.waiting[:1]]:
+    for rank in [*parting.ranks[:_MOST], *parting.waiting[:1]]:
         one = by_rank.get(rank)
         latest = None if one is None or one.ended else one.latest
         if one is not None and latest is not None:

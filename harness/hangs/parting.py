@@ -287,10 +287,10 @@ def _roots(lacking: Sequence[Parted], ranks: Sequence[RankStanding]) -> list[Par
     return sorted(made, key=lambda found: _order(found, ranks))
 
 
-def _order(found: Parted, ranks: Sequence[RankStanding]) -> int:
+def _order(parting: Parted, ranks: Sequence[RankStanding]) -> int:
     """When the call came among those of the first rank that issued it."""
     for one in ranks:
-        call = one.calls.get(found.channel, {}).get(found.number)
-        if call is not None and one.rank not in found.ranks:
+        call = one.calls.get(parting.channel, {}).get(parting.number)
+        if call is not None and one.rank not in parting.ranks:
             return call.order
     return 0

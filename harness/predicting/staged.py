@@ -251,20 +251,20 @@ def staged_forecast(
 def _stage_forecast(
     index: int,
     pipeline: PipelineLike,
-    one: MeasuredStage,
+    stage: MeasuredStage,
     spans: Sequence[SpanLike],
     step_s: float,
     sent: Traffic | None,
     states: States | None,
 ) -> StageForecast:
-    computed = [one.segments[span.action.kind, span.action.chunk, True] for span in spans]
-    busy = together(*((1.0, segment.times) for segment in (*computed, one.rest)))
+    computed = [stage.segments[span.action.kind, span.action.chunk, True] for span in spans]
+    busy = together(*((1.0, segment.times) for segment in (*computed, stage.rest)))
     idle_s = step_s - busy.total_s
     exposed = {**busy.exposed_s, MESSAGES: busy.exposed_s.get(MESSAGES, 0.0) + idle_s}
     program = [span.action for span in spans]
 
     def of(kind: str) -> float:
-        return sum(seg.times.total_s for (each, _, later), seg in one.segments.items() if later and each == kind)
+        return sum(seg.times.total_s for (each, _, later), seg in stage.segments.items() if later and each == kind)
 
     return StageForecast(
         index=index,
@@ -274,26 +274,26 @@ def _stage_forecast(
         backward_s=of(BACKWARD),
         idle_s=idle_s,
         times=replace(busy, exposed_s=exposed, hidden_s={**busy.hidden_s, MESSAGES: 0.0}),
-        memory=_memory(one, program, states),
+        memory=_memory(stage, program, states),
         flops=sum(segment.flops for segment in computed),
         traffic=sent,
-        ledger=one.ledger,
-        run=one.rank,
+        ledger=stage.ledger,
+        run=stage.rank,
     )
 
 
-def _memory(one: MeasuredStage, program: Sequence[ActionLike], states: States | None) -> Memory:
+def _memory(stage: MeasuredStage, program: Sequence[ActionLike], states: States | None) -> Memory:
     """The stage's memory over a whole step; what the optimizer keeps is there from the second step on."""
     leaves_bytes, peak, kept, seen = 0.0, 0.0, 0.0, set[tuple[str, int]]()
     for action in program:
         place = action.kind, action.chunk
-        segment = one.segments[*place, place in seen]
-        leaves = one.segments[FORWARD, action.chunk, True].left_bytes
-        peak = max(peak, one.before_bytes + kept + leaves_bytes + segment.more_bytes)
+        segment = stage.segments[*place, place in seen]
+        leaves = stage.segments[FORWARD, action.chunk, True].left_bytes
+        peak = max(peak, stage.before_bytes + kept + leaves_bytes + segment.more_bytes)
         leaves_bytes += leaves if action.kind == FORWARD else -leaves
         if action.kind == BACKWARD and place not in seen:  # the gradients of this chunk have come, and stay
             kept += segment.left_bytes + leaves
         seen.add(place)
-    peak = max(peak, one.before_bytes + kept + one.rest.more_bytes)
-    more = (live(program) - one.live) * one.segments[FORWARD, 0, True].left_bytes
-    return replace(one.memory, saved=one.memory.saved + more, peak=peak).over_steps(states)
+    peak = max(peak, stage.before_bytes + kept + stage.rest.more_bytes)
+    more = (live(program) - stage.live) * stage.segments[FORWARD, 0, True].left_bytes
+    return replace(stage.memory, saved=stage.memory.saved + more, peak=peak).over_steps(states)

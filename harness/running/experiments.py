@@ -101,8 +101,8 @@ def _each(
             process.close()
 
 
-def _sent(connection: Connection, found: Iterable[object]) -> None:
-    for each in found:
+def _sent(connection: Connection, objects: Iterable[object]) -> None:
+    for each in objects:
         connection.send(each)
 
 

@@ -232,10 +232,10 @@ def _less(left: _Left, payload_bytes: int) -> _Left:
     return None if calls is None else calls - 1, None if total is None else total - payload_bytes
 
 
-def _more(one: EventKey | Term, calls: int | None, total: int | None) -> str:
+def _more(term: EventKey | Term, calls: int | None, total: int | None) -> str:
     """Words for calls that the closed form states and that were not recorded."""
-    if isinstance(one, Term):
+    if isinstance(term, Term):
         lack = [f"{calls} call{'s' if calls > 1 else ''}"] if calls else []
-        return f"{' of '.join([*lack, *([f'{total} B'] if total else [])])} more of {one}"
-    where = f"of {one.payload_bytes} B over {one.axis} in {one.region or 'no module'}"
-    return f"{calls} more {one.phase} {one.op} {where}"
+        return f"{' of '.join([*lack, *([f'{total} B'] if total else [])])} more of {term}"
+    where = f"of {term.payload_bytes} B over {term.axis} in {term.region or 'no module'}"
+    return f"{calls} more {term.phase} {term.op} {where}"

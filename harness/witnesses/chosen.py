@@ -109,14 +109,14 @@ def _at(term: TermLike) -> dict[str, int]:
     return dict(getattr(term, "at", {}))
 
 
-def _unlike(whole: ClosedForm, one: ClosedForm, steps: int) -> str:
+def _unlike(whole: ClosedForm, single: ClosedForm, steps: int) -> str:
     """Terms that a run of all steps does not have as many times as there are steps, "" when it has all."""
-    for line in (*whole.complete, *one.complete):
-        all_steps, one_step = whole.complete[line], one.complete[line]
+    for line in (*whole.complete, *single.complete):
+        all_steps, one_step = whole.complete[line], single.complete[line]
         if all_steps != steps * one_step:
             where = f"{line.phase} {line.op} in {line.region or 'no module'}"
             return f"{all_steps} {where} in {steps} steps, and {one_step} in one"
-    often = [term.times(steps) for term in one.partial]
+    often = [term.times(steps) for term in single.partial]
     for mine, others in ((whole.partial, often), (often, whole.partial)):
         if odd := [term for term in mine if term not in others]:
             return f"{odd[0]} is not {steps} times what one step has"

@@ -55,9 +55,9 @@ def main(arguments: argparse.Namespace) -> int:
     return 1
 
 
-def compared_table(found: Any) -> Table:
+def compared_table(difference: Any) -> Table:
     """How many tensors of each kind were compared, and differ."""
-    frame = pd.DataFrame([asdict(kind) for kind in found.kinds])
+    frame = pd.DataFrame([asdict(kind) for kind in difference.kinds])
     columns = (
         ("", "kind", str),
         ("tensors", "tensors", count),
@@ -67,9 +67,9 @@ def compared_table(found: Any) -> Table:
     return table("Two checkpoints", frame, columns)
 
 
-def six_lines(found: Any, a: str, b: str) -> str:
+def six_lines(difference: Any, a: str, b: str) -> str:
     """First difference: where, by how much, the ranks that wrote it, why, and the command that repeats it."""
-    first = found.first
+    first = difference.first
     lines = {
         "what": first.what,
         "where": first.where,

@@ -82,21 +82,26 @@ _DETAILED = 8
 """Candidates whose phases are shown."""
 
 
-def _tables(one: Prediction) -> list[Table]:
+def _tables(prediction: Prediction) -> list[Table]:
     """The answer's table first, then where memory and time go; the break-even of modes where there are several."""
-    ledger_or_reason = one.rows["ledger"].where(one.rows["ledger"] != "", one.rows["reason"])
-    rows = one.rows.assign(ledger_or_reason=ledger_or_reason)
+    ledger_or_reason = prediction.rows["ledger"].where(prediction.rows["ledger"] != "", prediction.rows["reason"])
+    rows = prediction.rows.assign(ledger_or_reason=ledger_or_reason)
     legal = rows[rows["legal"] == "yes"]
-    shown = one.phases[one.phases["words"].isin(legal["words"].head(_DETAILED))]
-    return [_answer(one, rows), *_own(one), _memory(legal), _times(legal), _phases(shown)]
+    shown = prediction.phases[prediction.phases["words"].isin(legal["words"].head(_DETAILED))]
+    return [_answer(prediction, rows), *_own(prediction), _memory(legal), _times(legal), _phases(shown)]
 
 
-def _own(one: Prediction) -> list[Table]:
+def _own(prediction: Prediction) -> list[Table]:
     """Tables of one text alone: its stages, the break-even of its modes, what is beside."""
-    more = [break_even_table(one.crossings)] if len(one.crossings) else []
+    more = [break_even_table(prediction.crossings)] if len(prediction.crossings) else []
     columns: dict[str, tuple[str, Callable[[object], str]]] = {"what": ("what", str), "how much": ("how much", str)}
-    beside = [table("Beside", one.beside, columns, _BESIDE)] if len(one.beside) else []
-    return [*(_stages(one) if len(one.stages) else []), *load_tables(one.loads, one.calls), *more, *beside]
+    beside = [table("Beside", prediction.beside, columns, _BESIDE)] if len(prediction.beside) else []
+    return [
+        *(_stages(prediction) if len(prediction.stages) else []),
+        *load_tables(prediction.loads, prediction.calls),
+        *more,
+        *beside,
+    ]
 
 
 _BESIDE = (
@@ -104,10 +109,10 @@ _BESIDE = (
 )
 
 
-def _answer(one: Prediction, rows: pd.DataFrame) -> Table:
-    states = one.states or "the program's own optimizer"
+def _answer(prediction: Prediction, rows: pd.DataFrame) -> Table:
+    states = prediction.states or "the program's own optimizer"
     return table(
-        f"{one.text} on {one.cluster.name}",
+        f"{prediction.text} on {prediction.cluster.name}",
         rows,
         {
             "case": ("words", str),
@@ -125,23 +130,23 @@ def _answer(one: Prediction, rows: pd.DataFrame) -> Table:
     )
 
 
-def _stages(one: Prediction) -> list[Table]:
+def _stages(prediction: Prediction) -> list[Table]:
     """Memory by part, then times and bytes, of every stage."""
-    assert one.pipeline is not None
+    assert prediction.pipeline is not None
     first: dict[str, tuple[str, Callable[[object], str]]] = {"stage": ("stage", str), "layers": ("layers", str)}
     parts = ("parameters", "gradients", "optimizer", "saved", "peak")
     memory = table(
         "Memory of every stage",
-        one.stages,
+        prediction.stages,
         {**first, "in flight": ("live", str), **{name: (f"{name}_bytes", gibibytes) for name in parts}},
         "GiB of a GPU; in flight: the most micro-batches that are forward and not yet backward"
-        + (" (of one chunk each)" if one.pipeline.spans and _chunked(one.pipeline) else ""),
+        + (" (of one chunk each)" if prediction.pipeline.spans and _chunked(prediction.pipeline) else ""),
     )
-    stated = one.pipeline.bubble_stated
+    bubble, stated = prediction.pipeline.bubble, prediction.pipeline.bubble_stated
     formula = "none is known" if stated is None else f"{stated:.2%}"
     times = table(
         "Time and messages of every stage",
-        one.stages,
+        prediction.stages,
         {
             **first,
             **{f"{name} s": (f"{name}_s", seconds) for name in ("forward", "backward", "compute", "hidden", "wait")},
@@ -150,15 +155,15 @@ def _stages(one: Prediction) -> list[Table]:
             "wire GiB": ("wire_bytes", gibibytes),
             "ledger": ("ledger", str),
         },
-        f"bubble: {one.pipeline.bubble:.2%} of the stages' time; closed form for equal stages and messages that take "
+        f"bubble: {bubble:.2%} of the stages' time; closed form for equal stages and messages that take "
         f"no time: {formula}; forward, backward: of one micro-batch; the rest of a step; messages: sent to other "
         "stages; one rank of each kind of stage is run",
     )
     return [memory, times]
 
 
-def _chunked(one: Forecast) -> bool:
-    return any(span.action.chunk for own in one.spans for span in own)
+def _chunked(forecast: Forecast) -> bool:
+    return any(span.action.chunk for own in forecast.spans for span in own)
 
 
 def _memory(legal: pd.DataFrame) -> Table:
@@ -199,20 +204,20 @@ def _phases(shown: pd.DataFrame) -> Table:
     )
 
 
-def _as_json(one: Prediction) -> dict[str, object]:
+def _as_json(prediction: Prediction) -> dict[str, object]:
     return {
-        "case": one.text,
-        "cluster": one.cluster.name,
-        "algorithm": one.cluster.algorithm,
-        "fastest": one.fastest,
-        "candidates": _records(one.rows),
-        "phases": _records(one.phases),
-        "break_even": _records(one.crossings),
-        "beside": _records(one.beside),
-        "stages": _records(one.stages),
-        "loads": _records(one.loads),
-        "calls": _records(one.calls),
-        "assumptions": [one.cluster.note, *ASSUMPTIONS],
+        "case": prediction.text,
+        "cluster": prediction.cluster.name,
+        "algorithm": prediction.cluster.algorithm,
+        "fastest": prediction.fastest,
+        "candidates": _records(prediction.rows),
+        "phases": _records(prediction.phases),
+        "break_even": _records(prediction.crossings),
+        "beside": _records(prediction.beside),
+        "stages": _records(prediction.stages),
+        "loads": _records(prediction.loads),
+        "calls": _records(prediction.calls),
+        "assumptions": [prediction.cluster.note, *ASSUMPTIONS],
     }
 
 
@@ -251,12 +256,12 @@ def _page(predictions: Sequence[Prediction]) -> str:
     from reports.pages import plots  # noqa: PLC0415  (matplotlib takes a second to import, and only a folder needs it)
 
     parts = ['<!doctype html><meta charset="utf-8"><title>shardproof predict</title>']
-    for one in predictions:
-        parts += [f"<p><b>{html.escape(one.fastest)}</b></p>"]
-        parts += [f"<pre>{html.escape(plain(table))}</pre>" for table in _tables(one)]
-        if one.pipeline is not None:
-            parts.append(plots.pipeline(pipelines.spans(one.pipeline), f"One step of {one.text}"))
-        for way, curve in one.curves.items():
-            crossings = one.crossings[one.crossings["counted"] == way]
-            parts.append(plots.break_even(curve, crossings, f"Break-even of {one.text}, counted: {way}"))
+    for prediction in predictions:
+        parts += [f"<p><b>{html.escape(prediction.fastest)}</b></p>"]
+        parts += [f"<pre>{html.escape(plain(table))}</pre>" for table in _tables(prediction)]
+        if prediction.pipeline is not None:
+            parts.append(plots.pipeline(pipelines.spans(prediction.pipeline), f"One step of {prediction.text}"))
+        for way, curve in prediction.curves.items():
+            crossings = prediction.crossings[prediction.crossings["counted"] == way]
+            parts.append(plots.break_even(curve, crossings, f"Break-even of {prediction.text}, counted: {way}"))
     return "\n".join([*parts, *(f"<p>{html.escape(line)}</p>" for line in ASSUMPTIONS)]) + "\n"

@@ -44,10 +44,10 @@ _Sums = dict[tuple[str, str, str, str, int], tuple[int, int]]
 """Values of the columns behind `stages` -> calls and bytes."""
 
 
-def _alike(one: Forecast) -> list[tuple[str, _Sums]]:
+def _alike(forecast: Forecast) -> list[tuple[str, _Sums]]:
     """Stages that issue the same calls, by their numbers, and these calls."""
     runs: list[tuple[list[int], _Sums]] = []
-    each = [(stage.index, stage.traffic) for stage in one.stages] or [(0, one.traffic)]
+    each = [(stage.index, stage.traffic) for stage in forecast.stages] or [(0, forecast.traffic)]
     for index, sent in each:
         sums = _sums(sent) if sent else {}
         if runs and runs[-1][1] == sums:

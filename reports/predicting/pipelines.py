@@ -17,7 +17,7 @@ from harness.predicting.figures import Forecast
 _PARTS = ("parameters", "gradients", "optimizer", "saved", "peak")
 
 
-def stages(one: Forecast) -> pd.DataFrame:
+def stages(forecast: Forecast) -> pd.DataFrame:
     """A row for every stage: stage, layers, live, the parts of its memory, the times of a step, what it sends, ledger.
 
     `live` are micro-batches in flight (of a chunk each), forward_s and backward_s those of one micro-batch, wait_s its
@@ -41,29 +41,29 @@ def stages(one: Forecast) -> pd.DataFrame:
                 "ledger": stage.ledger,
                 "run_as_rank": stage.run,
             }
-            for stage in one.stages
+            for stage in forecast.stages
         ]
     )
 
 
-def spans(one: Forecast) -> pd.DataFrame:
+def spans(forecast: Forecast) -> pd.DataFrame:
     """stage, kind ("F", "B"), micro, chunk, start_s, end_s of every computation, in order."""
     rows = [
         (stage, str(span.action.kind), span.action.micro, span.action.chunk, float(span.start), float(span.end))
-        for stage, own in enumerate(one.spans)
+        for stage, own in enumerate(forecast.spans)
         for span in own
     ]
     return pd.DataFrame(rows, columns=["stage", "kind", "micro", "chunk", "start_s", "end_s"])
 
 
-def write_trace(one: Forecast, path: Path) -> None:
+def write_trace(forecast: Forecast, path: Path) -> None:
     """Write the step as Chrome/Perfetto JSON, a process for every stage. Times there are microseconds."""
-    path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": list(_events(one))}) + "\n", "utf-8")
+    path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": list(_events(forecast))}) + "\n", "utf-8")
 
 
-def _events(one: Forecast) -> Iterator[dict[str, Any]]:
-    drawn = spans(one)
-    for stage in one.stages:
+def _events(forecast: Forecast) -> Iterator[dict[str, Any]]:
+    drawn = spans(forecast)
+    for stage in forecast.stages:
         name = f"stage {stage.index}: {stage.layers} layers"
         yield {"ph": "M", "name": "process_name", "pid": stage.index, "tid": 0, "args": {"name": name}}
         yield {

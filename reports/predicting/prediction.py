@@ -271,8 +271,8 @@ def together(predictions: Sequence[Prediction]) -> Prediction:
     )
 
 
-def _renamed(one: Prediction, short: dict[str, str]) -> dict[str, str]:
-    return {str(row["words"]): short[str(row["case"])] for row in one.rows.to_dict("records")}
+def _renamed(prediction: Prediction, short: dict[str, str]) -> dict[str, str]:
+    return {str(row["words"]): short[str(row["case"])] for row in prediction.rows.to_dict("records")}
 
 
 def _place_of_row(row: Mapping[Hashable, Any]) -> tuple[int, float]:

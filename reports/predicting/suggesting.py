@@ -115,8 +115,8 @@ def estimates(text: str, subject: Subject, cluster: Cluster, world: int, measure
     return sorted(legal, key=_place)
 
 
-def _place(one: Estimate) -> tuple[bool, float]:
-    return not one.fits, -one.tokens_per_s_per_rank if one.fits else one.peak_bytes
+def _place(estimate: Estimate) -> tuple[bool, float]:
+    return not estimate.fits, -estimate.tokens_per_s_per_rank if estimate.fits else estimate.peak_bytes
 
 
 def _readable(text: str, subject: Subject) -> dict[str, str]:

@@ -273,9 +273,9 @@ class _Search:
 _NO_FIT = Fit(state=UNKNOWN)
 
 
-def _whole(found: Fit) -> bool:
+def _whole(fitted: Fit) -> bool:
     """Whether a tensor agrees without being partial sums."""
-    return found.state == AGREES and not found.summed
+    return fitted.state == AGREES and not fitted.summed
 
 
 def _gradients_of(calls: ModuleCalls) -> Mapping[str, Sequence[TensorCopy]]:

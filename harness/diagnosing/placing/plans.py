@@ -97,12 +97,12 @@ def has_shape(shapes: Mapping[Coordinate, tuple[int, ...]], plan: Plan, wanted: 
     return True
 
 
-def joined(found: dict[Coordinate, Tensor], plan: Plan) -> dict[Coordinate, Tensor]:
+def joined(parts: dict[Coordinate, Tensor], plan: Plan) -> dict[Coordinate, Tensor]:
     """The parts with all cuts undone."""
     for axis in plan.order:
         act, dim = plan.acts[axis]
-        found = {group[0]: _undone([found[place] for place in group], act, dim) for group in along(found, axis)}
-    return found
+        parts = {group[0]: _undone([parts[place] for place in group], act, dim) for group in along(parts, axis)}
+    return parts
 
 
 def _undone(parts: Sequence[Tensor], act: str, dim: int) -> Tensor:

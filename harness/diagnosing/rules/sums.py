@@ -181,9 +181,9 @@ def from_losses(evidence: Evidence, name: str) -> list[Cause]:
     return []
 
 
-def _by_row(found: Mapping[int, float], right: float, by_row: Tensor) -> Explained:
+def _by_row(counts: Mapping[int, float], right: float, by_row: Tensor) -> Explained:
     """A number of every data rank, where another one is right for all."""
-    value, guess = torch.tensor([*found.values()]).double(), by_row[[*found]].double()
+    value, guess = torch.tensor([*counts.values()]).double(), by_row[[*counts]].double()
     return Explained(value=value, truth=torch.full_like(value, right), guess=guess, left=CLOSE)
 
 
@@ -218,6 +218,6 @@ def from_counts(evidence: Evidence, name: str) -> list[Cause]:
     return [*single.values()] * (len(single) == 1)
 
 
-def _counts_so(found: Mapping[int, float], by_row: Tensor) -> bool:
+def _counts_so(counts: Mapping[int, float], by_row: Tensor) -> bool:
     """Whether every data rank counted just these tokens."""
-    return all(value == float(by_row[row]) for row, value in found.items())
+    return all(value == float(by_row[row]) for row, value in counts.items())

@@ -70,5 +70,5 @@ def _shape(tensor: Tensor | None) -> object:
     return None if tensor is None else tensor.shape
 
 
-def _near(one: Tensor, value: Tensor) -> bool:
-    return float((one.double() - value.double()).norm()) <= share_left(value) * float(value.double().norm())
+def _near(tensor: Tensor, value: Tensor) -> bool:
+    return float((tensor.double() - value.double()).norm()) <= share_left(value) * float(value.double().norm())

@@ -118,11 +118,11 @@ class FlightRecorder:
         """The synchronous call entered last is complete."""
         self._put(_INSIDE, 0)
 
-    def _write(self, call: tuple[Any, ...], found: Caller | None, *, is_async: bool) -> None:
-        key = (call, found)
+    def _write(self, call: tuple[Any, ...], caller: Caller | None, *, is_async: bool) -> None:
+        key = (call, caller)
         number = self._known.get(key)
         if number is None:
-            number = self._add(key, RecordedCall._make((*call, str(found or ""))))
+            number = self._add(key, RecordedCall._make((*call, str(caller or ""))))
         place = _FIRST_RECORD + self._count % _RECORDS * _RECORD.size
         _RECORD.pack_into(self._memory, place, time.monotonic(), number)
         self._count += 1

@@ -195,7 +195,7 @@ class _Run:
             return of_deadlock(done, self.matcher.waiting)
         return of_skipped(list(self.matcher.groups.values()))
 
-    def _error(self, cause: RootCause, found: Sequence[Position]) -> ShardproofError:
+    def _error(self, cause: RootCause, positions: Sequence[Position]) -> ShardproofError:
         """The error to raise, after the threads have ended."""
         from harness.engines.threads import postmortem  # noqa: PLC0415
 
@@ -204,14 +204,14 @@ class _Run:
         if abandoned:
             text += f"; rank {ranks_text(abandoned)} is in native code and could not be interrupted: thread abandoned"
         if self.raised_first and isinstance(first := self.raised[0].error, NotComputed):
-            return NotComputed(first.cause, ranks=cause.ranks, positions=found)
+            return NotComputed(first.cause, ranks=cause.ranks, positions=positions)
         if cause.kind == postmortem.UNSERVED:
-            return NotComputed(text, ranks=cause.ranks, positions=found)
+            return NotComputed(text, ranks=cause.ranks, positions=positions)
         if self.raised_first:
             shared = self.others_ran and not postmortem.alike(self.raised, self.request.world_size)
-            return RankRaised(text + self._hint(shared), ranks=cause.ranks, positions=found)
+            return RankRaised(text + self._hint(shared), ranks=cause.ranks, positions=positions)
         if isinstance(self.matcher.failure, Race):
-            return Raced(text, ranks=cause.ranks, positions=found)
+            return Raced(text, ranks=cause.ranks, positions=positions)
         if cause.kind:
-            return Desynchronised(text, kind=cause.kind, ranks=cause.ranks, positions=found)
-        return TimeLimit(text, ranks=cause.ranks, positions=found, abandoned=abandoned)
+            return Desynchronised(text, kind=cause.kind, ranks=cause.ranks, positions=positions)
+        return TimeLimit(text, ranks=cause.ranks, positions=positions, abandoned=abandoned)

@@ -42,7 +42,7 @@ def test_a_vast_case_is_refused_naming_its_word_and_a_legal_value(words: str, tm
 def test_the_command_line_refuses_before_it_reads_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("reports.options.request.read_first", lambda cases: pytest.fail("data was read"))
+    monkeypatch.setattr("reports.options.request._read_first", lambda cases: pytest.fail("data was read"))
     status, out, err = command_line(tmp_path, monkeypatch, capsys)("run", "seq=2000000000")
     assert (status, out, err.count("\n")) == (2, "", 1)
 

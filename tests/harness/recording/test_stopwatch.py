@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.engines.calls import operators
+from harness.engines.calls import reading
 from harness.engines.calls.signature import call_of
 from harness.engines.interposer import Interposer
 from harness.ledger import Call, Event
@@ -108,7 +108,7 @@ def test_an_asynchronous_call_on_a_gpu_is_complete_when_its_future_says_so(
     monkeypatch: pytest.MonkeyPatch, device: str, durations: list[float]
 ) -> None:
     played = _Device()
-    monkeypatch.setattr(operators, "call_of", lambda *told: replace(call_of(*told), device=device))
+    monkeypatch.setattr(reading, "call_of", lambda *told: replace(call_of(*told), device=device))
     done = _Delayed(played)
     recorder = Recorder("", "tp", 2, {}, stopwatch=played.watch())
     with gloo_group() as group, recorder, recorder.on_rank(0), Interposer(done.before(recorder)):
