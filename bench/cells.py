@@ -74,9 +74,9 @@ def cells() -> Iterator[Cell]:
                 yield Cell(*where, "quick" in marks.split(), expected, needle, finding, "unkept" not in marks.split())
         if "experts" in name and not python:
             known = re.findall(r"^\| (.+) \| `(mcore_\w+)` \| `(.+)` \| `(.+)` \|$", MEGATRON.read_text("utf-8"), re.M)
-            for finding, subject, words, module in known:
-                case = f"{words} steps=1 micro=1"
-                yield Cell(system, subject, "as in megatron.md", case, "inproc", False, DEFECT, module, finding)
+            for defect, subject, words, module in known:
+                where = (system, subject, "as in megatron.md", f"{words} steps=1 micro=1")
+                yield Cell(*where, expected=DEFECT, needle=module, finding=f"docs/megatron.md: {defect}")
 
 
 def _is_installed(package: str) -> bool:
