@@ -75,8 +75,8 @@ def cells() -> Iterator[Cell]:
         if "experts" in name and not python:
             known = re.findall(r"^\| (.+) \| `(mcore_\w+)` \| `(.+)` \| `(.+)` \|$", MEGATRON.read_text("utf-8"), re.M)
             for defect, subject, words, module in known:
-                where = (system, subject, "as in megatron.md", f"{words} steps=1 micro=1")
-                yield Cell(*where, expected=DEFECT, needle=module, finding=f"docs/megatron.md: {defect}")
+                place = (system, subject, "as in megatron.md", f"{words} steps=1 micro=1")
+                yield Cell(*place, expected=DEFECT, needle=module, finding=f"docs/megatron.md: {defect}")
 
 
 def _is_installed(package: str) -> bool:
