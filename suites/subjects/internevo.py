@@ -1,7 +1,6 @@
 """InternEvo's InternLM2 under its communicators and its ZeRO-1: modes mtp, msp, fsp over tp, and isp, whose sequences
 and weights (`weights` ranks) are split. Compared with itself on one rank. Some defects (FINDINGS.md) are mended here,
 and left by `mended=false` (gradients tp times too small), `table=hidden` (of isp) and `gathered=true`.
-
 INTERNEVO=checkout shardproof run "tp=2 dp=2 kind=fsp" --subject suites.subjects.internevo:subject
 """
 

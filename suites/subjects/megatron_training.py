@@ -25,9 +25,7 @@ AGAIN = {"recompute_granularity": "full", "recompute_method": "uniform", "recomp
 EXPERTS = {"num_moe_experts": 4, "moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "alltoall"}
 
 
-class TorchNorm(torch.nn.LayerNorm):
-    """torch's norm: where the sequence is split, Megatron's own needs Apex or TransformerEngine."""
-
+class _TorchNorm(torch.nn.LayerNorm):  # where the sequence is split, Megatron's own needs Apex or TransformerEngine
     def __init__(self, config, hidden_size, eps=1e-5):
         super().__init__(hidden_size, eps)
         self.weight.sequence_parallel = self.bias.sequence_parallel = config.sequence_parallel  # sums over tp
@@ -59,8 +57,8 @@ def build(case):  # groups, streams, model and optimizer of Megatron; weights fo
     words |= dict.fromkeys(("params_dtype", "pipeline_dtype"), getattr(torch, case.dtype))
     config = TransformerConfig(**words, finalize_model_grads_func=distributed.finalize_model_grads)
     layer = gpt_layer_specs.get_gpt_layer_local_spec(num_experts=config.num_moe_experts)
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchNorm
-    block = TransformerBlockSubmodules([layer] * (config.num_layers // case.pp), TorchNorm)
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = _TorchNorm
+    block = TransformerBlockSubmodules([layer] * (config.num_layers // case.pp), _TorchNorm)
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     model = GPTModel(config, block, 96, 12, pre_process=first, post_process=last).to(config.params_dtype)
     for name, part in parts(model, lambda weight: weight.data):

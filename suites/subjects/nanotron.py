@@ -1,6 +1,5 @@
 """nanotron's Qwen2 as its trainer builds and trains it, over tp, dp and pp, compared with itself on one rank. `sp` is
 its mode REDUCE_SCATTER, `overlap` its asynchronous linear layers. FlashAttention's two kernels have stand-ins below.
-
 NANOTRON=checkout shardproof run "tp=2 dp=2 sp=true" --subject suites.subjects.nanotron:subject
 """
 

@@ -44,7 +44,7 @@ def test_enough_of_six_systems_pass_and_few_split_one_axis_in_two() -> None:
 def test_a_file_of_a_system_is_a_short_tutorial_and_every_one_is_in_the_matrix() -> None:
     folder = ROOT / "suites" / "subjects"
     for cell in CELLS:
-        assert (folder / f"{cell.subject}.py").read_text("utf-8").count("\n") <= 120
+        assert (folder / f"{cell.subject}.py").read_text("utf-8").count("\n") < 120
     parts = {"__init__", "mcore_parts", "mcore_training", "checkout"}
     shown_elsewhere = {"mlp", "dropout", "megatron", "qwen3"}
     assert {path.stem for path in folder.glob("*.py")} - parts - shown_elsewhere == {cell.subject for cell in CELLS}
