@@ -6,8 +6,6 @@ Writes docs/badges/*.svg: planted bugs found and modes proved (tables of docs/ch
 (`make compat`). With --check nothing is written: exit status 1 names each badge that is stale.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

@@ -9,8 +9,6 @@ words of its condition, but for usual values and words that others imply by the 
 the unseen bugs are judged by hand, beside the sentence `wrong` of the bug.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import re

@@ -1,7 +1,5 @@
 """The cells of the matrix of other people's systems, read from their table (`bench/systems.txt`)."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 import sys

@@ -11,8 +11,6 @@ processes on a machine share the work. `clean-*.csv` has one row a part, `alarms
 that did not pass; both grow as it runs. Times are seconds, `resident_mib` is the memory held at the end.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import gc

@@ -8,8 +8,6 @@ the end of its output. Exit status 1 when a step failed or nothing could be run;
 `not run`. Every step is bounded in time.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import sys

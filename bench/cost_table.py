@@ -9,8 +9,6 @@ an op needs (its reduce-scatter is an all-reduce), the table shows it. `cluster.
 predict --cluster` reads it. Times are microseconds; payloads are bytes as the ledger counts them.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import math

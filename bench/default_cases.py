@@ -10,8 +10,6 @@ costs less and loses no pair is kept. The list is written to `reference/case/def
 goes on. A value that needs several others which no line has: write a line with all of them first.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import random

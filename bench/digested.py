@@ -3,8 +3,6 @@
 Only names of the contract are used (product.md 3), so that the same file runs on any commit.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Environments of this checkout with chosen packages and another Python, made by venv and pip, and bounded commands."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

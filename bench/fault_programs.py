@@ -3,8 +3,6 @@
 First those in which rank 1 ends, waits or raises; then those whose ranks disagree about a call. Two or three ranks.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -8,8 +8,6 @@ show a fault, it is the time limit of the run and a second. In process, a rank t
 Such a row is run in a process of its own, and its ending is what is seen.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import subprocess

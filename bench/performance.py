@@ -15,8 +15,6 @@ Machines are shared and noisy, so every number that is compared is a ratio of ru
                              example
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import statistics

@@ -5,8 +5,6 @@ shared. The recorded program has BERT-small's shape (4 layers, hidden 512, 8 hea
 The program trains under DistributedDataParallel in a gloo world of one rank.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import resource

@@ -8,8 +8,6 @@ Ledgers are compared row by row without `caller` and times. Messages may differ;
 compared and counted apart. Exit status: 0 equal, 1 not.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

@@ -7,8 +7,6 @@ states. Our verdict on the same case is `shardproof run CASE --subject suites.su
 1 where the checker finds a type wrong or missing.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import sys

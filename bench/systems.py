@@ -12,8 +12,6 @@ that Python, or where pip fails, it is `not run here`. A run without --quick and
 docs/systems.md, in which row and section of a system that was not run stay.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import json

@@ -13,8 +13,6 @@ loaded    modules of the product, and their lines, that are loaded when the comm
 seconds   the shortest of ROUNDS runs of the command, over that of `import torch`
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

@@ -10,8 +10,6 @@ layers or fewer calls than CASE. Entering and leaving a witness is not timed. `p
 [WITNESS ...]` is the measured process.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

@@ -8,8 +8,6 @@ operations without a single collective: the floor that an engine is measured aga
 the dense pass itself and judges its own part. Every wait is bounded.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from dataclasses import dataclass

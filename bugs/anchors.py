@@ -1,7 +1,5 @@
 """Finds the lines that a bug changes: by the name of a function and by text, wherever the function is now."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import pkgutil

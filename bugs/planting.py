@@ -5,8 +5,6 @@ changed. The running process gets its own modules back before `planted` returns,
 bug in `reference` moves the dense model as well: `planted_everywhere` is the second copy for truth and ranks alike.
 """
 
-from __future__ import annotations
-
 import builtins
 import importlib
 import importlib.abc

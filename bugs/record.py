@@ -1,7 +1,5 @@
 """Reads files of planted bugs. The format is described in `bugs`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ A reference is `SYSTEM #N`, `SYSTEM PR #N` or item `-M` of issue N, several join
 one of SYSTEMS. An issue that is only resembled has "kin" behind it (`Megatron #656's kin`), and is no reference.
 """
 
-from __future__ import annotations
-
 import re
 
 SYSTEMS = {

@@ -6,8 +6,6 @@ A function is the one in its package that holds the old lines of a bug. Exit sta
 have none; each of these is named, and its lines must be written anew.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Parses a case's text. No torch is loaded, so that the command line refuses a wrong word at once."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -44,6 +42,6 @@ def check_modes(text: str) -> None:
         )
 
 
-def in_own_words(case: CaseLike) -> TypeGuard[PlainCase]:
+def in_own_words(case: CaseLike) -> "TypeGuard[PlainCase]":
     """Whether a case is in words of a subject's own, of which our dense model knows nothing."""
     return hasattr(type(case), "vocabulary")

@@ -6,8 +6,6 @@ events that match it; an event that no term counts is surplus. Differences are s
 by module, in reverse for backward. Payloads are bytes; calls count over the whole run of one rank.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

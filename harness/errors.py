@@ -16,8 +16,6 @@
 The numbers are the exit statuses of the command line. A message starts with the root cause, then one line a rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar

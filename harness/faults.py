@@ -17,8 +17,6 @@ the recorder. The ledger stays clean, and only what is computed can show it.
 The engine's side is `harness.engines.faults.disturbance`.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 `shardproof.rooms` keeps packages apart that have the names of our folders.
 """
 
-from __future__ import annotations
-
 import gc
 import signal
 import sys

@@ -4,8 +4,6 @@ Units: bytes, microseconds. Payloads: all_reduce the tensor; all_gather the gath
 input; all_to_all one rank's total send; broadcast, send, recv the tensor. Wire bytes follow the ring model per rank.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 An axis is known here by its name, as in a case and in the words that real systems give their groups.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from harness.protocols import Axes, CaseLike

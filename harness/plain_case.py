@@ -8,8 +8,6 @@
 No rule of our decoder holds for such a case, and no torch is loaded.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,7 +43,7 @@ class Vocabulary:
     words: tuple[tuple[str, tuple[Word, ...]], ...]
 
     @classmethod
-    def of(cls, own: Mapping[str, Any]) -> Vocabulary:
+    def of(cls, own: Mapping[str, Any]) -> "Vocabulary":
         """The vocabulary of `subject.words`: word -> its default, or a tuple of its legal values, the default first.
 
         An own word may be one that every case has, for another default: {"micro": 3}. Raises TypeError for what is no
@@ -72,11 +70,11 @@ class Vocabulary:
             words[key] = values if len(values) > 1 or key not in COMMON else _first(values[0], COMMON[key])
         return cls(tuple(words.items()))
 
-    def parse(self, text: str) -> PlainCase:
+    def parse(self, text: str) -> "PlainCase":
         """The case of a text of `word=value`; later words override earlier ones. Raises WordError."""
         return self.case({key: self._read(key, value) for key, value in map(_split, text.split())})
 
-    def case(self, stated: Mapping[str, Word]) -> PlainCase:
+    def case(self, stated: Mapping[str, Word]) -> "PlainCase":
         """The case with these words, and the defaults of all others. Raises WordError."""
         known = dict(self.words)
         for key, value in stated.items():
@@ -230,7 +228,7 @@ class PlainCase:
         """Every word and its value."""
         return dict(self.values)
 
-    def but(self, **words: Word) -> PlainCase:
+    def but(self, **words: Word) -> "PlainCase":
         """This case with some words changed. Raises WordError for a word that no case of the subject has."""
         return self.vocabulary.case({**dict(self.values), **words})
 

@@ -3,8 +3,6 @@
 Third parties and our own `parallel` satisfy these by shape alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -36,7 +34,7 @@ class CaseLike(Protocol):
     def dtype(self) -> str: ...
     @property
     def seed(self) -> int: ...
-    def but(self, **words: Any) -> CaseLike:
+    def but(self, **words: Any) -> "CaseLike":
         """This case with some words changed."""
         ...
 
@@ -45,7 +43,7 @@ class ShardLike(Protocol):
     """Block of a full tensor on one rank: `full[offsets : offsets + local.shape] == local`."""
 
     @property
-    def local(self) -> Tensor: ...
+    def local(self) -> "Tensor": ...
     @property
     def offsets(self) -> tuple[int, ...]: ...
     @property
@@ -87,7 +85,7 @@ class FactsLike(Protocol):
     """Statements of a reference about the data of a case, beside the code that reads them."""
 
     @property
-    def pairs(self) -> Mapping[str, tuple[Tensor, Tensor]]:
+    def pairs(self) -> "Mapping[str, tuple[Tensor, Tensor]]":
         """Statement -> what that code gives, and what it must give."""
         ...
 
@@ -183,7 +181,7 @@ class Subject(Protocol):
         pipeline     case with pp above 1 -> PipelineLike; without it `predict` refuses several pipeline stages
     """
 
-    def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]: ...
+    def __call__(self, case: Any, device: "torch.device") -> Mapping[str, Value]: ...
 
 
 def unsaved(case: CaseLike) -> dict[str, Any]:

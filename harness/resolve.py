@@ -3,8 +3,6 @@
 Our own subjects enter by this door too, so that the harness imports neither the reference nor any implementation.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import os

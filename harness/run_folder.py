@@ -6,8 +6,6 @@ The number stands in `env.json` under `schema`; readers take it and all former o
 2    the number itself
 """
 
-from __future__ import annotations
-
 import csv
 import datetime
 import io

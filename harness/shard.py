@@ -1,7 +1,5 @@
 """A shard: one rank's block of a full tensor, as a subject returns it. Users import it from `shardproof`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +14,7 @@ class Shard:
     Raises ValueError when the block does not lie inside `global_shape`.
     """
 
-    local: Tensor
+    local: "Tensor"
     offsets: tuple[int, ...]
     global_shape: tuple[int, ...]
 

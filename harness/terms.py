@@ -6,8 +6,6 @@ every field is complete: a ledger of complete terms is compared as an exact mult
 in their numbers alone (calls, total_bytes) add up. Payloads are bytes.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -121,7 +119,7 @@ class Term:
         """Whether this event has every value that is stated."""
         return all((value := getattr(self, name)) is None or value == getattr(line, name) for name in FIELDS)
 
-    def times(self, count: int) -> Term:
+    def times(self, count: int) -> "Term":
         """These calls and bytes `count` times."""
         calls = None if self.calls is None else self.calls * count
         return replace(self, calls=calls, total_bytes=None if self.total_bytes is None else self.total_bytes * count)

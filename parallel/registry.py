@@ -7,8 +7,6 @@ that is a folder. The module has `applied(strategy, case)`, and may have `AFTER`
 it. A feature without such a module changes no strategy, and neither does one that a case has no word of.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from graphlib import TopologicalSorter

@@ -11,8 +11,6 @@ subject.activations(case, rank, module, local)
 subject.harmless(case, fault)            why this fault of a collective changes nothing, "" when it does
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -94,7 +92,7 @@ class ParallelSubject:
         every = self.expected(case)
         return (*megatron_beside(case, strategy_of(case).placements(case)), *ledger_lines(case, every))
 
-    def pipeline(self, case: Case) -> CasePipeline:
+    def pipeline(self, case: Case) -> "CasePipeline":
         """The pipeline of a case with several stages."""
         from parallel.pipeline.prediction import CasePipeline  # noqa: PLC0415
 

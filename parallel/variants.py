@@ -3,8 +3,6 @@
 The closed form stays that of the right mathematics.
 """
 
-from __future__ import annotations
-
 import threading
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """The error of a case that cannot be."""
 
-from __future__ import annotations
-
 
 class CaseError(ValueError):
     """A case that cannot be: names the key, the value, the rule and a legal value."""

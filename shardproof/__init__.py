@@ -14,8 +14,6 @@ that `import shardproof` costs nothing.
     a run folder    load, headline, traffic, side_by_side, snapshot, compare
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from shardproof.rooms import lead

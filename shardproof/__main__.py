@@ -1,7 +1,5 @@
 """The command: `shardproof ...` and `python -m shardproof ...`; its words are in `reports.commands.cli`."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Sequence

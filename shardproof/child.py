@@ -4,8 +4,6 @@
 theirs. `Target` is a function for a process that multiprocessing spawns.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 from typing import Any

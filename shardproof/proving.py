@@ -3,8 +3,6 @@
 `prove` runs one case and returns its verdicts, `run` any number of cases and writes a run folder.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext

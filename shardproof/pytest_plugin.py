@@ -13,8 +13,6 @@ line wins over the ini file (`shardproof_subject = my.module:subject`), and that
 `suites.drawing.profiles`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from dataclasses import dataclass

@@ -6,8 +6,6 @@
 The script runs as if Python had been given it. `shardproof record -- COMMAND` records a whole command.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import os

@@ -8,8 +8,6 @@ lies; every other module imports what it would without shardproof. The other pac
 Source: importlib's documentation, "Finders and loaders"; `builtins.__import__` is what the statement `import` calls.
 """
 
-from __future__ import annotations
-
 import builtins
 import importlib.util
 import os

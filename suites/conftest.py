@@ -1,7 +1,5 @@
 """Fixtures of every suite: the profile, the modes under proof, the prover of the subject under test, and its gates."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Generator, Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """Step of training: every module's output, the gradient in it, and every parameter's gradient are the dense model's."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Checkpoints: what is saved at one layout is what the ranks hold, and training goes on from it at another layout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from random import Random
 

@@ -1,7 +1,5 @@
 """Communication: the ledger is the closed form, event by event, and the work was shared."""
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -2,8 +2,6 @@
 asynchronous calls are waited for and hidden.
 """
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

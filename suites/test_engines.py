@@ -3,8 +3,6 @@
 `--hypothesis-profile deep` compares a hundred cases.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Mode equivalence: every mode that takes a case computes the same of it, and moves differ where modes do."""
 
-from __future__ import annotations
-
 import hypothesis
 import pytest
 import torch

@@ -4,8 +4,6 @@ Only with `--faults`; without it these tests are deselected. The profile says ho
 the others all, those of further options too; `--case` all of that case.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from suites.killing.matrix import Collective

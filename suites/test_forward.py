@@ -1,7 +1,5 @@
 """Forward: data, token counts, losses and logits of every step are those of the dense model."""
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

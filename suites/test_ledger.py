@@ -1,7 +1,5 @@
 """Ledgers: with --ledger-baseline, every default case of the subject sends what its stored ledger says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Races: in whatever order ranks run and results arrive, the outcome is the same to the bit, no buffer touched."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Regrouping: the same global batch gives the same step, split over data and context ranks, stages, micro-batches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import hypothesis

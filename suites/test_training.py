@@ -3,8 +3,6 @@
 SGD shows factors that Adam hides (bugs.md, section 3).
 """
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

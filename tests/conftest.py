@@ -1,7 +1,5 @@
 """Fixtures of all tests: the hypothesis profile, one torch thread, our packages for child processes, prover, pool."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

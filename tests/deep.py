@@ -1,7 +1,5 @@
 """Parameters of tests that the profile `deep` alone runs: `--hypothesis-profile deep`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

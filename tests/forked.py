@@ -5,8 +5,6 @@ milliseconds. A forked process has its own group, standard output and error in f
 functions of `atexit`.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

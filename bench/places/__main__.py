@@ -5,8 +5,6 @@
 Exit status 1 when a place is wrong or a bug is not noticed. Megatron's bugs need the extra `peers`.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import warnings

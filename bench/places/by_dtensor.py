@@ -1,7 +1,5 @@
 """The dense decoder split by torch's own plans for tensor parallelism (parallelize_module), and dp by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Hidden states are whole on every rank (tp) or [B, S/tp, H] (tp-sp) outside of attention and MLP.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

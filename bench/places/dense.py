@@ -4,8 +4,6 @@ Letters: B sequences, S tokens, H hidden, N heads, D head dim. Every data rank h
 `case.batch` sequences; the truth computes all of them at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

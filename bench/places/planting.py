@@ -1,7 +1,5 @@
 """A planted bug, proved, and the place that its failure names."""
 
-from __future__ import annotations
-
 import fnmatch
 import importlib.util
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Checks of how ranks talk: over the ranks of an axis, waited for, hidden as promised, and in parallel at all."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence

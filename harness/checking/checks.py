@@ -4,8 +4,6 @@ A check is a pure function of the evidence. None means that there is nothing to 
 the kind), and then no verdict is claimed. An exception inside a check is `unknown` with its text, never a pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from harness.checking.call_checks import groups, overlap, parallelism, waits

@@ -1,7 +1,5 @@
 """Checks before any number is compared: what was returned at all, facts about the data, how shards merge, replicas."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from difflib import get_close_matches

@@ -1,7 +1,5 @@
 """The checks that a dry run can answer: those of calls, and whether ranks of one group issue the same ones."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter

@@ -4,8 +4,6 @@ A check is a pure function from `Evidence` to a `Finding`; `Verdict` is the find
 be stored. Errors are ratios, `epsilons` count them in the machine epsilon of the case's dtype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -143,7 +141,7 @@ class Evidence:
     events: tuple[Event, ...] = ()
     expectation: tuple[TermLike, ...] | None = None
     repeats: tuple[Outcomes, ...] = ()
-    far: Mapping[str, Controlled] = field(default_factory=dict)
+    far: "Mapping[str, Controlled]" = field(default_factory=dict)
     kinks: tuple[Mapping[str, Tensor], ...] = ()
     slack: Mapping[str, Tensor] = field(default_factory=dict)
     states: Mapping[str, Tensor] | None = None
@@ -156,20 +154,20 @@ class Evidence:
     facts: FactsLike | None = None
     declared: tuple[str, ...] = ()
     shares: Mapping[str, Tensor] = field(default_factory=dict)
-    what_ifs: tuple[Tried, ...] = ()
+    what_ifs: "tuple[Tried, ...]" = ()
     precision: Mapping[str, str] = field(default_factory=dict)
-    lower: Evidence | None = None
+    lower: "Evidence | None" = None
     beyond: frozenset[str] = frozenset()
     island: str = ""
     drawn: str = ""
-    deviates: Deviations | None = None
+    deviates: "Deviations | None" = None
     given: tuple[str, ...] = ()
     deviations: Mapping[str, float] = field(default_factory=dict)
     mask_draws: MaskDraws | None = None
     torn: bool = False
     regrouped: tuple[Regrouped, ...] = ()
-    others: tuple[Evidence, ...] = ()
-    spans: tuple[RankSpan, ...] = ()
+    others: "tuple[Evidence, ...]" = ()
+    spans: "tuple[RankSpan, ...]" = ()
     first_forward: Measured | None = None
     located: Located | None = None
     ranks: tuple[int, ...] = field(init=False, repr=False)

@@ -10,8 +10,6 @@ both. No more all-to-alls go backward than go at all. No more holds in general: 
 instead of reduce-scattered, and gradients of whole parameters are reduced at any time. Payloads are bytes.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The check of the ledger: every rank issued exactly the events of the closed form, and the general laws hold."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -96,7 +94,7 @@ def _unmapped(names: str, events: Sequence[Event]) -> Finding:
     )
 
 
-def _parted(parted: Sequence[Difference], ranks_run: int) -> Finding:
+def _parted(parted: "Sequence[Difference]", ranks_run: int) -> Finding:
     first = parted[0]
     more = f"; {len(parted) - 1} more lines differ" if len(parted) > 1 else ""
     ranks = () if len(first.ranks) == ranks_run else first.ranks

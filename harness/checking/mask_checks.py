@@ -15,8 +15,6 @@ approximation. `ALARM` is the probability with which a check of a right program 
 tests.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """How far one merged tensor is from the truth, by all that is known of rounding in its case."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

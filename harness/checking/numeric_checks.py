@@ -1,7 +1,5 @@
 """Checks that compare merged tensors with the truth, one kind of name each. Errors are ratios (see `tolerance`)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import replace

@@ -10,8 +10,6 @@ In lower precision the first step alone is compared. Each of the two groupings m
 the control runs of the dense model allow. So they may be twice as far from each other.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 

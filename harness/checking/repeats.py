@@ -1,7 +1,5 @@
 """Checks of runs of one case against each other, bit for bit: whether they repeat, and whether recording disturbs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from harness.checking.evidence import FAIL, PASS, Evidence, Finding

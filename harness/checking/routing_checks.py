@@ -7,8 +7,6 @@ A router decides by token, so copies of a token must not part. Otherwise each ra
 numbers behind it would be of two models.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 

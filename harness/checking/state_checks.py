@@ -1,7 +1,5 @@
 """Checks of states: how parameters begin, and whether the files of a checkpoint hold what the ranks hold."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

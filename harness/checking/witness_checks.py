@@ -1,7 +1,5 @@
 """The check of the witnesses: they agree with the ledger event by event, and none of them changes the outcome."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 A bug has one first place: tensors of the same kind and step are looked at together, what comes later follows.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

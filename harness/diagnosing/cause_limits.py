@@ -4,8 +4,6 @@ The first merged tensor that a cause speaks of decides: what comes after it was 
 that states how much it may leave (`Explained.left`) is one of a rule with a limit of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 

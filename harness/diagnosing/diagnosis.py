@@ -4,8 +4,6 @@ The first place is `harness.diagnosing.first_place`'s, the causes are `harness.d
 reported is `harness.diagnosing.six_lines`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

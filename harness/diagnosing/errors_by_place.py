@@ -5,8 +5,6 @@ Errors and limits are ratios (harness.checking.measures.tolerance). The last row
 `first` = "yes", no name and no error of its own. A call may show it, and no tensor.
 """
 
-from __future__ import annotations
-
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
 from harness.checking.measures.many_tensors import kind_rms

@@ -5,8 +5,6 @@ of several. So "wrong on cp rank 1 alone, right on cp rank 0". Code that no modu
 it, one whose values are right and one whose are wrong. So "between wqkv and wo: the attention core".
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 

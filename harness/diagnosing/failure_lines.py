@@ -1,7 +1,5 @@
 """The labelled lines of a failure as text: written, read again, completed by `when:`."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Mapping

@@ -15,8 +15,6 @@ The kind of the first wrong name in the order of training (`rules.places.timelin
 An event that parts from the expectation in the same phase or an earlier one comes first: it names the very call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

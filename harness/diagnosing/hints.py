@@ -5,8 +5,6 @@ Then a factor that is a size of the case, when the evidence does not single out 
 gradients are right and the update is wrong.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

@@ -8,8 +8,6 @@ fails. Then each word takes another one, the words that are not plain first. No 
 debugging (Zeller and Hildebrandt 2002, "Simplifying and Isolating Failure-Inducing Input").
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress

@@ -4,8 +4,6 @@ A factor of 1/2 where tp=2 may be a mean over tp or a constant. Where tp is anot
 other. Each size in question is changed alone. No more steps are run than show the first wrong tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from harness.checking.measures.kinds import is_state, kind_of, step_of

@@ -12,8 +12,6 @@ the first that is found is reported.
     6  what is usually behind a check that nothing else explains
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ The line `when:`, which words of the case the failure needs, comes of experiment
 Errors are ratios and multiples of the machine epsilon of the run dtype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from harness.checking.evidence import Evidence, Finding

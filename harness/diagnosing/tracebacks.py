@@ -4,8 +4,6 @@ The exception of a rank in another process brings its traceback as a note (engin
 of a thread brings itself. Both are read as the text that Python prints.
 """
 
-from __future__ import annotations
-
 import re
 import traceback
 

@@ -4,8 +4,6 @@ The cause follows from who contradicts whom. The recorder of the session is the 
 stores what the recorder draws. The torch profiler and the closed form know nothing of each other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from harness.checking.evidence import Finding

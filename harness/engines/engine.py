@@ -4,8 +4,6 @@ Engines differ in what a rank is (a thread here, a process of a pool, a torchrun
 agree on everything that the rest of the harness sees: results by rank, the observer's calls, the errors.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

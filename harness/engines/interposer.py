@@ -12,8 +12,6 @@ written without one and is not tried. Completions of send and recv are not obser
 would wait for a second message.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar

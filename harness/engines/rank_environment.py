@@ -4,8 +4,6 @@ torchrun's RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTE
 machine as DeepSpeed's launcher says it. Source: torch.distributed.run, deepspeed.launcher.launch.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

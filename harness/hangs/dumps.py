@@ -5,8 +5,6 @@ that a dump can run no code. Its rank is the number that ends the file's name (`
 Format: torch/csrc/distributed/c10d/FlightRecorder.hpp, version 2.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import pickle

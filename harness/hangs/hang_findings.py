@@ -1,7 +1,5 @@
 """Findings after a hang, in lines: the ranks that parted and their call first, then where the others stand."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from harness.errors import ranks_text

@@ -7,8 +7,6 @@ that of others never issued the next call. Of several such ranks those are named
 others lack. When all do, they wait for each other. Sources of the idea: torch.distributed.flight_recorder, MUST.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

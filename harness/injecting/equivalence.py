@@ -6,8 +6,6 @@ leaves undisturbed. UNREAD: all other calls did, and all that the subject return
 case that was run. Checks that did not fail prove nothing and are nowhere taken for a proof.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -15,8 +15,6 @@ A bug may be measured with its right twin (`shardproof faults --field`). `twin` 
 bug is quiet, and `when` is the line of words that the failure needs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -77,7 +75,7 @@ class Kill:
         return tuple(words[column] for column in COLUMNS)
 
     @classmethod
-    def of(cls, cells: Mapping[str, str]) -> Kill:
+    def of(cls, cells: Mapping[str, str]) -> "Kill":
         """The row of these cells by column; why an equivalent is one, or a row has no verdict, is not among them."""
         words = {name: cells[name] for name in ("name", "kind", "stands_for", "mode", "phase", "region")}
         words |= {name: cells[name] for name in ("region_right", "cause_right", "cause_told", "twin", "when")}

@@ -7,8 +7,6 @@ A fault is killed when a check fails that passes without it (`run` when the rank
 cannot be noticed has a proof (`harness.injecting.equivalence`); what is neither has survived. Times are seconds.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ Offsets and shapes count elements. Source of the DTensor rules: torch.distribute
 like `torch.chunk`, `_StridedShard` cuts every one of its `split_factor` pieces).
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Iterable, Mapping
@@ -137,13 +135,13 @@ def _word(what: torch.layout | torch.dtype) -> str:
     return str(what).removeprefix("torch.")
 
 
-def _is_dtensor(value: object) -> TypeGuard[DTensor]:
+def _is_dtensor(value: object) -> "TypeGuard[DTensor]":
     """Whether this is a DTensor, without importing what defines it: that takes half as long as torch itself."""
     loaded = sys.modules.get("torch.distributed.tensor")
     return loaded is not None and isinstance(value, loaded.DTensor)
 
 
-def _of_dtensor(value: DTensor) -> tuple[Block, ...]:
+def _of_dtensor(value: "DTensor") -> tuple[Block, ...]:
     """The blocks of this rank from the DTensor's spec alone: no collective is issued."""
     from torch.distributed.tensor import Partial  # noqa: PLC0415  (see _is_dtensor)
 

@@ -5,8 +5,6 @@ it is compared, and the verdicts say so. Shapes count elements. Source of the th
 omission, replica conflict before any numeric comparison).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from bisect import bisect_left

@@ -4,8 +4,6 @@ A rank's place is, along every axis of more than one rank, the first, the last o
 ranks differently. Ranks of one place are expected to do the same; the others of a class are not run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 MOST_RANKS = 9

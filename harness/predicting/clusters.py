@@ -24,8 +24,6 @@ of the peak in products, 80 to 90 % of line rates in large collectives. A messag
 between nodes. A file with measured numbers replaces them.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import tomllib
@@ -151,12 +149,7 @@ def _cluster(content: dict[str, Any]) -> Cluster:
     )
 
 
-_KINDS: dict[str, tuple[type, ...]] = {
-    "str": (str,),
-    "int": (int,),
-    "float": (int, float),
-    "Mapping[str, float]": (dict,),
-}
+_KINDS: dict[Any, tuple[type, ...]] = {str: (str,), int: (int,), float: (int, float), Mapping[str, float]: (dict,)}
 
 
 def _typed(prefix: str, kind: type, given: dict[str, Any], made: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -165,12 +158,17 @@ def _typed(prefix: str, kind: type, given: dict[str, Any], made: tuple[str, ...]
     for name, value in given.items():
         if name not in known:
             _wrong(prefix + name, value, "is not a field", " ".join(known))
-        expected = _KINDS[str(known[name].type)]
+        expected = _KINDS[known[name].type]
         if isinstance(value, bool) or not isinstance(value, expected):
             _wrong(prefix + name, repr(value), f"must be a {' or '.join(k.__name__ for k in expected)}", _example(name))
     for name, one in known.items():
         if name not in given and one.default is MISSING:
-            _wrong(prefix + name, "nothing", f"must be given as {one.type}", _example(name))
+            _wrong(
+                prefix + name,
+                "nothing",
+                f"must be given as {' or '.join(k.__name__ for k in _KINDS[one.type])}",
+                _example(name),
+            )
     return given
 
 

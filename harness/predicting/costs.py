@@ -24,8 +24,6 @@ Speck, Traeff, "Two-tree algorithms for full bandwidth broadcast, reduction and 
 (bus bandwidth). Units: seconds, bytes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

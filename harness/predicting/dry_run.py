@@ -3,8 +3,6 @@
 A rank that is run has a ledger, computation between calls, and a need of memory. Sizes are bytes, times seconds.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from contextlib import chdir

@@ -13,8 +13,6 @@ Source: Megatron-LM, docs/source/api-guide/dist_optimizer.md, "theoretical memor
 has not, is the same rule at 8 bytes. Units: seconds, bytes, FLOPs; bytes of calls are payloads of one rank in a step.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -56,7 +54,7 @@ class Memory:
     peak: float
 
     @classmethod
-    def of(cls, rank: DryRank, peak: float) -> Memory:
+    def of(cls, rank: DryRank, peak: float) -> "Memory":
         """Memory of a rank that was run dry, with this peak."""
         return cls(
             trained=float(rank.trained),
@@ -68,7 +66,7 @@ class Memory:
             peak=float(peak),
         )
 
-    def over_steps(self, states: States | None) -> Memory:
+    def over_steps(self, states: "States | None") -> "Memory":
         """A peak without what the optimizer keeps, with it: there from the second step on, whatever else is.
 
         With `states` gradients and optimizer are by their formula.

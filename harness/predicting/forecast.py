@@ -12,8 +12,6 @@ those of its own dtype. The peak is then its own, less its gradients, plus their
 of calls are payloads of one rank in a step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

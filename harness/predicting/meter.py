@@ -14,8 +14,6 @@ As on a device, attention takes its fused kernel (harness.torch_internals.meta_d
 meta kernels only make shapes, are sent to their group.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

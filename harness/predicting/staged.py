@@ -13,8 +13,6 @@ The work behind the last backward of a stage comes after it; the step ends when 
 lie on the straight line through two depths, as in harness.predicting.forecast. Units: seconds, bytes, FLOPs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 

@@ -6,8 +6,6 @@ link follow each other, calls of different links do not hinder each other. All r
 same time. Time that the rank waits for a call is exposed, the rest of the call's time is hidden. Unit: seconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar, cast

@@ -3,8 +3,6 @@
 Imported while torch itself is being imported, so nothing of torch is imported here before it is needed.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import sys

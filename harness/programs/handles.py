@@ -5,8 +5,6 @@ would without us. The methods of torch's class that amount to a wait are wrapped
 followed: C++ waits itself for what it issues for itself (DDP's reducer, functional collectives).
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections import Counter

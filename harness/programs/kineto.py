@@ -5,8 +5,6 @@ Kineto trace names the rank and the groups (`distributedInfo`), as HolisticTrace
 same calls (its Flight Recorder) alone knows groups and dtypes on gloo (harness.witnesses).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

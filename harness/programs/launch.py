@@ -4,8 +4,6 @@ The options are the same for `shardproof record` and `python -m shardproof.recor
 The program takes over the process (exec): its exit code, signals, arguments, `__main__` and output are its own.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

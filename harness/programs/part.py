@@ -13,8 +13,6 @@ Rows go to the system at once: nothing waits in a buffer of the process. `cases.
 are written by whichever rank is first.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -4,8 +4,6 @@ An exception in the recorder is reported once on standard error and in the rank'
 any further. The program never sees it. Nothing here waits for another rank, and no collective is issued.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import multiprocessing

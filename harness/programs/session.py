@@ -5,8 +5,6 @@ machine with the same file system. No torch is imported here. The process that r
 a rank imports it while torch itself is being imported.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json
@@ -68,7 +66,7 @@ class ProgramSession:
         return json.dumps(asdict(self))
 
     @classmethod
-    def of(cls, text: str) -> ProgramSession:
+    def of(cls, text: str) -> "ProgramSession":
         """The session that `text` holds."""
         words = json.loads(text)
         steps = words["steps"]

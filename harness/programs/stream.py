@@ -6,8 +6,6 @@ is settled. Times are microseconds on the clock of the recording. The duration o
 on a GPU, is not known here: 0.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

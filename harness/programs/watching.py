@@ -10,8 +10,6 @@ stated as `replicas`. The output is one line at the end when all is well, six li
 something. Watching changes no value and raises nothing.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 import sys
@@ -38,7 +36,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def watch(
     model: nn.Module, every: int = 100, *, replicas: Sequence[Any] = (), stream: TextIO | None = None
-) -> TrainingWatch:
+) -> "TrainingWatch":
     """A context around training that checks the model after every `every` steps of its optimizer.
 
     `replicas`: process groups over whose ranks the plain parameters of the model are equal, where neither

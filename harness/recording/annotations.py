@@ -6,8 +6,6 @@
 Optional, for code that is made of functions and not of modules. Users import both from `shardproof`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

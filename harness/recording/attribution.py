@@ -8,8 +8,6 @@ and the forward of every module spans a stretch of them.
 lanes.py describes how calls outside of modules, optimizer and backward get their phase.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -64,7 +62,7 @@ class Attribution:
         self._lanes = Lanes()
 
     @classmethod
-    def of(cls, observations: Iterable[Observation]) -> Attribution:
+    def of(cls, observations: Iterable[Observation]) -> "Attribution":
         """Read a whole run: its end settles what is open, and all its models are known from the start."""
         observations, attribution = list(observations), cls()
         attribution.forwards = []

@@ -4,8 +4,6 @@ Frames are compared by their code objects and left alone: looking at a frame's v
 frame. Only a Function's own forward or backward is looked into, which ends soon.
 """
 
-from __future__ import annotations
-
 from types import CodeType, FrameType
 
 from torch.utils import checkpoint

@@ -7,8 +7,6 @@ a graph is simulated on a CPU, is that of the graph and is not observed. Not see
 by other ways than these methods.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable, Iterator

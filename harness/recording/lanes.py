@@ -13,8 +13,6 @@ more, belong to the step. A send or recv is pipeline in a group of stages, and o
 without a description.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections import defaultdict

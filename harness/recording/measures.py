@@ -16,8 +16,6 @@ return the tensor. Hooks that a program enters itself hide those around them: wh
 them. Unit: bytes. Source of the idea: torch.autograd.graph.saved_tensors_hooks.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -114,7 +112,7 @@ class _CountedTensor:
 
     __slots__ = ("tensor", "_account", "_key")
 
-    def __init__(self, tensor: Tensor, account: _Account) -> None:
+    def __init__(self, tensor: Tensor, account: "_Account") -> None:
         self.tensor = tensor
         self._account, self._key = account, account.hold(tensor)
 

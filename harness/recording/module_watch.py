@@ -3,8 +3,6 @@
 A replacement of a module's call reports when the module is entered and left.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -56,7 +54,7 @@ class ThreadWatch:
         "tickets",
     )
 
-    def __init__(self, rank: int, number: int, emit: Emit, on_call: OnCall, of_rank: OfRank) -> None:
+    def __init__(self, rank: int, number: int, emit: Emit, on_call: OnCall, of_rank: "OfRank") -> None:
         self.rank = rank
         self.number = number
         self.emit: Emit | None = emit

@@ -5,8 +5,6 @@ checkpoint wrapper and of FSDP1. So "module.layers.0._checkpoint_wrapped_module.
 itself is "".
 """
 
-from __future__ import annotations
-
 import re
 import weakref
 from collections.abc import Iterator, Mapping

@@ -10,8 +10,6 @@ parameters of each outermost module are looked at, three elements of each, some 
 alone does not do: `p.data.sub_(...)` leaves it as it is. On other devices than the CPU there is only the counter.
 """
 
-from __future__ import annotations
-
 import ctypes
 from bisect import bisect_right
 from collections.abc import Callable, Sequence

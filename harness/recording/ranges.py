@@ -15,8 +15,6 @@ no phase yet, since it follows from later events (harness.recording.attribution)
 collective is a mark, because no range may claim a time that is not measured.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os
@@ -53,7 +51,7 @@ def open_domain() -> Any:
     return domain
 
 
-def attached() -> Ranges | None:
+def attached() -> "Ranges | None":
     """Ranges for the tool that listens to this process (Nsight Systems); None when none does: nothing is paid then."""
     return Ranges(open_domain()) if os.environ.get(TOOL) else None
 
@@ -67,7 +65,7 @@ def _asking_nobody() -> Any:
     try:
 
         class Direct(nvtx.Domain):
-            def __new__(cls, name: str) -> Direct:
+            def __new__(cls, name: str) -> "Direct":
                 made = object.__new__(cls)
                 made.handle = nvtx._lib.lib.DomainHandle(name)
                 return made

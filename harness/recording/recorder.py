@@ -9,8 +9,6 @@ Times are microseconds since the recorder was entered. A call that never complet
 (an async call of gloo), has duration_us 0. With a stopwatch, calls on the device start and end when their streams do.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -60,9 +58,9 @@ class Recorder:
         world_size: int,
         axes: Mapping[str, tuple[tuple[int, ...], ...]],
         *,
-        ranges: Ranges | None = None,
+        ranges: "Ranges | None" = None,
         origin_s: float | None = None,
-        stopwatch: Stopwatch | None = None,
+        stopwatch: "Stopwatch | None" = None,
     ) -> None:
         self._case = case
         self._mode = mode
@@ -113,7 +111,7 @@ class Recorder:
         """The rank waits for the asynchronous call behind the ticket, the first time."""
         self._tracks[rank].waited_s.setdefault(ticket, time.perf_counter())
 
-    def spans(self, rank: int, events: Sequence[Event]) -> tuple[RankSpan, ...]:
+    def spans(self, rank: int, events: Sequence[Event]) -> "tuple[RankSpan, ...]":
         """When this rank, whose `events` these are, computed; () when it is no pipeline's."""
         observations = [read(plain) for plain in self._track(rank).observations]
         waited_us = {ticket: (at - self._start_s) * 1e6 for ticket, at in self._track(rank).waited_s.items()}

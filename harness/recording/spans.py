@@ -11,8 +11,6 @@ events of a call is what it took on the device, its wait for the other ranks inc
 Source: torch.cuda.Event; its resolution is half a microsecond.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace

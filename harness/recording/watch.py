@@ -11,8 +11,6 @@ Every rank of a process has its own thread; `on_rank` is entered there. Other th
 count to the rank when it is the only one in the process.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 import threading

@@ -7,8 +7,6 @@ returned tensor that is wrong, ranks that disagree on it, or a subject that rais
 expectation, an activation that only the harness captures, or a race, is nothing that it can see.
 """
 
-from __future__ import annotations
-
 import ast
 import base64
 import inspect
@@ -171,7 +169,7 @@ def _script(failure: Failure, subject: str, when: str, planted: Mapping[str, str
     if failure.name and failure.result.evidence is not None:
         facts |= _numbers(failure.result.evidence, failure.name)
     source = inspect.getsource(repro_script)
-    body = source[source.index("from __future__") :]
+    body = source[source.index("\nimport ") + 1 :]
     written = pprint.pformat(facts, width=116, sort_dicts=False)
     return f"{_header(failure, subject, when, planted)}\n{body}{_FACTS}{written}{_MAIN}"
 

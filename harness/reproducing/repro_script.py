@@ -5,8 +5,6 @@ blocks of one tensor together and holds them against a number that the facts car
 reproduced, 2 neither can be said. Imports nothing but the standard library, torch and the subject. Times are seconds.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import datetime
@@ -41,7 +39,7 @@ class WordsOfCase:
     def __init__(self, words: Mapping[str, Any]) -> None:
         self.__dict__.update(words)
 
-    def but(self, **words: Any) -> WordsOfCase:
+    def but(self, **words: Any) -> "WordsOfCase":
         """This case with other words; what follows from them stays as it is."""
         return WordsOfCase({**self.__dict__, **words})
 

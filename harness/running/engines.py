@@ -1,7 +1,5 @@
 """The engines by their words on the command line; the class of one is imported when it is used."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -11,41 +9,41 @@ if TYPE_CHECKING:
     from harness.engines.engine import Engine
 
 
-def _inproc() -> Engine:
+def _inproc() -> "Engine":
     from harness.engines.threads.inproc import InprocEngine  # noqa: PLC0415
 
     return InprocEngine()
 
 
-def _pool() -> Engine:
+def _pool() -> "Engine":
     from harness.engines.processes.forked.pool import PoolEngine  # noqa: PLC0415
 
     return PoolEngine()
 
 
-def _torchrun() -> Engine:
+def _torchrun() -> "Engine":
     from harness.engines.processes.launched.torchrun import TorchrunEngine  # noqa: PLC0415
 
     return TorchrunEngine()
 
 
-def _dry() -> Engine:
+def _dry() -> "Engine":
     from harness.engines.shapes.dry import DryEngine  # noqa: PLC0415
 
     return DryEngine()
 
 
-ENGINES: dict[str, Callable[[], Engine]] = {"inproc": _inproc, "pool": _pool, "torchrun": _torchrun, "dry": _dry}
+ENGINES: "dict[str, Callable[[], Engine]]" = {"inproc": _inproc, "pool": _pool, "torchrun": _torchrun, "dry": _dry}
 """Word of the command line -> what makes the engine, and imports it then."""
 
 
-def known_engine(name: str) -> Callable[[], Engine]:
+def known_engine(name: str) -> "Callable[[], Engine]":
     """Constructor of the engine of this word. Raises RequestError for an unknown word."""
     if name not in ENGINES:
         raise RequestError(f"engine={name}: is not a known engine; legal: {' '.join(ENGINES)}")
     return ENGINES[name]
 
 
-def engine_named(name: str) -> Engine:
+def engine_named(name: str) -> "Engine":
     """A fresh engine by its word on the command line; a context manager. Raises RequestError for an unknown word."""
     return known_engine(name)()

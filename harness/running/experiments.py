@@ -4,8 +4,6 @@ Failures that first show at one place count as one. The simplest case of each is
 for `Request.when_s` seconds at most, and three times as long in all.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

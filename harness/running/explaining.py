@@ -1,7 +1,5 @@
 """Explanations of a failed case: further runs and what-ifs; then the diagnosis and six lines of every failed check."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice

@@ -4,8 +4,6 @@ Its process is a fork, which costs milliseconds where a fresh interpreter loads 
 this process has started no threads (`forkable`), initialised no device, and run no autograd (`forked` finds out).
 """
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import gc

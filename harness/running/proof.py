@@ -3,8 +3,6 @@
 `checks` decides how much is run: those that need activations or a second run are in NEED_WATCHING. Times are seconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING

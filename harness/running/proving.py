@@ -1,7 +1,5 @@
 """Proves the cases of a request one after another, in whatever process does: one engine, one dense model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """The request of a run: cases, subject, engine and what else the options of a command choose, checked without torch."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """The result of a case: all that is known of it, and the part that is stored, which another process can send."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -53,10 +51,10 @@ class CaseResult:
     skipped: str = ""
     machine: str = ""
     traceback: str = ""
-    diagnoses: Mapping[str, Diagnosis] = field(default_factory=dict)
+    diagnoses: "Mapping[str, Diagnosis]" = field(default_factory=dict)
 
     @property
-    def diagnosis(self) -> Diagnosis | None:
+    def diagnosis(self) -> "Diagnosis | None":
         """The first failed check explained, with the causes that all failed checks show; None when none failed."""
         diagnoses = list(self.diagnoses.values())
         causes = dict.fromkeys(cause for diagnosis in diagnoses for cause in diagnosis.causes)
@@ -99,7 +97,7 @@ class StoredCase:
     errors: tuple[Sequence[object], ...] = ()
     unplaced: str = ""
     traceback: str = ""
-    spans: tuple[RankSpan, ...] = ()
+    spans: "tuple[RankSpan, ...]" = ()
     loads: tuple[Sequence[object], ...] = ()
 
 

@@ -6,8 +6,6 @@ Exit status: 0 all pass, 1 a check failed or could not be decided, 3 the machine
 request was wrong (RequestError, or the dense model cannot compute one of the cases) or every case was skipped.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -68,7 +66,7 @@ def run(request: Request, on_progress: Progress = lambda *_: None) -> RunResult:
     return run_result(request, store, kept.results, amended, seen.notes if seen else (), notes)
 
 
-def _shared(request: Request, processes: list[ProvingProcess], kept: Kept) -> list[str]:
+def _shared(request: Request, processes: "list[ProvingProcess]", kept: Kept) -> list[str]:
     """Prove all cases in these processes; returns notes on those that ended."""
     from harness.running.sharing import Sharing, together  # noqa: PLC0415
 
@@ -102,7 +100,7 @@ def _check(request: Request) -> None:
 
 
 @contextmanager
-def _processes(request: Request) -> Iterator[list[ProvingProcess]]:
+def _processes(request: Request) -> "Iterator[list[ProvingProcess]]":
     """The processes of a request; none where this one proves its cases, as where it cannot be forked."""
     forks = 0 if request.engine == "torchrun" or request.profile else request.processes
     ours: list[ProvingProcess] = []
@@ -118,7 +116,7 @@ def _processes(request: Request) -> Iterator[list[ProvingProcess]]:
             process.close()
 
 
-def _started(request: Request) -> ProvingProcess | None:
+def _started(request: Request) -> "ProvingProcess | None":
     from harness.running.forked_process import forked  # noqa: PLC0415
     from harness.running.sharing import ProvingProcess, serve  # noqa: PLC0415
 
@@ -126,7 +124,7 @@ def _started(request: Request) -> ProvingProcess | None:
     return None if process is None else ProvingProcess(process, request)
 
 
-def _witnesses(request: Request, store: Store) -> Witnesses:
+def _witnesses(request: Request, store: Store) -> "Witnesses":
     from harness.running.witnessing import witnesses_of  # noqa: PLC0415
 
     return witnesses_of(request, store.path / "traces")

@@ -1,7 +1,5 @@
 """The results of a run as they come, stored and reported; then its sums: verdicts, exit status, and notes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path

@@ -6,8 +6,6 @@ and forks one child for each try, so that none sees what another has left. The m
 changes are tried together, then each is left out once. The result is the modules of a run that passed. Times: seconds.
 """
 
-from __future__ import annotations
-
 import dis
 import importlib
 import multiprocessing

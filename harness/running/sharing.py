@@ -8,8 +8,6 @@ Cases that are one case to the dense model are proved by one process, one after 
 A case that loads what another one saves follows it too.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import signal

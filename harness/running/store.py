@@ -7,8 +7,6 @@ it is finished, its verdicts last. A case with verdicts is stored completely, an
 case has. Text is UTF-8, lines end in a line feed; JSON holds "inf" and "nan" as text.
 """
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import datetime

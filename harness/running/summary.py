@@ -6,8 +6,6 @@ run of the case; payload and wire in bytes. `expected_*` and `ranks_apart` are N
 its terms leave out what the row needs.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass

@@ -7,8 +7,6 @@ of their own whatever engine proves the case. A Python process group of the in-p
 where the profiler listens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 Then its statements: the closed form of its ledger, rank lists of its own rank order, initial values.
 """
 
-from __future__ import annotations
-
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -71,7 +69,7 @@ def _name_of(subject: object) -> str:
     return f"{module}:{bound or getattr(subject, '__qualname__', type(subject).__qualname__)}"
 
 
-def called(subject: Subject, case: CaseLike, device: torch.device) -> Mapping[str, Value]:
+def called(subject: Subject, case: CaseLike, device: "torch.device") -> Mapping[str, Value]:
     """Outcome of the subject on this rank. Raises SystemExit with words for an end with status 0: no outcome."""
     try:
         return subject(case, device)

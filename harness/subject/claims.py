@@ -3,8 +3,6 @@
 Then the names that it leaves out on purpose, and the modules whose state its ranks cannot share.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
     from harness.plain_case import Vocabulary
 
 
-def vocabulary(subject: NamedSubject) -> Vocabulary | None:
+def vocabulary(subject: NamedSubject) -> "Vocabulary | None":
     """The words of the subject's own cases, from its attribute `words`; None for cases of our decoder.
 
     Raises Unanswered when `words` cannot be read.
@@ -28,7 +26,7 @@ def vocabulary(subject: NamedSubject) -> Vocabulary | None:
     return answered("words", lambda: _vocabulary(subject))
 
 
-def _vocabulary(subject: NamedSubject) -> Vocabulary | None:
+def _vocabulary(subject: NamedSubject) -> "Vocabulary | None":
     own = getattr(subject.call, "words", None)
     if own is None:
         return None

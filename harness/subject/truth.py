@@ -3,8 +3,6 @@
 Stated differences: lower dtypes in which it computes or sends, known deviations.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -42,7 +40,7 @@ def _stated_dtype(name: str, case: CaseLike, subject: NamedSubject) -> str:
     return "" if found is None else str(found).removeprefix("torch.")
 
 
-def deviating(case: CaseLike, subject: NamedSubject) -> dict[str, Deviation]:
+def deviating(case: CaseLike, subject: NamedSubject) -> "dict[str, Deviation]":
     """The attribute `deviates`, or what this function of the case returns: pattern of names -> how these tensors
     deviate; {} without it. Raises RequestError for what is no such mapping.
     """
@@ -76,7 +74,7 @@ class Deviation:
     truth: Callable[..., Mapping[str, Any]] | None = None
 
     @classmethod
-    def read(cls, stated: object) -> Deviation | None:
+    def read(cls, stated: object) -> "Deviation | None":
         """The deviation that a subject states: a sentence, or a sentence and a truth. None for anything else."""
         sentence, truth = stated if isinstance(stated, tuple) and len(stated) == 2 else (stated, None)
         if not isinstance(sentence, str) or not sentence.strip() or not (truth is None or callable(truth)):

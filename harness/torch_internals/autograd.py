@@ -1,7 +1,5 @@
 """State of autograd in this thread, and the code objects by which the frames of torch are known."""
 
-from __future__ import annotations
-
 import contextlib
 import operator
 from collections.abc import Callable, Iterator, Mapping

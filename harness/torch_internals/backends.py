@@ -3,8 +3,6 @@
 Also torch's own logs of calls: the header of a profiler's trace and the Flight Recorder.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager

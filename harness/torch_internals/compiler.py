@@ -4,8 +4,6 @@ Both mark for it what is not to be compiled. Until something else loads it (torc
 these marks, then as torch has them.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import sys

@@ -10,8 +10,6 @@ imported from torch before (`from torch import zeros`) are not reached, nor is t
 to be made for "cpu".
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import sys
@@ -53,7 +51,7 @@ class _Event:
         """Take the time."""
         self._at_s = time.perf_counter()
 
-    def elapsed_time(self, end: _Event) -> float:
+    def elapsed_time(self, end: "_Event") -> float:
         """Milliseconds on the host's clock."""
         return 1000 * (end._at_s - self._at_s)
 
@@ -70,7 +68,7 @@ class _Stream:
     def __init__(self, *_: object, **__: object) -> None:
         """Takes what a CUDA stream takes, and needs none of it."""
 
-    def __enter__(self) -> _Stream:
+    def __enter__(self) -> "_Stream":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,7 +1,5 @@
 """Groups and works that stand for torch's: the private names that they answer to, and tensors under way."""
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Names of torch looked up: a name that this torch lacks becomes one sentence when it is needed, and not before."""
 
-from __future__ import annotations
-
 from typing import Any, NoReturn
 
 import torch

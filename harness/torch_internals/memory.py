@@ -1,7 +1,5 @@
 """Torch's memory: identities of objects in it, and freed memory that is kept for the next tensor of its size."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

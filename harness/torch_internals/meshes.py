@@ -12,8 +12,6 @@ torch.distributed.nn.functional is imported here because its functions take the 
 the default group. No rank's world may be that.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

@@ -7,8 +7,6 @@ torch has for them on GPUs. Dropout, grouped heads without repetition and other 
 decomposition. Source: torch's `_fused_sdp_choice` of the CPU, and of CUDA for such values.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

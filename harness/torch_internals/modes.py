@@ -1,7 +1,5 @@
 """Dispatch below autograd and past modes, the switches of a thread, and the base class of dispatch modes."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence

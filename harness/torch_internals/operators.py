@@ -1,7 +1,5 @@
 """torch's dispatcher: which operators of collectives there are, their schemas, and kernels of our own for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple

@@ -6,8 +6,6 @@ every other thread as before. `redirected` redirects torch's own functions insid
 imported earlier are redirected as well.
 """
 
-from __future__ import annotations
-
 import concurrent.futures.thread as executors
 import functools
 import inspect

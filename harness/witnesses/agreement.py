@@ -7,8 +7,6 @@ several, payload_bytes UNKNOWN, phase or region "", step -1. Open fields are not
 Times are microseconds on the witness's own clock.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

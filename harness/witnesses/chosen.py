@@ -6,8 +6,6 @@ each step ends (`step_ends`), and later runs count them (`during`). Steps count 
 witness is on over one such stretch: the torch profiler (`TorchTrace`), and nsys's capture on a GPU (`captured`).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager

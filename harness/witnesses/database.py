@@ -7,8 +7,6 @@ nanoseconds there, in microseconds here. Schema: nsys 2022.4 and later, NVTX_EVE
 59 push/pop, 60 start/end, 34 mark.
 """
 
-from __future__ import annotations
-
 import json
 import sqlite3
 from collections.abc import Iterable, Sequence

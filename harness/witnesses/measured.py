@@ -12,8 +12,6 @@ them (harness.witnesses.chosen). `nsys` draws nvtx ranges for the tool that list
 Outcomes are kept as digests, since witnesses must not change one bit. Times are seconds, sizes bytes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import pickle
 import resource

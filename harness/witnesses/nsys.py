@@ -5,8 +5,6 @@ ones write `.nsys-rep` at once. On a CPU everything is captured and the marks of
 On a GPU the capture range is the stretch between cudaProfilerStart and Stop. Children must be spawned, never forked.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

@@ -4,8 +4,6 @@ A session is a child process (harness.witnesses.measured), so that the tool is a
 stays here. Its results are read and reconciled: the recorder's ledger of that very run, and the witness's sightings.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess

@@ -7,8 +7,6 @@ much after the first rank of the group it issued the same call. Microseconds; ra
 profiler itself slows compute: compare durations with each other, and seconds with the unwatched runs.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 from bisect import bisect_left, bisect_right

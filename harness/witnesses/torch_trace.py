@@ -7,8 +7,6 @@ dtype is that of the backend's rows with the same dims. On NCCL `record_param_co
 Formats: torch/csrc/distributed/c10d/FlightRecorder.hpp, kineto output_json.cpp; torch 2.13.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

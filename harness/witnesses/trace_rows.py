@@ -9,8 +9,6 @@ Left open, "", is what a trace does not hold: whether a message goes between sta
 gathers parameters. So is where the updates of a program without optimizers are.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

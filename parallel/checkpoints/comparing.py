@@ -5,8 +5,6 @@ A cause is stated only where it gives every element of B from those of A.
 States of streams belong to ranks, and are compared where both were written by ranks that lie alike.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The error of a checkpoint that cannot be used."""
 
-from __future__ import annotations
-
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be read, or cannot be loaded here: names the folder, what is wrong and what is legal."""

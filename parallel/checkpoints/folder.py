@@ -8,8 +8,6 @@ Reading checks everything before it hands out a number: the metadata, the chunks
 file. The SHA-256 of every file that is read is checked too.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
@@ -92,7 +90,7 @@ class Stored:
         self._verified: set[str] = set()
 
     @classmethod
-    def open(cls, folder: Path) -> Stored:
+    def open(cls, folder: Path) -> "Stored":
         """The checkpoint in this folder, ours or one that torch wrote.
 
         Raises CheckpointError when there is none, when it holds other than tensors, or when chunks or files are broken.

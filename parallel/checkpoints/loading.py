@@ -5,8 +5,6 @@ the checkpoint is whole, has exactly this model's tensors, and nothing poisoned 
 as it was. No rank talks to another.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -80,7 +78,7 @@ def load(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path) -> int:
     return int(common[STEPS])
 
 
-def _weights(rank: Rank, folder: Path) -> Weights:
+def _weights(rank: Rank, folder: Path) -> "Weights":
     """Another system's parameters, in the dtype of what the optimizer steps."""
     from parallel.checkpoints.weights import Weights  # noqa: PLC0415
 
@@ -98,7 +96,9 @@ def _is_foreign_key(key: str) -> bool:
     return key.startswith("model.") or key == STEPS
 
 
-def _read(rank: Rank, stored: Stored | Weights, found: Sequence[StateTensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+def _read(
+    rank: Rank, stored: "Stored | Weights", found: Sequence[StateTensor]
+) -> tuple[list[Tensor], dict[str, Tensor]]:
     """The targets' tensors, padding zero, and by key what is whole on every rank.
 
     Raises CheckpointError when an element of them is still poisoned.
@@ -138,7 +138,7 @@ def _states_of(tensor: Tensor) -> dict[str, Tensor]:
     return {"step": torch.zeros((), dtype=torch.float32, device="cpu"), **moments}
 
 
-def _check_keys(stored: Stored | Weights, expected: Mapping[str, tuple[int, ...]]) -> None:
+def _check_keys(stored: "Stored | Weights", expected: Mapping[str, tuple[int, ...]]) -> None:
     """Raise CheckpointError unless the checkpoint has these tensors and no others, generators aside."""
     tensors = stored.tensors
     legal = "a checkpoint of the same model and training"

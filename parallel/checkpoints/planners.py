@@ -5,8 +5,6 @@ Chunks that were written tile the global tensor, and chunks that are read are cu
 extension points that torch documents; no collective is issued.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

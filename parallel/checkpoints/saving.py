@@ -5,8 +5,6 @@ no rank has failed. Replicas are equal by then, or a check of the run fails; the
 writes.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache, partial
 from pathlib import Path
 

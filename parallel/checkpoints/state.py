@@ -12,8 +12,6 @@ Padding of a vocabulary and of buckets is never stored. A state of a stream belo
 layout it is not carried over, and the stream begins at its seed (around.md 17.2). A field has no state.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Parameters of another system's checkpoint, read whole: what `folder.Stored` is for checkpoints of torch's format."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -13,8 +13,6 @@ An attention mask is true where a token must not be seen. Packed rows get theirs
 Source: Megatron-Core `get_batch_on_this_tp_rank` and `broadcast_data` (modes.md 4.4).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -50,7 +48,7 @@ class Delivered:
     positions: Tensor
     attention_mask: Tensor | None = None
     draw: tuple[int, int] = (0, 0)
-    ahead: tuple[Delivered, ...] = ()
+    ahead: "tuple[Delivered, ...]" = ()
 
 
 def deliver(

@@ -5,8 +5,6 @@ A group of one rank is bypassed, except in `broadcast` (Megatron broadcasts its 
 Order along a gathered dim is the order of `axis.ranks`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -9,8 +9,6 @@ total send, broadcast the tensor (modes.md section 1). A group of one rank is by
 broadcasts of the data. Counts are those of a whole run: all steps and micro-batches.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -145,7 +143,7 @@ def _places(case: Case, where: str | Places) -> Iterable[CallPlace]:
     return in_modules(lambda _: [where])(case) if where else [CallPlace()]
 
 
-def _term(row: CallRow, phase: str, place: CallPlace, names: _Names) -> CompleteTerm:
+def _term(row: CallRow, phase: str, place: CallPlace, names: "_Names") -> CompleteTerm:
     case, (op, _, reduce_op) = names.case, row.op.partition(" ")
     dtype = {"": case.dtype, "loss": loss_dtype(case), "gradients": gradient_dtype(case)}.get(row.dtype, row.dtype)
     return CompleteTerm(

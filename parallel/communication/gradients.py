@@ -9,8 +9,6 @@ Every gradient arrives as the sum over this rank's micro-batches of the gradient
     4. over the weight axis: the squared norm, one all-reduce SUM of a scalar
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch

@@ -9,8 +9,6 @@ in local tensors only: it is zero, it follows the last real element, and no piec
 needs: modes.md 8.2 (sub-parameters, granularity, exact inverse), around.md 15 (rows, flat buckets).
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

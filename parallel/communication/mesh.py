@@ -3,8 +3,6 @@
 Ranks are global ranks, numbered as the case's `order` has it (Megatron-Core `RankGenerator`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -41,7 +39,7 @@ class Mesh:
     axes: Mapping[str, Axis]
 
     @classmethod
-    def of(cls, case: Case) -> Mesh:
+    def of(cls, case: Case) -> "Mesh":
         """Make the groups of every axis; every rank must call this, with the same case.
 
         Raises ValueError when the running world is not the case's.

@@ -8,8 +8,6 @@ arXiv:1909.08053, arXiv:2205.05198. All-to-all: arXiv:2309.14509. Uneven parts: 
 `module_inject/layers.py` ScatterToTensorParallelRegion, GatherFromTensorParallelRegion.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

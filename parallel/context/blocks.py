@@ -13,8 +13,6 @@ no key has L = -inf and O = 0. Because -inf minus -inf is no number, the weight 
 arXiv:2205.14135 (softmax by blocks), arXiv:2112.05682, arXiv:2310.01889 (ring attention); around.md 14.2.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -12,8 +12,6 @@ them. These are `a` times the tokens, `a` times thinner, so a hop of the ring ca
 exchange. Source: arXiv:2309.14509 (Ulysses); arXiv:2405.07719 (both, USP); TransformerEngine `a2a+p2p`. around.md 14.1.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from torch import Tensor

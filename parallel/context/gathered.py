@@ -7,8 +7,6 @@ times the memory of the ring, no call more. Source: TransformerEngine `AttnFuncW
 again in backward: two all-gathers more); arXiv:2407.21783 (Llama 3). around.md 14.1.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from torch import Tensor

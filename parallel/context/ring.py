@@ -20,8 +20,6 @@ unequal length; an empty block is not sent. Source: arXiv:2310.01889; torch `_te
 last step and turns the other way: c-1 hops bring every gradient home. around.md 14.1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -13,8 +13,6 @@ values of whole slices go round over cp (InternEvo's 2D attention). Loss, gradie
 sums over dp_cp, divided once by the number of tokens of all (around.md 14.3).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -15,8 +15,6 @@ Source: Megatron-Core `get_batch_on_this_cp_rank` and `get_thd_batch_on_this_cp_
 arXiv:2311.09431 (striped and zigzag orders).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,7 +50,7 @@ class Slices:
         """Pairs of a query of one rank and a key of another that meet."""
         return int(self.visible(self.held[rank], self.held[owner]).sum())
 
-    def joined(self, ranks: int) -> Slices:
+    def joined(self, ranks: int) -> "Slices":
         """The slices of groups of `ranks` consecutive ranks, each group as one.
 
         Raises ValueError when `ranks` does not divide them.

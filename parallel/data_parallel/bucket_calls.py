@@ -7,8 +7,6 @@ With `bucket=` a bucket's call belongs to the module whose gradient completes it
 With wgrad=deferred a bucket with the weight of a linear is summed after backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial

@@ -11,8 +11,6 @@ Units: elements. Source: Megatron-Core 0.16.1 `_ParamAndGradBuffer` and `Distrib
 (around.md 15.1); arXiv:1910.02054 for ZeRO.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass

@@ -17,8 +17,6 @@ With `master=float32` the optimizer steps float32 copies, which are rounded into
 Source: Megatron-Core 0.16.1 `_ParamAndGradBuffer`, `DistributedOptimizer` (around.md 15.1, 15.2).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial

@@ -9,8 +9,6 @@ parallelism decide which gradients travel in one call:
     any word     what a bucket or a unit holds (`parallel.data_parallel.bucket_calls`)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

@@ -21,8 +21,6 @@ holds none of it. Other calls are awaited at once. Sources: torch 2.13 `fully_sh
 `backward_maybe_with_nosync` keeps what is gathered and reduces once (around.md 15.3); arXiv:1910.02054 for ZeRO.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -73,7 +71,7 @@ class Shards:
         in_order = {name: shards[name] for name in rank.parameters}
         return replace(rank, parameters=in_order, places=places, updated=in_order, updated_places=places)
 
-    def _prefetched(self, units: Mapping[str, _Gathered], numbers: Sequence[int]) -> None:
+    def _prefetched(self, units: "Mapping[str, _Gathered]", numbers: Sequence[int]) -> None:
         """Have the model start its first layer, and a layer the next one and, in backward, the next one there."""
         layers = [units[f"layers.{number}"] for number in numbers]
         if root := units.get(""):  # a stage in the middle has nothing outside of its layers

@@ -8,8 +8,6 @@ scale never changes. Source: Megatron-Core 0.16.1 `DynamicGradScaler` with the d
 15.2); arXiv:1710.03740.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 

@@ -6,8 +6,6 @@ out. Sources: Megatron-Core 0.14 `finalize_model_grads`, `MixedPrecisionOptimize
 measured). Megatron-LM `theoretical_memory_usage.py` counts neither biases nor positions.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 

@@ -12,8 +12,6 @@ tensors bit for bit. Source: Megatron-Core `SelfAttention.run_realtime_tests`, w
 forward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial

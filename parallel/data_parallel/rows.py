@@ -9,8 +9,6 @@ elements, and rank r's part of the gathered buffer holds its padded shards end t
 one row of one element. Source: torch 2.13 `fully_shard` (around.md 15.3); arXiv:1910.02054 for ZeRO.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ Unlike Megatron's, a skipped step computes its norm too and gathers parameters t
 follow from the case alone. Source: Megatron-Core 0.16.1 `MixedPrecisionOptimizer` (around.md 15.2).
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

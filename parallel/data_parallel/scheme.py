@@ -3,8 +3,6 @@
 Without any of them a strategy is left as it is: one flat sum of all gradients (`parallel.training.step`).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from parallel.data_parallel.buffers import Buckets

@@ -1,7 +1,5 @@
 """Buffers of parameters whose copies lie on different ranks, as one: experts' and all others'."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Decisions of the words of data parallelism, for the program and its closed form alike."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 import torch

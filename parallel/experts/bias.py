@@ -7,8 +7,6 @@ sums in the dtype of a model end at 256 (experts.md 21.2, X8). Every choice coun
 computed. Source: arXiv:2408.15664; Megatron-Core 0.16.1 `_update_router_expert_bias`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -5,8 +5,6 @@ sequence before, and all parts are gathered behind. Otherwise copies of a token 
 experts, which would be tp times as large (experts.md 22.1). The shared expert is an MLP of the mode's linears.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -11,8 +11,6 @@ depends on the tokens that it holds (experts.md 21.3, X15): the case states it. 
 `apply_router_token_dropping`.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

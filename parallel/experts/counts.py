@@ -5,8 +5,6 @@ Where `routing=` is a function the map is that. Where a router chooses it is the
 holds: its slices of the rows (cp), and of these an equal part in a row (tp).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache

@@ -11,8 +11,6 @@ Outputs travel in the dtype of hidden states. T tokens, R rows, E experts, H hid
 parts and whose sums travel in the dtype of weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

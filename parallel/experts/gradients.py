@@ -4,8 +4,6 @@ A rank has the gradient of its experts over the tokens of all etp*ep ranks alrea
 whose ranks hold the same part of them. Its squares count on every rank of etp and ep (experts.md 21.6).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -5,8 +5,6 @@ partial sums over these. The router's weight of a row multiplies its inner featu
 talks here. Source: Megatron-Core 0.16.1 `SequentialMLP` (experts.md 21.6).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -13,8 +13,6 @@ X1). Scores are the softmax, or shares of sigmoids; choices are those without gr
 0.16.1 `switch_load_balancing_loss_func`, `z_loss_func`; arXiv:2101.03961, 2202.08906.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

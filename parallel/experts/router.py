@@ -10,8 +10,6 @@ scores, top_k / kept_groups of each. With `bias_rate` a bias is added to sigmoid
 Letters: T tokens, E experts. Source: Megatron-Core 0.16.1 `topk_routing_with_score_function` (experts.md 21.1).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional

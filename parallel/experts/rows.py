@@ -4,8 +4,6 @@
 that go forward return in backward the other way.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import lru_cache, partial

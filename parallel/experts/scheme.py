@@ -13,8 +13,6 @@ A gradient is a sum over tokens, divided once by the number of all tokens, so th
 scale follows the data, the group follows the replicas (experts.md 21.6).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial

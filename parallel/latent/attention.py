@@ -16,8 +16,6 @@ tp is due exactly once, before anything upstream of the key. Source: arXiv:2405.
 states.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional

@@ -10,8 +10,6 @@
 Context ranks exchange keys and values of one width: there values are filled with zeros up to that of a key.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 

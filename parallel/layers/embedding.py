@@ -17,8 +17,6 @@ call. Sources: Megatron-Core `VocabParallelEmbedding`, `reduce_scatter_embedding
 `Embedding1D` (modes.md 3.3).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional

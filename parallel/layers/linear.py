@@ -14,8 +14,6 @@ Source: arXiv:1909.08053, arXiv:2205.05198; Megatron-Core `LinearWithGradAccumul
 again), InternEvo `SPFusedDenseFunc` (msp keeps, fsp gathers again): modes.md 2.1, 4.2.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -12,8 +12,6 @@ Sources: Megatron-Core `vocab_parallel_cross_entropy` and its fused form; its sm
 partition, here both are global (modes.md 4.6, decision S1).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ tokens count as in the loss (mask and label). No gradient flows. The outcome hol
 `metric/<name>`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +36,7 @@ class MetricSums:
     right_of: Tensor
     loss_of: Tensor
 
-    def __add__(self, other: MetricSums) -> MetricSums:
+    def __add__(self, other: "MetricSums") -> "MetricSums":
         return MetricSums(
             right=self.right + other.right,
             tokens=self.tokens + other.tokens,

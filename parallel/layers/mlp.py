@@ -3,8 +3,6 @@
 Sources: arXiv:2002.05202 (SwiGLU: silu(w1 x) * w3 x), GPT-2's tanh approximation of GELU.
 """
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -4,8 +4,6 @@ Under a mode that splits the sequence (or, for q/k norms, the heads) each rank s
 then partial sums, which `gradients` adds up. Sources: arXiv:1607.06450, arXiv:1910.07467.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional

@@ -7,8 +7,6 @@ row     wo, w2                                 input features do
 norm    attention_norm, mlp_norm, final_norm; q_norm, k_norm act on heads
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 

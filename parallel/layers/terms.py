@@ -6,8 +6,6 @@ micro-batch: gradients are divided by the step's tokens in the end. The loss of 
 Source: Megatron-Core `MoEAuxLossAutoScaler`, `MTPLossAutoScaler`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

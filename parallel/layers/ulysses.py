@@ -13,8 +13,6 @@ keep their borders. Query head n reads kv head n // (N/K): rank r gets consecuti
 stay together. Sources: arXiv:2309.14509; InternEvo `DistributedAttention`, kv-packed (modes.md 3.5).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -13,8 +13,6 @@ Source: Megatron-Core 0.16.1 `CheckpointFunction`, `TransformerBlock._checkpoint
 reentrance (around.md 16).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 

@@ -8,8 +8,6 @@ Source: Megatron-Core `gradient_accumulation_fusion`, whose kernel adds into `we
 `delay_wgrad_compute` (`backward_dw`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ Modules built by `Parts` keep the canonical names. Every call belongs to the mod
 own `forward`, and in the backward of the nodes made there. A `Rank` is one rank at work under a strategy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -38,7 +36,7 @@ def _same(batch: Delivered) -> Delivered:
     return batch
 
 
-def _plain(_case: Case, step: Step) -> Step:
+def _plain(_case: Case, step: "Step") -> "Step":
     return step
 
 
@@ -111,7 +109,7 @@ class Strategy:
     apart: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     parts: Callable[[Case, Mesh, torch.device], Parts]
     rows: tuple[CallRow, ...]
-    step: Callable[[Case, Step], Step] = _plain
+    step: "Callable[[Case, Step], Step]" = _plain
 
     def laid_out(self, x_BS: Tensor) -> Tensor:
         """A tensor [B, S, ...] with its dims in the order of this strategy's hidden states, and back."""
@@ -139,7 +137,7 @@ class LossScaler(Protocol):
         """The loss [], whose gradients are larger by the factor."""
         ...
 
-    def unscale(self, rank: Rank) -> bool:
+    def unscale(self, rank: "Rank") -> bool:
         """Divide all gradients by the factor, in place; whether the step is skipped, the same on every rank."""
         ...
 
@@ -159,14 +157,14 @@ class Step:
         loss_scale  the factor of gradients between schedule and norm, None for one
     """
 
-    prepare: Callable[[Rank], Rank]
-    schedule: Callable[[Rank, int], tuple[Tensor, Tensor, tuple[Box, ...] | None]]
-    reductions: Mapping[str, Callable[[Rank], None]]
-    partial: Callable[[Rank], Mapping[str, Tensor]]
-    norm: Callable[[Rank], Tensor]
-    optimizer: Callable[[Rank], torch.optim.Optimizer]
-    afterwards: Callable[[Rank], None]
-    beside: Callable[[Rank, int], Mapping[str, Value]]
+    prepare: "Callable[[Rank], Rank]"
+    schedule: "Callable[[Rank, int], tuple[Tensor, Tensor, tuple[Box, ...] | None]]"
+    reductions: "Mapping[str, Callable[[Rank], None]]"
+    partial: "Callable[[Rank], Mapping[str, Tensor]]"
+    norm: "Callable[[Rank], Tensor]"
+    optimizer: "Callable[[Rank], torch.optim.Optimizer]"
+    afterwards: "Callable[[Rank], None]"
+    beside: "Callable[[Rank, int], Mapping[str, Value]]"
     loss_scale: LossScaler | None = None
 
 
@@ -190,7 +188,7 @@ class Rank:
     places: Mapping[str, Placement]
     updated: Mapping[str, Tensor]
     updated_places: Mapping[str, Placement]
-    metric: Metric | None
+    metric: "Metric | None"
     dropout: Dropout
 
     @property
@@ -198,7 +196,7 @@ class Rank:
         """The first chunk, which is all of the model without a pipeline."""
         return self.chunks[0][1]
 
-    def of(self, data_axis: str) -> Rank:
+    def of(self, data_axis: str) -> "Rank":
         """The rank with the parameters alone that have copies over a mesh axis (`Core.data_axis_of`)."""
 
         def own(tensors: Mapping[str, _Held]) -> dict[str, _Held]:

@@ -4,8 +4,6 @@ Pre-norm residual blocks, x += attention(norm(x)); x += mlp(norm(x)). Module nam
 layers.{i}.attention_norm, layers.{i}.attention.wqkv ..., final_norm, head. Hidden states lie as the strategy says.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial

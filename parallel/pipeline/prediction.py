@@ -1,7 +1,5 @@
 """The pipeline of a case as `predict` reads it: which stages are alike, what each does in a step, and when."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -16,8 +16,6 @@ matched by order alone. Gradients have a group of their own there, which makes t
 Megatron-Core 0.16.1 `schedules.py`, `p2p_communication.py` (around.md 13.1, 13.2, 13.4).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -60,7 +58,7 @@ def with_channels(rank: Rank) -> Rank:
     return replace(rank, mesh=replace(mesh, axes={**mesh.axes, BACK: replace(axis, group=made[axis.ranks])}))
 
 
-def as_scheduled(rank: Rank, step: int, by: type[StageRun] | None = None) -> Scheduled:
+def as_scheduled(rank: Rank, step: int, by: "type[StageRun] | None" = None) -> Scheduled:
     """All micro-batches of a step in the order of the schedule: loss sum, number of tokens and logits.
 
     `by` a `StageRun` that is one of the caller's. Ranks before the last have 0, 0 and None.

@@ -5,8 +5,6 @@ in every document of a packed row, and count on through a row that is one. Rows 
 take their slices, so that no rank needs tokens of a neighbour.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

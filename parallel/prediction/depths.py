@@ -10,8 +10,6 @@ the model's own, so that their gradients are sums over all uses. Source: Megatro
 `MultiTokenPredictionLayer` (experts.md 24.1).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

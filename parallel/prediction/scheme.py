@@ -11,8 +11,6 @@ Layers and projections are those of every transformer layer and column linear. O
 copy of the token table, whose gradients are summed as those of a tied one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -12,8 +12,6 @@ of a step: (micro * dp + data rank) * rows + row, the same for every dp and micr
 Source: Megatron-Core 0.16.1, `language_model_embedding.py`, `fused_bias_dropout.py`, `dot_product_attention.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -51,7 +49,7 @@ class Dropout:
     @classmethod
     def of(
         cls, case: Case, at: Coordinates, places: Callable[[str], Placement], *, sequence_dim: int, device: torch.device
-    ) -> Dropout:
+    ) -> "Dropout":
         """The dropout of the rank at these coordinates, its streams at their beginnings."""
         return cls(
             case=case,

@@ -11,8 +11,6 @@ in int64, whose product keeps the low 64 bits: equal on every device. `reference
 of the same function. Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011 (Random123).
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Sequence

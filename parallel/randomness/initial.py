@@ -13,8 +13,6 @@ Data and context ranks draw alike. Sources: Megatron-Core 0.16.1 `_initialize_af
 `init_method_normal`; InternEvo `parallel_context.py` set_seed.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

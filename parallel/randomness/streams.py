@@ -9,8 +9,6 @@ Megatron has no term for context ranks, whose masks repeat along the sequence th
 CONTEXT_STRIDE * cp_rank. Source: Megatron-Core 0.16.1 `tensor_parallel/random.py`, `training/initialize.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 

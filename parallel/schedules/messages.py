@@ -10,8 +10,6 @@ interleaved  one batch at the end of every iteration (a forward, a forward and a
              gradients, of an earlier chunk, which its neighbour sends before they are needed
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 

@@ -12,8 +12,6 @@ number. Sources: Megatron-Core 0.16.1 `pipeline_parallel/schedules.py` (around.m
 sections 2.1 and 6 (around.md 13.3).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

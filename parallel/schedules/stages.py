@@ -14,8 +14,6 @@ Sources: Megatron-Core 0.16.1 `transformer_layer.py`: get_transformer_layer_offs
 (`model.checkpoint`, a share of them).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -110,7 +108,7 @@ def held_at(case: Case, at: Mapping[str, tuple[int, int]]) -> tuple[Stage, ...]:
     return stages_of_rank(case, at["pp"][0])
 
 
-def pipeline_of(case: Case) -> Pipeline:
+def pipeline_of(case: Case) -> "Pipeline":
     """The shape of the case's pipeline, as its schedule orders it."""
     from parallel.schedules.pipeline import Pipeline  # noqa: PLC0415
 

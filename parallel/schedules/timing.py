@@ -4,8 +4,6 @@
 fractions, or floats as the fractions that they are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction

@@ -21,8 +21,6 @@ modes.md 8.2, experts.md 27. A tied head that is gathered stays whole there as w
 trained there with an embedding cut along hidden, and served with a whole one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from functools import partial

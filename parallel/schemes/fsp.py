@@ -5,8 +5,6 @@ A column linear saves its slice of the input, 1/p of what `msp` saves, and gathe
 Source: InternEvo's fsp (modes.md 2, 2.1, 3.3, 3.4, 3.7).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -8,8 +8,6 @@ prefetched or fused. Source: InternEvo (modes.md 2, 3.3 to 3.7; its means are su
 (head=local) gathers per-token losses, and so does ours: then the outcome of every rank is the whole micro-batch's.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Sequence

@@ -7,8 +7,6 @@ averaged (decision G1). Learned positions meet the hidden states before the spli
 InternEvo's msp (modes.md 2, 2.1, 3.3, 3.4, 3.7). Megatron's sequence parallelism gathers again, as `fsp` does.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from parallel.model.strategy import Strategy

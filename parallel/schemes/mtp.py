@@ -5,8 +5,6 @@ gradients, which are those of q/k norms, are summed one by one. Gathered logits 
 Source: InternEvo's mtp (modes.md 2, 3.3, 3.4, 3.7).
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from parallel.model.strategy import Strategy

@@ -7,8 +7,6 @@ positions and row biases are whole on every rank. The modes differ in how hidden
 split along the sequence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

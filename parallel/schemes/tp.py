@@ -4,8 +4,6 @@ Norms, learned positions and row biases are whole, and so are their gradients; t
 rank's heads. Source: arXiv:1909.08053; Megatron-Core 0.14 with local layers (modes.md 2, 4.3).
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from parallel.model.strategy import Strategy

@@ -5,8 +5,6 @@ norms, row biases and q/k norms are sums over this rank's tokens (or heads). Lea
 before the split, so theirs are whole. Source: arXiv:2205.05198; Megatron-Core 0.14 with local layers (modes.md 2, 4.3).
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from parallel.model.strategy import Strategy

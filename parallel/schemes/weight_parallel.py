@@ -9,8 +9,6 @@ shard. The loss of a token is known to all tp ranks of its data rank and sent ba
 `parallel.communication.pairs`. Source: InternEvo's isp (modes.md 3), with sums for its means (decision G2).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial as partial_of
 

@@ -4,8 +4,6 @@ Only the tensors of one slice of one layer are in memory at a time. The library 
 is fine; bits are compared, not numbers.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """The error of a slice that cannot be."""
 
-from __future__ import annotations
-
 from reference.errors import CaseError
 
 

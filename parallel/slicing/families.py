@@ -14,8 +14,6 @@ Norms and embeddings are whole on every rank. Sources: the modeling files of tra
 `module_inject/fusedqkv_utils.py` for the orders.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 ROLES = ("q", "k", "v", "value", "qkv", "out", "up", "gate_up", "down")

@@ -14,8 +14,6 @@ of a kv head. Each copy has a share of its query heads (BigCode), and the gradie
 DeepSpeed 0.19.8 `module_inject/fusedqkv_utils.py` (experts.md 27.4), arXiv:2305.13245 (grouped queries).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

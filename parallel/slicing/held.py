@@ -3,8 +3,6 @@
 Numbers count elements of that dim (rows or columns), or units of several elements each (heads) until `in_units`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 Ranges = tuple[range, ...]

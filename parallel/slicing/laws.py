@@ -1,7 +1,5 @@
 """The whole tensor from the parts of all ranks; copies must be equal bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -10,8 +10,6 @@ experts.md 27.3). There a name is looked for anywhere in the module's path ("sel
 the head is known by its bare name. Here both are whole parts of the path.
 """
 
-from __future__ import annotations
-
 from parallel.slicing.errors import SliceError
 
 _MLP = frozenset({"mlp", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})

@@ -6,8 +6,6 @@ A row linear's bias is whole on every rank and added once, after the sum over th
 `module_inject/auto_tp.py`, `layers.py`, `containers/opt.py`, `containers/base.py` (modes.md 8, experts.md 27).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -11,8 +11,6 @@ rank as the whole is whole there. A part larger than the whole would be a merge 
 equal thirds, and scales are attached whole: see docs/slicing.md.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@
 64
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +66,7 @@ class Sliced:
         for key in ("hidden", "head_dim", "ffn", "vocab", "positions", "tp", "grain"):
             if getattr(self, key) < 1:
                 raise SliceError(key, getattr(self, key), "must be at least 1", f"{key}=1")
-        for key in (field.name for field in dataclasses.fields(self) if field.type == "int"):
+        for key in (field.name for field in dataclasses.fields(self) if field.type is int):
             if getattr(self, key) > LARGEST_SIZE:
                 raise SliceError(key, getattr(self, key), f"must be at most {LARGEST_SIZE}", f"{key}={LARGEST_SIZE}")
         if self.path == "container" and self.family not in CONTAINERS:
@@ -88,7 +86,7 @@ class Sliced:
         return FAMILIES[self.family]
 
     @classmethod
-    def parse(cls, text: str) -> Sliced:
+    def parse(cls, text: str) -> "Sliced":
         """The model of these `key=value` words in any order; later ones override. Raises SliceError for a wrong one."""
         words: dict[str, Any] = {}
         for entry in text.split():

@@ -4,8 +4,6 @@ The strategy's `Step` defines each of them. The outcome is what this rank holds:
 of what is whole, padding never. Activations are [rows, seq, width]; row data_rank * batch + b, packed data_rank.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from pathlib import Path
@@ -130,7 +128,7 @@ def _place(case: Case, strategy: Strategy, module: str) -> Placement:
     return place
 
 
-def _metric(case: Case, strategy: Strategy, mesh: Mesh) -> Metric | None:
+def _metric(case: Case, strategy: Strategy, mesh: Mesh) -> "Metric | None":
     place = strategy.activation(case, "head")
     if not case.metric or place is None:
         return None
@@ -147,7 +145,7 @@ def _left(rank: Rank, step: int, optimizer: torch.optim.Optimizer) -> dict[str, 
     }
 
 
-def _metrics(rank: Rank, metric: Metric) -> dict[str, tuple[Box, ...]]:
+def _metrics(rank: Rank, metric: "Metric") -> dict[str, tuple[Box, ...]]:
     """The metric's sums over the run, one row a data rank; those that rounding may turn in float64 only."""
     dp = rank.mesh.axis("dp")
     names = ["tokens", "log_likelihood", "loss_of", *(("right", "right_of") if rank.case.dtype == "float64" else ())]

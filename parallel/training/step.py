@@ -4,8 +4,6 @@ Gradients are of the summed loss of every micro-batch; the global number of toke
 Logits are [rows, seq, width]; row (data_rank * micro + m) * batch + b, packed data_rank * micro + m.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

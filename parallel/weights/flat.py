@@ -4,8 +4,6 @@ With w ranks and n elements a rank, the buffer of a gather is [w, n] and row r h
 sends the same buffer the other way. Bytes are those of one call a tensor. Source: modes.md 3.6 (`layer_fuse_isp_comm`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

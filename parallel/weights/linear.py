@@ -13,8 +13,6 @@ Saved for backward is the input alone. Source: InternEvo `WPFusedDenseFunc` (mod
 means (decision G2).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

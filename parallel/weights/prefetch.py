@@ -19,8 +19,6 @@ has "-". A result is dropped with its last use, and no graph holds it. Source: I
 the block before and keep their weights; its ISPOverlapState is one for every chunk of a pipeline rank.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -71,7 +69,7 @@ class _Loan:
 class Seat:
     """A linear among all blocks' linears. `shards` are its weight and, when it has one, its bias, split on dim 0."""
 
-    gathers: Gathers
+    gathers: "Gathers"
     number: int
     block: int
     leaf: str
@@ -105,7 +103,7 @@ class _BlockGather(torch.autograd.Function):
     """All shards of a block -> all its full tensors; the gradients go back in one reduce-scatter."""
 
     @staticmethod
-    def forward(ctx: Any, gathers: Gathers, seats: Sequence[Seat], *shards: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, gathers: "Gathers", seats: Sequence[Seat], *shards: Tensor) -> tuple[Tensor, ...]:
         ctx.axis = gathers.axis
         return tuple(full for seat in seats for full in gathers.forward(seat))
 

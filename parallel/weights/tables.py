@@ -16,8 +16,6 @@ gather here is started ahead of its use. Source: InternEvo `Embedding1D`, `Scale
 3.4); the gradient of a table cut along hidden is reduced along hidden (decision E1).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

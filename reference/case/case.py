@@ -8,8 +8,6 @@ words are those of the core (`reference.language.core`) and of all features (`re
     'mode=tp-sp tp=4 kv_heads=4 seed=3'
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from dataclasses import dataclass
@@ -64,12 +62,12 @@ class Case(_Words):
                 raise CaseError("variant", self.variant, rule, "variant=")
 
     @classmethod
-    def of(cls, **words: Word) -> Case:
+    def of(cls, **words: Word) -> "Case":
         """The case that these words describe: preset first, then family, then sizes that follow other sizes."""
         return cls(**resolved(words))
 
     @classmethod
-    def parse(cls, text: str) -> Case:
+    def parse(cls, text: str) -> "Case":
         """The case written as `key=value` words in any order; later words override earlier ones.
 
         Raises CaseError: an unknown key, an illegal value, or words that cannot go together.
@@ -97,7 +95,7 @@ class Case(_Words):
             if known and value not in known:
                 raise CaseError(key, value, "is not a known word", "|".join(known))
 
-    def but(self, **words: Word) -> Case:
+    def but(self, **words: Word) -> "Case":
         """This case with some words changed; what follows others (wp, ffn) follows again. A feature whose axis has one
         rank by these words has its defaults again.
         """

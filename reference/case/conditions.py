@@ -4,8 +4,6 @@ key=value  key=a|b  key!=value  key>n  key<n        n: a number or another key
 key%n=value                                         what is left when n, a number or another key, divides it
 """
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Callable, Mapping

@@ -5,8 +5,6 @@ the values of `reference.case.domains`. `python -m bench.default_cases` finds th
 For other modes, and for a subject that refuses words, the lines are changed as the rules propose.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from heapq import heapify, heappop, heappush

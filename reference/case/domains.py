@@ -3,8 +3,6 @@
 Experiments on a failing case choose from these (harness.running.experiments).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from reference.features import WORDS

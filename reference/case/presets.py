@@ -6,8 +6,6 @@ Transformer Language Models", table 1. DeepSeek-V3 from its technical report (ar
 "Mixtral of Experts" (arXiv:2401.04088), table 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

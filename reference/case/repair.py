@@ -1,7 +1,5 @@
 """Changes words of a case until it is legal, as the rules that it breaks propose."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ A variant is a word of the case (`variant=NAME`). The dense model ignores it: th
 subject that offers a variant must fail. `parallel.variants` plants it in our implementation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@
 Parameters alone are read.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -6,8 +6,6 @@
 Both ways are exact. Biases go as the rows of their weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

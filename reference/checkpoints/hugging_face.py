@@ -8,8 +8,6 @@ Parameters alone are read: the base of the rotation and the epsilon of the norms
 transformers 5.23 `modeling_llama.py`, `modeling_qwen3.py`, `modeling_gpt2.py` (Conv1D holds [in, out]).
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

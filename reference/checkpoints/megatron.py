@@ -9,8 +9,6 @@ and up one behind the other. Parameters alone are read. Source: Megatron-Core 0.
 `TransformerBlock.sharded_state_dict`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

@@ -8,8 +8,6 @@ The ranks under test read the same files by a reader of their own, so that neith
 another system (`foreign`) has parameters alone, and ranks cut theirs out of these.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -43,7 +41,7 @@ def steps_before(case: Case) -> int:
 
 
 @lru_cache(maxsize=2)
-def _foreign(folder: Path, form: Form, _written_ns: int) -> Mapping[str, Tensor]:
+def _foreign(folder: Path, form: "Form", _written_ns: int) -> Mapping[str, Tensor]:
     """Parameters alone: training begins with them."""
     from reference.checkpoints.foreign import parameters  # noqa: PLC0415
 

@@ -3,8 +3,6 @@
 Elements that no chunk of the folder holds are NaN where they are numbers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from functools import lru_cache

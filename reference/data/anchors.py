@@ -8,8 +8,6 @@ token from `reference.data.stream` and `reference.data.batches`. Each is a pair 
 Letters: B sequences of a micro-batch, S tokens of a sequence, T = B * S.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from itertools import pairwise

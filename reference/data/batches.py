@@ -18,8 +18,6 @@ of them stands in place of a token of text once, is read, and is a label that co
 hold them; where a step is too small, the next goes on with the others. Data that a user names stay as they are.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache, partial

@@ -9,8 +9,6 @@ start of the Python standard library's sources.
 Documents that were read are kept, as a pure function of the files' paths, times and sizes.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 import sysconfig

@@ -5,8 +5,6 @@ A range of rows that is one short or one long shows at these ids alone. So the b
 way. So the data do not change with tp and wp. Shards of this very case that are not among these come last.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 from reference.case import Case

@@ -1,7 +1,5 @@
 """The files of a corpus, read as bytes without torch, and the one error of all readers."""
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path

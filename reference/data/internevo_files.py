@@ -7,8 +7,6 @@ line, so that a stale `.meta` cannot hide sentences. The `.npy` header is parsed
 but torch.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import struct

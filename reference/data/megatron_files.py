@@ -6,8 +6,6 @@ document borders. Then i32 lengths, i64 byte offsets, i64 borders (document k = 
 `core/datasets/indexed_dataset.py`.
 """
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 

@@ -18,8 +18,6 @@ Sources: the InternEvo page "Data Load and Procedure" and EVO `data/tokenized/pa
     split_data_sequence_parallel  labels  "split" (page); "whole" (code) for a head that restores the sequence
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate

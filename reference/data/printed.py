@@ -5,8 +5,6 @@ rules. The ids of text are by hand too. A byte is its own id up to 257 tokens; 1
 spread by 314, the first number from 0.618 * 509 on without a common factor.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache, partial
 
 import torch

@@ -7,8 +7,6 @@ vocabulary is an error. A negative id is InternEvo's mark of a prompt: the token
 never learns (EVO `data/tokenized/collaters.py`).
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -10,8 +10,6 @@ one after the other, micro-batches as in `reference.data.batches`. Everything he
 sends can be counted without a model.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -13,8 +13,6 @@ arrived, and the bytes do not depend on how many context ranks there are.
 Source: Megatron-Core get_batch_on_this_tp_rank (around.md 12.1).
 """
 
-from __future__ import annotations
-
 from typing import TypeAlias
 
 Form: TypeAlias = tuple[str, tuple[int, ...]]

@@ -5,8 +5,6 @@ window is a stretch of consecutive tokens and the one after them. Window number 
 place where this seed starts to read. When a short corpus would give the same tokens again, it begins one token later.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache

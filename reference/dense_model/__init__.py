@@ -4,8 +4,6 @@ The harness proves against this object and sees no other part of `reference` (`h
 Each method imports what it needs: words need no torch, and a case that passes needs nothing of what explains failures.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,19 +110,19 @@ class DenseModel:
 
         return deviations(case)
 
-    def truth(self, case: Case, device: torch.device, **words: Any) -> Outcome:
+    def truth(self, case: Case, device: "torch.device", **words: Any) -> Outcome:
         """The outcome in float64, and the activations; `states`: where every step begins."""
         from reference.training.subject import truth
 
         return truth(case, device, **words)
 
-    def control(self, case: Case, device: torch.device, **words: Any) -> Outcome:
+    def control(self, case: Case, device: "torch.device", **words: Any) -> Outcome:
         """Outcome in the dtype of the case with every sum in another order; `parts`: of how many partial sums."""
         from reference.training.control import control
 
         return control(case, device, **words)
 
-    def kinks(self, case: Case, device: torch.device, **words: Any) -> Outcome:
+    def kinks(self, case: Case, device: "torch.device", **words: Any) -> Outcome:
         """How far the outcome moves where rounding decides the side of a relu's kink; `side` is 1 or -1."""
         from reference.training.kinks import kinks
 
@@ -136,13 +134,13 @@ class DenseModel:
 
         return slack(case, states, truth, controls)
 
-    def shares(self, case: Case, device: torch.device, **words: Any) -> Outcome:
+    def shares(self, case: Case, device: "torch.device", **words: Any) -> Outcome:
         """Step 0 taken apart by data rank and micro-batch."""
         from reference.what_ifs.shares import shares
 
         return shares(case, device, **words)
 
-    def what_ifs(self) -> tuple[WhatIf, ...]:
+    def what_ifs(self) -> "tuple[WhatIf, ...]":
         """The rules that may not be kept, each with what is computed then."""
         from reference.what_ifs.rules import what_ifs
 

@@ -6,8 +6,6 @@ A file has one class, which extends `Core`. The class has its words, each with d
 Names of modules are put together by `module_in` and nowhere else.
 """
 
-from __future__ import annotations
-
 import pkgutil
 from collections.abc import Callable, Iterable
 from importlib import import_module

@@ -5,8 +5,6 @@ splits the sequence splits a slice once more. An exchange of tokens for heads ne
 around.md 12.2, 14, 18.1.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import replace

@@ -4,8 +4,6 @@ Buckets, ZeRO-1, float32 gradients and masters, and loss scaling are Megatron-Co
 `fully_shard` (around.md 15), over tensor parallelism as both of them know it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

@@ -7,8 +7,6 @@ the same part of the same experts. So tp*cp*dp ranks are etp*ep*edp ranks, and e
 2401.06066, 2408.15664, 2412.19437.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace

@@ -7,8 +7,6 @@ rotary pairs (i, i + dr/2) are those of the case. Sources: DeepSeek-V2 (arXiv:24
 them on every rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from reference.language.core import Core

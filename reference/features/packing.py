@@ -3,8 +3,6 @@
 Sources: InternEvo's packed datasets; Megatron-Core `broadcast_data`, which knows no packs (modes.md 2.6, 3.6).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

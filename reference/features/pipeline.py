@@ -5,8 +5,6 @@ Each rank splits its own evenly over its chunks. The interleaved schedule runs g
 than pp. Where weights have ranks of their own (isp), these are of one stage, as in InternEvo's orders.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -10,8 +10,6 @@ and context ranks, whatever is counted where. Sources: DeepSeek-V3 (arXiv:2412.1
 `MultiTokenPredictionBlock` (experts.md 24), which divides by what one rank counts, or by the tokens of the main loss.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

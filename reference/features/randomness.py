@@ -1,7 +1,5 @@
 """Randomness: dropout, where its masks come from, and who draws the initial values. Words and what makes them legal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from reference.language.core import Core

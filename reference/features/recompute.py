@@ -4,8 +4,6 @@ Sources: Megatron-Core 0.16.1 `TransformerConfig`, which refuses to distribute i
 16). Its uniform method fails on layers that are no whole number of units.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

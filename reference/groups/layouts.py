@@ -1,7 +1,5 @@
 """A layout: the rank orders that one system lays over the same ranks, one for each kind of weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

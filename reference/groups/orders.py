@@ -8,8 +8,6 @@ order of the words does not matter, the members of a group and the groups themse
 Source: Megatron-Core `parallel_state.py`: RankGenerator, generate_masked_orthogonal_rank_groups.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,7 +26,7 @@ class RankOrder:
     axes: tuple[tuple[str, int], ...]
 
     @classmethod
-    def of(cls, order: str, sizes: Mapping[str, int]) -> RankOrder:
+    def of(cls, order: str, sizes: Mapping[str, int]) -> "RankOrder":
         """The mesh of an order string such as "tp-cp-dp-pp", in any letter case.
 
         An axis of size 1 may be left out of the order. Raises CaseError for an unknown or repeated word, and for a left
@@ -100,7 +98,7 @@ class RankOrder:
                 raise CaseError(axis, place, f"must be a place on an axis of {sizes[axis]}", f"0..{sizes[axis] - 1}")
         return sum(places.get(axis, 0) * stride for axis, _, stride in self._strides())
 
-    def divided(self, axis: str, **parts: int) -> RankOrder:
+    def divided(self, axis: str, **parts: int) -> "RankOrder":
         """These ranks with one axis divided into levels of these sizes, the fastest first.
 
         Raises CaseError for an unknown axis, and when the sizes do not multiply to the axis' own.

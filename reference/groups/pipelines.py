@@ -5,8 +5,6 @@ Sources: Megatron-Core `parallel_state.py` (default_embedding_ranks), `transform
 get_transformer_layer_offset.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from reference.errors import CaseError

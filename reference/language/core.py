@@ -3,8 +3,6 @@
 Sizes count elements: `seq` tokens of a sequence, `batch` sequences of a micro-batch, `micro` micro-batches of a step.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -172,7 +170,7 @@ class Core:
         """The parameters that features add to a layer, without its prefix, with their shapes."""
         return {}
 
-    def behind_layer(self, x_BSH: Tensor, _weights: Callable[[str], Tensor]) -> Tensor:
+    def behind_layer(self, x_BSH: "Tensor", _weights: "Callable[[str], Tensor]") -> "Tensor":
         """Hidden states of the dense model as they leave a layer; `_weights` gives one of `layer_shapes` by name."""
         return x_BSH
 

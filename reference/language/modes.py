@@ -4,8 +4,6 @@ Here stands what a mode's words are and what makes them legal. Everything else o
 `parallel.schemes` and its line in `parallel.registry`. Sources: modes.md 2, 3, 4, 8.2.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Which words about a layer's experts are legal together: how a router weighs and chooses, what follows its choice."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any

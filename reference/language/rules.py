@@ -4,8 +4,6 @@ Sources: modes.md sections 3.1 and 4 (divisibility of heads, vocabulary, sequenc
 InternEvo `initialize/launch.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator

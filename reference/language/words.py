@@ -1,7 +1,5 @@
 """The words of the case language: how one is declared, what is known of it, how its value is read and written."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass

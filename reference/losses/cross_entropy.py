@@ -5,8 +5,6 @@ micro-batch and data rank divides by the global count. Smoothing follows Megatro
 and every other of the V classes a / (V - 1). V is the true vocabulary (modes of padding never count).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ bias, positions, tied, qk_norm, fuse_qkv, fuse_mlp); a family only sets their de
 2019), InternLM2 (arXiv:2403.17297), OPT (arXiv:2205.01068), Llama (arXiv:2302.13971).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 

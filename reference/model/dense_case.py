@@ -1,7 +1,5 @@
 """The part of a case that the dense model reads: cases that differ in how the work is split are equal to it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

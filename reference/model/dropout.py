@@ -6,8 +6,6 @@ being "prediction.{k}.layer". Sample number of a step: number of the micro-batch
 row is one sample. Source: arXiv:1207.0580; the sites are those of Megatron-LM's GPT.
 """
 
-from __future__ import annotations
-
 import math
 
 from torch import Tensor

@@ -7,8 +7,6 @@ Products of two words are unsigned numbers of 64 bits, in numpy, because torch m
 Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011; its test vectors are in the tests.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 

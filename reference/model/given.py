@@ -3,8 +3,6 @@
 They reach every function of the dense model that a function with `takes_given` calls, what-ifs included.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

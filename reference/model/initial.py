@@ -8,8 +8,6 @@
 Source: Megatron-Core 0.16.1 `init_method_normal`, `scaled_init_method_normal`; GPT-2 (Radford et al. 2019).
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

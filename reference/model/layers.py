@@ -7,8 +7,6 @@ SwiGLU, arXiv:2002.05202; tanh GELU as GPT-2's `gelu_new`. Rotary positions: arX
 pairing of Hugging Face Llama.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -4,8 +4,6 @@ Sums over the tokens that count, of one data rank and the whole run. A token is 
 label smoothing takes no part. Numbers in the loss's dtype, counts int64.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

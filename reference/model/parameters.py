@@ -5,8 +5,6 @@ heads, then its key head, then its value head: rows (kv_heads, heads/kv_heads + 
 padded here. Nothing is 0 or 1 where a wrong treatment of a 0 or a 1 could hide (biases, norm weights).
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterator, Mapping

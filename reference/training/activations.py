@@ -5,8 +5,6 @@ counted tokens, not yet divided; times the first step's loss scale. Both are [dp
 batch*seq, width]; outputs per head are flattened to one width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -10,8 +10,6 @@ its value at g anywhere in [g - n, g + n]. f has at most two stationary points, 
 Away from zero that is next to nothing. Source: Kingma & Ba 2015; torch.optim.AdamW for eps and decoupled decay.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -11,8 +11,6 @@ gradients of a norm's weight and bias, row by row into one accumulator (aten/src
 The squares of a gradient in its norm are such a sum too (`torch.linalg.vector_norm`, which `clip_grad_norm_` takes).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial

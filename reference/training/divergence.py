@@ -4,8 +4,6 @@ Where the loss grows without bound there is nothing to compare an implementation
 refusal names the step in which the dense model diverges and a learning rate with which it was seen not to.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

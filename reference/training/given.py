@@ -1,7 +1,5 @@
 """Values that the dense model cannot know and must be given: masks and initial values that an implementation drew."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -6,8 +6,6 @@ all elements within BAND epsilons of the run dtype, in units of the rms of the t
 backward. The change of gradients is what the kink alone may change in one element; float64 has no such elements.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any

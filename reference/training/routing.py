@@ -1,7 +1,5 @@
 """The choices of a learned router, by the dense model: from these follow the rows that ranks send."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import lru_cache
 

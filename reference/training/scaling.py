@@ -5,8 +5,6 @@ In between, where the rounding of one product decides, no dense model can say: s
 in words of around.md 15.2; arXiv:1710.03740.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -36,7 +34,7 @@ class LossScale:
     infinite: int = 0
 
     @classmethod
-    def of(cls, case: Case) -> LossScale:
+    def of(cls, case: Case) -> "LossScale":
         """The scale before the first step; 1 without a scaler."""
         state = stored(case).get("train.loss_scale") if case.scaler != "none" and case.load else None
         if state is not None:  # weights of another system come without one

@@ -3,8 +3,6 @@
 Counts are elements of tensors, none of which is made; they are lower bounds, exact in what they name.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

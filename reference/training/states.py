@@ -11,8 +11,6 @@ From the state that an implementation returns, the dense model takes the next st
 one step is compared: training amplifies none of it, however many steps there are. Shapes are the parameters'.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 

@@ -5,8 +5,6 @@ sum of the micro-batches' summed-loss gradients divided by the step's token coun
 learning rate `lr`, AdamW with weight decay 0.01.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -56,7 +54,7 @@ class Sums:
     loss: Tensor
     tokens: Tensor
     logits: Tensor | None
-    metrics: list[Totals]
+    metrics: "list[Totals]"
     activations: Mapping[str, Tensor]
     largest: tuple[float, float]
     counts: Mapping[str, Tensor]
@@ -234,13 +232,13 @@ def _joined(outputs: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return acts | slopes
 
 
-def _metrics(case: Case, metrics: list[Totals]) -> dict[str, Tensor]:
+def _metrics(case: Case, metrics: "list[Totals]") -> dict[str, Tensor]:
     from reference.model import metric  # noqa: PLC0415
 
     return metric.outcome(metrics, exact=case.dtype == "float64")
 
 
-def _added(one: Totals, other: Totals) -> Totals:
+def _added(one: "Totals", other: "Totals") -> "Totals":
     return {name: value + other[name] for name, value in one.items()}
 
 

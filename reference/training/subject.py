@@ -4,8 +4,6 @@ The truth of a low-precision case is computed in float64 from the weights rounde
 charged for its arithmetic only, never for the rounding of its inputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

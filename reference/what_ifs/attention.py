@@ -3,8 +3,6 @@
 Letters: B rows, S tokens, s = S/p, N query heads, K kv heads, D head dim, p ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 

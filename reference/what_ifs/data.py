@@ -1,7 +1,5 @@
 """What-ifs of the data: the first step when masks, labels, borders or positions are read otherwise, or data repeat."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 

@@ -4,8 +4,6 @@ A reading ends in the number of parts. In every part the first or the last row i
 counts in it too, as the nearest one that it has. Letters: B rows, S tokens, H hidden, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Protocol

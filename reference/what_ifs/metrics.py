@@ -3,8 +3,6 @@
 Names `metric/<name>` as in `reference.model.metric`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 import torch

@@ -6,8 +6,6 @@ scores over the width; Llama's two rotary layouts; Gemma's norm weights less one
 parallel blocks, arXiv:2204.02311.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """Every rule of the dense model that may not be kept: those of data and model, then those of features."""
 
-from __future__ import annotations
-
 from reference.what_ifs import attention, data, edges, metrics, modules, slices, tables, training, weights
 from reference.what_ifs.what_if import WhatIf
 

@@ -4,8 +4,6 @@ A wrong gradient that is a sum of these shares with other weights shows which mi
 wrongly. All arithmetic is in float64.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

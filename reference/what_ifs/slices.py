@@ -5,8 +5,6 @@ a place in the row, one in its slice, and one in all slices end to end. A gather
 last order, that of the ranks. Sources: around.md 12.2, 14.2 and 19 (cp-contiguous-rope); torchtitan #792, #2780.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 

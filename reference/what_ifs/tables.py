@@ -3,8 +3,6 @@
 Letters: B rows, S tokens, H hidden, V vocabulary, p parts of a padded table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Protocol

@@ -3,8 +3,6 @@
 Losses, logits and norms of the steps behind the first are given beside the parameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 
 import torch

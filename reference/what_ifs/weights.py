@@ -3,8 +3,6 @@
 Letters: K kv groups of G query heads, D head dim.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

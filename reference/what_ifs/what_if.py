@@ -3,8 +3,6 @@
 An outcome that equals a prediction shows which rule was not kept. All arithmetic is in float64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property

@@ -5,8 +5,6 @@ whole checkpoint in a folder it is 2. slice prints what every rank holds of each
 and joined again. Ranges are first-last, both included. Both come from `parallel`, found by name as a subject is.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex

@@ -5,8 +5,6 @@ Exit status: 0 all pass; 1 a check failed; 2 the request was wrong (one message,
 Further ones: 130 interrupted, 141 the reader of the output has closed it.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import os

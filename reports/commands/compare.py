@@ -3,8 +3,6 @@
 Exit status: 0 every limit holds, 1 one is broken, 2 there is nothing to compare.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -4,8 +4,6 @@
 broken is a row: a package is imported where its row is made, and the row holds what the import raises.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

@@ -5,8 +5,6 @@ differ otherwise are printed without the numbers that differ, and a comment has 
 of one rank over the whole run; payloads are bytes.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """The table of a published run that was repeated (`--preset-experiment`)."""
 
-from __future__ import annotations
-
 import re
 
 import pandas as pd

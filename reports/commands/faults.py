@@ -7,8 +7,6 @@ is no equivalent, 2 the request was wrong. 3 stands for a machine that failed, o
 --emit-repro bugs become scripts: 0 one at least, 1 none.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import dataclasses

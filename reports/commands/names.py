@@ -4,8 +4,6 @@ They are those of the outcome that the truth returns for this very case, so the 
 ranks draw and the truth is given (random=stateful, init=shard) are the field here, of the same names and shapes.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 The numbers are the harness's (harness.predicting.forecast); here they are laid out and printed, with what they assume.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import html

@@ -1,7 +1,5 @@
 """`shardproof run --emit-repro`: the first failure of a run, shrunk, as a script of its own."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The result of `shardproof run`: its page, and what is printed at its end, from the run folder."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -4,8 +4,6 @@ Our own code enters here as names that the harness resolves, as any other subjec
 pandas and is imported after the first case, which need not wait for it.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import gc
@@ -94,7 +92,7 @@ def _notes_on_defaults(subject: NamedSubject, *, deep: bool) -> Iterator[str]:
         yield f"{subject.name} has no refuses(case): default cases have plain words only; --deep has all words"
 
 
-def _run(request: Request) -> tuple[RunResult, Run]:
+def _run(request: Request) -> "tuple[RunResult, Run]":
     """The result of a request and its run folder as it was read, with its page in it."""
     if request.processes:
         from harness.running.forked_process import forkable  # noqa: PLC0415

@@ -1,7 +1,5 @@
 """A stored run shown: `shardproof show`, `shardproof page`."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

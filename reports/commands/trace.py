@@ -8,8 +8,6 @@ call lasts until its rank waits for it, so that overlap is seen. Counters add up
 each other in the order of the run. Times are microseconds, as the format wants them.
 """
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import json

@@ -4,8 +4,6 @@ Words are printed from what their classes declare. `shardproof new-subject` writ
 the files are those of `suites/subjects`, copied as they are.
 """
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import shutil

@@ -9,8 +9,6 @@ wall:P%     no phase is slower by more as the clock says, however busy the machi
 A phase is slower by more when its ratio is, and its interval says that it is slower at all.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -68,7 +66,7 @@ def _limit(text: str) -> Limit:
 
 
 def breaches(
-    asked: Iterable[Limit], events: pd.DataFrame, sizes: pd.DataFrame, memory: pd.DataFrame, times: pd.DataFrame
+    asked: Iterable[Limit], events: "pd.DataFrame", sizes: "pd.DataFrame", memory: "pd.DataFrame", times: "pd.DataFrame"
 ) -> tuple[str, ...]:
     """Sentences about limits that are broken, with the place, one each.
 
@@ -79,7 +77,7 @@ def breaches(
 
 
 def _broken(
-    limit: Limit, events: pd.DataFrame, sizes: pd.DataFrame, memory: pd.DataFrame, times: pd.DataFrame
+    limit: Limit, events: "pd.DataFrame", sizes: "pd.DataFrame", memory: "pd.DataFrame", times: "pd.DataFrame"
 ) -> Iterator[str]:
     if limit.what in _TIMED:
         yield from _slower(limit, times)
@@ -92,7 +90,7 @@ def _broken(
         yield from _exactly(limit.what, events)
 
 
-def _exactly(what: str, events: pd.DataFrame) -> Iterator[str]:
+def _exactly(what: str, events: "pd.DataFrame") -> Iterator[str]:
     apart = {
         "events": events["kind"] != "",
         "calls": events["base_calls"] != events["new_calls"],
@@ -105,13 +103,13 @@ def _exactly(what: str, events: pd.DataFrame) -> Iterator[str]:
         yield f"{place}: {row['kind']} {row['op']}{amounts}: {row['what']}"
 
 
-def _grown(limit: Limit, frame: pd.DataFrame, column: str, unit: str) -> Iterator[str]:
+def _grown(limit: Limit, frame: "pd.DataFrame", column: str, unit: str) -> Iterator[str]:
     for row in frame.to_dict("records"):
         if limit.exceeded(row[column], row[f"new_{column}"]):
             yield f"{row['case']}: {row[column]:,} -> {row[f'new_{column}']:,} {unit} on the busiest rank"
 
 
-def _slower(limit: Limit, times: pd.DataFrame) -> Iterator[str]:
+def _slower(limit: Limit, times: "pd.DataFrame") -> Iterator[str]:
     ratio, low = ("ratio", "low") if limit.what == "time" else ("clock_ratio", "clock_low")
     # Where both measures say so, "elapsed" knows the module: a rank whose turn is late stands in the call before.
     slow = times[(times[ratio] > 1 + limit.amount) & (times[low] > 1)].sort_values("measure", kind="stable")

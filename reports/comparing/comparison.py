@@ -8,8 +8,6 @@ it differs. An event that is gone and one that is new at the same place, equally
 changed event. Only what changed is listed: doubling a payload, or a wider dtype, is one fact and not two.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ rank puts on the wire in one micro-batch (ring model). counted="layers" leaves o
 the layers, as the closed form `T* = 3 Wl / ((2C + 4) h e)` does; counted="all" leaves out nothing.
 """
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import numpy as np

@@ -6,8 +6,6 @@ one phase cannot move. The clock's own ratio stands beside it. Times are microse
 input gives equal intervals: the resampling is seeded.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Bytes and calls are those of the busiest rank over the whole run of a case, as in `summary.csv`; times are microseconds.
 """
 
-from __future__ import annotations
-
 import pandas as pd
 
 from harness.ledger import PHASES

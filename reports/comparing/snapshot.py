@@ -9,8 +9,6 @@ A baseline is a snapshot kept as text, to be stored beside the code and read in 
 of a recorded program callers.csv. events.csv is sorted and without times: equal ledgers give equal files.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """The words of every command but `run` on the command line; nothing slow is imported."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 

@@ -5,8 +5,6 @@ loss scaling. On a GPU the model has its real sizes; on a CPU everything is smal
 same. Steps of --profile-steps count from 0; FIRST:END are those from FIRST on, END not included.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -1,7 +1,5 @@
 """Options of the other commands, checked before anything is loaded that takes long."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@ that needs no torch is checked first; then the subject is imported, which mostly
 `default_cases`: every mode the subject claims, on 2 and 4 ranks, on real text.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

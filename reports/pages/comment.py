@@ -1,7 +1,5 @@
 """A run as a comment on a pull request: GitHub markdown with the verdict, figures, the table of modes and failures."""
 
-from __future__ import annotations
-
 from reports.pages.opening import figures
 from reports.printing.text import markdown
 from reports.printing.text_tables import first_table

@@ -9,8 +9,6 @@ module and everything in it send, calls and payload bytes of the busiest rank. A
 added up. Where a model has many layers, equal paths of different layers are one: "layers.*.mlp.w1".
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -142,7 +140,7 @@ class Node:
     payload_bytes: int
     forward_bytes: int
     backward_bytes: int
-    parts: tuple[Node, ...] = ()
+    parts: "tuple[Node, ...]" = ()
 
     @property
     def other_bytes(self) -> int:

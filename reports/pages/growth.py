@@ -1,7 +1,5 @@
 """Bytes against tokens on the page: a plot, and where one mode becomes cheaper than another."""
 
-from __future__ import annotations
-
 from markupsafe import Markup
 
 from reports.comparing.growth import break_even_table, compared, crossings, growth

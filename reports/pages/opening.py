@@ -1,7 +1,5 @@
 """Opening of a page: figures of the whole run, its table of modes, and which pairs of features passed together."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import permutations

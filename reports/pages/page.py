@@ -4,8 +4,6 @@ Everything that comes from a run is escaped by the template; only our own drawin
 fit is left out with a line that says where it stands in the run folder.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import shlex

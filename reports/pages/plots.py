@@ -4,8 +4,6 @@ Functions from frames to a string that can stand inside an HTML page. Text stays
 (so light and dark both work). No link leads out of it, and equal frames give equal bytes.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import zlib

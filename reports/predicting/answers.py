@@ -1,7 +1,5 @@
 """Words of the table of a prediction beside its numbers: the step, and why a case is not the first."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Tables of what changes with the load of experts: memory by stage, bytes by stage and call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pandas as pd

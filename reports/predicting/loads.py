@@ -4,8 +4,6 @@ A load is the words of a case that say where tokens go. The predicted rank is th
 experts that a skew loads. No other rank computes, keeps or returns more rows.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 Sizes are bytes, times seconds.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -6,8 +6,6 @@ words, parameters are bfloat16 and AdamW trains in mixed precision. A case with 
 stands for LOADS, since a router's choice is not known without numbers. Sizes are bytes of a rank.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

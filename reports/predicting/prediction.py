@@ -4,8 +4,6 @@ Several texts are one prediction: their candidates side by side. Sizes are bytes
 step; nothing is printed here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

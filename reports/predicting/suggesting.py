@@ -17,8 +17,6 @@ and the rest follow from these. For stage r of pp with l of the layers, d data r
 Sizes are bytes, times seconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
@@ -59,7 +57,7 @@ class _Line:
     outside: float
 
     @classmethod
-    def through(cls, low: float, high: float, depths: tuple[int, int]) -> _Line:
+    def through(cls, low: float, high: float, depths: tuple[int, int]) -> "_Line":
         layer = (high - low) / (depths[1] - depths[0])
         return cls(layer=layer, outside=low - layer * depths[0])
 

@@ -1,7 +1,5 @@
 """How the numbers of a prediction are written: seconds with four digits, bytes as GiB, tables of a frame."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

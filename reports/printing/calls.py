@@ -3,8 +3,6 @@
 A line is a row of its closed form, with bytes as formula and number.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """The table of rows that experts get, from experts.csv of a run folder: what subjects return as `routing/...`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd

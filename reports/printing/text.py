@@ -4,8 +4,6 @@ Plain means: no colour, no box, no line ever folded, so that logs can be searche
 GITHUB_STEP_SUMMARY names a file, the headline table is appended there as markdown.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,7 +33,7 @@ _LABEL = re.compile(r"[a-z ]{4,8}: +")
 STYLES = {"pass": "green", "yes": "green", "fail": "bold red", "no": "bold red", "unknown": "yellow", "skip": "dim"}
 
 
-def show_table(table: Table, stream: TextIO) -> None:
+def show_table(table: "Table", stream: TextIO) -> None:
     """Print a table with its title and note."""
     if not stream.isatty():
         stream.write(plain(table) + "\n")
@@ -49,7 +47,7 @@ def show_table(table: Table, stream: TextIO) -> None:
     console.print()
 
 
-def _drawn(table: Table, columns: Sequence[int], width: int) -> RichTable:
+def _drawn(table: "Table", columns: Sequence[int], width: int) -> RichTable:
     """These columns of a table in `width` characters: what is left over goes first to the columns that need least."""
     drawn = RichTable(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     needs = {column: _widest(table, column) - _narrowest(table, column) for column in columns}
@@ -66,7 +64,7 @@ def _drawn(table: Table, columns: Sequence[int], width: int) -> RichTable:
     return drawn
 
 
-def _bands(table: Table, width: int) -> list[list[int]]:
+def _bands(table: "Table", width: int) -> list[list[int]]:
     """All columns, in bands below each other that are no wider than the terminal.
 
     Each band begins with the first column, or the first two where rows share their first cell.
@@ -83,7 +81,7 @@ def _bands(table: Table, width: int) -> list[list[int]]:
     return bands
 
 
-def _narrowest(table: Table, column: int) -> int:
+def _narrowest(table: "Table", column: int) -> int:
     """Width below which a column cannot be read: texts fold at spaces, long words anywhere, numbers never."""
     cells = [row[column] for row in table.rows]
     whole = cells if column in table.numbers else [word for cell in cells for word in cell.split()]
@@ -91,13 +89,13 @@ def _narrowest(table: Table, column: int) -> int:
     return max(headers + [min(len(text), _LONGEST) for text in whole])
 
 
-def _readable(table: Table, column: int) -> int:
+def _readable(table: "Table", column: int) -> int:
     """Width in which a column reads well: texts have some words a line."""
     narrowest = _narrowest(table, column)
     return narrowest if column in table.numbers else max(narrowest, min(_widest(table, column), _LONGEST))
 
 
-def _widest(table: Table, column: int) -> int:
+def _widest(table: "Table", column: int) -> int:
     """Width in which no text of a column is folded."""
     return max(map(len, (table.headers[column], *(row[column] for row in table.rows))))
 
@@ -107,7 +105,7 @@ def _styled(cell: str) -> str:
     return f"[{style}]{cell}[/]" if style else escape(cell)
 
 
-def plain(table: Table) -> str:
+def plain(table: "Table") -> str:
     """The table in aligned columns of plain text: title, headers, a rule, rows, note."""
     lines = [table.headers, *table.rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(table.headers))]
@@ -125,7 +123,7 @@ def _aligned(cells: tuple[str, ...], widths: list[int], numbers: frozenset[int])
     return "  ".join(parts).rstrip()
 
 
-def markdown(table: Table) -> str:
+def markdown(table: "Table") -> str:
     """The table as GitHub markdown; a bar or a line end in a cell cannot break it."""
     rule = ["---:" if column in table.numbers else "---" for column in range(len(table.headers))]
     lines = [list(table.headers), rule, *([_in_markdown(cell) for cell in row] for row in table.rows)]
@@ -137,7 +135,7 @@ def _in_markdown(cell: str) -> str:
     return cell.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
 
 
-def append_step_summary(table: Table, where: str, environment: Mapping[str, str]) -> bool:
+def append_step_summary(table: "Table", where: str, environment: Mapping[str, str]) -> bool:
     """Append the table and the run's place to the CI page when the environment names one; say whether it did."""
     target = environment.get("GITHUB_STEP_SUMMARY", "")
     if not target:

@@ -3,8 +3,6 @@
 Bytes are written in MiB (2**20), errors with three significant digits, "-" stands for what is not known.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ From witnesses.csv, collectives.csv and sessions.csv of the run folder, which on
 microseconds in the files and milliseconds in the tables; an interval holds the median in 95 of 100 such samples.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 `shardproof hang DUMPS...`: which ranks parted from the others, at which call, in which module and line.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

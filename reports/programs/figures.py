@@ -4,8 +4,6 @@ Only what can be computed honestly: durations are those of calls that are waited
 Lateness is computed where all ranks share a clock. Bytes, microseconds.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any

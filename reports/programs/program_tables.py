@@ -1,7 +1,5 @@
 """A recorded program as tables and sentences: what `show` prints and the page has in place of verdicts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pandas as pd

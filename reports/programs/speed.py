@@ -3,8 +3,6 @@
 Beside a case stand calls and bytes of rank 0, in the median recorded step and the closed form, and the predicted time.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator

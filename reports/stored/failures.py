@@ -6,8 +6,6 @@ cell is the worst tensor that a layer computes in a phase. The first step has it
 theirs: they follow from it. The first place has a mark of its own, whatever its numbers are.
 """
 
-from __future__ import annotations
-
 import linecache
 import math
 import re

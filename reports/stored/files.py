@@ -5,8 +5,6 @@ Of a recorded program, each rank wrote a part, `ranks/<rank>/` (harness.programs
 out and counted, a rank without an orderly end is named once.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import zlib
@@ -124,7 +122,7 @@ def json_lines(path: Path, needed: Sequence[str], notes: list[str]) -> list[dict
     return rows
 
 
-def csv_table(path: Path, types: dict[str, str], needed: Iterable[str], notes: list[str]) -> pd.DataFrame:
+def csv_table(path: Path, types: dict[str, str], needed: Iterable[str], notes: list[str]) -> "pd.DataFrame":
     """The rows of a CSV file; `types` by column, "str" where the file may hold anything; an empty file has no row.
 
     Raises RunFolderError for a file that is cut, lacks a column, or holds a wrong value.
@@ -192,7 +190,7 @@ def part_folders(run: Path) -> dict[int, Path]:
 
 def joined(
     run: Path, name: str, types: Mapping[str, str], notes: list[str], *, newer: Collection[str] = ()
-) -> pd.DataFrame:
+) -> "pd.DataFrame":
     """A table of all ranks, with the column `rank`; columns that are `newer` than others may be missing.
 
     Raises RunFolderError for a table that no recorder wrote.

@@ -6,8 +6,6 @@ microseconds. A folder that a killed run left behind loads too. A line cut in it
 is made from the ledger, and `Run.notes` names both.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ expectation": a subject without a closed form, or with one that leaves out phase
 measured where ranks are real processes, not where they take turns. Times are microseconds.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 

@@ -6,8 +6,6 @@ not returned or not decided, lower precision, doubts on the ledger, groupings, t
 list is in `verdicts.jsonl`, and a note adds the cases up.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ A case of ours changes its mode and axes, and what data ranks share. A case of a
 another case that the subject names.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from random import Random
 from typing import Any

@@ -4,8 +4,6 @@ Around a case: other seeds, 2 or 3 steps, 1 to 3 micro-batches, and every legal 
 axes stay those of the case, for the subject has named the layouts that it supports. Words that a property fixes stay.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

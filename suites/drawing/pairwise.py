@@ -4,8 +4,6 @@ Source: Kleitman and Spencer 1973. Words are true in different sets of n/2 of n 
 in all four pairs of values.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 

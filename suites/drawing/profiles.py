@@ -1,7 +1,5 @@
 """Hypothesis profiles of the suites: how many cases every property draws in every mode. Derandomised on CI."""
 
-from __future__ import annotations
-
 import os
 
 from hypothesis import HealthCheck, Phase, settings

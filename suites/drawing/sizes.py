@@ -3,8 +3,6 @@
 Rounding grows with the number of terms of a sum, so what holds for a few dozen tokens says little of thousands.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import reject

@@ -5,8 +5,6 @@ batch > 1, grouped heads, uneven masks. The reference draws biases and norm weig
 is made in the driver, never inside a rank. Simple values come first, so that failures shrink to small cases.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache

@@ -6,8 +6,6 @@ collective is known from the ledger of an undisturbed run. Every fault of it mus
 equivalent: the others are redundant traffic or a blind spot.
 """
 
-from __future__ import annotations
-
 import itertools
 import pickle
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Whether every collective of a subject is needed: its faults, in six lines where no check notices one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

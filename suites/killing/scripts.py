@@ -1,7 +1,5 @@
 """Planted bugs as scripts that stand alone: shrunk to a small case, the right values inside, plain torch around it."""
 
-from __future__ import annotations
-
 import difflib
 import itertools
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ A family is one or more files of bugs. A run of the held-back ones prints totals
 which of them got which place or cause. Figures of mutants that a rule was fitted to would show nothing.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from bugs.record import FOLDER, files, read

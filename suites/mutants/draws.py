@@ -4,8 +4,6 @@ Every property of the suites draws its cases from `suites.drawing.strategies`, i
 number is drawn here, from a fixed seed. So a mutant is killed by a case that a property meets.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

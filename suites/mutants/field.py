@@ -8,8 +8,6 @@ Everything but what was measured follows from the records. Bugs that no case can
 are held back: `shardproof faults --field` measures these apart.
 """
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import io

@@ -4,8 +4,6 @@ A mutant is held against the cases that the profile `default` draws and that can
 fails. Its time is that of all of them, planting included. A fault disturbs one collective of a small case.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Sequence

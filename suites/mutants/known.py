@@ -8,8 +8,6 @@ changes of our source are in `suites.mutants.catalogue`, the variants of a case 
 that are held back are not in it.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

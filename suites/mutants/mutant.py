@@ -6,8 +6,6 @@ that hold the same shard, `padding` rows of the vocabulary that are no token. A 
 host it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass

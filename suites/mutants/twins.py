@@ -1,7 +1,5 @@
 """Comparisons for a planted bug: the same case without it, and the words of the case that its failure needs."""
 
-from __future__ import annotations
-
 import time
 from functools import partial
 

@@ -5,8 +5,6 @@ all columns are compared but the times and the caller. The dry engine has no num
 all. Its verdicts, the events of those ranks, and the expectation are compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

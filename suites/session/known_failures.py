@@ -5,8 +5,6 @@ test = "test_forward.py::test_losses_and_logits[isp]"     # the end of a test's 
 reason = "issue 12: the head is scattered in the wrong order"
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Collection, Iterator, Sequence

@@ -4,8 +4,6 @@ A ledger is one CSV file a case, as readable in a pull request as any baseline (
 subjects without a closed form it is the only statement of their calls. For ours a diff shows a change's effect.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

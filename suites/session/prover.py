@@ -1,7 +1,5 @@
 """Proves one drawn case of the subject under test and turns verdicts into an assertion, for every suite."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -5,8 +5,6 @@ And the session's line in pytest's report.
 check(config)     raises pytest.UsageError, with which pytest ends with exit status 4
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Cases drawn outside of a property: by hypothesis, from a seed, without a database, without shrinking."""
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 from hypothesis import HealthCheck, Phase, given, seed, settings

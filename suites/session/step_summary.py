@@ -1,7 +1,5 @@
 """Summary of a test session on GitHub: counts, and the six lines of every failure, within a step's limit of length."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Badges state what the tables of docs/checks.md and `make compat` state, and a stale one is named."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from xml.etree import ElementTree

@@ -1,7 +1,5 @@
 """`make compat`: interpreters are found or named as missing, and a failed step is reported."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Costs: a fitted line, the benchmark workload, medians over rounds, and pairs of recorded steps."""
 
-from __future__ import annotations
-
 import csv
 import json
 import subprocess

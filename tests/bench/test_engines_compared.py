@@ -1,7 +1,5 @@
 """Engines compared and their table of faults: differences are reported, every row is detected or shown as silent."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Campaigns: false alarms counted on distinct valid cases; the first wrong module where no layout is declared."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """`python -m bench.systems`: rows and page agree, it reaches its goal, and what is not as its row has it fails."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import re

@@ -1,7 +1,5 @@
 """Files of planted bugs: how they are read and lines are found; bugs as stand-alone scripts and on every engine."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

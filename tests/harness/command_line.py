@@ -1,7 +1,5 @@
 """The command line as the tests call it: in a folder of its own, with toy subjects and an engine without threads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A two-layer network cut over tp, trained over dp, with a dense model and words of its own; and wrong ones."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Proof of one case of a subject, and the messages of its verdicts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from harness.engines.engine import Engine

@@ -4,8 +4,6 @@ The model is no model. Its tensors are random numbers under the canonical names,
 row linear (w2) would be. Shapes are tiny, payloads in bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial

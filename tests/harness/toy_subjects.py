@@ -3,8 +3,6 @@
 They compute the dense model on every rank, so that only what a test plants is wrong; none of them communicates.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

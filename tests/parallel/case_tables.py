@@ -3,8 +3,6 @@
 Numbers of ranks that divide few sizes, three steps, and layers that differ by stage.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """Ranks for the tests of `parallel`: programs on in-process ranks, and the calls that they issue."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The whole subject: what its outcome holds, recomputation by formula, cases of every table, and planted bugs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from functools import cache

@@ -1,7 +1,5 @@
 """Fixtures of several tests of the project."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

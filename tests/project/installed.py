@@ -1,7 +1,5 @@
 """Shardproof as users have it: a wheel of this tree, and virtual environments for it; nothing is downloaded."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

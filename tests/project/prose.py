@@ -1,7 +1,5 @@
 """Sentences of a page of markdown, and the words that neither a page nor a docstring uses."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

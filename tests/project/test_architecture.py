@@ -1,7 +1,5 @@
 """The house keeps its rules: lengths of files and functions, docstrings, import directions, no cycle, hidden or not."""
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from collections.abc import Iterator, Mapping

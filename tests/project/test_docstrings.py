@@ -3,8 +3,6 @@
 Variables of the product, too, are called by a noun: `told`, `said` and `held` name none.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

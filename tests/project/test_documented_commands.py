@@ -4,8 +4,6 @@ A command is a line of a block of code; `# exit status N` behind it states anoth
 `shardproof COMMAND --option` names a command and options that exist, and `python -m MODULE` a module.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from importlib.util import find_spec

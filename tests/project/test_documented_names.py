@@ -1,7 +1,5 @@
 """Documentation and examples import `shardproof` alone, and the page of its names has them all."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Pages are read aloud without a stop: short sentences, plain words, narrow lines, and each names its purpose first."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An installed shardproof, from a wheel or editable, in a folder with packages and folders of our names."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -3,8 +3,6 @@
 Private is a name that begins with one underscore, and `__func__`. Tests use what they like: user code does, too.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A public function that raises says so: its docstring names every exception that stands behind a `raise` in it."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

@@ -2,8 +2,6 @@
 default run: test_default_run.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

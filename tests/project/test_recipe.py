@@ -4,8 +4,6 @@ The steps run as GitHub runs them, each by `bash -e`. The wheel is installed int
 is installed here, but not the shardproof that is: nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -3,8 +3,6 @@
 Two ranks; `mode=tp tp=2` and `mode=tp-sp tp=2` at sizes that can be added up by hand, in bytes: an activation is 4096.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Iterable

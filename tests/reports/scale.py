@@ -6,8 +6,6 @@ A line a part is printed, all counted from the start: seconds, seconds of the pr
 MiB. Seconds of the processor are what remains when other work keeps the machine busy.
 """
 
-from __future__ import annotations
-
 import argparse
 import resource
 import sys

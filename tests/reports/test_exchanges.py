@@ -1,7 +1,5 @@
 """Rows that uneven all-to-alls of a recorded program send to each rank: hand-made exchanges, numbers by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd

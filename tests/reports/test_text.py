@@ -1,7 +1,5 @@
 """Printed output: plain text without a live reader, rich in a terminal, markdown for the CI page."""
 
-from __future__ import annotations
-
 import io
 import re
 from pathlib import Path

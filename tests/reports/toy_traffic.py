@@ -3,8 +3,6 @@
 Run on real ranks and recorded, so that phase and module of what changed are found as they are for any subject.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """cuda_on_cpu: a program written for CUDA computes on the CPU what it computes there when it is written for the CPU."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

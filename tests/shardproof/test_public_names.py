@@ -1,7 +1,5 @@
 """`import shardproof`: its names are there, typed, imported when used; beside packages with our folders' names."""
 
-from __future__ import annotations
-
 import ast
 import gc
 import os

@@ -6,8 +6,6 @@
 They compute the dense model on every rank.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

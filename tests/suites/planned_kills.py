@@ -3,8 +3,6 @@
 The seam is that of `suites.killing.matrix`; its rows are made by hand.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The catalogue of real bugs: records that name a public issue, the page that follows from them, and its measure."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """`shardproof faults`: columns and figures of the matrix, exit status, interrupted runs, wrong requests, its plan."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """FINDINGS.md: every script of docs/findings stands in it, and prints what it says when it is run."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -3,8 +3,6 @@
 The subjects of `shardproof new-subject` are run in tests/reports/commands/test_names.py.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Known defects of unmodified Megatron-Core: every command of docs/megatron.md fails and names its module."""
 
-from __future__ import annotations
-
 import importlib.metadata
 from pathlib import Path
 

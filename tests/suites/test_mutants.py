@@ -1,7 +1,5 @@
 """The catalogue of mutants keeps its rules, and planted bugs are killed by the check that it names."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """The suites on subjects of own words and truth, and on those that take few of the cases that are drawn, or none."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Draws of a property, every pair of boolean words, and how it shrinks. The properties of checkpoints and modes."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Experts, latent attention and further predictions are drawn beside what they go with, and a property meets them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 

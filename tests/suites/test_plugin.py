@@ -1,7 +1,5 @@
 """The pytest plugin in CI: options, ini twins, known failures, ledgers as gates, run folders, what CI reads."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

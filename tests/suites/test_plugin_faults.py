@@ -1,7 +1,5 @@
 """`pytest --faults`: a test a collective; one that is needed passes, a blind spot fails and is named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

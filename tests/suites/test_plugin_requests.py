@@ -1,7 +1,5 @@
 """Request of a session of the suites: refused at its start, named in its head, about no more than its subject."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

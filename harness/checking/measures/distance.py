@@ -1,7 +1,5 @@
 """How far one tensor is from another in three measures, in float64 (`tolerance` says which)."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ class Distance:
     peak: float
     scale: float = 0.0
 
-    def worstratio(self, allowed: Distance) -> tuple[float, str]:
+    def worstratio(self, allowed: "Distance") -> tuple[float, str]:
         """The largest of error / allowed, and which measure it is."""
         ratios = {name: ratio(getattr(self, name), getattr(allowed, name)) for name in MEASURES}
         name = max(ratios, key=ratios.__getitem__)
@@ -49,7 +47,7 @@ class Truth:
     rms: float
 
     @classmethod
-    def of(cls, truth: Tensor) -> Truth:
+    def of(cls, truth: Tensor) -> "Truth":
         """Measures of this truth that comparisons need."""
         if truth.numel() > BLOCK:
             sums = _Sums()

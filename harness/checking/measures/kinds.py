@@ -1,7 +1,5 @@
 """The kind of an outcome name, and the step in it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor

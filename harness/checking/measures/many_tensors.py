@@ -5,8 +5,6 @@ for `measure`, are other dtypes, large or empty tensors, integers that differ, a
 overflow. So is a truth that is nearly zero beside its kind.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 

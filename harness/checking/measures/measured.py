@@ -1,7 +1,5 @@
 """A tensor held against the truth: its error and its limit in one of three measures (see `tolerance`)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 

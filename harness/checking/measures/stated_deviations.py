@@ -5,8 +5,6 @@ shards or replicas do not merge, is wrong as ever, and every other check goes on
 reported too. Where the truth applies the deviation, its tensors are judged like all others.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

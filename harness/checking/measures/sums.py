@@ -1,7 +1,5 @@
 """Errors that rounding makes of sums over tokens."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

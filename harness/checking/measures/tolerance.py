@@ -21,8 +21,6 @@ is allowed, or CONTROL_FACTOR times what control runs have. Sources: TTrace (err
 DeepSpeedExamples #1008.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -74,12 +72,12 @@ class Controlled:
     runs: tuple[Distance, ...] = ()
 
     @classmethod
-    def of(cls, truth: Tensor, kind: float) -> Controlled:
+    def of(cls, truth: Tensor, kind: float) -> "Controlled":
         """This truth before any control run; `kind` is the rms of its kind."""
         true = Truth.of(truth)
         return cls(true=true, least=_least(true, kind) if math.isfinite(true.largest) else 0.0)
 
-    def against(self, controls: Sequence[Tensor]) -> Controlled:
+    def against(self, controls: Sequence[Tensor]) -> "Controlled":
         """Compare these control runs too, tensors of its shape."""
         found = [distance_from(control, self.true, self.least) for control in controls]
         return replace(self, runs=(*self.runs, *found))

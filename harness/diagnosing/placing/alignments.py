@@ -10,8 +10,6 @@ Which layout is meant is unknown, so agreement is no verdict: a wrong tensor may
 meant.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,12 +50,12 @@ class TrueTensor:
         one = numbers[0].flatten()[0] if numbers else None
         return one is not None and bool(torch.isfinite(one)) and any(bool((call != one).any()) for call in numbers)
 
-    def call(self, number: int) -> TrueTensor:
+    def call(self, number: int) -> "TrueTensor":
         """Tensors of one call alone."""
         controls = tuple((run[number],) for run in self.controls if len(run) == len(self.calls))
         return TrueTensor(calls=(self.calls[number],), dtype=self.dtype, controls=controls, kind=self.kind)
 
-    def joined(self, dim: int) -> TrueTensor:
+    def joined(self, dim: int) -> "TrueTensor":
         """All calls as one, along this dim."""
         controls = tuple((torch.cat(run, dim),) for run in self.controls if len(run) == len(self.calls))
         return TrueTensor(calls=(torch.cat(self.calls, dim),), dtype=self.dtype, controls=controls, kind=self.kind)

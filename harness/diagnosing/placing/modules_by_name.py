@@ -10,8 +10,6 @@ module are the place themselves. A module is left out when one around it agrees:
 This is a place and never a verdict: it is looked for only where checks have failed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 

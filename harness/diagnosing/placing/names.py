@@ -1,7 +1,5 @@
 """Which module of a subject is which of its truth, by the paths of both."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

@@ -3,8 +3,6 @@
 A part has a place: its coordinates on the axes of a mesh, and the number of its call last.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

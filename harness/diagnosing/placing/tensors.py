@@ -1,7 +1,5 @@
 """The tensors that ranks held, as those that are put together: declared layouts undone, stages of a pipeline apart."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor

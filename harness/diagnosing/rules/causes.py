@@ -5,8 +5,6 @@ what it predicts (`rules.proofs`), and cannot be made when the numbers contradic
 Sources: the mechanisms of the bugs that real systems had (bugs.md, section 6).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

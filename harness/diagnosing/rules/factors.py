@@ -6,8 +6,6 @@ A factor that follows the size comes from it, one that stays is a constant. With
 named: numbers of one case alone cannot choose between them.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Found from the dtypes and shapes of the blocks beside those of the truth; other flaws of a layout get no cause here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

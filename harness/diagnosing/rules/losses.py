@@ -3,8 +3,6 @@
 Reported before causes found in the calls, since it explains more than they do.
 """
 
-from __future__ import annotations
-
 import math
 
 from harness.checking.evidence import Evidence

@@ -4,8 +4,6 @@ A norm of the first step is built again from the truth's gradients. Some are cou
 than the root of the sum of squares. Tested on numbers: a fit that leaves an error shows nothing.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

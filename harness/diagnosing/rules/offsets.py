@@ -3,8 +3,6 @@
 Looked for in every rank's own block, for what lies flat is what a rank holds. Offsets are counted in elements.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor

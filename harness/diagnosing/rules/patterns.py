@@ -5,8 +5,6 @@ of equal shape; `axes` are the mesh axes that split something, name -> size. Pat
 another order, collectives on flat memory, a neighbour's shard. Factors are those of `harness.diagnosing.rules.factors`.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Mapping

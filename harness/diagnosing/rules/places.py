@@ -1,7 +1,5 @@
 """Where a name of an outcome belongs: step, phase, module, its turn in training, and the ranks that hold it wrong."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A prediction holds when it accounts for what is wrong: next to nothing of the er
 would leave. Tensors of one prediction have one shape; values of several ranks are put end to end.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Each rank's own blocks are held against the truth at the places where other rank
 size, and a last one that is shorter, are looked at too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor

@@ -5,8 +5,6 @@ terms, and the one whose weight is not 1 shows the mistake. A residual sum, and 
 terms that have names of their own. The wrong one equals such a name, or the truth without it.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

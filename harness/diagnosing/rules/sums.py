@@ -4,8 +4,6 @@ A gradient is fitted by the dense model's share of every micro-batch of every da
 1 everywhere are right; others show the mistake. Tested on numbers: a fit that leaves an error shows nothing.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

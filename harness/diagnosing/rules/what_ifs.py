@@ -3,8 +3,6 @@
 Tested on numbers: a what-if must explain the first wrong value, and nearly all others that it speaks of.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor

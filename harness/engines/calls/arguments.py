@@ -4,8 +4,6 @@ Everything that gloo or NCCL takes is taken. A wrong argument is a WrongArgument
 value, the rule and a legal value. Rules that take two ranks to check are compared when their calls are matched.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -9,8 +9,6 @@ outputs are counted up all the same. So autograd refuses a tensor that was saved
 and NCCL let such a program pass with a wrong gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

@@ -11,8 +11,6 @@ handed tensors, are remembered. Installed packages that use torch (Megatron-Core
 line is what a reader needs.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import sys

@@ -1,7 +1,5 @@
 """Why ranks are desynchronised, in one line with the ranks to blame: a mismatch, a skipped call, a deadlock."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 

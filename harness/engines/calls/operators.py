@@ -3,8 +3,6 @@
 Source: the schemas of the `c10d::` operators of torch 2.11 to 2.15.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from harness.torch_internals.operators import arguments_of

@@ -1,7 +1,5 @@
 """Calls in flight: collectives that not every rank has issued, messages without their other end, and mismatches."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,7 +51,7 @@ class PendingMessage:
         self.waiters: list[int] = []
         self.done = False
 
-    def matches(self, other: PendingMessage) -> bool:
+    def matches(self, other: "PendingMessage") -> bool:
         """Whether one of the two sends what the other receives."""
         return (
             self.signature.op != other.signature.op
@@ -142,7 +140,7 @@ class Mismatch:
     words: str = ""
 
     @classmethod
-    def of_messages(cls, group: RankGroup, one: PendingMessage, other: PendingMessage) -> Mismatch | None:
+    def of_messages(cls, group: RankGroup, one: PendingMessage, other: PendingMessage) -> "Mismatch | None":
         """The mismatch between a send and its receive, reported for the receive; None when they agree."""
         send, receive = (one, other) if one.signature.op == "send" else (other, one)
         if (send.signature.dtype, send.signature.shapes) == (receive.signature.dtype, receive.signature.shapes):
@@ -153,7 +151,7 @@ class Mismatch:
         return cls(group, receive.number, receive.signature, ranks=(sender, receiver), words=words)
 
     @classmethod
-    def of_groups(cls, world_size: int, number: int, made: dict[int, tuple[int, ...]]) -> Mismatch:
+    def of_groups(cls, world_size: int, number: int, made: dict[int, tuple[int, ...]]) -> "Mismatch":
         """Two ranks (rank -> ranks of the group) make the world's group `number` of different ranks."""
         (first, ranks), (other, others) = made.items()
         words = f"rank {first} makes it of ranks {ranks_text(ranks)}, rank {other} of ranks {ranks_text(others)}"

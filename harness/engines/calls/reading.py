@@ -4,8 +4,6 @@ Group, root and peer are group ranks there. An operator that is not in OPERATORS
 group, and all its tensors as the payload.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace

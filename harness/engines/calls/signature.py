@@ -5,8 +5,6 @@ recv, reduce: the tensor. all_gather: the gathered output; reduce_scatter: the f
 send. gather: this rank's input; scatter: this rank's output; barrier: nothing. Lists and coalesced tensors are summed.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import sys

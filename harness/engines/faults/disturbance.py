@@ -6,8 +6,6 @@ group fault sends the call to other ranks instead. A call is hit where it is the
 reduce op and group size. So a program that then goes another way is not hit in a call of another kind.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

@@ -12,8 +12,6 @@ Inputs are read at the issue, so a later write never makes a wrong sum but is re
 for stays poison. Ranks interleave where they wait: a rank runs until then.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 The kinds are those of `harness.faults`. To be called inside `unseen()`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

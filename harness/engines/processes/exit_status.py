@@ -4,8 +4,6 @@ A crash (SIGSEGV, SIGABRT, ...) and an exit status come from the program that th
 from outside: SIGKILL as the system sends it when memory runs out, SIGTERM from a launcher.
 """
 
-from __future__ import annotations
-
 import signal
 from typing import NamedTuple
 

@@ -13,8 +13,6 @@ each, so that a record costs a few microseconds. The memory is an anonymous file
 The stack that a process prints on a signal follows behind (forked.stacks).
 """
 
-from __future__ import annotations
-
 import functools
 import mmap
 import os

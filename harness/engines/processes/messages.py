@@ -4,8 +4,6 @@ A message is a pickle in which dense tensors on the CPU are their bytes. torch's
 processes leaves files in shared memory behind when a process is killed.
 """
 
-from __future__ import annotations
-
 import copyreg
 import io
 import pickle

@@ -5,8 +5,6 @@ happened. NCCL communicates CUDA tensors where there is a GPU, gloo the rest. Ti
 which the processes of a machine share.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 import pickle

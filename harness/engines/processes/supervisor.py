@@ -6,8 +6,6 @@ rank's process ended; a rank raised (an exception that only reports that a peer 
 seconds; every wait is bounded.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -6,8 +6,6 @@ are matched with receives by sender, receiver and tag. The first that does not m
 of the second of the two calls.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ amount to it are recorded. After a wait the backend's work is dropped, since it 
 FollowedWorks stay until the run ends: torch's C++ code holds works without holding their Python side.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, suppress
@@ -28,7 +26,7 @@ class FollowedWork(dist.Work):
     """A work that records when it is waited for, by calling `waited_for` at its first wait."""
 
     def __init__(
-        self, inner: Any, outputs: Sequence[Tensor], number: int, waits: Waits, waited_for: Callable[[], None]
+        self, inner: Any, outputs: Sequence[Tensor], number: int, waits: "Waits", waited_for: Callable[[], None]
     ) -> None:
         super().__init__()
         self._waited_for = waited_for

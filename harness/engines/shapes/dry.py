@@ -9,8 +9,6 @@ seen by the interposer, at the dispatcher. A call of functional collectives on m
 Source: torch's backend "fake" (harness.torch_internals.groups); engines.md 5e.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """Facts that torch reads of a process group beside its calls: ranks, names, devices, the store, and how it ends."""
 
-from __future__ import annotations
-
 from typing import Any, Self
 
 import torch

@@ -6,8 +6,6 @@ arena full of holes. A process that proves thousands of them would keep a gigaby
 glibc's; elsewhere nothing is done. Bytes.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 from pathlib import Path

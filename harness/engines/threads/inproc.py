@@ -11,8 +11,6 @@ it keeps its turn and runs into the time limit. Threads that a rank starts are i
 at a time is in a call.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -175,7 +173,7 @@ class _Run:
 
         return hint(self.raised[0].error, others_ran=shared, per_rank=self.request.per_rank)
 
-    def _cause(self, end: RunEnd) -> RootCause | None:
+    def _cause(self, end: RunEnd) -> "RootCause | None":
         from harness.engines.calls.desync import RootCause, of_deadlock, of_mismatch, of_skipped  # noqa: PLC0415
         from harness.engines.threads import postmortem  # noqa: PLC0415
 
@@ -195,7 +193,7 @@ class _Run:
             return of_deadlock(done, self.matcher.waiting)
         return of_skipped(list(self.matcher.groups.values()))
 
-    def _error(self, cause: RootCause, positions: Sequence[Position]) -> ShardproofError:
+    def _error(self, cause: "RootCause", positions: Sequence[Position]) -> ShardproofError:
         """The error to raise, after the threads have ended."""
         from harness.engines.threads import postmortem  # noqa: PLC0415
 

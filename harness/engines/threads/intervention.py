@@ -4,8 +4,6 @@ A fault, a drawn schedule and a stress of buffers are each a Scheduler or a Coll
 without one uses the plain parts at no cost. `Intervened` is an engine in which every run has the same intervention.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 class Intervention:
     """Makes the parts of one run: these as they are, and the base of those that change something."""
 
-    def state(self, world_size: int, seed: int, places: Sequence[Namespace], caller: CallerStreams) -> PerRankState:
+    def state(self, world_size: int, seed: int, places: "Sequence[Namespace]", caller: CallerStreams) -> PerRankState:
         """Random streams, default dtype and the state of the named modules."""
         return PerRankState(world_size, seed, places, caller)
 

@@ -9,8 +9,6 @@ A rank whose signature differs from the first one's never returns from its call,
 never sees an error that it could swallow.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from threading import current_thread, get_ident

@@ -3,8 +3,6 @@
 Read after the driver has the turn back and before the threads are ended, so every frame is still there.
 """
 
-from __future__ import annotations
-
 import re
 import sysconfig
 import time

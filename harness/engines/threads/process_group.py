@@ -5,8 +5,6 @@ here, with a WrongArgument in its own code, as gloo and NCCL do. Both generation
 (`answers_torch`): torch 2.11 and 2.12 call others than 2.13.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from datetime import timedelta

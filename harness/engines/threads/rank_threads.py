@@ -14,8 +14,6 @@ daemons, and no executor of theirs is waited for when the process ends: a thread
 a run fails, those that still run Python code are ended.
 """
 
-from __future__ import annotations
-
 import concurrent.futures.thread as executors
 import contextlib
 import contextvars

@@ -8,8 +8,6 @@ code imported earlier is redirected as well.
 os.environ is every rank's own too, with the words that a launcher would give it.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os

@@ -8,8 +8,6 @@ All waits are bounded: the driver waits with a time limit, and whatever happens 
 The schedule is first come, first served, hence deterministic; only `_next` chooses.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

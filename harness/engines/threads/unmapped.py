@@ -5,8 +5,6 @@ library, comes to the dispatcher instead. There it is reported to the observer a
 kernel, where it has one. Else it cannot be computed here, and the case that issues it is unknown by its name.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

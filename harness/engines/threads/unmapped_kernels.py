@@ -1,7 +1,5 @@
 """The kernel of an operator that is not known here: reported to the observer, then passed on to its own one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Calls that in-process ranks have issued, and the works of torch through which programs wait for them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

@@ -5,8 +5,6 @@ that calls it and then starts the recorder (harness.programs.session). An error 
 program runs on without being recorded.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

@@ -5,8 +5,6 @@ or within `aten.native_dropout` (GPUs). A dispatch mode sees both, of a DTensor 
 makes otherwise, of `torch.rand` or inside a fused kernel of attention, are not seen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -4,8 +4,6 @@ For whoever compares two programs module by module: `capture.calls(0).outputs["l
 kept as the blocks that it declares, and the ranks of its mesh. Copies and hooks are those of `module_outputs`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -9,8 +9,6 @@ graph, the gradient is that of the recomputed tensor. The model itself, whose pa
     capture.outputs(0)["layers.0.mlp"], capture.gradients(0)["layers.0.mlp"]
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Self

@@ -13,8 +13,6 @@ in an order of its own. Constants (weights that were drawn in float32 and cast, 
 sides have them, and explain no error then.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import sys
@@ -63,7 +61,7 @@ class Numbers:
         return _SEPARATOR.join((self.operator, self.place, self.module, self.bits, str(int(self.forward))))
 
     @classmethod
-    def read(cls, name: str) -> Numbers:
+    def read(cls, name: str) -> "Numbers":
         """The draw that a name stands for."""
         operator, place, module, bits, forward = name.split(_SEPARATOR)
         return cls(operator, place, module, bits, forward == "1")
@@ -173,7 +171,7 @@ class Island:
         return f"{self.dtype}, which enters at {self.place} ({self.operator})"
 
     @classmethod
-    def read(cls, name: str) -> Island:
+    def read(cls, name: str) -> "Island":
         """The island that an outcome name of a probed run stands for."""
         dtype, operator, place = name.split(_SEPARATOR)
         return cls(dtype=dtype, operator=operator, place=place)

@@ -1,7 +1,5 @@
 """Runs whose modules are captured call by call: a subject on all ranks of an engine, a dense model in this thread."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import chdir
 from typing import Any

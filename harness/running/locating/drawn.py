@@ -5,8 +5,6 @@ forward is wrong. Numbers that the truth is given (masks of dropout, initial val
 none, so its ranks are looked at only where the random streams of the process were touched.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import replace
 

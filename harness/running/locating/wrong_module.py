@@ -1,7 +1,5 @@
 """The first wrong module of a failed case whose subject does not say how its activations lie."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial

@@ -3,8 +3,6 @@
 The harness knows no model: the dense model states the size of a case.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 

@@ -6,8 +6,6 @@ task and report can be pickled. The outcome is turned into blocks inside every r
 only there. Times are seconds, sizes bytes.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import time
@@ -140,7 +138,7 @@ def _on_rank(rank: int, subject: Subject, case: CaseLike, device: torch.device, 
         return localize(outcome)
 
 
-def _ranges() -> Ranges | None:
+def _ranges() -> "Ranges | None":
     """The ranges for a tool that listens to this process; None when none does."""
     if not os.environ.get(TOOL):
         return None
@@ -149,7 +147,7 @@ def _ranges() -> Ranges | None:
     return attached()
 
 
-def _stopwatch(device: torch.device) -> Stopwatch | None:
+def _stopwatch(device: torch.device) -> "Stopwatch | None":
     """The stopwatch of a device, None where the host's clock is true."""
     if device.type != "cuda":
         return None

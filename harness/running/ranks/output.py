@@ -9,8 +9,6 @@ were. A line that one rank prints three times is shown three times. Text without
 is flushed, and all is shown under a debugger. Ranks in processes of their own print as they do.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Prints of one rank in one run: its lines, which the process around it shows once (harness.running.ranks.output)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager

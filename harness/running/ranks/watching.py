@@ -1,7 +1,5 @@
 """Observation of ranks while they run in this process: the ledger, activations, what autograd saves, overlap."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -42,10 +40,10 @@ class Execution:
     problem: str = ""
     saved_bytes: tuple[int, ...] = ()
     hidden: frozenset[RankCallIndex] | None = None
-    spans: tuple[RankSpan, ...] = ()
+    spans: "tuple[RankSpan, ...]" = ()
 
     @classmethod
-    def joined(cls, ranks: Sequence[Execution]) -> Execution:
+    def joined(cls, ranks: "Sequence[Execution]") -> "Execution":
         """Results of all ranks, each of which has run for itself."""
         problem = next((rank.problem for rank in ranks if rank.problem), "")
         measured = [rank.hidden for rank in ranks if rank.hidden is not None]

@@ -1,7 +1,5 @@
 """The evidence of a case on ranks that have shapes and no numbers. Sizes are GiB in messages."""
 
-from __future__ import annotations
-
 from typing import cast
 
 from harness.checking.checks import examine

@@ -1,7 +1,5 @@
 """Explanations of wrong tensors: the dense model taken apart or read otherwise, and the subject in another case."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 Then whether its dense model computes one function in every precision, but for rounding.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from contextlib import suppress

@@ -8,8 +8,6 @@ the findings say where it is. If on several ranks alone, it is part of what is p
 case on one rank, the origin is unknown, and what its limits would admit is unknown.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace

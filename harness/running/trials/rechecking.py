@@ -15,8 +15,6 @@ Tensors beyond these limits are judged again where the case computes or sends in
 (harness.running.trials.lower_precision).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from harness.checking.checks import LAWS, Check, examine

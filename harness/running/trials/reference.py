@@ -1,7 +1,5 @@
 """References of a case: our dense model, or the subject's own truth."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
@@ -32,7 +30,7 @@ class Reference:
     truth: Function
     control: Function
     model: DenseModelLike | None = None
-    own: OwnTruth | None = None
+    own: "OwnTruth | None" = None
 
 
 def reference_of(subject: NamedSubject, engine: Engine, timeout_s: float = 60.0) -> Reference:

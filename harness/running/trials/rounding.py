@@ -4,8 +4,6 @@ Each function adds to the evidence of a run what limits are made of (harness.che
 of them judges.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ The dense model is computed behind the ranks' runs where they do not need it. Bo
 fill the memory. Times are seconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -110,7 +108,7 @@ def _recorded(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str]) -
     )
 
 
-def _deviates(trial: Trial) -> Deviations | None:
+def _deviates(trial: Trial) -> "Deviations | None":
     """How the subject states that tensors deviate from the truth."""
     stated = deviating(trial.case, trial.subject)
     if not stated:

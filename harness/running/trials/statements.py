@@ -3,8 +3,6 @@
 A question without an answer is noted as a problem of the check that needs it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """A case on one subject: how it is run, and what the dense model computes of it. Times are seconds."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

@@ -3,8 +3,6 @@
 Another run each, so it is done only when a check or a diagnosis needs it.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from harness.checking.evidence import Evidence, gathered

@@ -18,8 +18,6 @@ return rounded numbers then, in the passes in which the ledger has such calls. A
 new dtype and keeps its range, as loss scales see to.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ A joint mask is `mask/<step>/<line>.<number>`, bool [data ranks, *what was dropp
 draw.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations

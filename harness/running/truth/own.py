@@ -7,8 +7,6 @@ sequence: every axis is 1 and there are dp times as many micro-batches.
 Masks of dropout come from the ranks: as `given` where the truth takes it, else in the place of those that torch draws.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext

@@ -9,8 +9,6 @@ A file may have `values(case)` too, tensors by full name that no gradient change
 the parameters. `updated(case, values, counts)` gives them after a step with these counts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache

@@ -6,8 +6,6 @@ expert is a plain MLP beside them. Source: Megatron-Core 0.16.1 `TopKRouter`, `S
 (experts.md 21).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

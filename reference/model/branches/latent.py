@@ -9,8 +9,6 @@ query and a key, v those of a value.
 Scores are divided by sqrt(n + r). Source: arXiv:2405.04434, equations 9-19.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -10,8 +10,6 @@ position are 0, without label, and the mask is 0. A term of the summed loss is `
 loss_k` over the micro-batch. The counts N of the main loss and N_k of depth k are over the step, which divides by N.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

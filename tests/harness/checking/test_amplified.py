@@ -5,8 +5,6 @@ No false alarm is raised, and no bug is let through.
 A subject that returns the state of every step is compared one step at a time; one that does not, beside control runs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The groups of a run are rank lists of the axis they are named after; what a closed form promises to hide is."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Every check passes on right evidence and fails on planted wrong evidence; broken checks are unknown, never a pass."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The law of conjugate moves on plain torch: gradients that autograd needs must return, and nothing else has to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

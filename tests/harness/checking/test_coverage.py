@@ -3,8 +3,6 @@
 How many tensors a verdict decides, by kind; the notes below a run's table.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast

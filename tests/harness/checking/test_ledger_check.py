@@ -1,7 +1,5 @@
 """The ledger check: the exact multiset on every rank, the first difference by name, and the general laws."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

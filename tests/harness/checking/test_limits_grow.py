@@ -3,8 +3,6 @@
 The grid of sizes that users train is run in the profile `deep`, its corners always.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace

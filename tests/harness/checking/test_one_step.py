@@ -3,8 +3,6 @@
 Control runs of large tensors are kept as distances, and as many are made as are needed.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -3,8 +3,6 @@
 The exact tests of dropout masks are valid, and each finds what it is there for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Terms that leave fields out: their counts, the messages of a wrong ledger, and the readers of a closed form."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 A planted difference is one token that one rank sends elsewhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

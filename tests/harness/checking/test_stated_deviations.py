@@ -1,7 +1,5 @@
 """Statements of a subject: deviations, which cover no other failure; terms that hold at some places of the mesh."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

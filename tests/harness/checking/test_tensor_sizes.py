@@ -1,7 +1,5 @@
 """Large tensors are compared in blocks, small ones at once: what comes of it is what comes of each by itself."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace

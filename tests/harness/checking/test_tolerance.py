@@ -1,7 +1,5 @@
 """Tolerances: every local or diffuse error is seen, honest rounding passes, nothing that is not finite ever does."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

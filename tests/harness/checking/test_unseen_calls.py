@@ -1,7 +1,5 @@
 """Calls that no recorder sees: expected, counted as unseen, never missing; and a replayed step in a proof."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Layouts that are recognised undeclared; flaws of dtype or shape have a cause, and disturb no diagnosis."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

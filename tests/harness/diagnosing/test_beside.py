@@ -1,7 +1,5 @@
 """Additions of the first place's line, and failures that share it as one block."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """No cause is reported that its own numbers contradict: sentences that were, and random evidence."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

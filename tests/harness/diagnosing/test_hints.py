@@ -1,7 +1,5 @@
 """Factors and offsets: which sizes of the case a factor may come from; what is said where no cause fits."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Experiments on a failing case find exactly the words that its failure needs, in few runs, and say what they left."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The first place that went wrong, causes that a ledger shows, and causes of a wrong step of an optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Patterns: each is recognised on numbers that show it, and nothing is reported where none fits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

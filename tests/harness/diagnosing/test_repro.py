@@ -1,7 +1,5 @@
 """A failure as a stand-alone script: it repeats what failed, is quiet once that is mended, and needs none of us."""
 
-from __future__ import annotations
-
 import ast
 import base64
 import runpy

@@ -1,7 +1,5 @@
 """Failure messages word for word: six lines for every kind of failure, and the command that repeats it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

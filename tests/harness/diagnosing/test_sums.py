@@ -1,7 +1,5 @@
 """Sums gone wrong, on hand-made shares: what a gradient counts, what a norm counts, what became of parameters."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

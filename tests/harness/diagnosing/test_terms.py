@@ -1,7 +1,5 @@
 """Terms, parts and dtypes: what a wrong tensor is made of, and nothing where several makings fit."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Rules of a dense model that were tried, written by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Programs whose ranks are out of step, each in one way, and the error of each: those of the fault table, and more."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 `Log` is an observer of what they call.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

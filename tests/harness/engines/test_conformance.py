@@ -1,7 +1,5 @@
 """Common behaviour of engines whose ranks communicate: errors, positions, ledgers; and the next run is right."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Faults do what they say to every collective: expected values by hand; rank r of two brings [1, 2] + 2r."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Schedules are values and races are facts: a planted race is found, named and shrunk, right programs do not change."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

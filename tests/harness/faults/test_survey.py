@@ -1,7 +1,5 @@
 """A survey proves collectives necessary and names those that are not; what it calls equivalent is never noticed."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import time

@@ -1,7 +1,5 @@
 """Every collective of unmodified Megatron-Core is proved necessary: its GPTModel needs each of its 4L + 5 calls."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("megatron.core", reason="needs the extra `peers`")

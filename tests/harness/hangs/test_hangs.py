@@ -1,7 +1,5 @@
 """The ranks that parted, their call, module and line: from real gloo jobs, generated dumps, and NCCL's."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil

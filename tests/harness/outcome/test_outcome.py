@@ -1,7 +1,5 @@
 """Outcomes and merging: every kind of value becomes blocks, and every flaw of a layout is named before any number."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Outcomes that a subject may return and that are refused: only plain tensors of numbers under names of text pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

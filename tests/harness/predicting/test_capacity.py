@@ -1,7 +1,5 @@
 """A case that no machine can hold is refused before anything of it is allocated, and large ones still run on shapes."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

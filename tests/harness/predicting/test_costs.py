@@ -1,7 +1,5 @@
 """The cost model against numbers worked out by hand, clusters against wrong files, the clock against small programs."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

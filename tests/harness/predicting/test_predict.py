@@ -3,8 +3,6 @@
 The largest model on 16,384 ranks must be predicted in seconds on a laptop, its ledger equal to the closed form.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

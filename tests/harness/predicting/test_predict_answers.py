@@ -1,7 +1,5 @@
 """Table of a prediction, and suggested layouts: legal, on the same tokens, near their forecasts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -3,8 +3,6 @@
 With skew=1/4 the first 32 of 128 tokens all go to experts 0 and 1, which rank 0 of a stage holds.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

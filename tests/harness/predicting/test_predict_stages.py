@@ -3,8 +3,6 @@
 The closed form of a bubble is for equal stages and free messages; a cluster of that kind shows it exactly.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ The other ranks serve it.
 torchrun --nproc-per-node 2 -m tests.harness.processes.launched_world raises is_killed world_size_3
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -4,8 +4,6 @@ The pids of the pool's processes are written to a file. Then the driver hangs in
 the engine (drops). Or a run answers at length after a while (answers) or waits for the store (`asks`).
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from unittest import mock

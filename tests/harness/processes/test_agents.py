@@ -3,8 +3,6 @@
 No process is started here: the worker of an agent, or the agents of a run, are played by the test.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Times are of CUDA events. The ranks' mathematics is that of the CPU, so float64 has the same limits.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

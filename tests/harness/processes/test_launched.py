@@ -4,8 +4,6 @@ torchrun's words hold, SLURM's where they are missing. On the channel every rank
 and every wait is bounded.
 """
 
-from __future__ import annotations
-
 import functools
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Ranks that are processes: dead and stopped ones, results that cannot be sent, processors, hash seeds, a clock."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import time

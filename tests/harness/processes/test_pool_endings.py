@@ -1,7 +1,5 @@
 """Nothing of a pool outlives it: closed, dropped, interrupted or killed, no process and no file is left."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re

@@ -3,8 +3,6 @@
 A start costs seconds, so each launch serves several questions.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

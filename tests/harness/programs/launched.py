@@ -4,8 +4,6 @@ The processes are forked from one that has imported torch, which saves some seco
 is armed as in the hook (harness.programs.hook).
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import runpy

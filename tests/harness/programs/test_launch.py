@@ -1,7 +1,5 @@
 """A recorded program starts as Python would start it; ranks of a launch share one folder; wrong words are refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

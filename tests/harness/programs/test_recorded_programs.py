@@ -1,7 +1,5 @@
 """A training script recorded as it is: same output and exit, a run folder that every report takes, kills and faults."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

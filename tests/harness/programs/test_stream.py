@@ -1,7 +1,5 @@
 """The ledger as it is written while a program runs equals the one read afterwards, and memory does not grow."""
 
-from __future__ import annotations
-
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Their output with and without us is compared where it names no time of day.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Training watched: one line when all is well; parted replicas, streams and gradients named, on one rank, once."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Callable

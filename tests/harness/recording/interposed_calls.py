@@ -4,8 +4,6 @@ A scenario is a function of the rank. Tensors are float32 of four elements unles
 since its imports are many and are done once for all ranks:  python -m tests.harness.recording.interposed_calls FOLDER
 """
 
-from __future__ import annotations
-
 import datetime
 import multiprocessing
 import pickle

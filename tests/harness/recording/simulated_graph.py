@@ -1,7 +1,5 @@
 """A CUDA graph that is played on the CPU: it has the methods of torch.cuda.CUDAGraph, and a replay runs a function."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Phase, step and micro-batch of calls, inferred from outside: on programs of every shape, and Megatron-Core's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

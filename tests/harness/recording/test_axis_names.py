@@ -1,7 +1,5 @@
 """The axis of a group: by what the program called it, else by its ranks, and what is not certain of it."""
 
-from __future__ import annotations
-
 import pytest
 
 from harness.recording.naming import axis_name

@@ -1,7 +1,5 @@
 """The line of the user's code that called: not torch's, the harness's or Python's own, but that of any package."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import sys

@@ -1,7 +1,5 @@
 """Captured and saved activations: those of autograd, counted once a storage, and no bit of a run changes."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """CUDA graphs, simulated on the CPU: a capture sends nothing, and every replay is a call of the ledger."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

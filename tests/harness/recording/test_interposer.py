@@ -1,7 +1,5 @@
 """Interposer and in-process engine: every way to communicate is seen once, as what it is, and nothing else changes."""
 
-from __future__ import annotations
-
 import importlib
 import pickle
 import subprocess

@@ -1,7 +1,5 @@
 """Steps of loops that update their parameters without torch.optim: known by parameters that change in place."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

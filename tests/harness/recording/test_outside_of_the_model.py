@@ -1,7 +1,5 @@
 """Parts of a model that are called outside of its forward, and engines that communicate between micro-batches."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Ledgers of pipelines: every message between stages has phase pipeline, its step and the micro-batch that it is of."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

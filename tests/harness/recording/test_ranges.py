@@ -1,7 +1,5 @@
 """nvtx ranges: steps, phases, modules and collectives as the ledger has them, all closed; no silence under a tool."""
 
-from __future__ import annotations
-
 import json
 import operator
 from contextlib import ExitStack

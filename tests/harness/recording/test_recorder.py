@@ -1,7 +1,5 @@
 """The recorder: the contract's columns and units, names of axes, wire bytes, no bit changed, and what it costs."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

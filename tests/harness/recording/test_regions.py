@@ -1,7 +1,5 @@
 """The module path of calls, inferred from outside: checkpointing, threads, wrappers, hooks, hidden modules."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -175,7 +173,7 @@ def test_backward_in_another_thread_finds_the_forward_of_an_output_that_nobody_c
             super().__init__()
             self.inner = Linear(voice)
 
-        def forward(self, x_BD: Tensor) -> Box:
+        def forward(self, x_BD: Tensor) -> "Box":
             box = Box()
             box.y_BD = self.inner(x_BD)
             return box

@@ -1,7 +1,5 @@
 """Ledgers of data parallel loops: ZeRO-1 by hand, ZeroRedundancyOptimizer, DDP, FSDP2."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

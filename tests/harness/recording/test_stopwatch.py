@@ -1,7 +1,5 @@
 """Time on a device, on a device that is played: its streams run behind the host, and calls last as long as they say."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,7 +49,7 @@ class _PlayedEvent:
     def synchronize(self) -> None:
         self.waited = True
 
-    def elapsed_time(self, later: _PlayedEvent) -> float:
+    def elapsed_time(self, later: "_PlayedEvent") -> float:
         assert self.waited and later.waited and self.at_ms is not None and later.at_ms is not None
         return later.at_ms - self.at_ms
 
@@ -135,7 +133,7 @@ class _Delayed:
         self.device, self.takes_ms = device, 0.0
         self.told: list[int] = []
 
-    def before(self, recorder: Recorder) -> _Delayed:
+    def before(self, recorder: Recorder) -> "_Delayed":
         self.recorder = recorder
         return self
 

@@ -4,8 +4,6 @@ Calls are reported by an autograd Function, as tensor-parallel code has them (`S
 Tensors are [2, 4] float32; every call's payload is 32 bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

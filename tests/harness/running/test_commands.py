@@ -4,8 +4,6 @@ A case that loads what another one saves follows it. `--variant NAME` makes case
 cause.
 """
 
-from __future__ import annotations
-
 import csv
 import sys
 from collections import Counter

@@ -1,7 +1,5 @@
 """While ranks run on a GPU torch's deterministic algorithms are on; on one they are tried in `test_gpu`."""
 
-from __future__ import annotations
-
 import os
 import warnings
 

@@ -1,7 +1,5 @@
 """Experiments on a failing case: the words that its failure needs, and the sizes that its factor comes from."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Mapping

@@ -2,8 +2,6 @@
 a dense model that is another one in float32 than in float64 fails as that; rounding, large or odd, does not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A lower precision inside a case, found by itself: named, judged by its limits, and no excuse for a bug."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

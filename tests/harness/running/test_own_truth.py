@@ -1,7 +1,5 @@
 """A truth of the subject's own, or the subject on one rank: what is right passes, planted bugs fail."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Effects of a proof on its process: a time limit, prints shown once, no compiler, `per_rank` modules as before."""
 
-from __future__ import annotations
-
 import logging
 import re
 import signal

@@ -1,7 +1,5 @@
 """Requests: one message for every wrong one; the cases that run by default, and the bugs they kill."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The runner: what passes, fails, is skipped or breaks, what is stored of it; by this process and by others."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """State that ranks share because they are threads: found by a second opinion on processes, with the modules to name."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """A stated lower precision: DDP's hooks, FSDP2's mixed precision; its limits, and no excuse for a bug."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

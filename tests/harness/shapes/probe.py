@@ -1,7 +1,5 @@
 """A trial of what a feature needs of torch, and what holds where it does not work."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The private names of torch on autograd, modes, the compiler and memory: each is tried."""
 
-from __future__ import annotations
-
 import sys
 from types import FrameType
 from typing import Any

@@ -1,7 +1,5 @@
 """The private names of torch on operators, process groups, worlds, meshes and the meta device: each is tried."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import threading

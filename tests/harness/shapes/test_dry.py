@@ -4,8 +4,6 @@ Its measurements (parameters, optimizer, saved activations, FLOPs) are held agai
 with numbers. Programs that it cannot run, that desynchronise, or that do not end give their messages.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import time

@@ -1,7 +1,5 @@
 """Functional collectives and DTensor on shapes alone: the ledger of a run with numbers, and each wait is seen."""
 
-from __future__ import annotations
-
 import runpy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The private names of torch: every probe works here, what lacks a name does without or says so in one sentence."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

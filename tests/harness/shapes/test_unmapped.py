@@ -1,7 +1,5 @@
 """Operators of torch that shardproof does not know: recorded by their schemas, and unknown where they are issued."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -3,8 +3,6 @@
 `c10d::shardproof_swap_` has a kernel, which adds up over the group; `c10d::shardproof_void_` has none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

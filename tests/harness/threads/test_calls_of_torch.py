@@ -4,8 +4,6 @@
 The statement is tried here: a later gloo that can do it fails a test.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Compiled modules: they compile to the same graphs while watched, and count as one region."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """os.environ of ranks that are threads: what a rank changes is its own, and gone after the run."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import threading

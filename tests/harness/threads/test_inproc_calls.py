@@ -1,7 +1,5 @@
 """Calls and groups of the in-process engine: promises that gloo leaves open, and the events of an observer."""
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Ranks that raise, hang, or misuse the in-process engine: one error of the right branch, and the engine goes on."""
 
-from __future__ import annotations
-
 import queue
 import signal
 import threading

@@ -3,8 +3,6 @@
 Memory does not grow with the number of runs either: what runs have freed in pieces goes back to the system.
 """
 
-from __future__ import annotations
-
 import contextvars
 import functools
 import gc

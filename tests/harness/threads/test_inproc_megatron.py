@@ -5,8 +5,6 @@ all_to_all. Split sizes are numpy arrays on a GPU, and one tensor on a CPU. Mega
 questions are answered for the CPU. Its groups and random streams, one set a process, are one set a rank.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 import zlib

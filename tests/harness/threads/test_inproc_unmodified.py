@@ -1,7 +1,5 @@
 """Unmodified parallel code in the in-process engine gives what one process gives: torch's own wrappers and layers."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from typing import Any

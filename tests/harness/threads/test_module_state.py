@@ -1,7 +1,5 @@
 """State of a module for a process (globals, class attributes, singletons): one set a rank where it is named."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from types import ModuleType

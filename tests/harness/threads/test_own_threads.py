@@ -1,7 +1,5 @@
 """Threads that a rank starts are in its world; a rank that is blocked by another one outside of calls ends in time."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

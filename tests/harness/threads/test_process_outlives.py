@@ -4,8 +4,6 @@ The caches of DTensor abort the process when they outlive their thread. The proc
 are blocked for good.
 """
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

@@ -4,8 +4,6 @@ Its layers change views of their input in place, which full backward hooks on mo
 Its steps end with the second optimizer, which communicates; what it calls between a step and the next forward is data.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import partial
 from typing import Any

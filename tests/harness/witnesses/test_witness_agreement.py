@@ -1,7 +1,5 @@
 """Witnesses compared event by event: every planted slip of any of them is a failure that names the event."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -2,8 +2,6 @@
 ledger is rebuilt from an Nsight Systems database, which is refused when a part is missing.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Chosen steps of a run, which witnesses see alone, and the published experiment, which runs by its name."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager

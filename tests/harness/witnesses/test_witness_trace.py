@@ -1,7 +1,5 @@
 """The ledger from a Chrome trace: phases by nesting, groups and dtypes by torch's own log, times by overlap of rows."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import statistics

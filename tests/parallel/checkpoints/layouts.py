@@ -1,7 +1,5 @@
 """Layouts for the tests of checkpoints: one model in many layouts, and ranks that save and load it."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

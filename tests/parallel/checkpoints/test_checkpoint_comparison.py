@@ -1,7 +1,5 @@
 """`shardproof checkpoint A B`: the first tensor that differs, and its cause where that is certain."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Weights of Hugging Face: they give its logits, train in parallel, are and are compared; what is refused."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The files of a checkpoint: what is broken changes nothing, a kill leaves the former one whole, torch reads them."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil

@@ -6,8 +6,6 @@ A load is held against the dense model, which begins with the same files; a save
 random streams, which no dense model knows, are held to a round trip.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

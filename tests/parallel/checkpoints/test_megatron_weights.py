@@ -1,7 +1,5 @@
 """Checkpoints of Megatron-Core's dist_checkpointing: the dense model gives its logits, ranks train from them."""
 
-from __future__ import annotations
-
 import io
 import pickle
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The law of conjugate pairs: logical tensors are kept forward, gradients backward. Cutting and joining are inverse."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import ModuleType
 

@@ -1,7 +1,5 @@
 """Batches to the ranks: who reads and what is sent; the raw collectives on one rank and on memory that is strided."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Rows for the tests of context parallelism, dense attention over them, and the same on in-process ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Attention on slices is the dense model's, by every method; slices of a row: a partition, its inverse, its work."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -3,8 +3,6 @@
 Differences are named: torch merges in float32 unless `convert_to_f32` is off, and its gradients of keys travel in it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Buckets of flat buffers, shards of rows and loss scales: every element once, ranges that tile, unowned padding."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Buckets and owned ranges equal those of the installed Megatron-Core's own classes, on 200 drawn layouts."""
 
-from __future__ import annotations
-
 import warnings
 from types import SimpleNamespace
 from typing import Any

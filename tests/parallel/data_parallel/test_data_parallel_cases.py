@@ -1,7 +1,5 @@
 """Buckets, ZeRO, masters and loss scales: bytes of a step, replicas that differ, skipped steps, what a rank keeps."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from functools import cache

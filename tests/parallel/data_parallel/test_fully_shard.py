@@ -5,8 +5,6 @@ On a pipeline each chunk is a root of its own, and backward is set as in torch's
 resharded or reduced before the last micro-batch.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Experts beside every other split: the dense loop over experts on every rank, and every byte stated by integers."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Laws of experts that no single case shows: one batch however it is grouped, both dispatchers, checkpoints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -3,8 +3,6 @@
 The toy is a learned gain: an axis, a parameter, two words and a collective of its own.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

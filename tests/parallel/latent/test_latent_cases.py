@@ -3,8 +3,6 @@
 The table is Megatron-Core's as measured, corrected where its gradient of the rotary keys is wrong (experts.md 23.2).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Column and row linears in forms that no case has, against the dense ones."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

@@ -1,7 +1,5 @@
 """The metric: a tie is right on every split, InternEvo's eight calls a micro-batch, no effect on training."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Pipeline stages beside the dense model and their closed form, and in Megatron-Core's and torch's own schedules."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections import Counter

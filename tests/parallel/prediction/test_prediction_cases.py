@@ -1,7 +1,5 @@
 """Prediction of further tokens: against the dense model, at its limits, and however the same batch is grouped."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The field of random numbers: the published function, equal numbers on every layout; initial values by formula."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -4,8 +4,6 @@ Every check takes programs, so that it can be seen to fail on a wrong one, and r
 forms of live chunks and of sends stand beside the counts of a program. In `timeline` messages take no time.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """Pipelines to check: every small one, and drawn larger ones; and all checks of one, by name."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import product
 

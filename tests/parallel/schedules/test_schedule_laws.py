@@ -1,7 +1,5 @@
 """Laws of every schedule, over every small pipeline and drawn larger ones; what a pipeline cannot be is refused."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

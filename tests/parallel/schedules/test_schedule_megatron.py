@@ -5,8 +5,6 @@ are answered for it. Tensors that it makes on CUDA are made on the CPU, groups a
 torch.distributed counts as initialised.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace

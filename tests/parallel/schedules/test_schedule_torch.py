@@ -1,7 +1,5 @@
 """The orders of torch.distributed.pipelining, action by action; laws that break where a bug is planted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@ Which gradients need a sum is found by experiment: without it ranks disagree on 
 ledger's bytes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

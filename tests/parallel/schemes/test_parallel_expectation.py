@@ -5,8 +5,6 @@ The mode autotp, and Megatron's own counts and calls beside ours.
 Sources: modes.md 4.3 (counts), 8.2 and section 5 (bytes that Megatron-LM was measured to send).
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 

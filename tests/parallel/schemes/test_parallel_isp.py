@@ -1,7 +1,5 @@
 """The modes of InternEvo: mtp, msp, fsp and isp, and their calls against modes.md."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from itertools import product

@@ -1,7 +1,5 @@
 """Variants: each is refused where it cannot show, fails wherever it can, and the failure names its cause."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

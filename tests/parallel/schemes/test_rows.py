@@ -1,7 +1,5 @@
 """Rows of closed forms: each is met by a case, sums follow from placements; a new scheme is one file, two entries."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections import Counter

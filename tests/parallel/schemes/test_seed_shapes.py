@@ -12,8 +12,6 @@ module inputs and outputs by forward hooks, and q, k, v, kv and context where at
     8    linears have no bias here: the page prints both
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

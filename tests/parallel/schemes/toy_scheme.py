@@ -1,7 +1,5 @@
 """A scheme in one file: InternEvo's mtp, and once a step a heartbeat, one number summed over tp."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

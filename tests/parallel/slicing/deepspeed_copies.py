@@ -1,7 +1,5 @@
 """DeepSpeed's own slicing, called for every rank: what the tests compare our slices with."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Iterator

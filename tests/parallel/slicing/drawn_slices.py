@@ -1,7 +1,5 @@
 """Slices that are drawn: heads and ranks, whole tensors of any bits, and a cut that is joined again."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import strategies as st
 from torch import Tensor

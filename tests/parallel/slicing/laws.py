@@ -8,8 +8,6 @@
 The laws know nothing of how a slice was computed, so that what another system cuts can be held against them.
 """
 
-from __future__ import annotations
-
 from parallel.slicing.errors import SliceError
 from parallel.slicing.heads import ORDERS, Heads, query_rows
 from parallel.slicing.held import Held, Ranges, times_held

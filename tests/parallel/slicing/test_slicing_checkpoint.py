@@ -1,7 +1,5 @@
 """Real checkpoints: files of safetensors are cut and joined bit for bit, and names and shapes are Hugging Face's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

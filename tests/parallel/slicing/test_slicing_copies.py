@@ -1,7 +1,5 @@
 """The two copies, the scales of quantised weights, and inverses: exact, or refused with the rule."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

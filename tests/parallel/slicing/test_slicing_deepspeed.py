@@ -2,8 +2,6 @@
 
 Inputs are drawn from a seed. Rows are numbered, so that equal results mean the same rows in the same order."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from unittest.mock import MagicMock

@@ -1,7 +1,5 @@
 """Slices of generated shapes keep their laws: exact inverses, every element once, heads that meet, or a refusal."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """The words of a slice and what follows; seed 004 by hand: what two ranks hold of an OPT layer and compute."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

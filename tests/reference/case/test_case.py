@@ -1,7 +1,5 @@
 """The case: its text round-trips in the fewest words, presets and followers, mesh and padded vocabulary."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """The default cases: which pairs of values they hold, found out from other legal cases than their own search's."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections.abc import Collection, Iterable, Iterator, Mapping

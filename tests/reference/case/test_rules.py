@@ -1,7 +1,5 @@
 """Every rule of a case, broken once: the message names key, value, rule and a legal value that really is legal."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import sys

@@ -1,7 +1,5 @@
 """The three forms of micro-batches that the tests of `reference.data.batches` run through."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """InternEvo's tokenized data, written as its tools write them."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Sequence

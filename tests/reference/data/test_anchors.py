@@ -4,8 +4,6 @@ The keys that pipeline stages are sent are typed from Megatron's tables.
 
 The mutants of `bugs/open/shared_data.txt` show that bugs of the data path break a statement."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

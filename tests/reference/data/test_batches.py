@@ -1,7 +1,5 @@
 """Micro-batches: distinct for every data rank, a pure function of the case; which tokens count."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

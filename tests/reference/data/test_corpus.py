@@ -1,7 +1,5 @@
 """Files to tokens: every format read back, Megatron's .bin/.idx too; test_hostile_data.py has the refused ones."""
 
-from __future__ import annotations
-
 import io
 import json
 import struct

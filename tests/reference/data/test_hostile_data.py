@@ -1,7 +1,5 @@
 """Files that cannot be data: each gives one DataError that names file, place, rule and what is legal."""
 
-from __future__ import annotations
-
 import io
 import os
 import struct

@@ -1,7 +1,5 @@
 """Laws of packing: every token once, right labels, borders that partition, positions that restart."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """The words of experts: how ranks of experts are numbered, and that a case with experts reads back."""
 
-from __future__ import annotations
-
 from reference.case import Case
 
 

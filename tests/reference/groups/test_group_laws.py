@@ -1,7 +1,5 @@
 """Laws of rank groups over drawn meshes; tables typed from documents of Megatron-Core and InternEvo."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from itertools import combinations, permutations

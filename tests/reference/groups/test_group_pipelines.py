@@ -1,7 +1,5 @@
 """Stages, chunks, neighbours and embedding groups of a pipeline; refused requests for groups, word for word."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Groups, pipelines and stages equal those of the installed Megatron-Core."""
 
-from __future__ import annotations
-
 import importlib
 from types import SimpleNamespace
 

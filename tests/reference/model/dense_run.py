@@ -1,7 +1,5 @@
 """Small dense models of every family, batches whose sentences are known, and one forward and backward of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate

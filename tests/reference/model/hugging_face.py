@@ -1,7 +1,5 @@
 """A model of Hugging Face beside the dense one on the same weights: logits, loss and every gradient, in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Activations and their gradients by canonical modules; dense training: means, optimizers, clipping, ties, packs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

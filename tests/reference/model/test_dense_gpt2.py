@@ -1,7 +1,5 @@
 """The dense GPT is GPT-2, the dense OPT is OPT: logits, loss and every gradient equal Hugging Face's, in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -4,8 +4,6 @@ With q/k norm they are its Qwen3, which normalises every head of q and k before 
 `DoubleTorch`, since it would round to float32.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

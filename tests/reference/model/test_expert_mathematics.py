@@ -1,7 +1,5 @@
 """The dense mathematics of experts: by formula where there is one, and properties that every layout inherits."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -3,8 +3,6 @@
 Formulas are written down from the papers' tables, apart from `shapes`: one line a part of the model.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Layers, loss and Adam's slack of the reference against torch's own and against their defining properties."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

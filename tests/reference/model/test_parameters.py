@@ -1,7 +1,5 @@
 """Full weights, from seed and name alone; how far rounding carries the dense model, and that the control differs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What-ifs of the dense model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """What-ifs of modules beside torch's own functions, of ranges that are one row off beside parts that look rows up."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

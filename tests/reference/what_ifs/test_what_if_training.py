@@ -1,7 +1,5 @@
 """What-ifs of steps and metric, each held against the rule that was broken; step 0 taken apart adds up."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -3,8 +3,6 @@
 Exchanged heads are held against ranks that send and receive flat memory as the bug would. Tables and losses are held
 against the split program that has the bug."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional

@@ -1,7 +1,5 @@
 """The commands: what a run prints and leaves behind, its exit statuses, and a stored run printed again."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The doctor: what is there, what is not, and what follows; judged from facts, and once from this machine."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import platform

@@ -3,8 +3,6 @@
 A truth that raises is one sentence; a new subject fails once it is broken, and no file is overwritten.
 """
 
-from __future__ import annotations
-
 import shlex
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Refused requests: a wrong word before anything slow is loaded, a subject that cannot be imported in one sentence."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

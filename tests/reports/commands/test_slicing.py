@@ -1,7 +1,5 @@
 """`shardproof slice`: what it prints of OPT-125m, what it refuses, and a checkpoint cut and joined."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

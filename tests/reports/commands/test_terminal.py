@@ -1,7 +1,5 @@
 """Commands in a terminal of 80 columns: what fits stays in it, and a failure has colour there and none in a pipe."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Iterator

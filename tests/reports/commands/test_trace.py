@@ -1,7 +1,5 @@
 """Runs written down otherwise: `trace`, every event once in the format's words; `expect`, terms that hold for it."""
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 import json

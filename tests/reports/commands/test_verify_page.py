@@ -1,7 +1,5 @@
 """docs/verify.md as it stands, in an empty folder: files are written, commands run in their order, outputs compared."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Help in the terminal: the words of a case, as the class that checks them declares them; what a verdict covers."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import time

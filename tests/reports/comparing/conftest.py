@@ -1,7 +1,5 @@
 """The runs that are compared: a program, the same again, and its traffic changed in three ways."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Baselines, as good as the run they were made of; times compared, on a machine that changes its speed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

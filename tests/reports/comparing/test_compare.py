@@ -1,7 +1,5 @@
 """Two runs compared: every planted change is one fact at its place, equal runs are equal, limits hold or break."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

@@ -3,8 +3,6 @@
 The right content of each cell is made here from the file's rows, with nothing of `reports`.
 """
 
-from __future__ import annotations
-
 import csv
 import html
 import math

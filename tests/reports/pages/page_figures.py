@@ -6,8 +6,6 @@ Sums are made here from the file's rows, with nothing of `reports` but the colou
 is the file's to the last digit shown. A bar is right when it is as long as its bytes beside the longest of all bars.
 """
 
-from __future__ import annotations
-
 import csv
 import html
 import json

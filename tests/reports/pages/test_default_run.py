@@ -3,8 +3,6 @@
 All of these tests share a run. Tests that need a browser are skipped where no Chromium is installed.
 """
 
-from __future__ import annotations
-
 import io
 import re
 from contextlib import redirect_stdout

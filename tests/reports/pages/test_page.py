@@ -1,7 +1,5 @@
 """The page: self-contained, small, complete, and nothing that a run wrote can break out of it. Plots alike."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from html.parser import HTMLParser

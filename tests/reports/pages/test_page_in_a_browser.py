@@ -5,8 +5,6 @@ to a copy of the page where `.ci/axe` has fetched them. The page of the default 
 test_default_run.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import re

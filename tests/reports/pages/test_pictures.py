@@ -1,7 +1,5 @@
 """Pictures of a page: bars, the map of a failure, pipelines; each figure read back, wrong ones found."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import math

@@ -1,7 +1,5 @@
 """Run folders become frames: complete ones exactly, killed ones with a note, hostile ones with one clear error."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Callable, Sequence

@@ -7,8 +7,6 @@ draws few of each; `--hypothesis-profile deep` draws many, and kills thirty runs
 of a later layout is refused.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import signal

@@ -1,7 +1,5 @@
 """The headline, traffic beside its expectation and the break-even, added up by hand. The example notebook."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

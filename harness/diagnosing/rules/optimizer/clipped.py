@@ -4,8 +4,6 @@ Looked for in plain steps along the gradient, where the update is a number times
 element, block and rank shows. Only cases that clip are looked at.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 

@@ -9,8 +9,6 @@ A wrong m' or v' is fitted by the right one and the one before: `value = x right
 = b' - x b`. b1 and b2 are taken from the truth of the first step. Source: Kingma & Ba 2015; Loshchilov & Hutter 2019.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

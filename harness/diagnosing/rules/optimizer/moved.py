@@ -3,8 +3,6 @@
 Elements that Adam may have made out of rounding (`Evidence.slack`) are left out: no rule speaks of them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ alone. The error is in its moments (`moments` beside this file), or in the param
 the right one and the parameters before: `got = x right + y before`. Tested on numbers, as everywhere.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

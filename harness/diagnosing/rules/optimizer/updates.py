@@ -3,8 +3,6 @@
 Weights before the first step are `Evidence.shares`' "start/<parameter>". Tested on numbers, as everywhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

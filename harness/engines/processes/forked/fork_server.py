@@ -9,8 +9,6 @@ kills every worker and what they started, and ends. The server lives in a sessio
 the driver alone. Every wait is bounded; times are seconds.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import importlib
@@ -55,7 +53,7 @@ _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 class Worker:
     """A worker and its server; `recorder_file` is a descriptor of the memory of its flight recorder."""
 
-    def __init__(self, pid: int, pipe: Connection, recorder_file: int, server: ForkServer) -> None:
+    def __init__(self, pid: int, pipe: Connection, recorder_file: int, server: "ForkServer") -> None:
         self.pid, self.pipe, self.recorder_file, self.server = pid, pipe, recorder_file, server
         self.recording = Recording(recorder_file)
 

@@ -5,8 +5,6 @@ a counter of calls) is the one that the same group of the same processes had bef
 agree on that counter; after a run that failed its processes are replaced.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -10,8 +10,6 @@ in-process engine. Its processes are killed and the next run gets new ones. Stat
 No file is left, and no process outlives the driver: forked.fork_server.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import weakref

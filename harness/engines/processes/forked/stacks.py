@@ -4,8 +4,6 @@ faulthandler needs neither the interpreter's lock nor memory, so a rank prints w
 the lock. Frames are innermost first. Times are seconds.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import re

@@ -4,8 +4,6 @@ Orders come over a pipe, reports go back. A run is reported as soon as the progr
 rank is released, when all ranks have ended: closing connections earlier would fail ranks that are still reading.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -10,8 +10,6 @@ passes on its reports without reading them. Messages are pairs, of a word and th
 Times are seconds.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

@@ -8,8 +8,6 @@ run that breaks the groups is still reported, and a process's end seen at once. 
 the launcher's store; any process that can read the store may join. Times are seconds, and every wait is bounded.
 """
 
-from __future__ import annotations
-
 import hmac
 import re
 import secrets

@@ -8,8 +8,6 @@ fresh default group in processes of its own (launched.agent), so that what it br
 itself makes 1 of every status but 0. A case that is smaller than the world runs on its first ranks.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import secrets

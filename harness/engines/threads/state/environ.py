@@ -4,8 +4,6 @@ A change of a rank is passed on to the C library too, as os.environ does, so tha
 run the process has what it had. The launcher's words themselves are Python's alone: getenv in C has no ranks.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -7,8 +7,6 @@ each rank. Everything else is shared: tensors, classes of other modules, instanc
 torch. So are names that other modules imported from the named ones.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import sys

@@ -6,8 +6,6 @@ shared by ranks: the working folder, CUDA generators, the state of other modules
 thread.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import random
@@ -164,7 +162,7 @@ class PerRankState:
     Every rank starts from `seed`, the caller's default dtype, and what the places of modules have now.
     """
 
-    def __init__(self, world_size: int, seed: int, places: Sequence[Namespace], caller: CallerStreams) -> None:
+    def __init__(self, world_size: int, seed: int, places: "Sequence[Namespace]", caller: CallerStreams) -> None:
         self._places = tuple(places)
         self._caller = caller
         self._callers_dtype = torch.get_default_dtype()

@@ -1,7 +1,5 @@
 """Ctrl-C, as a real signal to a real process: what was finished is stored and printed, and the exit status is 130."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

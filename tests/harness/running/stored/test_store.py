@@ -1,7 +1,5 @@
 """The run folder: readable at any moment, also of a killed run; safe names, nothing overwritten, one clear error."""
 
-from __future__ import annotations
-
 import csv
 import errno
 import gzip

@@ -1,7 +1,5 @@
 """A subject whose ranks enter torch's loss_parallel themselves: the first to leave it ends it for all threads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A library's groups, kept once a process as Megatron-Core and DeepSpeed keep them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Subjects whose library keeps state that a process has once; right on processes, wrong where ranks are threads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

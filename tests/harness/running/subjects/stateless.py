@@ -1,7 +1,5 @@
 """Subjects that reach no module that keeps state: one right, one wrong."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

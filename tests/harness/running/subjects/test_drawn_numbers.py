@@ -1,7 +1,5 @@
 """Numbers drawn in forward are the cause where the truth draws none; masks of dropout lie in those of the truth."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The axes of experts in cases of a subject's own words: rank lists as in Megatron-Core, rules, and the truth alone."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

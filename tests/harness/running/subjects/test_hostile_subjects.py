@@ -1,7 +1,5 @@
 """A subject's own code may do anything: its case gets a verdict in words and the cases after it run."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Names to objects, and the modes of a subject: what can be named, one clear message for each way to get it wrong."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -3,8 +3,6 @@
 Frames are in the message, the traceback in a file, exit status 1, and every verdict where it belongs.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

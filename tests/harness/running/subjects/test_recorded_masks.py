@@ -1,7 +1,5 @@
 """Dropout of programs that know nothing of shardproof: masks are recorded, judged, and given to the truth."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """Calls that NCCL serves and gloo does not, or not right: what each must give, and what gloo does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Collectives that move tensors: dtypes, layouts, sizes, asynchronous and coalesced forms."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """all_to_all in both forms, with split sizes of every kind that torch takes."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

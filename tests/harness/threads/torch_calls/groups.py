@@ -1,7 +1,5 @@
 """Groups: how they are made, what they say of themselves, and what a rank outside of one gets."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

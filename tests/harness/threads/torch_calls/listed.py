@@ -1,7 +1,5 @@
 """The list of calls, filled by the modules beside this one, and the program that makes them on a rank."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

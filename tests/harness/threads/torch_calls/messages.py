@@ -1,7 +1,5 @@
 """Messages and objects: by rank and by group rank, batched, tagged, from any rank; torch's functional forms."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Wrong arguments, the same on every rank: torch's Python or a backend's C++ refuses them before anything is sent."""
 
-from __future__ import annotations
-
 from tests.harness.threads.torch_calls.listed import CALLS, Call, dist, filled, own
 
 MISTAKES: dict[str, Call] = {

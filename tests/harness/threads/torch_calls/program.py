@@ -1,7 +1,5 @@
 """The program of a rank: every call of the list, whatever became of the one before."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reductions of tensors: dtypes, reduce ops, forms."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
