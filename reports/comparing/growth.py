@@ -46,7 +46,7 @@ def growth(run: Run, counted: str = "layers") -> pd.DataFrame:
     return in_order(dearest).sort_values(["mode", "tokens"], ignore_index=True)
 
 
-def _sent(ledger: pd.DataFrame, counted: str) -> pd.Series[float]:
+def _sent(ledger: pd.DataFrame, counted: str) -> "pd.Series[float]":
     """Wire bytes of the busiest rank by case."""
     if counted == "layers":
         inside = ledger["region"].str.startswith("layers.") & (ledger["op"] != "all_to_all")

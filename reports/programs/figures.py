@@ -46,7 +46,7 @@ def traffic(run: Run) -> pd.DataFrame:
     return frame.sort_index().reset_index()
 
 
-def median(calls: pd.Series[int], steps_in_all: int) -> float:
+def median(calls: "pd.Series[int]", steps_in_all: int) -> float:
     """The median over steps, those without such a call included."""
     padded = sorted([0] * (steps_in_all - len(calls)) + [int(one) for one in calls])
     middle = len(padded) // 2

@@ -45,8 +45,8 @@ _NUMBERS = ("micro", "chunk", "start_us", "end_us", "call_index")
 _SPAN_TYPES = {"case": "str", "rank": "int64", "step": "int64", "kind": "str"} | {
     name: "float64" if name.endswith("_us") else "int64" for name in _NUMBERS
 }
-_TYPES = {"int": "int64", "float": "float64", "bool": "bool", "str": "str"}
-_LEDGER_TYPES = {name: _TYPES[str(Event.__annotations__[name])] for name in COLUMNS}
+_TYPES: dict[object, str] = {int: "int64", float: "float64", bool: "bool", str: "str"}
+_LEDGER_TYPES = {name: _TYPES[Event.__annotations__[name]] for name in COLUMNS}
 _NEWER = ("graph",)
 _ALWAYS = tuple(name for name in COLUMNS if name not in _NEWER)
 # Read as categories, every distinct text is made once: a million events then fit in a few hundred megabytes.

@@ -112,12 +112,12 @@ def grouped(headline: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _known_sum(numbers: pd.Series[int]) -> int | None:
+def _known_sum(numbers: "pd.Series[int]") -> int | None:
     """Their sum; None when one of them is not known."""
     return None if numbers.isna().any() or numbers.empty else int(numbers.sum())
 
 
-def _calls(run: Run, phase: str) -> pd.Series[int]:
+def _calls(run: Run, phase: str) -> "pd.Series[int]":
     lines = run.summary[run.summary["phase"] == phase]
     return lines.groupby("case", sort=False)["calls"].sum()
 
@@ -144,7 +144,7 @@ def _closest(verdicts: pd.DataFrame) -> pd.DataFrame:
     return ranked.drop_duplicates("case").set_index("case")[["worst_error", "worst_allowed"]]
 
 
-def _share(error: pd.Series[float], allowed: pd.Series[float]) -> pd.Series[float]:
+def _share(error: "pd.Series[float]", allowed: "pd.Series[float]") -> "pd.Series[float]":
     """Error in units of what is allowed. Exact checks allow 0: no error there is no news, any error the worst news."""
     exact = error.map({0.0: -1.0}).fillna(math.inf)
     return (error / allowed.where(allowed > 0)).where(allowed > 0, exact).where(error.notna())
@@ -169,7 +169,7 @@ def traffic(run: Run, *more: str) -> pd.DataFrame:
     return frame[[*keys, *order]]
 
 
-def _agrees(lines: pd.DataFrame) -> pd.Series[str]:
+def _agrees(lines: pd.DataFrame) -> "pd.Series[str]":
     """Per line of the summary: do calls and bytes of every rank meet what is expected of that rank?
 
     A run of an earlier version does not say that of ranks that differ.

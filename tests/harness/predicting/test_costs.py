@@ -156,7 +156,7 @@ def test_a_cluster_is_read_from_a_file(tmp_path: Path) -> None:
     ("old", "new", "message"),
     [
         ("memory_gib = 80", "memory_gib = -1", "device.memory_gib=-1: must be a positive number; legal: 80"),
-        ("memory_gib = 80", "", "device.memory_gib=nothing: must be given as float; legal: memory_gib = 80"),
+        ("memory_gib = 80", "", "device.memory_gib=nothing: must be given as int or float; legal: memory_gib = 80"),
         ("memory_gib = 80", 'memory_gib = "80"', "device.memory_gib='80': must be a int or float; legal: memory"),
         ("efficiency = 0.4", "efficiency = 1.4", r"device.efficiency=1.4: must lie in \(0, 1\]; legal: 0.5"),
         ("bfloat16 = 989", "int3 = 9", "device.peak_tflops=int3: is not a dtype of a case; legal: float64"),
