@@ -12,8 +12,7 @@ from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
 from harness.diagnosing.rules.places import ranks_apart
 from harness.errors import ranks_text
-from harness.mesh_axes import split_axes
-from harness.protocols import Axes
+from harness.mesh_axes import place_of_rank, split_axes
 
 _CORES: Mapping[str, str] = {"attention": "the attention core", "mlp": "the activation function"}
 """Last word of a module -> what its own code computes between two linears."""
@@ -33,24 +32,19 @@ def ranks_in_words(evidence: Evidence, name: str, wrong: Collection[str]) -> str
     axes = {axis: evidence.axes[axis] for axis in split_axes(evidence.case) if axis in evidence.axes}
     for count in (1, 2):
         for some in itertools.combinations(axes, count):
-            places = {rank: tuple(_place(axes, axis, rank) for axis in some) for rank in (*bad, *good)}
+            places = {rank: tuple(place_of_rank(axes, axis, rank) for axis in some) for rank in (*bad, *good)}
             mine, others = {places[rank] for rank in bad}, {places[rank] for rank in good}
             if not mine & others and (count == 1 or len(mine) == 1):
                 return f"wrong on {_in_words(some, mine)} alone, right on {_in_words(some, others)}"
     return ""
 
 
-def _place(axes: Axes, axis: str, rank: int) -> int:
-    """The coordinate of a rank on an axis."""
-    return next((ranks.index(rank) for ranks in axes[axis] if rank in ranks), 0)
-
-
 def _in_words(axes: Sequence[str], places: Collection[tuple[int, ...]]) -> str:
     """Coordinates in words: "cp rank 1", "cp ranks 0 1", "tp rank 0 of dp rank 1"; several of two axes are "others"."""
+    if len(axes) > 1 and len(places) > 1:
+        return "others"
     if len(axes) > 1:
-        return (
-            " of ".join(f"{a} rank {i}" for a, i in zip(axes, *places, strict=True)) if len(places) == 1 else "others"
-        )
+        return " of ".join(f"{axis} rank {place}" for axis, place in zip(axes, *places, strict=True))
     found = sorted(place for (place,) in places)
     return f"{axes[0]} rank{'s' * (len(found) > 1)} {ranks_text(found)}"
 

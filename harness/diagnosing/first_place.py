@@ -64,17 +64,12 @@ def first_place(evidence: Evidence, wrong: Sequence[str], parted: Difference | N
         return First(
             phase=stray.phase, region=stray.region, step=stray.step, name=wrong[0] if wrong else "", event=call
         )
-    if shown is None:
-        return _never_waited(evidence)
-    return replace(shown, event=event)
-
-
-def _never_waited(evidence: Evidence) -> First:
-    """Where the first asynchronous call that was never waited for was issued; nowhere when all were waited for."""
+    if shown is not None:
+        return replace(shown, event=event)
     for work in evidence.unwaited:
-        if event := _issued_as(evidence, work):
+        if found := _issued_as(evidence, work):
             call = f"{work.op} #{work.number} of {work.group} at {work.caller}, never waited for"
-            return First(phase=event.phase, region=event.region, step=event.step, event=call)
+            return First(phase=found.phase, region=found.region, step=found.step, event=call)
     return First()
 
 

@@ -12,19 +12,23 @@ the first that is found is reported.
     6  what is usually behind a check that nothing else explains
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from harness.checking.call_checks import lists_text, strays
 from harness.checking.evidence import FAIL, Evidence, Finding
+from harness.checking.measures.kinds import kind_of
+from harness.checking.measures.many_tensors import kind_rms
+from harness.checking.measures.tolerance import own_share
+from harness.checking.measuring import compared
 from harness.diagnosing.by_numbers import by_numbers
-from harness.diagnosing.cause_limits import within_limits
 from harness.diagnosing.rules.causes import MEANT, Cause, reported
 from harness.diagnosing.rules.factors import UNDECIDED
 from harness.diagnosing.rules.layouts import from_flaws
 from harness.diagnosing.rules.losses import from_parts, more_classes
 from harness.diagnosing.rules.masks import from_masks
 from harness.diagnosing.rules.places import comparable
+from harness.diagnosing.rules.proofs import Explained
 from harness.diagnosing.rules.what_ifs import what_if
 from harness.differences import Difference
 from harness.outcome.merging import Merged
@@ -123,16 +127,9 @@ def _from_located(evidence: Evidence) -> list[Cause]:
     for value, truth in located.shown:
         merged = Merged(tensors={**evidence.merged.tensors, name: value}, flaws=evidence.merged.flaws)
         seen = replace(evidence, truth={**evidence.truth, name: truth}, merged=merged, shares={}, others=())
-        if causes := by_numbers(seen, [name]):
-            return [_undecided(cause) for cause in causes]
+        if causes := by_numbers(seen, [name]):  # cases of other sizes are not searched for their first wrong module
+            return [replace(c, words=f"{c.words}{UNDECIDED}", follows=()) if c.follows else c for c in causes]
     return []
-
-
-def _undecided(cause: Cause) -> Cause:
-    """A factor that equals a size of the case: cases of other sizes are not searched for their first wrong module."""
-    if not cause.follows:
-        return cause
-    return replace(cause, words=f"{cause.words}{UNDECIDED}", follows=())
 
 
 def _from_groups(evidence: Evidence) -> list[Cause]:
@@ -186,3 +183,32 @@ def _changed(expected: EventKey, issued: EventKey) -> str:
     if (expected.dtype, expected.payload_bytes) != (issued.dtype, issued.payload_bytes):
         return "wrong_payload"
     return "wrong_place"
+
+
+def within_limits(evidence: Evidence, causes: Iterable[Cause]) -> list[Cause]:
+    """Causes that leave no more of a wrong tensor than its check allows: the last word before they are reported.
+
+    The first merged tensor that a cause speaks of decides: what comes after it was computed from wrong values.
+    """
+    names = {id(tensor): name for name, tensor in evidence.merged.tensors.items()}
+    return [cause for cause in causes if _allowed(evidence, names, cause)]
+
+
+def _allowed(evidence: Evidence, names: Mapping[int, str], cause: Cause) -> bool:
+    """Whether the tensor would pass with what the prediction leaves of it as its error.
+
+    True for causes of one rank's part, of a step's movement, or of where the truth is 0 and has no size to measure by.
+    A prediction that states how much it may leave (`Explained.left`) is one of a rule with a limit of its own.
+    """
+    spoken = (p for p in cause.proof if isinstance(p, Explained) and p.left is None and id(p.value) in names)
+    proof = next(spoken, None)
+    if proof is None or not bool(proof.truth.any()):
+        return True
+    name, tensors = names[id(proof.value)], evidence.merged.tensors
+    truth, guess = evidence.truth[name].double(), proof.guess.double()
+    left = proof.value.double() - guess
+    left = left.where(left.abs() > own_share(evidence.dtype_of(name)) * guess.abs(), 0.0)
+    corrected = truth + left / max(1.0, float(guess.norm() / truth.norm()))
+    merged = Merged(tensors={**tensors, name: corrected.to(proof.value.dtype)}, flaws=evidence.merged.flaws)
+    alike = {other: tensor for other, tensor in evidence.truth.items() if kind_of(other) == kind_of(name)}
+    return compared(replace(evidence, merged=merged), name, kind_rms(alike).get(kind_of(name), 0.0)).right

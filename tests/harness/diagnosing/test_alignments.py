@@ -14,8 +14,7 @@ from harness.checking.checks import examine
 from harness.checking.evidence import Evidence
 from harness.diagnosing.diagnosis import Diagnosis, diagnose
 from harness.diagnosing.placing.alignments import AGREES, DIFFERS, UNKNOWN, TrueTensor, fit
-from harness.diagnosing.placing.names import same_modules
-from harness.diagnosing.placing.tensors import stages
+from harness.diagnosing.placing.counterparts import same_modules, stages
 from harness.outcome.blocks import localize
 from harness.outcome.merging import differing, merge
 from harness.shard import Shard

@@ -16,8 +16,7 @@ from torch import Tensor
 from harness.errors import TimeLimit
 from harness.running.proof import prove
 from harness.running.ranks.execution import RankTask, perform
-from harness.running.ranks.output import shown_once
-from harness.running.ranks.printed import rank_output
+from harness.running.ranks.output import rank_output, shown_once
 from harness.running.request import Request
 from harness.running.run import run
 from harness.running.trials.trial import in_time
