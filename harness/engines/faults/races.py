@@ -145,7 +145,11 @@ class _StressedMatcher(CollectiveMatcher):
         flight = self._flights.pop(call, None)
         if flight is not None:
             if changed := _changed(flight):
-                self._park(call, self._race(call, changed))
+                ends = (call.origin, caller_at(sys._getframe()))
+                begun, until = (at.place if at is not None else "an unknown line" for at in ends)
+                between = f"between its issue at {begun} and the wait at {until}"
+                text = f"rank {call.rank} changed the {changed} of {call_text(call)} {between}"
+                self._park(call, Race(rank=call.rank, text=text))
             if not flight.arrived:
                 spoiled.overwrite(flight.outputs, flight.results)
         super().close(call)
@@ -165,13 +169,6 @@ class _StressedMatcher(CollectiveMatcher):
                     output.copy_(spoiled.poison(output))
         tensors = [*outputs, *(operands.inputs if operands.inputs is not operands.outputs else ())]
         return _Flight(tensors, _seen(tensors), outputs, results, next(self._early))
-
-    def _race(self, call: RankCall, tensor: str) -> Race:
-        """The race: which rank changed which tensor, and where the call was issued and waited for."""
-        waited = caller_at(sys._getframe())
-        begun, until = (at.place if at is not None else "an unknown line" for at in (call.origin, waited))
-        between = f"between its issue at {begun} and the wait at {until}"
-        return Race(rank=call.rank, text=f"rank {call.rank} changed the {tensor} of {call_text(call)} {between}")
 
 
 def _seen(tensors: Sequence[Tensor]) -> list[_Look]:

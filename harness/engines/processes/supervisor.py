@@ -167,7 +167,7 @@ class Supervisor:
                 legal = "legal: what a module defines that ranks can import"
                 return RequestError(f"program: {rule}: {report.refused}; {legal}")
             if report is not None and report.broken:
-                return MachineError(f"the ranks could not be connected: {report.broken}", ranks=(), positions=())
+                return MachineError(f"the ranks could not be connected: {report.broken}")
         return None
 
     def _error(self) -> ShardproofError | None:
@@ -180,10 +180,13 @@ class Supervisor:
         if mismatch is None and not pending and not self._failed():
             skipped = of_skipped(self._matcher.groups)
             return None if skipped is None else self._desynchronised(skipped)
-        if mismatch is not None and not self._raised_before_mismatch(raised):
+        earlier = workers.one_clock and bool(raised) and raised[0].at_s < self._matcher.mismatch_at_s
+        if mismatch is not None and not earlier:
             return self._desynchronised(of_mismatch(mismatch))
-        if workers.died:
-            return self._of_deaths()
+        if died := workers.died:  # one end from outside may cause the others
+            kind = RankCrashed if all(end.by_program for end in died.values()) else RankDied
+            ends = (f"rank {rank} of {len(self._ranks)} died: {end.words}" for rank, end in sorted(died.items()))
+            return kind(", ".join(ends), ranks=sorted(died), positions=self._positions())
         if raised:
             return self._of_raise(raised)
         if workers.terminated:
@@ -198,18 +201,8 @@ class Supervisor:
         found = [r.result for r in self._workers.reports if r is not None and r.result is not None and r.result.error]
         return sorted(found, key=lambda result: (bool(_PEER_GONE.search(result.detail)), result.at_s))
 
-    def _raised_before_mismatch(self, raised: Sequence[RankResult]) -> bool:
-        return self._workers.one_clock and bool(raised) and raised[0].at_s < self._matcher.mismatch_at_s
-
     def _desynchronised(self, cause: RootCause) -> Desynchronised:
         return Desynchronised(cause.text, kind=cause.kind, ranks=cause.ranks, positions=self._positions())
-
-    def _of_deaths(self) -> ShardproofError:
-        """RankCrashed when the program ended all of these; else RankDied: one end from outside may cause the others."""
-        died = self._workers.died
-        text = ", ".join(f"rank {rank} of {len(self._ranks)} died: {end.words}" for rank, end in sorted(died.items()))
-        kind = RankCrashed if all(end.by_program for end in died.values()) else RankDied
-        return kind(text, ranks=sorted(died), positions=self._positions())
 
     def _of_raise(self, raised: Sequence[RankResult]) -> ShardproofError:
         first = raised[0]
@@ -232,12 +225,12 @@ class Supervisor:
         return [self._position(rank) for rank in self._ranks]
 
     def _position(self, rank: int) -> Position:
-        report, last, at_mismatch = self._workers.reports[rank], self._matcher.last[rank], self._matcher.at_mismatch
+        report, last = self._workers.reports[rank], self._matcher.last[rank]
         result, end = (None if report is None else report.result), self._workers.died.get(rank)
         standing = self._standing.get(rank, Standing())
         if result is not None and result.error is not None:
             return Position(rank=rank, state="raised", detail=result.detail, caller=result.caller)
-        if (met := at_mismatch.get(rank)) is not None:
+        if (met := self._matcher.at_mismatch.get(rank)) is not None:
             waits = met is last and result is None and end is None
             return position_in_call(met, "waits in" if waits else "passed", met.recorded.caller, standing.stack)
         if result is not None:

@@ -127,9 +127,8 @@ class TraceMatcher:
             label_group(group, self._known)
         member, op = recorded.ranks.index(rank), recorded.signature.op
         if op == OTHER:  # who takes part is not known: no rank waits in it, and it cannot mismatch
-            self.last[rank] = TracedCall(
-                rank, group, group.numbers[member], recorded, _complete(recorded.signature), at_s
-            )
+            complete = PendingCollective(recorded.signature, 1, done=True)
+            self.last[rank] = TracedCall(rank, group, group.numbers[member], recorded, complete, at_s)
         elif op in {"send", "recv"}:
             self._post(member, group, rank, at_s, recorded)
         else:
@@ -212,10 +211,3 @@ class TraceMatcher:
     def _differ(self, mismatch: Mismatch, at_s: float) -> None:
         if self.mismatch is None:
             self.mismatch, self.mismatch_at_s = mismatch, at_s
-
-
-def _complete(signature: Signature) -> PendingCollective:
-    """A call that is complete when it is issued."""
-    collective = PendingCollective(signature, 1)
-    collective.done = True
-    return collective

@@ -19,13 +19,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from types import FrameType
 from typing import Any
 
 from harness.engines.engine import Engine, RunRequest
 from harness.engines.processes.exit_status import ProcessEnd
 from harness.engines.processes.flight_recorder import ReadCalls
-from harness.engines.processes.launched.agent import CALLS, END, KILL, LEAVE, RUN, START, WHERE, Progress, relayed
+from harness.engines.processes.launched.agent import CALLS, END, KILL, LEAVE, RUN, START, WHERE, relayed
 from harness.engines.processes.launched.rendezvous import gather, join, launched
 from harness.engines.processes.messages import RunOrder, Standing, WorkerReport, packed_program, unpacked
 from harness.engines.processes.supervisor import Supervisor
@@ -80,7 +79,7 @@ class TorchrunEngine(Engine):
             raise RequestError(f"engine=torchrun: this is rank {place.rank}; {rule}; legal: serve() on this rank")
         self._runs = 0
         self._session = secrets.token_hex(4)
-        self._terminated = threading.Event()
+        self._terminated = terminated = threading.Event()
         self._handlers = ExitStack()
         self._store = place.store(_JOIN_S)
         self._links = gather(place, self._store, _JOIN_S)
@@ -88,7 +87,7 @@ class TorchrunEngine(Engine):
         self._own = threading.Thread(target=relayed, args=(theirs, place), name="rank 0", daemon=True)
         self._own.start()
         if threading.current_thread() is threading.main_thread():
-            before = signal.signal(signal.SIGTERM, self._on_sigterm)
+            before = signal.signal(signal.SIGTERM, lambda *_: terminated.set())  # torchrun: a process has ended
             self._handlers.callback(signal.signal, signal.SIGTERM, before)
 
     @property
@@ -99,7 +98,10 @@ class TorchrunEngine(Engine):
     def run_request(self, request: RunRequest, observer: Observer | None) -> list[Any]:
         """The results by rank; see Engine.run."""
         self._require_open()
-        self._require_ranks(request.world_size)
+        if request.world_size > (size := self._place.world_size):
+            rule = f"must be from 1 to {size}, the number of processes that were launched"
+            legal = f"torchrun --nproc-per-node {request.world_size} ..."
+            raise RequestError(f"world_size {request.world_size}: {rule}; legal: {legal}")
         self._runs += 1
         order = RunOrder(
             number=self._runs,
@@ -126,28 +128,15 @@ class TorchrunEngine(Engine):
             with suppress(OSError):  # that one is gone already
                 link.send((END, 0))
         self._own.join(_CLOSE_S)
-        _drain(list(self._links.values()), time.monotonic() + _CLOSE_S)
+        links: list[Any] = list(self._links.values())
+        end_s = time.monotonic() + _CLOSE_S
+        while links and (ready := wait(links, max(0.0, end_s - time.monotonic()))):
+            for link in ready:  # this process may hold the store that the others use: wait until all have closed
+                try:
+                    link.recv_bytes()
+                except (EOFError, OSError):
+                    links.remove(link)
         self._handlers.close()
-
-    def _on_sigterm(self, _signal: int, _frame: FrameType | None) -> None:
-        """torchrun ends a world by this signal as soon as one process has ended: report which before ending."""
-        self._terminated.set()
-
-    def _require_ranks(self, world_size: int) -> None:
-        size = self._place.world_size
-        if not 1 <= world_size <= size:
-            rule = f"must be from 1 to {size}, the number of processes that were launched"
-            raise RequestError(f"world_size {world_size}: {rule}; legal: torchrun --nproc-per-node {world_size} ...")
-
-
-def _drain(links: list[Connection], end_s: float) -> None:
-    """The closing barrier: wait until every process has closed, for this one may hold the store they use."""
-    while links and (ready := wait(links, max(0.0, end_s - time.monotonic()))):
-        for link in ready:
-            try:
-                link.recv_bytes()  # type: ignore[union-attr]
-            except (EOFError, OSError):
-                links.remove(link)  # type: ignore[arg-type]
 
 
 class LaunchedWorkers:
@@ -171,7 +160,13 @@ class LaunchedWorkers:
     @property
     def calls(self) -> list[Callable[[], ReadCalls]]:
         """Records that the ranks have sent of their flight recorders."""
-        return [functools.partial(self._read, rank) for rank in self._links]
+
+        def read(rank: int) -> ReadCalls:
+            calls = self._calls[rank]
+            self._calls[rank] = calls._replace(new=())
+            return calls
+
+        return [functools.partial(read, rank) for rank in self._links]
 
     @property
     def terminated(self) -> str:
@@ -215,11 +210,6 @@ class LaunchedWorkers:
     def _pending(self) -> list[int]:
         return [rank for rank in self._links if self.reports[rank] is None and rank not in self.died]
 
-    def _read(self, rank: int) -> ReadCalls:
-        read = self._calls[rank]
-        self._calls[rank] = read._replace(new=())
-        return read
-
     def _ask(self, word: str, limit_s: float) -> None:
         """Send the word to every pending rank, and listen until it has answered."""
         self._answered.clear()
@@ -243,10 +233,8 @@ class LaunchedWorkers:
         except (EOFError, OSError):
             self.died[rank] = _GONE
             return
-        if number == self._order.number:
-            self._take(rank, progress)
-
-    def _take(self, rank: int, progress: Progress) -> None:
+        if number != self._order.number:
+            return
         self._calls[rank] = progress.calls._replace(new=(*self._calls[rank].new, *progress.calls.new))
         if progress.end is not None:
             by_program = progress.end.by_program and self._started
