@@ -89,22 +89,8 @@ class Kill:
 
 
 COLUMNS: tuple[str, ...] = (
-    "name",
-    "kind",
-    "stands_for",
-    "mode",
-    "phase",
-    "region",
-    "killed_by",
-    "killed",
-    "equivalent",
-    "seconds",
-    "region_right",
-    "cause_right",
-    "held_back",
-    "cause_told",
-    "twin",
-    "when",
+    *("name", "kind", "stands_for", "mode", "phase", "region", "killed_by", "killed", "equivalent", "seconds"),
+    *("region_right", "cause_right", "held_back", "cause_told", "twin", "when"),
 )
 """Columns of `kill_matrix.csv`, in this order."""
 
@@ -164,9 +150,6 @@ def killed_alone(rows: Iterable[Kill], checks: Sequence[str]) -> dict[str, tuple
         for check in row.killed_by:
             kills, alone, name = figures_by_check.get(check, (0, 0, ""))
             only = len(row.killed_by) == 1
-            figures_by_check[check] = (
-                kills + 1,
-                alone + only,
-                name or (row.name if only and not row.held_back else ""),
-            )
+            named = name or (row.name if only and not row.held_back else "")
+            figures_by_check[check] = (kills + 1, alone + only, named)
     return figures_by_check

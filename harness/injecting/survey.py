@@ -204,15 +204,11 @@ def _tried(trial: Trial, fault: Fault, clean: _Undisturbed, first_only: bool) ->
         return FaultResult(fault=fault, killed_by=("run",))
     except MachineError as error:
         return FaultResult(fault=fault, machine=error.cause)
-    killed_by = _failed(findings)
-    proof = "" if killed_by else _same(fault, clean, disturbance.delivered, evidence.outcomes)
-    return FaultResult(fault=fault, killed_by=killed_by, equivalent=proof)
-
-
-def _same(fault: Fault, clean: _Undisturbed, delivered: Mapping[RankCallIndex, bytes], outcomes: Outcomes) -> str:
-    """The proof that a run computed what the undisturbed one does, by their bits; "" when there is none."""
+    delivered, elsewhere = disturbance.delivered, clean.delivered.keys() - fault.places
+    if killed_by := _failed(findings):
+        return FaultResult(fault=fault, killed_by=killed_by)
     if delivered == clean.delivered:
-        return UNCHANGED
-    elsewhere = clean.delivered.keys() - fault.places
-    same = all(clean.delivered[place] == delivered.get(place) for place in elsewhere)
-    return UNREAD if same and same_outcomes(clean.outcomes, outcomes) else ""
+        return FaultResult(fault=fault, equivalent=UNCHANGED)
+    unread = all(clean.delivered[place] == delivered.get(place) for place in elsewhere)
+    unread = unread and same_outcomes(clean.outcomes, evidence.outcomes)
+    return FaultResult(fault=fault, equivalent=UNREAD if unread else "")

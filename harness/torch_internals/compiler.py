@@ -7,7 +7,7 @@ these marks, then as torch has them.
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,11 +39,7 @@ class _Settings:
         return getattr(importlib.import_module(_COMPILER).config, name)
 
 
-def _undecorated(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
-
-
-_FOR_CHECKPOINTS = {"config": _Settings(), "disable": _undecorated}
+_FOR_CHECKPOINTS = {"config": _Settings(), "disable": lambda function: function}
 
 
 def leave_unloaded() -> None:
@@ -56,7 +52,9 @@ def leave_unloaded() -> None:
     if _COMPILER in sys.modules:
         return
     vars(torch).setdefault("_dynamo", _Unloaded())
-    for wrapper in _never_compiled():
+    kept = [getattr(Optimizer, name) for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad")]
+    kept += [getattr(checkpoint, name, None) for name in ("checkpoint", "_run_fn_with_dynamo_disabled")]
+    for wrapper in kept:  # which torch keeps from its compiler
         function = getattr(wrapper, "__wrapped__", None)
         if function is not None and _INSTEAD not in vars(function):
             setattr(function, _INSTEAD, _undisabled(wrapper, function))
@@ -64,15 +62,6 @@ def leave_unloaded() -> None:
         step = vars(kind).get("step") if isinstance(kind, type) and issubclass(kind, Optimizer) else None
         if step is not None and getattr(getattr(step, "__code__", None), "co_name", "") == _STEP:
             kind.step = _unbroken(step)
-
-
-def _never_compiled() -> Iterator[Callable[..., Any]]:
-    """Functions of optimizers and checkpoints that torch keeps from its compiler."""
-    for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
-        yield getattr(Optimizer, name)
-    for name in ("checkpoint", "_run_fn_with_dynamo_disabled"):
-        if hasattr(checkpoint, name):
-            yield getattr(checkpoint, name)
 
 
 def _undisabled(wrapper: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:

@@ -34,6 +34,7 @@ from harness.engines.threads.state.rank_state import PerRankState
 from harness.engines.threads.work import RankCall
 from harness.ledger import Observer
 from harness.outcome.merging import same_bits
+from harness.torch_internals.autograd import version_of
 from harness.torch_internals.modes import unseen
 
 
@@ -173,7 +174,7 @@ class _StressedMatcher(CollectiveMatcher):
 
 def _seen(tensors: Sequence[Tensor]) -> list[_Look]:
     with unseen():
-        return [_Look(tensor.clone(), _version(tensor)) for tensor in tensors]
+        return [_Look(tensor.clone(), version_of(tensor)) for tensor in tensors]
 
 
 def _changed(flight: _Flight) -> str:
@@ -181,12 +182,7 @@ def _changed(flight: _Flight) -> str:
     with unseen():
         for i, (tensor, look) in enumerate(zip(flight.tensors, flight.seen, strict=True)):
             # NaN + 1 has the bits of NaN; of a part of a larger buffer the count of writes is no evidence
-            written = _version(tensor) != look.version and tensor.nbytes == tensor.untyped_storage().nbytes()
+            written = version_of(tensor) != look.version and tensor.nbytes == tensor.untyped_storage().nbytes()
             if written or not same_bits(tensor, look.copy):
                 return "output" if i < len(flight.outputs) else "input"
     return ""
-
-
-def _version(tensor: Tensor) -> int:
-    """How often the tensor's memory was written; tensors of inference mode do not count."""
-    return 0 if tensor.is_inference() else tensor._version

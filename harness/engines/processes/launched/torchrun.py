@@ -131,11 +131,11 @@ class TorchrunEngine(Engine):
         links: list[Any] = list(self._links.values())
         end_s = time.monotonic() + _CLOSE_S
         while links and (ready := wait(links, max(0.0, end_s - time.monotonic()))):
-            for link in ready:  # this process may hold the store that the others use: wait until all have closed
+            for other in ready:  # this process may hold the store that the others use: wait until all have closed
                 try:
-                    link.recv_bytes()
+                    other.recv_bytes()  # type: ignore[union-attr]
                 except (EOFError, OSError):
-                    links.remove(link)
+                    links.remove(other)
         self._handlers.close()
 
 
