@@ -52,9 +52,7 @@ def leave_unloaded() -> None:
     if _COMPILER in sys.modules:
         return
     vars(torch).setdefault("_dynamo", _Unloaded())
-    kept = [getattr(Optimizer, name) for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad")]
-    kept += [getattr(checkpoint, name, None) for name in ("checkpoint", "_run_fn_with_dynamo_disabled")]
-    for wrapper in kept:  # which torch keeps from its compiler
+    for wrapper in _never_compiled():
         function = getattr(wrapper, "__wrapped__", None)
         if function is not None and _INSTEAD not in vars(function):
             setattr(function, _INSTEAD, _undisabled(wrapper, function))
@@ -62,6 +60,13 @@ def leave_unloaded() -> None:
         step = vars(kind).get("step") if isinstance(kind, type) and issubclass(kind, Optimizer) else None
         if step is not None and getattr(getattr(step, "__code__", None), "co_name", "") == _STEP:
             kind.step = _unbroken(step)
+
+
+def _never_compiled() -> list[Any]:
+    """Functions of optimizers and checkpoints that torch keeps from its compiler, as far as it has them."""
+    kept = [getattr(Optimizer, name) for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad")]
+    names = ("checkpoint", "_run_fn_with_dynamo_disabled")
+    return kept + [getattr(checkpoint, name) for name in names if hasattr(checkpoint, name)]
 
 
 def _undisabled(wrapper: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ import functools
 import hashlib
 import sys
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,8 +124,12 @@ class DrawnNumbers(DispatchMode):
         if drops and all(bool((one == one.flatten()[:1]).all()) for one in drawn):
             return  # a rate of 0 drops nothing
         around = self._module()
-        bits = hashlib.sha256(b"".join(_bytes(one) for one in drawn)).hexdigest()
-        self.found.append(Numbers(operator, caller(), around or "", bits, around is not None or self._computed))
+        bits = hashlib.sha256()
+        for one in drawn:
+            bits.update(str(tuple(one.shape)).encode())
+            bits.update(one.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        forward = around is not None or self._computed
+        self.found.append(Numbers(operator, caller(), around or "", bits.hexdigest(), forward))
 
     def _module(self) -> str | None:
         """The path of the module whose forward runs, None outside of all."""
@@ -141,12 +145,6 @@ class DrawnNumbers(DispatchMode):
             return None
         self._paths.add(outer)
         return self._paths.module(inner, "")
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    """Shape and bits of a tensor."""
-    words = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return str(tuple(tensor.shape)).encode() + words.numpy().tobytes()
 
 
 _EPSILONS: Mapping[str, float] = {
@@ -220,29 +218,21 @@ class NarrowProbe(DispatchMode):
         widest = min((torch.finfo(leaf.dtype).eps for leaf in returned if leaf.is_floating_point()), default=1.0)
         for leaf in given:
             name = self._narrow.get(leaf.dtype)
-            if name and leaf.dtype not in self.found and widest < _EPSILONS[name] and self._counts(leaf):
+            if not name or leaf.dtype in self.found or widest >= _EPSILONS[name]:
+                continue
+            # Masks and counts, which are whole numbers, are exact in every dtype.
+            if (self._constants or self._is_computed(leaf)) and not torch.equal(leaf, leaf.round()):
                 self.found[leaf.dtype] = _SEPARATOR.join((name, str(operator), caller()))
         if any(leaf.dtype == self._wide or self._is_computed(leaf) for leaf in given):
-            self._remember(leaf for leaf in returned if leaf.dtype in self._narrow)
+            for leaf in returned:  # computed in the case's dtype for as long as their storage lives
+                if leaf.dtype in self._narrow and not self._is_computed(leaf):
+                    key = storage_id(leaf)
+                    gone = functools.partial(self._gone, key)
+                    self._computed[key] = weakref.ref(leaf.untyped_storage(), gone)
         return result
-
-    def _counts(self, tensor: Tensor) -> bool:
-        return (self._constants or self._is_computed(tensor)) and _rounds(tensor)
 
     def _is_computed(self, tensor: Tensor) -> bool:
         return storage_id(tensor) in self._computed
 
     def _gone(self, key: int, _reference: object) -> None:
         del self._computed[key]
-
-    def _remember(self, tensors: Iterable[Tensor]) -> None:
-        """These were computed in the case's dtype, while their storage lives: its number is given again then."""
-        for tensor in tensors:
-            key = storage_id(tensor)
-            if key not in self._computed:
-                self._computed[key] = weakref.ref(tensor.untyped_storage(), functools.partial(self._gone, key))
-
-
-def _rounds(tensor: Tensor) -> bool:
-    """Whether there is any number that is not whole: masks and counts are exact in every dtype."""
-    return not bool(torch.equal(tensor, tensor.round()))
