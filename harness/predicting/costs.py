@@ -83,14 +83,6 @@ def _share(n: int, way: Route) -> float:
     return (way.size - 1) / way.size * n * way.byte_s
 
 
-def _reduce_ring(n: int, way: Route) -> float:
-    return 2 * (way.size - 1) * way.latency_s + 2 * _share(n, way)
-
-
-def _reduce_tree(n: int, way: Route) -> float:
-    return 2 * _turns(way) * way.latency_s + 2 * n * way.byte_s
-
-
 def _half_ring(n: int, way: Route) -> float:
     return (way.size - 1) * way.latency_s + _share(n, way)
 
@@ -103,10 +95,6 @@ def _one_way_tree(n: int, way: Route) -> float:
     return _turns(way) * way.latency_s + n * way.byte_s
 
 
-def _exchange(n: int, way: Route) -> float:
-    return (way.size - 1) * way.latency_s + max(share * n * byte_s for share, byte_s in way.crossing)
-
-
 def _rooted(n: int, way: Route) -> float:
     return (way.size - 1) * (way.latency_s + n * way.byte_s)
 
@@ -115,26 +103,24 @@ def _message(n: int, way: Route) -> float:
     return way.latency_s + n * way.byte_s
 
 
-def _meeting(_n: int, way: Route) -> float:
-    return 2 * _turns(way) * way.latency_s
-
-
 _Formula = Callable[[int, Route], float]
 _RING: dict[str, _Formula] = {
-    "all_reduce": _reduce_ring,
+    "all_reduce": lambda n, way: 2 * (way.size - 1) * way.latency_s + 2 * _share(n, way),
     "all_gather": _half_ring,
     "reduce_scatter": _half_ring,
     "broadcast": _one_way_ring,
     "reduce": _one_way_ring,
-    "all_to_all": _exchange,
+    "all_to_all": lambda n, way: (
+        (way.size - 1) * way.latency_s + max(share * n * byte_s for share, byte_s in way.crossing)
+    ),
     "gather": _rooted,
     "scatter": _rooted,
     "send": _message,
     "recv": _message,
 }
 _TREE: dict[str, _Formula] = {
-    "all_reduce": _reduce_tree,
+    "all_reduce": lambda n, way: 2 * _turns(way) * way.latency_s + 2 * n * way.byte_s,
     "broadcast": _one_way_tree,
     "reduce": _one_way_tree,
-    "barrier": _meeting,
+    "barrier": lambda _n, way: 2 * _turns(way) * way.latency_s,
 }

@@ -8,8 +8,7 @@ from harness.checking.evidence import Evidence, Finding, gathered
 from harness.engines.engine import Unwaited
 from harness.engines.shapes.dry import DryEngine
 from harness.ledger import Event
-from harness.predicting.classes import representatives
-from harness.predicting.dry_run import DryRank, DryRun, dry_run
+from harness.predicting.dry_run import DryRank, DryRun, dry_run, representatives
 from harness.predicting.meter import hidden
 from harness.running.trials.statements import expectation_of, orders_of
 from harness.running.trials.trial import Trial

@@ -22,8 +22,7 @@ from harness.engines.shapes.dry import DryEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import NoNumbers, RankRaised, RequestError, TimeLimit
 from harness.ledger import Event
-from harness.predicting.classes import representatives
-from harness.predicting.dry_run import DryRank, dry_run
+from harness.predicting.dry_run import DryRank, dry_run, representatives
 from harness.predicting.meter import START, WAIT
 from harness.running.proof import prove
 from harness.running.ranks.execution import execute
