@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from harness.engines.engine import Engine
 from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import Call, Event, Observer
 from harness.protocols import Axes
@@ -117,17 +118,22 @@ def record(program: Callable[[Voice], object]) -> list[Event]:
 
 
 def recorded(
-    program: Callable[[int], object], world_size: int = 2, axes: Axes | None = None, *, per_rank: Sequence[str] = ()
+    program: Callable[[int], object],
+    world_size: int = 2,
+    axes: Axes | None = None,
+    *,
+    per_rank: Sequence[str] = (),
+    engine: Engine | None = None,
 ) -> list[Event]:
-    """The events of all ranks, which run `program(rank)` in the in-process engine; the axis is dp by default."""
+    """The events of all ranks, which run `program(rank)`, in an in-process engine by default; the axis is dp then."""
 
     def on_rank(rank: int) -> None:
         with recorder.on_rank(rank):
             program(rank)
 
     axes = {"dp": (tuple(range(world_size)),)} if axes is None else axes
-    with InprocEngine() as engine, Recorder("seed=0", "tp", world_size, axes) as recorder:
-        engine.run(on_rank, world_size=world_size, observer=recorder, per_rank=per_rank)
+    with engine or InprocEngine() as made, Recorder("seed=0", "tp", world_size, axes) as recorder:
+        made.run(on_rank, world_size=world_size, observer=recorder, per_rank=per_rank)
     return recorder.events()
 
 

@@ -11,11 +11,11 @@ from harness.engines.engine import Engine
 from harness.engines.shapes.dry import DryEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import OTHER
-from harness.recording.recorder import Recorder
 from harness.running.proof import prove
 from harness.running.result import CaseResult
 from reference.case import Case
 from tests.harness.engines.programs import Log
+from tests.harness.recording.toy_calls import recorded
 from tests.harness.shapes.unmapped_programs import SWAP, VOID, swapping, swaps, voiding
 
 _CASES = (Case.parse("preset=tiny-internlm2 mode=mtp tp=2"), Case.parse("mode=tp tp=2"))
@@ -61,15 +61,8 @@ def test_an_operator_that_threads_cannot_compute_is_unknown_by_name_and_the_next
 
 
 def test_a_dry_rank_records_it() -> None:
-    recorder = Recorder("", "tp", 2, {"tp": ((0, 1),)})
-
-    def program(rank: int) -> None:
-        with recorder.on_rank(rank):
-            swaps(rank)
-
-    with recorder, DryEngine() as engine:
-        engine.run(program, world_size=2, observer=recorder)
-    assert [(event.op, event.axis, event.payload_bytes, event.operator) for event in recorder.events()] == [
+    events = recorded(swaps, 2, {"tp": ((0, 1),)}, engine=DryEngine())
+    assert [(event.op, event.axis, event.payload_bytes, event.operator) for event in events] == [
         (OTHER, "tp", 40, f"c10d::{SWAP}"),
         ("all_reduce", "tp", 24, ""),
     ] * 2

@@ -23,6 +23,7 @@ OF_ANY_SIZE = (
     "coalesced_gathers_and_scatters", "coalescing_manager", "splits_as_lists", "splits_empty_or_none",
     "lists_of_equal_sizes", "exchange_dtypes", "gradients_of_functional_collectives", "barriers",
 )  # fmt: skip
+OF_SEVERAL = ("sends_and_receives", "batched_messages", "messages_from_anybody")
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +34,10 @@ def on_gloo(pool: PoolEngine) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_worlds_of_fewer_ranks(world_size: int, pool: PoolEngine, engine: InprocEngine) -> None:
-    on_gloo, here = (made.run(on_rank, world_size, OF_ANY_SIZE, world_size=world_size) for made in (pool, engine))
+    names = OF_ANY_SIZE + (OF_SEVERAL if world_size > 1 else ())
+    on_gloo, here = (made.run(on_rank, world_size, names, world_size=world_size) for made in (pool, engine))
     assert here == on_gloo
-    assert not [name for name in OF_ANY_SIZE if isinstance(here[0][name], frozenset)]
+    assert not [name for name in names if isinstance(here[0][name], frozenset)]
 
 
 def test_threads_give_what_gloo_gives_and_raise_where_it_raises(on_gloo: list[dict[str, Any]]) -> None:
