@@ -9,27 +9,17 @@ from harness.errors import Position, ranks_text
 
 
 class IssuedCall(Protocol):
-    """A call that a rank has issued: the work of an in-process rank, or a call from a process's flight recorder."""
+    """A call that a rank has issued: the work of an in-process rank, or a call from a process's flight recorder.
 
-    @property
-    def rank(self) -> int:
-        """The rank that issued it."""
+    `number` counts the calls that the rank issued in the group before. `signature` is the rank's own, `event` the state
+    of the call over all ranks.
+    """
 
-    @property
-    def group(self) -> RankGroup:
-        """The group of the call."""
-
-    @property
-    def number(self) -> int:
-        """The number of calls that the rank issued in the group before."""
-
-    @property
-    def signature(self) -> Signature:
-        """The rank's own signature."""
-
-    @property
-    def event(self) -> PendingCollective | PendingMessage:
-        """The state of the call over all ranks."""
+    rank: int
+    group: RankGroup
+    number: int
+    signature: Signature
+    event: PendingCollective | PendingMessage
 
 
 class RootCause(NamedTuple):

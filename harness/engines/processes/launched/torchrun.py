@@ -27,7 +27,7 @@ from harness.engines.processes.flight_recorder import ReadCalls
 from harness.engines.processes.launched.agent import CALLS, END, KILL, LEAVE, RUN, START, WHERE, relayed
 from harness.engines.processes.launched.rendezvous import gather, join, launched
 from harness.engines.processes.messages import RunOrder, Standing, WorkerReport, packed_program, unpacked
-from harness.engines.processes.supervisor import Supervisor
+from harness.engines.processes.supervisor import Supervisor, Workers
 from harness.errors import MachineError, RequestError
 from harness.ledger import Observer
 
@@ -105,15 +105,11 @@ class TorchrunEngine(Engine):
         self._runs += 1
         order = RunOrder(
             number=self._runs,
-            rank=0,
             world_size=request.world_size,
             seed=request.seed,
             program=packed_program(request, observer),
-            store=("", 0),  # this, the folder and the path are filled in where the rank is
             store_prefix=f"shardproof/{self._session}/{self._runs}",
             connection=self._runs,
-            folder="",
-            path=(),
         )
         links = {rank: self._links[rank] for rank in range(request.world_size)}
         supervisor = Supervisor(LaunchedWorkers(order, links, self._terminated.is_set), request.timeout_s)
@@ -139,34 +135,28 @@ class TorchrunEngine(Engine):
         self._handlers.close()
 
 
-class LaunchedWorkers:
-    """A supervisor.Workers: a connection to the agent of every rank. `ending`: whether the launcher ends the world."""
+class LaunchedWorkers(Workers):
+    """A connection to the agent of every rank. `ending`: whether the launcher ends the world."""
 
     look_s = 0.3
     settle_s = 0.1
     one_clock = False
 
     def __init__(self, order: RunOrder, links: Mapping[int, Connection], ending: Callable[[], bool]) -> None:
+        super().__init__([functools.partial(self._sent, rank) for rank in links])
         self._order = order
         self._links = dict(links)
         self._ending = ending
         self._started = False
         self._answered: set[int] = set()
         self._standing: dict[int, Standing] = {}
-        self._calls = [ReadCalls() for _ in links]
-        self.reports: list[WorkerReport | None] = [None] * len(links)
-        self.died: dict[int, ProcessEnd] = {}
+        self._recorded = [ReadCalls() for _ in links]
 
-    @property
-    def calls(self) -> list[Callable[[], ReadCalls]]:
-        """Records that the ranks have sent of their flight recorders."""
-
-        def read(rank: int) -> ReadCalls:
-            calls = self._calls[rank]
-            self._calls[rank] = calls._replace(new=())
-            return calls
-
-        return [functools.partial(read, rank) for rank in self._links]
+    def _sent(self, rank: int) -> ReadCalls:
+        """The records that a rank has sent of its flight recorder."""
+        calls = self._recorded[rank]
+        self._recorded[rank] = calls._replace(new=())
+        return calls
 
     @property
     def terminated(self) -> str:
@@ -176,7 +166,7 @@ class LaunchedWorkers:
     def start(self) -> bool:
         """Have a worker of every rank, new where there is none, and send it the order; False when one did not start."""
         self._ask(START, _START_S)
-        if self.died or self.terminated or set(self._pending()) - self._answered:
+        if self.died or self.terminated or set(self.pending()) - self._answered:
             return False
         self._started = True
         for rank in self._links:
@@ -185,7 +175,7 @@ class LaunchedWorkers:
 
     def listen(self, limit_s: float) -> None:
         """Take in what the pending ranks send first."""
-        links = {self._links[rank]: rank for rank in self._pending()}
+        links = {self._links[rank]: rank for rank in self.pending()}
         for link in wait(list(links), limit_s):
             self._receive(links[link])  # type: ignore[index]
 
@@ -199,24 +189,18 @@ class LaunchedWorkers:
         self._ask(WHERE, _ANSWER_S)
         return dict(self._standing)
 
-    def await_ends(self) -> None:
-        """Nothing to wait for: a death is reported with how the process ended."""
-
     def release(self, *, failed: bool) -> None:
         """Let the ranks leave their worlds; after a failure, end their processes."""
         for rank in self._links:
             self._send(rank, KILL if failed else LEAVE, self._order.number)
 
-    def _pending(self) -> list[int]:
-        return [rank for rank in self._links if self.reports[rank] is None and rank not in self.died]
-
     def _ask(self, word: str, limit_s: float) -> None:
         """Send the word to every pending rank, and listen until it has answered."""
         self._answered.clear()
-        for rank in self._pending():
+        for rank in self.pending():
             self._send(rank, word, self._order.number)
         end_s = time.monotonic() + limit_s
-        while set(self._pending()) - self._answered and (left_s := end_s - time.monotonic()) > 0:
+        while set(self.pending()) - self._answered and (left_s := end_s - time.monotonic()) > 0:
             if self.terminated:
                 return
             self.listen(min(left_s, self.look_s))
@@ -235,7 +219,7 @@ class LaunchedWorkers:
             return
         if number != self._order.number:
             return
-        self._calls[rank] = progress.calls._replace(new=(*self._calls[rank].new, *progress.calls.new))
+        self._recorded[rank] = progress.calls._replace(new=(*self._recorded[rank].new, *progress.calls.new))
         if progress.end is not None:
             by_program = progress.end.by_program and self._started
             self.died[rank] = progress.end._replace(by_program=by_program)
