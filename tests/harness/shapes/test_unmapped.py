@@ -30,10 +30,9 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
         yield made
 
 
-def test_the_schema_tells_group_and_payload() -> None:
+def test_the_schema_tells_group_and_payload(engine: InprocEngine) -> None:
     kept = Log()
-    with InprocEngine() as threads:
-        assert threads.run(swaps, world_size=2, observer=kept) == [3.0, 3.0]
+    assert engine.run(swaps, world_size=2, observer=kept) == [3.0, 3.0]
     for rank in range(2):
         other, inner = kept.of(rank)
         assert (other.op, other.operator, other.group, other.dtype) == (OTHER, f"c10d::{SWAP}", (0, 1), "float64")
@@ -51,9 +50,10 @@ def test_only_the_case_that_issues_it_is_unknown_and_its_message_names_it(engine
     assert other.verdict == PASS
 
 
-def test_an_operator_that_threads_cannot_compute_is_unknown_by_name_and_the_next_case_runs() -> None:
-    with InprocEngine() as engine:
-        one, other = (prove(case, voiding, engine=engine) for case in _CASES)
+def test_an_operator_that_threads_cannot_compute_is_unknown_by_name_and_the_next_case_runs(
+    engine: InprocEngine,
+) -> None:
+    one, other = (prove(case, voiding, engine=engine) for case in _CASES)
     verdict, message = verdict_of(one, "run")
     assert verdict == UNKNOWN and not one.machine
     assert f"c10d::{VOID}" in message and "legal: --engine pool" in message
@@ -80,10 +80,9 @@ def gathers(rank: int) -> list[float]:
     return whole.flatten().tolist()
 
 
-def test_a_gather_into_one_tensor_is_a_gather() -> None:
+def test_a_gather_into_one_tensor_is_a_gather(engine: InprocEngine) -> None:
     kept = Log()
-    with InprocEngine() as engine:
-        assert engine.run(gathers, world_size=2, observer=kept) == [[], [1.0] * 4 + [2.0] * 4]
+    assert engine.run(gathers, world_size=2, observer=kept) == [[], [1.0] * 4 + [2.0] * 4]
     for rank in range(2):
         assert [(call.op, call.peer, call.payload_bytes) for call in kept.of(rank)] == [("gather", 1, 16)]
 

@@ -40,10 +40,11 @@ def test_worlds_of_fewer_ranks(world_size: int, pool: PoolEngine, engine: Inproc
     assert not [name for name in names if isinstance(here[0][name], frozenset)]
 
 
-def test_threads_give_what_gloo_gives_and_raise_where_it_raises(on_gloo: list[dict[str, Any]]) -> None:
+def test_threads_give_what_gloo_gives_and_raise_where_it_raises(
+    on_gloo: list[dict[str, Any]], engine: InprocEngine
+) -> None:
     """An error in threads can be caught by every kind by which gloo's can be."""
-    with InprocEngine() as made:
-        in_process = made.run(on_rank, RANKS, NAMES, world_size=RANKS)
+    in_process = engine.run(on_rank, RANKS, NAMES, world_size=RANKS)
     assert len(NAMES) > 120
     different = {
         name
@@ -69,21 +70,17 @@ def test_every_call_of_the_list_sends_something_or_is_a_mistake(on_gloo: list[di
 
 
 @pytest.mark.parametrize("name", NOT_ON_GLOO)
-def test_what_gloo_lacks_is_computed_as_by_nccl(name: str, pool: PoolEngine) -> None:
+def test_what_gloo_lacks_is_computed_as_by_nccl(name: str, pool: PoolEngine, engine: InprocEngine) -> None:
     call, entry = f"beyond gloo: {name}", NOT_ON_GLOO[name]
-    with InprocEngine() as engine:
-        found = [ranks[call] for ranks in engine.run(on_rank, RANKS, (call,), world_size=RANKS)]
+    found = [ranks[call] for ranks in engine.run(on_rank, RANKS, (call,), world_size=RANKS)]
     assert found == [plain(entry.right(rank, RANKS)) for rank in range(RANKS)]
     assert all(isinstance(ranks[call], frozenset) for ranks in pool.run(on_rank, RANKS, (call,), world_size=RANKS))
 
 
 @pytest.mark.parametrize("name", WRONG_ON_GLOO)
-def test_what_gloo_computes_wrong_is_refused(name: str, pool: PoolEngine) -> None:
+def test_what_gloo_computes_wrong_is_refused(name: str, pool: PoolEngine, engine: InprocEngine) -> None:
     call, entry = f"beyond gloo: {name}", WRONG_ON_GLOO[name]
-    with InprocEngine() as engine:
-        assert all(
-            isinstance(ranks[call], frozenset) for ranks in engine.run(on_rank, RANKS, (call,), world_size=RANKS)
-        )
+    assert all(isinstance(ranks[call], frozenset) for ranks in engine.run(on_rank, RANKS, (call,), world_size=RANKS))
     on_gloo = [ranks[call] for ranks in pool.run(on_rank, RANKS, (call,), world_size=RANKS)]
     assert not any(isinstance(found, frozenset) for found in on_gloo)
     assert on_gloo != [plain(entry.right(rank, RANKS)) for rank in range(RANKS)]

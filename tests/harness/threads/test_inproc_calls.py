@@ -215,7 +215,7 @@ def ones(*shape: int) -> torch.Tensor:
     return torch.ones(shape)
 
 
-def test_messages_name_their_peer_and_only_the_blocking_ones_are_synchronous() -> None:
+def test_messages_name_their_peer_and_only_the_blocking_ones_are_synchronous(engine: InprocEngine) -> None:
     def program(rank: int) -> None:
         group = dist.new_group([1, 2], group_desc="pair")
         if rank == 1:
@@ -226,8 +226,7 @@ def test_messages_name_their_peer_and_only_the_blocking_ones_are_synchronous() -
             dist.recv(ones(3))
 
     log = Log()
-    with InprocEngine() as engine:
-        engine.run(program, world_size=3, observer=log)
+    engine.run(program, world_size=3, observer=log)
     assert [told(call) for call in log.of(1)] == [
         ("send", "", "float32", ((3,),), 12, False, 2),
         ("send", "", "float32", ((3,),), 12, True, 2),
@@ -239,10 +238,10 @@ def test_messages_name_their_peer_and_only_the_blocking_ones_are_synchronous() -
     assert [(call.group, call.group_desc) for call in log.of(2)] == [((1, 2), "pair"), ((0, 1, 2), "default_pg")]
 
 
-def test_an_error_of_the_observer_ends_the_run() -> None:
+def test_an_error_of_the_observer_ends_the_run(engine: InprocEngine) -> None:
     class Broken(Log):
         def issued(self, rank: int, call: Call) -> int:
             raise LookupError("no ledger")
 
-    with InprocEngine() as engine, pytest.raises(Exception, match="rank 0 of 2 raised LookupError: no ledger"):
+    with pytest.raises(Exception, match="rank 0 of 2 raised LookupError: no ledger"):
         engine.run(lambda rank: dist.barrier(), world_size=2, observer=Broken())
