@@ -16,6 +16,29 @@ UNREAD = "every other call and all that the subject returns have the same bits: 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What checks said of a planted fault: those that failed, in their order; why it is no fault; how long it took.
+
+    `killed_by` is "run" where the program raises or does not end. `machine` is why the machine could not finish it.
+    """
+
+    killed_by: tuple[str, ...] = ()
+    equivalent: str = ""
+    machine: str = ""
+    seconds: float = 0.0
+
+    @property
+    def killed(self) -> bool:
+        """Whether a check noticed."""
+        return bool(self.killed_by)
+
+    @property
+    def survived(self) -> bool:
+        """Whether no check noticed a fault that is one."""
+        return not (self.killed_by or self.equivalent or self.machine)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """`proof` of the faults for which it holds: one line of words."""
 

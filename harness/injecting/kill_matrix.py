@@ -20,6 +20,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from harness.injecting.equivalence import Answer
+
 YES, NO = "yes", "no"
 FOUND = "only with"
 """Begins a line `when:` that names words."""
@@ -27,11 +29,8 @@ RIGHT, AND_MORE, NONE, MISLEADING = JUDGEMENTS = ("right", "right and more", "no
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kill:
-    """A row. `phase` and `region` are where it is planted; `killed_by` are the checks that failed.
-
-    `machine` is why the machine could not finish the run: the row has no verdict.
-    """
+class Kill(Answer):
+    """A row. `phase` and `region` are where it is planted. One with a word on the `machine` has no verdict."""
 
     name: str
     kind: str
@@ -39,26 +38,12 @@ class Kill:
     mode: str
     phase: str
     region: str
-    killed_by: tuple[str, ...]
-    equivalent: str
-    seconds: float
     region_right: str
     cause_right: str
     held_back: bool = False
     cause_told: str = ""
-    machine: str = ""
     twin: str = ""
     when: str = ""
-
-    @property
-    def killed(self) -> bool:
-        """Whether a check failed."""
-        return bool(self.killed_by)
-
-    @property
-    def survived(self) -> bool:
-        """Whether no check noticed a bug that is one."""
-        return not (self.killed_by or self.equivalent or self.machine)
 
     def cells(self) -> tuple[str, ...]:
         """The row as `kill_matrix.csv` holds it; of a held-back mutant nothing says which one it is."""

@@ -22,7 +22,7 @@ from harness.engines.faults.disturbance import Disturbance
 from harness.engines.threads.intervention import Intervened, Intervention
 from harness.errors import MachineError, ProgramError, RequestError, TimeLimit
 from harness.faults import Fault, RankCallIndex, Target, faults_of
-from harness.injecting.equivalence import RULES, UNCHANGED, UNREAD, Rule, proof_of
+from harness.injecting.equivalence import RULES, UNCHANGED, UNREAD, Answer, Rule, proof_of
 from harness.ledger import Event
 from harness.outcome.merging import Outcomes
 from harness.protocols import CaseLike, Subject
@@ -35,27 +35,10 @@ from harness.subject import NamedSubject, answered, named, offers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FaultResult:
-    """Result of one fault; `killed_by` in the order of the checks, "run" where the program raises or does not end.
-
-    `equivalent` is the proof that it is no fault; `machine` is why the machine could not finish it.
-    """
+class FaultResult(Answer):
+    """Result of one fault."""
 
     fault: Fault
-    killed_by: tuple[str, ...] = ()
-    equivalent: str = ""
-    machine: str = ""
-    seconds: float = 0.0
-
-    @property
-    def killed(self) -> bool:
-        """Whether a check noticed."""
-        return bool(self.killed_by)
-
-    @property
-    def survived(self) -> bool:
-        """Whether no check noticed a fault that is one."""
-        return not (self.killed_by or self.equivalent or self.machine)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ import functools
 import hashlib
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,27 +68,21 @@ class Numbers:
 
 
 @dataclass(frozen=True, slots=True)
-class _Probed:
-    """A subject with a probe around it, which has every other attribute of the subject."""
+class Probed:
+    """A subject whose outcome is what a probe `names` on this rank, with every other attribute of the subject."""
 
     subject: NamedSubject
+    probe: Callable[[], "DrawnNumbers | NarrowProbe"]
 
     def __getattr__(self, attribute: str) -> Any:
         """Any other attribute is the subject's."""
         return getattr(self.subject.call, attribute)  # session, per_rank
 
-
-@dataclass(frozen=True, slots=True)
-class Drawing(_Probed):
-    """A subject whose outcome is the names of its draws on this rank; those of dropout where `dropout`."""
-
-    dropout: bool
-
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]:
-        """Run the subject and return a name for each draw."""
-        with DrawnNumbers(dropout=self.dropout) as probe:
+        """Run the subject and return each name."""
+        with self.probe() as probe:
             called(self.subject.call, case, device)
-        return {one.written: torch.ones(()) for one in probe.found}
+        return {name: torch.ones(()) for name in probe.names}
 
 
 class DrawnNumbers(DispatchMode):
@@ -102,6 +96,11 @@ class DrawnNumbers(DispatchMode):
         self._dropout = dropout
         self._computed = False
         self._paths = Paths()
+
+    @property
+    def names(self) -> list[str]:
+        """The draws, as names of an outcome."""
+        return [one.written for one in self.found]
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -175,23 +174,6 @@ class Island:
         return cls(dtype=dtype, operator=operator, place=place)
 
 
-@dataclass(frozen=True, slots=True)
-class Probed(_Probed):
-    """A subject whose outcome is the names of its islands on this rank, the first one of each dtype below `dtype`.
-
-    `constants`: whether numbers count that were not computed in it.
-    """
-
-    dtype: str = "float64"
-    constants: bool = True
-
-    def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]:
-        """Run the subject and return a name for each island."""
-        with NarrowProbe(self.dtype, constants=self.constants) as probe:
-            called(self.subject.call, case, device)
-        return {name: torch.ones(()) for name in probe.found.values()}
-
-
 class NarrowProbe(DispatchMode):
     """Remembers where numbers of each dtype below `dtype` first entered wider arithmetic: `found`, dtype to name.
 
@@ -205,6 +187,11 @@ class NarrowProbe(DispatchMode):
         self._narrow = {getattr(torch, name): name for name in narrower(dtype)}
         self._constants = constants
         self._computed: dict[int, Any] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """The islands, as names of an outcome."""
+        return list(self.found.values())
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
