@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, Protocol, Self
 
 import torch
@@ -154,7 +154,9 @@ class Interposer:
 
     def _probe(self) -> None:
         """Issue one call in a private group of one rank. Raises MachineError unless it is observed as issued."""
-        probe, watched, log = _Probe(), self._observers, self._log
+        seen: list[Call] = []
+        probe: Any = SimpleNamespace(issued=lambda _rank, call: seen.append(call), completed=lambda *_: None)
+        watched, log = self._observers, self._log
         self._observers, self._log = (probe,), None
         try:
             group, options = fake_group(), dist.AllreduceOptions()
@@ -163,7 +165,7 @@ class Interposer:
             group.allreduce([torch.zeros(8)[2:5]], options)
         finally:
             self._observers, self._log = watched, log
-        observed = [(c.op, c.reduce_op, c.group, c.dtype, c.shapes, c.payload_bytes, c.is_async) for c in probe.calls]
+        observed = [(c.op, c.reduce_op, c.group, c.dtype, c.shapes, c.payload_bytes, c.is_async) for c in seen]
         if observed != [("all_reduce", "max", (0,), "float32", ((3,),), 12, False)]:
             raise _blind(f"a probe all_reduce of 12 bytes was seen as {observed}")
 
@@ -178,20 +180,6 @@ def observing(observer: Observer) -> Iterator[None]:
     entered = _ENTERED.get()
     with Interposer(observer) if entered is None else entered.also_observed_by(observer):
         yield
-
-
-class _Probe:
-    """Keeps the calls that it observes."""
-
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
-
-    def issued(self, _rank: int, call: Call) -> int:
-        self.calls.append(call)
-        return 0
-
-    def completed(self, rank: int, ticket: int) -> None:
-        """Nothing to keep."""
 
 
 def _blind(why: str) -> MachineError:
