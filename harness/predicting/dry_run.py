@@ -3,10 +3,9 @@
 Ranks of one place on the mesh are expected to do the same, so that one of each is run. A place is, along every axis of
 more than one rank, the first, the last or a middle one: there programs treat ranks differently.
 
-A rank that is run has a ledger, computation between calls, and a need of memory. Sizes are bytes, times seconds.
+A rank that is run has a ledger, computation between calls, and a need of memory. Sizes are bytes.
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import chdir
 from dataclasses import dataclass
@@ -76,24 +75,10 @@ class DryRank:
         return sum(stretch.flops for stretch in self.stretches)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DryRun:
-    """The ranks that were run, in the order of ranks, and how long that took."""
-
-    ranks: tuple[DryRank, ...]
-    seconds: float
-
-    @property
-    def events(self) -> tuple[Event, ...]:
-        """The ledger of all ranks that were run."""
-        return tuple(event for rank in self.ranks for event in rank.events)
-
-
 def dry_run(
     case: CaseLike, subject: Subject, engine: DryEngine, ranks: Sequence[int], *, text: str, timeout_s: float = 60.0
-) -> DryRun:
-    """Run the case on these ranks. Raises what the engine raises: NoNumbers when the subject looks at a value."""
-    start_s = time.perf_counter()
+) -> tuple[DryRank, ...]:
+    """The ranks, run in this order. Raises what the engine raises: NoNumbers when the subject looks at a value."""
     axes = named_axes(case, subject)
     run = []
     for rank in ranks:
@@ -118,12 +103,12 @@ def dry_run(
                 per_rank=kept_per_rank(subject),
             )
         run.append(_of_rank(rank, recorder, meter, saved))
-    return DryRun(ranks=tuple(run), seconds=time.perf_counter() - start_s)
+    return tuple(run)
 
 
 def dry_rank(case: CaseLike, subject: Subject, engine: DryEngine, rank: int, timeout_s: float) -> DryRank:
     """Run one rank of the case, whose calls all have a price. Raises as `dry_run`, and NotComputed without a price."""
-    (run,) = dry_run(case, subject, engine, (rank,), text=str(case), timeout_s=timeout_s).ranks
+    (run,) = dry_run(case, subject, engine, (rank,), text=str(case), timeout_s=timeout_s)
     if names := unmapped(run.events):
         raise NotComputed(f"operator {names} of torch is not known, so it has no price", ranks=(rank,))
     return run

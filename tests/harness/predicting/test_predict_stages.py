@@ -51,7 +51,7 @@ def test_bytes_are_those_of_the_recorded_run_and_memory_of_every_stage_run_whole
     case = Case.parse(f"{SIZES} {words}")
     events = prover.proof(case, subject).events
     stages = forecast(case, subject, CLUSTER, dry).stages
-    run = dry_run(case, subject, dry, stage_ranks(case), text="").ranks
+    run = dry_run(case, subject, dry, stage_ranks(case), text="")
     assert [stage.ledger for stage in stages] == [EQUAL] * case.pp
     for stage, itself in zip(stages, run, strict=True):
         own = [event for event in events if event.rank == itself.rank]

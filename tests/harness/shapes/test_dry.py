@@ -37,7 +37,7 @@ MODES = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp", "autotp")
 def _dry(case: Case, *ranks: int) -> tuple[DryRank, ...]:
     chosen = ranks or representatives(case.axes, case.world_size, most=4)[0]
     with DryEngine() as engine:
-        return dry_run(case, subject, engine, chosen, text=str(case)).ranks
+        return dry_run(case, subject, engine, chosen, text=str(case))
 
 
 def _told(event: Event) -> tuple[object, ...]:

@@ -70,7 +70,7 @@ def test_every_call_is_seen_and_every_use_of_its_result_is_its_wait(
         program(torch.ones(6, 4, device=device, requires_grad=True), dist.group.WORLD)
         return {}
 
-    ranks = dry_run(CASE, subject, dry, (0, 1), text="").ranks
+    ranks = dry_run(CASE, subject, dry, (0, 1), text="")
     events = execute(CASE, subject, engine, text="").events
     assert [verdict.check for verdict in prove(CASE, subject, dry).verdicts if verdict.verdict != "pass"] == []
     assert [_told(e) for rank in ranks for e in rank.events] == [_told(e) for e in events] != []
