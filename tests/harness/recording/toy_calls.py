@@ -28,6 +28,11 @@ def a_call(op: str = "all_reduce", **words: Any) -> Call:
     return Call(op=op, **plain | {"shapes": ((2, 4),), "payload_bytes": 32, "is_async": False} | words)
 
 
+def an_event(**words: Any) -> Event:
+    """An event with these words, and nothing in every other field."""
+    return Event(**dict.fromkeys(Event.__slots__, "") | words)
+
+
 class Voice:
     """A rank's way to report a call."""
 
