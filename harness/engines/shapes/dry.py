@@ -26,7 +26,7 @@ from harness.engines.calls.callers import raised_at
 from harness.engines.engine import Engine, Program, RunRequest
 from harness.engines.interposer import Interposer
 from harness.engines.rank_environment import environment_of, in_environment
-from harness.engines.threads.rank_threads import RankThread
+from harness.engines.threads.rank_threads import RankThread, nothing
 from harness.engines.threads.state.module_state import own_state
 from harness.errors import NoNumbers, NotComputed, Position, RankRaised, RequestError, TimeLimit, error_text
 from harness.ledger import Observer
@@ -81,20 +81,16 @@ class DryEngine(Engine):
 
     def _run(self, request: RunRequest, ranks: Sequence[int], observers: Sequence[Observer]) -> list[Any]:
         self._require_open()
-        self._require_ranks(ranks, request.world_size)
+        for rank in ranks:
+            if not 0 <= rank < request.world_size:
+                raise RequestError(f"rank {rank}: must be below world_size {request.world_size}; legal: 0")
+        if dist.is_initialized():
+            rule = "torch.distributed is initialised in this process, and a dry rank brings a world of its own"
+            raise RequestError(f"run: {rule}; legal: destroy_process_group() before")
         with meta_device(), ExitStack() as watching:
             if observers:
                 watching.enter_context(Interposer(*observers))
             return [_result(request, rank) for rank in ranks]
-
-    @staticmethod
-    def _require_ranks(ranks: Sequence[int], world_size: int) -> None:
-        for rank in ranks:
-            if not 0 <= rank < world_size:
-                raise RequestError(f"rank {rank}: must be below world_size {world_size}; legal: 0")
-        if dist.is_initialized():
-            rule = "torch.distributed is initialised in this process, and a dry rank brings a world of its own"
-            raise RequestError(f"run: {rule}; legal: destroy_process_group() before")
 
 
 def _result(request: RunRequest, rank: int) -> Any:
@@ -108,7 +104,7 @@ def _result(request: RunRequest, rank: int) -> Any:
             results.append(_in_world(request, rank))
         except BaseException as error:
             errors.append(error)
-        return _nothing
+        return nothing
 
     thread = RankThread()
     thread.begin(f"rank {rank}", job)
@@ -119,7 +115,7 @@ def _result(request: RunRequest, rank: int) -> Any:
         text += "; it is in native code and could not be interrupted: thread abandoned" if stayed else ""
         position = Position(rank=rank, state="runs", caller=raised_at(errors[0].__traceback__) if errors else "")
         raise TimeLimit(text, ranks=(rank,), positions=(position,), abandoned=stayed)
-    thread.begin("rank (ending)", None)
+    thread.end()
     if errors:
         raise _failure(errors[0], rank, world_size) from errors[0]
     return results[0]
@@ -182,7 +178,3 @@ def _wants_numbers(error: BaseException) -> bool:
         return bool(_REFUSED.search(str(error)))
     frames = traceback.extract_tb(error.__traceback__)
     return isinstance(error, AssertionError | AttributeError) and frames[-1].filename.startswith(_TORCH)
-
-
-def _nothing() -> None:
-    """Nothing to call last."""
