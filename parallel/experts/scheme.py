@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from parallel.communication.layout import Box, Cut, Placement, rows
+from parallel.communication.layout import Box, Cut, Placement, rows, whole
 from parallel.communication.mesh import Mesh
 from parallel.experts.bias import BIASES, move_biases
 from parallel.experts.block import ExpertBlock, blocks_of
@@ -132,7 +132,5 @@ def _choices(rank: Rank, step: int) -> Mapping[str, Value]:
             boxes += rows(own, first=first, total=case.dp * case.micro * case.rows)
         found[f"routing/{step}/{name}"] = tuple(boxes)
         if case.bias_rate:
-            bias = block.router.bias.clone()
-            whole = Box(local=bias, offsets=(0,), global_shape=tuple(bias.shape))
-            found[f"value_after/{step}/{name}.router.bias"] = (whole,)
+            found[f"value_after/{step}/{name}.router.bias"] = (whole(block.router.bias.clone()),)
     return found
