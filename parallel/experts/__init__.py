@@ -2,7 +2,7 @@
 
 scheme     what experts replace of a strategy
 block      the module in the place of an MLP
-router     logits, choice and weights
+router     logits, choice and weights; balance losses
 dispatch   tokens to experts and back, by all-to-all or all-gather
 linears    the experts of a rank
 counts     how many rows every rank sends to every expert, from integers

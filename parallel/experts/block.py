@@ -18,8 +18,7 @@ from parallel.experts.capacity import taken, taken_of_all
 from parallel.experts.counts import places_of, rows_sent, tokens_of
 from parallel.experts.dispatch import ByAllGather, ByAllToAll
 from parallel.experts.linears import OwnExperts
-from parallel.experts.losses import balance_term, has_balance
-from parallel.experts.router import Router, select, weigh
+from parallel.experts.router import Router, balance_term, has_balance, select, weigh
 from parallel.layers.mlp import Mlp
 from parallel.layers.terms import Terms
 from parallel.model.strategy import Rank

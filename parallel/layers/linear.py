@@ -109,8 +109,8 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, region: Region
 class ColumnLinear(nn.Module):
     """Linear whose output features are split over the region's axis; its parameters are this rank's rows.
 
-    `gather_output` returns all features on every rank (forward all-gather, backward own slice). `skip_bias_add`
-    returns (output, bias) for a caller that adds the bias itself. `shape` is the local [out/p, in].
+    `gather_output` returns all features on every rank (forward all-gather, backward own slice). `shape` is the local
+    [out/p, in].
     """
 
     def __init__(
@@ -122,53 +122,35 @@ class ColumnLinear(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         gather_output: bool = False,
-        skip_bias_add: bool = False,
     ) -> None:
         super().__init__()
-        self.region, self.gather_output, self.skip_bias_add = region, gather_output, skip_bias_add
+        self.region, self.gather_output = region, gather_output
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(shape[:1], dtype=dtype, device=device)) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor) -> Tensor:
         """[.., .., in] -> [.., .., out/p] or, gathered, [.., .., out]."""
-        y = column_linear(x, self.weight, None if self.skip_bias_add else self.bias, self.region)
+        y = column_linear(x, self.weight, self.bias, self.region)
         if self.gather_output:
             y = pairs.gather_from(y, self.region.axis)
-        return (y, self.bias) if self.skip_bias_add else y
+        return y
 
 
 class RowLinear(nn.Module):
     """Linear whose input features are split over the region's axis; the partial outputs are summed on the way out.
 
-    The bias is whole on every rank and added once, after the sum. `input_is_parallel=False` takes whole features and
-    cuts its own slice (backward all-gather). Raises ValueError for that with hidden states split along the sequence.
+    The bias is whole on every rank and added once, after the sum.
     """
 
     def __init__(
-        self,
-        shape: tuple[int, ...],
-        region: Region,
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        input_is_parallel: bool = True,
-        skip_bias_add: bool = False,
+        self, shape: tuple[int, ...], region: Region, *, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
-        if not input_is_parallel and region.sequence_dim is not None:
-            raise ValueError(
-                "input_is_parallel=False: whole features would be cut per sequence slice; legal: input_is_parallel=True"
-            )
-        self.region, self.input_is_parallel, self.skip_bias_add = region, input_is_parallel, skip_bias_add
+        self.region = region
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(shape[:1], dtype=dtype, device=device)) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor) -> Tensor:
         """[.., .., in/p] -> [.., .., out], or [.., .., out] of this rank's part of the sequence."""
-        if not self.input_is_parallel:
-            x = pairs.scatter_to(x, self.region.axis)
         y = self.region.leave(product(x, self.weight))
-        if self.skip_bias_add:
-            return y, self.bias
         return y if self.bias is None else y + self.bias

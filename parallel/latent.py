@@ -5,23 +5,39 @@
     placements   | down projections of latent_down=column are split by rows
     partial      | those of latent_down=duplicated have seen the tokens of one rank where these are split
     activation   | latents beside the heads, which lie as those of the plain attention
-    rows         | the calls of the table in `parallel.latent.attention`; up projections are column linears
+    rows         | the calls of the table below; up projections are column linears
+
+Every rank has short latents, and projects them to whole heads. Between the two projections come latents of queries and
+of keys with values, and the rotary features of a key, the same for all heads:
+
+    down projection | hidden states | how they come to all ranks               | backward
+    duplicated      | whole         | every rank computes them                 | rotary keys: all-reduce
+    duplicated      | split         | of its tokens; rotary keys: all-gather   | rotary keys: reduce-scatter
+    column          | whole         | columns, all-gather of features          | rotary keys: all-reduce; own slice
+    column          | split         | the same; latents: own tokens            | the same, and latents: all-gather
+
+A latent enters the up projection as hidden states enter a column linear, so that its gradient comes back complete. A
+rotary key serves the heads of every rank, and each rank computes its own heads' part of the gradient. So the sum over
+tp is due exactly once, before anything upstream of the key. Source: arXiv:2405.04434; Megatron-Core 0.16.1
+`MLASelfAttention` (experts.md 23.2). Megatron leaves the sum out but for duplicated projections with split hidden
+states.
 
 Context ranks exchange keys and values of one width: there values are filled with zeros up to that of a key.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from parallel.communication import pairs
 from parallel.communication.expectation import CallRow, in_modules
 from parallel.communication.layout import Cut, Placement, local_shape
 from parallel.communication.mesh import Mesh
-from parallel.latent.attention import Duplicated, LatentAttention
-from parallel.layers.attention import HeadShape, MaskedCore
+from parallel.layers.attention import Attention, HeadShape, MaskedCore
 from parallel.layers.linear import ColumnLinear, Region
 from parallel.layers.norm import Norm
 from parallel.layers.roles import ATTENTION, with_widths
@@ -30,6 +46,66 @@ from parallel.randomness.dropout import Dropout
 from parallel.schemes.tensor import COLUMNS, GATHERED_AGAIN, SPLIT_COLUMNS
 from reference.case import Case
 from reference.model.parameters import dtype_of, shapes
+
+
+class Duplicated(nn.Module):
+    """A linear that is whole on every rank, of the tokens that the rank has."""
+
+    def __init__(self, shape: tuple[int, ...], *, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(shape[:1], dtype=dtype, device=device)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., .., in] -> [.., .., out]."""
+        return functional.linear(x, self.weight, self.bias)
+
+
+class LatentAttention(Attention):
+    """The attention of `parallel.layers.attention` with other projections.
+
+    They hold `wdq`, `q_latent_norm` and `wuq`, or `wq`; `wdkv`, `kv_latent_norm`, `wukv`; `wo`. A head has `rotary`
+    last features that positions turn, a value `value` features. `columns`: the down projections return all features of
+    all tokens, else whole features of the tokens that hidden states have here.
+    """
+
+    wdq: nn.Module
+    q_latent_norm: nn.Module
+    wuq: nn.Module
+    wdkv: nn.Module
+    kv_latent_norm: nn.Module
+    wukv: nn.Module
+    region: Region
+    rotary: int
+    value: int
+    columns: bool
+    latent_queries: bool
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q and k [.., .., N, D], v [.., .., N, E] of this rank's heads, in the layout of hidden states."""
+        dim = self.heads.dim
+        latent = self.wdq(x) if self.latent_queries else self.wq(x)
+        kv_latent, turned = self._entering(self.wdkv(x))
+        q = self.wuq(self.q_latent_norm(self._own_tokens(latent))) if self.latent_queries else latent
+        kv = self.wukv(self.kv_latent_norm(kv_latent)).unflatten(-1, (-1, dim - self.rotary + self.value))
+        k, v = kv.split((dim - self.rotary, self.value), -1)
+        k = torch.cat((k, turned[..., None, :].expand(*k.shape[:-1], -1)), -1)
+        return q.unflatten(-1, (-1, dim)), k, v
+
+    def _entering(self, joined: Tensor) -> tuple[Tensor, Tensor]:
+        """The latent of keys and values as hidden states lie, and the rotary keys of all tokens."""
+        latent, turned = joined.split((joined.shape[-1] - self.rotary, self.rotary), -1)
+        axis, dim = self.region.axis, self.region.sequence_dim
+        if self.columns or dim is None:
+            return self._own_tokens(latent), pairs.copy_to(turned, axis)
+        return latent, pairs.gather_from_sequence(turned, axis, dim=dim)
+
+    def _own_tokens(self, latent: Tensor) -> Tensor:
+        """A latent of the tokens that hidden states have here."""
+        if not self.columns or self.region.sequence_dim is None:
+            return latent
+        return pairs.scatter_to_sequence(latent, self.region.axis, dim=self.region.sequence_dim)
+
 
 AFTER = ("context", "pipeline")
 _DOWN = ("wdq", "wdkv")
@@ -43,9 +119,6 @@ def applied(strategy: Strategy, case: Case) -> Strategy:
     if not case.kv_lora_rank:
         return strategy
     columns, split = case.latent_down == "column", case.system.sequence
-
-    def parts(case: Case, mesh: Mesh, device: torch.device) -> Parts:
-        return _parts(case, mesh, device, strategy, placements(case))
 
     def placements(case: Case) -> dict[str, Placement]:
         places = strategy.placements(case)
@@ -68,7 +141,7 @@ def applied(strategy: Strategy, case: Case) -> Strategy:
 
     return replace(
         strategy,
-        parts=parts,
+        parts=partial(_parts, strategy, placements(case)),
         placements=placements,
         partial=is_partial,
         activation=activation,
@@ -81,7 +154,7 @@ def _leaf(name: str) -> str:
     return name.rpartition(".")[0].rpartition(".")[2]
 
 
-def _parts(case: Case, mesh: Mesh, device: torch.device, strategy: Strategy, places: Mapping[str, Placement]) -> Parts:
+def _parts(strategy: Strategy, places: Mapping[str, Placement], case: Case, mesh: Mesh, device: torch.device) -> Parts:
     parts, dtype = strategy.parts(case, mesh, device), dtype_of(case)
     region = Region(
         axis=mesh.axis("tp"), sequence_dim=strategy.sequence_dim if case.system.sequence else None, overlap=case.overlap
@@ -134,9 +207,9 @@ def _rows(*, columns: bool, split: bool) -> Iterator[CallRow]:
     gradient = "gradient of the rotary keys, partial: each rank has that of its heads"
     if columns:
         for rows in (SPLIT_COLUMNS, GATHERED_AGAIN[:1]) if split else (COLUMNS,):
-            yield from (replace(row, where=with_widths(_down)) for row in rows)
-        yield CallRow(in_modules(_named("wdq")), "forward", "all_gather", _QUERIES, "columns of the latent")
-        yield CallRow(in_modules(_named("wdkv")), "forward", "all_gather", _JOINED, "columns of latent and rotary keys")
+            yield from (replace(row, where=with_widths(partial(_down, _DOWN))) for row in rows)
+        for leaf, elements, what in (("wdq", _QUERIES, "the latent"), ("wdkv", _JOINED, "latent and rotary keys")):
+            yield CallRow(in_modules(partial(_down, [leaf])), "forward", "all_gather", elements, f"columns of {what}")
     if columns and split:
         why = "gradients of the latent's own tokens"
         yield CallRow(ATTENTION, "backward", "all_gather", _QUERIES, why, when="q_lora_rank")
@@ -148,11 +221,6 @@ def _rows(*, columns: bool, split: bool) -> Iterator[CallRow]:
         yield CallRow(ATTENTION, "backward", "all_reduce", _ROTARY, gradient)
 
 
-def _named(leaf: str) -> Callable[[Case], Iterator[str]]:
-    """The modules of this name in every attention."""
-    return lambda case: (name for name in _down(case) if name.endswith(f".{leaf}"))
-
-
-def _down(case: Case) -> Iterator[str]:
-    """The projections to latents."""
-    return (name.removesuffix(".weight") for name in shapes(case) if _leaf(name) in _DOWN and name.endswith("weight"))
+def _down(leaves: Sequence[str], case: Case) -> Iterator[str]:
+    """The projections to latents of these names."""
+    return (name.removesuffix(".weight") for name in shapes(case) if _leaf(name) in leaves and name.endswith("weight"))
