@@ -56,13 +56,7 @@ def main(arguments: argparse.Namespace) -> int:
 def compared_table(difference: Any) -> Table:
     """How many tensors of each kind were compared, and differ."""
     frame = pd.DataFrame([asdict(kind) for kind in difference.kinds])
-    columns = (
-        ("", "kind", str),
-        ("tensors", "tensors", count),
-        ("elements", "elements", count),
-        ("differ", "differ", count),
-    )
-    return table("Two checkpoints", frame, columns)
+    return table("Two checkpoints", frame, (str, ": kind"), (count, "tensors | elements | differ"))
 
 
 def six_lines(difference: Any, a: str, b: str) -> str:
@@ -145,17 +139,18 @@ def _ranges(ranges: Iterable[range]) -> str:
 
 def held_table(text: str, path: str, frame: pd.DataFrame) -> Table:
     """The table of `rows`."""
-    columns = [("tensor", "tensor", str), ("whole", "whole", str), ("cut by", "dim", str), ("rank", "rank", str)]
-    columns += [("holds", "holds", str), ("shape there", "part", str), ("how", "cut", str)]
-    columns += [("made of", "made_of", str)] if frame["made_of"].any() else []
+    columns = "tensor | whole | cut by: dim | rank | holds | shape there: part | how: cut"
+    columns += " | made of: made_of" * bool(frame["made_of"].any())
     way = "kernel injection, weights [in, out]" if path == "container" else "AutoTP, weights [out, in]"
-    return table(f"{text}: what each rank holds ({way})", frame, columns, note="All layers are alike; one is listed.")
+    return table(
+        f"{text}: what each rank holds ({way})", frame, (str, columns), note="All layers are alike; one is listed."
+    )
 
 
 def checked_table(checked: Any) -> Table:
     """How many tensors of a checkpoint each slice cut."""
     frame = pd.DataFrame({"tensor": list(checked.times), "found": list(checked.times.values())})
-    return table("The checkpoint", frame, (("tensor", "tensor", mark), ("cut and joined", "found", count)))
+    return table("The checkpoint", frame, (mark, "tensor"), (count, "cut and joined: found"))
 
 
 def _tell(checked: Any, files: Sequence[str], tp: int) -> int:

@@ -82,15 +82,10 @@ def traffic_change_table(comparison: Comparison) -> Table:
     return table(
         f"{comparison.base} and {comparison.new}",
         frame,
-        (
-            ("mode", "mode", str),
-            ("phase", "phase", str),
-            ("calls", "calls", count),
-            ("now", "new_calls", count),
-            ("MiB", "payload_bytes", mebibytes),
-            ("now", "new_payload_bytes", mebibytes),
-            ("events", "apart", lambda word: str(word) or "same"),
-        ),
+        (str, "mode | phase"),
+        (count, "calls | now: new_calls"),
+        (mebibytes, "MiB: payload_bytes | now: new_payload_bytes"),
+        (lambda word: str(word) or "same", "events: apart"),
         note="one rank, all cases of a mode added up",
     )
 
@@ -106,21 +101,11 @@ def events_table(events: pd.DataFrame) -> Table:
     return table(
         "Events that differ",
         frame,
-        (
-            ("", "kind", str),
-            ("mode", "mode", str),
-            ("phase", "phase", str),
-            ("module", "region", mark),
-            ("op", "op", str),
-            ("axis", "axis", str),
-            ("what", "what", str),
-            ("calls", "both_calls", pair),
-            ("bytes", "both_bytes", pair),
-            ("ranks", "ranks", str),
-            ("steps", "steps", str),
-            ("micro-batches", "microbatches", str),
-            ("case", "case", str),
-        ),
+        (str, ": kind | mode | phase"),
+        (mark, "module: region"),
+        (str, "op | axis | what"),
+        (pair, "calls: both_calls | bytes: both_bytes"),
+        (str, "ranks | steps | micro-batches: microbatches | case"),
         note="calls and bytes: of these events on the rank that has most of them, in the base -> now",
     )
 
@@ -143,20 +128,14 @@ def times_table(times: pd.DataFrame) -> Table:
     return table(
         "Time of a micro-batch",
         frame,
-        (
-            ("mode", "mode", str),
-            ("phase", "phase", str),
-            ("measure", "measure", str),
-            ("micro-batches", "blocks", count),
-            ("ms", "base_us", milliseconds),
-            ("now", "new_us", milliseconds),
-            ("by the clock", "clock", pair),
-            ("beside", "beside", mark),
-            ("ratio", "beside_other", pair),
-            ("interval", "interval", pair),
-            ("", "change", str),
-            ("mostly in", "mostly", mark),
-        ),
+        (str, "mode | phase | measure"),
+        (count, "micro-batches: blocks"),
+        (milliseconds, "ms: base_us | now: new_us"),
+        (pair, "by the clock: clock"),
+        (mark, "beside"),
+        (pair, "ratio: beside_other | interval"),
+        (str, ": change"),
+        (mark, "mostly in: mostly"),
         note=f"medians; ratio: beside another phase of the same micro-batches, so that a busy machine is no change; "
         f"interval: {CONFIDENCE:.1%}; ~: no significant difference; too few: under {FEWEST} micro-batches",
     )

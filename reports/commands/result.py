@@ -74,13 +74,11 @@ def _as_json(result: RunResult, run: Run, rows: pd.DataFrame, notes: Sequence[st
 
 
 def _rows(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """The rows as JSON can hold them: what is not known is null, infinity is text."""
-    known = frame.astype("object").where(frame.notna(), None)
-    return [{str(key): _plain(value) for key, value in row.items()} for row in known.to_dict("records")]
-
-
-def _plain(value: object) -> object:
-    return str(value) if isinstance(value, float) and math.isinf(value) else value
+    """The rows as JSON can hold them: infinity is text."""
+    return [
+        {key: str(value) if isinstance(value, float) and math.isinf(value) else value for key, value in row.items()}
+        for row in text_tables.records(frame)
+    ]
 
 
 def show_failures(run: Run, stream: TextIO) -> None:

@@ -225,10 +225,9 @@ def _kills(path: Path) -> Table | None:
     kills = kills.assign(survived=alive.map({True: "no", False: "yes"})).sort_values(
         "survived", kind="stable", ignore_index=True
     )
-    shown = [name for name in _KILL_COLUMNS if name in kills]
-    columns = [(header, name, text_tables.mark) for name, header in _KILL_COLUMNS.items() if name in shown]
+    columns = " | ".join(f"{header}: {name}" for name, header in _KILL_COLUMNS.items() if name in kills)
     killed = f"{(~alive).sum()} of {len(kills)} planted bugs were noticed"
-    return text_tables.table("Kill matrix", kills, columns, note=killed)
+    return text_tables.table("Kill matrix", kills, (text_tables.mark, columns), note=killed)
 
 
 def _traffic(run: Run) -> list[Table]:

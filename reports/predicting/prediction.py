@@ -22,6 +22,7 @@ from reports.predicting import loads, pipelines
 from reports.predicting.answers import reasons
 from reports.predicting.planning import DTYPE, LOADS, Candidate, candidates, chooses, growth, stated_words
 from reports.predicting.suggesting import estimates
+from reports.printing.text_tables import figure
 
 _GIB = 2**30
 _SUGGESTED = 3
@@ -217,11 +218,6 @@ def answer(rows: pd.DataFrame, cluster: Cluster, *, suggested: bool = False) -> 
         if suggested
         else f"{message}; --world {best['ranks']} --suggest looks for layouts of as many ranks that do"
     )
-
-
-def figure(value: float, digits: int = 3) -> str:
-    """A number with this many significant digits, never fewer than those before its point."""
-    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
 def _states(made: Iterable[tuple[Candidate, Forecast | None]]) -> str:
