@@ -8,6 +8,7 @@ import json
 import math
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pandas as pd
@@ -75,24 +76,20 @@ def _tell(comparison: Comparison) -> None:
 
 def traffic_change_table(comparison: Comparison) -> Table:
     """Calls and bytes of both sides, by mode and phase."""
-    kinds = comparison.events.groupby(["mode", "phase"], observed=True)["kind"].agg(lambda words: _tally(list(words)))
+    kinds: dict[object, Counter[str]] = {}
+    for mode, phase, kind in comparison.events[["mode", "phase", "kind"]].itertuples(index=False):
+        kinds.setdefault((mode, phase), Counter())[kind] += 1
     places = zip(comparison.traffic["mode"], comparison.traffic["phase"], strict=True)
-    kinds_of_rows = [kinds.get(place, "") for place in places]
-    frame = comparison.traffic.assign(apart=kinds_of_rows)
+    apart = [", ".join(f"{number} {kind}" for kind, number in kinds.get(place, {}).items()) for place in places]
     return table(
         f"{comparison.base} and {comparison.new}",
-        frame,
+        comparison.traffic.assign(apart=apart),
         (str, "mode | phase"),
         (count, "calls | now: new_calls"),
         (mebibytes, "MiB: payload_bytes | now: new_payload_bytes"),
         (lambda word: str(word) or "same", "events: apart"),
         note="one rank, all cases of a mode added up",
     )
-
-
-def _tally(words: list[str]) -> str:
-    """ "1 new, 2 changed"."""
-    return ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words))
 
 
 def events_table(events: pd.DataFrame) -> Table:
