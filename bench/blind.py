@@ -41,6 +41,7 @@ from suites.mutants.mutant import Mutant, holds
 
 _BUGS = {"unseen": UNSEEN, "held_back": HELD_BACK}
 _WHEN_S, _TIMEOUT_S = 10.0, 60.0
+_CAUSES = re.compile(r"^causes:(.*?)(?=^\w+:|\Z)", re.S | re.M)
 _DERIVED = {"world": tuple(Case().mesh), "wdp": ("dp", SLICES), "padding": ("vocab", "family")}
 """Words of a condition that follow from others."""
 
@@ -128,7 +129,9 @@ def _row(bug: Mutant, result: CaseResult | None, when_right: str, when: str, sec
         place_right=right_place(bug, diagnosis) if result else "",
         first=f"{first.phase} of {first.region or 'no module'}" if first else "",
         cause_right=(cause_told(bug, diagnosis) if bug.cause else "") if result else "",
-        causes=next((line for v in result.verdicts if v.verdict == FAIL for line in _causes(v.message)), "")
+        causes=next(
+            (lines[0] for v in result.verdicts if (lines := v.verdict == FAIL and _CAUSES.findall(v.message))), ""
+        )
         if result
         else "",
         when_right=when_right,
@@ -137,10 +140,6 @@ def _row(bug: Mutant, result: CaseResult | None, when_right: str, when: str, sec
         wrong=getattr(bug, "wrong", ""),
         seconds=round(seconds, 1),
     )
-
-
-def _causes(message: str) -> list[str]:
-    return re.findall(r"^causes:(.*?)(?=^\w+:|\Z)", message, re.S | re.M)
 
 
 def main(words: Sequence[str]) -> int:
