@@ -121,19 +121,17 @@ def _implied(word: str, words: set[str], case: Case, condition: str) -> bool:
 def _row(bug: Mutant, result: CaseResult | None, when_right: str, when: str, seconds: float) -> Row:
     diagnosis = result.diagnosis if result else None
     first = diagnosis.first if diagnosis else None
+    failed = [v for v in result.verdicts if v.verdict == FAIL] if result else []
+    causes = [line for v in failed for line in _CAUSES.findall(v.message)]
     return Row(
         name=bug.name,
         killed=bool(result),
         case=result.text if result else "",
-        checks=" ".join(v.check for v in result.verdicts if v.verdict == FAIL) if result else "",
+        checks=" ".join(v.check for v in failed),
         place_right=right_place(bug, diagnosis) if result else "",
         first=f"{first.phase} of {first.region or 'no module'}" if first else "",
         cause_right=(cause_told(bug, diagnosis) if bug.cause else "") if result else "",
-        causes=next(
-            (lines[0] for v in result.verdicts if (lines := v.verdict == FAIL and _CAUSES.findall(v.message))), ""
-        )
-        if result
-        else "",
+        causes=next(iter(causes), ""),
         when_right=when_right,
         when=when,
         needed=f"{bug.condition} modes={'|'.join(bug.modes)}",

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 
 from harness.checking.evidence import FAIL
 from harness.diagnosing.diagnosis import Diagnosis
@@ -145,24 +146,19 @@ def faults_killed(
     Faults that this case leaves alive, or the same run, are run in others. Its numbers may hide them, as a count that
     is zero hides that it was not summed.
     """
-    results = {fault: (case, result) for fault, result in _surveyed(case, faults, subject, engine, timeout_s)}
+    surveyed = partial(survey, subject=subject, engine=engine, timeout_s=timeout_s)
+    results = {result.fault: (case, result) for result in surveyed(case, faults=faults)}
     for seed in _OTHER_SEEDS:
         hidden = [fault for fault, (_, result) in results.items() if result.survived or result.equivalent in _BY_BITS]
         other = case.but(seed=seed)
-        for fault, result in _surveyed(other, hidden, subject, engine, timeout_s) if hidden else ():
-            shown = result.killed or (results[fault][1].equivalent and result.survived)
-            results[fault] = (other, result) if shown else results[fault]
+        for result in surveyed(other, faults=hidden) if hidden else ():
+            shown = result.killed or (results[result.fault][1].equivalent and result.survived)
+            results[result.fault] = (other, result) if shown else results[result.fault]
     unmissed = {one.target: one.why for one in unproved(result for _, result in results.values())}
     return [
         _fault_row(where, result, unmissed.get(fault.target, "") if fault.kind == "drop" else "")
         for fault, (where, result) in results.items()
     ]
-
-
-def _surveyed(
-    case: CaseLike, faults: Sequence[Fault], subject: NamedSubject, engine: Engine, timeout_s: float
-) -> list[tuple[Fault, FaultResult]]:
-    return [(result.fault, result) for result in survey(case, subject, engine, faults=faults, timeout_s=timeout_s)]
 
 
 def _fault_row(case: CaseLike, result: FaultResult, unmissed: str) -> Killed:
