@@ -171,9 +171,17 @@ def _growth(run: Run) -> dict[str, object]:
     """Bytes against tokens, where a run has cases of several lengths."""
     if len(run.cases) < _FEWEST_OF_GROWTH:
         return {"plots": [], "break_even": None}
-    from reports.pages.growth import growth_parts  # noqa: PLC0415
+    from reports.comparing.growth import break_even_table, compared, crossings, growth  # noqa: PLC0415
 
-    return growth_parts(run)
+    sizes, crossed = growth(run), compared(run)
+    table = break_even_table(crossed) if len(crossed) else None
+    if not len(sizes):
+        return {"plots": [], "break_even": table}
+    from reports.pages import plots  # noqa: PLC0415  (matplotlib takes half a second to import, and few runs need it)
+
+    svg = plots.break_even(sizes, crossings(sizes), "Bytes against tokens")
+    caption = "Wire bytes of one rank in the layers, a micro-batch; all-to-alls, embedding and head left out."
+    return {"plots": [_Plot(svg=Markup(svg), caption=caption)], "break_even": table}
 
 
 def _pipelines(run: Run) -> list[_Plot]:

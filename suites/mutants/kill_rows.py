@@ -11,23 +11,27 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 
-from harness.checking.evidence import FAIL
+from bugs.planting import Subject
+from harness.checking.evidence import FAIL, PASS
+from harness.dense_model import SUBJECT
 from harness.diagnosing.diagnosis import Diagnosis
 from harness.engines.engine import Engine
 from harness.faults import Fault
 from harness.injecting.equivalence import UNCHANGED, UNREAD
-from harness.injecting.kill_matrix import AND_MORE, MISLEADING, NONE, RIGHT, Kill
+from harness.injecting.kill_matrix import AND_MORE, MISLEADING, NO, NONE, RIGHT, YES, Kill
 from harness.injecting.survey import FaultResult, survey, unproved
 from harness.protocols import CaseLike
+from harness.running.experiments import Failed, words_needed
 from harness.running.proof import prove
 from harness.running.result import CaseResult
-from harness.subject import NamedSubject
+from harness.subject import NamedSubject, named
 from suites.mutants.draws import showing
 from suites.mutants.mutant import Mutant
-from suites.mutants.twins import quiet_without, when_of
 
 TRIES = 10
 """Drawn cases that a mutant is held against before it counts as a survivor."""
+WHEN_S = 10.0
+"""How long the words that one failure needs are looked for."""
 _OTHER_SEEDS = (1, 2)
 """Of further cases for a fault that one case does not show."""
 _BY_BITS = {UNCHANGED, UNREAD}
@@ -78,6 +82,21 @@ def mutant_killed(
     if twin and result:
         row = replace(row, when=when, twin=quiet_without(result, engine, timeout_s))
     return Killed(row=row, case=result.text if result else "", diagnosed=_diagnosed(result.diagnosis) if result else "")
+
+
+def quiet_without(result: CaseResult, engine: Engine, timeout_s: float) -> str:
+    """Whether the case of a row passes every check without the bug, yes or no; a variant's without its word."""
+    case = result.case
+    right = case.but(variant="") if getattr(case, "variant", "") else case
+    return YES if prove(right, SUBJECT, engine, timeout_s=timeout_s, explain=False).verdict == PASS else NO
+
+
+def when_of(result: CaseResult, subject: Subject | str, engine: Engine) -> str:
+    """The line `when:` of a failed case; the bug must be planted still."""
+    given = named(subject)
+    failed = Failed(case=result.case, verdicts=result.verdicts)
+    proving = partial(prove, subject=given, engine=engine, explain=False)
+    return words_needed(failed, given, proving, time.monotonic() + WHEN_S).text
 
 
 def _row(mutant: Mutant, mode: str, result: CaseResult | None, seconds: float) -> Kill:
