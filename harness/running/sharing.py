@@ -176,10 +176,7 @@ class Sharing:
             self._give()
             meanwhile()
             while kept < len(self.cases):
-                for process in self.processes:
-                    while self._waiting and len(process.asked) < _QUEUED:
-                        for number in self._waiting.popleft():
-                            process.ask(number, self.cases[number])
+                self._give()
                 self._collect()
                 with interrupted_after():
                     while kept in self._finished:
@@ -193,6 +190,12 @@ class Sharing:
                 for number in sorted(self._finished):
                     self.keep(self._finished[number])
             raise
+
+    def _give(self) -> None:
+        for process in self.processes:
+            while self._waiting and len(process.asked) < _QUEUED:
+                for number in self._waiting.popleft():
+                    process.ask(number, self.cases[number])
 
     def _collect(self) -> None:
         """Take what the processes have finished; wait for it a moment."""
