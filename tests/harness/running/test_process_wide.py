@@ -29,7 +29,6 @@ from tests.harness.toy_subjects import LoopEngine
 
 
 def endless() -> None:
-    """Compute for ever."""
     while True:
         time.sleep(0.01)
 
@@ -74,7 +73,6 @@ class Endless:
 
     @staticmethod
     def truth(case: Case, device: torch.device) -> dict[str, Tensor]:
-        """Nothing, ever."""
         endless()
         return {}
 
@@ -209,7 +207,6 @@ class Library:
     """Its first call fills what the process has, and it refuses to do that twice, as Megatron does."""
 
     def __call__(self, case: Case, device: torch.device) -> dict[str, Tensor]:
-        """An outcome."""
         if GROUPS:
             raise RuntimeError("already initialized")
         GROUPS.append("tp")
