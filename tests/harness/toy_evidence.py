@@ -5,7 +5,7 @@ row linear (w2) would be. Shapes are tiny, payloads in bytes.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from harness.checking.checks import examine
 from harness.checking.evidence import Evidence, Finding, gathered
+from harness.dense_model import Tried
 from harness.diagnosing.diagnosis import explanation_of
 from harness.ledger import Event, wire_bytes
 from harness.outcome.blocks import localize
@@ -160,3 +161,28 @@ def without(ledger: Sequence[Event], **fields: Any) -> tuple[Event, ...]:
 def altered(ledger: Sequence[Event], place: int, **fields: Any) -> tuple[Event, ...]:
     """The ledger with one event changed."""
     return tuple(replace(event, **fields) if i == place else event for i, event in enumerate(ledger))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule without words of its own."""
+
+    id: str
+    words: str = "under another rule"
+    explains: frozenset[str] = frozenset()
+    names_readings: bool = False
+
+    def readings(self, case: Any, device: Any, **words: Any) -> Mapping[str, Mapping[str, Tensor]]:
+        """Nothing: what it computes is given beside it."""
+        del case, device, words
+        return {}
+
+
+def tried(predictions: Mapping[str, Tensor]) -> tuple[Tried, ...]:
+    """Tried rules, from "<id>.<reading>/<name>" -> tensor."""
+    found: dict[str, dict[str, dict[str, Tensor]]] = {}
+    for key, tensor in predictions.items():
+        head, _, name = key.partition("/")
+        id, _, reading = head.partition(".")
+        found.setdefault(id, {}).setdefault(reading, {})[name] = tensor
+    return tuple(Tried(Rule(id), readings) for id, readings in found.items())

@@ -9,8 +9,7 @@ from harness.diagnosing.diagnosis import diagnose
 from harness.diagnosing.rules.causes import reported
 from harness.diagnosing.rules.patterns import from_patterns
 from harness.shard import Shard
-from tests.harness.diagnosing.tried import tried
-from tests.harness.toy_evidence import drawn, evidence, ids_of, outcome_of, planted, truth
+from tests.harness.toy_evidence import drawn, evidence, ids_of, outcome_of, planted, tried, truth
 
 TRUTH = drawn(8, 4)
 ORDER, FLAT = "the 4 shards of tp are in another order: another rank's shard", "it holds the right numbers as if flat"

@@ -13,8 +13,7 @@ from harness.diagnosing.rules.optimizer.updates import from_start, from_updates
 from harness.diagnosing.rules.sums import from_counts, from_losses, from_shares
 from harness.outcome.blocks import localize
 from harness.outcome.merging import Outcomes
-from tests.harness.diagnosing.tried import tried
-from tests.harness.toy_evidence import case, drawn, evidence, outcome_of, planted, truth
+from tests.harness.toy_evidence import case, drawn, evidence, outcome_of, planted, tried, truth
 
 W1, BIAS = "grad/layers.0.mlp.w1.weight", "grad/layers.0.mlp.w2.bias"
 TOKENS = torch.tensor([[3.0, 5.0], [4.0, 8.0]], dtype=torch.float64)
