@@ -181,8 +181,8 @@ def split_share(outcomes: Outcomes) -> int | None:
         if shapes:
             whole = all(part.whole for ranks in blocks.values() for parts in ranks for part in parts)
             sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-            held = {name: min(sum(part.local.numel() for part in parts) for parts in blocks[name]) for name in shapes}
-            split = [name for name in shapes if held[name] < sizes[name]]
+            least = {name: min(sum(part.local.numel() for part in parts) for parts in blocks[name]) for name in shapes}
+            split = [name for name in shapes if least[name] < sizes[name]]
             share = sum(sizes[name] for name in split) / max(1, sum(sizes.values()))
             return None if whole else max(int(100 * share), int(bool(split)))
     return None

@@ -85,8 +85,10 @@ def likely(
     failed = [check for check, finding in findings.items() if finding.verdict == FAIL]
     by_check = [reported(known, words, findings[check]) for check, (known, words) in _STATED.items() if check in failed]
     by_call = [_blame(parted)] if parted else []
-    if by_check and by_check[0].id == "not_waited" and parted and _waits_for_none(evidence, parted):
-        return tuple(by_call)
+    if by_check and by_check[0].id == "not_waited" and parted and parted.kind == "extra":
+        from_there = (bool(parted.caller) and work.caller.startswith(parted.caller) for work in evidence.unwaited)
+        if evidence.unwaited and all(from_there):  # the one too many: there was no use to wait for it
+            return tuple(by_call)
     if by_check:
         return tuple((from_flaws(evidence, wrong) if "merge" in failed else []) or by_check[:1])
     if parted and parted.found and parted.found.dtype in evidence.island and by_call[0].id == "wrong_payload":
@@ -115,13 +117,10 @@ def likely(
 
 def _from_located(evidence: Evidence) -> list[Cause]:
     """The causes that the numbers of the first wrong module show, under any layout that shows one."""
-    located = evidence.located
-    if located is None:
+    if (located := evidence.located) is None:
         return []
-    if located.summed:
-        words = (
-            f"the ranks' values add up to the truth over {located.summed}: each holds one partial sum, never reduced"
-        )
+    if axis := located.summed:
+        words = f"the ranks' values add up to the truth over {axis}: each holds one partial sum, never reduced"
         return [reported("not_summed", words, located)]
     name = f"{'act' if located.phase == 'forward' else 'act_grad'}/{located.module}"
     for value, truth in located.shown:
@@ -143,12 +142,6 @@ def _from_groups(evidence: Evidence) -> list[Cause]:
     return [reported("wrong_group", words + lists_text(evidence.axes[axis]), stray_calls)]
 
 
-def _waits_for_none(evidence: Evidence, parted: Difference) -> bool:
-    """Whether all calls that were never waited for are the one too many: there was no use to wait for."""
-    from_there = (bool(parted.caller) and work.caller.startswith(parted.caller) for work in evidence.unwaited)
-    return parted.kind == "extra" and bool(evidence.unwaited) and all(from_there)
-
-
 def _blame(parted: Difference) -> Cause:
     """Usual cause of a difference between ledger and expectation."""
     line = parted.line
@@ -162,9 +155,9 @@ def _blame(parted: Difference) -> Cause:
         return reported("extra_call", words, parted)
     assert parted.expected and parted.found  # the third kind has both sides
     expected, found = parted.expected, parted.found
-    changed = [field for field in EventKey.__slots__ if getattr(found, field) != getattr(expected, field)]
+    pairs = {field: (getattr(found, field), getattr(expected, field)) for field in EventKey.__slots__}
     changes = [
-        f"{field} {getattr(found, field) or '-'} instead of {getattr(expected, field) or '-'}" for field in changed
+        f"{field} {one or '-'} instead of {other or '-'}" for field, (one, other) in pairs.items() if one != other
     ]
     known = _changed(expected, found)
     averaged = f"averaged over {found.axis} where it must be summed"

@@ -1,7 +1,7 @@
 """Explanations of a failed case: further runs and what-ifs; then the diagnosis and six lines of every failed check.
 
 Cases of another size decide whether a wrong factor comes from a size of the case. A factor of 1/2 where tp=2 may be a
-mean over tp or a constant; where tp is another number it is one or the other. Each size in question is changed alone.
+mean over tp or a constant. Where tp is another number, the factor shows which. Each size in question is changed alone.
 """
 
 from collections.abc import Collection, Iterator, Mapping

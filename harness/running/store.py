@@ -79,8 +79,8 @@ class Store:
             columns = self._summary_columns
             self._append("summary.csv", csv_text([getattr(row, name) for name in columns] for row in summary))
             self._append("timings.csv", csv_text((case, part, f"{spent:.6f}") for part, spent in seconds.items()))
-            held = zip(ran or range(len(saved_bytes)), saved_bytes, strict=False)
-            self._append("memory.csv", csv_text((case, rank, saved) for rank, saved in held))
+            by_rank = zip(ran or range(len(saved_bytes)), saved_bytes, strict=False)
+            self._append("memory.csv", csv_text((case, rank, saved) for rank, saved in by_rank))
             self._append("verdicts.jsonl", _rows(verdicts))
 
     def amend(self, verdicts: Mapping[str, Sequence[Verdict]]) -> None:

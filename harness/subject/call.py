@@ -81,7 +81,7 @@ def called(subject: Subject, case: CaseLike, device: "torch.device") -> Mapping[
 
 @contextmanager
 def asking(question: str) -> Iterator[None]:
-    """The body asks the subject; a function may be decorated with it.
+    """A context, or a decorator, of code that puts this question to the subject.
 
     Raises Unanswered for whatever its code raises, sys.exit too, and MachineError as it is: its time was over.
     """
@@ -161,7 +161,7 @@ def stated(case: CaseLike, subject: Subject) -> tuple[Term, ...] | None:
 def deviations(case: CaseLike, subject: Subject) -> Mapping[str, float]:
     """The standard deviation of initial values by parameter, 0 for a constant; none where the subject states none.
 
-    Raises Unanswered when they cannot be read.
+    Raises Unanswered when they cannot be read, a TypeError included.
     """
     stating: Callable[[CaseLike], Any] | None = getattr(subject, "deviations", None)
     by_name = {} if stating is None else stating(case)
@@ -184,7 +184,8 @@ def _complete(term: object) -> Term:
 def orders(case: CaseLike, subject: Subject) -> Axes:
     """The rank lists that the subject states for axes of its own rank order, none when it states none.
 
-    Raises Unanswered for an axis whose lists do not hold every rank of the case's world exactly once.
+    Raises Unanswered for an axis whose lists do not hold every rank of the case's world exactly once, and in place of a
+    TypeError.
     """
     stating: Callable[[CaseLike], Any] | None = getattr(subject, "axes", None)
     rank_lists = None if stating is None else stating(case)

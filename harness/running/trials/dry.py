@@ -1,6 +1,6 @@
 """A case on ranks that have shapes and no numbers: its evidence, and the checks that it can answer.
 
-Those are the checks of calls, and whether ranks of one group issue the same ones. Sizes are GiB in messages.
+Such are the checks of calls, and whether ranks of one group issue the same ones. Sizes are GiB in messages.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,8 +25,9 @@ from harness.terms import key_of
 
 
 def dry_run_checked(trial: Trial) -> tuple[Evidence, dict[str, Finding]]:
-    """The evidence of one recorded run on the ranks that stand for all, and the findings of every check that it can
-    answer; no truth, no outcome, no second run.
+    """The evidence of one recorded run on the ranks that stand for all, and the findings that it allows.
+
+    There is no truth, no outcome, no second run.
     """
     case, engine = trial.case, cast(DryEngine, trial.engine)
     ranks, places = representatives(case.axes, case.world_size)
