@@ -17,7 +17,7 @@ UNREAD = "every other call and all that the subject returns have the same bits: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What checks said of a planted fault: those that failed, in their order; why it is no fault; how long it took.
+    """Answer of the checks to a planted fault: those that failed, in their order; why it is no fault; its seconds.
 
     `killed_by` is "run" where the program raises or does not end. `machine` is why the machine could not finish it.
     """

@@ -30,7 +30,7 @@ RIGHT, AND_MORE, NONE, MISLEADING = JUDGEMENTS = ("right", "right and more", "no
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill(Answer):
-    """A row. `phase` and `region` are where it is planted. One with a word on the `machine` has no verdict."""
+    """A row. `phase` and `region` are where it is planted. A row with a `machine` has no verdict."""
 
     name: str
     kind: str

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from harness.engines.engine import RunRequest
 from harness.engines.shapes.dry import DryEngine
 from harness.errors import NotComputed
 from harness.ledger import Event, unmapped
@@ -90,18 +91,15 @@ def dry_run(
                 called(subject, case, torch.device("meta"))
 
         with recorder, chdir("."), session(subject):
-            engine.run_ranks(
-                program,
-                recorder,
-                meter,
-                saved,
-                ranks=(rank,),
+            request = RunRequest(
+                program=program,
+                args=(recorder, meter, saved),
                 world_size=case.world_size,
-                observers=(recorder, meter),
                 seed=case.seed,
                 timeout_s=timeout_s,
                 per_rank=kept_per_rank(subject),
             )
+            engine.run_ranks(request, (rank,), recorder, meter)
         run.append(_of_rank(rank, recorder, meter, saved))
     return tuple(run)
 

@@ -78,7 +78,7 @@ class Workers(ABC):
         """Where the pending ranks stand."""
 
     def await_ends(self) -> None:  # noqa: B027
-        """Wait, within bounds, until it is known how every process ended that is gone, where a death tells less."""
+        """Wait, within bounds, until it is known how every process ended that is gone."""
 
     @abstractmethod
     def release(self, *, failed: bool) -> None:

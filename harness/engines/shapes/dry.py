@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from harness.engines.calls.callers import raised_at
-from harness.engines.engine import Engine, Program, RunRequest
+from harness.engines.engine import Engine, RunRequest
 from harness.engines.interposer import Interposer
 from harness.engines.rank_environment import environment_of, in_environment
 from harness.engines.threads.rank_threads import RankThread, nothing
@@ -55,31 +55,14 @@ class DryEngine(Engine):
 
     def run_request(self, request: RunRequest, observer: Observer | None) -> list[Any]:
         """The results by rank; see Engine.run."""
-        return self._run(request, range(request.world_size), () if observer is None else (observer,))
+        return self.run_ranks(request, range(request.world_size), *(() if observer is None else (observer,)))
 
-    def run_ranks(
-        self,
-        program: Program,
-        *args: Any,
-        ranks: Sequence[int],
-        world_size: int,
-        observers: Sequence[Observer] = (),
-        seed: int = 0,
-        timeout_s: float = 60.0,
-        per_rank: Sequence[str] = (),
-    ) -> list[Any]:
-        """The results of `program(rank, *args)` on these ranks, in their order; `per_rank` as Engine.run has it.
+    def run_ranks(self, request: RunRequest, ranks: Sequence[int], *observers: Observer) -> list[Any]:
+        """The results on these ranks, in their order.
 
-        `timeout_s` is for each of them, in seconds of the processor; on the clock it may be ten times as long.
-
+        The time limit is for each of them, in seconds of the processor; on the clock it may be ten times as long.
         Raises RequestError, NoNumbers, RankRaised or TimeLimit.
         """
-        request = RunRequest(
-            program=program, args=args, world_size=world_size, seed=seed, timeout_s=timeout_s, per_rank=tuple(per_rank)
-        )
-        return self._run(request, ranks, observers)
-
-    def _run(self, request: RunRequest, ranks: Sequence[int], observers: Sequence[Observer]) -> list[Any]:
         self._require_open()
         for rank in ranks:
             if not 0 <= rank < request.world_size:

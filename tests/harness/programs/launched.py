@@ -43,7 +43,7 @@ def free_port() -> str:
 
 
 def seen_alike(run: Run, witness: str, seen: Sequence[Sighting]) -> None:
-    """Assert that a witness saw the calls of a recorded run one by one; a trace tells no phase before a forward."""
+    """Assert that a witness saw the calls of a recorded run one by one; a trace has no phase before a forward."""
     ours = [replace(one, phase="") for one in of_ledger(figures.events(run))]
     found = agreement(ours, {witness: [replace(one, phase="") for one in seen]})
     assert [str(row) for row in found.broken] == []

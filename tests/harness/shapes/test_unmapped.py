@@ -1,13 +1,10 @@
 """Operators of torch that shardproof does not know: recorded by their schemas, and unknown where they are issued."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from harness.checking.evidence import PASS, UNKNOWN
-from harness.engines.engine import Engine
 from harness.engines.shapes.dry import DryEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import OTHER
@@ -21,15 +18,6 @@ from tests.harness.shapes.unmapped_programs import SWAP, VOID, swapping, swaps, 
 _CASES = (Case.parse("preset=tiny-internlm2 mode=mtp tp=2"), Case.parse("mode=tp tp=2"))
 
 
-@pytest.fixture(params=["inproc", "pool"])
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    if request.param == "pool":
-        yield request.getfixturevalue("pool")
-        return
-    with InprocEngine() as made:
-        yield made
-
-
 def test_the_schema_tells_group_and_payload(engine: InprocEngine) -> None:
     kept = Log()
     assert engine.run(swaps, world_size=2, observer=kept) == [3.0, 3.0]
@@ -41,8 +29,11 @@ def test_the_schema_tells_group_and_payload(engine: InprocEngine) -> None:
     assert sorted(ticket for _, ticket in kept.completions) == [0, 1, 2, 3]
 
 
-def test_only_the_case_that_issues_it_is_unknown_and_its_message_names_it(engine: Engine) -> None:
-    one, other = (prove(case, swapping, engine=engine) for case in _CASES)
+@pytest.mark.parametrize("name", ["engine", "pool"])
+def test_only_the_case_that_issues_it_is_unknown_and_its_message_names_it(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    one, other = (prove(case, swapping, engine=request.getfixturevalue(name)) for case in _CASES)
     ledger = verdict_of(one, "ledger")
     assert ledger[0] == UNKNOWN and f"c10d::{SWAP}" in ledger[1] and "unmapped_programs.py" in ledger[1]
     numbers = {verdict.check: verdict.verdict for verdict in one.verdicts if verdict.check != "ledger"}

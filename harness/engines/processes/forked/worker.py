@@ -63,8 +63,8 @@ _FOREVER_S = 86400.0
 _STORE_S = 60.0
 """How long the store may take to answer."""
 _ABANDONED = 0
-"""The exit status where the driver is gone in the middle of a run: torch, taking its world down, would print at length
-that the store is gone too.
+"""The exit status where the driver is gone in the middle of a run. Otherwise torch would print at length that the store
+is gone too.
 """
 
 

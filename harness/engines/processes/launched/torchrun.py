@@ -96,7 +96,7 @@ class TorchrunEngine(Engine):
         return self._place.world_size
 
     def run_request(self, request: RunRequest, observer: Observer | None) -> list[Any]:
-        """The results by rank; see Engine.run."""
+        """The results by rank; see Engine.run. Raises RequestError for more ranks than were launched."""
         self._require_open()
         if request.world_size > (size := self._place.world_size):
             rule = f"must be from 1 to {size}, the number of processes that were launched"
