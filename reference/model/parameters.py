@@ -16,7 +16,7 @@ from torch import Tensor
 from reference.case import Case
 from reference.checkpoints.stored import stored
 from reference.errors import CaseError
-from reference.model.branches import branch_of
+from reference.model.branch import branch_of
 from reference.model.given import given_now
 
 Shape = tuple[int, ...]
