@@ -48,8 +48,4 @@ def true_activations(case: Case, device: torch.device) -> dict[str, Tensor]:
     """Activations with all arithmetic in float64; for float64 cases they are `activations`."""
     from reference.training.activations import observe  # noqa: PLC0415
 
-    return observe(case, _exact(weights(case, device)))
-
-
-def _exact(rounded: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: weight.to(torch.float64) for name, weight in rounded.items()}
+    return observe(case, {name: weight.to(torch.float64) for name, weight in weights(case, device).items()})
