@@ -101,8 +101,7 @@ def train(
         gradients = {n: _handed(parameters[n], w).div_(sums.tokens * scale.value) for n, w in trained.items()}
         outcome |= scale.outcome(step, skipped=skipped)
         scale.update(skipped=skipped)
-        if step == 0:  # of a skipped step without gradients
-            activations = {n: x for n, x in sums.activations.items() if not (skipped and n.startswith("act_grad/"))}
+        activations = _observed(sums, skipped=skipped) if step == 0 else activations
         if skipped:
             stepper.zero_grad()  # an optimizer leaves alone what has no gradient
         else:
@@ -128,6 +127,11 @@ def _summed_up(sums: Sums, step: int) -> dict[str, Tensor]:
     found = {f"tokens/{step}": sums.tokens.long(), f"loss/{step}": sums.loss / sums.tokens}
     found |= {} if sums.logits is None else {f"logits/{step}": sums.logits}
     return found | {name.replace("/", f"/{step}/", 1): counts for name, counts in sums.counts.items()}
+
+
+def _observed(sums: Sums, *, skipped: bool) -> Mapping[str, Tensor]:
+    """The activations, of a skipped step without gradients."""
+    return {name: x for name, x in sums.activations.items() if not (skipped and name.startswith("act_grad/"))}
 
 
 def _begun(

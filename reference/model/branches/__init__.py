@@ -1,7 +1,7 @@
 """Branches of features in the place of a layer's attention or MLP: a file each, found by the name of the feature.
 
 A file has `shapes(case)`, the parameters without the prefix of their layer, and `forward(run, layer, x_BSH,
-visible_SS)`, the branch as a function of normed hidden states; `run` is the `Pass` of `reference.model.decoder`.
+visible_SS)`, the branch as a function of normed hidden states. `run` is the pass (`reference.model.decoder`).
 `Core.replaced` names the layers that have it. A branch behind the decoder (`Core.behind_decoder`) is such a file too.
 Its parameters have full names, a transformer layer of its own (`Core.blocks`) is one name among them. Its layer is "",
 and its result is not used.
