@@ -81,7 +81,7 @@ def drawn(case: Case, name: str) -> Tensor:
     weights = _kept(case)
     if name not in weights:
         if case.init == "field":
-            from reference.model.initial import of_field  # noqa: PLC0415
+            from reference.model.field import of_field  # noqa: PLC0415
 
             value = of_field(case, name, shape)
         else:

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from parallel.communication.batch import hidden_pairs
 from parallel.communication.mesh import Mesh
-from parallel.context.exchanged import exchanged_attention
-from parallel.context.gathered import gathered_attention
+from parallel.context.exchanged import exchanged_attention, gathered_attention
 from parallel.context.ring import ring_attention
 from parallel.context.slices import Slices, contiguous, sliced, zigzag, zigzag_by_document
 from reference.case import Case
