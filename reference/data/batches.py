@@ -99,7 +99,8 @@ def micro_batch(
 
     `padding` is the label of tokens that are not learned, before any is masked; another one is a what-if's. Steps count
     on from those before a checkpoint that the case loads. The batch is number `micro * dp + dp_rank` of the step, the
-    same for every dp and micro of one product. Neither the mode nor tp, wp, pp or cp changes it, up to 8 shards. Raises DataError when the corpus cannot be read, ValueError without such a micro-batch.
+    same for every dp and micro of one product. Neither the mode nor tp, wp, pp or cp changes it, up to 8 shards. Raises
+    DataError when the corpus cannot be read, ValueError without such a micro-batch.
     """
     for name, value, limit in (("step", step, math.inf), ("micro", micro, case.micro), ("dp_rank", dp_rank, case.dp)):
         if not 0 <= value < limit:
