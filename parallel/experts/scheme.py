@@ -13,9 +13,9 @@ A gradient is a sum over tokens, divided once by the number of all tokens, so th
 scale follows the data, the group follows the replicas (experts.md 21.6).
 
 With `bias_rate` the bias with which experts are chosen moves once a step, so that all get as many tokens, without a
-loss. The rows of all micro-batches, an all_reduce int64 [layers of the rank, E] over tp_cp_dp, are those that experts
-took, before any are filled up: padded ones are the same for all. They are integers, for sums in the dtype of a model
-end at 256 (experts.md 21.2, X8). Every choice counts once, however often a layer is computed. Source:
+loss. The rows of all micro-batches are summed, an all_reduce int64 [layers of the rank, E] over tp_cp_dp. Rows are
+those that experts took, before any are filled up: padded ones are the same for all. They are integers, for sums in the
+dtype of a model end at 256 (experts.md 21.2, X8). Every choice counts once, however often a layer is computed. Source:
 arXiv:2408.15664; Megatron-Core 0.16.1 `_update_router_expert_bias`.
 """
 

@@ -46,7 +46,7 @@ def parameters(folder: Path, form: Form) -> dict[str, Tensor]:
             kv_heads = _kv_heads(kv_heads_of(stored), form.kv_heads)
             if not form.fuse_qkv and kv_heads == 0:
                 rule = "holds query, key and value in one tensor, and nothing says of how many heads"
-                raise Unfit(rule, "a checkpoint of fuse_qkv=true beside it")
+                raise CaseError("load", str(folder), rule, "a checkpoint of fuse_qkv=true beside it")
             parts = parted(stored, kv_heads, qkv=kv_heads > 0)
         else:
             config = hugging_face.config_of(folder)

@@ -13,9 +13,12 @@ tokens. The numbers go from 3/4 T down in equal steps, as far as the sentences a
 count more than the last. The other labels are -100 or masked; the mask of tokens without a label is random. Prompts
 (negative ids) are read and not learned.
 
-The built-in corpus gets the ids at the edges of vocabulary shards mixed in (`reference.data.edges`). In every step each
-of them stands in place of a token of text once, is read, and is a label that counts. The first micro-batches of a step
-hold them; where a step is too small, the next goes on with the others. Data that a user names stay as they are.
+A range of rows that is one short or one long shows at the ids at the edges of vocabulary shards alone. So the built-in
+corpus gets the first and the last real row of every shard mixed in. These are the edges of 2 to 8 equal shards, as far
+as the vocabulary splits or is padded that way. So the data do not change with tp and wp. Shards of this very case that
+are not among these come last. In every step each of them stands in place of a token of text once, is read, and is a
+label that counts. The first micro-batches of a step hold them; where a step is too small, the next goes on with the
+others. Data that a user names stay as they are.
 """
 
 import math
@@ -28,9 +31,40 @@ from torch import Tensor
 from reference.case import Case
 from reference.checkpoints.stored import steps_before
 from reference.data.corpus import Source, sources
-from reference.data.edges import shard_edges
 from reference.data.packing import IGNORED, Rows, build_pack, build_unpack, without_prompts
 from reference.data.stream import mixed, stream_of
+
+_PARTS = (2, 4, 8, 3, 6, 5, 7)
+"""Numbers of shards, the usual ones first: small data hold as many edges as they can, in this order."""
+_PADDED_TO = 128
+"""Rows of which a shard of the padded vocabulary is a multiple (Megatron)."""
+
+
+def own_edges(case: Case) -> tuple[int, ...]:
+    """First and last id of every shard of this case, over tp (logits, tables) and over wp (weights of isp), sorted."""
+    sizes = {case.padded_vocab // parts for parts in (case.tp, case.wp)}
+    return tuple(sorted({edge for size in sizes for edge in _edges(case.vocab, size)}))
+
+
+def shard_edges(case: Case) -> tuple[int, ...]:
+    """Every id to mix in, each once, the most usual splits first."""
+    return _usual(case.vocab, case.family == "gpt", own_edges(case))
+
+
+@lru_cache(maxsize=64)
+def _usual(vocab: int, is_padded: bool, own: tuple[int, ...]) -> tuple[int, ...]:
+    found: list[int] = []
+    for parts in _PARTS:
+        if is_padded:
+            found += _edges(vocab, -(-vocab // (_PADDED_TO * parts)) * _PADDED_TO)
+        elif vocab % parts == 0:
+            found += _edges(vocab, vocab // parts)
+    return tuple(dict.fromkeys([*found, *own]))
+
+
+def _edges(vocab: int, size: int) -> list[int]:
+    """First and last id of every shard of `size` rows that holds a real one."""
+    return [edge for first in range(0, vocab, size) for edge in (first, min(first + size, vocab) - 1)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,8 +99,8 @@ def micro_batch(
 
     `padding` is the label of tokens that are not learned, before any is masked; another one is a what-if's. Steps count
     on from those before a checkpoint that the case loads. The batch is number `micro * dp + dp_rank` of the step, the
-    same for every dp and micro of one product. Neither the mode nor tp, wp, pp or cp changes it, up to 8 shards (see
-    `reference.data.edges`). Raises DataError when the corpus cannot be read, ValueError without such a micro-batch.
+    same for every dp and micro of one product. Neither the mode nor tp, wp, pp or cp changes it, up to 8 shards. Raises
+    DataError when the corpus cannot be read, ValueError without such a micro-batch.
     """
     for name, value, limit in (("step", step, math.inf), ("micro", micro, case.micro), ("dp_rank", dp_rank, case.dp)):
         if not 0 <= value < limit:

@@ -4,8 +4,8 @@ A sentence is an int64 tensor [tokens]; a label is the next token of its sentenc
 Padding is token 0 with label -100. A negative token is a prompt.
 
 Sources: the InternEvo page "Data Load and Procedure" and EVO `data/tokenized/packed_dataset.py`, `collaters.py`,
-`data/utils.py`. Where page and code disagree, this is the way that loses nothing: the last tokens are kept (page), and
-so is what exceeds a row, as the next one (neither). A label 0 is learned as any other token (page).
+`data/utils.py`. Where page and code disagree, this is the way that loses nothing. The last tokens are kept (page), and
+tokens beyond a row are the next one (neither). A label 0 is learned as any other token (page).
 """
 
 from collections.abc import Sequence

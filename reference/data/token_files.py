@@ -6,10 +6,11 @@ write it. Source: EVO `tools/tokenizer.py`, `data/tokenized/single_dataset.py`. 
 `.meta` names; here the two must agree line for line, so that a stale `.meta` cannot hide sentences. The `.npy` header
 is parsed here because this room needs nothing but torch.
 
-Megatron-Core's indexed data: `x.bin`, the tokens of all sequences, and `x.idx`, little endian: the magic bytes, u64
-version 1, u8 code of the token type, u64 number of sequences, u64 number of document borders. Then i32 lengths, i64
-byte offsets, i64 borders (document k = the sequences from border k up to k + 1). Multimodal data have one i8 a sequence
-behind them, which is not read. Source: MEG `core/datasets/indexed_dataset.py`.
+Megatron-Core's indexed data: `x.bin`, the tokens of all sequences, and `x.idx`, where each of them starts. `.idx`,
+little endian: the magic bytes, u64 version 1, u8 code of the token type, u64 number of sequences, u64 number of
+document borders. Then i32 lengths, i64 byte offsets, i64 borders (document k = the sequences from border k up to k +
+1). Multimodal data have one i8 a sequence behind them, which is not read. Source: MEG
+`core/datasets/indexed_dataset.py`.
 """
 
 import io
