@@ -172,15 +172,17 @@ class Sharing:
     _killed: set[int] = field(default_factory=set)
     _idle_ends: int = 0
 
-    def prove_all(self, together: Sequence[Sequence[int]]) -> None:
+    def prove_all(self, together: Sequence[Sequence[int]], meanwhile: Callable[[], object]) -> None:
         """Prove every case, or those until `keep` says that it is enough.
 
-        `together`: the numbers of all cases in groups, each of which one process proves. When something is raised here,
-        what all have finished is kept before it is raised further.
+        `together`: the numbers of all cases in groups, each of which one process proves. `meanwhile` is called once the
+        first are in work. When something is raised here, what all have finished is kept before it is raised further.
         """
         self._waiting = deque(map(deque, together))
         kept = 0
         try:
+            self._give()
+            meanwhile()
             while kept < len(self.cases):
                 self._give()
                 self._collect()
