@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from reference.model.parameters import shapes as parameter_shapes
     from reference.training.steps import train as train_dense
     from reports.comparing.comparison import compare
-    from reports.comparing.modes import side_by_side
     from reports.comparing.snapshot import snapshot
+    from reports.printing.modes import side_by_side
     from reports.stored.frames import load
     from reports.stored.summary import headline, traffic
     from shardproof.proving import prove, run
@@ -77,7 +77,7 @@ _PLACES = {
     "reference.model.parameters": "full_parameter parameter_shapes",
     "reference.training.steps": "train_dense",
     "reports.comparing.comparison": "compare",
-    "reports.comparing.modes": "side_by_side",
+    "reports.printing.modes": "side_by_side",
     "reports.comparing.snapshot": "snapshot",
     "reports.stored.frames": "load",
     "reports.stored.summary": "headline traffic",

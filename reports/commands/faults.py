@@ -44,18 +44,10 @@ def main(arguments: argparse.Namespace) -> int:
     only = "held-back" if arguments.held_back else "open" if arguments.open else ""
     timeout_s, dtype = seconds(arguments.timeout, "timeout"), arguments.dtype or ""
     cases = cases_of(arguments.cases, subject)
-    asked = {"quick": arguments.quick, "only": only, "cases": cases, "field": arguments.field}
-    plans = planned(subject, **asked, timeout_s=timeout_s, dtype=dtype)
+    asked = {"quick": arguments.quick, "only": only, "field": arguments.field, "dtype": dtype}
+    plans = planned(subject, **asked, cases=cases, timeout_s=timeout_s)
     total = sum(plan.rows for plan in plans)
-    words = {
-        "subject": subject.name,
-        "cases": [case_text(case) for case in cases],
-        "quick": arguments.quick,
-        "only": only,
-        "field": arguments.field,
-        "dtype": dtype,
-        "rows": total,
-    }
+    words = {"subject": subject.name, "cases": [case_text(case) for case in cases], **asked, "rows": total}
     store = Store(Path(arguments.out), subject.name, environment(tuple(sys.argv), words))
     processes = min(_PROCESSES, os.cpu_count() or 1)
     try:

@@ -21,11 +21,11 @@ from harness.cases import read_case
 from harness.dense_model import SUBJECT
 from harness.errors import RequestError
 from harness.resolve import resolve
-from reports.comparing.modes import modes_table, side_by_side
 from reports.pages import drawings, opening
 from reports.pages.drawings import Node, by_module, last_micro_batch, timeline, tree
 from reports.printing import text_tables
 from reports.printing.calls import calls_table
+from reports.printing.modes import modes_table, side_by_side
 from reports.printing.text_tables import Table, mebibytes
 from reports.stored import summary
 from reports.stored.files import csv_table, profiled
