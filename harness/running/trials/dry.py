@@ -21,7 +21,8 @@ from harness.predicting.classes import representatives
 from harness.predicting.dry_run import DryRank, DryRun, dry_run
 from harness.predicting.meter import hidden
 from harness.protocols import Axes
-from harness.running.trials.trial import Trial, expectation_of, orders_of
+from harness.running.trials.statements import expectation_of, orders_of
+from harness.running.trials.trial import Trial
 from harness.terms import key_of
 
 
