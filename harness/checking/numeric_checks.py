@@ -128,7 +128,7 @@ def _judged(measured: Sequence[Measured], unchecked: Sequence[str]) -> Finding:
         return Finding(
             verdict=FAIL,
             message=f"{first.name} differs from the dense model",
-            worst=Worst.of(first),
+            worst=as_worst(first),
             unchecked=unseen,
             wrong=wrong,
             names=tuple(m.name for m in wrong),
@@ -140,12 +140,17 @@ def _judged(measured: Sequence[Measured], unchecked: Sequence[str]) -> Finding:
         return Finding(verdict=UNKNOWN, message=f"no tensor of this kind could be compared: {why}", unchecked=unseen)
     closest = worst_of(proved)
     message = f"{len(proved)} tensors agree; {closest.name} came closest to its limit"
-    return Finding(verdict=PASS, message=message, worst=Worst.of(closest), unchecked=unseen)
+    return Finding(verdict=PASS, message=message, worst=as_worst(closest), unchecked=unseen)
 
 
 def called(kind: str) -> str:
     """A kind of name in words: "gradients" of "grad", "loss" of "loss"."""
     return KIND_WORDS.get(kind, kind)
+
+
+def as_worst(measured: Measured) -> Worst:
+    """The figures of a tensor as a finding has them."""
+    return Worst(name=measured.name, error=measured.error, allowed=measured.allowed, epsilons=measured.epsilons)
 
 
 def worst_of(measured: Sequence[Measured]) -> Measured:

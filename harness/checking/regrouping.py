@@ -15,12 +15,13 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from harness.checking.evidence import FAIL, PASS, Evidence, Finding, Regrouped, Worst
+from harness.checking.evidence import FAIL, PASS, Evidence, Finding, Regrouped
 from harness.checking.measures.kinds import kind_of, step_of
 from harness.checking.measures.many_tensors import kind_rms
 from harness.checking.measures.measured import STATED, Measured, epsilon
 from harness.checking.measures.tolerance import FLOAT64_CEILING, measure
 from harness.checking.measuring import summed
+from harness.checking.numeric_checks import as_worst
 
 _FIRST_STEP = ("loss", "tokens", "grad", "grad_norm")
 _LATER = ("loss", "tokens", "grad_norm", "param", "param_after")
@@ -98,7 +99,7 @@ def _breach(evidence: Evidence, other: Regrouped, wrong: tuple[Measured, ...], s
         verdict=FAIL,
         message=f"{name} with {other.words} is {ratio} with {_sizes_here(evidence, other)}, though the same samples "
         "make up the step",
-        worst=Worst.of(wrong[0]),
+        worst=as_worst(wrong[0]),
         wrong=wrong,
         names=tuple(measured.name for measured in wrong),
     )
@@ -137,4 +138,4 @@ def truth(evidence: Evidence) -> Finding:
     same = f"is one function in float32 and in float64; {measured.name} came closest to the limit"
     other = f"computes another function in float32 than in float64, as {measured.name} of its forward shows"
     message = f"the dense model {same if measured.right else other}"
-    return Finding(verdict=PASS if measured.right else FAIL, message=message, worst=Worst.of(measured))
+    return Finding(verdict=PASS if measured.right else FAIL, message=message, worst=as_worst(measured))

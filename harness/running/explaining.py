@@ -23,8 +23,9 @@ from harness.mesh_axes import split_axes
 from harness.protocols import CaseLike, unsaved
 from harness.running.locating.drawn import with_drawn_numbers
 from harness.running.locating.wrong_module import with_wrong_module
-from harness.running.trials.runs import recorded, watched
+from harness.running.trials.runs import recorded
 from harness.running.trials.trial import Trial
+from harness.running.trials.watched import watched
 from harness.subject import refusal
 
 MOST_RANKS = 8

@@ -20,7 +20,8 @@ from harness.ledger import Event
 from harness.predicting.dry_run import DryRank, dry_run, representatives
 from harness.predicting.meter import hidden
 from harness.protocols import Axes
-from harness.running.trials.trial import Trial, expectation_of, orders_of
+from harness.running.trials.statements import expectation_of, orders_of
+from harness.running.trials.trial import Trial
 from harness.terms import key_of
 
 

@@ -65,7 +65,7 @@ def test_data_that_cannot_be_read_are_a_wrong_request(shardproof: CommandLine, t
         (("run", ONE, "--profile", "nsys", "--profile-steps", "1"), "profile-steps=1: must be FIRST:END, steps from"),
         (("run", "--profile", ","), "profile=,: names no witness; legal: torch,nsys"),
         ((*PROFILED, "3:3"), "profile-steps=3:3: holds no step, for END is not included; legal: 0:4"),
-        ((*PROFILED, "2:4", f"{ONE} steps=3"), "has 3 steps, counted from 0; legal: 0:3"),
+        (("run", f"{ONE} steps=3", *PROFILED[1:], "2:4"), "has 3 steps, counted from 0; legal: 0:3"),
         (("run", "--preset-experiment", "gpt5"), "preset-experiment=gpt5: is not known; legal: gpt3-857m-tp4"),
         (("run", "--mode", "tp"), "unrecognized arguments: --mode"),
         (("bench", "--fast"), "unrecognized arguments: --fast"),
