@@ -28,9 +28,8 @@ from harness.outcome.merging import Outcomes
 from harness.protocols import CaseLike, Subject
 from harness.running.proof import NEED_WATCHING, judged
 from harness.running.trials.reference import Reference, reference_of
-from harness.running.trials.runs import recorded
+from harness.running.trials.runs import recorded, watched
 from harness.running.trials.trial import Trial
-from harness.running.trials.watched import watched
 from harness.subject import NamedSubject, answered, named, offers
 
 
