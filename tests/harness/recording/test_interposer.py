@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from harness.engines.interposer import Interposer
 from harness.errors import MachineError
 from harness.ledger import Event
+from harness.torch_internals.backends import fake_group
 from tests import ROOT
 from tests.harness.engines.programs import Log
 from tests.harness.recording.toy_calls import recorded
@@ -229,7 +229,4 @@ def test_an_interposer_that_reads_arguments_wrongly_fails_its_own_probe(monkeypa
 
 def one_call() -> None:
     """An all_reduce in a private group of one rank."""
-    group = dist.ProcessGroup(torch._C._distributed_c10d.HashStore(), 0, 1)
-    fake = torch._C._distributed_c10d.FakeProcessGroup._create_internal(0, 1)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, fake)
-    group.allreduce([torch.ones(4)]).wait()
+    fake_group().allreduce([torch.ones(4)]).wait()
