@@ -60,24 +60,19 @@ def _axes(lines: pd.DataFrame) -> dict[str, str]:
 
 def modes_table(frame: pd.DataFrame) -> Table:
     """The modes side by side, from `side_by_side`."""
-    phases = [phase for phase in PHASES if f"{phase}_bytes" in frame]
     ratio = frame.assign(times_least=[f"{value:.2f}" for value in frame["least_ratio"]])
     return table(
         "Modes side by side",
         ratio,
-        (
-            ("mode", "mode", str),
-            ("ranks", "ranks", count),
-            ("case", "words", mark),
-            *((phase, f"{phase}_bytes", mebibytes) for phase in phases),
-            ("payload MiB", "payload_bytes", mebibytes),
-            ("expected", "expected_payload_bytes", mebibytes),
-            ("wire MiB", "wire_bytes", mebibytes),
-            ("x least", "times_least", pair),
-            ("saved", "saved_bytes", mebibytes),
-            ("exposed ms", "exposed_us", milliseconds),
-            ("payload MiB by axis", "axes", str),
-        ),
+        (str, "mode"),
+        (count, "ranks"),
+        (mark, "case: words"),
+        (mebibytes, " | ".join(f"{phase}: {phase}_bytes" for phase in PHASES if f"{phase}_bytes" in frame)),
+        (mebibytes, "payload MiB: payload_bytes | expected: expected_payload_bytes | wire MiB: wire_bytes"),
+        (pair, "x least: times_least"),
+        (mebibytes, "saved: saved_bytes"),
+        (milliseconds, "exposed ms: exposed_us"),
+        (str, "payload MiB by axis: axes"),
         note="one rank, the whole run; phases, payload and expected: MiB that calls hand over; wire: MiB that the rank "
         "sends then (ring model); x least: wire beside the mode that sends least on as many ranks; saved: the most "
         "that autograd held; exposed: inside calls that are waited for at once, mean over ranks",
