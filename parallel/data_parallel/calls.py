@@ -33,12 +33,10 @@ def shard_axis(case: Case, name: str = "") -> str:
     return "shard" if case.shard else case.data_axis_of(name)
 
 
-def summed_over(strategy: Strategy, case: Case, name: str) -> tuple[str, ...]:
-    """The axes over which a parameter's gradient is summed: those that neither cut it nor share its data."""
-    return _summed_over(strategy, case, name, trained(strategy, case)[name])
-
-
-def _summed_over(strategy: Strategy, case: Case, name: str, place: Placement) -> tuple[str, ...]:
+def summed_over(strategy: Strategy, case: Case, name: str, place: Placement) -> tuple[str, ...]:
+    """The axes over which the gradient of a parameter that lies so is summed: those that neither cut it nor share its
+    data.
+    """
     other_data = [shard_axis(case, name), *([REPLICAS] if case.shard else [])]
     other_data += [strategy.weight_axis] if strategy.partial(case, name) else []
     other_data += ["embedding"] if name == TABLE and case.table_is_copied else []
@@ -99,7 +97,7 @@ def _by_rank(strategy: Strategy, places: Placements, axis: str, case: Case) -> I
 
     They travel together, but over the weight axis one by one where they are not coalesced.
     """
-    names = [name for name, place in places.items() if axis in _summed_over(strategy, case, name, place)]
+    names = [name for name, place in places.items() if axis in summed_over(strategy, case, name, place)]
     together = strategy.coalesced or axis != strategy.weight_axis
     every = range(case.tp if MODES[case.mode].uneven else 1)
     for own in held_by_rank(case):

@@ -21,12 +21,6 @@ def padded_rows(rows: int, ranks: int) -> int:
     return -(-rows // ranks)
 
 
-def rows_of(rows: int, rank: int, ranks: int) -> range:
-    """The rows that a rank holds; none beyond the last."""
-    height = padded_rows(rows, ranks)
-    return range(min(rank * height, rows), min((rank + 1) * height, rows))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
     """Parameters that are gathered and reduced together, by name, over `ranks` ranks. Sizes count elements."""
@@ -51,11 +45,6 @@ class Unit:
             size = padded_rows(_rows(shape), self.ranks) * _row(shape)
             yield name, first, size
             first += size
-
-    def shard_shape(self, name: str, rank: int) -> Shape:
-        """Shape of the rows that a rank holds of a parameter, without padding; a scalar is one row."""
-        shape = self.shapes[name]
-        return len(rows_of(_rows(shape), rank, self.ranks)), *shape[1:]
 
 
 def _rows(shape: Shape) -> int:

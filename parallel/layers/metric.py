@@ -7,7 +7,7 @@ tokens count as in the loss (mask and label). No gradient flows. The outcome hol
 `metric/<name>`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
@@ -37,23 +37,7 @@ class MetricSums:
     loss_of: Tensor
 
     def __add__(self, other: "MetricSums") -> "MetricSums":
-        return MetricSums(
-            right=self.right + other.right,
-            tokens=self.tokens + other.tokens,
-            log_likelihood=self.log_likelihood + other.log_likelihood,
-            right_of=self.right_of + other.right_of,
-            loss_of=self.loss_of + other.loss_of,
-        )
-
-    @property
-    def accuracy(self) -> float:
-        """Share of tokens whose label has the largest logit."""
-        return float(self.right) / float(self.tokens)
-
-    @property
-    def perplexity(self) -> float:
-        """exp of the mean negative log-likelihood."""
-        return float((-self.log_likelihood / self.tokens).exp())
+        return MetricSums(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(self)})
 
 
 class Metric(nn.Module):

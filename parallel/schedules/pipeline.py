@@ -108,15 +108,6 @@ class Pipeline:
         """The action of one of a rank's chunks."""
         return Action(kind, micro, chunk, self.stage(rank, chunk))
 
-    def needs(self, action: Action) -> list[Action]:
-        """The computations that must be done before one: of the stage before it or behind it, and its own stage's."""
-        kind, micro, _, stage = action
-        if kind is Kind.W:
-            return [action._replace(kind=Kind.B)]
-        needs = [] if kind is Kind.F else [action._replace(kind=Kind.F)]
-        other = stage - 1 if kind is Kind.F else stage + 1
-        return needs + [self.at(kind, micro, other)] * (0 <= other < self.virtual_stages)
-
 
 def warm_up(pipeline: Pipeline, rank: int) -> int:
     """Forwards of a rank before its first backward's own forward; for ZBV all forwards of the first chunk alone."""
@@ -158,11 +149,6 @@ def order(pipeline: Pipeline, rank: int) -> tuple[Action, ...]:
     steady = chain.from_iterable(zip(forwards[warm:], backwards, strict=False))
     made = (*forwards[:warm], *steady, *backwards[len(forwards) - warm :])
     return _with_weights(made, put_off=rank) if pipeline.splits_backward else made
-
-
-def orders(pipeline: Pipeline) -> tuple[tuple[Action, ...], ...]:
-    """The computations of all ranks."""
-    return tuple(order(pipeline, rank) for rank in range(pipeline.ranks))
 
 
 def _with_weights(made: Sequence[Action], put_off: int) -> tuple[Action, ...]:

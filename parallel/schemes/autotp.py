@@ -23,7 +23,6 @@ trained there with an embedding cut along hidden, and served with a whole one.
 
 import dataclasses
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +43,8 @@ from parallel.slicing.heads import Heads, fused_rows, kv_rows, query_rows
 from parallel.slicing.held import Held, beside, in_turn, shard_sizes, widths
 from reference.case import Case
 from reference.model.parameters import dtype_of, shapes
+
+_SEQUENCE_DIM = 1
 
 
 def placements(case: Case) -> dict[str, Placement]:
@@ -119,10 +120,10 @@ def shares(case: Case) -> Placement:
     return Placement(shape=(rows, case.heads, length, length), cuts=(_cut(held, dim=1),))
 
 
-def parts(case: Case, mesh: Mesh, device: torch.device, *, sequence_dim: int) -> Parts:
+def parts(case: Case, mesh: Mesh, device: torch.device) -> Parts:
     """The strategy of the mode on one rank."""
     places, dtype = placements(case), dtype_of(case)
-    shared = tensor.parts(case, mesh, device, sequence_dim=sequence_dim, sequence_split=False, places=places)
+    shared = tensor.parts(case, mesh, device, sequence_dim=_SEQUENCE_DIM, sequence_split=False, places=places)
     axis = mesh.axis("tp")
     region = Region(axis=axis, overlap=case.overlap)
 
@@ -132,7 +133,7 @@ def parts(case: Case, mesh: Mesh, device: torch.device, *, sequence_dim: int) ->
             places["embedding.tokens.weight"].shape,
             None if positions is None else positions.shape,
             region,
-            sequence_dim=sequence_dim,
+            sequence_dim=_SEQUENCE_DIM,
             dtype=dtype,
             device=device,
         )
@@ -184,9 +185,6 @@ class SummedHead(_Head):
         return pairs.reduce_from(functional.linear(pairs.own_part(x, axis, own), weight), axis)
 
 
-_SEQUENCE_DIM = 1
-
-
 _SUMMED, _GATHERED = 'head == "sum"', 'head == "gather" and not tied'
 
 
@@ -212,6 +210,6 @@ AUTOTP = Strategy(
     activation=activation,
     shares=shares,
     partial=tensor.head_partial,
-    parts=partial(parts, sequence_dim=_SEQUENCE_DIM),
+    parts=parts,
     rows=_ROWS,
 )

@@ -87,19 +87,6 @@ class RankOrder:
         self._check_rank(rank)
         return {axis: rank // stride % size for axis, size, stride in self._strides()}
 
-    def rank(self, places: Mapping[str, int]) -> int:
-        """The rank at these places, 0 on an axis that is left out.
-
-        Raises CaseError for an unknown axis and for a place outside its axis.
-        """
-        sizes = self.sizes
-        for axis, place in places.items():
-            if axis not in sizes:
-                raise CaseError("axis", axis, "is not an axis of this mesh", " ".join(sizes))
-            if not 0 <= place < sizes[axis]:
-                raise CaseError(axis, place, f"must be a place on an axis of {sizes[axis]}", f"0..{sizes[axis] - 1}")
-        return sum(places.get(axis, 0) * stride for axis, _, stride in self._strides())
-
     def divided(self, axis: str, **parts: int) -> "RankOrder":
         """These ranks with one axis divided into levels of these sizes, the fastest first.
 

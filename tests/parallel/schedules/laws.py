@@ -10,7 +10,7 @@ from enum import StrEnum
 from fractions import Fraction
 
 from parallel.schedules.messages import Program, counterpart, groups_between, peer
-from parallel.schedules.pipeline import Action, Kind, Pipeline
+from parallel.schedules.pipeline import Action, Kind, Pipeline, order
 from parallel.schedules.timing import ComputeTimes, Span
 
 
@@ -25,6 +25,21 @@ class Sends(StrEnum):
 def delivery(pipeline: Pipeline) -> tuple[Sends, int]:
     """The sends and the number of process groups between two ranks with which the programs of a pipeline are legal."""
     return Sends.BUFFERED if pipeline.v_shaped else Sends.BATCHED, groups_between(pipeline)
+
+
+def orders(pipeline: Pipeline) -> tuple[tuple[Action, ...], ...]:
+    """The computations of all ranks."""
+    return tuple(order(pipeline, rank) for rank in range(pipeline.ranks))
+
+
+def needed(pipeline: Pipeline, action: Action) -> list[Action]:
+    """The computations that must be done before one: of the stage before it or behind it, and its own stage's."""
+    kind, micro, _, stage = action
+    if kind is Kind.W:
+        return [action._replace(kind=Kind.B)]
+    needs = [] if kind is Kind.F else [action._replace(kind=Kind.F)]
+    other = stage - 1 if kind is Kind.F else stage + 1
+    return needs + [pipeline.at(kind, micro, other)] * (0 <= other < pipeline.virtual_stages)
 
 
 def check_complete(pipeline: Pipeline, made: Sequence[Program]) -> list[str]:
@@ -116,7 +131,7 @@ def timeline(
         for own, actions in zip(spans, made, strict=True):
             while len(own) < len(actions):
                 action = actions[len(own)]
-                needs = pipeline.needs(action)
+                needs = needed(pipeline, action)
                 if any(need not in ends for need in needs):
                     break
                 start = max([own[-1].end if own else Fraction(0), *(ends[need] for need in needs)])
@@ -217,4 +232,4 @@ class _Run:
         """Actions due before a computation, with those of other ranks replaced by their receive."""
         received = action._replace(kind=Kind.RECV_FORWARD if action.kind is Kind.F else Kind.RECV_BACKWARD)
         own = self.pipeline.rank(action.stage)
-        return {need if self.pipeline.rank(need.stage) == own else received for need in self.pipeline.needs(action)}
+        return {need if self.pipeline.rank(need.stage) == own else received for need in needed(self.pipeline, action)}

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from parallel.schedules.messages import programs
-from parallel.schedules.pipeline import SCHEDULES, Kind, Pipeline, orders
+from parallel.schedules.pipeline import SCHEDULES, Kind, Pipeline
 from parallel.schedules.timing import ComputeTimes, Span, bubble_stated, duration_stated, played
 from tests import ROOT
 from tests.parallel.schedules.laws import (
@@ -19,6 +19,7 @@ from tests.parallel.schedules.laws import (
     idle_inside,
     live,
     message_counts,
+    orders,
     sends_stated,
     timeline,
 )

@@ -13,7 +13,7 @@ from harness.running.proof import prove
 from harness.subject import named
 from parallel import registry
 from parallel.communication.expectation import CallRow, terms
-from parallel.data_parallel.calls import step_rows, summed_over
+from parallel.data_parallel.calls import step_rows, summed_over, trained
 from parallel.registry import rows_of, scheme_of, strategy_of
 from parallel.schemes import tensor
 from parallel.subject import subject
@@ -90,7 +90,8 @@ def test_a_gradient_is_summed_over_what_neither_cuts_it_nor_shares_its_data(
 ) -> None:
     """By hand, from what a copy of the parameter has seen."""
     case = Case.parse(f"tp=2 dp=2 heads=4 kv_heads=2 {words}")
-    assert summed_over(strategy_of(case), case, parameter) == axes
+    strategy = strategy_of(case)
+    assert summed_over(strategy, case, parameter, trained(strategy, case)[parameter]) == axes
 
 
 def test_a_partial_gradient_that_is_not_stated_as_such_is_not_summed() -> None:

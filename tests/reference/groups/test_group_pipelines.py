@@ -27,8 +27,6 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         "group=tp-ep: its axes must stand in one rank order; legal: axes of tp-dp-pp or of etp-ep",
     ),
     "rank": (lambda: MESH.group("tp", 6), "rank=6: must be one of 6 ranks; legal: 0..5"),
-    "place": (lambda: MESH.rank({"dp": 3}), "dp=3: must be a place on an axis of 3; legal: 0..2"),
-    "place on no axis": (lambda: MESH.rank({"cp": 0}), "axis=cp: is not an axis of this mesh; legal: tp dp pp"),
     "no axis to divide": (
         lambda: RankOrder.of("tp", {"tp": 4}).divided("cp", inner=2, outer=2),
         "axis=cp: is not an axis of this mesh; legal: tp",
