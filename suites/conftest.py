@@ -31,13 +31,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Know our markers, refuse a wrong request, load the profile `quick`, unless another one was requested."""
+    """Know our markers, load the profile `quick`, unless another one was requested.
+
+    Raises UsageError for a wrong request. CollectError in its place where pytest finds this file only while it
+    collects: pytest-xdist reports such an error once for all its workers.
+    """
     for words in _MARKERS:
         config.addinivalue_line("markers", words)
     try:
         check(config)
     except pytest.UsageError as problem:
-        # Where pytest finds this file only while it collects, xdist reports such an error once for all its workers.
         if config.pluginmanager.has_plugin("session"):
             raise pytest.Collector.CollectError(str(problem)) from problem
         raise

@@ -137,7 +137,7 @@ class Prover:
         return case
 
     def _reject(self) -> NoReturn:
-        """Leave a refused draw uncounted; skip the test after so many that no further one is waited for."""
+        """Leave a refused draw uncounted; skip the test after _ENOUGH of them in a row."""
         if len(self.refusals) >= _ENOUGH:
             self.skip_refused()
         hypothesis.note(self.refusals[-1])
