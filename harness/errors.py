@@ -16,7 +16,8 @@
 The numbers are the exit statuses of the command line. A message starts with the root cause, then one line a rank.
 """
 
-from collections.abc import Mapping, Sequence
+import copyreg
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -72,7 +73,7 @@ class RequestError(ShardproofError):
 class _RunError(ShardproofError):
     """A run that ended badly: `cause` in one line, `ranks` that are to blame, `positions` of all ranks by rank."""
 
-    def __init__(self, cause: str, *, ranks: Sequence[int], positions: Sequence[Position]) -> None:
+    def __init__(self, cause: str, *, ranks: Sequence[int] = (), positions: Sequence[Position] = ()) -> None:
         self.cause = cause
         self.ranks = tuple(ranks)
         self.positions = tuple(positions)
@@ -83,13 +84,7 @@ class _RunError(ShardproofError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """As it is, between processes: the words of __init__ are no positional arguments."""
-        return _remade, (type(self), self.args, vars(self))
-
-
-def _remade(kind: type[_RunError], args: tuple[Any, ...], state: Mapping[str, Any]) -> _RunError:
-    error = kind.__new__(kind, *args)
-    vars(error).update(state)
-    return error
+        return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
 
 class ProgramError(_RunError):
@@ -140,7 +135,12 @@ class TimeLimit(MachineError):
     """The run did not end in time. `abandoned` lists ranks that could not be interrupted."""
 
     def __init__(
-        self, cause: str, *, ranks: Sequence[int], positions: Sequence[Position], abandoned: Sequence[int] = ()
+        self,
+        cause: str,
+        *,
+        ranks: Sequence[int] = (),
+        positions: Sequence[Position] = (),
+        abandoned: Sequence[int] = (),
     ) -> None:
         self.abandoned = tuple(abandoned)
         super().__init__(cause, ranks=ranks, positions=positions)

@@ -19,7 +19,7 @@ The engine's side is `harness.engines.faults.disturbance`.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from harness.ledger import Event
 from harness.protocols import CaseLike
@@ -98,18 +98,9 @@ def targets_of(events: Iterable[Event]) -> tuple[Target, ...]:
         seen[within] += 1
         first.setdefault(key, event)
         calls[key].append((event.rank, event.call_index))
+    shared = [field.name for field in fields(Target) if field.name not in ("number", "calls")]
     return tuple(
-        Target(
-            op=event.op,
-            reduce_op=event.reduce_op,
-            axis=event.axis,
-            group_size=event.group_size,
-            dtype=event.dtype,
-            phase=event.phase,
-            region=event.region,
-            number=int(str(key[-1])),
-            calls=tuple(calls[key]),
-        )
+        Target(**{name: getattr(event, name) for name in shared}, number=int(str(key[-1])), calls=tuple(calls[key]))
         for key, event in first.items()
     )
 

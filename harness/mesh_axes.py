@@ -70,6 +70,11 @@ def first_pipeline(axes: Axes) -> tuple[int, ...]:
     return next((ranks for ranks in pipelines(axes) if 0 in ranks), (0,))
 
 
+def place_of_rank(axes: Axes, axis: str, rank: int) -> int:
+    """The place of a rank in its group along an axis; 0 where there is no such axis."""
+    return next((ranks.index(rank) for ranks in axes.get(axis, ()) if rank in ranks), 0)
+
+
 def split_axes(case: CaseLike) -> dict[str, int]:
     """Axes of the case's mesh that really split something: name -> size above 1."""
     sizes = {axis: max((len(ranks) for ranks in lists), default=1) for axis, lists in case.axes.items()}

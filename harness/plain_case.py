@@ -67,12 +67,20 @@ class Vocabulary:
                 raise TypeError(f"words[{key!r}]: every case has an attribute of this name; legal: another word")
             if any(not str(one) or any(sign in str(one) for sign in " \t\n=") for one in values):
                 raise TypeError(f"words[{key!r}]={value!r}: a value is text without spaces or =; legal: {legal}")
-            words[key] = values if len(values) > 1 or key not in COMMON else _first(values[0], COMMON[key])
+            legal_values = COMMON.get(key, ()) if len(values) == 1 else ()
+            others = [value for value in legal_values if value != values[0]] if len(legal_values) > 1 else []
+            words[key] = (*values, *others)
         return cls(tuple(words.items()))
 
     def parse(self, text: str) -> "PlainCase":
         """The case of a text of `word=value`; later words override earlier ones. Raises WordError."""
-        return self.case({key: self._read(key, value) for key, value in map(_split, text.split())})
+        stated = {}
+        for word in text.split():
+            key, equals, value = word.partition("=")
+            if not equals:
+                raise WordError(word, "", "must be a word and its value", "tp=2")
+            stated[key] = self._read(key, value)
+        return self.case(stated)
 
     def case(self, stated: Mapping[str, Word]) -> "PlainCase":
         """The case with these words, and the defaults of all others. Raises WordError."""
@@ -239,18 +247,6 @@ class PlainCase:
 
 
 _KINDS: frozenset[type] = frozenset({int, float, bool, str})
-
-
-def _first(default: Word, legal: tuple[Word, ...]) -> tuple[Word, ...]:
-    """The legal values with another default."""
-    return (default, *(value for value in legal if value != default)) if len(legal) > 1 else (default,)
-
-
-def _split(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not equals:
-        raise WordError(text, "", "must be a word and its value", "tp=2")
-    return key, value
 
 
 def _written(value: object) -> str:

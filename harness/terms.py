@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from operator import attrgetter
 
 from harness.ledger import OPS, PHASES, REDUCE_OPS, Event
 from harness.protocols import Axes, TermLike
@@ -45,6 +45,7 @@ class EventKey:
 
 
 FIELDS = tuple(field.name for field in fields(EventKey))
+_FIELDS = attrgetter(*FIELDS)
 _NUMBERS = {"group_size": 1, "payload_bytes": 0, "calls": 0, "total_bytes": 0}
 """Fields that are whole numbers -> the least."""
 CARRIERS = ("c10d", "user_buffer", "deep_ep", "replay")
@@ -215,14 +216,4 @@ def _added(one: Term, other: Term) -> Term:
 
 def key_of(entry: Event | TermLike) -> EventKey:
     """Key of an event, or of each event of a complete term."""
-    whole: Any = entry
-    return EventKey(
-        phase=whole.phase,
-        region=whole.region,
-        op=whole.op,
-        reduce_op=whole.reduce_op,
-        axis=whole.axis,
-        group_size=whole.group_size,
-        dtype=whole.dtype,
-        payload_bytes=whole.payload_bytes,
-    )
+    return EventKey(**dict(zip(FIELDS, _FIELDS(entry), strict=True)))

@@ -1,15 +1,15 @@
 """Checks of how ranks talk: over the ranks of an axis, waited for, hidden as promised, and in parallel at all."""
 
 import itertools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 from harness.checking.evidence import FAIL, PASS, Evidence, Finding
 from harness.ledger import Event
 from harness.mesh_axes import split_axes
-from harness.outcome.blocks import Block
 from harness.outcome.merging import Outcomes
-from harness.protocols import Axes, CaseLike
+from harness.protocols import Axes
 from harness.terms import EventKey, Term, closed_forms, key_of, visible
 
 SPLIT = " % of the parameters are split"
@@ -143,6 +143,7 @@ def parallelism(evidence: Evidence) -> Finding | None:
     Guards against a split that splits nothing: every number is right then, and nothing is parallel (ColossalAI #5903).
     """
     split = split_axes(evidence.case)
+    mesh = " x ".join(f"{axis}={size}" for axis, size in split.items())
     if not split or not (evidence.events or any(evidence.outcomes)):  # nothing at all came: coverage says so
         return None
     talked = {event.rank for event in evidence.events if event.group_size > 1 and event.op != "barrier"}
@@ -151,18 +152,18 @@ def parallelism(evidence: Evidence) -> Finding | None:
     silence_expected = terms is not None and all(term.group_size == 1 or term.calls == 0 for term in terms)
     if silent and not silence_expected:
         whom = "no rank" if not talked else f"not rank {', '.join(map(str, silent))}"
-        message = f"{whom} sent or received anything in a mesh of " + _mesh(split)
+        message = f"{whom} sent or received anything in a mesh of {mesh}"
         return Finding(verdict=FAIL, message=message, ranks=silent if talked else ())
     sharded = _sharded(evidence.outcomes)
-    whole = f"{len(talked)} of {len(evidence.outcomes)} ranks talk over " + _mesh(split)
+    whole = f"{len(talked)} of {len(evidence.outcomes)} ranks talk over {mesh}"
     share = split_share(evidence.outcomes)
     parameters = f"; {share}{SPLIT}" if share else ""
-    if _weight_axis(evidence.case) not in split:
+    if ("wp" if "wp" in evidence.case.axes else "tp") not in split:  # beside wp, tp splits the sequence alone
         return Finding(verdict=PASS, message=f"{whole}; no axis of it splits weights{parameters}")
     if not sharded:
         return Finding(verdict=PASS, message=whole, unchecked=("local shapes: every tensor was returned in full",))
     if not any(sharded.values()):
-        message = f"every rank holds the full tensor of all {len(sharded)} shards in a mesh of " + _mesh(split)
+        message = f"every rank holds the full tensor of all {len(sharded)} shards in a mesh of {mesh}"
         return Finding(verdict=FAIL, message=message, names=tuple(sharded))
     smaller = sum(sharded.values())
     words = f"{smaller} of {len(sharded)} sharded tensors are smaller on a rank"
@@ -179,22 +180,12 @@ def split_share(outcomes: Outcomes) -> int | None:
         shapes = {name: part.global_shape for name, ranks in blocks.items() for parts in ranks for part in parts}
         if shapes:
             whole = all(part.whole for ranks in blocks.values() for parts in ranks for part in parts)
-            split = [name for name in shapes if any(_elements(parts) < _numel(shapes[name]) for parts in blocks[name])]
-            share = sum(_numel(shapes[name]) for name in split) / max(1, sum(map(_numel, shapes.values())))
+            sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+            least = {name: min(sum(part.local.numel() for part in parts) for parts in blocks[name]) for name in shapes}
+            split = [name for name in shapes if least[name] < sizes[name]]
+            share = sum(sizes[name] for name in split) / max(1, sum(sizes.values()))
             return None if whole else max(int(100 * share), int(bool(split)))
     return None
-
-
-def _elements(parts: Sequence[Block]) -> int:
-    return sum(part.local.numel() for part in parts)
-
-
-def _weight_axis(case: CaseLike) -> str:
-    """The axis over which weights are split, so that some tensor is smaller on a rank.
-
-    Where a mesh has `wp`, its `tp` splits the sequence alone.
-    """
-    return "wp" if "wp" in case.axes else "tp"
 
 
 def _sharded(outcomes: Outcomes) -> dict[str, bool]:
@@ -203,17 +194,6 @@ def _sharded(outcomes: Outcomes) -> dict[str, bool]:
     for outcome in outcomes:
         for name, parts in outcome.items():
             if parts and not all(part.whole for part in parts):
-                less = _elements(parts) < _numel(parts[0].global_shape)
+                less = sum(part.local.numel() for part in parts) < math.prod(parts[0].global_shape)
                 smaller[name] = smaller.get(name, True) and less
     return smaller
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
-
-
-def _mesh(split: dict[str, int]) -> str:
-    return " x ".join(f"{axis}={size}" for axis, size in split.items())

@@ -18,38 +18,25 @@ from harness.errors import error_text
 Check = Callable[[Evidence], Finding | None]
 
 
-def _initial_values(evidence: Evidence) -> Finding | None:
-    from harness.checking.state_checks import initial_values as check  # noqa: PLC0415
+def _rarely(name: str) -> Check:
+    """A check that few cases need; its module is imported where ranks return names of its kind."""
 
-    return check(evidence)
+    def check(evidence: Evidence) -> Finding | None:
+        from harness.checking import mask_checks, routing_checks, state_checks  # noqa: PLC0415
 
+        rare: Mapping[str, Check] = {
+            "initial_values": state_checks.initial_values,
+            "masks": mask_checks.masks,
+            "routing": routing_checks.routing,
+            "saved": state_checks.saved,
+        }
+        return rare[name](evidence)
 
-def _masks(evidence: Evidence) -> Finding | None:
-    from harness.checking.mask_checks import masks as check  # noqa: PLC0415
-
-    return check(evidence)
-
-
-def _routing(evidence: Evidence) -> Finding | None:
-    from harness.checking.routing_checks import routing as check  # noqa: PLC0415
-
-    return check(evidence)
-
-
-def _saved(evidence: Evidence) -> Finding | None:
-    from harness.checking.state_checks import saved as check  # noqa: PLC0415
-
-    return check(evidence)
+    return check
 
 
-_OF_THEIR_OWN = {
-    "initial_values": _initial_values,
-    "masks": _masks,
-    "tokens": tokens,
-    "routing": _routing,
-    "saved": _saved,
-}
-"""Checks of kinds for which comparing numbers is not all; most are imported where ranks return such names."""
+_OF_THEIR_OWN = {"tokens": tokens, **{name: _rarely(name) for name in ("initial_values", "masks", "routing", "saved")}}
+"""Checks of kinds for which comparing numbers is not all."""
 
 CHECKS: Mapping[str, Check] = {
     "coverage": coverage,

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor
 
-from harness.checking.evidence import FAIL, PASS, UNKNOWN, Decided, Evidence, Finding
+from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
 from harness.checking.measures.kinds import kind_of
 from harness.outcome.merging import Flaw
 
@@ -34,7 +34,11 @@ def coverage(evidence: Evidence) -> Finding:
     declared = {name for name in missing if _matched(name, evidence.declared)}
     unchecked = tuple(f"{name}{ON_PURPOSE}" if name in declared else name for name in missing)
     strange = tuple(sorted(returned - set(evidence.truth)))
-    decided = _unreturned(evidence, missing)
+    kinds = {kind_of(name) for name in returned}
+    unreturned = Counter(kind_of(name) for name in missing if name not in evidence.given)
+    decided = {
+        kind: (0, count) for kind, count in unreturned.items() if kind not in kinds
+    }  # other checks count the rest
     if evidence.torn:
         message = "nothing is compared: what the ranks drew does not make one tensor that a dense model can be given"
         return Finding(verdict=UNKNOWN, message=message, unchecked=tuple(sorted(returned)))
@@ -45,17 +49,19 @@ def coverage(evidence: Evidence) -> Finding:
         return Finding(verdict=FAIL, message=message, unchecked=unchecked + strange, names=strange, decided=decided)
     named = {name for outcome in evidence.outcomes for name in outcome}
     strange = tuple(name for name in strange if name in named)  # a captured module of its own is nobody's slip
-    if not any(kind_of(name) == ROUTING for name in evidence.truth):
-        strange = tuple(
-            name for name in strange if kind_of(name) != ROUTING
-        )  # held against each other, without a truth
+    if not any(kind_of(name) == ROUTING for name in evidence.truth):  # then they are held against each other
+        strange = tuple(name for name in strange if kind_of(name) != ROUTING)
     undeclared = [name for name in missing if name not in declared]
+    all_declared = all(_matched(name, evidence.declared) for name in evidence.truth)
+    nothing = f"unchecked={evidence.declared} declares every name of the truth, so it says nothing"
     problems = [
-        *_hidden(evidence),
+        *([f"{nothing}; legal: ('grad/*.bias',)"] if all_declared else ()),
         *(evidence.deviates.problems(evidence.truth) if evidence.deviates else ()),
         *_gaps(undeclared, named),
-        *_unknown(strange, undeclared),
     ]
+    if strange:
+        unknown = _listed([name + _near(name, undeclared) for name in strange])
+        problems.append(f"the truth does not know {unknown}: leave out what nobody can check, or name it as it does")
     notes = [f"{len(declared)} left out on purpose"] if declared else []
     message = f"{len(comparable)} of {len(evidence.truth)} tensors of the truth were returned"
     return Finding(
@@ -66,24 +72,8 @@ def coverage(evidence: Evidence) -> Finding:
     )
 
 
-def _unreturned(evidence: Evidence, missing: Sequence[str]) -> dict[str, Decided]:
-    """Counts by kind of which the subject returned nothing: no tensor is decided. Other checks count the rest."""
-    kinds = {kind_of(name) for name in evidence.returned}
-    counts = Counter(kind_of(name) for name in missing if name not in evidence.given)
-    return {kind: (0, count) for kind, count in counts.items() if kind not in kinds}
-
-
 def _matched(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _hidden(evidence: Evidence) -> list[str]:
-    """The declaration itself, when it would leave out everything."""
-    if not all(_matched(name, evidence.declared) for name in evidence.truth):
-        return []
-    return [
-        f"unchecked={evidence.declared} declares every name of the truth, so it says nothing; legal: ('grad/*.bias',)"
-    ]
 
 
 def _gaps(missing: Sequence[str], named: set[str]) -> list[str]:
@@ -98,14 +88,6 @@ def _gaps(missing: Sequence[str], named: set[str]) -> list[str]:
                 f"{'it' if len(gap) == 1 else 'them'}, or declare what is left out as subject.unchecked = ({gap[0]!r},)"
             )
     return gaps
-
-
-def _unknown(strange: Sequence[str], missing: Sequence[str]) -> list[str]:
-    """Names that the truth does not have, with the nearest of those that are missing."""
-    if not strange:
-        return []
-    unknown = [name + _near(name, missing) for name in strange]
-    return [f"the truth does not know {_listed(unknown)}: leave out what nobody can check, or name it as it does"]
 
 
 def _idle(evidence: Evidence) -> list[str]:
@@ -135,18 +117,14 @@ def data(evidence: Evidence) -> Finding | None:
     facts = evidence.facts
     if facts is None:
         return None
-    wrong = {name: pair for name, pair in facts.pairs.items() if not _same(*pair)}
-    broken = [f"{name}: {_difference(*pair)}" for name, pair in wrong.items()]
-    if broken:
+    pairs = facts.pairs.items()
+    wrong = {name: (x, must) for name, (x, must) in pairs if x.shape != must.shape or not bool((x == must).all())}
+    if broken := [f"{name}: {_difference(*pair)}" for name, pair in wrong.items()]:
         more = f"; {len(broken) - 1} more of {len(facts.pairs)} statements are wrong" if len(broken) > 1 else ""
         message = f"the data are wrong for truth and ranks alike: {broken[0]}{more}"
         return Finding(verdict=FAIL, message=message, unchecked=facts.unchecked, phase="data")
     message = f"{len(facts.pairs)} statements about the data hold; {facts.reading}"
     return Finding(verdict=PASS, message=message, unchecked=facts.unchecked)
-
-
-def _same(values: Tensor, must: Tensor) -> bool:
-    return values.shape == must.shape and bool((values == must).all())
 
 
 def _difference(tensor: Tensor, must: Tensor) -> str:
@@ -155,10 +133,8 @@ def _difference(tensor: Tensor, must: Tensor) -> str:
         return f"{_start(tensor)}, must be {_start(must)}"
     wrong = (tensor != must).flatten()
     at = int(wrong.int().argmax())
-    values = (int(each.flatten()[at]) for each in (tensor, must))
-    return (
-        "element {} is {}, must be {}".format(at, *values) + f"; {int(wrong.sum())} of {must.numel()} elements differ"
-    )
+    value, right = (int(each.flatten()[at]) for each in (tensor, must))
+    return f"element {at} is {value}, must be {right}; {int(wrong.sum())} of {must.numel()} elements differ"
 
 
 def _start(tensor: Tensor) -> str:
@@ -169,18 +145,16 @@ def _start(tensor: Tensor) -> str:
 
 def layout(evidence: Evidence) -> Finding | None:
     """Whether the blocks of every name make one full tensor of the truth's shape: nothing missing, nothing twice."""
-    return _flaws(
-        evidence, [flaw for flaw in evidence.merged.flaws if flaw.kind != "replica conflict"], "tensors merge"
-    )
+    flaws = [flaw for flaw in evidence.merged.flaws if flaw.kind != "replica conflict"]
+    return _flaws(evidence, flaws, "tensors merge")
 
 
 def replicas(evidence: Evidence) -> Finding | None:
     """Whether everything that several ranks hold is the same on all of them, bit for bit; choices of experts are the
     check `routing`.
     """
-    conflicts = [
-        flaw for flaw in evidence.merged.flaws if flaw.kind == "replica conflict" and kind_of(flaw.name) != "routing"
-    ]
+    conflicts = [flaw for flaw in evidence.merged.flaws if flaw.kind == "replica conflict"]
+    conflicts = [flaw for flaw in conflicts if kind_of(flaw.name) != ROUTING]
     return _flaws(evidence, conflicts, "tensors have equal replicas")
 
 

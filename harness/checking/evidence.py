@@ -211,6 +211,11 @@ class Worst:
     allowed: float
     epsilons: float
 
+    @classmethod
+    def of(cls, measured: Measured) -> "Worst":
+        """This tensor."""
+        return cls(name=measured.name, error=measured.error, allowed=measured.allowed, epsilons=measured.epsilons)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:

@@ -96,7 +96,8 @@ def _exchanged_back(events: Sequence[Event], asked: Sequence[Event]) -> list[Bro
                     f"{len(there)} all-to-alls of {_total(there)} B over {axis} go forward and {len(back)} of "
                     f"{_total(back)} B backward: each must have its conjugate"
                 )
-                region = _lacking(there, back)
+                more = Counter(event.region for event in there) - Counter(event.region for event in back)
+                region = next((event.region for event in reversed(there) if event.region in more), "")
                 broken.append(Broken(message=message, ranks=(), phase="backward", region=region))
     return broken
 
@@ -134,12 +135,6 @@ def _gathered_back(events: Sequence[Event], asked: Sequence[Event]) -> list[Brok
 
 def _kind(event: Event) -> tuple[str, str, str, int]:
     return event.region, event.axis, event.dtype, event.payload_bytes
-
-
-def _lacking(there: Sequence[Event], back: Sequence[Event]) -> str:
-    """The module with more calls forward than backward that backward meets first."""
-    more = Counter(event.region for event in there) - Counter(event.region for event in back)
-    return next((event.region for event in reversed(there) if event.region in more), "")
 
 
 def _signature(event: Event) -> object:

@@ -107,7 +107,9 @@ def masks(evidence: Evidence) -> Finding:
     """Whether dropout kept what it should, of masks that ranks returned."""
     names = [name for name in evidence.returned if kind_of(name) == KIND]
     names = [name for name in evidence.truth if name in names] or sorted(names)
-    if wrong := [name for name in names if not _is_bool(evidence, name)]:
+    by_rank = (*evidence.outcomes, *evidence.captured)
+    dtypes = {name: {block.local.dtype for by in by_rank for block in by.get(name, ())} for name in names}
+    if wrong := [name for name in names if dtypes[name] - {torch.bool}]:
         message = f"{wrong[0]} must be a tensor of bool, True where dropout keeps"
         return Finding(verdict=FAIL, message=message, names=tuple(wrong))
     if evidence.mask_draws and evidence.mask_draws.anew:
@@ -139,11 +141,6 @@ def masks(evidence: Evidence) -> Finding:
         verdict = UNKNOWN if small == len(tests) else PASS
         return Finding(verdict=verdict, message=f"{tested}; the dense model was given them", unchecked=unchecked)
     return replace(known, message=f"{known.message}; {tested}", unchecked=(*known.unchecked, *unchecked))
-
-
-def _is_bool(evidence: Evidence, name: str) -> bool:
-    by_rank = (*evidence.outcomes, *evidence.captured)
-    return all(block.local.dtype == torch.bool for by in by_rank for block in by.get(name, ()))
 
 
 def _rate(evidence: Evidence, name: str) -> float | None:
@@ -210,15 +207,10 @@ def _of_draws(evidence: Evidence, names: Sequence[str]) -> Iterator[_Test]:
             if len(drawn) == 1:
                 continue
             seen: dict[bytes, str] = {}
-            twice = next(
-                ((seen[key], what) for what, key in _keys(drawn) if seen.setdefault(key, what) is not what), ("", "")
-            )
-            yield _repeated(drawn, ranks, *twice)
-
-
-def _keys(drawn: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, bytes]]:
-    for number, (what, mask) in enumerate(drawn):
-        yield f"{what} (draw {number})", mask.contiguous().numpy().tobytes()
+            draws = [(f"{what} (draw {number})", mask) for number, (what, mask) in enumerate(drawn)]
+            keys = [(what, mask.contiguous().numpy().tobytes()) for what, mask in draws]
+            twice = ((seen[key], what) for what, key in keys if seen.setdefault(key, what) is not what)
+            yield _repeated(drawn, ranks, *next(twice, ("", "")))
 
 
 def _repeated(drawn: Sequence[tuple[str, Tensor]], ranks: tuple[int, ...], one: str, other: str) -> _Test:

@@ -1,7 +1,7 @@
 """Checks that compare merged tensors with the truth, one kind of name each. Errors are ratios (see `tolerance`)."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Decided, Evidence, Finding, Worst
@@ -50,8 +50,12 @@ def _compare(evidence: Evidence, returned: Set[str], belongs: Callable[[str], bo
     if evidence.deviates:
         results, by_design, notes = evidence.deviates.apart(results)
         unchecked += by_design
-    finding = _finding(results, unchecked, {kind_of(name) for name in returned})
-    return replace(finding, message="; ".join([finding.message, *notes]))
+    kinds = {kind_of(name) for name in returned}
+    decided = Counter(kind_of(m.name) for m in results if _decided(m))
+    of = Counter(kind_of(name) for name in (*(m.name for m in results), *unchecked))
+    counts = {kind: (decided[kind], count) for kind, count in of.items() if kind in kinds}
+    finding = _with_each_kind(_judged(results, unchecked), counts, results)
+    return replace(finding, message="; ".join([finding.message, *notes]), decided=counts)
 
 
 def _measured(evidence: Evidence, names: Sequence[str], kinds: Sequence[str]) -> list[Measured]:
@@ -85,14 +89,6 @@ def tokens(evidence: Evidence) -> Finding | None:
     return replace(finding, message=f"{name} is {counted}, and the dense model counts {must}")
 
 
-def _finding(measured: Sequence[Measured], unchecked: Sequence[str], kinds: Collection[str]) -> Finding:
-    """Sum these comparisons up: wrong, right, or unknown where a kind that was returned has no decided tensor."""
-    decided = Counter(kind_of(m.name) for m in measured if _decided(m))
-    of = Counter(kind_of(name) for name in (*(m.name for m in measured), *unchecked))
-    counts = {kind: (decided[kind], count) for kind, count in of.items() if kind in kinds}
-    return replace(_with_each_kind(_judged(measured, unchecked), counts, measured), decided=counts)
-
-
 def _decided(measured: Measured) -> bool:
     """Whether the numbers decide: beyond its limits, or within limits that admit no half of it."""
     return measured.wrong or (measured.right and (measured.decidable or measured.zero))
@@ -123,13 +119,16 @@ def _judged(measured: Sequence[Measured], unchecked: Sequence[str]) -> Finding:
     overflowing = [m.name for m in measured if m.overflows]
     lost = [m.name for m in measured if m.right and not _decided(m)] + overflowing
     proved = [m for m in measured if m.right and _decided(m)]
-    unseen = tuple([*unchecked, *lost, *(_loose(m) for m in proved if m.loose)])
+    loose = [
+        f"{m.name} ({m.loose} of {m.elements} elements, where Adam's step follows rounding)" for m in proved if m.loose
+    ]
+    unseen = (*unchecked, *lost, *loose)
     if wrong:
         first = worst_of(wrong)
         return Finding(
             verdict=FAIL,
             message=f"{first.name} differs from the dense model",
-            worst=_worst(first),
+            worst=Worst.of(first),
             unchecked=unseen,
             wrong=wrong,
             names=tuple(m.name for m in wrong),
@@ -141,7 +140,7 @@ def _judged(measured: Sequence[Measured], unchecked: Sequence[str]) -> Finding:
         return Finding(verdict=UNKNOWN, message=f"no tensor of this kind could be compared: {why}", unchecked=unseen)
     closest = worst_of(proved)
     message = f"{len(proved)} tensors agree; {closest.name} came closest to its limit"
-    return Finding(verdict=PASS, message=message, worst=_worst(closest), unchecked=unseen)
+    return Finding(verdict=PASS, message=message, worst=Worst.of(closest), unchecked=unseen)
 
 
 def called(kind: str) -> str:
@@ -149,15 +148,7 @@ def called(kind: str) -> str:
     return KIND_WORDS.get(kind, kind)
 
 
-def _loose(measured: Measured) -> str:
-    return f"{measured.name} ({measured.loose} of {measured.elements} elements, where Adam's step follows rounding)"
-
-
 def worst_of(measured: Sequence[Measured]) -> Measured:
     """The tensor furthest beyond, or closest to, its limit; the first of those that are equal but for rounding."""
     largest = max(each.ratio for each in measured)
     return next(each for each in measured if each.ratio >= largest * (1 - _EQUAL))
-
-
-def _worst(measured: Measured) -> Worst:
-    return Worst(name=measured.name, error=measured.error, allowed=measured.allowed, epsilons=measured.epsilons)

@@ -49,32 +49,25 @@ def regrouping(evidence: Evidence) -> Finding | None:
         message=f"the same step as with {same}" if same else "no other grouping was compared",
         unchecked=(
             *(f"{other.words} ({other.problem})" for other in evidence.regrouped if other.problem),
-            *_by_design(evidence),
+            *(f"{name}{STATED}{sentence})" for name, sentence in _by_design(evidence).items()),
         ),
     )
 
 
-def _by_design(evidence: Evidence) -> Iterator[str]:
+def _by_design(evidence: Evidence) -> dict[str, str]:
     """The names that deviate as the subject states, each with its sentence."""
-    if evidence.deviates:
-        for name in evidence.merged.tensors:
-            if evidence.deviates.unjudged(name):
-                yield f"{name}{STATED}{evidence.deviates.sentence(name)})"
-
-
-def _unjudged(evidence: Evidence, name: str) -> bool:
-    """Whether this tensor deviates as the subject states."""
-    return evidence.deviates is not None and evidence.deviates.unjudged(name)
+    stated = evidence.deviates
+    return {name: stated.sentence(name) for name in evidence.merged.tensors if stated.unjudged(name)} if stated else {}
 
 
 def _compared(evidence: Evidence, other: Mapping[str, Tensor]) -> Iterator[Measured]:
     exact = evidence.dtype == "float64"
-    base = evidence.merged.tensors
+    base, by_design = evidence.merged.tensors, _by_design(evidence)
     sizes = kind_rms(base)
     for name, tensor in base.items():
         kind, step = kind_of(name), step_of(name)
         first = kind in _FIRST_STEP and (kind == "grad" or step == 0)
-        if name not in other or other[name].shape != tensor.shape or _unjudged(evidence, name):
+        if name not in other or other[name].shape != tensor.shape or name in by_design:
             continue
         if first and not exact:
             yield _rounded(evidence, name, other[name], evidence.dtype_of(name), sizes.get(kind, 0.0))
@@ -98,14 +91,14 @@ def _rounded(evidence: Evidence, name: str, other: Tensor, dtype: str, kind: flo
 
 def _breach(evidence: Evidence, other: Regrouped, wrong: tuple[Measured, ...], settled: Mapping[str, int]) -> Finding:
     name = wrong[0].name
-    here = _sizes_here(evidence, other)
     known = [settled, {word: getattr(evidence.case, word) for word in other.sizes}]
     sizes = {word: size for word, size in other.sizes.items() if all(one.get(word) != size for one in known)}
     ratio = _factor(evidence.merged.tensors[name].double(), other.tensors[name].double(), evidence, sizes)
     return Finding(
         verdict=FAIL,
-        message=f"{name} with {other.words} is {ratio} with {here}, though the same samples make up the step",
-        worst=Worst(name=name, error=wrong[0].error, allowed=wrong[0].allowed, epsilons=wrong[0].epsilons),
+        message=f"{name} with {other.words} is {ratio} with {_sizes_here(evidence, other)}, though the same samples "
+        "make up the step",
+        worst=Worst.of(wrong[0]),
         wrong=wrong,
         names=tuple(measured.name for measured in wrong),
     )
@@ -141,9 +134,7 @@ def truth(evidence: Evidence) -> Finding:
     """
     measured = evidence.first_forward
     assert measured is not None  # else there is nothing to check
-    worst = Worst(name=measured.name, error=measured.error, allowed=measured.allowed, epsilons=measured.epsilons)
-    if measured.right:
-        message = "the dense model is one function in float32 and in float64"
-        return Finding(verdict=PASS, message=f"{message}; {measured.name} came closest to the limit", worst=worst)
-    message = "the dense model computes another function in float32 than in float64"
-    return Finding(verdict=FAIL, message=f"{message}, as {measured.name} of its forward shows", worst=worst)
+    same = f"is one function in float32 and in float64; {measured.name} came closest to the limit"
+    other = f"computes another function in float32 than in float64, as {measured.name} of its forward shows"
+    message = f"the dense model {same if measured.right else other}"
+    return Finding(verdict=PASS if measured.right else FAIL, message=message, worst=Worst.of(measured))

@@ -1,9 +1,8 @@
 """Checks of runs of one case against each other, bit for bit: whether they repeat, and whether recording disturbs."""
 
-from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 
 from harness.checking.evidence import FAIL, PASS, Evidence, Finding
-from harness.outcome.blocks import Block
 from harness.outcome.merging import Outcomes, differing, same_bits
 
 
@@ -45,14 +44,9 @@ def _first_difference(first: Outcomes, second: Outcomes) -> tuple[str, int, str]
         for name in dict.fromkeys([*mine, *theirs]):
             if name not in mine or name not in theirs:
                 return name, rank, "only one of the runs returned it"
-            for a, b in _pairs(mine[name], theirs[name]):
+            for a, b in zip_longest(mine[name], theirs[name]):
                 if a is None or b is None or a.offsets != b.offsets:
                     return name, rank, "its blocks lie in other places"
                 if not same_bits(a.local, b.local):
                     return name, rank, differing(a.local, b.local)
     return None
-
-
-def _pairs(mine: Sequence[Block], theirs: Sequence[Block]) -> Iterator[tuple[Block | None, Block | None]]:
-    for i in range(max(len(mine), len(theirs))):
-        yield (mine[i] if i < len(mine) else None), (theirs[i] if i < len(theirs) else None)

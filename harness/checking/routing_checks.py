@@ -7,6 +7,7 @@ A router decides by token, so copies of a token must not part. Otherwise each ra
 numbers behind it would be of two models.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -17,7 +18,6 @@ from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
 from harness.checking.measures.kinds import kind_of
 from harness.checking.numeric_checks import numeric
 from harness.errors import ranks_text
-from harness.outcome.blocks import Block
 from harness.outcome.merging import same_bits
 
 KIND = "routing"
@@ -39,7 +39,10 @@ def routing(evidence: Evidence) -> Finding | None:
     if any(kind_of(name) == KIND for name in evidence.truth):
         found = _compared(evidence)
         return found if found is None or found.verdict != PASS else replace(found, message=found.message + loads)
-    alone = tuple(name for name in names if name not in whole or not _has_copies(evidence, name))
+    holders = [(n, b) for outcome in evidence.full_outcomes for n in names for b in outcome.get(n, ())]
+    places = Counter((name, block.region) for name, block in holders if block.local.numel())
+    copied = {name for (name, _), copies in places.items() if copies > 1}
+    alone = tuple(name for name in names if name not in whole or name not in copied)
     if len(alone) == len(names):
         message = "no rank holds a copy of another one's map, and the truth has none to compare them with"
         return Finding(verdict=UNKNOWN, message=message, unchecked=alone)
@@ -49,20 +52,16 @@ def routing(evidence: Evidence) -> Finding | None:
 
 def _message(evidence: Evidence, name: str, ranks: Sequence[int]) -> str:
     """Choices of the first of these ranks other than those of the first rank that holds the same tokens."""
-    rank = ranks[0]
+    rank, others = ranks[0], f"rank {ranks_text(ranks)} {'parts' if len(ranks) == 1 else 'part'}"
     holders = [
         (other, block) for other, outcome in enumerate(evidence.full_outcomes) for block in outcome.get(name, ())
     ]
     for mine in evidence.full_outcomes[rank][name]:
-        first, theirs = next((other, block) for other, block in holders if _same_place(block, mine))
+        first, theirs = next((other, block) for other, block in holders if block.region == mine.region)
         if not same_bits(mine.local, theirs.local):
-            return f"{name}: {_parted(mine.local, theirs.local, rank, first)}; {_who(ranks, first)}"
+            parted = _parted(mine.local, theirs.local, rank, first)
+            return f"{name}: {parted}; {others} from rank {first}, which holds the same tokens"
     raise AssertionError(f"{name}: no block of rank {rank} differs")  # the flaw says that one does
-
-
-def _who(ranks: Sequence[int], first: int) -> str:
-    verb = "parts" if len(ranks) == 1 else "part"
-    return f"rank {ranks_text(ranks)} {verb} from rank {first}, which holds the same tokens"
 
 
 def _parted(mine: Tensor, theirs: Tensor, rank: int, first: int) -> str:
@@ -76,18 +75,6 @@ def _parted(mine: Tensor, theirs: Tensor, rank: int, first: int) -> str:
     sent, must = (" ".join(str(int(one)) for one in part[at].nonzero().flatten()) for part in (mine, theirs))
     token = f"the first, {at}, to {sent or 'none'}, on rank {first} to {must or 'none'}"
     return f"rank {rank} sends {int(elsewhere.sum())} of {elsewhere.numel()} tokens to other experts: {token}"
-
-
-def _same_place(one: Block, other: Block) -> bool:
-    return one.region == other.region
-
-
-def _has_copies(evidence: Evidence, name: str) -> bool:
-    """Whether several ranks hold some part of it."""
-    places = [
-        block.region for outcome in evidence.full_outcomes for block in outcome.get(name, ()) if block.local.numel()
-    ]
-    return len(places) > len(set(places))
 
 
 def rows(whole: Tensor) -> Tensor:

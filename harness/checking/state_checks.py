@@ -100,7 +100,8 @@ def saved(evidence: Evidence) -> Finding:
     names = [name for name in evidence.returned if kind_of(name) == "saved"]
     ordered = [name for name in evidence.truth if name in names] or sorted(names)
     merged = evidence.merged.tensors
-    right = {name: merged.get(name.partition("/")[2], _counted(evidence, name)) for name in ordered}
+    counts = {name: evidence.truth.get(name) for name in ordered if name.split("/")[1] in _COUNTS}
+    right = {name: merged.get(name.partition("/")[2], counts.get(name)) for name in ordered}
     known = {name: (merged[name], must) for name, must in right.items() if must is not None and name in merged}
     unseen = tuple(name for name in ordered if name not in known)
     wrong = [name for name, (files, must) in known.items() if not same_bits(files, must)]
@@ -113,8 +114,3 @@ def saved(evidence: Evidence) -> Finding:
         return Finding(verdict=UNKNOWN, message="the ranks returned nothing that was saved", unchecked=unseen)
     message = f"{len(known)} tensors of the checkpoint are those of the ranks in every bit"
     return Finding(verdict=PASS, message=message, unchecked=unseen)
-
-
-def _counted(evidence: Evidence, name: str) -> Tensor | None:
-    """Count of the truth under a name; None for a tensor that is no count."""
-    return evidence.truth.get(name) if name.split("/")[1] in _COUNTS else None

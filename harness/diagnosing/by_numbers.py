@@ -4,7 +4,7 @@ A bug has one first place: tensors of the same kind and step are looked at toget
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,14 +13,13 @@ from torch import Tensor
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import is_state, kind_of
 from harness.diagnosing.rules.causes import Cause, reported
+from harness.diagnosing.rules.displaced import from_offsets, from_regions
 from harness.diagnosing.rules.factors import from_factor
 from harness.diagnosing.rules.norms import from_norms
-from harness.diagnosing.rules.offsets import from_offsets
 from harness.diagnosing.rules.optimizer.steps import from_states
 from harness.diagnosing.rules.optimizer.updates import from_start, from_updates
 from harness.diagnosing.rules.patterns import drift, from_patterns, not_finite, partial_sums, rounded
 from harness.diagnosing.rules.places import blocks_of, wrong_ranks
-from harness.diagnosing.rules.regions import from_regions
 from harness.diagnosing.rules.sum_terms import added, from_terms
 from harness.diagnosing.rules.sums import from_counts, from_losses, from_shares
 from harness.mesh_axes import split_axes
@@ -53,26 +52,29 @@ def in_other_places(evidence: Evidence, name: str) -> list[Cause]:
 def _by_kind(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
     first, kind = wrong[0], kind_of(wrong[0])
     if kind in ("logits", "loss", "grad_norm") and not first.endswith("/0") and evidence.states is None:
-        return from_updates(evidence, _parameters(wrong))
-    alike = [name for name in wrong if kind_of(name) == kind]
+        return from_updates(evidence, _of_kind(wrong, "param"))
+    alike = _of_kind(wrong, kind)
     torn = [name for name in alike if name not in evidence.merged.tensors]
     if first in torn and (causes := _of_replicas(evidence, torn)):
         return causes
-    if kind in ("loss", "act_grad", "grad") and (causes := from_shares(evidence, _gradients(wrong))):
+    if kind in ("loss", "act_grad", "grad") and (causes := from_shares(evidence, _of_kind(wrong, "grad"))):
         return causes
     if kind == "loss" and (causes := from_losses(evidence, first) or _of_numbers(evidence, alike)):
         return causes
     if kind == "loss" and "tokens/0" in wrong:  # a loss is divided by them
         return _of_tokens(evidence, wrong)
     if kind == "grad_norm":
-        causes = from_norms(evidence, first) or _of_numbers(evidence, alike) or _of_earlier(evidence, first)
+        causes = from_norms(evidence, first) or _of_numbers(evidence, alike)
+        value = evidence.merged.tensors.get(first)
+        if not causes and value is not None:  # perhaps that of another step
+            causes = from_patterns(value, evidence.truth[first], {}, _neighbours(evidence, first))
         return causes or from_states(evidence, wrong)
     if kind == "tokens":
         return _of_tokens(evidence, wrong)
     if is_state(first) or kind == "param":
         value = evidence.merged.tensors.get(first)
         causes = [] if value is None else rounded(value, evidence.truth[first])
-        return causes or from_states(evidence, wrong) or from_updates(evidence, _parameters(wrong))
+        return causes or from_states(evidence, wrong) or from_updates(evidence, _of_kind(wrong, "param"))
     causes = _of_values(evidence, alike if kind == "grad" else alike[:1])
     if not causes and kind == "act":  # a weight may have been wrong from the start
         return from_start(evidence, wrong)
@@ -93,22 +95,12 @@ def _of_numbers(evidence: Evidence, alike: Sequence[str]) -> list[Cause]:
 
 
 def _of_tokens(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
-    counts = [name for name in wrong if kind_of(name) == "tokens"]
+    counts = _of_kind(wrong, "tokens")
     return from_counts(evidence, counts[0]) or from_factor(evidence, counts[:1])
 
 
-def _of_earlier(evidence: Evidence, name: str) -> list[Cause]:
-    """Whether a number of one step is that of another."""
-    value = evidence.merged.tensors.get(name)
-    return [] if value is None else from_patterns(value, evidence.truth[name], {}, _neighbours(evidence, name))
-
-
-def _parameters(wrong: Sequence[str]) -> list[str]:
-    return [name for name in wrong if kind_of(name) == "param"]
-
-
-def _gradients(wrong: Sequence[str]) -> list[str]:
-    return [name for name in wrong if kind_of(name) == "grad"]
+def _of_kind(names: Iterable[str], kind: str) -> list[str]:
+    return [name for name in names if kind_of(name) == kind]
 
 
 def _of_replicas(evidence: Evidence, torn: Sequence[str]) -> list[Cause]:
@@ -123,7 +115,7 @@ def _of_replicas(evidence: Evidence, torn: Sequence[str]) -> list[Cause]:
         causes = not_finite(mine, truth) or drift(mine, truth) or partial_sums(mine, truth, axes)
         if causes := causes or from_norms(evidence, name):
             return causes
-    return from_shares(evidence, _gradients([*evidence.truth])) or from_losses(evidence, torn[0])
+    return from_shares(evidence, _of_kind(evidence.truth, "grad")) or from_losses(evidence, torn[0])
 
 
 def _of_values(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
@@ -170,28 +162,18 @@ def _one_shard(evidence: Evidence, name: str) -> list[Cause]:
     for axis, size in split_axes(evidence.case).items():
         places = [{ranks[place] for ranks in evidence.axes[axis]} for place in range(size)]
         cut = len({tuple(block.region for block in blocks[rank]) for rank in evidence.axes[axis][0] if rank in blocks})
-        if cut == size and wrong in places and all(_throughout(evidence, name, rank) for rank in wrong):
-            words = f"only part {places.index(wrong)} of {size} over {axis} is wrong, and nearly all of it"
-            return [reported("one_shard", words, wrong)]
+        if cut == size and wrong in places:
+            truth = evidence.truth[name].double()
+            gaps = ((x.local.double() - x.part_of(truth)).abs() for rank in wrong for x in blocks[rank])
+            off = [gap > 1e-6 * float(truth.square().mean().sqrt()) for gap in gaps if gap.numel()]
+            if all(float(one.double().mean()) >= THROUGHOUT for one in off):  # some rows are no shard
+                words = f"only part {places.index(wrong)} of {size} over {axis} is wrong, and nearly all of it"
+                return [reported("one_shard", words, wrong)]
     return []
-
-
-def _throughout(evidence: Evidence, name: str, rank: int) -> bool:
-    """Whether nearly all that a rank holds of a tensor is wrong: some rows are no shard."""
-    truth = evidence.truth[name].double()
-    limit = 1e-6 * float(truth.square().mean().sqrt())
-    for block in blocks_of(evidence, name)[rank]:
-        gap = (block.local.double() - truth[tuple(slice(a, b) for a, b in block.region)]).abs()
-        if gap.numel() and float((gap > limit).double().mean()) < THROUGHOUT:
-            return False
-    return True
 
 
 def _neighbours(evidence: Evidence, name: str) -> dict[str, Tensor]:
     """Truths of the same kind and another step: what a stale tensor would equal."""
     kind, _, rest = name.partition("/")
-    return {
-        other: tensor
-        for other, tensor in evidence.truth.items()
-        if rest.isdigit() and other != name and kind_of(other) == kind
-    }
+    alike = [other for other in evidence.truth if rest.isdigit() and other != name and kind_of(other) == kind]
+    return {other: evidence.truth[other] for other in alike}

@@ -20,24 +20,6 @@ from harness.errors import Desynchronised, ProgramError, RankCrashed, Shardproof
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Diagnosis:
-    """A failed check explained. `name` is the tensor or event in question, `ranks` are empty when it is all of them.
-
-    `step` is -1 when it is unknown. `hint` is what else is known where no cause fits.
-    """
-
-    check: str
-    name: str
-    ranks: tuple[int, ...]
-    step: int
-    phase: str
-    region: str
-    first: First
-    causes: tuple[Cause, ...]
-    hint: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
     """Common part of all failed checks of a case: the first place where it went wrong, and what is likely behind it.
 
@@ -49,9 +31,26 @@ class Explanation:
     hint: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis(Explanation):
+    """A failed check explained. `name` is the tensor or event in question, `ranks` are empty when it is all of them.
+
+    `step` is -1 when it is unknown.
+    """
+
+    check: str
+    name: str = ""
+    ranks: tuple[int, ...] = ()
+    step: int = -1
+    phase: str = ""
+    region: str = ""
+
+
 def explanation_of(evidence: Evidence, findings: Mapping[str, Finding]) -> Explanation:
     """Where a case with failed checks first went wrong, and why."""
-    wrong = _all_wrong(evidence, findings)
+    names = {name for finding in findings.values() if finding.verdict == FAIL for name in finding.names}
+    known = [*evidence.truth, *sorted(names - set(evidence.truth))]
+    wrong = [name for name in timeline(known, evidence.case.steps) if name in names]
     failed = "ledger" in findings and findings["ledger"].verdict == FAIL
     parted = _first_difference(evidence, wrong) if failed else None
     first = first_place(evidence, wrong, parted)
@@ -93,23 +92,8 @@ def ended(error: ShardproofError) -> Diagnosis:
         known, words = "raised", "the subject raised: the line above says where each rank stood"
     else:
         known, words = "machine", "a rank that waits for ever, too little time, or a machine that failed"
-    return Diagnosis(
-        check="run",
-        name="",
-        ranks=tuple(getattr(error, "ranks", ())),
-        step=-1,
-        phase="",
-        region="",
-        first=First(),
-        causes=(reported(known, words, error),),
-    )
-
-
-def _all_wrong(evidence: Evidence, findings: Mapping[str, Finding]) -> list[str]:
-    """Every wrong name, in the order in which training computes."""
-    wrong = {name for finding in findings.values() if finding.verdict == FAIL for name in finding.names}
-    names = [*evidence.truth, *sorted(wrong - set(evidence.truth))]
-    return [name for name in timeline(names, evidence.case.steps) if name in wrong]
+    ranks, causes = tuple(getattr(error, "ranks", ())), (reported(known, words, error),)
+    return Diagnosis(check="run", ranks=ranks, first=First(), causes=causes)
 
 
 def _first_difference(evidence: Evidence, wrong: Sequence[str]) -> Difference | None:

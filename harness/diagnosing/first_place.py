@@ -12,23 +12,27 @@ The kind of the first wrong name in the order of training (`rules.places.timelin
                    between the last backward and the optimizer's step, where ranks sum their own
     param/p        the optimizer's step, as the states after a step do (param_after/s/p, exp_avg_after/s/p)
 
-An event that parts from the expectation in the same phase or an earlier one comes first: it names the very call.
+An event that parts from the expectation in the same phase or an earlier one comes first: it names the very call. Beside
+the place stand two facts. Wrong ranks are named by their coordinates on the mesh: "wrong on cp rank 1 alone, right on
+cp rank 0". Code that no module owns is named by the modules around it: "between wqkv and wo: the attention core".
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from harness.checking.call_checks import strays
 from harness.checking.evidence import Evidence
 from harness.checking.ledger_checks import module_order
 from harness.checking.measures.kinds import is_state, kind_of
-from harness.diagnosing.facts_beside import are_matrices, between, ranks_in_words
-from harness.diagnosing.rules.places import held_whole, place_of
+from harness.diagnosing.rules.places import held_whole, place_of, ranks_apart
 from harness.diagnosing.rules.proofs import explains
 from harness.diagnosing.rules.what_ifs import predictions
 from harness.differences import Difference
 from harness.engines.engine import Unwaited
+from harness.errors import ranks_text
 from harness.ledger import BACKWARD, PHASES, Event
+from harness.mesh_axes import place_of_rank, split_axes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,17 +68,12 @@ def first_place(evidence: Evidence, wrong: Sequence[str], parted: Difference | N
         return First(
             phase=stray.phase, region=stray.region, step=stray.step, name=wrong[0] if wrong else "", event=call
         )
-    if shown is None:
-        return _never_waited(evidence)
-    return replace(shown, event=event)
-
-
-def _never_waited(evidence: Evidence) -> First:
-    """Where the first asynchronous call that was never waited for was issued; nowhere when all were waited for."""
+    if shown is not None:
+        return replace(shown, event=event)
     for work in evidence.unwaited:
-        if event := _issued_as(evidence, work):
+        if found := _issued_as(evidence, work):
             call = f"{work.op} #{work.number} of {work.group} at {work.caller}, never waited for"
-            return First(phase=event.phase, region=event.region, step=event.step, event=call)
+            return First(phase=found.phase, region=found.region, step=found.step, event=call)
     return First()
 
 
@@ -123,7 +122,10 @@ def _shown_by(evidence: Evidence, wrong: Sequence[str]) -> First:
     place, kind = place_of(name, evidence.case.steps), kind_of(name)
     phase, region, step = place.phase, place.module, place.step
     if kind == "logits" and step:
-        phase, step = ("data", step) if _read_again(evidence, name) else ("step", step - 1)
+        value, truth = evidence.merged.tensors.get(name), evidence.truth[name]
+        guesses = [] if value is None else predictions(evidence, "batch_repeated", name)
+        again = value is not None and any(explains(guess, value, truth) for _, guess in guesses)
+        phase, step = ("data", step) if again else ("step", step - 1)
     elif kind == "act_grad":
         region = _user_of(evidence, region)
     elif kind == "grad":
@@ -133,14 +135,6 @@ def _shown_by(evidence: Evidence, wrong: Sequence[str]) -> First:
         region = region if len(others) == 1 else ""
     beside = (ranks_in_words(evidence, name, wrong), between(evidence, name, wrong))
     return First(phase=phase, region=region, step=step, name=name, beside=tuple(filter(None, beside)))
-
-
-def _read_again(evidence: Evidence, name: str) -> bool:
-    """Whether the dense model computes this when it reads the first step's data in every step."""
-    value = evidence.merged.tensors.get(name)
-    if value is None:
-        return False
-    return any(explains(x, value, evidence.truth[name]) for _, x in predictions(evidence, "batch_repeated", name))
 
 
 def _user_of(evidence: Evidence, module: str) -> str:
@@ -172,9 +166,8 @@ def _gradient_place(evidence: Evidence, wrong: Sequence[str]) -> tuple[str, str]
     whole = {name for name in known if held_whole(evidence, name)}
     torn = {flaw.name for flaw in evidence.merged.flaws if flaw.kind == "replica conflict"}
     synced_alike = set(bad) <= whole < set(known) and (len({place_of(name, 1).module for name in bad}) > 1)
-    if len(bad) == len(known) > 1 or synced_alike or bad[0] in torn:
-        return "grad_sync", _owner(evidence, bad)
-    return "backward", _owner(evidence, bad)
+    synced = len(bad) == len(known) > 1 or synced_alike or bad[0] in torn
+    return "grad_sync" if synced else "backward", _owner(evidence, bad)
 
 
 def _owner(evidence: Evidence, bad: Sequence[str]) -> str:
@@ -199,3 +192,66 @@ def _everywhere(evidence: Evidence, name: str) -> bool:
         return False
     wrong = (value.double() - truth.double()).abs() > 1e-6 * truth.double().abs().max()
     return bool(wrong.flatten(1).any(1).all())
+
+
+_CORES: Mapping[str, str] = {"attention": "the attention core", "mlp": "the activation function"}
+"""Last word of a module -> what its own code computes between two linears."""
+
+
+def ranks_in_words(evidence: Evidence, name: str, wrong: Collection[str]) -> str:
+    """The ranks where a name is wrong by their coordinates; "" when that is all of them, or no such set.
+
+    A gradient or parameter that is wrong wherever it is held: the ranks that hold any wrong one, by all of its kind.
+    """
+    bad, good = ranks_apart(evidence, [name])
+    if not good and kind_of(name) in ("grad", "param", "param_after"):
+        alike = [other for other in evidence.truth if kind_of(other) == kind_of(name)]
+        bad, good = ranks_apart(evidence, alike)
+    if not bad or not good:
+        return ""
+    axes = {axis: evidence.axes[axis] for axis in split_axes(evidence.case) if axis in evidence.axes}
+    for count in (1, 2):
+        for some in itertools.combinations(axes, count):
+            places = {rank: tuple(place_of_rank(axes, axis, rank) for axis in some) for rank in (*bad, *good)}
+            mine, others = {places[rank] for rank in bad}, {places[rank] for rank in good}
+            if not mine & others and (count == 1 or len(mine) == 1):
+                return f"wrong on {_in_words(some, mine)} alone, right on {_in_words(some, others)}"
+    return ""
+
+
+def _in_words(axes: Sequence[str], places: Collection[tuple[int, ...]]) -> str:
+    """Coordinates in words: "cp rank 1", "cp ranks 0 1", "tp rank 0 of dp rank 1"; several of two axes are "others"."""
+    if len(axes) > 1 and len(places) > 1:
+        return "others"
+    if len(axes) > 1:
+        return " of ".join(f"{axis} rank {place}" for axis, place in zip(axes, *places, strict=True))
+    found = sorted(place for (place,) in places)
+    return f"{axes[0]} rank{'s' * (len(found) > 1)} {ranks_text(found)}"
+
+
+def between(evidence: Evidence, name: str, wrong: Collection[str]) -> str:
+    """The two modules between which the first wrong activation, or gradient of one, lies in code that has no name.
+
+    The value of the one is right, that of the other wrong; "" where a module of its own computes the wrong value.
+    """
+    kind, _, module = name.partition("/")
+    order = [other.partition("/")[2] for other in evidence.truth if kind_of(other) == "act"]
+    around = module.rpartition(".")[0]
+    line = [other for other in order if other.rpartition(".")[0] == around]
+    if kind not in ("act", "act_grad") or not around or module not in line[1 if kind == "act" else 0 :]:
+        return ""
+    last, at = line[-1], line.index(module)  # modules before the last one may stand side by side
+    one, itself, passed = (line[at - 1], module, line[:at]) if kind == "act" else (last, last, line[at + 1 :])
+    values = evidence.merged.tensors
+    right = all(f"{kind}/{other}" in values and f"{kind}/{other}" not in wrong for other in passed)
+    if not passed or not right or (kind == "act" and module != last) or not are_matrices(evidence, module, last):
+        return ""
+    core = _CORES.get(around.rpartition(".")[2], "code of its own")
+    one, module, itself = (name.rpartition(".")[2] for name in (one, module, itself))
+    return f"between {one}, which is right, and {module} of {around}: {core}, or {itself} itself"
+
+
+def are_matrices(evidence: Evidence, *modules: str) -> bool:
+    """Whether these modules are linears: what one returns goes through code of the module around it to another."""
+    weights = (evidence.truth.get(f"grad/{module}.weight") for module in modules)
+    return all(weight is not None and weight.dim() > 1 for weight in weights)

@@ -58,7 +58,7 @@ def _of_factor(evidence: Evidence, name: str) -> Iterator[str]:
     truth, near = evidence.truth[name].double(), share_left(evidence.truth[name])
     for rank, blocks in blocks_of(evidence, name).items():
         for block in blocks:
-            x, t = block.local.double().flatten(), truth[tuple(slice(a, b) for a, b in block.region)].flatten()
+            x, t = block.local.double().flatten(), block.part_of(truth).flatten()
             near = share_left(block.local)
             if block.reduce_op or not float((x - t).norm()) > near * float(t.norm()):
                 right.add(rank)

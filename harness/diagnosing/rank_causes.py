@@ -12,19 +12,23 @@ the first that is found is reported.
     6  what is usually behind a check that nothing else explains
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from harness.checking.call_checks import lists_text, strays
 from harness.checking.evidence import FAIL, Evidence, Finding
+from harness.checking.measures.kinds import kind_of
+from harness.checking.measures.many_tensors import kind_rms
+from harness.checking.measures.tolerance import own_share
+from harness.checking.measuring import compared
 from harness.diagnosing.by_numbers import by_numbers
-from harness.diagnosing.cause_limits import within_limits
 from harness.diagnosing.rules.causes import MEANT, Cause, reported
 from harness.diagnosing.rules.factors import UNDECIDED
 from harness.diagnosing.rules.layouts import from_flaws
 from harness.diagnosing.rules.losses import from_parts, more_classes
 from harness.diagnosing.rules.masks import from_masks
 from harness.diagnosing.rules.places import comparable
+from harness.diagnosing.rules.proofs import Explained
 from harness.diagnosing.rules.what_ifs import what_if
 from harness.differences import Difference
 from harness.outcome.merging import Merged
@@ -81,8 +85,10 @@ def likely(
     failed = [check for check, finding in findings.items() if finding.verdict == FAIL]
     by_check = [reported(known, words, findings[check]) for check, (known, words) in _STATED.items() if check in failed]
     by_call = [_blame(parted)] if parted else []
-    if by_check and by_check[0].id == "not_waited" and parted and _waits_for_none(evidence, parted):
-        return tuple(by_call)
+    if by_check and by_check[0].id == "not_waited" and parted and parted.kind == "extra":
+        from_there = (bool(parted.caller) and work.caller.startswith(parted.caller) for work in evidence.unwaited)
+        if evidence.unwaited and all(from_there):  # the one too many: there was no use to wait for it
+            return tuple(by_call)
     if by_check:
         return tuple((from_flaws(evidence, wrong) if "merge" in failed else []) or by_check[:1])
     if parted and parted.found and parted.found.dtype in evidence.island and by_call[0].id == "wrong_payload":
@@ -111,28 +117,18 @@ def likely(
 
 def _from_located(evidence: Evidence) -> list[Cause]:
     """The causes that the numbers of the first wrong module show, under any layout that shows one."""
-    located = evidence.located
-    if located is None:
+    if (located := evidence.located) is None:
         return []
-    if located.summed:
-        words = (
-            f"the ranks' values add up to the truth over {located.summed}: each holds one partial sum, never reduced"
-        )
+    if axis := located.summed:
+        words = f"the ranks' values add up to the truth over {axis}: each holds one partial sum, never reduced"
         return [reported("not_summed", words, located)]
     name = f"{'act' if located.phase == 'forward' else 'act_grad'}/{located.module}"
     for value, truth in located.shown:
         merged = Merged(tensors={**evidence.merged.tensors, name: value}, flaws=evidence.merged.flaws)
         seen = replace(evidence, truth={**evidence.truth, name: truth}, merged=merged, shares={}, others=())
-        if causes := by_numbers(seen, [name]):
-            return [_undecided(cause) for cause in causes]
+        if causes := by_numbers(seen, [name]):  # cases of other sizes are not searched for their first wrong module
+            return [replace(c, words=f"{c.words}{UNDECIDED}", follows=()) if c.follows else c for c in causes]
     return []
-
-
-def _undecided(cause: Cause) -> Cause:
-    """A factor that equals a size of the case: cases of other sizes are not searched for their first wrong module."""
-    if not cause.follows:
-        return cause
-    return replace(cause, words=f"{cause.words}{UNDECIDED}", follows=())
 
 
 def _from_groups(evidence: Evidence) -> list[Cause]:
@@ -144,12 +140,6 @@ def _from_groups(evidence: Evidence) -> list[Cause]:
     seen = lists_text(event.group for event in stray_calls if event.axis == axis)
     words = f"calls named {axis} run over the ranks {seen}; the rank lists of axis {axis} are "
     return [reported("wrong_group", words + lists_text(evidence.axes[axis]), stray_calls)]
-
-
-def _waits_for_none(evidence: Evidence, parted: Difference) -> bool:
-    """Whether all calls that were never waited for are the one too many: there was no use to wait for."""
-    from_there = (bool(parted.caller) and work.caller.startswith(parted.caller) for work in evidence.unwaited)
-    return parted.kind == "extra" and bool(evidence.unwaited) and all(from_there)
 
 
 def _blame(parted: Difference) -> Cause:
@@ -165,9 +155,9 @@ def _blame(parted: Difference) -> Cause:
         return reported("extra_call", words, parted)
     assert parted.expected and parted.found  # the third kind has both sides
     expected, found = parted.expected, parted.found
-    changed = [field for field in EventKey.__slots__ if getattr(found, field) != getattr(expected, field)]
+    pairs = {field: (getattr(found, field), getattr(expected, field)) for field in EventKey.__slots__}
     changes = [
-        f"{field} {getattr(found, field) or '-'} instead of {getattr(expected, field) or '-'}" for field in changed
+        f"{field} {one or '-'} instead of {other or '-'}" for field, (one, other) in pairs.items() if one != other
     ]
     known = _changed(expected, found)
     averaged = f"averaged over {found.axis} where it must be summed"
@@ -186,3 +176,32 @@ def _changed(expected: EventKey, issued: EventKey) -> str:
     if (expected.dtype, expected.payload_bytes) != (issued.dtype, issued.payload_bytes):
         return "wrong_payload"
     return "wrong_place"
+
+
+def within_limits(evidence: Evidence, causes: Iterable[Cause]) -> list[Cause]:
+    """Causes that leave no more of a wrong tensor than its check allows: the last word before they are reported.
+
+    The first merged tensor that a cause speaks of decides: what comes after it was computed from wrong values.
+    """
+    names = {id(tensor): name for name, tensor in evidence.merged.tensors.items()}
+    return [cause for cause in causes if _allowed(evidence, names, cause)]
+
+
+def _allowed(evidence: Evidence, names: Mapping[int, str], cause: Cause) -> bool:
+    """Whether the tensor would pass with what the prediction leaves of it as its error.
+
+    True for causes of one rank's part, of a step's movement, or of where the truth is 0 and has no size to measure by.
+    A prediction that states how much it may leave (`Explained.left`) is one of a rule with a limit of its own.
+    """
+    spoken = (p for p in cause.proof if isinstance(p, Explained) and p.left is None and id(p.value) in names)
+    proof = next(spoken, None)
+    if proof is None or not bool(proof.truth.any()):
+        return True
+    name, tensors = names[id(proof.value)], evidence.merged.tensors
+    truth, guess = evidence.truth[name].double(), proof.guess.double()
+    left = proof.value.double() - guess
+    left = left.where(left.abs() > own_share(evidence.dtype_of(name)) * guess.abs(), 0.0)
+    corrected = truth + left / max(1.0, float(guess.norm() / truth.norm()))
+    merged = Merged(tensors={**tensors, name: corrected.to(proof.value.dtype)}, flaws=evidence.merged.flaws)
+    alike = {other: tensor for other, tensor in evidence.truth.items() if kind_of(other) == kind_of(name)}
+    return compared(replace(evidence, merged=merged), name, kind_rms(alike).get(kind_of(name), 0.0)).right

@@ -10,7 +10,7 @@ import itertools
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -46,6 +46,10 @@ class Block:
         """First and past-the-last index along each dim of the full tensor."""
         return tuple([(o, o + n) for o, n in zip(self.offsets, self.local.shape, strict=True)])
 
+    def part_of(self, full: Tensor) -> Tensor:
+        """The part of a full tensor at the place of this block, a view."""
+        return full[tuple(slice(a, b) for a, b in self.region)]
+
 
 def localize(outcome: Mapping[str, object]) -> dict[str, tuple[Block, ...]]:
     """All values of one rank as blocks; call it inside the rank. Raises ValueError naming the value it cannot read."""
@@ -71,7 +75,8 @@ def blocks(value: object) -> tuple[Block, ...]:
     if isinstance(value, bool | int | float):
         value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
     if isinstance(value, Tensor):
-        return (_whole(_settled(value)),)
+        full = _settled(value)
+        return (Block(local=full, offsets=(0,) * full.dim(), global_shape=tuple(full.shape), whole=True),)
     if isinstance(value, Iterable):
         return tuple(block for part in value for block in _of_shard(part))
     return _of_shard(value)
@@ -86,10 +91,6 @@ def _of_shard(value: object) -> tuple[Block, ...]:
             "Shard(local, offsets, global_shape) or an iterable of shards"
         ) from None
     return (Block(local=_settled(local), offsets=tuple(offsets), global_shape=tuple(shape)),)
-
-
-def _whole(full: Tensor) -> Block:
-    return Block(local=full, offsets=(0,) * full.dim(), global_shape=tuple(full.shape), whole=True)
 
 
 def _settled(local: Tensor) -> Tensor:
@@ -164,11 +165,8 @@ def _of_dtensor(value: "DTensor") -> tuple[Block, ...]:
             indices[dim] = torch.cat([_chunk(piece, size, place) for piece in pieces])
     if len(reduce_ops) > 1:
         raise ValueError(f"a DTensor that mixes Partial reductions ({', '.join(sorted(reduce_ops))}) has no one value")
-    local = _settled(value.to_local())
-    return tuple(
-        Block(local=part, offsets=offsets, global_shape=full, terms=tuple(terms), reduce_op="".join(reduce_ops))
-        for part, offsets in _runs(local, indices)
-    )
+    block = partial(Block, global_shape=full, terms=tuple(terms), reduce_op="".join(reduce_ops))
+    return tuple(block(local=box, offsets=offsets) for box, offsets in _runs(_settled(value.to_local()), indices))
 
 
 def _chunk(indices: Tensor, parts: int, which: int) -> Tensor:
@@ -179,11 +177,9 @@ def _chunk(indices: Tensor, parts: int, which: int) -> Tensor:
 
 def _runs(local: Tensor, indices: list[Tensor]) -> list[tuple[Tensor, tuple[int, ...]]]:
     """Cut a local tensor into boxes that are contiguous in the full tensor: (box, offsets)."""
-    if tuple(local.shape) != tuple(len(i) for i in indices):
-        raise ValueError(
-            f"the local tensor of a DTensor has shape {tuple(local.shape)}; its placements say "
-            f"{tuple(len(i) for i in indices)}"
-        )
+    own, stated = tuple(local.shape), tuple(map(len, indices))
+    if own != stated:
+        raise ValueError(f"the local tensor of a DTensor has shape {own}; its placements say {stated}")
     starts = [_starts(i.tolist()) for i in indices]
     boxes = []
     for corner in itertools.product(*starts):

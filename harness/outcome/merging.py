@@ -102,27 +102,25 @@ def _merge_one(placed: Placed, absent: list[int]) -> Tensor:
         raise _Flawed("omission", "no rank holds any part of it", ())
     if absent and any(block.whole for _, block in placed):
         holders = sorted({rank for rank, _ in placed})
-        raise _Flawed(
-            "missing",
-            f"a full tensor on ranks {_ranks(holders)} is not returned by ranks {_ranks(absent)}; "
-            "return it on every rank, or as a Shard where only some ranks hold it",
-            absent,
-        )
+        here, there = (", ".join(map(str, ranks)) for ranks in (holders, absent))
+        rule = "return it on every rank, or as a Shard where only some ranks hold it"
+        raise _Flawed("missing", f"a full tensor on ranks {here} is not returned by ranks {there}; {rule}", absent)
     _agree(placed)
     shape, dtype = placed[0][1].global_shape, placed[0][1].local.dtype
     parts = [part for part in _distinct(placed) if part[1].local.numel()]
-    _no_overlap(parts)
+    for (rank, mine), (other, theirs) in itertools.combinations(parts, 2):
+        if all(a < d and c < b for (a, b), (c, d) in zip(mine.region, theirs.region, strict=True)):
+            both = f"rank {rank} holds {_box(mine)} and rank {other} holds {_box(theirs)}"
+            raise _Flawed("overlap", both, sorted({rank, other}))
     covered = sum(block.local.numel() for _, block in parts)
-    if covered != math.prod(shape):
-        raise _Flawed(
-            "omission",
-            f"{math.prod(shape) - covered} of {math.prod(shape)} elements are held by no rank; first missing at "
-            f"{_first_hole(parts, shape)}",
-            sorted({rank for rank, _ in placed}),
+    if (left := math.prod(shape) - covered) != 0:
+        lack = (
+            f"{left} of {math.prod(shape)} elements are held by no rank; first missing at {_first_hole(parts, shape)}"
         )
+        raise _Flawed("omission", lack, sorted({rank for rank, _ in placed}))
     full = torch.empty(shape, dtype=dtype)  # only now: a shape that nobody fills may be larger than the machine
     for _, block in parts:
-        full[tuple(slice(a, b) for a, b in block.region)] = block.local
+        block.part_of(full).copy_(block.local)
     return full
 
 
@@ -131,18 +129,12 @@ def held_once(outcomes: Outcomes, merged: Merged) -> tuple[Mapping[str, Sequence
     large = {name: tensor for name, tensor in merged.tensors.items() if tensor.numel() > _SMALL}
     if not large:
         return tuple(outcomes)
-    return tuple(
-        {
-            name: [_view(block, large[name]) for block in found] if name in large else found
-            for name, found in outcome.items()
-        }
-        for outcome in outcomes
-    )
 
+    def views(found: Sequence[Block], full: Tensor) -> list[Block]:
+        """A block that is still to be reduced has other bits than the merged tensor."""
+        return [block if block.reduce_op else replace(block, local=block.part_of(full)) for block in found]
 
-def _view(block: Block, full: Tensor) -> Block:
-    """The block as a part of the full tensor, which has its bits there; one that was still to be reduced has not."""
-    return block if block.reduce_op else replace(block, local=full[tuple(slice(a, b) for a, b in block.region)])
+    return tuple({n: views(found, large[n]) if n in large else found for n, found in run.items()} for run in outcomes)
 
 
 def _agree(placed: Placed) -> None:
@@ -164,21 +156,15 @@ def _distinct(placed: Placed) -> Placed:
     """Blocks of distinct regions: replicas must agree bit for bit, pending terms are reduced in their order."""
     regions: dict[tuple[tuple[int, int], ...], dict[tuple[int, ...], tuple[int, Block]]] = {}
     for rank, block in placed:
-        terms = regions.setdefault(block.region, {})
-        other, kept = terms.setdefault(block.terms, (rank, block))
+        mine = block.region, block.terms
+        other, kept = regions.setdefault(block.region, {}).setdefault(block.terms, (rank, block))
         if kept is not block and not same_bits(kept.local, block.local):
             raise _Flawed(
                 "replica conflict",
                 f"rank {rank} differs from rank {other} {differing(block.local, kept.local)}",
-                _conflicting(placed, block),
+                sorted({r for r, b in placed if (b.region, b.terms) == mine and not same_bits(b.local, kept.local)}),
             )
     return [_reduced(terms) for terms in regions.values()]
-
-
-def _conflicting(placed: Placed, block: Block) -> list[int]:
-    """Ranks that hold this region with other bits than the first rank that holds it."""
-    replicas = [(r, b) for r, b in placed if b.region == block.region and b.terms == block.terms]
-    return sorted({r for r, b in replicas[1:] if not same_bits(b.local, replicas[0][1].local)})
 
 
 def _reduced(terms: Mapping[tuple[int, ...], tuple[int, Block]]) -> tuple[int, Block]:
@@ -192,17 +178,6 @@ def _reduced(terms: Mapping[tuple[int, ...], tuple[int, Block]]) -> tuple[int, B
     if block.reduce_op == "avg":
         total = total / len(ordered)
     return rank, Block(local=total, offsets=block.offsets, global_shape=block.global_shape)
-
-
-def _no_overlap(parts: Placed) -> None:
-    """Distinct regions must be disjoint."""
-    for (rank, mine), (other, theirs) in itertools.combinations(parts, 2):
-        if all(a < d and c < b for (a, b), (c, d) in zip(mine.region, theirs.region, strict=True)):
-            raise _Flawed(
-                "overlap",
-                f"rank {rank} holds {_box(mine)} and rank {other} holds {_box(theirs)}",
-                sorted({rank, other}),
-            )
 
 
 def _first_hole(parts: Placed, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -256,10 +231,6 @@ def differing(a: Tensor, b: Tensor) -> str:
 
 def _box(block: Block) -> str:
     return "[" + ", ".join(f"{a}:{b}" for a, b in block.region) + "]"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
 
 
 def _word(dtype: torch.dtype) -> str:

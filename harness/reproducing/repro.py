@@ -13,6 +13,7 @@ import inspect
 import pprint
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from harness.checking.checks import CHECKS
 from harness.checking.evidence import Evidence
+from harness.checking.measures.distance import Truth
 from harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
 from harness.checking.measures.many_tensors import kind_rms
 from harness.checking.measures.tolerance import least_rms, own_share
@@ -104,19 +106,12 @@ def shrunk(case: CaseLike, given: Subject | NamedSubject, engine: Engine) -> Fai
         return None
     for words in SMALLER:
         if any(getattr(case, word, size) > size for word, size in words.items()):
-            smaller = _with(case, words)
-            found = None if smaller is None else _failing(smaller, subject, engine)
-            if smaller is not None and found is not None and kind_of(found) == kind_of(name):
-                case, name = smaller, found
+            with suppress(ValueError):  # these sizes do not go together: the case keeps its own
+                smaller = case.but(**words, **unsaved(case))
+                found = _failing(smaller, subject, engine)
+                if found is not None and kind_of(found) == kind_of(name):
+                    case, name = smaller, found
     return Failure(result=prove(case, subject, engine), name=name)
-
-
-def _with(case: CaseLike, words: Mapping[str, int]) -> CaseLike | None:
-    """The case with these words, as far as they are legal together."""
-    try:
-        return case.but(**words, **unsaved(case))
-    except ValueError:  # these sizes do not go together: the case keeps its own
-        return None
 
 
 def _failing(case: CaseLike, subject: NamedSubject, engine: Engine) -> str | None:
@@ -177,30 +172,22 @@ def _script(failure: Failure, subject: str, when: str, planted: Mapping[str, str
 def _numbers(evidence: Evidence, name: str) -> dict[str, Any]:
     """The truth of one tensor and how far a right one may be from it."""
     truth: Tensor = evidence.truth[name].double().contiguous()
-    kind = kind_rms(evidence.truth).get(kind_of(name), 0.0)
-    least = least_rms(truth, kind)
-    limits = compared(_mended(evidence, name), name, kind)
-    scale = max(float(truth.square().mean().sqrt()), least)
+    true, kind = Truth.of(truth), kind_rms(evidence.truth).get(kind_of(name), 0.0)
+    # one that could not be merged is replaced by its truth: only its limits are needed
+    tensors = {name: evidence.truth[name], **evidence.merged.tensors}
+    limits = compared(replace(evidence, merged=replace(evidence.merged, tensors=tensors)), name, kind)
     return {
         "shape": tuple(truth.shape),
         "measure": limits.measure,
         "allowed": limits.allowed,
         "own": own_share(str(evidence.case.dtype)),
-        "scale": scale,
+        "scale": max(true.rms, least_rms(true, kind)),
         "truth": _packed(truth.numpy().tobytes()),
     }
 
 
 def _packed(data: bytes) -> str:
     return base64.b64encode(zlib.compress(data, 9)).decode()
-
-
-def _mended(evidence: Evidence, name: str) -> Evidence:
-    """The evidence with the truth in place of a tensor that could not be merged: only its limits are needed."""
-    if name in evidence.merged.tensors:
-        return evidence
-    tensors = {**evidence.merged.tensors, name: evidence.truth[name]}
-    return replace(evidence, merged=replace(evidence.merged, tensors=tensors))
 
 
 def _attributes(case: CaseLike) -> dict[str, Any]:

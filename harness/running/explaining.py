@@ -1,19 +1,36 @@
-"""Explanations of a failed case: further runs and what-ifs; then the diagnosis and six lines of every failed check."""
+"""Explanations of a failed case: further runs and what-ifs; then the diagnosis and six lines of every failed check.
 
-from collections.abc import Mapping
+Cases of another size decide whether a wrong factor comes from a size of the case. A factor of 1/2 where tp=2 may be a
+mean over tp or a constant. Where tp is another number, the factor shows which. Each size in question is changed alone.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from harness.checking.checks import examine
 from harness.checking.evidence import FAIL, Evidence, Finding
+from harness.checking.measures.kinds import is_state, kind_of, step_of
+from harness.dense_model import Tried
 from harness.diagnosing.diagnosis import Diagnosis, diagnose, explanation_of
-from harness.diagnosing.other_sizes import of_other_sizes
 from harness.diagnosing.six_lines import tell
+from harness.errors import error_text
+from harness.mesh_axes import split_axes
+from harness.protocols import CaseLike, unsaved
 from harness.running.locating.drawn import with_drawn_numbers
 from harness.running.locating.wrong_module import with_wrong_module
-from harness.running.trials.explained import elsewhere, with_what_ifs
+from harness.running.trials.runs import recorded, watched
 from harness.running.trials.trial import Trial
-from harness.running.trials.watched import watched
+from harness.subject import refusal
+
+MOST_RANKS = 8
+"""Cases of another size with more ranks are not tried."""
+_WORDS = {"all ranks": "dp", "wdp": "dp", "tokens of the step": "micro"}
+"""Size that no word of a case sets -> the word that changes it."""
 
 
 def with_explanations(
@@ -27,7 +44,7 @@ def with_explanations(
     with trial.timed("checks"):
         context = {**examine(evidence), **findings}
     wrong = {name for finding in context.values() if finding.verdict == FAIL for name in finding.names}
-    evidence = with_drawn_numbers(trial, with_what_ifs(trial, evidence, wrong), wrong)
+    evidence = with_drawn_numbers(trial, _with_what_ifs(trial, evidence, wrong), wrong)
     evidence = with_wrong_module(trial, evidence, wrong)
     return _with_other_sizes(trial, evidence, context), context
 
@@ -38,10 +55,13 @@ def _with_other_sizes(trial: Trial, evidence: Evidence, findings: Mapping[str, F
         shared = explanation_of(evidence, findings)
     except Exception:  # the diagnosis of every check will say why
         return evidence
-    sizes = tuple(dict.fromkeys(size for cause in shared.causes for size in cause.follows))
-    first, others = shared.first.name, []
-    for cases in of_other_sizes(evidence.case, sizes, shared.first.name):
-        others += list(islice((seen for case in cases if (seen := elsewhere(trial, case, first))), 1))
+    sizes = (size for cause in shared.causes for size in cause.follows)
+    first, steps, others = shared.first.name, evidence.case.steps, []
+    # a state after a later step is another one in every case
+    later = steps > 1 if kind_of(first) == "param" else is_state(first) and step_of(first) > 0
+    for word in () if later else dict.fromkeys(_WORDS.get(size, size) for size in sizes):
+        cases = _of_other_size(evidence.case, word, steps=max(step_of(first), 0) + 1)
+        others += list(islice((seen for case in cases if (seen := _elsewhere(trial, case, first))), 1))
     return replace(evidence, others=tuple(others))
 
 
@@ -64,3 +84,52 @@ def diagnosed(
                 messages[check] = tell(diagnosis, finding, evidence, subject, options)
                 diagnoses[check] = diagnosis
     return diagnoses, messages
+
+
+def _with_what_ifs(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evidence:
+    """Evidence with explanations of these wrong names: gradients taken apart, data read otherwise."""
+    kinds, model = {kind_of(name) for name in wrong}, trial.reference.model
+    if model is None:
+        return evidence
+    shares: Mapping[str, Tensor] = {}
+    tried: list[Tried] = []
+
+    def what_ifs(case: CaseLike, device: torch.device, **given: Any) -> Mapping[str, Tensor]:
+        for rule in (rule for rule in model.what_ifs() if rule.explains & kinds):
+            tried.append(Tried(rule, rule.readings(case, device, **given)))  # noqa: PERF401  (kept if a later one raises)
+        return {}
+
+    try:
+        if kinds & {"grad", "param", "param_after", "exp_avg_after", "grad_norm", "tokens", "act", "loss"}:
+            shares = trial.dense(model.shares, part="explained")
+        trial.computed(what_ifs, part="explained")
+    except Exception as problem:  # the failure stands; less of it is explained, and that is said
+        trial.problems["explanation"] = f"the dense model raised while a cause was looked for: {error_text(problem)}"
+    return replace(evidence, shares=shares, what_ifs=tuple(tried))
+
+
+def _elsewhere(trial: Trial, case: CaseLike, first: str) -> Evidence | None:
+    """Evidence of the same subject in another case, as far as this tensor needs it; None when there is none."""
+    other = replace(trial, case=case, seconds={}, problems={}, known={}, facts=[], given={})
+    try:
+        if refusal(case, trial.subject):
+            return None
+        with trial.timed("elsewhere"):
+            seen = recorded(other)
+            if kind_of(first) in ("act", "act_grad"):
+                seen = watched(other, seen)
+            return replace(seen, shares=other.dense(model.shares) if (model := trial.reference.model) else {})
+    except Exception:  # then this case decides nothing
+        return None
+
+
+def _of_other_size(case: CaseLike, word: str, steps: int) -> Iterator[CaseLike]:
+    """Legal cases in which this word is one more, twice as much, or 1; `steps` are as many as show the wrong tensor."""
+    now = case.micro if word == "micro" else split_axes(case).get(word, 1)
+    for value in dict.fromkeys((now + 1, 2 * now, 1)):
+        try:
+            other = case.but(**{word: value, "steps": steps, **unsaved(case)})
+        except (ValueError, TypeError):  # no legal case; an axis that no word of a case sets
+            continue
+        if value != now and other.world_size <= MOST_RANKS:
+            yield other

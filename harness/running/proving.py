@@ -49,12 +49,8 @@ def proving(request: Request, heard: Callable[[str], object] = str) -> Iterator[
             except RequestError as problem:
                 if len(request.cases) == 1 or how:
                     raise
-                return _refused(case, str(problem))
+                text, why = case_text(case), str(problem)
+                skip = Verdict(case=text, check=REFUSED, verdict=SKIP, message=why)
+                return CaseResult(case=case, text=text, verdicts=(skip,), skipped=why)
 
         yield prove_case
-
-
-def _refused(case: CaseLike, why: str) -> CaseResult:
-    text = case_text(case)
-    skip = Verdict(case=text, check=REFUSED, verdict=SKIP, message=why)
-    return CaseResult(case=case, text=text, verdicts=(skip,), skipped=why)

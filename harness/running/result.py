@@ -15,10 +15,10 @@ from harness.running.summary import SummaryRow, summarize
 
 if TYPE_CHECKING:
     from harness.diagnosing.diagnosis import Diagnosis
-    from harness.recording.spans import RankSpan
 
 _Result = TypeVar("_Result", "CaseResult", "StoredCase")
 _ROW = operator.attrgetter(*COLUMNS)
+_Table = tuple[str, Sequence[str], Sequence[Sequence[object]]]
 
 
 def verdict_on(finding: Finding, case: str, check: str, message: str = "") -> Verdict:
@@ -81,8 +81,8 @@ class CaseResult:
 class StoredCase:
     """Stored parts of a proved case. `ledger`: its lines of ledger.csv.
 
-    `ran`: the ranks of `saved_bytes` when they are not all. `errors` are rows of errors.csv for a case that failed,
-    `unplaced` is why there are none; `loads` are those of experts.csv.
+    `ran`: the ranks of `saved_bytes` when they are not all. `tables` are those that not every case has: file, columns
+    and rows. `unplaced` is why there are no errors.csv of a case that failed.
     """
 
     text: str
@@ -94,11 +94,9 @@ class StoredCase:
     rows: tuple[SummaryRow, ...]
     saved_bytes: tuple[int, ...]
     ran: tuple[int, ...]
-    errors: tuple[Sequence[object], ...] = ()
+    tables: tuple[_Table, ...] = ()
     unplaced: str = ""
     traceback: str = ""
-    spans: "tuple[RankSpan, ...]" = ()
-    loads: tuple[Sequence[object], ...] = ()
 
 
 def stored_part(result: CaseResult) -> StoredCase:
@@ -106,16 +104,23 @@ def stored_part(result: CaseResult) -> StoredCase:
     case, evidence = result.case, result.evidence
     ran, axes = (tuple(evidence.ran), evidence.axes) if evidence else ((), case.axes)
     events, verdict, ledger = result.events, result.verdict, ledger_rows(result.events)
-    loads = _loads(result.text, evidence) if evidence else ()
-    errors: tuple[Sequence[object], ...] = ()
-    unplaced = ""
+    tables, unplaced = list[_Table](), ""
     if evidence and result.diagnosis:
-        from harness.diagnosing.errors_by_place import error_rows  # noqa: PLC0415
+        from harness.diagnosing.errors_by_place import ERROR_COLUMNS, error_rows  # noqa: PLC0415
 
         try:
-            errors = tuple(error_rows(evidence, result.text, result.diagnosis.first))
+            errors = error_rows(evidence, result.text, result.diagnosis.first)
+            tables.append(("errors.csv", ERROR_COLUMNS, errors))
         except Exception as problem:  # a strange tensor, which the verdicts report; the run goes on
             unplaced = f"{type(problem).__name__}: {problem}"
+    if evidence and evidence.spans:
+        from harness.recording.spans import SPAN_COLUMNS, span_row  # noqa: PLC0415
+
+        tables.append(("spans.csv", SPAN_COLUMNS, [span_row(result.text, span) for span in evidence.spans]))
+    if evidence and any(kind_of(name) == "routing" for name in evidence.merged.tensors):
+        from harness.checking.routing_checks import LOAD_COLUMNS, load_rows  # noqa: PLC0415
+
+        tables.append(("experts.csv", LOAD_COLUMNS, list(load_rows(result.text, evidence))))
     rows = summarize(result.text, case.mode, case.world_size, events, result.expectation, ran, axes)
     return StoredCase(
         text=result.text,
@@ -127,21 +132,10 @@ def stored_part(result: CaseResult) -> StoredCase:
         rows=tuple(rows),
         saved_bytes=tuple(evidence.saved_bytes) if evidence else (),
         ran=ran,
-        errors=errors,
+        tables=tuple(table for table in tables if table[2]),
         unplaced=unplaced,
         traceback=result.traceback,
-        spans=evidence.spans if evidence else (),
-        loads=loads,
     )
-
-
-def _loads(case: str, evidence: Evidence) -> tuple[Sequence[object], ...]:
-    """The rows of experts.csv, none of a case without experts."""
-    if not any(kind_of(name) == "routing" for name in evidence.merged.tensors):
-        return ()
-    from harness.checking.routing_checks import load_rows  # noqa: PLC0415
-
-    return tuple(load_rows(case, evidence))
 
 
 def ledger_rows(events: Iterable[Event]) -> str:

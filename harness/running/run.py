@@ -6,7 +6,7 @@ Exit status: 0 all pass, 1 a check failed or could not be decided, 3 the machine
 request was wrong (RequestError, or the dense model cannot compute one of the cases) or every case was skipped.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,34 +24,47 @@ from harness.running.request import Request, check_saved
 from harness.running.result import StoredCase, stored_part
 from harness.running.run_result import Kept, Progress, RunResult, run_result
 from harness.running.store import Store, environment
-from harness.subject import NamedSubject, Unanswered, answered, claimed, compared_with, truth_of
+from harness.subject import NamedSubject, Unanswered, asking, claimed, compared_with, truth_of
 
 if TYPE_CHECKING:
     from harness.running.sharing import ProvingProcess
     from harness.running.witnessing import Witnesses
 
 
-def run(request: Request, on_progress: Progress = lambda *_: None) -> RunResult:
+def run(
+    request: Request, on_progress: Progress = lambda *_: None, meanwhile: Callable[[], object] = lambda: None
+) -> RunResult:
     """Prove every case and write the run folder as it goes; finished cases stay readable whatever stops the run.
 
+    `meanwhile` is called while other processes prove the first cases, and not where this process proves them.
     Raises RequestError before anything runs when there is no case, or when all are too large for this machine. A wrong
     claim of the subject, engine or folder raises it too. Where the dense model cannot compute one case of several the
     others are still proved. Such a case diverges, cannot read its data or needs too much memory.
     """
     cases, subject = request.cases, request.subject
-    _check(request)
+    if not cases:
+        raise RequestError("cases=(): at least one case is needed; legal: mode=tp tp=2")
+    check_saved(cases)
+    admitted(cases, request.engine)
+    claimed(subject)
     notes: list[str] = []
+    seen: Witnesses | None = None
     amended: Mapping[str, tuple[Verdict, ...]] = {}
-    words, planned = _words(request), [_planned(case, subject) for case in cases]
+    words: dict[str, object] = {"subject": subject.name, "engine": request.engine, "device": request.device}
+    words |= {"timeout_s": request.timeout_s, "truth": compared_with(truth_of(subject)), "cases": len(cases)}
+    planned = [_planned(case, subject) for case in cases]
     by_text = {case_text(case): case for case in cases}
     with _processes(request) as others, nullcontext() if others else proving(request) as prove_case:
         store = Store(request.out, subject.name, environment(request.command, words))
         kept = Kept(store=store, cases=by_text, total=len(cases), on_progress=on_progress, fail_fast=request.fail_fast)
         try:
             store.plan(planned)
-            seen = _witnesses(request, store) if request.profile else None
+            if request.profile:
+                from harness.running.witnessing import witnesses_of  # noqa: PLC0415
+
+                seen = witnesses_of(request, store.path / "traces")
             if prove_case is None:
-                notes += _shared(request, others, kept)
+                notes += _shared(request, others, kept, meanwhile)
             else:
                 for case in cases:
                     result = prove_case(case)
@@ -60,13 +73,18 @@ def run(request: Request, on_progress: Progress = lambda *_: None) -> RunResult:
                         if not kept.keep(stored):
                             break
             if failed := [result for result in kept.results if result.verdict == FAIL]:
-                amended = _with_words(failed, by_text, request, store, apart=prove_case is None)
+                from harness.running.experiments import Failed, look_for_words  # noqa: PLC0415
+
+                failures = [Failed(case=by_text[result.text], verdicts=result.verdicts) for result in failed]
+                amended = look_for_words(failures, request, proving, store, apart=prove_case is None)
         finally:
             store.close()
     return run_result(request, store, kept.results, amended, seen.notes if seen else (), notes)
 
 
-def _shared(request: Request, processes: "list[ProvingProcess]", kept: Kept) -> list[str]:
+def _shared(
+    request: Request, processes: "list[ProvingProcess]", kept: Kept, meanwhile: Callable[[], object]
+) -> list[str]:
     """Prove all cases in these processes; returns notes on those that ended."""
     from harness.running.sharing import Sharing, together  # noqa: PLC0415
 
@@ -77,26 +95,8 @@ def _shared(request: Request, processes: "list[ProvingProcess]", kept: Kept) -> 
 
     start = partial(_started, request)
     sharing = Sharing(cases=cases, processes=processes, keep=kept.keep, ended=ended, start=start)
-    sharing.prove_all(together(cases))
+    sharing.prove_all(together(cases), meanwhile)
     return sharing.notes
-
-
-def _with_words(
-    failed: Sequence[StoredCase], by_text: Mapping[str, CaseLike], request: Request, store: Store, *, apart: bool
-) -> Mapping[str, tuple[Verdict, ...]]:
-    """The verdicts of failed cases by the text of the case, with the line `when:`."""
-    from harness.running.experiments import Failed, look_for_words  # noqa: PLC0415
-
-    failures = [Failed(case=by_text[result.text], verdicts=result.verdicts) for result in failed]
-    return look_for_words(failures, request, proving, store, apart=apart)
-
-
-def _check(request: Request) -> None:
-    if not request.cases:
-        raise RequestError("cases=(): at least one case is needed; legal: mode=tp tp=2")
-    check_saved(request.cases)
-    admitted(request.cases, request.engine)
-    claimed(request.subject)
 
 
 @contextmanager
@@ -124,31 +124,15 @@ def _started(request: Request) -> "ProvingProcess | None":
     return None if process is None else ProvingProcess(process, request)
 
 
-def _witnesses(request: Request, store: Store) -> "Witnesses":
-    from harness.running.witnessing import witnesses_of  # noqa: PLC0415
-
-    return witnesses_of(request, store.path / "traces")
-
-
-def _words(request: Request) -> dict[str, object]:
-    how = {"engine": request.engine, "device": request.device, "timeout_s": request.timeout_s}
-    how |= {"truth": compared_with(truth_of(request.subject))}
-    return {"subject": request.subject.name, **how, "cases": len(request.cases)}
-
-
 def _planned(case: CaseLike, subject: NamedSubject) -> dict[str, object]:
     """The row of `cases.jsonl`: the text and what reports need of it without parsing, of a pipeline its bubble too."""
     row: dict[str, object] = {"case": case_text(case), "mode": case.mode, "world_size": case.world_size}
     row |= {"dtype": case.dtype, "micro": case.micro, "steps": case.steps}
     row |= {"words": case.words()} if in_own_words(case) else {}  # nobody else can read its text
     if stage_count(case.axes) > 1:
-        with suppress(Unanswered):  # only pages show it
-            row |= answered("pipeline", lambda: _bubble(case, subject))
+        with suppress(Unanswered), asking("pipeline"):  # only pages show it
+            pipeline = getattr(subject.call, "pipeline", None)
+            stated = None if pipeline is None else pipeline(case).bubble_stated
+            row |= {} if stated is None else {"bubble_stated": float(stated)}
     tokens = getattr(case, "tokens", None)
     return row if tokens is None else {**row, "tokens": tokens}
-
-
-def _bubble(case: CaseLike, subject: NamedSubject) -> dict[str, float]:
-    pipeline = getattr(subject.call, "pipeline", None)
-    stated = None if pipeline is None else pipeline(case).bubble_stated
-    return {} if stated is None else {"bubble_stated": float(stated)}

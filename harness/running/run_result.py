@@ -1,6 +1,6 @@
 """The results of a run as they come, stored and reported; then its sums: verdicts, exit status, and notes."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from harness.running.proving import REFUSED
 from harness.running.request import Request
 from harness.running.result import StoredCase, with_traceback
 from harness.running.store import STOPPED, Store
-from harness.subject import NamedSubject, compared_with, truth_of
+from harness.subject import compared_with, truth_of
 from harness.torch_internals.lookup import untested
 
 _DRY = "dry: ranks had shapes and no numbers, so calls, bytes and their order were checked, and nothing else"
@@ -34,29 +34,17 @@ class Kept:
 
     def keep(self, case: StoredCase) -> bool:
         """Store a result and report that it is there; whether to go on."""
-        result = with_traceback(case, self.store) if case.traceback else case
-        _stored(self.store, result)
-        self.results.append(replace(result, ledger="", rows=(), errors=(), spans=(), loads=()))
+        store, result = self.store, with_traceback(case, self.store) if case.traceback else case
+        for file, columns, rows in result.tables:
+            store.extend(file, columns, rows)
+        if result.unplaced:
+            store.notes.append(f"errors.csv lacks {result.text!r}: {result.unplaced}")
+        store.add(
+            result.text, result.ledger, result.rows, result.verdicts, result.seconds, result.saved_bytes, result.ran
+        )
+        self.results.append(replace(result, ledger="", rows=(), tables=()))
         self.on_progress(len(self.results), self.total, self.cases[result.text], result.verdict)
         return not self.fail_fast or result.verdict in (PASS, SKIP)
-
-
-def _stored(store: Store, result: StoredCase) -> None:
-    if result.errors:
-        from harness.diagnosing.errors_by_place import ERROR_COLUMNS  # noqa: PLC0415
-
-        store.extend("errors.csv", ERROR_COLUMNS, result.errors)
-    if result.spans:
-        from harness.recording.spans import SPAN_COLUMNS, span_row  # noqa: PLC0415
-
-        store.extend("spans.csv", SPAN_COLUMNS, (span_row(result.text, span) for span in result.spans))
-    if result.loads:
-        from harness.checking.routing_checks import LOAD_COLUMNS  # noqa: PLC0415
-
-        store.extend("experts.csv", LOAD_COLUMNS, result.loads)
-    if result.unplaced:
-        store.notes.append(f"errors.csv lacks {result.text!r}: {result.unplaced}")
-    store.add(result.text, result.ledger, result.rows, result.verdicts, result.seconds, result.saved_bytes, result.ran)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,30 +68,15 @@ def run_result(
     """The result of a run whose cases came to these. `amended` are verdicts that changed since, by the text of the
     case; `witnessed` and `shared` are notes of the witnesses and of the processes.
     """
-    notes = (*store.notes, *_notes(request), *witnessed, *shared, *_not_run(request, len(results)))
+    truth, left = truth_of(request.subject), len(request.cases) - len(results)
+    compared = _DRY if request.engine == "dry" else truth and f"compared with {compared_with(truth)}"
+    not_run = f"--fail-fast: {left} of {len(request.cases)} cases were not run" if left else ""
     return RunResult(
         path=store.path,
         verdicts=tuple(v for result in results for v in amended.get(result.text, result.verdicts)),
         exit_status=INTERRUPTED if STOPPED in store.notes else _exit_status(results),
-        notes=notes,
+        notes=tuple(filter(None, (*store.notes, untested(), compared, *witnessed, *shared, not_run))),
     )
-
-
-def _notes(request: Request) -> Iterator[str]:
-    """Notes on what this version of torch, the engine and the truth do not show."""
-    yield from filter(None, [untested()])
-    yield from [_DRY] if request.engine == "dry" else _truth_note(request.subject)
-
-
-def _truth_note(subject: NamedSubject) -> list[str]:
-    """Note on the truth of the subject, where that is not our decoder."""
-    truth = truth_of(subject)
-    return [] if truth is None else [f"compared with {compared_with(truth)}"]
-
-
-def _not_run(request: Request, done: int) -> list[str]:
-    left = len(request.cases) - done
-    return [f"--fail-fast: {left} of {len(request.cases)} cases were not run"] if left else []
 
 
 def _exit_status(results: Sequence[StoredCase]) -> int:

@@ -137,9 +137,7 @@ class _Tries:
 
     def _ran(self, modules: Sequence[str]) -> bool:
         per_rank = (*kept_per_rank(self.subject.call), *modules)
-        subject = NamedSubject(
-            name=self.subject.name, call=_WithState(self.subject.call, per_rank), truth=self.subject.truth
-        )
+        subject = replace(self.subject, call=_WithState(self.subject.call, per_rank), address="")
         with suppress(ShardproofError), InprocEngine() as engine:
             result = prove(self.case, subject, engine, timeout_s=max(1.0, self.until_s - time.monotonic()))
             return result.evidence is not None and result.verdict != FAIL
@@ -170,10 +168,8 @@ def _reached(first: str) -> Iterator[str]:
         if module is None:
             continue
         yield name
-        values = list(vars(module).values())
-        found = {
-            str(getattr(value, "__name__" if isinstance(value, ModuleType) else "__module__", "")) for value in values
-        }
+        values = [(value, isinstance(value, ModuleType)) for value in list(vars(module).values())]
+        found = {str(getattr(value, "__name__" if is_module else "__module__", "")) for value, is_module in values}
         found |= {name for code in _codes(module) for name in code.co_names}  # imported in a function
         fresh = {other for other in found if other in sys.modules and _is_foreign(other)} - seen
         seen |= fresh
@@ -250,7 +246,9 @@ class OnProcesses:
         self._asked = True
         subject, limit_s = self._request.subject, min(self._request.timeout_s, _LIMIT_S)
         with suppress(ShardproofError), searching(result.case, subject, limit_s=limit_s) as needed:
-            if self._passes(result.case, limit_s):
+            with PoolEngine() as pool:
+                there = prove(result.case, subject, pool, device=self._request.device, timeout_s=limit_s)
+            if there.evidence is not None and there.verdict != FAIL:
                 modules = needed()
                 per_rank = (*kept_per_rank(subject.call), *modules) if modules else ()
                 return _with_cause(result, _legal(per_rank, LOSS_PARALLEL in _keepers(subject)))
@@ -262,11 +260,6 @@ class OnProcesses:
         if result.verdict != FAIL or result.machine or result.case.world_size == 1 or asked.engine != "inproc":
             return False
         return bool(subject.address) and subject.address.partition(".")[0] != _OURS and bool(_keepers(subject))
-
-    def _passes(self, case: CaseLike, limit_s: float) -> bool:
-        with PoolEngine() as pool:
-            there = prove(case, self._request.subject, pool, device=self._request.device, timeout_s=limit_s)
-        return there.evidence is not None and there.verdict != FAIL
 
 
 def _keepers(subject: NamedSubject) -> tuple[str, ...]:
@@ -287,12 +280,10 @@ def _legal(per_rank: tuple[str, ...], in_loss_parallel: bool) -> str:
 def _with_cause(result: CaseResult, legal: str) -> CaseResult:
     """The result with the cause that was found, before all others."""
     words = f"ranks share state here because they are threads: with --engine pool this case passes; legal: {legal}"
-    verdicts = tuple(
-        replace(one, message=_CAUSES.sub(lambda _: f"causes: {words}", _MAYBE.sub("", one.message)))
-        if one.verdict == FAIL
-        else one
-        for one in result.verdicts
-    )
+    failed = [each.verdict == FAIL for each in result.verdicts]
+    messages = [_CAUSES.sub(lambda _: f"causes: {words}", _MAYBE.sub("", each.message)) for each in result.verdicts]
+    changed = zip(result.verdicts, messages, failed, strict=True)
+    verdicts = [replace(each, message=message) if wrong else each for each, message, wrong in changed]
     cause = reported("shared_state", words, words)
     diagnoses = {check: replace(one, causes=(cause, *one.causes)) for check, one in result.diagnoses.items()}
-    return replace(result, verdicts=verdicts, diagnoses=diagnoses)
+    return replace(result, verdicts=tuple(verdicts), diagnoses=diagnoses)

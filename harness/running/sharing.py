@@ -115,7 +115,11 @@ class ProvingProcess:
         if self._part:
             stood = self._process.stood()
             words = f"{end.words}{f', at {stood}' if stood else ''}"
-            self.error = error or _error(self._part, words, self._hint, by_program=end.by_program)
+            if error is None and not end.by_program:
+                error = RankDied(words, ranks=(), positions=())
+            elif error is None and self._part in PARTS:
+                error = MachineError(f"{PARTS[self._part]} did not finish: {words}", ranks=(), positions=())
+            self.error = error or RankCrashed(f"{words}{self._hint}", ranks=(), positions=())
 
     def close(self) -> None:
         """End it, at once when it is at work."""
@@ -124,33 +128,21 @@ class ProvingProcess:
         self._process.close()
 
 
-def _error(part: str, words: str, hint: str, *, by_program: bool) -> ShardproofError:
-    """Error of a case that ended its process in this part."""
-    if not by_program:
-        return RankDied(words, ranks=(), positions=())
-    if part in PARTS:
-        return MachineError(f"{PARTS[part]} did not finish: {words}", ranks=(), positions=())
-    return RankCrashed(f"{words}{hint}", ranks=(), positions=())
-
-
 def serve(connection: Connection, request: Request, proving: Proving) -> None:
     """Prove the cases of a request that come until the first process has ended."""
     with suppress(EOFError, OSError), proving(request, connection.send) as prove_case:
         for number in itertools.count():
             case = connection.recv()
             connection.send(_BEGINS)
-            connection.send(_answer(prove_case, case))
+            try:
+                answer: Answer = stored_part(prove_case(case))
+            except ShardproofError as problem:
+                answer = problem
+            except Exception as problem:
+                answer = RuntimeError(f"{type(problem).__name__}: {problem}\n{traceback.format_exc()}")
+            connection.send(answer)
             if not number:
                 gc.freeze()  # what is loaded now stays: collections between cases need not look through it
-
-
-def _answer(prove_case: Callable[[CaseLike], Any], case: CaseLike) -> Answer:
-    try:
-        return stored_part(prove_case(case))
-    except ShardproofError as problem:
-        return problem
-    except Exception as problem:
-        return RuntimeError(f"{type(problem).__name__}: {problem}\n{traceback.format_exc()}")
 
 
 @dataclass(kw_only=True)
@@ -172,15 +164,17 @@ class Sharing:
     _killed: set[int] = field(default_factory=set)
     _idle_ends: int = 0
 
-    def prove_all(self, together: Sequence[Sequence[int]]) -> None:
+    def prove_all(self, together: Sequence[Sequence[int]], meanwhile: Callable[[], object]) -> None:
         """Prove every case, or those until `keep` says that it is enough.
 
-        `together`: the numbers of all cases in groups, each of which one process proves. When something is raised here,
-        what all have finished is kept before it is raised further.
+        `together`: the numbers of all cases in groups, each of which one process proves. `meanwhile` is called once the
+        first are in work. When something is raised here, what all have finished is kept before it is raised further.
         """
         self._waiting = deque(map(deque, together))
         kept = 0
         try:
+            self._give()
+            meanwhile()
             while kept < len(self.cases):
                 self._give()
                 self._collect()
@@ -198,7 +192,6 @@ class Sharing:
             raise
 
     def _give(self) -> None:
-        """Hand out what waits."""
         for process in self.processes:
             while self._waiting and len(process.asked) < _QUEUED:
                 for number in self._waiting.popleft():
@@ -250,7 +243,8 @@ def together(cases: Sequence[CaseLike]) -> list[list[int]]:
     groups: dict[CaseLike, list[int]] = {}
     saving: dict[str, CaseLike] = {}
     for number, case in enumerate(cases):
-        alike = saving.get(folder_of(case, "load"), _alike(case))
+        own: CaseLike = case if in_own_words(case) else dense_model().alike(case)  # each plain case for itself
+        alike = saving.get(folder_of(case, "load"), own)
         groups.setdefault(alike, []).append(number)
         saving |= {word: alike for word in [folder_of(case, "save")] if word}
     return list(groups.values())
@@ -264,9 +258,3 @@ def arranged(cases: Sequence[CaseLike]) -> tuple[CaseLike, ...]:
     work = [case.world_size * case.steps for case in cases]
     groups = sorted(together(cases), key=lambda group: -sum(work[number] for number in group))
     return tuple(cases[number] for group in groups for number in group)
-
-
-def _alike(case: CaseLike) -> CaseLike:
-    """The case that stands for all that are one case to the dense model; each plain case for itself."""
-    alike: CaseLike = case if in_own_words(case) else dense_model().alike(case)
-    return alike

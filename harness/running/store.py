@@ -19,6 +19,7 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -72,15 +73,14 @@ class Store:
         """
         with writing(self.path):
             self._append("ledger.csv", ledger)
-            self._add_summary(summary)
+            uneven = any(row.min_calls is not None or row.ranks_apart for row in summary)
+            if uneven and self._summary_columns == SUMMARY_COLUMNS:
+                self._widen_summary()
+            columns = self._summary_columns
+            self._append("summary.csv", csv_text([getattr(row, name) for name in columns] for row in summary))
             self._append("timings.csv", csv_text((case, part, f"{spent:.6f}") for part, spent in seconds.items()))
-            self._append(
-                "memory.csv",
-                csv_text(
-                    (case, rank, saved)
-                    for rank, saved in zip(ran or range(len(saved_bytes)), saved_bytes, strict=False)
-                ),
-            )
+            by_rank = zip(ran or range(len(saved_bytes)), saved_bytes, strict=False)
+            self._append("memory.csv", csv_text((case, rank, saved) for rank, saved in by_rank))
             self._append("verdicts.jsonl", _rows(verdicts))
 
     def amend(self, verdicts: Mapping[str, Sequence[Verdict]]) -> None:
@@ -126,11 +126,6 @@ class Store:
         with (self.path / name).open("a", encoding="utf-8", newline="") as file:
             file.write(text)
 
-    def _add_summary(self, rows: Sequence[SummaryRow]) -> None:
-        if self._summary_columns == SUMMARY_COLUMNS and any(map(_uneven, rows)):
-            self._widen_summary()
-        self._append("summary.csv", csv_text([getattr(row, name) for name in self._summary_columns] for row in rows))
-
     def _widen_summary(self) -> None:
         """Ranks differ for the first time: give all rows so far empty RANK_COLUMNS."""
         path = self.path / "summary.csv"
@@ -146,11 +141,6 @@ class Store:
 def file_of(case: str, ending: str) -> str:
     """The file of a case: its text as far as it can stand in a name, and a digest where texts look alike."""
     return f"{safe_name(case)[:60]}-{hashlib.sha256(case.encode()).hexdigest()[:6]}.{ending}"
-
-
-def _uneven(row: SummaryRow) -> bool:
-    """Whether a row needs the RANK_COLUMNS."""
-    return row.min_calls is not None or bool(row.ranks_apart)
 
 
 def _rows(verdicts: Sequence[Verdict]) -> str:
@@ -180,13 +170,17 @@ def environment(command: Sequence[str], request: Mapping[str, object]) -> dict[s
     `note` is there when this version of torch was not tested, `commit` where the working directory is in a repository.
     """
     note, commit = untested(torch.__version__), _commit()
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
     return {
         "command": list(command),
         "request": dict(request),
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **({"note": note} if note else {}),
         **({"commit": commit} if commit else {}),
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": versions,
         "machine": {
             "platform": platform.platform(),
             "processor": platform.processor() or platform.machine(),
@@ -205,15 +199,3 @@ def _commit() -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()
-
-
-def _versions() -> dict[str, str]:
-    installed = {name: _version(name) for name in _PACKAGES}
-    return {name: version for name, version in installed.items() if version}
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""

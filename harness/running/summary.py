@@ -7,14 +7,14 @@ its terms leave out what the row needs.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from types import MappingProxyType
 
 from harness.ledger import OPS, PHASES, Event
 from harness.protocols import Axes, TermLike
-from harness.terms import FIELDS, ClosedForm, Term, closed_forms, visible
+from harness.terms import FIELDS, Term, closed_forms, visible
 
 COUNTS = ("calls", "payload_bytes", "wire_bytes")
 SUMMARY_COLUMNS = (
@@ -73,7 +73,10 @@ def summarize(
         for place, amount in enumerate((1, event.payload_bytes, event.wire_bytes)):
             of_rank[place] += amount
     forms = closed_forms(visible(expectation or ()), places, axes)
-    lines = {id(form): _lines(form) for form in forms.values()}
+    lines = {
+        id(form): [*(Term(**asdict(line), calls=calls) for line, calls in form.complete.items()), *form.partial]
+        for form in forms.values()
+    }
     alike = Counter(key[:3] for key in counts)
     rows = []
     expected = {_KEY(term) for terms in lines.values() for term in terms if None not in _KEY(term)}
@@ -85,15 +88,10 @@ def summarize(
     return rows
 
 
-def _most(numbers: Iterable[int | None]) -> int | None:
-    """The largest number, None when one of them is not known."""
-    known = list(numbers)
-    return None if None in known else max(number for number in known if number is not None)
-
-
-def _lines(form: ClosedForm) -> list[Term]:
-    """A closed form's terms with equal ones added up."""
-    return [*(Term(**asdict(line), calls=calls) for line, calls in form.complete.items()), *form.partial]
+def _of_known(pick: Callable[[list[int]], int], numbers: Sequence[int | None]) -> int | None:
+    """The sum, or the largest, of these numbers; None when one of them is not known."""
+    known = [number for number in numbers if number is not None]
+    return pick(known) if len(known) == len(numbers) else None
 
 
 def _expected(key: _Key, terms: Iterable[Term], *, alone: bool) -> tuple[int | None, int | None]:
@@ -106,17 +104,11 @@ def _expected(key: _Key, terms: Iterable[Term], *, alone: bool) -> tuple[int | N
     fields = {tuple(name for name in term.stated if name in FIELDS) for term in own}
     if len(fields) > 1 or any(None in _KEY(term)[: 3 if alone else 4] for term in own):
         return None, None
-    calls = [term.calls for term in own]
     size = [
         term.total_bytes if term.payload_bytes is None or term.calls is None else term.calls * term.payload_bytes
         for term in own
     ]
-    return _sum(calls), _sum(size)
-
-
-def _sum(numbers: Sequence[int | None]) -> int | None:
-    known = [number for number in numbers if number is not None]
-    return sum(known) if len(known) == len(numbers) else None
+    return _of_known(sum, [term.calls for term in own]), _of_known(sum, size)
 
 
 def _row(
@@ -129,7 +121,7 @@ def _row(
     """Row of calls, payload and wire bytes by rank beside the calls and payload bytes stated for each."""
     phase, op, axis, group_size = key
     most, least = ([pick(column) for column in zip(*by_rank, strict=True)] for pick in (max, min))
-    calls, size = (None, None) if stated is None else (_most(numbers) for numbers in zip(*stated, strict=True))
+    calls, size = (None, None) if stated is None else (_of_known(max, numbers) for numbers in zip(*stated, strict=True))
     apart = None
     if stated is not None and calls is not None and size is not None:
         apart = sum(tuple(mine[:2]) != due for mine, due in zip(by_rank, stated, strict=True))

@@ -34,15 +34,10 @@ INDEPENDENCE = (
     "of the witnesses, nsys stores ranges that our recorder draws: it shows that no event was lost or renamed on the "
     "way; the torch profiler and the closed form see for themselves"
 )
+_PLACE = ("case", "rank", "index", "phase", "region", "op", "group", "payload_bytes")
 _COLUMNS = {
-    "witnesses.csv": (
-        *("case", "rank", "index", "phase", "region", "op", "group", "payload_bytes"),
-        *("ledger", "recorder", "torch", "nsys", "closed_form"),
-    ),
-    "collectives.csv": (
-        *("case", "rank", "index", "phase", "region", "op", "group", "payload_bytes"),
-        *("start_us", "duration_us", "overlapped_us", "exposed_us", "late_us"),
-    ),
+    "witnesses.csv": (*_PLACE, "ledger", "recorder", "torch", "nsys", "closed_form"),
+    "collectives.csv": (*_PLACE, "start_us", "duration_us", "overlapped_us", "exposed_us", "late_us"),
     "sessions.csv": ("case", "tool", "rank", "runs", "median_s", "low_s", "high_s", "watched_s", "peak_bytes", "steps"),
 }
 Rows = list[tuple[object, ...]]
@@ -106,25 +101,14 @@ class Witnesses:
         }
         outcome = undisturbed(finding(agreed, steps), good)
         if outcome.verdict == FAIL:
-            return self._failed(outcome, agreed, case, tables, good)
+            disturbed = [rank for session in good.values() for rank in session.disturbed]
+            diagnosis = diagnosed(case, agreed, outcome, disturbed)
+            message = in_six_lines(diagnosis, outcome, agreed, case, self.subject, self.options)
+            return replace(_result(replace(outcome, message=message), text, tables), diagnosis=diagnosis)
         return _result(qualified(outcome, sessions, untold), text, tables)
 
     def _chosen(self, events: Sequence[Event]) -> list[Event]:
         return [event for event in events if self.steps is None or event.step in self.steps]
-
-    def _failed(
-        self,
-        found: Finding,
-        agreed: Agreement,
-        case: CaseLike,
-        tables: Mapping[str, Rows],
-        sessions: Mapping[str, Session],
-    ) -> WitnessResult:
-        disturbed = [rank for session in sessions.values() for rank in session.disturbed]
-        diagnosis = diagnosed(case, agreed, found, disturbed)
-        message = in_six_lines(diagnosis, found, agreed, case, self.subject, self.options)
-        failed = _result(replace(found, message=message), case_text(case), tables)
-        return replace(failed, diagnosis=diagnosis)
 
     def witnessed(self, result: CaseResult, subject: NamedSubject, store: Store) -> CaseResult:
         """The result with the witnesses' verdict, their tables stored."""
@@ -199,9 +183,8 @@ def _result(found: Finding, text: str, tables: Mapping[str, Rows]) -> WitnessRes
 
 
 def _place(text: str, seen: Sighting | None, rank: int, index: int) -> tuple[object, ...]:
-    if seen is None:
-        return (text, rank, index, "", "", "", "", "")
-    return (text, rank, index, seen.phase, seen.region, seen.op, group_text(seen), seen.payload_bytes)
+    what = (seen.phase, seen.region, seen.op, group_text(seen), seen.payload_bytes) if seen else [""] * 5
+    return (text, rank, index, *what)
 
 
 def _side_by_side(text: str, agreed: Agreement) -> Rows:

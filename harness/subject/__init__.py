@@ -12,7 +12,7 @@
     per_rank                modules whose state is one set a rank       `kept_per_rank`
     compute_dtype, ...      lower dtypes in which it computes or sends  `lower_dtypes`
     deviates                tensors that deviate by design              `deviating`
-    activations, harmless   read where they are used, by `answered` and `offers`
+    activations, harmless   read where they are used, by `answered`, `asking` and `offers`
 
 All of it is the subject's own code: whatever it raises, or leaves with, becomes one sentence (Unanswered). The harness
 knows no modes: which there are is stated by the dense model. `harness.protocols.Subject` states the types.
@@ -22,6 +22,7 @@ from harness.subject.call import (
     NamedSubject,
     Unanswered,
     answered,
+    asking,
     called,
     deviations,
     named,
@@ -55,6 +56,7 @@ __all__ = [
     "NamedSubject",
     "Unanswered",
     "answered",
+    "asking",
     "called",
     "case_of",
     "cases_of",

@@ -79,17 +79,24 @@ def called(subject: Subject, case: CaseLike, device: "torch.device") -> Mapping[
         raise SystemExit(LEFT).with_traceback(end.__traceback__) from None
 
 
-def answered(question: str, ask: Callable[[], T]) -> T:
-    """Result of `ask`, a question to the subject.
+@contextmanager
+def asking(question: str) -> Iterator[None]:
+    """A context, or a decorator, of code that puts this question to the subject.
 
     Raises Unanswered for whatever its code raises, sys.exit too, and MachineError as it is: its time was over.
     """
     try:
-        return ask()
+        yield
     except (KeyboardInterrupt, MachineError):
         raise
     except BaseException as problem:
         raise Unanswered(f"subject.{question} failed: {error_text(problem)}{_where(problem)}") from problem
+
+
+def answered(question: str, ask: Callable[[], T]) -> T:
+    """Result of `ask`, a question to the subject. Raises Unanswered for what its code raises (see `asking`)."""
+    with asking(question):
+        return ask()
 
 
 def _where(problem: BaseException) -> str:
@@ -136,12 +143,9 @@ def words_of(subject: NamedSubject, attribute: str, legal: str) -> tuple[str, ..
 _TERM: Mapping[str, type] = {**get_type_hints(EventKey), "calls": int}
 
 
+@asking("expected")
 def stated(case: CaseLike, subject: Subject) -> tuple[Term, ...] | None:
     """The subject's closed form of this case, None when it states none. Raises Unanswered when it cannot be read."""
-    return answered("expected", lambda: _stated(case, subject))
-
-
-def _stated(case: CaseLike, subject: Subject) -> tuple[Term, ...] | None:
     expected: Callable[[CaseLike], object] | None = getattr(subject, "expected", None)
     found = None if expected is None else expected(case)
     if found is None:
@@ -153,20 +157,15 @@ def _stated(case: CaseLike, subject: Subject) -> tuple[Term, ...] | None:
     return terms
 
 
+@asking("deviations")
 def deviations(case: CaseLike, subject: Subject) -> Mapping[str, float]:
     """The standard deviation of initial values by parameter, 0 for a constant; none where the subject states none.
 
-    Raises Unanswered when they cannot be read.
+    Raises Unanswered when they cannot be read, a TypeError included.
     """
-    return answered("deviations", lambda: _deviations(case, subject))
-
-
-def _deviations(case: CaseLike, subject: Subject) -> Mapping[str, float]:
     stating: Callable[[CaseLike], Any] | None = getattr(subject, "deviations", None)
     by_name = {} if stating is None else stating(case)
-    if not isinstance(by_name, Mapping) or not all(
-        isinstance(one, int | float) and one >= 0 for one in by_name.values()
-    ):
+    if not isinstance(by_name, Mapping) or any(not isinstance(x, int | float) or x < 0 for x in by_name.values()):
         raise TypeError(f"deviations={by_name!r} must map parameters to numbers; legal: {{'up.weight': 0.02}}")
     return {str(name): float(one) for name, one in by_name.items()}
 
@@ -181,12 +180,20 @@ def _complete(term: object) -> Term:
     return replace(complete, hidden=bool(getattr(term, "hidden", False)), at=dict(getattr(term, "at", {})))
 
 
+@asking("axes")
 def orders(case: CaseLike, subject: Subject) -> Axes:
     """The rank lists that the subject states for axes of its own rank order, none when it states none.
 
-    Raises Unanswered for an axis whose lists do not hold every rank of the case's world exactly once.
+    Raises Unanswered for an axis whose lists do not hold every rank of the case's world exactly once, and in place of a
+    TypeError.
     """
-    return answered("axes", lambda: _orders(case, subject))
+    stating: Callable[[CaseLike], Any] | None = getattr(subject, "axes", None)
+    rank_lists = None if stating is None else stating(case)
+    if rank_lists is None:
+        return {}
+    if not isinstance(rank_lists, Mapping):
+        raise TypeError(f"axes={rank_lists!r} must map axes to rank lists; legal: {{'tp': ((0, 1), (2, 3))}}")
+    return {str(axis): _lists(str(axis), lists, case) for axis, lists in rank_lists.items()}
 
 
 def named_axes(case: CaseLike, subject: Subject) -> Axes:
@@ -195,16 +202,6 @@ def named_axes(case: CaseLike, subject: Subject) -> Axes:
         return {**case.axes, **orders(case, subject)}
     except Unanswered:  # the check of groups says so
         return case.axes
-
-
-def _orders(case: CaseLike, subject: Subject) -> Axes:
-    stating: Callable[[CaseLike], Any] | None = getattr(subject, "axes", None)
-    rank_lists = None if stating is None else stating(case)
-    if rank_lists is None:
-        return {}
-    if not isinstance(rank_lists, Mapping):
-        raise TypeError(f"axes={rank_lists!r} must map axes to rank lists; legal: {{'tp': ((0, 1), (2, 3))}}")
-    return {str(axis): _lists(str(axis), lists, case) for axis, lists in rank_lists.items()}
 
 
 def _lists(axis: str, rank_lists: Any, case: CaseLike) -> tuple[tuple[int, ...], ...]:
@@ -216,9 +213,8 @@ def _lists(axis: str, rank_lists: Any, case: CaseLike) -> tuple[tuple[int, ...],
     except TypeError:
         lists = ()
     if sorted(rank for ranks in lists for rank in ranks) != world:
-        raise ValueError(
-            f"axis {axis}={rank_lists!r}: every rank of {len(world)} must be in one rank list; legal: {legal}"
-        )
+        rule = f"every rank of {len(world)} must be in one rank list"
+        raise ValueError(f"axis {axis}={rank_lists!r}: {rule}; legal: {legal}")
     if own and {len(ranks) for ranks in lists} != {len(ranks) for ranks in own}:
         raise ValueError(f"axis {axis}={rank_lists!r}: the case has groups of {len(own[0])} ranks; legal: {legal}")
     return lists

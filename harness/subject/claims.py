@@ -12,21 +12,18 @@ from harness.dense_model import dense_model
 from harness.errors import RequestError
 from harness.mesh_axes import AXES
 from harness.protocols import CaseLike, Subject
-from harness.subject.call import NamedSubject, answered, named, offers, words_of
+from harness.subject.call import NamedSubject, answered, asking, named, offers, words_of
 
 if TYPE_CHECKING:
     from harness.plain_case import Vocabulary
 
 
+@asking("words")
 def vocabulary(subject: NamedSubject) -> "Vocabulary | None":
     """The words of the subject's own cases, from its attribute `words`; None for cases of our decoder.
 
     Raises Unanswered when `words` cannot be read.
     """
-    return answered("words", lambda: _vocabulary(subject))
-
-
-def _vocabulary(subject: NamedSubject) -> "Vocabulary | None":
     own = getattr(subject.call, "words", None)
     if own is None:
         return None

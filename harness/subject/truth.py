@@ -12,7 +12,7 @@ from typing import Any, Final
 from harness.errors import RequestError
 from harness.protocols import CaseLike, Value
 from harness.resolve import resolve
-from harness.subject.call import NamedSubject, answered
+from harness.subject.call import NamedSubject, answered, asking
 from harness.subject.claims import vocabulary
 
 LOWER = ("compute_dtype", "wire_dtype")
@@ -26,18 +26,16 @@ def lower_dtypes(case: CaseLike, subject: NamedSubject) -> dict[str, str]:
 
     Raises RequestError for what is no dtype.
     """
-    stated = {name: _stated_dtype(name, case, subject) for name in LOWER}
-    for name, dtype in stated.items():
-        if dtype not in ("", *_DTYPES):
+    stated = {}
+    for name in LOWER:
+        with asking(name):
+            found = _of_case(getattr(subject.call, name, None), case)
+            dtype = str(found or case.dtype).removeprefix("torch.")
+        if dtype not in _DTYPES:
             rule = "must be a dtype's word, or a function of the case that returns one"
             raise RequestError(f"subject={subject.name}: {name}={dtype} {rule}; legal: {name} = 'bfloat16'")
-    own = _DTYPES.index(case.dtype)
-    return {name: dtype for name, dtype in stated.items() if dtype and _DTYPES.index(dtype) > own}
-
-
-def _stated_dtype(name: str, case: CaseLike, subject: NamedSubject) -> str:
-    found = answered(name, lambda: _of_case(getattr(subject.call, name, None), case))
-    return "" if found is None else str(found).removeprefix("torch.")
+        stated[name] = dtype
+    return {name: dtype for name, dtype in stated.items() if _DTYPES.index(dtype) > _DTYPES.index(case.dtype)}
 
 
 def deviating(case: CaseLike, subject: NamedSubject) -> "dict[str, Deviation]":
@@ -47,23 +45,19 @@ def deviating(case: CaseLike, subject: NamedSubject) -> "dict[str, Deviation]":
     answer = answered("deviates", lambda: _of_case(getattr(subject.call, "deviates", None), case))
     if answer is None:
         return {}
-    found = (
-        {pattern: Deviation.read(one) for pattern, one in answer.items()} if isinstance(answer, Mapping) else {"": None}
-    )
+    given = answer if isinstance(answer, Mapping) else {"": None}
+    found = {pattern: Deviation.read(one) for pattern, one in given.items()}
     if not all(isinstance(pattern, str) and pattern.strip() and one for pattern, one in found.items()):
         rule = "must map patterns of names to a sentence each, or to a sentence and a truth that applies it"
         legal = "{'act/*.router': 'capacity is counted by rank, not over the batch'}"
         raise RequestError(f"subject={subject.name}: deviates={answer!r} {rule}; legal: deviates = {legal}")
     stated = {pattern: one for pattern, one in found.items() if one is not None}
-    if any(one.truth for one in stated.values()) and not callable(_truth(subject)):
-        rule = "names a truth that applies a deviation, and there is no dense model of the subject's own"
-        raise RequestError(f"subject={subject.name}: deviates {rule}; legal: subject.truth = truth beside it")
+    if any(one.truth for one in stated.values()):
+        own = subject.truth or getattr(subject.call, "truth", None)
+        if not callable(resolve(own) if isinstance(own, str) and ":" in own else own):
+            rule = "names a truth that applies a deviation, and there is no dense model of the subject's own"
+            raise RequestError(f"subject={subject.name}: deviates {rule}; legal: subject.truth = truth beside it")
     return stated
-
-
-def _truth(subject: NamedSubject) -> Any:
-    stated = subject.truth or getattr(subject.call, "truth", None)
-    return resolve(stated) if isinstance(stated, str) and ":" in stated else stated
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +93,11 @@ def truth_of(subject: NamedSubject) -> DenseFunction | str | None:
     one.
     """
     stated: Any = subject.truth or answered("truth", lambda: getattr(subject.call, "truth", None))
+    if stated is None and vocabulary(subject) is not None:
+        rule = "has words of its own, so the decoder of shardproof is not its truth"
+        legal = "--truth MODULE:OBJECT, --truth alone, or the attribute truth"
+        raise RequestError(f"subject={subject.name}: {rule}; legal: {legal}")
     if stated is None:
-        if vocabulary(subject) is not None:
-            rule = "has words of its own, so the decoder of shardproof is not its truth"
-            raise RequestError(
-                f"subject={subject.name}: {rule}; legal: --truth MODULE:OBJECT, --truth alone, or the attribute truth"
-            )
         return None
     if stated == ALONE:
         return ALONE
@@ -113,16 +106,12 @@ def truth_of(subject: NamedSubject) -> DenseFunction | str | None:
         rule = f"must be callable as truth(case, device), not {type(target).__name__}"
         raise RequestError(f"truth={stated}: {rule}; legal: --truth MODULE:OBJECT or --truth alone")
     dense: DenseFunction = target
-    return _with_deviations(dense, subject)
-
-
-def _with_deviations(dense: DenseFunction, subject: NamedSubject) -> DenseFunction:
-    """The dense model with the tensors of stated deviations as their own truths have them."""
     if getattr(subject.call, "deviates", None) is None:
         return dense
 
     @functools.wraps(dense)
     def applied(case: CaseLike, device: Any, **given: Any) -> Mapping[str, Value]:
+        """The tensors of stated deviations as their own truths have them."""
         outcome = dict(dense(case, device, **given))
         for pattern, deviation in deviating(case, subject).items():
             if deviation.truth is not None:

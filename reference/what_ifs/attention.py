@@ -22,15 +22,14 @@ _Move = Callable[[Tensor, int], Tensor]
 _Attention = Callable[..., Tensor]
 
 
-def _both_ways(parts: int, to_heads: _Move, to_tokens: _Move) -> _Attention:
-    def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, *factors: Tensor) -> Tensor:
-        kv = torch.stack((k, v), 2).movedim(3, 2)  # kv heads where the heads of q are; k and v lie outside of them
-        kv = kv.repeat_interleave(max(1, parts // k.shape[2]), 2)
-        k, v = to_heads(kv, parts).unbind(3)
-        context = layers.attention(to_heads(q, parts), k, v, visible, *factors).unflatten(-1, (q.shape[2], -1))
-        return to_tokens(context, parts).flatten(2)
-
-    return attention
+def _both_ways(
+    parts: int, to_heads: _Move, to_tokens: _Move, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, *factors: Tensor
+) -> Tensor:
+    kv = torch.stack((k, v), 2).movedim(3, 2)  # kv heads where the heads of q are; k and v lie outside of them
+    kv = kv.repeat_interleave(max(1, parts // k.shape[2]), 2)
+    k, v = to_heads(kv, parts).unbind(3)
+    context = layers.attention(to_heads(q, parts), k, v, visible, *factors).unflatten(-1, (q.shape[2], -1))
+    return to_tokens(context, parts).flatten(2)
 
 
 def _joined_tokens(x: Tensor, parts: int) -> Tensor:
@@ -71,25 +70,17 @@ def _rows_mixed(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, *factors: Tens
     return layers.attention(q.transpose(0, 1).reshape(q.shape), k, v, visible, *factors)
 
 
-def _one_copy(parts: int) -> _Attention:
+def _one_copy(parts: int, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, *factors: Tensor) -> Tensor:
     """Of the copies of a kv head the first alone gets a gradient."""
-
-    def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, *factors: Tensor) -> Tensor:
-        copies = parts // k.shape[2]
-        k, v = (torch.stack([x, *[x.detach()] * (copies - 1)], 3).flatten(2, 3) for x in (k, v))
-        return layers.attention(q, k, v, visible, *factors)
-
-    return attention
+    copies = parts // k.shape[2]
+    k, v = (torch.stack([x, *[x.detach()] * (copies - 1)], 3).flatten(2, 3) for x in (k, v))
+    return layers.attention(q, k, v, visible, *factors)
 
 
-def _other_order(parts: int) -> _Attention:
+def _other_order(parts: int, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, *factors: Tensor) -> Tensor:
     """All kv heads are repeated one after the other, where each should stand beside its copies."""
-
-    def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, *factors: Tensor) -> Tensor:
-        k, v = (x.repeat(1, 1, parts // x.shape[2], 1) for x in (k, v))
-        return layers.attention(q, k, v, visible, *factors)
-
-    return attention
+    k, v = (x.repeat(1, 1, parts // x.shape[2], 1) for x in (k, v))
+    return layers.attention(q, k, v, visible, *factors)
 
 
 def exchanges(case: Case) -> bool:
@@ -101,19 +92,7 @@ def _flat(case: Case) -> Mapping[str, _Attention]:
     if not exchanges(case):
         return {}
     moves = {"joined": (_joined_tokens, _joined_heads), "cut": (_cut_heads, _cut_tokens)}
-    return {reading: _both_ways(case.tp, *both_ways) for reading, both_ways in moves.items()}
-
-
-def _transposed(case: Case) -> Mapping[str, _Attention]:
-    return {"q": _rows_mixed} if exchanges(case) and case.rows > 1 else {}
-
-
-def _alone(case: Case) -> Mapping[str, _Attention]:
-    return {"": _one_copy(case.tp)} if exchanges(case) and case.kv_heads < case.tp else {}
-
-
-def _in_turn(case: Case) -> Mapping[str, _Attention]:
-    return {"": _other_order(case.tp)} if exchanges(case) and 1 < case.kv_heads < case.tp else {}
+    return {reading: partial(_both_ways, case.tp, *both_ways) for reading, both_ways in moves.items()}
 
 
 def _repeated(case: Case) -> Mapping[str, _Attention]:
@@ -137,16 +116,27 @@ WHAT_IFS = (
     WhatIf(
         "transposed",
         "when rows and tokens of the queries are exchanged in memory: right for one row only",
-        by_attention(_transposed, gradients=True),
+        by_attention(lambda case: {"q": _rows_mixed} if exchanges(case) and case.rows > 1 else {}, gradients=True),
     ),
     WhatIf(
         "kv_order",
         "when copies of key and value heads stand in another order than the queries that read them",
-        both(by_attention(_in_turn, gradients=True), by_attention(_repeated)),
+        both(
+            by_attention(
+                lambda case: (
+                    {"": partial(_other_order, case.tp)} if exchanges(case) and 1 < case.kv_heads < case.tp else {}
+                ),
+                gradients=True,
+            ),
+            by_attention(_repeated),
+        ),
     ),
     WhatIf(
         "kv_alone",
         "when one copy of each key and value head alone gives its gradient: copies are not summed",
-        by_attention(_alone, gradients=True),
+        by_attention(
+            lambda case: {"": partial(_one_copy, case.tp)} if exchanges(case) and case.kv_heads < case.tp else {},
+            gradients=True,
+        ),
     ),
 )

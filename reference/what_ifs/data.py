@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from reference.data.batches import Batch, micro_batch
 from reference.data.packing import IGNORED
 from reference.training.activations import observe
 from reference.training.steps import Feed, train
-from reference.what_ifs.what_if import ACTIVATIONS, Dense, Experiment, Weights, WhatIf, both, by_places
+from reference.what_ifs.what_if import ACTIVATIONS, Dense, Experiment, WhatIf, both, by_places
 
 _NEXT_TO_NOTHING = 1e-7
 """A learning rate by this much smaller leaves the weights of every step as good as the first ones."""
@@ -19,12 +20,7 @@ _NEXT_TO_NOTHING = 1e-7
 
 def by_data(**feeds: Feed) -> Experiment:
     """The first step's outcome and activations with data read so; the feed `_` is the only reading."""
-
-    def experiment(dense: Dense) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-        for reading, feed in feeds.items():
-            yield reading.strip("_"), first_step(dense, feed)
-
-    return experiment
+    return lambda dense: ((reading.strip("_"), first_step(dense, feed)) for reading, feed in feeds.items())
 
 
 def first_step(dense: Dense, feed: Feed) -> dict[str, Tensor]:
@@ -38,98 +34,59 @@ def _where(applies: Callable[[Case], bool], experiment: Experiment) -> Experimen
     return lambda dense: experiment(dense) if applies(dense.case) else ()
 
 
-_Change = Callable[[Case, Batch], Batch]
+def read_with(**fields: Callable[[Case, Batch], Tensor | None]) -> Feed:
+    """Data of which these fields are others: each a function of the case and what is read."""
 
-
-def _changed(change: _Change) -> Feed:
     def feed(case: Case, step: int, micro: int, dp_rank: int, /, *, device: torch.device) -> Batch:
-        return change(case, micro_batch(case, step, micro, dp_rank, device=device))
+        batch = micro_batch(case, step, micro, dp_rank, device=device)
+        changed: dict[str, Any] = {field: change(case, batch) for field, change in fields.items()}
+        return dataclasses.replace(batch, **changed)
 
     return feed
 
 
-def _first_step(case: Case, step: int, micro: int, dp_rank: int, /, *, device: torch.device) -> Batch:
-    return _at(step, micro * case.dp + dp_rank, micro_batch(case, 0, micro, dp_rank, device=device))
+def _first(what: str) -> Feed:
+    """The data of the first "step", "micro" or "dp_rank" everywhere, with the masks of dropout of each place."""
 
+    def feed(case: Case, step: int, micro: int, dp_rank: int, /, *, device: torch.device) -> Batch:
+        place = {"step": step, "micro": micro, "dp_rank": dp_rank, what: 0}
+        return dataclasses.replace(
+            micro_batch(case, **place, device=device), step=step, number=micro * case.dp + dp_rank
+        )
 
-def _first_data_rank(case: Case, step: int, micro: int, dp_rank: int, /, *, device: torch.device) -> Batch:
-    return _at(step, micro * case.dp + dp_rank, micro_batch(case, step, micro, 0, device=device))
-
-
-def _first_micro(case: Case, step: int, micro: int, dp_rank: int, /, *, device: torch.device) -> Batch:
-    return _at(step, micro * case.dp + dp_rank, micro_batch(case, step, 0, dp_rank, device=device))
-
-
-def _at(step: int, number: int, batch: Batch) -> Batch:
-    """These data in another place, with the masks of dropout that belong there."""
-    return dataclasses.replace(batch, step=step, number=number)
+    return feed
 
 
 def _padding_drawn(case: Case, step: int, micro: int, dp_rank: int, /, *, device: torch.device) -> Batch:
     return micro_batch(case, step, micro, dp_rank, device=device, padding=0)
 
 
-def _mask_ignored(_case: Case, batch: Batch) -> Batch:
-    return dataclasses.replace(batch, loss_mask=torch.ones_like(batch.loss_mask))
+def _labels_shifted(_case: Case, batch: Batch) -> Tensor:
+    return torch.cat((batch.labels[:, 1:], torch.full_like(batch.labels[:, :1], IGNORED)), 1)
 
 
-def _padding_learned(_case: Case, batch: Batch) -> Batch:
-    return dataclasses.replace(batch, labels=batch.labels.masked_fill(batch.labels == IGNORED, 0))
-
-
-def _labels_unshifted(_case: Case, batch: Batch) -> Batch:
-    return dataclasses.replace(batch, labels=batch.tokens.masked_fill(batch.labels == IGNORED, IGNORED))
-
-
-def _labels_rolled(_case: Case, batch: Batch) -> Batch:
-    return dataclasses.replace(batch, labels=batch.labels.roll(-1, 1))
-
-
-def _labels_shifted(_case: Case, batch: Batch) -> Batch:
-    end = torch.full_like(batch.labels[:, :1], IGNORED)
-    return dataclasses.replace(batch, labels=torch.cat((batch.labels[:, 1:], end), 1))
-
-
-def _borders_ignored(_case: Case, batch: Batch) -> Batch:
-    return dataclasses.replace(batch, cu_seqlens=None)
-
-
-def _positions_missing(_case: Case, batch: Batch) -> Batch:
-    """Every token at place 0: a rotation by no angle, a table whose first row alone is read."""
-    return dataclasses.replace(batch, positions=torch.zeros_like(batch.positions))
-
-
-def _positions_restart(case: Case, batch: Batch) -> Batch:
-    length = batch.positions.shape[1]
-    return dataclasses.replace(batch, positions=batch.positions[:, : length // case.tp].repeat(1, case.tp))
+def _positions_restart(case: Case, batch: Batch) -> Tensor:
+    return batch.positions[:, : batch.positions.shape[1] // case.tp].repeat(1, case.tp)
 
 
 def _restarts(case: Case) -> bool:
     return case.tp > 1 and micro_batch(case, 0, 0, 0).positions.shape[1] % case.tp == 0
 
 
-def _without_table(case: Case, weights: Weights) -> Weights:
-    table = "embedding.positions.weight"
-    return weights | {table: torch.zeros_like(weights[table])}
-
-
 def _learned_positions_missing(dense: Dense) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
     if dense.case.positions == "learned":
-        weights = _without_table(dense.case, dense.weights)
+        table = "embedding.positions.weight"
+        weights = dense.weights | {table: torch.zeros_like(dense.weights[table])}
         yield "table", observe(dense.case, weights, gradients=False)
 
 
 def _shifted_positions(case: Case) -> dict[str, Feed]:
-    return {str(by): _shifted(by) for by in (1, 2, -1)} if case.positions == "learned" else {}
-
-
-def _shifted(by: int) -> Feed:
     """Every token at a place later by a fixed shift, the last ones at the last place."""
 
-    def change(case: Case, batch: Batch) -> Batch:
-        return dataclasses.replace(batch, positions=(batch.positions + by).clamp(0, case.seq - 1))
+    def shifted(by: int) -> Feed:
+        return read_with(positions=lambda case, batch: (batch.positions + by).clamp(0, case.seq - 1))
 
-    return _changed(change)
+    return {str(by): shifted(by) for by in (1, 2, -1)} if case.positions == "learned" else {}
 
 
 def _second_step(dense: Dense, feed: Feed, lr: float) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
@@ -141,51 +98,68 @@ def _second_step(dense: Dense, feed: Feed, lr: float) -> Iterator[tuple[str, Map
 
 
 WHAT_IFS = (
-    WhatIf("mask_ignored", "without the loss mask: tokens count that are masked", by_data(_=_changed(_mask_ignored))),
+    WhatIf(
+        "mask_ignored",
+        "without the loss mask: tokens count that are masked",
+        by_data(_=read_with(loss_mask=lambda _case, batch: torch.ones_like(batch.loss_mask))),
+    ),
     WhatIf(
         "padding_learned",
         "when tokens that are not to be learned get the label 0",
-        by_data(_=_changed(_padding_learned), drawn=_padding_drawn),
+        by_data(
+            _=read_with(labels=lambda _case, batch: batch.labels.masked_fill(batch.labels == IGNORED, 0)),
+            drawn=_padding_drawn,
+        ),
     ),
     WhatIf(
         "labels_unshifted",
         "when every token is its own label: labels are not shifted by one",
-        by_data(_=_changed(_labels_unshifted)),
+        by_data(_=read_with(labels=lambda _case, batch: batch.tokens.masked_fill(batch.labels == IGNORED, IGNORED))),
     ),
     WhatIf(
         "labels_shifted_twice",
         "when labels are shifted once more",
-        by_data(cut=_changed(_labels_shifted), rolled=_changed(_labels_rolled)),
+        by_data(
+            cut=read_with(labels=_labels_shifted),
+            rolled=read_with(labels=lambda _case, batch: batch.labels.roll(-1, 1)),
+        ),
     ),
     WhatIf(
         "batch_repeated",
         "when every step reads the data of the first",
-        lambda dense: _second_step(dense, _first_step, dense.case.lr),
+        lambda dense: _second_step(dense, _first("step"), dense.case.lr),
     ),
     WhatIf(
         "data_rank_repeated",
         "when every data rank reads the data of the first",
-        _where(lambda case: case.dp > 1, by_data(_=_first_data_rank)),
+        _where(lambda case: case.dp > 1, by_data(_=_first("dp_rank"))),
     ),
     WhatIf(
         "micro_repeated",
         "when every micro-batch is the first one",
-        _where(lambda case: case.micro > 1, by_data(_=_first_micro)),
+        _where(lambda case: case.micro > 1, by_data(_=_first("micro"))),
     ),
     WhatIf(
         "borders_ignored",
         "when packed sentences have no borders: tokens see other sentences",
-        _where(lambda case: micro_batch(case, 0, 0, 0).cu_seqlens is not None, by_data(_=_changed(_borders_ignored))),
+        _where(
+            lambda case: micro_batch(case, 0, 0, 0).cu_seqlens is not None,
+            by_data(_=read_with(cu_seqlens=lambda _case, _batch: None)),
+        ),
     ),
     WhatIf(
         "positions_missing",
         "when every token stands at place 0: positions are not applied",
-        both(by_data(_=_changed(_positions_missing)), _learned_positions_missing),
+        # a rotation by no angle, a table whose first row alone is read; or no table
+        both(
+            by_data(_=read_with(positions=lambda _case, batch: torch.zeros_like(batch.positions))),
+            _learned_positions_missing,
+        ),
     ),
     WhatIf(
         "positions_restart",
         "when positions begin anew in every rank's part of a sequence",
-        _where(_restarts, by_data(_=_changed(_positions_restart))),
+        _where(_restarts, by_data(_=read_with(positions=_positions_restart))),
     ),
     WhatIf(
         "positions_shifted",

@@ -21,7 +21,10 @@ _Rows = Callable[[Tensor], Tensor]
 """Ids [B, S] -> what is read for them, [B, S, ...]; 0 for ids below 0."""
 
 
-def _edges(dense: Dense) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+_Readings = Iterator[tuple[str, Mapping[str, Tensor]]]
+
+
+def _edges(dense: Dense) -> _Readings:
     """The embedding's output and the loss of the first step when ranges are one row off."""
     case = dense.case
     for parts in parts_of(case):
@@ -30,9 +33,6 @@ def _edges(dense: Dense) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
             ends = [min(end, case.vocab) for end in every]
             for reading, tensors in (*_embeddings(dense, every), *_losses(dense, ends)):
                 yield f"{reading}_{parts}", tensors
-
-
-_Readings = Iterator[tuple[str, Mapping[str, Tensor]]]
 
 
 def _embeddings(dense: Dense, ends: list[int]) -> _Readings:
@@ -59,21 +59,13 @@ class _Lookup(Protocol):
     def __call__(self, ids: Tensor, /, rows: _Rows, ends: list[int]) -> Tensor: ...
 
 
-def _starts(ends: list[int]) -> list[int]:
-    return [0, *ends[:-1]]
-
-
 def _inner(ends: list[int]) -> list[int]:
     """Where a part ends and another begins; the last ones may hold nothing but padding."""
     return [end for end in ends if end < ends[-1]]
 
 
-def _is_one_of(ids: Tensor, places: list[int]) -> Tensor:
-    return torch.isin(ids, torch.tensor(places, device=ids.device))
-
-
 def _without(ids: Tensor, rows: _Rows, places: list[int]) -> Tensor:
-    return rows(torch.where(_is_one_of(ids, places), -1, ids))
+    return rows(torch.where(torch.isin(ids, torch.tensor(places, device=ids.device)), -1, ids))
 
 
 def _with(ids: Tensor, rows: _Rows, pairs: list[tuple[int, int]]) -> Tensor:
@@ -85,7 +77,7 @@ def _with(ids: Tensor, rows: _Rows, pairs: list[tuple[int, int]]) -> Tensor:
 
 
 _LOOKUPS: dict[str, _Lookup] = {
-    "without_first": lambda ids, rows, ends: _without(ids, rows, _starts(ends)),
+    "without_first": lambda ids, rows, ends: _without(ids, rows, [0, *ends[:-1]]),
     "without_last": lambda ids, rows, ends: _without(ids, rows, [end - 1 for end in ends]),
     "and_after": lambda ids, rows, ends: _with(ids, rows, [(end, end - 1) for end in _inner(ends)]),
     "and_before": lambda ids, rows, ends: _with(ids, rows, [(end - 1, end) for end in _inner(ends)]),

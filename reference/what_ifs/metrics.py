@@ -49,12 +49,7 @@ def _of_one(case: Case, weights: Mapping[str, Tensor], step: int, micro: int, ra
     return metric.totals(decoder.logits(case, weights, batch), batch.labels, batch.loss_mask)
 
 
+_METRIC = frozenset({"metric"})
 WHAT_IFS = (
-    WhatIf(
-        "micro_missing",
-        "of some micro-batches or steps alone",
-        metrics,
-        explains=frozenset({"metric"}),
-        names_readings=True,
-    ),
+    WhatIf("micro_missing", "of some micro-batches or steps alone", metrics, explains=_METRIC, names_readings=True),
 )

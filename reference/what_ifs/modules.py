@@ -143,58 +143,33 @@ def _residuals(_case: Case) -> Mapping[str, Arithmetic]:
     return {"to_what_the_mlp_reads_alone": Arithmetic(join=_Parallel()), **found}
 
 
+_of_activations = partial(WhatIf, explains=ACTIVATIONS, names_readings=True)
 WHAT_IFS = (
-    WhatIf(
-        "scores_scaled",
-        "when attention scores are scaled by another number",
-        by_attention(_scores),
-        explains=ACTIVATIONS,
-        names_readings=True,
-    ),
-    WhatIf(
+    _of_activations("scores_scaled", "when attention scores are scaled by another number", by_attention(_scores)),
+    _of_activations(
         "later_seen",
         "when tokens see later ones: attention is not causal",
         by_attention(lambda _case: {"all": _all_seen, "one": _next_seen}),
-        explains=ACTIVATIONS,
-        names_readings=True,
     ),
-    WhatIf(
+    _of_activations(
         "rotated_otherwise",
         "when rotary positions have another base, pairing or direction, or turn queries or keys alone",
         by_arithmetic(
             lambda case: {reading: Arithmetic(rotate=rotate) for reading, rotate in _rotations(case).items()}
         ),
-        explains=ACTIVATIONS,
-        names_readings=True,
     ),
-    WhatIf(
-        "other_activation",
-        "with another nonlinearity",
-        by_arithmetic(_nonlinearities),
-        explains=ACTIVATIONS,
-        names_readings=True,
-    ),
-    WhatIf(
+    _of_activations("other_activation", "with another nonlinearity", by_arithmetic(_nonlinearities)),
+    _of_activations(
         "normed_otherwise",
         "with another norm: left out, centred or not, or with other weights",
         by_arithmetic(lambda case: {reading: Arithmetic(norm=norm) for reading, norm in _norms(case).items()}),
-        explains=ACTIVATIONS,
-        names_readings=True,
     ),
-    WhatIf(
+    _of_activations(
         "other_epsilon",
         "when the norms have another epsilon",
         by_arithmetic(
             lambda _case: {f"{epsilon:g}": Arithmetic(norm=partial(_norm, epsilon=epsilon)) for epsilon in _EPSILONS}
         ),
-        explains=ACTIVATIONS,
-        names_readings=True,
     ),
-    WhatIf(
-        "term_missing",
-        "when a residual is not added",
-        by_arithmetic(_residuals),
-        explains=ACTIVATIONS,
-        names_readings=True,
-    ),
+    _of_activations("term_missing", "when a residual is not added", by_arithmetic(_residuals)),
 )

@@ -5,18 +5,18 @@ a place in the row, one in its slice, and one in all slices end to end. A gather
 last order, that of the ranks. Sources: around.md 12.2, 14.2 and 19 (cp-contiguous-rope); torchtitan #792, #2780.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from reference.case import Case
-from reference.data.batches import Batch, micro_batch
+from reference.data.batches import Batch
 from reference.data.packing import IGNORED
 from reference.model import layers
 from reference.training.steps import Feed
-from reference.what_ifs.data import first_step
+from reference.what_ifs.data import first_step, read_with
 from reference.what_ifs.what_if import ACTIVATIONS, WhatIf, both, by_attention, by_places
 
 _Attention = Callable[..., Tensor]
@@ -34,7 +34,7 @@ def masks(case: Case) -> dict[str, _Attention]:
         "queries_by_places_in_the_slice": (own, row),
         "queries_by_places_in_the_slice_keys_in_the_order_of_the_ranks": (own, gathered),
     }
-    return {reading: _masked(*places) for reading, places in readings.items()}
+    return {reading: partial(_masked, *places) for reading, places in readings.items()}
 
 
 def other_positions(case: Case) -> dict[str, Feed]:
@@ -45,7 +45,11 @@ def other_positions(case: Case) -> dict[str, Feed]:
     readings = {"in_the_slice": own, "in_the_order_of_the_ranks": gathered}
     if case.cp_slices != "zigzag":
         readings["of_zigzag_slices"] = torch.cat(_places_of_slices(case.but(cp_slices="zigzag")))
-    return {f"positions_{reading}": _at(places) for reading, places in readings.items()}
+
+    def at(places: Tensor) -> Feed:
+        return read_with(positions=lambda _case, batch: batch.positions[:, places.to(batch.positions.device)])
+
+    return {f"positions_{reading}": at(places) for reading, places in readings.items()}
 
 
 def other_labels(case: Case) -> dict[str, Feed]:
@@ -56,7 +60,7 @@ def other_labels(case: Case) -> dict[str, Feed]:
     if not case.sliced:
         return {}
     slices = _places_of_slices(case)
-    return {f"last_{last}": _shifted(slices, last) for last in _LAST}
+    return {f"last_{last}": read_with(labels=partial(_shifted, slices, last)) for last in _LAST}
 
 
 def _places_of_slices(case: Case) -> list[Tensor]:
@@ -72,20 +76,11 @@ def _places(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     return torch.arange(len(back)), own[back], back
 
 
-def _masked(queries: Tensor, keys: Tensor) -> _Attention:
-    def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, *factors: Tensor) -> Tensor:
-        where = visible.device
-        return layers.attention(q, k, v, visible[queries.to(where)[:, None], keys.to(where)], *factors)
-
-    return attention
-
-
-def _at(places: Tensor) -> Feed:
-    def feed(case: Case, step: int, micro: int, dp_rank: int, /, *, device: torch.device) -> Batch:
-        batch = micro_batch(case, step, micro, dp_rank, device=device)
-        return dataclasses.replace(batch, positions=batch.positions[:, places.to(device)])
-
-    return feed
+def _masked(
+    queries: Tensor, keys: Tensor, q: Tensor, k: Tensor, v: Tensor, visible: Tensor, *factors: Tensor
+) -> Tensor:
+    where = visible.device
+    return layers.attention(q, k, v, visible[queries.to(where)[:, None], keys.to(where)], *factors)
 
 
 _LAST: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -96,17 +91,13 @@ _LAST: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 """Reading -> the label of a slice's last token from (tokens, labels [B, s]), [B, 1]."""
 
 
-def _shifted(slices: list[Tensor], last: str) -> Feed:
-    def feed(case: Case, step: int, micro: int, dp_rank: int, /, *, device: torch.device) -> Batch:
-        batch = micro_batch(case, step, micro, dp_rank, device=device)
-        labels = batch.labels.clone()
-        for own in (places.to(device) for places in slices):
-            tokens, mine = batch.tokens[:, own], batch.labels[:, own]
-            following = torch.cat((tokens[:, 1:], _LAST[last](tokens, mine)), 1)
-            labels[:, own] = following.where(mine != IGNORED, mine)
-        return dataclasses.replace(batch, labels=labels)
-
-    return feed
+def _shifted(slices: list[Tensor], last: str, _case: Case, batch: Batch) -> Tensor:
+    labels = batch.labels.clone()
+    for own in (places.to(labels.device) for places in slices):
+        tokens, mine = batch.tokens[:, own], batch.labels[:, own]
+        following = torch.cat((tokens[:, 1:], _LAST[last](tokens, mine)), 1)
+        labels[:, own] = following.where(mine != IGNORED, mine)
+    return labels
 
 
 WHAT_IFS = (

@@ -5,7 +5,6 @@ Letters: B rows, S tokens, H hidden, V vocabulary, p parts of a padded table.
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,10 +24,8 @@ def parts_of(case: Case) -> list[int]:
     return sorted({case.tp, case.wp} - {1})
 
 
-class _LookUp(Protocol):
-    def __call__(self, ids: Tensor, /, table: Tensor, count: int) -> Tensor:
-        """Ids [B, S], table [V, H] and rows or number of parts -> rows [B, S, H]."""
-        ...
+_LookUp = Callable[..., Tensor]
+"""Ids [B, S], table=[V, H] and count=rows or number of parts -> rows [B, S, H]."""
 
 
 def with_positions(dense: Dense, look_up: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
@@ -74,9 +71,8 @@ def _flat(ids: Tensor, /, table: Tensor, count: int) -> Tensor:
     return torch.stack(table[ids].chunk(count, -1)).reshape(*ids.shape, -1)
 
 
-def flat_columns(dense: Dense) -> _Readings:
-    """The embedding's output whose columns lie one part behind the other in memory."""
-    return iter(_looked_up(_flat, by_rows=False)(dense))
+flat_columns = _looked_up(_flat, by_rows=False)
+"""The embedding's output whose columns lie one part behind the other in memory."""
 
 
 def _tied_uses(combined: Callable[[Tensor, Tensor], Mapping[str, Tensor]]) -> Experiment:

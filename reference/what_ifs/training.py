@@ -4,6 +4,7 @@ Losses, logits and norms of the steps behind the first are given beside the para
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,7 +14,6 @@ from reference.model import decoder
 from reference.training.steps import train
 from reference.what_ifs.what_if import Dense, Experiment, WhatIf
 
-_PARAMETERS = frozenset({"param"})
 _BEHIND = ("param", "logits", "loss", "grad_norm")
 _Readings = Iterator[tuple[str, Mapping[str, Tensor]]]
 
@@ -63,22 +63,17 @@ def _untied(dense: Dense) -> _Readings:
         yield "", {"logits/1": torch.cat([decoder.logits(case.but(tied=False), now, batch) for batch in batches])}
 
 
+_of_parameters = partial(WhatIf, explains=frozenset({"param"}))
 WHAT_IFS = (
-    WhatIf(
-        "untied",
-        "when the tied head keeps its first weights: head and embedding are no longer one",
-        _untied,
-        explains=_PARAMETERS,
+    _of_parameters(
+        "untied", "when the tied head keeps its first weights: head and embedding are no longer one", _untied
     ),
-    WhatIf(
+    _of_parameters(
         "step_missing",
         "before the last step: it was not taken, or came after the parameters were read",
         _training(_one_step_less, "param"),
-        explains=_PARAMETERS,
     ),
-    WhatIf("unclipped", "without clipping", _training(_unclipped), explains=_PARAMETERS),
-    WhatIf(
-        "clip_scales_up", "when a norm below the limit is scaled up to it", _training(_scaled_up), explains=_PARAMETERS
-    ),
-    WhatIf("decay_missing", "without weight decay", _training(_without_decay), explains=_PARAMETERS),
+    _of_parameters("unclipped", "without clipping", _training(_unclipped)),
+    _of_parameters("clip_scales_up", "when a norm below the limit is scaled up to it", _training(_scaled_up)),
+    _of_parameters("decay_missing", "without weight decay", _training(_without_decay)),
 )

@@ -3,7 +3,7 @@
 An outcome that equals a prediction shows which rule was not kept. All arithmetic is in float64.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
@@ -89,40 +89,32 @@ def both(*experiments: Experiment) -> Experiment:
 
 def by_arithmetic(readings: Callable[[Case], Mapping[str, Arithmetic]], *, gradients: bool = False) -> Experiment:
     """Activations, and their gradients if wanted, under another arithmetic."""
-
-    def experiment(dense: Dense) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-        for reading, arithmetic in readings(dense.case).items():
-            yield reading, observe(dense.case, dense.weights, arithmetic=arithmetic, gradients=gradients)
-
-    return experiment
+    return lambda dense: (
+        (reading, observe(dense.case, dense.weights, arithmetic=arithmetic, gradients=gradients))
+        for reading, arithmetic in readings(dense.case).items()
+    )
 
 
 def by_attention(
     readings: Callable[[Case], Mapping[str, Callable[..., Tensor]]], *, gradients: bool = False
 ) -> Experiment:
     """Activations, and their gradients if wanted, under another core of attention."""
-
-    def arithmetics(case: Case) -> dict[str, Arithmetic]:
-        return {reading: Arithmetic(attention=core) for reading, core in readings(case).items()}
-
-    return by_arithmetic(arithmetics, gradients=gradients)
+    return by_arithmetic(
+        lambda case: {reading: Arithmetic(attention=core) for reading, core in readings(case).items()},
+        gradients=gradients,
+    )
 
 
 def by_places(readings: Callable[[Case], Mapping[str, Feed]]) -> Experiment:
     """Activations of data whose tokens have other places."""
-
-    def experiment(dense: Dense) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-        for reading, feed in readings(dense.case).items():
-            yield reading, observe(dense.case, dense.weights, feed=feed, gradients=False)
-
-    return experiment
+    return lambda dense: (
+        (reading, observe(dense.case, dense.weights, feed=feed, gradients=False))
+        for reading, feed in readings(dense.case).items()
+    )
 
 
 def by_weights(readings: Callable[[Case, Weights], Mapping[str, Weights]]) -> Experiment:
     """Activations and their gradients with other weights."""
-
-    def experiment(dense: Dense) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-        for reading, weights in readings(dense.case, dense.weights).items():
-            yield reading, observe(dense.case, weights)
-
-    return experiment
+    return lambda dense: (
+        (reading, observe(dense.case, weights)) for reading, weights in readings(dense.case, dense.weights).items()
+    )

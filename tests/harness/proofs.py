@@ -24,6 +24,11 @@ def failed(result: Any) -> set[str]:
     return {verdict.check for verdict in result.verdicts if verdict.verdict != "pass"}
 
 
+def contradicted(result: Any) -> set[str]:
+    """The checks that failed; those that decided nothing are not among them."""
+    return {verdict.check for verdict in result.verdicts if verdict.verdict == "fail"}
+
+
 def verdict_of(result: Any, check: str) -> Any:
     """The verdict of one check."""
     return next(verdict for verdict in result.verdicts if verdict.check == check)

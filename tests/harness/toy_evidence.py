@@ -5,14 +5,17 @@ row linear (w2) would be. Shapes are tiny, payloads in bytes.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from harness.checking.checks import examine
 from harness.checking.evidence import Evidence, Finding, gathered
+from harness.dense_model import Tried
+from harness.diagnosing.diagnosis import explanation_of
 from harness.ledger import Event, wire_bytes
 from harness.outcome.blocks import localize
 from harness.outcome.merging import Outcomes
@@ -52,8 +55,7 @@ def case(text: str = "mode=tp tp=2 seq=16") -> Case:
 
 
 def _random(name: str, shape: tuple[int, ...]) -> Tensor:
-    seed = sum(map(ord, name))
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return drawn(*shape, seed=sum(map(ord, name)))
 
 
 def truth() -> dict[str, Tensor]:
@@ -88,35 +90,15 @@ def outcome_of(rank: int, values: Mapping[str, Tensor]) -> dict[str, Any]:
 def events(terms: Sequence[Any] = TERMS, world_size: int = 2) -> tuple[Event, ...]:
     """The ledger that these terms describe, the same on every rank."""
     ledger = []
+    run = {"case": "mode=tp", "mode": "tp", "world_size": world_size, "caller": "model.py:7", "shape": ""}
+    told = ("phase", "region", "op", "reduce_op", "axis", "group_size", "dtype", "payload_bytes")
     for rank in range(world_size):
-        calls = [(term, call) for term in terms for call in range(term.calls)]
-        for index, (term, call) in enumerate(calls):
-            ledger.append(
-                Event(
-                    case="mode=tp",
-                    mode="tp",
-                    world_size=world_size,
-                    rank=rank,
-                    step=call // 2,
-                    microbatch=call % 2,
-                    phase=term.phase,
-                    region=term.region,
-                    op=term.op,
-                    reduce_op=term.reduce_op,
-                    axis=term.axis,
-                    group_size=term.group_size,
-                    dtype=term.dtype,
-                    shape="",
-                    payload_bytes=term.payload_bytes,
-                    wire_bytes=wire_bytes(term.op, term.payload_bytes, term.group_size),
-                    is_async=False,
-                    call_index=index,
-                    start_us=float(index),
-                    duration_us=1.0,
-                    caller="model.py:7",
-                    group=tuple(range(rank - rank % term.group_size, rank - rank % term.group_size + term.group_size)),
-                )
-            )
+        for index, (term, call) in enumerate((one, call) for one in terms for call in range(one.calls)):
+            first, wire = rank - rank % term.group_size, wire_bytes(term.op, term.payload_bytes, term.group_size)
+            fields: dict[str, Any] = {**run, **{name: getattr(term, name) for name in told}, "rank": rank}
+            fields |= {"step": call // 2, "microbatch": call % 2, "call_index": index, "start_us": float(index)}
+            fields |= {"group": tuple(range(first, first + term.group_size)), "wire_bytes": wire}
+            ledger.append(Event(**fields, is_async=False, duration_us=1.0))
     return tuple(ledger)
 
 
@@ -144,6 +126,22 @@ def evidence(*ranks: Mapping[str, Any], repeat: Sequence[Mapping[str, Any]] | No
     return Evidence(**{**fields, **changes})
 
 
+def drawn(*shape: int, seed: int = 7) -> Tensor:
+    """Random numbers in float64, the same every time."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def planted(values: Mapping[str, Tensor], **changes: Any) -> Evidence:
+    """Evidence of two ranks that return the truth but for these full tensors; `changes` are as in `evidence`."""
+    known = {**changes.get("truth", truth()), **values}
+    return evidence(*(outcome_of(rank, known) for rank in range(2)), **changes)
+
+
+def ids_of(found: Evidence) -> list[str]:
+    """The causes of what fails."""
+    return [cause.id for cause in explanation_of(found, examine(found)).causes]
+
+
 def named(findings: Mapping[str, Finding], verdict: str) -> set[str]:
     """The checks that gave this verdict."""
     return {name for name, finding in findings.items() if finding.verdict == verdict}
@@ -163,3 +161,28 @@ def without(ledger: Sequence[Event], **fields: Any) -> tuple[Event, ...]:
 def altered(ledger: Sequence[Event], place: int, **fields: Any) -> tuple[Event, ...]:
     """The ledger with one event changed."""
     return tuple(replace(event, **fields) if i == place else event for i, event in enumerate(ledger))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule without words of its own."""
+
+    id: str
+    words: str = "under another rule"
+    explains: frozenset[str] = frozenset()
+    names_readings: bool = False
+
+    def readings(self, case: Any, device: Any, **words: Any) -> Mapping[str, Mapping[str, Tensor]]:
+        """Nothing: what it computes is given beside it."""
+        del case, device, words
+        return {}
+
+
+def tried(predictions: Mapping[str, Tensor]) -> tuple[Tried, ...]:
+    """Tried rules, from "<id>.<reading>/<name>" -> tensor."""
+    found: dict[str, dict[str, dict[str, Tensor]]] = {}
+    for key, tensor in predictions.items():
+        head, _, name = key.partition("/")
+        id, _, reading = head.partition(".")
+        found.setdefault(id, {}).setdefault(reading, {})[name] = tensor
+    return tuple(Tried(Rule(id), readings) for id, readings in found.items())

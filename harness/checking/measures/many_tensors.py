@@ -40,7 +40,7 @@ def kind_rms(truth: Mapping[str, Tensor]) -> dict[str, float]:
 def _squares(tensors: Sequence[Tensor]) -> list[tuple[float, int]]:
     """Sums of squares, and of how many elements: of all the tensors together, or of each that is finite."""
     if len(tensors) > 1:
-        flat = torch.cat([tensor.reshape(-1).double() for tensor in tensors])
+        flat = _end_to_end(tensors)
         if math.isfinite(square := float(flat.dot(flat))):
             return [(square, flat.numel())]
         return [each for tensor in tensors for each in _squares([tensor])]

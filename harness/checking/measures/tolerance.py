@@ -9,7 +9,7 @@ right, however far it stands out. So may the gradient of one token's logit among
 float64: 1e-9 for all (noise stays near 1e-13, the smallest known bugs near 1e-2). In other dtypes a control run shows
 how far rounding alone carries a right result. A control run is the dense model in the run dtype with its sums in
 another order. Allowed is CONTROL_FACTOR times the worst control run, and never less than the stated floor. Where the
-theoretical error of a sum of that many terms (`sums`) is more, the factor is of that. A tensor within its limits
+theoretical error of a sum of that many terms (`measuring`) is more, the factor is of that. A tensor within its limits
 proves nothing where half of it, or half as much again, would be within them too. `decidable` is False then, and where
 `frobenius` may reach CEILING. Beyond CEILING one step leaps so far that a few control runs do not bound it, and LEAP
 times as much is allowed. Bugs there are wrong by orders of magnitude. In float64 control runs are needed only beyond
@@ -75,7 +75,7 @@ class Controlled:
     def of(cls, truth: Tensor, kind: float) -> "Controlled":
         """This truth before any control run; `kind` is the rms of its kind."""
         true = Truth.of(truth)
-        return cls(true=true, least=_least(true, kind) if math.isfinite(true.largest) else 0.0)
+        return cls(true=true, least=least_rms(true, kind) if math.isfinite(true.largest) else 0.0)
 
     def against(self, controls: Sequence[Tensor]) -> "Controlled":
         """Compare these control runs too, tensors of its shape."""
@@ -83,16 +83,12 @@ class Controlled:
         return replace(self, runs=(*self.runs, *found))
 
 
-def least_rms(truth: Tensor, kind: float) -> float:
-    """The smallest rms to scale this tensor's error by, from the rms of its kind.
+def least_rms(true: Truth, kind: float) -> float:
+    """The smallest rms to scale errors from this truth by, from the rms of its kind.
 
     The gradient of a key bias is zero in mathematics. The rounding of its terms is an error of 100 % relative to
     itself, and a tiny one relative to the gradients in its terms.
     """
-    return _least(Truth.of(truth), kind)
-
-
-def _least(true: Truth, kind: float) -> float:
     return kind if true.rms < ZERO_SHARE * kind else SCALE_SHARE * kind
 
 
@@ -158,7 +154,9 @@ def _allowed(dtype: str, true: Truth, honest: Sequence[Distance], kinked: Sequen
     moved = [distance_from(kink, true, least) for kink in kinked]
     limits = {}
     for name in MEASURES:
-        limit = max([_floor(dtype, name), *(CONTROL_FACTOR * getattr(run, name) for run in honest)])
+        floor = FLOAT64_ALLOWED if dtype == "float64" else FLOOR_EPSILONS.get(name, 0.0) * epsilon(dtype)
+        floor = SCALE_ALLOWED if name == "scale" else floor
+        limit = max([floor, *(CONTROL_FACTOR * getattr(run, name) for run in honest)])
         limits[name] = limit + max([getattr(run, name) for run in moved], default=0.0)
     limits["scale"] = min(limits["scale"], limits["frobenius"])
     leap = LEAP if dtype != "float64" and limits["frobenius"] >= CEILING else 1.0
@@ -180,9 +178,3 @@ def _loose(slack: Tensor, dtype: str, limit: float) -> int:
     """How many elements may be off by more than the limit of `peak`, or than noise ever comes to in float64."""
     share = FLOAT64_CEILING / FLOAT64_ALLOWED if dtype == "float64" else 1.0
     return int((slack > share * limit).sum())
-
-
-def _floor(dtype: str, measure_: str) -> float:
-    if measure_ == "scale":
-        return SCALE_ALLOWED
-    return FLOAT64_ALLOWED if dtype == "float64" else FLOOR_EPSILONS[measure_] * epsilon(dtype)

@@ -12,17 +12,21 @@ This is a place and never a verdict: it is looked for only where checks have fai
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from harness.checking.evidence import Located
 from harness.checking.measures.many_tensors import kind_rms
 from harness.diagnosing.placing.alignments import AGREES, DIFFERS, UNKNOWN, Factors, Fit, TrueTensor, fit
-from harness.diagnosing.placing.names import same_modules
-from harness.diagnosing.placing.tensors import as_declared, plainly, stages
+from harness.diagnosing.placing.counterparts import as_declared, plainly, same_modules, stages
 from harness.ledger import Event
 from harness.protocols import Axes
 from harness.recording.capturing.module_calls import ModuleCalls, TensorCopy
 
 _SUMS = ("all_reduce", "reduce_scatter", "reduce")
+_NO_FIT = Fit(state=UNKNOWN)
+_Tensors = Callable[[ModuleCalls], Mapping[str, Sequence[TensorCopy]]]
+"""The calls of a program's modules -> some of their tensors, by path."""
+_OUTPUTS, _GRADIENTS, _INPUT_GRADIENTS = map(attrgetter, ("outputs", "gradients", "input_gradients"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +64,8 @@ class _Search:
 
     def forward(self) -> Located | None:
         """The place of the first output that agrees under no layout."""
-        fits = self._compared(lambda calls: calls.outputs)
+        targets = self._targets(_OUTPUTS)
+        fits = {p: self._fit(p, targets[p], _OUTPUTS) if p in targets else _NO_FIT for p in self._order}
         wrong = self._first_wrong(self._order, fits, "forward")
         if parts := self._left_in_parts(self._order, fits, "forward", wrong):
             axis = fits[parts[0]].summed
@@ -129,7 +134,8 @@ class _Search:
         """
         parts: list[str] = []
         for path in reversed(order[: order.index(wrong)] if wrong else order):
-            if fits[path].summed and not any(map(_whole, self._after(path, fits, phase))):
+            whole = (after.state == AGREES and not after.summed for after in self._after(path, fits, phase))
+            if fits[path].summed and not any(whole):
                 parts.insert(0, path)
             elif (parts or wrong is None) and fits[path].state != UNKNOWN:
                 break
@@ -179,30 +185,26 @@ class _Search:
             return following
         return next((out for out in self._outside(following) if self._around(out) == around), following)
 
-    def _compared(self, of: Callable[[ModuleCalls], Mapping[str, Sequence[TensorCopy]]]) -> dict[str, Fit]:
-        targets = self._targets(of)
-        return {path: self._fit(path, targets[path], of) if path in targets else _NO_FIT for path in self._order}
-
     def _gradients(self, order: Sequence[str]) -> dict[str, Fit]:
         """Fits of gradients.
 
         The first that agrees up to a factor of every rank and call shows how the subject's loss is scaled. The scale is
         no fault of a module: a wrong loss is judged by itself.
         """
-        targets, factors = self._targets(_gradients_of), self._factors
+        targets, factors = self._targets(_GRADIENTS), self._factors
         fits = dict.fromkeys(order, _NO_FIT)
         for path in order:
             if path in targets:
                 scaled = factors is None
-                fits[path] = self._fit(path, targets[path], _gradients_of, scaled=scaled, factors=factors)
+                fits[path] = self._fit(path, targets[path], _GRADIENTS, scaled=scaled, factors=factors)
                 if scaled and fits[path].state != UNKNOWN:
                     self._factors = factors = fits[path].factors or {}
         return fits
 
     def _given_back(self, path: str) -> Fit:
         """Whether the gradient of what a module was given agrees, all uses of that tensor together."""
-        target = self._targets(_input_gradients_of).get(path)
-        return self._fit(path, target, _input_gradients_of, factors=self._factors) if target else _NO_FIT
+        target = self._targets(_INPUT_GRADIENTS).get(path)
+        return self._fit(path, target, _INPUT_GRADIENTS, factors=self._factors) if target else _NO_FIT
 
     def _given(self, path: str) -> Fit:
         """Whether what a module is given agrees: DIFFERS when one of its inputs does not."""
@@ -224,7 +226,7 @@ class _Search:
             state = AGREES if AGREES in (state, fitted.state) else UNKNOWN
         return Fit(state=state)
 
-    def _targets(self, of: Callable[[ModuleCalls], Mapping[str, Sequence[TensorCopy]]]) -> dict[str, TrueTensor]:
+    def _targets(self, of: _Tensors) -> dict[str, TrueTensor]:
         """Path of the truth -> its tensors, for modules all of whose calls could be read."""
         calls_of_all = (self._of.truth, *self._of.controls)
         runs = [{path: plainly(tensors) for path, tensors in of(calls).items()} for calls in calls_of_all]
@@ -243,13 +245,7 @@ class _Search:
         }
 
     def _fit(
-        self,
-        path: str,
-        target: TrueTensor,
-        of: Callable[[ModuleCalls], Mapping[str, Sequence[TensorCopy]]],
-        *,
-        scaled: bool = False,
-        factors: Factors | None = None,
+        self, path: str, target: TrueTensor, of: _Tensors, *, scaled: bool = False, factors: Factors | None = None
     ) -> Fit:
         own = self._names[path]
         by_rank = {rank: list(of(calls)[own]) for rank, calls in enumerate(self._of.ranks) if of(calls).get(own)}
@@ -266,19 +262,3 @@ class _Search:
             of_stage = fit(stage, target, axes, scaled=scaled, factors=factors)
             fitted = of_stage if of_stage.state == AGREES else fitted
         return fitted
-
-
-_NO_FIT = Fit(state=UNKNOWN)
-
-
-def _whole(fitted: Fit) -> bool:
-    """Whether a tensor agrees without being partial sums."""
-    return fitted.state == AGREES and not fitted.summed
-
-
-def _gradients_of(calls: ModuleCalls) -> Mapping[str, Sequence[TensorCopy]]:
-    return calls.gradients
-
-
-def _input_gradients_of(calls: ModuleCalls) -> Mapping[str, Sequence[TensorCopy]]:
-    return calls.input_gradients

@@ -78,7 +78,7 @@ def has_shape(shapes: Mapping[Coordinate, tuple[int, ...]], plan: Plan, wanted: 
         act, dim = plan.acts[axis]
         joined = {}
         for group in along(left, axis):
-            if len({_without(left[place], dim) for place in group}) > 1:
+            if len({(*left[place][:dim], *left[place][dim + 1 :]) for place in group}) > 1:
                 return False
             lengths = [left[place][dim] for place in group]
             if act == "zigzag" and (len(set(lengths)) > 1 or lengths[0] % 2 or len(group) < 2):
@@ -116,7 +116,3 @@ def along(places: Mapping[Coordinate, object], axis: int) -> list[list[Coordinat
     for place in sorted(places):
         groups.setdefault((*place[:axis], 0, *place[axis + 1 :]), []).append(place)
     return list(groups.values())
-
-
-def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    return (*shape[:dim], *shape[dim + 1 :])

@@ -23,10 +23,8 @@ def more_classes(evidence: Evidence, name: str, parted: Difference | None) -> li
     value = evidence.merged.tensors.get(name)
     if kind_of(name) != "loss" or value is None:
         return []
-    gathered = (
-        "logits that are gathered already were fed to the vocabulary-parallel loss, which counts every class on "
-        "every rank"
-    )
+    gathered = "logits that are gathered already were fed to the vocabulary-parallel loss, "
+    gathered += "which counts every class on every rank"
     truth = evidence.truth[name].double()
     for axis, size in split_axes(evidence.case).items():
         words = f"it is the truth + ln({size}), and {axis}={size}: {gathered}"
@@ -52,9 +50,9 @@ def from_parts(evidence: Evidence, name: str) -> list[Cause]:
     """Whether ranks that share right logits, each a part of their classes, disagree on the loss."""
     kind, _, step = name.partition("/")
     logits = evidence.merged.tensors.get(f"logits/{step}")
-    if kind != "loss" or name in evidence.merged.tensors or logits is None:
+    if kind != "loss" or name in evidence.merged.tensors:
         return []
-    if not same(logits, evidence.truth[f"logits/{step}"]):
+    if logits is None or not same(logits, evidence.truth[f"logits/{step}"]):
         return []
     loss, parts = blocks_of(evidence, name), blocks_of(evidence, f"logits/{step}")
     classes: dict[object, set[object]] = {}  # rows of the logits -> losses of the ranks that hold some of their classes
@@ -64,8 +62,6 @@ def from_parts(evidence: Evidence, name: str) -> list[Cause]:
             classes.setdefault(rows, set()).add(float(loss[rank][0].local))
     if not any(len(losses) > 1 for losses in classes.values()):
         return []
-    words = (
-        "the logits are right and the loss differs between ranks: part of it (a sum, the mean of label smoothing) is "
-        "taken over each rank's own part of the vocabulary"
-    )
+    words = "the logits are right and the loss differs between ranks: part of it (a sum, the mean of label smoothing) "
+    words += "is taken over each rank's own part of the vocabulary"
     return [reported("loss_by_parts", words, classes)]

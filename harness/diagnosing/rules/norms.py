@@ -37,19 +37,13 @@ def from_norms(evidence: Evidence, name: str) -> list[Cause]:
     if value is None:
         return _own_norms(evidence, name)
     is_norm = partial(_norm, value, evidence.truth[name])
-    for added in _norms_added(evidence):
-        words = "it is the sum of the norms of the ranks' parts: the root is taken before the sum of the squares"
-        if causes := is_norm("norm_of_norms", words, added):
-            return causes
-    for known, words, other in _kinds(evidence, name):
+    others = (_norms_added(evidence), _kinds(evidence, name), _counted_otherwise(evidence, squares))
+    for known, words, other in itertools.chain(*others):
         if causes := is_norm(known, words, other):
             return causes
-    for known, words, square in _counted_otherwise(evidence, squares):
-        if causes := is_norm(known, words, math.sqrt(max(square, 0.0))):
-            return causes
     total = sum(squares.values())
-    others = {f"{name} beyond the first rank's part": square for name, square in _beyond_first(evidence).items()}
-    missing = _several_left_out({**squares, **others}, total - float(value) ** 2, evidence.case.dtype)
+    beyond = {f"{name} beyond the first rank's part": square for name, square in _beyond_first(evidence).items()}
+    missing = _several_left_out({**squares, **beyond}, total - float(value) ** 2, evidence.case.dtype)
     words = f"it leaves out {', '.join(missing)}"
     return is_norm("norm_counts_few", words, math.sqrt(total - sum(missing.values()))) if missing else []
 
@@ -62,10 +56,14 @@ def _norm(value: Tensor, truth: Tensor, known: str, words: str, guess: float) ->
 
 
 def _counted_otherwise(evidence: Evidence, squares: Mapping[str, float]) -> Iterator[tuple[str, str, float]]:
-    """Sums of squares in which one group of gradients is counted otherwise: (cause, words, sum).
+    """Norms in which one group of gradients is counted otherwise: (cause, words, norm).
 
     The group is left out, counted once a rank of an axis, divided by these ranks, or counted twice.
     """
+
+    def root(square: float) -> float:
+        return math.sqrt(max(square, 0.0))
+
     total = sum(squares.values())
     sizes = {**split_axes(evidence.case), "all ranks": evidence.case.world_size}
     for what, names in _groups(evidence, [*squares]).items():
@@ -73,12 +71,12 @@ def _counted_otherwise(evidence: Evidence, squares: Mapping[str, float]) -> Iter
         for axis, size in sizes.items():
             often = f"{size} times, and {axis}={size}" if what.startswith("grad/") else f"once a rank, {axis}={size}"
             words = f"it counts {what} {often}"  # of one parameter it may be as many uses as well
-            yield "norm_counts_replicas", words, total + (size - 1) * square
+            yield "norm_counts_replicas", words, root(total + (size - 1) * square)
             words = f"it counts 1 of {size} ranks of {axis} in {what}"
-            yield "norm_counts_few", words.replace("ranks of all ranks", "ranks"), total + (1 / size - 1) * square
+            yield "norm_counts_few", words.replace("ranks of all ranks", "ranks"), root(total + (1 / size - 1) * square)
         if len(names) < len(squares):
-            yield "norm_counts_few", f"it leaves out {what}", total - square
-            yield "norm_counts_replicas", f"it counts {what} twice", total + square
+            yield "norm_counts_few", f"it leaves out {what}", root(total - square)
+            yield "norm_counts_replicas", f"it counts {what} twice", root(total + square)
 
 
 def _groups(evidence: Evidence, names: Sequence[str]) -> dict[str, frozenset[str]]:
@@ -110,28 +108,26 @@ def _kinds(evidence: Evidence, name: str) -> Iterator[tuple[str, str, float]]:
     """Norms of these gradients by other rules, and what they would mean: (cause, words, norm)."""
     gradients = [tensor.double().flatten() for n, tensor in evidence.truth.items() if kind_of(n) == "grad"]
     right, norms = float(evidence.truth[name]), [float(gradient.norm()) for gradient in gradients]
+    largest, total = max(float(g.abs().max()) for g in gradients), sum(float(g.abs().sum()) for g in gradients)
     for words, other in {
         "it is the sum of squares: the root is not taken": right**2,
-        "it is the largest element: a maximum in place of the root of the sum of squares": max(
-            float(gradient.abs().max()) for gradient in gradients
-        ),
-        "it is the sum of magnitudes in place of the root of the sum of squares": sum(
-            float(gradient.abs().sum()) for gradient in gradients
-        ),
+        "it is the largest element: a maximum in place of the root of the sum of squares": largest,
+        "it is the sum of magnitudes in place of the root of the sum of squares": total,
         "it is the norm of the parameter with the largest one": max(norms),
         "it is the root of the mean of squares, not of their sum": right / math.sqrt(sum(map(len, gradients))),
     }.items():
         yield "norm_kind", words, other
     yield "norm_of_norms", "it is the sum of the norms of all parameters, not of their squares", sum(norms)
-    largest = getattr(evidence.case, "clip", 0.0)
-    if 0 < largest < right:
-        words = f"it is clip={largest:g}: the norm of what clipping left, reported in place of the one before"
-        yield "norm_after_clip", words, largest * right / (right + 1e-6)
-        yield "norm_after_clip", words, largest
+    clip = getattr(evidence.case, "clip", 0.0)
+    if 0 < clip < right:
+        words = f"it is clip={clip:g}: the norm of what clipping left, reported in place of the one before"
+        yield "norm_after_clip", words, clip * right / (right + 1e-6)
+        yield "norm_after_clip", words, clip
 
 
-def _norms_added(evidence: Evidence) -> Iterator[float]:
+def _norms_added(evidence: Evidence) -> Iterator[tuple[str, str, float]]:
     """Sums of norms over the ranks of a group, what every rank holds whole counted by the first."""
+    words = "it is the sum of the norms of the ranks' parts: the root is taken before the sum of the squares"
     for groups in evidence.case.axes.values():
         ranks = groups[0] if groups else ()
         norms = []
@@ -141,7 +137,7 @@ def _norms_added(evidence: Evidence) -> Iterator[float]:
             blocks = [block.local.double() for n in counted for block in evidence.outcomes[rank][n]]
             norms.append(math.sqrt(sum(float(block.square().sum()) for block in blocks)))
         if len(norms) > 1:
-            yield sum(norms)
+            yield "norm_of_norms", words, sum(norms)
 
 
 def _beyond_first(evidence: Evidence) -> dict[str, float]:

@@ -36,10 +36,10 @@ def from_patterns(value: Tensor, truth: Tensor, axes: Mapping[str, int], others:
         share = 1 - float(torch.isfinite(value).double().mean())
         return claimed("nan", f"{share:.0%} of it is {_NOT_FINITE}", NotFinite(value=value, truth=truth))
     x, t, is_guess = value.double(), truth.double(), partial(Explained, value=value, truth=truth)
-    zero = () if is_count(x, t) else _zero(t, is_guess)
-    patterns = (zero, _stale(x, t, others, is_guess), _moved(x, t, axes, is_guess))
-    more = (_flat(t, axes, is_guess), _transposed(t, is_guess))
-    return next(([found] for pattern in (*patterns, *more) for found in pattern), [])
+    words = "it is zero throughout: never computed, never accumulated, or zeroed too late"
+    zero = [] if is_count(x, t) else claimed("zero", words, is_guess(guess=torch.zeros_like(t), left=0.0))
+    moved = (_moved(x, t, axes, is_guess), _flat(t, axes, is_guess), _transposed(t, is_guess))
+    return list(itertools.islice(itertools.chain(zero, _stale(x, t, others, is_guess), *moved), 1))
 
 
 def is_count(x: Tensor, t: Tensor) -> bool:
@@ -56,11 +56,6 @@ def same(value: Tensor, truth: Tensor) -> bool:
 
 _Guess = partial[Explained]
 """Takes what a wrong tensor may be as `guess`."""
-
-
-def _zero(t: Tensor, is_guess: _Guess) -> Iterator[Cause]:
-    words = "it is zero throughout: never computed, never accumulated, or zeroed too late"
-    yield from claimed("zero", words, is_guess(guess=torch.zeros_like(t), left=0.0))
 
 
 def _stale(x: Tensor, t: Tensor, others: Mapping[str, Tensor], is_guess: _Guess) -> Iterator[Cause]:
@@ -118,10 +113,8 @@ def _flat(t: Tensor, axes: Mapping[str, int], is_guess: _Guess) -> Iterator[Caus
         for axis, size in axes.items():
             if size == 1 or t.shape[dim] % size:
                 continue
-            words = (
-                f"it holds the right numbers as if flat memory were its {size} shards along dim {dim}: "
-                f"a collective over {axis} along dim {dim} that works along dim 0"
-            )
+            words = f"it holds the right numbers as if flat memory were its {size} shards along dim {dim}: "
+            words += f"a collective over {axis} along dim {dim} that works along dim 0"
             for stack in stacks:
                 blocks = t.unflatten(0, (stack, -1))
                 parts = blocks.unflatten(dim + 1, (size, -1)).movedim(dim + 1, 1)
@@ -136,11 +129,9 @@ def _order(x: Tensor, t: Tensor, dim: int, width: int) -> Tensor | None:
     None where it would mean nothing: most blocks are like others.
     """
     count = t.shape[dim] // width
-    if count > MOST_ROWS:
-        return None
     mine, theirs = (y.movedim(dim, 0).reshape(count, -1) for y in (x, t))
     keys = torch.linspace(1.0, 2.0, mine.shape[1], dtype=torch.float64)
-    if 2 * len((theirs @ keys).unique()) <= count:
+    if count > MOST_ROWS or 2 * len((theirs @ keys).unique()) <= count:
         return None
     order = (theirs @ keys).argsort()
     places = torch.empty_like(order)
@@ -187,9 +178,8 @@ def partial_sums(locals_by_rank: Mapping[int, Tensor], truth: Tensor, axes: Mapp
         rest = total / copies - true
         left = rest - rest[:1] if _same_in_rows(rest, true) else rest
         if float(left.norm()) <= 1e-6 * float(true.norm()):
-            words = (
-                f"the ranks' values add up to the truth over {axis}={size}: each holds one partial sum, never reduced"
-            )
+            words = f"the ranks' values add up to the truth over {axis}={size}"
+            words += ": each holds one partial sum, never reduced"
             terms = torch.stack(tensors)  # together: one of them may hold the whole sum, and the others nothing
             explained = Explained(value=terms, truth=true.expand_as(terms), guess=terms - left / size, left=CLOSE)
             return claimed("not_summed", words, explained)

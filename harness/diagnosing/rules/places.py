@@ -116,8 +116,7 @@ def _gap(block: Block, truth: Tensor) -> float:
     """Largest error of a block; 0 when it cannot be held against the truth alone, infinite when it is not finite."""
     if block.global_shape != tuple(truth.shape) or not block.local.numel() or block.reduce_op:
         return 0.0
-    true = truth[tuple(slice(a, b) for a, b in block.region)]
-    gap = float((block.local.double() - true.double()).abs().max())
+    gap = float((block.local.double() - block.part_of(truth).double()).abs().max())
     return math.inf if math.isnan(gap) else gap
 
 

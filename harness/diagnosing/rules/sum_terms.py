@@ -13,7 +13,7 @@ from torch import Tensor
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
 from harness.diagnosing.rules.causes import Cause, claimed
-from harness.diagnosing.rules.factors import Predict, meaning_of
+from harness.diagnosing.rules.factors import Measure, meaning_of
 from harness.diagnosing.rules.proofs import Explained, explains, share_left, times
 from harness.mesh_axes import split_axes
 
@@ -70,15 +70,10 @@ def _weighed(evidence: Evidence, name: str, value: Tensor) -> list[Cause]:
         alone = terms[term] if term else truth - sum(terms.values())
         return (Explained(value=value, truth=truth, guess=truth + (factor - 1) * alone),)
 
-    if term:
-        return _of_term(evidence, term, weight, near, predict)
-    relation = f"without {' and '.join(filter(None, weights))} it is {times(weight)} the truth"
-    return meaning_of(
-        evidence, weight, relation, near, lambda other: _weights(other, name).get(""), predict, forward=True
-    )
-
-
-def _of_term(evidence: Evidence, term: str, weight: float, near: float, predict: Predict) -> list[Cause]:
+    if not term:
+        relation = f"without {' and '.join(filter(None, weights))} it is {times(weight)} the truth"
+        measure: Measure = lambda other: _weights(other, name).get("")  # noqa: E731
+        return meaning_of(evidence, weight, relation, near, measure, predict, forward=True)
     what = "bias" if term.endswith(".bias") else term
     if abs(weight) <= near:
         known = "bias_missing" if what == "bias" else "term_missing"

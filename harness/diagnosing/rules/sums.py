@@ -16,6 +16,7 @@ from harness.diagnosing.rules.causes import Cause, claimed, of_rule
 from harness.diagnosing.rules.places import blocks_of
 from harness.diagnosing.rules.proofs import Explained, share_left
 from harness.diagnosing.rules.what_ifs import predictions
+from harness.mesh_axes import place_of_rank
 
 CLOSE = 1e-3
 """Weights and norms are taken for equal within this share of themselves."""
@@ -67,31 +68,19 @@ def _by_rank(evidence: Evidence, names: Sequence[str], tokens: Tensor) -> list[C
             return []
         weights[rank] = found[0]
         fits.append(found[1])
-    fit = _together(fits)
-    rows = {rank: _place_on(evidence, "dp", rank) for rank in weights}
+    value, truth, guess = (torch.cat([getattr(fit, part) for fit in fits]) for part in ("value", "truth", "guess"))
+    fit = Explained(value=value, truth=truth, guess=guess, left=LEFT)  # together: some of them may be right
+    rows = {rank: place_of_rank(evidence.case.axes, "dp", rank) for rank in weights}
     own = torch.stack([w.mean() * tokens[rows[rank]].sum() / tokens.sum() for rank, w in weights.items()])
     scales = torch.stack([w.mean() for w in weights.values()])
     if all(_alike(w.flatten()) for w in weights.values()) and _local(own, len(tokens)) and not _alike(scales):
         words = "every data rank divides by the tokens that it counted itself, not by those of all data ranks"
         return claimed("local_count", words, fit)
-    if len(tokens) > 1 and all(bool((_others(w, rows[rank]).abs() < CLOSE).all()) for rank, w in weights.items()):
+    others = [torch.cat([w[: rows[rank]], w[rows[rank] + 1 :]]) for rank, w in weights.items()]
+    if len(tokens) > 1 and all(bool((other.abs() < CLOSE).all()) for other in others):
         words = "each data rank's own micro-batches alone are in it: it was never summed over dp"
         return claimed("not_summed", words, fit)
     return _of_weights(weights[0], tokens, fit)
-
-
-def _together(fits: Sequence[Explained]) -> Explained:
-    """Several ranks' tensors as one prediction: some of them may be right."""
-    value, truth, guess = (torch.cat([getattr(fit, part) for fit in fits]) for part in ("value", "truth", "guess"))
-    return Explained(value=value, truth=truth, guess=guess, left=LEFT)
-
-
-def _others(weights: Tensor, row: int) -> Tensor:
-    return torch.cat([weights[:row], weights[row + 1 :]])
-
-
-def _place_on(evidence: Evidence, axis: str, rank: int) -> int:
-    return next((ranks.index(rank) for ranks in evidence.case.axes.get(axis, ()) if rank in ranks), 0)
 
 
 Part = tuple[str, Tensor, tuple[tuple[int, int], ...]]
@@ -158,7 +147,7 @@ def from_losses(evidence: Evidence, name: str) -> list[Cause]:
     if name != "loss/0" or "loss" not in evidence.shares or evidence.shares["tokens"].numel() == 1:
         return []
     tokens, losses = evidence.shares["tokens"], evidence.shares["loss"]
-    found = {_place_on(evidence, "dp", rank): float(by[0].local) for rank, by in blocks_of(evidence, name).items()}
+    found = _by_data_rank(evidence, name)
     means, rows = losses * tokens.sum() / tokens, losses.sum(1) * tokens.sum() / tokens.sum(1)
     everyone = torch.ones_like(rows)
     rules = (
@@ -179,6 +168,12 @@ def from_losses(evidence: Evidence, name: str) -> list[Cause]:
     return []
 
 
+def _by_data_rank(evidence: Evidence, name: str) -> dict[int, float]:
+    """The number of this name on every data rank."""
+    axes, blocks = evidence.case.axes, blocks_of(evidence, name)
+    return {place_of_rank(axes, "dp", rank): float(by[0].local) for rank, by in blocks.items()}
+
+
 def _by_row(counts: Mapping[int, float], right: float, by_row: Tensor) -> Explained:
     """A number of every data rank, where another one is right for all."""
     value, guess = torch.tensor([*counts.values()]).double(), by_row[[*counts]].double()
@@ -190,7 +185,7 @@ def from_counts(evidence: Evidence, name: str) -> list[Cause]:
     if name != "tokens/0" or "tokens" not in evidence.shares:
         return []
     tokens, logits = evidence.shares["tokens"], evidence.truth.get("logits/0")
-    counts = {_place_on(evidence, "dp", rank): float(by[0].local) for rank, by in blocks_of(evidence, name).items()}
+    counts = _by_data_rank(evidence, name)
     everyone = torch.ones(len(tokens), dtype=torch.float64)
     rules = [
         ("not_summed", "each data rank's own: never summed over dp", tokens.sum(1)),

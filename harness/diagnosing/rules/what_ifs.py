@@ -51,21 +51,17 @@ def _fits(evidence: Evidence, reading: Mapping[str, Tensor], wrong: Sequence[str
     """
     kinds = _FORWARD if kind_of(wrong[0]) in _FORWARD else ()
     spoken = [name for name in reading if not kinds or kind_of(name) in kinds]
-    comparable_names = [name for name in spoken if _shape(evidence.merged.tensors.get(name)) == _shape(reading[name])]
-    if wrong[0] not in comparable_names:
+    values = {name: evidence.merged.tensors[name] for name in spoken if name in evidence.merged.tensors}
+    comparable = [name for name, value in values.items() if value.shape == reading[name].shape]
+    if wrong[0] not in comparable:
         return False
-    agree = [
-        explains(reading[name], evidence.merged.tensors[name], evidence.truth[name])
-        or (name != wrong[0] and _near(reading[name], evidence.merged.tensors[name]))
-        for name in comparable_names
+    agree = {
+        name: explains(reading[name], values[name], evidence.truth[name])
+        or (name != wrong[0] and _near(reading[name], values[name]))
+        for name in comparable
         if name in evidence.truth
-    ]
-    first = explains(reading[wrong[0]], evidence.merged.tensors[wrong[0]], evidence.truth[wrong[0]])
-    return first and agree.count(False) <= _OTHERWISE * len(agree)
-
-
-def _shape(tensor: Tensor | None) -> object:
-    return None if tensor is None else tensor.shape
+    }
+    return agree[wrong[0]] and [*agree.values()].count(False) <= _OTHERWISE * len(agree)
 
 
 def _near(tensor: Tensor, value: Tensor) -> bool:

@@ -1,25 +1,30 @@
-"""The first wrong module of a failed case whose subject does not say how its activations lie."""
+"""The first wrong module of a failed case whose subject does not say how its activations lie.
+
+Its runs capture modules call by call: a subject on all ranks of an engine, a dense model in this thread.
+"""
 
 from collections.abc import Collection, Mapping
+from contextlib import chdir
 from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import is_state, kind_of, step_of
 from harness.diagnosing.placing.modules_by_name import Watched, located
+from harness.engines.rank_environment import rank_device
 from harness.errors import error_text
 from harness.outcome.blocks import blocks
 from harness.protocols import CaseLike, Subject
-from harness.recording.capturing.module_calls import ModuleCalls, TensorCopy
-from harness.running.locating.captured_run import calls_of_ranks, calls_of_truth
+from harness.recording.capturing.module_calls import CallCapture, ModuleCalls, TensorCopy
 from harness.running.ranks.capacity import memory_bytes
-from harness.running.ranks.execution import RankTask
+from harness.running.ranks.execution import RankTask, sendable
 from harness.running.trials.reference import Function
 from harness.running.trials.trial import Trial
 from harness.running.truth.own import EXACT, InParts, one_rank
-from harness.subject import ALONE
+from harness.subject import ALONE, called, kept_per_rank, session
 
 _COPIES = 8
 """How often what autograd saves is held at most: inputs, outputs and the gradients of both, of subject and truth."""
@@ -76,8 +81,17 @@ def modules_of(trial: Trial, evidence: Evidence) -> Watched | None:
 
 
 def _ranks(trial: Trial, case: CaseLike, subject: str | Subject) -> list[ModuleCalls]:
+    """Run the subject once on all ranks; by rank, what its modules were given and returned.
+
+    Raises what the engine raises, and RequestError when the task cannot be sent to the processes of the ranks.
+    """
     task = RankTask(case=case, subject=subject, device=trial.device, text=trial.text)
-    return calls_of_ranks(task, trial.engine, trial.timeout_s)
+    run = partial(trial.engine.run, world_size=case.world_size, seed=case.seed, timeout_s=trial.timeout_s)
+    if trial.engine.remote:
+        return run(_alone, sendable(task))
+    device, call = torch.device(task.device), task.call
+    with CallCapture() as capture, chdir("."), session(call):
+        return run(_beside, call, case, capture, device, per_rank=kept_per_rank(call))
 
 
 def _truths(trial: Trial, evidence: Evidence) -> tuple[ModuleCalls, list[ModuleCalls], bool]:
@@ -89,20 +103,22 @@ def _truths(trial: Trial, evidence: Evidence) -> tuple[ModuleCalls, list[ModuleC
         if low and not any(kind_of(name) == "act" for run in runs for name in run):
             runs = (trial.dense(names.control, part="control"),)
         return _of_names(named), [_of_names(run) for run in runs], True
-    given = trial.given or None
     if names.own and names.own.dense == ALONE:
         one, own = one_rank(case, trial.subject), trial.subject
-        if given:
-            own = replace(own, call=names.own.with_masks(given), address="")
+        if trial.given:
+            own = replace(own, call=names.own.with_masks(trial.given), address="")
         (calls,) = _ranks(trial, one.but(dtype=EXACT), own.sent)
         return calls, _ranks(trial, one, InParts(own, _PARTS)) if low and calls.outputs else [], False
-    calls = calls_of_truth(_function(names.truth, given), case, trial.device)
-    more = [calls_of_truth(_function(names.control, given), case, trial.device)] if low and calls.outputs else []
-    return calls, more, False
+    calls = _dense(names.truth, trial)
+    return calls, [_dense(names.control, trial)] if low and calls.outputs else [], False
 
 
-def _function(function: Function, given: Mapping[str, Tensor] | None) -> Function:
-    return function if given is None else partial(function, given=given)
+def _dense(function: Function, trial: Trial) -> ModuleCalls:
+    """Run the dense model once in this thread; what its modules were given and returned, nothing when it has none."""
+    given = {"given": trial.given} if trial.given else {}
+    with CallCapture() as capture, capture.on_rank(0):
+        function(trial.case, torch.device(trial.device), **given)
+        return capture.calls(0)
 
 
 def _of_names(outcome: Mapping[str, Tensor]) -> ModuleCalls:
@@ -116,3 +132,17 @@ def _of_names(outcome: Mapping[str, Tensor]) -> ModuleCalls:
         }
 
     return ModuleCalls(outputs=of("act"), inputs={}, gradients=of("act_grad"))
+
+
+def _alone(rank: int, task: RankTask) -> ModuleCalls:
+    """The program of a rank that has its process for itself."""
+    subject = task.call
+    with CallCapture() as capture, session(subject):
+        return _beside(rank, subject, task.case, capture, rank_device(task.device, rank))
+
+
+def _beside(rank: int, subject: Subject, case: CaseLike, capture: CallCapture, device: torch.device) -> ModuleCalls:
+    """The program of a rank where all ranks share the capture."""
+    with capture.on_rank(rank):
+        called(subject, case, device)
+        return capture.calls(rank)

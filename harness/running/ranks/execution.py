@@ -27,7 +27,7 @@ from harness.recording.capturing.module_outputs import Capture
 from harness.recording.measures import Overlap, SavedActivations
 from harness.recording.recorder import Recorder
 from harness.resolve import resolve
-from harness.running.ranks.printed import rank_output
+from harness.running.ranks.output import rank_output
 from harness.running.ranks.watching import Execution, Localized, Watching
 from harness.subject import called, kept_per_rank, named_axes, offers, session
 from harness.torch_internals.compiler import leave_unloaded
@@ -58,6 +58,11 @@ class RankTask:
     watch: bool = False
     overlap: bool = False
     origin_s: float = field(default_factory=time.perf_counter)
+
+    @property
+    def call(self) -> Any:
+        """The subject itself, imported where it is named."""
+        return resolve(self.subject) if isinstance(self.subject, str) else self.subject
 
 
 def execute(
@@ -118,7 +123,7 @@ def perform(rank: int, task: RankTask) -> Execution:
     from harness.engines.threads.state.module_state import own_state  # noqa: PLC0415
 
     leave_unloaded()
-    subject: Any = resolve(task.subject) if isinstance(task.subject, str) else task.subject
+    subject = task.call
     device, past_s = rank_device(task.device, rank), time.perf_counter() - task.origin_s
     origin_s = task.origin_s if 0 <= past_s < _SAME_CLOCK_S else None
     with own_state(kept_per_rank(subject)), session(subject), deterministic_on(device), ExitStack() as entered:

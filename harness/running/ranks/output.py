@@ -15,9 +15,23 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextvars import ContextVar
 from typing import Any
 
-from harness.running.ranks.printed import PRINTED, Line
+_Line = tuple[int, str]
+"""The place of a stream among the two, and the text."""
+
+
+class _Printed:
+    """Prints of one rank in one run: how often each line, and the lines that are not over, by stream."""
+
+    def __init__(self) -> None:
+        self.lines: Counter[_Line] = Counter()
+        self.open: dict[int, tuple[_Stream, str]] = {}
+
+
+_PRINTED: ContextVar[_Printed | None] = ContextVar("shardproof_rank_output", default=None)
+"""Prints of the rank of this thread, None outside of a rank."""
 
 
 @contextmanager
@@ -52,10 +66,10 @@ class _Shown:
     """The lines of a case: how often each was shown, and how often it was not."""
 
     def __init__(self) -> None:
-        self.shown: Counter[Line] = Counter()
-        self.repeated: Counter[Line] = Counter()
+        self.shown: Counter[_Line] = Counter()
+        self.repeated: Counter[_Line] = Counter()
 
-    def is_new(self, line: Line, times: int) -> bool:
+    def is_new(self, line: _Line, times: int) -> bool:
         """Count a line that a rank prints for the n-th time; whether no rank has in any run so far."""
         new = times > self.shown[line]
         (self.shown if new else self.repeated)[line] += 1
@@ -83,7 +97,7 @@ class _Stream:
 
     def write(self, text: str) -> int:
         """Write what is new among the lines of a rank, and whatever others write."""
-        mine = PRINTED.get()
+        mine = _PRINTED.get()
         if mine is None or sys.gettrace() is not None:
             self.under.write(text)
             return len(text)
@@ -105,7 +119,20 @@ class _Stream:
 
     def flush(self) -> None:
         """Show what a rank has begun, and flush."""
-        mine = PRINTED.get()
+        mine = _PRINTED.get()
         if mine is not None:
             self.under.write(mine.open.pop(self._place, (self, ""))[1])
         self.under.flush()
+
+
+@contextmanager
+def rank_output() -> Iterator[None]:
+    """This thread runs a rank's program until the context is left."""
+    mine = _Printed()
+    token = _PRINTED.set(mine)
+    try:
+        yield
+    finally:
+        for stream, _text in list(mine.open.values()):
+            stream.write("\n")
+        _PRINTED.reset(token)

@@ -14,8 +14,8 @@ from harness.checking.evidence import Evidence, Regrouped
 from harness.checking.measures.distance import distance, real
 from harness.checking.measures.kinds import NUMERIC_KINDS, kind_of, step_of
 from harness.checking.measures.measured import Measured, epsilon
-from harness.checking.measures.sums import ROUNDING
 from harness.checking.measures.tolerance import CONTROL_FACTOR, FLOOR_EPSILONS, LEAP
+from harness.checking.measuring import ROUNDING
 from harness.errors import ProgramError, RequestError
 from harness.mesh_axes import SAME_SAMPLES
 from harness.outcome.merging import merge

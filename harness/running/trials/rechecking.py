@@ -61,11 +61,8 @@ def _judged(trial: Trial, evidence: Evidence, checks: Mapping[str, Check], findi
     if stepped.states is None:
         return _doubted(trial, evidence, findings, checks)
     one_step = _doubted(trial, stepped, _again(stepped, findings, checks), checks)
-    if (
-        wrong_of(one_step[1])
-        or stepped.slack
-        or not any(_conditioned(trial, evidence, measured.name) for measured in wrong)
-    ):
+    conditioned = (_conditioned(trial, evidence, measured.name) for measured in wrong)
+    if wrong_of(one_step[1]) or stepped.slack or not any(conditioned):
         return one_step
     from_start = _doubted(trial, evidence, findings, checks)
     return from_start if any(m.allowed <= CONDITIONED for m in wrong_of(from_start[1])) else one_step
@@ -73,10 +70,8 @@ def _judged(trial: Trial, evidence: Evidence, checks: Mapping[str, Check], findi
 
 def _conditioned(trial: Trial, evidence: Evidence, name: str) -> bool:
     """Whether the first control run of training from the start stays near enough for this tensor."""
-    control = control_run(trial).get(name)
-    if control is None:
-        return False
-    return CONTROL_FACTOR * distance(control, evidence.truth[name]).frobenius <= CONDITIONED
+    run, truth = control_run(trial), evidence.truth
+    return name in run and CONTROL_FACTOR * distance(run[name], truth[name]).frobenius <= CONDITIONED
 
 
 def _doubted(trial: Trial, evidence: Evidence, findings: dict[str, Finding], checks: Mapping[str, Check]) -> Found:

@@ -45,9 +45,8 @@ def stepwise(trial: Trial, evidence: Evidence) -> Evidence:
     if states is None:
         return replace(evidence, controls=controls, far={})
     truth = trial.computed(names.truth, states=states) if states else trial.dense(names.truth)
-    stepped = replace(
-        evidence, truth={**evidence.truth, **_known(evidence, truth)}, controls=controls, far={}, states=states
-    )
+    known = {name: truth.get(name, tensor) for name, tensor in evidence.truth.items()}
+    stepped = replace(evidence, truth=known, controls=controls, far={}, states=states)
     return replace(stepped, slack=_slack(trial, states, truth, controls))
 
 
@@ -58,10 +57,6 @@ def _states(trial: Trial, evidence: Evidence) -> dict[str, Tensor] | None:
     if steps > 1 and (not before or any(name not in evidence.merged.tensors for name in before)):
         return None
     return {name: evidence.merged.tensors[name] for name in before}
-
-
-def _known(evidence: Evidence, truth: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in truth.items() if name in evidence.truth}
 
 
 def _slack(
@@ -120,7 +115,8 @@ def measured_apart(trial: Trial, evidence: Evidence) -> Evidence:
 
     As it is where other groupings are held against control runs too.
     """
-    names = {name for run in evidence.controls for name, tensor in run.items() if _is_large(name, tensor)}
+    tensors = [pair for run in evidence.controls for pair in run.items() if kind_of(pair[0]) in _OF_PARAMETERS]
+    names = {name for name, tensor in tensors if tensor.numel() > _LARGE and tensor.is_floating_point()}
     if not names or trial.reference.own:
         return evidence
     truth, far = evidence.truth, dict(evidence.far)
@@ -132,10 +128,6 @@ def measured_apart(trial: Trial, evidence: Evidence) -> Evidence:
         del trial.known[asked]
     kept = tuple({name: run[name] for name in run if name not in names} for run in evidence.controls)
     return replace(evidence, controls=kept, far=far)
-
-
-def _is_large(name: str, tensor: Tensor) -> bool:
-    return kind_of(name) in _OF_PARAMETERS and tensor.numel() > _LARGE and tensor.is_floating_point()
 
 
 def control_run(trial: Trial) -> Mapping[str, Tensor]:

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence, gathered
 from harness.checking.measures.kinds import comparable, kind_of
+from harness.checking.repeats import same_outcomes
 from harness.errors import ShardproofError
 from harness.outcome.merging import Merged, Outcomes, against, held_once
-from harness.running.trials.statements import asked, deviations_of, expectation_of, facts_of, orders_of
-from harness.running.trials.trial import Trial
-from harness.running.trials.watched import watched
+from harness.running.trials.trial import Trial, asked, deviations_of, expectation_of, facts_of, orders_of
 from harness.subject import deviating, left_out
 from harness.torch_internals.memory import give_back
 
@@ -131,3 +130,35 @@ def _given(trial: Trial, kinds: Sequence[str], merged: Merged) -> tuple[Mapping[
     if any(kind_of(flaw.name) in kinds for flaw in merged.flaws):
         return dict(trial.given), True
     return {**trial.dense(trial.reference.truth), **trial.given}, False
+
+
+def watched(trial: Trial, evidence: Evidence) -> Evidence:
+    """Evidence with an unrecorded run beside it: activations captured, outcomes to compare bit for bit."""
+    overlap = any(getattr(term, "hidden", False) for term in evidence.expectation or ())
+    with trial.timed("plain"):
+        plain = trial.run(trial.subject.call, watch=True, overlap=overlap, name=trial.subject.address)
+    if plain.problem:
+        trial.problems["activations"] = plain.problem
+    repeats = [evidence.outcomes]  # rather than the same once more
+    if not same_outcomes(evidence.outcomes, plain.outcomes):
+        repeats = [plain.outcomes]
+        with trial.timed("again"):  # tells a subject that is not deterministic from a recording that disturbs it
+            again = trial.run(trial.subject.call, name=trial.subject.address)
+        repeats.append(again.outcomes)
+    captured: Outcomes = plain.captured
+    if trial.reference.own:  # it knows no modules, unless it returns their tensors by name
+        captured = tuple({name: rank[name] for name in rank if name in evidence.truth} for rank in captured)
+    if evidence.captured:  # masks
+        captured = tuple({**a, **b} for a, b in zip(captured or evidence.captured, evidence.captured, strict=True))
+    merged = gathered(evidence.outcomes, captured, evidence.truth, evidence.merged.tensors)
+    watched_too = replace(
+        evidence,
+        captured=held_once(captured, merged),
+        merged=merged,
+        repeats=tuple(repeats),
+        saved_bytes=plain.saved_bytes,
+        hidden=plain.hidden,
+    )
+    del plain, captured
+    give_back(merged.tensors.values())
+    return watched_too

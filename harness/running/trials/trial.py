@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,11 +15,11 @@ from torch import Tensor
 from harness.engines.calls.callers import is_user, shortened
 from harness.engines.engine import Engine
 from harness.errors import MachineError, RequestError, TimeLimit, error_text
-from harness.protocols import CaseLike, FactsLike, Subject, case_text
+from harness.protocols import Axes, CaseLike, FactsLike, Subject, TermLike, case_text
 from harness.running.ranks.execution import execute
 from harness.running.ranks.watching import Execution
 from harness.running.trials.reference import Function, Reference, decoder
-from harness.subject import NamedSubject
+from harness.subject import NamedSubject, Unanswered, deviations, orders, stated
 from harness.torch_internals.memory import out_of_memory, tight_heap
 
 _LATE_S = 0.5
@@ -177,3 +177,45 @@ def too_long(part: str, limit_s: float) -> str:
     """Message about a part of a case that had to be ended from outside."""
     what = PARTS.get(part, f"the part {part!r} of the case")
     return f"time limit of {limit_s:g} s: {what} did not end, and could not be interrupted; legal: a larger --timeout"
+
+
+T = TypeVar("T")
+
+
+def facts_of(trial: Trial) -> FactsLike | None:
+    """Statements of the reference about the case's data; an exception is noted as a problem of the check."""
+    model = trial.reference.model
+    if model and not trial.facts:
+        try:
+            with trial.timed("truth"):
+                trial.facts.append(model.data_facts(trial.case))
+        except Exception as problem:
+            trial.problems["data"] = f"the reference could not state what must hold of the data: {error_text(problem)}"
+    return trial.facts[0] if trial.facts else None
+
+
+def expectation_of(trial: Trial) -> tuple[TermLike, ...] | None:
+    """The subject's closed form, None when it states none; a closed form that raises is noted as a problem."""
+    return asked(trial, "expectation", lambda: stated(trial.case, trial.subject.call), None)
+
+
+def orders_of(trial: Trial) -> Axes:
+    """The subject's own rank orders, none when it states none; rank lists that are none are noted as a problem."""
+    return asked(trial, "groups", lambda: orders(trial.case, trial.subject.call), {})
+
+
+def deviations_of(trial: Trial) -> Mapping[str, float]:
+    """Statements of the subject, or else the reference, about initial values."""
+    none: Mapping[str, float] = {}
+    own = asked(trial, "initial_values", lambda: deviations(trial.case, trial.subject.call), none)
+    model = trial.reference.model
+    return own or (model.initial_deviations(trial.case) if model else {})
+
+
+def asked(trial: Trial, check: str, ask: Callable[[], T], without: T) -> T:
+    """Statement of the subject about itself; `without`, and a problem of this check, when its own code fails."""
+    try:
+        return ask()
+    except Unanswered as problem:  # no verdict on the run, and it must not read as if nothing were stated
+        trial.problems[check] = str(problem)
+        return without

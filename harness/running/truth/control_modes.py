@@ -5,7 +5,7 @@ product is the sum of products over slices of the contracted dimension, last sli
 the run. Sums over a dimension likewise. Attention is made of matrix products here, not torch's fused kernel.
 
 A sum of rows, such as the gradient of a bias, adds the rows of a slice one after the other. torch's kernel of a layer
-norm does so too, and no order rounds more (harness.checking.measures.kinds). The sum is in float32 at least, or in the
+norm does so too, and no order rounds more (harness.checking.measuring). The sum is in float32 at least, or in the
 dtype itself where the number of slices is odd.
 
 With parts=PERTURBED nothing is cut: the result of every operator is off by a random part of its rounding instead. The

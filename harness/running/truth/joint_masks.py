@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from harness.checking.evidence import MaskDraws
-from harness.mesh_axes import PIPELINE, SAME_SAMPLES, SLICES
+from harness.mesh_axes import PIPELINE, SAME_SAMPLES, SLICES, place_of_rank
 from harness.outcome.blocks import Block
 from harness.protocols import Axes, CaseLike
 from harness.recording.capturing.dropout_masks import Draw, taken_out
@@ -100,7 +100,7 @@ def _matched(
     """Every draw of the truth: its number, the data ranks whose rows it has, and what ranks drew for it."""
     lines = {draw.line for draw in truth}
     by_line = lines == {draw.line for drawn in ranks for draw in drawn}
-    stages, data_ranks = _places(axes, PIPELINE, len(ranks)), _places(axes, "dp", len(ranks))
+    stages, data_ranks = ([place_of_rank(axes, axis, rank) for rank in range(len(ranks))] for axis in (PIPELINE, "dp"))
     dp, rounds = 1 + max(data_ranks), case.steps * case.micro
     for line in sorted(lines) if by_line else [""]:
         numbers = [number for number, draw in enumerate(truth) if draw.line == line or not by_line]
@@ -187,9 +187,3 @@ def _block(block: Block, place: tuple[int, ...], shape: tuple[int, ...]) -> Bloc
 def _shape(draw: Draw) -> tuple[int, ...]:
     """The shape of what was dropped, that of the full tensor where it is a DTensor."""
     return draw.blocks[0].global_shape
-
-
-def _places(axes: Axes, axis: str, world_size: int) -> list[int]:
-    """The place of every rank in its group along an axis; 0 where there is no such axis."""
-    found = {rank: place for group in axes.get(axis, ()) for place, rank in enumerate(group)}
-    return [found.get(rank, 0) for rank in range(world_size)]

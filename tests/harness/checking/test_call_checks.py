@@ -39,7 +39,6 @@ class Strided:
     order: Any = None
 
     def axes(self, case: Case) -> Any:
-        """The rank lists of its axes."""
         return self.order
 
     def __call__(self, case: Case, device: torch.device) -> dict[str, Tensor]:
@@ -147,7 +146,6 @@ class Exposed:
     modes, refuses, expected = subject.modes, subject.refuses, subject.expected
 
     def __call__(self, case: Case, device: torch.device) -> Any:
-        """Every call synchronous."""
         return subject(case.but(overlap=False), device)
 
 

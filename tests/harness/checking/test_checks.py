@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from harness.checking.call_checks import split_share
 from harness.checking.checks import CHECKS, examine
@@ -14,27 +13,32 @@ from harness.engines.engine import Unwaited
 from harness.outcome.blocks import Block, localize
 from harness.shard import Shard
 from reference.data.anchors import Facts
-from tests.harness.toy_evidence import case, events, evidence, named, outcome_of, truth
+from tests.harness.toy_evidence import case, events, evidence, named, outcome_of, planted, truth
 
 W1, BIAS = "layers.0.mlp.w1.weight", "layers.0.mlp.w2.bias"
 
 
-def with_wrong(name: str, tensor: Tensor) -> Evidence:
-    """Right evidence but for one tensor, equally wrong on both ranks."""
-    values = {**truth(), name: tensor}
-    return evidence(*(outcome_of(rank, values) for rank in range(2)))
+ASKED = set(CHECKS) - {"waits", "overlap", "saved", "routing"}
+"""Nothing asynchronous, no checkpoint, no experts."""
+COVERAGE = {"coverage": CHECKS["coverage"]}
+
+
+def whole() -> dict[str, Any]:
+    """Outcome of a rank that holds every gradient whole."""
+    return {
+        name: Shard(tensor, (0,) * tensor.dim(), tuple(tensor.shape)) if name.startswith("grad/") else tensor
+        for name, tensor in truth().items()
+    }
 
 
 def test_right_evidence_passes_every_check() -> None:
     findings = examine(evidence())
-    assert (
-        named(findings, PASS) == set(findings) == set(CHECKS) - {"waits", "overlap", "saved", "routing"}
-    )  # nothing asynchronous, no checkpoint, no experts
+    assert named(findings, PASS) == set(findings) == ASKED
     assert all(not finding.unchecked for finding in findings.values())
 
 
 def test_a_count_in_bfloat16_fails_tokens_alone_and_both_counts_are_named() -> None:
-    findings = examine(with_wrong("tokens/1", truth()["tokens/1"].bfloat16().long()))
+    findings = examine(planted({"tokens/1": truth()["tokens/1"].bfloat16().long()}))
     assert named(findings, FAIL) == {"tokens"}
     assert findings["tokens"].message == "tokens/1 is 264, and the dense model counts 263"
 
@@ -50,8 +54,7 @@ def test_data_that_break_a_statement_fail_data_and_the_first_element_is_named() 
 
 def test_rounding_passes() -> None:
     noisy = {name: tensor * (1 + 3e-14) for name, tensor in truth().items() if tensor.is_floating_point()}
-    findings = examine(evidence(*(outcome_of(rank, truth() | noisy) for rank in range(2))))
-    assert named(findings, PASS) == set(CHECKS) - {"waits", "overlap", "saved", "routing"}
+    assert named(examine(planted(noisy)), PASS) == ASKED
 
 
 def test_each_check_says_what_it_did_not_see() -> None:
@@ -66,13 +69,11 @@ def test_each_check_says_what_it_did_not_see() -> None:
 
 def test_a_name_that_the_truth_does_not_know_is_no_pass_and_the_nearest_one_is_told() -> None:
     slip = {name.replace("param/", "params/"): tensor for name, tensor in truth().items()}
-    (finding,) = examine(
-        evidence(*(outcome_of(rank, slip) for rank in range(2))), {"coverage": CHECKS["coverage"]}
-    ).values()
+    finding = examine(evidence(*(outcome_of(rank, slip) for rank in range(2))), COVERAGE)["coverage"]
     assert finding.verdict == UNKNOWN
     assert f"params/{BIAS} (param/{BIAS}?)" in finding.message and f"params/{BIAS}" in finding.unchecked
     own = replace(evidence(), captured=(localize({"act/my_module": torch.ones(2)}),) * 2)
-    assert examine(own, {"coverage": CHECKS["coverage"]})["coverage"].verdict == PASS, "a module of its own"
+    assert examine(own, COVERAGE)["coverage"].verdict == PASS, "a module of its own"
 
 
 @pytest.mark.parametrize("returned", [{}, {"my_loss": torch.ones(())}])
@@ -101,9 +102,8 @@ def test_runs_that_differ_without_recording_are_not_deterministic() -> None:
     shaky = replace(shaky, repeats=(*shaky.repeats, [localize(rank) for rank in third]))
     findings = examine(shaky)
     assert named(findings, FAIL) == {"determinism"}
-    assert findings["determinism"].message.startswith(
-        "loss/0 on rank 0 differs between two runs of the same case: in 1"
-    )
+    words = "loss/0 on rank 0 differs between two runs of the same case: in 1"
+    assert findings["determinism"].message.startswith(words)
 
 
 def test_a_name_that_only_one_run_returns_is_no_determinism() -> None:
@@ -123,23 +123,15 @@ def test_a_split_that_moves_nothing_fails_although_every_number_is_right() -> No
 
 
 def test_ranks_that_hold_everything_in_full_fail_although_they_talk() -> None:
-    whole = {
-        name: Shard(tensor, (0,) * tensor.dim(), tuple(tensor.shape)) if name.startswith("grad/") else tensor
-        for name, tensor in truth().items()
-    }
-    findings = examine(evidence(whole, whole))
+    findings = examine(evidence(whole(), whole()))
     assert named(findings, FAIL) == {"parallelism"}
     assert "every rank holds the full tensor of all 4 shards" in findings["parallelism"].message
 
 
 def test_where_wp_splits_the_weights_tp_does_not() -> None:
     """mode=isp tp=2 wp=1 has whole weights on every rank, and is right; tp=2 wp=2 has not."""
-    whole = {
-        name: Shard(tensor, (0,) * tensor.dim(), tuple(tensor.shape)) if name.startswith("grad/") else tensor
-        for name, tensor in truth().items()
-    }
-    assert "parallelism" in named(examine(evidence(whole, whole, case=case("mode=isp tp=2 wp=2"))), FAIL)
-    finding = examine(evidence(whole, whole, case=case("mode=isp tp=2 wp=1")))["parallelism"]
+    assert "parallelism" in named(examine(evidence(whole(), whole(), case=case("mode=isp tp=2 wp=2"))), FAIL)
+    finding = examine(evidence(whole(), whole(), case=case("mode=isp tp=2 wp=1")))["parallelism"]
     assert finding.verdict == PASS and finding.message.endswith("; no axis of it splits weights")
 
 
@@ -171,15 +163,10 @@ def test_returning_only_full_tensors_leaves_local_shapes_unchecked() -> None:
 
 
 def test_works_that_nobody_waits_for_fail_and_waited_ones_pass() -> None:
-    from_rank_one = tuple(
-        Unwaited(rank=1, op="all_gather", number=number, group="tp (0 1)", caller="model.py:9 in forward")
-        for number in range(3)
-    )
-    finding = examine(evidence(unwaited=from_rank_one))["waits"]
+    work = Unwaited(rank=1, op="all_gather", number=0, group="tp (0 1)", caller="model.py:9 in forward")
+    finding = examine(evidence(unwaited=tuple(replace(work, number=number) for number in range(3))))["waits"]
     assert finding.verdict == FAIL and finding.ranks == (1,)
-    assert finding.message == (
-        "all_gather #0 of tp (0 1) at model.py:9 in forward was never waited for; 2 more like it"
-    )
+    assert finding.message == "all_gather #0 of tp (0 1) at model.py:9 in forward was never waited for; 2 more like it"
     started = tuple(replace(event, is_async=True) for event in events())
     assert examine(evidence(events=started))["waits"].verdict == PASS
     assert "waits" not in examine(evidence())
@@ -203,9 +190,7 @@ def test_an_exception_inside_a_check_is_unknown_with_its_text() -> None:
 
 def test_low_precision_that_rounding_explains_is_unknown_not_a_pass() -> None:
     wild = {name: tensor + torch.ones_like(tensor) for name, tensor in truth().items()}
-    bf16 = evidence(
-        *(outcome_of(rank, wild) for rank in range(2)), case=case("mode=tp tp=2 dtype=bfloat16"), controls=(wild,)
-    )
+    bf16 = planted(wild, case=case("mode=tp tp=2 dtype=bfloat16"), controls=(wild,))
     finding = examine(bf16)["parameter_gradients"]
     assert finding.verdict == UNKNOWN
     assert finding.message.endswith("rounding alone explains any error")
@@ -217,6 +202,6 @@ def test_captured_activations_are_checked_like_returned_ones() -> None:
     ranks = tuple(outcome_of(rank, returned) for rank in range(2))
     assert not {"activations", "activation_gradients"} & set(examine(evidence(*ranks)))
     findings = examine(evidence(*ranks, captured=captured))
-    assert named(findings, PASS) == set(CHECKS) - {"waits", "overlap", "saved", "routing"}
+    assert named(findings, PASS) == ASKED
     captured[1] = localize({name: truth()[name] * 2 for name in truth() if name.startswith("act/")})
     assert named(examine(evidence(*ranks, captured=captured)), FAIL) == {"merge", "replicas"}

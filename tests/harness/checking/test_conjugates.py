@@ -1,6 +1,7 @@
 """The law of conjugate moves on plain torch: gradients that autograd needs must return, and nothing else has to."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -38,7 +39,6 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """The same exchange."""
         return exchanged(gradients[0]) if ctx.back else gradients[0], None
 
 
@@ -68,12 +68,10 @@ class Returned(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_BD: Tensor) -> Tensor:
-        """Nothing."""
         return x_BD.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """An exchange."""
         return exchanged(gradients[0])
 
 
@@ -89,7 +87,6 @@ class Again(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """The layer once more, and its backward."""
         given = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad():
             made = ctx.layer(given)
@@ -111,7 +108,6 @@ class Experts(nn.Module):
 
 
 def there_and_back(x_BD: Tensor) -> Tensor:
-    """An exchange with its conjugate."""
     made: Tensor = Exchange.apply(x_BD, True)
     return made
 
@@ -192,62 +188,58 @@ def evaluated(layer: nn.Module) -> Callable[[Tensor], Tensor]:
     return twice
 
 
+def whole(x_BD: Tensor) -> Tensor:
+    """A sum over ranks and its whole gradient."""
+    made: Tensor = Summed.apply(x_BD, True)
+    return made
+
+
+def cut(x_BD: Tensor) -> Tensor:
+    """The planted bug: a sum over ranks, of whose gradient each has its own rows alone."""
+    made: Tensor = Summed.apply(x_BD, False)
+    return made
+
+
+right = partial(Experts, there_and_back, there_and_back)
+lost = partial(Experts, there_alone, there_and_back)
+MORE, FEWER = (
+    "{} all-to-alls of {} B over tp go forward and {} of {} B backward".format(*numbers)
+    for numbers in ((6, 384, 4, 256), (4, 256, 2, 128))
+)
 RIGHT: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
-    "experts fed by inputs": lambda: Experts(there_and_back, there_and_back),
-    "several layers, the first fed by inputs": lambda: nn.Sequential(
-        Experts(there_and_back, there_and_back), Experts(counted, there_and_back)
-    ),
+    "experts fed by inputs": right,
+    "several layers, the first fed by inputs": lambda: nn.Sequential(right(), Experts(counted, there_and_back)),
     "torch's own exchange": lambda: Experts(functional_autograd, functional_autograd),
     "functional code outside of modules": lambda: plain(there_and_back),
     "torch's own exchange outside of modules": lambda: plain(functional_autograd),
-    "computed again": lambda: again(Experts(there_and_back, there_and_back), reentrant=False),
-    "computed again by a backward of its own": lambda: again(Experts(there_and_back, there_and_back), reentrant=True),
-    "computed again by a library": lambda: again_by(Experts(there_and_back, there_and_back)),
-    "a sum that a library computes again": lambda: again_by(Experts(there_and_back, lambda x: Summed.apply(x, True))),
-    "a forward that no backward follows": lambda: evaluated(Experts(there_and_back, there_and_back)),
-    "a sum of inputs": lambda: Experts(lambda x: Summed.apply(x, False), lambda x: Summed.apply(x, True)),
+    "computed again": lambda: again(right(), reentrant=False),
+    "computed again by a backward of its own": lambda: again(right(), reentrant=True),
+    "computed again by a library": lambda: again_by(right()),
+    "a sum that a library computes again": lambda: again_by(Experts(there_and_back, whole)),
+    "a forward that no backward follows": lambda: evaluated(right()),
+    "a sum of inputs": lambda: Experts(cut, whole),
 }
 WRONG: dict[str, tuple[Callable[[], Callable[[Tensor], Tensor]], str]] = {
-    "an exchange": (
-        lambda: nn.Sequential(Experts(there_and_back, there_alone), Experts(there_and_back, there_and_back)),
-        "6 all-to-alls of 384 B over tp go forward and 4 of 256 B backward",
-    ),
-    "an exchange that autograd does not see": (
-        lambda: nn.Sequential(Experts(there_and_back, unseen), Experts(there_and_back, there_and_back)),
-        "6 all-to-alls of 384 B over tp go forward and 4 of 256 B backward",
-    ),
-    "an exchange that is computed again": (
-        lambda: again(Experts(there_alone, there_and_back), reentrant=False),
-        "4 all-to-alls of 256 B over tp go forward and 2 of 128 B backward",
-    ),
-    "an exchange that a backward of its own computes again": (
-        lambda: again(Experts(there_alone, there_and_back), reentrant=True),
-        "4 all-to-alls of 256 B over tp go forward and 2 of 128 B backward",
-    ),
-    "an exchange that a library computes again": (
-        lambda: again_by(Experts(there_alone, there_and_back)),
-        "4 all-to-alls of 256 B over tp go forward and 2 of 128 B backward",
-    ),
+    "an exchange": (lambda: nn.Sequential(Experts(there_and_back, there_alone), right()), MORE),
+    "an exchange that autograd does not see": (lambda: nn.Sequential(Experts(there_and_back, unseen), right()), MORE),
+    "an exchange that is computed again": (lambda: again(lost(), reentrant=False), FEWER),
+    "an exchange that a backward of its own computes again": (lambda: again(lost(), reentrant=True), FEWER),
+    "an exchange that a library computes again": (lambda: again_by(lost()), FEWER),
     "the only exchange, computed again": (
         lambda: again_by(Experts(there_alone, lambda x: x)),
         "2 all-to-alls of 128 B over tp go forward and 0 of 0 B backward",
     ),
     "a cut sum that a library computes again": (
-        lambda: again_by(Experts(there_and_back, lambda x: Summed.apply(x, False))),
+        lambda: again_by(Experts(there_and_back, cut)),
         "2 reduce_scatters of 64 B float32 over tp in forward of no module",
     ),
-    "an exchange, beside a forward that no backward follows": (
-        lambda: evaluated(Experts(there_alone, there_and_back)),
-        "4 all-to-alls of 256 B over tp go forward and 2 of 128 B backward",
-    ),
+    "an exchange, beside a forward that no backward follows": (lambda: evaluated(lost()), FEWER),
     "an exchange too many": (
         lambda: plain(lambda x_BD: Exchange.apply(x_BD, True) + Returned.apply(Returned.apply(x_BD))),
         "4 all-to-alls of 256 B over tp go forward and 6 of 384 B backward",
     ),
     "a cut sum": (
-        lambda: nn.Sequential(
-            Experts(there_and_back, lambda x: Summed.apply(x, False)), Experts(there_and_back, there_and_back)
-        ),
+        lambda: nn.Sequential(Experts(there_and_back, cut), right()),
         "2 reduce_scatters of 64 B float32 over tp in forward of 0",
     ),
 }

@@ -29,7 +29,7 @@ from reference.case import Case
 from reference.training import subject as dense
 from reports.stored.frames import load
 from reports.stored.unchecked import unchecked_notes
-from tests.harness.toy_evidence import evidence, outcome_of, truth
+from tests.harness.toy_evidence import evidence, outcome_of, planted, truth
 from tests.harness.toy_subjects import LoopEngine
 
 W1, W2, BIAS = (f"layers.0.mlp.{leaf}" for leaf in ("w1.weight", "w2.weight", "w2.bias"))
@@ -44,10 +44,8 @@ def answer(*missing: str, declared: tuple[str, ...] = (), **more: torch.Tensor) 
 def test_a_gap_in_a_kind_is_unknown_and_says_what_to_return_or_declare() -> None:
     found = answer(f"grad/{BIAS}")
     assert found.verdict == UNKNOWN and found.unchecked == (f"grad/{BIAS}",)
-    assert found.message.endswith(
-        f"grad/{BIAS} is missing beside other grad/ names: return it, or declare what is left out as "
-        f"subject.unchecked = ('grad/{BIAS}',)"
-    )
+    rule = "return it, or declare what is left out as subject.unchecked"
+    assert found.message.endswith(f"grad/{BIAS} is missing beside other grad/ names: {rule} = ('grad/{BIAS}',)")
     two = answer("loss/1", f"param/{W1}", f"param/{W2}")
     assert two.verdict == UNKNOWN
     assert "loss/1 is missing" in two.message and f"param/{W1}, param/{W2} are missing" in two.message
@@ -101,7 +99,6 @@ class Unbiased:
         self.unchecked = unchecked
 
     def __call__(self, case: Case, device: torch.device) -> dict[str, torch.Tensor]:
-        """All names but those."""
         outcome = dense.subject(case, device)
         return {name: x for name, x in outcome.items() if not (name.startswith("grad/") and name.endswith(".bias"))}
 
@@ -122,7 +119,6 @@ OTHERS = [f"grad/layers.{number}.weight" for number in range(8)]
 
 
 def gradients(names: list[str]) -> dict[str, Tensor]:
-    """A gradient of each name."""
     return {name: 1 + torch.rand(6, generator=torch.Generator().manual_seed(len(name))).double() for name in names}
 
 
@@ -130,8 +126,7 @@ def in_bfloat16(true: dict[str, Tensor], undecided: list[str], returned: dict[st
     """Evidence of a case in bfloat16 in which a control run is far from the truth for these names."""
     case = evidence().case.but(dtype="bfloat16")
     control = {name: -tensor if name in undecided else tensor for name, tensor in true.items()}
-    ranks = [outcome_of(rank, returned) for rank in range(2)]
-    return evidence(*ranks, truth=true, case=case, controls=(control,), **more)
+    return planted(returned, truth=true, case=case, controls=(control,), **more)
 
 
 def test_a_wrong_gradient_that_rounding_may_explain_is_not_decided_and_the_verdict_says_so() -> None:
@@ -153,19 +148,16 @@ def test_a_kind_with_no_decided_tensor_is_unknown_beside_kinds_that_are_decided(
     true = {name: tensor for name, tensor in truth().items() if name.startswith(("loss/", "logits/"))}
     found = numeric("forward")(in_bfloat16(true, ["logits/0", "logits/1"], true))
     assert found is not None and found.verdict == UNKNOWN
-    assert found.message == (
-        "no tensor of the logits could be compared: rounding alone explains any error; first: logits/0"
-    )
+    words = "no tensor of the logits could be compared: rounding alone explains any error; first: logits/0"
+    assert found.message == words
     assert found.decided == {"loss": (2, 2), "logits": (0, 2)}
     whole = numeric("forward")(in_bfloat16(true, ["logits/1"], true))
     assert whole is not None and (whole.verdict, whole.decided["logits"]) == (PASS, (1, 2))
 
 
 def test_what_is_left_out_on_purpose_and_what_is_never_returned_counts_among_all() -> None:
-    true = truth()
-    returned = {name: tensor for name, tensor in true.items() if not name.startswith(("act", "logits"))}
-    left_out = returned.pop("grad/layers.0.mlp.w2.bias")
-    assert left_out is not None
+    gone = ("act", "logits", f"grad/{BIAS}")
+    returned = {name: tensor for name, tensor in truth().items() if not name.startswith(gone)}
     seen = evidence(*(outcome_of(rank, returned) for rank in range(2)), declared=("grad/*.bias",))
     found = numeric("parameter_gradients")(seen)
     assert found is not None and found.decided == {"grad": (3, 4)}
@@ -179,7 +171,7 @@ def test_a_tensor_that_is_zero_but_for_rounding_is_decided_since_any_other_value
 
     def judged(value: float) -> tuple[str, tuple[int, int]]:
         returned = {**true, "grad/key.bias": torch.full((6,), value, dtype=torch.float64)}
-        found = numeric("parameter_gradients")(evidence(*(outcome_of(rank, returned) for rank in range(2)), truth=true))
+        found = numeric("parameter_gradients")(planted(returned, truth=true))
         assert found is not None
         return found.verdict, found.decided["grad"]
 
@@ -227,13 +219,9 @@ def test_what_is_not_certain_of_the_ledger_is_a_note(tmp_path: Path) -> None:
 
 
 def test_the_share_of_the_parameters_that_is_split_is_a_note_the_least_first(tmp_path: Path) -> None:
-    told = [
-        f"2 of 2 ranks talk over tp=2; 1 of 9 sharded tensors are smaller on a rank; {share}{SPLIT}"
-        for share in (99, 1, 99)
-    ]
-    assert notes(
-        tmp_path, *(("parallelism", one, (), "pass") for one in told), ("parallelism", "2 of 2", (), "pass")
-    ) == ["share of the parameters that is split: 1 % (1 case); 99 % (2 cases)"]
+    words = "2 of 2 ranks talk over tp=2; 1 of 9 sharded tensors are smaller on a rank; "
+    rows = [("parallelism", told, (), "pass") for told in (*(f"{words}{share}{SPLIT}" for share in (99, 1, 99)), "2")]
+    assert notes(tmp_path, *rows) == ["share of the parameters that is split: 1 % (1 case); 99 % (2 cases)"]
 
 
 def test_rows_are_named_by_the_most_frequent_list(tmp_path: Path) -> None:
@@ -245,10 +233,8 @@ def test_a_run_states_that_its_corpus_is_repeated(tmp_path: Path) -> None:
     corpus, text = tmp_path / "short.txt", "to be or not to be"
     corpus.write_text(text)
     words = f"mode=tp tp=2 layers=1 hidden=16 heads=2 seq=8 steps=1 micro=2 batch=2 vocab=300 data={corpus}"
-    result = run(
-        Request(cases=parse_cases((words,)), subject=named("tests.harness.toy_subjects:right"), out=tmp_path / "runs")
-    )
-    told = unchecked_notes(load(result.path))
+    right = named("tests.harness.toy_subjects:right")
+    told = unchecked_notes(load(run(Request(cases=parse_cases((words,)), subject=right, out=tmp_path / "runs")).path))
     assert f"data: the case reads 33 tokens and the corpus holds {len(text) + 1}: it is repeated (1 case)" in told
     missing = 300 - len(set(text)) - 1
     assert any(f"({missing} of 300 rows never looked up; first or last of a shard: 0, " in note for note in told)

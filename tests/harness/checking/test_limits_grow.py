@@ -15,8 +15,7 @@ from torch.nn import functional
 
 from harness.checking.evidence import PASS, Evidence
 from harness.checking.measures.measured import Measured, epsilon
-from harness.checking.measures.sums import error_of_sums, tokens_of
-from harness.checking.measuring import compared
+from harness.checking.measuring import compared, error_of_sums, tokens_of
 from harness.running.truth.control_modes import partial_sums
 from reference.case import Case
 from reference.training.control import split_norm, squares_in_turn

@@ -29,9 +29,8 @@ from harness.running.result import CaseResult
 from harness.running.run import run
 from harness.running.trials import rounding
 from harness.running.trials.rounding import FURTHER_PARTS, MORE_PARTS, NEAR, controlled, measured_apart, stepwise
-from harness.running.trials.runs import recorded
+from harness.running.trials.runs import recorded, watched
 from harness.running.trials.trial import Trial
-from harness.running.trials.watched import watched
 from harness.subject import named
 from parallel.subject import subject
 from parallel.training import step as step_

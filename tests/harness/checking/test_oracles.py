@@ -26,7 +26,7 @@ from harness.shard import Shard
 from reference.case import Case
 from reference.data.anchors import Facts
 from reference.training import subject as dense
-from tests.harness.toy_evidence import TERMS, case, evidence, named, outcome_of, truth
+from tests.harness.toy_evidence import TERMS, case, evidence, named, outcome_of, planted, truth
 
 
 def right_ranks() -> tuple[dict[str, object], ...]:
@@ -75,9 +75,7 @@ WRONG: dict[str, Callable[[], Evidence]] = {
     "initial_values": lambda: against("init"),
     "masks": lambda: against("mask"),
     "tokens": lambda: against("tokens"),
-    "routing": lambda: evidence(
-        *(outcome_of(rank, {**truth(), CHOICE: ~CHOSEN}) for rank in range(2)), truth={**truth(), CHOICE: CHOSEN}
-    ),
+    "routing": lambda: planted({CHOICE: ~CHOSEN}, truth={**truth(), CHOICE: CHOSEN}),
     "forward": lambda: against("loss", "logits"),
     "activations": lambda: against("act"),
     "activation_gradients": lambda: against("act_grad"),
@@ -130,11 +128,9 @@ def test_a_proof_against_another_model_fails_in_every_number(engine: InprocEngin
     case = Case.parse("mode=tp tp=2 layers=1 hidden=16 heads=4 ffn=16 seq=8 vocab=264")
     wrong = replace(decoder(), truth=other_truth)
     result = prove(case, "parallel.subject:subject", engine, reference=wrong)
-    failed = {verdict.check for verdict in result.verdicts if verdict.verdict == FAIL}
-    passed = {verdict.check for verdict in result.verdicts if verdict.verdict == PASS}
+    of = {told: {verdict.check for verdict in result.verdicts if verdict.verdict == told} for told in (FAIL, PASS)}
     numbers = {"forward", "activations", "activation_gradients", "parameter_gradients", "gradient_norm", "update"}
-    assert failed == numbers
-    assert {"ledger", "merge", "replicas", "determinism"} <= passed
+    assert of[FAIL] == numbers and {"ledger", "merge", "replicas", "determinism"} <= of[PASS]
 
 
 CASE = case("mode=tp-sp tp=2 seq=16 dropout=0.25 random=stateful")
@@ -146,29 +142,22 @@ def two_sided(terms: dict[int, Fraction]) -> dict[int, float]:
     return {k: float(min(Fraction(1), 2 * min(below[k], above[k]))) for k in terms}
 
 
-def of_binomial(n: int, p: Fraction) -> dict[int, Fraction]:
-    return {k: comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(n + 1)}
-
-
-def of_overlap(n: int, a: int, b: int) -> dict[int, Fraction]:
-    least, most = max(0, a + b - n), min(a, b)
-    return {k: Fraction(comb(a, k) * comb(n - a, b - k), comb(n, b)) for k in range(least, most + 1)}
+def exact_and_valid(terms: dict[int, Fraction], found: dict[int, float]) -> None:
+    assert found == pytest.approx(two_sided(terms), rel=1e-9)
+    assert all(sum(float(terms[k]) for k in terms if found[k] <= limit) <= limit for limit in (0.5, 0.1, 1e-3, 1e-9))
 
 
 @pytest.mark.parametrize(("n", "p"), [(1, Fraction(1, 2)), (7, Fraction(9, 10)), (40, Fraction(1, 3))])
 def test_binomial_probabilities_are_exact_and_valid(n: int, p: Fraction) -> None:
-    terms = of_binomial(n, p)
-    found = {k: binomial(k, n, float(p)) for k in terms}
-    assert found == pytest.approx(two_sided(terms), rel=1e-9)
-    assert all(sum(float(terms[k]) for k in terms if found[k] <= limit) <= limit for limit in (0.5, 0.1, 1e-3, 1e-9))
+    terms = {k: comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(n + 1)}
+    exact_and_valid(terms, {k: binomial(k, n, float(p)) for k in terms})
 
 
 @pytest.mark.parametrize(("n", "a", "b"), [(5, 2, 3), (30, 27, 26), (40, 11, 23), (6, 6, 2)])
 def test_overlap_probabilities_are_exact_and_valid(n: int, a: int, b: int) -> None:
-    terms = of_overlap(n, a, b)
-    found = {k: hypergeometric(k, n, a, b) for k in terms}
-    assert found == pytest.approx(two_sided(terms), rel=1e-9)
-    assert all(sum(float(terms[k]) for k in terms if found[k] <= limit) <= limit for limit in (0.5, 0.1, 1e-3, 1e-9))
+    overlaps = range(max(0, a + b - n), min(a, b) + 1)
+    terms = {k: Fraction(comb(a, k) * comb(n - a, b - k), comb(n, b)) for k in overlaps}
+    exact_and_valid(terms, {k: hypergeometric(k, n, a, b) for k in terms})
 
 
 def test_large_counts_neither_overflow_nor_take_long() -> None:

@@ -67,19 +67,11 @@ def test_a_pass_lists_what_was_not_compared() -> None:
 @pytest.mark.parametrize(
     ("terms", "message", "cause"),
     [
-        (
-            [replace(ALL, calls=19)],
-            "calls=19, total_bytes=6400), found 20 calls, 6400 B: 4 in forward of",
-            "more calls",
-        ),
+        ([replace(ALL, calls=19)], "calls=19, total_bytes=6400), found 20 calls, 6400 B: 4 in forward", "more calls"),
         ([replace(ALL, calls=21)], "calls=21, total_bytes=6400), found 20 calls, 6400 B: 4 in forward of", "left out"),
         ([replace(ALL, total_bytes=6000)], "total_bytes=6000), found 20 calls, 6400 B: 4 in", "of other sizes"),
         ([ALL, Term(op="all_gather", calls=1)], 'expected Term(op="all_gather", calls=1), found none', "left out"),
-        (
-            [ALL, Term(phase="loss", calls=3)],
-            "calls=3), found 4 calls, 256 B: 4 in loss of no module at model.py:7",
-            "more",
-        ),
+        ([ALL, Term(phase="loss", calls=3)], "found 4 calls, 256 B: 4 in loss of no module at model.py:7", "more"),
         ([Term(phase="forward")], "extra event in loss of no module (4 calls): all_reduce max of 64 B", "too many"),
         ([*TERMS, Term(op="all_reduce", calls=19)], "expected Term(op=", "more calls"),
         ([*TERMS[1:], Term(op="all_reduce", total_bytes=1)], "total_bytes=1), found 20 calls, 6400 B", "other sizes"),

@@ -43,7 +43,6 @@ class Routed:
         self.truth_has_maps = truth_has_maps
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Tensor | Shard]:
-        """Maps and a loss of this rank."""
         rank = dist.get_rank()
         row = rank // case.tp if case.dp > 1 else 0
         mine = whole()[row : row + 1] if case.dp > 1 else whole()

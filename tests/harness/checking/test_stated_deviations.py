@@ -1,7 +1,7 @@
 """Statements of a subject: deviations, which cover no other failure; terms that hold at some places of the mesh."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,6 @@ class Balanced(Network):
             setattr(self, name, said)
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
-        """The outcome."""
         outcome = dict(super().__call__(case, device))
         outcome["grad/w2"].local.mul_(self.deviation)
         if self.bug == "w1":
@@ -63,7 +62,6 @@ class Wired(Balanced):
 
     @staticmethod
     def expected(case: Any) -> list[Any]:
-        """Nothing."""
         return []
 
 
@@ -153,7 +151,7 @@ def test_the_notes_of_a_run_name_it(tmp_path: Path) -> None:
 
 
 PLACED = Case.parse("mode=tp tp=2 dp=3 layers=1 hidden=16 heads=4 ffn=16 vocab=128 seq=8 batch=2 micro=1 steps=2")
-BYTES = 24
+BYTES, AXES = 24, ("tp", "dp")
 
 
 def terms(at: Mapping[str, int], steps: int = 2) -> list[Term]:
@@ -169,11 +167,7 @@ class Uneven:
     modes: tuple[str, ...] = ("tp",)
 
     def __call__(self, case: Case, device: torch.device) -> dict[str, Any]:
-        groups = {axis: [dist.new_group(list(ranks)) for ranks in case.axes[axis]] for axis in ("tp", "dp")}
-        mine = {
-            axis: next(group for group, ranks in zip(made, case.axes[axis], strict=True) if dist.get_rank() in ranks)
-            for axis, made in groups.items()
-        }
+        mine = {axis: dist.new_subgroups_by_enumeration([[*ranks] for ranks in case.axes[axis]])[0] for axis in AXES}
         for _ in range(case.steps):
             dist.all_reduce(torch.ones(2), group=mine["dp"])
             if case.axis_rank("dp", dist.get_rank()) == 2:
@@ -217,26 +211,13 @@ def test_everybody_reads_the_terms_of_a_rank() -> None:
     forms = closed_forms(terms({"dp": 2}), range(6), PLACED.axes)
     assert [len(forms[rank].partial) for rank in range(6)] == [1, 1, 1, 1, 2, 2]
     rows = summarize(result.text, "tp", 6, result.events, terms({"dp": 2}), (), PLACED.axes)
-    assert {row.axis: (row.expected_calls, row.calls, row.min_calls) for row in rows} == {
-        "dp": (2, 2, None),
-        "tp": (2, 2, 0),
-    }
+    counts = {row.axis: (row.expected_calls, row.calls, row.min_calls) for row in rows}
+    assert counts == {"dp": (2, 2, None), "tp": (2, 2, 0)}
     assert agreement(of_ledger(result.events), {}, result.events, terms({"dp": 2}), PLACED.axes).broken == ()
     assert agreement(of_ledger(result.events), {}, result.events, terms({"dp": 1}), PLACED.axes).broken != ()
     chosen, why = terms_of(range(1, 2), PLACED, terms({"dp": 2}), Uneven().expected)
     assert (why, chosen) == ("", tuple(terms({"dp": 2}, steps=1)))
-    complete = Term(
-        phase="grad_sync",
-        region="",
-        op="all_reduce",
-        reduce_op="sum",
-        axis="dp",
-        group_size=3,
-        dtype="float32",
-        payload_bytes=8,
-        calls=1,
-        at={"dp": 0},
-    )
+    complete = replace(terms({})[1], region="", reduce_op="sum", dtype="float32", calls=1, at={"dp": 0})
 
     @dataclass(frozen=True)
     class First(Uneven):

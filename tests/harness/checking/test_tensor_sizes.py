@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -86,12 +87,9 @@ def test_complex_numbers_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_large_shards_become_views_of_the_merged_tensor() -> None:
-    rows = noise(4, 2**15, seed=3)
-    small = noise(8, seed=4)
-    ranks = [
-        localize({"grad/w": Shard(rows[2 * r : 2 * r + 2].clone(), (2 * r, 0), (4, 2**15)), "grad/b": small.clone()})
-        for r in range(2)
-    ]
+    rows, small = noise(4, 2**15, seed=3), noise(8, seed=4)
+    shards = [Shard(rows[2 * r : 2 * r + 2].clone(), (2 * r, 0), (4, 2**15)) for r in range(2)]
+    ranks = [localize({"grad/w": shard, "grad/b": small.clone()}) for shard in shards]
     merged = merge(ranks)
     for rank, (before, after) in enumerate(zip(ranks, held_once(ranks, merged), strict=True)):
         (own,), (view,) = before["grad/w"], after["grad/w"]
@@ -112,19 +110,11 @@ def test_a_weight_is_drawn_once_and_every_caller_may_write_to_its_own() -> None:
 
 def _pairs(seed: int, sizes: list[int], error: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Truths of these sizes, every third a thousandth in size, and values that are off by this share of them."""
-    generator = torch.Generator().manual_seed(seed)
-    truth = {
-        f"{'grad' if number % 2 else 'act'}/{number}": torch.randn(
-            size, generator=generator, dtype=torch.float64, device="cpu"
-        )
-        * (1e-3 if number % 3 == 0 else 1.0)
-        for number, size in enumerate(sizes)
-    }
-    values = {
-        name: tensor * (1 + error * torch.randn(tensor.shape, generator=generator, dtype=torch.float64, device="cpu"))
-        for name, tensor in truth.items()
-    }
-    return values, truth
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    names = [f"{'grad' if number % 2 else 'act'}/{number}" for number in range(len(sizes))]
+    scales = [1.0 if number % 3 else 1e-3 for number in range(len(sizes))]
+    truth = {name: scale * draw(size) for name, scale, size in zip(names, scales, sizes, strict=True)}
+    return {name: tensor * (1 + error * draw(tensor.shape)) for name, tensor in truth.items()}, truth
 
 
 def _alone(values: Mapping[str, Tensor], truth: Mapping[str, Tensor], name: str) -> Measured:
@@ -165,17 +155,7 @@ def test_all_that_are_as_large_as_their_kind_are_found() -> None:
         (torch.ones(BLOCK + 1), torch.ones(BLOCK + 1)),
         (torch.ones(3) * 1e-5, torch.ones(3) * 1e-5),
     ],
-    ids=[
-        "NaN",
-        "infinite truth",
-        "zero",
-        "vanishing",
-        "empty",
-        "integers apart",
-        "complex",
-        "large",
-        "small in its kind",
-    ],
+    ids="NaN infinite-truth zero vanishing empty integers-apart complex large small-in-its-kind".split(),
 )
 def test_what_needs_a_closer_look_is_left_to_measure(value: Tensor, true: Tensor) -> None:
     values, truth = {"act/odd": value, "act/usual": torch.ones(4)}, {"act/odd": true, "act/usual": torch.ones(4)}

@@ -17,11 +17,11 @@ from harness.running.proof import prove
 from harness.running.summary import summarize
 from harness.subject import NamedSubject, case_of
 from harness.terms import Term
+from tests.harness.proofs import contradicted, told
 from tests.harness.recording.simulated_graph import SimulatedGraph, graphs_simulated
 from tests.harness.toy_evidence import TERMS, events, evidence
 
 RING = Term(phase="forward", op="all_gather", axis="tp", calls=8, payload_bytes=64, carrier="user_buffer")
-SEEN = replace(RING, carrier="c10d")
 
 
 def judged(*terms: Term, ledger: tuple[Event, ...] | None = None) -> Finding:
@@ -37,7 +37,7 @@ def test_an_expected_call_that_no_recorder_sees_is_unseen_and_never_missing() ->
 
 
 def test_the_same_call_carried_by_torch_is_missing() -> None:
-    finding = judged(SEEN)
+    finding = judged(replace(RING, carrier="c10d"))
     assert finding.verdict == FAIL
     assert "all_gather" in finding.message
 
@@ -105,8 +105,8 @@ def test_a_step_that_is_replayed_is_proved_by_numbers_and_ledger(calls: str, wro
     subject = NamedSubject(name="replaying", call=Replaying())
     with graphs_simulated(), InprocEngine() as engine:
         result = prove(case_of(f"dp=2 calls={calls}", subject), subject, engine)
-    failed = {verdict.check for verdict in result.verdicts if verdict.verdict == FAIL}
-    assert wrong <= failed if wrong else not failed, [v.message for v in result.verdicts if v.verdict != PASS]
+    failed = contradicted(result)
+    assert wrong <= failed if wrong else not failed, told(result)
     replayed = [event for event in result.events if event.graph]
     assert len(replayed) == (0 if calls == "none" else 2 * 3)
     assert sorted({event.step for event in replayed}) == ([] if calls == "none" else [0, 1, 2])

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from torch import Tensor
 
 from harness.checking.checks import examine
 from harness.checking.evidence import Evidence, Verdict
@@ -16,7 +15,7 @@ from reports.stored import failures
 from reports.stored.failures import bugs, simplest_first
 from reports.stored.frames import load
 from suites.session.prover import Prover
-from tests.harness.toy_evidence import case, evidence, outcome_of, truth
+from tests.harness.toy_evidence import case, evidence, outcome_of, planted, truth
 
 BIAS, W1, W2 = "grad/layers.0.mlp.w2.bias", "act/layers.0.mlp.w1", "act/layers.0.mlp.w2"
 
@@ -58,8 +57,7 @@ def test_a_rank_that_is_next_to_right_is_not_called_right() -> None:
 
 
 def after(*names: str) -> tuple[str, ...]:
-    values: dict[str, Tensor] = {**truth(), **{name: truth()[name] + 1 for name in names}}
-    return beside(evidence(*(outcome_of(rank, values) for rank in range(2))))
+    return beside(planted({name: truth()[name] + 1 for name in names}))
 
 
 def test_code_between_two_linears_is_told_by_both() -> None:
@@ -122,15 +120,9 @@ def test_the_simplest_case_is_shown_first(tmp_path: Path) -> None:
         "mode=tp tp=4 steps=3": ("float64", 4, head),
     }
     store = Store(tmp_path, "my:subject", {})
+    common = {"mode": "tp", "micro": 2}
     store.plan(
-        {
-            "case": case,
-            "mode": "tp",
-            "world_size": ranks,
-            "dtype": dtype,
-            "micro": 2,
-            "steps": 3 if "steps" in case else 2,
-        }
+        {**common, "case": case, "world_size": ranks, "dtype": dtype, "steps": 3 if "steps" in case else 2}
         for case, (dtype, ranks, _) in cases.items()
     )
     for words, (_, _, first) in cases.items():

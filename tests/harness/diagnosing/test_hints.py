@@ -13,12 +13,12 @@ from harness.diagnosing.by_numbers import by_numbers
 from harness.diagnosing.diagnosis import explanation_of
 from harness.diagnosing.first_place import First
 from harness.diagnosing.hints import hint
+from harness.diagnosing.rules.displaced import from_offsets
 from harness.diagnosing.rules.factors import sizes_of
-from harness.diagnosing.rules.offsets import from_offsets
 from harness.diagnosing.six_lines import explain
 from harness.shard import Shard
 from tests.harness.diagnosing.test_optimizer_causes import CLIPS, GRADIENTS, NAMES, NORMS, START, seen_of
-from tests.harness.toy_evidence import case, evidence, outcome_of, truth
+from tests.harness.toy_evidence import case, drawn, evidence, ids_of, outcome_of, planted, truth
 
 BIAS, NORM, TABLE = "grad/layers.0.mlp.w2.bias", "grad_norm/0", "init/embedding.tokens.weight"
 
@@ -26,18 +26,13 @@ BIAS, NORM, TABLE = "grad/layers.0.mlp.w2.bias", "grad_norm/0", "init/embedding.
 def seen(
     values: dict[str, Tensor], text: str = "mode=tp tp=2 seq=16", true: dict[str, Tensor] | None = None
 ) -> Evidence:
-    known = {**truth(), **(true or {})}
-    return evidence(*(outcome_of(rank, {**known, **values}) for rank in range(2)), case=case(text), truth=known)
+    return planted(values, case=case(text), truth={**truth(), **(true or {})})
 
 
 def causes_line(found: Evidence) -> str:
     findings = examine(found)
     check = next(name for name, finding in findings.items() if finding.verdict == "fail")
     return explain(found, findings, check, "my:subject").splitlines()[4].removeprefix("causes: ")
-
-
-def drawn(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 
 
 def test_parameters_that_are_built_otherwise_are_initial_values() -> None:
@@ -113,7 +108,7 @@ def test_the_first_place_alone_may_have_a_factor() -> None:
     """The second wrong gradient is none of it."""
     w1 = "grad/layers.0.mlp.w1.weight"
     found = seen({BIAS: truth()[BIAS] * 2, w1: truth()[w1] + drawn(8, 6)}, "mode=tp tp=2 seq=16 micro=1")
-    assert [cause.id for cause in explanation_of(found, examine(found)).causes] == ["summed_twice"]
+    assert ids_of(found) == ["summed_twice"]
 
 
 def updated(gradient: float, size: float, text: str = CLIPS) -> tuple[Evidence, list[str]]:
@@ -149,11 +144,8 @@ ALONE = case("mode=tp tp=2 seq=16 micro=1")
 THREE = case("mode=tp tp=2 seq=16 micro=3")
 
 
-def told_times(factors: dict[str, float], text: object = ALONE) -> list[tuple[str, str]]:
-    """Ids and words of the causes when these tensors of two tensor-parallel ranks are multiplied so."""
-    values: dict[str, Tensor] = {name: truth()[name] * factor for name, factor in factors.items()}
-    seen = evidence(*(outcome_of(rank, {**truth(), **values}) for rank in range(2)), case=text)
-    return [(cause.id, cause.words) for cause in explanation_of(seen, examine(seen)).causes]
+def multiplied(factors: dict[str, float], text: object = ALONE) -> Evidence:
+    return planted({name: truth()[name] * factor for name, factor in factors.items()}, case=text)
 
 
 @pytest.mark.parametrize(
@@ -178,12 +170,13 @@ def told_times(factors: dict[str, float], text: object = ALONE) -> list[tuple[st
     ],
 )
 def test_factor_is_told_by_sizes_that_it_can_come_from(factors: dict[str, float], text: object, ids: list[str]) -> None:
-    assert [known for known, _ in told_times(factors, text)] == ids
+    assert ids_of(multiplied(factors, text)) == ids
 
 
 def test_the_words_name_every_size_that_fits() -> None:
-    ((_, words),) = told_times({BIAS: 1 / 3}, THREE)
-    assert words == "it is 0.3333 x the truth, and micro=3: divided by it once more"
+    third = multiplied({BIAS: 1 / 3}, THREE)
+    (cause,) = explanation_of(third, examine(third)).causes
+    assert cause.words == "it is 0.3333 x the truth, and micro=3: divided by it once more"
     both = case("mode=tp tp=2 dp=2 seq=16 micro=1")
     values = {**truth(), BIAS: truth()[BIAS] * 2}
     seen = evidence(*(outcome_of(rank % 2, values) for rank in range(4)), case=both)
@@ -193,13 +186,8 @@ def test_the_words_name_every_size_that_fits() -> None:
 
 
 def test_a_loss_over_gathered_logits_is_told_by_its_logarithm() -> None:
-    def of(extra: float) -> list[str]:
-        values = {**truth(), "loss/0": truth()["loss/0"] + extra}
-        seen = evidence(*(outcome_of(rank, values) for rank in range(2)), case=ALONE)
-        return [cause.id for cause in explanation_of(seen, examine(seen)).causes]
-
-    assert of(math.log(2)) == ["more_classes"]
-    assert of(0.97 * math.log(2)) == []
+    for extra, ids in ((math.log(2), ["more_classes"]), (0.97 * math.log(2), [])):
+        assert ids_of(planted({"loss/0": truth()["loss/0"] + extra}, case=ALONE)) == ids
 
 
 def told_rolled(change: Tensor | int) -> list[tuple[str, str]]:
@@ -212,16 +200,10 @@ def told_rolled(change: Tensor | int) -> list[tuple[str, str]]:
     return [(cause.id, cause.words) for cause in from_offsets(evidence(*ranks), [W1])]
 
 
-@pytest.mark.parametrize(
-    ("offset", "words"),
-    [
-        (1, "its elements stand 1 too late"),
-        (-1, "its elements stand 1 too early"),
-        (5, "its elements stand 5 too late"),
-    ],
-)
+@pytest.mark.parametrize(("offset", "words"), [(1, "1 too late"), (-1, "1 too early"), (5, "5 too late")])
 def test_an_offset_in_flat_memory_is_told(offset: int, words: str) -> None:
-    assert told_rolled(offset) == [("flat_offset", f"{words} in flat memory: a buffer walked from another place")]
+    words = f"its elements stand {words} in flat memory: a buffer walked from another place"
+    assert told_rolled(offset) == [("flat_offset", words)]
 
 
 def test_other_numbers_are_no_offset() -> None:

@@ -1,65 +1,34 @@
 """Patterns: each is recognised on numbers that show it, and nothing is reported where none fits."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from harness.checking.checks import examine
-from harness.checking.evidence import Evidence
 from harness.diagnosing.diagnosis import diagnose
-from harness.diagnosing.rules.causes import CAUSES, reported
+from harness.diagnosing.rules.causes import reported
 from harness.diagnosing.rules.patterns import from_patterns
 from harness.shard import Shard
-from tests.harness.diagnosing.tried import tried
-from tests.harness.toy_evidence import evidence, outcome_of, truth
-
-
-def drawn(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-
+from tests.harness.toy_evidence import drawn, evidence, ids_of, outcome_of, planted, tried, truth
 
 TRUTH = drawn(8, 4)
-PATTERNS: list[tuple[str, str, Any, str]] = [
-    ("zero", "zero", TRUTH * 0, "it is zero throughout"),
-    ("nan", "nan", TRUTH / 0, "100% of it is NaN or infinite"),
-    (
-        "shifted_shard",
-        "shifted",
-        TRUTH.roll(2, 0),
-        "along dim 0 it is shifted by 1 of 4 shards: a neighbour's shard (tp)",
-    ),
-    (
-        "other_shard",
-        "other shard",
-        TRUTH[[2, 3, 0, 1, 4, 5, 6, 7]],
-        "along dim 0 the 4 shards of tp are in another order",
-    ),
-    (
-        "other_shard",
-        "columns",
-        TRUTH[:, [1, 0, 3, 2]],
-        "along dim 1 the 4 shards of tp are in another order: another rank's shard",
-    ),
-    ("rows_permuted", "rows", TRUTH[[1, 0, 2, 3, 4, 5, 7, 6]], "along dim 0 it holds the right rows in another order"),
-    (
-        "flat_dim",
-        "flat, scattered",
-        TRUTH.reshape(4, 8, 1).movedim(0, 1).flatten(1),
-        "it holds the right numbers as if flat memory",
-    ),
-    (
-        "flat_dim",
-        "flat, gathered",
-        torch.cat(TRUTH.chunk(4, 1)).reshape(8, 4),
-        "it holds the right numbers as if flat memory were",
-    ),
-]
+ORDER, FLAT = "the 4 shards of tp are in another order: another rank's shard", "it holds the right numbers as if flat"
 
 
-@pytest.mark.parametrize(("known", "_", "value", "words"), PATTERNS, ids=[row[1] for row in PATTERNS])
-def test_each_pattern_is_recognised_first(known: str, _: str, value: Tensor, words: str) -> None:
+@pytest.mark.parametrize(
+    ("known", "value", "words"),
+    [
+        ("zero", TRUTH * 0, "it is zero throughout"),
+        ("nan", TRUTH / 0, "100% of it is NaN or infinite"),
+        ("shifted_shard", TRUTH.roll(2, 0), "along dim 0 it is shifted by 1 of 4 shards: a neighbour's shard (tp)"),
+        ("other_shard", TRUTH[[2, 3, 0, 1, 4, 5, 6, 7]], f"along dim 0 {ORDER}"),
+        ("other_shard", TRUTH[:, [1, 0, 3, 2]], f"along dim 1 {ORDER}"),
+        ("rows_permuted", TRUTH[[1, 0, 2, 3, 4, 5, 7, 6]], "along dim 0 it holds the right rows in another order"),
+        ("flat_dim", TRUTH.reshape(4, 8, 1).movedim(0, 1).flatten(1), f"{FLAT} memory were"),
+        ("flat_dim", torch.cat(TRUTH.chunk(4, 1)).reshape(8, 4), f"{FLAT} memory were"),
+    ],
+)
+def test_each_pattern_is_recognised_first(known: str, value: Tensor, words: str) -> None:
     first = from_patterns(value, TRUTH, {"tp": 4, "dp": 3}, {})[0]
     assert first.id == known and first.words.startswith(words)
 
@@ -67,7 +36,6 @@ def test_each_pattern_is_recognised_first(known: str, _: str, value: Tensor, wor
 def test_only_known_causes_are_told() -> None:
     with pytest.raises(ValueError, match="cause id=gremlins: is not a known cause; legal: nan "):
         reported("gremlins", "", "a call")
-    assert {row[0] for row in PATTERNS} <= set(CAUSES)
 
 
 def test_parts_that_stand_in_for_others_are_told() -> None:
@@ -85,9 +53,8 @@ def test_exchanged_dims_are_told() -> None:
 def test_a_missing_bias_is_not_taken_for_one_too_many() -> None:
     name, bias = "act/layers.0.mlp.w2", drawn(6)
     for extra, known in ((-bias, "bias_missing"), (bias, "bias_per_rank")):
-        values = {**truth(), name: truth()[name] + extra}
-        seen = evidence(*(outcome_of(rank, values) for rank in range(2)), shares={"start/layers.0.mlp.w2.bias": bias})
-        assert [cause.id for cause in diagnose(seen, examine(seen), "activations").causes] == [known]
+        seen = planted({name: truth()[name] + extra}, shares={"start/layers.0.mlp.w2.bias": bias})
+        assert ids_of(seen) == [known]
 
 
 def test_terms_that_were_never_summed_are_told_beside_what_was_added_to_each() -> None:
@@ -95,25 +62,7 @@ def test_terms_that_were_never_summed_are_told_beside_what_was_added_to_each() -
     positions, name, term = drawn(3, 6), "act/embedding", drawn(2, 3, 6)
     first = outcome_of(0, {**truth(), name: term + positions})
     second = outcome_of(1, {**truth(), name: truth()[name] - term})
-    seen = evidence(first, second)
-    assert [cause.id for cause in diagnose(seen, examine(seen), "replicas").causes] == ["not_summed"]
-
-
-def test_one_part_that_is_wrong_throughout_is_told() -> None:
-    name = "grad/layers.0.mlp.w1.weight"
-    outcomes = [outcome_of(rank, truth()) for rank in range(2)]
-    part = outcomes[1][name]
-    outcomes[1][name] = Shard(drawn(*part.local.shape), part.offsets, part.global_shape)
-    seen = evidence(*outcomes)
-    (told,) = diagnose(seen, examine(seen), "parameter_gradients").causes
-    assert (told.id, told.words) == ("one_shard", "only part 1 of 2 over tp is wrong, and nearly all of it")
-
-
-def test_a_what_if_of_the_data_is_told() -> None:
-    other = {"mask_ignored/loss/0": truth()["loss/0"] * 1.01}
-    values = {**truth(), "loss/0": other["mask_ignored/loss/0"]}
-    seen = evidence(*(outcome_of(rank, values) for rank in range(2)), what_ifs=tried(other))
-    assert [cause.id for cause in diagnose(seen, examine(seen), "forward").causes] == ["mask_ignored"]
+    assert ids_of(evidence(first, second)) == ["not_summed"]
 
 
 def test_a_what_if_that_explains_part_of_the_error_is_not_told() -> None:
@@ -121,10 +70,8 @@ def test_a_what_if_that_explains_part_of_the_error_is_not_told() -> None:
     true = truth()["logits/0"]
     other = {"fused_cut.one/logits/0": true + 1e-3 * drawn(*true.shape), "fused_cut.two/logits/0": true * 1.5}
     for value, ids in ((true + 1e-4, []), (true * 1.5, ["fused_cut"])):
-        values = {**truth(), "logits/0": value}
-        seen = evidence(*(outcome_of(rank, values) for rank in range(2)), what_ifs=tried(other))
-        found = {cause.id for cause in diagnose(seen, examine(seen), "forward").causes}
-        assert [known for known in ("fused_cut",) if known in found] == ids
+        found = ids_of(planted({"logits/0": value}, what_ifs=tried(other)))
+        assert [known for known in found if known == "fused_cut"] == ids
 
 
 def test_replicas_that_differ_in_their_last_bits_alone() -> None:
@@ -134,7 +81,7 @@ def test_replicas_that_differ_in_their_last_bits_alone() -> None:
     assert drifting.id == "replicas_drift"
     assert drifting.words.startswith("every rank's is right but for its last bits")
     far = evidence(outcome_of(0, truth()), outcome_of(1, {**truth(), name: truth()[name] * (1 + 2**-40)}))
-    assert "replicas_drift" not in told(far)
+    assert "replicas_drift" not in ids_of(far)
 
 
 def test_another_replica_tells_what_the_first_one_cannot() -> None:
@@ -145,7 +92,7 @@ def test_another_replica_tells_what_the_first_one_cannot() -> None:
         outcome_of(0, {**true, first: true[first] + 1, second: true[second] - term}),
         outcome_of(1, {**true, first: true[first] + 2, second: term}),
     ]
-    assert told(evidence(*ranks, truth=true)) == ["not_summed"]
+    assert ids_of(evidence(*ranks, truth=true)) == ["not_summed"]
 
 
 def test_stale_values_and_scalars() -> None:
@@ -160,31 +107,24 @@ def test_flat_memory_is_told_by_data_rank_too() -> None:
     right = drawn(6, 4, 5)
     wrong = torch.cat([torch.cat(rows.chunk(4, 1)).reshape(3, 4, 5) for rows in right.chunk(2)])
     (flat,) = from_patterns(wrong, right, {"tp": 4, "dp": 2}, {})
-    assert (flat.id, flat.words) == (
-        "flat_dim",
-        "it holds the right numbers as if flat memory were its 4 shards along dim 1: "
-        "a collective over tp along dim 1 that works along dim 0",
-    )
-
-
-def told(seen: Evidence) -> list[str]:
-    return [cause.id for cause in diagnose(seen, examine(seen), "replicas").causes]
+    words = f"{FLAT} memory were its 4 shards along dim 1: a collective over tp along dim 1 that works along dim 0"
+    assert (flat.id, flat.words) == ("flat_dim", words)
 
 
 def test_a_loss_that_ranks_take_of_their_own_parts_of_right_logits() -> None:
     first, second = (outcome_of(rank, truth()) for rank in range(2))
     second["loss/0"] = truth()["loss/0"] + 0.1
-    assert "loss_by_parts" not in told(evidence(first, second))  # each holds all classes
+    assert "loss_by_parts" not in ids_of(evidence(first, second))  # each holds all classes
     logits = truth()["logits/0"]
     for rank, outcome in enumerate((first, second)):
         half = logits.chunk(2, -1)[rank]
         offsets = (*[0] * (logits.dim() - 1), rank * half.shape[-1])
         outcome["logits/0"] = Shard(local=half, offsets=offsets, global_shape=tuple(logits.shape))
-    assert "loss_by_parts" in told(evidence(first, second))
+    assert "loss_by_parts" in ids_of(evidence(first, second))
     wrong = {**truth(), "logits/0": truth()["logits/0"] + 1}
     first, second = (outcome_of(rank, wrong) for rank in range(2))
     second["loss/0"] = truth()["loss/0"] + 0.1
-    assert "loss_by_parts" not in told(evidence(first, second))
+    assert "loss_by_parts" not in ids_of(evidence(first, second))
 
 
 def test_a_right_tensor_has_no_cause() -> None:

@@ -93,7 +93,6 @@ def test_a_script_repeats_the_failure_and_is_quiet_once_it_is_mended(
 
 
 def _imported(text: str) -> set[str]:
-    """Top-level packages that a script imports."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -128,7 +127,6 @@ def test_a_right_subject_gives_no_script(engine: Engine) -> None:
 
 
 def raising(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """Never finishes."""
     raise ZeroDivisionError("no")
 
 
@@ -210,7 +208,6 @@ class Patched:
         self.inside = False
 
     def __call__(self, case: Any, device: torch.device) -> dict[str, float]:
-        """A loss."""
         return {"loss/0": float(self.inside)}
 
 

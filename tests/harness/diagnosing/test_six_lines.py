@@ -1,24 +1,21 @@
 """Failure messages word for word: six lines for every kind of failure, and the command that repeats it."""
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
 
 from harness.checking.checks import examine
 from harness.checking.evidence import Evidence
 from harness.diagnosing.diagnosis import ended
 from harness.diagnosing.failure_lines import repeat_command
 from harness.diagnosing.six_lines import crash, explain
-from harness.errors import Desynchronised, Position, RankCrashed, RankDied, RankRaised, ShardproofError, TimeLimit
-from tests.harness.toy_evidence import altered, case, events, evidence, outcome_of, truth, without
+from harness.errors import Desynchronised, Position, RankCrashed, RankDied, RankRaised, TimeLimit
+from tests.harness.toy_evidence import altered, case, drawn, events, evidence, outcome_of, planted, truth, without
 
 W1 = "grad/layers.0.mlp.w1.weight"
 SUBJECT = "my.module:subject"
-
-
-def planted(**wrong: Tensor) -> Evidence:
-    values = {**truth(), **wrong}
-    return evidence(*(outcome_of(rank, values) for rank in range(2)))
 
 
 def message(seen: Evidence, check: str) -> str:
@@ -26,7 +23,7 @@ def message(seen: Evidence, check: str) -> str:
 
 
 def test_a_wrong_gradient_in_six_lines() -> None:
-    seen = planted(**{W1: truth()[W1] * 2})
+    seen = planted({W1: truth()[W1] * 2})
     peak = float(truth()[W1].abs().max() / truth()[W1].square().mean().sqrt())
     assert message(seen, "parameter_gradients") == "\n".join(
         [
@@ -62,64 +59,45 @@ def test_replicas_that_hold_partial_sums_in_six_lines() -> None:
     bias = "grad/layers.0.mlp.w2.bias"
     first, second = (outcome_of(rank, truth()) for rank in range(2))
     first[bias], second[bias] = truth()[bias] - 1.5, torch.full((6,), 1.5, dtype=torch.float64)
-    seen = evidence(first, second)
-    lines = message(seen, "replicas").splitlines()
-    assert lines[0].startswith(
-        "what:   grad/layers.0.mlp.w2.bias has a flaw, replica conflict: rank 1 differs from rank 0 in 6 of 6"
-    )
-    assert lines[1] == (
-        "where:  mode=tp, rank 1 of 2, step 0, phase backward, module layers.0.mlp.w2, tensor grad/layers.0.mlp.w2.bias"
-    )
-    assert lines[2] == "error:  compared exactly: nothing is allowed to differ"
-    assert lines[3] == "first:  grad_sync of layers.0.mlp.w2 in step 0: grad/layers.0.mlp.w2.bias"
-    assert lines[4] == (
-        "causes: the ranks' values add up to the truth over tp=2: each holds one partial sum, never reduced"
-    )
+    what, *lines, _ = message(evidence(first, second), "replicas").splitlines()
+    assert what.startswith(f"what:   {bias} has a flaw, replica conflict: rank 1 differs from rank 0 in 6 of 6")
+    assert lines == [
+        f"where:  mode=tp, rank 1 of 2, step 0, phase backward, module layers.0.mlp.w2, tensor {bias}",
+        "error:  compared exactly: nothing is allowed to differ",
+        f"first:  grad_sync of layers.0.mlp.w2 in step 0: {bias}",
+        "causes: the ranks' values add up to the truth over tp=2: each holds one partial sum, never reduced",
+    ]
 
 
 STOOD = [
     Position(rank=0, state="waits in", op="all_reduce", number=3, group="tp (0 1)", caller="model.py:7"),
     Position(rank=1, state="raised"),
 ]
-ENDS: list[tuple[ShardproofError, str, str, str]] = [
-    (
-        RankRaised("rank 1 raised ValueError: no", ranks=[1], positions=STOOD),
-        "the subject did not finish: rank 1 raised ValueError: no",
-        "the subject raised: the line above says where each rank stood",
-        "raised",
-    ),
-    (
-        Desynchronised("rank 1 ends without all_reduce #3", kind="skipped", ranks=[1], positions=STOOD),
-        "the subject did not finish: rank 1 ends without all_reduce #3",
-        "the ranks issued different calls, or not as many: the line above says where each stood",
-        "desynchronised",
-    ),
-    (
-        RankCrashed("rank 1 of 2 died: killed by SIGSEGV", ranks=[1], positions=STOOD),
-        "the subject did not finish: rank 1 of 2 died: killed by SIGSEGV",
-        "the subject ended the process of a rank: a crash in native code, or os._exit",
-        "crashed",
-    ),
-    (
-        TimeLimit("no end after 60 s", ranks=[0], positions=STOOD),
-        "the machine failed: no end after 60 s",
-        "a rank that waits for ever, too little time, or a machine that failed",
-        "machine",
-    ),
-    (
-        RankDied("rank 1 ended with status 9", ranks=[1], positions=STOOD),
-        "the machine failed: rank 1 ended with status 9",
-        "a rank that waits for ever, too little time, or a machine that failed",
-        "machine",
-    ),
-]
+SUBJECTS, MACHINES = "the subject did not finish", "the machine failed"
+WAITS = "a rank that waits for ever, too little time, or a machine that failed"
+SKIPS = "the ranks issued different calls, or not as many: the line above says where each stood"
 
 
-@pytest.mark.parametrize(("error", "what", "why", "cause"), ENDS, ids=[type(row[0]).__name__ for row in ENDS])
-def test_a_case_without_an_outcome_in_six_lines(error: ShardproofError, what: str, why: str, cause: str) -> None:
+@pytest.mark.parametrize(
+    ("error", "what", "why", "cause"),
+    [
+        (RankRaised, SUBJECTS, "the subject raised: the line above says where each rank stood", "raised"),
+        (partial(Desynchronised, kind="skipped"), SUBJECTS, SKIPS, "desynchronised"),
+        (
+            RankCrashed,
+            SUBJECTS,
+            "the subject ended the process of a rank: a crash in native code, or os._exit",
+            "crashed",
+        ),
+        (TimeLimit, MACHINES, WAITS, "machine"),
+        (RankDied, MACHINES, WAITS, "machine"),
+    ],
+)
+def test_a_case_without_an_outcome_in_six_lines(error: Any, what: str, why: str, cause: str) -> None:
+    error = error("rank 1 ended", ranks=[1], positions=STOOD)
     assert crash(case(), SUBJECT, error, "--engine pool") == "\n".join(
         [
-            f"what:   {what} (check run)",
+            f"what:   {what}: rank 1 ended (check run)",
             "where:  mode=tp, 2 ranks",
             "error:  nothing to compare: there is no outcome",
             "first:  rank 0: waits in all_reduce #3 of tp (0 1), at model.py:7 | rank 1: raised",
@@ -144,7 +122,7 @@ def test_a_split_that_moves_nothing_in_six_lines() -> None:
 
 
 def test_every_failure_has_six_labelled_lines() -> None:
-    seen = planted(**{name: tensor + 1 for name, tensor in truth().items()})
+    seen = planted({name: tensor + 1 for name, tensor in truth().items()})
     findings = examine(seen)
     failed = [name for name, finding in findings.items() if finding.verdict == "fail"]
     assert len(failed) == 9
@@ -162,18 +140,15 @@ def test_the_rank_whose_shard_is_wrong_is_named() -> None:
 
 
 def test_nothing_is_guessed_where_no_pattern_fits() -> None:
-    seen = planted(**{W1: torch.randn(8, 6, generator=torch.Generator().manual_seed(99), dtype=torch.float64)})
-    assert message(seen, "parameter_gradients").splitlines()[4] == "causes: none of the known patterns fits"
+    told = message(planted({W1: drawn(8, 6)}), "parameter_gradients")
+    assert told.splitlines()[4] == "causes: none of the known patterns fits"
 
 
 def test_tensor_and_ledger_are_both_told_when_both_are_wrong() -> None:
-    values = {**truth(), "loss/0": truth()["loss/0"] * 2}
-    seen = evidence(*(outcome_of(rank, values) for rank in range(2)), events=altered(events(), 0, reduce_op="avg"))
+    seen = planted({"loss/0": truth()["loss/0"] * 2}, events=altered(events(), 0, reduce_op="avg"))
     lines = message(seen, "forward").splitlines()
-    assert lines[3].startswith(
-        "first:  forward of embedding: loss/0; in the ledger: wrong event in forward of embedding"
-    )
-    assert lines[3].endswith("at model.py:7")
+    first = "first:  forward of embedding: loss/0; in the ledger: wrong event in forward of embedding"
+    assert lines[3].startswith(first) and lines[3].endswith("at model.py:7")
     assert "averaged over tp where it must be summed: reduce_op avg instead of sum" in lines[4]
 
 

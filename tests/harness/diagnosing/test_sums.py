@@ -13,15 +13,10 @@ from harness.diagnosing.rules.optimizer.updates import from_start, from_updates
 from harness.diagnosing.rules.sums import from_counts, from_losses, from_shares
 from harness.outcome.blocks import localize
 from harness.outcome.merging import Outcomes
-from tests.harness.diagnosing.tried import tried
-from tests.harness.toy_evidence import case, evidence, outcome_of, truth
+from tests.harness.toy_evidence import case, drawn, evidence, outcome_of, planted, tried, truth
 
 W1, BIAS = "grad/layers.0.mlp.w1.weight", "grad/layers.0.mlp.w2.bias"
 TOKENS = torch.tensor([[3.0, 5.0], [4.0, 8.0]], dtype=torch.float64)
-
-
-def drawn(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 SHARES = {W1: drawn(2, 2, 8, 6), "tokens": TOKENS}
@@ -54,16 +49,8 @@ LOCAL = TOKENS.sum() / TOKENS.sum(1)
         (counting(torch.tensor([[0.25, 0.5]] * 2)), "unequal_shares", "its micro-batches count 0.25, 0.5, 0.25, 0.5"),
         (counting(5 / TOKENS), "local_count", "every micro-batch is divided by its own tokens"),
         (counting(LOCAL[:, None].expand(2, 2)), "local_count", "every data rank divides by the tokens that it counted"),
-        (
-            counting(LOCAL[0].expand(2, 2), LOCAL[1].expand(2, 2)),
-            "local_count",
-            "every data rank divides by the tokens that it counted",
-        ),
-        (
-            counting(torch.tensor([[1.0, 1], [0, 0]]), torch.tensor([[0.0, 0], [1, 1]])),
-            "not_summed",
-            "each data rank's own micro-batches alone are in it",
-        ),
+        (counting(*LOCAL[:, None, None].expand(2, 2, 2)), "local_count", "every data rank divides by the tokens that"),
+        (counting(*torch.eye(2)[..., None].expand(2, 2, 2)), "not_summed", "each data rank's own micro-batches alone"),
     ],
 )
 def test_what_a_gradient_counts_otherwise_is_told(seen: Evidence, cause: str, words: str) -> None:
@@ -114,6 +101,7 @@ def square(name: str) -> float:
 
 SPLIT = square(W1) + square("grad/layers.0.mlp.w2.weight")
 WHOLE = square(BIAS) + square("grad/embedding.tokens.weight")
+TWO_OUT = "it leaves out grad/layers.*.mlp.w1.weight, grad/layers.*.mlp.w2.bias"
 
 
 @pytest.mark.parametrize(
@@ -126,19 +114,14 @@ WHOLE = square(BIAS) + square("grad/embedding.tokens.weight")
         (SPLIT, "norm_counts_few", "it leaves out what every rank holds whole"),
         (WHOLE, "norm_counts_few", "it leaves out what is split over ranks"),
         (SPLIT + WHOLE - square(BIAS), "norm_counts_few", f"it leaves out {BIAS}"),
-        (
-            SPLIT + WHOLE - square(BIAS) - square(W1),
-            "norm_counts_few",
-            "it leaves out grad/layers.*.mlp.w1.weight, grad/layers.*.mlp.w2.bias",
-        ),
+        (SPLIT + WHOLE - square(BIAS) - square(W1), "norm_counts_few", TWO_OUT),
         (SPLIT + WHOLE + square(BIAS), "norm_counts_replicas", f"it counts {BIAS} 2 times, and tp=2"),
         (SPLIT + WHOLE - square(W1) / 2, "norm_counts_few", f"it counts 1 of 2 ranks of tp in {W1}"),
         (SPLIT + WHOLE + square(BIAS) * (1 + 1e-6), "", ""),  # no check would let that pass
     ],
 )
 def test_what_a_norm_counts_otherwise_is_told(found: float, cause: str, words: str) -> None:
-    values = {**truth(), "grad_norm/0": torch.tensor(math.sqrt(found), dtype=torch.float64)}
-    seen = evidence(*(outcome_of(rank, values) for rank in range(2)))
+    seen = planted({"grad_norm/0": torch.tensor(found, dtype=torch.float64).sqrt()})
     assert [(told.id, told.words) for told in from_norms(seen, "grad_norm/0")] == ([(cause, words)] if cause else [])
     assert from_norms(evidence(), "grad_norm/0") == []
 
@@ -148,8 +131,7 @@ def test_a_norm_without_every_bias_is_told() -> None:
     true = {**truth(), other: drawn(8), "grad/final_norm.weight": drawn(6, seed=2)}
     squares = {name: float(tensor.square().sum()) for name, tensor in true.items() if name.startswith("grad/")}
     norm = math.sqrt(sum(squares.values()) - squares[BIAS] - squares[other])
-    values = {**true, "grad_norm/0": torch.tensor(norm, dtype=torch.float64)}
-    seen = evidence(*(outcome_of(rank, values) for rank in range(2)), truth=true)
+    seen = planted({"grad_norm/0": torch.tensor(norm, dtype=torch.float64)}, truth=true)
     assert [told.words for told in from_norms(seen, "grad_norm/0")] == ["it leaves out every bias"]
 
 
@@ -193,8 +175,7 @@ def test_what_became_of_parameters_is_told() -> None:
     start = {name.replace("param", "start"): drawn(8, 6, seed=4)}
 
     def causes(value: Tensor) -> list[str]:
-        seen = evidence(*(outcome_of(rank, {**truth(), name: value}) for rank in range(2)), shares=start)
-        return [told.id for told in from_updates(seen, [name])]
+        return [told.id for told in from_updates(planted({name: value}, shares=start), [name])]
 
     assert causes(start[name.replace("param", "start")]) == ["never_updated"]
     assert causes(truth()[name] - 0.3 * truth()[W1]) == ["not_zeroed"]
@@ -205,8 +186,7 @@ def test_a_weight_that_began_as_another_rank_part_is_told() -> None:
     name, start = "layers.0.mlp.w1.weight", drawn(8, 6, seed=4)
 
     def told(value: Tensor) -> list[tuple[str, str]]:
-        ranks = (outcome_of(rank, {**truth(), f"param/{name}": value}) for rank in range(2))
-        seen = evidence(*ranks, shares={f"start/{name}": start})
+        seen = planted({f"param/{name}": value}, shares={f"start/{name}": start})
         return [(cause.id, cause.words) for cause in from_start(seen, [f"param/{name}"])]
 
     moved = 1e-2 * drawn(8, 6, seed=5)
@@ -220,9 +200,8 @@ def test_parameters_that_alone_stay_where_they_were_are_named() -> None:
     start = drawn(8, 6, seed=4)
     values = {names[0]: start, names[1]: truth()[names[1]] + 1}
     shares = {names[0].replace("param", "start"): start, names[1].replace("param", "start"): drawn(6, 8, seed=4)}
-    seen = evidence(*(outcome_of(rank, {**truth(), **values}) for rank in range(2)), shares=shares)
-    ((known, words),) = [(told.id, told.words) for told in from_updates(seen, names)]
-    assert (known, words) == ("never_updated", f"{names[0]}: as before the first step, others moved")
+    (told,) = from_updates(planted(values, shares=shares), names)
+    assert (told.id, told.words) == ("never_updated", f"{names[0]}: as before the first step, others moved")
 
 
 @pytest.mark.parametrize(

@@ -2,46 +2,50 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from harness.checking.checks import examine
 from harness.checking.evidence import Evidence
 from harness.diagnosing.by_numbers import by_numbers
-from harness.diagnosing.cause_limits import within_limits
-from harness.diagnosing.diagnosis import explanation_of
+from harness.diagnosing.rank_causes import within_limits
 from harness.diagnosing.rules.causes import claimed
+from harness.diagnosing.rules.displaced import from_regions
 from harness.diagnosing.rules.norms import from_norms
 from harness.diagnosing.rules.patterns import partial_sums, rounded
 from harness.diagnosing.rules.proofs import Explained
-from harness.diagnosing.rules.regions import from_regions
 from harness.diagnosing.rules.sum_terms import from_terms
 from harness.diagnosing.rules.sums import from_counts, from_shares
 from harness.engines.engine import Unwaited
 from harness.outcome.blocks import localize
 from harness.shard import Shard
-from tests.harness.diagnosing.tried import tried
-from tests.harness.toy_evidence import TERMS, a_term, case, events, evidence, outcome_of, truth
+from tests.harness.toy_evidence import (
+    TERMS,
+    a_term,
+    case,
+    drawn,
+    events,
+    evidence,
+    ids_of,
+    outcome_of,
+    planted,
+    tried,
+    truth,
+)
 
 LINEAR, TABLE = "act/layers.0.mlp.w2", "act/embedding"
 OUTER, INNER = "act/layers.0.mlp", "act/layers.0.mlp.w1"
 ONE = case("mode=tp tp=2 seq=16 micro=1")
 
 
-def drawn(*shape: int, seed: int = 3) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 BIAS, POSITIONS = drawn(6), drawn(3, 6)
 STARTS = {"start/layers.0.mlp.w2.bias": BIAS, "start/embedding.positions.weight": POSITIONS}
 
 
-def seen_with(values: Mapping[str, Tensor], **changes: Any) -> Evidence:
-    fields: dict[str, Any] = {"shares": STARTS, "case": ONE, **changes}
-    return evidence(*(outcome_of(rank, {**truth(), **values}) for rank in range(2)), **fields)
+seen_with = partial(planted, shares=STARTS, case=ONE)
 
 
 def told(name: str, rest: float, term: float) -> list[str]:
@@ -85,14 +89,13 @@ def test_a_sum_without_one_of_its_terms_is_told_by_the_names_of_both() -> None:
 
 def test_places_are_looked_at_beside_what_a_module_adds_itself() -> None:
     rest = truth()[TABLE] - POSITIONS
-    seen = seen_with({TABLE: rest.roll(3, 2) + POSITIONS})
-    assert [cause.id for cause in explanation_of(seen, examine(seen)).causes] == ["shifted_shard"]
+    assert ids_of(seen_with({TABLE: rest.roll(3, 2) + POSITIONS})) == ["shifted_shard"]
 
 
 def test_numbers_that_are_not_finite_are_explained_by_no_what_if() -> None:
     name = "grad/layers.0.mlp.w1.weight"
-    seen = seen_with({name: truth()[name] / 0}, what_ifs=tried({f"mask_ignored/{name}": truth()[name] * 2}))
-    assert [cause.id for cause in explanation_of(seen, examine(seen)).causes] == ["nan"]
+    rules = tried({f"mask_ignored/{name}": truth()[name] * 2})
+    assert ids_of(seen_with({name: truth()[name] / 0}, what_ifs=rules)) == ["nan"]
 
 
 def test_numbers_of_a_shorter_dtype_are_told() -> None:
@@ -131,8 +134,8 @@ def test_norms_of_another_kind_are_told() -> None:
     true = {**truth(), "grad_norm/0": right}
 
     def of(value: Tensor, text: str = "mode=tp tp=2 seq=16") -> list[str]:
-        ranks = (outcome_of(rank, {**true, "grad_norm/0": value}) for rank in range(2))
-        return [cause.id for cause in from_norms(evidence(*ranks, truth=true, case=case(text)), "grad_norm/0")]
+        seen = planted({"grad_norm/0": value}, truth=true, case=case(text))
+        return [cause.id for cause in from_norms(seen, "grad_norm/0")]
 
     every = torch.cat([tensor.flatten() for tensor in gradients.values()])
     for other in (right**2, every.abs().max(), every.abs().sum(), torch.stack(parts).max(), right / len(every) ** 0.5):
@@ -162,31 +165,19 @@ def test_numbers_of_tokens_are_told_where_one_rule_alone_fits() -> None:
 def test_calls_too_many_that_nobody_waits_for_are_told_as_calls_too_many() -> None:
     """The handle of a call that is not needed at all is no one's to wait for."""
     extra = a_term(phase="backward", region="head", op="all_gather", reduce_op="")
-    ledger = events((*TERMS, extra))
     work = Unwaited(rank=0, op="all_gather", group="tp (0 1)", number=0, caller="model.py:7")
-    seen = seen_with({}, events=ledger, unwaited=(work,))
-    assert [cause.id for cause in explanation_of(seen, examine(seen)).causes] == ["extra_call"]
-    seen = seen_with({}, unwaited=(work,))
-    assert [cause.id for cause in explanation_of(seen, examine(seen)).causes] == ["not_waited"]
+    assert ids_of(seen_with({}, events=events((*TERMS, extra)), unwaited=(work,))) == ["extra_call"]
+    assert ids_of(seen_with({}, unwaited=(work,))) == ["not_waited"]
 
 
-ALONE = case("mode=tp tp=2 seq=16 micro=1")
 W1, OF_W2 = "grad/layers.0.mlp.w1.weight", "grad/layers.0.mlp.w2.bias"
-
-
-def seen(values: dict[str, Tensor], text: Any = ALONE, **fields: Any) -> Evidence:
-    return evidence(*(outcome_of(rank, {**truth(), **values}) for rank in range(2)), case=text, **fields)
-
-
-def ids(found: Evidence) -> list[str]:
-    return [cause.id for cause in explanation_of(found, examine(found)).causes]
 
 
 def test_a_rule_that_states_what_it_leaves_has_a_limit_of_its_own() -> None:
     """Weights that began as another rank's part and were trained since: no check would take the one for the other."""
     name, act, start = "layers.0.mlp.w1.weight", "act/layers.0.mlp.w1", drawn(8, 6)
     values = {act: drawn(2, 3, 6), f"param/{name}": start.roll(4, 0) + 1e-2 * drawn(8, 6, seed=4)}
-    assert ids(seen(values, shares={f"start/{name}": start})) == ["other_shard"]
+    assert ids_of(seen_with(values, shares={f"start/{name}": start})) == ["other_shard"]
 
 
 def test_one_rank_may_hold_the_whole_sum() -> None:
@@ -201,22 +192,15 @@ def test_tensors_behind_the_first_one_need_not_be_as_near() -> None:
     later = 1e-8 * drawn(8, 6)
     for first, second, told in ((0.0, later, ["summed_twice"]), (1e-8 * drawn(6), 0 * later, [])):
         table = {OF_W2: 2 * truth()[OF_W2] + first, W1: 2 * truth()[W1] + second}
-        causes = [
-            cause
-            for cause in claimed(
-                "summed_twice",
-                "both are 2 x the truth",
-                *(Explained(value=table[n], truth=truth()[n], guess=2 * truth()[n]) for n in (OF_W2, W1)),
-            )
-        ]
-        found = seen(table)
+        proof = (Explained(value=table[n], truth=truth()[n], guess=2 * truth()[n]) for n in (OF_W2, W1))
+        causes, found = claimed("summed_twice", "both are 2 x the truth", *proof), seen_with(table)
         merged = replace(found.merged, tensors={**found.merged.tensors, **table})
         assert [cause.id for cause in within_limits(replace(found, merged=merged), causes)] == told
 
 
 def test_a_factor_is_a_size_of_the_case_but_for_an_epsilon_in_its_divisor() -> None:
-    assert ids(seen({OF_W2: truth()[OF_W2] / (2 + 1e-7)})) == ["averaged"]
-    assert ids(seen({OF_W2: truth()[OF_W2] / (2 + 1e-4)})) == ["constant_factor"]
+    assert ids_of(seen_with({OF_W2: truth()[OF_W2] / (2 + 1e-7)})) == ["averaged"]
+    assert ids_of(seen_with({OF_W2: truth()[OF_W2] / (2 + 1e-4)})) == ["constant_factor"]
 
 
 def test_an_element_is_measured_by_its_own_predicted_size() -> None:
@@ -228,7 +212,7 @@ def test_an_element_is_measured_by_its_own_predicted_size() -> None:
     known = {**truth(), name: true}
     short = {n: t.bfloat16() if t.is_floating_point() else t for n, t in {**known, name: value}.items()}
     text = case("mode=tp tp=2 seq=16 dtype=bfloat16")
-    found = evidence(*(outcome_of(rank, short) for rank in range(2)), truth=known, case=text)
+    found = planted(short, truth=known, case=text)
     proof = Explained(value=found.merged.tensors[name], truth=true, guess=guess)
     assert within_limits(found, claimed("shifted_shard", "it is shifted", proof))
 
@@ -236,8 +220,7 @@ def test_an_element_is_measured_by_its_own_predicted_size() -> None:
 def test_small_counts_that_a_rule_predicts_exactly_are_told() -> None:
     """Nine tokens of one data rank, of which the last micro-batch has five: no factor, and no chance either."""
     name, shares = "tokens/0", {"tokens": torch.tensor([[4.0, 5.0]], dtype=torch.float64)}
-    ranks = (outcome_of(rank, {**truth(), name: torch.tensor(5)}) for rank in range(2))
-    found = evidence(*ranks, truth={**truth(), name: torch.tensor(9)}, case=ALONE, shares=shares)
+    found = planted({name: torch.tensor(5)}, truth={**truth(), name: torch.tensor(9)}, case=ONE, shares=shares)
     assert [told.id for told in from_counts(found, name)] == ["micro_missing"]
 
 
@@ -249,7 +232,7 @@ def test_gradients_kept_wider_than_they_were_computed_are_judged_as_they_were() 
     short = {name: t.half().float() if t.is_floating_point() else t for name, t in true.items()}
     short[W1] = (8 * parts[0, 0] * 1.01 + 8 * parts[0, 1]).half().float()
     shares = {W1: parts, "tokens": torch.tensor([[4.0, 4.0]], dtype=torch.float64)}
-    found = evidence(*(outcome_of(rank, short) for rank in range(2)), truth=true, case=text, shares=shares)
+    found = planted(short, truth=true, case=text, shares=shares)
     assert from_shares(found, [W1]) == []
     (cause,) = by_numbers(found, [W1])
     assert (cause.id, " 8" in cause.words or " 7.9" in cause.words) == ("constant_factor", True)

@@ -1,6 +1,7 @@
 """Outcomes that a subject may return and that are refused: only plain tensors of numbers under names of text pass."""
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,34 +27,27 @@ class Alien(Tensor):
         return args[0] if func is torch.ops.aten.detach.default else NotImplemented
 
 
+QUANTIZED = partial(torch.quantize_per_tensor, FULL.float(), 0.1, 0, torch.qint8)
+NESTED = partial(torch.nested.nested_tensor, [FULL[0], FULL[1, :2]], layout=torch.jagged)
+ALIEN = partial(Alien._make_subclass, Alien, FULL)
+UNREADABLE = partial(torch.zeros(2, dtype=torch.uint8).view, torch.float4_e2m1fn_x2)
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch on its own quantized and nested tensors
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (FULL.to_sparse, "the layout is sparse_coo, and blocks are dense; legal: its to_dense()"),
-        (
-            lambda: torch.quantize_per_tensor(FULL.float(), 0.1, 0, torch.qint8),
-            "a quantized tensor has no numbers to compare; legal: its dequantize()",
-        ),
+        (QUANTIZED, "a quantized tensor has no numbers to compare; legal: its dequantize()"),
         (
             lambda: FULL.to("meta"),
             "the tensor lies on the meta device and has no numbers; legal: a tensor on the device that was given",
         ),
-        (
-            lambda: torch.nested.nested_tensor([FULL[0], FULL[1, :2]], layout=torch.jagged),
-            "a nested tensor has no one shape; legal: one name for each of its parts",
-        ),
-        (
-            lambda: Alien._make_subclass(Alien, FULL),
-            "Alien is a tensor only by its own rules; legal: the plain tensor inside of it",
-        ),
-        (
-            lambda: torch.zeros(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
-            "numbers of float4_e2m1fn_x2 cannot be read; legal: a tensor of another dtype",
-        ),
+        (NESTED, "a nested tensor has no one shape; legal: one name for each of its parts"),
+        (ALIEN, "Alien is a tensor only by its own rules; legal: the plain tensor inside of it"),
+        (UNREADABLE, "numbers of float4_e2m1fn_x2 cannot be read; legal: a tensor of another dtype"),
         (lambda: SimpleNamespace(local="4", offsets=(), global_shape=()), "str is not a tensor; legal: a torch.Tensor"),
     ],
-    ids=("sparse", "quantized", "meta", "nested", "alien", "unreadable", "text"),
 )
 def test_what_is_no_plain_tensor_of_numbers_is_refused_by_name(make: Callable[[], object], words: str) -> None:
     with pytest.raises(ValueError) as refused:

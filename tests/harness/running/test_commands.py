@@ -35,7 +35,6 @@ class Counted(ModuleType):
 
     @property
     def subject(self) -> object:
-        """The subject under test."""
         Counted.read += 1
         return ours
 

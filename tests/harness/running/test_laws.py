@@ -36,7 +36,6 @@ class Averaged:
         self.mean = mean
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
-        """The loss of one step."""
         batches = [case.samples(0, micro, dist.get_rank(), 5) for micro in range(case.micro)]
         numbers = torch.tensor([n for batch in batches for n in batch], dtype=torch.float64)
         valid = (numbers % 7 < 1 + numbers % 4).double()
@@ -44,7 +43,6 @@ class Averaged:
 
 
 def summed(x: Tensor) -> Tensor:
-    """The sum over all ranks."""
     x = x.clone()
     dist.all_reduce(x)
     return x
@@ -126,7 +124,6 @@ class Low(Averaged):
     words: Any = {"micro": 2, "dtype": "float32"}
 
     def refuses(self, case: Any) -> str:
-        """Refuse float64: the subject adds in float32."""
         return "adds in float32" if case.dtype == "float64" else ""
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
@@ -176,12 +173,10 @@ class Drawn(Network):
         self.share = share
 
     def weights(self, case: Any) -> tuple[Tensor, Tensor]:
-        """Weights that are others in each dtype."""
         w1, w2 = own_words.weights(case)
         return (w1, w2) if case.dtype == "float64" else (w1 * (1 + self.share / 4), w2 * (1 + self.share / 4))
 
     def truth(self, case: Any, device: torch.device) -> Mapping[str, Tensor]:
-        """Dense training from them."""
         return trained(case, *self.weights(case))
 
 
@@ -189,7 +184,6 @@ class Seeded(Drawn):
     """Draws all weights in the case's dtype: the same seed gives others."""
 
     def weights(self, case: Any) -> tuple[Tensor, Tensor]:
-        """As torch draws them."""
         generator = torch.Generator().manual_seed(case.seed)
         drawn = torch.randn(2, own_words.INNER, case.width, generator=generator, dtype=getattr(torch, case.dtype))
         return drawn[0].mul(0.3), drawn[1].mul(0.3).T.contiguous()
@@ -233,7 +227,6 @@ class Cancelling(Network):
     """Its loss is what is left of two large numbers: rounding is amplified, in whatever order sums are taken."""
 
     def truth(self, case: Any, device: torch.device) -> Mapping[str, Tensor]:
-        """The output beside dense training."""
         w1, w2 = own_words.weights(case)
         x = own_words.samples(case, 0, 0, 0)
         y = (x @ w1.T) @ w2.T
@@ -247,7 +240,6 @@ class Choosing(Cancelling):
     """A router's choice that falls otherwise in float32 for one row of many."""
 
     def truth(self, case: Any, device: torch.device) -> Mapping[str, Tensor]:
-        """The chosen rows beside dense training."""
         x = own_words.samples(case, 0, 0, 0)
         chosen = torch.arange(len(x)) % 2 == 0
         chosen[3] = case.dtype == "float64"

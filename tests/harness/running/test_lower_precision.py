@@ -12,12 +12,12 @@ from torch import Tensor
 from harness.cases import read_case
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError
-from harness.recording.capturing.operator_probes import Probed
+from harness.recording.capturing.operator_probes import NarrowProbe, Probed
 from harness.running.ranks.execution import execute
 from harness.subject import case_of, named
 from tests.harness import own_words
 from tests.harness.own_words import Network
-from tests.harness.proofs import proved, told, unchecked
+from tests.harness.proofs import contradicted, proved, told, unchecked, verdict_of
 
 HERE = "tests/harness/running/test_lower_precision.py"
 
@@ -30,7 +30,6 @@ class Experts(Network):
     alone = False  # no sum over the data ranks
 
     def truth(self, case: Any, device: torch.device) -> Mapping[str, Tensor]:
-        """Dense training in the dtype of the case alone."""
         return own_words.truth(case.but(act="relu"), device)
 
 
@@ -67,28 +66,29 @@ def test_bfloat16_inside_is_no_excuse_for_a_factor_or_a_missing_sum(
 
     monkeypatch.setattr(dist, "all_reduce", summed)  # of the gradients of w1
     result = proved(Experts(), "dp=3 act=bf16 dtype=float32", engine)
-    failed = {verdict.check: verdict.message for verdict in result.verdicts if verdict.verdict == "fail"}
-    assert {"replicas", "parameter_gradients"} & set(failed)
-    assert not any("rounding to bfloat16" in message for message in failed.values())
+    assert {"replicas", "parameter_gradients"} & contradicted(result)
+    assert not any("rounding to bfloat16" in one.message for one in result.verdicts if one.verdict == "fail")
 
 
-def test_sums_of_activations_that_travel_in_bfloat16(engine: InprocEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On several ranks alone: wrong unless stated, and named with the line."""
+def sums_travel_in(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On several ranks alone."""
     summed = own_words.Reduced.forward
 
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        several = dist.get_world_size(group) > 1
-        return summed(ctx, x.bfloat16() if several else x, group).to(x.dtype)
-
-    class Sent(Network):
-        """Its truth has no ranks."""
+        total: Tensor = summed(ctx, x.to(dtype) if dist.get_world_size(group) > 1 else x, group)
+        return total.to(x.dtype)
 
     monkeypatch.setattr(own_words.Reduced, "forward", staticmethod(forward))
-    result = proved(Sent(), "tp=2 dtype=float32", engine)
-    failed = [verdict.message for verdict in result.verdicts if verdict.verdict == "fail"]
+
+
+def test_sums_of_activations_that_travel_in_bfloat16(engine: InprocEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong unless stated, and named with the line."""
+    sums_travel_in(torch.bfloat16, monkeypatch)
+    result = proved(Network(), "tp=2 dtype=float32", engine)
+    messages = [verdict.message for verdict in result.verdicts if verdict.verdict == "fail"]
     said = f"causes: explained by rounding to bfloat16, which enters at {HERE}"
-    assert failed and all(said in one for one in failed), failed
-    stated = Sent()
+    assert messages and all(said in one for one in messages), messages
+    stated = Network()
     stated.wire_dtype = "bfloat16"  # type: ignore[attr-defined]
     result = proved(stated, "tp=2 dtype=float32", engine)
     assert result.verdict == "pass", told(result)
@@ -122,10 +122,8 @@ def test_gradients_that_are_rounded_behind_backward_are_no_part_of_the_model(
 
     for dtype in ("float64", "float32"):
         result = proved(Rounding(), f"tp=2 dtype={dtype}", engine)
-        failed = {verdict.check: verdict.message for verdict in result.verdicts if verdict.verdict == "fail"}
-        assert (
-            "causes: explained by rounding to bfloat16: all its numbers are ones of it" in failed["parameter_gradients"]
-        )
+        message = verdict_of(result, "parameter_gradients").message
+        assert "causes: explained by rounding to bfloat16: all its numbers are ones of it" in message
 
 
 def test_what_is_right_without_it_keeps_the_limits_of_the_case(engine: InprocEngine) -> None:
@@ -150,7 +148,6 @@ def test_what_is_no_dtype_is_refused_before_anything_is_run(name: str, engine: I
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """The island."""
     rounded: Tensor = torch.special.expit(x.float()).double()
     return rounded
 
@@ -162,7 +159,6 @@ class Sharp(Network):
     cases = ("tp=2 dp=3 act=rounded", "tp=2", "dp=2")
 
     def truth(self, case: Any, device: torch.device) -> Mapping[str, Tensor]:
-        """Dense training, all of it in float64."""
         return own_words.truth(case.but(act="expit"), device)
 
 
@@ -191,7 +187,6 @@ class Narrow(Network):
         self.shy = shy
 
     def refuses(self, case: Any) -> str:
-        """Refuse one rank, where shy."""
         return "needs ranks" if self.shy and case.world_size == 1 else ""
 
 
@@ -200,14 +195,7 @@ def test_on_several_ranks_alone_it_is_wrong(
     shy: bool, verdict: str, monkeypatch: pytest.MonkeyPatch, engine: InprocEngine
 ) -> None:
     """Nothing that the model has; where no run on one rank shows it, it stays unknown."""
-    summed = own_words.Reduced.forward
-
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        several = dist.get_world_size(group) > 1
-        total: Tensor = summed(ctx, x.float() if several else x, group)
-        return total.to(x.dtype)
-
-    monkeypatch.setattr(own_words.Reduced, "forward", staticmethod(forward))
+    sums_travel_in(torch.float32, monkeypatch)
     result = proved(Narrow(shy=shy), "tp=2 dp=3", engine)
     assert result.verdict == verdict
     messages = [one.message for one in result.verdicts if one.verdict == verdict and one.check != "regrouping"]
@@ -216,7 +204,7 @@ def test_on_several_ranks_alone_it_is_wrong(
 
 def test_our_own_subject_has_none(engine: InprocEngine) -> None:
     case = read_case("mode=isp tp=2 dp=2 wp=2 micro=3 optimizer=adamw clip=0.1 metric=true recompute=full")
-    run = execute(case, Probed(named("parallel.subject:subject")), engine, text=str(case), record=False)
+    run = execute(case, Probed(named("parallel.subject:subject"), NarrowProbe), engine, text=str(case), record=False)
     assert run.outcomes == ({},) * 4
 
 
@@ -226,7 +214,6 @@ class Cast(Network):
     wrong = False
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
-        """The outcome."""
         self.factor = 1 + 1e-8 if self.wrong and case.tp > 1 else 1.0
         return super().__call__(case, device)
 
@@ -246,7 +233,7 @@ def test_constants_that_both_sides_cast_are_no_excuse(
     assert proved(subject, "tp=2 dp=3", engine, truth=truth).verdict == "pass"
     subject.wrong = True
     wrong = proved(subject, "tp=2 dp=3", engine, truth=truth)
-    assert {"forward", "parameter_gradients"} <= {v.check for v in wrong.verdicts if v.verdict == "fail"}
+    assert {"forward", "parameter_gradients"} <= contradicted(wrong)
 
 
 class Patched(Network):
@@ -262,7 +249,6 @@ class Patched(Network):
         self.inside = False
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
-        """The outcome."""
         if not self.inside:
             raise RuntimeError("not patched")
         return super().__call__(case, device)
@@ -270,5 +256,5 @@ class Patched(Network):
 
 def test_they_are_looked_for_in_the_session_of_the_subject(engine: InprocEngine) -> None:
     given = named(Patched())
-    run = execute(case_of("tp=2", given), Probed(given), engine, text="tp=2", record=False)
+    run = execute(case_of("tp=2", given), Probed(given, NarrowProbe), engine, text="tp=2", record=False)
     assert run.outcomes == ({},) * 2

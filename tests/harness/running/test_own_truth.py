@@ -52,7 +52,6 @@ class Failing(Network):
         self.how = how
 
     def truth(self, case: Any, device: torch.device) -> Mapping[str, Tensor]:
-        """No truth."""
         if self.how == "raises":
             raise ZeroDivisionError("1/0")
         return {"loss/0": torch.tensor(float("nan"))}

@@ -1,11 +1,13 @@
 """Effects of a proof on its process: a time limit, prints shown once, no compiler, `per_rank` modules as before."""
 
 import logging
+import os
 import re
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -16,12 +18,12 @@ from torch import Tensor
 from harness.errors import TimeLimit
 from harness.running.proof import prove
 from harness.running.ranks.execution import RankTask, perform
-from harness.running.ranks.output import shown_once
-from harness.running.ranks.printed import rank_output
+from harness.running.ranks.output import rank_output, shown_once
 from harness.running.request import Request
 from harness.running.run import run
 from harness.running.trials.trial import in_time
 from harness.subject import NamedSubject, cases_of, named
+from harness.torch_internals.modes import deterministic_on
 from reference.case import Case
 from reference.training import subject as dense
 from suites.subjects import mlp
@@ -30,7 +32,6 @@ from tests.harness.toy_subjects import LoopEngine
 
 
 def endless() -> None:
-    """Compute for ever."""
     while True:
         time.sleep(0.01)
 
@@ -75,7 +76,6 @@ class Endless:
 
     @staticmethod
     def truth(case: Case, device: torch.device) -> dict[str, Tensor]:
-        """Nothing, ever."""
         endless()
         return {}
 
@@ -210,7 +210,6 @@ class Library:
     """Its first call fills what the process has, and it refuses to do that twice, as Megatron does."""
 
     def __call__(self, case: Case, device: torch.device) -> dict[str, Tensor]:
-        """An outcome."""
         if GROUPS:
             raise RuntimeError("already initialized")
         GROUPS.append("tp")
@@ -227,3 +226,27 @@ def test_a_process_runs_case_after_case() -> None:
     perform(0, RankTask(case=task.case, subject=forgetful, device="cpu"))
     assert GROUPS == ["tp"], "what is not named stays"
     GROUPS.clear()
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_gpu_adds_up_in_a_fixed_order_and_the_switch_is_put_back(
+    before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU itself it is tried in `test_gpu`."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    torch.use_deterministic_algorithms(before)
+    try:
+        with deterministic_on(torch.device("cuda")):
+            assert torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"]
+            warnings.warn("cumsum does not have a deterministic implementation", UserWarning, stacklevel=1)
+        assert torch.are_deterministic_algorithms_enabled() is before
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_cpu_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    with deterministic_on(torch.device("cpu")):
+        assert not torch.are_deterministic_algorithms_enabled()
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ

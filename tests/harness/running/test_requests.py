@@ -36,6 +36,7 @@ ahead.refuses = lambda case: "never"  # type: ignore[attr-defined]
 
 
 # Wrong requests: one message that names key, value, rule and something legal
+PROFILED = ("run", f"{ONE} steps=4", "--profile", "torch", "--profile-steps")
 
 
 @pytest.mark.parametrize("harm", ["missing", "empty", "not text", "a space"])
@@ -63,14 +64,8 @@ def test_data_that_cannot_be_read_are_a_wrong_request(shardproof: CommandLine, t
         (("run", ONE, "--profile-steps", "0:1"), "profile-steps=0:1: chooses among the steps that --profile watches"),
         (("run", ONE, "--profile", "nsys", "--profile-steps", "1"), "profile-steps=1: must be FIRST:END, steps from"),
         (("run", "--profile", ","), "profile=,: names no witness; legal: torch,nsys"),
-        (
-            ("run", f"{ONE} steps=4", "--profile", "torch", "--profile-steps", "3:3"),
-            "profile-steps=3:3: holds no step, for END is not included; legal: 0:4",
-        ),
-        (
-            ("run", f"{ONE} steps=4", f"{ONE} steps=3", "--profile", "torch", "--profile-steps", "2:4"),
-            "has 3 steps, counted from 0; legal: 0:3",
-        ),
+        ((*PROFILED, "3:3"), "profile-steps=3:3: holds no step, for END is not included; legal: 0:4"),
+        ((*PROFILED, "2:4", f"{ONE} steps=3"), "has 3 steps, counted from 0; legal: 0:3"),
         (("run", "--preset-experiment", "gpt5"), "preset-experiment=gpt5: is not known; legal: gpt3-857m-tp4"),
         (("run", "--mode", "tp"), "unrecognized arguments: --mode"),
         (("bench", "--fast"), "unrecognized arguments: --fast"),
@@ -86,9 +81,8 @@ def test_what_does_not_exist_is_refused_with_what_does(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_a_device_that_is_not_here_is_refused(shardproof: CommandLine) -> None:
-    assert "device=cuda: this machine offers no CUDA device; legal: --device cpu" in shardproof.refused(
-        "run", "--device", "cuda"
-    )
+    said = "device=cuda: this machine offers no CUDA device; legal: --device cpu"
+    assert said in shardproof.refused("run", "--device", "cuda")
 
 
 def test_a_folder_that_cannot_be_written_is_refused(shardproof: CommandLine, tmp_path: Path) -> None:

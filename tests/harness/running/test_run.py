@@ -32,7 +32,7 @@ from tests.forked import started
 from tests.harness.toy_subjects import LoopEngine, lucky_control
 
 TOY = "tests.harness.toy_subjects:"
-ONE = "mode=tp tp=1 layers=1 hidden=16 heads=2 vocab=24 seq=8"
+ONE = "mode=tp layers=1 hidden=16 heads=2 vocab=24 seq=8 tp=1"
 """Case of one rank: nothing to communicate, everything to compare."""
 
 Start = Callable[..., RunResult]
@@ -43,15 +43,10 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     monkeypatch.setitem(named_engines.ENGINES, "inproc", LoopEngine)
 
     def started(subject: str, *cases: str, **more: Any) -> RunResult:
-        return run(
-            Request(cases=parse_cases(cases or (ONE,)), subject=named(TOY + subject), out=tmp_path / "runs", **more)
-        )
+        given = parse_cases(cases or (ONE,))
+        return run(Request(cases=given, subject=named(TOY + subject), out=tmp_path / "runs", **more))
 
     return started
-
-
-def words(result: RunResult) -> dict[str, str]:
-    return {verdict.check: verdict.verdict for verdict in result.verdicts}
 
 
 def test_a_subject_that_raises_fails_its_case_and_the_others_go_on(start: Start) -> None:
@@ -59,9 +54,8 @@ def test_a_subject_that_raises_fails_its_case_and_the_others_go_on(start: Start)
     assert result.exit_status == 1
     failed, *passed = result.verdicts
     assert (failed.check, failed.verdict) == ("run", "fail")
-    assert failed.message.startswith(
-        "what:   the subject did not finish: rank 0 raised ZeroDivisionError: thirteen (check run)"
-    )
+    what = "what:   the subject did not finish: rank 0 raised ZeroDivisionError: thirteen (check run)"
+    assert failed.message.startswith(what)
     assert {verdict.verdict for verdict in passed} == {"pass"}
     assert len(load(result.path).verdicts) == len(result.verdicts)
 
@@ -121,11 +115,7 @@ def test_the_words_that_repeat_a_run_name_what_is_unusual() -> None:
     assert unusual.options == "--engine pool --device cuda"
 
 
-CASES = [
-    f"mode=tp tp={tp} layers=1 hidden=16 heads=2 vocab=24 seq=8 micro=1 steps=1 seed={seed}"
-    for seed in range(4)
-    for tp in (1, 2)
-]
+CASES = [f"{ONE} tp={tp} micro=1 steps=1 seed={seed}" for seed in range(4) for tp in (1, 2)]
 
 
 def told(case: Case, device: torch.device) -> dict[str, Tensor]:

@@ -62,11 +62,11 @@ def by_block(evidence: Evidence, wrong: Sequence[str], step: int) -> list[Cause]
         before = before_step(evidence, "param", step, parameter)
         for rank, blocks in blocks_of(evidence, name).items() if before is not None else ():
             for block in blocks:
-                cut = tuple(slice(a, b) for a, b in block.region)
-                then = before.double()[cut].flatten() if before is not None else None
+                then = block.part_of(before.double()).flatten() if before is not None else None
                 if then is None or not then.numel():
                     continue
-                got, right = block.local.double().flatten() - then, evidence.truth[name].double()[cut].flatten() - then
+                must = block.part_of(evidence.truth[name].double()).flatten()
+                got, right = block.local.double().flatten() - then, must - then
                 near = float((got - right).norm()) <= SAME * float(right.norm())
                 factor = 1.0 if near else times(got, right)
                 if factor is None or factor <= 0:

@@ -30,18 +30,14 @@ _MEANS = {"exp_avg": "mean of gradients", "exp_avg_sq": "mean of squared gradien
 
 def shares_kept(evidence: Evidence) -> tuple[float, float] | None:
     """(b1, b2) of the truth, from its first step; None when it does not show them."""
-    name = max(
-        (
-            n
-            for n in evidence.truth
-            if kind_of(n) == "grad" and n.replace("grad/", "exp_avg_sq_after/0/") in evidence.truth
-        ),
-        key=lambda n: float(evidence.truth[n].double().norm()),
-        default="",
-    )
+    gradients = (n for n in evidence.truth if kind_of(n) == "grad")
+    shown = [n for n in gradients if n.replace("grad/", "exp_avg_sq_after/0/") in evidence.truth]
+    name = max(shown, key=lambda n: float(evidence.truth[n].double().norm()), default="")
     if not name:
         return None
-    gradient = evidence.truth[name].double().flatten() * _clipped(evidence)
+    largest, norm = getattr(evidence.case, "clip", 0.0), evidence.truth.get("grad_norm/0")
+    clipped = min(1.0, largest / (float(norm) + 1e-6)) if largest and norm is not None else 1.0
+    gradient = evidence.truth[name].double().flatten() * clipped
     found = []
     for kind, power in zip(_KINDS, (1, 2), strict=True):
         mean = evidence.truth[name.replace("grad/", f"{kind}_after/0/")].double().flatten()
@@ -50,12 +46,6 @@ def shares_kept(evidence: Evidence) -> tuple[float, float] | None:
             return None
         found.append(1 - share)
     return found[0], found[1]
-
-
-def _clipped(evidence: Evidence) -> float:
-    """The factor that clipping puts on the first step's gradients."""
-    largest, norm = getattr(evidence.case, "clip", 0.0), evidence.truth.get("grad_norm/0")
-    return min(1.0, largest / (float(norm) + 1e-6)) if largest and norm is not None else 1.0
 
 
 def from_moments(evidence: Evidence, wrong: Sequence[str], step: int) -> list[Cause]:

@@ -115,11 +115,11 @@ def _still_on_ranks(
         before, truth = befores[name], evidence.truth[name].double()
         for rank, blocks in blocks_of(evidence, name).items() if before is not None else ():
             for block in blocks:
-                cut = tuple(slice(a, b) for a, b in block.region)
-                value, then = block.local.double(), before.double()[cut] if before is not None else truth[cut]
-                if torch.equal(value, then) and not torch.equal(then, truth[cut]):
-                    stays[rank] = Explained(value=value, truth=truth[cut], guess=then)
-                elif float((value - truth[cut]).norm()) <= CLOSE * float((truth[cut] - then).norm()):
+                value, true = block.local.double(), block.part_of(truth)
+                then = true if before is None else block.part_of(before.double())
+                if torch.equal(value, then) and not torch.equal(then, true):
+                    stays[rank] = Explained(value=value, truth=true, guess=then)
+                elif float((value - true).norm()) <= CLOSE * float((true - then).norm()):
                     moves.add(rank)
                 else:
                     return []

@@ -3,7 +3,7 @@
 Weights before the first step are `Evidence.shares`' "start/<parameter>". Tested on numbers, as everywhere.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,43 +20,34 @@ MOVED = 0.2
 
 def from_updates(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
     """Causes of wrong parameters: never updated, or updated with an old gradient."""
-    names = [n for n in wrong if kind_of(n) == "param" and n in evidence.merged.tensors]
-    starts = {n: evidence.shares.get(n.replace("param/", "start/", 1)) for n in names}
-    known = {n: start.double() for n, start in starts.items() if start is not None}
+    known, tensors, truth = _starts(evidence, wrong), evidence.merged.tensors, evidence.truth
     if not known:
         return []
-    value = {n: evidence.merged.tensors[n].double() for n in known}
-    first = {
-        n: Explained(value=evidence.merged.tensors[n], truth=evidence.truth[n], guess=start)
-        for n, start in known.items()
-    }
+    first = {n: Explained(value=tensors[n], truth=truth[n], guess=start) for n, (_, start) in known.items()}
     if causes := claimed("never_updated", "the parameters are what they were before the first step", *first.values()):
         return causes
-    still = [n for n, start in known.items() if torch.equal(value[n], start) and first[n].holds]
+    still = [n for n, (value, start) in known.items() if torch.equal(value, start) and first[n].holds]
     words = f"{', '.join(still[:3])}{' ...' if len(still) > 3 else ''}: as before the first step, others moved"
     if causes := claimed("never_updated", words, *(first[n] for n in still)):
         return causes
-    if loaded := _loaded(evidence, {n: (value[n], start) for n, start in known.items()}):
+    if loaded := from_start(evidence, wrong):
         return loaded
-    old = {n: evidence.truth[n.replace("param/", "grad/", 1)].double() for n in known}
     words = "the update holds the gradient of the first step once more: gradients are not set to zero in between"
-    along = (_along(value[n], evidence.truth[n].double(), old[n]) for n in known)
+    old = {n: truth[n.replace("param/", "grad/", 1)].double() for n in known}
+    along = (_along(value, truth[n].double(), old[n]) for n, (value, _) in known.items())
     return claimed("not_zeroed", words, *along) if evidence.case.steps > 1 else []
 
 
-def from_start(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
-    """Causes of wrong parameters by the weights before the first step."""
+def _starts(evidence: Evidence, wrong: Sequence[str]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Wrong parameters -> their values, and those before the first step, where both are known."""
     starts = {n: evidence.shares.get(n.replace("param/", "start/", 1)) for n in wrong if kind_of(n) == "param"}
-    tensors = evidence.merged.tensors
-    return _loaded(
-        evidence,
-        {n: (tensors[n].double(), start.double()) for n, start in starts.items() if start is not None and n in tensors},
-    )
+    known = evidence.merged.tensors
+    return {n: (known[n].double(), x.double()) for n, x in starts.items() if x is not None and n in known}
 
 
-def _loaded(evidence: Evidence, of_name: Mapping[str, tuple[Tensor, Tensor]]) -> list[Cause]:
+def from_start(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
     """Whether a weight began as another rank's part of itself: training moves it little, parts differ much."""
-    for name, (value, start) in of_name.items():
+    for name, (value, start) in _starts(evidence, wrong).items():
         for axis, size in split_axes(evidence.case).items():
             for dim in (dim for dim in range(start.dim()) if start.shape[dim] % size == 0):
                 mine, theirs = value.chunk(size, dim), start.chunk(size, dim)

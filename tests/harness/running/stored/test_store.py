@@ -38,9 +38,8 @@ def finished(store: Store, ledger: Any = None, verdict: str = "pass") -> None:
     worst = Worst(name="loss/0", error=float("inf"), allowed=1e-9, epsilons=float("nan"))
     told = {"check": "forward", "message": "a\nb", "unchecked": ("x",), "decided": {"loss": (1, 1)}}
     verdicts = [Verdict(case=CASE, verdict=verdict, worst=worst, **told)]  # type: ignore[arg-type]
-    store.add(
-        CASE, ledger_rows(ledger), summarize(CASE, "tp", 2, ledger, TERMS), verdicts, {"truth": 0.25, "recorded": 1.5}
-    )
+    rows = summarize(CASE, "tp", 2, ledger, TERMS)
+    store.add(CASE, ledger_rows(ledger), rows, verdicts, {"truth": 0.25, "recorded": 1.5})
 
 
 def table(path: Path) -> list[dict[str, str]]:
@@ -101,17 +100,15 @@ def test_the_summary_shows_lacking_surplus_and_uneven_events() -> None:
 @pytest.mark.parametrize(("loss_of", "apart"), [({0: 4, 1: 2}, 0), ({0: 2, 1: 4}, 2), ({0: 4, 1: 4}, 1)])
 def test_every_rank_is_held_against_its_own_expectation(loss_of: dict[int, int], apart: int) -> None:
     """Rank 0 is the last stage and takes twice as many losses; the largest and smallest numbers do not show it."""
-    form = [
-        Term(phase="loss", op="all_reduce", axis="tp", group_size=2, calls=2 * (2 - tp), at={"tp": tp}) for tp in (0, 1)
-    ]
-    issued = {
-        rank: [e for e in events() if (e.rank, e.phase) == (rank, "loss")][:calls] for rank, calls in loss_of.items()
-    }
-    (row,) = summarize(CASE, "tp", 2, [*issued[0], *issued[1]], form, (), {"tp": ((0, 1),)})
+    losses = Term(phase="loss", op="all_reduce", axis="tp", group_size=2)
+    form = [replace(losses, calls=2 * (2 - tp), at={"tp": tp}) for tp in (0, 1)]
+    of_loss = [event for event in events() if event.phase == "loss"]
+    ledger = [e for rank, calls in loss_of.items() for e in [e for e in of_loss if e.rank == rank][:calls]]
+    (row,) = summarize(CASE, "tp", 2, ledger, form, (), {"tp": ((0, 1),)})
     assert (row.expected_calls, row.ranks_apart) == (4, None)
     assert (row.min_calls is not None) == (len(set(loss_of.values())) > 1)
     form = [replace(term, payload_bytes=64) for term in form]
-    (row,) = summarize(CASE, "tp", 2, [*issued[0], *issued[1]], form, (), {"tp": ((0, 1),)})
+    (row,) = summarize(CASE, "tp", 2, ledger, form, (), {"tp": ((0, 1),)})
     assert (row.calls, row.expected_calls, row.ranks_apart) == (4, 4, apart)
 
 
@@ -122,11 +119,8 @@ def test_min_columns_appear_when_ranks_differ_and_only_then(tmp_path: Path) -> N
     finished(store, tuple(event for event in events() if event.rank == 0 or event.phase != "forward"))
     rows = table(store.path / "summary.csv")
     assert tuple(rows[0]) == (*SUMMARY_COLUMNS, "min_calls", "min_payload_bytes", "min_wire_bytes", "ranks_apart")
-    assert [(row["min_calls"], row["ranks_apart"]) for row in rows] == [("", "")] * 3 + [
-        ("0", "1"),
-        ("", "0"),
-        ("", "0"),
-    ]
+    apart = [("", "")] * 3 + [("0", "1"), ("", "0"), ("", "0")]
+    assert [(row["min_calls"], row["ranks_apart"]) for row in rows] == apart
     finished(store)
     assert len(table(store.path / "summary.csv")) == 9
 

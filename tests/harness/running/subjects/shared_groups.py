@@ -16,7 +16,6 @@ def initialize() -> None:
 
 
 def destroy() -> None:
-    """Forget the group."""
     global _GROUP  # noqa: PLW0603
     _GROUP = None
 
@@ -27,5 +26,4 @@ def enter() -> None:
 
 
 def place() -> int:
-    """The rank that was noted."""
     return _PLACE["rank"]

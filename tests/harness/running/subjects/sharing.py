@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness.running.subjects import shared_groups
+from tests.harness.running.subjects.stateless import Summing
 
 
 def _summed(case: Any, rank: int, factor: float = 1.0) -> dict[str, torch.Tensor]:
@@ -16,15 +17,10 @@ def _summed(case: Any, rank: int, factor: float = 1.0) -> dict[str, torch.Tensor
     return {"loss/0": total}
 
 
-class Raising:
+class Raising(Summing):
     """Makes its library's group, which is there already for the second thread."""
 
-    words: Any = {"micro": 1}
-    cases: Any = ("dp=2",)
-    truth = "alone"
-
     def __call__(self, case: Any, device: torch.device) -> dict[str, torch.Tensor]:
-        """The sum."""
         shared_groups.initialize()
         dist.barrier()
         outcome = _summed(case, dist.get_rank())
@@ -36,7 +32,6 @@ class Mixing(Raising):
     """Takes the samples of the rank that its library knows: of threads the last one that entered."""
 
     def __call__(self, case: Any, device: torch.device) -> dict[str, torch.Tensor]:
-        """The sum."""
         shared_groups.enter()
         dist.barrier()
         return _summed(case, shared_groups.place())
@@ -51,4 +46,4 @@ class Wrong(Raising):
         return _summed(case, dist.get_rank(), float(dist.get_world_size()))
 
 
-raising, mixing, wrong = Raising(), Mixing(), Wrong()
+raising, mixing, wrong = Raising(1.0), Mixing(1.0), Wrong(1.0)

@@ -17,7 +17,6 @@ class Summing:
         self._factor = factor
 
     def __call__(self, case: Any, device: torch.device) -> dict[str, torch.Tensor]:
-        """The sum."""
         rank = case.axis_rank("dp", dist.get_rank())
         numbers = [n + 1 for micro in range(case.micro) for n in case.samples(0, micro, rank, 1)]
         total = torch.tensor(numbers, dtype=getattr(torch, case.dtype)).square().sum()

@@ -102,12 +102,9 @@ def quiet(case: Any, device: torch.device) -> Mapping[str, Any]:
     return trained(case, case.noise if case.noise == "seeded" else "none", range(case.dp))
 
 
-OPERATORS = {
-    "jitter": "torch.rand_like",
-    "gumbel": "Tensor.exponential_",
-    "normal": "Tensor.normal_",
-    "dropout": "Tensor.bernoulli_",
-}
+OPERATORS = dict(
+    jitter="torch.rand_like", gumbel="Tensor.exponential_", normal="Tensor.normal_", dropout="Tensor.bernoulli_"
+)
 
 
 @pytest.mark.parametrize("truth", ["alone", same, quiet])
@@ -156,7 +153,6 @@ class Functions(Noisy):
 
 
 def functions(case: Any, dp_ranks: range) -> Mapping[str, Any]:
-    """Train a step without modules."""
     weight = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0)).to(getattr(torch, case.dtype))
     weight.requires_grad_()
     for micro in range(case.micro):
@@ -189,10 +185,8 @@ def placed(words: str, truth: list[tuple[str, tuple[int, ...]]], *ranks: list[tu
     """The masks of ranks, each with its line, in those of a truth that draws these shapes."""
     case = KNOWN.parse(words)
     dense = [Draw(line, 0.5, blocks(torch.ones(shape))) for line, shape in truth]
-    outcomes = [
-        {f"dropout.drawn/{number}/0.5/{line}": blocks(mask) for number, (line, mask) in enumerate(rank)}
-        for rank in ranks
-    ]
+    drawn = [{f"{number}/0.5/{line}": mask for number, (line, mask) in enumerate(rank)} for rank in ranks]
+    outcomes = [{f"dropout.drawn/{place}": blocks(mask) for place, mask in rank.items()} for rank in drawn]
     assert all(len(taken_out(outcome)[1]) == len(rank) for outcome, rank in zip(outcomes, ranks, strict=True))
     return masks_of(case, case.axes, dense, outcomes)
 
@@ -218,9 +212,8 @@ def test_stages_draw_for_their_own_sites_and_data_ranks_for_their_own_rows() -> 
 def test_rows_of_all_data_ranks_may_be_one_draw_of_the_truth() -> None:
     ranks = [[("b.py:9", mask_of(10 * rank + n, 5, 4)) for n in range(6)] for rank in range(3)]
     found = joint(placed("dp=3", [("a.py:1", (15, 4))] * 6, *ranks))
-    assert all(
-        torch.equal(mask.flatten(0, 1), torch.cat([own[turn][1] for own in ranks])) for turn, mask in enumerate(found)
-    )
+    for turn, mask in enumerate(found):
+        assert torch.equal(mask.flatten(0, 1), torch.cat([own[turn][1] for own in ranks]))
 
 
 def test_lines_are_held_against_each_other_in_any_order() -> None:

@@ -84,7 +84,6 @@ class _Experts:
         self._axes = axes
 
     def __call__(self, case: Any, device: torch.device) -> dict[str, Tensor]:
-        """The sum over these axes."""
         rank = dist.get_rank()
         numbers = [n for micro in range(case.micro) for n in case.samples(0, micro, case.axis_rank("dp", rank), 1)]
         total = torch.tensor(numbers, dtype=getattr(torch, case.dtype)).sum()

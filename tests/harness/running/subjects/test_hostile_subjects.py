@@ -23,6 +23,7 @@ from reference.case import Case
 from reference.training import subject as dense
 
 CASE = Case.parse("layers=1 hidden=16 heads=2 ffn=16 seq=8 micro=1 steps=1")
+BOTH = parse_cases((str(CASE), f"{CASE} seed=1"))
 HERE = __name__
 
 
@@ -54,7 +55,6 @@ class Speaking:
         vars(self).update(said)
 
     def __call__(self, case: Case, device: torch.device) -> dict[str, Tensor]:
-        """The dense model."""
         return dense.subject(case, device)
 
 
@@ -89,7 +89,6 @@ def raising(*_: object) -> str:
 
 
 def leaves(*_: object) -> object:
-    """Leaves the whole program."""
     sys.exit(0)
 
 
@@ -122,9 +121,7 @@ def test_sys_exit_on_a_rank_in_another_process_is_raised_with_words() -> None:
 
 
 def test_an_exception_without_words_ends_one_case_and_not_the_run(tmp_path: Path) -> None:
-    result = run(
-        Request(cases=parse_cases((str(CASE), f"{CASE} seed=1")), subject=named(f"{HERE}:silent"), out=tmp_path)
-    )
+    result = run(Request(cases=BOTH, subject=named(f"{HERE}:silent"), out=tmp_path))
     first, *others = result.verdicts
     assert "raised Silent: (what it says cannot be read: its __str__ raised RuntimeError)" in first.message
     assert result.exit_status == 1 and {verdict.case for verdict in others} == {f"{CASE} seed=1"}
@@ -153,9 +150,7 @@ def test_modes_that_are_no_words_are_one_sentence_before_anything_is_stored(tmp_
 
 
 def test_a_refusal_that_raises_is_unknown_and_the_next_case_runs(tmp_path: Path) -> None:
-    result = run(
-        Request(cases=parse_cases((str(CASE), f"{CASE} seed=1")), subject=named(f"{HERE}:broken_refusal"), out=tmp_path)
-    )
+    result = run(Request(cases=BOTH, subject=named(f"{HERE}:broken_refusal"), out=tmp_path))
     first, *others = result.verdicts
     assert (first.check, first.verdict) == ("supported", "unknown")
     assert first.message.startswith("subject.refuses failed: RuntimeError: broke, at tests/")

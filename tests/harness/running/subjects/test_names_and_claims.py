@@ -21,9 +21,8 @@ def test_objects_and_their_attributes_are_found() -> None:
 
 @pytest.mark.parametrize("name", ["", "harness", "harness.ledger:", ":OPS", "a b:c", "./file.py:x", "a:b:c", "..:x"])
 def test_a_malformed_name_is_refused(name: str) -> None:
-    with pytest.raises(
-        RequestError, match=r"must be written module:object; legal: parallel\.subject:subject"
-    ) as caught:
+    rule = r"must be written module:object; legal: parallel\.subject:subject"
+    with pytest.raises(RequestError, match=rule) as caught:
         resolve(name)
     assert caught.value.exit_status == 2 and repr(name) in str(caught.value)
 

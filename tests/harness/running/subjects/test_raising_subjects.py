@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from harness.cases import parse_cases
-from harness.diagnosing.tracebacks import last_frames, whole
+from harness.diagnosing.six_lines import last_frames, whole
 from harness.engines.processes.forked.pool import PoolEngine
 from harness.errors import Desynchronised, Position, RankDied, RankRaised, ShardproofError, TimeLimit
 from harness.running.request import Request
@@ -66,11 +66,8 @@ def test_the_last_frames_are_in_the_message_and_the_traceback_in_the_run_folder(
     assert status == 1
     (first,) = [line for line in out.splitlines() if line.startswith("first:")]
     here = r"\S*test_raising_subjects.py:\d+ in "
-    assert re.search(
-        rf"{here}_in_a_linear: raise ValueError\(.*, called from {here}_in_a_layer: _in_a_linear\(seed\), "
-        rf"called from {here}alone: _in_a_layer\(1\)",
-        first,
-    )
+    callers = rf", called from {here}_in_a_layer: _in_a_linear\(seed\), called from {here}alone: _in_a_layer\(1\)"
+    assert re.search(rf"{here}_in_a_linear: raise ValueError\(.*{callers}", first)
     (file,) = re.findall(r"the whole traceback is in (\S+) of the run folder", out)
     text = (tmp_path / "runs" / "latest" / file).read_text()
     assert text.startswith("Traceback (most recent call last):") and "ValueError: bad layer" in text
@@ -92,9 +89,8 @@ def test_what_a_subject_does_to_its_process_is_its_failure_and_a_kill_is_the_mac
     monkeypatch.setattr("harness.running.proving.engine_named", lambda _: nullcontext(pool))
     cases = tuple(f"{SMALL} seed={seed}" for seed in (1, 2, 3, 4))
     result = run(Request(cases=parse_cases(cases), subject=named(f"{ME}failing"), engine="pool", out=tmp_path))
-    assert [(verdict.check, verdict.verdict) for verdict in result.verdicts] == [("run", "fail")] * 3 + [
-        ("run", "unknown")
-    ]
+    verdicts = [(verdict.check, verdict.verdict) for verdict in result.verdicts]
+    assert verdicts == [("run", "fail")] * 3 + [("run", "unknown")]
     assert result.exit_status == 1
     raised, left, crashed, killed = (verdict.message for verdict in result.verdicts)
     assert "in _in_a_linear: raise ValueError(" in raised and ", called from " in raised
@@ -165,9 +161,8 @@ def test_a_module_that_leaves_on_import_takes_no_run_along(
     shardproof: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "my_roaming_subject.py").write_text(
-        "import os\nfrom tests.harness.toy_subjects import right as subject\nos.chdir('/')\n"
-    )
+    text = "import os\nfrom tests.harness.toy_subjects import right as subject\nos.chdir('/')\n"
+    (tmp_path / "my_roaming_subject.py").write_text(text)
     status, out, _ = shardproof("run", ONE, "--subject", "my_roaming_subject:subject", "--json")
     assert status == 0
     assert Path.cwd() == tmp_path and (tmp_path / json.loads(out)["run"] / "verdicts.jsonl").is_file()

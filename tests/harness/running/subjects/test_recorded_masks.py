@@ -19,11 +19,11 @@ from torch.utils.checkpoint import checkpoint
 import shardproof
 from harness.engines.threads.inproc import InprocEngine
 from suites.subjects import dropout
-from tests.harness.proofs import failed
+from tests.harness.proofs import failed, verdict_of
 
 
 def message(result: Any, check: str) -> str:
-    return str(next(verdict.message for verdict in result.verdicts if verdict.check == check))
+    return str(verdict_of(result, check).message)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,6 @@ class Wrapped:
         self.wrap = wrap
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
-        """Train on one rank."""
         return trained(case, device, wrap=self.wrap)
 
 
@@ -167,11 +166,9 @@ class OfDTensors:
         return outcome
 
     def truth(self, case: Any, device: torch.device) -> Mapping[str, Any]:
-        """Dense."""
         return self.computed(case, None)
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
-        """Train on one rank."""
         torch.manual_seed(self.seeds[dist.get_rank()])
         return self.computed(case, dist.init_device_mesh("cpu", (case.tp,)))
 
@@ -206,12 +203,10 @@ class OfItsOwn:
     words: Mapping[str, Any] = {"steps": 1, "micro": 1, "factor": 1.0}
 
     def truth(self, case: Any, device: torch.device, given: Mapping[str, Tensor] | None = None) -> Mapping[str, Tensor]:
-        """Dense."""
         mask = torch.ones(6, 20) if given is None else given["mask/0/hidden"]
         return {"output/0": torch.arange(120, dtype=torch.float64).view(6, 20) * mask}
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
-        """The columns of one rank."""
         rank, columns = dist.get_rank(), 20 // case.tp
         dist.all_reduce(torch.ones(1))
         mask = torch.rand(6, columns, generator=torch.Generator().manual_seed(rank)) >= 0.5
@@ -223,7 +218,6 @@ class OfItsOwn:
         return {**found, "init/weight": weight}
 
     def deviations(self, case: Any) -> Mapping[str, float]:
-        """Of its one parameter."""
         return {"weight": 1.0}
 
 
@@ -236,7 +230,6 @@ class Fewer(OfDTensors):
     """Its truth drops once more than its ranks do."""
 
     def truth(self, case: Any, device: torch.device) -> Mapping[str, Any]:
-        """Dense."""
         nn.functional.dropout(torch.ones(3), 0.5)
         return self.computed(case, None)
 
