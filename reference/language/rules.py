@@ -5,8 +5,10 @@ InternEvo `initialize/launch.py`.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from reference.errors import CaseError
 from reference.groups import RankOrder
@@ -25,14 +27,22 @@ def problems(case: Core) -> Iterator[Problem]:
         yield from rules(case)
 
 
+@functools.cache
+def _legal(case: Any) -> tuple[dict[str, tuple[str, ...]], dict[str, bool]]:
+    """The words of a class of cases that take one of a list, and those of whole numbers with whether 0 is legal."""
+    fields = dataclasses.fields(case)
+    lists = {field.name: known for field in fields if (known := legal_values(field))}
+    return lists, {field.name: bool(field.metadata["legal"]) for field in fields if type(field.default) is int}
+
+
 def _domains(case: Core) -> Iterator[Problem]:
-    words = {field.name: field for field in dataclasses.fields(case)}  # type: ignore[arg-type]
-    for key, field in words.items():
-        if (known := legal_values(field)) and getattr(case, key) not in known:
+    kind: Any = type(case)
+    lists, sizes = _legal(kind)
+    for key, known in lists.items():
+        if getattr(case, key) not in known:
             yield key, "is not a known word", "|".join(known)
-    sizes = {key: field.metadata["legal"] for key, field in words.items() if type(field.default) is int}
-    for key, legal in sizes.items():
-        if not legal and getattr(case, key) < 1:
+    for key, with_zero in sizes.items():
+        if not with_zero and getattr(case, key) < 1:
             yield key, "must be at least 1", f"{key}=1"
     for key in sizes:
         if getattr(case, key) > LARGEST_SIZE and key != "seed":

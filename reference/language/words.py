@@ -1,6 +1,7 @@
 """The words of the case language: how one is declared, what is known of it, how its value is read and written."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -85,10 +86,14 @@ def declared(owner: type) -> dict[str, Field]:
     return {name: field for name, field in vars(owner).items() if isinstance(field, dataclasses.Field)}
 
 
-def not_default(owner: type, case: object) -> Iterator[tuple[str, str]]:
-    """Every word of a feature that has not its default in a case, with that default as a case writes it."""
-    for name, field in declared(owner).items():
-        default: Any = field.default
+@functools.cache
+def _defaults(owner: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, field.default) for name, field in declared(owner).items())
+
+
+def not_default(owner: Any, case: object) -> Iterator[tuple[str, str]]:
+    """Every word of a feature, a class, that has not its default in a case, with that default as a case writes it."""
+    for name, default in _defaults(owner):
         if getattr(case, name) != default:
             yield name, f"{name}={write(default)}"
 

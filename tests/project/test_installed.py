@@ -23,7 +23,7 @@ subject.words, subject.truth, subject.cases = {"width": 4}, "alone", ("tp=2 step
 RUN = ("run", "--subject", "mine:subject")
 PYTEST = ("-q", "-p", "no:cacheprovider", "--hypothesis-profile=one-case", "--subject=mine:subject", "--pyargs")
 COMMANDS = (
-    ("shardproof", *RUN, "--engine", "pool"),
+    ("shardproof", *RUN),
     ("python", "-m", "shardproof", *RUN),
     ("python", "-c", "import sys, pytest; del sys.path[0]; pytest.console_main()", *PYTEST, "suites.test_forward"),
     ("python", "-m", "pytest", *PYTEST, "suites.test_forward"),
@@ -31,11 +31,12 @@ COMMANDS = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("editable", [False, *deep("half a CPU minute", True)])
-def test_folders_of_our_names_do_not_stop_it(wheel: Path, tmp_path: Path, editable: bool) -> None:
+@pytest.mark.parametrize("form", ["wheel", *deep("half a CPU minute each", "wheel, pool", "editable, pool")])
+def test_folders_of_our_names_do_not_stop_it(wheel: Path, tmp_path: Path, form: str) -> None:
+    """Ranks on processes beside such folders are in tests/shardproof/test_public_names.py in every profile."""
     environment = fresh_environment(tmp_path / "environment")
     (tmp_path / "source").mkdir()
-    what = ["-e", str(copied(tmp_path / "source"))] if editable else [str(wheel)]
+    what = ["-e", str(copied(tmp_path / "source"))] if "editable" in form else [str(wheel)]
     pip = [str(environment / "bin" / "python"), "-m", "pip", "install", *WORDS, *what]
     bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     subprocess.run(pip, check=True, timeout=LONGEST_S, cwd=tmp_path, env=bare)  # a checkout would count as installed
@@ -45,7 +46,8 @@ def test_folders_of_our_names_do_not_stop_it(wheel: Path, tmp_path: Path, editab
     (folder / "parallel" / "__init__.py").touch()
     (folder / "parallel" / "mine.py").write_text("OWNER = 'me'\n")
     (folder / "mine.py").write_text(SUBJECT)
-    for words in COMMANDS:
+    first, *others = COMMANDS
+    for words in ((*first, "--engine", "pool") if "pool" in form else first, *others):
         done = subprocess.run(
             [environment / "bin" / words[0], *words[1:]],
             cwd=folder,

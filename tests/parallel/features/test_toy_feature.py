@@ -10,17 +10,25 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests import ROOT
 
 ROOMS = ("bench", "bugs", "harness", "parallel", "reference", "reports", "shardproof", "suites")
 SMALL = "layers=1 hidden=16 heads=4 kv_heads=4 ffn=32 vocab=389 seq=8 batch=1 micro=2 steps=2 gp=2 gain=true"
-DRAWN = """
-import json
+TOLD = """
+import inspect, io, json, sys
+from contextlib import redirect_stderr, redirect_stdout
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from suites.drawing.strategies import every_word
+from parallel import gain
 from reference.case.default_cases import paired_domains
+from shardproof.__main__ import main
+from suites.drawing.strategies import every_word
+
+def told(words):
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        status = main(words)
+    return status, out.getvalue(), err.getvalue()
+
 found = []
 @seed(0)
 @settings(max_examples=60, database=None, deadline=None, phases=(Phase.generate,), suppress_health_check=HealthCheck)
@@ -28,72 +36,51 @@ found = []
 def draw(case):
     found.append((case.gp, case.gain))
 draw()
-print(json.dumps([found, {word: paired_domains()[word] for word in ("gp", "gain")}]))
+*right, wrong = json.loads(sys.argv[1])
+printed = [told(words) for words in right]
+exec(inspect.getsource(gain).replace("(1 + self.weight)", "(1 - self.weight)"), vars(gain))
+printed.append(told(wrong))
+print(json.dumps([printed, found, {word: paired_domains()[word] for word in ("gp", "gain")}]))
 """
+"""Calls every command in one process, the last one with a wrong gain, and draws cases."""
 
 
-@pytest.fixture(scope="module")
-def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The product with the two files of the toy, as docs/design.md has them."""
-    copy = tmp_path_factory.mktemp("copy")
+def test_two_files_are_a_feature_in_every_command(tmp_path: Path) -> None:
     for room in ROOMS:
-        shutil.copytree(ROOT / room, copy / room, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / room, tmp_path / room)
     page = (ROOT / "docs/design.md").read_text().split("## Add a feature")[1]
     for path in ("reference/features/gain.py", "parallel/gain.py"):
-        (copy / path).write_text(page.split(f"`{path}`:\n\n```python\n")[1].split("```")[0])
-    return copy
-
-
-def told(copy: Path, *command: str) -> str:
-    """Output of a command in the copy."""
-    ended = subprocess.run([sys.executable, *command], cwd=copy, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
-
-
-def test_run_proves_it_in_every_company_and_the_page_shows_its_calls(copy: Path) -> None:
+        (tmp_path / path).write_text(page.split(f"`{path}`:\n\n```python\n")[1].split("```")[0])
     company = ("mode=tp tp=2 recompute=full", "mode=mtp pp=2 layers=2 zero=1 bucket=900", "mode=tp dp=2 zero=3 cp=2")
-    cases = [f"{SMALL} {words}" for words in ("mode=mtp tp=2", *company)]
-    assert "4 pass, 0 fail, 0 unknown" in told(copy, "-m", "shardproof", "run", *cases, "--out", "runs")
-    rows = [json.loads(line) for line in (copy / "runs/latest/verdicts.jsonl").read_text().splitlines()]
+    commands = [
+        ["run", *(f"{SMALL} {words}" for words in ("mode=mtp tp=2", *company)), "--out", "gained"],
+        ["page", "gained/latest"],
+        ["help", "case"],
+        ["help", "calls", SMALL],
+        ["predict", SMALL],
+        ["faults", "--quick", f"{SMALL} tp=1 micro=1 steps=1"],
+        ["run", "gp=2"],
+        ["run", SMALL, "--out", "wrong"],
+    ]
+    words = [sys.executable, "-c", TOLD, json.dumps(commands)]
+    ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    printed, drawn, paired = json.loads(ended.stdout.splitlines()[-1])
+    assert [status for status, _, _ in printed] == [0, 0, 0, 0, 0, 0, 2, 1], printed
+    run, _, help_case, calls, predicted, faults, _, wrong = (out for _, out, _ in printed)
+    assert "4 pass, 0 fail, 0 unknown" in run
+    rows = [json.loads(line) for line in (tmp_path / "gained/latest/verdicts.jsonl").read_text().splitlines()]
     assert [row["verdict"] for row in rows if row["check"] == "ledger"] == 4 * ["pass"]
-    told(copy, "-m", "shardproof", "page", "runs/latest")
-    assert any("features of all ranks" in path.read_text() for path in (copy / "runs").rglob("*.html"))
-
-
-def test_a_wrong_gain_is_seen(copy: Path, tmp_path: Path) -> None:
-    wrong = tmp_path / "wrong"
-    shutil.copytree(copy, wrong, ignore=shutil.ignore_patterns("runs", "__pycache__"))
-    path = wrong / "parallel/gain.py"
-    path.write_text(path.read_text().replace("(1 + self.weight)", "(1 - self.weight)"))
-    ended = subprocess.run(
-        [sys.executable, "-m", "shardproof", "run", SMALL], cwd=wrong, capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 1 and "layers.0" in ended.stdout
-
-
-def test_help_predict_and_faults_know_it(copy: Path) -> None:
-    help_case = " ".join(told(copy, "-m", "shardproof", "help", "case").split())
-    assert "gp=1 ranks that split the gain of hidden states; legal: at least 1" in help_case
+    assert any("features of all ranks" in path.read_text() for path in (tmp_path / "gained").rglob("*.html"))
+    assert "gp=1 ranks that split the gain of hidden states; legal: at least 1" in " ".join(help_case.split())
     assert "order=tp-cp-ep-dp-gp-pp" in help_case
-    assert "features of all ranks" in told(copy, "-m", "shardproof", "help", "calls", SMALL)
-    assert "gp" in told(copy, "-m", "shardproof", "predict", SMALL)
-    lines = told(copy, "-m", "shardproof", "faults", "--quick", f"{SMALL} tp=1").splitlines()
-    assert any(re.search(r"all_gather.* gp\b|\bgp .*all_gather", line) for line in lines), lines
-
-
-def test_it_is_drawn_and_paired(copy: Path) -> None:
-    found, paired = json.loads(told(copy, "-c", DRAWN))
-    assert {(gp > 1, gain) for gp, gain in found} == {(False, False), (False, True), (True, True)}
+    assert "features of all ranks" in calls
+    assert "gp" in predicted
+    assert re.search(r"^.*(all_gather.* gp\b|\bgp .*all_gather)", faults, flags=re.M), faults
+    assert "gp=2: splits a gain, and gain=false has none; legal: gp=1" in printed[6][2]
+    assert "layers.0" in wrong
+    assert {(gp > 1, gain) for gp, gain in drawn} == {(False, False), (False, True), (True, True)}
     assert paired == {"gp": [1, 2], "gain": [False, True]}
-
-
-def test_a_word_that_breaks_its_rule_is_one_sentence(copy: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "shardproof", "run", "gp=2"], cwd=copy, capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 2
-    assert "gp=2: splits a gain, and gain=false has none; legal: gp=1" in ended.stderr
 
 
 def test_without_its_files_nothing_names_it() -> None:
