@@ -41,6 +41,7 @@ from suites.mutants.mutant import Mutant, holds
 
 _BUGS = {"unseen": UNSEEN, "held_back": HELD_BACK}
 _WHEN_S, _TIMEOUT_S = 10.0, 60.0
+_CAUSES = re.compile(r"^causes:(.*?)(?=^\w+:|\Z)", re.S | re.M)
 _DERIVED = {"world": tuple(Case().mesh), "wdp": ("dp", SLICES), "padding": ("vocab", "family")}
 """Words of a condition that follow from others."""
 
@@ -120,27 +121,23 @@ def _implied(word: str, words: set[str], case: Case, condition: str) -> bool:
 def _row(bug: Mutant, result: CaseResult | None, when_right: str, when: str, seconds: float) -> Row:
     diagnosis = result.diagnosis if result else None
     first = diagnosis.first if diagnosis else None
+    failed = [v for v in result.verdicts if v.verdict == FAIL] if result else []
+    causes = [line for v in failed for line in _CAUSES.findall(v.message)]
     return Row(
         name=bug.name,
         killed=bool(result),
         case=result.text if result else "",
-        checks=" ".join(v.check for v in result.verdicts if v.verdict == FAIL) if result else "",
+        checks=" ".join(v.check for v in failed),
         place_right=right_place(bug, diagnosis) if result else "",
         first=f"{first.phase} of {first.region or 'no module'}" if first else "",
         cause_right=(cause_told(bug, diagnosis) if bug.cause else "") if result else "",
-        causes=next((line for v in result.verdicts if v.verdict == FAIL for line in _causes(v.message)), "")
-        if result
-        else "",
+        causes=next(iter(causes), ""),
         when_right=when_right,
         when=when,
         needed=f"{bug.condition} modes={'|'.join(bug.modes)}",
         wrong=getattr(bug, "wrong", ""),
         seconds=round(seconds, 1),
     )
-
-
-def _causes(message: str) -> list[str]:
-    return re.findall(r"^causes:(.*?)(?=^\w+:|\Z)", message, re.S | re.M)
 
 
 def main(words: Sequence[str]) -> int:

@@ -115,19 +115,17 @@ def campaign(part: Part) -> Iterator[tuple[Campaign, list[Alarm]]]:
             unsure = sum(one.verdict == UNKNOWN and one.check != "run" for one in alarms_of_case)
             refused, unjudged = refused + (alarms_or_none is None), unjudged + lost
             alarms, undecided = alarms + len(alarms_of_case) - unsure - lost, undecided + unsure
-            yield (
-                Campaign(
-                    dtype=part.dtype,
-                    cases=number - refused - unjudged,
-                    refused=refused,
-                    unjudged=unjudged,
-                    alarms=alarms,
-                    undecided=undecided,
-                    seconds=round(time.perf_counter() - start_s, 1),
-                    resident_mib=resident_bytes() // 2**20,
-                ),
-                alarms_of_case,
+            so_far = Campaign(
+                dtype=part.dtype,
+                cases=number - refused - unjudged,
+                refused=refused,
+                unjudged=unjudged,
+                alarms=alarms,
+                undecided=undecided,
+                seconds=round(time.perf_counter() - start_s, 1),
+                resident_mib=resident_bytes() // 2**20,
             )
+            yield so_far, alarms_of_case
 
 
 def cases_of(mode: str, share: int, part: Part) -> list[Case]:
@@ -145,11 +143,10 @@ def _alarms(case: Case, part: Part, engine: InprocEngine) -> list[Alarm] | None:
     """Verdicts of one case that did not pass; None when the subject does not take it."""
     try:
         result = prove(case, part.subject, engine, timeout_s=part.timeout_s)
-    except RequestError as error:
-        verdict = UNJUDGED if "the dense model diverges" in str(error) else UNKNOWN
-        return [Alarm(case=str(case), check="run", verdict=verdict, message=str(error))]
     except ShardproofError as error:
-        return [Alarm(case=str(case), check="run", verdict="unknown", message=str(error))]
+        diverges = isinstance(error, RequestError) and "the dense model diverges" in str(error)
+        verdict = UNJUDGED if diverges else UNKNOWN
+        return [Alarm(case=str(case), check="run", verdict=verdict, message=str(error))]
     if result.skipped:
         return None
     return [
@@ -200,17 +197,8 @@ def _part(asked: argparse.Namespace) -> Part:
     for word, count, least, legal in (("cases", asked.cases, 1, 120), ("steps", asked.steps, 0, 2)):
         if count < least:
             raise RequestError(f"{word}={count}: must be at least {least}; legal: --{word} {legal}")
-    return Part(
-        subject=asked.subject,
-        dtype=asked.dtype,
-        needs=tuple(asked.needs),
-        cases=asked.cases,
-        number=int(number),
-        parts=int(parts),
-        first_seed=asked.seed,
-        steps=asked.steps,
-        timeout_s=asked.timeout,
-    )
+    words = {word: getattr(asked, word) for word in ("subject", "dtype", "cases", "first_seed", "steps", "timeout_s")}
+    return Part(**words, needs=tuple(asked.needs), number=int(number), parts=int(parts))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -225,8 +213,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--part", default="1/1", metavar="I/N", help="which of how many shares this process takes (1/1)"
     )
-    parser.add_argument("--timeout", type=float, default=300.0, metavar="S", help="seconds a case may take (300)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="other seeds draw other cases (0)")
+    seconds = "seconds a case may take (300)"
+    parser.add_argument("--timeout", dest="timeout_s", type=float, default=300.0, metavar="S", help=seconds)
+    seeds = "other seeds draw other cases (0)"
+    parser.add_argument("--seed", dest="first_seed", type=int, default=0, metavar="N", help=seeds)
     parser.add_argument("--out", default="runs/clean", metavar="DIR", help="where the tables go (runs/clean)")
     return parser
 

@@ -16,8 +16,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -50,8 +51,7 @@ _gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dis
 _scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CostRow:
+class CostRow(NamedTuple):
     """A row of `costs.csv`: the measured time, the model's, and the first over the second.
 
     `fitted`: the model was made from this row, so that it must agree.
@@ -118,16 +118,13 @@ def _timed(run: Callable[[], object], rounds: int) -> list[float]:
     return taken
 
 
-def _microseconds(by_rank: Sequence[Sequence[float]]) -> float:
-    """The median over rounds of the rank that took longest."""
-    return float(statistics.median(map(max, zip(*by_rank, strict=True)))) * 1e6
-
-
 def measured(engine: Engine, asked: Asked) -> tuple[dict[tuple[str, int, int], float], float]:
     """(op or mode, ranks, payload) -> microseconds, payload 0 for a step; and FLOP/s of two ranks that compute."""
 
     def timed(program: Callable[..., list[float]], *words: object, ranks: int) -> float:
-        return _microseconds(engine.run(program, *words, asked.rounds, world_size=ranks, timeout_s=_LIMIT_S))
+        by_rank = engine.run(program, *words, asked.rounds, world_size=ranks, timeout_s=_LIMIT_S)
+        slowest = map(max, zip(*by_rank, strict=True))
+        return float(statistics.median(slowest)) * 1e6
 
     times = {
         (op, ranks, payload): timed(call_seconds, op, payload, ranks=ranks)
@@ -164,20 +161,13 @@ def held_against(times: dict[tuple[str, int, int], float], cluster: Cluster, ask
     rows = []
     with DryEngine() as engine:
         for (what, ranks, payload), us in times.items():
-            says_s = (
-                seconds(what, payload, route(range(ranks), cluster))
-                if payload
-                else _micro_batch_s(asked.step.format(mode=what), cluster, engine)
-            )
-            row = CostRow(
-                what=what if payload else f"micro-batch, {what}",
-                ranks=ranks,
-                payload_bytes=payload,
-                measured_us=us,
-                predicted_us=says_s * 1e6,
-                fitted=(what, ranks) == ("all_reduce", 2) and payload in ends,
-            )
-            rows.append(row)
+            if payload:
+                name, says_s = what, seconds(what, payload, route(range(ranks), cluster))
+            else:
+                name = f"micro-batch, {what}"
+                says_s = _micro_batch_s(asked.step.format(mode=what), cluster, engine)
+            fitted = (what, ranks) == ("all_reduce", 2) and payload in ends
+            rows.append(CostRow(name, ranks, payload, us, says_s * 1e6, fitted))
     return rows
 
 
@@ -226,9 +216,8 @@ def main(arguments: Sequence[str] = ()) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "cluster.toml").write_text(written(cluster), encoding="utf-8")
     with (options.out / "costs.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow([*(field.name for field in fields(CostRow)), "ratio"])
-        writer.writerows((*astuple(row), round(row.ratio, 3)) for row in rows)
+        cells = [(*row, round(row.ratio, 3)) for row in rows]
+        csv.writer(file).writerows([(*CostRow._fields, "ratio"), *cells])
     show_table(table(rows, cluster), sys.stdout)
     return 0
 

@@ -22,10 +22,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import astuple, dataclass, fields
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -44,8 +43,7 @@ ALLOWED_ERROR = 1e-12
 """An example whose result is further from the dense pass than this would time something else."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(NamedTuple):
     """A row of `bench.csv`: a value, and its ratio to what it is held against.
 
     `us_per_event`: what watching adds to every event, None where nothing is watched.
@@ -97,23 +95,12 @@ def measure(*, rounds: int, spawns: int, worlds: Sequence[int] = (2, 4, 8), quic
 def _engine_row(engine: InprocEngine, world_size: int, rounds: int) -> Row:
     sizes = Sizes()
     full, (x, dy) = weights(sizes), data(sizes)
-    seconds = interleaved(
-        {
-            "bare": lambda: [
-                rank_program(rank, world_size, sizes, full, x, dy, comm=False) for rank in range(world_size)
-            ],
-            "engine": lambda: engine.run(rank_program, world_size, sizes, full, x, dy, world_size=world_size),
-        },
-        rounds,
-    )
-    best = {name: min(times) for name, times in seconds.items()}
-    return Row(
-        metric=f"engine, {world_size} ranks",
-        value=best["engine"] * 1e3,
-        unit="ms",
-        versus="bare ranks",
-        ratio=best["engine"] / best["bare"],
-    )
+    runs: dict[str, Callable[[], object]] = {
+        "bare": lambda: [rank_program(rank, world_size, sizes, full, x, dy, comm=False) for rank in range(world_size)],
+        "engine": lambda: engine.run(rank_program, world_size, sizes, full, x, dy, world_size=world_size),
+    }
+    best = {name: min(times) for name, times in interleaved(runs, rounds).items()}
+    return Row(f"engine, {world_size} ranks", best["engine"] * 1e3, "ms", "bare ranks", best["engine"] / best["bare"])
 
 
 def _recorder_row(engine: InprocEngine, rounds: int) -> Row:
@@ -136,9 +123,7 @@ def _recorder_row(engine: InprocEngine, rounds: int) -> Row:
     seconds = interleaved({"off": off, "on": on}, 3 * rounds)
     ratios = [on_s / off_s for on_s, off_s in zip(seconds["on"], seconds["off"], strict=True)]
     value = statistics.median(seconds["on"]) * 1e3
-    return Row(
-        metric="recording, 2 ranks", value=value, unit="ms", versus="not recording", ratio=statistics.median(ratios)
-    )
+    return Row("recording, 2 ranks", value, "ms", "not recording", statistics.median(ratios))
 
 
 def example(engine: InprocEngine, world_size: int, seed: int) -> None:
@@ -154,24 +139,18 @@ def example(engine: InprocEngine, world_size: int, seed: int) -> None:
 
 def _example_rows(engine: InprocEngine, world_size: int, rounds: int, spawns: int) -> list[Row]:
     """Examples per second of three ways to run ranks; ratios are to spawning."""
-    with ExitStack() as stack:
-        pool = stack.enter_context(PoolEngine())
-        quick = interleaved(
-            {
-                "engine": lambda: example(engine, world_size, 0),
-                "pool": lambda: pooled_example(pool, world_size, 0, ALLOWED_ERROR),
-            },
-            rounds,
-        )
-    slow = [spawned_example(world_size, seed, ALLOWED_ERROR) for seed in range(spawns)]
-    rates = {name: 1 / statistics.median(times) for name, times in quick.items()}
-    spawned = 1 / statistics.median(slow)
-    rows = [
-        Row(metric=f"{name}, {world_size} ranks", value=rate, unit="examples/s", versus="spawn", ratio=rate / spawned)
+    with PoolEngine() as pool:
+        runs = {
+            "engine": lambda: example(engine, world_size, 0),
+            "pool": lambda: pooled_example(pool, world_size, 0, ALLOWED_ERROR),
+        }
+        seconds = interleaved(runs, rounds)
+    seconds["spawn"] = [spawned_example(world_size, seed, ALLOWED_ERROR) for seed in range(spawns)]
+    rates = {name: 1 / statistics.median(times) for name, times in seconds.items()}
+    return [
+        Row(f"{name}, {world_size} ranks", rate, "examples/s", "spawn", rate / rates["spawn"])
         for name, rate in rates.items()
     ]
-    spawn = Row(metric=f"spawn, {world_size} ranks", value=spawned, unit="examples/s", versus="spawn", ratio=1.0)
-    return [*rows, spawn]
 
 
 def _witness_rows(rounds: int) -> list[Row]:
@@ -179,40 +158,22 @@ def _witness_rows(rounds: int) -> list[Row]:
     costs, missing = measured(rounds)
     if missing:
         Console(stderr=True).print(f"no row for nsys: {missing}")
-    rows = []
-    for cost in costs:
-        for clock, ratio, each in (("", cost.by_clock, cost.clock_us), (", CPU time", cost.by_cpu, cost.cpu_us)):
-            rows.append(
-                Row(
-                    metric=f"{cost.witness}, 2 gloo ranks{clock}",
-                    value=cost.seconds * 1e3,
-                    unit="ms",
-                    versus="unwatched step",
-                    ratio=ratio,
-                    us_per_event=each,
-                )
-            )
-    return rows
+    return [
+        Row(f"{cost.witness}, 2 gloo ranks{clock}", cost.seconds * 1e3, "ms", "unwatched step", ratio, each)
+        for cost in costs
+        for clock, ratio, each in (("", cost.by_clock, cost.clock_us), (", CPU time", cost.by_cpu, cost.cpu_us))
+    ]
 
 
 def _refused_row(rounds: int) -> Row:
     """The wall time of a command that is refused for a wrong word, over that of a bare interpreter."""
     commands = {"pass": ("-c", "pass"), "refused": ("-m", "shardproof", "run", "mode=unknown")}
-    seconds = interleaved(
-        {
-            name: partial(subprocess.run, [sys.executable, *words], check=False, capture_output=True)
-            for name, words in commands.items()
-        },
-        rounds,
-    )
-    best = {name: min(times) for name, times in seconds.items()}
-    return Row(
-        metric="refused request",
-        value=best["refused"] * 1e3,
-        unit="ms",
-        versus="python -c pass",
-        ratio=best["refused"] / best["pass"],
-    )
+    runs = {
+        name: partial(subprocess.run, [sys.executable, *words], check=False, capture_output=True)
+        for name, words in commands.items()
+    }
+    best = {name: min(times) for name, times in interleaved(runs, rounds).items()}
+    return Row("refused request", best["refused"] * 1e3, "ms", "python -c pass", best["refused"] / best["pass"])
 
 
 def _proof_rows(rounds: int, *, quick: bool) -> list[Row]:
@@ -220,12 +181,12 @@ def _proof_rows(rounds: int, *, quick: bool) -> list[Row]:
     case_s, over_import = one_case(rounds)
     further_s = further_case(rounds)
     rows = [
-        Row(metric="one case, CPU time", value=case_s, unit="s", versus="import torch", ratio=over_import),
-        Row(metric="further case, CPU time", value=further_s, unit="s", versus="one case", ratio=further_s / case_s),
+        Row("one case, CPU time", case_s, "s", "import torch", over_import),
+        Row("further case, CPU time", further_s, "s", "one case", further_s / case_s),
     ]
     if not quick:
         proof_s, over_ranks = real_widths()
-        rows.append(Row(metric="real widths, CPU time", value=proof_s, unit="s", versus="its ranks", ratio=over_ranks))
+        rows.append(Row("real widths, CPU time", proof_s, "s", "its ranks", over_ranks))
     return rows
 
 
@@ -235,7 +196,7 @@ def _program_row(pairs: int) -> Row:
     interval = f"{ratio.low:.2f} to {ratio.high:.2f}"
     open_ = f", {ALLOWED_COST} not resolvable here" if ratio.low <= ALLOWED_COST < ratio.high else ""
     versus = f"unrecorded step ({interval}{open_})"
-    return Row(metric="recorded program, CPU time", value=seconds * 1e3, unit="ms", versus=versus, ratio=ratio.ratio)
+    return Row("recorded program, CPU time", seconds * 1e3, "ms", versus, ratio.ratio)
 
 
 def main(arguments: Sequence[str] = ()) -> int:
@@ -250,9 +211,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     rows = measure(rounds=max(options.rounds, 1), spawns=2, quick=options.quick)
     options.out.mkdir(parents=True, exist_ok=True)
     with (options.out / "bench.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow([field.name for field in fields(Row)])
-        writer.writerows(astuple(row) for row in rows)
+        csv.writer(file).writerows([Row._fields, *rows])
     titles = ("metric", "value", "unit", "versus", "ratio", "us an event")
     table = Table(*titles, title="Measured here, side by side in one run")
     for row in rows:

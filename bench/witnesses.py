@@ -190,15 +190,9 @@ def _watched(name: str, rank: int, case: Case) -> Iterator[None]:
             watching.enter_context(observing(recorder))
             watching.enter_context(recorder.on_rank(rank))
         elif name == ONCE:
-            watching.enter_context(_counting())
+            watching.enter_context(CommDebugMode())
         elif name == "torch profiler":
             watching.enter_context(profile(activities=[ProfilerActivity.CPU], record_shapes=True, with_stack=True))
-        yield
-
-
-@contextmanager
-def _counting() -> Iterator[None]:
-    with CommDebugMode():
         yield
 
 

@@ -93,14 +93,13 @@ def shard(name: str, weight: Tensor, rank: int, world_size: int) -> Tensor:
 
 def largest_error(passed: list[Passed], reference: Passed) -> float:
     """The largest absolute difference of any rank's output, input gradient or weight gradient from the dense one."""
-    worst = 0.0
-    for rank, mine in enumerate(passed):
-        pairs = [(mine.y_BSH, reference.y_BSH), (mine.dx_BSH, reference.dx_BSH)]
-        pairs += [
-            (grad, shard(name, reference.gradients[name], rank, len(passed))) for name, grad in mine.gradients.items()
-        ]
-        worst = max(worst, *(float((one - other).abs().max()) for one, other in pairs))
-    return worst
+    return max(_apart(mine, reference, rank, len(passed)) for rank, mine in enumerate(passed))
+
+
+def _apart(mine: Passed, reference: Passed, rank: int, world_size: int) -> float:
+    pairs = [(mine.y_BSH, reference.y_BSH), (mine.dx_BSH, reference.dx_BSH)]
+    pairs += [(grad, shard(name, reference.gradients[name], rank, world_size)) for name, grad in mine.gradients.items()]
+    return max(float((one - other).abs().max()) for one, other in pairs)
 
 
 class _Copy(torch.autograd.Function):
@@ -178,22 +177,15 @@ def _error(rank: int, world_size: int, seed: int) -> float:
     """The largest difference of this rank's example from the dense pass."""
     sizes = Sizes(seed=seed)
     full, (x, dy) = weights(sizes), data(sizes)
-    truth: Passed = dense(sizes, full, x, dy)
-    mine = rank_program(rank, world_size, sizes, full, x, dy)
-    pairs = [(mine.y_BSH, truth.y_BSH), (mine.dx_BSH, truth.dx_BSH)]
-    pairs += [(grad, shard(name, truth.gradients[name], rank, world_size)) for name, grad in mine.gradients.items()]
-    return max(float((one - other).abs().max()) for one, other in pairs)
+    truth = dense(sizes, full, x, dy)
+    return _apart(rank_program(rank, world_size, sizes, full, x, dy), truth, rank, world_size)
 
 
-def _join_group(rank: int, world_size: int, store: str) -> None:
+def _spawned(rank: int, world_size: int, store: str, seed: int, allowed: float) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=LIMIT_S)
     )
-
-
-def _spawned(rank: int, world_size: int, store: str, seed: int, allowed: float) -> None:
-    _join_group(rank, world_size, store)
     _judge([_error(rank, world_size, seed)], allowed)
     dist.destroy_process_group()
 

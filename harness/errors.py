@@ -73,7 +73,7 @@ class RequestError(ShardproofError):
 class _RunError(ShardproofError):
     """A run that ended badly: `cause` in one line, `ranks` that are to blame, `positions` of all ranks by rank."""
 
-    def __init__(self, cause: str, *, ranks: Sequence[int], positions: Sequence[Position]) -> None:
+    def __init__(self, cause: str, *, ranks: Sequence[int] = (), positions: Sequence[Position] = ()) -> None:
         self.cause = cause
         self.ranks = tuple(ranks)
         self.positions = tuple(positions)
@@ -135,7 +135,12 @@ class TimeLimit(MachineError):
     """The run did not end in time. `abandoned` lists ranks that could not be interrupted."""
 
     def __init__(
-        self, cause: str, *, ranks: Sequence[int], positions: Sequence[Position], abandoned: Sequence[int] = ()
+        self,
+        cause: str,
+        *,
+        ranks: Sequence[int] = (),
+        positions: Sequence[Position] = (),
+        abandoned: Sequence[int] = (),
     ) -> None:
         self.abandoned = tuple(abandoned)
         super().__init__(cause, ranks=ranks, positions=positions)

@@ -14,6 +14,7 @@ that `import shardproof` costs nothing.
     a run folder    load, headline, traffic, side_by_side, snapshot, compare
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from shardproof.rooms import lead
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
     from reference.model.parameters import shapes as parameter_shapes
     from reference.training.steps import train as train_dense
     from reports.comparing.comparison import compare
-    from reports.comparing.modes import side_by_side
     from reports.comparing.snapshot import snapshot
+    from reports.printing.modes import side_by_side
     from reports.stored.frames import load
     from reports.stored.summary import headline, traffic
     from shardproof.proving import prove, run
@@ -63,70 +64,42 @@ __all__ = [
     "watch",
 ]
 
-_NEEDED = (
-    (("harness",), "RequestError Shard ShardproofError Term cuda_on_cpu phase region softmax_shift watch"),
-    (("reference",), "Case full_parameter micro_batch parameter_shapes train_dense"),
-    (("reports", "harness"), "compare headline load side_by_side snapshot traffic"),
-    (("harness", "reference", "parallel"), "prove run"),
-)
-"""The rooms that names are in, or import."""
+_PLACES = {
+    "harness.errors": "RequestError ShardproofError",
+    "harness.faults": "softmax_shift",
+    "harness.programs.watching": "watch",
+    "harness.recording.annotations": "phase region",
+    "harness.shard": "Shard",
+    "harness.terms": "Term",
+    "harness.torch_internals.cuda_on_cpu": "cuda_on_cpu",
+    "reference.case": "Case",
+    "reference.data.batches": "micro_batch",
+    "reference.model.parameters": "full_parameter parameter_shapes",
+    "reference.training.steps": "train_dense",
+    "reports.comparing.comparison": "compare",
+    "reports.printing.modes": "side_by_side",
+    "reports.comparing.snapshot": "snapshot",
+    "reports.stored.frames": "load",
+    "reports.stored.summary": "headline traffic",
+    "shardproof.proving": "prove run",
+}
+"""The modules of the names above."""
+_THERE = {"full_parameter": "full", "parameter_shapes": "shapes", "train_dense": "train"}
+"""Names that are others in their modules."""
+_NEEDS = {"reports": ("reports", "harness"), "shardproof": ("harness", "reference", "parallel")}
+"""The rooms that a room imports, where these are more than itself."""
 
 
 if not TYPE_CHECKING:  # which would find every name here
 
-    def __getattr__(name: str) -> object:  # noqa: PLR0912, PLR0915  (a name each)
+    def __getattr__(name: str) -> object:
         """Import a name when it is first used. Raises ImportError where another package is in the place of ours."""
-        for rooms, names in _NEEDED:
-            if name in names.split():
-                lead(*rooms)
-        match name:
-            case "Case":
-                from reference.case import Case as found
-            case "RequestError":
-                from harness.errors import RequestError as found
-            case "Shard":
-                from harness.shard import Shard as found
-            case "ShardproofError":
-                from harness.errors import ShardproofError as found
-            case "Term":
-                from harness.terms import Term as found
-            case "compare":
-                from reports.comparing.comparison import compare as found
-            case "cuda_on_cpu":
-                from harness.torch_internals.cuda_on_cpu import cuda_on_cpu as found
-            case "full_parameter":
-                from reference.model.parameters import full as found
-            case "headline":
-                from reports.stored.summary import headline as found
-            case "load":
-                from reports.stored.frames import load as found
-            case "micro_batch":
-                from reference.data.batches import micro_batch as found
-            case "parameter_shapes":
-                from reference.model.parameters import shapes as found
-            case "phase":
-                from harness.recording.annotations import phase as found
-            case "prove":
-                from shardproof.proving import prove as found
-            case "region":
-                from harness.recording.annotations import region as found
-            case "run":
-                from shardproof.proving import run as found
-            case "side_by_side":
-                from reports.comparing.modes import side_by_side as found
-            case "snapshot":
-                from reports.comparing.snapshot import snapshot as found
-            case "softmax_shift":
-                from harness.faults import softmax_shift as found
-            case "traffic":
-                from reports.stored.summary import traffic as found
-            case "train_dense":
-                from reference.training.steps import train as found
-            case "watch":
-                from harness.programs.watching import watch as found
-            case _:
-                raise AttributeError(f"module 'shardproof' has no attribute {name!r}; it has {', '.join(__all__)}")
-        globals()[name] = found
+        module = next((module for module, names in _PLACES.items() if name in names.split()), "")
+        if not module:
+            raise AttributeError(f"module 'shardproof' has no attribute {name!r}; it has {', '.join(__all__)}")
+        room = module.partition(".")[0]
+        lead(*_NEEDS.get(room, (room,)))
+        found = globals()[name] = getattr(import_module(module), _THERE.get(name, name))
         return found
 
 

@@ -47,6 +47,11 @@ class Option:
         """Its name in the ini file and among pytest's parsed options, where a user may have a `--device` too."""
         return f"shardproof_{self.name}"
 
+    @property
+    def about(self) -> str:
+        """Its help, with the default."""
+        return f"{self.help} ({self.default})" if self.default else self.help
+
 
 OPTIONS = (
     Option(name="subject", default="parallel.subject:subject", help="implementation under test, module:object"),
@@ -71,23 +76,8 @@ def add_options(parser: pytest.Parser) -> None:
     if group.options:
         return
     for option in OPTIONS:
-        if option.flag:
-            group.addoption(f"--{option.word}", dest=option.dest, action="store_const", const="yes", help=_help(option))
-        else:
-            group.addoption(f"--{option.word}", dest=option.dest, default=None, help=_help(option))
-
-
-def add_ini_values(parser: pytest.Parser) -> None:
-    """Add the twin of every option to the ini file."""
-    for option in OPTIONS:
-        if option.twin and option.flag:
-            parser.addini(option.dest, _help(option), type="bool", default=False)
-        elif option.twin:
-            parser.addini(option.dest, _help(option), default=option.default)
-
-
-def _help(option: Option) -> str:
-    return f"{option.help} ({option.default})" if option.default else option.help
+        value: dict[str, Any] = {"action": "store_const", "const": "yes"} if option.flag else {"default": None}
+        group.addoption(f"--{option.word}", dest=option.dest, help=option.about, **value)
 
 
 def are_added(config: pytest.Config) -> bool:
@@ -137,7 +127,11 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
     Raises UsageError where a package with the name of one of ours has been imported before.
     """
-    add_ini_values(parser)
+    for option in OPTIONS:
+        if option.twin and option.flag:
+            parser.addini(option.dest, option.about, type="bool", default=False)
+        elif option.twin:
+            parser.addini(option.dest, option.about, default=option.default)
     config: Any = pluginmanager.get_plugin("pytestconfig")
     if _named(config) and (not foreign("suites") or _wanted(config)):
         add_options(parser)

@@ -34,23 +34,15 @@ def pytest_configure(config: pytest.Config) -> None:
     """Know our markers, refuse a wrong request, load the profile `quick`, unless another one was requested."""
     for words in _MARKERS:
         config.addinivalue_line("markers", words)
-    _refuse_wrong(config)
-    register()
-    settings.load_profile(ONE_CASE if option_value(config, "case") else _profile(config))
-
-
-def _refuse_wrong(config: pytest.Config) -> None:
-    """Refuse a wrong request in one sentence.
-
-    Where pytest finds this file only while it collects, the refusal is an error of the collection, which pytest-xdist
-    reports once for all its workers.
-    """
     try:
         check(config)
     except pytest.UsageError as problem:
+        # Where pytest finds this file only while it collects, xdist reports such an error once for all its workers.
         if config.pluginmanager.has_plugin("session"):
             raise pytest.Collector.CollectError(str(problem)) from problem
         raise
+    register()
+    settings.load_profile(ONE_CASE if option_value(config, "case") else _profile(config))
 
 
 def _profile(config: pytest.Config) -> str:
@@ -100,24 +92,17 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     The faults are left out unless --faults is given.
     """
     if not option_value(config, "faults"):
-        _deselect(config, items, "faults")
+        unasked = [item for item in items if item.get_closest_marker("faults")]
+        items[:] = [item for item in items if item not in unasked]
+        config.hook.pytest_deselected(items=unasked)
     if (engine := option_value(config, "engine")) != "inproc":
-        _skip(items, "inproc", f"engine {engine}: planted code and closures are not sent to ranks")
+        reason = f"engine {engine}: planted code and closures are not sent to ranks"
+        for item in items:
+            if item.get_closest_marker("inproc"):
+                item.add_marker(pytest.mark.skip(reason=reason))
     if path := option_path(config, "known_failures"):
         claimed = claims(subject_of(config)).modes
         known_failures.mark(session, items, known_failures.read(path), claimed, _modes(config))
-
-
-def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:
-    for item in items:
-        if item.get_closest_marker(marker):
-            item.add_marker(pytest.mark.skip(reason=reason))
-
-
-def _deselect(config: pytest.Config, items: list[pytest.Item], marker: str) -> None:
-    unasked = [item for item in items if item.get_closest_marker(marker)]
-    items[:] = [item for item in items if not item.get_closest_marker(marker)]
-    config.hook.pytest_deselected(items=unasked)
 
 
 @pytest.hookimpl(wrapper=True)

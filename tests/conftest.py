@@ -13,6 +13,7 @@ import torch
 from hypothesis import settings
 
 from harness.engines.processes.forked.pool import PoolEngine
+from harness.engines.shapes.dry import DryEngine
 from harness.engines.threads.inproc import InprocEngine
 from reference.case import Case
 from suites.drawing.profiles import register
@@ -98,6 +99,13 @@ def pool() -> Iterator[PoolEngine]:
 def engine() -> Iterator[InprocEngine]:
     """Ranks as threads of this process, for all tests of a module."""
     with InprocEngine() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def dry() -> Iterator[DryEngine]:
+    """Ranks on shapes alone, for all tests of a module."""
+    with DryEngine() as made:
         yield made
 
 

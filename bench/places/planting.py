@@ -2,8 +2,7 @@
 
 import fnmatch
 import importlib.util
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,19 +51,13 @@ def wrong_subject(bug: Bug) -> Callable[..., Any]:
 def diagnosed(bug: Bug, engine: Engine) -> CaseResult:
     """The case of a bug proved on a subject that has it."""
     if is_foreign(bug):
-        with _patched(bug):
+        with shardproof.cuda_on_cpu(), patched(bug.name, bug.changes):
             return shardproof.prove(bug.case, bug.system, engine)
     wrong = wrong_subject(bug)
     if bug.system.startswith(_OWN):
         return shardproof.prove(bug.case, wrong, engine, truth=bug.system.replace(":subject", ":truth"))
     reference = REFERENCE if bug.system else decoder()
     return prove(Case.parse(bug.case), wordless(wrong), engine, reference=reference)
-
-
-@contextmanager
-def _patched(bug: Bug) -> Iterator[None]:
-    with shardproof.cuda_on_cpu(), patched(bug.name, bug.changes):
-        yield
 
 
 def found(bug: Bug) -> tuple[str, str] | None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, Protocol, Self
 
 import torch
@@ -94,16 +94,16 @@ class Interposer:
 
     def add_operators(self) -> None:
         """Observe operators of c10d too that were registered since, by an imported library. Raises MachineError."""
-        operators = {name: getattr(torch.ops.c10d, name) for name in _operators() if name not in self._names}
+        names = operator_names("c10d")
+        if not names:
+            raise _blind("no operators of c10d are known")
+        operators = {name: getattr(torch.ops.c10d, name) for name in names if name not in self._names}
         fresh = {name: overloads.default for name, overloads in operators.items() if hasattr(overloads, "default")}
         fresh = {name: operator for name, operator in fresh.items() if communicates(operator)}
         taken = [name for name in fresh if has_kernel(f"c10d::{name}", _KEY)]
         if taken:
-            raise MachineError(
-                f"c10d::{taken[0]} has a kernel at {_KEY} already: one interposer at a time, leave the other one first",
-                ranks=(),
-                positions=(),
-            )
+            rule = "one interposer at a time, leave the other one first"
+            raise MachineError(f"c10d::{taken[0]} has a kernel at {_KEY} already: {rule}")
         assert self._add is not None  # entered
         for name, operator in fresh.items():
             self._add(name, self._kernel(name, operator), with_keyset=True)
@@ -137,12 +137,15 @@ class Interposer:
             result = operator.redispatch(keys.remove(BACKEND_SELECT), *arguments)
             if not call.is_async and call.op not in _UNFOLLOWED:
                 if call.device == "cpu":
-                    _wait(result)
+                    for work in _works(result):
+                        work.wait()  # its caller waits too, which then costs nothing
                 if log is not None:
                     log.left()
                 _completed(rank, tickets)
             if call.is_async and call.device == "cuda" and call.op not in _UNFOLLOWED:
-                _when_done(result, partial(_completed, rank, tickets))
+                for work in _works(result):
+                    with suppress(RuntimeError):  # a backend without a future of it
+                        work.get_future().add_done_callback(lambda _future: _completed(rank, tickets))
             if call.is_async and (follow := getattr(log, "follow", None)) is not None:
                 return _replaced(result, partial(follow, waited=partial(_waited, rank, tickets)))
             return result
@@ -151,7 +154,9 @@ class Interposer:
 
     def _probe(self) -> None:
         """Issue one call in a private group of one rank. Raises MachineError unless it is observed as issued."""
-        probe, watched, log = _Probe(), self._observers, self._log
+        seen: list[Call] = []
+        probe: Any = SimpleNamespace(issued=lambda _rank, call: seen.append(call), completed=lambda *_: None)
+        watched, log = self._observers, self._log
         self._observers, self._log = (probe,), None
         try:
             group, options = fake_group(), dist.AllreduceOptions()
@@ -160,7 +165,7 @@ class Interposer:
             group.allreduce([torch.zeros(8)[2:5]], options)
         finally:
             self._observers, self._log = watched, log
-        observed = [(c.op, c.reduce_op, c.group, c.dtype, c.shapes, c.payload_bytes, c.is_async) for c in probe.calls]
+        observed = [(c.op, c.reduce_op, c.group, c.dtype, c.shapes, c.payload_bytes, c.is_async) for c in seen]
         if observed != [("all_reduce", "max", (0,), "float32", ((3,),), 12, False)]:
             raise _blind(f"a probe all_reduce of 12 bytes was seen as {observed}")
 
@@ -177,35 +182,11 @@ def observing(observer: Observer) -> Iterator[None]:
         yield
 
 
-class _Probe:
-    """Keeps the calls that it observes."""
-
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
-
-    def issued(self, _rank: int, call: Call) -> int:
-        self.calls.append(call)
-        return 0
-
-    def completed(self, rank: int, ticket: int) -> None:
-        """Nothing to keep."""
-
-
 def _blind(why: str) -> MachineError:
     return MachineError(
         f"torch {torch.__version__}: the recorder of real backends would be blind: {why}. "
-        f"Run on the in-process engine, or with a torch that this release was tested with ({tested_span()})",
-        ranks=(),
-        positions=(),
+        f"Run on the in-process engine, or with a torch that this release was tested with ({tested_span()})"
     )
-
-
-def _operators() -> list[str]:
-    """The operators of c10d. Raises MachineError when torch lists none."""
-    names = operator_names("c10d")
-    if not names:
-        raise _blind("no operators of c10d are known")
-    return names
 
 
 def _completed(rank: int, tickets: Sequence[tuple[Observer, int]]) -> None:
@@ -219,21 +200,10 @@ def _waited(rank: int, tickets: Sequence[tuple[Observer, int]]) -> None:
         notify_waited(observer, rank, ticket)
 
 
-def _wait(result: Any) -> None:
-    """Wait for the work in an operator's result; its caller waits too, which then costs nothing."""
+def _works(result: Any) -> list[dist.Work]:
+    """The works in an operator's result."""
     parts = result if isinstance(result, tuple) else (result,)
-    for part in parts:
-        if isinstance(part, torch.ScriptObject):
-            dist.Work.unbox(part).wait()
-
-
-def _when_done(result: Any, notify: Callable[[], None]) -> None:
-    """Notify when the work in an operator's result is done, if its backend has a future of it."""
-    parts = result if isinstance(result, tuple) else (result,)
-    for part in parts:
-        if isinstance(part, torch.ScriptObject):
-            with suppress(RuntimeError):
-                dist.Work.unbox(part).get_future().add_done_callback(lambda _future: notify())
+    return [dist.Work.unbox(part) for part in parts if isinstance(part, torch.ScriptObject)]
 
 
 def _replaced(result: Any, follow: Callable[[Any, Sequence[Tensor]], dist.Work]) -> Any:

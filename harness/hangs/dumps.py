@@ -26,34 +26,26 @@ _LEGAL = "legal: the run folder of `shardproof record`, or the files that NCCL's
 _MESSAGES = ("send", "recv")
 
 
+@uncollected()  # calls by the million, which all stay
 def standings(paths: Iterable[str | Path]) -> list[RankStanding]:
     """Where every rank stands, by rank. A folder stands for the dumps in it. Raises RequestError for what is none."""
-    with uncollected():  # calls by the million, which all stay
-        return _standings(paths)
-
-
-def _standings(paths: Iterable[str | Path]) -> list[RankStanding]:
     by_rank: dict[int, RankStanding] = {}
     for name in paths:
         path = Path(name)
         if not path.exists():
             raise RequestError(f"dump {path}: no such file or folder; {_LEGAL}")
-        for one in _of_folder(path) if path.is_dir() else [_of_file(path)]:
+        parts = path / "ranks" if (path / "ranks").is_dir() else path
+        dumps = (
+            [path] if path.is_file() else [part for part in parts.iterdir() if part.is_dir() and part.name.isdigit()]
+        )
+        dumps = dumps or [file for file in sorted(path.iterdir()) if file.is_file() and _rank_of(file) is not None]
+        for one in (_of_part(dump) if dump.is_dir() else _of_file(dump) for dump in dumps):
             if one.rank in by_rank:
                 raise RequestError(f"dump {one.source}: rank {one.rank} is in {by_rank[one.rank].source} too; {_LEGAL}")
             by_rank[one.rank] = one
     if not by_rank:
         raise RequestError(f"dumps: hold no rank; {_LEGAL}")
     return [by_rank[rank] for rank in sorted(by_rank)]
-
-
-def _of_folder(path: Path) -> list[RankStanding]:
-    parts = path / "ranks" if (path / "ranks").is_dir() else path
-    numbered = [folder for folder in parts.iterdir() if folder.is_dir() and folder.name.isdigit()]
-    if numbered:
-        return [_of_part(folder) for folder in numbered]
-    files = [file for file in sorted(path.iterdir()) if file.is_file() and _rank_of(file) is not None]
-    return [_of_file(file) for file in files]
 
 
 def _of_part(folder: Path) -> RankStanding:
@@ -82,7 +74,7 @@ def _of_last(words: Mapping[str, Any], source: str) -> RankStanding:
     ranks = {name: tuple(group["ranks"]) for name, group in words["groups"].items()}
     inside = set(words["inside"])
     signatures = [_signature(kind) for kind in kinds]
-    channels = [_channel(kind["group"], ranks[kind["group"]], _direction(kind)) for kind in kinds]
+    channels = [(kind["group"], ranks[kind["group"]], _direction(kind)) for kind in kinds]
     calls: dict[Channel, dict[int, LastCall]] = {}
     known = [tuple(sys.intern(kind[name]) for name in ("phase", "region", "axis", "caller")) for kind in kinds]
     own = [calls.setdefault(channel, {}) for channel in channels]
@@ -92,7 +84,7 @@ def _of_last(words: Mapping[str, Any], source: str) -> RankStanding:
         own[kind][number] = LastCall(signatures[kind], (phase, region, step, micro), axis, caller, order, complete)
     calls = {channel: by for channel, by in calls.items() if by}
     last = {channel: max(by) for channel, by in calls.items()}
-    last |= {_channel(*one[:3]): int(one[3]) for one in words.get("numbers", ())}
+    last |= {(group, tuple(own), way): int(number) for group, own, way, number in words.get("numbers", ())}
     return RankStanding(
         rank=words["rank"],
         world_size=words["world_size"],
@@ -116,10 +108,6 @@ def _direction(kind: Mapping[str, Any]) -> str:
     return f"{kind['op']} {kind['peer']}" if kind["op"] in _MESSAGES else ""
 
 
-def _channel(group: str, ranks: Iterable[int], direction: str) -> Channel:
-    return group, tuple(ranks), direction
-
-
 def _of_file(path: Path) -> RankStanding:
     words = _json(path) if path.read_bytes()[:1] in (b"{", b"[") else _pickled(path)
     if words.get("shardproof") == "last calls":
@@ -135,7 +123,7 @@ def _of_flight(words: Mapping[str, Any], path: Path) -> RankStanding:
     if rank is None:
         raise RequestError(f"dump {path}: its name must end in the rank; legal: nccl_trace_rank_3")
     config = words.get("pg_config") or {}
-    ranks = {str(group["name"]): tuple(_numbers(group["ranks"])) for group in config.values()}
+    ranks = {str(group["name"]): tuple(map(int, re.findall(r"\d+", str(group["ranks"])))) for group in config.values()}
     entries = sorted(words["entries"], key=lambda entry: int(entry.get("record_id", 0)))
     calls: dict[Channel, dict[int, LastCall]] = {}
     for order, entry in enumerate(entries):
@@ -144,8 +132,7 @@ def _of_flight(words: Mapping[str, Any], path: Path) -> RankStanding:
         op, _, ends = op.partition(" ")
         members = ranks.get(name, ())
         direction = _flight_direction(op, ends, members) if entry.get("is_p2p") else ""
-        channel = _channel(name, members, direction)
-        own = calls.setdefault(channel, {})
+        own = calls.setdefault((name, members, direction), {})
         number = len(own) + 1 if direction else int(entry["collective_seq_id"])
         if number not in own:  # the members of a coalesced call have one number
             own[number] = _flight_call(entry, op, description or name, order)
@@ -172,10 +159,6 @@ def _flight_direction(op: str, ends: str, members: tuple[int, ...]) -> str:
         return op
     peer = int(found[3])
     return f"{op} {members[peer] if peer < len(members) else peer}"
-
-
-def _numbers(text: object) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", str(text))]
 
 
 def _rank_of(path: Path) -> int | None:

@@ -9,7 +9,7 @@ others lack. When all do, they wait for each other. Sources of the idea: torch.d
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 Channel = tuple[str, tuple[int, ...], str]
@@ -116,7 +116,9 @@ def _differing(channel: Channel, members: Sequence[RankStanding]) -> Iterator[Pa
     alike = _alike(own, first)
     if len(alike) < 2:
         return
-    behind = len(set(_lasts(channel, members).values())) > 1
+    lasts = {one.rank: one.last[channel] for one in members}
+    most = max(lasts.values())
+    behind = min(lasts.values()) < most
     kinds = [ranks[0] for ranks in alike]  # one rank stands for all that issued the same
     numbers = sorted({number for rank in kinds for number in own[rank] if number >= first})
     for number in numbers:
@@ -127,7 +129,8 @@ def _differing(channel: Channel, members: Sequence[RankStanding]) -> Iterator[Pa
                 weights[_identity(calls[ranks[0]])] += len(ranks)
         if len(weights) < 2:
             continue
-        usual = max(weights, key=lambda identity: (weights[identity], -_first_of(identity, calls)))
+        first_rank = {_identity(calls[rank]): rank for rank in sorted(calls, reverse=True)}
+        usual = max(weights, key=lambda identity: (weights[identity], -first_rank[identity]))
         standard = next(rank for rank in kinds if rank in calls and _identity(calls[rank]) == usual)
         groups = []
         for group in alike:
@@ -147,7 +150,7 @@ def _differing(channel: Channel, members: Sequence[RankStanding]) -> Iterator[Pa
                 number=number,
                 call=call,
                 instead=None if how == "extra" else calls[rank],
-                waiting=_waiting(channel, members, group_ranks),
+                waiting=tuple(rank for rank, last in lasts.items() if last == most and rank not in group_ranks),
             )
         if groups:
             return
@@ -171,10 +174,6 @@ def _identity(call: LastCall) -> tuple[object, ...]:
     return call.signature, call.place
 
 
-def _first_of(identity: tuple[object, ...], calls: Mapping[int, LastCall]) -> int:
-    return min(rank for rank, call in calls.items() if _identity(call) == identity)
-
-
 def _how(usual: Mapping[int, LastCall], own: Mapping[int, LastCall], number: int) -> str:
     """Whether `own` lacks the call of this number, has one more there, or has another one."""
     if _agree(own, usual, number, 1):
@@ -186,16 +185,6 @@ def _agree(one: Mapping[int, LastCall], other: Mapping[int, LastCall], number: i
     """Whether the calls of `one` from `number` on are those of `other` a number further, as far as both go."""
     pairs = [(one[n], other[n + shift]) for n in range(number, number + _SHIFTED) if n in one and n + shift in other]
     return bool(pairs) and all(_identity(mine) == _identity(theirs) for mine, theirs in pairs)
-
-
-def _lasts(channel: Channel, members: Sequence[RankStanding]) -> dict[int, int]:
-    return {one.rank: one.last[channel] for one in members if channel in one.last}
-
-
-def _waiting(channel: Channel, members: Sequence[RankStanding], apart: Sequence[int]) -> tuple[int, ...]:
-    lasts = _lasts(channel, members)
-    most = max(lasts.values(), default=0)
-    return tuple(rank for rank, last in lasts.items() if last == most and rank not in apart)
 
 
 def _behind(channel: Channel, ranks: Sequence[RankStanding]) -> Iterator[Parted]:
@@ -230,28 +219,19 @@ def _gone(ranks: Sequence[RankStanding]) -> Iterator[Parted]:
 
 def _unmatched(by_channel: Mapping[Channel, Sequence[RankStanding]]) -> Iterator[Parted]:
     """Messages whose other end was not issued: more sends to a peer than receives there, or the reverse."""
-    for (group, members, direction), those in by_channel.items():
-        if not direction or " " not in direction:
+    for channel, those in by_channel.items():
+        group, members, direction = channel
+        if " " not in direction:
             continue
         op, peer = direction.split(" ")
-        other_op = "recv" if op == "send" else "send"
         for one in those:
-            there = (group, members, f"{other_op} {one.rank}")
+            there = (group, members, f"{'recv' if op == 'send' else 'send'} {one.rank}")
             answers = [other for other in by_channel.get(there, ()) if other.rank == int(peer)]
-            mine = one.last[group, members, direction]
-            theirs = answers[0].last[there] if answers else 0
-            number, latest = theirs + 1, one.latest
-            inside = latest is not None and latest[0] == (group, members, direction)
-            if mine > theirs and (op == "recv" or inside):  # a send may be over before it is received
-                call = one.calls.get((group, members, direction), {}).get(number)
-                yield Parted(
-                    how="behind",
-                    ranks=(int(peer),),
-                    channel=(group, members, direction),
-                    number=number,
-                    call=call,
-                    waiting=(one.rank,),
-                )
+            number, latest = (answers[0].last[there] if answers else 0) + 1, one.latest
+            inside = latest is not None and latest[0] == channel
+            if one.last[channel] >= number and (op == "recv" or inside):  # a send may be over before it is received
+                call, ranks = one.calls.get(channel, {}).get(number), (int(peer),)
+                yield Parted(how="behind", ranks=ranks, channel=channel, number=number, call=call, waiting=(one.rank,))
 
 
 def _roots(lacking: Sequence[Parted], ranks: Sequence[RankStanding]) -> list[Parted]:
@@ -270,19 +250,12 @@ def _roots(lacking: Sequence[Parted], ranks: Sequence[RankStanding]) -> list[Par
             latest[0] == found.channel and latest[1] >= found.number and rank in found.waiting for found in lacking
         )
 
-    roots = []
-    for found in lacking:
-        free = tuple(rank for rank in found.ranks if not blocked(rank))
-        if free:
-            roots.append((free, found))
+    free = [tuple(rank for rank in found.ranks if not blocked(rank)) for found in lacking]
+    roots = [replace(found, ranks=ranks) for found, ranks in zip(lacking, free, strict=True) if ranks]
     if not roots:
         first = lacking[0]
         return [Parted(how="cycle", ranks=tuple(sorted(waits)), channel=first.channel, number=first.number, call=None)]
-    made = [
-        Parted(how="behind", ranks=free, channel=f.channel, number=f.number, call=f.call, waiting=f.waiting)
-        for free, f in roots
-    ]
-    return sorted(made, key=lambda found: _order(found, ranks))
+    return sorted(roots, key=lambda found: _order(found, ranks))
 
 
 def _order(parting: Parted, ranks: Sequence[RankStanding]) -> int:

@@ -14,8 +14,28 @@ from harness.faults import Fault
 UNCHANGED = "every call left the bits that it leaves undisturbed, on every rank: it is the same run"
 UNREAD = "every other call and all that the subject returns have the same bits: nothing depends on what was disturbed"
 
-_REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
-_MOVES = ("broadcast", "all_gather", "gather", "scatter")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Answer of the checks to a planted fault: those that failed, in their order; why it is no fault; its seconds.
+
+    `killed_by` is "run" where the program raises or does not end. `machine` is why the machine could not finish it.
+    """
+
+    killed_by: tuple[str, ...] = ()
+    equivalent: str = ""
+    machine: str = ""
+    seconds: float = 0.0
+
+    @property
+    def killed(self) -> bool:
+        """Whether a check noticed."""
+        return bool(self.killed_by)
+
+    @property
+    def survived(self) -> bool:
+        """Whether no check noticed a fault that is one."""
+        return not (self.killed_by or self.equivalent or self.machine)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,28 +46,34 @@ class Rule:
     holds: Callable[[Fault], bool]
 
 
+def _double(*ops: str, reduce_ops: Sequence[str] = ()) -> Callable[[Fault], bool]:
+    """Whether a fault doubles a call of these ops, and of these reduce ops where there are any."""
+
+    def holds(fault: Fault) -> bool:
+        target = fault.target
+        return fault.kind == "double" and target.op in ops and (not reduce_ops or target.reduce_op in reduce_ops)
+
+    return holds
+
+
 def _in_group_of_one(fault: Fault) -> bool:
-    own = fault.kind in {"drop", "op", "delay"} or (fault.kind == "double" and fault.target.op == "all_reduce")
-    return fault.target.group_size == 1 and own
-
-
-def _idempotent(fault: Fault) -> bool:
-    return fault.kind == "double" and fault.target.op in _REDUCTIONS and fault.target.reduce_op in {"max", "min"}
-
-
-def _averages_equals(fault: Fault) -> bool:
-    return fault.kind == "double" and fault.target.op == "all_reduce" and fault.target.reduce_op == "avg"
-
-
-def _moves_again(fault: Fault) -> bool:
-    return fault.kind == "double" and fault.target.op in _MOVES
+    return fault.target.group_size == 1 and (fault.kind in {"drop", "op", "delay"} or _double("all_reduce")(fault))
 
 
 RULES = (
     Rule(proof="in a group of one the rank's own data are the result, under any reduction", holds=_in_group_of_one),
-    Rule(proof="max and min are idempotent: the result, reduced once more, is the result", holds=_idempotent),
-    Rule(proof="after an average all ranks hold the same numbers, whose average they are", holds=_averages_equals),
-    Rule(proof="what is moved once more, from inputs that the call does not change, is the same", holds=_moves_again),
+    Rule(
+        proof="max and min are idempotent: the result, reduced once more, is the result",
+        holds=_double("all_reduce", "reduce", "reduce_scatter", reduce_ops=("max", "min")),
+    ),
+    Rule(
+        proof="after an average all ranks hold the same numbers, whose average they are",
+        holds=_double("all_reduce", reduce_ops=("avg",)),
+    ),
+    Rule(
+        proof="what is moved once more, from inputs that the call does not change, is the same",
+        holds=_double("broadcast", "all_gather", "gather", "scatter"),
+    ),
 )
 
 

@@ -20,6 +20,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from harness.injecting.equivalence import Answer
+
 YES, NO = "yes", "no"
 FOUND = "only with"
 """Begins a line `when:` that names words."""
@@ -27,11 +29,8 @@ RIGHT, AND_MORE, NONE, MISLEADING = JUDGEMENTS = ("right", "right and more", "no
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kill:
-    """A row. `phase` and `region` are where it is planted; `killed_by` are the checks that failed.
-
-    `machine` is why the machine could not finish the run: the row has no verdict.
-    """
+class Kill(Answer):
+    """A row. `phase` and `region` are where it is planted. A row with a `machine` has no verdict."""
 
     name: str
     kind: str
@@ -39,26 +38,12 @@ class Kill:
     mode: str
     phase: str
     region: str
-    killed_by: tuple[str, ...]
-    equivalent: str
-    seconds: float
     region_right: str
     cause_right: str
     held_back: bool = False
     cause_told: str = ""
-    machine: str = ""
     twin: str = ""
     when: str = ""
-
-    @property
-    def killed(self) -> bool:
-        """Whether a check failed."""
-        return bool(self.killed_by)
-
-    @property
-    def survived(self) -> bool:
-        """Whether no check noticed a bug that is one."""
-        return not (self.killed_by or self.equivalent or self.machine)
 
     def cells(self) -> tuple[str, ...]:
         """The row as `kill_matrix.csv` holds it; of a held-back mutant nothing says which one it is."""
@@ -89,22 +74,8 @@ class Kill:
 
 
 COLUMNS: tuple[str, ...] = (
-    "name",
-    "kind",
-    "stands_for",
-    "mode",
-    "phase",
-    "region",
-    "killed_by",
-    "killed",
-    "equivalent",
-    "seconds",
-    "region_right",
-    "cause_right",
-    "held_back",
-    "cause_told",
-    "twin",
-    "when",
+    *("name", "kind", "stands_for", "mode", "phase", "region", "killed_by", "killed", "equivalent", "seconds"),
+    *("region_right", "cause_right", "held_back", "cause_told", "twin", "when"),
 )
 """Columns of `kill_matrix.csv`, in this order."""
 
@@ -164,9 +135,6 @@ def killed_alone(rows: Iterable[Kill], checks: Sequence[str]) -> dict[str, tuple
         for check in row.killed_by:
             kills, alone, name = figures_by_check.get(check, (0, 0, ""))
             only = len(row.killed_by) == 1
-            figures_by_check[check] = (
-                kills + 1,
-                alone + only,
-                name or (row.name if only and not row.held_back else ""),
-            )
+            named = name or (row.name if only and not row.held_back else "")
+            figures_by_check[check] = (kills + 1, alone + only, named)
     return figures_by_check

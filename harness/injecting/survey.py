@@ -22,7 +22,7 @@ from harness.engines.faults.disturbance import Disturbance
 from harness.engines.threads.intervention import Intervened, Intervention
 from harness.errors import MachineError, ProgramError, RequestError, TimeLimit
 from harness.faults import Fault, RankCallIndex, Target, faults_of
-from harness.injecting.equivalence import RULES, UNCHANGED, UNREAD, Rule, proof_of
+from harness.injecting.equivalence import RULES, UNCHANGED, UNREAD, Answer, Rule, proof_of
 from harness.ledger import Event
 from harness.outcome.merging import Outcomes
 from harness.protocols import CaseLike, Subject
@@ -35,27 +35,10 @@ from harness.subject import NamedSubject, answered, named, offers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FaultResult:
-    """Result of one fault; `killed_by` in the order of the checks, "run" where the program raises or does not end.
-
-    `equivalent` is the proof that it is no fault; `machine` is why the machine could not finish it.
-    """
+class FaultResult(Answer):
+    """Result of one fault."""
 
     fault: Fault
-    killed_by: tuple[str, ...] = ()
-    equivalent: str = ""
-    machine: str = ""
-    seconds: float = 0.0
-
-    @property
-    def killed(self) -> bool:
-        """Whether a check noticed."""
-        return bool(self.killed_by)
-
-    @property
-    def survived(self) -> bool:
-        """Whether no check noticed a fault that is one."""
-        return not (self.killed_by or self.equivalent or self.machine)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,15 +187,11 @@ def _tried(trial: Trial, fault: Fault, clean: _Undisturbed, first_only: bool) ->
         return FaultResult(fault=fault, killed_by=("run",))
     except MachineError as error:
         return FaultResult(fault=fault, machine=error.cause)
-    killed_by = _failed(findings)
-    proof = "" if killed_by else _same(fault, clean, disturbance.delivered, evidence.outcomes)
-    return FaultResult(fault=fault, killed_by=killed_by, equivalent=proof)
-
-
-def _same(fault: Fault, clean: _Undisturbed, delivered: Mapping[RankCallIndex, bytes], outcomes: Outcomes) -> str:
-    """The proof that a run computed what the undisturbed one does, by their bits; "" when there is none."""
+    delivered, elsewhere = disturbance.delivered, clean.delivered.keys() - fault.places
+    if killed_by := _failed(findings):
+        return FaultResult(fault=fault, killed_by=killed_by)
     if delivered == clean.delivered:
-        return UNCHANGED
-    elsewhere = clean.delivered.keys() - fault.places
-    same = all(clean.delivered[place] == delivered.get(place) for place in elsewhere)
-    return UNREAD if same and same_outcomes(clean.outcomes, outcomes) else ""
+        return FaultResult(fault=fault, equivalent=UNCHANGED)
+    unread = all(clean.delivered[place] == delivered.get(place) for place in elsewhere)
+    unread = unread and same_outcomes(clean.outcomes, evidence.outcomes)
+    return FaultResult(fault=fault, equivalent=UNREAD if unread else "")

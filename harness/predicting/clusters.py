@@ -163,12 +163,8 @@ def _typed(prefix: str, kind: type, given: dict[str, Any], made: tuple[str, ...]
             _wrong(prefix + name, repr(value), f"must be a {' or '.join(k.__name__ for k in expected)}", _example(name))
     for name, one in known.items():
         if name not in given and one.default is MISSING:
-            _wrong(
-                prefix + name,
-                "nothing",
-                f"must be given as {' or '.join(k.__name__ for k in _KINDS[one.type])}",
-                _example(name),
-            )
+            rule = f"must be given as {' or '.join(k.__name__ for k in _KINDS[one.type])}"
+            _wrong(prefix + name, "nothing", rule, _example(name))
     return given
 
 

@@ -68,73 +68,33 @@ def seconds(op: str, payload_bytes: int, way: Route, algorithm: str = "best") ->
     """Seconds of one call when all ranks come at once, 0 in a group of one. Raises ValueError for an unknown op."""
     if way.size == 1:
         return 0.0
-    ring, tree = _RING.get(op), _TREE.get(op)
-    if ring is None and tree is None:
+    costs: dict[str, float] = {}
+    for name, counts in (("ring", _RING), ("tree", _TREE)):
+        if op in counts:
+            messages, passes = counts[op](way.size)
+            crossing = way.crossing if op == "all_to_all" else ((passes, way.byte_s),)
+            costs[name] = messages * way.latency_s + max(share * payload_bytes * byte_s for share, byte_s in crossing)
+    if not costs:
         raise ValueError(f"op={op}: has no formula; legal: {' '.join(dict.fromkeys([*_RING, *_TREE]))}")
-    costs = {name: f(payload_bytes, way) for name, f in (("ring", ring), ("tree", tree)) if f is not None}
     return costs.get(algorithm, min(costs.values()))
 
 
-def _turns(way: Route) -> int:
-    return math.ceil(math.log2(way.size))
+def _turns(p: int) -> int:
+    return math.ceil(math.log2(p))
 
 
-def _share(n: int, way: Route) -> float:
-    return (way.size - 1) / way.size * n * way.byte_s
-
-
-def _reduce_ring(n: int, way: Route) -> float:
-    return 2 * (way.size - 1) * way.latency_s + 2 * _share(n, way)
-
-
-def _reduce_tree(n: int, way: Route) -> float:
-    return 2 * _turns(way) * way.latency_s + 2 * n * way.byte_s
-
-
-def _half_ring(n: int, way: Route) -> float:
-    return (way.size - 1) * way.latency_s + _share(n, way)
-
-
-def _one_way_ring(n: int, way: Route) -> float:
-    return (way.size - 1) * way.latency_s + n * way.byte_s
-
-
-def _one_way_tree(n: int, way: Route) -> float:
-    return _turns(way) * way.latency_s + n * way.byte_s
-
-
-def _exchange(n: int, way: Route) -> float:
-    return (way.size - 1) * way.latency_s + max(share * n * byte_s for share, byte_s in way.crossing)
-
-
-def _rooted(n: int, way: Route) -> float:
-    return (way.size - 1) * (way.latency_s + n * way.byte_s)
-
-
-def _message(n: int, way: Route) -> float:
-    return way.latency_s + n * way.byte_s
-
-
-def _meeting(_n: int, way: Route) -> float:
-    return 2 * _turns(way) * way.latency_s
-
-
-_Formula = Callable[[int, Route], float]
-_RING: dict[str, _Formula] = {
-    "all_reduce": _reduce_ring,
-    "all_gather": _half_ring,
-    "reduce_scatter": _half_ring,
-    "broadcast": _one_way_ring,
-    "reduce": _one_way_ring,
-    "all_to_all": _exchange,
-    "gather": _rooted,
-    "scatter": _rooted,
-    "send": _message,
-    "recv": _message,
+_Counts = dict[str, Callable[[int], tuple[float, float]]]
+"""Op -> of the ranks: how many messages follow each other, and how many payloads a rank sends."""
+_RING: _Counts = {
+    "all_reduce": lambda p: (2 * (p - 1), 2 * (p - 1) / p),
+    **dict.fromkeys(("all_gather", "reduce_scatter"), lambda p: (p - 1, (p - 1) / p)),
+    **dict.fromkeys(("broadcast", "reduce"), lambda p: (p - 1, 1)),
+    "all_to_all": lambda p: (p - 1, math.nan),  # its payload goes through several links
+    **dict.fromkeys(("gather", "scatter"), lambda p: (p - 1, p - 1)),
+    **dict.fromkeys(("send", "recv"), lambda p: (1, 1)),
 }
-_TREE: dict[str, _Formula] = {
-    "all_reduce": _reduce_tree,
-    "broadcast": _one_way_tree,
-    "reduce": _one_way_tree,
-    "barrier": _meeting,
+_TREE: _Counts = {
+    "all_reduce": lambda p: (2 * _turns(p), 2),
+    **dict.fromkeys(("broadcast", "reduce"), lambda p: (_turns(p), 1)),
+    "barrier": lambda p: (2 * _turns(p), 0),
 }

@@ -1,15 +1,18 @@
 """A dry run: a subject on tensors that have shapes and no numbers, on a few ranks that stand for all of a world.
 
-A rank that is run has a ledger, computation between calls, and a need of memory. Sizes are bytes, times seconds.
+Ranks of one place on the mesh are expected to do the same, so that one of each is run. A place is, along every axis of
+more than one rank, the first, the last or a middle one: there programs treat ranks differently.
+
+A rank that is run has a ledger, computation between calls, and a need of memory. Sizes are bytes.
 """
 
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import chdir
 from dataclasses import dataclass
 
 import torch
 
+from harness.engines.engine import RunRequest
 from harness.engines.shapes.dry import DryEngine
 from harness.errors import NotComputed
 from harness.ledger import Event, unmapped
@@ -18,6 +21,30 @@ from harness.protocols import CaseLike, Subject
 from harness.recording.measures import SavedActivations
 from harness.recording.recorder import Recorder
 from harness.subject import called, kept_per_rank, named_axes, session
+
+MOST_RANKS = 9
+"""Ranks that are run at most: all places of a mesh of two axes."""
+Axes = Mapping[str, tuple[tuple[int, ...], ...]]
+
+
+def representatives(axes: Axes, world_size: int, most: int = MOST_RANKS) -> tuple[tuple[int, ...], int]:
+    """Ranks of all places, one each, in their order, and how many places there are; at most `most` ranks.
+
+    The first and the last rank come before the others, then the lowest rank of each place. These share groups with the
+    first rank wherever a place allows it.
+    """
+    places: list[tuple[str, ...]] = [()] * world_size
+    for ranks in (ranks for lists in axes.values() for ranks in lists if len(ranks) > 1):
+        middle = ["middle"] * (len(ranks) - 2)
+        for rank, where in zip(ranks, ("first", *middle, "last"), strict=True):
+            places[rank] = (*places[rank], where)
+    lowest: dict[tuple[str, ...], int] = {}
+    for rank, place in enumerate(places):
+        lowest.setdefault(place, rank)
+    ends = (0,) if most == 1 else (0, world_size - 1)
+    others = [rank for place, rank in lowest.items() if place not in {places[end] for end in ends}]
+    chosen = {*ends, *others[: max(0, most - len(ends))]}
+    return tuple(sorted(chosen)), len(lowest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,24 +76,10 @@ class DryRank:
         return sum(stretch.flops for stretch in self.stretches)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DryRun:
-    """The ranks that were run, in the order of ranks, and how long that took."""
-
-    ranks: tuple[DryRank, ...]
-    seconds: float
-
-    @property
-    def events(self) -> tuple[Event, ...]:
-        """The ledger of all ranks that were run."""
-        return tuple(event for rank in self.ranks for event in rank.events)
-
-
 def dry_run(
     case: CaseLike, subject: Subject, engine: DryEngine, ranks: Sequence[int], *, text: str, timeout_s: float = 60.0
-) -> DryRun:
-    """Run the case on these ranks. Raises what the engine raises: NoNumbers when the subject looks at a value."""
-    start_s = time.perf_counter()
+) -> tuple[DryRank, ...]:
+    """The ranks, run in this order. Raises what the engine raises: NoNumbers when the subject looks at a value."""
     axes = named_axes(case, subject)
     run = []
     for rank in ranks:
@@ -78,27 +91,24 @@ def dry_run(
                 called(subject, case, torch.device("meta"))
 
         with recorder, chdir("."), session(subject):
-            engine.run_ranks(
-                program,
-                recorder,
-                meter,
-                saved,
-                ranks=(rank,),
+            request = RunRequest(
+                program=program,
+                args=(recorder, meter, saved),
                 world_size=case.world_size,
-                observers=(recorder, meter),
                 seed=case.seed,
                 timeout_s=timeout_s,
                 per_rank=kept_per_rank(subject),
             )
+            engine.run_ranks(request, (rank,), recorder, meter)
         run.append(_of_rank(rank, recorder, meter, saved))
-    return DryRun(ranks=tuple(run), seconds=time.perf_counter() - start_s)
+    return tuple(run)
 
 
 def dry_rank(case: CaseLike, subject: Subject, engine: DryEngine, rank: int, timeout_s: float) -> DryRank:
     """Run one rank of the case, whose calls all have a price. Raises as `dry_run`, and NotComputed without a price."""
-    (run,) = dry_run(case, subject, engine, (rank,), text=str(case), timeout_s=timeout_s).ranks
+    (run,) = dry_run(case, subject, engine, (rank,), text=str(case), timeout_s=timeout_s)
     if names := unmapped(run.events):
-        raise NotComputed(f"operator {names} of torch is not known, so it has no price", ranks=(rank,), positions=())
+        raise NotComputed(f"operator {names} of torch is not known, so it has no price", ranks=(rank,))
     return run
 
 

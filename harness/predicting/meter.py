@@ -186,9 +186,7 @@ class Meter(DispatchMode):
         if space != "c10d" and not has_kernel(f"{space}::{short_name(func)}", "CompositeExplicitAutograd"):
             raise NotComputed(
                 f"{space}::{short_name(func)} of torch {torch.__version__} is not known to the dry engine, since on "
-                "the meta device it reaches no group; legal: --engine inproc",
-                ranks=(),
-                positions=(),
+                "the meta device it reaches no group; legal: --engine inproc"
             )
         before = self._tickets
         out = func.redispatch(_EXPLICIT, *args, **words) if space != "c10d" else func(*args, **words)
@@ -262,18 +260,12 @@ def _handles(space: str, out: Any) -> Iterator[tuple[int, Any]]:
             yield storage_id(part), part
 
 
-def _attention_flops(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], *_: Any, **__: Any) -> int:
-    return int(flop_counter.sdpa_flop_count(q, k, v))
-
-
-def _attention_backward_flops(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    return int(flop_counter.sdpa_backward_flop_count(grad, q, k, v))
-
-
 FORMULAS: dict[Any, Callable[..., int]] = {
     **flop_counter.flop_registry,
-    FUSED: flop_counter.shape_wrapper(_attention_flops),
-    FUSED_BACKWARD: flop_counter.shape_wrapper(_attention_backward_flops),
+    FUSED: flop_counter.shape_wrapper(lambda q, k, v, *_, **__: flop_counter.sdpa_flop_count(q, k, v)),
+    FUSED_BACKWARD: flop_counter.shape_wrapper(
+        lambda grad, q, k, v, *_, **__: flop_counter.sdpa_backward_flop_count(grad, q, k, v)
+    ),
 }
 """FLOPs of operators by their packets, from shapes: torch's formulas, and those of attention on CPUs."""
 _OF_ONE_TENSOR = ("wait_tensor", "_wrap_tensor_autograd")

@@ -184,7 +184,6 @@ def _ends(rank: DryRank, program: Sequence[Sequence[ActionLike]]) -> list[int]:
             f"rank {rank.rank} issued {len(messages)} messages between stages and {len(ends)} computations could be "
             f"told apart, and its program has {len(batches)} and {len(computed)}",
             ranks=(rank.rank,),
-            positions=(),
         )
     return [*ends, len(rank.stretches)]
 

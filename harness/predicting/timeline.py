@@ -6,7 +6,7 @@ link follow each other, calls of different links do not hinder each other. All r
 same time. Time that the rank waits for a call is exposed, the rest of the call's time is hidden. Unit: seconds.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, TypeVar, cast
 
@@ -91,11 +91,6 @@ def together(*parts: tuple[float, T]) -> T:
     return cast(T, sum(weight * cast(float, part) for weight, part in parts))
 
 
-def _rest(taken_s: float, exposed_s: float) -> float:
-    """Hidden part of a call's time; rounding alone is none, and waiting behind other calls is no part of it."""
-    return taken_s - exposed_s if taken_s - exposed_s > _ROUNDING * taken_s else 0.0
-
-
 class _Clock:
     """Time of one rank, and when each link is free again."""
 
@@ -136,6 +131,7 @@ class _Clock:
             self._now_s = end_s
 
     def times(self) -> Times:
-        phases: Iterable[str] = self._taken_s
-        hidden = {phase: _rest(self._taken_s[phase], self._exposed_s.get(phase, 0.0)) for phase in phases}
+        rest = {phase: (taken_s, taken_s - self._exposed_s.get(phase, 0.0)) for phase, taken_s in self._taken_s.items()}
+        # Rounding alone is not hidden, and waiting behind other calls is no part of a call's time.
+        hidden = {phase: left if left > _ROUNDING * taken else 0.0 for phase, (taken, left) in rest.items()}
         return Times(compute_s=self._compute_s, exposed_s=dict(self._exposed_s), hidden_s=hidden)

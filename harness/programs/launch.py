@@ -58,8 +58,9 @@ def with_tools(command: Sequence[str], session: ProgramSession) -> list[str]:
         raise RequestError("profile=nsys: nsys is not on PATH; legal: --profile torch, or install Nsight Systems")
     traces = Path(session.folder) / "traces"
     traces.mkdir(exist_ok=True)
+    has_gpus = Path("/dev/nvidiactl").exists()
     profiled = under_nsys(str(nsys), traces / "nsys", command)
-    return [word.replace("--trace=nvtx", "--trace=cuda,nvtx") for word in profiled] if _has_gpus() else profiled
+    return [word.replace("--trace=nvtx", "--trace=cuda,nvtx") for word in profiled] if has_gpus else profiled
 
 
 def replace_by(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
@@ -67,10 +68,6 @@ def replace_by(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os.execvpe(command[0], list(command), dict(environ))
-
-
-def _has_gpus() -> bool:
-    return Path("/dev/nvidiactl").exists()
 
 
 def stated(tokens: str | None, cluster: str | None, case: str | None) -> Mapping[str, object]:

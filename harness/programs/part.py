@@ -138,8 +138,14 @@ class Silence:
                     written = True
 
     def _standing(self, silent_s: float, ended: str) -> dict[str, object]:
-        """The last calls as `records` (hangs.dumps.RECORD), their kinds once each (hangs.dumps.KIND)."""
-        last = list(self._stream.last)
+        """The last calls as `records` (hangs.dumps.RECORD), their kinds once each (hangs.dumps.KIND).
+
+        `stack`: the lines of the program's own code at which its first thread is, innermost first.
+        """
+        last, frame = list(self._stream.last), None if ended else sys._current_frames().get(self._main)
+        lines = [] if frame is None else traceback.extract_stack(frame)
+        own = (line for line in reversed(lines) if is_user(line.filename))
+        stack = [f"{shortened(line.filename)}:{line.lineno} in {line.name}" for line in own]
         kinds: dict[tuple[object, ...], int] = {}
         return {
             "shardproof": "last calls",
@@ -150,36 +156,21 @@ class Silence:
             "silent_s": round(silent_s, 1),
             "inside": list(self._stream.incomplete()),
             "groups": {call.issued.group: {"ranks": list(call.issued.call.group)} for call in last},
-            "records": [_record(kinds, call) for call in last],
+            "records": [
+                (kinds.setdefault(_kind(call), len(kinds)), call.number, call.ticket, *call.site[:2]) for call in last
+            ],
             "kinds": list(kinds),
             "numbers": self._stream.numbers(),
-            "stack": [] if ended else self._stack(),
+            "stack": stack,
         }
-
-    def _stack(self) -> list[str]:
-        """The lines of the program's own code at which its first thread is, innermost first."""
-        frame = sys._current_frames().get(self._main)
-        lines = [] if frame is None else traceback.extract_stack(frame)
-        return [f"{shortened(line.filename)}:{line.lineno} in {line.name}" for line in reversed(lines) if _own(line)]
-
-
-def _record(kinds: dict[tuple[object, ...], int], call: PastCall) -> tuple[int, ...]:
-    """A call as hangs.dumps.RECORD; its kind gets a number when it is new."""
-    kind = kinds.setdefault(_kind(call), len(kinds))
-    return kind, call.number, call.ticket, call.site.step, call.site.microbatch
 
 
 def _kind(call: PastCall) -> tuple[object, ...]:
     """Fields of a call, as hangs.dumps.KIND."""
     issued, site, signature = call.issued, call.site, call.issued.signature
-    rooted = signature.root >= 0
-    root, peer = (issued.call.peer, -1) if rooted else (-1, issued.call.peer)
+    root, peer = (issued.call.peer, -1) if signature.root >= 0 else (-1, issued.call.peer)
     caller = "" if call.caller is None else str(Caller(*call.caller))
     return (
         *(issued.group, call.axis, signature.op, signature.reduce_op, signature.dtype, shape_text(signature.shapes)),
         *(root, peer, site.phase, site.region, caller),
     )
-
-
-def _own(line: traceback.FrameSummary) -> bool:
-    return is_user(line.filename) and not line.filename.startswith("<")

@@ -32,7 +32,6 @@ from harness.programs.kineto import Window
 from harness.programs.part import MODE, Part, Silence, shared_file
 from harness.programs.session import ProgramSession, boot_id
 from harness.programs.stream import EventStream, PastCall
-from harness.recording.module_watch import Emit
 from harness.recording.observations import read
 from harness.recording.ranges import attached
 from harness.recording.recorder import Recorded
@@ -91,7 +90,7 @@ class RankRecorder:
         self._silence = Silence(session, of, self._stream, part)
         self._ranges = attached()
         self._draw = None if self._ranges is None else self._ranges.of(of.rank)
-        self._watch = Watch(self._emits, ends=self._ranges is not None)
+        self._watch = Watch(lambda _rank: self._emit, ends=self._ranges is not None)
         self._handles = Handles()
         self._entered = ExitStack()
         self._interposer = Interposer(self, log=self, let_go=self._let_go)
@@ -159,9 +158,6 @@ class RankRecorder:
                 self._ranges.completed(self._rank, ticket)
         except Exception as problem:
             self._let_go(problem)
-
-    def _emits(self, _rank: int) -> Emit:
-        return self._emit
 
     def _emit(self, plain: tuple[Any, ...]) -> None:
         if not self._on:

@@ -50,7 +50,6 @@ class PastCall:
     site: Site
     axis: str
     caller: Any
-    at_s: float
 
 
 @dataclass(slots=True)
@@ -170,7 +169,10 @@ class EventStream:
         if only_captured(seen):
             return None
         self.calls += 1
-        call = self._open[seen.ticket] = _Open(seen=seen, sent_rows="" if issued is None else _rows(issued.sends))
+        call = self._open[seen.ticket] = _Open(seen=seen)
+        if issued is not None:  # rows or shapes that an all_to_all sends to each rank, as rows: "3+0+5"
+            rows = (one if isinstance(one, int) else one[0] if one else 1 for one in issued.sends)
+            call.sent_rows = "+".join(map(str, rows))
         past = None if issued is None else self._remembered(seen, issued)
         if seen.call.is_async or seen.call.op in _UNFOLLOWED or seen.graphed is not None:
             self._complete(seen.ticket, call)
@@ -181,15 +183,8 @@ class EventStream:
         counted = issued.group, issued.call.group, f"{op} {peer}" if op in MESSAGES else ""
         number = self._numbers[counted] = self._numbers.get(counted, 0) + 1
         site = self._attribution.sites[seen.ticket]
-        past = PastCall(
-            issued=issued,
-            number=number,
-            ticket=seen.ticket,
-            site=site,
-            axis=self._axis(seen, site),
-            caller=seen.caller,
-            at_s=seen.started_s,
-        )
+        axis = self._axis(seen, site)
+        past = PastCall(issued=issued, number=number, ticket=seen.ticket, site=site, axis=axis, caller=seen.caller)
         self.last.append(past)
         return past
 
@@ -238,8 +233,3 @@ class EventStream:
         if doubt:
             self.doubts[doubt] = None
         return axis
-
-
-def _rows(sends: tuple[Any, ...]) -> str:
-    """Rows or shapes that an all_to_all sends to each rank, as rows: "3+0+5"; "" of other calls."""
-    return "+".join(str(one if isinstance(one, int) else one[0] if one else 1) for one in sends)

@@ -122,7 +122,8 @@ class TrainingWatch:
             if gradient is not None and not bool(torch.isfinite(gradient).all()):
                 wrong = place + 1
                 break
-        states = _gathered([_stream_hash(), wrong], None)
+        streams = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+        states = _gathered([functools.reduce(operator.xor, map(bits_hash, streams)), wrong], None)
         self._gradients([state[1] for state in states], names)
         self._streams([state[0] for state in states])
         found = self._copies()
@@ -136,10 +137,9 @@ class TrainingWatch:
         if not ranks:
             return
         name = names[wrong[ranks[0]] - 1][0]
-        several = len(ranks) > 1
         self._report(
             "gradients",
-            what=f"the gradient of {name} is not finite on rank{'s' if several else ''} {ranks_text(ranks)}",
+            what=f"the gradient of {name} is not finite on rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}",
             where=f"{name.rpartition('.')[0] or 'the model'}, after step {self._steps}",
             error=f"{len(ranks)} of {len(wrong)} ranks have inf or nan in a gradient",
             first="the first such parameter in the order of the model",
@@ -248,13 +248,6 @@ def bits_hash(tensor: Tensor) -> int:
         mixed = (chunk.to(torch.int64) + 1) * weights[: len(chunk)]  # wraps around, as it should
         total = total * 31 + (mixed ^ (mixed >> 29)).sum()
     return int(total)
-
-
-def _stream_hash() -> int:
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_initialized():
-        states.append(torch.cuda.get_rng_state())
-    return functools.reduce(operator.xor, map(bits_hash, states))
 
 
 def _gathered(numbers: Sequence[int], group: Any) -> list[list[int]]:

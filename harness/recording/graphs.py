@@ -10,12 +10,13 @@ by other ways than these methods.
 import functools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Protocol
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 
 from harness.recording.observations import OUTSIDE, Graphed, Issued, Stepped, Stepping
+from harness.torch_internals.lookup import standing
 
 
 class Captured:
@@ -70,20 +71,9 @@ class Graphs:
         return Graphed(self.capturing.name, ticket, -1)
 
 
-class Replaying(Protocol):
-    """A thread that captures and replays graphs; `emit` takes what is observed of it."""
-
-    graphs: Graphs
-    emit: Callable[[tuple[Any, ...]], object] | None
-
-    def replayed(self, captured: Captured) -> None:
-        """Record that a CUDA graph was replayed."""
-        ...
-
-
 @contextmanager
-def graphs_watched(lane: Callable[[], Replaying | None]) -> Iterator[None]:
-    """While entered, captures and replays are reported to the lane of the thread that makes them."""
+def graphs_watched(lane: Callable[[], Any]) -> Iterator[None]:
+    """While entered, captures and replays are reported to the lane of the thread that makes them: a ThreadWatch."""
     owner = torch.cuda.CUDAGraph
     before = {name: vars(owner)[name] for name in ("capture_begin", "capture_end", "replay") if name in vars(owner)}
 
@@ -104,7 +94,7 @@ def graphs_watched(lane: Callable[[], Replaying | None]) -> Iterator[None]:
         captured = None if mine is None else mine.graphs.of(graph)
         if mine is None or captured is None:
             return before["replay"](graph, *args, **words)
-        emit, mine.emit = mine.emit, _nothing
+        emit, mine.emit = mine.emit, lambda _plain: None  # Python that runs inside of a replay
         try:
             result = before["replay"](graph, *args, **words)
         finally:
@@ -113,14 +103,7 @@ def graphs_watched(lane: Callable[[], Replaying | None]) -> Iterator[None]:
         return result
 
     made = {function.__name__: function for function in (capture_begin, capture_end, replay)}
-    for name, original in before.items():
-        setattr(owner, name, functools.wraps(original)(made[name]))
-    try:
-        yield
-    finally:
+    with ExitStack() as undo:
         for name, original in before.items():
-            setattr(owner, name, original)
-
-
-def _nothing(_plain: tuple[Any, ...]) -> None:
-    """Observe nothing of Python that runs inside of a replay."""
+            undo.enter_context(standing(owner, name, functools.wraps(original)(made[name])))
+        yield

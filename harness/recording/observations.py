@@ -49,15 +49,12 @@ class _Looked:
         address = self.tensor.data_ptr()
         if address != self._address:
             self.moved = self.moved or bool(self._address)
-            self._address, self._cells = address, self._found(address)
+            self._address, self._cells = address, []
+            size, storage = self.tensor.element_size(), self.tensor.untyped_storage()
+            begin = self.tensor.storage_offset() * size
+            if self.tensor.is_cpu and begin + self._places[-1] + size <= storage.nbytes():
+                self._cells = [(ctypes.c_char * size).from_address(address + place) for place in self._places]
         return tuple([cell.raw for cell in self._cells]) or (version_of(self.tensor),)
-
-    def _found(self, address: int) -> list[Any]:
-        size, storage = self.tensor.element_size(), self.tensor.untyped_storage()
-        begin = self.tensor.storage_offset() * size
-        if not self.tensor.is_cpu or begin + self._places[-1] + size > storage.nbytes():
-            return []
-        return [(ctypes.c_char * size).from_address(address + place) for place in self._places]
 
 
 class Looks:
@@ -97,7 +94,9 @@ class Looks:
         known = {id(looked.tensor) for looked in self._looked}
         trained = [_local(parameter) for parameter in model.parameters() if parameter.requires_grad]
         plain = [part for part in trained if type(part) in _PLAIN and part.numel()]
-        self._looked += [_Looked(part) for part in _spread(plain, _PARAMETERS) if id(part) not in known]
+        if len(plain) > _PARAMETERS:  # some of them, from the first to the last
+            plain = [plain[place * (len(plain) - 1) // (_PARAMETERS - 1)] for place in range(_PARAMETERS)]
+        self._looked += [_Looked(part) for part in plain if id(part) not in known]
 
 
 def differ(before: Look, now: Look) -> bool:
@@ -159,13 +158,6 @@ def _local(parameter: Tensor) -> Tensor:
         return parameter
     with torch.no_grad():  # then it is the part itself, and no node of autograd is made
         return to_local()
-
-
-def _spread(parameters: list[Tensor], most: int) -> list[Tensor]:
-    """At most `most` of them, from the first to the last."""
-    if len(parameters) <= most:
-        return parameters
-    return [parameters[place * (len(parameters) - 1) // (most - 1)] for place in range(most)]
 
 
 OUTSIDE = -1

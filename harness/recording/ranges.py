@@ -28,7 +28,6 @@ from harness.errors import MachineError
 from harness.ledger import Call
 from harness.recording.annotations import TOOL
 from harness.recording.attribution import Attribution
-from harness.recording.lanes import Site
 from harness.recording.observations import Entered, Issued, Left, Observation, Stepped
 
 DOMAIN = "shardproof"
@@ -77,7 +76,7 @@ def _asking_nobody() -> Any:
 
 def _useless(why: str) -> MachineError:
     words = f"nvtx {importlib.metadata.version('nvtx')} {why}. Update Nsight Systems, or install nvtx==0.2.11"
-    return MachineError(words, ranks=(), positions=())
+    return MachineError(words)
 
 
 class Ranges:
@@ -145,9 +144,15 @@ class _Drawing:
         if self._attribution.updates > updates:
             self._switch("step")  # an update by hand, which is over
             self._switch("")
-        site = self._follow(seen.lane)
+        site = self._attribution.current(seen.lane)
+        if site.phase == "forward" and self._step is None:
+            self._step = self._domain.start_range(self._says(f"step {site.step}", "step", site.step))
+        self._switch(site.phase)
         if isinstance(seen, Entered):
-            self._enter(seen.lane, site.region, above)
+            drawn = site.region not in {"", above}
+            self._pushed.setdefault(seen.lane, []).append(_DRAWN if drawn else _HIDDEN)
+            if drawn:
+                self._domain.push_range(self._says(site.region, "module"))
         elif isinstance(seen, Issued) and (seen.graphed is None or seen.graphed.replay < 0):
             self._call(seen)
         elif isinstance(seen, Stepped) and self._step is not None:
@@ -184,25 +189,12 @@ class _Drawing:
             self._known[key] = self._domain.get_event_attributes(message=message, category=category, payload=payload)
         return self._known[key]
 
-    def _follow(self, lane: int) -> Site:
-        site = self._attribution.current(lane)
-        if site.phase == "forward" and self._step is None:
-            self._step = self._domain.start_range(self._says(f"step {site.step}", "step", site.step))
-        self._switch(site.phase)
-        return site
-
     def _switch(self, phase: str) -> None:
         if phase == (self._phase[0] if self._phase else ""):
             return
         if self._phase:
             self._domain.end_range(self._phase[1])
         self._phase = (phase, self._domain.start_range(self._says(phase, "phase"))) if phase else None
-
-    def _enter(self, lane: int, region: str, above: str) -> None:
-        drawn = region not in {"", above}
-        self._pushed.setdefault(lane, []).append(_DRAWN if drawn else _HIDDEN)
-        if drawn:
-            self._domain.push_range(self._says(region, "module"))
 
     def _leave(self, lane: int) -> None:
         pushed = self._pushed[lane]

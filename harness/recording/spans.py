@@ -12,7 +12,7 @@ Source: torch.cuda.Event; its resolution is half a microsecond.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -72,7 +72,10 @@ def rank_spans(
     for seen in observations:
         reading.feed(seen, phases)
     awaited = sorted(at for ticket, at in waited_us.items() if phases.get(ticket) == _MESSAGES)
-    computed = [_until(span, awaited) for span in reading.spans]
+    computed = [  # each up to the first wait for a message in it
+        replace(span, end_us=next((at for at in awaited if span.start_us < at < span.end_us), span.end_us))
+        for span in reading.spans
+    ]
     calls = [
         RankSpan(
             rank=event.rank,
@@ -88,11 +91,6 @@ def rank_spans(
         if event.is_async and event.call_index in waited_us
     ]
     return (*computed, *calls)
-
-
-def _until(span: RankSpan, awaited: Iterable[float]) -> RankSpan:
-    """The span up to the first wait for a message in it."""
-    return replace(span, end_us=next((at for at in awaited if span.start_us < at < span.end_us), span.end_us))
 
 
 class _Forward(NamedTuple):

@@ -20,18 +20,14 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Self
 
-import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from harness.recording.enclosing import steps_around
 from harness.recording.graphs import Graphs, graphs_watched
 from harness.recording.module_watch import Emit, OfRank, OnInput, OnOutput, ThreadWatch, watching
 from harness.recording.observations import Arrived, Ended, Finished, Looks, Stepped, Stepping
-from harness.torch_internals.autograd import called_by, current_node, current_task, next_number, when_backward_ends
+from harness.torch_internals.autograd import called_by, current_task, when_backward_ends
 
-_task, _node, _number = current_task, current_node, next_number
-_grad = torch.is_grad_enabled
-_compiling = torch.compiler.is_compiling
 _now_s = time.perf_counter
 
 
@@ -63,11 +59,8 @@ class Watch:
         watched = partial(watching, self._local, self._adopt, self._arrival)
         self._installed.enter_context(called_by(watched))
         self._installed.enter_context(graphs_watched(self._mine))
-        for hook in (
-            register_optimizer_step_pre_hook(self._stepping),
-            register_optimizer_step_post_hook(self._stepped),
-        ):
-            self._installed.callback(hook.remove)
+        self._installed.callback(register_optimizer_step_pre_hook(self._stepping).remove)
+        self._installed.callback(register_optimizer_step_post_hook(self._stepped).remove)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -91,15 +84,12 @@ class Watch:
         """The lane of this thread on a rank, made when the thread was not seen before."""
         lane: ThreadWatch | None = getattr(self._local, "lane", None)
         if lane is None or lane.emit is None or lane.rank != rank:
-            lane = self._local.lane = self._lane(rank)
-        return lane
-
-    def _lane(self, rank: int) -> ThreadWatch:
-        of_rank = self._ranks.get(rank)
-        if of_rank is None:
-            of_rank = self._ranks.setdefault(rank, OfRank(itertools.count(), itertools.count(), Looks(), Graphs()))
-        lane = ThreadWatch(rank, next(of_rank.numbers), self._emit(rank), self._on_call, of_rank)
-        self._open.setdefault(rank, []).append(lane)
+            of_rank = self._ranks.get(rank)
+            if of_rank is None:
+                of_rank = self._ranks.setdefault(rank, OfRank(itertools.count(), itertools.count(), Looks(), Graphs()))
+            lane = ThreadWatch(rank, next(of_rank.numbers), self._emit(rank), self._on_call, of_rank)
+            self._local.lane = lane
+            self._open.setdefault(rank, []).append(lane)
         return lane
 
     def _adopt(self) -> ThreadWatch | None:
@@ -119,7 +109,7 @@ class Watch:
             lane = self._mine()
             if lane is None or lane.emit is None or lane.rank != rank:
                 return
-            task = _task()
+            task = current_task()
             lane.emit((Arrived, lane.number, task, number, lane_number, _now_s()))
             if self._ends:
                 when_backward_ends(lambda: self._ended(task))
@@ -134,7 +124,7 @@ class Watch:
     def _stepping(self, _optimizer: object, _args: object, _kwargs: object) -> None:
         lane = self._mine()
         if lane is not None and lane.emit is not None:
-            lane.emit((Stepping, lane.number, _task(), steps_around(sys._getframe(1)) - 1, _now_s()))
+            lane.emit((Stepping, lane.number, current_task(), steps_around(sys._getframe(1)) - 1, _now_s()))
 
     def _stepped(self, _optimizer: object, _args: object, _kwargs: object) -> None:
         lane = self._mine()

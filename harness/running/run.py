@@ -6,7 +6,7 @@ Exit status: 0 all pass, 1 a check failed or could not be decided, 3 the machine
 request was wrong (RequestError, or the dense model cannot compute one of the cases) or every case was skipped.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -31,9 +31,12 @@ if TYPE_CHECKING:
     from harness.running.witnessing import Witnesses
 
 
-def run(request: Request, on_progress: Progress = lambda *_: None) -> RunResult:
+def run(
+    request: Request, on_progress: Progress = lambda *_: None, meanwhile: Callable[[], object] = lambda: None
+) -> RunResult:
     """Prove every case and write the run folder as it goes; finished cases stay readable whatever stops the run.
 
+    `meanwhile` is called while other processes prove the first cases, and not where this process proves them.
     Raises RequestError before anything runs when there is no case, or when all are too large for this machine. A wrong
     claim of the subject, engine or folder raises it too. Where the dense model cannot compute one case of several the
     others are still proved. Such a case diverges, cannot read its data or needs too much memory.
@@ -61,7 +64,7 @@ def run(request: Request, on_progress: Progress = lambda *_: None) -> RunResult:
 
                 seen = witnesses_of(request, store.path / "traces")
             if prove_case is None:
-                notes += _shared(request, others, kept)
+                notes += _shared(request, others, kept, meanwhile)
             else:
                 for case in cases:
                     result = prove_case(case)
@@ -79,7 +82,9 @@ def run(request: Request, on_progress: Progress = lambda *_: None) -> RunResult:
     return run_result(request, store, kept.results, amended, seen.notes if seen else (), notes)
 
 
-def _shared(request: Request, processes: "list[ProvingProcess]", kept: Kept) -> list[str]:
+def _shared(
+    request: Request, processes: "list[ProvingProcess]", kept: Kept, meanwhile: Callable[[], object]
+) -> list[str]:
     """Prove all cases in these processes; returns notes on those that ended."""
     from harness.running.sharing import Sharing, together  # noqa: PLC0415
 
@@ -90,7 +95,7 @@ def _shared(request: Request, processes: "list[ProvingProcess]", kept: Kept) -> 
 
     start = partial(_started, request)
     sharing = Sharing(cases=cases, processes=processes, keep=kept.keep, ended=ended, start=start)
-    sharing.prove_all(together(cases))
+    sharing.prove_all(together(cases), meanwhile)
     return sharing.notes
 
 

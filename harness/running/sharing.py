@@ -164,20 +164,19 @@ class Sharing:
     _killed: set[int] = field(default_factory=set)
     _idle_ends: int = 0
 
-    def prove_all(self, together: Sequence[Sequence[int]]) -> None:
+    def prove_all(self, together: Sequence[Sequence[int]], meanwhile: Callable[[], object]) -> None:
         """Prove every case, or those until `keep` says that it is enough.
 
-        `together`: the numbers of all cases in groups, each of which one process proves. When something is raised here,
-        what all have finished is kept before it is raised further.
+        `together`: the numbers of all cases in groups, each of which one process proves. `meanwhile` is called once the
+        first are in work. When something is raised here, what all have finished is kept before it is raised further.
         """
         self._waiting = deque(map(deque, together))
         kept = 0
         try:
+            self._give()
+            meanwhile()
             while kept < len(self.cases):
-                for process in self.processes:
-                    while self._waiting and len(process.asked) < _QUEUED:
-                        for number in self._waiting.popleft():
-                            process.ask(number, self.cases[number])
+                self._give()
                 self._collect()
                 with interrupted_after():
                     while kept in self._finished:
@@ -191,6 +190,12 @@ class Sharing:
                 for number in sorted(self._finished):
                     self.keep(self._finished[number])
             raise
+
+    def _give(self) -> None:
+        for process in self.processes:
+            while self._waiting and len(process.asked) < _QUEUED:
+                for number in self._waiting.popleft():
+                    process.ask(number, self.cases[number])
 
     def _collect(self) -> None:
         """Take what the processes have finished; wait for it a moment."""

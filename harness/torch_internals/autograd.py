@@ -142,7 +142,7 @@ def _function_of(code: CodeType) -> type[Function] | None:
 
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was changed in place, by its counter; 0 where it has none. Uses Tensor._version."""
-    return int(getattr(tensor, "_version", 0))
+    return 0 if tensor.is_inference() else int(getattr(tensor, "_version", 0))
 
 
 _unversioned: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter", None)

@@ -5,14 +5,14 @@ Also torch's own logs of calls: the header of a profiler's trace and the Flight 
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from harness.torch_internals.lookup import found, lacking
+from harness.torch_internals.lookup import found, lacking, standing
 
 _internals: Any = torch._C._distributed_c10d
 _WAITS = ("wait", "synchronize", "block_current_stream", "get_future", "get_future_result")
@@ -72,7 +72,6 @@ def waits_of_works(waited_for: Callable[[int], None]) -> Iterator[None]:
 @contextmanager
 def _telling(kind: Any, names: Iterable[str], waited_for: Callable[[int], None]) -> Iterator[None]:
     """Within it these methods of a class of works, as far as it has them, call `waited_for(id of the work)` first."""
-    originals = {name: getattr(kind, name) for name in names if hasattr(kind, name)}
 
     def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
         def wait(work: Any, *args: Any, **words: Any) -> Any:
@@ -81,13 +80,11 @@ def _telling(kind: Any, names: Iterable[str], waited_for: Callable[[int], None])
 
         return wait
 
-    for name, original in originals.items():
-        setattr(kind, name, wrapped(original))
-    try:
+    with ExitStack() as undo:
+        for name in names:
+            if hasattr(kind, name):
+                undo.enter_context(standing(kind, name, wrapped(getattr(kind, name))))
         yield
-    finally:
-        for name, original in originals.items():
-            setattr(kind, name, original)
 
 
 default_store: Any = found(c10d, "_get_default_store", "waiting for all ranks without a call")

@@ -7,7 +7,7 @@ these marks, then as torch has them.
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,11 +39,7 @@ class _Settings:
         return getattr(importlib.import_module(_COMPILER).config, name)
 
 
-def _undecorated(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
-
-
-_FOR_CHECKPOINTS = {"config": _Settings(), "disable": _undecorated}
+_FOR_CHECKPOINTS = {"config": _Settings(), "disable": lambda function: function}
 
 
 def leave_unloaded() -> None:
@@ -66,13 +62,11 @@ def leave_unloaded() -> None:
             kind.step = _unbroken(step)
 
 
-def _never_compiled() -> Iterator[Callable[..., Any]]:
-    """Functions of optimizers and checkpoints that torch keeps from its compiler."""
-    for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
-        yield getattr(Optimizer, name)
-    for name in ("checkpoint", "_run_fn_with_dynamo_disabled"):
-        if hasattr(checkpoint, name):
-            yield getattr(checkpoint, name)
+def _never_compiled() -> list[Any]:
+    """Functions of optimizers and checkpoints that torch keeps from its compiler, as far as it has them."""
+    kept = [getattr(Optimizer, name) for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad")]
+    names = ("checkpoint", "_run_fn_with_dynamo_disabled")
+    return kept + [getattr(checkpoint, name) for name in names if hasattr(checkpoint, name)]
 
 
 def _undisabled(wrapper: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:

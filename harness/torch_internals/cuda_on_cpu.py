@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.torch_internals.lookup import standing
+
 _MAKERS = (
     "arange as_tensor asarray empty empty_like empty_strided eye full full_like linspace logspace ones ones_like rand "
     "rand_like randint randint_like randn randn_like randperm scalar_tensor tensor tril_indices triu_indices zeros "
@@ -118,9 +120,9 @@ class _Answers:
             self._set(torch, name, _made_here(getattr(torch, name)))
         for name in _METHODS:
             self._set(Tensor, name, _made_here(getattr(Tensor, name)))
-        self._set(Tensor, "to", _moved_here(Tensor.to))
+        self._set(Tensor, "to", _made_here(Tensor.to, moves=True))
         self._set(Tensor, "cuda", _itself())
-        self._set(torch.nn.Module, "to", _moved_here(torch.nn.Module.to))
+        self._set(torch.nn.Module, "to", _made_here(torch.nn.Module.to, moves=True))
         self._set(torch.nn.Module, "cuda", _itself())
         self._set(Tensor, "pin_memory", _itself())
         self._set(Tensor, "type", _typed_as_of_cuda(Tensor.type))
@@ -138,12 +140,8 @@ class _Answers:
         self._set(torch.cuda.nvtx, "range", lambda *_, **__: nullcontext())
 
     def _set(self, owner: Any, name: str, value: object) -> None:
-        """Until the last one leaves; what the owner inherits is inherited again."""
-        if name in vars(owner):
-            self._undo.callback(setattr, owner, name, vars(owner)[name])
-        else:
-            self._undo.callback(delattr, owner, name)
-        setattr(owner, name, value)
+        """Until the last one leaves."""
+        self._undo.enter_context(standing(owner, name, value))
 
 
 @contextmanager
@@ -170,24 +168,16 @@ def _here(device: Any) -> Any:
     return "cpu" if isinstance(device, int) and not isinstance(device, bool) else device
 
 
-def _made_here(make: Callable[..., Any]) -> Callable[..., Any]:
+def _made_here(make: Callable[..., Any], *, moves: bool = False) -> Callable[..., Any]:
+    """The function on the CPU, where it is to make something on CUDA; or `moves` its first argument there."""
+
     @functools.wraps(make)
     def made(*args: Any, **words: Any) -> Any:
         if words.get("device") is not None:
             words["device"] = _here(words["device"])
-        return make(*args, **words)
+        return make(*args[:1], *map(_here, args[1:2]), *args[2:], **words) if moves else make(*args, **words)
 
     return made
-
-
-def _moved_here(to: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(to)
-    def moved(owner: Any, *args: Any, **words: Any) -> Any:
-        if words.get("device") is not None:
-            words["device"] = _here(words["device"])
-        return to(owner, *map(_here, args[:1]), *args[1:], **words)
-
-    return moved
 
 
 def _typed_as_of_cuda(of_torch: Callable[..., Any]) -> Callable[..., Any]:

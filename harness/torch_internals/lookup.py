@@ -1,5 +1,7 @@
 """Names of torch looked up: a name that this torch lacks becomes one sentence when it is needed, and not before."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -28,9 +30,7 @@ def untested(version: str = torch.__version__) -> str:
 def lacking(feature: str, name: str) -> MachineError:
     """The error of a feature that needs a name which this torch lacks."""
     return MachineError(
-        f"{feature} is not available with torch {torch.__version__}, which has no {name}; legal: torch {tested_span()}",
-        ranks=(),
-        positions=(),
+        f"{feature} is not available with torch {torch.__version__}, which has no {name}; legal: torch {tested_span()}"
     )
 
 
@@ -44,3 +44,17 @@ def found(owner: Any, name: str, feature: str) -> Any:
         raise lacking(feature, f"{getattr(owner, '__name__', owner)}.{name}")
 
     return refuse
+
+
+@contextmanager
+def standing(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
+    """Within it, the owner has another object under this name; what it inherits is inherited again afterwards."""
+    own, original = name in vars(owner), vars(owner).get(name)
+    setattr(owner, name, stand_in)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)

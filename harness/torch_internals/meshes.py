@@ -23,6 +23,8 @@ from typing import Any
 import torch.distributed.nn.functional  # noqa: F401
 from torch.distributed import device_mesh
 
+from harness.torch_internals.lookup import standing
+
 _TABLES = {
     "torch.distributed.tensor._redistribute": ("_gen_transform_infos.cache_clear", "clear_redistribute_planner_cache"),
     "torch.distributed.tensor._collective_utils": ("MeshTopoInfo.build_from_mesh.cache_clear",),
@@ -36,8 +38,8 @@ def kept_apart(rank_of_thread: Callable[[], int | None]) -> Iterator[None]:
     """Within it the meshes that rank threads make differ; `rank_of_thread` is None elsewhere."""
     module: Any = device_mesh
     first = time.monotonic_ns() // 1000 % 2**40 * _RANKS
-    get_backend, threads = getattr(module, "get_backend", None), getattr(module, "threading", None)
-    if get_backend is None or threads is None:
+    get_backend = getattr(module, "get_backend", None)
+    if get_backend is None or not hasattr(module, "threading"):
         yield
         return
 
@@ -51,10 +53,9 @@ def kept_apart(rank_of_thread: Callable[[], int | None]) -> Iterator[None]:
 
     with ExitStack() as undo:
         undo.callback(_empty_tables)
-        undo.callback(setattr, module, "get_backend", get_backend)
-        undo.callback(setattr, module, "threading", threads)
-        module.get_backend = told_backend
-        module.threading = SimpleNamespace(get_ident=number_of_thread, local=threading.local)
+        undo.enter_context(standing(module, "get_backend", told_backend))
+        stand_in = SimpleNamespace(get_ident=number_of_thread, local=threading.local)
+        undo.enter_context(standing(module, "threading", stand_in))
         yield
 
 

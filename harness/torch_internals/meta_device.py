@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.torch_internals.lookup import standing
 from harness.torch_internals.operators import FUSED, arguments_of, dispatch_keys, has_kernel, kernels, operator_names
 
 _aten: Any = torch.ops.aten
@@ -39,30 +40,16 @@ def meta_device() -> Iterator[None]:
                 continue
             if any(argument.kind == "group" for argument in arguments_of(operator)):
                 add(name, functools.partial(operator.redispatch, dispatch_keys("CPU")))
-        stack.enter_context(_backend_of_meta())
-        if hasattr(torch, "meta"):
-            yield
-            return
-        setattr(torch, "meta", SimpleNamespace(**{**vars(torch.cpu), "current_device": lambda: 0}))  # noqa: B010  (torch has no such name)
-        try:
-            yield
-        finally:
-            delattr(torch, "meta")
+        backend_of: Any = dist.ProcessGroup._get_backend
 
+        def backend(group: dist.ProcessGroup, device: torch.device) -> Any:
+            return backend_of(group, torch.device("cpu") if torch.device(device).type == "meta" else device)
 
-@contextmanager
-def _backend_of_meta() -> Iterator[None]:
-    original: Any = dist.ProcessGroup._get_backend
-
-    def backend(group: dist.ProcessGroup, device: torch.device) -> Any:
-        return original(group, torch.device("cpu") if torch.device(device).type == "meta" else device)
-
-    kind: Any = dist.ProcessGroup
-    kind._get_backend = backend
-    try:
+        stack.enter_context(standing(dist.ProcessGroup, "_get_backend", backend))
+        if not hasattr(torch, "meta"):
+            like_cpu = SimpleNamespace(**{**vars(torch.cpu), "current_device": lambda: 0})
+            stack.enter_context(standing(torch, "meta", like_cpu))
         yield
-    finally:
-        kind._get_backend = original
 
 
 @contextmanager

@@ -36,14 +36,12 @@ def operator_names(namespace: str) -> list[str]:
 
 def arguments_of(operator: Any) -> list[Argument]:
     """The arguments of an operator, from its schema. Uses OpOverload._schema."""
-    return [Argument(argument.name, _kind(str(argument.type))) for argument in operator._schema.arguments]
-
-
-def _kind(kind: str) -> str:
-    if kind.endswith(_GROUP):
-        return "group"
-    plain = kind.replace("Optional[", "").replace("List[", "").rstrip("]")
-    return "tensors" if plain == "Tensor" else "other"
+    found = []
+    for argument in operator._schema.arguments:
+        kind = str(argument.type)
+        tensors = kind.replace("Optional[", "").replace("List[", "").rstrip("]") == "Tensor"
+        found.append(Argument(argument.name, "group" if kind.endswith(_GROUP) else "tensors" if tensors else "other"))
+    return found
 
 
 def makes_new(operator: Any) -> bool:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from harness.errors import RequestError
-from harness.torch_internals.lookup import lacking
+from harness.torch_internals.lookup import lacking, standing
 
 _FEATURE = "the in-process engine"
 _registry: Any = torch._C._distributed_c10d
@@ -178,17 +178,6 @@ def ranks_of(group: Any) -> tuple[int, ...]:
     return tuple(range(group.size())) if known is None else tuple(sorted(known, key=known.__getitem__))
 
 
-@contextmanager
-def standing(name: str, stand_in: Any) -> Iterator[None]:
-    """Within it, torch.distributed.distributed_c10d has another object under this name."""
-    original = getattr(c10d, name)
-    setattr(c10d, name, stand_in)
-    try:
-        yield
-    finally:
-        setattr(c10d, name, original)
-
-
 _signature = functools.lru_cache(maxsize=8)(inspect.signature)
 Maker = Callable[..., tuple[Any, Any]]
 """Makes (group, its store) from the arguments of torch's maker of groups."""
@@ -209,26 +198,20 @@ def groups_made_by(maker: Callable[[Maker, inspect.BoundArguments], tuple[Any, A
     def made(*arguments: Any, **words: Any) -> Any:
         return maker(helper, _signature(helper).bind(*arguments, **words))
 
-    with standing("_new_process_group_helper", made):
+    with standing(c10d, "_new_process_group_helper", made):
         yield
 
 
 @contextmanager
 def redirected(function: Callable[..., Any], replacement: Callable[..., Any]) -> Iterator[None]:
     """In the body, `function` is `replacement`, which is given the original first. Raises MachineError if it cannot."""
-    cell = _inner(function)
+    cells: tuple[CellType, ...] = getattr(function, "__closure__", None) or ()  # of torch's logging wrapper
+    cell = next((one for one in cells if getattr(one.cell_contents, "__name__", "") == function.__name__), None)
+    if cell is None:
+        raise lacking("the world of an engine", f"wrapper that holds {function.__name__}")
     original = cell.cell_contents
     cell.cell_contents = functools.update_wrapper(functools.partial(replacement, original), original)
     try:
         yield
     finally:
         cell.cell_contents = original
-
-
-def _inner(function: Callable[..., Any]) -> CellType:
-    """The cell through which torch's logging wrapper reaches the function itself."""
-    cells: tuple[CellType, ...] = getattr(function, "__closure__", None) or ()
-    for cell in cells:
-        if getattr(cell.cell_contents, "__name__", "") == function.__name__:
-            return cell
-    raise lacking("the world of an engine", f"wrapper that holds {function.__name__}")

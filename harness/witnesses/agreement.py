@@ -39,27 +39,14 @@ class Sighting:
 
 def of_ledger(events: Iterable[Event], *, steps: range | None = None) -> list[Sighting]:
     """The recorder's own sightings, by rank and order of issue; of these steps only when they are given."""
-    counts: dict[int, int] = {}
+    same = ("rank", "op", "payload_bytes", "phase", "region", "step", "start_us", "duration_us")
+    counts: Counter[int] = Counter()
     seen = []
     for event in sorted(events, key=lambda event: (event.rank, event.call_index)):
-        if steps is not None and event.step not in steps:
-            continue
-        index = counts.setdefault(event.rank, 0)
-        counts[event.rank] += 1
-        seen.append(
-            Sighting(
-                rank=event.rank,
-                index=index,
-                op=event.op,
-                groups=(tuple(sorted(event.group)),),
-                payload_bytes=event.payload_bytes,
-                phase=event.phase,
-                region=event.region,
-                step=event.step,
-                start_us=event.start_us,
-                duration_us=event.duration_us,
-            )
-        )
+        if steps is None or event.step in steps:
+            facts = {name: getattr(event, name) for name in same}
+            seen.append(Sighting(index=counts[event.rank], groups=(tuple(sorted(event.group)),), **facts))
+            counts[event.rank] += 1
     return seen
 
 
@@ -211,7 +198,11 @@ def _covered(
     for seen, event in zip(recorded, in_order, strict=True):
         counting, of_rank = forms[seen.rank].counting(key_of(event)), left[seen.rank]
         for one in counting:
-            of_rank[one] = _less(of_rank[one], event.payload_bytes)
+            calls, total = of_rank[one]
+            of_rank[one] = (
+                None if calls is None else calls - 1,
+                None if total is None else total - event.payload_bytes,
+            )
         over = any(number is not None and number < 0 for one in counting for number in of_rank[one])
         words[seen.rank, seen.index] = AGREES if counting and not over else MISSING
     last = Counter(seen.rank for seen in recorded)
@@ -222,12 +213,6 @@ def _covered(
         if (calls or 0) > 0 or (total or 0) > 0
     ]
     return words, extra
-
-
-def _less(left: _Left, payload_bytes: int) -> _Left:
-    """Rest after one call."""
-    calls, total = left
-    return None if calls is None else calls - 1, None if total is None else total - payload_bytes
 
 
 def _more(term: EventKey | Term, calls: int | None, total: int | None) -> str:

@@ -57,7 +57,7 @@ def during(steps: range, ends: Sequence[int], make: Callable[[], AbstractContext
     """
     if steps.stop > len(ends):
         why = f"the program ends {len(ends)} of them, as its optimizers tell"
-        raise MachineError(f"steps {steps_text(steps)} cannot be watched: {why}", ranks=(), positions=())
+        raise MachineError(f"steps {steps_text(steps)} cannot be watched: {why}")
     opens = ends[steps.start - 1] if steps.start else 0
     # What follows the last optimizer step belongs to the last step.
     closes = ends[steps.stop - 1] if steps.stop < len(ends) else -1

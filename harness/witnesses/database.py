@@ -65,16 +65,20 @@ def read_database(path: Path) -> dict[str, list[Sighting]]:
     shared = {s.process for s in stretches if any(o.process == s.process and o.thread != s.thread for o in stretches)}
     seen: dict[str, list[Sighting]] = {}
     for stretch in stretches:
-        alone = stretch.process not in shared
-        mine = [e for e in entries if _within(e, stretch, alone=alone)]
+        alone = stretch.process not in shared  # the rank has its process to itself, else it is its thread
+        own = [e for e in entries if (e.process == stretch.process if alone else e.thread == stretch.thread)]
+        mine = [e for e in own if stretch.start_ns <= e.start_ns <= stretch.end_ns]
         seen.setdefault(stretch.case, []).extend(_sightings(stretch, mine))
     for case in seen:
-        _complete(case, [stretch for stretch in stretches if stretch.case == case])
+        ranks = [(stretch.rank, stretch.world_size) for stretch in stretches if stretch.case == case]
+        if sorted(rank for rank, _ in ranks) != list(range(world_size := ranks[0][1])):
+            there = ", ".join(str(rank) for rank, _ in ranks)
+            raise _refused(f"{case} has {world_size} ranks, and the database has {there}")
     return seen
 
 
 def _refused(why: str) -> MachineError:
-    return MachineError(f"witness nsys: the database is refused: {why}", ranks=(), positions=())
+    return MachineError(f"witness nsys: the database is refused: {why}")
 
 
 def _entries(path: Path) -> list[_Entry]:
@@ -128,12 +132,6 @@ def _stretches(marks: Iterable[_Entry]) -> list[_Stretch]:
     return found
 
 
-def _within(entry: _Entry, stretch: _Stretch, *, alone: bool) -> bool:
-    """Whether an entry is the rank's: of its process when the rank has it to itself, else of its thread."""
-    mine = entry.process == stretch.process if alone else entry.thread == stretch.thread
-    return mine and stretch.start_ns <= entry.start_ns <= stretch.end_ns
-
-
 def _sightings(stretch: _Stretch, entries: Sequence[_Entry]) -> list[Sighting]:
     calls = [entry for entry in entries if entry.category.partition(" ")[0] in OPS]
     if len(calls) != stretch.calls:
@@ -169,11 +167,3 @@ def _phase(call: _Entry, phases: Sequence[_Entry]) -> str:
         else:
             last = phase.message
     return _SETTLED_AT_END.get(last, "data")
-
-
-def _complete(case: str, stretches: Sequence[_Stretch]) -> None:
-    """Every rank of the case is there, once."""
-    world_size = stretches[0].world_size
-    if sorted(stretch.rank for stretch in stretches) != list(range(world_size)):
-        there = ", ".join(str(stretch.rank) for stretch in stretches)
-        raise _refused(f"{case} has {world_size} ranks, and the database has {there}")

@@ -180,7 +180,7 @@ class _Program:
         with stretch() if self._steps is None else during(self._steps, self._ends, stretch):
             outcome = self.run()
         if not seconds:
-            raise MachineError("the chosen steps of one run never began in the next one", ranks=(), positions=())
+            raise MachineError("the chosen steps of one run never began in the next one")
         return seconds[-1], digest(localize(outcome))
 
 

@@ -79,10 +79,8 @@ def _importers(nsys: Path) -> Iterator[Path]:
         yield Path(found)
     place = nsys
     for _link in range(8):
-        for beside in place.parent.parent.glob("*/QdstrmImporter"):
-            yield beside
-        for beside in place.parent.parent.glob("lib/nsight-systems/*/QdstrmImporter"):
-            yield beside
+        yield from place.parent.parent.glob("*/QdstrmImporter")
+        yield from place.parent.parent.glob("lib/nsight-systems/*/QdstrmImporter")
         if not place.is_symlink():
             return
         place = place.parent / os.readlink(place)
@@ -125,4 +123,4 @@ def _run(words: Sequence[str], folder: Path, limit_s: float, environment: Mappin
 
 
 def _failed(why: str) -> MachineError:
-    return MachineError(f"witness nsys is missing: {why}", ranks=(), positions=())
+    return MachineError(f"witness nsys is missing: {why}")

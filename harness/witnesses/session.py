@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from harness.engines.processes.rank_program import RankResult
@@ -71,21 +72,19 @@ def hold(job: SessionRequest, folder: Path) -> dict[str, Session]:
 
 
 def _session(job: SessionRequest, folder: Path, case: CaseLike, seen: Sequence[Sighting] | None) -> Session:
-    ranks = []
+    lost, ranks = partial(Session, tool=job.tool, folder=folder), []
     for rank in range(case.world_size):
         left = folder / f"rank{rank}.pickle"
         if not left.exists():
-            return Session(
-                tool=job.tool, folder=folder, problem=f"rank {rank} left no result; its words are in {folder.parent}"
-            )
+            return lost(problem=f"rank {rank} left no result; its words are in {folder.parent}")
         end: RankResult = pickle.loads(left.read_bytes())
         left.unlink()
         if not isinstance(end.value, WatchedRank):
             why = error_text(end.error) if end.error else "its program left early"
-            return Session(tool=job.tool, folder=folder, problem=f"rank {rank} failed: {why}")
+            return lost(problem=f"rank {rank} failed: {why}")
         ranks.append(end.value)
     if problem := _parted(job.steps, ranks):
-        return Session(tool=job.tool, folder=folder, problem=problem)
+        return lost(problem=problem)
     if seen is None:
         seen = read_traces(folder, case.world_size)
     return Session(tool=job.tool, folder=folder, ranks=tuple(ranks), seen=tuple(seen))
@@ -108,4 +107,4 @@ def _run(program: Sequence[str], folder: Path, limit_s: float, environment: Mapp
         run_to_end(program, log, limit_s, environment)
     except subprocess.TimeoutExpired as problem:
         why = f"the session did not end within {limit_s:.0f} s; {log} has its words"
-        raise MachineError(f"witness torch is missing: {why}", ranks=(), positions=()) from problem
+        raise MachineError(f"witness torch is missing: {why}") from problem

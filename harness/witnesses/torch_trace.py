@@ -11,10 +11,10 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.engines.calls.operators import OPERATORS
 from harness.errors import MachineError
 from harness.witnesses.agreement import UNKNOWN, Sighting
 from harness.witnesses.trace_rows import CALL, Phases, nested
@@ -26,38 +26,8 @@ _FLIGHT_BYTES = {"Float": 4, "Double": 8, "Half": 2, "BFloat16": 2, "Bool": 1, "
 _FLIGHT_BYTES |= {"Int": 4, "Long": 8}
 
 
-@dataclass(frozen=True, slots=True)
-class _Operator:
-    """Ledger entry of a `c10d::` row, the argument of its payload, and its name in gloo's log."""
-
-    op: str
-    payload_at: int = 0
-    flight: str = ""
-
-
-_OPERATORS = {
-    "broadcast_": _Operator("broadcast", 0, "broadcast"),
-    "allreduce_": _Operator("all_reduce", 0, "all_reduce"),
-    "allreduce_coalesced_": _Operator("all_reduce", 0, "all_reduce"),
-    "allgather_": _Operator("all_gather", 0, "all_gather"),
-    "_allgather_base_": _Operator("all_gather", 0, "all_gather"),
-    "allgather_coalesced_": _Operator("all_gather", 0, "all_gather"),
-    "allgather_into_tensor_coalesced_": _Operator("all_gather", 0, "all_gather"),
-    "reduce_scatter_": _Operator("reduce_scatter", 1, "all_reduce"),
-    "_reduce_scatter_base_": _Operator("reduce_scatter", 1, "all_reduce"),
-    "reduce_scatter_tensor_coalesced_": _Operator("reduce_scatter", 1, "all_reduce"),
-    "alltoall_": _Operator("all_to_all", 1, "all_to_all"),
-    "alltoall_base_": _Operator("all_to_all", 1, "all_to_all"),
-    "reduce_": _Operator("reduce", 0, "reduce"),
-    "gather_": _Operator("gather", 1, "gather"),
-    "gather_into_tensor_": _Operator("gather", 1, "gather"),
-    "scatter_": _Operator("scatter", 0, "scatter"),
-    "send": _Operator("send"),
-    "recv_": _Operator("recv"),
-    "recv_any_source_": _Operator("recv"),
-    "barrier": _Operator("barrier", -1, "barrier"),
-    "monitored_barrier_": _Operator("barrier", -1),
-}
+_UNLOGGED = {"send", "recv_", "recv_any_source_", "monitored_barrier_"}
+"""Operators that gloo's log leaves out."""
 _SEVERAL = {"reduce_scatter_", "reduce_scatter_tensor_coalesced_"}
 """Operators that gloo lowers to one call for each of their input tensors."""
 _NESTED = {"allgather_", "allgather_coalesced_"}
@@ -88,9 +58,9 @@ def sightings(trace: Json, entries: Sequence[Json], rank: int) -> list[Sighting]
     phases = Phases()
     rows: list[Json] = []
     for kind, row, calls_modules in nested(trace.get("traceEvents", [])):
-        if kind != CALL or _name(row) in _OPERATORS:
+        if kind != CALL or _name(row) in OPERATORS:
             phases.feed(kind, row, calls_modules)
-        if kind == CALL and _name(row) in _OPERATORS:
+        if kind == CALL and _name(row) in OPERATORS:
             rows.append(row)
     logged = _logged(rows, entries)
     header = trace.get("distributedInfo", {}).get("pg_config", [])
@@ -105,7 +75,7 @@ def _sighting(
     return Sighting(
         rank=rank,
         index=index,
-        op=_OPERATORS[_name(row)].op,
+        op=OPERATORS[_name(row)].op,
         groups=_groups(entry, header, rank),
         payload_bytes=_payload(row, entry, backend),
         phase=phase,
@@ -118,7 +88,7 @@ def _load(path: Path) -> Json:
     try:
         loaded: Json = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as problem:
-        raise MachineError(f"witness torch: {path} cannot be read ({problem})", ranks=(), positions=()) from problem
+        raise MachineError(f"witness torch: {path} cannot be read ({problem})") from problem
     return loaded
 
 
@@ -126,18 +96,24 @@ def _name(row: Json) -> str:
     return str(row["name"]).removeprefix("c10d::").partition(".")[0]
 
 
+def _payload_at(row: Json) -> int:
+    """The place of the payload among an operator's arguments, outputs before inputs; -1 without one."""
+    payload = OPERATORS[_name(row)].payload
+    return 1 if payload.startswith("input") else 0 if payload else -1
+
+
 def _logged(rows: Sequence[Json], entries: Sequence[Json]) -> list[Json | None]:
     """The Flight Recorder's entry of every row, all None unless the entries are exactly those of the rows."""
     logs: list[Json | None] = []
     left = iter(entries)
     for row in rows:
-        operator = _OPERATORS[_name(row)]
-        if not operator.flight:
+        if _name(row) in _UNLOGGED:
             logs.append(None)
             continue
-        several = len(list(_shapes(_dims(row, operator.payload_at)))) if _name(row) in _SEVERAL else 1
+        several = len(list(_shapes(_dims(row, _payload_at(row))))) if _name(row) in _SEVERAL else 1
         mine = list(itertools.islice(left, several))
-        if len(mine) < several or any(operator.flight not in str(e.get("profiling_name")) for e in mine):
+        word = backend_word(OPERATORS[_name(row)].op)
+        if len(mine) < several or any(word not in str(entry.get("profiling_name")) for entry in mine):
             return [None] * len(rows)
         logs.append(mine[0])
     return logs if next(left, None) is None else [None] * len(rows)
@@ -166,16 +142,16 @@ def _shapes(dims: Any) -> Iterator[list[int]]:
 
 
 def _payload(row: Json, entry: Json | None, backend: Sequence[Json]) -> int:
-    operator = _OPERATORS[_name(row)]
-    if operator.payload_at < 0:
+    at = _payload_at(row)
+    if at < 0:
         return 0
-    dims = _dims(row, operator.payload_at)
+    dims = _dims(row, at)
     if not dims and _name(row) in _NESTED:
         dims = entry.get("output_sizes", []) if entry is not None else []
         if not dims:
             return UNKNOWN
     elements = sum(math.prod(shape) for shape in _shapes(dims))
-    size = _item_bytes(row, operator.payload_at, entry, backend)
+    size = _item_bytes(row, at, entry, backend)
     return UNKNOWN if size is None else elements * size
 
 

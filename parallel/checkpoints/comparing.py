@@ -14,12 +14,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from parallel.checkpoints.errors import CheckpointError
-from parallel.checkpoints.folder import Stored
-from parallel.checkpoints.state import RANKS
-from parallel.checkpoints.weights import Weights
+from parallel.checkpoints.folder import Stored, Weights
+from parallel.checkpoints.state import RANKS, CheckpointError, dtype_word
 from reference.case import Case
-from reference.checkpoints.foreign import Form, is_foreign, is_megatron, parameters
+from reference.checkpoints.foreign import Form, is_foreign, parameters
+from reference.checkpoints.megatron import is_megatron
 from reference.errors import CaseError
 
 Source = Stored | Weights
@@ -81,15 +80,21 @@ def compare(a: str, b: str, pattern: str = "*") -> CheckpointComparison:
     if any(key.startswith("rng.") for key in keys) and ranks[0] != ranks[1]:
         keys = [key for key in keys if not key.startswith("rng.")]
         notes.append("states of random streams belong to ranks of one layout, so they are not compared")
-    bare = [name for name, side in zip("AB", (one, other), strict=True) if _is_bare(side)]
+    sides = zip("AB", (one, other), strict=True)
+    bare = [name for name, side in sides if all(key.startswith("model.") for key in side.tensors)]
     if len(bare) == 1:
         keys = [key for key in keys if key.startswith("model.")]
         notes.append(f"{bare[0]} holds parameters alone, so nothing else is compared")
     keys = sorted([key for key in keys if fnmatchcase(key, pattern)], key=_kind)
     if not keys:
         raise CheckpointError(a, f"has no tensor to compare that fits {pattern}", next(iter(one.tensors)))
-    differ = [key for key in keys if not _alike(one, other, key)]
-    notes += _dtypes(one, other, keys)
+    shared = {*keys} & one.tensors.keys() & other.tensors.keys()
+    differ = [key for key in keys if key not in shared or not same(*_widened(one.full(key), other.full(key)))]
+    dtypes = {
+        tuple(dtype_word(side.tensors[key].properties.dtype) for side in (one, other)) for key in shared & {*keys}
+    }
+    for of_a, of_b in sorted(pair for pair in dtypes if pair[0] != pair[1]):
+        notes.append(f"tensors are {of_a} in A and {of_b} in B: they are compared in the wider dtype")
     return CheckpointComparison(
         kinds=tuple(_likenesses(one, keys, differ)),
         first=_explained(one, other, differ[0]) if differ else None,
@@ -135,30 +140,9 @@ def _ranks(stored: Source) -> str:
     return " ".join(f"{axis}={size}" for axis, size in zip(Case().mesh, sizes, strict=False))
 
 
-def _is_bare(stored: Source) -> bool:
-    return all(key.startswith("model.") for key in stored.tensors)
-
-
-def _alike(one: Source, other: Source, key: str) -> bool:
-    if key not in one.tensors or key not in other.tensors:
-        return False
-    return same(*_widened(one.full(key), other.full(key)))
-
-
 def _widened(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(a.dtype, b.dtype)
     return a.to(dtype), b.to(dtype)
-
-
-def _dtypes(one: Source, other: Source, keys: Sequence[str]) -> Iterator[str]:
-    pairs = [(one.tensors[key], other.tensors[key]) for key in keys if key in one.tensors and key in other.tensors]
-    apart = {(a.properties.dtype, b.properties.dtype) for a, b in pairs if a.properties.dtype != b.properties.dtype}
-    for a, b in sorted(apart, key=str):
-        yield f"tensors are {_word(a)} in A and {_word(b)} in B: they are compared in the wider dtype"
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _likenesses(one: Source, keys: Sequence[str], differ: Sequence[str]) -> Iterator[Likeness]:
@@ -227,7 +211,7 @@ def cause(key: str, a: Tensor, b: Tensor, read: Callable[[str], Tensor], shapes:
             return f"B holds there what A holds as {other}"
     for dtype in (torch.float16, torch.bfloat16) if a.is_floating_point() else ():
         if same(a.to(dtype).to(a.dtype), b):
-            return f"B is A rounded to {_word(dtype)}"
+            return f"B is A rounded to {dtype_word(dtype)}"
     return ""
 
 

@@ -16,18 +16,24 @@ import os
 import pickle
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from parallel.checkpoints.errors import CheckpointError
 from parallel.checkpoints.planners import BoxReader, BoxWriter
-from parallel.communication.layout import Box
+from parallel.checkpoints.state import CheckpointError, dtype_word
+from parallel.communication.layout import Box, whole
 
 METADATA, _SUMS = ".metadata", "sums.json"
 _DATA, _RANK = "data-", "rank-"
@@ -100,7 +106,9 @@ class Stored:
             raise CheckpointError(folder, what, "a folder that save= or torch.distributed.checkpoint wrote")
         try:
             metadata = FileSystemReader(folder).read_metadata()
-            sizes = _sizes(metadata)
+            sizes: dict[str, int] = {}  # file -> the bytes that chunks of it take, at least
+            for info in (metadata.storage_data or {}).values():
+                sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
         except Exception as problem:  # torn pickles raise anything
             what = f"{METADATA} cannot be read ({type(problem).__name__}: {problem})"
             raise CheckpointError(folder, what, "the file as it was written") from problem
@@ -112,10 +120,9 @@ class Stored:
         for name, size in sizes.items():
             file = folder / name
             if not file.is_file():
-                raise CheckpointError(folder, f"the file {name} is missing", "every file as it was written")
+                raise _broken(folder, f"the file {name} is missing")
             if file.stat().st_size < size:
-                what = f"the file {name} is torn: it has {file.stat().st_size} bytes of at least {size}"
-                raise CheckpointError(folder, what, "every file as it was written")
+                raise _broken(folder, f"the file {name} is torn: it has {file.stat().st_size} bytes of at least {size}")
         found._check_sums(sizes, content=False)
         return found
 
@@ -135,14 +142,13 @@ class Stored:
         try:
             reader.read_data(planner.finish_plan(plan), planner).wait()
         except Exception as problem:  # torn pickles raise anything
-            what = f"cannot be read ({type(problem).__name__}: {problem})"
-            raise CheckpointError(self.folder, what, "every file as it was written") from problem
+            raise _broken(self.folder, f"cannot be read ({type(problem).__name__}: {problem})") from problem
 
     def full(self, key: str) -> Tensor:
         """The full tensor of a key. Raises CheckpointError as `read` does."""
         entry = self.tensors[key]
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
-        self.read([(key, Box(local=tensor, offsets=(0,) * tensor.dim(), global_shape=tuple(tensor.shape)))])
+        self.read([(key, whole(tensor))])
         return tensor
 
     def chunks(self, key: str) -> list[tuple[tuple[tuple[int, ...], tuple[int, ...]], str]]:
@@ -162,18 +168,51 @@ class Stored:
             try:
                 listed = json.loads((self.folder / data / _SUMS).read_bytes())
             except (OSError, ValueError) as problem:
-                what = f"{data}/{_SUMS} cannot be read ({type(problem).__name__})"
-                raise CheckpointError(self.folder, what, "every file as it was written") from problem
+                raise _broken(self.folder, f"{data}/{_SUMS} cannot be read ({type(problem).__name__})") from problem
             sums |= {f"{data}/{name}": listed[name] for name in listed}
         for name in sorted({*names} & {*sums}):
             size, digest = sums[name]
             file = self.folder / name
             if file.stat().st_size != size:
-                what = f"the file {name} is torn: it has {file.stat().st_size} bytes of {size}"
-                raise CheckpointError(self.folder, what, "every file as it was written")
+                raise _broken(self.folder, f"the file {name} is torn: it has {file.stat().st_size} bytes of {size}")
             if content and _sha256(file) != digest:
                 what = f"the file {name} is not the one that was written: its SHA-256 is another"
-                raise CheckpointError(self.folder, what, "every file as it was written")
+                raise _broken(self.folder, what)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """Parameters of another system's checkpoint, read whole: full tensors by key."""
+
+    folder: Path
+    held: Mapping[str, Tensor]
+
+    @property
+    def tensors(self) -> dict[str, TensorStorageMetadata]:
+        """Shapes and dtypes."""
+        return {
+            key: TensorStorageMetadata(properties=TensorProperties(dtype=tensor.dtype), size=tensor.shape, chunks=[])
+            for key, tensor in self.held.items()
+        }
+
+    def full(self, key: str) -> Tensor:
+        """The full tensor of a key."""
+        return self.held[key]
+
+    def read(self, boxes: Sequence[tuple[str, Box]]) -> None:
+        """Fill each box from the tensor of its key."""
+        for key, box in boxes:
+            at = tuple(slice(a, a + size) for a, size in zip(box.offsets, box.local.shape, strict=True))
+            box.local.copy_(self.held[key][at])
+
+    def chunks(self, key: str) -> list[tuple[tuple[tuple[int, ...], tuple[int, ...]], str]]:
+        """((offsets, sizes), what wrote it): the whole tensor, by another system."""
+        shape = tuple(self.held[key].shape)
+        return [(((0,) * len(shape), shape), "another system")]
+
+
+def _broken(folder: Path, what: str) -> CheckpointError:
+    return CheckpointError(folder, what, "every file as it was written")
 
 
 def _tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
@@ -186,14 +225,6 @@ def _used(metadata: Metadata) -> set[str]:
     """The data folders, of ours, that a checkpoint's files lie in."""
     tops = {str(info.relative_path).split("/")[0] for info in (metadata.storage_data or {}).values()}
     return {top for top in tops if top.startswith(_DATA)}
-
-
-def _sizes(metadata: Metadata) -> dict[str, int]:
-    """File -> the bytes that chunks of it take, at least."""
-    sizes: dict[str, int] = {}
-    for info in (metadata.storage_data or {}).values():
-        sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
-    return sizes
 
 
 def _joined(parts: Mapping[str, Metadata]) -> Metadata:
@@ -221,7 +252,7 @@ def _joined(parts: Mapping[str, Metadata]) -> Metadata:
 
 
 def _form(stored: TensorStorageMetadata) -> str:
-    return f"{tuple(stored.size)} {str(stored.properties.dtype).removeprefix('torch.')}"
+    return f"{tuple(stored.size)} {dtype_word(stored.properties.dtype)}"
 
 
 def _check_tiled(where: object, key: str, stored: TensorStorageMetadata) -> None:

@@ -13,28 +13,28 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from parallel.checkpoints.errors import CheckpointError
 from parallel.checkpoints.state import (
     MOMENTS,
     RANKS,
     SCALE,
     STEPS,
+    CheckpointError,
     StateTensor,
     computing,
+    dtype_word,
     keys,
     ranks_of,
     rng_keys,
     trained,
 )
-from parallel.communication.layout import Box
+from parallel.communication.layout import whole
 from parallel.model.strategy import Rank
 from reference.checkpoints.foreign import is_foreign
 from reference.checkpoints.stored import stored as reference_stored
 from reference.errors import CaseError
 
 if TYPE_CHECKING:
-    from parallel.checkpoints.folder import Stored
-    from parallel.checkpoints.weights import Weights
+    from parallel.checkpoints.folder import Stored, Weights
 
 
 def load(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path) -> int:
@@ -60,8 +60,8 @@ def load(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path) -> int:
     for target in found:
         expected = torch.float32 if target.key.endswith(".step") else dtype
         if tensors[target.key].properties.dtype != expected:
-            what = f"{target.key} is {_word(tensors[target.key].properties.dtype)}"
-            raise CheckpointError(folder, what, f"{_word(expected)}, as dtype= and master= have it")
+            what = f"{target.key} is {dtype_word(tensors[target.key].properties.dtype)}"
+            raise CheckpointError(folder, what, f"{dtype_word(expected)}, as dtype= and master= have it")
     read, common = _read(rank, stored, found)
     same = RANKS in common and torch.equal(common[RANKS], ranks_of(rank.case))
     if lost := [key for key in rng_keys(rank).values() if same and key not in common]:
@@ -80,7 +80,7 @@ def load(rank: Rank, optimizer: torch.optim.Optimizer, folder: Path) -> int:
 
 def _weights(rank: Rank, folder: Path) -> "Weights":
     """Another system's parameters, in the dtype of what the optimizer steps."""
-    from parallel.checkpoints.weights import Weights  # noqa: PLC0415
+    from parallel.checkpoints.folder import Weights  # noqa: PLC0415
 
     dtype = next(iter(rank.updated.values())).dtype
     try:
@@ -112,13 +112,11 @@ def _read(
     ]
     names = [key for key in (STEPS, RANKS, SCALE, *rng_keys(rank).values()) if key in tensors]
     common = {key: torch.empty(tensors[key].size, dtype=tensors[key].properties.dtype, device="cpu") for key in names}
-    whole = [
-        (key, Box(local=one, offsets=(0,) * one.dim(), global_shape=tuple(one.shape))) for key, one in common.items()
-    ]
-    for _, box in (*boxes, *whole):
+    boxes += [(key, whole(one)) for key, one in common.items()]
+    for _, box in boxes:
         box.local.fill_(_poison(box.local.dtype))
-    stored.read([*boxes, *whole])
-    for key, box in (*boxes, *whole):
+    stored.read(boxes)
+    for key, box in boxes:
         poisoned = box.local.isnan() if box.local.is_floating_point() else box.local == _poison(box.local.dtype)
         left = int(poisoned.sum())
         if left and not key.startswith("rng."):  # bytes may have any value
@@ -151,7 +149,3 @@ def _check_keys(stored: "Stored | Weights", expected: Mapping[str, tuple[int, ..
     for key, shape in expected.items():
         if tuple(tensors[key].size) != shape:
             raise CheckpointError(stored.folder, f"{key} has the shape {tuple(tensors[key].size)}, not {shape}", legal)
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -10,11 +10,20 @@ from pathlib import Path
 
 import torch
 
-from parallel.checkpoints.errors import CheckpointError
-from parallel.checkpoints.state import MOMENTS, RANKS, SCALE, STEPS, ranks_of, rng_keys, trained, writes
+from parallel.checkpoints.state import (
+    MOMENTS,
+    RANKS,
+    SCALE,
+    STEPS,
+    CheckpointError,
+    ranks_of,
+    rng_keys,
+    trained,
+    writes,
+)
 from parallel.communication.collectives import all_reduce
 from parallel.communication.expectation import CallRow
-from parallel.communication.layout import Box
+from parallel.communication.layout import Box, whole
 from parallel.model.strategy import Rank
 from reference.case import Case
 from reference.checkpoints.whole import tensors
@@ -59,7 +68,7 @@ def read_again(case: Case) -> dict[str, tuple[Box, ...]]:
         for moment in MOMENTS if kept(case) else ():
             names[f"optimizer.state.{name}.{moment}"] = f"{moment}_after/{last}/{name}"
     saved = tensors(case.save, "save")
-    return {f"saved/{name}": (_whole(saved[key]),) for key, name in names.items() if key in saved}
+    return {f"saved/{name}": (whole(saved[key]),) for key, name in names.items() if key in saved}
 
 
 def _boxes(rank: Rank, optimizer: torch.optim.Optimizer, steps: int) -> dict[str, tuple[Box, ...]]:
@@ -73,12 +82,8 @@ def _boxes(rank: Rank, optimizer: torch.optim.Optimizer, steps: int) -> dict[str
         if first(target.axes)
     }
     states_of = rank.dropout.streams.state_dict()
-    whole = {key: states_of[stream] for stream, key in rng_keys(rank).items()}
+    own = {key: states_of[stream] for stream, key in rng_keys(rank).items()}
     if mine == 0:
-        whole |= {STEPS: torch.tensor(steps, device="cpu"), RANKS: ranks_of(case)}
-        whole |= {} if rank.step.loss_scale is None else {SCALE: rank.step.loss_scale.state}
-    return found | {key: (_whole(tensor),) for key, tensor in whole.items()}
-
-
-def _whole(tensor: torch.Tensor) -> Box:
-    return Box(local=tensor, offsets=(0,) * tensor.dim(), global_shape=tuple(tensor.shape))
+        own |= {STEPS: torch.tensor(steps, device="cpu"), RANKS: ranks_of(case)}
+        own |= {} if rank.step.loss_scale is None else {SCALE: rank.step.loss_scale.state}
+    return found | {key: (whole(tensor),) for key, tensor in own.items()}

@@ -28,6 +28,13 @@ STEPS, SCALE, RANKS = "train.steps", "train.loss_scale", "train.ranks"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read, or cannot be loaded here: names the folder, what is wrong and what is legal."""
+
+    def __init__(self, folder: object, what: str, legal: str) -> None:
+        super().__init__(f"checkpoint {folder}: {what}; legal: {legal}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateTensor:
     """A tensor of a rank that lies so in the full tensor of a key; ranks at the same places of `axes` hold the same."""
@@ -79,6 +86,11 @@ def rng_keys(rank: Rank) -> dict[str, str]:
     at = rank.mesh.coordinates
     place = ".".join(f"{axis}{at[axis][0]}" for axis in rank.case.mesh)
     return {stream: f"rng.{place}.{stream}" for stream in rank.dropout.streams.state_dict()}
+
+
+def dtype_word(dtype: torch.dtype) -> str:
+    """The dtype as the case language writes it: float32."""
+    return str(dtype).removeprefix("torch.")
 
 
 def ranks_of(case: Case) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from parallel.communication.collectives import broadcast
 from parallel.communication.expectation import CallPlace, CallRow, Places
-from parallel.communication.mesh import Mesh
+from parallel.communication.mesh import Axis, Mesh
 from parallel.schedules.stages import Stage, stages
 from reference.case import Case
 from reference.data.batches import Batch, micro_batch
@@ -55,20 +55,21 @@ def deliver(
     case: Case, mesh: Mesh, step: int, micro: int, device: torch.device, stage: Stage | None = None
 ) -> Delivered:
     """The micro-batch of this rank's data rank, by the case's delivery: all of it, or what this stage is sent."""
-    delivered = _delivered(case, mesh, step, micro, device, stage)
-    return replace(delivered, draw=(step, micro))
-
-
-def _delivered(case: Case, mesh: Mesh, step: int, micro: int, device: torch.device, stage: Stage | None) -> Delivered:
     reads = case.delivery == "local" or mesh.axis("tp").rank == 0
     batch = micro_batch(case, step, micro, mesh.axis("dp").rank) if reads else None
-    match case.delivery:
-        case "tensors":
-            return _named(case, _by_tensor(case, mesh, _keys(case, batch, device, stage), device, stage), device)
-        case "flat":
-            return _named(case, _flat(case, mesh, _keys(case, batch, device, stage), device, stage), device)
-    assert batch is not None  # delivery=local: every rank reads
-    return _local(batch, device)
+    if case.delivery == "local":
+        assert batch is not None  # every rank reads
+        delivered = _local(batch, device)
+    else:
+        forms, keys = forms_sent(case, stage), None if batch is None else _keys(case, batch, device)
+        sent = None if keys is None else {key: keys[key].to(device) for key in forms}
+        arrived = (_by_tensor if case.delivery == "tensors" else _flat)(forms, sent, mesh.axis("tp"), device)
+        nothing = torch.empty((0, 0), dtype=torch.int64, device=device)
+        counted = torch.arange(case.seq, device=device).expand(case.batch, case.seq)
+        missing = {"tokens": nothing, "labels": nothing, "loss_mask": nothing, "positions": counted}
+        held: dict[str, Any] = {**missing, **arrived}
+        delivered = Delivered(**held)
+    return replace(delivered, draw=(step, micro))
 
 
 def hidden_pairs(length: int, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
@@ -100,43 +101,31 @@ def forms_sent(case: Case, stage: Stage | None = None) -> dict[str, Form]:
     )
 
 
-def _keys(case: Case, batch: Batch | None, device: torch.device, stage: Stage | None) -> dict[str, Tensor] | None:
-    """Tensors of the first rank in the order in which they are sent; None on ranks that receive."""
-    if batch is None:
-        return None
+def _keys(case: Case, batch: Batch, device: torch.device) -> dict[str, Tensor]:
+    """All tensors that the first rank may send."""
     keys = {"tokens": batch.tokens, "labels": batch.labels, "loss_mask": batch.loss_mask}
     if case.attention_mask:
         rows, length = batch.tokens.shape
         keys["attention_mask"] = hidden_pairs(length, None, device).expand(rows, 1, length, length)
-    keys["positions"] = batch.positions
-    return {key: keys[key].to(device) for key in forms_sent(case, stage)}
-
-
-def _named(case: Case, keys: Mapping[str, Tensor], device: torch.device) -> Delivered:
-    nothing = torch.empty((0, 0), dtype=torch.int64, device=device)
-    counted = torch.arange(case.seq, device=device).expand(case.batch, case.seq)
-    missing = {"tokens": nothing, "labels": nothing, "loss_mask": nothing, "positions": counted}
-    held: dict[str, Any] = {**missing, **keys}
-    return Delivered(**held)
+    return keys | {"positions": batch.positions}
 
 
 def _by_tensor(
-    case: Case, mesh: Mesh, sent: Mapping[str, Tensor] | None, device: torch.device, stage: Stage | None
+    forms: Mapping[str, Form], sent: Mapping[str, Tensor] | None, axis: Axis, device: torch.device
 ) -> dict[str, Tensor]:
     """Broadcast each key by itself."""
     arrived = {}
-    for key, (dtype, shape) in forms_sent(case, stage).items():
+    for key, (dtype, shape) in forms.items():
         # Zeros, not uninitialised memory: what does not arrive is then wrong the same way in every run.
         tensor = torch.zeros(shape, dtype=getattr(torch, dtype), device=device) if sent is None else sent[key]
-        arrived[key] = broadcast(tensor, mesh.axis("tp"))
+        arrived[key] = broadcast(tensor, axis)
     return arrived
 
 
 def _flat(
-    case: Case, mesh: Mesh, sent: Mapping[str, Tensor] | None, device: torch.device, stage: Stage | None
+    forms: Mapping[str, Form], sent: Mapping[str, Tensor] | None, axis: Axis, device: torch.device
 ) -> dict[str, Tensor]:
     """Sizes, then everything: receivers learn the shapes from the first call alone."""
-    forms, axis = forms_sent(case, stage), mesh.axis("tp")
     names = list(forms)
     if not names:
         return {}
@@ -162,11 +151,7 @@ def _told(sizes: Tensor, known: Sequence[Sequence[int]]) -> list[list[int]]:
     """The shapes of all keys, read from what arrived; on the meta device nothing arrives, and the known ones hold."""
     if sizes.is_meta:
         return [list(shape) for shape in known]
-    return [_until_zero(row) for row in sizes.view(-1, SIZES_PER_KEY).tolist()]
-
-
-def _until_zero(sizes: list[int]) -> list[int]:
-    return sizes[: sizes.index(0)]
+    return [row[: row.index(0)] for row in sizes.view(-1, SIZES_PER_KEY).tolist()]
 
 
 def _as_int64(x: Tensor) -> Tensor:

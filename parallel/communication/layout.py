@@ -117,6 +117,11 @@ def pieces(local: Tensor, place: Placement, at: Coordinates) -> tuple[Box, ...]:
     return tuple(Box(local=one, offsets=offsets, global_shape=place.shape) for one, offsets in found)
 
 
+def whole(full: Tensor) -> Box:
+    """A tensor as the one box of itself."""
+    return Box(local=full, offsets=(0,) * full.dim(), global_shape=tuple(full.shape))
+
+
 def rows(boxes: Sequence[Box], *, first: int, total: int) -> tuple[Box, ...]:
     """Boxes of a tensor as boxes of a taller one: dim 0 has `total` rows there, and these begin at row `first`."""
     return tuple(

@@ -42,18 +42,14 @@ def _pair(x: Tensor, axis: Axis, forward: _Move, backward: _Move) -> Tensor:
     return x if axis.size == 1 else _Pair.apply(x, forward, backward)
 
 
-def _identity(x: Tensor) -> Tensor:
-    return x
-
-
 def copy_to(x: Tensor, axis: Axis) -> Tensor:
     """Whole -> whole. Forward: nothing. Backward: all-reduce (every rank's use adds to the gradient)."""
-    return _pair(x, axis, _identity, lambda grad: all_reduce(grad, axis))
+    return _pair(x, axis, lambda y: y, lambda grad: all_reduce(grad, axis))
 
 
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
     """Partial -> whole. Forward: all-reduce. Backward: nothing (the gradient is whole already)."""
-    return _pair(x, axis, lambda y: all_reduce(y, axis), _identity)
+    return _pair(x, axis, lambda y: all_reduce(y, axis), lambda grad: grad)
 
 
 def scatter_to(x: Tensor, axis: Axis) -> Tensor:
@@ -119,11 +115,6 @@ def reduce_scatter_to_sequence(x: Tensor, axis: Axis, *, dim: int) -> Tensor:
 def all_gather_last_dim(x: Tensor, axis: Axis) -> Tensor:
     """Split on the last dim -> whole, used in parallel. Forward: all-gather. Backward: reduce-scatter."""
     return _pair(x, axis, lambda y: _all_gather(y, axis, dim=-1), lambda grad: _reduce_scatter(grad, axis, dim=-1))
-
-
-def reduce_scatter_last_dim(x: Tensor, axis: Axis) -> Tensor:
-    """Partial -> split on the last dim. Forward: reduce-scatter. Backward: all-gather."""
-    return _pair(x, axis, lambda y: _reduce_scatter(y, axis, dim=-1), lambda grad: _all_gather(grad, axis, dim=-1))
 
 
 def all_to_all(x: Tensor, axis: Axis, *, split_dim: int, gather_dim: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Context parallelism: every rank of an axis holds some tokens of each row, and attention meets the keys of the others.
 
-`slices` says which tokens, `blocks` is attention over a part of the keys and how parts are merged. Each method is one
-file, with its calls, its mathematics and its closed form; all of them compute the same function:
+`slices` says which tokens, `blocks` is attention over a part of the keys and how parts are merged. Methods are those of
+`ring` and of `exchanged`, with their calls, mathematics and closed forms; all of them compute the same function:
 
     method     | what happens to k and v              | calls of a layer, c ranks                | needs
     ring       | they go round, one hop a step        | c-1 hops; backward 2c-1                  | any slices

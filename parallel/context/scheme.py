@@ -24,8 +24,14 @@ from parallel.communication.batch import Delivered
 from parallel.communication.expectation import CallRow
 from parallel.communication.layout import Cut, Placement
 from parallel.communication.mesh import Mesh
-from parallel.context.exchanged import exchanged_attention, exchanged_rows, nested_attention, nested_rows
-from parallel.context.gathered import gathered_attention, gathered_rows
+from parallel.context.exchanged import (
+    exchanged_attention,
+    exchanged_rows,
+    gathered_attention,
+    gathered_rows,
+    nested_attention,
+    nested_rows,
+)
 from parallel.context.ring import ring_attention, ring_rows
 from parallel.context.slices import Slices, contiguous, sliced, zigzag
 from parallel.model.strategy import Parts, Strategy

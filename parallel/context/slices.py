@@ -15,7 +15,6 @@ Source: Megatron-Core `get_batch_on_this_cp_rank` and `get_thd_batch_on_this_cp_
 arXiv:2311.09431 (striped and zigzag orders).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,10 +44,6 @@ class Slices:
             return queries[:, None] >= keys[None, :]
         where = self.hidden.device
         return ~self.hidden[:, queries.to(where)[:, None], keys.to(where)]
-
-    def work(self, rank: int, owner: int) -> int:
-        """Pairs of a query of one rank and a key of another that meet."""
-        return int(self.visible(self.held[rank], self.held[owner]).sum())
 
     def joined(self, ranks: int) -> "Slices":
         """The slices of groups of `ranks` consecutive ranks, each group as one.
@@ -96,9 +91,3 @@ def zigzag_by_document(cu_seqlens: Tensor, ranks: int) -> tuple[Tensor, ...]:
 def sliced(row: Tensor, own: Tensor, *, dim: int = 1) -> Tensor:
     """This rank's part of tokens, labels, loss mask or positions [B, S], or of a tensor with a row along `dim`."""
     return row.index_select(dim, own.to(row.device))
-
-
-def together(parts: Sequence[Tensor], held: Sequence[Tensor], *, dim: int = 1) -> Tensor:
-    """The row from the parts of all ranks: the inverse of `sliced`."""
-    places = torch.cat([*held]).to(parts[0].device)
-    return torch.cat([*parts], dim).index_select(dim, places.argsort())

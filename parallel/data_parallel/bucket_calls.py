@@ -68,17 +68,12 @@ def _completing(case: Case, stage: Stage, bucket: Bucket) -> tuple[str, bool]:
     """
     if not case.bucket or (case.wgrad == "deferred" and any(taken_over(case, slot.name) for slot in bucket.slots)):
         return "", False
-    order = _backward_order(case)
+    order = [*reversed(dict.fromkeys(name.rpartition(".")[0] for name in shapes(case)))]  # in which backward completes
     if stage.copies_table:  # its gradient comes from the head, and from what embeds behind the decoder
         order.insert(order.index("final_norm"), order.pop())
     latest = max(order.index(slot.name.rpartition(".")[0]) for slot in bucket.slots)
     last_product = order.index(next(name for name in column_linears(case) if stage.holds(name)))
     return order[latest], case.overlap and (latest < last_product or stage.chunk > 0)
-
-
-def _backward_order(case: Case) -> list[str]:
-    """Modules in the order in which backward completes the gradients of their parameters."""
-    return [*reversed(dict.fromkeys(name.rpartition(".")[0] for name in shapes(case)))]
 
 
 def _unit_rows(case: Case, places: Placements, strategy: Strategy) -> Iterator[CallRow]:

@@ -28,7 +28,7 @@ from parallel.communication.collectives import Pending, all_gather, start_all_re
 from parallel.communication.layout import Cut, Placement
 from parallel.data_parallel.buckets import Bucket, shares
 from parallel.data_parallel.words import gradient_dtype, stage_buckets, taken_over, trained_dtype
-from parallel.layers.weight_gradient import set_holder
+from parallel.layers.linear import set_holder
 from parallel.model.strategy import Rank
 from parallel.schedules.stages import TABLE
 from reference.case import Case

@@ -2,9 +2,8 @@
 
 scheme     what experts replace of a strategy
 block      the module in the place of an MLP
-router     logits, choice and weights
-dispatch   tokens to experts and back, by all-to-all or all-gather
-linears    the experts of a rank
+router     logits, choice and weights; balance losses
+dispatch   tokens to experts and back, by all-to-all or all-gather; how many an expert takes
 counts     how many rows every rank sends to every expert, from integers
 rows       the calls as rows
 """

@@ -11,26 +11,90 @@
 
 A gradient is a sum over tokens, divided once by the number of all tokens, so that it needs no factor for ranks. The
 scale follows the data, the group follows the replicas (experts.md 21.6).
+
+With `bias_rate` the bias with which experts are chosen moves once a step, so that all get as many tokens, without a
+loss. The rows of all micro-batches are summed, an all_reduce int64 [layers of the rank, E] over tp_cp_dp. Rows are
+those that experts took, before any are filled up: padded ones are the same for all. They are integers, for sums in the
+dtype of a model end at 256 (experts.md 21.2, X8). Every choice counts once, however often a layer is computed. Source:
+arXiv:2408.15664; Megatron-Core 0.16.1 `_update_router_expert_bias`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from parallel.communication.layout import Box, Cut, Placement, rows
+from parallel.communication import gradients as sync
+from parallel.communication.collectives import all_reduce
+from parallel.communication.expectation import ONCE_A_STEP, CallPlace, CallRow
+from parallel.communication.layout import Box, Cut, Placement, rows, whole
 from parallel.communication.mesh import Mesh
-from parallel.experts.bias import BIASES, move_biases
 from parallel.experts.block import ExpertBlock, blocks_of
-from parallel.experts.gradients import norm_of_all, over_copies
 from parallel.experts.rows import rows_of_experts
 from parallel.layers.mlp import Mlp
+from parallel.layers.norm import wide
 from parallel.layers.roles import mlp_linears
 from parallel.model.strategy import Parts, Rank, Step, Strategy, Value
 from parallel.randomness.dropout import Dropout
+from parallel.schedules.stages import held_by_rank
 from reference.case import Case
+from reference.model.parameters import dtype_of
+
+
+def _held(case: Case) -> Iterator[CallPlace]:
+    for own in held_by_rank(case):
+        layers = [block for block in case.layers_with_experts if any(stage.holds(block) for stage in own)]
+        if layers:
+            yield CallPlace(at=own[0].at, values={"layers_here": len(layers)})
+
+
+BIASES = (
+    CallRow(
+        _held,
+        "grad_sync",
+        "all_reduce",
+        "layers_here * experts",
+        "rows of every expert in a step",
+        axis="tp_cp_dp",
+        dtype="int64",
+        times=ONCE_A_STEP,
+    ),
+)
+"""The rows of all ranks with other tokens."""
+
+
+def move_biases(rank: Rank) -> None:
+    """More for experts with fewer rows than the mean, less for those with more, the same step for all."""
+    blocks = list(blocks_of(rank).values())
+    if not blocks:
+        return
+    rows = torch.stack([torch.stack([one.sum((0, 1)) for one in block.chosen.values()]).sum(0) for block in blocks])
+    for block, mine in zip(blocks, all_reduce(rows, rank.mesh.axis("tp_cp_dp")).double(), strict=True):
+        block.router.bias += rank.case.bias_rate * (mine.mean() - mine).sign()
+
+
+COPIES = "edp"
+"""The mesh axis whose ranks hold the same part of the same experts."""
+
+
+def over_copies(others: Callable[[Rank], None], rank: Rank) -> None:
+    """The sums of all gradients over the ranks with copies: experts' in one flat call, and `others`."""
+    others(rank.of(rank.case.data_axis))
+    experts = rank.of(COPIES)
+    sync.sum_gradients(experts.step.partial(experts).values(), rank.mesh.axis(COPIES))
+
+
+def norm_of_all(others: Callable[[Rank], Tensor], rank: Rank) -> Tensor:
+    """The norm of all gradients, given that of all but experts'; a stage without any takes part."""
+    dense, experts = rank.of(rank.case.data_axis), rank.of(COPIES)
+    places = {**experts.updated_places, "": next(iter(dense.updated_places.values()))}
+    nothing = torch.zeros((), device=rank.device)
+    axes = [rank.mesh.axis(axis) for axis in rank.strategy.apart[COPIES]]
+    mine = sync.norm({**experts.gradients(), "": nothing}, places, axes, wide(dtype_of(rank.case)))
+    return torch.hypot(others(dense), mine)
+
 
 AFTER = ("context", "pipeline")
 
@@ -132,7 +196,5 @@ def _choices(rank: Rank, step: int) -> Mapping[str, Value]:
             boxes += rows(own, first=first, total=case.dp * case.micro * case.rows)
         found[f"routing/{step}/{name}"] = tuple(boxes)
         if case.bias_rate:
-            bias = block.router.bias.clone()
-            whole = Box(local=bias, offsets=(0,), global_shape=tuple(bias.shape))
-            found[f"value_after/{step}/{name}.router.bias"] = (whole,)
+            found[f"value_after/{step}/{name}.router.bias"] = (whole(block.router.bias.clone()),)
     return found

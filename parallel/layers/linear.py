@@ -12,8 +12,15 @@ with the sequence at dim `sequence_dim` when hidden states are split along it.
 The input gradient is sent while the weight gradient is computed (`overlap`; without it the same calls wait at once).
 Source: arXiv:1909.08053, arXiv:2205.05198; Megatron-Core `LinearWithGradAccumulationAndAsyncCommunication` (gathers
 again), InternEvo `SPFusedDenseFunc` (msp keeps, fsp gathers again): modes.md 2.1, 4.2.
+
+A weight may have a holder of its gradient, `weight.holder(grad, x)`. The holder takes over the product grad^T x, grad
+[tokens, out] and x [tokens, in], at once or later. The holder adds it to the gradient that it holds. Then it returns a
+placeholder, which autograd hands on in place of a gradient and which must not be read. Without a holder the product is
+the gradient. Source: Megatron-Core `gradient_accumulation_fusion`, whose kernel adds into `weight.main_grad`, and
+`delay_wgrad_compute` (`backward_dw`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +37,49 @@ from parallel.communication.collectives import (
     start_reduce_scatter,
 )
 from parallel.communication.mesh import Axis
-from parallel.layers.weight_gradient import holder_of, product, weight_gradient
+
+Holder = Callable[[Tensor, Tensor], Tensor]
+
+
+def holder_of(weight: Tensor) -> Holder | None:
+    """Holder of the products of this weight's gradient; None: autograd."""
+    return getattr(weight, "holder", None)
+
+
+def set_holder(weight: Tensor, holder: Holder) -> None:
+    """Have the products of this weight's gradient taken over, from the next forward on."""
+    weight.holder = holder  # type: ignore[attr-defined]
+
+
+def weight_gradient(holder: Holder | None, grad: Tensor, x: Tensor) -> Tensor:
+    """grad^T x [out, in] over all tokens, or the holder's placeholder for it."""
+    rows, inputs = grad.detach().flatten(0, -2), x.detach().flatten(0, -2)
+    return rows.t() @ inputs if holder is None else holder(rows, inputs)
+
+
+class _Product(torch.autograd.Function):
+    """x @ weight^T whose holder takes over the weight's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, holder: Holder) -> Tensor:
+        ctx.holder = holder
+        ctx.save_for_backward(x, weight)
+        return functional.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        grad_x = grad @ weight
+        return grad_x, weight_gradient(ctx.holder, grad, x), None
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight^T, [.., .., in] -> [.., .., out]."""
+    holder = holder_of(weight)
+    if holder is None:
+        return functional.linear(x, weight)
+    y: Tensor = _Product.apply(x, weight, holder)
+    return y
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +158,8 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, region: Region
 class ColumnLinear(nn.Module):
     """Linear whose output features are split over the region's axis; its parameters are this rank's rows.
 
-    `gather_output` returns all features on every rank (forward all-gather, backward own slice). `skip_bias_add`
-    returns (output, bias) for a caller that adds the bias itself. `shape` is the local [out/p, in].
+    `gather_output` returns all features on every rank (forward all-gather, backward own slice). `shape` is the local
+    [out/p, in].
     """
 
     def __init__(
@@ -122,53 +171,35 @@ class ColumnLinear(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         gather_output: bool = False,
-        skip_bias_add: bool = False,
     ) -> None:
         super().__init__()
-        self.region, self.gather_output, self.skip_bias_add = region, gather_output, skip_bias_add
+        self.region, self.gather_output = region, gather_output
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(shape[:1], dtype=dtype, device=device)) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor) -> Tensor:
         """[.., .., in] -> [.., .., out/p] or, gathered, [.., .., out]."""
-        y = column_linear(x, self.weight, None if self.skip_bias_add else self.bias, self.region)
+        y = column_linear(x, self.weight, self.bias, self.region)
         if self.gather_output:
             y = pairs.gather_from(y, self.region.axis)
-        return (y, self.bias) if self.skip_bias_add else y
+        return y
 
 
 class RowLinear(nn.Module):
     """Linear whose input features are split over the region's axis; the partial outputs are summed on the way out.
 
-    The bias is whole on every rank and added once, after the sum. `input_is_parallel=False` takes whole features and
-    cuts its own slice (backward all-gather). Raises ValueError for that with hidden states split along the sequence.
+    The bias is whole on every rank and added once, after the sum.
     """
 
     def __init__(
-        self,
-        shape: tuple[int, ...],
-        region: Region,
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        input_is_parallel: bool = True,
-        skip_bias_add: bool = False,
+        self, shape: tuple[int, ...], region: Region, *, bias: bool, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
-        if not input_is_parallel and region.sequence_dim is not None:
-            raise ValueError(
-                "input_is_parallel=False: whole features would be cut per sequence slice; legal: input_is_parallel=True"
-            )
-        self.region, self.input_is_parallel, self.skip_bias_add = region, input_is_parallel, skip_bias_add
+        self.region = region
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(shape[:1], dtype=dtype, device=device)) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor) -> Tensor:
         """[.., .., in/p] -> [.., .., out], or [.., .., out] of this rank's part of the sequence."""
-        if not self.input_is_parallel:
-            x = pairs.scatter_to(x, self.region.axis)
         y = self.region.leave(product(x, self.weight))
-        if self.skip_bias_add:
-            return y, self.bias
         return y if self.bias is None else y + self.bias

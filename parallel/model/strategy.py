@@ -7,7 +7,7 @@ own `forward`, and in the backward of the nodes made there. A `Rank` is one rank
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from parallel.communication.layout import Box, Cut, Placement, pieces
 from parallel.communication.mesh import Axis, Mesh
 from parallel.layers.attention import Exchange, MaskedCore, core_attention, direct
 from parallel.layers.terms import Terms
+from parallel.model.loss_scale import LossScaling
 from parallel.randomness.dropout import Dropout
 from parallel.schedules.stages import Stage
 from reference.case import Case
@@ -116,32 +117,6 @@ class Strategy:
         return x_BS.transpose(0, 1) if self.sequence_dim == 0 else x_BS
 
 
-class LossScaler(Protocol):
-    """The factor of a rank's gradients while they are computed; `value` is that of the coming step."""
-
-    @property
-    def value(self) -> float:
-        """The factor."""
-        ...
-
-    @property
-    def state(self) -> Tensor:
-        """All that the coming steps need of the past ones, as a checkpoint holds it."""
-        ...
-
-    def restore(self, state: Tensor) -> None:
-        """Go on from such a state."""
-        ...
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        """The loss [], whose gradients are larger by the factor."""
-        ...
-
-    def unscale(self, rank: "Rank") -> bool:
-        """Divide all gradients by the factor, in place; whether the step is skipped, the same on every rank."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """Work of a rank in a step, in this order; a scheme replaces parts of it (`dataclasses.replace`).
@@ -165,7 +140,7 @@ class Step:
     optimizer: "Callable[[Rank], torch.optim.Optimizer]"
     afterwards: "Callable[[Rank], None]"
     beside: "Callable[[Rank, int], Mapping[str, Value]]"
-    loss_scale: LossScaler | None = None
+    loss_scale: LossScaling | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

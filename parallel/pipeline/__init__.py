@@ -1,6 +1,5 @@
 """Pipeline parallelism (axis pp): each stage holds consecutive layers, and activations travel from stage to stage.
 
-execution   a step: the orders of `parallel.schedules`, executed with batches of isend and irecv
-terms       the closed form: every term at its stage, the messages, the sums over stages
-scheme      what a pipeline replaces of a strategy
+scheme      what a pipeline replaces of a strategy, and a step: orders of `parallel.schedules`, executed
+prediction  which stages are alike, what each does in a step, and when
 """

@@ -1,6 +1,6 @@
 """Named random number streams of one rank, with Megatron's seeds.
 
-    seed' = seed + 100 * pp_rank (+ 10 * dp_rank if data_parallel_random_init)
+    seed' = seed + 100 * pp_rank
     data-parallel-rng      seed'                                     the default; the same on all ranks of tp
     model-parallel-rng     seed' + 2718 + tp_rank
     expert-parallel-rng    seed' + 1024 + 100 * ep_rank + etp_rank
@@ -24,18 +24,10 @@ _SEEDS = 2**64
 
 
 def seeds(
-    seed: int,
-    *,
-    tp_rank: int = 0,
-    pp_rank: int = 0,
-    cp_rank: int = 0,
-    dp_rank: int = 0,
-    ep_rank: int = 0,
-    etp_rank: int = 0,
-    data_parallel_random_init: bool = False,
+    seed: int, *, tp_rank: int = 0, pp_rank: int = 0, cp_rank: int = 0, ep_rank: int = 0, etp_rank: int = 0
 ) -> dict[str, int]:
     """Name of each stream of a rank -> its seed."""
-    own = seed + 100 * pp_rank + CONTEXT_STRIDE * cp_rank + (10 * dp_rank if data_parallel_random_init else 0)
+    own = seed + 100 * pp_rank + CONTEXT_STRIDE * cp_rank
     found = {DEFAULT: own, MODEL_PARALLEL: own + 2718 + tp_rank, EXPERT: own + 1024 + 100 * ep_rank + etp_rank}
     return {name: value % _SEEDS for name, value in found.items()}
 
@@ -53,28 +45,15 @@ def goes_on(at: Coordinates) -> bool:
 class Streams:
     """Streams that take turns on one generator of the CPU; draws from `generator` come from the stream in force.
 
-    The generator is the object's own: nothing outside moves it, and it moves nothing outside. Raises ValueError for two
-    streams of one seed, which would draw the same numbers.
+    The generator is the object's own: nothing outside moves it, and it moves nothing outside.
     """
 
     def __init__(self, seeds: Mapping[str, int]) -> None:
         self.generator = torch.Generator(device="cpu")
-        self._states: dict[str, Tensor] = {}
-        self._seeds: dict[str, int] = {}
-        for name, seed in seeds.items():
-            self.add(name, seed)
+        made = {name: torch.Generator(device="cpu").manual_seed(seed) for name, seed in seeds.items()}
+        self._states = {name: generator.get_state() for name, generator in made.items()}
         self._current = next(iter(seeds))
         self.generator.set_state(self._states[self._current])
-
-    def add(self, name: str, seed: int) -> None:
-        """Add a stream. Raises ValueError for a name or a seed that another stream has."""
-        if name in self._seeds:
-            raise ValueError(f"name={name}: is a stream already; legal: a name besides {' '.join(self._seeds)}")
-        for other, taken in self._seeds.items():
-            if taken == seed:
-                raise ValueError(f"seed={seed}: is that of {other}, which would draw the same; legal: {seed + 1}")
-        self._seeds[name] = seed
-        self._states[name] = torch.Generator(device="cpu").manual_seed(seed).get_state()
 
     @contextmanager
     def fork(self, name: str) -> Iterator[torch.Generator]:

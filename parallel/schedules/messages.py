@@ -41,7 +41,7 @@ def peer(pipeline: Pipeline, message: Action) -> int:
 
 
 def program(pipeline: Pipeline, rank: int) -> Program:
-    """The program of a rank in one step of training. Raises CaseError when there is no such rank."""
+    """The program of a rank in one step of training."""
     made = order(pipeline, rank)
     if pipeline.schedule == "interleaved":
         return _by_iteration(pipeline, rank, made)

@@ -19,8 +19,6 @@ from enum import StrEnum
 from itertools import chain
 from typing import NamedTuple
 
-from reference.errors import CaseError
-
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
 _V_SHAPED = ("zbv",)
 _SPLIT = ("zb-h1", "zbv")
@@ -60,7 +58,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """The shape of a pipeline. Raises CaseError when the schedule cannot run it.
+    """The shape of a pipeline that its schedule can run (rules: `reference.features.pipeline`).
 
     `group` is the number of micro-batches in a row per chunk (Megatron's microbatch_group_size_per_vp_stage, by
     default pp); only the interleaved schedule has it.
@@ -71,41 +69,6 @@ class Pipeline:
     micro: int
     chunks: int = 1
     group: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
-            raise CaseError("schedule", self.schedule, "is not a schedule", " ".join(SCHEDULES))
-        for key, value in (("ranks", self.ranks), ("micro", self.micro), ("chunks", self.chunks)):
-            if value < 1:
-                raise CaseError(key, value, "must be at least 1", "1")
-        if self.v_shaped:
-            if self.chunks != 2:
-                raise CaseError("chunks", self.chunks, f"schedule={self.schedule} has two chunks on every rank", "2")
-        elif self.schedule != "interleaved" and self.chunks != 1:
-            raise CaseError("chunks", self.chunks, f"schedule={self.schedule} has one chunk on every rank", "1")
-        if self.schedule == "interleaved":
-            self._check_interleaved()
-        elif self.group is not None:
-            raise CaseError("group", self.group, "only schedule=interleaved has groups", "leave it out")
-
-    def _check_interleaved(self) -> None:
-        """Megatron-Core's rules: pp <= group <= micro, and the last group is no smaller than pp."""
-        if self.ranks < 2:
-            raise CaseError("ranks", self.ranks, "schedule=interleaved needs at least two ranks", "2")
-        if self.chunks < 2:
-            raise CaseError("chunks", self.chunks, "schedule=interleaved needs at least two chunks on every rank", "2")
-        if self.micro < self.ranks:
-            rule = f"schedule=interleaved needs at least ranks={self.ranks} micro-batches"
-            raise CaseError("micro", self.micro, rule, str(self.ranks))
-        if not self.ranks <= self.in_a_row <= self.micro:
-            rule = f"must be from ranks={self.ranks} to micro={self.micro}"
-            raise CaseError("group", self.in_a_row, rule, str(self.ranks))
-        if 0 < self.micro % self.in_a_row < self.ranks:
-            rule = (
-                f"the last group would have {self.micro % self.in_a_row} micro-batches, "
-                f"fewer than ranks={self.ranks} (group={self.in_a_row})"
-            )
-            raise CaseError("micro", self.micro, rule, str(self.micro - self.micro % self.in_a_row))
 
     @property
     def v_shaped(self) -> bool:
@@ -154,11 +117,6 @@ class Pipeline:
         other = stage - 1 if kind is Kind.F else stage + 1
         return needs + [self.at(kind, micro, other)] * (0 <= other < self.virtual_stages)
 
-    def check_rank(self, rank: int) -> None:
-        """Raise CaseError when the pipeline has no such rank."""
-        if not 0 <= rank < self.ranks:
-            raise CaseError("rank", rank, f"is not a rank of ranks={self.ranks}", f"0 to {self.ranks - 1}")
-
 
 def warm_up(pipeline: Pipeline, rank: int) -> int:
     """Forwards of a rank before its first backward's own forward; for ZBV all forwards of the first chunk alone."""
@@ -191,8 +149,7 @@ def backward_table(pipeline: Pipeline) -> tuple[tuple[int, int], ...]:
 
 
 def order(pipeline: Pipeline, rank: int) -> tuple[Action, ...]:
-    """All computations of a rank in one step of training, in order. Raises CaseError when there is no such rank."""
-    pipeline.check_rank(rank)
+    """All computations of a rank in one step of training, in order."""
     if pipeline.schedule == "zbv":
         return _zbv(pipeline, rank)
     warm = warm_up(pipeline, rank)

@@ -10,26 +10,15 @@ from fractions import Fraction
 
 from parallel.schedules.messages import Program, counterpart, peer
 from parallel.schedules.pipeline import Action, Kind, Pipeline
-from reference.errors import CaseError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeTimes:
-    """Times of one micro-batch on all chunks of a rank: forward, input gradient, weight gradient.
-
-    Raises CaseError when a time is not positive (only the weight gradient may take no time).
-    """
+    """Times of one micro-batch on all chunks of a rank: forward, input gradient, weight gradient."""
 
     forward: Fraction | int = 1
     input: Fraction | int = 1
     weight: Fraction | int = 1
-
-    def __post_init__(self) -> None:
-        for key, value in (("forward", self.forward), ("input", self.input)):
-            if value <= 0:
-                raise CaseError(key, value, "must be more than 0", "1")
-        if self.weight < 0:
-            raise CaseError("weight", self.weight, "must not be negative", "0")
 
     @property
     def all(self) -> Fraction:

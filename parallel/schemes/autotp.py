@@ -41,8 +41,7 @@ from parallel.layers.roles import COLUMN_LINEARS, ROW_LINEARS, is_column, is_row
 from parallel.model.strategy import Parts, Strategy
 from parallel.schemes import tensor
 from parallel.slicing.heads import Heads, fused_rows, kv_rows, query_rows
-from parallel.slicing.held import Held, beside, in_turn, widths
-from parallel.slicing.sizes import shard_sizes
+from parallel.slicing.held import Held, beside, in_turn, shard_sizes, widths
 from reference.case import Case
 from reference.model.parameters import dtype_of, shapes
 

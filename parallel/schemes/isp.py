@@ -41,7 +41,7 @@ class _Gather:
 
 def _gathers(case: Case, layers: Sequence[int], full: dict[str, Shape]) -> Iterator[_Gather]:
     """The gathers of these consecutive layers, all of a stage's: each stage begins and ends as a whole model does."""
-    blocks = {layer: _linears(case, layer) for layer in layers}
+    blocks = {layer: [linear for linear in linears(case) if linear.startswith(f"layers.{layer}.")] for layer in layers}
     order, first, last, recomputed = [*itertools.chain(*blocks.values())], layers[0], layers[-1], computed_again(case)
     following = dict(zip(order, [*order[1:], order[-1]], strict=True))
     for layer, own in blocks.items():
@@ -49,7 +49,10 @@ def _gathers(case: Case, layers: Sequence[int], full: dict[str, Shape]) -> Itera
         by_block = case.fuse_weights or (case.overlap and again)
         before = f"layers.{layer - 1}.attention.wo" if layer > first else own[0]
         later = blocks[min(layer + 1, last)] if case.overlap else own
-        sizes = {linear: _elements(full, linear) for linear in own}
+        sizes = {
+            linear: [math.prod(full[name]) for name in (f"{linear}.weight", f"{linear}.bias") if name in full]
+            for linear in own
+        }
         if case.fuse_weights:
             sizes = {own[0]: [sum(itertools.chain(*sizes.values()))]}
         for linear, elements in sizes.items():
@@ -66,16 +69,6 @@ def _gathers(case: Case, layers: Sequence[int], full: dict[str, Shape]) -> Itera
                     ahead=(case.overlap and ahead[0], case.overlap and ahead[1]),
                     again=again,
                 )
-
-
-def _linears(case: Case, layer: int) -> list[str]:
-    """The linears of one layer in forward order."""
-    return [linear for linear in linears(case) if linear.startswith(f"layers.{layer}.")]
-
-
-def _elements(full: dict[str, Shape], linear: str) -> list[int]:
-    """Elements of a linear's whole weight and, when there is one, of its bias."""
-    return [math.prod(full[name]) for name in (f"{linear}.weight", f"{linear}.bias") if name in full]
 
 
 def _weights(case: Case, start: int | None = None) -> Iterator[CallPlace]:

@@ -1,14 +1,11 @@
 """Tensor slicing as DeepSpeed does it, as pure functions of shapes: which rows or columns of a weight each rank holds.
 
-    errors        a request that cannot be: names the key, the value, the rule and a legal value
-    sizes         how many elements of a dim each rank holds: shares of kv heads, or nearly even ones
-    held          the ranges of elements that each rank holds, put together from parts
+    held          how many elements of a dim each rank holds, and which ranges of them, put together from parts
     heads         attention: heads of each rank, and the order in which a fused weight holds query, key and value
     strided       DeepSpeed's two copies by shapes alone (`strided_copy`, `copy`), and the scales of quantised weights
-    laws          the inverse of a slice
     families      the tensors of a layer by model family, and how each is cut
     words         the words of a slice: `family=opt hidden=768 heads=12 tp=2`
-    checkpoint    a checkpoint cut and put together again
+    checkpoint    the inverse of a slice; a checkpoint cut and put together again
 
 A slice is a `parallel.communication.layout.Placement`: `shard` cuts by it and `gather` puts together. Nothing here is
 distributed. Source: DeepSpeed 0.19.8, `module_inject/auto_tp.py`, `tp_shard.py`, `fusedqkv_utils.py`, `containers/`

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.slicing.errors import SliceError
-from parallel.slicing.laws import inverse, same_bits
+from parallel.communication.layout import Placement, gather, meshgrid, pieces, shard
+from parallel.slicing.held import times_held
 from parallel.slicing.slices import Slice, slices
-from parallel.slicing.strided import placed
 from parallel.slicing.words import Sliced
+from reference.errors import CaseError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Checked:
 def check(sliced: Sliced, files: Sequence[str]) -> Checked:
     """Cut and join all tensors of these files.
 
-    Raises SliceError for unreadable files, for shapes that differ from the words, and for a checkpoint without any of
+    Raises CaseError for unreadable files, for shapes that differ from the words, and for a checkpoint without any of
     the slice's tensors.
     """
     made = slices(sliced)
@@ -57,21 +57,43 @@ def check(sliced: Sliced, files: Sequence[str]) -> Checked:
                 names = [prefix + source for source in one.sources]
                 known.update(names)
                 whole = _whole(one, names, [tensors[name].get_tensor(name) for name in names])
-                parts = [placed(whole, one.place, rank=rank, ranks=sliced.tp) for rank in range(sliced.tp)]
-                if not _exact([part for part in parts if part is not None], one, whole):
-                    wrong.append(prefix + one.name)
+                parts = [shard(whole, one.place, at) for at in meshgrid({"tp": sliced.tp})]
+                try:
+                    exact = same_bits(inverse(parts, one.place), whole)
+                except CaseError:  # parts of ours that disagree
+                    exact = False
+                wrong += [] if exact else [prefix + one.name]
         left_out = sorted(set(tensors) - known)
     if not any(times.values()):
         rule = f"has no tensor of family={sliced.family}, such as {made[0].sources[0]}"
-        raise SliceError("check", " ".join(files), rule, "family= of the model in the file")
+        raise CaseError("check", " ".join(files), rule, "family= of the model in the file")
     return Checked(tensors=len(known), times=times, wrong=tuple(wrong), left_out=tuple(left_out))
 
 
-def _exact(parts: list[Tensor], one: Slice, whole: Tensor) -> bool:
-    try:
-        return same_bits(inverse(parts, one.place), whole)
-    except SliceError:  # parts of ours that disagree
+def inverse(parts: Sequence[Tensor], place: Placement) -> Tensor:
+    """The whole tensor from the parts of all ranks, in their order.
+
+    Raises CaseError when parts that hold the same elements differ, or some elements lie on no rank.
+    """
+    for cut in place.cuts:
+        lost = times_held(cut.held, place.shape[cut.dim or 0]).count(0)
+        if lost:
+            raise CaseError("held", f"{lost} elements", "lie on no rank", "parts that hold every element")
+    ranks = meshgrid({"tp": len(parts)})
+    whole = gather(zip(ranks, parts, strict=True), place)
+    for rank, part in enumerate(parts):
+        for piece in pieces(part, place, ranks[rank]):
+            box = tuple(slice(at, at + n) for at, n in zip(piece.offsets, piece.local.shape, strict=True))
+            if not same_bits(whole[box], piece.local):
+                raise CaseError("parts", f"rank {rank}", "differs from another rank's copy", "equal copies")
+    return whole
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype and bits, NaN and the sign of zero included."""
+    if a.shape != b.shape or a.dtype != b.dtype:
         return False
+    return torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (a, b)))
 
 
 def _opened(files: Sequence[str], stack: ExitStack) -> dict[str, Any]:
@@ -80,32 +102,29 @@ def _opened(files: Sequence[str], stack: ExitStack) -> dict[str, Any]:
         library = importlib.import_module("safetensors")
     except ImportError:
         rule = "is read by the package safetensors, which is not installed"
-        raise SliceError("check", files[0], rule, "pip install 'shardproof[checkpoints]'") from None
+        raise CaseError("check", files[0], rule, "pip install 'shardproof[checkpoints]'") from None
     tensors: dict[str, Any] = {}
     for file in files:
         if not Path(file).is_file():
-            raise SliceError("check", file, "is no file", "check=model.safetensors")
+            raise CaseError("check", file, "is no file", "check=model.safetensors")
         try:
             opened = stack.enter_context(library.safe_open(file, framework="pt"))
         except (OSError, library.SafetensorError) as problem:
-            raise SliceError("check", file, f"is no file of safetensors: {problem}", "model.safetensors") from None
+            raise CaseError("check", file, f"is no file of safetensors: {problem}", "model.safetensors") from None
         tensors |= dict.fromkeys(opened.keys(), opened)
     return tensors
 
 
 def _prefixes(one: Slice, tensors: Sequence[str]) -> Iterator[str]:
     """Prefixes of the names of a slice's sources, one for each layer that has them."""
-    found = (name.removesuffix(source) for source in one.sources for name in tensors if _ends(name, source))
+    names = ((name, source) for source in one.sources for name in tensors)
+    found = (name.removesuffix(source) for name, source in names if f".{name}".endswith(f".{source}"))
     for prefix in dict.fromkeys(found):
         for source in one.sources:
             if prefix + source not in tensors:
                 rule = f"is missing, and {one.name} is made of {', '.join(one.sources)}"
-                raise SliceError("check", prefix + source, rule, "a whole checkpoint, every one of its files")
+                raise CaseError("check", prefix + source, rule, "a whole checkpoint, every one of its files")
         yield prefix
-
-
-def _ends(name: str, source: str) -> bool:
-    return name == source or name.endswith(f".{source}")
 
 
 def _whole(one: Slice, names: list[str], sources: list[Tensor]) -> Tensor:
@@ -114,7 +133,7 @@ def _whole(one: Slice, names: list[str], sources: list[Tensor]) -> Tensor:
     whole = whole.t().contiguous() if one.transposed and whole.dim() == 2 else whole
     if tuple(whole.shape) != one.place.shape:
         rule = f"has the shape {tuple(whole.shape)} as {one.name}, and the words of the slice say {one.place.shape}"
-        raise SliceError(
+        raise CaseError(
             "check", " + ".join(names), rule, "hidden, heads, ffn, vocab, positions of the model in the file"
         )
     return whole

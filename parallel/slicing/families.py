@@ -16,8 +16,6 @@ Norms and embeddings are whole on every rank. Sources: the modeling files of tra
 
 from dataclasses import dataclass
 
-ROLES = ("q", "k", "v", "value", "qkv", "out", "up", "gate_up", "down")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:

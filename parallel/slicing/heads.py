@@ -17,9 +17,8 @@ DeepSpeed 0.19.8 `module_inject/fusedqkv_utils.py` (experts.md 27.4), arXiv:2305
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from parallel.slicing.errors import SliceError
-from parallel.slicing.held import Held, in_units, joined
-from parallel.slicing.sizes import even_shares
+from parallel.slicing.held import Held, even_shares, in_units, joined
+from reference.errors import CaseError
 
 SPARE = ("refuse", "empty", "replicate")
 """Choices for ranks for which no kv head is left."""
@@ -31,7 +30,7 @@ Row = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heads:
-    """`query` query heads share `kv` key and value heads, `size` features each. Raises SliceError when they cannot."""
+    """`query` query heads share `kv` key and value heads, `size` features each. Raises CaseError when they cannot."""
 
     query: int
     kv: int
@@ -40,9 +39,9 @@ class Heads:
     def __post_init__(self) -> None:
         for key, value in (("heads", self.query), ("kv_heads", self.kv), ("head_dim", self.size)):
             if value < 1:
-                raise SliceError(key, value, "must be at least 1", f"{key}=1")
+                raise CaseError(key, value, "must be at least 1", f"{key}=1")
         if self.query % self.kv:
-            raise SliceError("kv_heads", self.kv, f"must divide heads={self.query}", f"kv_heads={self.query}")
+            raise CaseError("kv_heads", self.kv, f"must divide heads={self.query}", f"kv_heads={self.query}")
 
     @property
     def group(self) -> int:
@@ -66,13 +65,13 @@ class HeadShare:
 def shares(heads: Heads, ranks: int, *, spare: str = "refuse") -> tuple[HeadShare, ...]:
     """The heads of every rank: kv heads in turn, the first ranks one more, each with its query heads.
 
-    Raises SliceError for fewer kv heads than ranks unless `spare` says otherwise.
+    Raises CaseError for fewer kv heads than ranks unless `spare` says otherwise.
     """
     if spare not in SPARE:
-        raise SliceError("spare", spare, "is not a known word", "|".join(SPARE))
+        raise CaseError("spare", spare, "is not a known word", "|".join(SPARE))
     if heads.kv < ranks and spare == "refuse":
         legal = f"tp={heads.kv}, or spare=empty or spare=replicate"
-        raise SliceError("kv_heads", heads.kv, f"leaves a rank of tp={ranks} without a head", legal)
+        raise CaseError("kv_heads", heads.kv, f"leaves a rank of tp={ranks} without a head", legal)
     if heads.kv < ranks and spare == "replicate":
         return _copied(heads, ranks)
     found, first = [], 0
@@ -87,7 +86,7 @@ def _copied(heads: Heads, ranks: int) -> tuple[HeadShare, ...]:
     """Every kv head on ranks/kv ranks, each with an equal share of its query heads."""
     if ranks % heads.kv or heads.group % (ranks // heads.kv):
         rule = f"cannot be copied to tp={ranks} ranks with equal shares of heads={heads.query}"
-        raise SliceError("kv_heads", heads.kv, rule, f"tp={heads.kv}")
+        raise CaseError("kv_heads", heads.kv, rule, f"tp={heads.kv}")
     own = heads.query // ranks
     return tuple(
         HeadShare(query=range(rank * own, (rank + 1) * own), kv=range(kv := rank * heads.kv // ranks, kv + 1))
@@ -106,9 +105,9 @@ def kv_rows(heads: Heads, ranks: int, *, spare: str = "refuse") -> Held:
 
 
 def fused_rows(heads: Heads, ranks: int, order: str, *, spare: str = "refuse") -> Held:
-    """Rows of a fused query/key/value weight of this order. Raises SliceError when a rank's part is no such weight."""
+    """Rows of a fused query/key/value weight of this order. Raises CaseError when a rank's part is no such weight."""
     if order not in ORDERS:
-        raise SliceError("order", order, "is not a known order of a fused weight", "|".join(ORDERS))
+        raise CaseError("order", order, "is not a known order of a fused weight", "|".join(ORDERS))
     place = {row: number for number, row in enumerate(ORDERS[order](heads.query, heads.kv))}
     found = []
     for share in shares(heads, ranks, spare=spare):
@@ -134,7 +133,7 @@ def _groups(query: int, kv: int) -> list[Row]:
 def _codegen(query: int, kv: int) -> list[Row]:
     if query != kv or query % CODEGEN_BLOCKS:
         rule = f"on a rank must be equal to kv_heads and a multiple of the {CODEGEN_BLOCKS} blocks of CodeGen"
-        raise SliceError("heads", query, rule, f"heads={CODEGEN_BLOCKS}")
+        raise CaseError("heads", query, rule, f"heads={CODEGEN_BLOCKS}")
     quarter = query // CODEGEN_BLOCKS
     starts = range(0, query, quarter)
     return [(part, head) for start in starts for part in "qvk" for head in range(start, start + quarter)]
@@ -149,11 +148,11 @@ def shared_qk_rows(heads: Heads, ranks: int) -> Held:
 
     Query and key weights are cut contiguously there. A rank takes one value head for two of its query heads, in order,
     then the matching heads of the second half. Yuan with 8 heads on 2 ranks: {0, 1, 4, 5} and {2, 3, 6, 7}. Raises
-    SliceError unless every rank has an even number of heads.
+    CaseError unless every rank has an even number of heads.
     """
     if heads.kv != heads.query or heads.query % (2 * ranks):
         legal = f"heads={-(-heads.query // (2 * ranks)) * 2 * ranks}"
-        raise SliceError("heads", heads.query, f"must be kv_heads and an even number for each of tp={ranks}", legal)
+        raise CaseError("heads", heads.query, f"must be kv_heads and an even number for each of tp={ranks}", legal)
     own = heads.query // (2 * ranks)
     half = heads.query // 2
     firsts = [range(rank * own, (rank + 1) * own) for rank in range(ranks)]

@@ -1,14 +1,60 @@
 """Which elements of one dim of a tensor every rank holds: ranges, in the order in which they lie on the rank.
 
-Numbers count elements of that dim (rows or columns), or units of several elements each (heads) until `in_units`.
+Numbers count elements of that dim (rows or columns), or units of several elements each (heads) until `in_units`. How
+many elements each rank holds follows DeepSpeed's AutoTP rule:
+
+    follows kv heads    the tensor is no MLP's and no head's, and the kv heads divide the dim: ranks get whole kv heads
+                        with their query heads, the first ranks one more when the heads do not divide evenly
+    nearly even         otherwise: multiples of `grain` elements, the first ranks one grain more, the last rank also the
+                        rest below a grain; a dim shorter than a grain is divided by single elements
+
+The sizes always sum to the dim. Source: DeepSpeed 0.19.8 `module_inject/tp_shard.py` get_shard_size (modes.md 8.2,
+experts.md 27.3). There a name is looked for anywhere in the module's path ("self_attn.w1proj" counts as an MLP's), and
+the head is known by its bare name. Here both are whole parts of the path.
 """
 
 from collections.abc import Iterable, Sequence
+
+from reference.errors import CaseError
 
 Ranges = tuple[range, ...]
 """Elements of one rank, in the order in which it holds them."""
 Held = tuple[Ranges, ...]
 """Elements of every rank, by rank."""
+_MLP = frozenset({"mlp", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+"""Parts of a module's path that mark an MLP: its features belong to no head."""
+_HEADS = frozenset({"lm_head", "embed_out"})
+"""Last part of the path of a language model's head."""
+
+
+def even_shares(total: int, ranks: int) -> tuple[int, ...]:
+    """`total` things over `ranks`, the first ones one more each: (3, 3, 2, 2) for 10 over 4."""
+    return tuple(total // ranks + (rank < total % ranks) for rank in range(ranks))
+
+
+def shard_sizes(
+    total: int, ranks: int, *, kv_heads: int | None = None, grain: int = 1, name: str = ""
+) -> tuple[int, ...]:
+    """The elements of each rank of a dim of `total` elements; 0 is possible (see `nonempty`).
+
+    `name` is the dotted module name ("mlp.down_proj").
+    """
+    path = name.split(".")
+    if kv_heads and total % kv_heads == 0 and _MLP.isdisjoint(path) and path[-1] not in _HEADS:
+        return tuple(share * (total // kv_heads) for share in even_shares(kv_heads, ranks))
+    if total < grain:
+        return even_shares(total, ranks)
+    *sizes, last = (share * grain for share in even_shares(total // grain, ranks))
+    return (*sizes, last + total % grain)
+
+
+def nonempty(sizes: tuple[int, ...], key: str, value: int) -> tuple[int, ...]:
+    """Return the sizes. Raises CaseError, about the word `key=value`, when a rank would hold nothing."""
+    if 0 in sizes:
+        rank = sizes.index(0)
+        rule = f"leaves rank {rank} of {len(sizes)} with nothing"
+        raise CaseError(key, value, rule, f"{key}={len(sizes)}")
+    return sizes
 
 
 def in_turn(sizes: Sequence[int], *, first: int = 0) -> Held:

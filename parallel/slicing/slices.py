@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from parallel.communication.layout import Cut, Placement
-from parallel.slicing.errors import SliceError
 from parallel.slicing.families import Linear
 from parallel.slicing.heads import fused_rows, kv_rows, query_rows, shared_qk_rows
-from parallel.slicing.held import Held, beside, in_turn
-from parallel.slicing.sizes import nonempty, shard_sizes
+from parallel.slicing.held import Held, beside, in_turn, nonempty, shard_sizes
 from parallel.slicing.strided import plain, strided
 from parallel.slicing.words import Sliced
+from reference.errors import CaseError
 
 Shape = tuple[int, ...]
 _WHOLE = "whole"
@@ -44,7 +43,7 @@ class Slice:
 
 
 def slices(sliced: Sliced) -> tuple[Slice, ...]:
-    """All tensors of this model and what each rank holds. Raises SliceError for a cut that cannot be."""
+    """All tensors of this model and what each rank holds. Raises CaseError for a cut that cannot be."""
     layer = _container(sliced) if sliced.path == "container" else _autotp(sliced)
     return (*layer, *_outer(sliced))
 
@@ -102,7 +101,8 @@ def _cut(sliced: Sliced, linear: Linear) -> tuple[Held, str]:
         case "qkv":
             order = sliced.architecture.order
             return fused_rows(heads, tp, order, spare=spare), f"its heads, in the order {order!r}"
-    sizes = _inner(sliced, linear.name)
+    sizes = shard_sizes(sliced.ffn, tp, kv_heads=sliced.kv_heads, grain=sliced.grain, name=linear.name)
+    sizes = sizes if spare == "empty" else nonempty(sizes, "ffn", sliced.ffn)
     if linear.role == "gate_up":
         return beside(in_turn(sizes), in_turn(sizes, first=sliced.ffn)), "its features of gate and of up"
     return in_turn(sizes), "its features" if linear.role == "up" else "its features; outputs are summed"
@@ -115,19 +115,13 @@ def _copied(sliced: Sliced, role: str) -> int:
     return times * max(missing, 0) * sliced.head_dim
 
 
-def _inner(sliced: Sliced, name: str) -> tuple[int, ...]:
-    """The inner features of every rank, for the linear of this name."""
-    sizes = shard_sizes(sliced.ffn, sliced.tp, kv_heads=sliced.kv_heads, grain=sliced.grain, name=name)
-    return sizes if sliced.spare == "empty" else nonempty(sizes, "ffn", sliced.ffn)
-
-
 def _container(sliced: Sliced) -> Iterator[Slice]:
     """The tensors of kernel injection, [in, out]; a container needs equal shares."""
     tp, hidden, heads, ffn = sliced.tp, sliced.hidden, sliced.attention, sliced.ffn
     for key, value in (("heads", heads.query), ("kv_heads", heads.kv), ("ffn", ffn)):
         if value % tp:
             rule = f"must be a multiple of tp={tp}: a container gives every rank an equal share"
-            raise SliceError(key, value, rule, f"{key}={-(-value // tp) * tp}, or path=autotp")
+            raise CaseError(key, value, rule, f"{key}={-(-value // tp) * tp}, or path=autotp")
     by_role: dict[str, list[str]] = {}
     for linear in sliced.architecture.linears:
         by_role.setdefault("qkv" if linear.role in ("q", "k", "v") else linear.role, []).append(linear.name)

@@ -15,68 +15,52 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import Tensor
-
-from parallel.communication.layout import Cut, Placement, shard
-from parallel.slicing.errors import SliceError
+from parallel.communication.layout import Cut, Placement
 from parallel.slicing.held import Held, beside, in_turn
+from reference.errors import CaseError
 
 ORIENTATIONS = ("in-out", "out-in")
 Shape = tuple[int, ...]
 
 
-def features_dim(shape: Shape, orientation: str, *, inner: bool = False) -> int:
-    """The dim of the output features of a weight or bias of this shape; `inner`: of the input features of a weight.
+def features_dim(shape: Shape, orientation: str) -> int:
+    """The dim of the output features of a weight or bias of this shape.
 
-    Raises SliceError for an unknown orientation or a shape of neither.
+    Raises CaseError for an unknown orientation or a shape of neither.
     """
     if orientation not in ORIENTATIONS:
-        raise SliceError("orientation", orientation, "is not a known word", "|".join(ORIENTATIONS))
-    if len(shape) not in (1, 2) or (inner and len(shape) == 1):
-        raise SliceError("shape", shape, "must be that of a weight [2 dims] or a bias [1 dim]", "(768, 2304)")
-    return int(len(shape) == 2 and (orientation == "in-out") != inner)
+        raise CaseError("orientation", orientation, "is not a known word", "|".join(ORIENTATIONS))
+    if len(shape) not in (1, 2):
+        raise CaseError("shape", shape, "must be that of a weight [2 dims] or a bias [1 dim]", "(768, 2304)")
+    return int(len(shape) == 2 and orientation == "in-out")
 
 
 def parts_held(parts: Sequence[int], ranks: int) -> Held:
-    """Equal shares of every part, which lie one behind the other. Raises SliceError where one leaves a remainder."""
-    for length in parts:
-        if length % ranks:
-            raise SliceError(
-                "parts", tuple(parts), f"must each be a multiple of ranks={ranks}", _multiples(parts, ranks)
-            )
+    """Equal shares of every part, which lie one behind the other. Raises CaseError where one leaves a remainder."""
+    if any(length % ranks for length in parts):
+        legal = str(tuple(-(-length // ranks) * ranks for length in parts))
+        raise CaseError("parts", tuple(parts), f"must each be a multiple of ranks={ranks}", legal)
     starts = itertools.accumulate(parts, initial=0)
     return beside(
         *(in_turn([length // ranks] * ranks, first=start) for length, start in zip(parts, starts, strict=False))
     )
 
 
-def _multiples(parts: Sequence[int], ranks: int) -> str:
-    return str(tuple(-(-length // ranks) * ranks for length in parts))
-
-
-def equal_parts(length: int, splits: int) -> tuple[int, ...]:
-    """`num_splits` equal parts of a dim. Raises SliceError where they leave a remainder."""
-    if splits < 1 or length % splits:
-        raise SliceError("num_splits", splits, f"must divide the {length} output features", "num_splits=1")
-    return (length // splits,) * splits
-
-
 def strided(src: Shape, dst: Shape, *, ranks: int, parts: Sequence[int], orientation: str = "in-out") -> Placement:
     """How a weight or bias of shape `src`, made of `parts` along its output features, becomes `dst` on each rank.
 
-    `parts` sum to those features; for `num_splits` equal ones see `equal_parts`. Raises SliceError for shapes between
-    which there is no such cut.
+    `parts` sum to those features. Raises CaseError for shapes between which there is no such cut.
     """
     dim = features_dim(src, orientation)
     if sum(parts) != src[dim]:
-        raise SliceError("parts", tuple(parts), f"must sum to the {src[dim]} output features", f"({src[dim]},)")
+        raise CaseError("parts", tuple(parts), f"must sum to the {src[dim]} output features", f"({src[dim]},)")
     return _cut(src, dst, dim, parts, ranks)
 
 
 def plain(src: Shape, dst: Shape, *, ranks: int, orientation: str = "in-out") -> Placement:
     """How a weight or bias of shape `src` becomes the contiguous part `dst` on each rank, along the dim that differs.
 
-    Raises SliceError when both dims differ, and for shapes between which there is no such cut.
+    Raises CaseError when both dims differ, and for shapes between which there is no such cut.
     """
     dim = features_dim(src, orientation)
     if len(src) == 2 == len(dst) and src[1 - dim] != dst[1 - dim]:
@@ -87,31 +71,16 @@ def plain(src: Shape, dst: Shape, *, ranks: int, orientation: str = "in-out") ->
 def _cut(src: Shape, dst: Shape, dim: int, parts: Sequence[int], ranks: int) -> Placement:
     if len(src) != len(dst) or any(a != b for d, (a, b) in enumerate(zip(src, dst, strict=True)) if d != dim):
         legal = (*src[:dim], src[dim] // ranks, *src[dim + 1 :])
-        raise SliceError("dst", dst, f"must differ from src={src} in one dim alone", str(legal))
+        raise CaseError("dst", dst, f"must differ from src={src} in one dim alone", str(legal))
     if src[dim] == dst[dim]:
         return Placement(shape=src)
     if dst[dim] > src[dim]:
         rule = f"is larger than src={src}: slicing cuts and never merges"
-        raise SliceError("dst", dst, rule, f"merge the shards first, then dst with {src[dim] // ranks} in dim {dim}")
+        raise CaseError("dst", dst, rule, f"merge the shards first, then dst with {src[dim] // ranks} in dim {dim}")
     if dst[dim] * ranks != src[dim]:
         rule = f"times ranks={ranks} is not the {src[dim]} of dim {dim}: the rest would be lost"
-        raise SliceError("dst", dst, rule, f"dst with {src[dim]} / ranks in dim {dim}, where ranks divides it")
+        raise CaseError("dst", dst, rule, f"dst with {src[dim]} / ranks in dim {dim}, where ranks divides it")
     return Placement(shape=src, cuts=(Cut(axis="tp", dim=dim, held=parts_held(parts, ranks)),))
-
-
-def placed(src: Tensor | None, place: Placement, *, rank: int, ranks: int, into: Tensor | None = None) -> Tensor | None:
-    """The part of rank `rank`, in a buffer of its own or in the elements of `into`; None of a tensor that is None.
-
-    Raises SliceError when `into` has another number of elements.
-    """
-    if src is None:
-        return None
-    own = shard(src, place, {"tp": (rank, ranks)})
-    if into is None:
-        return own
-    if into.numel() != own.numel():
-        raise SliceError("into", tuple(into.shape), f"must hold {own.numel()} elements", str(tuple(own.shape)))
-    return into.view(-1).copy_(own.flatten()).view(own.shape)
 
 
 def scales(place: Placement, grid: Shape) -> Placement:
@@ -119,10 +88,10 @@ def scales(place: Placement, grid: Shape) -> Placement:
 
     `grid` is the shape of the scales: entry (i, j) is the scale of an equal block of the weight. In a dim, 1 is one
     scale for all of it. A rank holds the scales of the blocks that it holds, in the order in which it holds them.
-    Raises SliceError for a grid that is none of the weight, and for a cut that falls inside a block.
+    Raises CaseError for a grid that is none of the weight, and for a cut that falls inside a block.
     """
     if len(grid) != len(place.shape) or any(size % count for size, count in zip(place.shape, grid, strict=True)):
-        raise SliceError(
+        raise CaseError(
             "grid", grid, f"must divide the weight {place.shape} into equal blocks", str((1,) * len(place.shape))
         )
     if not place.cuts or grid[place.cuts[0].dim or 0] == 1:
@@ -132,6 +101,6 @@ def scales(place: Placement, grid: Shape) -> Placement:
     for part in itertools.chain.from_iterable(cut.held):
         if part.start % block or part.stop % block:
             rule = f"has blocks of {block} in dim {dim}, and a cut at {part.start}..{part.stop} falls inside one"
-            raise SliceError("grid", grid, rule, f"1 in dim {dim}, or blocks that end at every cut")
+            raise CaseError("grid", grid, rule, f"1 in dim {dim}, or blocks that end at every cut")
     held = tuple(tuple(range(part.start // block, part.stop // block) for part in own) for own in cut.held)
     return Placement(shape=grid, cuts=(replace(cut, held=held),))

@@ -8,7 +8,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from parallel.slicing.errors import SliceError
 from parallel.slicing.families import FAMILIES, Family
 from parallel.slicing.heads import SPARE, Heads
 from reference.case.presets import PRESETS
@@ -39,7 +38,7 @@ _FOLLOWS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sliced:
-    """A model and how it is cut; `parse` reads it and fills gaps. Raises SliceError for what cannot be."""
+    """A model and how it is cut; `parse` reads it and fills gaps. Raises CaseError for what cannot be."""
 
     preset: str = word("", "a named model; words behind it override its own", group="the model")
     family: str = word("opt", "architecture: names and roles of its tensors")
@@ -62,17 +61,17 @@ class Sliced:
     def __post_init__(self) -> None:
         for key, known in _KNOWN.items():
             if getattr(self, key) not in known and not (key == "preset" and not self.preset):
-                raise SliceError(key, getattr(self, key), "is not a known word", "|".join(known))
+                raise CaseError(key, getattr(self, key), "is not a known word", "|".join(known))
         for key in ("hidden", "head_dim", "ffn", "vocab", "positions", "tp", "grain"):
             if getattr(self, key) < 1:
-                raise SliceError(key, getattr(self, key), "must be at least 1", f"{key}=1")
+                raise CaseError(key, getattr(self, key), "must be at least 1", f"{key}=1")
         for key in (field.name for field in dataclasses.fields(self) if field.type is int):
             if getattr(self, key) > LARGEST_SIZE:
-                raise SliceError(key, getattr(self, key), f"must be at most {LARGEST_SIZE}", f"{key}={LARGEST_SIZE}")
+                raise CaseError(key, getattr(self, key), f"must be at most {LARGEST_SIZE}", f"{key}={LARGEST_SIZE}")
         if self.path == "container" and self.family not in CONTAINERS:
-            raise SliceError("path", self.path, f"has no container of family={self.family}", "path=autotp")
+            raise CaseError("path", self.path, f"has no container of family={self.family}", "path=autotp")
         if self.path == "container" and self.spare != "refuse":
-            raise SliceError("spare", self.spare, "is a choice of path=autotp", "spare=refuse")
+            raise CaseError("spare", self.spare, "is a choice of path=autotp", "spare=refuse")
         _ = self.attention
 
     @property
@@ -87,16 +86,13 @@ class Sliced:
 
     @classmethod
     def parse(cls, text: str) -> "Sliced":
-        """The model of these `key=value` words in any order; later ones override. Raises SliceError for a wrong one."""
+        """The model of these `key=value` words in any order; later ones override. Raises CaseError for a wrong one."""
         words: dict[str, Any] = {}
         for entry in text.split():
             key, equals, value = entry.partition("=")
             if not equals or key not in _TYPES:
-                raise SliceError(key, value or entry, "is not a word of a slice", "one of " + " ".join(_TYPES))
-            try:
-                words[key] = read(key, value, _TYPES[key])
-            except CaseError as problem:
-                raise SliceError(problem.key, problem.value, problem.rule, problem.legal) from None
+                raise CaseError(key, value or entry, "is not a word of a slice", "one of " + " ".join(_TYPES))
+            words[key] = read(key, value, _TYPES[key])
         return cls(**_filled(words))
 
     @classmethod
@@ -119,7 +115,7 @@ def _filled(words: dict[str, Any]) -> dict[str, Any]:
     family = FAMILIES.get(values["family"], FAMILIES["opt"])
     hidden, heads = values["hidden"], values["heads"]
     if "head_dim" not in values and (heads < 1 or hidden % heads):
-        raise SliceError("heads", heads, f"must divide hidden={hidden} unless head_dim is given", "heads=1")
+        raise CaseError("heads", heads, f"must divide hidden={hidden} unless head_dim is given", "heads=1")
     follow = {
         "kv_heads": family.kv_heads or heads,
         "head_dim": hidden // max(heads, 1),

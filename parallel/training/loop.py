@@ -4,6 +4,7 @@ The strategy's `Step` defines each of them. The outcome is what this rank holds:
 of what is whole, padding never. Activations are [rows, seq, width]; row data_rank * batch + b, packed data_rank.
 """
 
+import itertools
 import math
 from functools import partial
 from pathlib import Path
@@ -13,9 +14,11 @@ import torch
 from torch import Tensor
 
 from parallel.communication import gradients as sync
+from parallel.communication.collectives import all_reduce
 from parallel.communication.layout import Box, Placement
 from parallel.communication.mesh import Mesh
 from parallel.layers.norm import wide
+from parallel.model.loss_scale import LossScaling
 from parallel.model.strategy import Rank, Strategy, Value
 from parallel.model.transformer import Transformer
 from parallel.randomness.dropout import SHARES, Dropout
@@ -158,6 +161,26 @@ def _metrics(rank: Rank, metric: "Metric") -> dict[str, tuple[Box, ...]]:
     }
 
 
+def _unscale(rank: Rank, scale: LossScaling) -> bool:
+    """Divide all gradients by the scale, in place, and update it; whether one of any rank is not finite.
+
+    Unlike Megatron's, a skipped step computes its norm too and gathers parameters that nothing changed, so that the
+    calls follow from the case alone. Source: Megatron-Core 0.16.1 `MixedPrecisionOptimizer` (around.md 15.2).
+    """
+    gradients = rank.gradients().values()
+    mine = torch.stack([(~torch.isfinite(gradient)).any() for gradient in gradients]).any()
+    found = mine.to(torch.float32)
+    for axis in (rank.strategy.weight_axis, *rank.strategy.norm_axes):
+        found = all_reduce(found, rank.mesh.axis(axis), op="max")
+    for axis in itertools.chain(*rank.strategy.apart.values()):
+        found = all_reduce(found, rank.mesh.axis(axis), op="max")
+    for gradient in gradients:
+        gradient.div_(scale.value)
+    infinite = rank.proves and bool(found.item())
+    scale.update(infinite=infinite)
+    return infinite
+
+
 def _synchronise(rank: Rank, loss: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
     """Turn local gradient sums into gradients of the mean loss; returns that loss, their norm and the token count.
 
@@ -167,7 +190,7 @@ def _synchronise(rank: Rank, loss: Tensor, tokens: Tensor) -> tuple[Tensor, Tens
     for reduce in rank.step.reductions.values():
         reduce(rank)
     loss, tokens = sync.sum_scalars(loss, tokens, [mesh.axis(axis) for axis in strategy.loss_axes])
-    skipped = rank.step.loss_scale is not None and rank.step.loss_scale.unscale(rank)
+    skipped = rank.step.loss_scale is not None and _unscale(rank, rank.step.loss_scale)
     for gradient in rank.gradients().values():
         gradient.div_(tokens)
     exact, norm = wide(dtype_of(rank.case)), rank.step.norm(rank)

@@ -99,7 +99,12 @@ class Case(_Words):
         """This case with some words changed; what follows others (wp, ffn) follows again. A feature whose axis has one
         rank by these words has its defaults again.
         """
-        alone = {name for owner in FEATURES.values() if _ends(owner, words) for name in declared(owner)}
+        alone = {
+            name
+            for own in map(declared, FEATURES.values())
+            if any(field.metadata["axis"] and words.get(axis) == 1 for axis, field in own.items())
+            for name in own
+        }
         kept = {key: value for key, value in self.words().items() if key not in alone}
         return Case.of(**{**kept, **words})
 
@@ -143,8 +148,3 @@ class Case(_Words):
 @functools.lru_cache(maxsize=64)
 def _layout(case: Case) -> Layout:
     return super(Case, case).layout
-
-
-def _ends(owner: type[Core], words: dict[str, Word]) -> bool:
-    """Is one of the axes of a feature of one rank by these words?"""
-    return any(field.metadata["axis"] and words.get(name) == 1 for name, field in declared(owner).items())

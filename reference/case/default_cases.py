@@ -101,7 +101,11 @@ def default_cases(
     """
     plain = [min(_plain(mode), key=lambda case: bool(refuses(case))) for mode in modes]
     stored = [case for section in lines().values() for case in section if not case.save and not case.load]
-    moved = [] if deep else [case.but(**_folders(case, checkpoint)) for case in _checkpoints() if checkpoint]
+    moved = [
+        case.but(**{word: checkpoint for word in ("save", "load") if getattr(case, word)})
+        for case in lines()["recipes"]
+        if checkpoint and not deep and (case.save or case.load)
+    ]
     if any(case.mode not in modes or refuses(case) for case in moved):
         moved = []
     if not deep and {*modes} == {*MODES} and not any(map(refuses, stored)):
@@ -115,15 +119,6 @@ def default_cases(
     )
     found = dict.fromkeys(filter(None, (changes.made(case, {"mode": mode, **twice}) for case, mode in places)))
     return (*plain, *moved, *(found if deep else _needed(found)))
-
-
-def _checkpoints() -> list[Case]:
-    """The recipes that save, and those that load what these saved."""
-    return [case for case in lines()["recipes"] if case.save or case.load]
-
-
-def _folders(case: Case, checkpoint: str) -> dict[str, str]:
-    return {word: checkpoint for word in ("save", "load") if getattr(case, word)}
 
 
 def _modes_of(cases: Sequence[Case], modes: Sequence[str]) -> Iterator[str]:

@@ -15,9 +15,6 @@ from reference.checkpoints import hugging_face, megatron
 from reference.checkpoints.fused import Unfit, joined, kv_heads_of, parted
 from reference.errors import CaseError
 
-is_megatron = megatron.is_megatron
-_ONE_MODEL = "the tensors of one model"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
@@ -34,7 +31,7 @@ class Form:
 
 def is_foreign(folder: Path) -> bool:
     """Whether another system wrote a folder."""
-    return hugging_face.is_hugging_face(folder) or is_megatron(folder)
+    return hugging_face.is_hugging_face(folder) or megatron.is_megatron(folder)
 
 
 def parameters(folder: Path, form: Form) -> dict[str, Tensor]:
@@ -44,25 +41,24 @@ def parameters(folder: Path, form: Form) -> dict[str, Tensor]:
     another. So do files that cannot be read, and heads that are needed and stated nowhere.
     """
     try:
-        if is_megatron(folder):
+        if megatron.is_megatron(folder):
             stored = megatron.read(folder, vocab=form.vocab)
-            kv_heads = _kv_heads(folder, kv_heads_of(stored), form.kv_heads)
+            kv_heads = _kv_heads(kv_heads_of(stored), form.kv_heads)
             if not form.fuse_qkv and kv_heads == 0:
                 rule = "holds query, key and value in one tensor, and nothing says of how many heads"
                 raise CaseError("load", str(folder), rule, "a checkpoint of fuse_qkv=true beside it")
             parts = parted(stored, kv_heads, qkv=kv_heads > 0)
         else:
-            kv_heads = _kv_heads(folder, hugging_face.heads(folder)[1], form.kv_heads)
-            parts = hugging_face.read(folder)
+            config = hugging_face.config_of(folder)
+            kv_heads = _kv_heads(hugging_face.heads(config)[1], form.kv_heads)
+            parts = hugging_face.read(folder, config)
         return joined(parts, kv_heads, qkv=form.fuse_qkv, mlp=form.fuse_mlp)
     except Unfit as problem:
-        raise CaseError("load", str(folder), str(problem), _ONE_MODEL) from problem
+        raise CaseError("load", str(folder), problem.rule, problem.legal) from problem
 
 
-def _kv_heads(folder: Path, kv_heads: int, wanted: int) -> int:
+def _kv_heads(stated: int, wanted: int) -> int:
     """The key and value heads that a folder says, or those of the form where it does not."""
-    if 0 not in (kv_heads, wanted) and kv_heads != wanted:
-        raise CaseError(
-            "load", str(folder), f"has {kv_heads} key and value heads, not {wanted}", f"kv_heads={kv_heads}"
-        )
-    return kv_heads or wanted
+    if 0 not in (stated, wanted) and stated != wanted:
+        raise Unfit(f"has {stated} key and value heads, not {wanted}", f"kv_heads={stated}")
+    return stated or wanted

@@ -13,7 +13,11 @@ from torch import Tensor
 
 
 class Unfit(ValueError):
-    """Tensors that are not those of one model: says what a folder of them holds."""
+    """A folder that does not hold the tensors of one model: says what it holds, and what is legal."""
+
+    def __init__(self, rule: str, legal: str = "the tensors of one model") -> None:
+        super().__init__(rule)
+        self.rule, self.legal = rule, legal
 
 
 def parted(tensors: Mapping[str, Tensor], kv_heads: int, *, qkv: bool = True) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from reference.errors import CaseError
+from reference.checkpoints.fused import Unfit
 
 _LLAMA = {
     "model.embed_tokens": "embedding.tokens",
@@ -57,106 +57,87 @@ def is_hugging_face(folder: Path) -> bool:
     return (folder / _CONFIG).is_file() and any(folder.glob("*.safetensors"))
 
 
-def heads(folder: Path) -> tuple[int, int]:
-    """(query heads, key and value heads) of the model in a folder. Raises CaseError for a model that is not known."""
-    config = _config(folder)
-    queries = config.get("num_attention_heads", config.get("n_head"))
-    kv_heads = config.get("num_key_value_heads", queries)
-    if type(queries) is int and type(kv_heads) is int and min(queries, kv_heads) > 0 and queries % kv_heads == 0:
-        return queries, kv_heads
-    rule = f"has a {_CONFIG} of {queries} query heads and {kv_heads} key and value heads"
-    raise CaseError("load", str(folder), rule, "num_attention_heads=4 num_key_value_heads=2")
-
-
-def read(folder: Path) -> dict[str, Tensor]:
-    """Every parameter in full, by its name in the dense model; query, key and value apart, gate and up too.
-
-    Raises CaseError for an unknown model, for tensors that are not of its heads, unreadable files, and without
-    safetensors.
-    """
-    config, names = _config(folder), dict[str, Tensor]()
-    known = _NAMES[config["model_type"]]
-    tied = bool(config.get("tie_word_embeddings", config["model_type"] == "gpt2"))
-    for name, tensor in _tensors(folder):
-        whole = f"transformer.{name}" if known is _GPT2 and not name.startswith(("transformer.", "lm_head.")) else name
-        module, _, leaf = whole.rpartition(".")
-        if _BUFFERS.search(whole) or (tied and module == "lm_head"):
-            continue
-        ours = _named(known, module)
-        if ours is None:
-            raise CaseError(
-                "load", str(folder), f"holds {name}, which the dense model does not have", "llama|qwen3|gpt2"
-            )
-        if not tensor.is_floating_point() or not 1 <= tensor.dim() <= 2:
-            rule = f"holds {name} of {tensor.dtype} with {tensor.dim()} dims, which is no parameter"
-            raise CaseError("load", str(folder), rule, "vectors and matrices of real numbers")
-        names[f"{ours}.{leaf}"] = _turned(config, ours, leaf, tensor).contiguous()
-    apart: dict[str, Tensor] = {}
-    for name, tensor in names.items():
-        if ".thirds." not in name:
-            apart[name] = tensor
-        elif len(tensor) % 3:
-            raise CaseError("load", str(folder), f"holds c_attn of {len(tensor)} columns", "three times as many")
-        else:
-            parts = zip("qkv", tensor.chunk(3), strict=True)
-            apart |= {name.replace(".thirds.", f".w{part}."): value for part, value in parts}
-    _check_heads(folder, config, apart)
-    return apart
-
-
-def _check_heads(folder: Path, config: Mapping[str, Any], apart: Mapping[str, Tensor]) -> None:
-    """Raise CaseError where queries, keys and values are not of the heads that the config says."""
-    counts = dict(zip(("wq", "wk", "wv"), (heads(folder)[0], *2 * heads(folder)[1:]), strict=True))
-    for name, tensor in apart.items():
-        part = name.split(".")[-2]
-        query = apart.get(name.replace(f".{part}.", ".wq."))
-        if part in counts and query is not None:
-            stated = config.get("head_dim")
-            width = stated if isinstance(stated, int) else len(query) // counts["wq"]
-            if len(tensor) != counts[part] * width:
-                rule = f"holds {name} of {len(tensor)} rows, which are not {counts[part]} heads of {width}"
-                raise CaseError("load", str(folder), rule, f"the heads of its {_CONFIG}")
-
-
-def _turned(config: Mapping[str, Any], module: str, leaf: str, tensor: Tensor) -> Tensor:
-    """GPT-2's linears hold [in, out]."""
-    linear = module.startswith("layers.") and not module.endswith("norm") and leaf == "weight"
-    return tensor.t() if config["model_type"] == "gpt2" and linear else tensor
-
-
-def _named(known: Mapping[str, str], module: str) -> str | None:
-    """Our name of a module of theirs."""
-    number = re.search(r"\.(\d+)\.", module)
-    ours = known.get(module.replace(f".{number[1]}.", ".#.", 1) if number else module)
-    return ours.replace("#", number[1]) if ours and number else ours
-
-
-def _config(folder: Path) -> dict[str, Any]:
+def config_of(folder: Path) -> dict[str, Any]:
+    """The config in a folder. Raises Unfit for one that cannot be read, and for a model that is not known."""
     try:
         config = json.loads((folder / _CONFIG).read_bytes())
         kind = config["model_type"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as problem:
         rule = f"has a {_CONFIG} that cannot be read ({type(problem).__name__}: {problem})"
-        raise CaseError("load", str(folder), rule, "a folder that save_pretrained wrote") from problem
+        raise Unfit(rule, "a folder that save_pretrained wrote") from problem
     if not isinstance(kind, str) or kind not in _NAMES:
-        raise CaseError("load", str(folder), f"is a model of model_type {kind}", "|".join(_NAMES))
+        raise Unfit(f"is a model of model_type {kind}", "|".join(_NAMES))
     assert isinstance(config, dict)
     return config
 
 
-def _library(folder: Path) -> Any:
-    try:
-        return importlib.import_module("safetensors.torch")
-    except ImportError:
-        rule = "is read and written by the package safetensors, which is not installed"
-        raise CaseError("load", str(folder), rule, "pip install 'shardproof[checkpoints]'") from None
+def heads(config: Mapping[str, Any]) -> tuple[int, int]:
+    """(query heads, key and value heads) of a model. Raises Unfit for what can be no heads."""
+    queries = config.get("num_attention_heads", config.get("n_head"))
+    kv_heads = config.get("num_key_value_heads", queries)
+    if type(queries) is int and type(kv_heads) is int and min(queries, kv_heads) > 0 and queries % kv_heads == 0:
+        return queries, kv_heads
+    rule = f"has a {_CONFIG} of {queries} query heads and {kv_heads} key and value heads"
+    raise Unfit(rule, "num_attention_heads=4 num_key_value_heads=2")
+
+
+def read(folder: Path, config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Every parameter in full, by its name in the dense model; query, key and value apart, gate and up too.
+
+    Raises Unfit for tensors that are not of this config's model and heads, unreadable files, and without safetensors.
+    """
+    known, parts = _NAMES[config["model_type"]], dict[str, Tensor]()
+    tied = bool(config.get("tie_word_embeddings", known is _GPT2))
+    for name, stored in _tensors(folder):
+        whole = f"transformer.{name}" if known is _GPT2 and not name.startswith(("transformer.", "lm_head.")) else name
+        module, _, leaf = whole.rpartition(".")
+        if _BUFFERS.search(whole) or (tied and module == "lm_head"):
+            continue
+        number = re.search(r"\.(\d+)\.", module)
+        ours = known.get(module.replace(f".{number[1]}.", ".#.", 1) if number else module)
+        if ours is None:
+            raise Unfit(f"holds {name}, which the dense model does not have", "|".join(_NAMES))
+        if not stored.is_floating_point() or not 1 <= stored.dim() <= 2:
+            rule = f"holds {name} of {stored.dtype} with {stored.dim()} dims, which is no parameter"
+            raise Unfit(rule, "vectors and matrices of real numbers")
+        turned = known is _GPT2 and ours.startswith("layers.") and not ours.endswith("norm") and leaf == "weight"
+        tensor = stored.t().contiguous() if turned else stored  # linears of GPT-2 hold [in, out]
+        ours = ours.replace("#", number[1]) if number else ours
+        if not ours.endswith(".thirds"):
+            parts[f"{ours}.{leaf}"] = tensor
+            continue
+        if len(tensor) % 3:
+            raise Unfit(f"holds c_attn of {len(tensor)} columns", "three times as many")
+        for part, third in zip("qkv", tensor.chunk(3), strict=True):
+            parts[f"{ours.removesuffix('thirds')}w{part}.{leaf}"] = third
+    _check_heads(config, parts)
+    return parts
+
+
+def _check_heads(config: Mapping[str, Any], parts: Mapping[str, Tensor]) -> None:
+    """Raise Unfit where queries, keys and values are not of the heads that the config says."""
+    queries, kv_heads = heads(config)
+    counts = {"wq": queries, "wk": kv_heads, "wv": kv_heads}
+    for name, tensor in parts.items():
+        part = name.split(".")[-2]
+        query = parts.get(name.replace(f".{part}.", ".wq."))
+        if part in counts and query is not None:
+            stated = config.get("head_dim")
+            width = stated if isinstance(stated, int) else len(query) // queries
+            if len(tensor) != counts[part] * width:
+                rule = f"holds {name} of {len(tensor)} rows, which are not {counts[part]} heads of {width}"
+                raise Unfit(rule, f"the heads of its {_CONFIG}")
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    library = _library(folder)
+    try:
+        library: Any = importlib.import_module("safetensors.torch")
+    except ImportError:
+        rule = "is read and written by the package safetensors, which is not installed"
+        raise Unfit(rule, "pip install 'shardproof[checkpoints]'") from None
     for file in sorted(folder.glob("*.safetensors")):
         try:
             yield from library.load_file(file).items()
         except Exception as problem:  # torn files raise errors of the library's own
             rule = f"has a file that cannot be read, {file.name} ({type(problem).__name__}: {problem})"
-            raise CaseError("load", str(folder), rule, "every file as save_pretrained wrote it") from problem
+            raise Unfit(rule, "every file as save_pretrained wrote it") from problem

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from reference.checkpoints.fused import Unfit
 from reference.checkpoints.whole import tensors
-from reference.errors import CaseError
 
 _NAMES = {
     "embedding.word_embeddings": "embedding.tokens",
@@ -33,8 +33,6 @@ _NAMES = {
     "decoder.layers.mlp.linear_fc2": "layers.#.mlp.w2",
 }
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
-
-
 _OTHERS = ("optimizer.", "rng_state")
 
 
@@ -47,16 +45,16 @@ def is_megatron(folder: Path) -> bool:
 def read(folder: Path, *, vocab: int) -> dict[str, Tensor]:
     """Its parameters in full by their names in the dense model, the vocabulary cut to these rows (0: with its padding).
 
-    Raises CaseError for a tensor that the dense model does not have, or that is not whole, and for files that torch
+    Raises Unfit for a tensor that the dense model does not have, or that is not whole; CaseError for files that torch
     cannot read.
     """
-    stored, found = _parameters(folder), dict[str, Tensor]()
-    gated = _is_gated(stored)
+    stored = {key: tensor for key, tensor in tensors(str(folder)).items() if not key.startswith(_OTHERS)}
+    gated, found = _is_gated(stored), dict[str, Tensor]()
     for key, tensor in stored.items():
         if not tensor.dim() or not tensor.is_floating_point() or tensor.isnan().any():
             rule = f"holds {key}, of which elements are missing or are no numbers"
-            raise CaseError("load", str(folder), rule, "a number for every element")
-        ours, number = _named(folder, key, gated=gated)
+            raise Unfit(rule, "a number for every element")
+        ours, number = _named(key, gated=gated)
         layers = enumerate(tensor) if "#" in ours and not number else [(number, tensor)]
         found |= {ours.replace("#", str(layer)): part for layer, part in layers}
         if key in _VOCABULARY:
@@ -64,14 +62,10 @@ def read(folder: Path, *, vocab: int) -> dict[str, Tensor]:
     return found
 
 
-def _parameters(folder: Path) -> dict[str, Tensor]:
-    return {key: tensor for key, tensor in tensors(str(folder)).items() if not key.startswith(_OTHERS)}
-
-
-def _named(folder: Path, key: str, *, gated: bool) -> tuple[str, str]:
+def _named(key: str, *, gated: bool) -> tuple[str, str]:
     """(the name in the dense model, its layer as "#"; the number of the layer, "" where the tensor holds all of them).
 
-    Raises CaseError for a tensor that the dense model does not have.
+    Raises Unfit for a tensor that the dense model does not have.
     """
     number = re.search(r"\.layers\.(\d+)\.", key)
     plain = key.replace(f".{number[1]}.", ".", 1) if number else key
@@ -80,19 +74,13 @@ def _named(folder: Path, key: str, *, gated: bool) -> tuple[str, str]:
     module, _, leaf = plain.rpartition(".")
     ours = _NAMES.get(module)
     if ours is None:
-        raise CaseError("load", str(folder), f"holds {key}, which the dense model does not have", "a GPTModel's")
+        raise Unfit(f"holds {key}, which the dense model does not have", "a GPTModel's")
     fused = "3" if gated and ours.endswith(".w1") else ""
     return f"{ours}{fused}.{leaf}", number[1] if number else ""
 
 
 def _is_gated(tensors: Mapping[str, Tensor]) -> bool:
     """Whether the first linear of the MLP holds a gate too: it is twice as wide as the second one then."""
-    widths = [
-        next((x.shape for key, x in tensors.items() if re.fullmatch(fits, key)), None)
-        for fits in (
-            r"decoder\.layers(\.\d+)?\.mlp\.linear_fc1\.weight",
-            r"decoder\.layers(\.\d+)?\.mlp\.linear_fc2\.weight",
-        )
-    ]
-    first, second = ([*shape] if shape else [0] for shape in widths)
+    widths = {re.sub(r"\.\d+", "", key): [*tensor.shape] for key, tensor in tensors.items()}
+    first, second = (widths.get(f"decoder.layers.mlp.{name}.weight", [0]) for name in ("linear_fc1", "linear_fc2"))
     return len(first) > 1 and first[-2] == 2 * second[-1] > 0

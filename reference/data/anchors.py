@@ -19,8 +19,7 @@ from torch import Tensor
 from reference.case import Case
 from reference.checkpoints.stored import steps_before
 from reference.data import corpus
-from reference.data.batches import Batch, micro_batch
-from reference.data.edges import shard_edges
+from reference.data.batches import Batch, micro_batch, shard_edges
 from reference.data.packing import IGNORED
 from reference.data.printed import Pairs, examples
 from reference.data.stream import reading, stream_of

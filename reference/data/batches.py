@@ -13,14 +13,17 @@ tokens. The numbers go from 3/4 T down in equal steps, as far as the sentences a
 count more than the last. The other labels are -100 or masked; the mask of tokens without a label is random. Prompts
 (negative ids) are read and not learned.
 
-The built-in corpus gets the ids at the edges of vocabulary shards mixed in (`reference.data.edges`). In every step each
-of them stands in place of a token of text once, is read, and is a label that counts. The first micro-batches of a step
-hold them; where a step is too small, the next goes on with the others. Data that a user names stay as they are.
+A range of rows that is one short or one long shows at the ids at the edges of vocabulary shards alone. So the built-in
+corpus gets the first and the last real row of every shard mixed in. These are the edges of 2 to 8 equal shards, as far
+as the vocabulary splits or is padded that way. So the data do not change with tp and wp. Shards of this very case that
+are not among these come last. In every step each of them stands in place of a token of text once, is read, and is a
+label that counts. The first micro-batches of a step hold them; where a step is too small, the next goes on with the
+others. Data that a user names stay as they are.
 """
 
 import math
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -28,9 +31,40 @@ from torch import Tensor
 from reference.case import Case
 from reference.checkpoints.stored import steps_before
 from reference.data.corpus import Source, sources
-from reference.data.edges import shard_edges
-from reference.data.packing import IGNORED, build_pack, build_unpack, collate, load_accum_batch, unpack_data
+from reference.data.packing import IGNORED, Rows, build_pack, build_unpack, without_prompts
 from reference.data.stream import mixed, stream_of
+
+_PARTS = (2, 4, 8, 3, 6, 5, 7)
+"""Numbers of shards, the usual ones first: small data hold as many edges as they can, in this order."""
+_PADDED_TO = 128
+"""Rows of which a shard of the padded vocabulary is a multiple (Megatron)."""
+
+
+def own_edges(case: Case) -> tuple[int, ...]:
+    """First and last id of every shard of this case, over tp (logits, tables) and over wp (weights of isp), sorted."""
+    sizes = {case.padded_vocab // parts for parts in (case.tp, case.wp)}
+    return tuple(sorted({edge for size in sizes for edge in _edges(case.vocab, size)}))
+
+
+def shard_edges(case: Case) -> tuple[int, ...]:
+    """Every id to mix in, each once, the most usual splits first."""
+    return _usual(case.vocab, case.family == "gpt", own_edges(case))
+
+
+@lru_cache(maxsize=64)
+def _usual(vocab: int, is_padded: bool, own: tuple[int, ...]) -> tuple[int, ...]:
+    found: list[int] = []
+    for parts in _PARTS:
+        if is_padded:
+            found += _edges(vocab, -(-vocab // (_PADDED_TO * parts)) * _PADDED_TO)
+        elif vocab % parts == 0:
+            found += _edges(vocab, vocab // parts)
+    return tuple(dict.fromkeys([*found, *own]))
+
+
+def _edges(vocab: int, size: int) -> list[int]:
+    """First and last id of every shard of `size` rows that holds a real one."""
+    return [edge for first in range(0, vocab, size) for edge in (first, min(first + size, vocab) - 1)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,8 +99,8 @@ def micro_batch(
 
     `padding` is the label of tokens that are not learned, before any is masked; another one is a what-if's. Steps count
     on from those before a checkpoint that the case loads. The batch is number `micro * dp + dp_rank` of the step, the
-    same for every dp and micro of one product. Neither the mode nor tp, wp, pp or cp changes it, up to 8 shards (see
-    `reference.data.edges`). Raises DataError when the corpus cannot be read, ValueError without such a micro-batch.
+    same for every dp and micro of one product. Neither the mode nor tp, wp, pp or cp changes it, up to 8 shards. Raises
+    DataError when the corpus cannot be read, ValueError without such a micro-batch.
     """
     for name, value, limit in (("step", step, math.inf), ("micro", micro, case.micro), ("dp_rank", dp_rank, case.dp)):
         if not 0 <= value < limit:
@@ -75,15 +109,14 @@ def micro_batch(
     made = _made(case, sources(case), at, number, padding)
     # every second column of a wider tensor: contiguous nowhere, on any device
     tokens = torch.stack((made.tokens, made.labels), dim=-1).to(device)[..., 0]
-    return Batch(
+    return replace(
+        made,
         tokens=tokens if case.batch > 1 else tokens.contiguous(),
         labels=made.labels.to(device, copy=True),
         positions=made.positions.to(device, copy=True),
         loss_mask=made.loss_mask.to(device, copy=True),
         cu_seqlens=None if made.cu_seqlens is None else made.cu_seqlens.to(device, copy=True),
-        max_seqlen=made.max_seqlen,
         step=step,
-        number=made.number,
     )
 
 
@@ -98,12 +131,12 @@ def _made(case: Case, _files: tuple[Source, ...], at: int, number: int, padding:
     if edges is not None:
         window = window.flatten().scatter(0, edges.places, edges.ids).view_as(window)
     rows = _rows(case, window, is_end)
+    tokens, labels = without_prompts(rows.tokens, rows.labels, padding)
     generator = torch.Generator(device="cpu").manual_seed(mixed(case.seed, at, number, 0))
-    labels = rows.labels.where(rows.labels >= 0, padding)
     counted = None if edges is None else edges.labels
     labels, loss_mask = _masked(labels, _valid_count(case, number), counted, generator)
     return Batch(
-        tokens=rows.tokens,
+        tokens=tokens,
         labels=labels,
         positions=rows.positions,
         loss_mask=loss_mask,
@@ -111,16 +144,6 @@ def _made(case: Case, _files: tuple[Source, ...], at: int, number: int, padding:
         max_seqlen=case.seq if rows.cu_seqlens is None else int(rows.cu_seqlens.diff().max()),
         number=number,
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Rows:
-    """A micro-batch before anything is masked; a negative label other than -100 is a prompt."""
-
-    tokens: Tensor
-    labels: Tensor
-    positions: Tensor
-    cu_seqlens: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,39 +189,22 @@ def _window(case: Case, step: int, number: int) -> tuple[Tensor, Tensor]:
     return stream_of(case).windows(number, 1, case.tokens)
 
 
-def _rows(case: Case, window: Tensor, is_end: Tensor) -> _Rows:
+def _rows(case: Case, window: Tensor, is_end: Tensor) -> Rows:
     """A window in this case's form: packed, a sentence a row, or full rows."""
     if case.full_rows:
         window = window if int(window[:, 1:].max()) >= 0 else window.abs()
-        return _Rows(tokens=window[:, :-1].abs(), labels=window[:, 1:], positions=_places(case), cu_seqlens=None)
+        positions = torch.arange(case.seq, device="cpu").repeat(case.batch, 1)
+        return Rows(tokens=window[:, :-1], labels=window[:, 1:], positions=positions, cu_seqlens=None)
     text = window[0]
-    sentences = list(text.tensor_split(is_end[0].nonzero()[:, 0] + 1))
-    form = _packed if case.packed else _unpacked
-    rows = form(case, sentences)
-    for whole in (text, text.abs()):  # nothing to learn: one sentence then, and at last prompts as text
+    # nothing to learn: one sentence then, and at last prompts as text
+    for sentences in (text.tensor_split(is_end[0].nonzero()[:, 0] + 1), (text,), (text.abs(),)):
+        if case.packed:
+            rows = build_pack(sentences, packed_length=case.tokens, seq_len=case.seq)[0]
+        else:  # T + 1 tokens fill B rows at least, however few sentences they are
+            rows = build_unpack(sentences[: case.batch], micro_bsz=case.batch, seq_len=case.seq)
         if int(rows.labels.max()) >= 0:
             break
-        rows = form(case, [whole])
     return rows
-
-
-def _packed(case: Case, sentences: list[Tensor]) -> _Rows:
-    pack = build_pack(sentences, packed_length=case.tokens, seq_len=case.seq, tail="drop")[0]
-    tokens, labels, positions = (values[None] for values in (pack.tokens.abs(), pack.labels, pack.indexes))
-    return _Rows(tokens=tokens, labels=labels, positions=positions, cu_seqlens=pack.cu_seqlens)
-
-
-def _unpacked(case: Case, sentences: list[Tensor]) -> _Rows:
-    # carried, because T + 1 tokens then fill B rows at least, however few sentences they are
-    packs = build_unpack(sentences[: case.batch], micro_bsz=case.batch, seq_len=case.seq, excess="carry")
-    layout = partial(unpack_data, micro_bsz=case.batch, seq_len=case.seq)
-    data, labels = load_accum_batch(*collate(packs[:1]), micro=0, process=layout)
-    return _Rows(tokens=data.input_ids, labels=labels, positions=_places(case), cu_seqlens=None)
-
-
-def _places(case: Case) -> Tensor:
-    """Positions of rows, padding counted on: [B, S]."""
-    return torch.arange(case.seq, device="cpu").repeat(case.batch, 1)
 
 
 def _valid_count(case: Case, number: int) -> int:
@@ -225,7 +231,7 @@ def _masked(
     Of the tokens to learn, those `counted` (places in the flat rows) come first, then a random order that prefers the
     first rows. In this order the first are valid, the next are masked, and the last, one in eight, lose their labels.
     """
-    flat = torch.where(labels >= 0, labels, IGNORED).flatten()
+    flat = labels.flatten()
     preference = torch.arange(1, 1 + len(labels), device="cpu")[:, None]
     drawn = torch.rand((2, *labels.shape), generator=generator, dtype=torch.float32, device="cpu")
     chance = (drawn[0] * preference).flatten()

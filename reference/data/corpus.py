@@ -53,16 +53,6 @@ class Tokens:
     lengths: tuple[int, ...]
 
 
-def documents(case: Case) -> list[Tensor]:
-    """The documents of `case.data`, none of them empty: int64 tensors of the caller's own.
-
-    Ids lie in [0, case.vocab), negative ones in token files mark prompts. Raises DataError, naming the file, the place
-    in it, the rule and what is legal, when the data cannot be read or hold no token.
-    """
-    tokens = read(sources(case), case.vocab)
-    return [document.clone() for document in tokens.ids.split(list(tokens.lengths))]
-
-
 def sources(case: Case) -> tuple[Source, ...]:
     """The files that `case.data` names, in reading order, as they are now on disk."""
     return _named(Path(os.path.expanduser(case.data))) if case.data else _standard_library()
@@ -70,7 +60,11 @@ def sources(case: Case) -> tuple[Source, ...]:
 
 @lru_cache(maxsize=4)
 def read(files: tuple[Source, ...], vocab: int) -> Tokens:
-    """The corpus of these files, shared by all callers: not to be written to. Raises DataError if it holds no token."""
+    """The corpus of these files, shared by all callers: not to be written to.
+
+    Ids lie in [0, vocab), negative ones in token files mark prompts. Raises DataError, naming the file, the place in
+    it, the rule and what is legal, when the data cannot be read or hold no token.
+    """
     found = [document for file in files for document in _read_file(file, vocab)]
     kept = [document for document in found if document.numel()]
     if not kept:
@@ -81,8 +75,7 @@ def read(files: tuple[Source, ...], vocab: int) -> Tokens:
 def _read_file(file: Source, vocab: int) -> list[Tensor]:
     path = Path(file.path)
     if file.index:
-        from reference.data.internevo_files import read_internevo  # noqa: PLC0415
-        from reference.data.megatron_files import read_megatron  # noqa: PLC0415
+        from reference.data.token_files import read_internevo, read_megatron  # noqa: PLC0415
 
         return (read_internevo if file.index.endswith(".meta") else read_megatron)(path, vocab)
     return (json_lines if path.suffix == ".jsonl" else plain_text)(path, vocab)
@@ -128,10 +121,7 @@ def _source(path: Path) -> Source:
         raise DataError(path, "", "says only where sentences start", "the .bin file beside it")
     files = [path]
     if path.suffix == ".bin":
-        from reference.data.internevo_files import meta_path  # noqa: PLC0415
-        from reference.data.megatron_files import index_path  # noqa: PLC0415
-
-        indexes = [meta_path(path), index_path(path)]
+        indexes = [path.with_name(path.name + ".meta"), path.with_suffix(".idx")]
         beside = [file for file in indexes if os.path.exists(file)]
         if len(beside) != 1:
             rule = "stands beside " + (" and ".join(file.name for file in beside) or "no index")

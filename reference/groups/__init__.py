@@ -1,12 +1,11 @@
 """Groups of ranks: rank orders, a layout of several over the same ranks, a pipeline. No torch is loaded.
 
 orders      ranks numbered by axes, fastest first              `RankOrder`
-layouts     the rank orders of one system over the same ranks  `Layout`
+            the rank orders of one system over the same ranks  `Layout`
 pipelines   stages, chunks, neighbours, layers                 `PipelineGroup`
 """
 
-from reference.groups.layouts import Layout
-from reference.groups.orders import Groups, RankOrder
+from reference.groups.orders import Groups, Layout, RankOrder
 from reference.groups.pipelines import PipelineGroup
 
 __all__ = ["Groups", "Layout", "PipelineGroup", "RankOrder"]

@@ -6,7 +6,7 @@ bias, positions, tied, qk_norm, fuse_qkv, fuse_mlp); a family only sets their de
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from reference.case import Case
 from reference.data.batches import Batch
 from reference.losses.cross_entropy import wide
 from reference.model import layers
-from reference.model.branches import Beside, branch_of
+from reference.model.branch import Beside, branch_of
 from reference.model.dropout import SHARES, mask, rate_of
 
 Tap = Callable[[str, Tensor], None]
@@ -67,7 +67,7 @@ def logits(
     `beside` receives what the branches of features have beside their output; without it nothing goes on behind the
     decoder.
     """
-    run = _Pass(case=case, weights=weights, batch=batch, tap=tap, arithmetic=arithmetic, beside=beside or Beside())
+    run = Pass(case=case, weights=weights, batch=batch, tap=tap, arithmetic=arithmetic, beside=beside or Beside())
     visible_SS = layers.visible(batch.tokens.shape[1], batch.cu_seqlens, batch.tokens.device)
     x_BSH = run.embedding("embedding")
     for layer in range(case.layers):
@@ -80,7 +80,7 @@ def logits(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Pass:
+class Pass:
     """A forward pass: each method is one module and gets its dotted name."""
 
     case: Case
@@ -88,16 +88,17 @@ class _Pass:
     batch: Batch
     tap: Tap
     arithmetic: Arithmetic
-    beside: Beside = field(default_factory=Beside)
+    beside: Beside
 
     def embedding(self, name: str) -> Tensor:
+        """Hidden states of the micro-batch's tokens."""
         x_BSH = self.weights[f"{name}.tokens.weight"][self.batch.tokens]
         if self.case.positions == "learned":
             x_BSH = x_BSH + self.weights[f"{name}.positions.weight"][self.batch.positions]
         return self.dropped(name, self.tapped(name, x_BSH))
 
     def block(self, name: str, x_BSH: Tensor, visible_SS: Tensor) -> Tensor:
-        """A transformer layer."""
+        """Hidden states behind the transformer layer of this name."""
         replaced = getattr(self.case, "replaced", None)
         others = replaced(self.case.blocks[name]) if replaced else {}  # a case that is words alone has no features
         for branch, plain in (("attention", self.attention), ("mlp", self.mlp)):
@@ -113,6 +114,7 @@ class _Pass:
         return self.tapped(name, behind(x_BSH, lambda leaf: self.weights[f"{name}.{leaf}"]) if behind else x_BSH)
 
     def attention(self, name: str, x_BSH: Tensor, visible_SS: Tensor) -> Tensor:
+        """The plain attention of normed hidden states."""
         heads, kv_heads = self.case.heads, self.case.kv_heads
         if self.case.fuse_qkv:
             q_BSND, k_BSKD, v_BSKD = layers.split_qkv(self.linear(f"{name}.wqkv", x_BSH), heads, kv_heads)
@@ -129,12 +131,13 @@ class _Pass:
         return self.tapped(name, self.linear(f"{name}.wo", context_BSE))
 
     def core(self, name: str, q_BSND: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, visible_SS: Tensor) -> Tensor:
-        """Attention, with the dropout of its shares."""
+        """Attention of these queries, keys and values, [B, S, N*E], with the dropout of its shares."""
         kept_BNSS, rate = mask(self.case, self.batch, f"{name}.{SHARES}"), self.case.attention_dropout
         factors = () if kept_BNSS is None else (kept_BNSS.to(wide(q_BSND.dtype)) / (1 - rate),)
         return self.arithmetic.attention(q_BSND, k_BSKD, v_BSKE, visible_SS, *factors)
 
-    def mlp(self, name: str, x_BSH: Tensor, _visible_SS: Tensor | None = None) -> Tensor:
+    def mlp(self, name: str, x_BSH: Tensor, _visible_SS: Tensor) -> Tensor:
+        """The plain MLP of normed hidden states."""
         kind = self.case.activation
         if self.case.fuse_mlp:
             gate_BSF, up_BSF = self.linear(f"{name}.w13", x_BSH).chunk(2, -1)
@@ -147,6 +150,7 @@ class _Pass:
         return self.tapped(name, self.linear(f"{name}.w2", y_BSF))
 
     def head(self, name: str, x_BSH: Tensor) -> Tensor:
+        """Logits of the decoder's normed hidden states."""
         weight = self.weights["embedding.tokens.weight" if self.case.tied else f"{name}.weight"]
         return self.tapped(name, self.arithmetic.linear(x_BSH, weight, None))
 

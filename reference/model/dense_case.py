@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from reference.case import Case
-from reference.data.edges import shard_edges
+from reference.data.batches import shard_edges
 from reference.errors import CaseError
 from reference.features import WORDS
 
@@ -18,7 +18,7 @@ SPLIT: Mapping[str, Any] = {
 def dense_case(case: Case) -> Case:
     """The case with all words of SPLIT at the same value: its truth is that of the case, bit by bit.
 
-    The case itself where its truth or its data depend on the split (see `reference.data.edges`), or its variant does.
+    The case itself where its truth or its data depend on the split (see `reference.data.batches`), or its variant does.
     """
     if case.truth_depends_on_split:
         return case

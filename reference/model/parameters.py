@@ -16,7 +16,7 @@ from torch import Tensor
 from reference.case import Case
 from reference.checkpoints.stored import stored
 from reference.errors import CaseError
-from reference.model.branches import branch_of
+from reference.model.branch import branch_of
 from reference.model.given import given_now
 
 Shape = tuple[int, ...]
@@ -81,7 +81,7 @@ def drawn(case: Case, name: str) -> Tensor:
     weights = _kept(case)
     if name not in weights:
         if case.init == "field":
-            from reference.model.initial import of_field  # noqa: PLC0415
+            from reference.model.field import of_field  # noqa: PLC0415
 
             value = of_field(case, name, shape)
         else:

@@ -14,7 +14,7 @@ from reference.case import Case
 from reference.data.batches import Batch, micro_batch
 from reference.losses import cross_entropy as loss
 from reference.model import decoder
-from reference.model.branches import Beside, values_of
+from reference.model.branch import Beside, values_of
 from reference.model.decoder import PLAIN, Arithmetic
 from reference.training.scaling import LossScale
 from reference.training.steps import Feed

@@ -33,6 +33,6 @@ def deviations(case: Case) -> dict[str, float]:
     """The standard deviation of every parameter's initial values, by name; none where they are this project's own."""
     if case.init == "whole":
         return {}
-    from reference.model.initial import deviation  # noqa: PLC0415
+    from reference.model.field import deviation  # noqa: PLC0415
 
     return {name: deviation(case, name) for name in shapes(case)}

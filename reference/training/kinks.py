@@ -18,7 +18,6 @@ from reference.model import layers
 from reference.model.decoder import Arithmetic
 from reference.model.given import takes_given
 from reference.model.parameters import weights
-from reference.training import activations as observation
 from reference.training.steps import train
 
 BAND = 4.0
@@ -53,10 +52,7 @@ def kinks(
     exact = {name: weight.to(torch.float64) for name, weight in weights(case, device).items()}
     place = side * BAND * torch.finfo(getattr(torch, case.dtype)).eps
     moved = Arithmetic(activate=partial(_activate, place=place))
-    here, there = (
-        train(case, exact, arithmetic=each, states=states) | observation.observe(case, exact, arithmetic=each)
-        for each in (Arithmetic(), moved)
-    )
+    here, there = (train(case, exact, arithmetic=each, states=states, observed=True) for each in (Arithmetic(), moved))
     return {name: there[name] - value for name, value in here.items() if value.is_floating_point()}
 
 

@@ -18,7 +18,7 @@ from reference.data.batches import Batch, micro_batch
 from reference.losses import cross_entropy as loss
 from reference.losses.cross_entropy import wide
 from reference.model import decoder, layers
-from reference.model.branches import Beside, updated_values, values_of
+from reference.model.branch import Beside, updated_values, values_of
 from reference.model.decoder import PLAIN, Arithmetic
 from reference.training.scaling import LossScale
 from reference.training.states import after, begin, load, saved
@@ -48,7 +48,7 @@ class Sums:
     Logits are [dp*micro*batch, seq, vocab] or None when too large. The metric is of every data rank, when the case has
     one; activations are of micro-batch 0, when observed. `largest`, with a loss scale: the largest scaled gradient of a
     logit, and of a parameter after any micro-batch. `counts`: integers that branches leave
-    (`reference.model.branches`), rows as those of the logits.
+    (`reference.model.branch`), rows as those of the logits.
     """
 
     loss: Tensor

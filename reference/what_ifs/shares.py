@@ -10,7 +10,7 @@ from torch import Tensor
 from reference.case import Case
 from reference.losses import cross_entropy as loss
 from reference.model import decoder
-from reference.model.branches import Beside
+from reference.model.branch import Beside
 from reference.model.given import takes_given
 from reference.what_ifs.what_if import Dense
 

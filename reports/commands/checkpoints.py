@@ -43,45 +43,25 @@ def main(arguments: argparse.Namespace) -> int:
         return int(difference.first is not None)
     for note in difference.notes:
         show_note(note, sys.stdout)
-    show_table(compared_table(difference), sys.stdout)
+    kinds = pd.DataFrame([asdict(kind) for kind in difference.kinds])
+    columns = (str, ": kind"), (count, "tensors | elements | differ")
+    show_table(table("Two checkpoints", kinds, *columns), sys.stdout)
     if difference.first is None:
         show_message("pass: all tensors are the same bit for bit", sys.stdout, style="green")
         return 0
     show_message(six_lines(difference, arguments.a, arguments.b), sys.stdout, style="bold red")
-    if difference.others:
-        show_message(f"and {len(difference.others)} more tensors differ: {_few(difference.others)}", sys.stdout)
+    if others := difference.others:
+        few = ", ".join(others[:3]) + ", ..." * (len(others) > 3)
+        show_message(f"and {len(others)} more tensors differ: {few}", sys.stdout)
     return 1
-
-
-def compared_table(difference: Any) -> Table:
-    """How many tensors of each kind were compared, and differ."""
-    frame = pd.DataFrame([asdict(kind) for kind in difference.kinds])
-    columns = (
-        ("", "kind", str),
-        ("tensors", "tensors", count),
-        ("elements", "elements", count),
-        ("differ", "differ", count),
-    )
-    return table("Two checkpoints", frame, columns)
 
 
 def six_lines(difference: Any, a: str, b: str) -> str:
     """First difference: where, by how much, the ranks that wrote it, why, and the command that repeats it."""
     first = difference.first
-    lines = {
-        "what": first.what,
-        "where": first.where,
-        "error": first.error,
-        "pieces": first.pieces,
-        "causes": first.cause or NO_CAUSE,
-        "repeat": f"shardproof checkpoint {shlex.join([a, b])} --tensor {shlex.quote(first.key)}",
-    }
-    return written(lines)
-
-
-def _few(keys: tuple[str, ...]) -> str:
-    shown = ", ".join(keys[:3])
-    return f"{shown}, ..." if len(keys) > 3 else shown
+    lines = {name: getattr(first, name) for name in ("what", "where", "error", "pieces")}
+    repeat = f"shardproof checkpoint {shlex.join([a, b])} --tensor {shlex.quote(first.key)}"
+    return written(lines | {"causes": first.cause or NO_CAUSE, "repeat": repeat})
 
 
 SLICES = "parallel.slicing.slices:slices"
@@ -145,24 +125,20 @@ def _ranges(ranges: Iterable[range]) -> str:
 
 def held_table(text: str, path: str, frame: pd.DataFrame) -> Table:
     """The table of `rows`."""
-    columns = [("tensor", "tensor", str), ("whole", "whole", str), ("cut by", "dim", str), ("rank", "rank", str)]
-    columns += [("holds", "holds", str), ("shape there", "part", str), ("how", "cut", str)]
-    columns += [("made of", "made_of", str)] if frame["made_of"].any() else []
+    columns = "tensor | whole | cut by: dim | rank | holds | shape there: part | how: cut"
+    columns += " | made of: made_of" * bool(frame["made_of"].any())
     way = "kernel injection, weights [in, out]" if path == "container" else "AutoTP, weights [out, in]"
-    return table(f"{text}: what each rank holds ({way})", frame, columns, note="All layers are alike; one is listed.")
-
-
-def checked_table(checked: Any) -> Table:
-    """How many tensors of a checkpoint each slice cut."""
-    frame = pd.DataFrame({"tensor": list(checked.times), "found": list(checked.times.values())})
-    return table("The checkpoint", frame, (("tensor", "tensor", mark), ("cut and joined", "found", count)))
+    return table(
+        f"{text}: what each rank holds ({way})", frame, (str, columns), note="All layers are alike; one is listed."
+    )
 
 
 def _tell(checked: Any, files: Sequence[str], tp: int) -> int:
     """Print the result of a checkpoint; returns the exit status."""
     if checked is None:
         return 0
-    show_table(checked_table(checked), sys.stdout)
+    found = pd.DataFrame(checked.times.items(), columns=["tensor", "cut and joined"])
+    show_table(table("The checkpoint", found, (mark, "tensor"), (count, "cut and joined")), sys.stdout)
     absent = [name for name, times in checked.times.items() if not times]
     for names, words in ((absent, "not in the checkpoint"), (checked.left_out, "of the checkpoint, in no slice")):
         if names:
@@ -191,12 +167,5 @@ def _slices_as_json(text: str, sliced: Any, made: Iterable[Any], checked: Any) -
         }
         for one in made
     ]
-    found: dict[str, object] = {"words": text, "path": sliced.path, "tp": sliced.tp, "tensors": tensors}
-    if checked is not None:
-        found["check"] = {
-            "tensors": checked.tensors,
-            "times": checked.times,
-            "wrong": checked.wrong,
-            "left_out": checked.left_out,
-        }
-    return found
+    check = {} if checked is None else {"check": asdict(checked)}
+    return {"words": text, "path": sliced.path, "tp": sliced.tp, "tensors": tensors, **check}

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pandas as pd
@@ -15,8 +16,8 @@ import pandas as pd
 from reports.comparing.compared_sides import check_name, limits
 from reports.comparing.comparison import Comparison, compare
 from reports.comparing.intervals import CONFIDENCE, FEWEST
-from reports.comparing.modes import modes_table, side_by_side
 from reports.comparing.snapshot import Snapshot, save, side, snapshot
+from reports.printing.modes import modes_table, side_by_side
 from reports.printing.text import append_step_summary, show_message, show_note, show_table, show_words
 from reports.printing.text_tables import NOTHING, Table, count, mark, mebibytes, milliseconds, pair, table
 from reports.stored.frames import load
@@ -75,29 +76,20 @@ def _tell(comparison: Comparison) -> None:
 
 def traffic_change_table(comparison: Comparison) -> Table:
     """Calls and bytes of both sides, by mode and phase."""
-    kinds = comparison.events.groupby(["mode", "phase"], observed=True)["kind"].agg(lambda words: _tally(list(words)))
+    kinds: dict[object, Counter[str]] = {}
+    for mode, phase, kind in comparison.events[["mode", "phase", "kind"]].itertuples(index=False):
+        kinds.setdefault((mode, phase), Counter())[kind] += 1
     places = zip(comparison.traffic["mode"], comparison.traffic["phase"], strict=True)
-    kinds_of_rows = [kinds.get(place, "") for place in places]
-    frame = comparison.traffic.assign(apart=kinds_of_rows)
+    apart = [", ".join(f"{number} {kind}" for kind, number in kinds.get(place, {}).items()) for place in places]
     return table(
         f"{comparison.base} and {comparison.new}",
-        frame,
-        (
-            ("mode", "mode", str),
-            ("phase", "phase", str),
-            ("calls", "calls", count),
-            ("now", "new_calls", count),
-            ("MiB", "payload_bytes", mebibytes),
-            ("now", "new_payload_bytes", mebibytes),
-            ("events", "apart", lambda word: str(word) or "same"),
-        ),
+        comparison.traffic.assign(apart=apart),
+        (str, "mode | phase"),
+        (count, "calls | now: new_calls"),
+        (mebibytes, "MiB: payload_bytes | now: new_payload_bytes"),
+        (lambda word: str(word) or "same", "events: apart"),
         note="one rank, all cases of a mode added up",
     )
-
-
-def _tally(words: list[str]) -> str:
-    """ "1 new, 2 changed"."""
-    return ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words))
 
 
 def events_table(events: pd.DataFrame) -> Table:
@@ -106,21 +98,11 @@ def events_table(events: pd.DataFrame) -> Table:
     return table(
         "Events that differ",
         frame,
-        (
-            ("", "kind", str),
-            ("mode", "mode", str),
-            ("phase", "phase", str),
-            ("module", "region", mark),
-            ("op", "op", str),
-            ("axis", "axis", str),
-            ("what", "what", str),
-            ("calls", "both_calls", pair),
-            ("bytes", "both_bytes", pair),
-            ("ranks", "ranks", str),
-            ("steps", "steps", str),
-            ("micro-batches", "microbatches", str),
-            ("case", "case", str),
-        ),
+        (str, ": kind | mode | phase"),
+        (mark, "module: region"),
+        (str, "op | axis | what"),
+        (pair, "calls: both_calls | bytes: both_bytes"),
+        (str, "ranks | steps | micro-batches: microbatches | case"),
         note="calls and bytes: of these events on the rank that has most of them, in the base -> now",
     )
 
@@ -143,20 +125,14 @@ def times_table(times: pd.DataFrame) -> Table:
     return table(
         "Time of a micro-batch",
         frame,
-        (
-            ("mode", "mode", str),
-            ("phase", "phase", str),
-            ("measure", "measure", str),
-            ("micro-batches", "blocks", count),
-            ("ms", "base_us", milliseconds),
-            ("now", "new_us", milliseconds),
-            ("by the clock", "clock", pair),
-            ("beside", "beside", mark),
-            ("ratio", "beside_other", pair),
-            ("interval", "interval", pair),
-            ("", "change", str),
-            ("mostly in", "mostly", mark),
-        ),
+        (str, "mode | phase | measure"),
+        (count, "micro-batches: blocks"),
+        (milliseconds, "ms: base_us | now: new_us"),
+        (pair, "by the clock: clock"),
+        (mark, "beside"),
+        (pair, "ratio: beside_other | interval"),
+        (str, ": change"),
+        (mark, "mostly in: mostly"),
         note=f"medians; ratio: beside another phase of the same micro-batches, so that a busy machine is no change; "
         f"interval: {CONFIDENCE:.1%}; ~: no significant difference; too few: under {FEWEST} micro-batches",
     )

@@ -63,24 +63,16 @@ class Machine:
     problems: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement:
-    """The rows of the table, and the line below it."""
-
-    rows: tuple[Row, ...]
-    note: str
-
-
 def main(arguments: argparse.Namespace) -> int:
     """Print the table; exit status 0, for a machine without a GPU is no error."""
     del arguments  # every command takes them; this one has none
     words = {"title": "This machine", "headers": ("what", "found", "usable", "what follows")}
-    judged = judge(inspect())
+    rows, note = judge(inspect())
     try:  # tables need pandas, and terminals rich: what may be what is missing
         tables, text = import_module("reports.printing.text_tables"), import_module("reports.printing.text")
-        text.show_table(tables.Table(**words, rows=judged.rows, note=judged.note), sys.stdout)
+        text.show_table(tables.Table(**words, rows=rows, note=note), sys.stdout)
     except (Exception, SystemExit):
-        print("\n".join([*("  ".join(row).rstrip() for row in judged.rows), judged.note]))
+        print("\n".join([*("  ".join(row).rstrip() for row in rows), note]))
     return 0
 
 
@@ -126,8 +118,7 @@ def _torch_note(version: str) -> str:
 
 def _listens() -> bool:
     """Whether a tool listens: without one, nvtx hands out a domain that does nothing."""
-    nvtx: Any = import_module("nvtx")
-    return type(nvtx.get_domain("shardproof")).__name__ != "DummyDomain"
+    return type(import_module("nvtx").get_domain("shardproof")).__name__ != "DummyDomain"
 
 
 def _backends() -> tuple[str, ...]:
@@ -150,12 +141,12 @@ def _version(package: str) -> str:
         return ""
 
 
-def judge(machine: Machine) -> Judgement:
-    """Judge each thing that matters, in a row: is it there, and what follows."""
+def judge(machine: Machine) -> tuple[tuple[Row, ...], str]:
+    """Judge each thing that matters, in a row: is it there, and what follows. Then the line below the rows."""
     rows = (*_base(machine), *_devices(machine), *_tools(machine))
     missing = sum(there == "no" for _, _, there, _ in rows)
     note = f"{missing} of {len(rows)} are not here; `shardproof run` needs python, torch, nvtx and packages, and no GPU"
-    return Judgement(rows=rows, note=note)
+    return rows, note
 
 
 def _base(machine: Machine) -> Iterator[Row]:

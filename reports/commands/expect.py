@@ -8,9 +8,9 @@ of one rank over the whole run; payloads are bytes.
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -28,8 +28,7 @@ Amounts = tuple[tuple[int, int], ...]
 """Calls and bytes by rank."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class Line(NamedTuple):
     """A term, and what each rank did where ranks differ: "" where they do not."""
 
     term: Term
@@ -81,7 +80,9 @@ def lines(run: Run, case: str, *, short: bool = False) -> list[Line]:
     A term stands for all equal calls; `short`: for all calls of an op over an axis.
     """
     events = run.events[run.events["case"] == case].sort_values(["rank", "call_index"], kind="stable")
-    ranks, axes = _ranks(run, case, events), _axes(case)
+    ranks, axes = _ranks(run, case, events), dict[str, Any]()
+    with suppress(RequestError):  # of somebody else's cases no mesh is known
+        axes |= read_case(case).axes
     names = _SHORT if short else _SIZED
     lines_of_terms = []
     for values, alike in events.groupby(list(names), sort=False, observed=True, dropna=False):
@@ -89,22 +90,13 @@ def lines(run: Run, case: str, *, short: bool = False) -> list[Line]:
         sizes = [] if short else list(alike.groupby("payload_bytes", sort=False))
         if not short and all(len(set(_amounts(equal, ranks))) == 1 for _, equal in sizes):
             lines_of_terms += [
-                Line(term=Term(**fields, payload_bytes=_plain(size), calls=_amounts(equal, ranks)[0][0]))
+                Line(Term(**fields, payload_bytes=_plain(size), calls=_amounts(equal, ranks)[0][0]))
                 for size, equal in sizes
             ]
         else:
             summed = [_summed(fields, _amounts(alike, ranks), ranks)]
             lines_of_terms += (not short and _by_place(fields, sizes, ranks, axes)) or summed
     return lines_of_terms
-
-
-def _axes(case: str) -> Axes:
-    """The mesh axes of a case of ours; none of somebody else's."""
-    try:
-        axes: Axes = read_case(case).axes
-    except RequestError:
-        return {}
-    return axes
 
 
 def _by_place(
@@ -127,7 +119,7 @@ def _by_place(
                 if count
             ]
         else:
-            return [Line(term=term) for term in found]
+            return [Line(term) for term in found]
     return []
 
 
@@ -159,30 +151,27 @@ def _summed(fields: dict[str, Any], amounts: Amounts, ranks: Sequence[int]) -> L
     for rank, amount in zip(ranks, amounts, strict=True):
         alike.setdefault(amount, []).append(rank)
     amounts_of_ranks = [f"rank {ranks_text(who)}: {calls} calls, {size} B" for (calls, size), who in alike.items()]
-    return Line(term=term, differ="; ".join(amounts_of_ranks) if len(alike) > 1 else "")
+    return Line(term, "; ".join(amounts_of_ranks) if len(alike) > 1 else "")
 
 
 def written(case: str, run: str, found: Sequence[Line]) -> str:
     """The terms as Python that can be pasted: a function that states them for this case."""
     plain = case.startswith("mode=") and " " not in case  # its text as a case is empty
     other = f'not in ("", {json.dumps(case)})' if plain else f"!= {json.dumps(case)}"
-    return "\n".join(
-        [
-            "from shardproof import Term",
-            "",
-            "",
-            "def expected(case):",
-            f'    """What run {run} did: recorded, not derived. Compare each number with what you meant."""',
-            f"    if str(case) {other}:",
-            "        return None  # numbers that are computed from the case hold for other cases too",
-            "    return [",
-            *(f"        {line}" for one in found for line in _shown(one)),
-            "    ]",
-        ]
-    )
+    lines = []
+    for term, differ in found:
+        lines += [f"        # ranks differ, and a term is for all of them: {differ}"] if differ else []
+        lines.append(f"        {term!r},")
+    return _WRITTEN.format(run=run, other=other, lines="\n".join(lines))
 
 
-def _shown(line: Line) -> Iterator[str]:
-    if line.differ:
-        yield f"# ranks differ, and a term is for all of them: {line.differ}"
-    yield f"{line.term!r},"
+_WRITTEN = '''from shardproof import Term
+
+
+def expected(case):
+    """What run {run} did: recorded, not derived. Compare each number with what you meant."""
+    if str(case) {other}:
+        return None  # numbers that are computed from the case hold for other cases too
+    return [
+{lines}
+    ]'''

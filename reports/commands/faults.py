@@ -44,18 +44,10 @@ def main(arguments: argparse.Namespace) -> int:
     only = "held-back" if arguments.held_back else "open" if arguments.open else ""
     timeout_s, dtype = seconds(arguments.timeout, "timeout"), arguments.dtype or ""
     cases = cases_of(arguments.cases, subject)
-    asked = {"quick": arguments.quick, "only": only, "cases": cases, "field": arguments.field}
-    plans = planned(subject, **asked, timeout_s=timeout_s, dtype=dtype)
+    asked = {"quick": arguments.quick, "only": only, "field": arguments.field, "dtype": dtype}
+    plans = planned(subject, **asked, cases=cases, timeout_s=timeout_s)
     total = sum(plan.rows for plan in plans)
-    words = {
-        "subject": subject.name,
-        "cases": [case_text(case) for case in cases],
-        "quick": arguments.quick,
-        "only": only,
-        "field": arguments.field,
-        "dtype": dtype,
-        "rows": total,
-    }
+    words = {"subject": subject.name, "cases": [case_text(case) for case in cases], **asked, "rows": total}
     store = Store(Path(arguments.out), subject.name, environment(tuple(sys.argv), words))
     processes = min(_PROCESSES, os.cpu_count() or 1)
     try:
@@ -113,14 +105,8 @@ def _detail(killed: Any) -> dict[str, str]:
     row: Kill = killed.row
     if row.held_back:
         return {"name": "held-back", "mode": row.mode, "equivalent": row.equivalent}
-    return {
-        "name": row.name,
-        "mode": row.mode,
-        "case": killed.case,
-        "told": killed.diagnosed,
-        "equivalent": row.equivalent,
-        "unmissed": killed.unmissed,
-    }
+    words = {"name": row.name, "mode": row.mode, "case": killed.case, "told": killed.diagnosed}
+    return words | {"equivalent": row.equivalent, "unmissed": killed.unmissed}
 
 
 def _word(row: Kill) -> str:
@@ -136,11 +122,24 @@ def _tell(killed_rows: Sequence[Any], folder: Path, as_json: bool) -> None:
     for table in tables:
         append_step_summary(table, str(folder), os.environ)
     if as_json:
-        summary = _as_json(rows, figures(open_rows), alone, folder) | {"unmissed": unmissed}
+        summary = {
+            "run": str(folder),
+            "rows": len(rows),
+            **_shares(figures(open_rows)),
+            "survivors": [{"name": row.name, "mode": row.mode} for row in rows if row.survived],
+            "checks": {check: {"kills": kills, "alone": only} for check, (kills, only, _) in alone.items()},
+            "unmissed": unmissed,
+        }
         summary |= {"held_back": _shares(figures(held_rows))} if held_rows else {}
         print(json.dumps(summary, indent=2))
         return
-    apart = (matrix_table(open_rows), check_table(alone), unmissed_table(unmissed)) if open_rows else ()
+    dispensable = Table(
+        title="Collectives that no check proves necessary",
+        headers=("mode", "collective", "why"),
+        rows=tuple(unmissed) or (("-", "none", "-"),),
+        note="redundant or dead traffic, or a blind spot of the checks",
+    )
+    apart = (matrix_table(open_rows), check_table(alone), dispensable) if open_rows else ()
     for shown in (*apart, *tables):
         show_table(shown, sys.stdout)
     for row in rows:
@@ -207,17 +206,6 @@ def check_table(alone: Mapping[str, tuple[int, int, str]]) -> Table:
     )
 
 
-def unmissed_table(unmissed: Sequence[tuple[str, str, str]]) -> Table:
-    """Table of collectives (mode, name, why) whose loss on every rank no check notices."""
-    return Table(
-        title="Collectives that no check proves necessary",
-        headers=("mode", "collective", "why"),
-        rows=tuple(unmissed) or (("-", "none", "-"),),
-        numbers=frozenset(),
-        note="redundant or dead traffic, or a blind spot of the checks",
-    )
-
-
 def _parted(rows: Sequence[Kill]) -> tuple[list[Kill], list[Kill]]:
     """Open rows and held-back ones."""
     return [row for row in rows if not row.held_back], [row for row in rows if row.held_back]
@@ -242,7 +230,10 @@ def figure_table(summed: Figures, title: str = "Figures") -> Table:
     }
     if summed.twin_quiet[1]:
         shares |= {"words that the failure needs found": summed.when_told, "quiet without the bug": summed.twin_quiet}
-    lines = [(name, f"{part} of {whole}", _percent(part, whole)) for name, (part, whole) in shares.items()]
+    lines = [
+        (name, f"{part} of {whole}", f"{100 * part / whole:.1f} %" if whole else "-")
+        for name, (part, whole) in shares.items()
+    ]
     lines.append(("median time to kill", f"{summed.median_s:.2f} s", ""))
     lines.append(("equivalents, each with its proof", str(summed.equivalent), ""))
     lines += [("no verdict, the machine could not finish", str(summed.unfinished), "")] if summed.unfinished else []
@@ -253,22 +244,6 @@ def figure_table(summed: Figures, title: str = "Figures") -> Table:
         numbers=frozenset({1, 2}),
         note="a cause is right when the first one reported is right for this bug, misleading when it is not",
     )
-
-
-def _percent(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else "-"
-
-
-def _as_json(
-    rows: Sequence[Kill], summed: Figures, alone: Mapping[str, tuple[int, int, str]], folder: Path
-) -> dict[str, object]:
-    return {
-        "run": str(folder),
-        "rows": len(rows),
-        **_shares(summed),
-        "survivors": [{"name": row.name, "mode": row.mode} for row in rows if row.survived],
-        "checks": {check: {"kills": kills, "alone": only} for check, (kills, only, _) in alone.items()},
-    }
 
 
 def _shares(summed: Figures) -> dict[str, object]:

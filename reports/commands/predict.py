@@ -8,7 +8,7 @@ import datetime
 import html
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -17,17 +17,15 @@ from harness.engines.shapes.dry import DryEngine
 from harness.errors import RequestError
 from harness.ledger import COLUMNS
 from harness.predicting.clusters import read
-from harness.predicting.figures import DEPTHS, Forecast
+from harness.predicting.figures import DEPTHS
 from harness.subject import named
 from reports.comparing.growth import break_even_table
 from reports.predicting import pipelines
 from reports.predicting.answers import step_words
-from reports.predicting.load_tables import load_tables
+from reports.predicting.loads import load_tables
 from reports.predicting.prediction import Prediction, predict, together
-from reports.predicting.written import gibibytes, seconds, table
-from reports.printing import text_tables
 from reports.printing.text import plain, show_message, show_table, show_words, ticking
-from reports.printing.text_tables import Table
+from reports.printing.text_tables import Table, count, gibibytes, mark, records, seconds, table
 
 ASSUMPTIONS = (
     "compute: FLOPs of matrix products and attention as the dry run counts them (masked pairs too), over peak x "
@@ -91,20 +89,18 @@ def _tables(prediction: Prediction) -> list[Table]:
 
 def _own(prediction: Prediction) -> list[Table]:
     """Tables of one text alone: its stages, the break-even of its modes, what is beside."""
-    more = [break_even_table(prediction.crossings)] if len(prediction.crossings) else []
-    columns: dict[str, tuple[str, Callable[[object], str]]] = {"what": ("what", str), "how much": ("how much", str)}
-    beside = [table("Beside", prediction.beside, columns, _BESIDE)] if len(prediction.beside) else []
-    return [
-        *(_stages(prediction) if len(prediction.stages) else []),
-        *load_tables(prediction.loads, prediction.calls),
-        *more,
-        *beside,
-    ]
+    tables = _stages(prediction) if len(prediction.stages) else []
+    tables += load_tables(prediction.loads, prediction.calls)
+    tables += [break_even_table(prediction.crossings)] if len(prediction.crossings) else []
+    beside = table("Beside", prediction.beside, (str, "what | how much"), note=_BESIDE)
+    return [*tables, beside] if len(prediction.beside) else tables
 
 
 _BESIDE = (
     "what the system itself counts, and calls of its step that change no number and are no part of the ledger above"
 )
+_PARTS = " | ".join(f"{name}: {name}_bytes" for name in ("parameters", "gradients", "optimizer", "saved", "peak"))
+"""Columns of the memory of a GPU."""
 
 
 def _answer(prediction: Prediction, rows: pd.DataFrame) -> Table:
@@ -112,65 +108,54 @@ def _answer(prediction: Prediction, rows: pd.DataFrame) -> Table:
     return table(
         f"{prediction.text} on {prediction.cluster.name}",
         rows,
-        {
-            "case": ("words", str),
-            "fits": ("fits", text_tables.mark),
-            "tokens/s/GPU": ("tokens_per_s_per_rank", seconds),
-            "tokens/s": ("tokens_per_s", seconds),
-            "GPUs": ("ranks", text_tables.count),
-            "step s": ("step_s", seconds),
-            "needs GiB": ("peak_bytes", gibibytes),
-            **({"why not first": ("lost", str)} if any(rows["lost"]) else {}),
-            "ledger, or why not": ("ledger_or_reason", str),
-        },
-        f"{step_words(rows)}{states}; fastest first, what does not fit by its memory; why not first: time of a GPU for "
-        "a token beside the first one's; ledger: that of the dry run beside the closed form",
+        (str, "case: words"),
+        (mark, "fits"),
+        (seconds, "tokens/s/GPU: tokens_per_s_per_rank | tokens/s: tokens_per_s"),
+        (count, "GPUs: ranks"),
+        (seconds, "step s: step_s"),
+        (gibibytes, "needs GiB: peak_bytes"),
+        (str, "why not first: lost" if any(rows["lost"]) else ""),
+        (str, "ledger, or why not: ledger_or_reason"),
+        note=f"{step_words(rows)}{states}; fastest first, what does not fit by its memory; why not first: time of a "
+        "GPU for a token beside the first one's; ledger: that of the dry run beside the closed form",
     )
 
 
 def _stages(prediction: Prediction) -> list[Table]:
     """Memory by part, then times and bytes, of every stage."""
     assert prediction.pipeline is not None
-    first: dict[str, tuple[str, Callable[[object], str]]] = {"stage": ("stage", str), "layers": ("layers", str)}
-    parts = ("parameters", "gradients", "optimizer", "saved", "peak")
     memory = table(
         "Memory of every stage",
         prediction.stages,
-        {**first, "in flight": ("live", str), **{name: (f"{name}_bytes", gibibytes) for name in parts}},
-        "GiB of a GPU; in flight: the most micro-batches that are forward and not yet backward"
-        + (" (of one chunk each)" if prediction.pipeline.spans and _chunked(prediction.pipeline) else ""),
+        (str, "stage | layers | in flight: live"),
+        (gibibytes, _PARTS),
+        note="GiB of a GPU; in flight: the most micro-batches that are forward and not yet backward"
+        + " (of one chunk each)" * any(span.action.chunk for own in prediction.pipeline.spans for span in own),
     )
     bubble, stated = prediction.pipeline.bubble, prediction.pipeline.bubble_stated
     formula = "none is known" if stated is None else f"{stated:.2%}"
     times = table(
         "Time and messages of every stage",
         prediction.stages,
-        {
-            **first,
-            **{f"{name} s": (f"{name}_s", seconds) for name in ("forward", "backward", "compute", "hidden", "wait")},
-            "messages": ("messages", text_tables.count),
-            "messages GiB": ("message_bytes", gibibytes),
-            "wire GiB": ("wire_bytes", gibibytes),
-            "ledger": ("ledger", str),
-        },
-        f"bubble: {bubble:.2%} of the stages' time; closed form for equal stages and messages that take "
+        (str, "stage | layers"),
+        (seconds, " | ".join(f"{name} s: {name}_s" for name in ("forward", "backward", "compute", "hidden", "wait"))),
+        (count, "messages"),
+        (gibibytes, "messages GiB: message_bytes | wire GiB: wire_bytes"),
+        (str, "ledger"),
+        note=f"bubble: {bubble:.2%} of the stages' time; closed form for equal stages and messages that take "
         f"no time: {formula}; forward, backward: of one micro-batch; the rest of a step; messages: sent to other "
         "stages; one rank of each kind of stage is run",
     )
     return [memory, times]
 
 
-def _chunked(forecast: Forecast) -> bool:
-    return any(span.action.chunk for own in forecast.spans for span in own)
-
-
 def _memory(legal: pd.DataFrame) -> Table:
-    kinds = ("parameters", "gradients", "optimizer", "saved", "peak")
     return table(
         "Memory of a GPU",
         legal,
-        {"case": ("words", str), **{name: (f"{name}_bytes", gibibytes) for name in kinds}},
-        "GiB; saved: for backward; peak: all tensors at once, with those that live for a moment",
+        (str, "case: words"),
+        (gibibytes, _PARTS),
+        note="GiB; saved: for backward; peak: all tensors at once, with those that live for a moment",
     )
 
 
@@ -178,13 +163,11 @@ def _times(legal: pd.DataFrame) -> Table:
     return table(
         "Time of a step",
         legal,
-        {
-            "case": ("words", str),
-            "calls": ("calls", text_tables.count),
-            "wire GiB": ("wire_bytes", gibibytes),
-            **{f"{name} s": (f"{name}_s", seconds) for name in ("compute", "exposed", "hidden")},
-        },
-        "calls and wire bytes (ring model) of a GPU; exposed: it waits for a call; hidden: it computes meanwhile",
+        (str, "case: words"),
+        (count, "calls"),
+        (gibibytes, "wire GiB: wire_bytes"),
+        (seconds, "compute s: compute_s | exposed s: exposed_s | hidden s: hidden_s"),
+        note="calls and wire bytes (ring model) of a GPU; exposed: it waits for a call; hidden: it computes meanwhile",
     )
 
 
@@ -192,36 +175,23 @@ def _phases(shown: pd.DataFrame) -> Table:
     return table(
         "Where communication goes",
         shown,
-        {
-            "case": ("words", str),
-            "phase": ("phase", str),
-            "exposed s": ("exposed_s", seconds),
-            "hidden s": ("hidden_s", seconds),
-        },
-        f"of {_DETAILED} candidates at most, the first ones above",
+        (str, "case: words | phase"),
+        (seconds, "exposed s: exposed_s | hidden s: hidden_s"),
+        note=f"of {_DETAILED} candidates at most, the first ones above",
     )
 
 
 def _as_json(prediction: Prediction) -> dict[str, object]:
+    frames = {"candidates": prediction.rows, "phases": prediction.phases, "break_even": prediction.crossings}
+    frames |= {name: getattr(prediction, name) for name in ("beside", "stages", "loads", "calls")}
     return {
         "case": prediction.text,
         "cluster": prediction.cluster.name,
         "algorithm": prediction.cluster.algorithm,
         "fastest": prediction.fastest,
-        "candidates": _records(prediction.rows),
-        "phases": _records(prediction.phases),
-        "break_even": _records(prediction.crossings),
-        "beside": _records(prediction.beside),
-        "stages": _records(prediction.stages),
-        "loads": _records(prediction.loads),
-        "calls": _records(prediction.calls),
+        **{name: records(frame) for name, frame in frames.items()},
         "assumptions": [prediction.cluster.note, *ASSUMPTIONS],
     }
-
-
-def _records(frame: pd.DataFrame) -> list[dict[str, object]]:
-    known = frame.astype("object").where(frame.notna(), None)
-    return [{str(key): value for key, value in row.items()} for row in known.to_dict("records")]
 
 
 def _write(out: Path, predictions: Sequence[Prediction]) -> Path:

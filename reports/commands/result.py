@@ -4,9 +4,9 @@ import json
 import math
 import os
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import pandas as pd
 
@@ -74,13 +74,11 @@ def _as_json(result: RunResult, run: Run, rows: pd.DataFrame, notes: Sequence[st
 
 
 def _rows(frame: pd.DataFrame) -> list[dict[str, object]]:
-    """The rows as JSON can hold them: what is not known is null, infinity is text."""
-    known = frame.astype("object").where(frame.notna(), None)
-    return [{str(key): _plain(value) for key, value in row.items()} for row in known.to_dict("records")]
-
-
-def _plain(value: object) -> object:
-    return str(value) if isinstance(value, float) and math.isinf(value) else value
+    """The rows as JSON can hold them: infinity is text."""
+    return [
+        {key: str(value) if isinstance(value, float) and math.isinf(value) else value for key, value in row.items()}
+        for row in text_tables.records(frame)
+    ]
 
 
 def show_failures(run: Run, stream: TextIO) -> None:
@@ -89,24 +87,16 @@ def show_failures(run: Run, stream: TextIO) -> None:
     Then a reason for every check that was skipped or could not be decided.
     """
     if (run.verdicts["verdict"] == "fail").any():
-        _show_bugs(run, stream)
+        from reports.stored.failures import bugs, simplest_first  # noqa: PLC0415
+
+        for bug in bugs(simplest_first(run)):
+            show_report("fail", f"fail: {bug.case}", [*bug.message.splitlines(), *filter(None, [bug.follows])], stream)
     for verdict in summary.worst_first(run.verdicts).to_dict("records"):
         if verdict["verdict"] not in ("pass", "fail"):
-            head = f"{_verdict_text(verdict)}: {verdict['case']}"
+            # The check too, which a failure's six lines and a reason to skip do not need.
+            check = f" ({verdict['check']})" if verdict["verdict"] == "unknown" else ""
+            head = f"{verdict['verdict']}{check}: {verdict['case']}"
             show_report(str(verdict["verdict"]), head, str(verdict["message"]).splitlines(), stream)
-
-
-def _show_bugs(run: Run, stream: TextIO) -> None:
-    from reports.stored.failures import bugs, simplest_first  # noqa: PLC0415
-
-    for bug in bugs(simplest_first(run)):
-        show_report("fail", f"fail: {bug.case}", [*bug.message.splitlines(), *filter(None, [bug.follows])], stream)
-
-
-def _verdict_text(verdict: dict[Hashable, Any]) -> str:
-    """The verdict; of an unknown one the check too, which a failure's six lines and a reason to skip do not need."""
-    word, check = verdict["verdict"], verdict["check"]
-    return f"{word} ({check})" if word == "unknown" else str(word)
 
 
 def show_tally(run: Run, stream: TextIO) -> None:

@@ -1,16 +1,15 @@
 """`shardproof run` and `shardproof bench`: a request (reports.options.request) run, its result shown.
 
 Our own code enters here as names that the harness resolves, as any other subject does. Code that shows a result loads
-pandas and is imported after the first case, which need not wait for it.
+pandas, and is imported while another process proves the first cases.
 """
 
 import argparse
 import dataclasses
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import chdir, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,7 +101,11 @@ def _run(request: Request) -> "tuple[RunResult, Run]":
     before = latest.resolve()
     try:
         with ticking(sys.stderr) as tick, _unhindered():
-            result = run(request, partial(_progress, tick))
+            result = run(
+                request,
+                lambda done, total, case, verdict: tick(done, total, progress_text(case), verdict),
+                meanwhile=_load_reports,
+            )
             from reports.commands.result import write_page  # noqa: PLC0415
             from reports.stored.frames import load  # noqa: PLC0415
 
@@ -119,14 +122,10 @@ def _run(request: Request) -> "tuple[RunResult, Run]":
         return result, load(result.path)
 
 
-def _progress(
-    tick: Callable[[int, int, str, str], object], done: int, total: int, case: CaseLike, verdict: str
-) -> None:
-    tick(done, total, progress_text(case), verdict)
-    if done == 1:
-        import reports.commands.result  # noqa: F401, PLC0415
+def _load_reports() -> None:
+    import reports.commands.result  # noqa: F401, PLC0415
 
-        gc.freeze()  # what the first case loads stays too
+    gc.freeze()  # it all stays
 
 
 def progress_text(case: CaseLike) -> str:

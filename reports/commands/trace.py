@@ -65,16 +65,16 @@ def trace_events(run: Run) -> Iterator[Slice]:
     ledger, spans = _in_a_row(run.ledger.astype(text), run.spans)
     for rank, events in ledger.groupby("rank", sort=True):
         pid = int(str(rank))
-        yield _named("process_name", pid, _PROGRAM, f"rank {pid}")
-        yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": _PROGRAM, "args": {"sort_index": pid}}
-        yield _named("thread_name", pid, _PROGRAM, "program")
+        yield meta("process_name", pid, _PROGRAM, name=f"rank {pid}")
+        yield meta("process_sort_index", pid, _PROGRAM, sort_index=pid)
+        yield meta("thread_name", pid, _PROGRAM, name="program")
         ordered = events.sort_values(["case_start_us", "call_index"], kind="stable")
         yield from _program(ordered, pid)
         tracks: dict[str, int] = {}
         yield from _computed(spans[spans["rank"] == rank], pid, tracks)
         yield from _calls(ordered, pid, tracks)
         for name, tid in tracks.items():
-            yield _named("thread_name", pid, tid, name)
+            yield meta("thread_name", pid, tid, name=name)
         yield from _counters(ordered, pid)
 
 
@@ -101,8 +101,9 @@ def _in_a_row(ledger: pd.DataFrame, spans: pd.DataFrame) -> tuple[pd.DataFrame, 
     )
 
 
-def _named(what: str, pid: int, tid: int, name: str) -> Slice:
-    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
+def meta(what: str, pid: int, tid: int, **args: Any) -> Slice:
+    """An entry that describes a process or a track."""
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
 
 
 def _slice(pid: int, tid: int, name: str, category: str, start_us: float, end_us: float, **args: Any) -> Slice:

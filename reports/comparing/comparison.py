@@ -74,7 +74,7 @@ def _by_place(events: pd.DataFrame) -> dict[EventSite, dict[What, Cells]]:
 def _changes(old: Mapping[What, Cells], now: Mapping[What, Cells]) -> Iterator[_EventChange]:
     gone = {what: cells - now.get(what, Counter()) for what, cells in old.items()}
     fresh = {what: cells - old.get(what, Counter()) for what, cells in now.items()}
-    pairs = ((_distance(a, b), a, b) for a, b in product(gone, fresh) if a != b)
+    pairs = ((sum(x != y for x, y in zip(a, b, strict=True)), a, b) for a, b in product(gone, fresh) if a != b)
     for _, before, after in sorted(pairs, key=lambda pair: pair[0]):
         if shared := gone[before] & fresh[after]:
             gone[before], fresh[after] = gone[before] - shared, fresh[after] - shared
@@ -83,18 +83,14 @@ def _changes(old: Mapping[What, Cells], now: Mapping[What, Cells]) -> Iterator[_
     yield from (_EventChange(base=None, new=what, cells=cells) for what, cells in fresh.items() if cells)
 
 
-def _distance(one: What, other: What) -> int:
-    return sum(a != b for a, b in zip(one, other, strict=True))
-
-
 def _row(place: EventSite, change: _EventChange) -> tuple[object, ...]:
     what = change.base or change.new or ()
     calls = _most(change.cells)
     kind = "new" if change.base is None else "gone" if change.new is None else "changed"
-    sizes = (_part(side, "payload_bytes") if side else 0 for side in (change.base, change.new))
+    sizes = (int(str(side[WHAT.index("payload_bytes")])) if side else 0 for side in (change.base, change.new))
     amounts = calls * (change.base is not None), calls * (change.new is not None)
     spans = (span({cell[axis] for cell in change.cells}) for axis in range(3))
-    labels = dict(zip(WHAT, what, strict=True))["axis"], _in_words(place[4], change)
+    labels = what[WHAT.index("axis")], _in_words(place[4], change)
     return kind, *place, *labels, *amounts, *(calls * size for size in sizes), *spans
 
 
@@ -104,10 +100,6 @@ def _most(cells: Cells) -> int:
     for (rank, _, _), calls in cells.items():
         ranks[rank] += calls
     return max(ranks.values())
-
-
-def _part(what: What, name: str) -> int:
-    return int(str(dict(zip(WHAT, what, strict=True))[name]))
 
 
 def _in_words(op: str, change: _EventChange) -> str:
@@ -128,7 +120,9 @@ def _value(value: object) -> str:
 
 def totals(events: pd.DataFrame) -> pd.DataFrame:
     """case, mode, phase, rank, calls, payload_bytes of a snapshot's events: everything added up."""
-    steps, micros = (events[name].map(_size).astype("int64") for name in ("steps", "microbatches"))
+    steps, micros = (
+        events[name].map(lambda text: len(members(text))).astype("int64") for name in ("steps", "microbatches")
+    )
     cells = steps * micros * events["calls"]  # of no events too: then `map` alone would leave text
     frame = events[["case", "mode", "phase"]].assign(
         calls=cells, payload_bytes=cells * events["payload_bytes"], rank=events["ranks"].map(members)
@@ -136,10 +130,6 @@ def totals(events: pd.DataFrame) -> pd.DataFrame:
     each = frame.explode("rank").astype({"rank": "int64"})
     sums = each.groupby(["case", "mode", "phase", "rank"], observed=True, sort=False)[["calls", "payload_bytes"]].sum()
     return sums.reset_index()
-
-
-def _size(text: str) -> int:
-    return len(members(text))
 
 
 _KEYS = ["mode", "phase"]

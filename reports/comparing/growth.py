@@ -89,12 +89,9 @@ def break_even_table(crossings: pd.DataFrame) -> Table:
     return table(
         "Break-even",
         crossings,
-        (
-            ("cheaper beyond T*", "mode", str),
-            ("than", "other", str),
-            ("T* (tokens)", "tokens", whole),
-            ("MiB there", "wire_bytes", mebibytes),
-            ("counted", "counted", str),
-        ),
+        (str, "cheaper beyond T*: mode | than: other"),
+        (whole, "T* (tokens): tokens"),
+        (mebibytes, "MiB there: wire_bytes"),
+        (str, "counted"),
         note="wire bytes of one rank, a micro-batch; layers: without all-to-alls, embedding and head; all: everything",
     )

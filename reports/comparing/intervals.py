@@ -98,7 +98,9 @@ def _measured(base: pd.DataFrame, new: pd.DataFrame, measure: str) -> Iterator[t
         left, right = left.loc[shared], right.loc[shared]
         drift = (right.median() / left.median()).dropna()
         for phase in left.columns:
-            beside = _middle(drift.drop(phase, errors="ignore"), _meetings(left, right, phase))
+            spent = left.gt(0) & right.gt(0)
+            meetings = spent[spent[phase]].sum()  # by phase, the micro-batches in which both spent time in it and here
+            beside = _middle(drift.drop(phase, errors="ignore"), meetings)
             both = left[phase].gt(0) & right[phase].gt(0)
             if beside:
                 both &= left[beside].gt(0) & right[beside].gt(0)
@@ -106,7 +108,8 @@ def _measured(base: pd.DataFrame, new: pd.DataFrame, measure: str) -> Iterator[t
             clock = ratio_of_medians(here[phase].to_numpy(), there[phase].to_numpy())
             one, two = ((times[phase] / times[beside] if beside else times[phase]) for times in (here, there))
             apart = ratio_of_medians(one.to_numpy(), two.to_numpy())
-            change = _word(apart)
+            change = "slower" if apart.low > 1 else "faster" if apart.high < 1 else "~"
+            change = "too few" if math.isnan(apart.ratio) else change
             where = _mostly(old, now, str(phase), column, clock.ratio / apart.ratio) if change == "slower" else ""
             medians = here[phase].median(), there[phase].median()
             interval = apart.ratio, apart.low, apart.high, change, where
@@ -118,12 +121,6 @@ def _blocks(times: pd.DataFrame, column: str) -> pd.DataFrame:
     return times.pivot_table(index=_BLOCK, columns="phase", values=column, aggfunc="sum", observed=True)
 
 
-def _meetings(left: pd.DataFrame, right: pd.DataFrame, phase: str) -> pd.Series:
-    """By phase, the micro-batches in which both sides spent time in it and in this one."""
-    spent = left.gt(0) & right.gt(0)
-    return spent[spent[phase]].sum()
-
-
 def _middle(drift: pd.Series, meetings: pd.Series) -> str:
     """The phase whose change is the middle one, the greater of two middles: whatever became faster alone is not it.
 
@@ -132,12 +129,6 @@ def _middle(drift: pd.Series, meetings: pd.Series) -> str:
     often = meetings.reindex(drift.index)
     ranked = drift[often == often.max()].sort_values(kind="stable")
     return str(ranked.index[len(ranked) // 2]) if len(ranked) else ""
-
-
-def _word(interval: Interval) -> str:
-    if math.isnan(interval.ratio):
-        return "too few"
-    return "slower" if interval.low > 1 else "faster" if interval.high < 1 else "~"
 
 
 def _mostly(base: pd.DataFrame, new: pd.DataFrame, phase: str, column: str, drift: float) -> str:

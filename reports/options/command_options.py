@@ -14,8 +14,16 @@ SLICED = "parallel.slicing.words:Sliced"
 
 def add_others(add: Callable[..., argparse.ArgumentParser], truth: str, timeout: str) -> None:
     """Add every command but `run`. `truth` and `timeout` are the meanings of options that `run` has too."""
-    add_record(add("record", help="record a training program as it is: torchrun, accelerate launch, python ..."))
-    add_hang(add("hang", help="after a hang: which ranks parted from the others, at which call, module and line"))
+    record = add("record", help="record a training program as it is: torchrun, accelerate launch, python ...")
+    record.usage = "shardproof record [options] -- COMMAND ..."
+    record.description = "Run a command and record the collectives of every rank that it starts into one run folder."
+    record.epilog = "example: shardproof record --steps 10:20 -- torchrun --nproc-per-node 4 train.py --lr 0.1"
+    add_options(record)
+    record.add_argument("program", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="the command, after --")
+    hang = add("hang", help="after a hang: which ranks parted from the others, at which call, module and line")
+    hang.description = "Compare what every rank did last. Exit status 1 when ranks parted, 0 when none did."
+    hang.epilog = "example: shardproof hang runs/latest   or   shardproof hang /tmp/nccl_trace_rank_*"
+    hang.add_argument("dumps", nargs="+", metavar="DUMP", help="a run folder of `record`, or Flight Recorder files")
     show = add("show", help="the tables of a run again")
     _add_compare(add("compare", help="regression report of two runs; one run alone: its modes against each other"))
     page = add("page", help="one self-contained HTML file of a run")
@@ -27,8 +35,8 @@ def add_others(add: Callable[..., argparse.ArgumentParser], truth: str, timeout:
     trace.add_argument("-o", dest="output", metavar="FILE", help="where to write it (trace.json there); .gz is packed")
     _add_faults(add("faults", help="plant bugs one at a time: which check notices which"), truth, timeout)
     _add_predict(add("predict", help="time, memory and bytes at any size, without running it; which mode, and where"))
-    add_slice(add("slice", help="what every rank holds of each tensor that DeepSpeed slices; cut a checkpoint"))
-    add_checkpoint(add("checkpoint", help="compare two checkpoints of any layouts, tensor by tensor"))
+    _add_slice(add("slice", help="what every rank holds of each tensor that DeepSpeed slices; cut a checkpoint"))
+    _add_checkpoint(add("checkpoint", help="compare two checkpoints of any layouts, tensor by tensor"))
     expect = add("expect", help="what a case of a run did, as terms to paste into a subject")
     expect.description = "Print the calls that a run recorded as Python: a function expected(case) of shardproof.Terms."
     expect.epilog = "example: shardproof expect runs/latest --short"
@@ -130,8 +138,7 @@ def _add_predict(predict: argparse.ArgumentParser) -> None:
     predict.add_argument("--json", action="store_true", help="the result as JSON on stdout, and nothing else there")
 
 
-def add_checkpoint(checkpoint: argparse.ArgumentParser) -> None:
-    """Add what `shardproof checkpoint` takes."""
+def _add_checkpoint(checkpoint: argparse.ArgumentParser) -> None:
     checkpoint.description = (
         "Compare two checkpoints of any layouts, full tensor by full tensor: parameters, the optimizer's states, "
         "counters, random streams. Exit status 1 when they differ."
@@ -143,8 +150,7 @@ def add_checkpoint(checkpoint: argparse.ArgumentParser) -> None:
     checkpoint.add_argument("--json", action="store_true", help="the result as JSON on stdout, and nothing else there")
 
 
-def add_slice(slices: argparse.ArgumentParser) -> None:
-    """Add what `shardproof slice` takes."""
+def _add_slice(slices: argparse.ArgumentParser) -> None:
     slices.description = "Cut a model over ranks as DeepSpeed does where it is right, and print what each rank holds."
     slices.epilog = 'example: shardproof slice "family=opt hidden=768 heads=12 tp=2" --check model.safetensors'
     slices.add_argument("words", nargs="+", metavar="WORDS", help="one model, key=value words in quotes (help slice)")
@@ -156,22 +162,6 @@ def add_slice(slices: argparse.ArgumentParser) -> None:
         help="a checkpoint (once for each of its files): cut for all ranks, joined, compared bit for bit",
     )
     slices.add_argument("--json", action="store_true", help="the result as JSON on stdout, and nothing else there")
-
-
-def add_record(record: argparse.ArgumentParser) -> None:
-    """Add what `shardproof record` takes."""
-    record.usage = "shardproof record [options] -- COMMAND ..."
-    record.description = "Run a command and record the collectives of every rank that it starts into one run folder."
-    record.epilog = "example: shardproof record --steps 10:20 -- torchrun --nproc-per-node 4 train.py --lr 0.1"
-    add_options(record)
-    record.add_argument("program", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="the command, after --")
-
-
-def add_hang(hang: argparse.ArgumentParser) -> None:
-    """Add what `shardproof hang` takes."""
-    hang.description = "Compare what every rank did last. Exit status 1 when ranks parted, 0 when none did."
-    hang.epilog = "example: shardproof hang runs/latest   or   shardproof hang /tmp/nccl_trace_rank_*"
-    hang.add_argument("dumps", nargs="+", metavar="DUMP", help="a run folder of `record`, or Flight Recorder files")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

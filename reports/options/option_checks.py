@@ -18,10 +18,10 @@ from harness.errors import RequestError
 from harness.protocols import CaseLike
 
 
-def with_data(case: CaseLike, path: str) -> CaseLike:
-    """The case with this text as its data. Raises RequestError where the case language has no such path."""
+def with_data(cases: Sequence[CaseLike], path: str | None) -> tuple[CaseLike, ...]:
+    """The cases with this text, if any, as their data. Raises RequestError where the case language has no such path."""
     try:
-        return case.but(data=path)
+        return tuple(cases) if path is None else tuple(case.but(data=path) for case in cases)
     except ValueError as problem:
         raise RequestError(str(problem)) from problem
 

@@ -47,7 +47,10 @@ def _check_predict(arguments: argparse.Namespace) -> None:
         _check_texts(arguments)
     arguments.subject = named(arguments.subject)
     if vocabulary(arguments.subject) is not None:
-        _check_own_texts(arguments)
+        if arguments.world is not None:
+            rule = f"searches meshes for cases of our decoder, and {arguments.subject.name} has words of its own"
+            raise RequestError(f"world={arguments.world}: {rule}; legal: no --world, every CASE with its axes")
+        cases_of(arguments.cases, arguments.subject)
     elif not ours:
         _check_texts(arguments)
 
@@ -58,13 +61,6 @@ def _check_texts(arguments: argparse.Namespace) -> None:
         check_words(" ".join(words))
         if arguments.world is None and any(word.startswith("mode=") for word in words):
             read_case(" ".join(words))
-
-
-def _check_own_texts(arguments: argparse.Namespace) -> None:
-    if arguments.world is not None:
-        rule = f"searches meshes for cases of our decoder, and {arguments.subject.name} has words of its own"
-        raise RequestError(f"world={arguments.world}: {rule}; legal: no --world, every CASE with its axes")
-    cases_of(arguments.cases, arguments.subject)
 
 
 def _check_slice(arguments: argparse.Namespace) -> None:

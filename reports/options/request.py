@@ -31,6 +31,14 @@ from harness.subject import (
     truth_of,
     vocabulary,
 )
+from reports.options.option_checks import (
+    check_data,
+    check_target,
+    complete_experiment,
+    profiled_steps,
+    profiled_tools,
+    with_data,
+)
 
 LAUNCHED = "torchrun"
 """The engine whose ranks were launched with us: all run this command, and rank 0 alone does the work."""
@@ -64,7 +72,7 @@ def requested(arguments: argparse.Namespace) -> Request:
         if arguments.device == "cuda" and not import_module("torch").cuda.is_available():
             raise RequestError("device=cuda: this machine offers no CUDA device; legal: --device cpu")
         cases = given or _defaults(arguments, subject)
-        steps = _steps(arguments, cases)
+        steps = profiled_steps(arguments, cases)
         _read_first(unsaved(admitted(cases, arguments.engine)))
     most = 1 if arguments.cases else min(2, os.cpu_count() or 1)
     return Request(
@@ -75,7 +83,7 @@ def requested(arguments: argparse.Namespace) -> Request:
         out=out,
         timeout_s=seconds(arguments.timeout, "timeout"),
         command=tuple(sys.argv),
-        profile=_tools(arguments),
+        profile=profiled_tools(arguments),
         profile_steps=steps,
         processes=most if getattr(arguments, "isolated", False) else 0,
         fail_fast=arguments.fail_fast,
@@ -110,47 +118,16 @@ def _read_first(cases: Sequence[CaseLike]) -> None:
             raise RequestError(f"{word}{problem}") from problem
 
 
-def _with_data(cases: Iterable[CaseLike], path: str) -> tuple[CaseLike, ...]:
-    from reports.options.option_checks import with_data  # noqa: PLC0415
-
-    return tuple(with_data(case, path) for case in cases)
-
-
 def _options_checked(arguments: argparse.Namespace) -> None:
     """Check every rule that needs neither the subject nor torch."""
     if arguments.emit_repro is not None:
-        from reports.options.option_checks import check_target  # noqa: PLC0415
-
         check_target(arguments.emit_repro)
-    if arguments.preset_experiment:
-        from reports.options.option_checks import complete_experiment  # noqa: PLC0415
-
-        complete_experiment(arguments)
+    complete_experiment(arguments)
     seconds(arguments.timeout, "timeout")
-    _tools(arguments)
+    profiled_tools(arguments)
     _check_choice(arguments)
     if arguments.data is not None:
-        from reports.options.option_checks import check_data  # noqa: PLC0415
-
         check_data(arguments.data)
-
-
-def _tools(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """The tools that watch the run."""
-    if arguments.profile is None:
-        return ()
-    from reports.options.option_checks import profiled_tools  # noqa: PLC0415
-
-    return profiled_tools(arguments)
-
-
-def _steps(arguments: argparse.Namespace, cases: Sequence[CaseLike]) -> range | None:
-    """The steps that they watch of each of these cases, None for all."""
-    if arguments.profile_steps is None:
-        return None
-    from reports.options.option_checks import profiled_steps  # noqa: PLC0415
-
-    return profiled_steps(arguments, cases)
 
 
 def _given(arguments: argparse.Namespace, subject: NamedSubject | None = None) -> tuple[CaseLike, ...]:
@@ -162,9 +139,8 @@ def _given(arguments: argparse.Namespace, subject: NamedSubject | None = None) -
     cases = parse_cases(arguments.cases) if subject is None else cases_of(arguments.cases, subject)
     if arguments.variant is not None:
         cases = _as_variant(cases, arguments.variant, given=True)
-    if arguments.data is not None:
-        cases = _with_data(cases, arguments.data)
-    _steps(arguments, cases)
+    cases = with_data(cases, arguments.data)
+    profiled_steps(arguments, cases)
     check_saved(cases)
     return cases
 
@@ -187,9 +163,7 @@ def _defaults(arguments: argparse.Namespace, subject: NamedSubject) -> tuple[Cas
     if arguments.variant is not None:  # one case of a mode shows it, or none
         cases = tuple({case.mode: case for case in reversed(cases)}.values())[::-1]
         cases = _as_variant(cases, arguments.variant, given=False)
-    if arguments.data is not None:
-        cases = _with_data(cases, arguments.data)
-    return cases
+    return with_data(cases, arguments.data)
 
 
 def _checkpoint(arguments: argparse.Namespace) -> str:

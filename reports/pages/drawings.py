@@ -222,7 +222,8 @@ def timeline(calls: pd.DataFrame, title: str) -> str:
     drawn = [phase for phase in PHASE_COLOURS if (calls["phase"] == phase).any()]
     for (phase, op, size, region), alike in calls.groupby(_CALL, observed=True, sort=False):
         path = "".join(
-            _rectangle(_LEFT + (start - start_us) * scale, rows[rank] + (9 if later else 2), spent * scale, later)
+            f"M{_LEFT + (start - start_us) * scale:.1f} {rows[rank] + (9 if later else 2):.0f}h"
+            f"{(wide := max(spent * scale, 0.6)):.1f}v{8 if later else 14}h-{wide:.1f}z"  # thinner is not seen
             for rank, start, spent, later in zip(
                 alike["rank"], alike["start_us"], alike["duration_us"], alike["is_async"], strict=True
             )
@@ -246,9 +247,3 @@ def timeline(calls: pd.DataFrame, title: str) -> str:
     label = escape(f"{title}: {len(calls)} calls on {len(ranks)} ranks in {spent_us / 1000:,.3g} ms")
     box = f'viewBox="0 0 {_WIDTH:.0f} {height:.0f}" width="{_WIDTH:.0f}" height="{height:.0f}"'
     return f'<svg role="img" aria-label="{label}" class="timeline" {box}>{"".join(parts)}</svg>'
-
-
-def _rectangle(x: float, y: float, width: float, later: bool) -> str:
-    """A rectangle as a part of a path; thinner than a pixel it would not be seen."""
-    width, tall = max(width, 0.6), 8 if later else 14
-    return f"M{x:.1f} {y:.0f}h{width:.1f}v{tall}h-{width:.1f}z"

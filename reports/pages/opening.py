@@ -11,7 +11,6 @@ from reports.printing.text_tables import NOTHING, Table, count
 from reports.stored.files import recorded
 from reports.stored.frames import Run
 
-_VERDICTS = ("pass", "fail", "unknown")
 _LABELS = {"pass": "passed", "fail": "failed", "unknown": "unknown"}
 _MOST = 20
 """Features beyond which a picture of their pairs is not read."""
@@ -25,8 +24,8 @@ def figures(run: Run, headline: pd.DataFrame) -> tuple[Figure, ...]:
     Seconds are those of all cases together, which several processes may share.
     """
     verdicts = headline["verdict"].value_counts()
-    headline_figures = [(str(int(verdicts.get(word, 0))), _LABELS[word], word) for word in _VERDICTS]
-    headline_figures = [(number, label, word if number != "0" else "") for number, label, word in headline_figures]
+    counts = {word: int(verdicts.get(word, 0)) for word in _LABELS}
+    headline_figures = [(str(count), _LABELS[word], word if count else "") for word, count in counts.items()]
     ranks = headline["ranks"].dropna()
     if len(ranks):
         least, most = count(ranks.min()), count(ranks.max())
@@ -56,17 +55,11 @@ def pairs(cases: Iterable[tuple[str, str]], features_of: Callable[[str], Iterabl
     columns = [name for name in names if not name.startswith("mode=")]
     if len(names) < 2 or not columns or len(columns) > _MOST:
         return None
-    rows = tuple((name, *(_cell(name, other, alone, both) for other in columns)) for name in names)
-    missing = sum(cell == NOTHING for row in rows for cell in row)
-    note = "passed cases that have both; on the diagonal those that have the feature" + (
-        f"; {NOTHING}: no case of this run" if missing else ""
-    )
+    numbers = [[alone[name] if name == other else both[name, other] for other in columns] for name in names]
+    rows = tuple((name, *(str(one or NOTHING) for one in row)) for name, row in zip(names, numbers, strict=True))
+    note = "passed cases that have both; on the diagonal those that have the feature"
+    note += "" if all(map(all, numbers)) else f"; {NOTHING}: no case of this run"
     return Table(title="Pairs of features that passed together", headers=("feature", *columns), rows=rows, note=note)
-
-
-def _cell(name: str, other: str, alone: Counter[str], both: Counter[tuple[str, str]]) -> str:
-    number = alone[name] if name == other else both[name, other]
-    return str(number) if number else NOTHING
 
 
 def program(run: Run) -> dict[str, Any]:

@@ -21,11 +21,11 @@ from harness.cases import read_case
 from harness.dense_model import SUBJECT
 from harness.errors import RequestError
 from harness.resolve import resolve
-from reports.comparing.modes import modes_table, side_by_side
 from reports.pages import drawings, opening
 from reports.pages.drawings import Node, by_module, last_micro_batch, timeline, tree
 from reports.printing import text_tables
 from reports.printing.calls import calls_table
+from reports.printing.modes import modes_table, side_by_side
 from reports.printing.text_tables import Table, mebibytes
 from reports.stored import summary
 from reports.stored.files import csv_table, profiled
@@ -83,7 +83,7 @@ def render(run: Run) -> str:
     environment.filters["mebibytes"] = mebibytes
     template, parts = environment.get_template("page.html"), _parts(run)
     for rows in _MOST_ROWS:
-        shown = {name: _cut(part, _SOURCES.get(name, ""), rows) for name, part in parts.items()}
+        shown = parts | {name: _cut(parts[name], source, rows) for name, source in _SOURCES.items()}
         text = template.render(shown, most=rows)
         if len(text.encode()) <= _MOST_BYTES:
             break
@@ -91,10 +91,13 @@ def render(run: Run) -> str:
 
 
 def _cut(part: object, source: str, rows: int) -> object:
-    """A table, or several, with at most this many rows."""
-    if source and isinstance(part, list):
-        return [_first_rows(table, source, rows) for table in part]
-    return _first_rows(part, source, rows) if source and isinstance(part, Table) else part
+    """A table, or several, with at most this many rows; None is none."""
+    if isinstance(part, list):
+        return [_cut(table, source, rows) for table in part]
+    if not isinstance(part, Table) or len(part.rows) <= rows:
+        return part
+    note = f"{rows:,} of {len(part.rows):,} rows; all of them stand in {source}"
+    return replace(part, rows=part.rows[:rows], note=f"{part.note}; {note}" if part.note else note)
 
 
 def _parts(run: Run) -> dict[str, object]:
@@ -139,7 +142,7 @@ def _parts(run: Run) -> dict[str, object]:
         "timelines": _timelines(run),
         "kills": _kills(run.path / "kill_matrix.csv"),
         "verdicts": text_tables.verdict_table(verdicts),
-        "environment": _environment(run.env),
+        "environment": Table(title="Environment", headers=("what", "value"), rows=tuple(_flat("", run.env))),
     }
 
 
@@ -168,9 +171,17 @@ def _growth(run: Run) -> dict[str, object]:
     """Bytes against tokens, where a run has cases of several lengths."""
     if len(run.cases) < _FEWEST_OF_GROWTH:
         return {"plots": [], "break_even": None}
-    from reports.pages.growth import growth_parts  # noqa: PLC0415
+    from reports.comparing.growth import break_even_table, compared, crossings, growth  # noqa: PLC0415
 
-    return growth_parts(run)
+    sizes, crossed = growth(run), compared(run)
+    table = break_even_table(crossed) if len(crossed) else None
+    if not len(sizes):
+        return {"plots": [], "break_even": table}
+    from reports.pages import plots  # noqa: PLC0415  (matplotlib takes half a second to import, and few runs need it)
+
+    svg = plots.break_even(sizes, crossings(sizes), "Bytes against tokens")
+    caption = "Wire bytes of one rank in the layers, a micro-batch; all-to-alls, embedding and head left out."
+    return {"plots": [_Plot(svg=Markup(svg), caption=caption)], "break_even": table}
 
 
 def _pipelines(run: Run) -> list[_Plot]:
@@ -225,10 +236,9 @@ def _kills(path: Path) -> Table | None:
     kills = kills.assign(survived=alive.map({True: "no", False: "yes"})).sort_values(
         "survived", kind="stable", ignore_index=True
     )
-    shown = [name for name in _KILL_COLUMNS if name in kills]
-    columns = [(header, name, text_tables.mark) for name, header in _KILL_COLUMNS.items() if name in shown]
+    columns = " | ".join(f"{header}: {name}" for name, header in _KILL_COLUMNS.items() if name in kills)
     killed = f"{(~alive).sum()} of {len(kills)} planted bugs were noticed"
-    return text_tables.table("Kill matrix", kills, columns, note=killed)
+    return text_tables.table("Kill matrix", kills, (text_tables.mark, columns), note=killed)
 
 
 def _traffic(run: Run) -> list[Table]:
@@ -250,9 +260,8 @@ def _stated(run: Run) -> list[Table]:
     if run.env.get("request", {}).get("subject") != SUBJECT:
         return []
     ours: Any = resolve(SUBJECT)
-    return [
-        calls_table(str(case), ours.expected(case)) for case in _readable(run.cases.drop_duplicates("mode")["case"])
-    ]
+    firsts = _readable(run.cases.drop_duplicates("mode")["case"])
+    return [calls_table(str(case), ours.expected(case)) for case in firsts]
 
 
 def _pairs(run: Run, headline: pd.DataFrame) -> Table | None:
@@ -272,17 +281,6 @@ def _readable(texts: Iterable[object]) -> Iterator[Any]:
     for text in texts:
         with suppress(RequestError):
             yield read_case(str(text))
-
-
-def _first_rows(table: Table, source: str, rows: int) -> Table:
-    if len(table.rows) <= rows:
-        return table
-    note = f"{rows:,} of {len(table.rows):,} rows; all of them stand in {source}"
-    return replace(table, rows=table.rows[:rows], note=f"{table.note}; {note}" if table.note else note)
-
-
-def _environment(env: dict[str, Any]) -> Table:
-    return Table(title="Environment", headers=("what", "value"), rows=tuple(_flat("", env)))
 
 
 def _flat(prefix: str, values: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -1,7 +1,7 @@
-"""How a prediction changes with the load of experts: memory by stage, and bytes by stage and call. Sizes are bytes.
+"""How a prediction changes with the load of experts: memory by stage, bytes by stage and call, as frames and tables.
 
 A load is the words of a case that say where tokens go. The predicted rank is the first of its stage, which holds the
-experts that a skew loads. No other rank computes, keeps or returns more rows.
+experts that a skew loads. No other rank computes, keeps or returns more rows. Sizes are bytes.
 """
 
 import re
@@ -12,6 +12,7 @@ import pandas as pd
 
 from harness.predicting.figures import Forecast, Traffic
 from reports.predicting import pipelines
+from reports.printing.text_tables import Table, count, gibibytes, table
 
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 """The number of a layer in a path."""
@@ -63,3 +64,34 @@ def _sums(sent: Traffic) -> _Sums:
         counted[key] += number
         sizes[key] += number * line.payload_bytes
     return {key: (counted[key], sizes[key]) for key in counted}
+
+
+_BUSIEST = "of a step, on the rank of a stage that holds the experts which a skew loads"
+
+
+def load_tables(memory: pd.DataFrame, calls: pd.DataFrame) -> list[Table]:
+    """Tables of `memory` and `calls`, a column for every load; none where no load is said."""
+    made = []
+    loads = [str(load) for load in dict.fromkeys(calls["load"])]
+    if len(memory) and len(loads) > 1:
+        sizes = memory[["stage", "layers"]].drop_duplicates()
+        for load, of_load in memory.groupby("load"):
+            named = {f"{part}_bytes": f"{part}_bytes {load}" for part in ("saved", "peak")}
+            sizes = sizes.merge(of_load.rename(columns=named)[["stage", *named.values()]], on="stage")
+        names = " | ".join(
+            f"{part} {_short(load)}: {part}_bytes {load}" for part in ("saved", "peak") for load in loads
+        )
+        title, note = "Memory of every stage by load", f"GiB; {_BUSIEST}"
+        made.append(table(title, sizes, (str, "stage | layers"), (gibibytes, names), note=note))
+    if len(calls):
+        order = calls[[*CALL, "calls"]].drop_duplicates()
+        sent = calls.pivot(index=[*CALL, "calls"], columns="load", values="payload_bytes").reset_index()
+        shown = order.merge(sent, how="left", on=[*CALL, "calls"]).rename(columns=_short)
+        columns = (str, " | ".join(CALL)), (count, "calls"), (gibibytes, " | ".join(map(_short, loads)))
+        note = f"GiB that a rank hands over; {_BUSIEST}"
+        made.append(table("Bytes of every stage and call", shown, *columns, note=note))
+    return made
+
+
+def _short(load: str) -> str:
+    return load.replace("routing=", "")

@@ -62,15 +62,9 @@ def write_trace(forecast: Forecast, path: Path) -> None:
 def _events(forecast: Forecast) -> Iterator[dict[str, Any]]:
     drawn = spans(forecast)
     for stage in forecast.stages:
-        name = f"stage {stage.index}: {stage.layers} layers"
-        yield {"ph": "M", "name": "process_name", "pid": stage.index, "tid": 0, "args": {"name": name}}
-        yield {
-            "ph": "M",
-            "name": "process_sort_index",
-            "pid": stage.index,
-            "tid": 0,
-            "args": {"sort_index": stage.index},
-        }
+        about = {"name": f"stage {stage.index}: {stage.layers} layers", "sort_index": stage.index}
+        for what, value in about.items():
+            yield {"ph": "M", "name": f"process_{what}", "pid": stage.index, "tid": 0, "args": {what: value}}
         own = drawn[drawn["stage"] == stage.index].to_dict("records")
         ended_s = 0.0
         for row in own:

@@ -68,7 +68,7 @@ def candidates(text: str, subject: Subject, *, world: int | None = None, inner: 
     if world is not None and world < 1:
         raise RequestError(f"world={world}: must be at least 1; legal: --world 8")
     rest = [word for word in kept if not word.startswith("mode=")]
-    rest += [] if _says(text, "dtype") else [DTYPE]
+    rest += [] if "dtype" in stated_words(text) else [DTYPE]
     if world is not None:
         rest = [word for word in rest if word.partition("=")[0] not in ("tp", "dp", "wp")]
         world = _left(world, rest)
@@ -125,10 +125,6 @@ def stated_words(text: str) -> dict[str, str]:
     return {key: value for key, _, value in (word.partition("=") for word in text.split())}
 
 
-def _says(text: str, key: str) -> bool:
-    return any(word.startswith(f"{key}=") for word in text.split())
-
-
 def candidate(text: str, words: str, subject: Subject) -> Candidate:
     """The case of this text, or the rule that it breaks."""
     load = " ".join(word for word in text.split() if word.partition("=")[0] in _LOAD)
@@ -138,7 +134,7 @@ def candidate(text: str, words: str, subject: Subject) -> Candidate:
         return Candidate(text=text, words=words, case=None, reason=str(problem.__cause__), load=load)
     reason = refusal(case, named(subject)) or _countless(case)
     plain = isinstance(case, PlainCase)
-    states = None if plain or _says(text, "optimizer") else mixed_adamw(case.dtype)
+    states = None if plain or "optimizer" in stated_words(text) else mixed_adamw(case.dtype)
     return Candidate(text=text, words=words, case=None if reason else case, reason=reason, states=states, load=load)
 
 

@@ -4,7 +4,7 @@ Several texts are one prediction: their candidates side by side. Sizes are bytes
 step; nothing is printed here.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from reports.predicting import loads, pipelines
 from reports.predicting.answers import reasons
 from reports.predicting.planning import DTYPE, LOADS, Candidate, candidates, chooses, growth, stated_words
 from reports.predicting.suggesting import estimates
+from reports.printing.text_tables import figure
 
 _GIB = 2**30
 _SUGGESTED = 3
@@ -79,9 +80,10 @@ def predict(
         found = candidates(text, subject, world=world, inner=inner)
     made: list[tuple[Candidate, Forecast | None]] = []
     for number, candidate in enumerate(found):
-        made.append((candidate, _forecast(candidate, subject, cluster, engine, whole=len(found) == 1)))
+        one = _measured(candidate, subject, cluster, engine, whole=len(found) == 1) if candidate.case else None
+        made.append((candidate, one))
         tick(number + 1, len(found), candidate.text, "" if candidate.case else "illegal")
-    made.sort(key=_place)
+    made.sort(key=lambda pair: _place(_row(*pair)))
     rows = _frame([_row(candidate, one) for candidate, one in made])
     rows = rows.assign(lost=reasons(rows, cluster))
     legal = [one for _, one in made if one is not None]
@@ -123,12 +125,6 @@ def _beside(legal: Sequence[Forecast], subject: Subject) -> pd.DataFrame:
     return pd.DataFrame(found, columns=["what", "how much"])
 
 
-def _forecast(
-    candidate: Candidate, subject: Subject, cluster: Cluster, engine: DryEngine, *, whole: bool
-) -> Forecast | None:
-    return None if candidate.case is None else _measured(candidate, subject, cluster, engine, whole=whole)
-
-
 def _measured(
     candidate: Candidate, subject: Subject, cluster: Cluster, engine: DryEngine, *, whole: bool = False
 ) -> Forecast:
@@ -141,13 +137,14 @@ def _measured(
         raise RequestError(f"case {candidate.text!r}: cannot be run dry: {problem.cause}") from problem
 
 
-def _place(made: tuple[Candidate, Forecast | None]) -> tuple[int, float]:
+def _place(row: Mapping[Any, Any]) -> tuple[int, float]:
     """Fastest first; what does not fit behind what does, by what it needs; what cannot be last, as requested."""
-    one = made[1]
-    if one is None:
+    if row["legal"] != "yes":
         return 2, 0.0
-    slowness = -one.tokens_per_s_per_rank if one.tokens else one.step_s
-    return (0, slowness) if one.fits else (1, one.memory.peak)
+    if row["fits"] != "yes":
+        return 1, float(row["peak_bytes"])
+    speed = row["tokens_per_s_per_rank"]
+    return 0, float(row["step_s"]) if pd.isna(speed) else -float(speed)
 
 
 def _frame(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
@@ -155,9 +152,9 @@ def _frame(rows: Sequence[dict[str, Any]]) -> pd.DataFrame:
     return pd.DataFrame(rows).assign(**{name: pd.array([row[name] for row in rows], dtype="Int64") for name in _WHOLE})
 
 
-def _row(candidate: Candidate, one: Forecast | None) -> dict[str, object]:
+def _row(candidate: Candidate, one: Forecast | None) -> dict[str, Any]:
     """The row of a candidate; numbers are missing where it cannot be. Sizes in bytes, times in seconds."""
-    row: dict[str, object] = {"words": candidate.words, "case": candidate.text, "legal": "yes" if one else "no"}
+    row: dict[str, Any] = {"words": candidate.words, "case": candidate.text, "legal": "yes" if one else "no"}
     row["reason"] = candidate.reason
     row["mode"] = one.case.mode if one else candidate.words.split()[0].removeprefix("mode=")
     row["ranks"] = one.case.world_size if one else None
@@ -219,11 +216,6 @@ def answer(rows: pd.DataFrame, cluster: Cluster, *, suggested: bool = False) -> 
     )
 
 
-def figure(value: float, digits: int = 3) -> str:
-    """A number with this many significant digits, never fewer than those before its point."""
-    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
-
-
 def _states(made: Iterable[tuple[Candidate, Forecast | None]]) -> str:
     """Bytes that training keeps of every parameter, in words."""
     for candidate, one in made:
@@ -246,10 +238,11 @@ def together(predictions: Sequence[Prediction]) -> Prediction:
     short = {text: " ".join(word for word in text.split() if word not in shared) or text for text in texts}
     rows = pd.concat([one.rows.assign(words=[short[case] for case in one.rows["case"]]) for one in predictions])
     rows = rows.drop_duplicates("case", ignore_index=True)
-    places = [_place_of_row(row) for row in rows.to_dict("records")]
+    places = [_place(row) for row in rows.to_dict("records")]
     rows = rows.iloc[sorted(range(len(rows)), key=places.__getitem__)].reset_index(drop=True)
     rows = rows.assign(lost=reasons(rows, predictions[0].cluster))
-    phases = [one.phases.replace({"words": _renamed(one, short)}) for one in predictions]
+    renamed = [dict(zip(one.rows["words"], one.rows["case"].map(short), strict=True)) for one in predictions]
+    phases = [one.phases.replace({"words": words}) for one, words in zip(predictions, renamed, strict=True)]
     first = predictions[0]
     return replace(
         first,
@@ -267,17 +260,3 @@ def together(predictions: Sequence[Prediction]) -> Prediction:
         calls=first.calls.head(0),
         curves={},
     )
-
-
-def _renamed(prediction: Prediction, short: dict[str, str]) -> dict[str, str]:
-    return {str(row["words"]): short[str(row["case"])] for row in prediction.rows.to_dict("records")}
-
-
-def _place_of_row(row: Mapping[Hashable, Any]) -> tuple[int, float]:
-    """As in one prediction: what fits by its speed, what does not by what it needs, what cannot be."""
-    if row["legal"] != "yes":
-        return 2, 0.0
-    if row["fits"] != "yes":
-        return 1, float(row["peak_bytes"])
-    speed = row["tokens_per_s_per_rank"]
-    return 0, float(row["step_s"]) if pd.isna(speed) else -float(speed)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from reports.printing.text_tables import Table, count, table
+from reports.printing.text_tables import Table, count, table, three
 from reports.stored.files import csv_table
 
 _TYPES = {"case": "str", "step": "int64", "module": "str", "expert": "int64", "rows": "int64"}
@@ -17,17 +17,9 @@ def expert_tables(folder: Path) -> list[Table]:
     rows = csv_table(folder / "experts.csv", _TYPES, tuple(_TYPES), [])
     places = rows.groupby(["case", "module"], sort=False)
     frame = pd.DataFrame([{**dict(zip(("case", "module"), key, strict=True)), **_place(part)} for key, part in places])
-    columns = (
-        ("case", "case", str),
-        ("module", "module", str),
-        ("rows", "rows", count),
-        ("by expert", "by_expert", str),
-        ("busiest", "busiest", str),
-        ("balance", "balance", _three),
-        ("worst step", "worst", _three),
-    )
+    columns = (str, "case | module"), (count, "rows"), (str, "by expert: by_expert | busiest")
     note = "tokens that go to each expert, of all ranks, micro-batches and steps; balance: the busiest over the mean"
-    return [table("Rows of experts", frame, columns, note=note)]
+    return [table("Rows of experts", frame, *columns, (three, "balance | worst step: worst"), note=note)]
 
 
 def _place(rows: pd.DataFrame) -> dict[str, object]:
@@ -42,7 +34,3 @@ def _place(rows: pd.DataFrame) -> dict[str, object]:
         "balance": every.max() / every.mean() if every.sum() else 1.0,
         "worst": (steps.max() / steps.mean()).max() if every.sum() else 1.0,
     }
-
-
-def _three(value: object) -> str:
-    return f"{float(str(value)):.3g}"

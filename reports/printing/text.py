@@ -5,11 +5,11 @@ GITHUB_STEP_SUMMARY names a file, the headline table is appended there as markdo
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Literal, Protocol, TextIO
+from typing import TYPE_CHECKING, Literal, TextIO
 
 from rich import box
 from rich.console import Console
@@ -60,7 +60,8 @@ def _drawn(table: "Table", columns: Sequence[int], width: int) -> RichTable:
         size = _narrowest(table, column) + needs[column]
         drawn.add_column(table.headers[column], justify=justify, width=size, overflow="fold")
     for row in table.rows:
-        drawn.add_row(*(_styled(row[column]) for column in columns))
+        cells = (row[column] for column in columns)
+        drawn.add_row(*(f"[{STYLES[cell]}]{cell}[/]" if cell in STYLES else escape(cell) for cell in cells))
     return drawn
 
 
@@ -100,39 +101,25 @@ def _widest(table: "Table", column: int) -> int:
     return max(map(len, (table.headers[column], *(row[column] for row in table.rows))))
 
 
-def _styled(cell: str) -> str:
-    style = STYLES.get(cell)
-    return f"[{style}]{cell}[/]" if style else escape(cell)
-
-
 def plain(table: "Table") -> str:
     """The table in aligned columns of plain text: title, headers, a rule, rows, note."""
     lines = [table.headers, *table.rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(table.headers))]
-    body = [_aligned(line, widths, table.numbers) for line in lines]
+    sides = [">" if column in table.numbers else "<" for column in range(len(widths))]
+    form = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
+    body = [form.format(*line).rstrip() for line in lines]
     rule = "  ".join("-" * width for width in widths)
     note = [table.note] if table.note else []
     return "\n".join([table.title, body[0], rule, *body[1:], *note]) + "\n"
 
 
-def _aligned(cells: tuple[str, ...], widths: list[int], numbers: frozenset[int]) -> str:
-    parts = (
-        cell.rjust(width) if column in numbers else cell.ljust(width)
-        for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    )
-    return "  ".join(parts).rstrip()
-
-
 def markdown(table: "Table") -> str:
     """The table as GitHub markdown; a bar or a line end in a cell cannot break it."""
     rule = ["---:" if column in table.numbers else "---" for column in range(len(table.headers))]
-    lines = [list(table.headers), rule, *([_in_markdown(cell) for cell in row] for row in table.rows)]
+    safe = str.maketrans({"\\": "\\\\", "|": "\\|", "<": "&lt;", "\n": " "})
+    lines = [list(table.headers), rule, *([cell.translate(safe) for cell in row] for row in table.rows)]
     note = f"\n{table.note}\n" if table.note else ""
     return f"### {table.title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n" + note
-
-
-def _in_markdown(cell: str) -> str:
-    return cell.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
 
 
 def append_step_summary(table: "Table", where: str, environment: Mapping[str, str]) -> bool:
@@ -190,19 +177,20 @@ def _folded(line: str, width: int, indent: int = 0) -> str:
     return fill(line, width, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)
 
 
-class Ticker(Protocol):
-    """A listener to progress."""
-
-    def __call__(self, done: int, total: int, case: str, verdict: str) -> None:
-        """A case is done: how many of how many, which it was, its verdict."""
-        ...
+Ticker = Callable[[int, int, str, str], object]
+"""A listener to progress. A case is done: how many of how many, which it was, its verdict."""
 
 
 @contextmanager
 def ticking(stream: TextIO) -> Iterator[Ticker]:
     """A progress bar in a terminal, one line a case elsewhere; yields what is called for every finished case."""
     if not stream.isatty():
-        yield lambda done, total, case, verdict: _tick_line(stream, done, total, case, verdict)
+
+        def line(done: int, total: int, case: str, verdict: str) -> None:
+            stream.write(shortened(f"[{done:{len(str(total))}}/{total}] {verdict:7} {case}".rstrip(), _LINE) + "\n")
+            stream.flush()
+
+        yield line
         return
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=Console(file=stream), transient=True, refresh_per_second=4) as bar:
@@ -210,11 +198,6 @@ def ticking(stream: TextIO) -> Iterator[Ticker]:
         yield lambda done, total, case, verdict: bar.update(
             task, completed=done, total=total, description=shortened(f"{verdict} {case}".strip(), _BESIDE_BAR)
         )
-
-
-def _tick_line(stream: TextIO, done: int, total: int, case: str, verdict: str) -> None:
-    stream.write(shortened(f"[{done:{len(str(total))}}/{total}] {verdict:7} {case}".rstrip(), _LINE) + "\n")
-    stream.flush()
 
 
 def shortened(text: str, length: int) -> str:

@@ -4,8 +4,9 @@ Bytes are written in MiB (2**20), errors with three significant digits, "-" stan
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
@@ -87,24 +88,51 @@ def few(value: object) -> str:
     return f"{first} and {len(more)} more" if more else first or NOTHING
 
 
-_NUMBERS = (count, whole, mebibytes, milliseconds, small, pair)
+def figure(value: float, digits: int = 3) -> str:
+    """A number with this many significant digits, never fewer than those before its point."""
+    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+
+
+def seconds(value: object) -> str:
+    """Seconds with four digits."""
+    return NOTHING if _absent(value) else figure(float(str(value)), 4)
+
+
+def gibibytes(value: object) -> str:
+    """Bytes as GiB with three digits."""
+    return NOTHING if _absent(value) else figure(float(str(value)) / 2**30)
+
+
+def three(value: object) -> str:
+    """A number with three digits at most."""
+    return NOTHING if _absent(value) else f"{float(str(value)):.3g}"
+
+
+def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """The rows as JSON can hold them, by column: what is not known is null."""
+    known = frame.astype("object").where(frame.notna(), None)
+    return [{str(key): value for key, value in row.items()} for row in known.to_dict("records")]
+
+
+_NUMBERS = (count, whole, mebibytes, milliseconds, small, pair, seconds, gibibytes)
 """The writers whose columns align right."""
+Columns = tuple[Callable[[object], str], str]
+"""How to write columns, and which: "header: column | ...", or the header alone where the column has its name."""
 
 
 def _absent(value: object) -> bool:
     return value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value))
 
 
-def table(
-    title: str, frame: pd.DataFrame, columns: Sequence[tuple[str, str, Callable[[object], str]]], note: str = ""
-) -> Table:
-    """A table of these columns of the frame: (header, column, how to write a value). Numbers align right."""
-    cells = [[write(value) for value in frame[column].astype("object")] for _, column, write in columns]
+def table(title: str, frame: pd.DataFrame, *columns: Columns, note: str = "") -> Table:
+    """A table of these columns of the frame, from left to right. Numbers align right."""
+    named = [(*name.partition(": "), write) for write, names in columns for name in names.split(" | ") if name]
+    cells = [[write(value) for value in frame[column or header].astype("object")] for header, _, column, write in named]
     return Table(
         title=title,
-        headers=tuple(header for header, _, _ in columns),
+        headers=tuple(header for header, *_ in named),
         rows=tuple(zip(*cells, strict=True)),
-        numbers=frozenset(i for i, (_, _, write) in enumerate(columns) if write in _NUMBERS),
+        numbers=frozenset(place for place, (*_, write) in enumerate(named) if write in _NUMBERS),
         note=note,
     )
 
@@ -121,18 +149,13 @@ def headline_table(headline: pd.DataFrame) -> Table:
     return table(
         _compared(headline),
         frame,
-        (
-            ("mode", "mode", str),
-            ("ranks", "ranks", count),
-            ("calls fwd / bwd", "both_calls", pair),
-            ("MiB per rank", "payload_bytes", mebibytes),
-            ("expected", "expected_payload_bytes", mebibytes),
-            ("saved", "saved_bytes", mebibytes),
-            ("max error / allowed", "both_errors", pair),
-            ("decided", "tensors_decided", pair),
-            ("verdict", "verdict", str),
-            ("case", "own_words", mark),
-        ),
+        (str, "mode"),
+        (count, "ranks"),
+        (pair, "calls fwd / bwd: both_calls"),
+        (mebibytes, "MiB per rank: payload_bytes | expected: expected_payload_bytes | saved: saved_bytes"),
+        (pair, "max error / allowed: both_errors | decided: tensors_decided"),
+        (str, "verdict"),
+        (mark, "case: own_words"),
         note="calls and MiB (payload): one rank, the whole run; saved: the most MiB that autograd held on a rank; "
         "error: the check that came closest to its limit; decided: tensors found right or wrong"
         + (f"; every case: {shared}" if shared else ""),
@@ -163,17 +186,12 @@ def grouped_table(headline: pd.DataFrame) -> Table:
     return table(
         _compared(headline),
         frame,
-        (
-            ("mode", "mode", str),
-            ("ranks", "ranks", count),
-            ("cases", "cases", count),
-            ("calls fwd / bwd", "both_calls", pair),
-            ("MiB per rank", "payload", pair),
-            ("as expected", "met", pair),
-            ("saved", "saved_bytes", mebibytes),
-            ("max error / allowed", "both_errors", pair),
-            ("verdict", "verdict_of_cases", str),
-        ),
+        (str, "mode"),
+        (count, "ranks | cases"),
+        (pair, "calls fwd / bwd: both_calls | MiB per rank: payload | as expected: met"),
+        (mebibytes, "saved: saved_bytes"),
+        (pair, "max error / allowed: both_errors"),
+        (str, "verdict: verdict_of_cases"),
         note="calls and MiB (payload): one rank, the whole run, the least to the most of these cases; as expected: "
         "cases with the bytes of the closed form; saved: the most MiB that autograd held on a rank; error: the check "
         "that came closest to its limit",
@@ -205,19 +223,12 @@ def traffic_table(traffic: pd.DataFrame, title: str = "Calls and bytes beside th
     return table(
         title,
         traffic,
-        (
-            ("mode", "mode", str),
-            ("ranks", "ranks", count),
-            ("phase", "phase", str),
-            ("op", "op", str),
-            ("axis", "axis", str),
-            ("calls", "calls", count),
-            ("expected", "expected_calls", count),
-            ("payload MiB", "payload_bytes", mebibytes),
-            ("expected MiB", "expected_payload_bytes", mebibytes),
-            ("wire MiB", "wire_bytes", mebibytes),
-            ("agrees", "agrees", mark),
-        ),
+        (str, "mode"),
+        (count, "ranks"),
+        (str, "phase | op | axis"),
+        (count, "calls | expected: expected_calls"),
+        (mebibytes, "payload MiB: payload_bytes | expected MiB: expected_payload_bytes | wire MiB: wire_bytes"),
+        (mark, "agrees"),
         note="one rank; payload: what calls hand over, expected: the same by closed form, wire: what the rank sends "
         "then (ring model); cases of one mode on as many ranks are added up; agrees: every rank with its own "
         "expectation, line by line in every case",
@@ -229,16 +240,9 @@ def verdict_table(verdicts: pd.DataFrame, title: str = "Verdicts") -> Table:
     return table(
         title,
         verdicts,
-        (
-            ("verdict", "verdict", str),
-            ("check", "check", str),
-            ("case", "case", str),
-            ("worst tensor", "worst_name", str),
-            ("error", "worst_error", small),
-            ("allowed", "worst_allowed", small),
-            ("in epsilons", "worst_epsilons", small),
-            ("not checked", "unchecked", few),
-        ),
+        (str, "verdict | check | case | worst tensor: worst_name"),
+        (small, "error: worst_error | allowed: worst_allowed | in epsilons: worst_epsilons"),
+        (few, "not checked: unchecked"),
     )
 
 
@@ -247,16 +251,11 @@ def pipeline_table(measured: pd.DataFrame, cores: str) -> Table:
     return table(
         "Pipelines",
         measured,
-        (
-            ("case", "case", str),
-            ("ranks", "ranks", count),
-            ("step", "step", count),
-            ("ms", "step_us", milliseconds),
-            ("bubble", "bubble", percent),
-            ("closed form", "bubble_stated", percent),
-            ("calls ms", "calls_us", milliseconds),
-            ("overlapped ms", "overlapped_us", milliseconds),
-        ),
+        (str, "case"),
+        (count, "ranks | step"),
+        (milliseconds, "ms: step_us"),
+        (percent, "bubble | closed form: bubble_stated"),
+        (milliseconds, "calls ms: calls_us | overlapped ms: overlapped_us"),
         note="last step, from the first forward to the last backward; bubble: the share of the ranks' time in which "
         "they compute no forward or backward; closed form: equal stages, messages that take no time, a core for each "
         f"rank, and here all ranks shared {cores} cores: times are those of this machine; calls: asynchronous ones of "

@@ -1,10 +1,8 @@
 """A recorded program as tables and sentences: what `show` prints and the page has in place of verdicts."""
 
-from collections.abc import Callable
-
 import pandas as pd
 
-from reports.printing.text_tables import Table, count, mark, mebibytes, milliseconds, table
+from reports.printing.text_tables import Columns, Table, count, mark, mebibytes, milliseconds, table, three
 from reports.programs import figures, speed
 from reports.programs.speed import beside
 from reports.stored.files import about_ranks
@@ -34,16 +32,10 @@ def overview(run: Run) -> Table:
     return table(
         "Recorded program",
         frame,
-        (
-            ("program", "program", str),
-            ("ranks", "ranks", count),
-            ("steps", "steps", count),
-            ("micro-batches", "microbatches", count),
-            ("calls", "calls", count),
-            ("payload MiB", "payload", mebibytes),
-            ("wire MiB", "wire", mebibytes),
-            ("ms a step", "step_us", milliseconds),
-        ),
+        (str, "program"),
+        (count, "ranks | steps | micro-batches: microbatches | calls"),
+        (mebibytes, "payload MiB: payload | wire MiB: wire"),
+        (milliseconds, "ms a step: step_us"),
         note="calls and MiB: the rank that has most, all recorded steps; ms a step: the median over steps of the "
         f"slowest rank, from first forward to first forward; {NO_CASE}",
     )
@@ -65,17 +57,11 @@ def _traffic(run: Run) -> Table:
     return table(
         "Calls and bytes",
         figures.traffic(run),
-        (
-            ("phase", "phase", str),
-            ("op", "op", str),
-            ("axis", "axis", str),
-            ("ranks", "group_size", count),
-            ("calls", "calls", count),
-            ("a step", "per_step", _half),
-            ("payload MiB", "payload_bytes", mebibytes),
-            ("wire MiB", "wire_bytes", mebibytes),
-            ("ms in calls", "in_calls_us", milliseconds),
-        ),
+        (str, "phase | op | axis"),
+        (count, "ranks: group_size | calls"),
+        (_half, "a step: per_step"),
+        (mebibytes, "payload MiB: payload_bytes | wire MiB: wire_bytes"),
+        (milliseconds, "ms in calls: in_calls_us"),
         note="one rank, the one that has most; a step: calls in the median step; wire: what the rank sends (ring "
         "model); ms in calls: mean over ranks, of calls that are waited for at once (0 for others and on GPUs)",
     )
@@ -83,69 +69,62 @@ def _traffic(run: Run) -> Table:
 
 def _exchanges(run: Run) -> list[Table]:
     frame = figures.exchanges(run)
-    columns: tuple[tuple[str, str, Callable[[object], str]], ...] = (
-        ("module", "region", mark),
-        ("phase", "phase", str),
-        ("axis", "axis", str),
-        ("calls", "calls", count),
-        ("rows", "rows", count),
-        ("most to rank", "busiest", count),
-        ("rows to it", "busiest_rows", count),
-        ("MiB to it", "busiest_bytes", mebibytes),
-        ("balance", "balance", _three),
-        ("worst", "worst", _three),
+    if not len(frame):
+        return []
+    exchanged = table(
+        "Rows sent by uneven all-to-alls",
+        frame,
+        (mark, "module: region"),
+        (str, "phase | axis"),
+        (count, "calls | rows | most to rank: busiest | rows to it: busiest_rows"),
+        (mebibytes, "MiB to it: busiest_bytes"),
+        (three, "balance | worst"),
+        note="of all ranks and recorded steps; balance: rows to that rank over the mean over ranks; worst: the same "
+        "within one exchange; which expert of a rank a row is for is not in a call",
     )
-    note = (
-        "of all ranks and recorded steps; balance: rows to that rank over the mean over ranks; worst: the same within "
-        "one exchange; which expert of a rank a row is for is not in a call"
-    )
-    return [table("Rows sent by uneven all-to-alls", frame, columns, note=note)] if len(frame) else []
+    return [exchanged]
 
 
 def _bandwidth(run: Run) -> list[Table]:
     frame = speed.bandwidth(run)
-    shown = frame.assign(share=frame["share"] * 100)
-    columns: tuple[tuple[str, str, Callable[[object], str]], ...] = (
-        ("op", "op", str),
-        ("axis", "axis", str),
-        ("ranks", "group_size", count),
-        ("calls", "calls", count),
-        ("GB/s", "gb_s", _three),
-        *((("link", "link", mark), ("of link %", "share", _three)) if frame["link"].any() else ()),
+    if not len(frame):
+        return []
+    known = bool(frame["link"].any())
+    measured = table(
+        "Bandwidth",
+        frame.assign(share=frame["share"] * 100),
+        (str, "op | axis"),
+        (count, "ranks: group_size | calls"),
+        (three, "GB/s: gb_s"),
+        (mark, "link" * known),
+        (three, "of link %: share" * known),
+        note="what one rank sends (ring model), 1e9 bytes, over the time inside calls that are waited for at once, "
+        "waiting for late ranks included; of link: of what the stated cluster's link gives one rank",
     )
-    note = (
-        "what one rank sends (ring model), 1e9 bytes, over the time inside calls that are waited for at once, waiting "
-        "for late ranks included; of link: of what the stated cluster's link gives one rank"
-    )
-    return [table("Bandwidth", shown, columns, note=note)] if len(frame) else []
+    return [measured]
 
 
 def _speed(run: Run) -> list[Table]:
     rows = list(speed.speed(run))
+    frame = pd.DataFrame(rows, columns=["what", "how much"])
     note = "a step: the median over steps of the slowest rank"
-    frame = pd.DataFrame(rows, columns=["what", "much"])
-    return [table("Speed", frame, (("what", "what", str), ("how much", "much", str)), note=note)] if rows else []
+    return [table("Speed", frame, (str, "what | how much"), note=note)] if rows else []
 
 
 def _beside(run: Run) -> list[Table]:
     frame, about = beside(run)
-    columns = (
-        ("op", "op", str),
-        ("ranks", "group_size", count),
-        ("calls", "calls", _half),
-        ("predicted", "predicted_calls", _half),
-        ("payload MiB", "payload_bytes", mebibytes),
-        ("predicted MiB", "predicted_bytes", mebibytes),
-    )
     if not about:
         return []
-    frame = frame if len(frame) else pd.DataFrame({name: [] for _, name, _ in columns})
-    note = f"rank 0, a step; predicted: the closed form of {run.env['stated']['case']!r}; {about}"
-    return [table("Beside its case", frame, columns, note=note)]
-
-
-def _three(value: object) -> str:
-    return "-" if value != value else f"{float(str(value)):.3g}"  # noqa: PLR0124  (NaN)
+    compared = table(
+        "Beside its case",
+        frame,
+        (str, "op"),
+        (count, "ranks: group_size"),
+        (_half, "calls | predicted: predicted_calls"),
+        (mebibytes, "payload MiB: payload_bytes | predicted MiB: predicted_bytes"),
+        note=f"rank 0, a step; predicted: the closed form of {run.env['stated']['case']!r}; {about}",
+    )
+    return [compared]
 
 
 def _half(value: object) -> str:
@@ -159,16 +138,11 @@ def _modules(run: Run) -> Table:
     return table(
         "Modules",
         shown,
-        (
-            ("module", "folded", mark),
-            ("modules", "layers", count),
-            ("forward", "forward", count),
-            ("backward", "backward", count),
-            *_messages(frame),
-            ("other", "other", count),
-            ("payload MiB", "payload_bytes", mebibytes),
-            ("wire MiB", "wire_bytes", mebibytes),
-        ),
+        (mark, "module: folded"),
+        (count, "modules: layers | forward | backward"),
+        _messages(frame),
+        (count, "other"),
+        (mebibytes, "payload MiB: payload_bytes | wire MiB: wire_bytes"),
         note=f"calls and bytes of the rank that has most; numbers in paths are drawn together as *; -: no module{more}",
     )
 
@@ -179,27 +153,22 @@ def _ranks(run: Run) -> Table:
     return table(
         "Ranks",
         frame,
-        (
-            ("rank", "rank", count),
-            ("calls", "calls", count),
-            *_messages(frame),
-            ("async", "async_calls", count),
-            ("wire MiB", "wire_bytes", mebibytes),
-            ("ms exposed", "exposed_us", milliseconds),
-            ("ms late", "late_us", milliseconds),
-            ("last %", "latest", _half_percent),
-            ("host MiB", "host_bytes", mebibytes),
-            ("device MiB", "device_bytes", mebibytes),
-        ),
+        (count, "rank | calls"),
+        _messages(frame),
+        (count, "async: async_calls"),
+        (mebibytes, "wire MiB: wire_bytes"),
+        (milliseconds, "ms exposed: exposed_us | ms late: late_us"),
+        (_half_percent, "last %: latest"),
+        (mebibytes, "host MiB: host_bytes | device MiB: device_bytes"),
         note="exposed: inside calls that are waited for at once; async: calls whose duration is not known; late: "
         "median time behind the first rank of the group, over collectives; last: share of them in which it came last; "
         f"host and device: most memory of the process{clock}",
     )
 
 
-def _messages(frame: pd.DataFrame) -> tuple[tuple[str, str, Callable[[object], str]], ...]:
+def _messages(frame: pd.DataFrame) -> Columns:
     """The columns of sends and receives, where a program has such messages."""
-    return (("send", "send", count), ("recv", "recv", count)) if frame[["send", "recv"]].any(axis=None) else ()
+    return count, "send | recv" if frame[["send", "recv"]].any(axis=None) else ""
 
 
 _NO_CLOCK = "; lateness is not known, since ranks are on machines with clocks of their own"

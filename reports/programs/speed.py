@@ -77,14 +77,15 @@ def beside(run: Run) -> tuple[pd.DataFrame, str]:
     Calls and bytes are those of rank 0 in the median recorded step, and in the closed form of the case.
     """
     text = str(run.env.get("stated", {}).get("case", ""))
+    names = ["op", "group_size", "calls", "payload_bytes", "predicted_calls", "predicted_bytes"]
     if not text:
-        return pd.DataFrame(), ""
+        return pd.DataFrame(columns=names), ""
     try:
         case = read_case(text)
         predicted = _stated_calls(case)
         time = _time_beside(run, case)
     except ShardproofError as problem:
-        return pd.DataFrame(), f"case {text!r} is not compared: {problem}"
+        return pd.DataFrame(columns=names), f"case {text!r} is not compared: {problem}"
     recorded = _recorded_calls(run)
     nothing = (0.0, 0.0)
     rows = [
@@ -92,7 +93,6 @@ def beside(run: Run) -> tuple[pd.DataFrame, str]:
         for kind in sorted({*recorded, *predicted})
         if recorded.get(kind, nothing)[0] or kind in predicted
     ]
-    names = ["op", "group_size", "calls", "payload_bytes", "predicted_calls", "predicted_bytes"]
     return pd.DataFrame(rows, columns=names), time
 
 

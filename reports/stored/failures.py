@@ -50,23 +50,28 @@ class Bug:
 
 def bugs(verdicts: pd.DataFrame) -> list[Bug]:
     """The failed verdicts of a run (columns case, check, verdict, message) by first place, in their own order."""
-    failed = verdicts[verdicts["verdict"] == "fail"]
     found = []
+    for first, *rest in _by_first_place(verdicts[verdicts["verdict"] == "fail"]):
+        cases: dict[str, set[str]] = {}
+        for row in rest:
+            cases.setdefault(row["check"], set()).add(row["case"])
+        place = {name: first[name] for name in ("case", "check", "message")}
+        others = {check: len(own) for check, own in cases.items()}
+        found.append(Bug(**place, others=others, cases=len(set().union(*cases.values()))))
+    return found
+
+
+def _by_first_place(failed: pd.DataFrame) -> list[list[dict[str, str]]]:
+    """Failed verdicts as rows, those with one first place together, in the order in which they are stored."""
+    if failed.empty:
+        return []
     from harness.diagnosing.failure_lines import site  # noqa: PLC0415
 
-    for _, group in failed.groupby(failed["message"].map(site), sort=False):
-        first, rest = group.iloc[0], group.iloc[1:]
-        others = rest.groupby("check", sort=False)["case"].nunique()
-        found.append(
-            Bug(
-                case=str(first["case"]),
-                check=str(first["check"]),
-                message=str(first["message"]),
-                others={str(check): int(count) for check, count in others.items()},
-                cases=int(rest["case"].nunique()),
-            )
-        )
-    return found
+    found: dict[str, list[dict[str, str]]] = {}
+    for row in failed.to_dict("records"):
+        line = {str(key): str(value) for key, value in row.items()}
+        found.setdefault(site(line["message"]), []).append(line)
+    return list(found.values())
 
 
 def simplest_first(run: Run) -> pd.DataFrame:
@@ -139,15 +144,8 @@ def groups(failed: pd.DataFrame, folder: Path, ledger: pd.DataFrame) -> list[Gro
     """Failed checks (rows of `Run.verdicts`) by their first place, in the order in which they are stored; `ledger` has
     the calls of the run.
     """
-    if failed.empty:
-        return []
-    from harness.diagnosing.failure_lines import site  # noqa: PLC0415
-
-    by_site: dict[str, list[dict[str, str]]] = {}
-    for row in failed.to_dict("records"):
-        line = {str(key): str(value) for key, value in row.items()}
-        by_site.setdefault(site(line["message"]), []).append(line)
-    drawn = maps(folder, {row["case"] for rows in by_site.values() for row in rows[:1]})
+    by_place = _by_first_place(failed)
+    drawn = maps(folder, {rows[0]["case"] for rows in by_place})
     return [
         Group(
             place=_place(rows[0]["message"]),
@@ -159,7 +157,7 @@ def groups(failed: pd.DataFrame, folder: Path, ledger: pd.DataFrame) -> list[Gro
             others=tuple(rows[1:]),
             called_at=_called_at(ledger[ledger["case"] == rows[0]["case"]], _place(rows[0]["message"])),
         )
-        for rows in by_site.values()
+        for rows in by_place
     ]
 
 

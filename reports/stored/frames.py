@@ -40,6 +40,11 @@ _SUMMARY_TYPES = (
     | dict.fromkeys(("group_size", *_COUNTS), "int64")
     | dict.fromkeys(_EXPECTED, "Int64")
 )
+_VERDICT_TYPES = (
+    dict.fromkeys(("case", "check", "verdict", "worst_name"), "str")
+    | dict.fromkeys(("worst_error", "worst_allowed", "worst_epsilons"), "float64")
+    | dict.fromkeys(("message", "unchecked", "decided"), "str")
+)
 _MEMORY_TYPES = {"case": "str", "rank": "int64", "saved_bytes": "int64"}
 _NUMBERS = ("micro", "chunk", "start_us", "end_us", "call_index")
 _SPAN_TYPES = {"case": "str", "rank": "int64", "step": "int64", "kind": "str"} | {
@@ -166,27 +171,16 @@ def _verdicts(path: Path, notes: list[str]) -> pd.DataFrame:
         if not isinstance(worst, dict):
             raise RunFolderError(f"{path}: `worst` must be an object with name, error, allowed, in epsilons")
         rows.append(
-            {
-                "case": row["case"],
-                "check": row["check"],
-                "verdict": row["verdict"],
-                "worst_name": str(worst.get("name", "")),
-                "worst_error": _number(worst.get("error")),
-                "worst_allowed": _number(worst.get("allowed")),
-                "worst_epsilons": _number(worst.get("epsilons", worst.get("in epsilons"))),
-                "message": str(row.get("message") or ""),
-                "unchecked": "; ".join(map(str, row.get("unchecked") or ())),
-                "decided": _decided(path, row.get("decided") or {}),
-            }
+            (
+                *(row["case"], row["check"], row["verdict"], str(worst.get("name", ""))),
+                *(_number(worst.get("error")), _number(worst.get("allowed"))),
+                _number(worst.get("epsilons", worst.get("in epsilons"))),
+                str(row.get("message") or ""),
+                "; ".join(map(str, row.get("unchecked") or ())),
+                _decided(path, row.get("decided") or {}),
+            )
         )
-    text, number = pd.Series(dtype="str"), pd.Series(dtype="float64")
-    empty = {n: text for n in ("case", "check", "verdict", "worst_name")}
-    empty |= {n: number for n in ("worst_error", "worst_allowed", "worst_epsilons")} | {
-        "message": text,
-        "unchecked": text,
-        "decided": text,
-    }
-    return pd.DataFrame(rows) if rows else pd.DataFrame(empty)
+    return pd.DataFrame(rows, columns=[*_VERDICT_TYPES]).astype(_VERDICT_TYPES)
 
 
 def _decided(path: Path, counts: object) -> str:

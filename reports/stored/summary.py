@@ -7,7 +7,7 @@ measured where ranks are real processes, not where they take turns. Times are mi
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import pandas as pd
 
@@ -208,37 +208,23 @@ def measured(run: Run) -> pd.DataFrame:
     stated = pd.to_numeric(run.cases.set_index("case").reindex(columns=["bubble_stated"])["bubble_stated"])
     rows = []
     for case, spans in last_steps(run).items():
-        computed = spans[spans["kind"].isin(_COMPUTED)]
+        lasted_us, is_computed = spans["end_us"] - spans["start_us"], spans["kind"].isin(_COMPUTED)
+        computed = spans[is_computed]
         whole_us = float(computed["end_us"].max() - computed["start_us"].min())
         ranks = computed["rank"].nunique()
-        calls = spans[~spans["kind"].isin(_COMPUTED)]
-        rows.append(
-            {
-                "case": case,
-                "ranks": ranks,
-                "step": int(spans["step"].iloc[0]),
-                "step_us": whole_us,
-                "bubble": 1 - float((computed["end_us"] - computed["start_us"]).sum()) / (ranks * whole_us),
-                "bubble_stated": float(stated.get(case, math.nan)),
-                "calls_us": float((calls["end_us"] - calls["start_us"]).sum()),
-                "overlapped_us": overlapped_us(spans),
-            }
-        )
-    columns = ("case", "ranks", "step", "step_us", "bubble", "bubble_stated", "calls_us", "overlapped_us")
-    return pd.DataFrame(rows, columns=list(columns))
+        bubble = 1 - float(lasted_us[is_computed].sum()) / (ranks * whole_us)
+        share = bubble, float(stated.get(case, math.nan))
+        calls_us = float(lasted_us[~is_computed].sum())
+        rows.append((case, ranks, int(spans["step"].iloc[0]), whole_us, *share, calls_us, overlapped_us(spans)))
+    columns = ["case", "ranks", "step", "step_us", "bubble", "bubble_stated", "calls_us", "overlapped_us"]
+    return pd.DataFrame(rows, columns=columns)
 
 
 def overlapped_us(spans: pd.DataFrame) -> float:
     """For how long calls of these spans were under way while their own rank computed, all calls added up."""
     found = 0.0
     for _, own in spans.groupby("rank"):
-        computed = own[own["kind"].isin(_COMPUTED)]
-        found += sum(
-            _common_us(call, computed["start_us"].tolist(), computed["end_us"].tolist())
-            for call in own[~own["kind"].isin(_COMPUTED)][["start_us", "end_us"]].itertuples(index=False, name=None)
-        )
+        times = own[["start_us", "end_us"]].set_axis(own["kind"].isin(_COMPUTED))
+        computed, calls = (list(times[times.index == kind].itertuples(index=False)) for kind in (True, False))
+        found += sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in calls for b in computed)
     return found
-
-
-def _common_us(call: tuple[float, float], starts: Sequence[float], ends: Sequence[float]) -> float:
-    return sum(max(0.0, min(call[1], end) - max(call[0], start)) for start, end in zip(starts, ends, strict=True))

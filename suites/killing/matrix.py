@@ -205,8 +205,7 @@ def kills(plans: Sequence[KillPlan], subject: NamedSubject, *, processes: int = 
                 yield from _killed(plan, subject, engine)
         return
     # Spawned, not forked: a fork would copy locks that the threads of an engine hold.
-    context = get_context("spawn")
-    pool = ProcessPoolExecutor(processes, mp_context=context, initializer=spawned(_one_thread))
+    pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"), initializer=spawned(_one_thread))
     sent = pickle.dumps(subject)  # read where an error is caught: not by the pool itself, which would break
     try:
         for done in as_completed([pool.submit(_in_a_process, plan, sent) for plan in plans]):

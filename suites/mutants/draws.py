@@ -7,34 +7,19 @@ number is drawn here, from a fixed seed. So a mutant is killed by a case that a 
 from functools import cache
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, given, seed, settings
-
 from bugs.record import Words
 from reference.case import Case, CaseError
 from suites.drawing.profiles import PROFILES
 from suites.drawing.strategies import cases
 from suites.mutants.mutant import Mutant
+from suites.session.sampling import sampled
 
 _SEED = 20251121
 
 
 @cache  # a hundred suites and modes, asked for in turn
 def _drawn(mode: str, fixed: tuple[tuple[str, Any], ...]) -> tuple[Case, ...]:
-    found: list[Case] = []
-
-    @seed(_SEED)
-    @settings(
-        max_examples=PROFILES["default"],
-        database=None,
-        deadline=None,
-        phases=(Phase.generate,),
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(cases(mode, **dict(fixed)))
-    def draw(case: Case) -> None:
-        found.append(case)
-
-    draw()
+    found = sampled(cases(mode, **dict(fixed)), PROFILES["default"], _SEED)
     return tuple(sorted(dict.fromkeys(found), key=work))
 
 

@@ -71,8 +71,10 @@ def page(rows: Sequence[Mutant] = FIELD) -> str:
     systems = len({name.partition("#")[0] for name in named})
     head = _HEAD.format(version=_version(rows), bugs=len(rows), public=len(named), systems=systems)
     bugs = [(f"`{row.name}`", ", ".join(map(_link, row.references)), _defect(row)) for row in rows]
-    seen = [(f"`{row.name}`", row.kills, _place(row), row.cause or "-") for row in rows]
-    return "\n".join([head, *_table(_BUGS, bugs), _SEEN, *_table(_WHERE, seen), *map(_address, named), ""])
+    places = [" of ".join(filter(None, (row.phase, row.region or "no module"))) for row in rows]
+    seen = [(f"`{row.name}`", row.kills, at, row.cause or "-") for row, at in zip(rows, places, strict=True)]
+    addresses = [f"{_link(name)}: https://github.com/{name.replace('#', '/issues/')}" for name in named]
+    return "\n".join([head, *_table(_BUGS, bugs), _SEEN, *_table(_WHERE, seen), *addresses, ""])
 
 
 def _version(rows: Sequence[Mutant] = FIELD) -> str:
@@ -82,10 +84,6 @@ def _version(rows: Sequence[Mutant] = FIELD) -> str:
 def _cells(row: Mutant) -> tuple[str, ...]:
     named, modes = " ".join(row.references), " ".join(row.modes)
     return row.name, named, _defect(row), modes, row.kills, row.phase, row.region, row.cause
-
-
-def _place(row: Mutant) -> str:
-    return " of ".join(part for part in (row.phase, row.region or "no module") if part)
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -109,11 +107,6 @@ def _link(name: str) -> str:
     return f"[{name.partition('/')[2]}]"
 
 
-def _address(name: str) -> str:
-    repository, _, number = name.partition("#")
-    return f"{_link(name)}: https://github.com/{repository}/issues/{number}"
-
-
 def _row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
@@ -131,18 +124,18 @@ def measured(folder: Path) -> str:
     parts = {"of this page": opened, "kept back while rules of diagnosis were written": held_back}
     told_of = {name: figures(part) for name, part in parts.items() if part}
     lines = [MEASURED, circumstances, "", f"    {command}", "", _row(("", *told_of)), "|---" * (1 + len(told_of)) + "|"]
-    lines += [_row((what, *(_share(answer(one)) for one in told_of.values()))) for what, answer in _SHARES]
+    lines += [_row((what, *(_share(getattr(one, name)) for one in told_of.values()))) for what, name in _SHARES.items()]
     return "\n".join([*lines, "", "Not so:", "", *_wrong(opened), ""])
 
 
-_SHARES = (
-    ("bugs planted that a check noticed", lambda of: of.killed),
-    ("first place right", lambda of: of.region_right),
-    ("first cause right, of those that have a right one", lambda of: of.cause_right),
-    ("first cause misleading", lambda of: of.cause_misleading),
-    ("the words that the failure needs named (`when:`)", lambda of: of.when_told),
-    ("quiet without the bug, in the same case", lambda of: of.twin_quiet),
-)
+_SHARES = {
+    "bugs planted that a check noticed": "killed",
+    "first place right": "region_right",
+    "first cause right, of those that have a right one": "cause_right",
+    "first cause misleading": "cause_misleading",
+    "the words that the failure needs named (`when:`)": "when_told",
+    "quiet without the bug, in the same case": "twin_quiet",
+}
 
 
 def _share(share: tuple[int, int]) -> str:

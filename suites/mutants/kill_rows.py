@@ -9,24 +9,29 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 
-from harness.checking.evidence import FAIL
+from bugs.planting import Subject
+from harness.checking.evidence import FAIL, PASS
+from harness.dense_model import SUBJECT
 from harness.diagnosing.diagnosis import Diagnosis
 from harness.engines.engine import Engine
 from harness.faults import Fault
 from harness.injecting.equivalence import UNCHANGED, UNREAD
-from harness.injecting.kill_matrix import AND_MORE, MISLEADING, NONE, RIGHT, Kill
+from harness.injecting.kill_matrix import AND_MORE, MISLEADING, NO, NONE, RIGHT, YES, Kill
 from harness.injecting.survey import FaultResult, survey, unproved
 from harness.protocols import CaseLike
+from harness.running.experiments import Failed, words_needed
 from harness.running.proof import prove
 from harness.running.result import CaseResult
-from harness.subject import NamedSubject
+from harness.subject import NamedSubject, named
 from suites.mutants.draws import showing
 from suites.mutants.mutant import Mutant
-from suites.mutants.twins import quiet_without, when_of
 
 TRIES = 10
 """Drawn cases that a mutant is held against before it counts as a survivor."""
+WHEN_S = 10.0
+"""How long the words that one failure needs are looked for."""
 _OTHER_SEEDS = (1, 2)
 """Of further cases for a fault that one case does not show."""
 _BY_BITS = {UNCHANGED, UNREAD}
@@ -77,6 +82,21 @@ def mutant_killed(
     if twin and result:
         row = replace(row, when=when, twin=quiet_without(result, engine, timeout_s))
     return Killed(row=row, case=result.text if result else "", diagnosed=_diagnosed(result.diagnosis) if result else "")
+
+
+def quiet_without(result: CaseResult, engine: Engine, timeout_s: float) -> str:
+    """Whether the case of a row passes every check without the bug, yes or no; a variant's without its word."""
+    case = result.case
+    right = case.but(variant="") if getattr(case, "variant", "") else case
+    return YES if prove(right, SUBJECT, engine, timeout_s=timeout_s, explain=False).verdict == PASS else NO
+
+
+def when_of(result: CaseResult, subject: Subject | str, engine: Engine) -> str:
+    """The line `when:` of a failed case; the bug must be planted still."""
+    given = named(subject)
+    failed = Failed(case=result.case, verdicts=result.verdicts)
+    proving = partial(prove, subject=given, engine=engine, explain=False)
+    return words_needed(failed, given, proving, time.monotonic() + WHEN_S).text
 
 
 def _row(mutant: Mutant, mode: str, result: CaseResult | None, seconds: float) -> Kill:
@@ -145,24 +165,19 @@ def faults_killed(
     Faults that this case leaves alive, or the same run, are run in others. Its numbers may hide them, as a count that
     is zero hides that it was not summed.
     """
-    results = {fault: (case, result) for fault, result in _surveyed(case, faults, subject, engine, timeout_s)}
+    surveyed = partial(survey, subject=subject, engine=engine, timeout_s=timeout_s)
+    results = {result.fault: (case, result) for result in surveyed(case, faults=faults)}
     for seed in _OTHER_SEEDS:
         hidden = [fault for fault, (_, result) in results.items() if result.survived or result.equivalent in _BY_BITS]
         other = case.but(seed=seed)
-        for fault, result in _surveyed(other, hidden, subject, engine, timeout_s) if hidden else ():
-            shown = result.killed or (results[fault][1].equivalent and result.survived)
-            results[fault] = (other, result) if shown else results[fault]
+        for result in surveyed(other, faults=hidden) if hidden else ():
+            shown = result.killed or (results[result.fault][1].equivalent and result.survived)
+            results[result.fault] = (other, result) if shown else results[result.fault]
     unmissed = {one.target: one.why for one in unproved(result for _, result in results.values())}
     return [
         _fault_row(where, result, unmissed.get(fault.target, "") if fault.kind == "drop" else "")
         for fault, (where, result) in results.items()
     ]
-
-
-def _surveyed(
-    case: CaseLike, faults: Sequence[Fault], subject: NamedSubject, engine: Engine, timeout_s: float
-) -> list[tuple[Fault, FaultResult]]:
-    return [(result.fault, result) for result in survey(case, subject, engine, faults=faults, timeout_s=timeout_s)]
 
 
 def _fault_row(case: CaseLike, result: FaultResult, unmissed: str) -> Killed:

@@ -64,10 +64,7 @@ KNOWN: Mapping[str, KnownBug] = {
         what_if=WHAT_IFS.get(id, ""),
         planted=tuple(row for row in (*MUTANTS, *VARIANT_ROWS) if id in row.cause.split("|")),
     )
-    for id, looks in {
-        **{id: f"what the dense model computes {words}" for id, words in WHAT_IFS.items()},
-        **CAUSES,
-    }.items()
+    for id, looks in {**WHAT_IFS, **CAUSES}.items()
 }
 """Id -> all that is known of it."""
 

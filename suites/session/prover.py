@@ -89,16 +89,9 @@ class Prover:
             with engine_named(engine) as opened:
                 drawn = _launched(world_sizes(worlds), opened)
                 given = named(subject, truth)
-                only = case_of(case, given) if case else None
-                yield cls(
-                    subject=given,
-                    worlds=drawn,
-                    engine=opened,
-                    device=device,
-                    store=store,
-                    only=only,
-                    timeout_s=timeout_s,
-                )
+                words: dict[str, Any] = {"device": device, "store": store, "timeout_s": timeout_s}
+                words["only"] = case_of(case, given) if case else None
+                yield cls(subject=given, worlds=drawn, engine=opened, **words)
         finally:
             torch.set_num_threads(threads)
             if store:
@@ -123,11 +116,8 @@ class Prover:
         parts = tuple(PARTS) if offers(self.subject.call, "refuses") else ()  # others state nothing of them
         case = data.draw(cases(mode, self.worlds, flags, parts, **fixed), label="case")
         fitting = self.fitting(case, **fixed)
-        if fitting is None and len(self.refusals) < _ENOUGH:
-            hypothesis.note(self.refusals[-1])
-            hypothesis.reject()
         if fitting is None:
-            self.skip_refused()
+            self._reject()
         self.refusals.clear()
         return fitting
 
@@ -142,11 +132,16 @@ class Prover:
         case: CaseLike = data.draw(around(self.subject, mode, {**words, **fixed}), label="case")
         if reason := self.refused(case):
             self.refusals.append(reason)
-            if len(self.refusals) >= _ENOUGH:
-                self.skip_refused()
-            hypothesis.reject()
+            self._reject()
         self.refusals.clear()
         return case
+
+    def _reject(self) -> NoReturn:
+        """Leave a refused draw uncounted; skip the test after so many that no further one is waited for."""
+        if len(self.refusals) >= _ENOUGH:
+            self.skip_refused()
+        hypothesis.note(self.refusals[-1])
+        hypothesis.reject()
 
     def _row(self, data: st.DataObject, mode: str) -> Mapping[str, bool]:
         """The boolean words of a draw. Until a property has drawn every row of them, it draws no row twice; each
@@ -175,19 +170,16 @@ class Prover:
         if not (reason := self.refused(case)):
             return case
         self.refusals.append(reason)
-        taken = [near for near in self._default(case, fixed) if not self.refused(near)]
+        taken = []
+        for usual in _default_cases(self.subject, case.mode):
+            with contextlib.suppress(ValueError):  # a default case that cannot have a fixed word
+                near = usual.but(**fixed, seed=case.seed)
+                taken += [near] if near.world_size in self.worlds and not self.refused(near) else []
         return taken[case.seed % len(taken)] if taken else None
 
     def refused(self, case: CaseLike) -> str:
         """Why the subject does not take this case, "" when it does. Raises Unanswered when its own words fail."""
         return refusal(case, self.subject)
-
-    def _default(self, case: Case, fixed: dict[str, Any]) -> Iterator[Case]:
-        for usual in _default_cases(self.subject, case.mode):
-            with contextlib.suppress(ValueError):  # a default case that cannot have a fixed word
-                near = usual.but(**fixed, seed=case.seed)
-                if near.world_size in self.worlds:
-                    yield near
 
     def proof(self, case: CaseLike, subject: Any = None) -> CaseResult:
         """All that is known of this case; `subject` stands in for the one under test (a planted bug)."""

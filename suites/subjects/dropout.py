@@ -11,12 +11,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardproof import Shard
+from suites.subjects.mlp import train
 
 
 @contextmanager
-def stream(
-    tp_rank,
-):  # for what is split over tp: its seed follows from the default stream, which recomputation restores
+def stream(tp_rank):  # of what is split over tp: seeded by the default stream, which recomputation restores
     seed = int(torch.randint(2**31, ()))
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed + tp_rank)
@@ -32,9 +31,13 @@ class DropoutMlp(nn.Module):
         up, down = torch.randn(2, 24, case.width, generator=generator).mul(0.3).to(getattr(torch, case.dtype))
         self.up, self.down = nn.Parameter(up[rows].clone()), nn.Parameter(down[rows].T.contiguous())
         self.inner, self.outer = nn.Dropout(case.dropout), nn.Dropout(case.dropout)
-        self.tp_rank, self.group = tp_rank, group
+        self.tp_rank, self.group, self.recompute = tp_rank, group, case.recompute
 
     def forward(self, x):
+        """x [rows, width] to how far it is from what the layers make of it."""
+        return (checkpoint(self.layers, x, use_reentrant=False) if self.recompute else self.layers(x)) - x
+
+    def layers(self, x):
         """x [rows, width] to the same shape."""
         with stream(self.tp_rank):
             hidden = self.inner(torch.nn.functional.gelu(x @ self.up.T))
@@ -42,25 +45,6 @@ class DropoutMlp(nn.Module):
         if self.group:  # summed in place, unseen by autograd: the gradient of a sum is that of each of its terms
             dist.all_reduce(y.detach(), group=self.group)
         return self.outer(y)
-
-
-def train(case, network, dp_ranks, group=None):
-    outcome, optimizer = {}, torch.optim.SGD(network.parameters(), lr=0.1)
-    for step in range(case.steps):
-        optimizer.zero_grad()
-        outcome[f"loss/{step}"] = total = torch.zeros((), dtype=getattr(torch, case.dtype))
-        for micro, dp_rank in ((micro, dp_rank) for micro in range(case.micro) for dp_rank in dp_ranks):
-            first = case.samples(step, micro, dp_rank, 5).start  # the number of the first of 5 samples
-            x = torch.randn(5, case.width, generator=torch.Generator().manual_seed(first)).to(total.dtype)
-            y = checkpoint(network, x, use_reentrant=False) if case.recompute else network(x)
-            loss = (y - x).square().mean() / (case.micro * case.dp)  # a part of the mean over the whole step
-            loss.backward()
-            total += loss.detach()
-        for tensor in (total, *(weight.grad for weight in network.parameters())) if group else ():
-            dist.all_reduce(tensor, group=group)
-        outcome |= {f"grad/{name}": w.grad.clone() for name, w in network.named_parameters() if step == 0}
-        optimizer.step()
-    return outcome | {f"param/{name}": weight.detach() for name, weight in network.named_parameters()}
 
 
 def truth(case, device):

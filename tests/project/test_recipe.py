@@ -26,6 +26,7 @@ ADAMW_REFUSED = "case.world_size != 2 or case.optimizer == 'adamw'"
 """The condition for what the page's subject refuses, with one of its two default cases in it."""
 
 
+@pytest.mark.slow  # where the wheel is: another worker would build it once more
 def test_the_wheel_holds_every_file_of_every_room(wheel: Path) -> None:
     files = {path.relative_to(ROOT).as_posix() for room in ROOMS for path in (ROOT / room).rglob("*") if path.is_file()}
     assert {name for name in files if "__pycache__" not in name} <= set(zipfile.ZipFile(wheel).namelist())

@@ -19,7 +19,7 @@ from reports.commands.cli import main
 from suites.killing import matrix
 from suites.killing import scripts as killing
 from suites.killing.scripts import scripts
-from suites.mutants import field, twins
+from suites.mutants import field, kill_rows
 from suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS
 from suites.mutants.draws import showing
 from suites.mutants.field import FIELD, MEASURED, page, public
@@ -121,9 +121,9 @@ def test_a_bug_is_measured_beside_the_same_case_without_it(monkeypatch: pytest.M
         assert mutant_killed(bug, "tp-sp", engine).row.twin == ""
         case = showing(bug, "tp-sp")[0]
         with bug.subject() as wrong:
-            monkeypatch.setattr(twins, "SUBJECT", wrong)
+            monkeypatch.setattr(kill_rows, "SUBJECT", wrong)
             result = prove(case, SUBJECT, engine)
-            assert twins.quiet_without(result, engine, 60.0) == "no", "a twin that is not quiet is told"
+            assert kill_rows.quiet_without(result, engine, 60.0) == "no", "a twin that is not quiet is told"
 
 
 def test_figures_tell_twins_and_words_apart_from_rows_that_have_none() -> None:

@@ -4,32 +4,22 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from harness.engines.calls.pending import ANY, Mismatch, PendingCollective, PendingMessage, RankGroup
-from harness.engines.calls.signature import Signature, described, difference, field_words
+from harness.engines.calls.signature import Signature, described, difference, field_text
 from harness.errors import Position, ranks_text
 
 
 class IssuedCall(Protocol):
-    """A call that a rank has issued: the work of an in-process rank, or a call from a process's flight recorder."""
+    """A call that a rank has issued: the work of an in-process rank, or a call from a process's flight recorder.
 
-    @property
-    def rank(self) -> int:
-        """The rank that issued it."""
+    `number` counts the calls that the rank issued in the group before. `signature` is the rank's own, `event` the state
+    of the call over all ranks.
+    """
 
-    @property
-    def group(self) -> RankGroup:
-        """The group of the call."""
-
-    @property
-    def number(self) -> int:
-        """The number of calls that the rank issued in the group before."""
-
-    @property
-    def signature(self) -> Signature:
-        """The rank's own signature."""
-
-    @property
-    def event(self) -> PendingCollective | PendingMessage:
-        """The state of the call over all ranks."""
+    rank: int
+    group: RankGroup
+    number: int
+    signature: Signature
+    event: PendingCollective | PendingMessage
 
 
 class RootCause(NamedTuple):
@@ -73,17 +63,15 @@ def of_mismatch(mismatch: Mismatch) -> RootCause:
     usual = max(signatures.values(), key=lambda one: list(signatures.values()).count(one))
     odd = next(one for one in signatures.values() if one != usual)
     field = difference(odd, usual)
-    by_value: dict[str, list[int]] = {}
-    for one in (odd, usual):
-        by_value[field_words(field, one)[1]] = []
+    by_value: dict[str, list[int]] = {field_text(field, one): [] for one in (odd, usual)}
     for rank, one in signatures.items():
-        by_value.setdefault(field_words(field, one)[1], []).append(rank)
+        by_value.setdefault(field_text(field, one), []).append(rank)
     values = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())
     blamed = [rank for rank, one in signatures.items() if one != usual]
     if 2 * len(blamed) >= len(signatures):
         blamed = list(signatures)
-    call = f"call #{mismatch.number} of {mismatch.group.label}"
-    text = f"ranks disagree in {call}: {field_words(field, odd)[0]} is {values}"
+    call, name = f"call #{mismatch.number} of {mismatch.group.label}", field.removesuffix("s").replace("_", " ")
+    text = f"ranks disagree in {call}: the {name} is {values}"
     return RootCause(text, tuple(blamed), "mismatch")
 
 

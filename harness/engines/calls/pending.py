@@ -1,7 +1,7 @@
 """Calls in flight: collectives that not every rank has issued, messages without their other end, and mismatches."""
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import InitVar, dataclass, field
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -16,6 +16,7 @@ ANY = -1
 """The peer of a receive from any source."""
 
 
+@dataclass(slots=True, eq=False)
 class PendingCollective:
     """A collective in flight, identified by its group and its number in the group.
 
@@ -24,32 +25,35 @@ class PendingCollective:
     `error` is why it could not be computed.
     """
 
-    __slots__ = ("differing", "done", "error", "missing", "operands", "signature", "waiters")
+    signature: Signature
+    size: InitVar[int]
+    operands: list[Operands | None] = field(init=False)
+    missing: int = field(init=False)
+    differing: dict[int, Signature] = field(default_factory=dict)
+    waiters: list[int] = field(default_factory=list)
+    done: bool = False
+    error: Exception | None = None
 
-    def __init__(self, signature: Signature, size: int) -> None:
-        self.signature = signature
-        self.operands: list[Operands | None] = [None] * size
-        self.missing = size
-        self.differing: dict[int, Signature] = {}
-        self.waiters: list[int] = []
-        self.done = False
-        self.error: Exception | None = None
+    def __post_init__(self, size: int) -> None:
+        self.operands, self.missing = [None] * size, size
 
 
+@dataclass(slots=True, eq=False)
 class PendingMessage:
     """An end of a point-to-point call: group rank `member` sends to `peer`, or receives from it (or from ANY).
 
     `number` counts the sends and receives of the member in the group.
     """
 
-    __slots__ = ("done", "member", "number", "peer", "signature", "tag", "tensor", "waiters")
-    error = None
-
-    def __init__(self, member: int, number: int, peer: int, tag: int, signature: Signature, tensor: Tensor) -> None:
-        self.member, self.number, self.peer, self.tag = member, number, peer, tag
-        self.signature, self.tensor = signature, tensor
-        self.waiters: list[int] = []
-        self.done = False
+    member: int
+    number: int
+    peer: int
+    tag: int
+    signature: Signature
+    tensor: Tensor
+    waiters: list[int] = field(default_factory=list)
+    done: bool = False
+    error: ClassVar[None] = None
 
     def matches(self, other: "PendingMessage") -> bool:
         """Whether one of the two sends what the other receives."""

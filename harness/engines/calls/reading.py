@@ -62,16 +62,11 @@ def reader(name: str, operator: Any) -> Callable[[Sequence[Any]], OperatorCall]:
             # Trailing arguments that equal their default, which is asynchronous, are not passed on.
             is_async = async_at >= 0 and (len(arguments) <= async_at or bool(arguments[async_at]))
         agreeing = tensors_in(arguments[agree_at]) if agree_at >= 0 else payload
-        shapes = shapes_of(agreeing) if op != "all_to_all" else _free_of_rows(described.form, payload)
-        root = arguments[peer_at] if rooted else -1
-        signature = Signature(
-            op,
-            described.form or ("single" if len(agreeing) == 1 else "coalesced"),
-            reduce_op,
-            root,
-            dtype_text(payload),
-            shapes,
-        )
+        shapes = shapes_of(agreeing)
+        if op == "all_to_all":  # ranks may send different numbers of rows, and lists as they like
+            shapes = () if described.form == "list" else tuple([tuple(tensor.shape[1:]) for tensor in payload])
+        root, form = arguments[peer_at] if rooted else -1, "single" if len(agreeing) == 1 else "coalesced"
+        signature = Signature(op, described.form or form, reduce_op, root, dtype_text(payload), shapes)
         peer = ranks[member_of(peer_name, arguments[peer_at], len(ranks))] if peer_at >= 0 else -1
         call = call_of(signature, payload, ranks, group.group_desc, peer, is_async)
         tag = arguments[tag_at] if tag_at >= 0 else 0
@@ -79,11 +74,6 @@ def reader(name: str, operator: Any) -> Callable[[Sequence[Any]], OperatorCall]:
         return OperatorCall(ranks[group.rank()], call, signature, group.group_name, tag, sends, expects)
 
     return read
-
-
-def _free_of_rows(form: str, payload: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
-    """Shapes that must agree in an all_to_all: ranks may send different numbers of rows, and lists as they like."""
-    return () if form == "list" else tuple([tuple(tensor.shape[1:]) for tensor in payload])
 
 
 def _rows_exchanged(arguments: Sequence[Any], size: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

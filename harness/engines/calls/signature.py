@@ -8,7 +8,7 @@ send. gather: this rank's input; scatter: this rank's output; barrier: nothing. 
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import NamedTuple
 
@@ -85,17 +85,6 @@ class Signature(NamedTuple):
     shapes: Shapes
 
 
-_FIELDS: dict[str, tuple[str, Callable[[Signature], object]]] = {
-    "op": ("the op", lambda signature: signature.op),
-    "form": ("the form", lambda signature: signature.form),
-    "reduce_op": ("the reduce op", lambda signature: signature.reduce_op),
-    "root": ("the root", lambda signature: signature.root),
-    "dtype": ("the dtype", lambda signature: signature.dtype),
-    "shapes": ("the shape", lambda signature: shape_text(signature.shapes) or "scalar"),
-}
-"""Field -> its name and value in messages, which report the first that differs."""
-
-
 def signature_of(
     op: str, tensors: Sequence[Tensor], *, form: str = "", reduce_op: str = "", root: int = -1
 ) -> Signature:
@@ -127,13 +116,12 @@ def dtype_text(tensors: Sequence[Tensor]) -> str:
 
 def difference(one: Signature, other: Signature) -> str:
     """The first field in which two signatures differ. They must differ."""
-    return next(name for name in _FIELDS if getattr(one, name) != getattr(other, name))
+    return next(name for name in Signature._fields if getattr(one, name) != getattr(other, name))
 
 
-def field_words(field: str, signature: Signature) -> tuple[str, str]:
-    """A field's name and its value, as messages print them."""
-    name, value = _FIELDS[field]
-    return name, str(value(signature))
+def field_text(field: str, signature: Signature) -> str:
+    """A field's value, as messages print it."""
+    return shape_text(signature.shapes) or "scalar" if field == "shapes" else str(getattr(signature, field))
 
 
 def described(signature: Signature) -> str:

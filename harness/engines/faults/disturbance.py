@@ -153,7 +153,11 @@ class _Disturbing(CollectiveMatcher):
             if hit and self._what is not None:
                 self._spoil(self._what, finished, {member: places[member][0] for member in hit}, event)
             for member, place in places.items():
-                self.delivered[place] = _digest(finished.outputs[member])
+                digest = hashlib.blake2b(digest_size=16)
+                for tensor in finished.outputs[member]:
+                    if not tensor.is_meta:
+                        digest.update(bits_of(tensor.cpu()).numpy().tobytes())
+                self.delivered[place] = digest.digest()
 
     def _spoil(
         self, what: Fault, finished: CompletedCall, ranks: Mapping[int, int], event: PendingCollective | PendingMessage
@@ -175,11 +179,3 @@ class _Disturbing(CollectiveMatcher):
         before = self._stale.get(rank, first)
         self._stale[rank] = right
         return before if [value.shape for value in before] == [value.shape for value in right] else right
-
-
-def _digest(tensors: Sequence[Tensor]) -> bytes:
-    found = hashlib.blake2b(digest_size=16)
-    for tensor in tensors:
-        if not tensor.is_meta:
-            found.update(bits_of(tensor.cpu()).numpy().tobytes())
-    return found.digest()

@@ -34,6 +34,7 @@ from harness.engines.threads.state.rank_state import PerRankState
 from harness.engines.threads.work import RankCall
 from harness.ledger import Observer
 from harness.outcome.merging import same_bits
+from harness.torch_internals.autograd import version_of
 from harness.torch_internals.modes import unseen
 
 
@@ -145,7 +146,11 @@ class _StressedMatcher(CollectiveMatcher):
         flight = self._flights.pop(call, None)
         if flight is not None:
             if changed := _changed(flight):
-                self._park(call, self._race(call, changed))
+                ends = (call.origin, caller_at(sys._getframe()))
+                begun, until = (at.place if at is not None else "an unknown line" for at in ends)
+                between = f"between its issue at {begun} and the wait at {until}"
+                text = f"rank {call.rank} changed the {changed} of {call_text(call)} {between}"
+                self._park(call, Race(rank=call.rank, text=text))
             if not flight.arrived:
                 spoiled.overwrite(flight.outputs, flight.results)
         super().close(call)
@@ -166,17 +171,10 @@ class _StressedMatcher(CollectiveMatcher):
         tensors = [*outputs, *(operands.inputs if operands.inputs is not operands.outputs else ())]
         return _Flight(tensors, _seen(tensors), outputs, results, next(self._early))
 
-    def _race(self, call: RankCall, tensor: str) -> Race:
-        """The race: which rank changed which tensor, and where the call was issued and waited for."""
-        waited = caller_at(sys._getframe())
-        begun, until = (at.place if at is not None else "an unknown line" for at in (call.origin, waited))
-        between = f"between its issue at {begun} and the wait at {until}"
-        return Race(rank=call.rank, text=f"rank {call.rank} changed the {tensor} of {call_text(call)} {between}")
-
 
 def _seen(tensors: Sequence[Tensor]) -> list[_Look]:
     with unseen():
-        return [_Look(tensor.clone(), _version(tensor)) for tensor in tensors]
+        return [_Look(tensor.clone(), version_of(tensor)) for tensor in tensors]
 
 
 def _changed(flight: _Flight) -> str:
@@ -184,12 +182,7 @@ def _changed(flight: _Flight) -> str:
     with unseen():
         for i, (tensor, look) in enumerate(zip(flight.tensors, flight.seen, strict=True)):
             # NaN + 1 has the bits of NaN; of a part of a larger buffer the count of writes is no evidence
-            written = _version(tensor) != look.version and tensor.nbytes == tensor.untyped_storage().nbytes()
+            written = version_of(tensor) != look.version and tensor.nbytes == tensor.untyped_storage().nbytes()
             if written or not same_bits(tensor, look.copy):
                 return "output" if i < len(flight.outputs) else "input"
     return ""
-
-
-def _version(tensor: Tensor) -> int:
-    """How often the tensor's memory was written; tensors of inference mode do not count."""
-    return 0 if tensor.is_inference() else tensor._version

@@ -31,7 +31,8 @@ class CompletedCall(NamedTuple):
 def wrong(what: Fault, done: CompletedCall) -> list[Sequence[Tensor]]:
     """By group rank, what a fault of this kind leaves; not for group and stale, which depend on other calls."""
     if what.kind in {"drop", "delay"}:
-        return [_alone(done.kept, member, done.combine) for member in range(len(done.kept))]
+        alone, size = _ALONE.get(done.combine, lambda mine, _member, _size: list(mine.outputs)), len(done.kept)
+        return [alone(mine, member, size) for member, mine in enumerate(done.kept)]
     if what.kind == "poison":
         return [[poison(tensor) for tensor in outputs] for outputs in done.outputs]
     if what.kind == "op":
@@ -67,24 +68,16 @@ def poison(tensor: Tensor) -> Tensor:
     return torch.full_like(tensor, torch.iinfo(tensor.dtype).max)
 
 
-def _alone(kept: Sequence[Operands], member: int, combine: Combine) -> list[Tensor]:
-    """Outputs without the call: the rank's own term, its own part in every place, else its buffer as it was."""
-    mine = kept[member]
-    left = _ALONE.get(combine)
-    return list(mine.outputs) if left is None else left(mine, member, len(kept))
-
-
 def _doubled(done: CompletedCall) -> list[Sequence[Tensor]]:
     """Outputs by rank: the call made again on its result; where shapes forbid that, a reduced result counts twice."""
-    if done.combine in _IN_PLACE or (done.combine in _EXCHANGES and all(map(_repeatable, done.kept))):
+    in_place, exchanges = done.combine in _IN_PLACE, done.combine in _EXCHANGES
+    if in_place or (exchanges and all(map(_repeatable, done.kept))):
         again = []
         for mine, outputs in zip(done.kept, done.outputs, strict=True):
             results = copies(outputs)
-            again.append(
-                mine._replace(outputs=results if done.combine in _IN_PLACE else copies(results), inputs=results)
-            )
+            again.append(mine._replace(outputs=results if in_place else copies(results), inputs=results))
         return _made_again(again, done, done.signature.reduce_op)
-    counts_twice = done.combine in _EXCHANGES or done.signature.reduce_op in {"sum", "avg", "premul_sum"}
+    counts_twice = exchanges or done.signature.reduce_op in {"sum", "avg", "premul_sum"}
     return [[output + output if counts_twice else output for output in outputs] for outputs in done.outputs]
 
 
@@ -103,24 +96,12 @@ def _repeatable(mine: Operands) -> bool:
     return shapes[0] == shapes[1] and mine.output_rows == mine.input_rows
 
 
-def _gathered(mine: Operands, member: int, size: int) -> list[Tensor]:
-    return [torch.cat([tensor.reshape(-1)] * size) for tensor in mine.inputs]
-
-
 def _listed(mine: Operands, member: int, size: int) -> list[Tensor]:
     return [_fitting(mine.inputs[i % len(mine.inputs)], output) for i, output in enumerate(mine.outputs)]
 
 
-def _scattered(mine: Operands, member: int, size: int) -> list[Tensor]:
-    return [tensor.reshape(size, -1)[member] for tensor in mine.inputs]
-
-
 def _handed_out(mine: Operands, member: int, size: int) -> list[Tensor]:
     return [mine.inputs[member]] if mine.inputs else list(mine.outputs)
-
-
-def _swapped(mine: Operands, member: int, size: int) -> list[Tensor]:
-    return [_fitting(mine.inputs[member], output) for output in mine.outputs]
 
 
 def _swapped_rows(mine: Operands, member: int, size: int) -> list[Tensor]:
@@ -135,13 +116,13 @@ def _fitting(value: Tensor, output: Tensor) -> Tensor:
 
 
 _ALONE: dict[Combine, Callable[[Operands, int, int], list[Tensor]]] = {
-    arithmetic.all_gather: _gathered,
+    arithmetic.all_gather: lambda mine, _member, size: [torch.cat([t.reshape(-1)] * size) for t in mine.inputs],
     arithmetic.all_gather_lists: _listed,
     arithmetic.gather: _listed,
-    arithmetic.reduce_scatter: _scattered,
+    arithmetic.reduce_scatter: lambda mine, member, size: [t.reshape(size, -1)[member] for t in mine.inputs],
     arithmetic.reduce_scatter_lists: _handed_out,
     arithmetic.scatter: _handed_out,
-    arithmetic.all_to_all: _swapped,
+    arithmetic.all_to_all: lambda mine, member, _size: [_fitting(mine.inputs[member], out) for out in mine.outputs],
     arithmetic.all_to_all_single: _swapped_rows,
 }
 """Of the ops not named here, a rank's own outputs are what it has alone."""

@@ -26,19 +26,20 @@ class RunOrder:
     `number` identifies the run in all messages. Ranks meet in the store at `store`, host and port, which all runs
     share; `store_prefix` sets the keys of this one apart. The program runs in `folder`, with the import path `path`.
     `connection` changes when the processes of a run do: groups connected under another one are of no use.
-    `local_rank` is the rank's number on its machine, None when all ranks are on this one.
+    `local_rank` is the rank's number on its machine, None when all ranks are on this one. The agent of a launched rank
+    fills in its own `store`, `folder`, `path` and `local_rank`.
     """
 
     number: int
-    rank: int
+    rank: int = 0
     world_size: int
     seed: int
     program: bytes
-    store: tuple[str, int]
+    store: tuple[str, int] = ("", 0)
     store_prefix: str
     connection: int
-    folder: str
-    path: tuple[str, ...]
+    folder: str = ""
+    path: tuple[str, ...] = ()
     local_rank: int | None = None
 
 

@@ -72,8 +72,9 @@ def world(rank: int, world_size: int, store: Any, timeout_s: float, local_rank: 
     """torch.distributed initialised as this rank, on one thread; nothing of it is left afterwards."""
     torch.set_num_threads(1)
     limit = timedelta(seconds=timeout_s + _SLACK_S)
+    backend = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() and torch.cuda.device_count() else "gloo"
     with in_environment(environment_of(rank, world_size, os.environ, local_rank)):
-        dist.init_process_group(_backend(), store=store, rank=rank, world_size=world_size, timeout=limit)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
         try:
             with redirected(c10d.init_process_group, _Adoption(rank, world_size)):
                 yield
@@ -131,7 +132,3 @@ def _portable(error: BaseException, rank: int) -> BaseException:
         sent = RuntimeError(error_text(error))
     sent.add_note(f"on rank {rank}:\n{lines}")
     return sent
-
-
-def _backend() -> str:
-    return "cpu:gloo,cuda:nccl" if dist.is_nccl_available() and torch.cuda.device_count() else "gloo"

@@ -8,8 +8,9 @@ seconds; every wait is bounded.
 
 import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from harness.engines.calls.desync import RootCause, call_text, of_deadlock, of_mismatch, of_skipped, position_in_call
 from harness.engines.engine import Unwaited
@@ -35,49 +36,51 @@ _STILL_S = 0.25
 _PEER_GONE = re.compile(r"closed by peer|reset by peer|Broken pipe|Connection refused|remote (?:error|process)", re.I)
 
 
-class Workers(Protocol):
-    """The workers of one run behind a transport, by rank.
+class Workers(ABC):
+    """The workers of one run behind a transport: their recorded `calls`, and the `reports` of those that have ended.
 
-    `reports` are those that have come, `died` the processes that have ended. `look_s` is how long `listen` may wait
-    between two looks at the recorded calls. `settle_s` is how long other ranks may go on after the first failure.
-    `one_clock`: whether the times of all ranks are comparable.
+    `died`: how processes ended that are gone, by rank. `look_s` is how long `listen` may wait between two looks at the
+    recorded calls. `settle_s` is how long other ranks may go on after the first failure. `one_clock`: whether the times
+    of all ranks are comparable.
     """
 
     look_s: float
     settle_s: float
     one_clock: bool
 
-    @property
-    def calls(self) -> Sequence[Callable[[], ReadCalls]]:
-        """The recorded calls."""
-
-    @property
-    def reports(self) -> Sequence[WorkerReport | None]:
-        """The reports, None where none has come."""
-
-    @property
-    def died(self) -> Mapping[int, ProcessEnd]:
-        """How processes ended that are gone."""
+    def __init__(self, calls: Sequence[Callable[[], ReadCalls]]) -> None:
+        self.calls = calls
+        self.reports: list[WorkerReport | None] = [None] * len(calls)
+        self.died: dict[int, ProcessEnd] = {}
 
     @property
     def terminated(self) -> str:
         """Why all workers are being ended from outside; "" when they are not."""
+        return ""
 
+    def pending(self) -> list[int]:
+        """The ranks that have neither reported nor died."""
+        return [rank for rank, report in enumerate(self.reports) if report is None and rank not in self.died]
+
+    @abstractmethod
     def start(self) -> bool:
         """Send every worker its order; False when not all could take it."""
 
+    @abstractmethod
     def listen(self, limit_s: float) -> None:
         """Wait until something comes in, at most so long, and take it in."""
 
-    def refresh(self) -> None:
+    def refresh(self) -> None:  # noqa: B027  (not all transports need it, nor the next)
         """Bring `calls` up to date, where that takes a request to the workers."""
 
+    @abstractmethod
     def locate(self) -> Mapping[int, Standing]:
-        """Where the ranks stand that have neither reported nor died."""
+        """Where the pending ranks stand."""
 
-    def await_ends(self) -> None:
+    def await_ends(self) -> None:  # noqa: B027
         """Wait, within bounds, until it is known how every process ended that is gone."""
 
+    @abstractmethod
     def release(self, *, failed: bool) -> None:
         """Let the ranks leave their worlds; after a failure, end those that do not."""
 
@@ -112,19 +115,15 @@ class Supervisor:
 
     def _follow(self, end_s: float) -> None:
         """Listen until all have ended, one has failed, ranks disagree, none can go on, or the time is over."""
-        while self._pending() and not self._failed():
+        workers = self._workers
+        while workers.pending() and not self._failed():
             left_s = end_s - time.monotonic()
-            self._workers.listen(min(self._workers.look_s, max(left_s, 0.0)))
+            workers.listen(min(workers.look_s, max(left_s, 0.0)))
             self._matcher.read()
             if self._matcher.mismatch is not None or left_s <= 0:
                 return
-            if self._pending() and not self._failed() and self._stuck():
+            if workers.pending() and not self._failed() and self._stuck():
                 return
-
-    def _pending(self) -> list[int]:
-        """The ranks that have neither reported nor died."""
-        died = self._workers.died
-        return [rank for rank, report in enumerate(self._workers.reports) if report is None and rank not in died]
 
     def _failed(self) -> bool:
         """Whether a rank has died, raised, or could not begin, or all are being ended from outside."""
@@ -135,7 +134,7 @@ class Supervisor:
     def _settle(self) -> None:
         """Let the other ranks go on for a moment: the root cause may come second, and they reach their next call."""
         end_s = time.monotonic() + self._workers.settle_s
-        while self._pending() and time.monotonic() < end_s:
+        while self._workers.pending() and time.monotonic() < end_s:
             self._workers.listen(end_s - time.monotonic())
         self._workers.await_ends()
 
@@ -147,13 +146,13 @@ class Supervisor:
         if count != self._matcher.count:
             self._quiet = (self._matcher.count, time.monotonic())
             return False
-        waiting, pending = self._waiting(), self._pending()
+        waiting, pending = self._waiting(), self._workers.pending()
         if time.monotonic() - since_s < _STILL_S or any(waiting[rank] is None for rank in pending):
             return False
         self._standing = self._workers.locate()
         self._matcher.read()
         still = self._waiting() == waiting and self._matcher.count == count
-        return still and all(self._standing.get(rank, Standing()).in_wait for rank in self._pending())
+        return still and all(self._standing.get(rank, Standing()).in_wait for rank in self._workers.pending())
 
     def _waiting(self) -> list[TracedCall | None]:
         """By rank, the call in which it waits and which some rank has not issued; None for a rank that has ended."""
@@ -167,23 +166,26 @@ class Supervisor:
                 legal = "legal: what a module defines that ranks can import"
                 return RequestError(f"program: {rule}: {report.refused}; {legal}")
             if report is not None and report.broken:
-                return MachineError(f"the ranks could not be connected: {report.broken}", ranks=(), positions=())
+                return MachineError(f"the ranks could not be connected: {report.broken}")
         return None
 
     def _error(self) -> ShardproofError | None:
         """How the run ended badly; None when every rank has finished and every call is complete."""
         workers = self._workers
-        if self._pending():
+        if self._workers.pending():
             self._standing = workers.locate()
         self._matcher.read()
-        mismatch, raised, pending = self._matcher.mismatch, self._raised(), self._pending()
+        mismatch, raised, pending = self._matcher.mismatch, self._raised(), self._workers.pending()
         if mismatch is None and not pending and not self._failed():
             skipped = of_skipped(self._matcher.groups)
             return None if skipped is None else self._desynchronised(skipped)
-        if mismatch is not None and not self._raised_before_mismatch(raised):
+        earlier = workers.one_clock and bool(raised) and raised[0].at_s < self._matcher.mismatch_at_s
+        if mismatch is not None and not earlier:
             return self._desynchronised(of_mismatch(mismatch))
-        if workers.died:
-            return self._of_deaths()
+        if died := workers.died:  # one end from outside may cause the others
+            kind = RankCrashed if all(end.by_program for end in died.values()) else RankDied
+            ends = (f"rank {rank} of {len(self._ranks)} died: {end.words}" for rank, end in sorted(died.items()))
+            return kind(", ".join(ends), ranks=sorted(died), positions=self._positions())
         if raised:
             return self._of_raise(raised)
         if workers.terminated:
@@ -198,18 +200,8 @@ class Supervisor:
         found = [r.result for r in self._workers.reports if r is not None and r.result is not None and r.result.error]
         return sorted(found, key=lambda result: (bool(_PEER_GONE.search(result.detail)), result.at_s))
 
-    def _raised_before_mismatch(self, raised: Sequence[RankResult]) -> bool:
-        return self._workers.one_clock and bool(raised) and raised[0].at_s < self._matcher.mismatch_at_s
-
     def _desynchronised(self, cause: RootCause) -> Desynchronised:
         return Desynchronised(cause.text, kind=cause.kind, ranks=cause.ranks, positions=self._positions())
-
-    def _of_deaths(self) -> ShardproofError:
-        """RankCrashed when the program ended all of these; else RankDied: one end from outside may cause the others."""
-        died = self._workers.died
-        text = ", ".join(f"rank {rank} of {len(self._ranks)} died: {end.words}" for rank, end in sorted(died.items()))
-        kind = RankCrashed if all(end.by_program for end in died.values()) else RankDied
-        return kind(text, ranks=sorted(died), positions=self._positions())
 
     def _of_raise(self, raised: Sequence[RankResult]) -> ShardproofError:
         first = raised[0]
@@ -222,7 +214,7 @@ class Supervisor:
         return error
 
     def _of_time(self, waiting: Sequence[TracedCall | None]) -> TimeLimit:
-        running = [rank for rank in self._pending() if waiting[rank] is None]
+        running = [rank for rank in self._workers.pending() if waiting[rank] is None]
         places = [(rank, self._standing.get(rank, Standing()).caller) for rank in running]
         words = ", ".join(f"rank {rank} runs" + (f" at {place}" if place else "") for rank, place in places)
         text = f"no end within {self._timeout_s:g} s: {words or 'no rank was running'}"
@@ -232,12 +224,12 @@ class Supervisor:
         return [self._position(rank) for rank in self._ranks]
 
     def _position(self, rank: int) -> Position:
-        report, last, at_mismatch = self._workers.reports[rank], self._matcher.last[rank], self._matcher.at_mismatch
+        report, last = self._workers.reports[rank], self._matcher.last[rank]
         result, end = (None if report is None else report.result), self._workers.died.get(rank)
         standing = self._standing.get(rank, Standing())
         if result is not None and result.error is not None:
             return Position(rank=rank, state="raised", detail=result.detail, caller=result.caller)
-        if (met := at_mismatch.get(rank)) is not None:
+        if (met := self._matcher.at_mismatch.get(rank)) is not None:
             waits = met is last and result is None and end is None
             return position_in_call(met, "waits in" if waits else "passed", met.recorded.caller, standing.stack)
         if result is not None:

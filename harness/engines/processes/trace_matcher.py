@@ -7,7 +7,7 @@ of the second of the two calls.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -32,7 +32,7 @@ _ISSUED = Operands((), ())
 _NOTHING = torch.empty(0)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class TracedCall:
     """A recorded call of a rank, with its number in its group and the state of the call over all ranks."""
 
@@ -41,12 +41,10 @@ class TracedCall:
     number: int
     recorded: RecordedCall
     event: PendingCollective | PendingMessage
-    at_s: float
+    signature: Signature = field(init=False)
 
-    @property
-    def signature(self) -> Signature:
-        """The rank's own signature."""
-        return self.recorded.signature
+    def __post_init__(self) -> None:
+        self.signature = self.recorded.signature
 
 
 class TraceMatcher:
@@ -127,9 +125,8 @@ class TraceMatcher:
             label_group(group, self._known)
         member, op = recorded.ranks.index(rank), recorded.signature.op
         if op == OTHER:  # who takes part is not known: no rank waits in it, and it cannot mismatch
-            self.last[rank] = TracedCall(
-                rank, group, group.numbers[member], recorded, _complete(recorded.signature), at_s
-            )
+            complete = PendingCollective(recorded.signature, 1, done=True)
+            self.last[rank] = TracedCall(rank, group, group.numbers[member], recorded, complete)
         elif op in {"send", "recv"}:
             self._post(member, group, rank, at_s, recorded)
         else:
@@ -145,7 +142,7 @@ class TraceMatcher:
         if collective is None:
             collective = group.collectives[number] = PendingCollective(recorded.signature, len(group.ranks))
             self._matched[collective] = []
-        self.last[rank] = call = TracedCall(rank, group, number, recorded, collective, at_s)
+        self.last[rank] = call = TracedCall(rank, group, number, recorded, collective)
         self._matched[collective].append(call)
         if collective.signature != recorded.signature:
             collective.differing[member] = recorded.signature
@@ -164,7 +161,7 @@ class TraceMatcher:
     def _post(self, member: int, group: RankGroup, rank: int, at_s: float, recorded: RecordedCall) -> None:
         peer = ANY if recorded.peer < 0 else recorded.ranks.index(recorded.peer)
         mine = PendingMessage(member, group.posted[member], peer, recorded.tag, recorded.signature, _NOTHING)
-        self.last[rank] = TracedCall(rank, group, mine.number, recorded, mine, at_s)
+        self.last[rank] = TracedCall(rank, group, mine.number, recorded, mine)
         other = group.counterpart(mine)
         if other is None:
             return
@@ -200,7 +197,7 @@ class TraceMatcher:
         made[rank] = recorded.ranks
         making = self._making.setdefault(recorded.group, PendingCollective(recorded.signature, size))
         making.operands[rank] = _ISSUED
-        self._in_making[rank] = TracedCall(rank, world_of(size), int(recorded.group), recorded, making, at_s)
+        self._in_making[rank] = TracedCall(rank, world_of(size), int(recorded.group), recorded, making)
         if len(made) < size:
             return
         del self._made[recorded.group], self._making[recorded.group]
@@ -212,10 +209,3 @@ class TraceMatcher:
     def _differ(self, mismatch: Mismatch, at_s: float) -> None:
         if self.mismatch is None:
             self.mismatch, self.mismatch_at_s = mismatch, at_s
-
-
-def _complete(signature: Signature) -> PendingCollective:
-    """A call that is complete when it is issued."""
-    collective = PendingCollective(signature, 1)
-    collective.done = True
-    return collective

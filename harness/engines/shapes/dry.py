@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 
 from harness.engines.calls.callers import raised_at
-from harness.engines.engine import Engine, Program, RunRequest
+from harness.engines.engine import Engine, RunRequest
 from harness.engines.interposer import Interposer
 from harness.engines.rank_environment import environment_of, in_environment
-from harness.engines.threads.rank_threads import RankThread
+from harness.engines.threads.rank_threads import RankThread, nothing
 from harness.engines.threads.state.module_state import own_state
 from harness.errors import NoNumbers, NotComputed, Position, RankRaised, RequestError, TimeLimit, error_text
 from harness.ledger import Observer
@@ -55,46 +55,25 @@ class DryEngine(Engine):
 
     def run_request(self, request: RunRequest, observer: Observer | None) -> list[Any]:
         """The results by rank; see Engine.run."""
-        return self._run(request, range(request.world_size), () if observer is None else (observer,))
+        return self.run_ranks(request, range(request.world_size), *(() if observer is None else (observer,)))
 
-    def run_ranks(
-        self,
-        program: Program,
-        *args: Any,
-        ranks: Sequence[int],
-        world_size: int,
-        observers: Sequence[Observer] = (),
-        seed: int = 0,
-        timeout_s: float = 60.0,
-        per_rank: Sequence[str] = (),
-    ) -> list[Any]:
-        """The results of `program(rank, *args)` on these ranks, in their order; `per_rank` as Engine.run has it.
+    def run_ranks(self, request: RunRequest, ranks: Sequence[int], *observers: Observer) -> list[Any]:
+        """The results on these ranks, in their order.
 
-        `timeout_s` is for each of them, in seconds of the processor; on the clock it may be ten times as long.
-
+        The time limit is for each of them, in seconds of the processor; on the clock it may be ten times as long.
         Raises RequestError, NoNumbers, RankRaised or TimeLimit.
         """
-        request = RunRequest(
-            program=program, args=args, world_size=world_size, seed=seed, timeout_s=timeout_s, per_rank=tuple(per_rank)
-        )
-        return self._run(request, ranks, observers)
-
-    def _run(self, request: RunRequest, ranks: Sequence[int], observers: Sequence[Observer]) -> list[Any]:
         self._require_open()
-        self._require_ranks(ranks, request.world_size)
+        for rank in ranks:
+            if not 0 <= rank < request.world_size:
+                raise RequestError(f"rank {rank}: must be below world_size {request.world_size}; legal: 0")
+        if dist.is_initialized():
+            rule = "torch.distributed is initialised in this process, and a dry rank brings a world of its own"
+            raise RequestError(f"run: {rule}; legal: destroy_process_group() before")
         with meta_device(), ExitStack() as watching:
             if observers:
                 watching.enter_context(Interposer(*observers))
             return [_result(request, rank) for rank in ranks]
-
-    @staticmethod
-    def _require_ranks(ranks: Sequence[int], world_size: int) -> None:
-        for rank in ranks:
-            if not 0 <= rank < world_size:
-                raise RequestError(f"rank {rank}: must be below world_size {world_size}; legal: 0")
-        if dist.is_initialized():
-            rule = "torch.distributed is initialised in this process, and a dry rank brings a world of its own"
-            raise RequestError(f"run: {rule}; legal: destroy_process_group() before")
 
 
 def _result(request: RunRequest, rank: int) -> Any:
@@ -108,7 +87,7 @@ def _result(request: RunRequest, rank: int) -> Any:
             results.append(_in_world(request, rank))
         except BaseException as error:
             errors.append(error)
-        return _nothing
+        return nothing
 
     thread = RankThread()
     thread.begin(f"rank {rank}", job)
@@ -119,7 +98,7 @@ def _result(request: RunRequest, rank: int) -> Any:
         text += "; it is in native code and could not be interrupted: thread abandoned" if stayed else ""
         position = Position(rank=rank, state="runs", caller=raised_at(errors[0].__traceback__) if errors else "")
         raise TimeLimit(text, ranks=(rank,), positions=(position,), abandoned=stayed)
-    thread.begin("rank (ending)", None)
+    thread.end()
     if errors:
         raise _failure(errors[0], rank, world_size) from errors[0]
     return results[0]
@@ -182,7 +161,3 @@ def _wants_numbers(error: BaseException) -> bool:
         return bool(_REFUSED.search(str(error)))
     frames = traceback.extract_tb(error.__traceback__)
     return isinstance(error, AssertionError | AttributeError) and frames[-1].filename.startswith(_TORCH)
-
-
-def _nothing() -> None:
-    """Nothing to call last."""

@@ -84,7 +84,7 @@ class InprocEngine(Engine):
 
             places = namespaces_of(request.per_rank)
         with installed() as enter, self._unmapped.recorded():
-            state = parts.state(request.world_size, request.seed, places, self._streams)
+            state = PerRankState(request.world_size, request.seed, places, self._streams)
             threads = self._threads.take(request.world_size)
             run = _Run(request, threads, state, observer, parts)
             try:

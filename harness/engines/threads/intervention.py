@@ -1,30 +1,23 @@
-"""Interventions: other parts for the in-process engine, for one run: per-rank state, scheduler, collective matcher.
+"""Interventions: other parts for the in-process engine, for one run: a scheduler, a collective matcher.
 
 A fault, a drawn schedule and a stress of buffers are each a Scheduler or a CollectiveMatcher of its own kind. A run
 without one uses the plain parts at no cost. `Intervened` is an engine in which every run has the same intervention.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from harness.engines.engine import Engine, RunRequest
 from harness.engines.threads.matcher import CollectiveMatcher
 from harness.engines.threads.rank_threads import RankThread
 from harness.engines.threads.scheduler import Scheduler
-from harness.engines.threads.state.rank_state import CallerStreams, PerRankState
+from harness.engines.threads.state.rank_state import PerRankState
 from harness.errors import RequestError
 from harness.ledger import Observer
-
-if TYPE_CHECKING:
-    from harness.engines.threads.state.module_state import Namespace
 
 
 class Intervention:
     """Makes the parts of one run: these as they are, and the base of those that change something."""
-
-    def state(self, world_size: int, seed: int, places: "Sequence[Namespace]", caller: CallerStreams) -> PerRankState:
-        """Random streams, default dtype and the state of the named modules."""
-        return PerRankState(world_size, seed, places, caller)
 
     def scheduler(self, threads: Sequence[RankThread], state: PerRankState, timeout_s: float) -> Scheduler:
         """First come, first served."""

@@ -69,10 +69,14 @@ def of_time(scheduler: Scheduler, timeout_s: float) -> RootCause:
     """The time limit was reached while a rank was running."""
     frames = scheduler.frames()
     running = [rank for rank, status in enumerate(scheduler.statuses) if status is RankStatus.RUNNING]
-    blocked = _blocked([scheduler.idents[rank] for rank in running])
+    looks = {rank: Stillness(scheduler.idents[rank], strictly=True) for rank in running}
+    blocked: set[int] = set()
+    for _ in range(_LOOKS):
+        blocked = {rank for rank, look in looks.items() if look()}
+        time.sleep(0.001)
     texts = []
     for rank in running:
-        place, does = caller_of(frames[rank]), "is blocked" if scheduler.idents[rank] in blocked else "runs"
+        place, does = caller_of(frames[rank]), "is blocked" if rank in blocked else "runs"
         texts.append(f"rank {rank} {does}" + (f" at {place}" if place else ""))
     text = f"no end within {timeout_s:g} s: {', '.join(texts) or 'no rank was running'}"
     return RootCause(text + (_BLOCKED if blocked else ""), tuple(running))
@@ -83,16 +87,6 @@ def of_guests(scheduler: Scheduler) -> RootCause:
     texts = [f"rank {rank} calls {why}" for rank, why in sorted(scheduler.guests.items())]
     rule = "while its own thread waits in another call, and the threads of a rank call one at a time here"
     return RootCause(f"{', '.join(texts)} {rule}; legal: --engine pool", tuple(sorted(scheduler.guests)), UNSERVED)
-
-
-def _blocked(idents: Sequence[int]) -> set[int]:
-    """The threads among these that stand still."""
-    looks = {ident: Stillness(ident, strictly=True) for ident in idents}
-    still: set[int] = set()
-    for _ in range(_LOOKS):
-        still = {ident for ident, look in looks.items() if look()}
-        time.sleep(0.001)
-    return still
 
 
 _ALREADY = re.compile(r"already|\btwice\b|more than once|only once", re.IGNORECASE)

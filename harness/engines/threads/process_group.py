@@ -240,7 +240,7 @@ class InprocGroup(GroupFacts):
         return self._work(call)
 
     def _work(self, call: RankCall) -> Work:
-        work = Work(self._matcher, call)
+        work = Work(call, self._matcher.wait)
         if self._batch is not None:
             self._batch.append(work)
         return work

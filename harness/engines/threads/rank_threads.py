@@ -15,7 +15,6 @@ a run fails, those that still run Python code are ended.
 """
 
 import concurrent.futures.thread as executors
-import contextlib
 import contextvars
 import ctypes
 import functools
@@ -62,7 +61,7 @@ class RankThread:
         """Run on this processor alone, where the system lets a thread be placed."""
         if processor != self._processor and sys.platform == "linux":
             self._processor = processor
-            with contextlib.suppress(OSError):  # the processor was taken from this process meanwhile
+            with suppress(OSError):  # the processor was taken from this process meanwhile
                 os.sched_setaffinity(self.thread.native_id or 0, {processor})
 
     def begin(self, name: str, job: Job | None) -> None:
@@ -70,6 +69,10 @@ class RankThread:
         self.thread.name = name
         self._job = job
         self._given.release()
+
+    def end(self) -> None:
+        """End the idle thread."""
+        self.begin("rank (ending)", None)
 
     def ended(self, timeout_s: float) -> bool:
         """Wait for the end of the job; True when it came in time. Not to be called again after True."""
@@ -81,7 +84,7 @@ class RankThread:
         interrupt(self.thread)
 
     def _serve(self) -> None:
-        with contextlib.suppress(Aborted):
+        with suppress(Aborted):
             _without_wakeup_preemption()
             # No variable holds the dict: the traceback of an exception keeps this frame longer than the thread, and
             # DTensor's caches, which lie in the dict, abort the process when they outlive their thread.
@@ -90,7 +93,7 @@ class RankThread:
                 self._given.acquire()
                 if self._job is None:
                     break
-                last = _nothing
+                last: Callable[[], None] = nothing
                 try:
                     last = contextvars.Context().run(self._job)
                 finally:
@@ -124,12 +127,12 @@ class RankThreads:
                 thread.thread.name = "rank (idle)"
                 self._idle.append(thread)
             else:
-                thread.begin("rank (ending)", None)
+                thread.end()
 
     def end(self) -> None:
         """End all idle threads."""
         while self._idle:
-            self._idle.pop().begin("rank (ending)", None)
+            self._idle.pop().end()
 
 
 def interrupt(thread: threading.Thread) -> None:
@@ -138,7 +141,7 @@ def interrupt(thread: threading.Thread) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(Aborted))
 
 
-def _nothing() -> None:
+def nothing(*_: object) -> None:
     """Nothing to call last."""
 
 
@@ -149,7 +152,7 @@ def _without_wakeup_preemption() -> None:
     Threads and processes that the rank starts do not inherit this.
     """
     if hasattr(os, "SCHED_BATCH"):
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH | os.SCHED_RESET_ON_FORK, os.sched_param(0))
 
 

@@ -40,8 +40,6 @@ from harness.torch_internals.world import (
 Enter = Callable[[CollectiveMatcher, int, int], None]
 _BACKEND = "gloo"
 """Result of get_backend: user code then takes the paths that it would take on CPU ranks."""
-
-
 _BACKEND_CONFIG = str(c10d.BackendConfig(c10d.Backend(_BACKEND)))
 
 
@@ -69,9 +67,9 @@ def installed() -> Iterator[Enter]:
         undo.enter_context(redirected(c10d.init_process_group, _init_process_group))
         undo.enter_context(redirected(c10d.split_group, _split_group))
         undo.enter_context(groups_made_by(_new_group))
-        undo.enter_context(kept_apart(_rank_of_thread))
-        undo.enter_context(followed(_hand_back))
-        undo.enter_context(environ_by_rank(_environ_of_thread))
+        undo.enter_context(kept_apart(lambda: getattr(_mine(), "rank", None)))
+        undo.enter_context(followed(lambda mine: mine.matcher.scheduler.hand_back(mine.rank)))
+        undo.enter_context(environ_by_rank(lambda: getattr(_mine(), "environ", None)))
         yield functools.partial(_enter, ranks, dist.HashStore())
 
 
@@ -82,23 +80,9 @@ def _enter(ranks: dict[int, Any], store: Any, matcher: CollectiveMatcher, rank: 
     _make_default(mine)
 
 
-def _hand_back(mine: _Rank) -> None:
-    mine.matcher.scheduler.hand_back(mine.rank)
-
-
 def _mine() -> _Rank | None:
     mine: _Rank | None = rank_tables()
     return mine
-
-
-def _rank_of_thread() -> int | None:
-    mine = _mine()
-    return None if mine is None else mine.rank
-
-
-def _environ_of_thread() -> OwnWords | None:
-    mine = _mine()
-    return None if mine is None else mine.environ
 
 
 def _make_default(mine: _Rank) -> None:
@@ -182,12 +166,8 @@ def _split_group(
     parent = parent_pg or mine.default_pg
     members = dist.get_process_group_ranks(parent)
     flat = [rank for split in split_ranks or () for rank in split]
-    if (
-        not split_ranks
-        or not all(split_ranks)
-        or len(set(flat)) != len(flat)
-        or not set(flat) <= set(range(len(members)))
-    ):
+    once_each = len(set(flat)) == len(flat) and set(flat) <= set(range(len(members)))
+    if not (split_ranks and all(split_ranks) and once_each):
         rule = f"must be lists of distinct ranks below {len(members)}, none of them empty"
         raise ValueError(f"split_group split_ranks={split_ranks}: {rule}; legal: [[0], [1]]")
     parent.splits += 1

@@ -20,7 +20,7 @@ from types import FrameType
 
 import torch
 
-from harness.engines.threads.rank_threads import Aborted, RankThread, Stillness, taken_lock
+from harness.engines.threads.rank_threads import Aborted, RankThread, Stillness, nothing, taken_lock
 from harness.engines.threads.state.rank_state import PerRankState
 
 _GRACE_S = 0.5
@@ -71,7 +71,7 @@ class Scheduler:
         self._ready = deque(range(world_size))
         self._turns = [taken_lock() for _ in range(world_size)]
         self._driver = taken_lock()
-        self._body: Callable[[int], None] = _nothing
+        self._body: Callable[[int], None] = nothing
         self._threads = tuple(threads)
 
     # what ranks call, in their turn
@@ -156,7 +156,7 @@ class Scheduler:
             self.stopping = True
             order = sorted(range(len(self.statuses)), key=lambda rank: self.statuses[rank] is not RankStatus.RUNNING)
             self._stayed = tuple(rank for rank in order if not self._ended(rank))
-            self._body = _nothing  # it refers to the run, which refers to this: a cycle would keep all results
+            self._body = nothing  # it refers to the run, which refers to this: a cycle would keep all results
         return self._stayed
 
     def _ended(self, rank: int) -> bool:
@@ -195,7 +195,7 @@ class Scheduler:
     def _successor(self) -> Callable[[], None]:
         """Function that wakes the thread whose turn is next: a ready rank, or the driver."""
         if self.stopping:
-            return _nothing
+            return nothing
         if self._halted or not self._ready:
             return self._driver.release
         rank = self._next()
@@ -209,7 +209,3 @@ class Scheduler:
 
     def _next(self) -> int:
         return self._ready.popleft()
-
-
-def _nothing(*_: object) -> None:
-    """No thread is to be woken; no program is to be run."""

@@ -1,7 +1,7 @@
 """Calls that in-process ranks have issued, and the works of torch through which programs wait for them."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch import Tensor
@@ -14,6 +14,7 @@ from harness.engines.calls.signature import Signature
 from harness.torch_internals.groups import answers_torch
 
 
+@dataclass(slots=True, eq=False)
 class RankCall:
     """A call of a rank on its process group: what it issues, and from then on the state of the call.
 
@@ -24,53 +25,25 @@ class RankCall:
     line of an asynchronous call. `waited`: whether a wait has returned.
     """
 
-    __slots__ = (
-        "combine",
-        "event",
-        "group",
-        "is_async",
-        "member",
-        "number",
-        "operands",
-        "origin",
-        "outputs",
-        "payload",
-        "peer",
-        "rank",
-        "signature",
-        "tag",
-        "ticket",
-        "waited",
-    )
+    group: RankGroup
+    member: int
+    signature: Signature
+    operands: Operands
+    combine: Combine
+    payload: Sequence[Tensor]
+    is_async: bool
+    peer: int = ANY
+    tag: int = 0
+    rank: int = field(init=False)
+    outputs: Sequence[Tensor] = field(init=False)
+    event: PendingCollective | PendingMessage = field(init=False)
+    number: int = field(init=False)
+    ticket: int | None = None
+    origin: Caller | None = None
+    waited: bool = False
 
-    event: PendingCollective | PendingMessage
-    number: int
-
-    def __init__(
-        self,
-        group: RankGroup,
-        member: int,
-        signature: Signature,
-        operands: Operands,
-        combine: Combine,
-        payload: Sequence[Tensor],
-        is_async: bool,
-        peer: int = ANY,
-        tag: int = 0,
-    ) -> None:
-        self.group, self.member, self.rank = group, member, group.ranks[member]
-        self.signature, self.operands, self.combine = signature, operands, combine
-        self.payload, self.is_async, self.peer, self.tag = payload, is_async, peer, tag
-        self.outputs = operands.outputs
-        self.ticket: int | None = None
-        self.origin: Caller | None = None
-        self.waited = False
-
-
-class _Matcher(Protocol):
-    """Waits for calls: threads.matcher."""
-
-    def wait(self, call: RankCall) -> None: ...
+    def __post_init__(self) -> None:
+        self.rank, self.outputs = self.group.ranks[self.member], self.operands.outputs
 
 
 class _Waited(dist.Work):
@@ -100,14 +73,14 @@ class _Waited(dist.Work):
 class Work(_Waited):
     """An asynchronous call. `wait` and `get_future` let other ranks run until the call is complete."""
 
-    def __init__(self, matcher: _Matcher, call: RankCall) -> None:
+    def __init__(self, call: RankCall, wait: Callable[[RankCall], None]) -> None:
         super().__init__()
-        self._matcher = matcher
         self._call = call
+        self._wait = wait
 
     def wait(self, timeout: object = None) -> bool:
         """Return when the call is complete; another rank may run meanwhile."""
-        self._matcher.wait(self._call)
+        self._wait(self._call)
         return True
 
     def is_completed(self) -> bool:

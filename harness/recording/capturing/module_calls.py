@@ -4,7 +4,7 @@ For whoever compares two programs module by module: `capture.calls(0).outputs["l
 kept as the blocks that it declares, and the ranks of its mesh. Copies and hooks are those of `module_outputs`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from harness.ledger import AGAIN
 from harness.outcome.blocks import Block, blocks
-from harness.recording.capturing.module_outputs import ModuleWatch, copied, first_tensor, keeping
+from harness.recording.capturing.module_outputs import ModuleWatch, copied, keeping, tensors_of
 from harness.recording.module_watch import ThreadWatch
 from harness.torch_internals.autograd import has_hooks
 
@@ -64,29 +64,31 @@ class CallCapture(ModuleWatch):
 
     def __init__(self) -> None:
         super().__init__(self._output, self._input)
-        self._ranks: dict[int, _Rank] = {}
+        self._captured: dict[int, _Rank] = {}
 
     def calls(self, rank: int) -> ModuleCalls:
         """Captures on this rank, to be read inside the rank: a DTensor's gradient is read here."""
         mine = self._of(rank)
+
+        def copies(slots: Mapping[str, Mapping[int, Tensor | None]]) -> dict[str, tuple[TensorCopy, ...]]:
+            return {path: tuple(map(_copy_of, calls.values())) for path, calls in slots.items()}
+
         return ModuleCalls(
             outputs={path: tuple(calls) for path, calls in mine.outputs.items()},
             inputs={path: tuple(calls) for path, calls in mine.inputs.items()},
-            gradients={path: tuple(map(_copy_of, calls.values())) for path, calls in mine.gradients.items()},
-            input_gradients={
-                path: tuple(map(_copy_of, calls.values())) for path, calls in mine.input_gradients.items()
-            },
+            gradients=copies(mine.gradients),
+            input_gradients=copies(mine.input_gradients),
             plain=frozenset(mine.plain),
             linear=frozenset(mine.linear),
         )
 
     def _of(self, rank: int) -> _Rank:
-        return self._ranks.setdefault(rank, _Rank())
+        return self._captured.setdefault(rank, _Rank())
 
     def _input(self, lane: ThreadWatch, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         site, path = self.place(lane, module)
         if path and site.step == 0 and site.phase == "forward":
-            rank, given = self._of(lane.rank), list(_tensors((args, kwargs)))
+            rank, given = self._of(lane.rank), list(tensors_of((args, kwargs)))
             rank.inputs.setdefault(path, []).append(tuple(_copy_of(copied(tensor)) for tensor in given))
             slots = rank.input_gradients.setdefault(path, {})
             slots[len(slots)] = None
@@ -95,7 +97,7 @@ class CallCapture(ModuleWatch):
 
     def _output(self, lane: ThreadWatch, module: nn.Module, output: Any) -> None:
         site, path = self.place(lane, module)
-        tensor = first_tensor(output) if path and site.step == 0 else None
+        tensor = next(tensors_of(output), None) if path and site.step == 0 else None
         if tensor is None:
             return
         rank = self._of(lane.rank)
@@ -128,12 +130,3 @@ def _copy_of(tensor: Tensor | None) -> TensorCopy:
         return TensorCopy()
     mesh = getattr(tensor, "device_mesh", None)
     return TensorCopy(blocks=parts, mesh=() if mesh is None else tuple(mesh.mesh.flatten().tolist()))
-
-
-def _tensors(given: object, levels: int = 3) -> Iterator[Tensor]:
-    """The tensors among arguments: themselves, or inside tuples, lists and mappings."""
-    if isinstance(given, Tensor):
-        yield given
-    elif levels and isinstance(given, (tuple, list, Mapping)):
-        for part in given.values() if isinstance(given, Mapping) else given:
-            yield from _tensors(part, levels - 1)

@@ -9,9 +9,8 @@ graph, the gradient is that of the recomputed tensor. The model itself, whose pa
     capture.outputs(0)["layers.0.mlp"], capture.gradients(0)["layers.0.mlp"]
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,30 +23,19 @@ from harness.recording.observations import read
 from harness.recording.watch import Watch
 
 
-class ModuleWatch:
+class ModuleWatch(Watch):
     """Hears of every call of a module on every rank, and knows where it belongs."""
 
     def __init__(self, on_output: OnOutput, on_input: OnInput | None = None) -> None:
+        super().__init__(self._feed, on_output, on_input=on_input)
         self._attributions: dict[int, Attribution] = {}
-        self._watch = Watch(self._emit, on_output, on_input=on_input)
-
-    def __enter__(self) -> Self:
-        self._watch.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._watch.__exit__()
-
-    def on_rank(self, rank: int) -> AbstractContextManager[None]:
-        """To be entered in the thread that runs a rank's program."""
-        return self._watch.on_rank(rank)
 
     def place(self, lane: ThreadWatch, module: nn.Module) -> tuple[Site, str]:
         """Where a call of a module belongs, and the module's path."""
         attribution = self._attributions[lane.rank]
         return attribution.current(lane.number), attribution.paths.module(module, "")
 
-    def _emit(self, rank: int) -> Emit:
+    def _feed(self, rank: int) -> Emit:
         feed = self._attributions.setdefault(rank, Attribution()).feed
         return lambda plain: feed(read(plain))
 
@@ -70,7 +58,7 @@ class Capture(ModuleWatch):
     def __init__(self, wanted: Callable[[int, int], bool] = lambda step, microbatch: step == microbatch == 0) -> None:
         super().__init__(self._output)
         self._wanted = wanted
-        self._ranks: dict[int, _Captured] = {}
+        self._captured: dict[int, _Captured] = {}
 
     def outputs(self, rank: int) -> dict[str, Tensor]:
         """Module path -> what the module returned on this rank, detached; empty for a rank that called none."""
@@ -81,11 +69,11 @@ class Capture(ModuleWatch):
         return {path: gradient for path, gradient in self._of(rank).gradients.items() if gradient is not None}
 
     def _of(self, rank: int) -> _Captured:
-        return self._ranks.setdefault(rank, _Captured())
+        return self._captured.setdefault(rank, _Captured())
 
     def _output(self, lane: ThreadWatch, module: nn.Module, output: Any) -> None:
         site, path = self.place(lane, module)
-        tensor = first_tensor(output) if path and self._wanted(site.step, site.microbatch) else None
+        tensor = next(tensors_of(output), None) if path and self._wanted(site.step, site.microbatch) else None
         if tensor is None:
             return
         captured = self._of(lane.rank)
@@ -114,12 +102,10 @@ def copied(tensor: Tensor) -> Tensor:
         return tensor.detach().clone()
 
 
-def first_tensor(output: Any) -> Tensor | None:
-    """The first tensor of an output: itself, or the first in a tuple, list or mapping."""
-    if isinstance(output, Tensor):
-        return output
-    if isinstance(output, Mapping):
-        output = list(output.values())
-    if isinstance(output, (tuple, list)):
-        return next((first for part in output if (first := first_tensor(part)) is not None), None)
-    return None
+def tensors_of(given: object) -> Iterator[Tensor]:
+    """The tensors among arguments or results: themselves, or inside tuples, lists and mappings."""
+    if isinstance(given, Tensor):
+        yield given
+    elif isinstance(given, (tuple, list, Mapping)):
+        for part in given.values() if isinstance(given, Mapping) else given:
+            yield from tensors_of(part)

@@ -17,7 +17,7 @@ import functools
 import hashlib
 import sys
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,27 +68,21 @@ class Numbers:
 
 
 @dataclass(frozen=True, slots=True)
-class _Probed:
-    """A subject with a probe around it, which has every other attribute of the subject."""
+class Probed:
+    """A subject whose outcome is what a probe `names` on this rank, with every other attribute of the subject."""
 
     subject: NamedSubject
+    probe: Callable[[], "DrawnNumbers | NarrowProbe"]
 
     def __getattr__(self, attribute: str) -> Any:
         """Any other attribute is the subject's."""
         return getattr(self.subject.call, attribute)  # session, per_rank
 
-
-@dataclass(frozen=True, slots=True)
-class Drawing(_Probed):
-    """A subject whose outcome is the names of its draws on this rank; those of dropout where `dropout`."""
-
-    dropout: bool
-
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]:
-        """Run the subject and return a name for each draw."""
-        with DrawnNumbers(dropout=self.dropout) as probe:
+        """Run the subject and return each name."""
+        with self.probe() as probe:
             called(self.subject.call, case, device)
-        return {one.written: torch.ones(()) for one in probe.found}
+        return {name: torch.ones(()) for name in probe.names}
 
 
 class DrawnNumbers(DispatchMode):
@@ -102,6 +96,11 @@ class DrawnNumbers(DispatchMode):
         self._dropout = dropout
         self._computed = False
         self._paths = Paths()
+
+    @property
+    def names(self) -> list[str]:
+        """The draws, as names of an outcome."""
+        return [one.written for one in self.found]
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -124,8 +123,12 @@ class DrawnNumbers(DispatchMode):
         if drops and all(bool((one == one.flatten()[:1]).all()) for one in drawn):
             return  # a rate of 0 drops nothing
         around = self._module()
-        bits = hashlib.sha256(b"".join(_bytes(one) for one in drawn)).hexdigest()
-        self.found.append(Numbers(operator, caller(), around or "", bits, around is not None or self._computed))
+        bits = hashlib.sha256()
+        for one in drawn:
+            bits.update(str(tuple(one.shape)).encode())
+            bits.update(one.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        forward = around is not None or self._computed
+        self.found.append(Numbers(operator, caller(), around or "", bits.hexdigest(), forward))
 
     def _module(self) -> str | None:
         """The path of the module whose forward runs, None outside of all."""
@@ -141,12 +144,6 @@ class DrawnNumbers(DispatchMode):
             return None
         self._paths.add(outer)
         return self._paths.module(inner, "")
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    """Shape and bits of a tensor."""
-    words = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return str(tuple(tensor.shape)).encode() + words.numpy().tobytes()
 
 
 _EPSILONS: Mapping[str, float] = {
@@ -177,23 +174,6 @@ class Island:
         return cls(dtype=dtype, operator=operator, place=place)
 
 
-@dataclass(frozen=True, slots=True)
-class Probed(_Probed):
-    """A subject whose outcome is the names of its islands on this rank, the first one of each dtype below `dtype`.
-
-    `constants`: whether numbers count that were not computed in it.
-    """
-
-    dtype: str = "float64"
-    constants: bool = True
-
-    def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]:
-        """Run the subject and return a name for each island."""
-        with NarrowProbe(self.dtype, constants=self.constants) as probe:
-            called(self.subject.call, case, device)
-        return {name: torch.ones(()) for name in probe.found.values()}
-
-
 class NarrowProbe(DispatchMode):
     """Remembers where numbers of each dtype below `dtype` first entered wider arithmetic: `found`, dtype to name.
 
@@ -208,6 +188,11 @@ class NarrowProbe(DispatchMode):
         self._constants = constants
         self._computed: dict[int, Any] = {}
 
+    @property
+    def names(self) -> list[str]:
+        """The islands, as names of an outcome."""
+        return list(self.found.values())
+
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -220,29 +205,21 @@ class NarrowProbe(DispatchMode):
         widest = min((torch.finfo(leaf.dtype).eps for leaf in returned if leaf.is_floating_point()), default=1.0)
         for leaf in given:
             name = self._narrow.get(leaf.dtype)
-            if name and leaf.dtype not in self.found and widest < _EPSILONS[name] and self._counts(leaf):
+            if not name or leaf.dtype in self.found or widest >= _EPSILONS[name]:
+                continue
+            # Masks and counts, which are whole numbers, are exact in every dtype.
+            if (self._constants or self._is_computed(leaf)) and not torch.equal(leaf, leaf.round()):
                 self.found[leaf.dtype] = _SEPARATOR.join((name, str(operator), caller()))
         if any(leaf.dtype == self._wide or self._is_computed(leaf) for leaf in given):
-            self._remember(leaf for leaf in returned if leaf.dtype in self._narrow)
+            for leaf in returned:  # computed in the case's dtype for as long as their storage lives
+                if leaf.dtype in self._narrow and not self._is_computed(leaf):
+                    key = storage_id(leaf)
+                    gone = functools.partial(self._gone, key)
+                    self._computed[key] = weakref.ref(leaf.untyped_storage(), gone)
         return result
-
-    def _counts(self, tensor: Tensor) -> bool:
-        return (self._constants or self._is_computed(tensor)) and _rounds(tensor)
 
     def _is_computed(self, tensor: Tensor) -> bool:
         return storage_id(tensor) in self._computed
 
     def _gone(self, key: int, _reference: object) -> None:
         del self._computed[key]
-
-    def _remember(self, tensors: Iterable[Tensor]) -> None:
-        """These were computed in the case's dtype, while their storage lives: its number is given again then."""
-        for tensor in tensors:
-            key = storage_id(tensor)
-            if key not in self._computed:
-                self._computed[key] = weakref.ref(tensor.untyped_storage(), functools.partial(self._gone, key))
-
-
-def _rounds(tensor: Tensor) -> bool:
-    """Whether there is any number that is not whole: masks and counts are exact in every dtype."""
-    return not bool(torch.equal(tensor, tensor.round()))

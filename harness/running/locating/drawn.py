@@ -7,12 +7,13 @@ none, so its ranks are looked at only where the random streams of the process we
 
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import is_state, kind_of
 from harness.errors import ShardproofError
 from harness.protocols import CaseLike, case_text, unsaved
-from harness.recording.capturing.operator_probes import Drawing, DrawnNumbers, Numbers
+from harness.recording.capturing.operator_probes import DrawnNumbers, Numbers, Probed
 from harness.running.ranks.execution import execute
 from harness.running.trials.trial import Trial
 from harness.running.truth.own import EXACT, one_rank
@@ -54,7 +55,7 @@ def with_drawn_numbers(trial: Trial, evidence: Evidence, wrong: Collection[str])
 def _of_ranks(trial: Trial, case: CaseLike, dropout: bool) -> list[Numbers]:
     run = execute(
         case,
-        Drawing(trial.subject, dropout),
+        Probed(trial.subject, partial(DrawnNumbers, dropout=dropout)),
         trial.engine,
         text=case_text(case),
         record=False,

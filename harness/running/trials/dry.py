@@ -17,8 +17,7 @@ from harness.engines.engine import Unwaited
 from harness.engines.shapes.dry import DryEngine
 from harness.errors import ranks_text
 from harness.ledger import Event
-from harness.predicting.classes import representatives
-from harness.predicting.dry_run import DryRank, DryRun, dry_run
+from harness.predicting.dry_run import DryRank, dry_run, representatives
 from harness.predicting.meter import hidden
 from harness.protocols import Axes
 from harness.running.trials.statements import expectation_of, orders_of
@@ -38,13 +37,13 @@ def dry_run_checked(trial: Trial) -> tuple[Evidence, dict[str, Finding]]:
     evidence = Evidence(
         case=case,
         merged=gathered((), (), {}),
-        events=run.events,
+        events=tuple(event for rank in run for event in rank.events),
         expectation=expectation_of(trial),
-        unwaited=tuple(_unwaited(rank, event) for rank in run.ranks for event in rank.unwaited),
-        saved_bytes=tuple(rank.saved_bytes for rank in run.ranks),
+        unwaited=tuple(_unwaited(rank, event) for rank in run for event in rank.unwaited),
+        saved_bytes=tuple(rank.saved_bytes for rank in run),
         ran=ranks,
         orders=orders_of(trial),
-        hidden=frozenset((rank.rank, ticket) for rank in run.ranks for ticket in hidden(rank.stretches)),
+        hidden=frozenset((rank.rank, ticket) for rank in run for ticket in hidden(rank.stretches)),
         notes=(_memory(run), *_left_out(len(ranks), places, case.world_size)),
     )
     with trial.timed("checks"):
@@ -63,8 +62,8 @@ def _unwaited(rank: DryRank, event: Event) -> Unwaited:
     )
 
 
-def _memory(run: DryRun) -> str:
-    fullest = max(run.ranks, key=lambda rank: rank.peak_bytes)
+def _memory(run: Sequence[DryRank]) -> str:
+    fullest = max(run, key=lambda rank: rank.peak_bytes)
     parts = {
         "parameters": fullest.parameter_bytes,
         "gradients": fullest.gradient_bytes,

@@ -202,7 +202,7 @@ def _islands(trial: Trial, case: CaseLike, constants: bool) -> list[Island]:
     `constants`: whether numbers count that were not computed in the case's dtype.
     """
     try:
-        run = trial.run(Probed(trial.subject, case.dtype, constants=constants), case)
+        run = trial.run(Probed(trial.subject, partial(NarrowProbe, case.dtype, constants=constants)), case)
     except (ProgramError, MachineError):  # a program that a dispatch mode disturbs: its errors stand
         return []
     return [Island.read(name) for name in dict.fromkeys(name for outcome in run.outcomes for name in outcome)]

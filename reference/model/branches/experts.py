@@ -15,7 +15,7 @@ from torch import Tensor
 from reference.case import Case
 from reference.data.batches import Batch
 from reference.data.routing import EQUAL_DIGITS, first_token, forced
-from reference.model.branches import Forward
+from reference.model.decoder import Pass
 
 
 def shapes(case: Case) -> dict[str, tuple[int, ...]]:
@@ -35,7 +35,7 @@ def shapes(case: Case) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def forward(run: Forward, layer: str, x_BSH: Tensor, _visible_SS: Tensor) -> Tensor:
+def forward(run: Pass, layer: str, x_BSH: Tensor, _visible_SS: Tensor) -> Tensor:
     """Sum of the outputs of the chosen experts of every token, weighed, and of the shared expert."""
     case, name = run.case, f"{layer}.mlp"
     dtype = x_BSH.dtype if case.router_dtype == "model" else getattr(torch, case.router_dtype)
@@ -204,17 +204,16 @@ def weights_of(case: Case, logits_BSE: Tensor, chosen_BSE: Tensor) -> Tensor:
     return weights
 
 
-def _expert(run: Forward, name: str, expert: int, x_TH: Tensor, weights_T: Tensor) -> Tensor:
+def _expert(run: Pass, name: str, expert: int, x_TH: Tensor, weights_T: Tensor) -> Tensor:
     def linear(leaf: str, x: Tensor) -> Tensor:
-        y: Tensor = run.arithmetic.linear(x, run.weights[f"{name}.experts.{leaf}.weight"][expert], None)
-        return y
+        return run.arithmetic.linear(x, run.weights[f"{name}.experts.{leaf}.weight"][expert], None)
 
     gate = linear("gate", x_TH) if run.case.activation == "swiglu" else None
     inner = run.arithmetic.activate(run.case.activation, linear("up", x_TH), gate)
     return linear("down", inner * weights_T[:, None])
 
 
-def _shared(run: Forward, name: str, x_BSH: Tensor) -> Tensor:
+def _shared(run: Pass, name: str, x_BSH: Tensor) -> Tensor:
     first = run.linear(f"{name}.w1", x_BSH)
     if run.case.activation == "swiglu":
         inner = run.arithmetic.activate("swiglu", run.linear(f"{name}.w3", x_BSH), first)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from reference.case import Case
-from reference.model.branches import Forward
+from reference.model.decoder import Pass
 
 
 def shapes(case: Case) -> dict[str, tuple[int, ...]]:
@@ -34,7 +34,7 @@ def shapes(case: Case) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def forward(run: Forward, layer: str, x_BSH: Tensor, visible_SS: Tensor) -> Tensor:
+def forward(run: Pass, layer: str, x_BSH: Tensor, visible_SS: Tensor) -> Tensor:
     """The attention of this layer."""
     case, name = run.case, f"{layer}.attention"
     if case.q_lora_rank:
@@ -43,15 +43,10 @@ def forward(run: Forward, layer: str, x_BSH: Tensor, visible_SS: Tensor) -> Tens
     else:
         q_BSE = run.linear(f"{name}.wq", x_BSH)
     plain_BSNn, turned_BSNr = q_BSE.unflatten(-1, (case.heads, -1)).split((case.qk_head_dim, case.qk_rope_dim), -1)
-    q_BSND = torch.cat((plain_BSNn, _rotated(run, "q", turned_BSNr)), -1)
+    q_BSND = torch.cat((plain_BSNn, run.arithmetic.rotate("q", turned_BSNr, run.batch.positions)), -1)
     latent_BSL, turned_BSr = run.linear(f"{name}.wdkv", x_BSH).split((case.kv_lora_rank, case.qk_rope_dim), -1)
     kv_BSE = run.linear(f"{name}.wukv", run.norm(f"{name}.kv_latent_norm", latent_BSL))
     k_BSNn, v_BSNv = kv_BSE.unflatten(-1, (case.heads, -1)).split((case.qk_head_dim, case.v_head_dim), -1)
-    turned_BS1r = _rotated(run, "k", turned_BSr[:, :, None])
+    turned_BS1r = run.arithmetic.rotate("k", turned_BSr[:, :, None], run.batch.positions)
     k_BSND = torch.cat((k_BSNn, turned_BS1r.expand(-1, -1, case.heads, -1)), -1)
     return run.linear(f"{name}.wo", run.core(name, q_BSND, k_BSND, v_BSNv, visible_SS))
-
-
-def _rotated(run: Forward, what: str, x_BSNr: Tensor) -> Tensor:
-    turned: Tensor = run.arithmetic.rotate(what, x_BSNr, run.batch.positions)
-    return turned

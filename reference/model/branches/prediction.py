@@ -18,7 +18,7 @@ from torch import Tensor
 from reference.case import Case
 from reference.data.batches import Batch
 from reference.losses import cross_entropy as loss
-from reference.model.branches import Forward
+from reference.model.decoder import Pass
 
 
 def shapes(case: Case) -> dict[str, tuple[int, ...]]:
@@ -58,7 +58,7 @@ def ahead(batch: Batch, places: int) -> Batch:
     )
 
 
-def forward(run: Forward, _layer: str, x_BSH: Tensor, visible_SS: Tensor) -> Tensor:
+def forward(run: Pass, _layer: str, x_BSH: Tensor, visible_SS: Tensor) -> Tensor:
     """The terms of all depths, left beside; the hidden states of the last."""
     case, depths = run.case, run.case.prediction_depth
     main = sum(_count(batch) for batch in run.beside.step)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_group
 
 from bench import fault_programs as table
+from tests.harness.engines import programs
 
 
 def ones(*shape: int) -> Tensor:
@@ -167,6 +168,8 @@ CASES = [
     Case(tags_differ, 2, "deadlock", (0, 1), STUCK(f"send #0 {W2}", f"recv #0 {W2}")),
     Case(both_send_first, 2, "deadlock", (0, 1), STUCK(f"send #0 {W2}", f"send #0 {W2}")),
     Case(nobody_sends, 2, "skipped", (1,), f"rank 1 {LACKS} recv #0 {W2}"),
+    Case(programs.waits_alone, 2, "skipped", (1,), f"rank 1 {LACKS} all_reduce #0 {W2}"),
+    Case(programs.calls_alone, 2, "skipped", (1,), f"rank 1 {LACKS} all_reduce #0 {W2}"),
     Case(never_waits_alone, 2, "skipped", (1,), NEVER(f"rank 1 never made all_reduce #0 {W2}")),
     Case(sends_into_the_void, 2, "skipped", (1,), NEVER("rank 0's send in world (0 1) was never met by rank 1")),
 ]

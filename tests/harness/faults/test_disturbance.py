@@ -14,7 +14,7 @@ from harness.engines.threads.inproc import InprocEngine
 from harness.errors import Desynchronised, RequestError
 from harness.faults import Fault, Target, faults_of, targets_of
 from harness.ledger import Event
-from harness.recording.recorder import Recorder
+from tests.harness.recording.toy_calls import recorded
 from tests.harness.toy_subjects import LoopEngine
 
 AXES = {"tp": ((0, 1),)}
@@ -73,16 +73,8 @@ def message(rank: int) -> Tensor:
     return x
 
 
-def ledger(engine: InprocEngine, program: Callable[[int], Tensor], world_size: int = 2) -> list[Event]:
-    axes = AXES if world_size == 2 else ON_FOUR
-    with Recorder("", "tp", world_size, axes) as recorder:
-
-        def recorded(rank: int) -> Tensor:
-            with recorder.on_rank(rank):
-                return program(rank)
-
-        engine.run(recorded, world_size=world_size, observer=recorder)
-    return recorder.events()
+def ledger(program: Callable[[int], Tensor], world_size: int = 2) -> list[Event]:
+    return recorded(program, world_size, AXES if world_size == 2 else ON_FOUR)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +113,7 @@ def test_every_fault_leaves_what_it_says(
 ) -> None:
     kind, _, change = fault.partition(" to ")
     kind, _, rank = kind.partition(" on rank ")
-    faults = faults_of(ledger(engine, program), AXES, kinds=(kind,), rank=int(rank or -1))
+    faults = faults_of(ledger(program), AXES, kinds=(kind,), rank=int(rank or -1))
     (one,) = (fault for fault in faults if fault.change == change)
     found = torch.stack(Disturbed(engine, one).run(program, world_size=2))
     assert torch.equal(found.nan_to_num(-1), torch.tensor(left).nan_to_num(-1))
@@ -161,7 +153,7 @@ def test_what_is_late_arrives_at_the_ranks_next_call_after_the_wait(engine: Inpr
         dist.broadcast(torch.ones(1), 0)
         return torch.cat([at_once, x])
 
-    (target,) = (target for target in targets_of(ledger(engine, late)) if target.op == "all_reduce")
+    (target,) = (target for target in targets_of(ledger(late)) if target.op == "all_reduce")
     ranks = Disturbed(engine, Fault(kind="delay", target=target)).run(late, world_size=2)
     assert [x.tolist() for x in ranks] == [[1, 2, 4, 6], [3, 4, 4, 6]]
 
@@ -173,7 +165,7 @@ def test_another_axis_means_other_ranks_and_the_ledger_stays_clean(engine: Inpro
         dist.all_reduce(x, group=group)
         return x
 
-    clean = ledger(engine, over_tp, 4)
+    clean = ledger(over_tp, 4)
     by_change = {fault.change: fault for fault in faults_of(clean, ON_FOUR, kinds=("group",))}
     assert set(by_change) == {"dp", "world"}
     found = {
@@ -181,13 +173,8 @@ def test_another_axis_means_other_ranks_and_the_ledger_stays_clean(engine: Inpro
         for change, fault in by_change.items()
     }
     assert found == {"dp": [101, 1010, 101, 1010], "world": [1111] * 4}
-    with Recorder("", "tp", 4, ON_FOUR) as recorder:
-        Disturbed(engine, by_change["dp"]).run(
-            lambda rank: recorded(recorder, over_tp, rank), world_size=4, observer=recorder
-        )
-    assert [(e.rank, e.axis, e.group_size) for e in recorder.events()] == [
-        (e.rank, e.axis, e.group_size) for e in clean
-    ]
+    disturbed = recorded(over_tp, 4, ON_FOUR, engine=Disturbed(engine, by_change["dp"]))
+    assert [(e.rank, e.axis, e.group_size) for e in disturbed] == [(e.rank, e.axis, e.group_size) for e in clean]
 
 
 def test_the_same_ranks_in_another_order_are_another_group_of_a_gather_and_not_of_a_sum(engine: InprocEngine) -> None:
@@ -199,13 +186,8 @@ def test_the_same_ranks_in_another_order_are_another_group_of_a_gather_and_not_o
         return parts
 
     alone = {"dp": ON_FOUR["dp"]}  # (0, 2) and (1, 3); one rank later (1, 3) and (2, 0)
-    found = faults_of(ledger(engine, over_dp, 4), alone, kinds=("group",))
+    found = faults_of(ledger(over_dp, 4), alone, kinds=("group",))
     assert [(fault.target.op, fault.change) for fault in found] == [("all_reduce", "world"), ("all_gather", "shifted")]
-
-
-def recorded(recorder: Recorder, program: Callable[[int], Tensor], rank: int) -> Tensor:
-    with recorder.on_rank(rank):
-        return program(rank)
 
 
 def test_every_call_of_a_ledger_belongs_to_one_target(engine: InprocEngine) -> None:
@@ -213,7 +195,7 @@ def test_every_call_of_a_ledger_belongs_to_one_target(engine: InprocEngine) -> N
         broadcast(rank), all_reduce(rank), largest(rank), all_reduce(rank), message(rank)
         return torch.zeros(1)
 
-    events = ledger(engine, program)
+    events = ledger(program)
     targets = targets_of(events)
     assert sorted(call for target in targets for call in target.calls) == [(e.rank, e.call_index) for e in events]
     assert [(t.op, t.reduce_op, t.number) for t in targets] == [
@@ -227,7 +209,7 @@ def test_every_call_of_a_ledger_belongs_to_one_target(engine: InprocEngine) -> N
 
 
 def test_an_engine_that_takes_no_interventions_says_so(engine: InprocEngine) -> None:
-    fault = faults_of(ledger(engine, all_reduce), AXES)[0]
+    fault = faults_of(ledger(all_reduce), AXES)[0]
     with pytest.raises(RequestError, match=f"engine={LoopEngine.name}: takes no interventions; legal: inproc"):
         Disturbed(LoopEngine(), fault)
 
@@ -239,6 +221,6 @@ def test_a_fault_that_makes_ranks_part_is_told_like_any_other_parting(engine: In
         dist.all_reduce(x, group=group)
         return x
 
-    faults = faults_of(ledger(engine, uneven, 4), ON_FOUR, kinds=("group",))
+    faults = faults_of(ledger(uneven, 4), ON_FOUR, kinds=("group",))
     with pytest.raises(Desynchronised, match="by fault dp"):
         Disturbed(engine, faults[0]).run(uneven, world_size=4)

@@ -18,18 +18,16 @@ SUBJECT = named("suites.subjects.megatron:subject")
 CASE = case_of(f"tp=2 layers={LAYERS} micro=1", SUBJECT)
 
 
-def test_gpt_model_equals_itself_on_one_rank() -> None:
-    with InprocEngine() as engine:
-        result = prove(CASE, SUBJECT, engine)
+def test_gpt_model_equals_itself_on_one_rank(engine: InprocEngine) -> None:
+    result = prove(CASE, SUBJECT, engine)
     assert result.verdict == PASS
     assert {"forward", "parameter_gradients", "replicas"} <= {verdict.check for verdict in result.verdicts}
 
 
-def test_every_collective_is_necessary_and_every_doubled_sum_is_noticed() -> None:
-    with InprocEngine() as engine:
-        events = execute(CASE, SUBJECT.call, engine, text="").events
-        faults = faults_of(events, CASE.axes, kinds=("drop", "double"))
-        results = survey(CASE, SUBJECT, engine, faults=faults, first_only=True)
+def test_every_collective_is_necessary_and_every_doubled_sum_is_noticed(engine: InprocEngine) -> None:
+    events = execute(CASE, SUBJECT.call, engine, text="").events
+    faults = faults_of(events, CASE.axes, kinds=("drop", "double"))
+    results = survey(CASE, SUBJECT, engine, faults=faults, first_only=True)
     dropped = [result for result in results if result.fault.kind == "drop"]
     assert len(dropped) == 4 * LAYERS + 5
     assert all(result.killed for result in dropped)

@@ -53,6 +53,18 @@ WORLD, TP, CALLS = 40, 8, 60
 """Ranks, those of a tp group, collectives of each group in the window."""
 
 
+def write_last(
+    path: Path, rank: int, world: int, groups: dict[str, list[int]], kinds: list[Any], records: list[Any], **more: Any
+) -> None:
+    """The dump of a rank: the ranks of its groups, kinds of calls, and calls."""
+    content = {
+        "shardproof": "last calls", "ended": "", "rank": rank, "world_size": world, "silent_s": 60.0, "inside": [],
+        "groups": {name: {"ranks": ranks} for name, ranks in groups.items()}, "kinds": kinds, "records": records,
+        "stack": ["train.py:7 in main"], **more,
+    }  # fmt: skip
+    path.write_text(json.dumps(content))
+
+
 def write_generated(folder: Path, world: int, calls: int, bug: str, rank: int, number: int) -> Path:
     """The dumps of a job: tp groups of 8 that issue a layer's all_reduce, and a dp group for each place in them."""
     layers = calls // 6
@@ -87,14 +99,9 @@ def write_generated(folder: Path, world: int, calls: int, bug: str, rank: int, n
                 break  # it waits for the rank that stopped
             if bug == STOPPED and event >= number + layers:
                 break  # the other groups wait in a later gradient's sum
-        content = {
-            "shardproof": "last calls", "ended": "", "rank": mine, "world_size": world, "silent_s": 60.0, "inside": [],
-            "groups": {name: {"ranks": ranks} for name, ranks in members.items()}, "kinds": kinds, "records": records,
-            "stack": ["train.py:7 in main"],
-        }  # fmt: skip
         part = folder / "ranks" / str(mine)
         part.mkdir(parents=True)
-        (part / "last.json").write_text(json.dumps(content))
+        write_last(part / "last.json", mine, world, members, kinds, records)
     return folder
 
 
@@ -128,13 +135,9 @@ def test_a_rank_that_was_killed_is_gone_and_one_whose_recorder_failed_is_named(t
 def test_ranks_that_wait_for_each_other_are_a_cycle(tmp_path: Path) -> None:
     for rank, (mine, theirs) in enumerate((("a", "b"), ("b", "a"))):
         kind = [mine, mine, "all_reduce", "sum", "float32", "4", -1, -1, "forward", "", "m.py:5"]
-        groups = {mine: {"ranks": [0, 1]}, theirs: {"ranks": [0, 1]}}
-        content = {
-            "shardproof": "last calls", "ended": "", "rank": rank, "world_size": 2, "silent_s": 60.0, "inside": [7],
-            "groups": groups, "kinds": [kind], "records": [[0, 3, 7, 0, 0]], "stack": [],
-            "numbers": [[mine, [0, 1], "", 3], [theirs, [0, 1], "", 2]],
-        }  # fmt: skip
-        (tmp_path / f"last_{rank}.json").write_text(json.dumps(content))
+        groups, numbers = {mine: [0, 1], theirs: [0, 1]}, [[mine, [0, 1], "", 3], [theirs, [0, 1], "", 2]]
+        path = tmp_path / f"last_{rank}.json"
+        write_last(path, rank, 2, groups, [kind], [[0, 3, 7, 0, 0]], inside=[7], numbers=numbers)
     found, text = found_in(tmp_path)
     assert [(one.how, one.ranks) for one in found] == [("cycle", (0, 1))]
     assert "ranks 0 1 wait for each other" in text
@@ -143,20 +146,11 @@ def test_ranks_that_wait_for_each_other_are_a_cycle(tmp_path: Path) -> None:
 def test_a_message_that_was_never_sent_names_the_sender(tmp_path: Path) -> None:
     for rank, (op, peer, number) in enumerate((("send", 1, 4), ("recv", 0, 5))):
         kind = ["pp", "pp", op, "", "float32", "4", -1, peer, "pipeline", "", "m.py:5"]
-        content = {
-            "shardproof": "last calls", "ended": "", "rank": rank, "world_size": 2, "silent_s": 60.0, "inside": [],
-            "groups": {"pp": {"ranks": [0, 1]}}, "kinds": [kind], "stack": [],
-            "records": [[0, n, n, 0, 0] for n in range(1, number + 1)],
-        }  # fmt: skip
-        (tmp_path / f"last_{rank}.json").write_text(json.dumps(content))
+        records = [[0, n, n, 0, 0] for n in range(1, number + 1)]
+        write_last(tmp_path / f"last_{rank}.json", rank, 2, {"pp": [0, 1]}, [kind], records)
     found, text = found_in(tmp_path)
     assert [(one.how, one.ranks, one.number, one.waiting) for one in found] == [(STOPPED, (0,), 5, (1,))]
     assert "rank 0 never issued" in text
-
-
-def test_a_healthy_job_has_no_finding(tmp_path: Path) -> None:
-    found, _text = found_in(write_generated(tmp_path, WORLD, CALLS, "", 0, 0))
-    assert found == []
 
 
 @pytest.mark.parametrize(
@@ -238,9 +232,11 @@ def test_flight_recorder_dumps_name_rank_call_and_line(tmp_path: Path, as_json: 
     assert "all_reduce float 9x4 over default_pg, at /home/me/model.py:19 in forward" in text
 
 
-def test_flight_recorder_dumps_of_a_healthy_job_have_no_finding(tmp_path: Path) -> None:
-    write_flight(tmp_path, as_json=False, rank_1_calls=9)
-    assert found_in(tmp_path)[0] == []
+def test_a_healthy_job_has_no_finding(tmp_path: Path) -> None:
+    assert found_in(write_generated(tmp_path / "ours", WORLD, CALLS, "", 0, 0))[0] == []
+    (tmp_path / "nccl").mkdir()
+    write_flight(tmp_path / "nccl", as_json=False, rank_1_calls=9)
+    assert found_in(tmp_path / "nccl")[0] == []
 
 
 class Runs:

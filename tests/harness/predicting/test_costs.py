@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,6 +11,7 @@ from harness.predicting.clusters import DEFAULT, PRESETS, Cluster, Device, Link,
 from harness.predicting.costs import Route, route, seconds
 from harness.predicting.meter import END, START, WAIT, Stretch
 from harness.predicting.timeline import Times, play, together
+from tests.harness.recording.toy_calls import an_event
 
 DEVICE = Device(name="d", memory_gib=1, peak_tflops={"float32": 2.0}, efficiency=0.5)
 INNER = Link(name="inner", ranks=4, latency_us=1, bandwidth_gb_s=100)
@@ -69,8 +69,7 @@ def test_placement_chooses_the_link() -> None:
 
 
 def _event(index: int, *, phase: str = "forward", is_async: bool = False, micro: int = 0) -> Event:
-    words: dict[str, Any] = dict.fromkeys(Event.__slots__, "") | {"phase": phase, "is_async": is_async}
-    return Event(**words | {"call_index": index, "step": 0, "microbatch": micro})
+    return an_event(phase=phase, is_async=is_async, call_index=index, step=0, microbatch=micro)
 
 
 def _played(*moves: tuple[int, str, int], events: list[Event], links: str = "aaaa") -> tuple[Times, Times]:

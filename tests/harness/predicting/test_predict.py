@@ -29,11 +29,10 @@ MODES = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp", "autotp")
 TINY = "family=llama hidden=32 heads=4 kv_heads=2 ffn=32 vocab=64 seq=8 dtype=bfloat16"
 
 
-def test_a_deep_model_lies_on_the_line_through_two_shallow_ones() -> None:
+def test_a_deep_model_lies_on_the_line_through_two_shallow_ones(dry: DryEngine) -> None:
     case = Case.parse(f"{TINY} mode=isp tp=2 dp=3 layers=6 micro=2 optimizer=adamw recompute=full")
-    with DryEngine() as engine:
-        whole = forecast(case, subject, CLUSTER, engine, whole=True)
-        line = forecast(case, subject, CLUSTER, engine)
+    whole = forecast(case, subject, CLUSTER, dry, whole=True)
+    line = forecast(case, subject, CLUSTER, dry)
     assert (whole.ledger, line.ledger, whole.depths, line.depths) == (EQUAL, EQUAL, (), (3, 5))
     assert line.step_s == pytest.approx(whole.step_s, rel=1e-9)
     assert line.flops == pytest.approx(whole.flops, rel=1e-9)
@@ -42,11 +41,10 @@ def test_a_deep_model_lies_on_the_line_through_two_shallow_ones() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_memory_is_never_less_than_that_of_the_run_itself(optimizer: str) -> None:
+def test_memory_is_never_less_than_that_of_the_run_itself(optimizer: str, dry: DryEngine) -> None:
     case = Case.parse(f"{TINY} mode=tp-sp tp=2 dp=3 layers=6 micro=2 steps=2 optimizer={optimizer}")
-    with DryEngine() as engine:
-        memory = forecast(case, subject, CLUSTER, engine).memory
-        (itself,) = dry_run(case, subject, engine, (0,), text="").ranks
+    memory = forecast(case, subject, CLUSTER, dry).memory
+    (itself,) = dry_run(case, subject, dry, (0,), text="")
     assert memory.parameters == pytest.approx(itself.parameter_bytes)
     assert memory.gradients == pytest.approx(itself.gradient_bytes)
     assert memory.optimizer == pytest.approx(itself.optimizer_bytes)
@@ -56,14 +54,13 @@ def test_memory_is_never_less_than_that_of_the_run_itself(optimizer: str) -> Non
     assert memory.peak <= itself.peak_bytes + (itself.optimizer_bytes or 0.01 * itself.peak_bytes)
 
 
-def test_a_step_is_its_micro_batches_and_what_follows_once() -> None:
+def test_a_step_is_its_micro_batches_and_what_follows_once(dry: DryEngine) -> None:
     """On links without latency that move a byte a second, where products cost nothing, time is bytes on the wire."""
     free = Device(name="d", memory_gib=1, peak_tflops={"bfloat16": 1e9}, efficiency=1)
     slow = Link(name="l", ranks=0, latency_us=0, bandwidth_gb_s=1e-9)
     cluster = Cluster(name="c", device=free, links=(slow,), algorithm="ring")
     case = Case.parse(f"{TINY} mode=tp tp=2 dp=3 layers=2 micro=3 steps=2")
-    with DryEngine() as engine:
-        one = forecast(case, subject, cluster, engine)
+    one = forecast(case, subject, cluster, dry)
     (sent,) = traffic(case, subject)
     assert sent is not None and one.traffic == sent
     assert sum(one.times.exposed_s.values()) == pytest.approx(sent.wire_bytes, abs=sent.calls)  # whole bytes each
@@ -74,11 +71,10 @@ def test_a_step_is_its_micro_batches_and_what_follows_once() -> None:
 @pytest.mark.parametrize(
     "words", ["mode=isp tp=1 wp=1 dp=6", "mode=isp tp=2 wp=2 dp=3", "mode=mtp tp=1 dp=1", "mode=tp tp=1"]
 )
-def test_computing_takes_the_flops_of_all_micro_batches_whoever_talks(words: str) -> None:
+def test_computing_takes_the_flops_of_all_micro_batches_whoever_talks(words: str, dry: DryEngine) -> None:
     """Two layers have 3 x 2 FLOPs a weight of a product and token, and 14 a pair of tokens and feature."""
     case = Case.parse(f"{TINY} {words} layers=2 micro=3")
-    with DryEngine() as engine:
-        one = forecast(case, subject, CLUSTER, engine)
+    one = forecast(case, subject, CLUSTER, dry)
     products = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 32) + 64 * 32
     flops = 3 * (6 * products * case.tokens + 14 * 2 * case.batch * 8**2 * 32) / case.tp
     assert one.flops == flops
@@ -130,13 +126,10 @@ def test_a_search_leaves_the_ranks_of_stages_and_of_context_to_them() -> None:
         candidates("mode=tp pp=4", subject, world=6)
 
 
-def test_the_fastest_is_told_among_those_that_fit() -> None:
+def test_the_fastest_is_told_among_those_that_fit(dry: DryEngine) -> None:
     tiny = Device(name="thimble", memory_gib=0.00001, peak_tflops={"bfloat16": 1})
-    with DryEngine() as engine:
-        told = predict(f"{TINY} tp=2 layers=2", subject, CLUSTER, engine)
-        none = predict(
-            f"{TINY} tp=2 layers=2 mode=tp", subject, Cluster(name="c", device=tiny, links=CLUSTER.links), engine
-        )
+    told = predict(f"{TINY} tp=2 layers=2", subject, CLUSTER, dry)
+    none = predict(f"{TINY} tp=2 layers=2 mode=tp", subject, Cluster(name="c", device=tiny, links=CLUSTER.links), dry)
     fastest = told.rows.sort_values("tokens_per_s_per_rank").iloc[-1]["words"]
     assert told.fastest.startswith(f"fastest that fits into the 79.6 GiB of a H100 SXM 80GB: {fastest}: ")
     assert told.rows["tokens_per_s"].is_monotonic_decreasing and told.rows.iloc[0]["words"] == fastest
@@ -148,16 +141,15 @@ def test_the_fastest_is_told_among_those_that_fit() -> None:
     )
 
 
-def test_without_words_parameters_are_bfloat16_and_adamw_trains_in_mixed_precision() -> None:
+def test_without_words_parameters_are_bfloat16_and_adamw_trains_in_mixed_precision(dry: DryEngine) -> None:
     """By hand: hidden 32, 2 of 4 query and 1 of 2 kv heads, half of ffn and vocabulary, norms whole; 18 bytes each.
 
     With 2 bytes of gradients and none of an optimizer the same program needs 2 + 12 bytes a parameter less.
     """
     words = "family=llama hidden=32 heads=4 kv_heads=2 ffn=32 vocab=64 seq=8 mode=tp-sp tp=2 layers=2 micro=1"
     trained = 2 * (32 * 16 + 2 * 32 * 8 + 16 * 32 + 3 * 32 * 16 + 2 * 32) + 32 + 2 * 32 * 32
-    with DryEngine() as engine:
-        usual = predict(words, subject, CLUSTER, engine)
-        said = predict(f"{words} dtype=bfloat16 optimizer=sgd micro=2", subject, CLUSTER, engine)
+    usual = predict(words, subject, CLUSTER, dry)
+    said = predict(f"{words} dtype=bfloat16 optimizer=sgd micro=2", subject, CLUSTER, dry)
     (row,), (plain,) = usual.rows.to_dict("records"), said.rows.to_dict("records")
     kept = [row[f"{name}_bytes"] for name in ("parameters", "gradients", "optimizer")]
     assert kept == [2 * trained, 4 * trained, 12 * trained] and sum(kept) == 18 * trained
@@ -228,9 +220,8 @@ def test_a_wrong_request_is_one_message(words: list[str], message: str, capsys: 
     assert message in error and "Traceback" not in error and error.count("\n") == 1
 
 
-def test_own_words_have_no_tokens_and_tensors_on_the_cpu_are_counted() -> None:
-    with DryEngine() as engine:
-        told = predict("tp=2 dp=3 width=7 dtype=float32", own_words.subject, CLUSTER, engine)
+def test_own_words_have_no_tokens_and_tensors_on_the_cpu_are_counted(dry: DryEngine) -> None:
+    told = predict("tp=2 dp=3 width=7 dtype=float32", own_words.subject, CLUSTER, dry)
     (row,) = told.rows.to_dict("records")
     assert pd.isna(row["tokens"]) and math.isnan(row["tokens_per_s"]) and "tokens" not in told.fastest
     assert " s a step; it needs " in told.fastest

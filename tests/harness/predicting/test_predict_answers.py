@@ -30,9 +30,8 @@ def test_the_table_says_of_which_step_it_is_and_what_fsdp_is_called(capsys: pyte
     assert "FSDP (ZeRO-3, FSDP2) is zero=3" in told
 
 
-def test_why_a_runner_up_lost_adds_up_to_what_it_is_slower() -> None:
-    with DryEngine() as engine:
-        told = predict(f"{TINY} tp=2 layers=1 seq=64 batch=4", subject, CLUSTER, engine)
+def test_why_a_runner_up_lost_adds_up_to_what_it_is_slower(dry: DryEngine) -> None:
+    told = predict(f"{TINY} tp=2 layers=1 seq=64 batch=4", subject, CLUSTER, dry)
     first, *others = told.rows.to_dict("records")
     assert first["lost"] == ""
     slower = [row for row in others if row["lost"] != "as fast"]
@@ -49,10 +48,9 @@ def test_why_a_runner_up_lost_adds_up_to_what_it_is_slower() -> None:
             assert told_by == pytest.approx(100 * (exposed[0] - exposed[1]) * first["tokens_per_s_per_rank"], abs=0.051)
 
 
-def test_what_does_not_fit_says_by_how_much_and_what_fills_the_memory() -> None:
+def test_what_does_not_fit_says_by_how_much_and_what_fills_the_memory(dry: DryEngine) -> None:
     small = replace(CLUSTER, device=replace(CLUSTER.device, memory_gib=2**-16))
-    with DryEngine() as engine:
-        told = predict(f"{TINY} tp=2 layers=1", subject, small, engine)
+    told = predict(f"{TINY} tp=2 layers=1", subject, small, dry)
     for row in told.rows.iloc[1:].to_dict("records"):
         more = row["peak_bytes"] / 2**30 - 2**-16
         parts = {name: row[f"{name}_bytes"] for name in ("parameters", "gradients", "optimizer", "saved")}
@@ -182,13 +180,12 @@ def test_a_mistake_in_an_estimate_is_far_from_a_forecast(
     assert far(planted_module(replaced(name, *PLANTED[mistake]), name), measure)
 
 
-def test_the_answer_fits_and_needs_a_number_of_ranks() -> None:
-    with DryEngine() as engine:
-        told = predict(f"{WORDS} mode=tp-sp tp=2 recompute=none", subject, cluster(1.0), engine, world=4, suggest=True)
+def test_the_answer_fits_and_needs_a_number_of_ranks(dry: DryEngine) -> None:
+    told = predict(f"{WORDS} mode=tp-sp tp=2 recompute=none", subject, cluster(1.0), dry, world=4, suggest=True)
     assert len(told.rows) == 3 and told.fastest.startswith("fastest that fits into the 1 GiB of a d: mode=tp-sp tp=2 ")
     assert set(told.rows["ledger"]) == {"equal"} and set(told.rows["ranks"]) == {4}
-    with DryEngine() as engine, pytest.raises(RequestError, match="suggest: needs .*; legal: --suggest --world 64"):
-        predict(WORDS, subject, cluster(1.0), engine, suggest=True)
+    with pytest.raises(RequestError, match="suggest: needs .*; legal: --suggest --world 64"):
+        predict(WORDS, subject, cluster(1.0), dry, suggest=True)
 
 
 @pytest.mark.parametrize(

@@ -86,24 +86,22 @@ def test_stages_with_other_kinds_of_layers_are_other_stages() -> None:
 
 
 @pytest.mark.deep("ten CPU seconds")
-def test_deep_stages_are_no_line_where_a_short_one_would_have_other_kinds_of_layers() -> None:
+def test_deep_stages_are_no_line_where_a_short_one_would_have_other_kinds_of_layers(dry: DryEngine) -> None:
     """The second of two stages has one dense layer and 15 with experts; with six layers each it would have none."""
     words = "mode=tp tp=1 dp=2 ep=2 pp=2 layers=18 first_layers=2 dense_layers=3 experts=4 routing=equal micro=2"
     case = Case.parse(f"{words} positions=rope hidden=16 heads=2 kv_heads=2 ffn=24 expert_ffn=8 vocab=16 seq=8")
-    with DryEngine() as engine:
-        stages = forecast(case, subject, CLUSTER, engine).stages
-        itself = dry_run(case.but(steps=1), subject, engine, (0, 2), text="").ranks
+    stages = forecast(case, subject, CLUSTER, dry).stages
+    itself = dry_run(case.but(steps=1), subject, dry, (0, 2), text="")
     assert [stage.memory.parameters for stage in stages] == [rank.parameter_bytes for rank in itself]
     assert [stage.flops for stage in stages] == [rank.flops for rank in itself]
 
 
 @pytest.mark.parametrize("words", ["layers=12", "layers=16 recompute=full recompute_layers=2"])
-def test_a_deep_model_with_dense_layers_is_a_line_behind_them(words: str) -> None:
+def test_a_deep_model_with_dense_layers_is_a_line_behind_them(words: str, dry: DryEngine) -> None:
     """Three first layers have no experts; what is held and computed is exactly that of the whole model."""
     case = Case.parse(f"mode=tp tp=1 dp=2 ep=2 dense_layers=3 experts=4 routing=equal positions=rope micro=1 {words}")
-    with DryEngine() as engine:
-        made = forecast(case, subject, CLUSTER, engine)
-        (itself,) = dry_run(case.but(steps=1), subject, engine, (0,), text="").ranks
+    made = forecast(case, subject, CLUSTER, dry)
+    (itself,) = dry_run(case.but(steps=1), subject, dry, (0,), text="")
     assert made.depths and made.depths[1] < case.layers and made.ledger == EQUAL
     assert (made.memory.parameters, made.flops) == (itself.parameter_bytes, itself.flops)
 

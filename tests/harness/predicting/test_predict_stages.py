@@ -44,13 +44,14 @@ def stage_ranks(case: Case) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("words", [*CASES[:2], *deep("six CPU seconds each", *CASES[2:])])
-def test_bytes_are_those_of_the_recorded_run_and_memory_of_every_stage_run_whole(prover: Prover, words: str) -> None:
+def test_bytes_are_those_of_the_recorded_run_and_memory_of_every_stage_run_whole(
+    prover: Prover, words: str, dry: DryEngine
+) -> None:
     """Forecast from one rank of each kind of stage and two micro-batches; run whole, every stage in its own order."""
     case = Case.parse(f"{SIZES} {words}")
     events = prover.proof(case, subject).events
-    with DryEngine() as engine:
-        stages = forecast(case, subject, CLUSTER, engine).stages
-        run = dry_run(case, subject, engine, stage_ranks(case), text="").ranks
+    stages = forecast(case, subject, CLUSTER, dry).stages
+    run = dry_run(case, subject, dry, stage_ranks(case), text="")
     assert [stage.ledger for stage in stages] == [EQUAL] * case.pp
     for stage, itself in zip(stages, run, strict=True):
         own = [event for event in events if event.rank == itself.rank]
@@ -74,7 +75,9 @@ def test_bytes_are_those_of_the_recorded_run_and_memory_of_every_stage_run_whole
 
 
 @pytest.mark.parametrize(("schedule", "micro"), [("1f1b", 6), ("gpipe", 2)])
-def test_where_stages_are_equal_and_messages_free_the_bubble_is_its_formula(schedule: str, micro: int) -> None:
+def test_where_stages_are_equal_and_messages_free_the_bubble_is_its_formula(
+    schedule: str, micro: int, dry: DryEngine
+) -> None:
     """Two layers a stage, and a vocabulary and a sequence so small that head and loss are lost in the layers."""
     device = Device(name="d", memory_gib=1, peak_tflops={"float64": 1e-9}, efficiency=1)
     free = Cluster(name="c", device=device, links=(Link(name="l", ranks=0, latency_us=0, bandwidth_gb_s=1e30),))
@@ -82,8 +85,7 @@ def test_where_stages_are_equal_and_messages_free_the_bubble_is_its_formula(sche
         f"mode=tp tp=1 pp=4 layers=8 hidden=512 heads=2 kv_heads=2 ffn=2048 vocab=2 family=llama seq=2 tied=false "
         f"schedule={schedule} micro={micro}"
     )
-    with DryEngine() as engine:
-        one = forecast(case, subject, free, engine)
+    one = forecast(case, subject, free, dry)
     assert one.bubble_stated == 3 / (micro + 3)
     assert one.bubble == pytest.approx(one.bubble_stated, rel=2e-3)
     assert all(stage.times.total_s == pytest.approx(one.step_s) for stage in one.stages)
@@ -115,29 +117,25 @@ class _Changed:
 
 
 @pytest.mark.parametrize("words", CASES[1:2])
-def test_a_wrong_stages_bytes_are_found_at_that_stage(words: str) -> None:
+def test_a_wrong_stages_bytes_are_found_at_that_stage(words: str, dry: DryEngine) -> None:
     case = Case.parse(f"{SIZES} {words}")
-    with DryEngine() as engine:
-        one = forecast(case, _Changed("bytes"), CLUSTER, engine)
+    one = forecast(case, _Changed("bytes"), CLUSTER, dry)
     found = [stage.index for stage in one.stages if stage.ledger != EQUAL]
     assert found == [1] and one.ledger.startswith("differs: ") and "over pp" in one.ledger
 
 
-def test_a_rank_that_does_not_follow_its_program_is_named() -> None:
+def test_a_rank_that_does_not_follow_its_program_is_named(dry: DryEngine) -> None:
     case = Case.parse(f"{SIZES} mode=tp tp=1 pp=2 micro=3")
-    with (
-        DryEngine() as engine,
-        pytest.raises(NotComputed, match="issued 4 messages between stages .* program has 6 and 6"),
-    ):
-        forecast(case, _Changed("program"), CLUSTER, engine)
+    with pytest.raises(NotComputed, match="issued 4 messages between stages .* program has 6 and 6"):
+        forecast(case, _Changed("program"), CLUSTER, dry)
 
 
-def test_a_subject_that_says_nothing_of_its_stages_is_refused() -> None:
+def test_a_subject_that_says_nothing_of_its_stages_is_refused(dry: DryEngine) -> None:
     def silent(case: Case, device: torch.device) -> Any:
         return subject(case, device)
 
-    with DryEngine() as engine, pytest.raises(RequestError, match="pp=2: .* attribute pipeline, .*; legal: pp=1"):
-        forecast(Case.parse("pp=2 micro=3"), silent, CLUSTER, engine)
+    with pytest.raises(RequestError, match="pp=2: .* attribute pipeline, .*; legal: pp=1"):
+        forecast(Case.parse("pp=2 micro=3"), silent, CLUSTER, dry)
 
 
 def test_the_command_shows_stages_bubble_picture_and_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,18 +30,7 @@ GONE = RuntimeError("Connection closed by peer [10.0.0.2]:4711")
 
 
 def order(world_size: int = 2) -> RunOrder:
-    return RunOrder(
-        number=NUMBER,
-        rank=0,
-        world_size=world_size,
-        seed=0,
-        program=b"",
-        store=("", 0),
-        store_prefix="",
-        connection=NUMBER,
-        folder="",
-        path=(),
-    )
+    return RunOrder(number=NUMBER, world_size=world_size, seed=0, program=b"", store_prefix="", connection=NUMBER)
 
 
 class PlayedWorker:

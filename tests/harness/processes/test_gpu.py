@@ -9,15 +9,16 @@ import pytest
 import torch
 
 from harness.cases import parse_cases
+from harness.engines.engine import Engine
 from harness.engines.interposer import Interposer
 from harness.engines.processes.forked.pool import PoolEngine
 from harness.engines.threads.inproc import InprocEngine
-from harness.ledger import Call
 from harness.recording.recorder import Recorder
 from harness.recording.spans import stopwatch
 from harness.running.proof import prove
 from harness.running.ranks.execution import execute
 from harness.running.request import Request
+from harness.running.result import CaseResult
 from harness.running.run import run
 from harness.running.witnessing import witnesses
 from harness.subject import named
@@ -25,6 +26,7 @@ from parallel.subject import subject
 from reference.case import Case
 from reports.options.option_checks import EXPERIMENTS
 from tests.harness.processes.test_torchrun import TINY, torchrun
+from tests.harness.recording.toy_calls import a_call
 
 GPUS = torch.cuda.device_count()
 NAME = "parallel.subject:subject"
@@ -38,32 +40,27 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no CUDA dev
 SEVERAL = pytest.mark.skipif(GPUS < 2, reason=f"{GPUS} CUDA devices: NCCL needs one a rank, so two")
 
 
-@pytest.mark.parametrize("text", MODES.values(), ids=MODES)
-def test_four_ranks_share_one_gpu(engine: InprocEngine, text: str) -> None:
+def passed(text: str, engine: Engine) -> CaseResult:
+    """The proof of a case, which passes."""
     result = prove(Case.parse(text), NAME, engine, device="cuda")
     assert result.verdict == "pass", [verdict.message for verdict in result.verdicts if verdict.verdict != "pass"]
+    return result
+
+
+@pytest.mark.parametrize("text", MODES.values(), ids=MODES)
+def test_four_ranks_share_one_gpu(engine: InprocEngine, text: str) -> None:
+    passed(text, engine)
 
 
 def test_sums_in_any_order_are_ordered_while_ranks_run(engine: InprocEngine) -> None:
     """Of four rows a token, which index_add adds up on a GPU in whatever order they come."""
     sizes = "heads=4 kv_heads=4 hidden=32 ffn=24 expert_ffn=24 seq=64 batch=4 micro=1"
-    result = prove(Case.parse(f"mode=tp tp=2 experts=8 top_k=4 {sizes}"), NAME, engine, device="cuda")
-    assert result.verdict == "pass", [verdict.message for verdict in result.verdicts if verdict.verdict != "pass"]
+    passed(f"mode=tp tp=2 experts=8 top_k=4 {sizes}", engine)
     assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_a_calls_duration_is_the_streams_and_not_that_of_the_enqueue() -> None:
-    call = Call(
-        op="all_reduce",
-        reduce_op="sum",
-        group=(0,),
-        group_desc="tp",
-        dtype="float32",
-        shapes=((1,),),
-        payload_bytes=4,
-        is_async=False,
-        device="cuda",
-    )
+    call = a_call(group=(0,), shapes=((1,),), payload_bytes=4, device="cuda")
     with Recorder("", "tp", 1, {}, stopwatch=stopwatch("cuda")) as recorder, recorder.on_rank(0):
         for sleeps in (0, 1):
             ticket = recorder.issued(0, call)
@@ -120,8 +117,7 @@ def test_the_published_experiment_at_its_real_widths(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["mode=tp tp=2 layers=1 dtype=float64", "preset=tiny-internlm2 mode=isp tp=2 wp=2"])
 def test_a_case_is_proved_on_nccl(text: str) -> None:
     with PoolEngine() as pool:
-        result = prove(Case.parse(text), NAME, pool, device="cuda")
-    assert result.verdict == "pass", [verdict.message for verdict in result.verdicts if verdict.verdict != "pass"]
+        result = passed(text, pool)
     assert result.evidence is not None
     assert all(event.duration_us > 0 for event in result.evidence.events if event.op not in {"send", "recv", "barrier"})
 

@@ -103,12 +103,9 @@ def place(_rank: int) -> tuple[set[int], set[int]]:
     return os.sched_getaffinity(0), set().union(*threads)
 
 
-def test_ranks_take_processors_in_turn_when_there_are_not_more() -> None:
+def test_ranks_take_processors_in_turn_when_there_are_not_more_and_else_are_free() -> None:
     assert [share({4, 9}, rank, 4) for rank in range(4)] == [{4}, {9}, {4}, {9}]
     assert [share({4, 9}, rank, 2) for rank in range(2)] == [{4}, {9}]
-
-
-def test_ranks_are_free_where_processors_are_more() -> None:
     assert share({0, 3, 7}, 1, 2) == {0, 3, 7}
 
 

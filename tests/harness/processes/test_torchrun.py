@@ -5,7 +5,6 @@ A start costs seconds, so each launch serves several questions.
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from reference.case import Case
 from reports.commands import cli
 from reports.stored import frames
 from tests import ROOT
+from tests.harness.programs.launched import free_port
 
 LIMIT_S = 120.0
 TINY = "mode=tp tp=2 layers=1 hidden=16 heads=2 ffn=16 seq=8 micro=1 steps=1"
@@ -34,12 +34,6 @@ def environment(**more: str) -> dict[str, str]:
     """Ours, without what another launcher may have left there."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     return {**ours, "OMP_NUM_THREADS": "1", **more}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def launched(commands: Sequence[Sequence[str]], folder: Path, **more: str) -> list[tuple[int, str, str]]:
@@ -60,7 +54,7 @@ def launched(commands: Sequence[Sequence[str]], folder: Path, **more: str) -> li
 
 def torchrun(folder: Path, nodes: int, ranks: int, *words: str) -> list[tuple[int, str, str]]:
     """torchrun once a node, all on this machine."""
-    port = ("--master-addr", "127.0.0.1", "--master-port", str(free_port()))
+    port = ("--master-addr", "127.0.0.1", "--master-port", free_port())
     size = ("--nnodes", str(nodes), "--nproc-per-node", str(ranks))
     return launched(
         [("torch.distributed.run", *size, "--node-rank", str(node), *port, *words) for node in range(nodes)], folder
@@ -70,7 +64,7 @@ def torchrun(folder: Path, nodes: int, ranks: int, *words: str) -> list[tuple[in
 def slurm(folder: Path, ranks: int, *words: str) -> list[tuple[int, str, str]]:
     """The command as srun starts it."""
     job = {"SLURM_PROCID": "{rank}", "SLURM_LOCALID": "{rank}", "SLURM_NTASKS": str(ranks)}
-    job |= {"SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_ID": str(free_port())}
+    job |= {"SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_ID": free_port()}
     return launched([words] * ranks, folder, **job)
 
 

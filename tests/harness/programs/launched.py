@@ -10,6 +10,7 @@ import runpy
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,7 +20,10 @@ import tests.forked
 from harness.programs.arming import arm
 from harness.programs.launch import request_of
 from harness.programs.session import VARIABLE, new_session
+from harness.witnesses.agreement import Sighting, agreement, of_ledger
 from reports.options.command_options import add_options
+from reports.programs import figures
+from reports.stored.frames import Run
 from tests import ROOT
 
 LIMIT_S = 240.0
@@ -36,6 +40,14 @@ def free_port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return str(free.getsockname()[1])
+
+
+def seen_alike(run: Run, witness: str, seen: Sequence[Sighting]) -> None:
+    """Assert that a witness saw the calls of a recorded run one by one; a trace has no phase before a forward."""
+    ours = [replace(one, phase="") for one in of_ledger(figures.events(run))]
+    found = agreement(ours, {witness: [replace(one, phase="") for one in seen]})
+    assert [str(row) for row in found.broken] == []
+    assert len(found.rows) == len(seen) == len(run.ledger)
 
 
 def forked(

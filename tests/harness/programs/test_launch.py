@@ -16,6 +16,7 @@ from harness.errors import RequestError
 from harness.programs.arming import arm
 from harness.programs.session import VARIABLE, Options, ProgramSession, shared_session, silence_of, steps_of, tools_of
 from reports.stored.frames import load
+from shardproof.record import main
 from tests.forked import started
 from tests.harness.programs.launched import environment
 
@@ -95,14 +96,26 @@ def test_nsys_wraps_the_whole_command(tmp_path: Path) -> None:
         (["--tokens", "0", "x.py"], "tokens=0: must be the tokens of all ranks in one step"),
         (["--cluster", "no-such", "x.py"], "cluster=no-such"),
         (["--silence", "0", "x.py"], "silence=0: must be seconds, at least 1; legal: --silence 60"),
-        ([], "program: is missing; legal: python -m shardproof.record train.py"),
     ],
 )
-def test_wrong_words_are_one_line(tmp_path: Path, words: Sequence[str], message: str) -> None:
-    ended = ran(tmp_path, *record(*words))
+def test_wrong_words_are_one_line(
+    words: Sequence[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_no_words_are_one_line_of_the_process(tmp_path: Path) -> None:
+    ended = ran(tmp_path, *record())
     assert ended.returncode == 2
-    assert message in ended.stderr
-    assert len(ended.stderr.splitlines()) == 1
+    assert ended.stderr == "shardproof: program: is missing; legal: python -m shardproof.record train.py\n"
     assert not (tmp_path / "runs").exists()
 
 

@@ -6,12 +6,10 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from harness.witnesses.agreement import agreement, of_ledger
 from harness.witnesses.torch_trace import read_traces
 from reports.comparing.comparison import compare
 from reports.comparing.snapshot import snapshot
@@ -19,7 +17,7 @@ from reports.pages import page
 from reports.programs import figures, program_tables, speed
 from reports.stored.frames import Run, load
 from tests import ROOT
-from tests.harness.programs.launched import LIMIT_S, environment, forked, free_port
+from tests.harness.programs.launched import LIMIT_S, environment, forked, free_port, seen_alike
 
 SCRIPT = Path(__file__).with_name("training.py")
 TOOLS = ["--profile", "torch"]
@@ -78,11 +76,7 @@ def test_every_rank_writes_its_part_with_phases_axes_modules_and_lines(recorded:
 
 def test_torchs_profiler_saw_the_same_calls_one_by_one(recorded: tuple[Run, str]) -> None:
     run = recorded[0]
-    seen = read_traces(run.path / "traces", 2)
-    ours = [replace(one, phase="") for one in of_ledger(figures.events(run))]  # a trace tells no phase before a forward
-    found = agreement(ours, {"torch": [replace(one, phase="") for one in seen]})
-    assert [str(row) for row in found.broken] == []
-    assert len(found.rows) == len(seen) == len(run.ledger)
+    seen_alike(run, "torch", read_traces(run.path / "traces", 2))
 
 
 def test_the_reports_take_the_folder(recorded: tuple[Run, str]) -> None:

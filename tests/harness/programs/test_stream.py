@@ -96,8 +96,8 @@ def untimed(events: list[Event]) -> list[Event]:
     return [replace(event, start_us=0.0, duration_us=0.0, doubts=()) for _key, event in sorted(last.items())]
 
 
-def test_what_is_written_on_the_way_is_what_is_read_at_the_end() -> None:
-    with InprocEngine() as engine, Tee() as recorder:
+def test_what_is_written_on_the_way_is_what_is_read_at_the_end(engine: InprocEngine) -> None:
+    with Tee() as recorder:
         engine.run(train, recorder, 3, world_size=WORLD, observer=recorder)
     for one in recorder.streams.values():
         one.close()
@@ -109,7 +109,7 @@ def test_what_is_written_on_the_way_is_what_is_read_at_the_end() -> None:
     assert 0 < again <= 2 * 3 * 2, "only what follows settles otherwise is written twice: the data of later steps"
 
 
-def test_replays_of_a_graph_are_written_on_the_way_too() -> None:
+def test_replays_of_a_graph_are_written_on_the_way_too(engine: InprocEngine) -> None:
     def captured(rank: int, recorder: Tee) -> None:
         with recorder.on_rank(rank):
             model = nn.Linear(3, 2)
@@ -127,7 +127,7 @@ def test_replays_of_a_graph_are_written_on_the_way_too() -> None:
             for _ in range(3):
                 graph.replay()
 
-    with graphs_simulated(), InprocEngine() as engine, Tee() as recorder:
+    with graphs_simulated(), Tee() as recorder:
         engine.run(captured, recorder, world_size=WORLD, observer=recorder)
     for one in recorder.streams.values():
         one.close()
@@ -139,8 +139,8 @@ def test_replays_of_a_graph_are_written_on_the_way_too() -> None:
     ]
 
 
-def test_chosen_steps_are_written_and_no_others() -> None:
-    with InprocEngine() as engine, Tee((1, 2)) as recorder:
+def test_chosen_steps_are_written_and_no_others(engine: InprocEngine) -> None:
+    with Tee((1, 2)) as recorder:
         engine.run(train, recorder, 4, world_size=WORLD, observer=recorder)
     for one in recorder.streams.values():
         one.close()
@@ -149,7 +149,7 @@ def test_chosen_steps_are_written_and_no_others() -> None:
     assert len(recorder.written) == len(expected) == 2 * (1 + 4 + 1 + 1)
 
 
-def test_memory_does_not_grow_with_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_does_not_grow_with_steps(monkeypatch: pytest.MonkeyPatch, engine: InprocEngine) -> None:
     monkeypatch.setattr(lanes, "_MARKS", 200)
     monkeypatch.setattr(lanes, "_TASKS", 20)
     monkeypatch.setattr(stream, "_OFTEN", 100)
@@ -161,7 +161,7 @@ def test_memory_does_not_grow_with_steps(monkeypatch: pytest.MonkeyPatch) -> Non
             kept = tracemalloc.take_snapshot().filter_traces(OURS).statistics("filename")
             sizes[step] = sum(one.size for one in kept)
 
-    with InprocEngine() as engine, Tee() as recorder:
+    with Tee() as recorder:
         recorder.keeps = False
         tracemalloc.start()
         try:
@@ -178,7 +178,7 @@ def test_memory_does_not_grow_with_steps(monkeypatch: pytest.MonkeyPatch) -> Non
         assert len(attribution._lanes.made_in) <= 20 + 100
 
 
-def test_a_program_of_calls_alone_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_of_calls_alone_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch, engine: InprocEngine) -> None:
     monkeypatch.setattr(attribution, "_PENDING", 50)
     monkeypatch.setattr(stream, "_OFTEN", 10)
 
@@ -187,7 +187,7 @@ def test_a_program_of_calls_alone_does_not_wait_for_ever(monkeypatch: pytest.Mon
             for _call in range(300):
                 dist.all_reduce(torch.ones(1))
 
-    with InprocEngine() as engine, Tee() as recorder:
+    with Tee() as recorder:
         engine.run(program, world_size=WORLD, observer=recorder)
     assert all(len(one._open) <= 60 for one in recorder.streams.values())
     assert len(untimed(recorder.written)) == 2 * 300

@@ -8,20 +8,17 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from harness.witnesses.agreement import agreement, of_ledger
 from harness.witnesses.database import read_database
 from harness.witnesses.nsys import exported, nsys_path
 from harness.witnesses.torch_trace import read_traces
-from reports.programs import figures
 from reports.stored.frames import load
 from tests.deep import deep
-from tests.harness.programs.launched import LIMIT_S, environment, forked, free_port
+from tests.harness.programs.launched import LIMIT_S, environment, forked, free_port, seen_alike
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
 SCRIPTS = "tests.harness.programs.scripts"
@@ -73,11 +70,7 @@ def test_the_ledger_is_what_the_profiler_saw(tmp_path: Path, module: str) -> Non
     run = load(tmp_path / "runs" / "latest")
     assert run.notes == ()
     assert ops <= set(run.ledger["op"].astype("str"))
-    seen = [replace(one, phase="") for one in read_traces(run.path / "traces", 2)]
-    ours = [replace(one, phase="") for one in of_ledger(figures.events(run))]
-    found = agreement(ours, {"torch": seen})
-    assert [str(row) for row in found.broken] == []
-    assert len(found.rows) == len(seen) == len(run.ledger)
+    seen_alike(run, "torch", read_traces(run.path / "traces", 2))
     if module in PLAIN:
         plain = forked(tmp_path, module, ACCELERATE_USE_CPU="true")
         assert [rank.ended(LIMIT_S) for rank in plain] == [0, 0], plain[0].err
@@ -99,10 +92,7 @@ def test_the_ledger_is_what_nsys_saw(tmp_path: Path, module: str) -> None:
     run, nsys = load(tmp_path / "runs" / "latest"), nsys_path()
     assert nsys is not None
     (seen,) = read_database(exported(nsys, run.path / "traces" / "nsys")).values()
-    ours = [replace(one, phase="") for one in of_ledger(figures.events(run))]
-    found = agreement(ours, {"nsys": [replace(one, phase="") for one in seen]})
-    assert [str(row) for row in found.broken] == []
-    assert len(found.rows) == len(seen) == len(run.ledger)
+    seen_alike(run, "nsys", seen)
 
 
 @pytest.mark.deep("ten CPU seconds each")

@@ -121,7 +121,7 @@ def test_a_gradient_that_is_not_finite_is_named_with_its_ranks() -> None:
     assert "the gradient of 0.weight is not finite on ranks 1 2 (check gradients)" in text
 
 
-def test_replicated_dtensors_are_compared_and_sharded_ones_are_not() -> None:
+def test_replicated_dtensors_are_compared_and_sharded_ones_are_not(engine: InprocEngine) -> None:
     def program(rank: int) -> str:
         mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",))
         model = nn.Linear(3, 3)
@@ -137,8 +137,7 @@ def test_replicated_dtensors_are_compared_and_sharded_ones_are_not() -> None:
             watching.step()
         return lines.getvalue()
 
-    with InprocEngine() as engine:
-        text = first_and_only([str(one) for one in engine.run(program, world_size=WORLD)])
+    text = first_and_only([str(one) for one in engine.run(program, world_size=WORLD)])
     assert "bias differs between its replicas: rank 1 from 0" in text
     assert "1 of 1 parameters differ" in text
 

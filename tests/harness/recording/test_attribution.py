@@ -20,6 +20,7 @@ from tests.harness.recording.toy_calls import (
     record,
     recorded,
     told,
+    turns_of_two_stages,
 )
 
 
@@ -256,11 +257,7 @@ def test_the_1f1b_schedule_and_the_distributed_optimizer() -> None:
         ("all_reduce", "grad_sync", "dp_pp"),  # the norm, over all ranks of an optimizer
         ("all_gather", "step", "dp"),
     ]
-    turns = [("send", 0), *[(op, m + (op == "send")) for m in range(MICRO) for op in ("send", "recv")]]
-    messages = {
-        False: [turn for turn in turns if turn[1] < MICRO],
-        True: [(op, m) for m in range(MICRO) for op in ("recv", "send")],
-    }
+    turns = turns_of_two_stages(MICRO)
     for rank in range(4):
         last = rank >= 2
         # Before its first forward it compares what the optimizer of each rank is.
@@ -268,7 +265,7 @@ def test_the_1f1b_schedule_and_the_distributed_optimizer() -> None:
         for step in range(STEPS):
             of_step = [e for e in mine if e.step == step]
             hops = [e for e in of_step if e.phase == "pipeline"]
-            assert [(e.op, e.microbatch) for e in hops] == messages[last]
+            assert [(e.op, e.microbatch) for e in hops] == turns[last]
             assert {e.axis for e in hops} == {"pp"}
             rest = [(e.op, e.phase, e.axis) for e in of_step if e.phase not in ("pipeline", "forward")]
             assert rest == [*update, *([("all_reduce", "metric", "dp")] if last else [])]

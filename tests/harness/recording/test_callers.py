@@ -27,33 +27,20 @@ def whose_call(*_: object) -> str:
     return caller_of(sys._getframe(1))
 
 
-def test_the_calling_line_itself() -> None:
-    def program() -> str:
-        return caller()
-
-    assert program() == line_of(program, 1)
-
-
-def test_frames_of_torch_are_passed_over() -> None:
+def test_the_calling_line_is_told_and_frames_of_torch_and_of_the_library_are_passed_over() -> None:
     def program() -> list[str]:
-        return _pytree.tree_map(whose_call, [0])  # type: ignore[no-any-return]
-
-    assert program() == [f"{line_of(program, 1)} in program"]
-
-
-def test_frames_of_the_library_are_passed_over() -> None:
-    def program() -> list[str]:
-        found: list[str] = []
+        found = [caller(), *_pytree.tree_map(whose_call, [0])]
         with contextlib.ExitStack() as stack:
             stack.push(lambda *_: found.append(caller_of(sys._getframe(1))))
         return found
 
-    assert program() == [f"{line_of(program, 2)} in program"]
+    line, *others = program()
+    assert line == line_of(program, 1)
+    assert others == [f"{line_of(program, at)} in program" for at in (1, 2)]
 
 
-def test_frames_of_the_harness_are_passed_over() -> None:
-    with InprocEngine() as engine:
-        assert engine.run(whose_call, world_size=1) == [""]
+def test_frames_of_the_harness_are_passed_over(engine: InprocEngine) -> None:
+    assert engine.run(whose_call, world_size=1) == [""]
 
 
 def test_nobody_is_found_where_nobody_is() -> None:
@@ -69,17 +56,13 @@ def test_the_line_that_raised_is_the_innermost_users() -> None:
     assert raised_at(problem.value.__traceback__) == f"{line_of(program, 1)} in program"
 
 
-def test_installed_packages_are_user_code() -> None:
-    names: dict[str, Any] = {"getframe": sys._getframe}
-    exec(compile("frame = getframe()", pytest.__file__, "exec"), names)
-    found = caller_at(names["frame"])
-    assert found is not None and found.place.endswith(f"{Path(pytest.__file__).name}:1")
-
-
-def test_a_file_elsewhere_is_told_in_full(tmp_path: Path) -> None:
-    names: dict[str, Any] = {"getframe": sys._getframe}
-    exec(compile("frame = getframe()", str(tmp_path / "user.py"), "exec"), names)
-    assert caller_of(names["frame"]) == f"{tmp_path / 'user.py'}:1 in <module>"
+def test_installed_packages_are_user_code_and_a_file_elsewhere_is_told_in_full(tmp_path: Path) -> None:
+    for file, place in ((pytest.__file__, None), (str(tmp_path / "user.py"), f"{tmp_path / 'user.py'}:1 in <module>")):
+        names: dict[str, Any] = {"getframe": sys._getframe}
+        exec(compile("frame = getframe()", file, "exec"), names)
+        found = caller_at(names["frame"])
+        assert found is not None and found.place.endswith(f"{Path(file).name}:1")
+        assert place is None or caller_of(names["frame"]) == place
 
 
 LAYERS = "layers.py"

@@ -204,19 +204,18 @@ def test_values_and_gradients_are_the_same_bits_when_watched() -> None:
 
 @pytest.mark.parametrize("words", ["", "fuse_mlp=true"])
 @pytest.mark.parametrize("tp", [2, 4])
-def test_msp_keeps_whole_inputs_where_fsp_keeps_slices(words: str, tp: int) -> None:
+def test_msp_keeps_whole_inputs_where_fsp_keeps_slices(words: str, tp: int, engine: InprocEngine) -> None:
     """msp saves A for every column linear; fsp saves A/p, which linears with one input share (modes.md 2.1)."""
-    with InprocEngine() as engine:
 
-        def kept(mode: str, layers: int) -> int:
-            text = f"preset=tiny-internlm2 mode={mode} tp={tp} kv_heads=4 steps=1 micro=1 layers={layers} {words}"
-            peaks = execute(Case.parse(text), subject, engine, record=False, watch=True).saved_bytes
-            assert len(set(peaks)) == 1
-            return peaks[0]
+    def kept(mode: str, layers: int) -> int:
+        text = f"preset=tiny-internlm2 mode={mode} tp={tp} kv_heads=4 steps=1 micro=1 layers={layers} {words}"
+        peaks = execute(Case.parse(text), subject, engine, record=False, watch=True).saved_bytes
+        assert len(set(peaks)) == 1
+        return peaks[0]
 
-        case = Case.parse(f"preset=tiny-internlm2 {words}")
-        activation = case.tokens * case.hidden * 8
-        columns, inputs = (2 if case.fuse_mlp else 3), 2
-        more = [kept("msp", layers) - kept("fsp", layers) for layers in (1, 2)]
+    case = Case.parse(f"preset=tiny-internlm2 {words}")
+    activation = case.tokens * case.hidden * 8
+    columns, inputs = (2 if case.fuse_mlp else 3), 2
+    more = [kept("msp", layers) - kept("fsp", layers) for layers in (1, 2)]
     assert more[1] - more[0] == columns * activation - inputs * activation // tp
     assert more[0] == more[1] - more[0] + activation - activation // tp  # the head's input

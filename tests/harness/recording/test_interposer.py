@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from harness.engines.interposer import Interposer
-from harness.engines.threads.inproc import InprocEngine
 from harness.errors import MachineError
-from harness.ledger import Call, Event
-from harness.recording.recorder import Recorder
+from harness.ledger import Event
 from tests import ROOT
+from tests.harness.engines.programs import Log
+from tests.harness.recording.toy_calls import recorded
 
 Said = tuple[str, str, int, str, str, int, bool]
 """Op, reduce op, group size, dtype, shape, payload bytes, asynchronous."""
@@ -101,17 +101,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def threads() -> list[dict[str, list[Event]]]:
     """Events that two ranks of the in-process engine saw, with its own groups."""
     found: list[dict[str, list[Event]]] = [{}, {}]
-    with InprocEngine() as engine, warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings(action="ignore"):
         scenarios = importlib.import_module("tests.harness.recording.interposed_calls").SCENARIOS
         for name in (*EXPECTED, "messages"):
-            with Recorder("", "tp", 2, {"tp": ((0, 1),)}) as recorder:
-
-                def on_rank(rank: int, name: str = name, recorder: Recorder = recorder) -> None:
-                    with recorder.on_rank(rank):
-                        scenarios[name](rank)
-
-                engine.run(on_rank, world_size=2, observer=recorder)
-            for event in recorder.events():
+            for event in recorded(scenarios[name], 2, {"tp": ((0, 1),)}):
                 found[event.rank].setdefault(name, []).append(event)
     return found
 
@@ -205,26 +198,11 @@ def test_when_it_is_left_nothing_is_seen_any_more(ranks: list[dict[str, Any]]) -
     assert [results["after"] for results in ranks] == [[], []]
 
 
-class Deaf:
-    """An observer that keeps what it receives."""
-
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
-
-    def issued(self, rank: int, told: Call) -> int:
-        """Keep it."""
-        self.calls.append(told)
-        return len(self.calls) - 1
-
-    def completed(self, rank: int, ticket: int) -> None:
-        """Not needed."""
-
-
 def test_two_interposers_at_once_are_refused_and_the_first_goes_on() -> None:
-    observer = Deaf()
+    observer = Log()
     with Interposer(observer):
         with pytest.raises(MachineError, match="has a kernel at BackendSelect already.*leave the other one first"):
-            Interposer(Deaf()).__enter__()
+            Interposer(Log()).__enter__()
         one_call()
     one_call()
     assert len(observer.calls) == 1
@@ -236,7 +214,7 @@ def test_two_interposers_at_once_are_refused_and_the_first_goes_on() -> None:
 def test_a_torch_that_tells_no_operators_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.engines.interposer.operator_names", lambda _namespace: [])
     with pytest.raises(MachineError, match="torch .*blind: no operators of c10d are known"):
-        Interposer(Deaf()).__enter__()
+        Interposer(Log()).__enter__()
 
 
 def test_an_interposer_that_reads_arguments_wrongly_fails_its_own_probe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +223,7 @@ def test_an_interposer_that_reads_arguments_wrongly_fails_its_own_probe(monkeypa
 
     monkeypatch.setattr("harness.engines.calls.reading.tensors_in", storage)
     with pytest.raises(MachineError, match="probe all_reduce of 12 bytes was seen as .*32"):
-        Interposer(Deaf()).__enter__()
+        Interposer(Log()).__enter__()
     assert not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "BackendSelect")
 
 

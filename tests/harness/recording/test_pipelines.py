@@ -10,7 +10,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from harness.ledger import Event
 from tests.harness.recording.test_manual_updates import gradient, in_data
-from tests.harness.recording.toy_calls import recorded
+from tests.harness.recording.toy_calls import recorded, turns_of_two_stages
 
 STEPS, MICRO, WIDTH = 2, 5, 4
 Message = tuple[str, int, int]
@@ -202,11 +202,7 @@ def test_torchs_schedule_1f1b() -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    first, last = ran(program, 2)
-    turns = [("send", 0), *[(op, m + (op == "send")) for m in range(MICRO) for op in ("send", "recv")]]
-    first_turns = [turn for turn in turns if turn[1] < MICRO]
-    last_turns = [(op, m) for m in range(MICRO) for op in ("recv", "send")]
-    for events, expected in ((first, first_turns), (last, last_turns)):
+    for events, expected in zip(ran(program, 2), turns_of_two_stages(MICRO), strict=True):
         sent = [event for event in events if event.op in ("send", "recv")]
         tensors = [event for event in sent if event.shape == f"1x{WIDTH}"]
         assert {event.phase for event in sent} == {"pipeline"}

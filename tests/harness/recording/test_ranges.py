@@ -268,7 +268,9 @@ def test_the_way_around_the_dropped_domain_works_on_this_nvtx(monkeypatch: pytes
     domain.end_range(domain.start_range(says))
 
 
-def test_a_recorded_run_is_drawn_only_when_a_tool_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recorded_run_is_drawn_only_when_a_tool_listens(
+    monkeypatch: pytest.MonkeyPatch, engine: InprocEngine
+) -> None:
     case = Case.parse("layers=1 steps=1 micro=1 tp=2 overlap=false")
     drawn: list[Tape] = []
 
@@ -277,12 +279,11 @@ def test_a_recorded_run_is_drawn_only_when_a_tool_listens(monkeypatch: pytest.Mo
         return drawn[-1]
 
     monkeypatch.setattr(ranges, "open_domain", opened)
-    with InprocEngine() as engine:
-        monkeypatch.delenv("NVTX_INJECTION64_PATH", raising=False)
-        execute(case, subject, engine, text=str(case))
-        assert drawn == []
-        monkeypatch.setenv("NVTX_INJECTION64_PATH", "/tool/libInjection.so")
-        events = execute(case, subject, engine, text=str(case)).events
+    monkeypatch.delenv("NVTX_INJECTION64_PATH", raising=False)
+    execute(case, subject, engine, text=str(case))
+    assert drawn == []
+    monkeypatch.setenv("NVTX_INJECTION64_PATH", "/tool/libInjection.so")
+    events = execute(case, subject, engine, text=str(case)).events
     (tape,) = drawn
     opened_lines = [said for line, said in zip(tape.lines, tape.said, strict=True) if line[0] != "<"]
     calls = [(said.category.partition(" ")[0], said.payload) for said in opened_lines if said.payload is not None]

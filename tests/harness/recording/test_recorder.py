@@ -126,16 +126,17 @@ def noisy(_case: Case, _device: torch.device) -> dict[str, Tensor]:
         (subject, "mode=isp tp=2 optimizer=adamw", 50),
     ],
 )
-def test_recording_changes_no_bit_and_no_random_number(train: Any, text: str, tensors: int) -> None:
+def test_recording_changes_no_bit_and_no_random_number(
+    train: Any, text: str, tensors: int, engine: InprocEngine
+) -> None:
     def program(rank: int, recorder: Recorder | None) -> Any:
         with nullcontext() if recorder is None else recorder.on_rank(rank):
             return localize(train(case, torch.device("cpu")))
 
     case = Case.parse(text)
-    with InprocEngine() as engine:
-        bare = engine.run(program, None, world_size=case.world_size, seed=7)
-        with Recorder(text, case.mode, case.world_size, case.axes) as recorder:
-            seen = engine.run(program, recorder, world_size=case.world_size, seed=7, observer=recorder)
+    bare = engine.run(program, None, world_size=case.world_size, seed=7)
+    with Recorder(text, case.mode, case.world_size, case.axes) as recorder:
+        seen = engine.run(program, recorder, world_size=case.world_size, seed=7, observer=recorder)
     assert recorder.events()
     for one, other in zip(bare, seen, strict=True):
         assert one.keys() == other.keys() and len(one) >= tensors
@@ -149,7 +150,7 @@ def seconds(run: Callable[[], None]) -> float:
     return time.process_time() - start_s
 
 
-def test_recording_costs_little(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recording_costs_little(capsys: pytest.CaptureFixture[str], engine: InprocEngine) -> None:
     """Eight calls a rank in a small transformer: processor time of a recorded run between two that are not."""
 
     def program(rank: int, recorder: Recorder | None) -> None:
@@ -168,10 +169,9 @@ def test_recording_costs_little(capsys: pytest.CaptureFixture[str]) -> None:
     full, inputs = workload.weights(sizes), workload.data(sizes)
     recorders: list[Recorder] = []
     ratios = []
-    with InprocEngine() as engine:
-        for _round in range(20):
-            before_s, between_s, after_s = (seconds(run) for run in (off, on, off))
-            ratios.append(2 * between_s / (before_s + after_s))
+    for _round in range(20):
+        before_s, between_s, after_s = (seconds(run) for run in (off, on, off))
+        ratios.append(2 * between_s / (before_s + after_s))
     ratio = statistics.median(ratios)
     with capsys.disabled():
         print(f"\nrecording on / off: {ratio:.3f} (median of 20, 16 calls)")

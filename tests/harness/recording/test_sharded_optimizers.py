@@ -24,6 +24,10 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1, bias=False), nn.Linear(1, 1))
 
 
+COUNT = len(list(mlp().parameters()))
+REDUCED, SENT = [("all_reduce", "grad_sync")] * COUNT, [("broadcast", "step")] * COUNT
+
+
 def padded(flat: Tensor) -> Tensor:
     return torch.cat([flat, flat.new_zeros(flat.numel() % 2)])
 
@@ -111,11 +115,9 @@ def test_a_broadcast_into_a_parameter_belongs_to_the_step_and_one_of_data_to_the
             for place, p in enumerate(model.parameters()):
                 dist.broadcast(p.data, place % 2)
 
-    count = len(list(mlp().parameters()))
-    reduced, sent = [("all_reduce", "grad_sync")] * count, [("broadcast", "step")] * count
     events = recorded(program)
     for rank in range(2):
-        assert places(events, rank) == every_step(("broadcast", "data"), *reduced, *sent)
+        assert places(events, rank) == every_step(("broadcast", "data"), *REDUCED, *SENT)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
@@ -131,9 +133,7 @@ def test_zero_redundancy_optimizer_broadcasts_the_parameters_in_its_step() -> No
                 dist.all_reduce(gradient(p))
             optimizer.step()
 
-    count = len(list(mlp().parameters()))
-    reduced, sent = [("all_reduce", "grad_sync")] * count, [("broadcast", "step")] * count
-    assert places(recorded(program)) == every_step(*reduced, *sent)
+    assert places(recorded(program)) == every_step(*REDUCED, *SENT)
 
 
 @pytest.mark.parametrize("by_hand", [False, True], ids=["optimizer", "by-hand"])

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from harness.engines.engine import Engine
 from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import Call, Event, Observer
 from harness.protocols import Axes
@@ -25,6 +26,11 @@ def a_call(op: str = "all_reduce", **words: Any) -> Call:
     """A call of 32 bytes in a group of ranks 0 and 1, with other words if there are any."""
     plain: dict[str, Any] = {"reduce_op": "sum", "group": (0, 1), "group_desc": "tp", "dtype": "float32"}
     return Call(op=op, **plain | {"shapes": ((2, 4),), "payload_bytes": 32, "is_async": False} | words)
+
+
+def an_event(**words: Any) -> Event:
+    """An event with these words, and nothing in every other field."""
+    return Event(**dict.fromkeys(Event.__slots__, "") | words)
 
 
 class Voice:
@@ -117,17 +123,22 @@ def record(program: Callable[[Voice], object]) -> list[Event]:
 
 
 def recorded(
-    program: Callable[[int], object], world_size: int = 2, axes: Axes | None = None, *, per_rank: Sequence[str] = ()
+    program: Callable[[int], object],
+    world_size: int = 2,
+    axes: Axes | None = None,
+    *,
+    per_rank: Sequence[str] = (),
+    engine: Engine | None = None,
 ) -> list[Event]:
-    """The events of all ranks, which run `program(rank)` in the in-process engine; the axis is dp by default."""
+    """The events of all ranks, which run `program(rank)`, in an in-process engine by default; the axis is dp then."""
 
     def on_rank(rank: int) -> None:
         with recorder.on_rank(rank):
             program(rank)
 
     axes = {"dp": (tuple(range(world_size)),)} if axes is None else axes
-    with InprocEngine() as engine, Recorder("seed=0", "tp", world_size, axes) as recorder:
-        engine.run(on_rank, world_size=world_size, observer=recorder, per_rank=per_rank)
+    with engine or InprocEngine() as made, Recorder("seed=0", "tp", world_size, axes) as recorder:
+        made.run(on_rank, world_size=world_size, observer=recorder, per_rank=per_rank)
     return recorder.events()
 
 
@@ -144,3 +155,9 @@ def forward(step: int = 0, microbatch: int = 0) -> list[Told]:
 def backward(step: int = 0, microbatch: int = 0) -> list[Told]:
     """Calls of its backward, for an input that wants a gradient."""
     return [(step, microbatch, "backward", leaf) for leaf in reversed(LEAVES)]
+
+
+def turns_of_two_stages(micro: int) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """Messages (op, micro-batch) of the first and the last of two stages, one forward and one backward in turn."""
+    ahead = [("send", 0), *[(op, m + (op == "send")) for m in range(micro) for op in ("send", "recv")]]
+    return [turn for turn in ahead if turn[1] < micro], [(op, m) for m in range(micro) for op in ("recv", "send")]

@@ -12,7 +12,7 @@ from torch import Tensor
 from harness.cases import read_case
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError
-from harness.recording.capturing.operator_probes import Probed
+from harness.recording.capturing.operator_probes import NarrowProbe, Probed
 from harness.running.ranks.execution import execute
 from harness.subject import case_of, named
 from tests.harness import own_words
@@ -204,7 +204,7 @@ def test_on_several_ranks_alone_it_is_wrong(
 
 def test_our_own_subject_has_none(engine: InprocEngine) -> None:
     case = read_case("mode=isp tp=2 dp=2 wp=2 micro=3 optimizer=adamw clip=0.1 metric=true recompute=full")
-    run = execute(case, Probed(named("parallel.subject:subject")), engine, text=str(case), record=False)
+    run = execute(case, Probed(named("parallel.subject:subject"), NarrowProbe), engine, text=str(case), record=False)
     assert run.outcomes == ({},) * 4
 
 
@@ -256,5 +256,5 @@ class Patched(Network):
 
 def test_they_are_looked_for_in_the_session_of_the_subject(engine: InprocEngine) -> None:
     given = named(Patched())
-    run = execute(case_of("tp=2", given), Probed(given), engine, text="tp=2", record=False)
+    run = execute(case_of("tp=2", given), Probed(given, NarrowProbe), engine, text="tp=2", record=False)
     assert run.outcomes == ({},) * 2

@@ -22,8 +22,7 @@ from harness.engines.shapes.dry import DryEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import NoNumbers, RankRaised, RequestError, TimeLimit
 from harness.ledger import Event
-from harness.predicting.classes import representatives
-from harness.predicting.dry_run import DryRank, dry_run
+from harness.predicting.dry_run import DryRank, dry_run, representatives
 from harness.predicting.meter import START, WAIT
 from harness.running.proof import prove
 from harness.running.ranks.execution import execute
@@ -38,7 +37,7 @@ MODES = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp", "autotp")
 def _dry(case: Case, *ranks: int) -> tuple[DryRank, ...]:
     chosen = ranks or representatives(case.axes, case.world_size, most=4)[0]
     with DryEngine() as engine:
-        return dry_run(case, subject, engine, chosen, text=str(case)).ranks
+        return dry_run(case, subject, engine, chosen, text=str(case))
 
 
 def _told(event: Event) -> tuple[object, ...]:
@@ -49,13 +48,14 @@ def _told(event: Event) -> tuple[object, ...]:
 @pytest.mark.parametrize("claimed", MODES)
 @settings(max_examples=2, deadline=None)
 @given(data=st.data())
-def test_any_drawn_case_has_its_closed_form_and_events_of_run_with_numbers(claimed: str, data: st.DataObject) -> None:
+def test_any_drawn_case_has_its_closed_form_and_events_of_run_with_numbers(
+    claimed: str, data: st.DataObject, engine: InprocEngine
+) -> None:
     case = data.draw(cases(claimed, worlds=(2, 6), steps=1, micro=2))
     dry = _dry(case)
     ranks = [rank.rank for rank in dry]
     assert differences([e for rank in dry for e in rank.events], subject.expected(case), ranks) == []
-    with InprocEngine() as engine:
-        run = execute(case, subject, engine, text=str(case))
+    run = execute(case, subject, engine, text=str(case))
     for rank in dry:
         assert [_told(e) for e in rank.events] == [_told(e) for e in run.events if e.rank == rank.rank]
         assert rank.unwaited == ()
@@ -80,10 +80,9 @@ def test_memory_and_flops_are_those_of_the_formulas(claimed: str) -> None:
 
 
 @pytest.mark.parametrize("words", ["mode=tp tp=2", "mode=tp-sp tp=2 positions=rope", "mode=tp tp=2 recompute=full"])
-def test_autograd_saves_the_bytes_that_it_saves_with_numbers(words: str) -> None:
+def test_autograd_saves_the_bytes_that_it_saves_with_numbers(words: str, engine: InprocEngine) -> None:
     case = Case.parse(f"{words} steps=1")
-    with InprocEngine() as engine:
-        run = execute(case, subject, engine, record=False, watch=True)
+    run = execute(case, subject, engine, record=False, watch=True)
     assert tuple(rank.saved_bytes for rank in _dry(case)) == run.saved_bytes
 
 
@@ -140,17 +139,17 @@ _surplus.expected = subject.expected  # type: ignore[attr-defined]
         (_forgetful, "waits", ("all_reduce #0 of tp (2 ranks) at ", "in the ledger: ")),
     ],
 )
-def test_calls_that_are_wrong_on_shapes_are_told(program: Any, check: str, words: tuple[str, str]) -> None:
-    with DryEngine() as engine:
-        result = prove(Case.parse("mode=tp tp=2 steps=1"), program, engine)
+def test_calls_that_are_wrong_on_shapes_are_told(
+    program: Any, check: str, words: tuple[str, str], dry: DryEngine
+) -> None:
+    result = prove(Case.parse("mode=tp tp=2 steps=1"), program, dry)
     failed = {verdict.check: verdict.message for verdict in result.verdicts if verdict.verdict == "fail"}
     assert list(failed) == [check]
     assert all(word in failed[check] for word in words)
 
 
-def test_a_run_says_what_shapes_alone_cannot_tell() -> None:
-    with DryEngine() as engine:
-        result = prove(Case.parse("mode=tp tp=2 dp=4 steps=1"), "parallel.subject:subject", engine)
+def test_a_run_says_what_shapes_alone_cannot_tell(dry: DryEngine) -> None:
+    result = prove(Case.parse("mode=tp tp=2 dp=4 steps=1"), "parallel.subject:subject", dry)
     assert result.verdict == "pass"
     unchecked = [text for verdict in result.verdicts for text in verdict.unchecked]
     assert "parameter_gradients: the dry engine has shapes and no numbers" in unchecked
@@ -165,18 +164,17 @@ def _reads(case: Case, device: torch.device) -> dict[str, torch.Tensor]:
     return {"loss/0": loss}
 
 
-def test_a_program_that_looks_at_a_number_is_undecided_with_one_message() -> None:
-    with DryEngine() as engine:
-        result = prove(Case.parse("mode=tp tp=2"), _reads, engine)
-        assert [(v.check, v.verdict) for v in result.verdicts] == [("run", "unknown")]
-        message = result.verdicts[0].message
-        assert "\n" not in message and "in _reads: RuntimeError: Tensor.item()" in message
-        assert "legal: --engine inproc" in message
-        with pytest.raises(NoNumbers):
-            engine.run(lambda rank: torch.zeros(1, device="meta").tolist(), world_size=1)
+def test_a_program_that_looks_at_a_number_is_undecided_with_one_message(dry: DryEngine) -> None:
+    result = prove(Case.parse("mode=tp tp=2"), _reads, dry)
+    assert [(v.check, v.verdict) for v in result.verdicts] == [("run", "unknown")]
+    message = result.verdicts[0].message
+    assert "\n" not in message and "in _reads: RuntimeError: Tensor.item()" in message
+    assert "legal: --engine inproc" in message
+    with pytest.raises(NoNumbers):
+        dry.run(lambda rank: torch.zeros(1, device="meta").tolist(), world_size=1)
 
 
-def test_what_a_rank_raises_and_what_does_not_end_are_told_and_the_engine_goes_on() -> None:
+def test_what_a_rank_raises_and_what_does_not_end_are_told_and_the_engine_goes_on(dry: DryEngine) -> None:
     def raises(rank: int) -> None:
         raise KeyError("x")
 
@@ -185,24 +183,21 @@ def test_what_a_rank_raises_and_what_does_not_end_are_told_and_the_engine_goes_o
             time.sleep(0.01)
 
     hook = sys.excepthook
-    with DryEngine() as engine:
-        with pytest.raises(RankRaised, match="rank 0 of 4 raised KeyError: 'x', at .*test_dry.py:[0-9]+ in raises"):
-            engine.run(raises, world_size=4)
-        with pytest.raises(TimeLimit, match=r"rank 0 of 2 did not end within 0\.2 s"):
-            engine.run(stays, world_size=2, timeout_s=0.2)
-        assert engine.run(lambda rank: (rank, dist.get_rank(), dist.get_world_size()), world_size=2) == [
-            (0, 0, 2),
-            (1, 1, 2),
-        ]
+    with pytest.raises(RankRaised, match="rank 0 of 4 raised KeyError: 'x', at .*test_dry.py:[0-9]+ in raises"):
+        dry.run(raises, world_size=4)
+    with pytest.raises(TimeLimit, match=r"rank 0 of 2 did not end within 0\.2 s"):
+        dry.run(stays, world_size=2, timeout_s=0.2)
+    assert dry.run(lambda rank: (rank, dist.get_rank(), dist.get_world_size()), world_size=2) == [(0, 0, 2), (1, 1, 2)]
     assert not dist.is_initialized() and sys.excepthook is hook
+    closed = DryEngine()
+    closed.close()
     with pytest.raises(RequestError, match="the engine is closed"):
-        engine.run(raises, world_size=1)
+        closed.run(raises, world_size=1)
 
 
-def test_the_process_random_stream_is_given_back() -> None:
+def test_the_process_random_stream_is_given_back(dry: DryEngine) -> None:
     before = torch.get_rng_state()
-    with DryEngine() as engine:
-        drawn = engine.run(lambda rank: torch.rand(1).item(), world_size=2, seed=5)
+    drawn = dry.run(lambda rank: torch.rand(1).item(), world_size=2, seed=5)
     assert drawn[0] == drawn[1] and torch.equal(torch.get_rng_state(), before)
 
 

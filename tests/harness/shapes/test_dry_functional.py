@@ -63,15 +63,16 @@ def _of_messages(x: Tensor, group: Any) -> object:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("program", [_of_tensor, _of_dtensor, _of_messages], ids=lambda program: program.__name__)
-def test_every_call_is_seen_and_every_use_of_its_result_is_its_wait(program: _Program) -> None:
+def test_every_call_is_seen_and_every_use_of_its_result_is_its_wait(
+    program: _Program, dry: DryEngine, engine: InprocEngine
+) -> None:
     def subject(case: Case, device: torch.device) -> dict[str, Tensor]:
         program(torch.ones(6, 4, device=device, requires_grad=True), dist.group.WORLD)
         return {}
 
-    with DryEngine() as dry, InprocEngine() as inproc:
-        ranks = dry_run(CASE, subject, dry, (0, 1), text="").ranks
-        events = execute(CASE, subject, inproc, text="").events
-        assert [verdict.check for verdict in prove(CASE, subject, dry).verdicts if verdict.verdict != "pass"] == []
+    ranks = dry_run(CASE, subject, dry, (0, 1), text="")
+    events = execute(CASE, subject, engine, text="").events
+    assert [verdict.check for verdict in prove(CASE, subject, dry).verdicts if verdict.verdict != "pass"] == []
     assert [_told(e) for rank in ranks for e in rank.events] == [_told(e) for e in events] != []
     assert [rank.unwaited for rank in ranks] == [(), ()]
 
@@ -83,54 +84,47 @@ def _told(event: Event) -> tuple[object, ...]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_functional_result_that_is_dropped_or_only_viewed_was_never_waited_for() -> None:
+def test_a_functional_result_that_is_dropped_or_only_viewed_was_never_waited_for(dry: DryEngine) -> None:
     def subject(case: Case, device: torch.device) -> dict[str, Tensor]:
         x = torch.ones(6, 4, device=device)
         world: Any = dist.group.WORLD
         functional.reduce_scatter_tensor(x, "sum", 0, world).view(-1)
         return {"loss/0": functional.all_reduce(x, "sum", world).sum()}
 
-    with DryEngine() as dry:
-        result = prove(CASE, subject, dry)
+    result = prove(CASE, subject, dry)
     (failed,) = [verdict for verdict in result.verdicts if verdict.verdict == "fail"]
     assert failed.check == "waits"
     assert "reduce_scatter #0 of tp (2 ranks) at " in failed.message and "all_reduce" not in failed.message
 
 
-def test_a_subject_of_dtensor_runs_on_shapes_with_the_ledger_that_it_has_with_numbers() -> None:
+def test_a_subject_of_dtensor_runs_on_shapes_with_the_ledger_that_it_has_with_numbers(
+    dry: DryEngine, engine: InprocEngine
+) -> None:
     subject = runpy.run_path(str(ROOT / "docs" / "examples" / "dtensor_mlp.py"))["subject"]
-    with DryEngine() as dry, InprocEngine() as inproc:
-        result = prove(CASE, subject, dry)
-        events = execute(CASE, subject, inproc, text="").events
+    result = prove(CASE, subject, dry)
+    events = execute(CASE, subject, engine, text="").events
     assert result.verdict == "pass"
     assert [_told(e)[2:] for e in result.events] == [_told(e)[2:] for e in events] != []
 
 
-def _unique(device: torch.device) -> object:
-    return torch.unique(torch.ones(3, device=device))
-
-
-def _equal(device: torch.device) -> object:
-    return torch.equal(torch.ones(3, device=device), torch.ones(3, device=device))
-
-
-def _own_generator(device: torch.device) -> object:
-    return torch.rand(3, generator=torch.Generator(device), device=device)
-
-
-def _chosen(device: torch.device) -> object:
-    x = torch.ones(3, device=device)
-    return x[x > 0]
-
-
-@pytest.mark.parametrize("program", [_unique, _equal, _own_generator, _chosen], ids=lambda program: program.__name__)
-def test_what_shapes_alone_cannot_run_is_unknown_in_one_sentence(program: Callable[[torch.device], object]) -> None:
+@pytest.mark.parametrize(
+    "program",
+    [
+        torch.unique,
+        lambda x: torch.equal(x, x + 1),
+        lambda x: torch.rand(3, generator=torch.Generator(x.device), device=x.device),
+        lambda x: x[x > 0],
+    ],
+    ids=["unique", "equal", "own generator", "chosen by mask"],
+)
+def test_what_shapes_alone_cannot_run_is_unknown_in_one_sentence(
+    program: Callable[[Tensor], object], dry: DryEngine
+) -> None:
     def subject(case: Case, device: torch.device) -> dict[str, Tensor]:
-        program(device)
+        program(torch.ones(3, device=device))
         return {}
 
-    with DryEngine() as dry:
-        (verdict,) = prove(CASE, subject, dry).verdicts
+    (verdict,) = prove(CASE, subject, dry).verdicts
     assert (verdict.check, verdict.verdict) == ("run", "unknown")
     assert "\n" not in verdict.message and "legal: --engine inproc" in verdict.message
     assert verdict.message.startswith("rank 0 of 2 cannot go on with shapes alone, at ")

@@ -8,12 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.engines.threads.inproc import InprocEngine
 from harness.errors import MachineError
-from harness.recording.recorder import Recorder
 from harness.torch_internals import autograd, lookup, memory, modes, world
 from harness.torch_internals.lookup import found
 from reports.commands import cli
+from tests.harness.recording.toy_calls import recorded
 from tests.harness.shapes import probes_of_autograd, probes_of_groups
 from tests.harness.shapes.probe import Probe
 
@@ -128,15 +127,8 @@ def test_a_loss_in_a_function_is_no_metric(monkeypatch: pytest.MonkeyPatch, func
     """Up to torch 2.13 Function.apply has a frame, since 2.14 it has none: both ways find the Function's forward."""
     if native:
         monkeypatch.setattr(autograd, "_APPLY", None)
-    recorder = Recorder("", "tp", 2, {"tp": ((0, 1),)})
-
-    def program(rank: int) -> None:
-        with recorder.on_rank(rank):
-            Head(function)(nn.Linear(2, 2)(torch.ones(2))).backward()
-
-    with recorder, InprocEngine() as engine:
-        engine.run(program, world_size=2, observer=recorder)
-    phases = [event.phase for event in recorder.events() if event.rank == 0]
+    events = recorded(lambda _rank: Head(function)(nn.Linear(2, 2)(torch.ones(2))).backward())
+    phases = [event.phase for event in events if event.rank == 0]
     assert phases == ["loss", "metric", "metric"]
 
 

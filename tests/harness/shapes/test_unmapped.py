@@ -1,39 +1,26 @@
 """Operators of torch that shardproof does not know: recorded by their schemas, and unknown where they are issued."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from harness.checking.evidence import PASS, UNKNOWN
-from harness.engines.engine import Engine
 from harness.engines.shapes.dry import DryEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import OTHER
-from harness.recording.recorder import Recorder
 from harness.running.proof import prove
 from harness.running.result import CaseResult
 from reference.case import Case
 from tests.harness.engines.programs import Log
+from tests.harness.recording.toy_calls import recorded
 from tests.harness.shapes.unmapped_programs import SWAP, VOID, swapping, swaps, voiding
 
 _CASES = (Case.parse("preset=tiny-internlm2 mode=mtp tp=2"), Case.parse("mode=tp tp=2"))
 
 
-@pytest.fixture(params=["inproc", "pool"])
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    if request.param == "pool":
-        yield request.getfixturevalue("pool")
-        return
-    with InprocEngine() as made:
-        yield made
-
-
-def test_the_schema_tells_group_and_payload() -> None:
+def test_the_schema_tells_group_and_payload(engine: InprocEngine) -> None:
     kept = Log()
-    with InprocEngine() as threads:
-        assert threads.run(swaps, world_size=2, observer=kept) == [3.0, 3.0]
+    assert engine.run(swaps, world_size=2, observer=kept) == [3.0, 3.0]
     for rank in range(2):
         other, inner = kept.of(rank)
         assert (other.op, other.operator, other.group, other.dtype) == (OTHER, f"c10d::{SWAP}", (0, 1), "float64")
@@ -42,8 +29,11 @@ def test_the_schema_tells_group_and_payload() -> None:
     assert sorted(ticket for _, ticket in kept.completions) == [0, 1, 2, 3]
 
 
-def test_only_the_case_that_issues_it_is_unknown_and_its_message_names_it(engine: Engine) -> None:
-    one, other = (prove(case, swapping, engine=engine) for case in _CASES)
+@pytest.mark.parametrize("name", ["engine", "pool"])
+def test_only_the_case_that_issues_it_is_unknown_and_its_message_names_it(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    one, other = (prove(case, swapping, engine=request.getfixturevalue(name)) for case in _CASES)
     ledger = verdict_of(one, "ledger")
     assert ledger[0] == UNKNOWN and f"c10d::{SWAP}" in ledger[1] and "unmapped_programs.py" in ledger[1]
     numbers = {verdict.check: verdict.verdict for verdict in one.verdicts if verdict.check != "ledger"}
@@ -51,9 +41,10 @@ def test_only_the_case_that_issues_it_is_unknown_and_its_message_names_it(engine
     assert other.verdict == PASS
 
 
-def test_an_operator_that_threads_cannot_compute_is_unknown_by_name_and_the_next_case_runs() -> None:
-    with InprocEngine() as engine:
-        one, other = (prove(case, voiding, engine=engine) for case in _CASES)
+def test_an_operator_that_threads_cannot_compute_is_unknown_by_name_and_the_next_case_runs(
+    engine: InprocEngine,
+) -> None:
+    one, other = (prove(case, voiding, engine=engine) for case in _CASES)
     verdict, message = verdict_of(one, "run")
     assert verdict == UNKNOWN and not one.machine
     assert f"c10d::{VOID}" in message and "legal: --engine pool" in message
@@ -61,15 +52,8 @@ def test_an_operator_that_threads_cannot_compute_is_unknown_by_name_and_the_next
 
 
 def test_a_dry_rank_records_it() -> None:
-    recorder = Recorder("", "tp", 2, {"tp": ((0, 1),)})
-
-    def program(rank: int) -> None:
-        with recorder.on_rank(rank):
-            swaps(rank)
-
-    with recorder, DryEngine() as engine:
-        engine.run(program, world_size=2, observer=recorder)
-    assert [(event.op, event.axis, event.payload_bytes, event.operator) for event in recorder.events()] == [
+    events = recorded(swaps, 2, {"tp": ((0, 1),)}, engine=DryEngine())
+    assert [(event.op, event.axis, event.payload_bytes, event.operator) for event in events] == [
         (OTHER, "tp", 40, f"c10d::{SWAP}"),
         ("all_reduce", "tp", 24, ""),
     ] * 2
@@ -87,10 +71,9 @@ def gathers(rank: int) -> list[float]:
     return whole.flatten().tolist()
 
 
-def test_a_gather_into_one_tensor_is_a_gather() -> None:
+def test_a_gather_into_one_tensor_is_a_gather(engine: InprocEngine) -> None:
     kept = Log()
-    with InprocEngine() as engine:
-        assert engine.run(gathers, world_size=2, observer=kept) == [[], [1.0] * 4 + [2.0] * 4]
+    assert engine.run(gathers, world_size=2, observer=kept) == [[], [1.0] * 4 + [2.0] * 4]
     for rank in range(2):
         assert [(call.op, call.peer, call.payload_bytes) for call in kept.of(rank)] == [("gather", 1, 16)]
 

@@ -23,6 +23,7 @@ OF_ANY_SIZE = (
     "coalesced_gathers_and_scatters", "coalescing_manager", "splits_as_lists", "splits_empty_or_none",
     "lists_of_equal_sizes", "exchange_dtypes", "gradients_of_functional_collectives", "barriers",
 )  # fmt: skip
+OF_SEVERAL = ("sends_and_receives", "batched_messages", "messages_from_anybody")
 
 
 @pytest.fixture(scope="module")
@@ -33,15 +34,17 @@ def on_gloo(pool: PoolEngine) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_worlds_of_fewer_ranks(world_size: int, pool: PoolEngine, engine: InprocEngine) -> None:
-    on_gloo, here = (made.run(on_rank, world_size, OF_ANY_SIZE, world_size=world_size) for made in (pool, engine))
+    names = OF_ANY_SIZE + (OF_SEVERAL if world_size > 1 else ())
+    on_gloo, here = (made.run(on_rank, world_size, names, world_size=world_size) for made in (pool, engine))
     assert here == on_gloo
-    assert not [name for name in OF_ANY_SIZE if isinstance(here[0][name], frozenset)]
+    assert not [name for name in names if isinstance(here[0][name], frozenset)]
 
 
-def test_threads_give_what_gloo_gives_and_raise_where_it_raises(on_gloo: list[dict[str, Any]]) -> None:
+def test_threads_give_what_gloo_gives_and_raise_where_it_raises(
+    on_gloo: list[dict[str, Any]], engine: InprocEngine
+) -> None:
     """An error in threads can be caught by every kind by which gloo's can be."""
-    with InprocEngine() as made:
-        in_process = made.run(on_rank, RANKS, NAMES, world_size=RANKS)
+    in_process = engine.run(on_rank, RANKS, NAMES, world_size=RANKS)
     assert len(NAMES) > 120
     different = {
         name
@@ -67,21 +70,17 @@ def test_every_call_of_the_list_sends_something_or_is_a_mistake(on_gloo: list[di
 
 
 @pytest.mark.parametrize("name", NOT_ON_GLOO)
-def test_what_gloo_lacks_is_computed_as_by_nccl(name: str, pool: PoolEngine) -> None:
+def test_what_gloo_lacks_is_computed_as_by_nccl(name: str, pool: PoolEngine, engine: InprocEngine) -> None:
     call, entry = f"beyond gloo: {name}", NOT_ON_GLOO[name]
-    with InprocEngine() as engine:
-        found = [ranks[call] for ranks in engine.run(on_rank, RANKS, (call,), world_size=RANKS)]
+    found = [ranks[call] for ranks in engine.run(on_rank, RANKS, (call,), world_size=RANKS)]
     assert found == [plain(entry.right(rank, RANKS)) for rank in range(RANKS)]
     assert all(isinstance(ranks[call], frozenset) for ranks in pool.run(on_rank, RANKS, (call,), world_size=RANKS))
 
 
 @pytest.mark.parametrize("name", WRONG_ON_GLOO)
-def test_what_gloo_computes_wrong_is_refused(name: str, pool: PoolEngine) -> None:
+def test_what_gloo_computes_wrong_is_refused(name: str, pool: PoolEngine, engine: InprocEngine) -> None:
     call, entry = f"beyond gloo: {name}", WRONG_ON_GLOO[name]
-    with InprocEngine() as engine:
-        assert all(
-            isinstance(ranks[call], frozenset) for ranks in engine.run(on_rank, RANKS, (call,), world_size=RANKS)
-        )
+    assert all(isinstance(ranks[call], frozenset) for ranks in engine.run(on_rank, RANKS, (call,), world_size=RANKS))
     on_gloo = [ranks[call] for ranks in pool.run(on_rank, RANKS, (call,), world_size=RANKS)]
     assert not any(isinstance(found, frozenset) for found in on_gloo)
     assert on_gloo != [plain(entry.right(rank, RANKS)) for rank in range(RANKS)]

@@ -15,14 +15,15 @@ from tests.harness.engines import programs
 RANKS = 3
 
 
-def test_an_address_that_the_process_was_given_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_the_process_was_given_stays(monkeypatch: pytest.MonkeyPatch, engine: InprocEngine) -> None:
     monkeypatch.setenv("MASTER_PORT", "12345")
     monkeypatch.setenv("RANK", "77")
-    with InprocEngine() as engine:
-        assert [found[6] for found in engine.run(programs.words, world_size=2)] == ["12345"] * 2
+    assert [found[6] for found in engine.run(programs.words, world_size=2)] == ["12345"] * 2
 
 
-def test_what_a_rank_changes_is_its_own_and_gone_after_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_rank_changes_is_its_own_and_gone_after_the_run(
+    monkeypatch: pytest.MonkeyPatch, engine: InprocEngine
+) -> None:
     monkeypatch.setenv("SHARDPROOF_GIVEN", "by the process")
     monkeypatch.delenv("SHARDPROOF_MADE", raising=False)
 
@@ -34,8 +35,7 @@ def test_what_a_rank_changes_is_its_own_and_gone_after_the_run(monkeypatch: pyte
         names = [name for name in os.environ if name.startswith("SHARDPROOF_")]
         return (sorted(names), os.environ["SHARDPROOF_MADE"], os.environ.get("SHARDPROOF_GIVEN"), len(os.environ))
 
-    with InprocEngine() as made:
-        first, second = made.run(program, world_size=2)
+    first, second = engine.run(program, world_size=2)
     assert first[:3] == (["SHARDPROOF_GIVEN", "SHARDPROOF_MADE"], "0", "by the process")
     assert second[:3] == (["SHARDPROOF_MADE"], "1", None)
     assert first[3] == second[3] + 1
@@ -45,7 +45,7 @@ def test_what_a_rank_changes_is_its_own_and_gone_after_the_run(monkeypatch: pyte
     assert libc.getenv(b"SHARDPROOF_MADE") is None and libc.getenv(b"SHARDPROOF_GIVEN") == b"by the process"
 
 
-def test_a_thread_that_a_rank_starts_reads_the_words_of_its_rank() -> None:
+def test_a_thread_that_a_rank_starts_reads_the_words_of_its_rank(engine: InprocEngine) -> None:
     def program(rank: int) -> str:
         found: list[str] = []
         thread = threading.Thread(target=lambda: found.append(os.environ["RANK"]))
@@ -54,11 +54,10 @@ def test_a_thread_that_a_rank_starts_reads_the_words_of_its_rank() -> None:
         dist.all_reduce(torch.ones(1))
         return found[0]
 
-    with InprocEngine() as engine:
-        assert engine.run(program, world_size=RANKS) == ["0", "1", "2"]
+    assert engine.run(program, world_size=RANKS) == ["0", "1", "2"]
 
 
-def test_wrong_words_are_refused_as_by_python() -> None:
+def test_wrong_words_are_refused_as_by_python(engine: InprocEngine) -> None:
     def program(rank: int) -> list[str]:
         found: list[str] = []
         environ: Any = os.environ
@@ -73,5 +72,4 @@ def test_wrong_words_are_refused_as_by_python() -> None:
                 found.append(type(error).__name__)
         return found
 
-    with InprocEngine() as engine:
-        assert engine.run(program, world_size=2) == [["KeyError", "TypeError", "KeyError"]] * 2
+    assert engine.run(program, world_size=2) == [["KeyError", "TypeError", "KeyError"]] * 2

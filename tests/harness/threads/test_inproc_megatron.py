@@ -96,12 +96,11 @@ def recorded(program: Any, words: str, size: int) -> tuple[list[Any], Recorder]:
     return found, recorder
 
 
-def test_parallel_state_is_as_before_after_the_run_so_that_the_next_one_starts_clean() -> None:
+def test_parallel_state_is_as_before_after_the_run_so_that_the_next_one_starts_clean(engine: InprocEngine) -> None:
     runs = []
     for _ in range(2):
         assert not parallel_state.model_parallel_is_initialized()
-        with InprocEngine() as engine:
-            runs.append(engine.run(step, 2, world_size=2, per_rank=STATE))
+        runs.append(engine.run(step, 2, world_size=2, per_rank=STATE))
     assert not parallel_state.model_parallel_is_initialized()
     assert all(torch.equal(one[1], other[1]) and one[0] == other[0] for one, other in zip(*runs, strict=True))
 

@@ -132,7 +132,7 @@ def test_every_rank_starts_from_the_callers_state_and_keeps_its_own(module: Any,
         assert list(end[10]) == [rank]
 
 
-def test_what_calls_leave_in_defaults_is_one_set_a_rank(module: Any) -> None:
+def test_what_calls_leave_in_defaults_is_one_set_a_rank(module: Any, engine: InprocEngine) -> None:
     """DeepSpeed's functions keep groups and settings there."""
 
     def program(rank: int) -> tuple[Any, ...]:
@@ -141,27 +141,25 @@ def test_what_calls_leave_in_defaults_is_one_set_a_rank(module: Any) -> None:
         dist.barrier()
         return *first, m.noted(rank + 10), m.Notes().noted(rank + 10), m.Notes.listed(rank + 10)
 
-    with InprocEngine() as engine:
-        for _ in range(2):
-            found = engine.run(program, world_size=3, per_rank=(MODULE,))
-            assert found == [tuple([[rank]] * 3 + [[rank, rank + 10]] * 3) for rank in range(3)]
+    for _ in range(2):
+        found = engine.run(program, world_size=3, per_rank=(MODULE,))
+        assert found == [tuple([[rank]] * 3 + [[rank, rank + 10]] * 3) for rank in range(3)]
     assert module.noted("after") == ["after"] and module.Notes.listed("after") == ["after"]
 
 
-def test_the_callers_state_is_restored_when_a_rank_raises(module: Any) -> None:
+def test_the_callers_state_is_restored_when_a_rank_raises(module: Any, engine: InprocEngine) -> None:
     def fail(rank: int) -> None:
         _written(module, rank)
         raise ValueError(rank)
 
     before = _shown(module)
-    with InprocEngine() as engine, pytest.raises(RankRaised):
+    with pytest.raises(RankRaised):
         engine.run(fail, world_size=2, per_rank=(MODULE,))
     assert _shown(module) == before
 
 
-def test_what_is_not_named_is_shared(module: Any) -> None:
-    with InprocEngine() as engine:
-        shared = engine.run(_program, world_size=2)
+def test_what_is_not_named_is_shared(module: Any, engine: InprocEngine) -> None:
+    shared = engine.run(_program, world_size=2)
     assert [end[0] for _, end, *_ in shared] == [1, 1]
 
 
@@ -181,20 +179,21 @@ class _Subject:
         return {}
 
 
-def test_a_subject_states_the_modules(module: Any) -> None:
+def test_a_subject_states_the_modules(module: Any, engine: InprocEngine) -> None:
     case, subject = Case.parse("mode=tp tp=2"), _Subject()
-    with InprocEngine() as engine:
-        execute(case, subject, engine, text="")
-        assert sorted(subject.found) == [(0, 0), (1, 1)]
-        subject.per_rank = MODULE
-        with pytest.raises(RequestError, match=r"per_rank='.*' must be a tuple of words; legal: per_rank = \('meg"):
-            prove(case, subject, engine)
-        subject.per_rank = ("no.such",)
-        with pytest.raises(RequestError, match="per_rank 'no.such': must be a module that can be imported"):
-            prove(case, subject, engine)
+    execute(case, subject, engine, text="")
+    assert sorted(subject.found) == [(0, 0), (1, 1)]
+    subject.per_rank = MODULE
+    with pytest.raises(RequestError, match=r"per_rank='.*' must be a tuple of words; legal: per_rank = \('meg"):
+        prove(case, subject, engine)
+    subject.per_rank = ("no.such",)
+    with pytest.raises(RequestError, match="per_rank 'no.such': must be a module that can be imported"):
+        prove(case, subject, engine)
 
 
-def test_an_exception_over_state_that_ranks_share_names_the_module_and_the_engine_that_works(module: Any) -> None:
+def test_an_exception_over_state_that_ranks_share_names_the_module_and_the_engine_that_works(
+    module: Any, engine: InprocEngine
+) -> None:
     source = "def initialize():\n    assert RANK is None, 'is already initialized'\n    globals().update(RANK=1)"
     exec(compile(source, __file__, "exec"), vars(module))
 
@@ -203,18 +202,19 @@ def test_an_exception_over_state_that_ranks_share_names_the_module_and_the_engin
         dist.barrier()
 
     legal = rf"if --engine pool passes, .* they are threads; legal: subject.per_rank = \('{MODULE}',\)"
-    with InprocEngine() as engine:
-        with pytest.raises(RankRaised, match=f"rank 1 of 2 raised AssertionError: is already initialized.*{legal}"):
-            engine.run(program, world_size=2)
-        module.RANK = None
-        assert engine.run(program, world_size=2, per_rank=(MODULE,)) == [None, None]
-        with pytest.raises(RankRaised) as caught:  # no other rank has run, so nothing was shared
-            engine.run(lambda rank: (module.initialize(), module.initialize()), world_size=2, per_rank=(MODULE,))
+    with pytest.raises(RankRaised, match=f"rank 1 of 2 raised AssertionError: is already initialized.*{legal}"):
+        engine.run(program, world_size=2)
+    module.RANK = None
+    assert engine.run(program, world_size=2, per_rank=(MODULE,)) == [None, None]
+    with pytest.raises(RankRaised) as caught:  # no other rank has run, so nothing was shared
+        engine.run(lambda rank: (module.initialize(), module.initialize()), world_size=2, per_rank=(MODULE,))
     assert "--engine pool" not in caught.value.cause
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_an_exception_that_all_ranks_raise_alike_is_not_blamed_on_shared_state(module: Any, first: bool) -> None:
+def test_an_exception_that_all_ranks_raise_alike_is_not_blamed_on_shared_state(
+    module: Any, first: bool, engine: InprocEngine
+) -> None:
     """All of them go on from one barrier, and fail on their own: on processes they would as well."""
     exec(compile("def initialize():\n    raise ValueError('is already initialized')", __file__, "exec"), vars(module))
 
@@ -224,11 +224,11 @@ def test_an_exception_that_all_ranks_raise_alike_is_not_blamed_on_shared_state(m
             module.initialize()
         dist.barrier()
 
-    with InprocEngine() as engine, pytest.raises(RankRaised, match="is already initialized") as caught:
+    with pytest.raises(RankRaised, match="is already initialized") as caught:
         engine.run(program, world_size=3)
     assert ("--engine pool" in caught.value.cause) is not first
 
 
-def test_a_question_about_cuda_where_there_is_none_names_the_context_that_answers_it() -> None:
-    with InprocEngine() as engine, pytest.raises(RankRaised, match="legal: subject.session = shardproof.cuda_on_cpu"):
+def test_a_question_about_cuda_where_there_is_none_names_the_context_that_answers_it(engine: InprocEngine) -> None:
+    with pytest.raises(RankRaised, match="legal: subject.session = shardproof.cuda_on_cpu"):
         engine.run(lambda rank: torch.zeros(1, device="cuda"), world_size=2)

@@ -18,6 +18,7 @@ from harness.witnesses.agreement import UNKNOWN, Sighting, agreement, of_ledger
 from harness.witnesses.measured import WatchedRank
 from harness.witnesses.session import Session
 from reference.case import Case
+from tests.harness.recording.toy_calls import an_event
 
 AXES = {"tp": ((0, 1), (2, 3)), "dp": ((0, 2), (1, 3))}
 PLAN = (
@@ -31,36 +32,16 @@ Seen = list[Sighting]
 
 def event(rank: int, index: int, phase: str, region: str, op: str, axis: str, payload_bytes: int) -> Event:
     """Call of the plan as an event."""
-    return Event(
-        case="c",
-        mode="tp",
-        world_size=4,
-        rank=rank,
-        step=0,
-        microbatch=0,
-        phase=phase,
-        region=region,
-        op=op,
-        reduce_op="",
-        axis=axis,
-        group_size=2,
-        dtype="float32",
-        shape="",
-        payload_bytes=payload_bytes,
-        wire_bytes=0,
-        is_async=False,
-        call_index=index,
-        start_us=0.0,
-        duration_us=0.0,
-        caller="",
-        group=next(ranks for ranks in AXES[axis] if rank in ranks),
-    )
+    group = next(ranks for ranks in AXES[axis] if rank in ranks)
+    where = {"mode": "tp", "world_size": 4, "rank": rank, "step": 0, "call_index": index, "start_us": 0.0}
+    what = {"phase": phase, "region": region, "op": op, "axis": axis, "payload_bytes": payload_bytes}
+    return an_event(**where, **what, **FACTS, group=group, duration_us=0.0)
 
 
+FACTS: dict[str, Any] = {"reduce_op": "", "group_size": 2, "dtype": "float32"}
 EVENTS = [event(rank, index, *line) for rank in range(4) for index, line in enumerate(PLAN)]
-FACTS: dict[str, Any] = {"reduce_op": "", "group_size": 2, "dtype": "float32", "calls": 1}
 TERMS = [
-    Term(phase=phase, region=region, op=op, axis=axis, payload_bytes=size, **FACTS)
+    Term(phase=phase, region=region, op=op, axis=axis, payload_bytes=size, calls=1, **FACTS)
     for phase, region, op, axis, size in PLAN
 ]
 LEDGER = of_ledger(EVENTS)

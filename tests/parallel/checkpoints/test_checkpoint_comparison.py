@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from parallel.checkpoints.comparing import CheckpointComparison, cause, compare
-from parallel.checkpoints.errors import CheckpointError
 from parallel.checkpoints.folder import commit, next_data, write_part
+from parallel.checkpoints.state import CheckpointError
 from parallel.communication.layout import Box, Cut, Placement, pieces, shard
 from reports.commands.cli import main
 from tests.parallel.ranks import numbers

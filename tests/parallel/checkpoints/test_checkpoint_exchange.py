@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from harness.checking.evidence import FAIL
 from parallel.checkpoints.comparing import compare
-from parallel.checkpoints.errors import CheckpointError
+from parallel.checkpoints.state import CheckpointError
 from parallel.subject import subject
 from reference.case import Case, CaseError
 from reference.checkpoints.stored import stored

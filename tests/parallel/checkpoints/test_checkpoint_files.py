@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
-from parallel.checkpoints.errors import CheckpointError
 from parallel.checkpoints.folder import METADATA, commit, next_data, write_part
 from parallel.checkpoints.loading import load
+from parallel.checkpoints.state import CheckpointError
 from parallel.communication.layout import Box
 from reference.case import Case, CaseError
 from reference.checkpoints.stored import stored

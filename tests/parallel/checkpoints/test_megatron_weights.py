@@ -18,7 +18,7 @@ from torch.nn.functional import gelu
 from harness.checking.evidence import FAIL
 from harness.engines.threads.inproc import InprocEngine
 from parallel.checkpoints.comparing import compare
-from parallel.checkpoints.errors import CheckpointError
+from parallel.checkpoints.state import CheckpointError
 from parallel.subject import subject
 from reference.case import Case
 from reference.data.batches import micro_batch

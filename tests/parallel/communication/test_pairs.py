@@ -47,7 +47,6 @@ PAIRS: dict[str, tuple[Callable[[ModuleType], Pair], Layout, Layout, Layout, Lay
         "whole",
     ),
     "all_gather_last_dim": (lambda m: m.all_gather_last_dim, 2, "whole", "partial", 2),
-    "reduce_scatter_last_dim": (lambda m: m.reduce_scatter_last_dim, "partial", 2, 2, "whole"),
     "own_part": (lambda m: lambda x, a: m.own_part(x, a, _HELD[a.rank]), "whole", "uneven", "uneven", "whole"),
     "gather_parts": (lambda m: lambda x, a: m.gather_parts(x, a, _WIDTHS), "uneven", "whole", "whole", "uneven"),
     "all_to_all": (lambda m: lambda x, a: m.all_to_all(x, a, split_dim=2, gather_dim=1), 1, 2, 2, 1),

@@ -1,7 +1,7 @@
 """Rows for the tests of context parallelism, dense attention over them, and the same on in-process ranks."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -9,10 +9,9 @@ from torch import Tensor
 
 from parallel.communication.batch import hidden_pairs
 from parallel.communication.mesh import Mesh
-from parallel.context.exchanged import exchanged_attention
-from parallel.context.gathered import gathered_attention
+from parallel.context.exchanged import exchanged_attention, gathered_attention
 from parallel.context.ring import ring_attention
-from parallel.context.slices import Slices, contiguous, sliced, together, zigzag, zigzag_by_document
+from parallel.context.slices import Slices, contiguous, sliced, zigzag, zigzag_by_document
 from reference.case import Case
 from reference.model.layers import attention, visible
 from tests.parallel.ranks import CPU, Calls, numbers, on_ranks
@@ -97,3 +96,13 @@ def wrong(found: list[Tensor], expected: list[Tensor], *, limit: float = 1e-12) 
 
 def _whole(parts: list[list[Tensor]], slices: Slices) -> list[Tensor]:
     return [together(each, slices.held) for each in zip(*parts, strict=True)]
+
+
+def together(parts: Sequence[Tensor], held: Sequence[Tensor]) -> Tensor:
+    """The row from the parts of all ranks: the inverse of `sliced`."""
+    return torch.cat([*parts], 1).index_select(1, torch.cat([*held]).argsort())
+
+
+def work(slices: Slices, rank: int, owner: int) -> int:
+    """Pairs of a query of one rank and a key of another that meet."""
+    return int(slices.visible(slices.held[rank], slices.held[owner]).sum())

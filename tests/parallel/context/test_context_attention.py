@@ -12,8 +12,19 @@ from torch import Tensor
 from parallel.communication.collectives import Pending
 from parallel.context import ring
 from parallel.context.blocks import Partial, attend, merged, over_all_keys
-from parallel.context.slices import Slices, contiguous, sliced, together, zigzag, zigzag_by_document
-from tests.parallel.context.rows import METHODS, borders, dense, full_row, hidden, on_axis, ordered, wrong
+from parallel.context.slices import Slices, contiguous, sliced, zigzag, zigzag_by_document
+from tests.parallel.context.rows import (
+    METHODS,
+    borders,
+    dense,
+    full_row,
+    hidden,
+    on_axis,
+    ordered,
+    together,
+    work,
+    wrong,
+)
 from tests.parallel.ranks import numbers
 
 
@@ -119,9 +130,9 @@ def test_causal_work(ranks: int) -> None:
     """Zigzag: equal for every rank against every other; contiguous: from m(m+1)/2 up, m = 8 tokens a rank."""
     length = 8 * ranks
     even, uneven = (Slices(held=order(length, ranks)) for order in (zigzag, contiguous))
-    assert {even.work(rank, owner) for rank in range(ranks) for owner in range(ranks) if rank != owner} == {32}
-    assert {even.work(rank, rank) for rank in range(ranks)} == {36}
-    shares = [sum(uneven.work(rank, owner) for owner in range(ranks)) for rank in range(ranks)]
+    assert {work(even, rank, owner) for rank in range(ranks) for owner in range(ranks) if rank != owner} == {32}
+    assert {work(even, rank, rank) for rank in range(ranks)} == {36}
+    shares = [sum(work(uneven, rank, owner) for owner in range(ranks)) for rank in range(ranks)]
     assert shares == [36 + 64 * rank for rank in range(ranks)]
 
 
@@ -132,7 +143,7 @@ def test_zigzag_by_document_balances_every_document() -> None:
 
     def shares(held: tuple[torch.Tensor, ...]) -> set[int]:
         slices = Slices(held=held, hidden=hidden(24, cu_seqlens))
-        return {sum(slices.work(rank, owner) for owner in range(ranks)) for rank in range(ranks)}
+        return {sum(work(slices, rank, owner) for owner in range(ranks)) for rank in range(ranks)}
 
     assert len(shares(zigzag_by_document(cu_seqlens, ranks))) == 1
     assert len(shares(zigzag(24, ranks))) == 2

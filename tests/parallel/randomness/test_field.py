@@ -73,8 +73,6 @@ def of_seed(seed: int, count: int) -> list[float]:
     [
         ({"tp_rank": 1, "ep_rank": 2, "etp_rank": 1}, (1234, 3953, 2459)),
         ({"pp_rank": 3, "tp_rank": 5}, (1534, 4257, 2558)),
-        ({"dp_rank": 4}, (1234, 3952, 2258)),
-        ({"dp_rank": 4, "data_parallel_random_init": True}, (1274, 3992, 2298)),
         ({"cp_rank": 1}, tuple(CONTEXT_STRIDE + seed for seed in (1234, 3952, 2258))),
     ],
 )
@@ -118,13 +116,8 @@ def test_a_fork_ends_with_an_error_too() -> None:
     assert drawn(streams, 1) == of_seed(7, 1)
 
 
-def test_streams_that_would_draw_the_same_are_refused() -> None:
-    """Megatron's seeds meet where 100 * ep_rank + etp_rank - tp_rank = 1694."""
-    with pytest.raises(ValueError, match="seed=2724: is that of model-parallel-rng"):
-        Streams(seeds(0, tp_rank=6, ep_rank=17))
+def test_names_that_are_no_streams_are_refused() -> None:
     streams = Streams(seeds(0))
-    with pytest.raises(ValueError, match="name=expert-parallel-rng: is a stream already"):
-        streams.add(EXPERT, 5)
     with pytest.raises(ValueError, match="name=router: is no stream; legal: data-parallel-rng"), streams.fork("router"):
         pass
     with pytest.raises(ValueError, match="must be those of the streams"):

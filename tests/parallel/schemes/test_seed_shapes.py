@@ -118,6 +118,29 @@ def _module_outputs(tokens: int, columns: Shapes, hidden: Shape) -> Shapes:
     }
 
 
+def _parameters(qkv: int, parts: int, *, column: bool) -> Shapes:
+    """Parameters cut into parts: `wo` and `w2` by columns, or by rows as all others; norms are whole."""
+    wo, w2 = (
+        ((HIDDEN, HIDDEN // parts), (HIDDEN, FFN // parts))
+        if column
+        else ((HIDDEN // parts, HIDDEN), (HIDDEN // parts, FFN))
+    )
+    layer = {"attention.wqkv": (qkv // parts, HIDDEN), "attention.wo": wo, "mlp.w2": w2}
+    layer |= dict.fromkeys(("mlp.w1", "mlp.w3"), (FFN // parts, HIDDEN))
+    norms: Shapes = dict.fromkeys(("layers.0.attention_norm", "layers.0.mlp_norm", "final_norm"), (HIDDEN,))
+    tables = {"embedding.tokens": (VOCAB, HIDDEN // parts), "head": (VOCAB // parts, HIDDEN)}
+    every = {**{f"layers.0.{name}": shape for name, shape in layer.items()}, **norms, **tables}
+    return {f"{name}.weight": shape for name, shape in every.items()}
+
+
+def _attention(tokens: int, heads: int, kv: int, core_heads: int, core_kv: int) -> Shapes:
+    """Tensors at the exchange of attention and in its core, which has whole rows; labels are whole too."""
+    whole = (1, TOKENS, core_heads, DIM)
+    found = dict.fromkeys(("q", "context"), (1, tokens, heads, DIM)) | dict.fromkeys(("k", "v"), (1, tokens, kv, DIM))
+    found |= dict.fromkeys(("core q", "core context"), whole)
+    return {**found, "kv": (1, tokens, 2, kv, DIM), "core kv": (1, TOKENS, 2, core_kv, DIM), "label": (1, TOKENS)}
+
+
 def test_the_width_of_the_mlp_is_the_page_s() -> None:
     assert mlp_width(HIDDEN, RATIO, MULTIPLE_OF) == FFN == 176
 
@@ -128,33 +151,15 @@ def test_the_width_of_the_mlp_is_the_page_s() -> None:
 def test_shapes_of_tensor_parallelism(name: str, tp: int, head: str) -> None:
     """The page's section "Data Procedure in MTP/MSP/FSP parallelism", and its partition of weights."""
     kv = 4
-    qkv = HIDDEN + 2 * HIDDEN // HEADS * kv
+    qkv, heads = HIDDEN + 2 * DIM * kv, HEADS // tp
     hidden = (1, TOKENS if name == "mtp" else TOKENS // tp, HIDDEN)
-    heads = (1, TOKENS, HEADS // tp, DIM)
-    pair = (1, TOKENS, 2, kv // tp, DIM)
-    expected: Shapes = {
-        "embedding.tokens.weight": (VOCAB, HIDDEN // tp),
-        "layers.0.attention.wqkv.weight": (qkv // tp, HIDDEN),
-        "layers.0.attention.wo.weight": (HIDDEN, HIDDEN // tp),
-        "layers.0.mlp.w1.weight": (FFN // tp, HIDDEN),
-        "layers.0.mlp.w3.weight": (FFN // tp, HIDDEN),
-        "layers.0.mlp.w2.weight": (HIDDEN, FFN // tp),
-        "layers.0.attention_norm.weight": (HIDDEN,),
-        "layers.0.mlp_norm.weight": (HIDDEN,),
-        "final_norm.weight": (HIDDEN,),
-        "head.weight": (VOCAB // tp, HIDDEN),
+    expected = _parameters(HIDDEN + 2 * DIM * kv, tp, column=True) | _attention(
+        TOKENS, heads, kv // tp, heads, kv // tp
+    )
+    expected |= {
         "input_ids": (1, TOKENS),
         "embedding in": (1, TOKENS),
-        "label": (1, TOKENS),
         "qkv by group": (1, TOKENS, kv // tp, HEADS // kv + 2, DIM),
-        "q": heads,
-        "k": (1, TOKENS, kv // tp, DIM),
-        "v": (1, TOKENS, kv // tp, DIM),
-        "kv": pair,
-        "core q": heads,
-        "core kv": pair,
-        "core context": heads,
-        "context": heads,
         "layers.0.attention.wo in": (1, TOKENS, HIDDEN // tp),
         "head in": hidden,
         "head out": (1, TOKENS, VOCAB // tp if head == "parallel" else VOCAB),
@@ -172,32 +177,14 @@ def test_shapes_of_weight_parallelism(mesh: str, kv: int, head: str) -> None:
     """The page's section "Data Procedure in ISP parallelism"; tp is its sp_size, and wp_size another number."""
     case = Case.parse(f"mode=isp {mesh} kv_heads={kv} head={head} {COMMON}")
     sp, wp = case.tp, case.wp
-    qkv, own = HIDDEN + 2 * HIDDEN // HEADS * kv, TOKENS // sp
+    qkv, own = HIDDEN + 2 * DIM * kv, TOKENS // sp
     hidden = (1, own, HIDDEN)
     logits = {"exchange": (1, TOKENS, VOCAB // sp), "local": (1, own, VOCAB), "gather": (1, TOKENS, VOCAB)}
-    expected: Shapes = {
-        "embedding.tokens.weight": (VOCAB, HIDDEN // wp),
-        "layers.0.attention.wqkv.weight": (qkv // wp, HIDDEN),
-        "layers.0.attention.wo.weight": (HIDDEN // wp, HIDDEN),
-        "layers.0.mlp.w1.weight": (FFN // wp, HIDDEN),
-        "layers.0.mlp.w3.weight": (FFN // wp, HIDDEN),
-        "layers.0.mlp.w2.weight": (HIDDEN // wp, FFN),
-        "layers.0.attention_norm.weight": (HIDDEN,),
-        "layers.0.mlp_norm.weight": (HIDDEN,),
-        "final_norm.weight": (HIDDEN,),
-        "head.weight": (VOCAB // wp, HIDDEN),
+    expected = _parameters(qkv, wp, column=False) | _attention(own, HEADS, kv, HEADS // sp, max(kv, sp) // sp)
+    expected |= {
         "input_ids": (1, own),
         "embedding in": (1, own),
-        "label": (1, TOKENS),
         "qkv by group": (1, own, kv, HEADS // kv + 2, DIM),
-        "q": (1, own, HEADS, DIM),
-        "k": (1, own, kv, DIM),
-        "v": (1, own, kv, DIM),
-        "kv": (1, own, 2, kv, DIM),
-        "core q": (1, TOKENS, HEADS // sp, DIM),
-        "core kv": (1, TOKENS, 2, max(kv, sp) // sp, DIM),
-        "core context": (1, TOKENS, HEADS // sp, DIM),
-        "context": (1, own, HEADS, DIM),
         "layers.0.attention.wo in": (1, own, HIDDEN),
         "head in": hidden,
         "head out": logits[head],

@@ -11,9 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel.communication.layout import Cut, Placement, shard
-from parallel.slicing.held import Held
-
 
 @contextmanager
 def _quietly() -> Iterator[None]:
@@ -77,11 +74,6 @@ def copied(
 
 def numbered(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.arange(torch.Size(shape).numel(), dtype=torch.int64).view(shape).to(dtype)
-
-
-def parts_of(whole: Tensor, held: Held) -> list[Tensor]:
-    place = Placement(shape=tuple(whole.shape), cuts=(Cut(axis="tp", held=held),))
-    return [shard(whole, place, {"tp": (rank, len(held))}) for rank in range(len(held))]
 
 
 def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:

@@ -4,10 +4,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parallel.communication.layout import Placement
+from parallel.communication.layout import Placement, meshgrid, shard
+from parallel.slicing.checkpoint import inverse, same_bits
 from parallel.slicing.heads import Heads
-from parallel.slicing.laws import inverse
-from parallel.slicing.strided import placed
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn, torch.bool)
 
@@ -36,6 +35,9 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
     return raw.view(dtype).view(shape)
 
 
-def round_trip(whole: Tensor, place: Placement, ranks: int) -> Tensor:
-    parts = [placed(whole, place, rank=rank, ranks=ranks) for rank in range(ranks)]
-    return inverse([part for part in parts if part is not None], place)
+def parts_of(whole: Tensor, place: Placement, ranks: int) -> list[Tensor]:
+    return [shard(whole, place, at) for at in meshgrid({"tp": ranks})]
+
+
+def check_round_trip(whole: Tensor, place: Placement, ranks: int) -> None:
+    assert same_bits(inverse(parts_of(whole, place, ranks), place), whole)

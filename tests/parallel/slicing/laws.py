@@ -8,11 +8,11 @@
 The laws know nothing of how a slice was computed, so that what another system cuts can be held against them.
 """
 
-from parallel.slicing.errors import SliceError
 from parallel.slicing.heads import ORDERS, Heads, query_rows
 from parallel.slicing.held import Held, Ranges, times_held
 from parallel.slicing.slices import Slice
 from parallel.slicing.words import Sliced
+from reference.errors import CaseError
 
 
 def broken_by(one: Slice, sliced: Sliced) -> list[str]:
@@ -104,7 +104,7 @@ def separated(own: Ranges, heads: Heads, order: str, columns: Ranges) -> list[st
         return []
     try:
         slots = ORDERS[order](query, key)
-    except SliceError as problem:
+    except CaseError as problem:
         return [str(problem)]
     held = dict(zip(slots, real, strict=True))
     for (part, number), (found, _) in held.items():

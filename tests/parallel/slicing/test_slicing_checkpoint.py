@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel.slicing import checkpoint, strided
+from parallel.communication.layout import Coordinates, Placement, shard
+from parallel.slicing import checkpoint
 from parallel.slicing.checkpoint import check
-from parallel.slicing.errors import SliceError
 from parallel.slicing.slices import slices
 from parallel.slicing.words import Sliced
+from reference.errors import CaseError
 
 SMALL = "hidden=24 heads=4 ffn=40 vocab=61 positions=11"
 OPT = f"family=opt {SMALL}"
@@ -62,21 +63,19 @@ def test_several_files_are_one_checkpoint(saved: Any) -> None:
     assert check(Sliced.parse(f"{OPT} tp=2"), files).wrong == ()
     for alone, lacking in zip(files, "qk", strict=True):
         with pytest.raises(
-            SliceError, match=rf"0.self_attn.{lacking}_proj.weight: is missing, and attn_qkvw is made of"
+            CaseError, match=rf"0.self_attn.{lacking}_proj.weight: is missing, and attn_qkvw is made of"
         ):
             check(Sliced.parse(f"{OPT} tp=2"), [alone])
 
 
 def test_an_inexact_cut_is_seen(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted bug: one rank's part in another dtype on its way, which loses bits."""
-    real = strided.placed
 
-    def rounded(src: Tensor, *args: Any, **words: Any) -> Tensor:
-        part = real(src, *args, **words)
-        assert part is not None
-        return part.to(torch.float8_e4m3fn).to(part.dtype) if words["rank"] == 1 else part
+    def rounded(full: Tensor, place: Placement, at: Coordinates) -> Tensor:
+        part = shard(full, place, at)
+        return part.to(torch.float8_e4m3fn).to(part.dtype) if at["tp"][0] == 1 else part
 
-    monkeypatch.setattr(checkpoint, "placed", rounded)
+    monkeypatch.setattr(checkpoint, "shard", rounded)
     norms = check(Sliced.parse(f"{OPT} tp=2"), [saved({k: v for k, v in opt_weights().items() if "norm" in k})])
     assert len(norms.wrong) == sum(norms.times.values()) == 10, "copies that disagree"
     wrong = check(Sliced.parse(f"{OPT} tp=2"), [saved({k: v for k, v in opt_weights().items() if "fc1" in k})]).wrong
@@ -91,27 +90,25 @@ def test_what_no_slice_is_about_is_named(saved: Any) -> None:
 def test_a_checkpoint_that_does_not_fit_is_refused(saved: Any, tmp_path: Path) -> None:
     file = saved(opt_weights())
     with pytest.raises(
-        SliceError, match=r"has the shape \(24, 40\) as inter_w, and the words of the slice say \(24, 96\)"
+        CaseError, match=r"has the shape \(24, 40\) as inter_w, and the words of the slice say \(24, 96\)"
     ):
         check(Sliced.parse(f"{OPT} ffn=96 tp=2"), [file])
-    with pytest.raises(
-        SliceError, match="has no tensor of family=bloom, such as self_attention.query_key_value.weight"
-    ):
+    with pytest.raises(CaseError, match="has no tensor of family=bloom, such as self_attention.query_key_value.weight"):
         check(Sliced.parse("family=bloom hidden=24 heads=4 vocab=61 tp=2"), [file])
-    with pytest.raises(SliceError, match=r"nothing.safetensors: is no file; legal: check=model.safetensors"):
+    with pytest.raises(CaseError, match=r"nothing.safetensors: is no file; legal: check=model.safetensors"):
         check(Sliced.parse(OPT), ["nothing.safetensors"])
     text = tmp_path / "text.safetensors"
     text.write_text("no tensors")
-    with pytest.raises(SliceError, match="is no file of safetensors: "):
+    with pytest.raises(CaseError, match="is no file of safetensors: "):
         check(Sliced.parse(OPT), [str(text)])
-    with pytest.raises(SliceError, match="check=0.self_attn.k_proj.weight: is missing"):
+    with pytest.raises(CaseError, match="check=0.self_attn.k_proj.weight: is missing"):
         check(Sliced.parse(OPT), [saved({"0.self_attn.q_proj.weight": torch.zeros(24, 24)}, "q.safetensors")])
 
 
 def test_without_the_package_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "safetensors", None)
     with pytest.raises(
-        SliceError, match="is read by the package safetensors, which is not installed; legal: pip install"
+        CaseError, match="is read by the package safetensors, which is not installed; legal: pip install"
     ):
         check(Sliced.parse(OPT), ["model.safetensors"])
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel.communication.layout import Placement
-from parallel.slicing.errors import SliceError
+from parallel.communication.layout import Cut, Placement
 from parallel.slicing.heads import Heads, fused_rows, shared_qk_rows
-from parallel.slicing.held import Held, in_turn
-from parallel.slicing.sizes import even_shares, shard_sizes
-from parallel.slicing.strided import equal_parts, placed, plain, scales, strided
-from tests.parallel.slicing.deepspeed_copies import Named, copied, imported, numbered, parts_of, same
+from parallel.slicing.held import Held, even_shares, in_turn, shard_sizes
+from parallel.slicing.strided import plain, scales, strided
+from reference.errors import CaseError
+from tests.parallel.slicing.deepspeed_copies import Named, copied, imported, numbered, same
+from tests.parallel.slicing.drawn_slices import parts_of
 from tests.parallel.slicing.laws import of_heads
 
 deepspeed = imported()
@@ -27,9 +27,8 @@ BLOCKS = ("GLMBlock", "MPTBlock", "MptBlock", "BaichuanLayer", "QWenBlock", "Som
 GROUPS = ("BloomBlock", "FalconDecoderLayer", "GPTNeoXLayer")
 
 
-def ours_placed(whole: Tensor, place: Placement, ranks: int) -> list[Tensor]:
-    found = [placed(whole, place, rank=rank, ranks=ranks) for rank in range(ranks)]
-    return [part for part in found if part is not None]
+def held_parts(whole: Tensor, held: Held) -> list[Tensor]:
+    return parts_of(whole, Placement(shape=tuple(whole.shape), cuts=(Cut(axis="tp", held=held),)), len(held))
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -47,8 +46,8 @@ def test_strided_copy(orientation: str, bias: bool) -> None:
         theirs = copied(
             deepspeed, "strided_copy", whole, dst, ranks, orientation, num_splits=splits, allocate_tensor=allocate
         )
-        place = strided(src, dst, ranks=ranks, parts=equal_parts(out, splits), orientation=orientation)
-        assert same(ours_placed(whole, place, ranks), theirs), (src, dst, ranks, splits)
+        place = strided(src, dst, ranks=ranks, parts=(out // splits,) * splits, orientation=orientation)
+        assert same(parts_of(whole, place, ranks), theirs), (src, dst, ranks, splits)
 
 
 @pytest.mark.parametrize("cut", ["outputs", "inputs", "bias"])
@@ -63,7 +62,7 @@ def test_copy(orientation: str, cut: str) -> None:
         dst = tuple(size // ranks if at == dim else size for at, size in enumerate(src))
         whole = numbered(src, source.choice(DTYPES))
         theirs = copied(deepspeed, "copy", whole, dst, ranks, orientation, allocate_tensor=source.random() < 0.5)
-        assert same(ours_placed(whole, plain(src, dst, ranks=ranks, orientation=orientation), ranks), theirs)
+        assert same(parts_of(whole, plain(src, dst, ranks=ranks, orientation=orientation), ranks), theirs)
 
 
 @pytest.mark.parametrize("call", ["strided_copy", "copy"])
@@ -72,12 +71,12 @@ def test_what_is_whole_is_whole_and_a_merge_is_refused(call: str) -> None:
     for src in ((4, 6), (6,)):
         whole = numbered(src)
         assert same([whole, whole], copied(deepspeed, call, whole, src, 2, "in-out", **words))
-        assert same([whole, whole], ours_placed(whole, plain(src, src, ranks=2), 2))
+        assert same([whole, whole], parts_of(whole, plain(src, src, ranks=2), 2))
     replace = deepspeed.slicing(mp_size=2)
     assert getattr(replace, call)(torch.empty(4, 6), None, **words) is None
     with pytest.raises(AssertionError, match="Merging tensors is not allowed"):
         copied(deepspeed, call, numbered((4, 6)), (4, 9), 2, "in-out", **words)
-    with pytest.raises(SliceError, match="slicing cuts and never merges"):
+    with pytest.raises(CaseError, match="slicing cuts and never merges"):
         plain((4, 6), (4, 9), ranks=2)
 
 
@@ -118,7 +117,7 @@ def test_fused_weights(name: str) -> None:
         bias = source.random() < 0.3 and not name.startswith("Phi3")
         whole = numbered((heads.fused,) if bias else (heads.fused, columns))
         theirs = fused(name, heads, ranks, whole)
-        assert same(parts_of(whole, fused_rows(heads, ranks, order)), theirs), (heads, ranks)
+        assert same(held_parts(whole, fused_rows(heads, ranks, order)), theirs), (heads, ranks)
 
 
 def test_codegen() -> None:
@@ -128,10 +127,10 @@ def test_codegen() -> None:
         count = 4 * ranks * source.randint(1, 3)
         heads = Heads(query=count, kv=count, size=source.randint(1, 4))
         whole = numbered((heads.fused, 2))
-        assert same(parts_of(whole, fused_rows(heads, ranks, "codegen")), fused("CodeGenBlock", heads, ranks, whole))
+        assert same(held_parts(whole, fused_rows(heads, ranks, "codegen")), fused("CodeGenBlock", heads, ranks, whole))
     with pytest.raises(AssertionError, match="num_kv_heads"):
         fused("CodeGenBlock", Heads(query=4, kv=4, size=1), 2, numbered((12, 2)))
-    with pytest.raises(SliceError, match="multiple of the 4 blocks of CodeGen"):
+    with pytest.raises(CaseError, match="multiple of the 4 blocks of CodeGen"):
         fused_rows(Heads(query=4, kv=4, size=1), 2, "codegen")
 
 
@@ -144,7 +143,7 @@ def test_one_kv_head_for_all() -> None:
         whole = numbered((heads.fused, 2))
         meta = deepspeed.meta(num_kv_heads=heads.query, n_embd=heads.query * heads.size)
         theirs = [deepspeed.fused(Named("GPTBigCodeBlock"), whole, ranks, rank, meta) for rank in range(ranks)]
-        assert same(parts_of(whole, fused_rows(heads, ranks, "blocks", spare="replicate")), theirs)
+        assert same(held_parts(whole, fused_rows(heads, ranks, "blocks", spare="replicate")), theirs)
 
 
 def test_shared_query_and_key_heads() -> None:
@@ -201,7 +200,7 @@ def halves(heads: Heads, ranks: int) -> Held:
 
 def remainder(heads: Heads, ranks: int) -> Held:
     shape = (heads.fused // ranks,)
-    with pytest.raises(SliceError, match="the rest would be lost"):
+    with pytest.raises(CaseError, match="the rest would be lost"):
         plain((heads.fused,), shape, ranks=ranks)
     return held_as(copied(deepspeed, "copy", numbered((heads.fused,)), shape, ranks, "in-out"))
 
@@ -277,5 +276,5 @@ def test_whole_scales() -> None:
         replace.gpu_index = rank
         part = replace.strided_copy(torch.empty(6, 4, dtype=torch.int8), weight, num_splits=3, int8=True)
         assert part.scale is weight.scale  # type: ignore[attr-defined]
-        own = placed(weight.scale, scales(place, (12, 1)), rank=rank, ranks=2)  # type: ignore[attr-defined]
-        assert own is not None and own.flatten().tolist() == [part.data[row, 0].item() // 4 for row in range(6)]
+        own = parts_of(weight.scale, scales(place, (12, 1)), 2)[rank]  # type: ignore[attr-defined]
+        assert own.flatten().tolist() == [part.data[row, 0].item() // 4 for row in range(6)]

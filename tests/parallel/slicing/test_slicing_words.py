@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from parallel.slicing.errors import SliceError
-from parallel.slicing.families import FAMILIES, ROLES
+from parallel.slicing.families import FAMILIES
 from parallel.slicing.held import widths
-from parallel.slicing.laws import inverse, same_bits
 from parallel.slicing.slices import Slice, slices
-from parallel.slicing.strided import placed
 from parallel.slicing.words import Sliced
+from reference.errors import CaseError
+from tests.parallel.slicing.drawn_slices import check_round_trip, parts_of
 from tests.parallel.slicing.laws import broken_by
 
 
@@ -45,7 +44,7 @@ from tests.parallel.slicing.laws import broken_by
     ],
 )
 def test_what_cannot_be_is_refused_with_its_rule(text: str, message: str) -> None:
-    with pytest.raises(SliceError) as caught:
+    with pytest.raises(CaseError) as caught:
         slices(Sliced.parse(text))
     assert str(caught.value).startswith(message)
     assert "; legal: " in str(caught.value)
@@ -78,12 +77,6 @@ def shapes(family: str, tp: int) -> str:
     )
 
 
-def round_trip(one: Slice, tp: int) -> None:
-    whole = torch.randn(one.place.shape)
-    parts = [placed(whole, one.place, rank=rank, ranks=tp) for rank in range(tp)]
-    assert same_bits(inverse([part for part in parts if part is not None], one.place), whole), one.name
-
-
 @pytest.mark.parametrize(("family", "head"), list(product(FAMILIES, ("sum", "gather"))))
 def test_every_family_keeps_its_laws(family: str, head: str) -> None:
     for tp in (1, 2, 3, 4):
@@ -92,7 +85,7 @@ def test_every_family_keeps_its_laws(family: str, head: str) -> None:
         assert len({one.name for one in found}) == len(found)
         for one in found:
             assert broken_by(one, model) == [], one.name
-            round_trip(one, tp)
+            check_round_trip(torch.randn(one.place.shape), one.place, tp)
         by_role = {
             linear.role: one
             for linear in FAMILIES[family].linears
@@ -135,11 +128,6 @@ def test_ranks_without_a_head_are_a_choice() -> None:
     assert all(broken_by(one, model) == [] for one in found.values())
 
 
-def test_every_role_is_used_and_known() -> None:
-    roles = {linear.role for family in FAMILIES.values() for linear in family.linears}
-    assert roles == set(ROLES)
-
-
 def by_name(text: str) -> dict[str, Slice]:
     return {one.name: one for one in slices(Sliced.parse(text))}
 
@@ -171,7 +159,8 @@ def test_two_ranks_of_opt_125m() -> None:
             [("tp", dim, ranges)] if ranges else [],
         ), name
     shapes = {
-        name: [tuple(part.shape) for part in cut(torch.zeros(one.place.shape), one, 2)] for name, one in found.items()
+        name: [tuple(part.shape) for part in parts_of(torch.zeros(one.place.shape), one.place, 2)]
+        for name, one in found.items()
     }
     assert shapes["attn_qkvw"] == [(768, 1152)] * 2 and shapes["attn_qkvb"] == [(1152,)] * 2
     assert shapes["attn_ow"] == [(384, 768)] * 2 and shapes["attn_ob"] == [(768,)] * 2
@@ -186,11 +175,6 @@ def test_two_ranks_of_opt_125m() -> None:
     }
     assert found["model.decoder.embed_positions.weight"].place.shape == (2050, 768)
     assert found["attn_qkvw"].sources == tuple(f"self_attn.{part}_proj.weight" for part in "qkv")
-
-
-def cut(whole: Tensor, one: Slice, ranks: int) -> list[Tensor]:
-    found = [placed(whole, one.place, rank=rank, ranks=ranks) for rank in range(ranks)]
-    return [part for part in found if part is not None]
 
 
 def numbers(shape: tuple[int, ...], seed: int) -> Tensor:
@@ -223,7 +207,7 @@ def test_the_sliced_layer_computes_what_the_whole_one_does(tp: int, kv_heads: in
     whole = {name: numbers(one.place.shape, seed) for seed, (name, one) in enumerate(made.items())}
     x = numbers((5, 48), 99)
     right = sliced_layer(x, whole, kv_heads, 12 // kv_heads, 4)
-    parts = {name: cut(whole[name], one, tp) for name, one in made.items()}
+    parts = {name: parts_of(whole[name], one.place, tp) for name, one in made.items()}
     sums = [torch.zeros_like(x), torch.zeros_like(x)]
     for rank in range(tp):
         own = {name: found[rank] for name, found in parts.items()}

@@ -20,8 +20,7 @@ from parallel.subject import subject
 from reference.case import Case
 from reference.data import anchors as module
 from reference.data.anchors import anchors
-from reference.data.batches import Batch, micro_batch
-from reference.data.edges import own_edges, shard_edges
+from reference.data.batches import Batch, micro_batch, own_edges, shard_edges
 from reference.data.packing import IGNORED
 from reference.data.stages import Form, sent_to_stage
 from tests.reference.data.batch_forms import FORMS, all_batches, every_form, valid

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from reference.data import corpus, files, readers
 from reference.data.files import DataError
-from reference.data.internevo_files import read_internevo
+from reference.data.token_files import read_internevo
 from tests.reference.data.internevo_writer import write_internevo
 
 

@@ -18,16 +18,11 @@ from reports.commands.word_help import LIKE
 from reports.options import command_options
 from tests.deep import deep
 from tests.harness import own_words
-from tests.harness.command_line import CommandLine, command_line
+from tests.harness.command_line import CommandLine
 from tests.harness.toy_subjects import right
 
 SMALL = "layers=1 hidden=16 heads=2 vocab=24 seq=8 micro=1"
 OURS = named(right)
-
-
-@pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return command_line(tmp_path, monkeypatch, capsys)
 
 
 def test_every_name_of_the_dense_model_is_listed_under_a_kind_that_is_explained() -> None:
@@ -49,8 +44,8 @@ def test_every_name_of_the_dense_model_is_listed_under_a_kind_that_is_explained(
     assert ends <= set(dense) and {name for name in dense if "/1" not in name} <= ends
 
 
-def test_names_are_printed_in_the_order_of_computation(command: CommandLine) -> None:
-    status, out, err = command("names", "tp=2", "--subject", f"{own_words.__name__}:subject")
+def test_names_are_printed_in_the_order_of_computation(shardproof: CommandLine) -> None:
+    status, out, err = shardproof("names", "tp=2", "--subject", f"{own_words.__name__}:subject")
     assert (status, err) == (0, "")
     assert out.startswith(f"{own_words.__name__}:subject is compared with its own dense model")
     order = [out.index(f"\n{name}") for name in ("loss/0 .. loss/1", "grad/w2", "grad/w1", "param/w2")]
@@ -58,18 +53,18 @@ def test_names_are_printed_in_the_order_of_computation(command: CommandLine) -> 
     assert "grad/w1  24x12  float64" in out, "full shapes"
 
 
-def test_what_ranks_draw_is_named_too(command: CommandLine) -> None:
-    status, out, err = command("names", "tp=2 dropout=0.1 random=stateful init=shard")
+def test_what_ranks_draw_is_named_too(shardproof: CommandLine) -> None:
+    status, out, err = shardproof("names", "tp=2 dropout=0.1 random=stateful init=shard")
     assert (status, err) == (0, "")
     assert "mask/0/embedding .. mask/1/embedding" in out and "init/embedding.tokens.weight" in out
 
 
-def test_a_truth_that_cannot_be_computed_is_one_sentence(command: CommandLine) -> None:
+def test_a_truth_that_cannot_be_computed_is_one_sentence(shardproof: CommandLine) -> None:
     subject = ("--subject", f"{own_words.__name__}:subject")
-    assert "foo=2: is no word of this subject's cases" in command.refused("names", "tp=2 foo=2", *subject)
-    refused = command.refused("names", "tp=2", *subject, "--truth", f"{__name__}:broken")
+    assert "foo=2: is no word of this subject's cases" in shardproof.refused("names", "tp=2 foo=2", *subject)
+    refused = shardproof.refused("names", "tp=2", *subject, "--truth", f"{__name__}:broken")
     assert "ValueError: no such layer" in refused and "test_names.py" in refused
-    assert "this machine has" in command.refused("names", "preset=llama3-405b")
+    assert "this machine has" in shardproof.refused("names", "preset=llama3-405b")
 
 
 def broken(case: object, device: torch.device) -> None:

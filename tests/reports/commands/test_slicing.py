@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from parallel.communication import layout
-from parallel.slicing import strided
+from parallel.slicing import checkpoint
 from parallel.slicing.slices import slices
 from parallel.slicing.words import Sliced
 from tests.harness.command_line import CommandLine
@@ -103,7 +103,7 @@ def test_a_checkpoint_that_is_not_the_same_ends_with_one(
     shardproof: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = layout.shard
-    monkeypatch.setattr(strided, "shard", lambda full, place, at: real(full, place, at) + (at["tp"][0] == 1))
+    monkeypatch.setattr(checkpoint, "shard", lambda full, place, at: real(full, place, at) + (at["tp"][0] == 1))
     status, out, _ = shardproof("slice", SMALL, "--check", saved(tmp_path, "self_attn.q", "self_attn.k", "self_attn.v"))
     assert status == 1
     told = out.splitlines()[-1].removeprefix("fail: not the same once joined: ")

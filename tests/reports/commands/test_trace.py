@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import shardproof
 from harness.checking.checks import CHECKS
 from harness.differences import differences
 from harness.engines.threads.inproc import InprocEngine
@@ -24,7 +23,8 @@ from reports.commands import expect
 from reports.commands.trace import trace_events, write
 from reports.stored import frames
 from reports.stored.frames import load
-from tests.harness.command_line import CommandLine, command_line
+from shardproof import Term, run
+from tests.harness.command_line import CommandLine
 from tests.reports import sample_run
 from tests.reports.toy_traffic import stored
 
@@ -146,25 +146,20 @@ unstated = Stating()
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return shardproof.run([str(CASE)], f"{__name__}:unstated", out=tmp_path_factory.mktemp("runs")).path
+    return run([str(CASE)], f"{__name__}:unstated", out=tmp_path_factory.mktemp("runs")).path
 
 
-@pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    return command_line(tmp_path, monkeypatch, capsys)
-
-
-def pasted(text: str) -> Callable[[Any], list[shardproof.Term] | None]:
+def pasted(text: str) -> Callable[[Any], list[Term] | None]:
     """The function that this Python defines."""
     names: dict[str, Any] = {}
     exec(text, names)
-    found: Callable[[Any], list[shardproof.Term] | None] = names["expected"]
+    found: Callable[[Any], list[Term] | None] = names["expected"]
     return found
 
 
 @pytest.mark.parametrize("options", [(), ("--short",)], ids=["whole", "short"])
-def test_recorded_printed_pasted_proved(recorded: Path, command: CommandLine, options: tuple[str, ...]) -> None:
-    status, out, err = command("expect", str(recorded), *options)
+def test_recorded_printed_pasted_proved(recorded: Path, shardproof: CommandLine, options: tuple[str, ...]) -> None:
+    status, out, err = shardproof("expect", str(recorded), *options)
     assert (status, err) == (0, "")
     expected = pasted(out)
     terms = expected(CASE)
@@ -178,16 +173,16 @@ def test_recorded_printed_pasted_proved(recorded: Path, command: CommandLine, op
     assert "all_reduce sum of 12 B float32" in wrong.verdicts[0].message
 
 
-def test_the_case_is_named_where_a_run_has_several(tmp_path: Path, command: CommandLine) -> None:
+def test_the_case_is_named_where_a_run_has_several(tmp_path: Path, shardproof: CommandLine) -> None:
     run = str(sample_run.write(tmp_path / "stored", failing=True))
     legal = 'legal: "mode=tp tp=2", "mode=tp-sp tp=2 seq=64"'
-    assert f"has 2 cases, so name one; {legal}" in command.refused("expect", run)
-    assert f"case 'mode=isp': is not in run {run}; {legal}" in command.refused("expect", run, "mode=isp")
-    status, out, err = command("expect", run, "tp=2 mode=tp-sp seq=64", "--short")
+    assert f"has 2 cases, so name one; {legal}" in shardproof.refused("expect", run)
+    assert f"case 'mode=isp': is not in run {run}; {legal}" in shardproof.refused("expect", run, "mode=isp")
+    status, out, err = shardproof("expect", run, "tp=2 mode=tp-sp seq=64", "--short")
     assert (status, err) == (0, "")
     assert 'Term(op="all_gather", axis="tp", calls=6, total_bytes=24576),' in out
     assert (
-        command("expect", run, "mode=tp tp=2")[2]
+        shardproof("expect", run, "mode=tp tp=2")[2]
         == "note: mode=tp tp=2 did not pass (update): what it did may be wrong\n"
     )
 

@@ -168,7 +168,7 @@ def _bounded(sock: socket.socket) -> Connection:
 
 
 def _failed(why: str) -> MachineError:
-    return MachineError(f"the fork server of the pool failed: {why}", ranks=(), positions=())
+    return MachineError(f"the fork server of the pool failed: {why}")
 
 
 def main(descriptor: int) -> None:

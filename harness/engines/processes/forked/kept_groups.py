@@ -12,7 +12,8 @@ from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
 
-from harness.torch_internals.world import Maker, groups_made_by, standing
+from harness.torch_internals.lookup import standing
+from harness.torch_internals.world import Maker, groups_made_by
 
 _Key = tuple[str, int, tuple[int, ...]]
 
@@ -44,7 +45,7 @@ class KeptGroups:
             self._wanted = (name, given["group_size"], ranks)
             if ranks and name.isdigit():
                 self._makes(name, ranks)
-            with standing("ProcessGroupGloo", self._kept):
+            with standing(c10d, "ProcessGroupGloo", self._kept):
                 return original(*arguments.args, **arguments.kwargs)
 
         with groups_made_by(made):

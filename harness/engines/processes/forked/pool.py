@@ -13,7 +13,7 @@ No file is left, and no process outlives the driver: forked.fork_server.
 import os
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import Any
@@ -21,12 +21,10 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from harness.engines.engine import Engine, RunRequest, Unwaited
-from harness.engines.processes.exit_status import ProcessEnd
-from harness.engines.processes.flight_recorder import ReadCalls
 from harness.engines.processes.forked.fork_server import ForkServer, Worker
 from harness.engines.processes.forked.stacks import standings
 from harness.engines.processes.messages import RunOrder, Standing, WorkerReport, packed, packed_program, unpacked
-from harness.engines.processes.supervisor import Supervisor
+from harness.engines.processes.supervisor import Supervisor, Workers
 from harness.errors import MachineError
 from harness.ledger import Observer
 
@@ -92,7 +90,6 @@ class _Pool:
             self._store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
         order = RunOrder(
             number=self._number,
-            rank=0,
             world_size=request.world_size,
             seed=request.seed,
             program=program,
@@ -169,32 +166,20 @@ class _Pool:
             process.close()
 
 
-class _ForkedWorkers:
-    """A supervisor.Workers: forked processes by rank, and the order of a run."""
+class _ForkedWorkers(Workers):
+    """Forked processes by rank, with flight recorders in memory shared with them, and the order of a run."""
 
     look_s = 0.05
     settle_s = 0.3
     one_clock = True
-    terminated = ""
 
     def __init__(self, processes: Sequence[Worker], order: RunOrder) -> None:
+        super().__init__([process.recording.read for process in processes])
         self._processes = processes
         self._order = order
         self._open = {process.pipe: rank for rank, process in enumerate(processes)}
-        self.reports: list[WorkerReport | None] = [None] * len(processes)
         for process in processes:
             process.recording.begin(order.number)
-
-    @property
-    def calls(self) -> list[Callable[[], ReadCalls]]:
-        """The flight recorders, in memory shared with the processes."""
-        return [process.recording.read for process in self._processes]
-
-    @property
-    def died(self) -> Mapping[int, ProcessEnd]:
-        """How processes ended whose pipes have closed."""
-        open_ranks = self._open.values()
-        return {rank: process.end(0.0) for rank, process in enumerate(self._processes) if rank not in open_ranks}
 
     def start(self) -> bool:
         """Send every process its order."""
@@ -215,22 +200,19 @@ class _ForkedWorkers:
                     report: WorkerReport = unpacked(pipe.recv_bytes())
                 except (EOFError, OSError):
                     del self._open[pipe]
+                    self.died[rank] = self._processes[rank].end(0.0)
                     continue
                 if report.number == self._order.number:
                     self.reports[rank] = report
 
-    def refresh(self) -> None:
-        """Nothing to do: the memory is shared."""
-
     def locate(self) -> Mapping[int, Standing]:
         """The stacks of the ranks, which their processes print on a signal."""
-        ranks = [rank for rank in self._open.values() if self.reports[rank] is None]
+        ranks = self.pending()
         return dict(zip(ranks, standings([self._processes[rank] for rank in ranks], _ANSWER_S), strict=True))
 
     def await_ends(self) -> None:
         """Wait until the fork servers have reported how every process ended that is gone."""
-        for rank in set(range(len(self._processes))) - set(self._open.values()):
-            self._processes[rank].end()
+        self.died = {rank: self._processes[rank].end() for rank in self.died}
 
     def release(self, *, failed: bool) -> None:
         """Let the ranks leave their worlds; those of a failed run are killed by the pool."""

@@ -60,13 +60,15 @@ def standings(workers: Sequence[Worker], limit_s: float) -> list[Standing]:
         if sizes == before and min(sizes, default=0) > RECORDER_BYTES:
             break
     printed = (os.pread(file, 1 << 20, RECORDER_BYTES).decode(errors="replace") for file in files)
-    threads = (worker.recording.thread() for worker in workers)
-    return [_standing(_frames(text, thread)) for text, thread in zip(printed, threads, strict=True)]
-
-
-def _standing(stack: Sequence[_Frame]) -> Standing:
-    line = next((str(frame) for frame in stack if is_user(frame.file)), "")
-    return Standing(bool(stack) and is_waiting(stack[0].file), line, tuple(map(str, stack)))
+    stacks = [_frames(text, worker.recording.thread()) for text, worker in zip(printed, workers, strict=True)]
+    return [
+        Standing(
+            bool(stack) and is_waiting(stack[0].file),
+            next((str(frame) for frame in stack if is_user(frame.file)), ""),
+            tuple(map(str, stack)),
+        )
+        for stack in stacks
+    ]
 
 
 def _frames(text: str, ident: int) -> tuple[_Frame, ...]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, TCPStore
@@ -62,6 +62,10 @@ _FOREVER_S = 86400.0
 """torch's own limit of a wait: the supervisor's comes first, and a rank that gave up by itself would hide the cause."""
 _STORE_S = 60.0
 """How long the store may take to answer."""
+_ABANDONED = 0
+"""The exit status where the driver is gone in the middle of a run. Otherwise torch would print at length that the store
+is gone too.
+"""
 
 
 def serve(pipe: Connection, recorder_file: int) -> None:
@@ -110,7 +114,9 @@ class _Worker:
             with self._world(order):
                 seed_streams(order.seed)
                 result = result_of(program, args, order.rank)
-                _restore_switches()
+                torch.set_default_dtype(torch.float32)  # the switches of torch that a program may have left changed
+                torch.set_grad_enabled(True)
+                not_deterministic()
                 reported = True
                 self._report(
                     WorkerReport(
@@ -146,26 +152,11 @@ class _Worker:
         try:
             self._pipe.send_bytes(packed_report(report))
         except ConnectionError:
-            _vanish()
+            os._exit(_ABANDONED)
 
     def _wait_for_release(self) -> None:
         """Return when the driver reports that all ranks have ended."""
         try:
             self._pipe.recv_bytes()
         except (EOFError, ConnectionError):
-            _vanish()
-
-
-def _vanish() -> NoReturn:
-    """End at once: the driver is gone in the middle of a run.
-
-    torch, taking its world down, would print at length that the store is gone too.
-    """
-    os._exit(0)
-
-
-def _restore_switches() -> None:
-    """Reset the switches of torch that a program may have left changed."""
-    torch.set_default_dtype(torch.float32)
-    torch.set_grad_enabled(True)
-    not_deterministic()
+            os._exit(_ABANDONED)

@@ -95,7 +95,12 @@ class _Agent:
     def carry_out(self, word: str, content: Any) -> None:
         """Carry out an order of rank 0's engine; where there is no worker, only START."""
         if word == START:
-            self._start(content)
+            self._number = content
+            try:
+                self.worker = self.worker or self._fork()
+                self.worker.recording.begin(content)
+            except MachineError as problem:
+                self._answer(content, Progress(end=ProcessEnd(problem.cause)))
         worker = self.worker
         if worker is None:
             return
@@ -128,15 +133,6 @@ class _Agent:
             self.worker.server.kill([self.worker])
             self.worker.close()
             self.worker = None
-
-    def _start(self, number: int) -> None:
-        """Have a worker, new where there is none, for this run."""
-        self._number = number
-        try:
-            self.worker = self.worker or self._fork()
-            self.worker.recording.begin(number)
-        except MachineError as problem:
-            self._answer(number, Progress(end=ProcessEnd(problem.cause)))
 
     def _answer(self, number: int, progress: Progress) -> None:
         """Answer about this run, with the calls recorded since the last answer."""

@@ -58,7 +58,7 @@ class Launched:
         except (dist.DistError, ValueError, OSError) as problem:
             reason = str(problem).splitlines()[0]
             text = f"rank {self.rank} of {self.world_size} cannot meet the others at {url}: {reason}"
-            raise MachineError(text, ranks=(self.rank,), positions=()) from problem
+            raise MachineError(text, ranks=(self.rank,)) from problem
         return store
 
 
@@ -68,8 +68,8 @@ def launched(environ: Mapping[str, str]) -> Launched:
     In an environment of both (torchrun started by SLURM) torchrun's variables hold.
     """
     if "RANK" in environ or not any(name in environ for name in _SLURM.values()):
-        words, name = _words(environ, _TORCHRUN), "MASTER_ADDR"
-        addr, port = _word(environ, name), _whole(environ, "MASTER_PORT", 1, 65535)
+        words = _words(environ, _TORCHRUN)
+        addr, port = _word(environ, "MASTER_ADDR"), _whole(environ, "MASTER_PORT", 1, 65535)
     else:
         words = _words(environ, _SLURM)
         addr = environ.get("MASTER_ADDR") or _first_node(_word(environ, "SLURM_JOB_NODELIST"))
@@ -161,7 +161,7 @@ def join(place: Launched, store: Store, timeout_s: float) -> Connection:
 
 def _lost(ranks: list[int], text: str) -> MachineError:
     many = "s" if len(ranks) > 1 else ""
-    return MachineError(f"engine=torchrun: rank{many} {ranks_text(ranks)} {text}", ranks=ranks, positions=())
+    return MachineError(f"engine=torchrun: rank{many} {ranks_text(ranks)} {text}", ranks=ranks)
 
 
 def _own_address(place: Launched) -> tuple[socket.AddressFamily, str]:

@@ -19,16 +19,15 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from types import FrameType
 from typing import Any
 
 from harness.engines.engine import Engine, RunRequest
 from harness.engines.processes.exit_status import ProcessEnd
 from harness.engines.processes.flight_recorder import ReadCalls
-from harness.engines.processes.launched.agent import CALLS, END, KILL, LEAVE, RUN, START, WHERE, Progress, relayed
+from harness.engines.processes.launched.agent import CALLS, END, KILL, LEAVE, RUN, START, WHERE, relayed
 from harness.engines.processes.launched.rendezvous import gather, join, launched
 from harness.engines.processes.messages import RunOrder, Standing, WorkerReport, packed_program, unpacked
-from harness.engines.processes.supervisor import Supervisor
+from harness.engines.processes.supervisor import Supervisor, Workers
 from harness.errors import MachineError, RequestError
 from harness.ledger import Observer
 
@@ -80,7 +79,7 @@ class TorchrunEngine(Engine):
             raise RequestError(f"engine=torchrun: this is rank {place.rank}; {rule}; legal: serve() on this rank")
         self._runs = 0
         self._session = secrets.token_hex(4)
-        self._terminated = threading.Event()
+        self._terminated = terminated = threading.Event()
         self._handlers = ExitStack()
         self._store = place.store(_JOIN_S)
         self._links = gather(place, self._store, _JOIN_S)
@@ -88,7 +87,7 @@ class TorchrunEngine(Engine):
         self._own = threading.Thread(target=relayed, args=(theirs, place), name="rank 0", daemon=True)
         self._own.start()
         if threading.current_thread() is threading.main_thread():
-            before = signal.signal(signal.SIGTERM, self._on_sigterm)
+            before = signal.signal(signal.SIGTERM, lambda *_: terminated.set())  # torchrun: a process has ended
             self._handlers.callback(signal.signal, signal.SIGTERM, before)
 
     @property
@@ -97,21 +96,20 @@ class TorchrunEngine(Engine):
         return self._place.world_size
 
     def run_request(self, request: RunRequest, observer: Observer | None) -> list[Any]:
-        """The results by rank; see Engine.run."""
+        """The results by rank; see Engine.run. Raises RequestError for more ranks than were launched."""
         self._require_open()
-        self._require_ranks(request.world_size)
+        if request.world_size > (size := self._place.world_size):
+            rule = f"must be from 1 to {size}, the number of processes that were launched"
+            legal = f"torchrun --nproc-per-node {request.world_size} ..."
+            raise RequestError(f"world_size {request.world_size}: {rule}; legal: {legal}")
         self._runs += 1
         order = RunOrder(
             number=self._runs,
-            rank=0,
             world_size=request.world_size,
             seed=request.seed,
             program=packed_program(request, observer),
-            store=("", 0),  # this, the folder and the path are filled in where the rank is
             store_prefix=f"shardproof/{self._session}/{self._runs}",
             connection=self._runs,
-            folder="",
-            path=(),
         )
         links = {rank: self._links[rank] for rank in range(request.world_size)}
         supervisor = Supervisor(LaunchedWorkers(order, links, self._terminated.is_set), request.timeout_s)
@@ -126,52 +124,39 @@ class TorchrunEngine(Engine):
             with suppress(OSError):  # that one is gone already
                 link.send((END, 0))
         self._own.join(_CLOSE_S)
-        _drain(list(self._links.values()), time.monotonic() + _CLOSE_S)
+        links: list[Any] = list(self._links.values())
+        end_s = time.monotonic() + _CLOSE_S
+        while links and (ready := wait(links, max(0.0, end_s - time.monotonic()))):
+            for other in ready:  # this process may hold the store that the others use: wait until all have closed
+                try:
+                    other.recv_bytes()  # type: ignore[union-attr]
+                except (EOFError, OSError):
+                    links.remove(other)
         self._handlers.close()
 
-    def _on_sigterm(self, _signal: int, _frame: FrameType | None) -> None:
-        """torchrun ends a world by this signal as soon as one process has ended: report which before ending."""
-        self._terminated.set()
 
-    def _require_ranks(self, world_size: int) -> None:
-        size = self._place.world_size
-        if not 1 <= world_size <= size:
-            rule = f"must be from 1 to {size}, the number of processes that were launched"
-            raise RequestError(f"world_size {world_size}: {rule}; legal: torchrun --nproc-per-node {world_size} ...")
-
-
-def _drain(links: list[Connection], end_s: float) -> None:
-    """The closing barrier: wait until every process has closed, for this one may hold the store they use."""
-    while links and (ready := wait(links, max(0.0, end_s - time.monotonic()))):
-        for link in ready:
-            try:
-                link.recv_bytes()  # type: ignore[union-attr]
-            except (EOFError, OSError):
-                links.remove(link)  # type: ignore[arg-type]
-
-
-class LaunchedWorkers:
-    """A supervisor.Workers: a connection to the agent of every rank. `ending`: whether the launcher ends the world."""
+class LaunchedWorkers(Workers):
+    """A connection to the agent of every rank. `ending`: whether the launcher ends the world."""
 
     look_s = 0.3
     settle_s = 0.1
     one_clock = False
 
     def __init__(self, order: RunOrder, links: Mapping[int, Connection], ending: Callable[[], bool]) -> None:
+        super().__init__([functools.partial(self._sent, rank) for rank in links])
         self._order = order
         self._links = dict(links)
         self._ending = ending
         self._started = False
         self._answered: set[int] = set()
         self._standing: dict[int, Standing] = {}
-        self._calls = [ReadCalls() for _ in links]
-        self.reports: list[WorkerReport | None] = [None] * len(links)
-        self.died: dict[int, ProcessEnd] = {}
+        self._recorded = [ReadCalls() for _ in links]
 
-    @property
-    def calls(self) -> list[Callable[[], ReadCalls]]:
-        """Records that the ranks have sent of their flight recorders."""
-        return [functools.partial(self._read, rank) for rank in self._links]
+    def _sent(self, rank: int) -> ReadCalls:
+        """The records that a rank has sent of its flight recorder."""
+        calls = self._recorded[rank]
+        self._recorded[rank] = calls._replace(new=())
+        return calls
 
     @property
     def terminated(self) -> str:
@@ -181,7 +166,7 @@ class LaunchedWorkers:
     def start(self) -> bool:
         """Have a worker of every rank, new where there is none, and send it the order; False when one did not start."""
         self._ask(START, _START_S)
-        if self.died or self.terminated or set(self._pending()) - self._answered:
+        if self.died or self.terminated or set(self.pending()) - self._answered:
             return False
         self._started = True
         for rank in self._links:
@@ -190,7 +175,7 @@ class LaunchedWorkers:
 
     def listen(self, limit_s: float) -> None:
         """Take in what the pending ranks send first."""
-        links = {self._links[rank]: rank for rank in self._pending()}
+        links = {self._links[rank]: rank for rank in self.pending()}
         for link in wait(list(links), limit_s):
             self._receive(links[link])  # type: ignore[index]
 
@@ -204,29 +189,18 @@ class LaunchedWorkers:
         self._ask(WHERE, _ANSWER_S)
         return dict(self._standing)
 
-    def await_ends(self) -> None:
-        """Nothing to wait for: a death is reported with how the process ended."""
-
     def release(self, *, failed: bool) -> None:
         """Let the ranks leave their worlds; after a failure, end their processes."""
         for rank in self._links:
             self._send(rank, KILL if failed else LEAVE, self._order.number)
 
-    def _pending(self) -> list[int]:
-        return [rank for rank in self._links if self.reports[rank] is None and rank not in self.died]
-
-    def _read(self, rank: int) -> ReadCalls:
-        read = self._calls[rank]
-        self._calls[rank] = read._replace(new=())
-        return read
-
     def _ask(self, word: str, limit_s: float) -> None:
         """Send the word to every pending rank, and listen until it has answered."""
         self._answered.clear()
-        for rank in self._pending():
+        for rank in self.pending():
             self._send(rank, word, self._order.number)
         end_s = time.monotonic() + limit_s
-        while set(self._pending()) - self._answered and (left_s := end_s - time.monotonic()) > 0:
+        while set(self.pending()) - self._answered and (left_s := end_s - time.monotonic()) > 0:
             if self.terminated:
                 return
             self.listen(min(left_s, self.look_s))
@@ -243,11 +217,9 @@ class LaunchedWorkers:
         except (EOFError, OSError):
             self.died[rank] = _GONE
             return
-        if number == self._order.number:
-            self._take(rank, progress)
-
-    def _take(self, rank: int, progress: Progress) -> None:
-        self._calls[rank] = progress.calls._replace(new=(*self._calls[rank].new, *progress.calls.new))
+        if number != self._order.number:
+            return
+        self._recorded[rank] = progress.calls._replace(new=(*self._recorded[rank].new, *progress.calls.new))
         if progress.end is not None:
             by_program = progress.end.by_program and self._started
             self.died[rank] = progress.end._replace(by_program=by_program)

@@ -108,24 +108,16 @@ def _seeded(seed: int) -> torch.Tensor:
     return torch.Generator().manual_seed(seed).get_state()
 
 
-def _numpy_address() -> int:
-    """Where numpy's global twister keeps its words, and after them the place."""
-    bits: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    return int(bits.ctypes.state_address)
-
-
 def _reader(address: int, words: int, step: int = 1) -> Callable[[], bytes]:
     """A function that reads every `step`-th of some 32-bit words of this process."""
     return memoryview((ctypes.c_uint32 * words).from_address(address))[::step].tobytes
 
 
-def _untyped(generator: torch.Generator) -> Any:
-    return generator
-
-
 def _torch_mark() -> Callable[[], Any]:
     """Words left, place and first word of torch's CPU generator, which follow its seed in the C++ object."""
-    seed, probe, generator = 0x1234567890ABCDEF, _untyped(torch.Generator()), _untyped(torch.default_generator)
+    probe: Any = torch.Generator()
+    generator: Any = torch.default_generator
+    seed = 0x1234567890ABCDEF
     place = generator_address(probe.manual_seed(seed))
     head = b"" if place is None else ctypes.string_at(place, 512)
     offset = head.find(seed.to_bytes(8, sys.byteorder))  # in 512 bytes: the words alone are more than that
@@ -146,7 +138,8 @@ def _python_mark() -> Callable[[], Any]:
     return random.getstate
 
 
-_NUMPY = _numpy_address()
+_NUMPY: int = np.random.get_bit_generator().ctypes.state_address  # type: ignore[attr-defined]
+"""Where numpy's global twister keeps its words, and after them the place."""
 _TORCH_MARK, _PYTHON_MARK, _NUMPY_MARK = _torch_mark(), _python_mark(), _reader(_NUMPY, 1 + _WORDS, _WORDS)
 _GENERATOR = torch.default_generator
 _STREAMS = (

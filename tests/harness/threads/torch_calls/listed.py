@@ -1,7 +1,6 @@
-"""The list of calls, filled by the modules beside this one, and the program that makes them on a rank."""
+"""The list of calls, filled by the modules beside this one."""
 
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,23 +11,12 @@ from torch import Tensor
 dist: Any = torch.distributed
 """Untyped on purpose: the list hands torch what its stubs do not know, too."""
 Call = Callable[[int, int], Any]
-_KINDS = (TypeError, ValueError, RuntimeError, LookupError, AssertionError)
 CALLS: dict[str, Call] = {}
 """Name -> a function of (rank, ranks) that makes calls and returns what it got."""
 
 DTYPES = (
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8),
+    *(torch.uint8, torch.bool, torch.complex64, torch.complex128),
 )
 """int16 is carried by no backend: every call with it raises."""
 
@@ -51,19 +39,6 @@ def own(rank: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 def filled(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """A tensor to be overwritten."""
     return torch.full(shape, 77, dtype=dtype) if dtype is not torch.bool else torch.zeros(shape, dtype=dtype)
-
-
-def attempt(rank: int, size: int, names: Sequence[str]) -> dict[str, Any]:
-    """Results of all calls, in plain Python; an exception as a set of the kinds that a program can catch it by."""
-    found: dict[str, Any] = {}
-    for name in names:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                found[name] = plain(CALLS[name](rank, size))
-            except Exception as error:
-                found[name] = frozenset(kind for kind in _KINDS if isinstance(error, kind))
-    return found
 
 
 def plain(value: Any) -> Any:

@@ -1,0 +1,226 @@
+"""Latent attention as a scheme: what the words `kv_lora_rank q_lora_rank latent_down` replace of a strategy.
+
+    replaced     | by
+    branches     | the attention of every layer
+    placements   | down projections of latent_down=column are split by rows
+    partial      | those of latent_down=duplicated have seen the tokens of one rank where these are split
+    activation   | latents beside the heads, which lie as those of the plain attention
+    rows         | the calls of the table below; up projections are column linears
+
+Every rank has short latents, and projects them to whole heads. Between the two projections come latents of queries and
+of keys with values, and the rotary features of a key, the same for all heads:
+
+    down projection | hidden states | how they come to all ranks               | backward
+    duplicated      | whole         | every rank computes them                 | rotary keys: all-reduce
+    duplicated      | split         | of its tokens; rotary keys: all-gather   | rotary keys: reduce-scatter
+    column          | whole         | columns, all-gather of features          | rotary keys: all-reduce; own slice
+    column          | split         | the same; latents: own tokens            | the same, and latents: all-gather
+
+A latent enters the up projection as hidden states enter a column linear, so that its gradient comes back complete. A
+rotary key serves the heads of every rank, and each rank computes its own heads' part of the gradient. So the sum over
+tp is due exactly once, before anything upstream of the key. Source: arXiv:2405.04434; Megatron-Core 0.16.1
+`MLASelfAttention` (experts.md 23.2). Megatron leaves the sum out but for duplicated projections with split hidden
+states.
+
+Context ranks exchange keys and values of one width: there values are filled with zeros up to that of a key.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from parallel.communication import pairs
+from parallel.communication.expectation import CallRow, in_modules
+from parallel.communication.layout import Cut, Placement, local_shape
+from parallel.communication.mesh import Mesh
+from parallel.layers.attention import Attention, HeadShape, MaskedCore
+from parallel.layers.linear import ColumnLinear, Region
+from parallel.layers.norm import Norm
+from parallel.layers.roles import ATTENTION, with_widths
+from parallel.model.strategy import Parts, Strategy
+from parallel.randomness.dropout import Dropout
+from parallel.schemes.tensor import COLUMNS, GATHERED_AGAIN, SPLIT_COLUMNS
+from reference.case import Case
+from reference.model.parameters import dtype_of, shapes
+
+
+class Duplicated(nn.Module):
+    """A linear that is whole on every rank, of the tokens that the rank has."""
+
+    def __init__(self, shape: tuple[int, ...], *, bias: bool, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        self.bias = nn.Parameter(torch.empty(shape[:1], dtype=dtype, device=device)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[.., .., in] -> [.., .., out]."""
+        return functional.linear(x, self.weight, self.bias)
+
+
+class LatentAttention(Attention):
+    """The attention of `parallel.layers.attention` with other projections.
+
+    They hold `wdq`, `q_latent_norm` and `wuq`, or `wq`; `wdkv`, `kv_latent_norm`, `wukv`; `wo`. A head has `rotary`
+    last features that positions turn, a value `value` features. `columns`: the down projections return all features of
+    all tokens, else whole features of the tokens that hidden states have here.
+    """
+
+    wdq: nn.Module
+    q_latent_norm: nn.Module
+    wuq: nn.Module
+    wdkv: nn.Module
+    kv_latent_norm: nn.Module
+    wukv: nn.Module
+    region: Region
+    rotary: int
+    value: int
+    columns: bool
+    latent_queries: bool
+
+    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q and k [.., .., N, D], v [.., .., N, E] of this rank's heads, in the layout of hidden states."""
+        dim = self.heads.dim
+        latent = self.wdq(x) if self.latent_queries else self.wq(x)
+        kv_latent, turned = self._entering(self.wdkv(x))
+        q = self.wuq(self.q_latent_norm(self._own_tokens(latent))) if self.latent_queries else latent
+        kv = self.wukv(self.kv_latent_norm(kv_latent)).unflatten(-1, (-1, dim - self.rotary + self.value))
+        k, v = kv.split((dim - self.rotary, self.value), -1)
+        k = torch.cat((k, turned[..., None, :].expand(*k.shape[:-1], -1)), -1)
+        return q.unflatten(-1, (-1, dim)), k, v
+
+    def _entering(self, joined: Tensor) -> tuple[Tensor, Tensor]:
+        """The latent of keys and values as hidden states lie, and the rotary keys of all tokens."""
+        latent, turned = joined.split((joined.shape[-1] - self.rotary, self.rotary), -1)
+        axis, dim = self.region.axis, self.region.sequence_dim
+        if self.columns or dim is None:
+            return self._own_tokens(latent), pairs.copy_to(turned, axis)
+        return latent, pairs.gather_from_sequence(turned, axis, dim=dim)
+
+    def _own_tokens(self, latent: Tensor) -> Tensor:
+        """A latent of the tokens that hidden states have here."""
+        if not self.columns or self.region.sequence_dim is None:
+            return latent
+        return pairs.scatter_to_sequence(latent, self.region.axis, dim=self.region.sequence_dim)
+
+
+AFTER = ("context", "pipeline")
+_DOWN = ("wdq", "wdkv")
+_LATENTS = ("wdq", "wdkv", "q_latent_norm", "kv_latent_norm")
+_QUERIES, _KEYS = "slice_tokens * q_lora_rank", "slice_tokens * kv_lora_rank"
+_JOINED, _ROTARY = "slice_tokens * (kv_lora_rank + qk_rope_dim)", "slice_tokens * qk_rope_dim"
+
+
+def applied(strategy: Strategy, case: Case) -> Strategy:
+    """The strategy with latent attention in every layer; itself without."""
+    if not case.kv_lora_rank:
+        return strategy
+    columns, split = case.latent_down == "column", case.system.sequence
+
+    def placements(case: Case) -> dict[str, Placement]:
+        places = strategy.placements(case)
+        down = {name: place for name, place in places.items() if columns and _leaf(name) in _DOWN}
+        return {**places, **{name: replace(place, cuts=(*place.cuts, Cut(axis="tp"))) for name, place in down.items()}}
+
+    def is_partial(case: Case, name: str) -> bool:
+        return strategy.partial(case, name) or (split and not columns and _leaf(name) in _DOWN)
+
+    def activation(case: Case, module: str) -> Placement | None:
+        leaf = module.rpartition(".")[2]
+        if leaf not in _LATENTS:
+            return strategy.activation(case, module)
+        place = strategy.activation(case, "embedding")
+        assert place is not None  # every mode states where hidden states lie
+        width = shapes(case)[f"{module}.weight"][0]
+        whole = columns and leaf in _DOWN
+        cuts = tuple(cut for cut in place.cuts if not (whole and cut.axis == "tp"))
+        return replace(place, shape=(*place.shape[:2], width), cuts=cuts)
+
+    return replace(
+        strategy,
+        parts=partial(_parts, strategy, placements(case)),
+        placements=placements,
+        partial=is_partial,
+        activation=activation,
+        rows=(*strategy.rows, *_rows(columns=columns, split=split)),
+    )
+
+
+def _leaf(name: str) -> str:
+    """The last part of a parameter's module."""
+    return name.rpartition(".")[0].rpartition(".")[2]
+
+
+def _parts(strategy: Strategy, places: Mapping[str, Placement], case: Case, mesh: Mesh, device: torch.device) -> Parts:
+    parts, dtype = strategy.parts(case, mesh, device), dtype_of(case)
+    region = Region(
+        axis=mesh.axis("tp"), sequence_dim=strategy.sequence_dim if case.system.sequence else None, overlap=case.overlap
+    )
+    columns = case.latent_down == "column"
+
+    def module(name: str) -> nn.Module:
+        shape = local_shape(places[f"{name}.weight"], mesh.coordinates)
+        if name.endswith("norm"):
+            return Norm(shape[0], bias=case.norm == "layernorm", dtype=dtype, device=device)
+        if name.rpartition(".")[2] not in _DOWN:
+            return parts.linear(name)
+        if columns:
+            return ColumnLinear(shape, region, bias=case.bias, dtype=dtype, device=device, gather_output=True)
+        return Duplicated(shape, bias=case.bias, dtype=dtype, device=device)
+
+    def attention(name: str, dropout: Dropout) -> nn.Module:
+        inside = [one.removesuffix(".weight") for one in places if one.startswith(f"{name}.") and "weight" in one]
+        heads = HeadShape(
+            group=1, dim=case.head_dim, sequence_dim=strategy.sequence_dim, recompute_core=case.core_again
+        )
+        made = LatentAttention(
+            heads,
+            _filled(parts.core, case) if case.sliced else parts.core,
+            parts.exchange,
+            {one.rpartition(".")[2]: module(one) for one in inside},
+            {},
+            name.rpartition(".")[0],
+            dropout,
+        )
+        made.region, made.columns, made.latent_queries = region, columns, bool(case.q_lora_rank)
+        made.rotary, made.value = case.rotated_dim, case.value_dim
+        return made
+
+    return replace(parts, branches={**parts.branches, "latent": attention})
+
+
+def _filled(core: MaskedCore, case: Case) -> MaskedCore:
+    """The core with values filled with zeros up to the width of a key."""
+
+    def filled(q: Tensor, k: Tensor, v: Tensor, hidden_B1SS: Tensor | None, keep: Tensor | None) -> Tensor:
+        wider = functional.pad(v, (0, k.shape[-1] - case.value_dim))
+        return core(q, k, wider, hidden_B1SS, keep)[..., : case.value_dim]
+
+    return filled
+
+
+def _rows(*, columns: bool, split: bool) -> Iterator[CallRow]:
+    """The calls of both projections to latents and of the rotary keys."""
+    gradient = "gradient of the rotary keys, partial: each rank has that of its heads"
+    if columns:
+        for rows in (SPLIT_COLUMNS, GATHERED_AGAIN[:1]) if split else (COLUMNS,):
+            yield from (replace(row, where=with_widths(partial(_down, _DOWN))) for row in rows)
+        for leaf, elements, what in (("wdq", _QUERIES, "the latent"), ("wdkv", _JOINED, "latent and rotary keys")):
+            yield CallRow(in_modules(partial(_down, [leaf])), "forward", "all_gather", elements, f"columns of {what}")
+    if columns and split:
+        why = "gradients of the latent's own tokens"
+        yield CallRow(ATTENTION, "backward", "all_gather", _QUERIES, why, when="q_lora_rank")
+        yield CallRow(ATTENTION, "backward", "all_gather", _KEYS, why)
+    if split and not columns:
+        yield CallRow(ATTENTION, "forward", "all_gather", _ROTARY, "rotary keys of all tokens")
+        yield CallRow(ATTENTION, "backward", "reduce_scatter", _ROTARY, f"{gradient} -> split")
+    else:
+        yield CallRow(ATTENTION, "backward", "all_reduce", _ROTARY, gradient)
+
+
+def _down(leaves: Sequence[str], case: Case) -> Iterator[str]:
+    """The projections to latents of these names."""
+    return (name.removesuffix(".weight") for name in shapes(case) if _leaf(name) in leaves and name.endswith("weight"))

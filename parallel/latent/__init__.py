@@ -1,1 +1,0 @@
-"""Latent attention under tensor parallelism: `attention`, its modules, and `scheme`, what it replaces of a strategy."""
