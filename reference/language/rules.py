@@ -14,7 +14,7 @@ from reference.errors import CaseError
 from reference.groups import RankOrder
 from reference.language.core import Core
 from reference.language.modes import whose
-from reference.language.words import LARGEST_SIZE, Problem, legal_values, multiple
+from reference.language.words import LARGEST_SIZE, Field, Problem, legal_values, multiple
 
 _EMBEDDINGS = {"whole": "leaves it whole", "vocab": "splits the vocabulary"}
 """Treatment of the token table by a mode that has one form of it alone."""
@@ -28,19 +28,19 @@ def problems(case: Core) -> Iterator[Problem]:
 
 
 @functools.cache
-def _legal(case: Any) -> tuple[dict[str, tuple[str, ...]], dict[str, bool]]:
+def _restricted(kind: Any) -> tuple[tuple[Field, ...], dict[str, bool]]:
     """The words of a class of cases that take one of a list, and those of whole numbers with whether 0 is legal."""
-    fields = dataclasses.fields(case)
-    lists = {field.name: known for field in fields if (known := legal_values(field))}
-    return lists, {field.name: bool(field.metadata["legal"]) for field in fields if type(field.default) is int}
+    fields = dataclasses.fields(kind)
+    sizes = {field.name: bool(field.metadata["legal"]) for field in fields if type(field.default) is int}
+    return tuple(field for field in fields if legal_values(field)), sizes
 
 
 def _domains(case: Core) -> Iterator[Problem]:
     kind: Any = type(case)
-    lists, sizes = _legal(kind)
-    for key, known in lists.items():
-        if getattr(case, key) not in known:
-            yield key, "is not a known word", "|".join(known)
+    of_a_list, sizes = _restricted(kind)
+    for field in of_a_list:
+        if getattr(case, field.name) not in (known := legal_values(field)):  # which may grow: modes of a third party
+            yield field.name, "is not a known word", "|".join(known)
     for key, with_zero in sizes.items():
         if not with_zero and getattr(case, key) < 1:
             yield key, "must be at least 1", f"{key}=1"
