@@ -2,12 +2,9 @@
 
 The line `when:`, which words of the case the failure needs, comes of experiments at the end of `shardproof run`.
 
-Errors are ratios and multiples of the machine epsilon of the run dtype. The exception of a rank in another process
-brings its traceback as a note (engines.processes.rank_program), that of a thread brings itself. Both are read as text.
+Errors are ratios and multiples of the machine epsilon of the run dtype.
 """
 
-import re
-import traceback
 from collections.abc import Mapping, Sequence
 
 from harness.checking.evidence import Evidence, Finding
@@ -15,8 +12,8 @@ from harness.checking.measures.measured import ABSOLUTE, EXACT, epsilon
 from harness.diagnosing.diagnosis import Diagnosis, diagnose, ended
 from harness.diagnosing.failure_lines import NO_CAUSE, NO_OUTCOME, repeat_command, written
 from harness.diagnosing.first_place import First
-from harness.engines.calls.callers import is_user, shortened
-from harness.errors import MachineError, RankRaised, ShardproofError
+from harness.diagnosing.tracebacks import last_frames, whole
+from harness.errors import MachineError, ShardproofError
 from harness.protocols import CaseLike
 
 
@@ -110,33 +107,3 @@ def place(first: First) -> str:
     """Phase, module and step: "backward of head in step 0"."""
     step = f" in step {first.step}" if first.step >= 0 else ""
     return f"{first.phase or 'unknown phase'}{f' of {first.region}' if first.region else ''}{step}"
-
-
-_BEGINS = "Traceback (most recent call last):"
-_FRAME = re.compile(
-    r'^ *File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)\n(?! *File ")(?P<source> .*)?', re.M
-)
-_MOST = 3
-
-
-def whole(error: ShardproofError) -> str:
-    """The traceback of the exception that ended a rank, with those that it followed; "" when no rank raised."""
-    raised = error.__cause__
-    if not isinstance(error, RankRaised) or raised is None:
-        return ""
-    notes = [note for note in getattr(raised, "__notes__", ()) if _BEGINS in str(note)]
-    text = "\n".join(map(str, notes)) or "".join(traceback.format_exception(raised))
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def last_frames(text: str) -> str:
-    """The innermost frames of the user's code in a traceback, innermost first: "model.py:7 in forward: y = x / 0"; ""
-    when there is none.
-    """
-    frames = [frame for frame in _FRAME.finditer(text.rpartition(_BEGINS)[2]) if is_user(frame["file"])]
-    places = [
-        f"{shortened(frame['file'])}:{frame['line']} in {frame['function']}"
-        + (f": {source}" if (source := (frame["source"] or "").strip()) else "")
-        for frame in frames[: -_MOST - 1 : -1]
-    ]
-    return ", called from ".join(places)

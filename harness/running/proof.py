@@ -151,7 +151,8 @@ def judged(
 def ended_by(case: CaseLike, subject: str, error: ShardproofError, options: str = "") -> CaseResult:
     """The result of a case without an outcome: a program that failed, or a machine."""
     from harness.diagnosing.diagnosis import ended  # noqa: PLC0415
-    from harness.diagnosing.six_lines import crash, whole  # noqa: PLC0415
+    from harness.diagnosing.six_lines import crash  # noqa: PLC0415
+    from harness.diagnosing.tracebacks import whole  # noqa: PLC0415
 
     text = case_text(case)
     machine = str(error) if isinstance(error, MachineError) else ""

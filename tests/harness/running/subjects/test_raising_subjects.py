@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from harness.cases import parse_cases
-from harness.diagnosing.six_lines import last_frames, whole
+from harness.diagnosing.tracebacks import last_frames, whole
 from harness.engines.processes.forked.pool import PoolEngine
 from harness.errors import Desynchronised, Position, RankDied, RankRaised, ShardproofError, TimeLimit
 from harness.running.request import Request

@@ -1,0 +1,40 @@
+"""Exceptions of the subject: their last frames for a message, their whole traceback for a file.
+
+The exception of a rank in another process brings its traceback as a note (engines.processes.rank_program), that of a
+thread brings itself. Both are read as the text that Python prints.
+"""
+
+import re
+import traceback
+
+from harness.engines.calls.callers import is_user, shortened
+from harness.errors import RankRaised, ShardproofError
+
+_BEGINS = "Traceback (most recent call last):"
+_FRAME = re.compile(
+    r'^ *File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)\n(?! *File ")(?P<source> .*)?', re.M
+)
+_MOST = 3
+
+
+def whole(error: ShardproofError) -> str:
+    """The traceback of the exception that ended a rank, with those that it followed; "" when no rank raised."""
+    raised = error.__cause__
+    if not isinstance(error, RankRaised) or raised is None:
+        return ""
+    notes = [note for note in getattr(raised, "__notes__", ()) if _BEGINS in str(note)]
+    text = "\n".join(map(str, notes)) or "".join(traceback.format_exception(raised))
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def last_frames(text: str) -> str:
+    """The innermost frames of the user's code in a traceback, innermost first: "model.py:7 in forward: y = x / 0"; ""
+    when there is none.
+    """
+    frames = [frame for frame in _FRAME.finditer(text.rpartition(_BEGINS)[2]) if is_user(frame["file"])]
+    places = [
+        f"{shortened(frame['file'])}:{frame['line']} in {frame['function']}"
+        + (f": {source}" if (source := (frame["source"] or "").strip()) else "")
+        for frame in frames[: -_MOST - 1 : -1]
+    ]
+    return ", called from ".join(places)
