@@ -154,8 +154,10 @@ def _allowed(dtype: str, true: Truth, honest: Sequence[Distance], kinked: Sequen
     moved = [distance_from(kink, true, least) for kink in kinked]
     limits = {}
     for name in MEASURES:
-        floor = FLOAT64_ALLOWED if dtype == "float64" else FLOOR_EPSILONS.get(name, 0.0) * epsilon(dtype)
-        floor = SCALE_ALLOWED if name == "scale" else floor
+        if name == "scale":
+            floor = SCALE_ALLOWED
+        else:
+            floor = FLOAT64_ALLOWED if dtype == "float64" else FLOOR_EPSILONS[name] * epsilon(dtype)
         limit = max([floor, *(CONTROL_FACTOR * getattr(run, name) for run in honest)])
         limits[name] = limit + max([getattr(run, name) for run in moved], default=0.0)
     limits["scale"] = min(limits["scale"], limits["frobenius"])
