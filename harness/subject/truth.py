@@ -30,7 +30,7 @@ def lower_dtypes(case: CaseLike, subject: NamedSubject) -> dict[str, str]:
     for name in LOWER:
         with asking(name):
             found = _of_case(getattr(subject.call, name, None), case)
-            dtype = str(found or case.dtype).removeprefix("torch.")
+            dtype = str(case.dtype if found in (None, "") else found).removeprefix("torch.")
         if dtype not in _DTYPES:
             rule = "must be a dtype's word, or a function of the case that returns one"
             raise RequestError(f"subject={subject.name}: {name}={dtype} {rule}; legal: {name} = 'bfloat16'")
