@@ -88,7 +88,7 @@ class CallCapture(ModuleWatch):
     def _input(self, lane: ThreadWatch, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         site, path = self.place(lane, module)
         if path and site.step == 0 and site.phase == "forward":
-            rank, given = self._of(lane.rank), list(tensors_of((args, kwargs)))
+            rank, given = self._of(lane.rank), list(tensors_of((args, kwargs), levels=3))
             rank.inputs.setdefault(path, []).append(tuple(_copy_of(copied(tensor)) for tensor in given))
             slots = rank.input_gradients.setdefault(path, {})
             slots[len(slots)] = None

@@ -102,10 +102,10 @@ def copied(tensor: Tensor) -> Tensor:
         return tensor.detach().clone()
 
 
-def tensors_of(given: object) -> Iterator[Tensor]:
-    """The tensors among arguments or results: themselves, or inside tuples, lists and mappings."""
+def tensors_of(given: object, levels: int = 16) -> Iterator[Tensor]:
+    """The tensors among arguments or results: themselves, or in tuples, lists and mappings, down to these levels."""
     if isinstance(given, Tensor):
         yield given
-    elif isinstance(given, (tuple, list, Mapping)):
+    elif levels and isinstance(given, (tuple, list, Mapping)):  # one may hold itself
         for part in given.values() if isinstance(given, Mapping) else given:
-            yield from tensors_of(part)
+            yield from tensors_of(part, levels - 1)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from harness.engines.threads.inproc import InprocEngine
-from harness.recording.capturing.module_outputs import Capture
+from harness.recording.capturing.module_outputs import Capture, tensors_of
 from harness.recording.measures import SavedActivations
 from harness.running.ranks.execution import execute
 from parallel.subject import subject
@@ -156,6 +156,15 @@ def test_ranks_are_kept_apart() -> None:
         outputs, _ = by_hand(Net(), batch(rank))
         assert torch.equal(capture.outputs(rank)["layers.0"], outputs["layers.0"])
     assert capture.outputs(2) == {}
+
+
+def test_an_argument_that_holds_itself_is_read_to_an_end() -> None:
+    own: list[object] = [torch.ones(1)]
+    nothing: list[object] = []
+    own.append(own)
+    nothing.append(nothing)
+    assert [len(tensor) for tensor in tensors_of({"x": own}, levels=3)] == [1, 1]
+    assert not list(tensors_of(nothing))
 
 
 def test_without_capture_nothing_stays_behind() -> None:
