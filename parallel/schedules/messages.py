@@ -57,10 +57,9 @@ def groups_between(pipeline: Pipeline) -> int:
     """The process groups between two ranks: two where one would swap the messages of both ways.
 
     Interleaved on two ranks: activations and gradients pass both ways between the same two ranks in one batch
-    (around.md 13.4). ZBV: both pass both ways between all neighbours, and a receive comes only when its input is
-    needed.
+    (around.md 13.4).
     """
-    return 2 if pipeline.v_shaped or (pipeline.schedule == "interleaved" and pipeline.ranks == 2) else 1
+    return 2 if pipeline.schedule == "interleaved" and pipeline.ranks == 2 else 1
 
 
 def _message(pipeline: Pipeline, kind: Kind, action: Action) -> tuple[Action, ...]:
@@ -75,9 +74,6 @@ def _plain(pipeline: Pipeline, made: Sequence[Action], warm: int) -> Program:
     steps: list[tuple[Action, ...]] = []
     forwards = 0
     for action in made:
-        if action.kind is Kind.W:
-            steps.append((action,))
-            continue
         forward = action.kind is Kind.F
         forwards += forward
         for message in _message(pipeline, Kind.RECV_FORWARD if forward else Kind.RECV_BACKWARD, action):

@@ -1,4 +1,4 @@
-"""How long a pipeline takes: its programs played by the clock, and the closed forms of the bubble beside them.
+"""How long a pipeline takes: its programs played by the clock, and the closed form of the bubble beside them.
 
 `played` has a time for each computation and message. Times are exact, in any unit: integers or
 fractions, or floats as the fractions that they are.
@@ -10,25 +10,6 @@ from fractions import Fraction
 
 from parallel.schedules.messages import Program, counterpart, peer
 from parallel.schedules.pipeline import Action, Kind, Pipeline
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComputeTimes:
-    """Times of one micro-batch on all chunks of a rank: forward, input gradient, weight gradient."""
-
-    forward: Fraction | int = 1
-    input: Fraction | int = 1
-    weight: Fraction | int = 1
-
-    @property
-    def all(self) -> Fraction:
-        """Forward and backward of one micro-batch on one rank."""
-        return Fraction(self.forward + self.input + self.weight)
-
-    def of(self, pipeline: Pipeline, kind: Kind) -> Fraction:
-        """The time of one computation of one chunk."""
-        whole = self.input if pipeline.splits_backward else self.input + self.weight
-        return Fraction({Kind.F: self.forward, Kind.B: whole, Kind.W: self.weight}[kind]) / pipeline.chunks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,32 +68,13 @@ def played(
 _SENT = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
 
 
-def duration_stated(pipeline: Pipeline, times: ComputeTimes | None = None) -> Fraction | None:
-    """Closed form of the time of one step of training; None where no closed form is known.
+def bubble_stated(pipeline: Pipeline) -> Fraction | None:
+    """Closed form of the share of all ranks' time in which they compute nothing; None where none is known.
 
-    GPipe, 1F1B: (micro+pp-1)(F+I+W), arXiv:2104.04473 section 2.2.1. Interleaved, group=pp and micro a multiple of pp:
-    the part of pp-1 divided by chunks, section 2.2.2. ZB-H1, W <= F and W <= I: (pp-1)(F+I-W) more than the work,
-    arXiv:2401.10241 section 2.3. Every micro-batch that is missing to pp costs W more. ZBV, F = I = W and at least
-    2pp-1 micro-batches: no rank ever waits once it has begun (section 6). There rank pp-1 begins (pp-1)F/2 after rank
-    0.
+    For stages and messages alike that take no time to send. GPipe, 1F1B: (pp-1)/(micro+pp-1), arXiv:2104.04473 section
+    2.2.1. Interleaved, group=pp and micro a multiple of pp: (pp-1)/(chunks micro+pp-1), section 2.2.2.
     """
-    times = times or ComputeTimes()
-    pp, micro, work = pipeline.ranks, pipeline.micro, pipeline.micro * times.all
-    match pipeline.schedule:
-        case "gpipe" | "1f1b":
-            return work + (pp - 1) * times.all
-        case "interleaved" if pipeline.in_a_row == pp and micro % pp == 0:
-            return work + Fraction(pp - 1, pipeline.chunks) * times.all
-        case "zb-h1" if times.weight <= min(times.forward, times.input):
-            return work + (pp - 1) * (times.forward + times.input) - (min(micro, pp) - 1) * times.weight
-        case "zbv" if times.forward == times.input == times.weight and micro >= 2 * pp - 1:
-            return work + Fraction(pp - 1, 2) * times.forward
-        case _:
-            return None
-
-
-def bubble_stated(pipeline: Pipeline, times: ComputeTimes | None = None) -> Fraction | None:
-    """Closed form of `bubble`; None where no closed form is known. GPipe, 1F1B: (pp-1)/(micro+pp-1)."""
-    times = times or ComputeTimes()
-    whole = duration_stated(pipeline, times)
-    return None if whole is None else 1 - pipeline.micro * times.all / whole
+    pp, micro = pipeline.ranks, pipeline.micro
+    if pipeline.schedule == "interleaved" and (pipeline.in_a_row != pp or micro % pp):
+        return None
+    return Fraction(pp - 1, pipeline.chunks * micro + pp - 1)

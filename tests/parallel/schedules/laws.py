@@ -5,26 +5,23 @@ forms of live chunks and of sends stand beside the counts of a program. In `time
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from fractions import Fraction
 
-from parallel.schedules.messages import Program, counterpart, groups_between, peer
+from parallel.schedules.messages import Program, counterpart, peer
 from parallel.schedules.pipeline import Action, Kind, Pipeline, order
-from parallel.schedules.timing import ComputeTimes, Span
+from parallel.schedules.timing import Span
+
+LASTS = {Kind.F: 1, Kind.B: 2}
+"""Time of a micro-batch on all chunks of a rank, by kind."""
 
 
 class Sends(StrEnum):
-    """How sends complete: at once, as one batch with their neighbours, or one by one when the receive is there."""
+    """How sends complete: as one batch with their neighbours, or one by one when the receive is there."""
 
-    BUFFERED = "buffered"
     BATCHED = "batched"
     BLOCKING = "blocking"
-
-
-def delivery(pipeline: Pipeline) -> tuple[Sends, int]:
-    """The sends and the number of process groups between two ranks with which the programs of a pipeline are legal."""
-    return Sends.BUFFERED if pipeline.v_shaped else Sends.BATCHED, groups_between(pipeline)
 
 
 def orders(pipeline: Pipeline) -> tuple[tuple[Action, ...], ...]:
@@ -35,8 +32,6 @@ def orders(pipeline: Pipeline) -> tuple[tuple[Action, ...], ...]:
 def needed(pipeline: Pipeline, action: Action) -> list[Action]:
     """The computations that must be done before one: of the stage before it or behind it, and its own stage's."""
     kind, micro, _, stage = action
-    if kind is Kind.W:
-        return [action._replace(kind=Kind.B)]
     needs = [] if kind is Kind.F else [action._replace(kind=Kind.F)]
     other = stage - 1 if kind is Kind.F else stage + 1
     return needs + [pipeline.at(kind, micro, other)] * (0 <= other < pipeline.virtual_stages)
@@ -44,13 +39,12 @@ def needed(pipeline: Pipeline, action: Action) -> list[Action]:
 
 def check_complete(pipeline: Pipeline, made: Sequence[Program]) -> list[str]:
     """Every micro-batch passes every virtual stage exactly once, forward and backward, on the stage's rank."""
-    kinds = (Kind.F, Kind.B, Kind.W) if pipeline.splits_backward else (Kind.F, Kind.B)
     breaches: list[str] = []
     for rank, steps in enumerate(made):
         seen = Counter(action for step in steps for action in step if action.kind.computes)
         due = Counter(
             pipeline.action(kind, rank, chunk, micro)
-            for kind in kinds
+            for kind in (Kind.F, Kind.B)
             for chunk in range(pipeline.chunks)
             for micro in range(pipeline.micro)
         )
@@ -71,20 +65,17 @@ def check_legal(pipeline: Pipeline, made: Sequence[Program], sends: Sends, chann
     return [*run.breaches, *run.stuck()]
 
 
-def live(made: Program, until: Kind = Kind.B) -> int:
-    """The most forwards of which the rank keeps activations at once, until their B or their W, in chunks."""
+def live(made: Program) -> int:
+    """The most forwards of which the rank keeps activations at once, until their backward, in chunks."""
     now = most = 0
     for action in (action for step in made for action in step):
-        now += (action.kind is Kind.F) - (action.kind is until)
+        now += (action.kind is Kind.F) - (action.kind is Kind.B)
         most = max(most, now)
     return most
 
 
 def live_stated(pipeline: Pipeline, rank: int) -> int:
-    """Closed form of `live` until B, in chunks; a chunk is 1/chunks of a rank's layers.
-
-    Until W it is min(pp, micro) on every rank of ZB-H1, and the same as until B for ZBV.
-    """
+    """Closed form of `live`, in chunks; a chunk is 1/chunks of a rank's layers."""
     pp, micro, chunks = pipeline.ranks, pipeline.micro, pipeline.chunks
     match pipeline.schedule:
         case "gpipe":
@@ -92,8 +83,6 @@ def live_stated(pipeline: Pipeline, rank: int) -> int:
         case "interleaved":
             warm = 2 * (pp - 1 - rank) + (chunks - 1) * pipeline.in_a_row
             return min(warm + 1, micro * chunks)
-        case "zbv":
-            return min(2 * pp, micro + min(micro, rank + 1))
         case _:
             return min(pp - rank, micro)
 
@@ -109,20 +98,17 @@ def sends_stated(pipeline: Pipeline, rank: int) -> tuple[int, int]:
     if pp == 1:
         return 0, 0
     first, last = int(rank == 0), int(rank == pp - 1)
-    if pipeline.v_shaped:  # the last rank holds the stages pp-1 and pp: what passes between them is no message
-        return micro * (2 - first - last), micro * (2 - first - last)
     return micro * (chunks - last), micro * (chunks - first)
 
 
 def timeline(
-    pipeline: Pipeline, made: Sequence[Sequence[Action]], times: ComputeTimes | None = None
+    pipeline: Pipeline, made: Sequence[Sequence[Action]], lasts: Mapping[Kind, int] = LASTS
 ) -> tuple[tuple[Span, ...], ...]:
     """Spans of all ranks when each computation of `made` starts as soon as its rank and its inputs allow.
 
+    `lasts`: the time of a micro-batch on all chunks of a rank, by kind.
     Raises ValueError when the orders wait for each other forever.
     """
-    times = times or ComputeTimes()
-    lasts = {kind: times.of(pipeline, kind) for kind in (Kind.F, Kind.B, Kind.W)}
     ends: dict[Action, Fraction] = {}
     spans: list[list[Span]] = [[] for _ in made]
     moved = True
@@ -135,7 +121,7 @@ def timeline(
                 if any(need not in ends for need in needs):
                     break
                 start = max([own[-1].end if own else Fraction(0), *(ends[need] for need in needs)])
-                own.append(Span(action=action, start=start, end=start + lasts[action.kind]))
+                own.append(Span(action=action, start=start, end=start + Fraction(lasts[action.kind], pipeline.chunks)))
                 ends[action] = own[-1].end
                 moved = True
     for rank, (own, actions) in enumerate(zip(spans, made, strict=True)):
@@ -148,11 +134,6 @@ def bubble(spans: Sequence[Sequence[Span]]) -> Fraction:
     """The part of all ranks' time, from the first start to the last end, in which they compute nothing."""
     whole = len(spans) * max(own[-1].end for own in spans)
     return 1 - sum((span.end - span.start for own in spans for span in own), Fraction(0)) / whole
-
-
-def idle_inside(own: Sequence[Span]) -> Fraction:
-    """How long a rank computes nothing between its first and its last computation."""
-    return own[-1].end - own[0].start - sum((span.end - span.start for span in own), Fraction(0))
 
 
 def _is_send(action: Action) -> bool:
@@ -226,7 +207,7 @@ class _Run:
             self.breaches += [f"rank {rank}: {action} before {made}"] * (made not in self.done)
         if index < len(far) and counterpart(self.pipeline, action) != far[index]:
             self.breaches.append(f"rank {rank}: {action} meets {far[index]} of rank {other}")
-        return [] if sends and self.sends is Sends.BUFFERED else [(channel, not sends, index)]
+        return [(channel, not sends, index)]
 
     def _needs(self, action: Action) -> set[Action]:
         """Actions due before a computation, with those of other ranks replaced by their receive."""

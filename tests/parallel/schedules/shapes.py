@@ -5,14 +5,14 @@ from itertools import product
 
 from hypothesis import strategies as st
 
-from parallel.schedules.messages import Program
+from parallel.schedules.messages import Program, groups_between
 from parallel.schedules.pipeline import SCHEDULES, Action, Kind, Pipeline
 from parallel.schedules.timing import bubble_stated
 from tests.parallel.schedules.laws import (
+    Sends,
     bubble,
     check_complete,
     check_legal,
-    delivery,
     live,
     live_stated,
     message_counts,
@@ -29,7 +29,7 @@ def every(schedule: str, pp: int, micro: int) -> Iterator[Pipeline]:
                 if ranks > 1 and not 0 < batches % group < ranks:
                     yield Pipeline(schedule=schedule, ranks=ranks, micro=batches, chunks=chunks, group=group)
         else:
-            yield Pipeline(schedule=schedule, ranks=ranks, micro=batches, chunks=1 + (schedule == "zbv"))
+            yield Pipeline(schedule=schedule, ranks=ranks, micro=batches)
 
 
 @st.composite
@@ -37,7 +37,7 @@ def larger(draw: st.DrawFn) -> Pipeline:
     """A pipeline of up to 12 ranks, with fewer and with more micro-batches than ranks, whole and broken groups."""
     schedule, pp = draw(st.sampled_from(SCHEDULES)), draw(st.integers(2, 12))
     if schedule != "interleaved":
-        return Pipeline(schedule=schedule, ranks=pp, micro=draw(st.integers(1, 40)), chunks=1 + (schedule == "zbv"))
+        return Pipeline(schedule=schedule, ranks=pp, micro=draw(st.integers(1, 40)))
     group = draw(st.integers(pp, pp + 4))
     rest = draw(st.sampled_from([0, *range(pp, group)]))
     micro = group * draw(st.integers(1, 3)) + rest
@@ -63,7 +63,7 @@ def broken(pipeline: Pipeline, made: Sequence[Program]) -> dict[str, object]:
     sends = [(count[Kind.SEND_FORWARD], count[Kind.SEND_BACKWARD]) for count in counts]
     found: dict[str, list[object]] = {
         "complete": [*check_complete(pipeline, made)],
-        "legal": [*check_legal(pipeline, made, *delivery(pipeline))],
+        "legal": [*check_legal(pipeline, made, Sends.BATCHED, groups_between(pipeline))],
         "live": [pair for pair in lives if pair[0] != pair[1]],
         "sends": [rank for rank in ranks if sends[rank] != sends_stated(pipeline, rank)],
         "time": [*slow],
