@@ -1,11 +1,15 @@
 """Step of training: every module's output, the gradient in it, and every parameter's gradient are the dense model's."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from suites.session.prover import Prover
 
+EXAMPLES = max(1, settings().max_examples // 2)
+"""Training is held to what these gradients make of the parameters, so fewer are drawn."""
 
+
+@settings(max_examples=EXAMPLES)
 @given(data=st.data())
 def test_activations_and_gradients(prover: Prover, mode: str, data: st.DataObject) -> None:
     case = prover.drawn(data, mode, steps=1)  # the outcome holds those of the first step

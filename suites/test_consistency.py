@@ -2,12 +2,16 @@
 asynchronous calls are waited for and hidden.
 """
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from suites.session.prover import Prover
 
+EXAMPLES = max(1, settings().max_examples // 2)
+"""A case is run several times, so fewer are drawn."""
 
+
+@settings(max_examples=EXAMPLES)
 @given(data=st.data())
 def test_replicas_agree_runs_repeat_and_asynchronous_calls_are_hidden(
     prover: Prover, mode: str, data: st.DataObject

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.checking.repeats import same_outcomes
@@ -12,7 +12,11 @@ from harness.running.ranks.execution import execute
 from suites.drawing.strategies import schedules
 from suites.session.prover import Prover
 
+EXAMPLES = max(1, settings().max_examples // 2)
+"""A case is run twice, and each of its layers meets the schedule, so fewer are drawn."""
 
+
+@settings(max_examples=EXAMPLES)
 @given(data=st.data())
 def test_no_schedule_changes_a_bit(prover: Prover, mode: str, data: st.DataObject) -> None:
     if not getattr(prover.engine, "takes_interventions", False):
