@@ -1,11 +1,13 @@
-"""Every rule of the dense model that may not be kept: those of data and model, then those of features."""
+"""Every rule of the dense model that may not be kept: those in the table `WHAT_IFS` of a file of this folder."""
 
-from reference.what_ifs import attention, data, edges, metrics, modules, slices, tables, training, weights
+import pkgutil
+
+from reference import what_ifs as folder
+from reference.features import module_in
 from reference.what_ifs.what_if import WhatIf
-
-_FILES = (data, slices, weights, tables, edges, attention, modules, training, metrics)
 
 
 def what_ifs() -> tuple[WhatIf, ...]:
-    """The rules, in the order in which they are tried."""
-    return tuple(what_if for file in _FILES for what_if in file.WHAT_IFS)
+    """The rules, file by file."""
+    files = (module_in(folder.__name__, file.name) for file in pkgutil.iter_modules(folder.__path__))
+    return tuple(what_if for file in files for what_if in getattr(file, "WHAT_IFS", ()))
