@@ -8,7 +8,7 @@ READY := .venv/ready-$(subst $(comma),-,$(EXTRAS))
 
 .PHONY: run test lint witnesses compat dist clean
 
-run: $(READY)            ## every mode on 2 and 4 CPU ranks against the dense model; prints the table
+run: $(READY)            ## every mode on 2 to 8 CPU ranks against the dense model; prints the table
 	$(BIN)/shardproof run
 
 test: $(READY) lint      ## style, types, import directions, then the whole suite

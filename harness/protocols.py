@@ -184,7 +184,7 @@ class Subject(Protocol):
     def __call__(self, case: Any, device: "torch.device") -> Mapping[str, Value]: ...
 
 
-def unsaved(case: CaseLike) -> dict[str, Any]:
+def without_saving(case: CaseLike) -> dict[str, Any]:
     """The words with which another run of a case leaves alone the checkpoint that this one saves; none without one."""
     nothing = getattr(case, "defaults", {}).get("save", "")
     return {"save": nothing} if getattr(case, "save", nothing) != nothing else {}

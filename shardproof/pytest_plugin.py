@@ -54,7 +54,7 @@ class Option:
 
 
 OPTIONS = (
-    Option(name="subject", default="parallel.subject:subject", help="implementation under test, module:object"),
+    Option(name="subject", default="parallel.subject:subject", help="the code to verify, module:object"),
     Option(name="truth", default="", help="a dense model to compare with, module:object, or alone: itself on one rank"),
     Option(name="modes", default="all", help="modes to prove, comma separated, or all that the subject claims"),
     Option(name="worlds", default="2,3,4,6", help="world sizes to draw from, comma separated"),

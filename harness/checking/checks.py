@@ -1,4 +1,6 @@
-"""All checks of a case, in one table, and the one function that runs them.
+"""The checks of a case: `CHECKS` for every subject, `LAWS` too for one with a truth of its own; `examine` runs them.
+
+`prove` adds two names: `supported` for a case that the subject does not take, `run` for one that raised.
 
 A check is a pure function of the evidence. None means that there is nothing to check (the subject returned nothing of
 the kind), and then no verdict is claimed. An exception inside a check is `unknown` with its text, never a pass.
@@ -19,7 +21,7 @@ Check = Callable[[Evidence], Finding | None]
 
 
 def _rarely(name: str) -> Check:
-    """A check that few cases need; its module is imported where ranks return names of its kind."""
+    """A check that few cases need, whose module is imported only then (`numeric` asks which names ranks return)."""
 
     def check(evidence: Evidence) -> Finding | None:
         from harness.checking import mask_checks, routing_checks, state_checks  # noqa: PLC0415
@@ -36,7 +38,7 @@ def _rarely(name: str) -> Check:
 
 
 _OF_THEIR_OWN = {"tokens": tokens, **{name: _rarely(name) for name in ("initial_values", "masks", "routing", "saved")}}
-"""Checks of kinds for which comparing numbers is not all."""
+"""Kinds of NUMERIC_KINDS whose check does more than compare numbers with the truth."""
 
 CHECKS: Mapping[str, Check] = {
     "coverage": coverage,
@@ -72,7 +74,7 @@ def _regrouping(evidence: Evidence) -> Finding | None:
 
 
 LAWS: Mapping[str, Check] = {"truth": _truth, "regrouping": _regrouping}
-"""Checks of a subject with a truth of its own: of that truth, and of other groupings of the batch, which need none."""
+"""Checks of a subject with a truth of its own: of that truth, and of the same batch over other dp and micro-batches."""
 
 
 def examine(evidence: Evidence, checks: Mapping[str, Check] = CHECKS) -> dict[str, Finding]:

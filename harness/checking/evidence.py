@@ -116,7 +116,7 @@ class Evidence:
     given        names of what the truth was given of the outcome: it does not check them; empty where it knows all
     deviations   standard deviations of initial values by parameter, as the reference states them; 0 is a constant
     mask_draws   what is known of masks that were recorded; None where the subject returned them, or there are none
-    torn         whether what the truth is given does not merge, so that there is no truth
+    torn         whether there is no truth, since tensors of the ranks that it needs do not merge
     regrouped    merged outcomes of the same global batch in other groupings; empty when none was run
     others       evidence of the same subject in cases that differ in one size, where a diagnosis needs them
     spans        when the ranks of a pipeline computed; empty where ranks took turns
@@ -246,7 +246,7 @@ class Verdict:
     decided: Mapping[str, Decided] = field(default_factory=dict)
 
 
-def gathered(
+def merged_outcomes(
     outcomes: Outcomes, captured: Outcomes, truth: Mapping[str, Tensor], known: Mapping[str, Tensor] | None = None
 ) -> Merged:
     """The full tensors of what the ranks returned and what was captured from them; a returned name comes first.

@@ -26,11 +26,11 @@ from harness.injecting.equivalence import RULES, UNCHANGED, UNREAD, Answer, Rule
 from harness.ledger import Event
 from harness.outcome.merging import Outcomes
 from harness.protocols import CaseLike, Subject
-from harness.running.proof import NEED_WATCHING, judged
+from harness.running.proof import NEED_UNRECORDED_RUN, judged
 from harness.running.trials.reference import Reference, reference_of
 from harness.running.trials.runs import recorded
 from harness.running.trials.trial import Trial
-from harness.running.trials.watched import watched
+from harness.running.trials.unrecorded import with_unrecorded_run
 from harness.subject import NamedSubject, answered, named, offers
 
 
@@ -150,10 +150,10 @@ def _on(trial: Trial, intervention: Intervention) -> Trial:
 
 def _examined(trial: Trial, checks: Mapping[str, Check], first_only: bool) -> tuple[Evidence, dict[str, Finding]]:
     """Findings of the checks; with `first_only` activations are captured only when nothing has failed before."""
-    unwatched = {name: check for name, check in checks.items() if name not in NEED_WATCHING}
+    unwatched = {name: check for name, check in checks.items() if name not in NEED_UNRECORDED_RUN}
     evidence, findings = judged(trial, recorded(trial), unwatched)
-    if NEED_WATCHING & set(checks) and not (first_only and _failed(findings)):
-        evidence, findings = judged(trial, watched(trial, evidence), checks)
+    if NEED_UNRECORDED_RUN & set(checks) and not (first_only and _failed(findings)):
+        evidence, findings = judged(trial, with_unrecorded_run(trial, evidence), checks)
     return evidence, findings
 
 

@@ -31,7 +31,7 @@ from harness.diagnosing.rules.places import timeline
 from harness.engines.engine import Engine
 from harness.errors import MachineError, ProgramError
 from harness.plain_case import PlainCase
-from harness.protocols import CaseLike, Subject, case_text, unsaved
+from harness.protocols import CaseLike, Subject, case_text, without_saving
 from harness.reproducing import repro_script
 from harness.running.proof import judged, prove
 from harness.running.result import CaseResult
@@ -107,7 +107,7 @@ def shrunk(case: CaseLike, given: Subject | NamedSubject, engine: Engine) -> Fai
     for words in SMALLER:
         if any(getattr(case, word, size) > size for word, size in words.items()):
             with suppress(ValueError):  # these sizes do not go together: the case keeps its own
-                smaller = case.but(**words, **unsaved(case))
+                smaller = case.but(**words, **without_saving(case))
                 found = _failing(smaller, subject, engine)
                 if found is not None and kind_of(found) == kind_of(name):
                     case, name = smaller, found

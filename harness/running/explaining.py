@@ -20,30 +20,30 @@ from harness.diagnosing.diagnosis import Diagnosis, diagnose, explanation_of
 from harness.diagnosing.six_lines import tell
 from harness.errors import error_text
 from harness.mesh_axes import split_axes
-from harness.protocols import CaseLike, unsaved
+from harness.protocols import CaseLike, without_saving
 from harness.running.locating.drawn import with_drawn_numbers
 from harness.running.locating.wrong_module import with_wrong_module
 from harness.running.trials.runs import recorded
 from harness.running.trials.trial import Trial
-from harness.running.trials.watched import watched
+from harness.running.trials.unrecorded import with_unrecorded_run
 from harness.subject import refusal
 
 MOST_RANKS = 8
 """Cases of another size with more ranks are not tried."""
 _WORDS = {"all ranks": "dp", "wdp": "dp", "tokens of the step": "micro"}
-"""Size that no word of a case sets -> the word that changes it."""
+"""Size that no word of a case sets -> the word that changes it; `wdp` are the ranks that share a shard of weights."""
 
 
 def with_explanations(
-    trial: Trial, evidence: Evidence, findings: Mapping[str, Finding], *, watch: bool
+    trial: Trial, evidence: Evidence, findings: Mapping[str, Finding], *, unrecorded_run: bool
 ) -> tuple[Evidence, Mapping[str, Finding]]:
     """The evidence with what explains these findings, and all findings by which a failure is explained.
 
-    `watch`: activations, which show the first wrong place, were not captured before.
+    `unrecorded_run`: whether it has been made. Its activations show the first wrong place.
     """
-    evidence = watched(trial, evidence) if watch else evidence
+    evidence = evidence if unrecorded_run else with_unrecorded_run(trial, evidence)
     with trial.timed("checks"):
-        context = {**examine(evidence), **findings}
+        context = {**examine(evidence), **findings}  # of activations too; findings made with control runs stay
     wrong = {name for finding in context.values() if finding.verdict == FAIL for name in finding.names}
     evidence = with_drawn_numbers(trial, _with_what_ifs(trial, evidence, wrong), wrong)
     evidence = with_wrong_module(trial, evidence, wrong)
@@ -51,7 +51,7 @@ def with_explanations(
 
 
 def _with_other_sizes(trial: Trial, evidence: Evidence, findings: Mapping[str, Finding]) -> Evidence:
-    """Evidence with that of one case for each size that a wrong factor equals and that is another there."""
+    """Evidence with that of one further case for each size (tp, dp, micro) that a wrong factor equals."""
     try:
         shared = explanation_of(evidence, findings)
     except Exception:  # the diagnosis of every check will say why
@@ -88,7 +88,7 @@ def diagnosed(
 
 
 def _with_what_ifs(trial: Trial, evidence: Evidence, wrong: Collection[str]) -> Evidence:
-    """Evidence with explanations of these wrong names: gradients taken apart, data read otherwise."""
+    """Evidence with shares of gradients by micro-batch, and with rules of the dense model that are not kept."""
     kinds, model = {kind_of(name) for name in wrong}, trial.reference.model
     if model is None:
         return evidence
@@ -118,9 +118,9 @@ def _elsewhere(trial: Trial, case: CaseLike, first: str) -> Evidence | None:
         with trial.timed("elsewhere"):
             seen = recorded(other)
             if kind_of(first) in ("act", "act_grad"):
-                seen = watched(other, seen)
+                seen = with_unrecorded_run(other, seen)
             return replace(seen, shares=other.dense(model.shares) if (model := trial.reference.model) else {})
-    except Exception:  # then this case decides nothing
+    except Exception:  # a case that cannot be run shows nothing of the factor
         return None
 
 
@@ -129,7 +129,7 @@ def _of_other_size(case: CaseLike, word: str, steps: int) -> Iterator[CaseLike]:
     now = case.micro if word == "micro" else split_axes(case).get(word, 1)
     for value in dict.fromkeys((now + 1, 2 * now, 1)):
         try:
-            other = case.but(**{word: value, "steps": steps, **unsaved(case)})
+            other = case.but(**{word: value, "steps": steps, **without_saving(case)})
         except (ValueError, TypeError):  # no legal case; an axis that no word of a case sets
             continue
         if value != now and other.world_size <= MOST_RANKS:

@@ -1,6 +1,6 @@
 """Proof of one case: its runs, every check on them, and verdicts whose failures explain themselves.
 
-`checks` decides how much is run: those that need activations or a second run are in NEED_WATCHING. Times are seconds.
+The subject runs recorded, and once more unrecorded where a check needs that (NEED_UNRECORDED_RUN).
 """
 
 from collections.abc import Callable, Mapping
@@ -27,9 +27,14 @@ if TYPE_CHECKING:
     from harness.diagnosing.diagnosis import Diagnosis
 
 _UNDECIDED = (NoNumbers, NotComputed)
-"""Programs that an engine could not run to their end, and that may well be right."""
-NEED_WATCHING = frozenset({"coverage", "activations", "activation_gradients", "determinism", "recording", "overlap"})
-"""Checks that look at captured activations, at a second run or at what was computed during a call."""
+"""Errors of an engine that could not run a program to its end: the program may be right."""
+NEED_UNRECORDED_RUN = frozenset(
+    {"coverage", "activations", "activation_gradients", "determinism", "recording", "overlap"}
+)
+"""Checks that read what only the unrecorded run gives: activations, saved bytes, hidden calls, a repeated outcome.
+
+`coverage` counts the activations among the names that were returned.
+"""
 
 
 def prove(
@@ -50,9 +55,9 @@ def prove(
 
     Without `explain` a failure is not diagnosed, and takes no further runs. `reference` replaces the subject's own
     truth, or the decoder where it has none. `truths`: what the dense model computed for the case before, on this device
-    and with this reference. `heard` is called with every part of the case. Raises RequestError when there is no such
-    subject, too many ranks for this machine, or a case that the dense model cannot compute (unreadable data). Any error
-    of the subject is a failed verdict.
+    and with this reference. `heard` is called with the name of every part of the proof as it begins ("recorded",
+    "truth", ..). Raises RequestError when there is no such subject, too many ranks for this machine, or a case that the
+    dense model cannot compute (unreadable data). Any error of the subject is a failed verdict.
     """
     given = named(subject)
     admit_ranks(case, engine.name)
@@ -69,9 +74,9 @@ def prove(
     )
     try:
         verdict, reason = SKIP, refusal(case, trial.subject)
-        kept_per_rank(trial.subject.call)  # every run needs it
+        kept_per_rank(trial.subject.call)  # raises for a wrong `per_rank`
         if not reason:
-            _ = lower_dtypes(case, given), deviating(case, given)  # a wrong word is an error before anything is run
+            _ = lower_dtypes(case, given), deviating(case, given)  # raises for wrong answers before anything is run
     except Unanswered as problem:
         verdict, reason = UNKNOWN, str(problem)
     if reason:
@@ -79,7 +84,7 @@ def prove(
         return CaseResult(case=case, text=trial.text, verdicts=(skip,), skipped=reason)
     options = f"{options} --truth {given.truth}".lstrip() if given.truth else options
     leave_unloaded()
-    if checks is CHECKS and truth_of(given) is not None:  # the decoder's truth shows more, and sooner
+    if checks is CHECKS and truth_of(given) is not None:  # laws for a truth of the subject's own: ours is tested
         checks = {**CHECKS, **LAWS}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on small tensors more threads only wait for each other, above all beside other work
@@ -93,13 +98,13 @@ def prove(
 
 def _proved(trial: Trial, checks: Mapping[str, Check], options: str, *, explain: bool) -> CaseResult:
     """Run, compare, and explain what failed."""
-    is_dry, watch = trial.engine.name == "dry", bool(NEED_WATCHING & set(checks))
+    is_dry, unrecorded_run = trial.engine.name == "dry", bool(NEED_UNRECORDED_RUN & set(checks))
     if is_dry:
         from harness.running.trials.dry import dry_run_checked  # noqa: PLC0415
 
         evidence, findings = dry_run_checked(trial)
     else:
-        evidence = recorded(trial, watch=watch)
+        evidence = recorded(trial, unrecorded_run=unrecorded_run)
         give_back(evidence.merged.tensors.values())
         if LAWS.keys() & checks:
             from harness.running.trials.law_runs import regrouped  # noqa: PLC0415
@@ -115,7 +120,7 @@ def _proved(trial: Trial, checks: Mapping[str, Check], options: str, *, explain:
         if failed and not is_dry:
             from harness.running.explaining import with_explanations  # noqa: PLC0415
 
-            evidence, context = with_explanations(trial, evidence, findings, watch=not watch)
+            evidence, context = with_explanations(trial, evidence, findings, unrecorded_run=unrecorded_run)
         for check, problem in trial.problems.items():
             findings[check] = Finding(verdict=UNKNOWN, message=problem, unchecked=(check,))
         if failed:
@@ -134,9 +139,10 @@ def _proved(trial: Trial, checks: Mapping[str, Check], options: str, *, explain:
 def judged(
     trial: Trial, evidence: Evidence, checks: Mapping[str, Check] = CHECKS
 ) -> tuple[Evidence, dict[str, Finding]]:
-    """Findings of these checks, and the evidence with every control run that they came to need.
+    """Findings of these checks, and the evidence with the control runs that they needed.
 
-    Tensors that look wrong, or are in a lower precision, are checked again.
+    Tensors that look wrong, or are in a lower precision, are compared again beside control runs of the dense model.
+    These show how far rounding alone takes a right result.
     """
     findings = None
     if evidence.torn or evidence.dtype == "float64":

@@ -82,8 +82,8 @@ def check_saved(cases: Iterable[CaseLike]) -> None:
                     path.rmdir()
 
 
-def unsaved(cases: Sequence[CaseLike]) -> list[CaseLike]:
-    """The cases that load nothing which another one of them will have saved: what they read is there now."""
+def loading_what_exists(cases: Sequence[CaseLike]) -> list[CaseLike]:
+    """The cases without those that load a checkpoint which another one of them saves first."""
     saved = {folder_of(case, "save") for case in cases} - {""}
     return [case for case in cases if folder_of(case, "load") not in saved]
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result", "CaseResult", "StoredCase")
 _ROW = operator.attrgetter(*COLUMNS)
+REFUSED = "truth"
+"""The check of a case that is skipped because the dense model cannot compute it."""
 _Table = tuple[str, Sequence[str], Sequence[Sequence[object]]]
 
 

@@ -1,4 +1,4 @@
-"""Many cases on one subject: proved one after another, stored as they finish. The command line calls `run`.
+"""The cases of a request: each is proved and stored as it finishes. `shardproof run` calls `run`.
 
     result = run(Request(cases=parse_cases(["mode=tp tp=2"]), subject=named("parallel.subject:subject")))
 
@@ -9,22 +9,25 @@ request was wrong (RequestError, or the dense model cannot compute one of the ca
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from harness.cases import in_own_words
-from harness.checking.evidence import FAIL, Verdict
+from harness.checking.evidence import FAIL, SKIP, Verdict
 from harness.errors import RequestError, ShardproofError
 from harness.interpreter import interrupted_after
 from harness.mesh_axes import stage_count
 from harness.protocols import CaseLike, case_text
-from harness.running.proof import ended_by
-from harness.running.proving import proving
-from harness.running.ranks.capacity import admitted
+from harness.running.engines import engine_named
+from harness.running.proof import ended_by, prove
+from harness.running.ranks.capacity import admit, admitted
+from harness.running.ranks.output import shown_once
 from harness.running.request import Request, check_saved
-from harness.running.result import StoredCase, stored_part
+from harness.running.result import REFUSED, CaseResult, StoredCase, stored_part
 from harness.running.run_result import Kept, Progress, RunResult, run_result
 from harness.running.store import Store, environment
+from harness.running.trials.trial import Truths
 from harness.subject import NamedSubject, Unanswered, asking, claimed, compared_with, truth_of
+from harness.torch_internals.memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from harness.running.sharing import ProvingProcess
@@ -36,10 +39,10 @@ def run(
 ) -> RunResult:
     """Prove every case and write the run folder as it goes; finished cases stay readable whatever stops the run.
 
-    `meanwhile` is called while other processes prove the first cases, and not where this process proves them.
-    Raises RequestError before anything runs when there is no case, or when all are too large for this machine. A wrong
-    claim of the subject, engine or folder raises it too. Where the dense model cannot compute one case of several the
-    others are still proved. Such a case diverges, cannot read its data or needs too much memory.
+    `meanwhile` is called once, while forked processes prove the first cases: the command loads its reports there.
+    Raises RequestError before anything runs: for no case, for cases that are all too large for this machine, and for a
+    wrong claim of the subject, engine or folder. One case of several that the dense model cannot compute is skipped:
+    its loss diverges, its data cannot be read, or it needs too much memory.
     """
     cases, subject = request.cases, request.subject
     if not cases:
@@ -48,27 +51,28 @@ def run(
     admitted(cases, request.engine)
     claimed(subject)
     notes: list[str] = []
-    seen: Witnesses | None = None
+    witnesses: Witnesses | None = None
     amended: Mapping[str, tuple[Verdict, ...]] = {}
-    words: dict[str, object] = {"subject": subject.name, "engine": request.engine, "device": request.device}
-    words |= {"timeout_s": request.timeout_s, "truth": compared_with(truth_of(subject)), "cases": len(cases)}
+    about: dict[str, object] = {"subject": subject.name, "engine": request.engine, "device": request.device}
+    about |= {"timeout_s": request.timeout_s, "truth": compared_with(truth_of(subject)), "cases": len(cases)}
     planned = [_planned(case, subject) for case in cases]
     by_text = {case_text(case): case for case in cases}
-    with _processes(request) as others, nullcontext() if others else proving(request) as prove_case:
-        store = Store(request.out, subject.name, environment(request.command, words))
+    # Either forked processes prove the cases, or this process does: then it has `prove_case`.
+    with _processes(request) as forked, nullcontext() if forked else proving(request) as prove_case:
+        store = Store(request.out, subject.name, environment(request.command, about))
         kept = Kept(store=store, cases=by_text, total=len(cases), on_progress=on_progress, fail_fast=request.fail_fast)
         try:
             store.plan(planned)
             if request.profile:
                 from harness.running.witnessing import witnesses_of  # noqa: PLC0415
 
-                seen = witnesses_of(request, store.path / "traces")
+                witnesses = witnesses_of(request, store.path / "traces")
             if prove_case is None:
-                notes += _shared(request, others, kept, meanwhile)
+                notes += _shared(request, forked, kept, meanwhile)
             else:
                 for case in cases:
                     result = prove_case(case)
-                    stored = stored_part(seen.witnessed(result, subject, store) if seen else result)
+                    stored = stored_part(witnesses.witnessed(result, subject, store) if witnesses else result)
                     with interrupted_after():
                         if not kept.keep(stored):
                             break
@@ -79,7 +83,44 @@ def run(
                 amended = look_for_words(failures, request, proving, store, apart=prove_case is None)
         finally:
             store.close()
-    return run_result(request, store, kept.results, amended, seen.notes if seen else (), notes)
+    return run_result(request, store, kept.results, amended, witnesses.notes if witnesses else (), notes)
+
+
+@contextmanager
+def proving(request: Request, heard: Callable[[str], object] = str) -> Iterator[Callable[..., CaseResult]]:
+    """A function that proves one case after another as the request demands: one engine and one dense model for all.
+
+    `heard` is called with the parts of a case as they begin; further words are those of `prove`. A case of several that
+    the dense model cannot compute, or this machine cannot hold, is skipped. A single one raises RequestError. After the
+    first failure of a subject whose modules keep state of the process, the case is run on real processes too.
+    """
+    truths, on_processes = Truths(), None
+    keep_freed_memory()
+    with engine_named(request.engine) as engine:
+
+        def prove_case(case: CaseLike, **how: Any) -> CaseResult:
+            nonlocal on_processes
+            usual: dict[str, Any] = {"device": request.device, "timeout_s": request.timeout_s, "heard": heard}
+            usual |= {"options": request.options, "truths": truths}
+            try:
+                if len(request.cases) > 1:
+                    admit([case], request.engine)
+                with shown_once():
+                    result = prove(case, request.subject, engine, **{**usual, **how})
+                if how or result.verdict != FAIL:
+                    return result
+                from harness.running.shared_state import OnProcesses  # noqa: PLC0415
+
+                on_processes = on_processes or OnProcesses(request)
+                return on_processes.of(result)
+            except RequestError as problem:
+                if len(request.cases) == 1 or how:
+                    raise
+                text, why = case_text(case), str(problem)
+                skip = Verdict(case=text, check=REFUSED, verdict=SKIP, message=why)
+                return CaseResult(case=case, text=text, verdicts=(skip,), skipped=why)
+
+        yield prove_case
 
 
 def _shared(

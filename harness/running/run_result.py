@@ -6,9 +6,8 @@ from pathlib import Path
 
 from harness.checking.evidence import FAIL, PASS, SKIP, UNKNOWN, Verdict
 from harness.protocols import CaseLike
-from harness.running.proving import REFUSED
 from harness.running.request import Request
-from harness.running.result import StoredCase, with_traceback
+from harness.running.result import REFUSED, StoredCase, with_traceback
 from harness.running.store import STOPPED, Store
 from harness.subject import compared_with, truth_of
 from harness.torch_internals.lookup import untested

@@ -1,8 +1,8 @@
 """The command line: `shardproof run | record | hang | show | compare | page | trace | predict | slice | checkpoint |
 faults | expect | names | new-subject | bench | doctor` and `help`.
 
-Exit status: 0 all pass; 1 a check failed; 2 the request was wrong (one message, no traceback); 3 the machine failed.
-Further ones: 130 interrupted, 141 the reader of the output has closed it.
+Exit status: 0 all pass; 1 a check failed or could not be decided; 2 the request was wrong (one message, no traceback)
+or nothing ran; 3 the machine failed. Further ones: 130 interrupted, 141 the reader of the output has closed it.
 """
 
 import argparse
@@ -19,8 +19,8 @@ from harness.errors import ShardproofError
 from harness.interpreter import uncollected
 from harness.running.engines import ENGINES
 
-_TRUTH = "a dense model to compare with; alone: the subject itself on one rank (its attribute truth, or our decoder)"
-_TIMEOUT = "how long a run of a case may take, and its dense model (60); every case is run up to three times"
+_TRUTH = "the dense model to compare with, or alone: the subject on one rank (default: subject.truth, else our decoder)"
+_TIMEOUT = "longest time of one run of a case, and of its dense model (60); a case takes two runs or more"
 _WRONG_REQUEST, _MACHINE, _INTERRUPTED, _NO_READER = 2, 3, 130, 141
 
 
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if empty := _empty(parsed):
         _complain(f"shardproof {parsed.command}: {empty}='': is empty; legal: a word, or leave it out")
         return _WRONG_REQUEST
-    parsed.isolated = arguments is None  # the process is ours: nobody has used autograd in it
+    parsed.isolated = arguments is None  # the process is ours and has not used autograd, so that it can be forked
     try:
         with uncollected():
             from reports.options.request import read
@@ -140,17 +140,18 @@ def _empty(parsed: argparse.Namespace) -> str:
 
 
 def _parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """The parser of these words. Where they are of `run`, no other command is described."""
+    """The parser of these words; of the options of all commands, or of `run` alone where that is the command."""
     parser = _Parser(
         prog="shardproof",
         description="Proves that parallel training computes what the dense model does, and accounts for every byte.",
-        epilog="exit status: 0 all pass, 1 a check failed, 2 a wrong request, 3 the machine failed, 130 interrupted",
+        epilog="exit status: 0 all pass, 1 a check failed or could not be decided, 2 a wrong request or nothing ran, "
+        "3 the machine failed, 130 interrupted",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action=_Version, help="print the version of shardproof")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     add = functools.partial(commands.add_parser, allow_abbrev=False)
-    _add_run(add("run", help="run cases, check them against the reference, record, report"))
+    _add_run(add("run", help="run cases, compare them with the dense model, record, report"))
     if list(words[:1]) != ["run"]:
         from reports.options.command_options import add_others
 
@@ -159,14 +160,14 @@ def _parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
 
 
 def _add_run(run: argparse.ArgumentParser) -> None:
-    run.description = "Run cases on a subject. Without a CASE: every mode the subject claims, on 2 and 4 ranks."
+    run.description = "Run cases on a subject. Without a CASE: the default cases of its modes, on up to 8 ranks."
     run.epilog = 'example: shardproof run "mode=tp-sp tp=4 kv_heads=4 dtype=float64" --data corpus.txt'
     run.add_argument("cases", nargs="*", metavar="CASE", help="one case each, key=value words in quotes (help case)")
-    run.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"implementation under test ({SUBJECT})")
+    run.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"the code to verify ({SUBJECT})")
     run.add_argument("--truth", metavar="M:O|alone", help=_TRUTH)
     run.add_argument("--modes", default="all", metavar="all|a,b", help="modes to run when no CASE is given (all)")
     run.add_argument(
-        "--deep", action="store_true", help="without a CASE: every two values of two words together, on up to 8 ranks"
+        "--deep", action="store_true", help="without a CASE: every default case in every mode, of two layers and steps"
     )
     run.add_argument("--engine", choices=tuple(ENGINES), default="inproc", help="how ranks are run (inproc)")
     run.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where tensors live (cpu)")

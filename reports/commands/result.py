@@ -34,7 +34,7 @@ def write_page(run: Run) -> Path:
 
 
 def show_result(result: RunResult, run: Run, *, as_json: bool, interrupted: bool) -> None:
-    """Print what a run came to, as tables or as one JSON object: of an interrupted one what was finished."""
+    """Print the result of a run as tables or as one JSON object; of an interrupted run the cases that were finished."""
     rows = summary.headline(run)
     if interrupted:
         rows = rows[rows["case"].isin(run.verdicts["case"])]
@@ -82,7 +82,7 @@ def _rows(frame: pd.DataFrame) -> list[dict[str, object]]:
 
 
 def show_failures(run: Run, stream: TextIO) -> None:
-    """Print six lines for every first place of failures, the simplest case first, and checks that fail from there on.
+    """Print six lines for every first wrong place, the simplest case first, then the checks that fail because of it.
 
     Then a reason for every check that was skipped or could not be decided.
     """
@@ -93,7 +93,7 @@ def show_failures(run: Run, stream: TextIO) -> None:
             show_report("fail", f"fail: {bug.case}", [*bug.message.splitlines(), *filter(None, [bug.follows])], stream)
     for verdict in summary.worst_first(run.verdicts).to_dict("records"):
         if verdict["verdict"] not in ("pass", "fail"):
-            # The check too, which a failure's six lines and a reason to skip do not need.
+            # An unknown verdict names its check; six lines of a failure and a reason to skip do so themselves.
             check = f" ({verdict['check']})" if verdict["verdict"] == "unknown" else ""
             head = f"{verdict['verdict']}{check}: {verdict['case']}"
             show_report(str(verdict["verdict"]), head, str(verdict["message"]).splitlines(), stream)

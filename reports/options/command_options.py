@@ -94,7 +94,7 @@ def _add_faults(faults: argparse.ArgumentParser, truth: str, timeout: str) -> No
         "the faults of that case's collectives."
     )
     faults.add_argument("cases", nargs="*", metavar="CASE", help="key=value words in quotes (help case)")
-    faults.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"implementation under test ({SUBJECT})")
+    faults.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"the code to verify ({SUBJECT})")
     faults.add_argument("--truth", metavar="M:O|alone", help=truth)
     faults.add_argument("--quick", action="store_true", help="one mode a mutant and few faults: minutes on two cores")
     part = faults.add_mutually_exclusive_group()

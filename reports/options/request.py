@@ -1,8 +1,8 @@
 """Options of a command, checked before anything is loaded that takes long: torch, pandas.
 
 `read(arguments)` raises for a wrong word or value of any command. The request of `shardproof run` is `requested`: all
-that needs no torch is checked first; then the subject is imported, which mostly needs it. Without a CASE its cases are
-`default_cases`: every mode the subject claims, on 2 and 4 ranks, on real text.
+that needs no torch is checked first; then the subject is imported, which mostly needs it. `Request` is a class of
+`harness.running.request`.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from harness.dense_model import SUBJECT, dense_model
 from harness.errors import RequestError
 from harness.protocols import CaseLike, case_text
 from harness.running.ranks.capacity import admitted
-from harness.running.request import Request, check_saved, seconds, unsaved
+from harness.running.request import Request, check_saved, loading_what_exists, seconds
 from harness.subject import (
     NamedSubject,
     Unanswered,
@@ -41,12 +41,13 @@ from reports.options.option_checks import (
 )
 
 LAUNCHED = "torchrun"
-"""The engine whose ranks were launched with us: all run this command, and rank 0 alone does the work."""
-_DECODER = ("variant", "data", "deep", "preset_experiment")  # options that need the case language of our decoder
+"""The engine of ranks that torchrun has launched: all run this command, and rank 0 alone does the work."""
+_OF_OUR_DECODER = ("variant", "data", "deep", "preset_experiment")
+"""Options that need the case language of our decoder."""
 
 
 def read(arguments: argparse.Namespace) -> Request | None:
-    """The request of `shardproof run`, None for other commands and where rank 0 of launched ranks reads it.
+    """The request of `shardproof run`; None for other commands, and on launched ranks, of which rank 0 reads it later.
 
     Raises RequestError for a wrong option.
     """
@@ -65,15 +66,15 @@ def requested(arguments: argparse.Namespace) -> Request:
     out = Path(arguments.out).absolute()  # now: the import of a subject may change the folder too
     with chdir("."):
         _options_checked(arguments)
-        given = _given(arguments) if arguments.subject == SUBJECT else ()  # checked before it is imported
+        given = _given(arguments) if arguments.subject == SUBJECT else ()  # before torch is imported
         subject = named(arguments.subject, arguments.truth or "")
         given = given or _given(arguments, subject)
-        truth_of(subject)
+        truth_of(subject)  # raises for a truth that is none
         if arguments.device == "cuda" and not import_module("torch").cuda.is_available():
             raise RequestError("device=cuda: this machine offers no CUDA device; legal: --device cpu")
         cases = given or _defaults(arguments, subject)
         steps = profiled_steps(arguments, cases)
-        _read_first(unsaved(admitted(cases, arguments.engine)))
+        _check_readable(loading_what_exists(admitted(cases, arguments.engine)))
     most = 1 if arguments.cases else min(2, os.cpu_count() or 1)
     return Request(
         cases=cases,
@@ -92,7 +93,7 @@ def requested(arguments: argparse.Namespace) -> Request:
 
 
 def _note_unquoted(cases: Sequence[str]) -> None:
-    """Say on stderr where words without quotes look like one case and are several; of launched ranks on the first."""
+    """Say on stderr where words without quotes look like one case and are several; rank 0 alone says it."""
     keys = [text.partition("=")[0] for text in cases if len(text.split()) == 1]
     first = os.environ.get("RANK", "0") == "0"
     if first and len(keys) > 1 and len({*keys}) == len(keys) == len(cases):
@@ -102,8 +103,8 @@ def _note_unquoted(cases: Sequence[str]) -> None:
         show_note(f"these words are {len(cases)} cases, one each; as one case: {quoted}", sys.stderr)
 
 
-def _read_first(cases: Sequence[CaseLike]) -> None:
-    """Read a first batch of every case: unreadable data are a wrong request and not a failure of the subject.
+def _check_readable(cases: Sequence[CaseLike]) -> None:
+    """Read the first batch of every case: data that cannot be read are a wrong request, and no failure of the subject.
 
     Raises:
         RequestError: data that a case names cannot be read.
@@ -133,7 +134,7 @@ def _options_checked(arguments: argparse.Namespace) -> None:
 def _given(arguments: argparse.Namespace, subject: NamedSubject | None = None) -> tuple[CaseLike, ...]:
     """The cases on the command line as this subject reads them; without one as cases of our decoder."""
     own = subject is not None and vocabulary(subject) is not None
-    if own and (word := next((word for word in _DECODER if getattr(arguments, word)), "")):
+    if own and (word := next((word for word in _OF_OUR_DECODER if getattr(arguments, word)), "")):
         rule = f"is for cases of our decoder, and {arguments.subject} has words of its own"
         raise RequestError(f"{word.replace('_', '-')}: {rule}; legal: its own words in a CASE")
     cases = parse_cases(arguments.cases) if subject is None else cases_of(arguments.cases, subject)
@@ -160,8 +161,8 @@ def _check_choice(arguments: argparse.Namespace) -> None:
 
 def _defaults(arguments: argparse.Namespace, subject: NamedSubject) -> tuple[CaseLike, ...]:
     cases = default_cases(subject, arguments.modes, arguments.deep, _checkpoint(arguments))
-    if arguments.variant is not None:  # one case of a mode shows it, or none
-        cases = tuple({case.mode: case for case in reversed(cases)}.values())[::-1]
+    if arguments.variant is not None:
+        cases = tuple({case.mode: case for case in reversed(cases)}.values())[::-1]  # the first case of each mode
         cases = _as_variant(cases, arguments.variant, given=False)
     return with_data(cases, arguments.data)
 
@@ -173,9 +174,11 @@ def _checkpoint(arguments: argparse.Namespace) -> str:
 
 
 def default_cases(subject: NamedSubject, modes: str, deep: bool = False, checkpoint: str = "") -> tuple[CaseLike, ...]:
-    """The cases of the chosen modes ("all" or "a,b") that the subject names itself, or those of every pair of values.
+    """The default cases of a subject in the chosen modes ("all" or "a,b").
 
-    `deep`: all, in every mode. A subject without `refuses` gets plain cases. `checkpoint` is a folder to save to.
+    They are its own (`subject.cases`); without any the stored ones, which hold every pair of values of two words. A
+    subject without `refuses` gets plain cases on 2 and 4 ranks instead. `deep`: every stored case in every mode.
+    `checkpoint` is a folder to save to.
     """
     if not deep and (own := own_cases(subject)) is not None:
         modes_chosen = claims(subject).chosen(modes)
@@ -186,14 +189,14 @@ def default_cases(subject: NamedSubject, modes: str, deep: bool = False, checkpo
     def refuses(case: CaseLike) -> str:
         try:
             return refusal(case, subject)
-        except Unanswered:  # the case itself is to run into it: its verdict reports it
+        except Unanswered:  # the run of this case asks again, and its verdict reports the error
             return ""
 
     return dense_model().default_cases(claims(subject).chosen(modes), refuses, deep=deep, checkpoint=checkpoint)
 
 
 def _as_variant(cases: Iterable[CaseLike], name: str, *, given: bool) -> tuple[CaseLike, ...]:
-    """The cases with this variant. A case that was given must show it as it is; a default one is, or is left out."""
+    """The cases with this variant. One that cannot show it is an error if it was given, else changed or left out."""
     try:
         made = dense_model().variant_words(name)
     except ValueError as problem:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from harness.checking.checks import examine
-from harness.checking.evidence import Evidence, Finding, gathered
+from harness.checking.evidence import Evidence, Finding, merged_outcomes
 from harness.dense_model import Tried
 from harness.diagnosing.diagnosis import explanation_of
 from harness.ledger import Event, wire_bytes
@@ -114,7 +114,7 @@ def evidence(*ranks: Mapping[str, Any], repeat: Sequence[Mapping[str, Any]] | No
         "case": case(),
         "outcomes": outcomes,
         "captured": captured,
-        "merged": gathered(outcomes, captured, true),
+        "merged": merged_outcomes(outcomes, captured, true),
         "truth": true,
         "controls": (),
         "events": events(),

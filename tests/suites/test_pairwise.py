@@ -20,7 +20,7 @@ from bugs.planting import planted, replaced
 from harness.checking.evidence import PASS
 from harness.outcome.merging import merge
 from harness.plain_case import Vocabulary
-from harness.protocols import unsaved
+from harness.protocols import without_saving
 from harness.running.ranks.execution import execute
 from harness.shard import Shard
 from harness.subject import named
@@ -214,7 +214,7 @@ def test_it_holds_for_a_subject_of_its_own_words(prover: Prover, tmp_path: Path,
     error, words = WRONG.get(wrong, (AssertionError, ""))
     with pytest.raises(error, match=words) if wrong else nullcontext():
         goes_on(theirs, case, other, tmp_path / "saved")
-    assert unsaved(case.but(save="somewhere")) == {"save": "none"} and not unsaved(case)
+    assert without_saving(case.but(save="somewhere")) == {"save": "none"} and not without_saving(case)
 
 
 def test_a_bug_that_only_another_layout_shows(prover: Prover, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from functools import partial
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import is_state, kind_of
 from harness.errors import ShardproofError
-from harness.protocols import CaseLike, case_text, unsaved
+from harness.protocols import CaseLike, case_text, without_saving
 from harness.recording.capturing.operator_probes import DrawnNumbers, Numbers, Probed
 from harness.running.ranks.execution import execute
 from harness.running.trials.trial import Trial
@@ -43,7 +43,7 @@ def with_drawn_numbers(trial: Trial, evidence: Evidence, wrong: Collection[str])
                 return evidence
             differences = _differences(ranks, _of_truth(trial, dropout))
             for other in evidence.regrouped:
-                case = trial.case.but(**other.sizes, **unsaved(trial.case))
+                case = trial.case.but(**other.sizes, **without_saving(trial.case))
                 differences = differences or _differences(
                     ranks, _of_ranks(trial, case, dropout), f"a run with {other.words}"
                 )

@@ -1,9 +1,8 @@
 """Run of a subject on all ranks of an engine: recorded, or unrecorded with its activations captured.
 
-Ranks that are threads of this process are observed here, by one recorder for all. `perform` is what an engine runs on
-every rank that has its process for itself, with torch.distributed initialised. There it is observed in the rank, and
-task and report can be pickled. The outcome is turned into blocks inside every rank, because a DTensor knows its place
-only there. Times are seconds, sizes bytes.
+Ranks that are threads of this process are observed here, by one recorder for all. On a rank that is a process, the
+engine runs `perform`, which observes the rank there; its task and its answer are pickled. The outcome is turned into
+blocks inside every rank, because a DTensor knows its place only there. Times are seconds, sizes bytes.
 """
 
 import os
@@ -38,12 +37,12 @@ if TYPE_CHECKING:
     from harness.recording.spans import Stopwatch
 
 _SAME_CLOCK_S = 3600.0
-"""A task that seems older, or of the future, comes from a machine with another clock: its times begin here."""
+"""A task that seems older, or of the future, comes from a machine with another clock: times begin at its arrival."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTask:
-    """A run of a subject as every rank receives it. `subject` is "module:object", or a callable to be pickled.
+    """A run of a subject, as ranks in other processes receive it. `subject`: "module:object", or a callable to pickle.
 
     `text` is what the ledger's column `case` says. `record` makes the ledger; `watch` captures the activations that the
     subject can place and measures what autograd saves, with `overlap` also which calls are hidden. The ledger's times
@@ -80,11 +79,11 @@ def execute(
 ) -> Execution:
     """Run the case once, recorded or not; `text` is what the ledger's column `case` says.
 
-    With `watch` every module's output and its gradient are captured, and saved memory is measured; with `overlap` also
-    which asynchronous calls are hidden. Captured tensors become outcomes where the subject states how a rank's part
-    lies in the full one (`subject.activations`); else nothing is captured. A tool that listens to a recorded run gets
-    nvtx ranges. `name`, module:object, is how ranks in other processes find the subject; without it the subject is
-    pickled. Raises what the engine raises: ProgramError when the subject fails, MachineError when the machine does.
+    With `watch` saved memory is measured, and every module's output and its gradient are captured, if the subject
+    states how a rank's part lies in the full one (`subject.activations`). With `overlap` it is also measured which
+    asynchronous calls are hidden. A tool that listens to a recorded run gets nvtx ranges. `name`, module:object, is how
+    ranks in other processes find the subject; without it the subject is pickled. Raises what the engine raises:
+    ProgramError when the subject fails, MachineError when the machine does.
     """
     task = RankTask(
         case=case, subject=name or subject, device=device, text=text, record=record, watch=watch, overlap=overlap
@@ -99,7 +98,7 @@ def _on_threads(task: RankTask, subject: Subject, run: Callable[..., Any]) -> Ex
     case, device = task.case, torch.device(task.device)
     with ExitStack() as entered:
         watching = _watching(task, subject, device, None, entered)
-        # Where a subject goes, the next run does not start.
+        # A subject may change the working directory; the next run starts in the old one.
         with chdir("."), session(subject), deterministic_on(device):
             program, per_rank = (_on_rank, subject, case, device, watching), kept_per_rank(subject)
             outcomes = run(*program, observer=watching.observer, per_rank=per_rank)

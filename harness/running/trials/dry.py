@@ -5,7 +5,7 @@ from typing import cast
 
 from harness.checking.checks import examine
 from harness.checking.dry_checks import DRY_CHECKS
-from harness.checking.evidence import Evidence, Finding, gathered
+from harness.checking.evidence import Evidence, Finding, merged_outcomes
 from harness.engines.engine import Unwaited
 from harness.engines.shapes.dry import DryEngine
 from harness.ledger import Event
@@ -26,7 +26,7 @@ def dry_run_checked(trial: Trial) -> tuple[Evidence, dict[str, Finding]]:
         run = dry_run(case, trial.subject.call, engine, ranks, text=trial.text, timeout_s=trial.timeout_s)
     evidence = Evidence(
         case=case,
-        merged=gathered((), (), {}),
+        merged=merged_outcomes((), (), {}),
         events=tuple(event for rank in run for event in rank.events),
         expectation=expectation_of(trial),
         unwaited=tuple(_unwaited(rank, event) for rank in run for event in rank.unwaited),

@@ -19,7 +19,7 @@ from harness.checking.measuring import ROUNDING
 from harness.errors import ProgramError, RequestError
 from harness.mesh_axes import SAME_SAMPLES
 from harness.outcome.merging import merge
-from harness.protocols import CaseLike, unsaved
+from harness.protocols import CaseLike, without_saving
 from harness.running.trials.trial import Trial
 from harness.running.truth.control_modes import PERTURBED
 from harness.subject import NamedSubject, offers, own_cases, refusal
@@ -103,7 +103,7 @@ def _legal(
     legal: list[tuple[dict[str, int], CaseLike]] = []
     for words in sizes:
         with suppress(ValueError):  # this grouping breaks a rule of the case language
-            other = case.but(**words, **unsaved(case))
+            other = case.but(**words, **without_saving(case))
             fits = len(legal) < most and other.world_size <= max(case.world_size, _LARGEST)
             if fits and not refusal(other, subject):
                 legal.append((words, other))

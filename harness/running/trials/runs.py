@@ -1,7 +1,6 @@
-"""The runs of one case, from which its evidence is made: the dense model, the subject recorded, the subject unrecorded.
+"""The recorded run of one case and its dense model, as evidence; the unrecorded run is `unrecorded` beside this file.
 
-The dense model is computed behind the ranks' runs where they do not need it. Both in float64 and in one process would
-fill the memory. Times are seconds.
+The dense model is computed after the ranks' runs unless these need it: both at once in float64 could fill the memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from harness.checking.evidence import Evidence, gathered
+from harness.checking.evidence import Evidence, merged_outcomes
 from harness.checking.measures.kinds import comparable, kind_of
 from harness.errors import ShardproofError
 from harness.outcome.merging import Merged, Outcomes, against, held_once
 from harness.running.trials.statements import asked, deviations_of, expectation_of, facts_of, orders_of
 from harness.running.trials.trial import Trial
-from harness.running.trials.watched import watched
+from harness.running.trials.unrecorded import with_unrecorded_run
 from harness.subject import deviating, left_out
 from harness.torch_internals.memory import give_back
 
@@ -24,22 +23,21 @@ if TYPE_CHECKING:
     from harness.checking.measures.stated_deviations import Deviations
 
 GIVEN = "mask", "init"
-"""The kinds of names that a truth of the subject's own may take as given."""
+"""Kinds of tensors (dropout masks, initial weights) that a truth may take from the ranks instead of drawing its own."""
 
 
-def recorded(trial: Trial, *, watch: bool = False) -> Evidence:
-    """The evidence of one recorded run beside the dense model, without control runs; with `watch` as `watched` has it,
-    else nothing is captured or repeated.
+def recorded(trial: Trial, *, unrecorded_run: bool = False) -> Evidence:
+    """The evidence of one recorded run beside the dense model, and of an unrecorded run if wanted; no control runs.
 
     Raises RequestError when the dense model cannot be computed, and what the engine raises.
     """
     kinds = _kinds(trial)
-    if kinds or trial.reference.own:  # it is given what ranks drew, or they are given what it drew
+    if kinds or trial.reference.own:  # the truth needs what ranks drew, or the subject has a truth of its own: first
         evidence = _recorded(trial, {} if kinds else trial.true(), kinds)
-        return watched(trial, evidence) if watch else evidence
+        return with_unrecorded_run(trial, evidence) if unrecorded_run else evidence
     try:
         evidence = _recorded(trial, {}, ())
-        evidence = watched(trial, evidence) if watch else evidence
+        evidence = with_unrecorded_run(trial, evidence) if unrecorded_run else evidence
     except ShardproofError:
         trial.true()  # a case that the dense model refuses is refused, whatever its ranks do
         raise
@@ -48,7 +46,7 @@ def recorded(trial: Trial, *, watch: bool = False) -> Evidence:
 
 
 def _kinds(trial: Trial) -> tuple[str, ...]:
-    """The kinds of names in the outcome that the truth must be given."""
+    """Kinds of tensors that the truth takes from the outcome of the ranks."""
     own, model = trial.reference.own, trial.reference.model
     if own and own.takes_given:
         return GIVEN
@@ -56,7 +54,7 @@ def _kinds(trial: Trial) -> tuple[str, ...]:
 
 
 def _recorded(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str]) -> Evidence:
-    """The evidence of one recorded run beside this truth, or beside one that is given these kinds of its names."""
+    """The evidence of one recorded run beside this truth, or beside one that takes these kinds of tensors from it."""
     case, own, torn = trial.case, trial.reference.own, False
     draws = own.draws.get(trial.text, ()) if own and not own.takes_given else ()
     masks: Outcomes = ()
@@ -78,12 +76,12 @@ def _recorded(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str]) -
     if problem:
         trial.problems["masks"], truth, torn = problem, {}, True
     elif kinds or draws:
-        merged = gathered(returned, masks, {} if draws else truth)
+        merged = merged_outcomes(returned, masks, {} if draws else truth)
         truth, torn = _given(trial, kinds or GIVEN, merged)
     compared = comparable(truth, returned)
     expectation, orders, facts = expectation_of(trial), orders_of(trial), facts_of(trial)
     declared: tuple[str, ...] = asked(trial, "coverage", lambda: left_out(trial.subject), ())
-    merged = gathered(returned, masks, truth)
+    merged = merged_outcomes(returned, masks, truth)
     outcomes, events, unwaited, spans = held_once(returned, merged), run.events, run.unwaited, run.spans
     del run, returned
     give_back(merged.tensors.values())
@@ -122,12 +120,12 @@ def _deviates(trial: Trial) -> "Deviations | None":
 
 
 def _given(trial: Trial, kinds: Sequence[str], merged: Merged) -> tuple[Mapping[str, Tensor], bool]:
-    """The truth of what the subject drew, and whether there is none.
+    """The truth computed from what the ranks drew, and whether there is none because those tensors do not merge.
 
-    Where replicas or shards do not make one tensor, no dense model can be given it. The truth is then what did merge.
+    The truth is then what did merge.
     """
     trial.given.update({name: tensor for name, tensor in merged.tensors.items() if kind_of(name) in kinds})
-    trial.known.clear()  # trials of other subjects drew other numbers
+    trial.known.clear()  # computed for other numbers than this run drew
     if any(kind_of(flaw.name) in kinds for flaw in merged.flaws):
         return dict(trial.given), True
     return {**trial.dense(trial.reference.truth), **trial.given}, False

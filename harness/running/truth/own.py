@@ -23,7 +23,7 @@ from harness.errors import ProgramError, RequestError
 from harness.mesh_axes import AXES, EXPERT_AXES
 from harness.outcome.blocks import localize
 from harness.outcome.merging import merge
-from harness.protocols import CaseLike, Subject, Value, case_text, unsaved
+from harness.protocols import CaseLike, Subject, Value, case_text, without_saving
 from harness.recording.capturing.dropout_masks import Draw, DropoutProbe, WithMasks, taken_out
 from harness.running.ranks.execution import execute
 from harness.running.truth.control_modes import partial_sums
@@ -66,7 +66,7 @@ class OwnTruth:
         or what it returns is not finite.
         """
         parts = (parts or 2) if self.control else 0
-        run_in = case.but(**unsaved(case)) if self.control else case.but(dtype=EXACT, **unsaved(case))
+        run_in = case.but(**without_saving(case)) if self.control else case.but(dtype=EXACT, **without_saving(case))
         compute = self._alone if isinstance(self.dense, str) else self._own
         tensors, draws = compute(run_in, device, parts, given)
         if given is None and not self.control:

@@ -31,7 +31,7 @@ from harness.running.trials import rounding
 from harness.running.trials.rounding import FURTHER_PARTS, MORE_PARTS, NEAR, controlled, measured_apart, stepwise
 from harness.running.trials.runs import recorded
 from harness.running.trials.trial import Trial
-from harness.running.trials.watched import watched
+from harness.running.trials.unrecorded import with_unrecorded_run
 from harness.subject import named
 from parallel.subject import subject
 from parallel.training import step as step_
@@ -219,7 +219,7 @@ def evidence_of(text: str) -> Evidence:
     """The evidence of our subject, with everything that the checks came to need."""
     with InprocEngine() as engine:
         trial = Trial(case=Case.parse(text), subject=named(subject), engine=engine)
-        return judged(trial, watched(trial, recorded(trial)))[0]
+        return judged(trial, with_unrecorded_run(trial, recorded(trial)))[0]
 
 
 @pytest.mark.parametrize("text", CASES)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from harness.running.engines import ENGINES
-from harness.running.request import unsaved
+from harness.running.request import loading_what_exists
 from harness.running.sharing import arranged, together
 from parallel.subject import subject as ours
 from reference.case import Case
@@ -137,7 +137,7 @@ def test_it_is_in_the_group_of_the_case_that_saves() -> None:
     cases = [OTHERS[0], SAVES, OTHERS[1], LOADS, OTHERS[2]]
     assert together(cases) == [[0], [1, 3], [2], [4]]
     assert together([LOADS, SAVES]) == [[0], [1]], "what it loads is there before the run"
-    assert unsaved(cases) == [OTHERS[0], SAVES, OTHERS[1], OTHERS[2]]
+    assert loading_what_exists(cases) == [OTHERS[0], SAVES, OTHERS[1], OTHERS[2]]
 
 
 def test_the_order_of_a_default_run_keeps_it_behind() -> None:

@@ -12,7 +12,7 @@ from harness.checking.checks import CHECKS, examine
 from harness.checking.evidence import FAIL
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RankRaised
-from harness.running.proof import NEED_WATCHING
+from harness.running.proof import NEED_UNRECORDED_RUN
 from harness.running.trials.runs import recorded
 from harness.running.trials.trial import Trial
 from harness.subject import named
@@ -190,7 +190,7 @@ def _failing(mutant: Mutant, case: Case) -> list[str]:
             evidence = recorded(Trial(case=case, subject=named(planted(mutant.sources())), engine=engine))
         except RankRaised:  # its own check of replicas
             return ["run"]
-    asked = {name: check for name, check in CHECKS.items() if name not in NEED_WATCHING}
+    asked = {name: check for name, check in CHECKS.items() if name not in NEED_UNRECORDED_RUN}
     return [name for name, finding in examine(evidence, asked).items() if finding.verdict == FAIL]
 
 

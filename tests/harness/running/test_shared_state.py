@@ -10,9 +10,9 @@ from harness.checking.evidence import FAIL, PASS
 from harness.engines.processes.forked.pool import PoolEngine
 from harness.plain_case import Vocabulary
 from harness.running import shared_state
-from harness.running.proving import proving
 from harness.running.request import Request
 from harness.running.result import CaseResult
+from harness.running.run import proving
 from harness.running.shared_state import keepers, searching
 from harness.subject import named
 from tests.harness.running.subjects import shared_groups

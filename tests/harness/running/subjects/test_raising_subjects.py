@@ -86,7 +86,7 @@ def test_seconds_that_are_none_are_refused(
 def test_what_a_subject_does_to_its_process_is_its_failure_and_a_kill_is_the_machines(
     tmp_path: Path, pool: PoolEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("harness.running.proving.engine_named", lambda _: nullcontext(pool))
+    monkeypatch.setattr("harness.running.run.engine_named", lambda _: nullcontext(pool))
     cases = tuple(f"{SMALL} seed={seed}" for seed in (1, 2, 3, 4))
     result = run(Request(cases=parse_cases(cases), subject=named(f"{ME}failing"), engine="pool", out=tmp_path))
     verdicts = [(verdict.check, verdict.verdict) for verdict in result.verdicts]

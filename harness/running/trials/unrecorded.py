@@ -1,18 +1,18 @@
 """The unrecorded run of a case: activations are captured, and its outcomes are compared with those of the recorded run.
 
-Another run each, so it is done only when a check or a diagnosis needs it.
+It takes another run, so it is made only when a check or a diagnosis needs it.
 """
 
 from dataclasses import replace
 
-from harness.checking.evidence import Evidence, gathered
+from harness.checking.evidence import Evidence, merged_outcomes
 from harness.checking.repeats import same_outcomes
 from harness.outcome.merging import Outcomes, held_once
 from harness.running.trials.trial import Trial
 from harness.torch_internals.memory import give_back
 
 
-def watched(trial: Trial, evidence: Evidence) -> Evidence:
+def with_unrecorded_run(trial: Trial, evidence: Evidence) -> Evidence:
     """Evidence with an unrecorded run beside it: activations captured, outcomes to compare bit for bit."""
     overlap = any(getattr(term, "hidden", False) for term in evidence.expectation or ())
     with trial.timed("plain"):
@@ -30,8 +30,8 @@ def watched(trial: Trial, evidence: Evidence) -> Evidence:
         captured = tuple({name: rank[name] for name in rank if name in evidence.truth} for rank in captured)
     if evidence.captured:  # masks
         captured = tuple({**a, **b} for a, b in zip(captured or evidence.captured, evidence.captured, strict=True))
-    merged = gathered(evidence.outcomes, captured, evidence.truth, evidence.merged.tensors)
-    watched_too = replace(
+    merged = merged_outcomes(evidence.outcomes, captured, evidence.truth, evidence.merged.tensors)
+    with_both = replace(
         evidence,
         captured=held_once(captured, merged),
         merged=merged,
@@ -41,4 +41,4 @@ def watched(trial: Trial, evidence: Evidence) -> Evidence:
     )
     del plain, captured
     give_back(merged.tensors.values())
-    return watched_too
+    return with_both
