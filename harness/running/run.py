@@ -126,7 +126,7 @@ def proving(request: Request, heard: Callable[[str], object] = str) -> Iterator[
 def _shared(
     request: Request, processes: "list[ProvingProcess]", kept: Kept, meanwhile: Callable[[], object]
 ) -> list[str]:
-    """Prove all cases in these processes; returns notes on those that ended."""
+    """Prove all cases in these processes; returns notes on processes that crashed."""
     from harness.running.sharing import Sharing, together  # noqa: PLC0415
 
     cases, name = request.cases, request.subject.name
@@ -142,7 +142,10 @@ def _shared(
 
 @contextmanager
 def _processes(request: Request) -> "Iterator[list[ProvingProcess]]":
-    """The processes of a request; none where this one proves its cases, as where it cannot be forked."""
+    """Forked processes for a request: up to two for ranks as threads, else one.
+
+    None for torchrun, for profiles, and where this process cannot be forked: it proves the cases itself then.
+    """
     forks = 0 if request.engine == "torchrun" or request.profile else request.processes
     ours: list[ProvingProcess] = []
     try:
@@ -151,7 +154,7 @@ def _processes(request: Request) -> "Iterator[list[ProvingProcess]]":
             ours += [process] if process else []
         yield ours
     finally:
-        for process in ours:  # a later one has the earlier ones' connections too
+        for process in ours:  # first all connections: a later fork holds those of earlier ones too
             process.connection.close()
         for process in ours:
             process.close()

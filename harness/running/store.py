@@ -1,10 +1,15 @@
 """The run folder: everything one command produced, written as it goes, so that a killed run leaves a readable folder.
 
-`<out>/<time>-<subject>/` has env.json, cases.jsonl (all requested cases, first), ledger.csv (ledger.csv.gz above
-LARGEST_LEDGER bytes, packed at the end), summary.csv and timings.csv (seconds). memory.csv has the most bytes that
-autograd held for backward on a rank; verdicts.jsonl and the link `<out>/latest` are beside it. A case is appended when
-it is finished, its verdicts last. A case with verdicts is stored completely, and each of them says how many (`of`) its
-case has. Text is UTF-8, lines end in a line feed; JSON holds "inf" and "nan" as text.
+    env.json        command, request, versions, machine
+    cases.jsonl     all requested cases, written before the first is run
+    ledger.csv      every call of every rank; ledger.csv.gz above LARGEST_LEDGER bytes, packed at the end
+    summary.csv     calls and bytes by mode, phase, op and axis; timings.csv: seconds by part of a case
+    memory.csv      the most bytes that autograd held for backward, by rank
+    verdicts.jsonl  every verdict, with the number of verdicts of its case (`of`)
+
+The folder is `<out>/<time>-<subject>/`, the link `<out>/latest` leads to it. A case is appended when it is finished, its
+verdicts last: a case with verdicts is stored completely. Text is UTF-8, lines end in a line feed; JSON holds "inf" and
+"nan" as text.
 """
 
 import csv
@@ -33,14 +38,14 @@ from harness.torch_internals.lookup import untested
 
 LARGEST_LEDGER = 50_000_000
 """Bytes of ledger.csv above which it is packed."""
-STOPPED = "interrupted while the words that failures need were looked for: their lines `when:` are missing"
+STOPPED = "interrupted in the search for the words that failures need: their lines `when:` are missing"
 
 
 class Store:
     """An open run folder. Raises RequestError, naming the path and the reason, when it cannot be written."""
 
     def __init__(self, out: Path, subject: str, environment: Mapping[str, object]) -> None:
-        """Make the folder and what is known before the first case; `notes` says what could not be done."""
+        """Make the folder with its empty tables; `notes` says what could not be done, such as the link."""
         self.notes: list[str] = []
         self.path = new_run_folder(out, subject)
         with writing(out):
@@ -68,8 +73,8 @@ class Store:
         saved_bytes: Sequence[int] = (),
         ran: Sequence[int] = (),
     ) -> None:
-        """Append one finished case: `ledger` are the `ledger_rows` of its events; `saved_bytes` by rank, none when not
-        measured, of the ranks `ran` if not all.
+        """Append one finished case: `ledger` are the rows of its events as text, `saved_bytes` those of each rank, empty
+        when not measured. `ran` are the ranks that were run, if not all.
         """
         with writing(self.path):
             self._append("ledger.csv", ledger)
@@ -127,7 +132,7 @@ class Store:
             file.write(text)
 
     def _widen_summary(self) -> None:
-        """Ranks differ for the first time: give all rows so far empty RANK_COLUMNS."""
+        """Add RANK_COLUMNS, empty in all rows so far: ranks of a case differ for the first time."""
         path = self.path / "summary.csv"
         with path.open(encoding="utf-8", newline="") as file:
             header, *rows = csv.reader(file)
