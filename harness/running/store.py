@@ -7,9 +7,9 @@
     memory.csv      the most bytes that autograd held for backward, by rank
     verdicts.jsonl  every verdict, with the number of verdicts of its case (`of`)
 
-The folder is `<out>/<time>-<subject>/`, the link `<out>/latest` leads to it. A case is appended when it is finished, its
-verdicts last: a case with verdicts is stored completely. Text is UTF-8, lines end in a line feed; JSON holds "inf" and
-"nan" as text.
+The folder is `<out>/<time>-<subject>/`, the link `<out>/latest` leads to it. A case is appended when it is finished,
+its verdicts last: a case with verdicts is stored completely. Text is UTF-8, lines end in a line feed; JSON holds "inf"
+and "nan" as text.
 """
 
 import csv
@@ -73,8 +73,8 @@ class Store:
         saved_bytes: Sequence[int] = (),
         ran: Sequence[int] = (),
     ) -> None:
-        """Append one finished case: `ledger` are the rows of its events as text, `saved_bytes` those of each rank, empty
-        when not measured. `ran` are the ranks that were run, if not all.
+        """Append one finished case: `ledger` are the rows of its events as text, `saved_bytes` are by rank, empty when
+        not measured. `ran` are the ranks that were run, if not all.
         """
         with writing(self.path):
             self._append("ledger.csv", ledger)
