@@ -21,7 +21,7 @@ Check = Callable[[Evidence], Finding | None]
 
 
 def _rarely(name: str) -> Check:
-    """A check that few cases need, whose module is imported only then (`numeric` asks which names ranks return)."""
+    """A check that few cases need, whose module is imported only where ranks return names of its kind."""
 
     def check(evidence: Evidence) -> Finding | None:
         from harness.checking import mask_checks, routing_checks, state_checks  # noqa: PLC0415

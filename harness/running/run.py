@@ -40,9 +40,9 @@ def run(
     """Prove every case and write the run folder as it goes; finished cases stay readable whatever stops the run.
 
     `meanwhile` is called once, while forked processes prove the first cases: the command loads its reports there.
-    Raises RequestError before anything runs: for no case, for cases that are all too large for this machine, and for a
-    wrong claim of the subject, engine or folder. One case of several that the dense model cannot compute is skipped:
-    its loss diverges, its data cannot be read, or it needs too much memory.
+    Raises RequestError before anything runs: without a case, or when all are too large for this machine. A wrong claim
+    of the subject, engine or folder raises it too. Where the dense model cannot compute one of several cases, that case is
+    skipped. Reasons are a loss that diverges, unreadable data, and too little memory.
     """
     cases, subject = request.cases, request.subject
     if not cases:

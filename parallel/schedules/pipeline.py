@@ -3,8 +3,8 @@
 A *virtual stage* is one chunk of layers; virtual stages are numbered in the order in which a micro-batch passes them.
 Rank r holds the stages r, r+pp, r+2pp, ..
 
-The order in which a rank computes is one rule with a warm-up by schedule: `warm` forwards, then forward and backward
-in turn, then the backwards that are left. Sources: GPipe arXiv:1811.06965, 1F1B and interleaved arXiv:2104.04473,
+Each rank computes by one rule: `warm` forwards, then forward and backward in turn, then the backwards that are left.
+The schedule decides how many `warm` are. Sources: GPipe arXiv:1811.06965, 1F1B and interleaved arXiv:2104.04473,
 Megatron-Core 0.16.1 `pipeline_parallel/schedules.py` (around.md 13.1, 13.2).
 """
 

@@ -1,8 +1,8 @@
 """The command line: `shardproof run | record | hang | show | compare | page | trace | predict | slice | checkpoint |
 faults | expect | names | new-subject | bench | doctor` and `help`.
 
-Exit status: 0 all pass; 1 a check failed or could not be decided; 2 the request was wrong (one message, no traceback)
-or nothing ran; 3 the machine failed. Further ones: 130 interrupted, 141 the reader of the output has closed it.
+Exit status: 0 all pass; 1 a check failed or could not be decided; 2 a wrong request, or nothing ran; 3 the machine
+failed. Further ones: 130 interrupted, 141 the reader of the output has closed it.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """The unrecorded run of a case: activations are captured, and its outcomes are compared with those of the recorded run.
 
-It takes another run, so it is made only when a check or a diagnosis needs it.
+Another run takes time, so this one is made only when a check or a diagnosis needs it.
 """
 
 from dataclasses import replace
