@@ -41,8 +41,8 @@ def run(
 
     `meanwhile` is called once, while forked processes prove the first cases: the command loads its reports there.
     Raises RequestError before anything runs: without a case, or when all are too large for this machine. A wrong claim
-    of the subject, engine or folder raises it too. Where the dense model cannot compute one of several cases, that case is
-    skipped. Reasons are a loss that diverges, unreadable data, and too little memory.
+    of the subject, engine or folder raises it too. Where the dense model cannot compute one of several cases, that
+    case is skipped. Reasons are a loss that diverges, unreadable data, and too little memory.
     """
     cases, subject = request.cases, request.subject
     if not cases:

@@ -79,7 +79,7 @@ def execute(
 ) -> Execution:
     """Run the case once, recorded or not; `text` is what the ledger's column `case` says.
 
-    `watch` measures saved memory. It also captures every module's output and its gradient, if the subject states how a
+    `watch` measures saved memory. Every module's output and its gradient are captured too, if the subject states how a
     rank's part lies in the full one (`subject.activations`). `overlap` measures too which asynchronous calls are
     hidden. A tool that listens to a recorded run gets nvtx ranges. `name`, module:object, is how
     ranks in other processes find the subject; without it the subject is pickled. Raises what the engine raises:
