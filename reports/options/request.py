@@ -196,7 +196,7 @@ def default_cases(subject: NamedSubject, modes: str, deep: bool = False, checkpo
 
 
 def _as_variant(cases: Iterable[CaseLike], name: str, *, given: bool) -> tuple[CaseLike, ...]:
-    """The cases with this variant. A given case that cannot show it is an error; a default one is changed or left out."""
+    """Cases with this variant. A given case that cannot show it is an error; a default one is changed or left out."""
     try:
         made = dense_model().variant_words(name)
     except ValueError as problem:
