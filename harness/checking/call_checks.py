@@ -22,8 +22,8 @@ def groups(evidence: Evidence) -> Finding | None:
     The axis of an event is the name that the program gave its group ("wp", DeviceMesh's "mesh_wp"). The ledger compares
     names, so a group of this name over other ranks agrees with the closed form. When the same is done everywhere it
     agrees with every number too. The rank lists of an axis are the case's, or those of `subject.axes(case)` for another
-    rank order. The axis "dp_cp" joins those two: its groups are the ranks that are together in one of their lists, or
-    by way of others. The order within a group is not compared: torch sorts the ranks of every group.
+    rank order. The axis "dp_cp" joins those two: its groups are the connected components of their rank lists. The order
+    within a group is not compared: torch sorts the ranks of every group.
     """
     if not evidence.events:
         return None
@@ -66,7 +66,7 @@ def _legal(axes: Axes, names: Iterable[str]) -> dict[str, tuple[tuple[int, ...],
 
 
 def _joined(axes: Axes, parts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """The rank lists in which the ranks of every list of these axes are together."""
+    """The connected components of the rank lists of these axes, as rank lists."""
     joined: list[set[int]] = []
     for ranks in itertools.chain.from_iterable(axes[part] for part in parts):
         touching = [together for together in joined if together & set(ranks)]
@@ -96,7 +96,7 @@ def overlap(evidence: Evidence) -> Finding | None:
     """Whether as many calls as promised are hidden on every rank; a missing call is reported by the ledger check.
 
     A term with `hidden=True` promises that each of its calls is asynchronous and that a product is computed between its
-    issue and its first wait. A term without it promises nothing. Hidden calls are measured in the run that is watched
+    issue and its first wait. A term without it promises nothing. Hidden calls are measured in the unrecorded run
     (harness.recording.measures), in a dry run by its meter. The meter knows the order of the program, and no time.
     """
     hidden = [term for term in evidence.expectation or () if getattr(term, "hidden", False)]
@@ -110,7 +110,7 @@ def overlap(evidence: Evidence) -> Finding | None:
     promised: dict[int, Counter[EventKey | Term]] = {}
     for rank, form in forms.items():
         promised[rank] = Counter(form.complete)
-        for term in form.partial:  # one without a number promises it of all its calls
+        for term in form.partial:  # a term without a number of calls promises all of them
             issued_calls = max((len(events) for (_, counting), events in issued.items() if counting == term), default=0)
             promised[rank][term] = issued_calls if term.calls is None else term.calls
     exposed: list[Event] = []
@@ -122,10 +122,10 @@ def overlap(evidence: Evidence) -> Finding | None:
         most = max(of_rank.total() for of_rank in promised.values())
         return Finding(verdict=PASS, message=f"{most} calls a rank travel behind products, as promised")
     first = min(exposed, key=lambda event: (event.call_index, event.rank))
-    of_rank = sum(event.rank == first.rank for event in exposed)
+    count = sum(event.rank == first.rank for event in exposed)
     where = f"{first.phase} of {first.region or 'no module'} at {first.caller}"
     message = (
-        f"{of_rank} of {promised[first.rank].total()} calls of rank {first.rank} that should travel behind a product "
+        f"{count} of {promised[first.rank].total()} calls of rank {first.rank} that should travel behind a product "
         f"do not: the first is {key_of(first)} in {where}, with no product between its issue and its wait"
     )
     return Finding(
@@ -171,8 +171,9 @@ def parallelism(evidence: Evidence) -> Finding | None:
 
 
 def split_share(outcomes: Outcomes) -> int | None:
-    """How many of 100 elements of the parameters belong to one that some rank does not hold in full, rounded down but
-    not to 0. Parameters are those returned as param/, else as grad/; None where none of them is returned as a part.
+    """Percentage of parameter elements in tensors that some rank does not hold in full, rounded down but not to 0.
+
+    Parameters are those returned as param/, else as grad/; None where none of them is returned as a part.
     """
     for kind in ("param/", "grad/"):
         names = dict.fromkeys(name for outcome in outcomes for name in outcome if name.startswith(kind))

@@ -24,9 +24,9 @@ _NAMED = 5
 def coverage(evidence: Evidence) -> Finding:
     """Whether there is anything to compare, and what of the truth the subject did not return.
 
-    Kinds of names ("grad", "logits") that it never returns are a note. Names missing inside a kind that it otherwise
-    returns, and names that the truth does not know, leave the answer unknown. `subject.unchecked`, patterns of names,
-    declares the missing ones that are left out on purpose.
+    Kinds of names ("grad", "logits") that it never returns are only listed as unchecked. Names missing inside a kind
+    that it returns, and names that the truth does not know, make the verdict unknown. `subject.unchecked`, patterns of
+    names, declares the missing ones that are left out on purpose.
     """
     returned = evidence.returned
     comparable = [name for name in evidence.truth if name in returned]
@@ -49,7 +49,7 @@ def coverage(evidence: Evidence) -> Finding:
         return Finding(verdict=FAIL, message=message, unchecked=unchecked + strange, names=strange, decided=decided)
     named = {name for outcome in evidence.outcomes for name in outcome}
     strange = tuple(name for name in strange if name in named)  # a captured module of its own is nobody's slip
-    if not any(kind_of(name) == ROUTING for name in evidence.truth):  # then they are held against each other
+    if not any(kind_of(name) == ROUTING for name in evidence.truth):  # then copies are compared with each other
         strange = tuple(name for name in strange if kind_of(name) != ROUTING)
     undeclared = [name for name in missing if name not in declared]
     all_declared = all(_matched(name, evidence.declared) for name in evidence.truth)
@@ -144,7 +144,7 @@ def _start(tensor: Tensor) -> str:
 
 
 def layout(evidence: Evidence) -> Finding | None:
-    """Whether the blocks of every name make one full tensor of the truth's shape: nothing missing, nothing twice."""
+    """Whether the blocks of every name make one full tensor of the truth's shape, without gap or overlap (`merge`)."""
     flaws = [flaw for flaw in evidence.merged.flaws if flaw.kind != "replica conflict"]
     return _flaws(evidence, flaws, "tensors merge")
 

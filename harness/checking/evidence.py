@@ -1,7 +1,7 @@
 """Evidence and verdicts: what checks look at, and what they answer.
 
 A check is a pure function from `Evidence` to a `Finding`; `Verdict` is the finding of one check on one case, ready to
-be stored. Errors are ratios, `epsilons` count them in the machine epsilon of the case's dtype.
+be stored. Errors are ratios; `epsilons` count them in the machine epsilon of `Evidence.dtype_of(name)`.
 """
 
 from collections.abc import Mapping
@@ -84,7 +84,7 @@ class Evidence:
     """All that is known of one case after its runs.
 
     outcomes     by rank, what the subject returned in the recorded run
-    captured     by rank, activations and their gradients that were captured from outside; empty when none were
+    captured     by rank, activations, their gradients and dropout masks captured from outside; empty when none were
     merged       the full tensors and flaws of both, held against the truth's shapes
     truth        name -> full tensor of the dense model
     controls     the same from control runs in the run dtype; for float64 only where an error is beyond the limit
@@ -217,7 +217,7 @@ class Finding:
     """Finding of one check: the answer, one line of words, and what it could not look at.
 
     `decided`: kind of name ("grad") -> how many tensors were found right or wrong, and of how many. `wrong` are the
-    tensors beyond their limit; `where` has phase and module when the check knows them (ledger checks). `ranks` are the
+    tensors beyond their limit; `phase` and `region` are the place where the check knows it. `ranks` are the
     ranks that are wrong, empty when it is all of them or unknown.
     """
 

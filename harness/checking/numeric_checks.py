@@ -13,22 +13,22 @@ _OVERFLOWS = "is not finite, and not in the dense model in this dtype either (le
 _ROUNDING = "rounding alone explains any error"
 _UNMERGED = "none of them could be merged or is known to the truth"
 _EQUAL = 1e-6
-"""By this share two errors may differ and be equal but for rounding."""
-_NAMED = frozenset(KIND_WORDS.get(kind, kind) for kinds in NUMERIC_KINDS.values() for kind in kinds)
+"""Ratios that differ by less than this share are equal but for rounding."""
+_KIND_NAMES = frozenset(KIND_WORDS.get(kind, kind) for kinds in NUMERIC_KINDS.values() for kind in kinds)
 _REST = "forward"
 """The check that compares every other kind of name too: what a dense model of a subject's own returns beside these."""
-_KNOWN = frozenset(kind for kinds in NUMERIC_KINDS.values() for kind in kinds)
+_KINDS = frozenset(kind for kinds in NUMERIC_KINDS.values() for kind in kinds)
 
 
 def numeric(
     check: str, its_own: Callable[[Evidence], Finding | None] | None = None
 ) -> Callable[[Evidence], Finding | None]:
-    """The check that compares these kinds, or does as is handed in; None when the subject returned none of them."""
+    """The check of this name: `its_own`, or a comparison of its kinds; its finding is None when none were returned."""
     kinds = NUMERIC_KINDS[check]
 
     def belongs(name: str) -> bool:
         kind = kind_of(name)
-        return kind in kinds or (check == _REST and kind not in _KNOWN)
+        return kind in kinds or (check == _REST and kind not in _KINDS)
 
     def compare(evidence: Evidence) -> Finding | None:
         returned = {name for name in evidence.returned if belongs(name)}
@@ -58,12 +58,12 @@ def _compare(evidence: Evidence, returned: Set[str], belongs: Callable[[str], bo
     return replace(finding, message="; ".join([finding.message, *notes]), decided=counts)
 
 
-def _measured(evidence: Evidence, names: Sequence[str], kinds: Sequence[str]) -> list[Measured]:
-    """These merged tensors compared with the truth; the names of `kinds` give the rms of each kind.
+def _measured(evidence: Evidence, names: Sequence[str], expected: Sequence[str]) -> list[Measured]:
+    """These merged tensors compared with the truth; all `expected` names give the rms of each kind.
 
-    Tensors of which no control run, kink or slack is known, so that float64's own limits hold, are compared at once.
+    float64 tensors without a control run, kink or slack have float64's own limits and are compared at once.
     """
-    sizes = kind_rms({name: evidence.truth[name] for name in kinds})
+    sizes = kind_rms({name: evidence.truth[name] for name in expected})
     together: Mapping[str, Measured] = {}
     if evidence.dtype == "float64":
         known = {*evidence.slack, *evidence.beyond}.union(*evidence.controls, *evidence.kinks)
@@ -99,7 +99,7 @@ def _with_each_kind(finding: Finding, counts: Mapping[str, Decided], measured: S
     totals: Counter[str] = Counter()
     for kind, (decided, _) in counts.items():
         totals[called(kind)] += decided
-    empty = [kind for kind, decided in totals.items() if not decided and kind in _NAMED]
+    empty = [kind for kind, decided in totals.items() if not decided and kind in _KIND_NAMES]
     if finding.verdict != PASS or not empty:
         return finding
     names = [name for name in finding.unchecked if called(kind_of(name)) == empty[0]]

@@ -31,7 +31,7 @@ THROUGHOUT = 0.9
 def by_numbers(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
     """Causes by the first wrong tensors. Logits of a later step follow from the parameters before them.
 
-    Of masks nothing; of initial values no part in place of another: shards that are drawn alike look so too.
+    Masks give no cause. Initial values give no `other_shard`: shards that are drawn alike look so too.
     """
     kind = kind_of(wrong[0])
     causes = [] if kind == "mask" else _by_kind(evidence, wrong)
@@ -42,7 +42,7 @@ def by_numbers(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
 
 
 def in_other_places(evidence: Evidence, name: str) -> list[Cause]:
-    """Whether the right numbers of a tensor stand in wrong places; nothing of one without a truth."""
+    """Causes of right numbers that stand in wrong places; none for a tensor without a truth."""
     value, truth = evidence.merged.tensors.get(name), evidence.truth.get(name)
     if truth is None:
         return []
@@ -82,9 +82,9 @@ def _by_kind(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
 
 
 def _of_numbers(evidence: Evidence, alike: Sequence[str]) -> list[Cause]:
-    """Causes of a factor on the same number of several steps, or one that is a size of the case on the first.
+    """Causes of a factor on the numbers of all wrong steps, else of one on the first that is a size of the case.
 
-    A factor that makes another whole number of the tokens is none: they may be counted otherwise.
+    A constant factor that implies another whole number of tokens is left out: tokens may be counted otherwise.
     """
     causes = from_factor(evidence, alike)
     first = evidence.merged.tensors.get(alike[0])

@@ -33,7 +33,7 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis(Explanation):
-    """A failed check explained. `name` is the tensor or event in question, `ranks` are empty when it is all of them.
+    """A failed check explained. `name` is the tensor or event in question; `ranks` are empty for all or unknown ranks.
 
     `step` is -1 when it is unknown.
     """
@@ -51,8 +51,8 @@ def explanation_of(evidence: Evidence, findings: Mapping[str, Finding]) -> Expla
     names = {name for finding in findings.values() if finding.verdict == FAIL for name in finding.names}
     known = [*evidence.truth, *sorted(names - set(evidence.truth))]
     wrong = [name for name in timeline(known, evidence.case.steps) if name in names]
-    failed = "ledger" in findings and findings["ledger"].verdict == FAIL
-    parted = _first_difference(evidence, wrong) if failed else None
+    ledger_failed = "ledger" in findings and findings["ledger"].verdict == FAIL
+    parted = _first_difference(evidence, wrong) if ledger_failed else None
     first = first_place(evidence, wrong, parted)
     call_first = parted is not None and first.step < 0
     causes = likely(evidence, findings, wrong, parted, call_first=call_first)
@@ -97,7 +97,7 @@ def ended(error: ShardproofError) -> Diagnosis:
 
 
 def _first_difference(evidence: Evidence, wrong: Sequence[str]) -> Difference | None:
-    """The first difference of the ledger that no wrong choice of experts explains: such a call has other rows."""
+    """The first difference of the ledger, but for other payloads in modules with a wrong choice of experts."""
     if evidence.expectation is None:
         return None
     parted = differences(

@@ -3,11 +3,12 @@
 The kind of the first wrong name in the order of training (`rules.places.timeline`) gives the place:
 
     act/M          module M, forward: its inputs came earlier and were right
-    logits/s       s = 0: another micro-batch than the captured one; s > 0: all before was right, so the step s - 1
+    logits/s       s = 0: another micro-batch than the captured one; s > 0: the data of s, where these repeat the first
+                   batch; else the step s - 1, since all before was right
     loss/s         between logits and loss
     act_grad/M     the backward of whoever uses what M returned
-    grad/p         all of them, or just those that every rank holds whole: their sums over ranks; else p's own module.
-                   The module is that of the first wrong one in either case
+    grad/p         grad_sync, where all gradients are wrong, or several modules' and no sharded one, or p's replicas
+                   differ; else backward. The module is that of the first wrong gradient
     tokens/s, grad_norm/s
                    between the last backward and the optimizer's step, where ranks sum their own
     param/p        the optimizer's step, as the states after a step do (param_after/s/p, exp_avg_after/s/p)
@@ -39,10 +40,11 @@ from harness.mesh_axes import place_of_rank, split_axes
 class First:
     """The first place where it went wrong: phase, module and step, and what shows it there.
 
-    `name` is the first wrong tensor, "" when only the ledger shows it. `event` is the first event that parts from the
-    expectation, "" when none does. `phase` and `region` are those of the earlier of the two. `step` is -1 when that is
-    the event, which may be missing in every step. `note`: how the module was found, "" when a layout was declared.
-    `beside`: the ranks that are wrong and those that are right, and between which modules it lies, as far as known.
+    `name` is the first wrong tensor, "" when only the ledger shows it. `event` is the first call that differs from the
+    expectation, runs over wrong ranks or is never waited for, else "". `phase` and `region` are those of the earlier
+    of the two. `step` is -1 for a difference from the expectation, which counts whole runs. `note`: how the module was
+    found, "" when a layout was declared. `beside`: the ranks that are wrong and those that are right, and between
+    which modules it lies, as far as known.
     """
 
     phase: str = ""
@@ -88,7 +90,7 @@ def _issued_as(evidence: Evidence, work: Unwaited) -> Event | None:
 
 
 def _issued_in(parted: Difference) -> str:
-    """The phase of a parted event: that of the optimizer's step where calls should be followed by it and are not."""
+    """The phase of a differing call; "step" for a call of grad_sync found in data: no optimizer step comes after it."""
     if parted.expected and parted.found and (parted.expected.phase, parted.found.phase) == ("grad_sync", "data"):
         return "step"
     return parted.line.phase
@@ -96,11 +98,11 @@ def _issued_in(parted: Difference) -> str:
 
 def _call_comes_first(evidence: Evidence, parted: Difference, shown: First) -> bool:
     """Whether what the ledger shows comes before what the tensors show, or at the same place."""
-    if shown.step:
+    if shown.step:  # a difference counts whole runs, so it may be of step 0
         return True
     call, tensor = _order(_issued_in(parted)), _order(shown.phase)
     if call != tensor or parted.line.phase not in ("forward", "backward"):
-        # Before its gradient is looked at, a parameter's gradient goes through all that grad_sync does.
+        # A parameter gradient is compared after grad_sync, so a call up to grad_sync comes before it.
         return call <= (_order("grad_sync") if shown.name.startswith("grad/") else tensor)
     order = {module: place for place, module in enumerate(module_order(evidence))}
     mine, theirs = (order.get(region, len(order)) for region in (parted.line.region, shown.region))
@@ -133,7 +135,7 @@ def _shown_by(evidence: Evidence, wrong: Sequence[str]) -> First:
     elif kind == "param" or is_state(name):
         others = {place_of(other, 1).module for other in wrong}
         region = region if len(others) == 1 else ""
-    beside = (ranks_in_words(evidence, name, wrong), between(evidence, name, wrong))
+    beside = (ranks_in_words(evidence, name), between(evidence, name, wrong))
     return First(phase=phase, region=region, step=step, name=name, beside=tuple(filter(None, beside)))
 
 
@@ -155,8 +157,8 @@ def _user_of(evidence: Evidence, module: str) -> str:
     is_weighted = f"grad/{module}.weight" in evidence.truth and f"grad/{following}.weight" in evidence.truth
     outputs = [evidence.truth[f"act/{name}"].numel() for name in (module, following)]
     in_parts = is_weighted and outputs[1] < outputs[0] and not are_matrices(evidence, following)
-    between = is_block or in_parts or (is_weighted and are_matrices(evidence, module, following))
-    return around if siblings and between else following
+    has_code = is_block or in_parts or (is_weighted and are_matrices(evidence, module, following))
+    return around if siblings and has_code else following
 
 
 def _gradient_place(evidence: Evidence, wrong: Sequence[str]) -> tuple[str, str]:
@@ -198,10 +200,10 @@ _CORES: Mapping[str, str] = {"attention": "the attention core", "mlp": "the acti
 """Last word of a module -> what its own code computes between two linears."""
 
 
-def ranks_in_words(evidence: Evidence, name: str, wrong: Collection[str]) -> str:
-    """The ranks where a name is wrong by their coordinates; "" when that is all of them, or no such set.
+def ranks_in_words(evidence: Evidence, name: str) -> str:
+    """The ranks where a name is wrong, by their coordinates; "" when all are, or when no two axes set them apart.
 
-    A gradient or parameter that is wrong wherever it is held: the ranks that hold any wrong one, by all of its kind.
+    All names of its kind decide instead, where a gradient or parameter is wrong on every rank that holds it.
     """
     bad, good = ranks_apart(evidence, [name])
     if not good and kind_of(name) in ("grad", "param", "param_after"):
@@ -230,9 +232,9 @@ def _in_words(axes: Sequence[str], places: Collection[tuple[int, ...]]) -> str:
 
 
 def between(evidence: Evidence, name: str, wrong: Collection[str]) -> str:
-    """The two modules between which the first wrong activation, or gradient of one, lies in code that has no name.
+    """The two modules around the unnamed code that computes the first wrong activation, or gradient of an activation.
 
-    The value of the one is right, that of the other wrong; "" where a module of its own computes the wrong value.
+    The first module's value is right, the second's wrong; "" where a named module computes the wrong value.
     """
     kind, _, module = name.partition("/")
     order = [other.partition("/")[2] for other in evidence.truth if kind_of(other) == "act"]
@@ -252,6 +254,6 @@ def between(evidence: Evidence, name: str, wrong: Collection[str]) -> str:
 
 
 def are_matrices(evidence: Evidence, *modules: str) -> bool:
-    """Whether these modules are linears: what one returns goes through code of the module around it to another."""
+    """Whether each of these modules has a matrix as its weight, as a linear has."""
     weights = (evidence.truth.get(f"grad/{module}.weight") for module in modules)
     return all(weight is not None and weight.dim() > 1 for weight in weights)

@@ -20,11 +20,11 @@ from harness.diagnosing.rules.proofs import times as in_words
 from harness.errors import ranks_text
 
 MOVED = 5.0
-"""A parameter that is off by this many times what training moves it by was another one before the first step."""
+"""A parameter whose error exceeds this many times its movement in training had another initial value."""
 
 
 def hint(evidence: Evidence, first: First, wrong: Sequence[str]) -> str:
-    """All that is known, "" when it is nothing. `wrong` are all wrong names in the order of training."""
+    """Hints on the first place, joined by "; ", or "". `wrong` are all wrong names in the order of training."""
     if not first.name or first.event or evidence.located is not None or not comparable(evidence, first.name):
         return ""
     return "; ".join(

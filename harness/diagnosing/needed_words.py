@@ -1,7 +1,7 @@
 """Which words of a case a failure needs, found by experiment: the case is run again with words changed.
 
-A word is needed when the failure is gone with another value of it, all other words as they are. Where a rule of the
-case language makes others change with it, it is needed when none of these needs fewer others. Words are changed many at
+A word is needed when the failure is gone with another value of it, all other words as they are. A word that by a rule
+changes others is left out when one of these removes the failure with fewer changes. Words are changed many at
 once, and in halves where the failure is gone. So n words of which k are needed take about `2 k log2(n / k)` runs. First
 the case becomes as plain as the failure allows: every word gets its plainest value, a number the plainest that still
 fails. Then each word takes another one, the words that are not plain first. No rule about any bug enters. Source: delta
@@ -21,9 +21,9 @@ Fails = Callable[[CaseLike], "bool | None"]
 Change = tuple[str, Any]
 """A word and the value that it gets."""
 _LISTED = 12
-"""How many words a line names that were not tried."""
+"""Most untried words that a line names."""
 _REPAIRS = 4
-"""How many further words an illegal change takes along."""
+"""Most repairs of an illegal change, each of a further word."""
 
 
 class OutOfTime(Exception):
@@ -128,7 +128,7 @@ class _Search:
             self._decide_one("mode")
 
     def _decide_many(self, changes: Sequence[Change]) -> None:
-        """Find those of these changes without which the case fails."""
+        """Find the changes that make the case pass, in halves."""
         other, made = self._changed(changes)
         if len(made) > 1 and self._failing(other):
             self._tried |= {word for word, _ in made}
@@ -162,7 +162,7 @@ class _Search:
         return self._known[text]
 
     def _changed(self, changes: Sequence[Change]) -> tuple[CaseLike, list[Change]]:
-        """The case with as many of these changes as are legal together, and those."""
+        """The case with as many of these changes as are legal together, and the changes made."""
         case, made = self.case, list[Change]()
         left, before = list(changes), None
         while left != before:  # what was illegal may be legal beside the others
@@ -179,7 +179,7 @@ class _Search:
     def _with(self, case: CaseLike, word: str, value: Any) -> CaseLike:
         """The case with another value of this word alone; where that is illegal, what breaks a rule becomes plain too.
 
-        Raises what a case raises that is still illegal then.
+        Raises the ValueError or TypeError of a case that is still illegal then.
         """
         changed: Any = dataclasses.replace
         words = {word: value}
@@ -190,7 +190,7 @@ class _Search:
             except (ValueError, TypeError) as problem:
                 key = getattr(problem, "key", "")
                 if key in words or key not in self._domains:
-                    changed = type(case).but  # other words follow; and the only way where words are no fields
+                    changed = type(case).but  # dependent words follow; also for words that are no dataclass fields
                 else:
                     words[key] = self._domains[key][0]
         return case.but(**words)

@@ -4,8 +4,10 @@ A bug has one first place, and what comes later follows from it. Causes are look
 the first that is found is reported.
 
     1  what a check states by itself: a group of other ranks, a layout, a handle that was never waited for
-    2  the dense model under another rule (`what_ifs`), when it explains the wrong tensors that it speaks of; a loss
-       whose softmax counts every class once a rank; masks of dropout that are equal, or independent, and must not be
+    2  rounding that several ranks alone do; masks of dropout that are equal, or independent, and must not be; numbers
+       drawn on one side alone; the dense model under another rule (`what_ifs`), when it explains the wrong tensors
+       that it speaks of; a loss over too many classes, or over each rank's part of them; the first wrong module that
+       was found without a declared layout
     3  the first call that parts from the expectation, when it comes before the first wrong tensor
     4  what the numbers of the first wrong tensors look like: counts, factors, places
     5  a call that parts later: no number makes a program issue other calls
@@ -78,7 +80,7 @@ def likely(
 ) -> tuple[Cause, ...]:
     """The causes of a case's failures; several are alternatives that fit equally well.
 
-    `wrong` are all wrong names in the order of computation; `call_first`: `parted` comes before the first.
+    `wrong` are all wrong names in the order of computation; `call_first`: `parted` comes before the first of them.
     """
     if causes := _from_groups(evidence):  # whatever else is wrong follows from a call over other ranks
         return tuple(causes)
@@ -87,12 +89,12 @@ def likely(
     by_call = [_blame(parted)] if parted else []
     if by_check and by_check[0].id == "not_waited" and parted and parted.kind == "extra":
         from_there = (bool(parted.caller) and work.caller.startswith(parted.caller) for work in evidence.unwaited)
-        if evidence.unwaited and all(from_there):  # the one too many: there was no use to wait for it
+        if evidence.unwaited and all(from_there):  # the call that was not waited for is the extra one
             return tuple(by_call)
     if by_check:
         return tuple((from_flaws(evidence, wrong) if "merge" in failed else []) or by_check[:1])
     if parted and parted.found and parted.found.dtype in evidence.island and by_call[0].id == "wrong_payload":
-        return tuple(by_call)  # what is sent in it is told by the very call
+        return tuple(by_call)  # the call itself sends in the lower precision
     if evidence.island:
         words = f"explained by rounding to {evidence.island}; the case is in {evidence.case.dtype}"
         words += f", and on one rank the subject does not round so; {MEANT}"
@@ -103,7 +105,7 @@ def likely(
         words = f"{evidence.drawn}, so nothing behind it can agree: switch that off for the proof, or seed it by the "
         words += "numbers of the samples (case.samples), on ranks and truth"
         return (reported("other_numbers", words, evidence.drawn),)
-    call_first = call_first and by_call[0].id != "wrong_place"  # that changes no number
+    call_first = call_first and by_call[0].id != "wrong_place"  # another phase or module changes no number
     numbers = [name for name in wrong if name in evidence.truth and comparable(evidence, name)]
     causes = (what_if(evidence, numbers) or more_classes(evidence, numbers[0], parted)) if numbers else []
     causes = within_limits(evidence, causes or (from_parts(evidence, numbers[0]) if numbers else []))
@@ -166,7 +168,7 @@ def _blame(parted: Difference) -> Cause:
 
 
 def _changed(expected: EventKey, issued: EventKey) -> str:
-    """The cause of a call that is made otherwise: what weighs most of that which changed."""
+    """The cause id of a call that differs: by its group, else its op, its reduction, its payload, its place."""
     if (expected.axis, expected.group_size) != (issued.axis, issued.group_size):
         return "wrong_group"
     if expected.op != issued.op:
@@ -188,7 +190,7 @@ def within_limits(evidence: Evidence, causes: Iterable[Cause]) -> list[Cause]:
 
 
 def _allowed(evidence: Evidence, names: Mapping[int, str], cause: Cause) -> bool:
-    """Whether the tensor would pass with what the prediction leaves of it as its error.
+    """Whether the tensor would pass if the residual of the prediction were its error.
 
     True for causes of one rank's part, of a step's movement, or of where the truth is 0 and has no size to measure by.
     A prediction that states how much it may leave (`Explained.left`) is one of a rule with a limit of its own.

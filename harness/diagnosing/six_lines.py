@@ -99,8 +99,8 @@ def _first(first: First) -> str:
         shown.append(f"{first.note} (no layout was declared)")
     if first.event:
         shown.append(f"in the ledger: {first.event}")
-    where = f"{place(first)}: " if first.phase else ""
-    return where + "; ".join(shown)
+    prefix = f"{place(first)}: " if first.phase else ""
+    return prefix + "; ".join(shown)
 
 
 def place(first: First) -> str:

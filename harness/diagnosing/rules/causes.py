@@ -118,18 +118,18 @@ class Cause:
             raise ValueError(f"cause id={self.id}: {self.words!r} must hold of the numbers that it speaks of")
 
 
-def claimed(known: str, words: str, *proof: Proof, follows: tuple[str, ...] = ()) -> list[Cause]:
+def claimed(id: str, words: str, *proof: Proof, follows: tuple[str, ...] = ()) -> list[Cause]:
     """The cause of this id, when its predictions hold; nothing when the numbers contradict it."""
-    _check(known)
+    _check(id)
     if not proof or not all(one.holds for one in proof):
         return []
-    return [Cause(id=known, words=words, proof=proof, follows=follows)]
+    return [Cause(id=id, words=words, proof=proof, follows=follows)]
 
 
-def reported(known: str, words: str, what: object) -> Cause:
+def reported(id: str, words: str, what: object) -> Cause:
     """The cause of this id that something else than numbers shows: a call, a flaw, a finding, an exception."""
-    _check(known)
-    return Cause(id=known, words=words, proof=(Seen(what=what),))
+    _check(id)
+    return Cause(id=id, words=words, proof=(Seen(what=what),))
 
 
 def of_rule(rule: WhatIfLike, words: str, proof: Proof) -> list[Cause]:

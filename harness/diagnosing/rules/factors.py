@@ -21,9 +21,9 @@ from harness.diagnosing.rules.proofs import SINGLE, Explained, explains, share_l
 from harness.mesh_axes import split_axes
 
 Predict = Callable[[float], tuple[Explained, ...]]
-"""A factor -> what the tensors in question are when it is theirs."""
+"""A factor -> its predictions for the wrong tensors."""
 Measure = Callable[[Evidence], float | None]
-"""Evidence of another case -> the factor there of what is wrong here; None when it shows none."""
+"""Evidence of another case -> the factor on the same tensor or part there; None when it shows none."""
 _NEAR = 1e-6
 """A factor is a size within this share of it, or within what rounding leaves of the error."""
 _LARGE = 3
@@ -31,22 +31,22 @@ _LARGE = 3
 UNDECIDED = " (a constant factor would look the same)"
 """Behind a factor that is a size of the case, where no case of another size decides."""
 _DEPTH = ("2 x layers",)
-"""Size by whose root initial values of outputs are divided that are added to residuals."""
-_POWER = (
+"""Size whose root divides the initial weights of linears that add to the residual stream."""
+_SUMS = (
     ("summed_twice", 1, "summed over it once too often, or not divided by it"),
     ("averaged", -1, "averaged over it where it must be summed, or divided again"),
     ("summed_twice", 2, "summed over it twice too often"),
     ("averaged", -2, "divided by it twice too often"),
 )
 """(cause, power of an axis, what it means)."""
-_WHAT = {1: "", 2: "the square of ", 0.5: "the root of "}
-_POWERS = {sign * power: f"{'1 / ' * (sign < 0)}{what}{{}}" for sign in (1, -1) for power, what in _WHAT.items()}
+_ROOTS = {1: "", 2: "the square of ", 0.5: "the root of "}
+_POWERS = {sign * power: f"{'1 / ' * (sign < 0)}{what}{{}}" for sign in (1, -1) for power, what in _ROOTS.items()}
 """Powers of a size that a factor may be, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Guess:
-    """A size to some power that a factor equals: the axis ("micro" or "tokens" too) and what it would mean."""
+    """A power of a size that a factor equals (an axis, "all ranks", "micro", "tokens of the step"), and its meaning."""
 
     id: str
     size: str
@@ -108,14 +108,14 @@ def from_factor(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
 
     def predict(factor: float) -> tuple[Explained, ...]:
         truths = ((value, evidence.truth[name]) for name, value in values.items())
-        shared = factor if single else known[0]  # a factor that equals a size is told of as near as it is
+        shared = factor if single else known[0]  # of several elements, the measured factor; not exactly the size
         return tuple(Explained(value=value, truth=truth, guess=shared * truth.double()) for value, truth in truths)
 
     single = len(names) == 1 and evidence.truth[names[0]].numel() == 1  # any wrong number is a factor times the right
     relation = f"{'it is' if len(names) == 1 else 'all are'} {times(known[0])} the truth"
     more = _DEPTH if kind_of(names[0]) == "init" else ()
     found = _Found(factor=known[0], relation=relation, near=near, predict=predict, more=more)
-    causes = _decided(evidence, _guesses(evidence, names), found, lambda other: _there(other, names[0]))
+    causes = _decided(evidence, _guesses(evidence, names), found, lambda other: _factor_in(other, names[0]))
     return [] if single and [cause.id for cause in causes] == ["constant_factor"] and not causes[0].follows else causes
 
 
@@ -129,16 +129,16 @@ def meaning_of(
     *,
     forward: bool = False,
 ) -> list[Cause]:
-    """Causes of a factor that some part of a wrong tensor has; `told` is what it multiplies, in words.
+    """Causes of a factor on part of a wrong tensor; `relation` states in words what the factor multiplies.
 
-    `measure` finds it in another case. In forward no micro-batch knows of another one.
+    `measure` finds the factor in another case. `forward` leaves out `micro`: micro-batches do not meet in forward.
     """
     sizes = [*_sizes(evidence), *([] if forward else ["micro"])]
-    guesses = [_Guess(id=known, size=s, power=p, meaning=meaning) for s in sizes for known, p, meaning in _POWER[:2]]
+    guesses = [_Guess(id=known, size=s, power=p, meaning=meaning) for s in sizes for known, p, meaning in _SUMS[:2]]
     return _decided(evidence, guesses, _Found(factor=factor, relation=relation, near=near, predict=predict), measure)
 
 
-def _there(other: Evidence, name: str) -> float | None:
+def _factor_in(other: Evidence, name: str) -> float | None:
     """The factor on this tensor in another case; 1 where it is right."""
     value, truth = other.merged.tensors.get(name), other.truth.get(name)
     if value is None or truth is None or value.shape != truth.shape:
@@ -152,7 +152,7 @@ def _equal(one: float, other: float, near: float) -> bool:
 
 
 def _decided(evidence: Evidence, guesses: Sequence[_Guess], found: _Found, measure: Measure) -> list[Cause]:
-    """The guesses that this factor leaves, here and in other cases; else the sign, or a constant."""
+    """Causes of the guesses that the factor fits here and in other cases; else a wrong sign or a constant factor."""
     factor, near = found.factor, found.near
     fitting = [g for g in guesses if _counts(evidence).get(g.size, 1) > 1 and _equal(g.factor(evidence), factor, near)]
     seen = [(other, there) for other in evidence.others if (there := measure(other)) is not None]
@@ -170,7 +170,7 @@ def _decided(evidence: Evidence, guesses: Sequence[_Guess], found: _Found, measu
     if _equal(factor, -1, near):
         return claimed("sign", f"{found.relation}: the sign is wrong", *found.predict(-1.0))
     sizes = {g.size for g in fitting}
-    sized = "" if seen or _equal(factor, -1, near) else sizes_of(evidence, factor, near, found.more)
+    sized = "" if seen else sizes_of(evidence, factor, near, found.more)
     what = f", which is {sized}: a factor of it, or a constant one," if sized else ": a constant factor"
     words = f"{found.relation}{what} is wrong{_shown(evidence, seen, sizes)}"
     return claimed("constant_factor", words, *found.predict(factor), follows=tuple(sizes))
@@ -198,7 +198,7 @@ def _of_guesses(evidence: Evidence, left: Sequence[_Guess], found: _Found, shown
 
 
 def _shown(evidence: Evidence, seen: Sequence[tuple[Evidence, float]], sizes: set[str]) -> str:
-    """Words of other cases on the factor: "; 0.25 where tp=4"."""
+    """The factor in other cases, in words: " (0.25 where tp=4)"."""
     here = _counts(evidence)
     elsewhere = [
         f"{there:.4g} where {_label(other, size)}"
@@ -220,7 +220,7 @@ def _guesses(evidence: Evidence, names: Sequence[str]) -> list[_Guess]:
     forward = kind_of(names[0]) in ("act", "logits", "init")
     found = [
         _Guess(id=known, size=size, power=power, meaning=meaning)
-        for known, power, meaning in _POWER
+        for known, power, meaning in _SUMS
         for size in (summable if forward or power > 0 else sizes)
     ]
     for size in () if forward else ("micro", "tokens of the step"):

@@ -21,9 +21,9 @@ from harness.diagnosing.rules.proofs import Explained, number
 from harness.mesh_axes import split_axes
 
 CLOSE = 1e-3
-"""Norms are taken for equal within this share of themselves; what many guesses may meet within its square."""
+"""Relative tolerance of each rank's squared norm; its square where many guesses compete for one norm."""
 EXACT = 1e-9
-"""The same in float64."""
+"""Relative tolerance of these guesses in float64."""
 LEFT = 1e-3
 """Share of the error that a rule for norms may leave of it."""
 
@@ -37,7 +37,7 @@ def from_norms(evidence: Evidence, name: str) -> list[Cause]:
     if value is None:
         return _own_norms(evidence, name)
     is_norm = partial(_norm, value, evidence.truth[name])
-    others = (_norms_added(evidence), _kinds(evidence, name), _counted_otherwise(evidence, squares))
+    others = (_norms_added(evidence), _other_norms(evidence, name), _counted_otherwise(evidence, squares))
     for known, words, other in itertools.chain(*others):
         if causes := is_norm(known, words, other):
             return causes
@@ -89,7 +89,7 @@ def _groups(evidence: Evidence, names: Sequence[str]) -> dict[str, frozenset[str
     }
     for axis in split_axes(evidence.case):
         lists = evidence.axes.get(axis, ((),))
-        alike = {name for name in names if all(_alike(evidence, name, ranks) for ranks in lists)}
+        alike = {name for name in names if all(_same_part(evidence, name, ranks) for ranks in lists)}
         groups[f"what ranks of {axis} hold alike"], groups[f"what is split over {axis}"] = alike, {*names} - alike
         for place in range(len(lists[0])):
             holds = {rank for ranks in lists for rank in ranks[place : place + 1]}
@@ -104,7 +104,7 @@ def _groups(evidence: Evidence, names: Sequence[str]) -> dict[str, frozenset[str
     return {what: group for group, what in reversed(first.items())}
 
 
-def _kinds(evidence: Evidence, name: str) -> Iterator[tuple[str, str, float]]:
+def _other_norms(evidence: Evidence, name: str) -> Iterator[tuple[str, str, float]]:
     """Norms of these gradients by other rules, and what they would mean: (cause, words, norm)."""
     gradients = [tensor.double().flatten() for n, tensor in evidence.truth.items() if kind_of(n) == "grad"]
     right, norms = float(evidence.truth[name]), [float(gradient.norm()) for gradient in gradients]
@@ -157,7 +157,7 @@ def _several_left_out(squares: Mapping[str, float], left_out: float, dtype: str)
     for name, square in squares.items():
         kind = re.sub(r"\.\d+\.", ".*.", name)
         kinds[kind] = kinds.get(kind, 0.0) + square
-    if dtype != "float64" or left_out <= 0:  # so many sums that one of them comes near by chance
+    if dtype != "float64" or left_out <= 0:  # in shorter dtypes one of the many sums fits by chance
         return {}
     for count in range(1, 5):
         for some in itertools.combinations(kinds, count):
@@ -166,7 +166,7 @@ def _several_left_out(squares: Mapping[str, float], left_out: float, dtype: str)
     return {}
 
 
-def _alike(evidence: Evidence, name: str, ranks: Sequence[int]) -> bool:
+def _same_part(evidence: Evidence, name: str, ranks: Sequence[int]) -> bool:
     """Whether these ranks, as far as they hold it, hold the same part of a tensor."""
     blocks = blocks_of(evidence, name)
     return len({tuple(block.region for block in blocks[rank]) for rank in ranks if rank in blocks}) <= 1

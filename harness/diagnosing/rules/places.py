@@ -78,7 +78,10 @@ def timeline(names: Sequence[str], steps: int) -> list[str]:
 
 
 def wrong_ranks(evidence: Evidence, name: str) -> tuple[int, ...]:
-    """Ranks whose own blocks are off by more than a thousandth of the worst error; empty when that is all of them."""
+    """Ranks whose error exceeds a thousandth of the largest one; where errors are not finite, these ranks alone.
+
+    The result is empty when all ranks are wrong, or when the tensor cannot be held against the truth.
+    """
     truth = evidence.truth.get(name)
     if truth is None or not truth.is_floating_point() or not comparable(evidence, name):
         return ()
@@ -129,9 +132,9 @@ def held_whole(evidence: Evidence, name: str) -> bool:
 
 
 def comparable(evidence: Evidence, name: str) -> bool:
-    """Whether every block of this name has the truth's full shape and its kind of number.
+    """Whether every block of this name has the truth's full shape, and is floating-point exactly if the truth is.
 
-    Then it can be held against the truth; also when there is no truth.
+    The result is True for a name without a truth.
     """
     truth = evidence.truth.get(name)
     if truth is None:

@@ -1,7 +1,7 @@
 """Predictions of a cause for the tensors that it speaks of, and whether their numbers bear it out.
 
-A prediction holds when it accounts for what is wrong: next to nothing of the error is left, whatever the truth alone
-would leave. Tensors of one prediction have one shape; values of several ranks are put end to end.
+A prediction holds when it accounts for the error: the rest is small beside the error, not just beside the truth.
+Tensors of one prediction have one shape; values of several ranks are put end to end.
 """
 
 import math
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 SINGLE = 1e-4
-"""A single number comes near another one by chance, so it must come nearer."""
+"""Relative error within which a guess explains a single number, which may come near others by chance."""
 _LEFT = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Share of the error that may be left when a pattern explains it; rounding leaves more in shorter dtypes."""
 _LEFT_IN_SHORT = 3e-2
@@ -21,7 +21,7 @@ DRIFT = 64
 _ROUNDINGS = 16
 """A tensor that was rounded on its way is within this many epsilons of the shorter dtype of the truth."""
 FEWEST = 8
-"""Numbers of a shorter dtype that are none by chance."""
+"""Fewest nonzero elements whose fit to a shorter dtype is no chance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,9 +49,9 @@ class Explained:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rounded:
-    """All numbers of a wrong `value`, unlike the truth's, are ones of the dtype `short`, and near the right ones.
+    """All elements of a wrong `value`, not all of the truth, are representable in the dtype `short`; the two are close.
 
-    Roundings are nearly orthogonal to what is rounded, so that no factor is one.
+    Rounding errors are nearly orthogonal to the truth, and the error of a wrong factor is not.
     """
 
     value: Tensor
@@ -60,7 +60,7 @@ class Rounded:
 
     @property
     def holds(self) -> bool:
-        """Whether it is so."""
+        """Whether the value fits `short`, the truth does not, and the error is one of rounding."""
         x, t, eps = self.value.double(), self.truth.double(), torch.finfo(self.short).eps
         if x.shape != t.shape or int((x != 0).sum()) < FEWEST or not bool(torch.isfinite(x).all()):
             return False
@@ -81,7 +81,7 @@ class Near:
 
     @property
     def holds(self) -> bool:
-        """Whether it is so."""
+        """Whether every replica is the truth but for its last bits."""
         limit = float(self.truth.double().abs().max()) if self.truth.numel() else 0.0
         return limit > 0 and all(self._near(value, limit) for value in self.values)
 
@@ -100,7 +100,7 @@ class NotFinite:
 
     @property
     def holds(self) -> bool:
-        """Whether it is so."""
+        """Whether the value is not finite and the truth is."""
         return not bool(torch.isfinite(self.value).all()) and bool(torch.isfinite(self.truth).all())
 
 

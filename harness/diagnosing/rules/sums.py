@@ -19,7 +19,7 @@ from harness.diagnosing.rules.what_ifs import predictions
 from harness.mesh_axes import place_of_rank
 
 CLOSE = 1e-3
-"""Weights and norms are taken for equal within this share of themselves."""
+"""Weights are taken for equal within this share of themselves, losses within its square."""
 LEFT = 1e-2
 """A fit explains a wrong tensor when it leaves less than this share of its error."""
 _COUNTS = "ignored_learned", "mask_ignored"
@@ -37,7 +37,7 @@ def from_shares(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
     tokens = evidence.shares["tokens"]
     if whole:
         fit = _fitted(evidence, [(name, evidence.merged.tensors[name], ()) for name in whole])
-        dtypes = (getattr(torch, evidence.dtype_of(name)) for name in whole)  # of what masters of gradients were
+        dtypes = (getattr(torch, evidence.dtype_of(name)) for name in whole)  # gradients may be kept in a wider dtype
         near = max(CLOSE, *(share_left(torch.empty(0, dtype=dtype)) for dtype in dtypes))
         if fit is None:
             return _own_in_part(evidence, whole)
@@ -69,7 +69,7 @@ def _by_rank(evidence: Evidence, names: Sequence[str], tokens: Tensor) -> list[C
         weights[rank] = found[0]
         fits.append(found[1])
     value, truth, guess = (torch.cat([getattr(fit, part) for fit in fits]) for part in ("value", "truth", "guess"))
-    fit = Explained(value=value, truth=truth, guess=guess, left=LEFT)  # together: some of them may be right
+    fit = Explained(value=value, truth=truth, guess=guess, left=LEFT)  # one proof for all ranks: some may be right
     rows = {rank: place_of_rank(evidence.case.axes, "dp", rank) for rank in weights}
     own = torch.stack([w.mean() * tokens[rows[rank]].sum() / tokens.sum() for rank, w in weights.items()])
     scales = torch.stack([w.mean() for w in weights.values()])
@@ -88,7 +88,7 @@ Part = tuple[str, Tensor, tuple[tuple[int, int], ...]]
 
 
 def _fitted(evidence: Evidence, parts: Sequence[Part]) -> tuple[Tensor, Explained] | None:
-    """The weights [dp, micro] whose sum of shares these values are, and that sum; None when they are no such sum."""
+    """Weights [dp, micro] whose weighted sum of the shares is these values, and the proof; None when none fit."""
     grid = evidence.shares["tokens"].shape
     rows, values, truths = [], [], []
     for name, value, region in parts:
@@ -112,7 +112,7 @@ def _alike(values: Tensor, near: float = CLOSE) -> bool:
 
 
 def _local(shares: Tensor, count: int) -> bool:
-    """Whether each of `count` parts was divided by its own tokens; or that, and their mean taken for their sum."""
+    """Whether each of `count` parts was divided by its own tokens, and then summed, or averaged over the parts."""
     return any(bool(((shares - right).abs() <= CLOSE * right).all()) for right in (1.0, 1.0 / count))
 
 
@@ -140,7 +140,7 @@ def _of_weights(weights: Tensor, tokens: Tensor, fit: Explained) -> list[Cause]:
 
 
 def from_losses(evidence: Evidence, name: str) -> list[Cause]:
-    """Causes by which micro-batches or data ranks the first loss counts, and by whose tokens it is divided.
+    """Causes of a wrong first loss: micro-batches or data ranks that it leaves out, tokens that divide it.
 
     Gradients do not show a loss that is only reported wrong.
     """
@@ -175,7 +175,7 @@ def _by_data_rank(evidence: Evidence, name: str) -> dict[int, float]:
 
 
 def _by_row(counts: Mapping[int, float], right: float, by_row: Tensor) -> Explained:
-    """A number of every data rank, where another one is right for all."""
+    """The proof that each data rank's number is its entry of `by_row`, where `right` is right for all."""
     value, guess = torch.tensor([*counts.values()]).double(), by_row[[*counts]].double()
     return Explained(value=value, truth=torch.full_like(value, right), guess=guess, left=CLOSE)
 
