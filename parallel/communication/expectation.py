@@ -80,7 +80,7 @@ class CallRow:
     times     formula: calls over the whole run
     when      formula: whether there are any
     hidden    formula: whether each travels while a product is computed
-    again     issued once more where backward computes a layer again: "layer", with attention alone "core", "" never
+    again     whether recomputation repeats it: "layer" in full alone, "core" in selective too, "" never
     alone     issued in a group of one rank, too
     """
 

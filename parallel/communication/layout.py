@@ -178,7 +178,7 @@ def _cut(full: Tensor, cut: Cut, index: int, parts: int) -> Tensor:
 def _before(
     box: Tensor, offsets: tuple[int, ...], cut: Cut, shape: tuple[int, ...], at: Coordinates
 ) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-    """A box of what a cut left, as boxes of the tensor of `shape` that it was made in."""
+    """A box of a cut's result, as boxes of the tensor of `shape` before the cut."""
     dim, taken = cut.dim or 0, 0
     for start, length in _runs(cut, shape, *_place(cut, at)):
         first = max(offsets[dim], taken)

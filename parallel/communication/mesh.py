@@ -52,8 +52,8 @@ class Mesh:
             )
         axes: dict[str, Axis] = {}
         for name, groups in case.axes.items():
-            # Every rank makes every group, in one order, its own or not: new_group is collective over the world. Axes
-            # that nothing talks on have no groups: two for every rank would be most of what a large world costs.
+            # new_group is collective over the world: every rank makes every group in one order, its own or not. Mesh
+            # axes of one rank get none unless in _TALKING: one a rank would be most of what a large world costs.
             talks = name not in case.mesh or name in _TALKING or len(groups[0]) > 1
             made = [(ranks, dist.new_group(list(ranks), group_desc=name) if talks else None) for ranks in groups]
             own = [(ranks, group) for ranks, group in made if rank in ranks]

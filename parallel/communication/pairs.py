@@ -64,7 +64,7 @@ def gather_from(x: Tensor, axis: Axis) -> Tensor:
 
 def own_part(x: Tensor, axis: Axis, held: Sequence[range]) -> Tensor:
     """Whole -> this rank's ranges of the last dim, of any lengths; every element lies on one rank. Forward: own part.
-    Backward: all-reduce of the gradient, zero outside of the part (every rank's part is of use).
+    Backward: all-reduce of the gradient, zero outside the own part, so that the parts add up.
     """
 
     def completed(grad: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ a size there is one bucket, summed after that backward. No micro-batch before th
 
 With `wgrad=fused` the product for the gradient of a linear's weight is added into its place in the buffer, in the
 buffer's dtype. With `wgrad=deferred` it is computed after the last backward of the step, in the order of backward,
-before any sum that needs it. The placeholder that autograd gets is never read: not a number, or zero where another use
-of a tied table is added to it.
+before any sum that needs it. Autograd gets a placeholder: nan, which is never read, or for a tied table 0, to which the
+embedding's gradient is added.
 
 With `master=float32` the optimizer steps float32 copies, which are rounded into the parameters after its step.
 Source: Megatron-Core 0.16.1 `_ParamAndGradBuffer`, `DistributedOptimizer` (around.md 15.1, 15.2).
@@ -47,7 +47,7 @@ class _Under:
 class Buckets:
     """The buffer of one rank; `prepare` makes it, and the parts of a step do the rest in their order.
 
-    `apart`: the mesh axis of those that hold copies of its parameters, where it is not that of all others.
+    `apart`: the data axis of its parameters where that differs from `Core.data_axis` (experts: edp).
     """
 
     def __init__(self, case: Case, apart: str = "") -> None:
@@ -62,7 +62,7 @@ class Buckets:
         self._own: dict[str, range] = {}
 
     def prepare(self, rank: Rank) -> Rank:
-        """Lay out the buffer, and have the optimizer step what it shall."""
+        """Lay out the buffer, hook all gradients, choose the tensors to step."""
         case, self._axis, self._model = self._case, rank.mesh.axis(rank.case.data_axis), rank.parameters
         if self._apart:
             self._axis = rank.mesh.axis(self._apart)
@@ -128,7 +128,7 @@ class Buckets:
                 self._start(under)
 
     def _take_over(self, name: str, grad: Tensor, x: Tensor) -> Tensor:
-        """Add grad^T x to a weight's gradient, now or later; what autograd has in its place is nothing to be read."""
+        """Add grad^T x to a weight's gradient, now or later; return the placeholder: nan, or 0 for a tied table."""
         if self._case.wgrad == "fused":
             self._multiply(name, grad, x)
         else:
@@ -141,17 +141,15 @@ class Buckets:
         self._begun.add(name)
 
     def _start(self, under: _Under) -> None:
-        buffer, overlap = (
-            under.flat[under.bucket.start : under.bucket.end],
-            self._case.overlap and self._case.bucket > 0,
-        )
+        buffer = under.flat[under.bucket.start : under.bucket.end]
+        overlap = self._case.overlap and self._case.bucket > 0
         if self._sharded:
             under.pending = start_reduce_scatter(buffer, self._axis, dim=0, overlap=overlap)
         else:
             under.pending = start_all_reduce(buffer, self._axis, overlap=overlap)
 
     def reduce(self, _rank: Rank) -> None:
-        """The sums over the data ranks are complete; with zero=1 in this rank's part of every bucket."""
+        """Complete the sums over the data ranks; with zero=1 in this rank's part of every bucket."""
         for deferred in self._later:
             self._multiply(*deferred)
         self._later.clear()

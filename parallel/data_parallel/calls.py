@@ -29,14 +29,12 @@ REPLICAS = "replica"
 
 
 def shard_axis(case: Case, name: str = "") -> str:
-    """The mesh axis over which a parameter is sharded by rows: dense ones, or the one of this name."""
+    """The data axis of a parameter (of dense ones without a name); with `shard=` the ranks of one copy alone."""
     return "shard" if case.shard else case.data_axis_of(name)
 
 
 def summed_over(strategy: Strategy, case: Case, name: str, place: Placement) -> tuple[str, ...]:
-    """The axes over which the gradient of a parameter that lies so is summed: those that neither cut it nor share its
-    data.
-    """
+    """The axes over which the gradient of a parameter with this placement is summed, by the rule above."""
     other_data = [shard_axis(case, name), *([REPLICAS] if case.shard else [])]
     other_data += [strategy.weight_axis] if strategy.partial(case, name) else []
     other_data += ["embedding"] if name == TABLE and case.table_is_copied else []

@@ -6,18 +6,18 @@ over the ranks, each keeping its own rows, after every micro-batch. Where the ra
 ranks (`shard=`), the shards are summed over the replicas once a step.
 
     zero=2   a unit stays gathered until backward has left it
-    zero=3   a layer is dropped after its forward and gathered again before its backward; the model itself is not
+    zero=3   every unit but the model is dropped after its forward and gathered again before its backward
 
 With `no_sync` the gradients of whole parameters are added up on each rank, and reduced in the backward of the last
-micro-batch. With `prefetch` every unit starts to gather the next one when it is about to compute. The model gathers its
-first layer, a layer the next, in backward the one that backward comes to next.
+micro-batch. With `prefetch` the model and each layer start to gather the next layer before they compute, with zero=3 in
+backward too.
 
 Each chunk of a pipeline is a model of its own, with several micro-batches under way. A unit that backward has gathered
 stays until a forward has used it too, or the last backward of the step.
 
-Of a layer that is computed again the second forward gathers it, and backward uses what that gathered. The optimizer
-steps the shards: in float32 with `master=float32`, rounded before every gather. A rank beyond the rows of a parameter
-holds none of it. Other calls are awaited at once. Sources: torch 2.13 `fully_shard`, `_PipelineStageBase`, whose
+With zero=3 the second forward of a recomputed layer gathers it, and backward uses the same tensors. The optimizer steps
+the shards: in float32 with `master=float32`, rounded before every gather. A rank beyond the rows of a parameter holds
+none of it. Only prefetched gathers are asynchronous. Sources: torch 2.13 `fully_shard`, `_PipelineStageBase`, whose
 `backward_maybe_with_nosync` keeps what is gathered and reduces once (around.md 15.3); arXiv:1910.02054 for ZeRO.
 """
 

@@ -1,13 +1,13 @@
 """Experts in the place of a layer's MLP: hidden states in and out as the mode has them.
 
-A rank routes tokens of its own. Where hidden states are whole on every tensor rank each of these takes its part of the
-sequence before, and all parts are gathered behind. Otherwise copies of a token would each send its gradient to the
-experts, which would be tp times as large (experts.md 22.1). The shared expert is an MLP of the mode's linears.
+A rank routes tokens of its own. Where hidden states are whole on every tensor rank, each takes its part of the
+sequence first, and the outputs are gathered in the end. Otherwise tp copies of a token would each send its
+gradient to the experts, tp times the right one (experts.md 22.1). The shared expert is an MLP of the mode's linears.
 
-The experts that a rank holds, or its part of each: T rows, sorted by expert, through their own MLPs. Weights are
-[experts of the rank, out, in]. Of the inner features `etp` ranks hold a part each, so that outputs are partial sums
-over these. The router's weight of a row multiplies its inner features, cast back to their dtype. Source: Megatron-Core
-0.16.1 `SequentialMLP` (experts.md 21.6).
+`OwnExperts` sends T rows, sorted by expert, through the MLPs that this rank holds. Weights are [experts of the rank,
+out, in]. Each of the `etp` ranks holds a part of the inner features, so that outputs are partial sums over etp. The
+router's weight of a row multiplies its inner features, cast back to their dtype. Source: Megatron-Core 0.16.1
+`SequentialMLP` (experts.md 21.6).
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ class _Stacked(nn.Module):
 
 
 class OwnExperts(nn.Module):
-    """`shapes` are the local ones of up and down, and of gate for swiglu."""
+    """The experts of a rank; `shapes` are the local ones of up, down and, for swiglu, gate."""
 
     def __init__(
         self, activation: str, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, device: torch.device
@@ -142,7 +142,7 @@ class ExpertBlock(nn.Module):
         return y
 
     def _routed(self, x: Tensor) -> Tensor:
-        """The same for this rank's own tokens, without the shared expert."""
+        """The outputs of routed experts for this rank's own tokens."""
         step, micro = self.draw
         logits = self.router(x)
         logits_TE = logits.flatten(0, 1)

@@ -10,7 +10,7 @@ Outputs travel in the dtype of hidden states. T tokens, R rows, E experts, H hid
 `MoEAlltoAllTokenDispatcher`, `MoEAllGatherTokenDispatcher` (experts.md 22), whose gathers over etp are lists of unequal
 parts and whose sums travel in the dtype of weights.
 
-Capacity of an expert for the tokens that compete for it: `most_rows`, the rest is dropped, or rows are filled up.
+An expert takes `most_rows` rows of the tokens that compete for it: the rest is dropped, and with `pad` zeros fill up.
 
     capacity_of=rank          those of a rank in a micro-batch: no rank needs to know of others
     capacity_of=micro-batch   those of all ranks that hold the micro-batch, which gather what decides
@@ -61,7 +61,7 @@ def taken_of_all(case: Case, weights_TE: Tensor, chosen_TE: Tensor, numbers_RT: 
 
 
 def filled(case: Case, experts_R: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows sorted by expert, filled up with zeros to as many of each, and the places of the real ones."""
+    """Rows sorted by expert, filled up with zeros to `most_rows` of each, and the places of the real rows."""
     count = torch.bincount(experts_R, minlength=case.experts)
     within_R = torch.arange(len(experts_R), device=rows.device) - (count.cumsum(0) - count)[experts_R]
     places_R = experts_R * case.most_rows + within_R

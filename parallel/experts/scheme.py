@@ -10,12 +10,12 @@
     rows, step   | the calls of the dispatcher; the choices as `routing/<step>/<module>`
 
 A gradient is a sum over tokens, divided once by the number of all tokens, so that it needs no factor for ranks. The
-scale follows the data, the group follows the replicas (experts.md 21.6).
+divisor counts tokens, the group of a sum holds replicas (experts.md 21.6).
 
 With `bias_rate` the bias with which experts are chosen moves once a step, so that all get as many tokens, without a
 loss. The rows of all micro-batches are summed, an all_reduce int64 [layers of the rank, E] over tp_cp_dp. Rows are
-those that experts took, before any are filled up: padded ones are the same for all. They are integers, for sums in the
-dtype of a model end at 256 (experts.md 21.2, X8). Every choice counts once, however often a layer is computed. Source:
+those that experts took, before any are filled up: padded ones are the same for all. They are integers, for bfloat16
+counts exactly to 256 only (experts.md 21.2, X8). Every choice counts once, however often a layer is computed. Source:
 arXiv:2408.15664; Megatron-Core 0.16.1 `_update_router_expert_bias`.
 """
 
@@ -62,11 +62,11 @@ BIASES = (
         times=ONCE_A_STEP,
     ),
 )
-"""The rows of all ranks with other tokens."""
+"""The sum of every expert's rows over all ranks with other tokens."""
 
 
 def move_biases(rank: Rank) -> None:
-    """More for experts with fewer rows than the mean, less for those with more, the same step for all."""
+    """Raise the bias of experts with fewer rows than the mean, lower that of those with more, by `bias_rate`."""
     blocks = list(blocks_of(rank).values())
     if not blocks:
         return
@@ -87,7 +87,7 @@ def over_copies(others: Callable[[Rank], None], rank: Rank) -> None:
 
 
 def norm_of_all(others: Callable[[Rank], Tensor], rank: Rank) -> Tensor:
-    """The norm of all gradients, given that of all but experts'; a stage without any takes part."""
+    """The norm of all gradients; `others` gives that of dense ones. A stage without experts joins the calls."""
     dense, experts = rank.of(rank.case.data_axis), rank.of(COPIES)
     places = {**experts.updated_places, "": next(iter(dense.updated_places.values()))}
     nothing = torch.zeros((), device=rank.device)
@@ -131,7 +131,7 @@ def applied(strategy: Strategy, case: Case) -> Strategy:
         placements=placements,
         activation=lambda case, module: _activation(case, strategy, module),
         partial=lambda case, name: _partial(case, name) or (not _split(name) and strategy.partial(case, name)),
-        apart={**strategy.apart, "edp": own},
+        apart={**strategy.apart, COPIES: own},
         parts=parts,
         rows=(*strategy.rows, *rows_of_experts(case), *(BIASES if case.bias_rate else ())),
         step=step,
@@ -147,12 +147,12 @@ def _placed(name: str, place: Placement) -> Placement:
 
 
 def _split(name: str) -> bool:
-    """Is this parameter one of the experts, which has seen the tokens of all ranks that send any?"""
+    """Is this an expert's parameter, whose gradient holds the tokens of all ranks that send it any?"""
     return ".mlp.experts." in name
 
 
 def _partial(case: Case, name: str) -> bool:
-    """Has a tensor rank seen its own tokens alone?"""
+    """Does this whole parameter's gradient hold a tensor rank's own tokens alone?"""
     return name.endswith(".mlp.router.weight") or (name.endswith(".mlp.shared_gate.weight") and case.system.sequence)
 
 

@@ -28,7 +28,7 @@ class ScaleState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicScale:
-    """The rule."""
+    """How the scale changes after a step."""
 
     first: float = 2.0**32
     least: float = 1.0
@@ -81,7 +81,7 @@ class LossScaling:
         return scaled
 
     def update(self, *, infinite: bool) -> None:
-        """Go on to the next step, after one with finite gradients alone or not."""
+        """Go on to the next step; `infinite`: a gradient of this step was not finite."""
         if self._is_dynamic:
             self._state = self._rule.after(self._state, infinite=infinite)
 

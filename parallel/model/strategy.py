@@ -86,11 +86,11 @@ class Strategy:
     loss_axes      mesh axes over which the loss sum and the token count of a rank are summed
     placements     case -> how every parameter lies on the mesh
     activation     (case, module) -> how its output [rows of a data rank, seq, width] lies on the mesh, None if unknown
-    shares         case -> how the shares of attention [rows of a data rank, heads, queries, keys] lie where the core is
+    shares         case -> how attention probabilities [rows of a data rank, heads, queries, keys] lie in the core
     partial        (case, parameter whole on every rank) -> is its gradient on one rank a partial sum?
     coalesced      are the partial gradients summed in one flat all-reduce (Megatron), or in one each (InternEvo)?
-    norm_axes      mesh axes beside the weight axis over which all gradients together lie
-    apart          of parameters on ranks numbered otherwise: their data axis -> the axes over which their gradients lie
+    norm_axes      mesh axes beside the weight axis that split gradients: the squared norm is summed over them
+    apart          data axis of parameters with a rank order of their own -> the axes that split their gradients
     parts          (case, mesh, device) -> the strategy bound to one rank
     rows           the calls of its micro-batches; those of a step follow (`parallel.data_parallel.calls`)
     step           (case, step) -> what is done in a step, made of what the plain step does

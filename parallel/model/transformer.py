@@ -46,7 +46,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, table: tuple[Tensor, Tensor] | None, hidden_B1SS: Tensor | None, draw: Draw) -> Tensor:
         """Hidden states -> hidden states; `draw` is the step and the micro-batch that they are of."""
-        vars(self.mlp)["draw"] = draw  # what a feature has in its place may need it
+        vars(self.mlp)["draw"] = draw  # a feature's module in its place may read it
         x = x + self._dropped("attention", self.attention(self.attention_norm(x), table, hidden_B1SS, draw), draw)
         y: Tensor = x + self._dropped("mlp", self.mlp(self.mlp_norm(x)), draw)
         for leaf in self.behind:
@@ -155,7 +155,7 @@ def _layer(case: Case, strategy: Strategy, parts: Parts, dropout: Dropout, devic
         feature = replaced.get(leaf)
         return parts.branches[feature](f"{name}.{leaf}", dropout) if feature else plain()
 
-    # In forward order: who gathers weights ahead counts linears as they are built.
+    # Attention first: `parallel.weights.prefetch` takes the order of building as forward order.
     attention = branch("attention", lambda: _attention(case, strategy, parts, dropout, device, name))
     mlp = branch(
         "mlp", lambda: Mlp(case.activation, {leaf: parts.linear(f"{name}.mlp.{leaf}") for leaf in mlp_linears(case)})

@@ -5,11 +5,11 @@ summed over the pipeline. So is the squared norm, in which a tied token table co
 gradient is summed over the first and the last stage once a step, after the sums over data ranks (around.md 18.2). Both
 copies thus take the same steps.
 
-A step on one rank of a pipeline: forwards, backwards and messages of its stages, in the order of its schedule.
+A rank runs the forwards, backwards and messages of its stages in the order of the schedule.
 
-A message is an activation or its gradient, [S, B, D] in the case's dtype, under tp-sp this rank's part of S. Messages
-that are issued together are one batch of isend and irecv over the pipeline's group, and all of it is awaited at once. A
-received activation is an empty tensor that requires a gradient; that gradient is sent back.
+A message is an activation or its gradient, in the case's dtype and the mode's layout, of the tokens on this rank.
+Messages that are issued together are one batch of isend and irecv over the pipeline's group, and all of it is awaited
+at once. A received activation is an empty tensor that requires a gradient; that gradient is sent back.
 
 Interleaved stages on two ranks send both activations and gradients to the same rank in one batch, where messages are
 matched by order alone. Gradients have a group of their own there, which makes two batches (around.md 13.4). Source:
@@ -61,7 +61,7 @@ def with_channels(rank: Rank) -> Rank:
 def as_scheduled(rank: Rank, step: int, by: "type[StageRun] | None" = None) -> Scheduled:
     """All micro-batches of a step in the order of the schedule: loss sum, number of tokens and logits.
 
-    `by` a `StageRun` that is one of the caller's. Ranks before the last have 0, 0 and None.
+    `by`: a subclass of `StageRun` to run instead. Ranks before the last have 0, 0 and None.
     """
     axis = rank.mesh.axis("pp")
     pipeline, run = pipeline_of(rank.case), (by or StageRun)(rank, step)

@@ -139,9 +139,7 @@ def parts(case: Case, mesh: Mesh, device: torch.device) -> Parts:
         )
 
     def head() -> nn.Module:
-        shape = None
-        if not case.tied:
-            shape = local_shape(places["head.weight"], mesh.coordinates)
+        shape = None if case.tied else local_shape(places["head.weight"], mesh.coordinates)
         kind = GatheredHead if case.head == "gather" else SummedHead
         return kind(shape, region, head_held(case), dtype=dtype, device=device)
 
@@ -153,7 +151,7 @@ def parts(case: Case, mesh: Mesh, device: torch.device) -> Parts:
 
 
 class _Head(nn.Module):
-    """Field of both forms: this rank's weight, or none when it is tied to the whole token table."""
+    """Fields of both heads: this rank's weight, none where the head is tied; the parts of all ranks."""
 
     def __init__(
         self, shape: tuple[int, ...] | None, region: Region, held: Held, *, dtype: torch.dtype, device: torch.device
@@ -167,7 +165,7 @@ class GatheredHead(_Head):
     """Logits of this rank's tokens, gathered; a column linear. Tied: all logits, from the whole table on every rank."""
 
     def forward(self, x: Tensor, tied_weight: Tensor) -> Tensor:
-        """Hidden states [.., .., D] -> logits [.., .., V] on every rank; `tied_weight` [V, D] when it has no own."""
+        """Hidden states [.., .., D] -> logits [.., .., V] on every rank; a tied head reads `tied_weight` [V, D]."""
         if self.weight is None:
             return functional.linear(x, tied_weight)
         logits = column_linear(x, self.weight, None, self.region)
@@ -178,7 +176,7 @@ class SummedHead(_Head):
     """Partial logits of this rank's input features, summed; a row linear whose input is whole."""
 
     def forward(self, x: Tensor, tied_weight: Tensor) -> Tensor:
-        """Hidden states [.., .., D] -> logits [.., .., V] on every rank; `tied_weight` [V, D] when it has no own."""
+        """Hidden states [.., .., D] -> logits [.., .., V] on every rank; a tied head reads `tied_weight` [V, D]."""
         axis = self.region.axis
         own = self.held[axis.rank]
         weight = pairs.own_part(tied_weight, axis, own) if self.weight is None else self.weight

@@ -4,8 +4,8 @@ weights are split over wp, gathered whole for each use. tp and wp are sizes of t
 A block's gathers belong to the linear that starts them: its own one, or with prefetch another (the table of
 `parallel.weights.prefetch`). Nothing is gathered ahead for another stage of a pipeline. Reduce-scatters belong to the
 linear, fused to the block's first. Every gather but that of a table is shared by recompute and backward where it is
-prefetched or fused. Source: InternEvo (modes.md 2, 3.3 to 3.7; its means are sums here, decision G2). The doc-era loss
-(head=local) gathers per-token losses, and so does ours: then the outcome of every rank is the whole micro-batch's.
+prefetched or fused. Source: InternEvo (modes.md 2, 3.3 to 3.7; its means are sums here, decision G2). With head=local
+per-token losses are gathered, as in InternEvo, so that the outcome of every rank is the whole micro-batch's.
 """
 
 import itertools
@@ -27,7 +27,7 @@ from reference.model.parameters import Shape, shapes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Gather:
-    """A gather of block weights: the elements that travel, and the linears that own, start it forward and backward.
+    """A gather of block weights: its elements, the linear that owns them, the linears that start it in either pass.
 
     `ahead`: whether a product lies between issue and use, forward and backward. `again`: its block is recomputed.
     """

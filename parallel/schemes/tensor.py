@@ -146,7 +146,7 @@ def head_partial(_case: Case, name: str) -> bool:
 
 
 def sequence_partial(_case: Case, name: str) -> bool:
-    """Is this whole parameter's gradient a sum over tokens that are split over the axis? Norms and row biases.
+    """Is this whole parameter's gradient a sum over a rank's own tokens or heads? True for norms and row biases.
 
     Learned positions are not partial. They meet the hidden states before the split, and the all-gather in the backward
     of the split gives every rank the whole gradient.

@@ -1,11 +1,11 @@
 """Weight parallelism with split sequences: what the mode isp decides, bound to a case and a mesh.
 
 Two axes over the same ranks. Over `tp` the sequence of one data rank is split: every rank keeps its own tokens from
-embedding to head. Over `wp` the weights are split: no rank uses a part of one, so they are gathered for each use. wp
-divides tp * dp and may be smaller or larger than tp. A group of wp may hold ranks of several data ranks, or a part of
-one. The size changes nothing, for no two ranks see the same token and every gradient is a sum over all ranks. The sum
-is first over wp (a shard's reduce-scatter, a whole parameter's all-reduce), then over wdp, the ranks that hold the same
-shard. The loss of a token is known to all tp ranks of its data rank and sent back once: see `loss` and
+embedding to head. Over `wp` the weights are split, and gathered whole for each use. wp divides tp * dp and may be
+smaller or larger than tp. A group of wp may hold ranks of several data ranks, or a part of one. The size of wp changes
+no result: no two ranks see the same token, and every gradient is a sum over all ranks. A shard's gradient is
+reduce-scattered over wp in backward, then summed over wdp, whose ranks hold the same shard. A whole parameter's is
+summed over wdp, then over wp. All tp ranks know a token's loss, and its gradient flows back once: see `_loss` and
 `parallel.communication.pairs`. Source: InternEvo's isp (modes.md 3), with sums for its means (decision G2).
 """
 
@@ -140,8 +140,8 @@ def parts(case: Case, mesh: Mesh, device: torch.device) -> Parts:
 def _loss(case: Case, sequence: Axis, rank: int, logits: Tensor, labels_BS: Tensor) -> Tensor:
     """Every token's loss [B, S]; labels are whole under every form of the head.
 
-    Exchanged logits are split over the vocabulary. Otherwise each rank computes a plain loss of all tokens, or of its
-    own. An all-gather of a number a token then puts its own together (backward: own slice).
+    With head=exchange the loss is vocabulary-parallel. With head=gather each rank computes the loss of all tokens. With
+    head=local each rank computes that of its own tokens, and an all-gather joins them (backward: own slice).
     """
     alone = Axis(name="", ranks=(rank,), rank=0, group=None)
     labels = own_slice(labels_BS, sequence, dim=_SEQUENCE) if case.head == "local" else labels_BS

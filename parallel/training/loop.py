@@ -94,15 +94,14 @@ def set_up(case: Case, strategy: Strategy, mesh: Mesh, device: torch.device) -> 
     chunks = tuple((stage, Transformer(case, strategy, parts, dropout, device, stage)) for stage in own)
     parameters = {name: parameter for _, chunk in chunks for name, parameter in chunk.named_parameters()}
     places = {name: place for name, place in places.items() if any(stage.holds(name) for stage in own)}
-    at = mesh.coordinates
-    streams = streams_of(case, at)
+    streams = streams_of(case, mesh.coordinates)
     with torch.no_grad():
         for name, parameter in parameters.items() if device.type != "meta" else ():
             if case.load:
                 parameter.fill_(math.nan)  # until the checkpoint is read, by another reader than the dense model's
             else:
                 parameter.copy_(initial(case, name, places[name], mesh.coordinates, streams))
-    if case.init == "shard" and goes_on(at) and MODES[case.mode].system == "Megatron-Core":
+    if case.init == "shard" and goes_on(mesh.coordinates) and MODES[case.mode].system == "Megatron-Core":
         dropout.streams.load_state_dict(streams.state_dict())  # they go on; other context ranks have seeds of their own
     rank = Rank(
         case=case,

@@ -75,7 +75,7 @@ def over_weights(rank: Rank) -> None:
 
 
 def total_norm(rank: Rank) -> Tensor:
-    """The norm over the axes on which gradients lie; data ranks hold the same ones unless they share them."""
+    """The norm of the full gradients: squares are summed over the weight axis and `Strategy.norm_axes`."""
     axes = [rank.mesh.axis(axis) for axis in (rank.strategy.weight_axis, *rank.strategy.norm_axes)]
     gradients = rank.gradients()
     if rank.chunks[-1][0].copies_table:

@@ -48,7 +48,7 @@ def _words(owners: Iterable[type[Core]]) -> dict[str, Field]:
 
 
 def _order(words: dict[str, Field], names: tuple[str, ...]) -> Field:
-    """The word `order` over these axes: its default has the fastest first, its other value tp and dp exchanged."""
+    """The word `order`: by default these axes, the fastest first; its other value exchanges tp and dp."""
     about = words["order"].metadata
     swapped = {"tp": "dp", "dp": "tp"}
     other = [swapped.get(name, name) for name in names if name not in _UNUSED]
@@ -63,8 +63,8 @@ def _order(words: dict[str, Field], names: tuple[str, ...]) -> Field:
 
 
 def _axes(words: dict[str, Field]) -> tuple[str, ...]:
-    places = {name: field.metadata["axis"] for name, field in words.items() if field.metadata["axis"]}
-    return tuple(sorted({**_UNUSED, **places}, key=lambda name: {**_UNUSED, **places}[name]))
+    places = {**_UNUSED, **{name: field.metadata["axis"] for name, field in words.items() if field.metadata["axis"]}}
+    return tuple(sorted(places, key=lambda name: places[name]))
 
 
 FEATURES: dict[str, type[Core]] = _found()
@@ -72,7 +72,7 @@ FEATURES: dict[str, type[Core]] = _found()
 PARTS: dict[str, str] = {
     name: key for name, owner in FEATURES.items() for key, field in declared(owner).items() if field.metadata["part"]
 }
-"""Features that are a part of some models alone -> the word without which a model has it not."""
+"""Feature that only some models have -> the word that gives a model this feature."""
 _DECLARED = _words((Core, *FEATURES.values()))
 ORDER_NAMES = _axes(_DECLARED)
 """Every axis that the word `order` may name, the fastest of the default order first."""

@@ -57,7 +57,7 @@ class DataParallel(Core):
     )
     parity: int = word(
         0,
-        "steps from one comparison of replicas by hash, in the program, to the next; 0: none",
+        "steps between the program's own comparisons of replicas by hash; 0: none",
         legal="0, or at least 1",
         domain=(0, 1),
         dense=0,

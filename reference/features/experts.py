@@ -24,7 +24,7 @@ _OF_EXPERTS: Mapping[str, str] = {"tp": "etp", "dp": "edp"}
 
 
 def _where_learned(key: str, plain: float) -> Callable[[Mapping[str, Any]], Any]:
-    """Value of a word about the router's choice where `routing=` is given: its own where the router chooses."""
+    """Value of a word that follows `routing`: unchanged where the router chooses, else `plain`."""
     return lambda values: values[key] if values["routing"] == "learned" else plain
 
 

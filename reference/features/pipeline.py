@@ -78,9 +78,9 @@ class PipelineParallel(Core):
         layout = super().layout
         if self.pp == 1 or not self.system.gathers_weights:
             return layout
-        stages = ({**order.sizes, "wdp": order.sizes["wdp"] // self.pp, "pp": self.pp} for order in layout.orders[1:2])
-        weights = (replace(layout.orders[1], axes=tuple(sizes.items())) for sizes in stages)
-        return replace(layout, orders=(layout.orders[0], *weights, *layout.orders[2:]))
+        ranks, weights, *others = layout.orders
+        sizes = {**weights.sizes, "wdp": weights.sizes["wdp"] // self.pp, "pp": self.pp}
+        return replace(layout, orders=(ranks, replace(weights, axes=tuple(sizes.items())), *others))
 
     @property
     def axes(self) -> dict[str, Groups]:

@@ -17,7 +17,7 @@ class Randomness(Core):
         after="clip",
     )
     attention_dropout: float = word(
-        0.0, "share of the shares of attention that is dropped", legal="in [0, 1)", domain=(0.0, 0.1)
+        0.0, "share of attention probabilities that is dropped", legal="in [0, 1)", domain=(0.0, 0.1)
     )
     random: str = word(
         "field",

@@ -175,7 +175,7 @@ class Core:
         return x_BSH
 
     def replaced(self, _layer: int) -> dict[str, str]:
-        """Branch of this layer, "attention" or "mlp" -> the feature that has another one in its place.
+        """Branch of this layer, "attention" or "mlp", that a feature replaces -> the feature.
 
         Its parameters and mathematics are `reference.model.branches.FEATURE`, its module is that of `Parts.branches`.
         """
@@ -190,7 +190,7 @@ class Core:
 
     @property
     def units_behind(self) -> tuple[str, ...]:
-        """The modules behind the decoder that backward computes again as one, where it does so with its layers."""
+        """The modules behind the decoder, each of which recompute=full computes again as one unit."""
         return ()
 
     @property
@@ -205,7 +205,7 @@ class Core:
 
     @property
     def system(self) -> Mode:
-        """How the mode splits a model; of the first one for a word that is none, which a rule refuses."""
+        """The mode of this case; for an unknown word, which a rule refuses, that of tp."""
         return MODES.get(self.mode, MODES["tp"])
 
     @property
@@ -242,7 +242,7 @@ class Core:
     def padded_vocab(self) -> int:
         """Rows of the sharded vocabulary: gpt pads to a multiple of 128 * tp (Megatron), the others never pad.
 
-        Under isp of 128 * lcm(tp, wp): tp splits the logits, wp the weights. Under autotp no table is padded.
+        Under isp of 128 * lcm(tp, wp): tp splits the logits, wp the weights. autotp splits `vocab` and pads nothing.
         """
         if self.family != "gpt":
             return self.vocab
@@ -256,7 +256,7 @@ class Core:
 
     @property
     def slice_tokens(self) -> int:
-        """Tokens of one micro-batch on one rank of those that hold its sequences: all of its data rank's."""
+        """Tokens of one micro-batch on one context rank; all of the data rank's, unless a feature slices rows."""
         return self.tokens
 
     @property
@@ -279,8 +279,8 @@ class Core:
         sizes = self.mesh
         ranks = RankOrder.of(self.order, self.named_axes)
         ranks = RankOrder(tuple((axis, size) for axis, size in ranks.axes if axis in sizes))
-        own = () if not self.system.gathers_weights else (("wp", self.wp), ("wdp", ranks.world // self.wp))
-        return Layout(orders=(ranks, RankOrder(own)) if own else (ranks,))
+        own = [RankOrder((("wp", self.wp), ("wdp", ranks.world // self.wp)))] if self.system.gathers_weights else []
+        return Layout(orders=(ranks, *own))
 
     @property
     def axes(self) -> dict[str, Groups]:

@@ -1,7 +1,7 @@
 """The modes: schemes that split a model over ranks, one for each value of `mode=`. This is the only list of them.
 
-Here stands what a mode's words are and what makes them legal. Everything else of a mode is its file in
-`parallel.schemes` and its line in `parallel.registry`. Sources: modes.md 2, 3, 4, 8.2.
+This file states the words of a mode and what makes them legal. Everything else of a mode is its file in
+`parallel.schemes`, which `parallel.registry` finds by its name. Sources: modes.md 2, 3, 4, 8.2.
 """
 
 from collections.abc import Callable, Mapping
@@ -80,7 +80,7 @@ MODES: dict[str, Mode] = {
 
 
 def mode_of(values: Mapping[str, Any]) -> Mode:
-    """The mode of a case's values; for a word that is none, which a rule refuses, the first one."""
+    """The mode of a case's values; for an unknown word, which a rule refuses, that of tp."""
     return MODES.get(values["mode"], MODES["tp"])
 
 

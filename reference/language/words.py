@@ -17,7 +17,7 @@ SPLIT, MODEL, DATA, TRAFFIC, TRAINING = (
 )
 """The groups of words, in the order in which a case is printed."""
 LARGEST_SIZE = 2**31 - 1
-"""Of every whole number but the seed: what torch and numpy take as a size everywhere."""
+"""The largest whole number but the seed: torch and numpy take it as a size everywhere."""
 Problem = tuple[str, str, str]
 """Key, the rule it breaks, a legal value."""
 Field = dataclasses.Field[Any]
@@ -63,7 +63,7 @@ def word(
     axis     the word is the size of a mesh axis, at this place in the default order of ranks (the fastest first)
     follows  words from which `value` derives this one, if one of them is given and this one is not
     dense    the value that the dense model sees, which does not depend on this word; None: it reads the word
-    part     by its default a model has not the part that the words of this class are about
+    part     a model has the class's feature only where this word is not its default
     """
     about = {
         "default": default,

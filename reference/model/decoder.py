@@ -33,8 +33,8 @@ def _join(branch: str, x_BSH: Tensor, y_BSH: Tensor) -> Tensor:
 class Arithmetic:
     """How the sums of linears, norms and gradient norms are taken; the control run takes them in another order.
 
-    Another `activate` may be that of a relu whose kink lies elsewhere; the others are there for what-ifs. `rotate`
-    turns queries or keys, "q" or "k", `join` adds what a branch, "attention" or "mlp", returns to what entered it.
+    Another `activate` may move the kink of relu; `rotate` and `join` are for what-ifs. `rotate` turns queries or keys,
+    "q" or "k", `join` adds what a branch, "attention" or "mlp", returns to what entered it.
     """
 
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = layers.linear
@@ -50,7 +50,7 @@ PLAIN = Arithmetic()
 
 
 def silent(module: str, output: Tensor) -> None:
-    """The tap of those who do not listen."""
+    """A tap that does nothing."""
 
 
 def logits(
@@ -64,8 +64,8 @@ def logits(
 ) -> Tensor:
     """Logits [B, S, vocab] in the weights' dtype. The batch lies on the weights' device.
 
-    `beside` receives what the branches of features have beside their output; without it nothing goes on behind the
-    decoder.
+    `beside` receives the losses and counts of features' branches. Without `beside`, features behind the decoder are
+    skipped.
     """
     run = Pass(case=case, weights=weights, batch=batch, tap=tap, arithmetic=arithmetic, beside=beside or Beside())
     visible_SS = layers.visible(batch.tokens.shape[1], batch.cu_seqlens, batch.tokens.device)
@@ -170,6 +170,6 @@ class Pass:
         return x_BSH if kept_BSH is None else x_BSH * kept_BSH / (1 - rate_of(self.case, site))
 
     def tapped(self, name: str, output: Tensor) -> Tensor:
-        """The output of a module, which the tap hears of."""
+        """Call the tap with a module's output; return it."""
         self.tap(name, output)
         return output

@@ -38,7 +38,7 @@ def slack(
 ) -> dict[str, Tensor]:
     """By name, `param_after/<step>/<param>` and `param/<param>`: how far every element may be off; {} for sgd.
 
-    `states` are the states from which the steps of `truth` and `controls` began (see reference.states); moments say
+    `states`: where the steps of `truth` and `controls` began (see reference.training.states); moments say
     which gradients went into them.
     """
     if case.optimizer != "adamw" or f"exp_avg_after/0/{next(iter(shapes(case)))}" not in truth:

@@ -35,8 +35,8 @@ def control(
 ) -> dict[str, Tensor]:
     """The outcome of dense training and its activations, in the case's dtype, with the sums in another order.
 
-    `parts`: of how many (see reordered). `states`: those from which every step begins (see reference.states). `given`:
-    see reference.training.given.
+    `parts`: of how many (see reordered). `states`: those from which every step begins (reference.training.states).
+    `given`: see reference.training.given.
     """
     other = reordered(case, parts)
     return train(case, LastRead(case, device), arithmetic=other, last_first=True, states=states, observed=True)

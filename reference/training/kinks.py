@@ -44,7 +44,7 @@ def kinks(
 ) -> dict[str, Tensor]:
     """By how much every float of the outcome and of the activations changes when the kink moves to this side (1, -1).
 
-    `states`: those from which every step begins (see reference.states). `given`: see
+    `states`: those from which every step begins (see reference.training.states). `given`: see
     reference.training.given. Empty without a relu, and in float64.
     """
     if case.activation != "relu" or case.dtype == "float64":

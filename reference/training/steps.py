@@ -75,10 +75,10 @@ def train(
 ) -> dict[str, Tensor]:
     """The outcome of training these full weights on their device and in their dtype, or in the one given.
 
-    `last_first` adds the micro-batches' gradients in reversed order; `decay` and `clipping` are for what-ifs. `states`,
-    when given, are the states after all steps but the last (see reference.states). Every step then begins at the given
-    state before it and not at the model's own. `observed` adds the activations (see reference.activations). The weights
-    given are left as they are.
+    `last_first` adds the micro-batches' gradients in reversed order; `decay` and `clipping` are for what-ifs. `states`
+    are the states after all steps but the last (`reference.training.states`). Every step then begins at the given state
+    before it and not at the model's own. `observed` adds the activations (`reference.training.activations`). The given
+    weights are left as they are.
     """
     parameters = {
         name: weight.detach().to(dtype or weight.dtype, copy=True).requires_grad_() for name, weight in weights.items()
@@ -137,7 +137,7 @@ def _observed(sums: Sums, *, skipped: bool) -> Mapping[str, Tensor]:
 def _begun(
     case: Case, trained: Mapping[str, Tensor], parameters: Mapping[str, Tensor], decay: float
 ) -> torch.optim.Optimizer:
-    """The optimizer before the first step, everything as the checkpoint has it that the case loads."""
+    """The optimizer before the first step; with `load=`, parameters and states are the checkpoint's."""
     stepper = optimizer(case, list(trained.values()), decay)
     begin(case, trained, stepper)
     _rounded(case, trained, parameters)
@@ -152,14 +152,14 @@ def _trained(case: Case, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _handed(parameter: Tensor, trained: Tensor) -> Tensor:
-    """The gradient of what is trained, which is the parameter's in another dtype."""
+    """Move a parameter's gradient to the trained tensor, in its dtype; return it."""
     if trained is not parameter:
         trained.grad, parameter.grad = _gradient(parameter).to(trained.dtype), None
     return _gradient(trained)
 
 
 def _rounded(case: Case, trained: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-    """Masters rounded to the case's dtype into the parameters that compute."""
+    """Round masters, if any, to the case's dtype into the parameters."""
     with torch.no_grad():
         for name, weight in trained.items() if case.master != "none" else ():
             parameters[name].copy_(weight.to(getattr(torch, case.dtype)))
@@ -225,7 +225,7 @@ def _kept(outputs: dict[str, Tensor], module: str, output: Tensor) -> None:
 
 
 def _joined(outputs: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Every module's output and the gradient in it, of all data ranks (see reference.activations)."""
+    """Every module's output and the gradient in it, of all data ranks (see reference.training.activations)."""
     modules = list(outputs[0]) if outputs else []
     acts = {f"act/{name}": torch.cat([one[name].detach().flatten(2) for one in outputs]) for name in modules}
     slopes = {f"act_grad/{name}": torch.cat([_gradient(one[name]).flatten(2) for one in outputs]) for name in modules}

@@ -66,11 +66,11 @@ def subject(case: Case, device: torch.device) -> dict[str, Tensor]:
 
 @takes_given
 def truth(case: Case, device: torch.device, *, states: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Outcome and activations (see reference.activations), with all arithmetic in float64.
+    """Outcome and activations (see reference.training.activations), with all arithmetic in float64.
 
     `given`: what it must be given, by name (see reference.training.given).
-    `states`: those that an implementation returned, from which every step begins (see reference.states). Without them
-    a case whose training leaves what can be judged raises CaseError (see reference.divergence).
+    `states`: those that an implementation returned, from which every step begins (`reference.training.states`). Without
+    them a case whose training leaves what can be judged raises CaseError (`refuse_divergence`).
     """
     rounded = weights(case, device)
     outcome = train(case, rounded, dtype=torch.float64, states=states, observed=True)
@@ -80,7 +80,7 @@ def truth(case: Case, device: torch.device, *, states: Mapping[str, Tensor] | No
 
 
 def activations(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """`act/<module>` and `act_grad/<module>` of the dense model in the case's dtype (see reference.activations)."""
+    """`act/<module>` and `act_grad/<module>` of the dense model in its dtype (see reference.training.activations)."""
     from reference.training.activations import observe  # noqa: PLC0415
 
     return observe(case, weights(case, device))
