@@ -1,30 +1,25 @@
 """A survey proves collectives necessary and names those that are not; what it calls equivalent is never noticed."""
 
 import functools
-import itertools
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from harness.checking.checks import CHECKS
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError
 from harness.faults import Fault, faults_of, softmax_shift
-from harness.injecting.equivalence import UNREAD, proof_of
+from harness.injecting.equivalence import proof_of
 from harness.injecting.survey import FaultResult, survey, unproved
 from harness.plain_case import Vocabulary
 from harness.running.ranks.execution import execute
-from harness.running.trials.reference import decoder
 from harness.shard import Shard
 from parallel.subject import subject
 from reference.case import Case
-from reference.training import subject as dense
 from tests.harness import own_words, toy_subjects
 
 TINY = "layers=1 heads=4 kv_heads=4 hidden=16 ffn=16 seq=8 steps=2 micro=2 batch=2"
@@ -68,25 +63,6 @@ def test_the_gather_that_internevo_does_not_need_is_named_and_nothing_else(engin
     assert found == [("all_gather wp backward embedding #0", DEAD)]
 
 
-def test_the_last_sum_of_a_recomputed_layer_is_dead_traffic(engine: InprocEngine) -> None:
-    case = TP.but(recompute="full")
-    sums = [f for f in faults(engine, case, "drop", "poison", "stale") if f.target.phase == "recompute"]
-    assert {fault.target.region for fault in sums} == {"layers.0.attention.wo", "layers.0.mlp.w2"}
-    results = survey(case, subject, engine, faults=sums, first_only=True)
-    assert survivors(results) == []
-    assert {result.fault.target.region for result in results if result.equivalent == UNREAD} == {"layers.0.mlp.w2"}
-    found = [(str(collective.target), collective.why) for collective in unproved(results)]
-    assert found == [("sum all_reduce tp recompute layers.0.mlp.w2 #0", DEAD)]
-
-
-def test_the_calls_of_the_metric_are_necessary_too(engine: InprocEngine) -> None:
-    case = ISP.but(mode="mtp", metric=True, steps=3, micro=2)  # enough tokens for every rank to hold a right one
-    chosen = [fault for fault in faults(engine, case, "drop") if fault.target.phase == "metric"]
-    assert len(chosen) == 8
-    results = survey(case, subject, engine, faults=chosen, first_only=True)
-    assert {result.killed_by for result in results} == {("forward",), ("replicas",)}
-
-
 def wasteful(case: Case, device: torch.device) -> dict[str, Any]:
     """Our subject, and after it four collectives.
 
@@ -119,20 +95,6 @@ def test_redundant_and_unseen_collectives_are_told_apart(engine: InprocEngine) -
         "band": "dead traffic or a blind spot",
         "product": "redundant",
     }
-
-
-def test_the_dense_model_is_computed_once(engine: InprocEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = itertools.count()
-
-    def counted(case: Case, device: torch.device) -> dict[str, Tensor]:
-        next(asked)
-        return dense.truth(case, device)
-
-    reference = replace(decoder(), truth=counted)
-    chosen = faults(engine, TP, "drop")[:3]
-    results = survey(TP, subject, engine, faults=chosen, reference=reference, checks={"forward": CHECKS["forward"]})
-    assert [result.killed_by for result in results] == [("forward",)] * 3
-    assert next(asked) == 1
 
 
 def test_ranks_that_do_not_even_finish_are_noticed_by_the_run(engine: InprocEngine) -> None:

@@ -97,8 +97,6 @@ def test_what_a_subject_does_to_its_process_is_its_failure_and_a_kill_is_the_mac
     assert crashed.startswith("what:   the subject did not finish: rank 1 of 2 died: killed by SIGSEGV")
     assert killed.startswith("what:   the machine failed: rank 1 of 2 died: killed by SIGKILL")
     assert "causes: the subject ended the process of a rank: a crash in native code, or os._exit" in left
-    only = run(Request(cases=parse_cases(cases[3:]), subject=named(f"{ME}failing"), engine="pool", out=tmp_path))
-    assert only.exit_status == 3
 
 
 def test_frames_are_those_of_the_last_exception_and_of_the_users_code() -> None:
