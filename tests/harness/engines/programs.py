@@ -167,12 +167,6 @@ def forever(rank: int) -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def answers_at_length(rank: int) -> torch.Tensor:
-    """After a while, more than a socket holds."""
-    time.sleep(0.5)
-    return torch.ones(3_000_000)
-
-
 def asks_the_store(rank: int) -> None:
     """Wait for a key that no rank will set."""
     _get_default_store().get("nothing")

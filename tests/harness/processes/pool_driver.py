@@ -1,17 +1,16 @@
 """A driver of a pool that comes to no good end, in a process that a test starts.
 
-The pids of the pool's processes are written to a file. Then the driver hangs in a run (waits), or ends without closing
-the engine (drops). Or a run answers at length after a while (answers) or waits for the store (`asks`).
+The pids of the pool's processes are written to a file. Then the driver hangs in a run (`waits`, or `asks`: for the
+store).
 """
 
 import os
 from pathlib import Path
 from unittest import mock
 
-from harness.engines.engine import Program
 from harness.engines.processes.forked import pool
 from harness.engines.processes.forked.pool import PoolEngine
-from tests.harness.engines.programs import answers_at_length, asks_the_store, forever, parent_of
+from tests.harness.engines.programs import asks_the_store, forever, parent_of
 
 
 def family(engine: PoolEngine) -> list[int]:
@@ -29,6 +28,4 @@ def main(kind: str, file: str) -> None:
     with mock.patch.object(pool, "_HASH_SEEDS", (1,)):
         engine = PoolEngine()
         Path(file).write_text(" ".join(map(str, family(engine))))
-        programs: dict[str, Program] = {"waits": forever, "answers": answers_at_length, "asks": asks_the_store}
-        if kind in programs:
-            engine.run(programs[kind], world_size=2, timeout_s=600)
+        engine.run(asks_the_store if kind == "asks" else forever, world_size=2, timeout_s=600)
