@@ -1,4 +1,4 @@
-"""The torchrun engine under real launchers: one node, two nodes (two agents on this machine), and SLURM's environment.
+"""The torchrun engine under its launcher, with the words of two nodes on this machine, and in SLURM's environment.
 
 A start costs seconds, so each launch serves several questions.
 """
@@ -46,13 +46,11 @@ def launched(commands: Sequence[Sequence[str]], folder: Path, **more: str) -> li
     return [(process.returncode, *texts) for process, texts in zip(started, printed, strict=True)]
 
 
-def torchrun(folder: Path, nodes: int, ranks: int, *words: str) -> list[tuple[int, str, str]]:
-    """torchrun once a node, all on this machine."""
+def torchrun(folder: Path, ranks: int, *words: str) -> tuple[int, str, str]:
+    """torchrun on one node."""
     port = ("--master-addr", "127.0.0.1", "--master-port", free_port())
-    size = ("--nnodes", str(nodes), "--nproc-per-node", str(ranks))
-    return launched(
-        [("torch.distributed.run", *size, "--node-rank", str(node), *port, *words) for node in range(nodes)], folder
-    )
+    (told,) = launched([("torch.distributed.run", "--nproc-per-node", str(ranks), *port, *words)], folder)
+    return told
 
 
 def slurm(folder: Path, ranks: int, *words: str) -> list[tuple[int, str, str]]:
@@ -71,8 +69,17 @@ def ledger(run: Path) -> pd.DataFrame:
 
 @pytest.mark.slow
 def test_two_nodes_prove_a_case_and_rank_0_alone_tells(tmp_path: Path) -> None:
-    command = ("-m", "shardproof", "run", TINY, "--engine", "torchrun", "--out", "there")
-    first, second = torchrun(tmp_path, 2, 1, *command)
+    """The words of torchrun as the agent of each node sets them: the ranks of both nodes are local rank 0."""
+    words = {
+        "RANK": "{rank}",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+    }
+    first, second = launched(
+        [["shardproof", "run", TINY, "--engine", "torchrun", "--out", "there"]] * 2, tmp_path, **words
+    )
     assert first[0] == second[0] == 0, first[2] + second[2]
     assert "pass" in first[1] and "[1/1] pass" in first[2]
     assert second[1] == "" and "shardproof" not in second[2]
@@ -85,7 +92,7 @@ def test_two_nodes_prove_a_case_and_rank_0_alone_tells(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_what_goes_wrong_is_told_and_the_world_goes_on(tmp_path: Path) -> None:
     names = ("where", "raises", "dtypes_differ", "is_killed", "world_size_3", "kills_1")
-    ((status, out, err),) = torchrun(tmp_path, 1, 2, "-m", "tests.harness.processes.launched_world", *names)
+    status, out, err = torchrun(tmp_path, 2, "-m", "tests.harness.processes.launched_world", *names)
     rows = [json.loads(line) for line in out.splitlines()]
     told = {row["name"]: row for row in rows if row["name"] != "goes_right"}
     assert set(told) == set(names), err

@@ -4,17 +4,19 @@ import logging
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from harness.engines.threads.inproc import InprocEngine
 from harness.errors import TimeLimit
 from harness.running.proof import prove
 from harness.running.ranks.execution import RankTask, perform
@@ -27,6 +29,7 @@ from harness.torch_internals.modes import deterministic_on
 from reference.case import Case
 from reference.training import subject as dense
 from suites.subjects import mlp
+from tests.forked import started
 from tests.harness.command_line import ONE
 from tests.harness.toy_subjects import LoopEngine
 
@@ -145,14 +148,7 @@ def test_others_than_ranks_and_lines_that_are_flushed_pass(capsys: pytest.Captur
     assert err == ""
 
 
-PROGRAM = """
-import sys, torch
-from torch.utils.checkpoint import checkpoint
-from harness.engines.threads.inproc import InprocEngine
-from harness.running.proof import prove
-from reference.case import Case
-
-def stepped(kind):
+def stepped(kind: Any) -> Tensor:
     weight = torch.linspace(-1, 1, 7, dtype=torch.float64, requires_grad=True)
     optimizer = kind([weight], lr=0.1, weight_decay=0.01)
     for _ in range(3):
@@ -162,30 +158,34 @@ def stepped(kind):
     assert torch.is_grad_enabled()
     return weight.detach()
 
-def recomputed():
+
+def recomputed() -> Tensor:
     weight = torch.linspace(-1, 1, 7, dtype=torch.float64, requires_grad=True)
     checkpoint(torch.sin, checkpoint(torch.exp, weight, use_reentrant=False), use_reentrant=False).sum().backward()
+    assert weight.grad is not None
     return weight.grad
 
-with InprocEngine() as engine:
-    case = Case.parse("mode=tp tp=2 layers=1 hidden=16 heads=2 ffn=16 seq=8 optimizer=adamw recompute=full")
-    assert prove(case, "parallel.subject:subject", engine).verdict == "pass"
-kinds = torch.optim.SGD, torch.optim.AdamW
-before = [stepped(kind) for kind in kinds]
-gradient = recomputed()
-assert "torch._dynamo" not in sys.modules
-assert torch._dynamo.config.error_on_nested_fx_trace is not None  # asked by anyone else, it is loaded
-assert torch._dynamo is sys.modules["torch._dynamo"]
-assert torch.equal(gradient, recomputed())
-assert all(torch.equal(one, stepped(kind)) for one, kind in zip(before, kinds))
-assert torch.optim.Optimizer.zero_grad.__wrapped__.__dynamo_disable.__module__.startswith("torch.")
-assert checkpoint.__wrapped__.__dynamo_disable.__module__.startswith("torch.")
-"""
+
+def without_the_compiler_and_with_it() -> int:
+    torch_: Any = torch
+    with InprocEngine() as engine:
+        case = Case.parse("mode=tp tp=2 layers=1 hidden=16 heads=2 ffn=16 seq=8 optimizer=adamw recompute=full")
+        assert prove(case, "parallel.subject:subject", engine).verdict == "pass"
+    kinds = torch.optim.SGD, torch.optim.AdamW
+    before, gradient = [stepped(kind) for kind in kinds], recomputed()
+    assert "torch._dynamo" not in sys.modules
+    assert torch_._dynamo.config.error_on_nested_fx_trace is not None  # asked by anyone else, it is loaded
+    assert torch_._dynamo is sys.modules["torch._dynamo"]
+    assert torch.equal(gradient, recomputed())
+    assert all(torch.equal(one, stepped(kind)) for one, kind in zip(before, kinds, strict=True))
+    for wrapper in (torch_.optim.Optimizer.zero_grad, checkpoint):
+        assert wrapper.__wrapped__.__dynamo_disable.__module__.startswith("torch.")
+    return 0
 
 
-def test_optimizers_and_checkpoints_run_without_the_compiler_and_with_it_alike() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
+def test_optimizers_and_checkpoints_run_without_the_compiler_and_with_it_alike(tmp_path: Path) -> None:
+    process = started(without_the_compiler_and_with_it, folder=tmp_path)
+    assert process.ended(120) == 0, process.err
 
 
 GROUPS: list[str] = []
