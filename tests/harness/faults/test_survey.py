@@ -18,6 +18,7 @@ from harness.injecting.survey import FaultResult, survey, unproved
 from harness.plain_case import Vocabulary
 from harness.running.ranks.execution import execute
 from harness.shard import Shard
+from harness.subject import case_of, named
 from parallel.subject import subject
 from reference.case import Case
 from tests.harness import own_words, toy_subjects
@@ -178,3 +179,20 @@ def test_the_maximum_of_a_softmax_may_be_another_number_that_all_ranks_have(engi
     undeclared = survey(case, plain, engine, faults=maxima)
     proved = {str(one.fault) for one in survey(case, declared, engine, faults=maxima) if "softmax" in one.equivalent}
     assert proved and proved == {str(one.fault) for one in undeclared if one.survived}
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore")
+def test_every_collective_of_unmodified_megatron_is_necessary_and_every_doubled_sum_is_noticed(
+    engine: InprocEngine,
+) -> None:
+    """Its GPTModel needs each of its 4L + 5 calls."""
+    pytest.importorskip("megatron.core", reason="needs the extra `peers`")
+    megatron = named("suites.subjects.megatron:subject")
+    case = case_of("tp=2 layers=1 micro=1", megatron)
+    chosen = faults_of(execute(case, megatron.call, engine, text="").events, case.axes, kinds=("drop", "double"))
+    results = survey(case, megatron, engine, faults=chosen, first_only=True)
+    dropped = [result for result in results if result.fault.kind == "drop"]
+    assert len(dropped) == 4 + 5 and all(result.killed for result in dropped)
+    assert unproved(results) == [] == survivors(results)
+    assert [str(one.fault) for one in results if one.equivalent] == ["double max all_reduce tp forward #0"]

@@ -25,7 +25,7 @@ from parallel.pipeline.prediction import CasePipeline
 from parallel.subject import subject
 from reference.case import Case
 from tests.harness.engines.programs import calls_alone, calls_then, makes_alone, parent_of, summed, total
-from tests.harness.processes.pool_driver import family
+from tests.harness.processes.test_pool_endings import family
 
 TEXT = "mode=tp tp=2 layers=1 dtype=float64 metric=true"
 

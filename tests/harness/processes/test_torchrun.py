@@ -70,16 +70,10 @@ def ledger(run: Path) -> pd.DataFrame:
 @pytest.mark.slow
 def test_two_nodes_prove_a_case_and_rank_0_alone_tells(tmp_path: Path) -> None:
     """The words of torchrun as the agent of each node sets them: the ranks of both nodes are local rank 0."""
-    words = {
-        "RANK": "{rank}",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_port(),
-    }
-    first, second = launched(
-        [["shardproof", "run", TINY, "--engine", "torchrun", "--out", "there"]] * 2, tmp_path, **words
-    )
+    words = {"RANK": "{rank}", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    command = ["shardproof", "run", TINY, "--engine", "torchrun", "--out", "there"]
+    first, second = launched([command, command], tmp_path, **words, **meeting)
     assert first[0] == second[0] == 0, first[2] + second[2]
     assert "pass" in first[1] and "[1/1] pass" in first[2]
     assert second[1] == "" and "shardproof" not in second[2]

@@ -4,15 +4,17 @@
 The statement is tried here: a later gloo that can do it fails a test.
 """
 
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from harness.engines.processes.forked.pool import PoolEngine
 from harness.engines.threads.inproc import InprocEngine
+from tests.harness.threads.torch_calls import collectives, exchanges, groups, messages, mistakes, reductions  # noqa: F401
 from tests.harness.threads.torch_calls.beyond_gloo import NOT_ON_GLOO, WRONG_ON_GLOO
 from tests.harness.threads.torch_calls.listed import CALLS, plain
-from tests.harness.threads.torch_calls.program import on_rank
 
 RANKS = 4
 NAMES = tuple(name for name in CALLS if not name.startswith("beyond gloo"))
@@ -24,6 +26,22 @@ OF_ANY_SIZE = (
     "lists_of_equal_sizes", "exchange_dtypes", "gradients_of_functional_collectives", "barriers",
 )  # fmt: skip
 OF_SEVERAL = ("sends_and_receives", "batched_messages", "messages_from_anybody")
+
+
+_KINDS = (TypeError, ValueError, RuntimeError, LookupError, AssertionError)
+
+
+def on_rank(rank: int, size: int, names: Sequence[str]) -> dict[str, Any]:
+    """Results of all calls, in plain Python; an exception as a set of the kinds that a program can catch it by."""
+    found: dict[str, Any] = {}
+    for name in names:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                found[name] = plain(CALLS[name](rank, size))
+            except Exception as error:
+                found[name] = frozenset(kind for kind in _KINDS if isinstance(error, kind))
+    return found
 
 
 @pytest.fixture(scope="module")
