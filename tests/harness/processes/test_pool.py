@@ -2,20 +2,17 @@
 
 import os
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
 
 from harness.checking.checks import CHECKS
 from harness.checking.evidence import FAIL, PASS
 from harness.engines.engine import Engine
 from harness.engines.processes.flight_recorder import _COUNT, FlightRecorder, ReadCalls, Recording, anonymous_file
 from harness.engines.processes.forked.pool import PoolEngine
-from harness.engines.processes.rank_program import run_rank
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import Desynchronised, RankCrashed, RankDied, RequestError, TimeLimit
 from harness.recording.spans import RankSpan
@@ -167,24 +164,6 @@ def test_ranks_that_take_turns_have_no_picture() -> None:
     with InprocEngine() as engine:
         run = execute(case, subject, engine, text="")
     assert run.events and run.spans == ()
-
-
-def test_what_a_rank_raises_comes_with_its_traceback_even_when_it_cannot_be_pickled() -> None:
-    class Odd(Exception):
-        pass
-
-    def fails(error: Exception) -> Callable[[int], None]:
-        def program(rank: int) -> None:
-            raise error
-
-        return program
-
-    for error, kind in ((KeyError("weight"), KeyError), (Odd("weight"), RuntimeError)):
-        store = torch._C._distributed_c10d.HashStore()
-        found = run_rank(fails(error), (), rank=0, world_size=1, store=store, seed=0, timeout_s=10)
-        assert type(found.error) is kind and "weight" in found.detail
-        assert "raise error" in "".join(found.error.__notes__)
-        assert "test_pool.py" in found.caller and not torch.distributed.is_initialized()
 
 
 def test_a_recording_that_is_read_while_it_is_written_has_every_call_once() -> None:
