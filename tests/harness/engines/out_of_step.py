@@ -24,8 +24,14 @@ def forms_differ(rank: int) -> None:
         getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(ones(6), ones(2))
 
 
+def unnamed_groups_cross(rank: int) -> None:
+    """The groups 2 and 3 of the world are of the same ranks, and nothing but their number distinguishes them."""
+    _first, one, other = dist.new_group([0]), dist.new_group([0, 1]), dist.new_group([0, 1])
+    for group in (one, other) if rank == 0 else (other, one):
+        dist.all_reduce(ones(1), group=group)
+
+
 def alike_groups_cross(rank: int) -> None:
-    """Nothing but their number distinguishes the groups."""
     one, other = dist.new_group([0, 1], group_desc="tp"), dist.new_group([0, 1], group_desc="tp")
     for group in (one, other) if rank == 0 else (other, one):
         dist.all_reduce(ones(1), group=group)
@@ -132,6 +138,7 @@ CASES = [
     Case(messages_differ, 2, "mismatch", (0, 1), IN_TWO("recv", MESSAGE(0, 1))),
     Case(later_messages_differ, 3, "mismatch", (1, 0), LATER),  # who sends, who receives
     Case(table.groups_cross, 2, "deadlock", (0, 1), crossed("of one (0 1)", "of other (0 1)")),
+    Case(unnamed_groups_cross, 2, "deadlock", (0, 1), crossed("of group 2 (0 1)", "of group 3 (0 1)")),
     Case(alike_groups_cross, 2, "deadlock", (0, 1), crossed("of tp, group 1 (0 1)", "of tp, group 2 (0 1)")),
     Case(lives_differ, 2, "deadlock", (0, 1), crossed(f"{W2} of life 2", W2)),
     Case(one_ends_two_wait, 3, "skipped", (2,), f"rank 2 {LACKS} all_reduce #0 {W3}"),

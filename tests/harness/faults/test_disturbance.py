@@ -84,6 +84,7 @@ def ledger(program: Callable[[int], Tensor], world_size: int = 2) -> list[Event]
         # a dropped call leaves what the rank has alone
         (all_reduce, "drop", [[1, 2], [3, 4]]),
         (broadcast, "drop", [[1, 2], [3, 4]]),
+        (all_gather, "drop", [[1, 2, 1, 2], [3, 4, 3, 4]]),
         (all_gather_list, "drop", [[1, 2, 1, 2], [3, 4, 3, 4]]),
         (reduce_scatter, "drop", [[1], [4]]),
         (exchange, "drop", [[1, 1], [4, 4]]),

@@ -13,7 +13,7 @@ from harness.checking.checks import CHECKS
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError
 from harness.faults import Fault, faults_of, softmax_shift
-from harness.injecting.equivalence import proof_of
+from harness.injecting.equivalence import UNREAD, proof_of
 from harness.injecting.survey import FaultResult, survey, unproved
 from harness.plain_case import Vocabulary
 from harness.running.ranks.execution import execute
@@ -62,6 +62,17 @@ def test_the_gather_that_internevo_does_not_need_is_named_and_nothing_else(engin
     results = survey(ISP, subject, engine, faults=gathers, first_only=True)
     found = [(str(collective.target), collective.why) for collective in unproved(results)]
     assert found == [("all_gather wp backward embedding #0", DEAD)]
+
+
+def test_the_last_sum_of_a_recomputed_layer_is_dead_traffic(engine: InprocEngine) -> None:
+    case = TP.but(recompute="full")
+    sums = [f for f in faults(engine, case, "drop", "poison", "stale") if f.target.phase == "recompute"]
+    assert {fault.target.region for fault in sums} == {"layers.0.attention.wo", "layers.0.mlp.w2"}
+    results = survey(case, subject, engine, faults=sums, first_only=True)
+    assert survivors(results) == []
+    assert {result.fault.target.region for result in results if result.equivalent == UNREAD} == {"layers.0.mlp.w2"}
+    found = [(str(collective.target), collective.why) for collective in unproved(results)]
+    assert found == [("sum all_reduce tp recompute layers.0.mlp.w2 #0", DEAD)]
 
 
 def wasteful(case: Case, device: torch.device) -> dict[str, Any]:

@@ -1,18 +1,20 @@
-"""Launched ranks, from their agents' messages alone: how a run ends for rank 0.
+"""Launched ranks, from their agents' messages alone: how an agent ends, and how a run ends for rank 0.
 
-No process is started here: the agents of a run are played by the test. Real ones are tried in `test_torchrun`.
+No process is started here: the agents of a run are played by the test. Agents with workers are in `test_torchrun`.
 """
 
 import time
 from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 import pytest
 
-from harness.engines.processes.exit_status import process_end
+from harness.engines.processes.exit_status import ProcessEnd, process_end
 from harness.engines.processes.launched import torchrun
-from harness.engines.processes.launched.agent import CALLS, KILL, LEAVE, RUN, START, WHERE, Progress
+from harness.engines.processes.launched.agent import CALLS, END, KILL, LEAVE, RUN, START, WHERE, Progress, relay
+from harness.engines.processes.launched.rendezvous import Launched
 from harness.engines.processes.launched.torchrun import LaunchedWorkers
 from harness.engines.processes.messages import RunOrder, WorkerReport, packed_report
 from harness.engines.processes.rank_program import RankResult
@@ -25,6 +27,21 @@ GONE = RuntimeError("Connection closed by peer [10.0.0.2]:4711")
 
 def order(world_size: int = 2) -> RunOrder:
     return RunOrder(number=NUMBER, world_size=world_size, seed=0, program=b"", store_prefix="", connection=NUMBER)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_an_agent_tells_that_its_worker_cannot_be_forked_and_knows_whether_rank_0_ended_it(ordered: bool) -> None:
+    def fork() -> NoReturn:
+        raise MachineError("no memory", ranks=(), positions=())
+
+    link, theirs = Pipe()
+    place = Launched(rank=1, world_size=2, local_rank=1, master_addr="there", master_port=29500)
+    for word in (CALLS, LEAVE, START) if ordered else ():  # before START there is nobody who could answer
+        link.send((word, NUMBER))
+    link.send((END, 0)) if ordered else link.close()
+    assert relay(theirs, fork, place) is ordered
+    if ordered:
+        assert link.recv() == (NUMBER, Progress(end=ProcessEnd("no memory")))
 
 
 Message = tuple[int, Progress]

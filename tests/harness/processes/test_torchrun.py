@@ -85,7 +85,7 @@ def test_two_nodes_prove_a_case_and_rank_0_alone_tells(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_goes_wrong_is_told_and_the_world_goes_on(tmp_path: Path) -> None:
-    names = ("where", "raises", "dtypes_differ", "is_killed", "world_size_3", "kills_1")
+    names = ("where", "raises", "dtypes_differ", "is_killed", "hangs", "world_size_3", "kills_1")
     status, out, err = torchrun(tmp_path, 2, "-m", "tests.harness.processes.launched_world", *names)
     rows = [json.loads(line) for line in out.splitlines()]
     told = {row["name"]: row for row in rows if row["name"] != "goes_right"}
@@ -109,6 +109,10 @@ def test_what_goes_wrong_is_told_and_the_world_goes_on(tmp_path: Path) -> None:
     assert told["is_killed"]["seconds"] < 2
 
     assert told["world_size_3"]["error"] == "RequestError"
+    assert told["hangs"]["error"] == "TimeLimit"
+    assert "no end within 2 s: rank 1 runs at" in told["hangs"]["message"] and "in hangs" in told["hangs"]["message"]
+    assert told["hangs"]["seconds"] < 6
+
     rule = "world_size 3: must be from 1 to 2, the number of processes that were launched"
     assert rule in told["world_size_3"]["message"]
     assert [row[2:] for row in told["where"]["value"]] == [["2", "0"], ["2", "1"]]

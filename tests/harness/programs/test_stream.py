@@ -18,6 +18,7 @@ from harness.programs.session import ProgramSession
 from harness.programs.stream import EventStream
 from harness.recording import attribution, lanes
 from harness.recording.module_watch import Emit
+from harness.recording.naming import Paths
 from harness.recording.recorder import Recorded, Recorder
 from tests.harness.recording.simulated_graph import SimulatedGraph, graphs_simulated
 
@@ -189,3 +190,12 @@ def test_a_program_of_calls_alone_does_not_wait_for_ever(monkeypatch: pytest.Mon
     assert all(len(one._open) <= 60 for one in recorder.streams.values())
     assert len(untimed(recorder.written)) == 2 * 300
     assert {event.phase for event in recorder.written} == {"data"}
+
+
+def test_models_that_are_made_anew_each_step_are_forgotten() -> None:
+    paths = Paths()
+    for _step in range(50):
+        paths.add(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    assert len(paths._of_module) <= 3 * 2
+    assert len(paths._of_parameter) <= 4 * 2
+    assert len(paths.models) <= 1

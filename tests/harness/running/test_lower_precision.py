@@ -90,12 +90,18 @@ def sums_travel_in(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sums_of_activations_that_travel_in_bfloat16(engine: InprocEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong where it is not stated, and named with the line."""
+    """Wrong unless stated, and named with the line."""
     sums_travel_in(torch.bfloat16, monkeypatch)
     result = proved(Network(), "tp=2 dtype=float32", engine)
     messages = [verdict.message for verdict in result.verdicts if verdict.verdict == "fail"]
     said = f"causes: explained by rounding to bfloat16, which enters at {HERE}"
     assert messages and all(said in one for one in messages), messages
+    stated = Network()
+    stated.wire_dtype = "bfloat16"  # type: ignore[attr-defined]
+    result = proved(stated, "tp=2 dtype=float32", engine)
+    assert result.verdict == "pass", told(result)
+    stated.factor = 1.2
+    assert proved(stated, "tp=2 dtype=float32", engine).verdict == "fail"
 
 
 def test_gradients_that_are_rounded_behind_backward_are_no_part_of_the_model(

@@ -72,11 +72,14 @@ def test_every_rank_draws_its_own_stream_from_the_seed_however_they_take_turns(e
     assert engine.run(program, world_size=3, seed=seed + 1) != found
 
 
-@pytest.mark.parametrize("half_drawn", [False, True])
-@pytest.mark.parametrize("drawn", [0, 1])
-def test_the_callers_streams_go_on_as_if_nothing_had_run(engine: InprocEngine, drawn: int, half_drawn: bool) -> None:
+@pytest.mark.parametrize(
+    ("drawing", "half_drawn"), [("", True), ("torch", False), ("python", True), ("numpy", True), ("numpy", False)]
+)
+def test_the_callers_streams_go_on_as_if_nothing_had_run(engine: InprocEngine, drawing: str, half_drawn: bool) -> None:
+    draws = {"torch": lambda: torch.rand(3), "python": random.random, "numpy": np.random.randn, "": lambda: None}
+
     def program(rank: int) -> None:
-        draw(drawn)
+        draws[drawing]()
         dist.barrier()
 
     draw(1 if half_drawn else 2)
@@ -94,8 +97,7 @@ def test_thread_state_that_a_program_leaves_behind_does_not_reach_the_next(engin
     def leave(rank: int) -> torch.dtype:
         KEPT.value = rank
         CONTEXT.set(rank)
-        if rank == 1:
-            torch.set_default_dtype(torch.float64)
+        torch.set_default_dtype((torch.float16, torch.float64)[rank])
         dist.barrier()
         torch.set_grad_enabled(False)
         torch.set_default_device("meta")
@@ -106,7 +108,7 @@ def test_thread_state_that_a_program_leaves_behind_does_not_reach_the_next(engin
         x, autocast = torch.ones(2), torch.is_autocast_enabled("cpu")
         return hasattr(KEPT, "value"), CONTEXT.get(), torch.is_grad_enabled(), x.device.type, x.dtype, autocast
 
-    assert engine.run(leave, world_size=2) == [torch.float32, torch.float64]
+    assert engine.run(leave, world_size=2) == [torch.float16, torch.float64]
     assert engine.run(look, world_size=3) == [(False, -1, True, "cpu", torch.float32, False)] * 3
     assert torch.is_grad_enabled() and torch.ones(1).device.type == "cpu"
     assert torch.get_default_dtype() is torch.float32
@@ -207,6 +209,13 @@ def test_what_a_rank_changes_is_its_own_and_gone_after_the_run(
         if rank == 1:
             del os.environ["SHARDPROOF_GIVEN"]
         dist.barrier()
+        environ: Any = os.environ
+        with pytest.raises(KeyError):  # as by Python
+            environ["NOT_THERE"]
+        with pytest.raises(KeyError):
+            environ.pop("NOT_THERE")
+        with pytest.raises(TypeError):
+            environ["A"] = 1
         names = [name for name in os.environ if name.startswith("SHARDPROOF_")]
         return (sorted(names), os.environ["SHARDPROOF_MADE"], os.environ.get("SHARDPROOF_GIVEN"), len(os.environ))
 

@@ -178,6 +178,36 @@ def test_dtensors_say_themselves_where_their_masks_lie(engine: InprocEngine) -> 
         assert failed(shardproof.prove("tp=2 split=false", OfDTensors((1, seed)), engine)) & {"replicas"} == nothing
 
 
+class OfItsOwn:
+    """Draws a mask without torch's dropout and returns it; the truth takes it as given."""
+
+    cases = ("tp=2",)
+    words: Mapping[str, Any] = {"steps": 1, "micro": 1, "factor": 1.0}
+
+    def truth(self, case: Any, device: torch.device, given: Mapping[str, Tensor] | None = None) -> Mapping[str, Tensor]:
+        mask = torch.ones(6, 20) if given is None else given["mask/0/hidden"]
+        return {"output/0": torch.arange(120, dtype=torch.float64).view(6, 20) * mask}
+
+    def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
+        rank, columns = dist.get_rank(), 20 // case.tp
+        dist.all_reduce(torch.ones(1))
+        mask = torch.rand(6, columns, generator=torch.Generator().manual_seed(rank)) >= 0.5
+        numbers = torch.arange(120, dtype=torch.float64).view(6, 20)[:, rank * columns :][:, :columns]
+        place = (0, rank * columns), (6, 20)
+        dropped = numbers * mask * case.factor
+        weight = torch.randn(60, generator=torch.Generator().manual_seed(7)) * case.factor
+        found = {"output/0": shardproof.Shard(dropped, *place), "mask/0/hidden": shardproof.Shard(mask, *place)}
+        return {**found, "init/weight": weight}
+
+    def deviations(self, case: Any) -> Mapping[str, float]:
+        return {"weight": 1.0}
+
+
+def test_a_truth_takes_returned_masks_as_given(engine: InprocEngine) -> None:
+    assert failed(shardproof.prove("tp=2", OfItsOwn(), engine)) == set()
+    assert failed(shardproof.prove("tp=2 factor=2.0", OfItsOwn(), engine)) == {"forward", "initial_values"}
+
+
 class Fewer(OfDTensors):
     """Its truth drops once more than its ranks do."""
 
