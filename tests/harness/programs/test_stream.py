@@ -64,7 +64,7 @@ class Tee(Recorder):
             super().waited(rank, ticket)
 
     def both(self) -> tuple[list[Event], list[Event]]:
-        """What was written on the way, and what is read at the end; the streams are closed."""
+        """The events written on the way, and those read at the end; the streams are closed."""
         for one in self.streams.values():
             one.close()
         return untimed(self.written), untimed(self.events())

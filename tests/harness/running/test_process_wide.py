@@ -178,7 +178,8 @@ def without_the_compiler_and_with_it() -> int:
     assert torch_._dynamo is sys.modules["torch._dynamo"]
     assert torch.equal(gradient, recomputed())
     assert all(torch.equal(one, stepped(kind)) for one, kind in zip(before, kinds, strict=True))
-    for wrapper in (torch_.optim.Optimizer.zero_grad, checkpoint):
+    wrappers: tuple[Any, ...] = torch.optim.Optimizer.zero_grad, checkpoint
+    for wrapper in wrappers:
         assert wrapper.__wrapped__.__dynamo_disable.__module__.startswith("torch.")
     return 0
 

@@ -182,7 +182,7 @@ subject.truth = truth
 
 
 def test_a_case_that_ends_its_process_is_named_and_the_others_are_proved(tmp_path: Path) -> None:
-    """One whose truth never ends in native code is ended from outside."""
+    """A truth that never ends in native code is ended from outside."""
     (tmp_path / "my_subject.py").write_text(HARMFUL)
     cases = [f"{SMALL} seed={seed}" for seed in (14, 1, 11, 12, 13, 15, 2)]  # 14 before there are threads of ranks
     words = ("--when", "0", "--timeout", "10", "--subject", "my_subject:subject")

@@ -163,7 +163,7 @@ def summed_in_pairs(rank: int) -> float:
 
 
 def before_and_after(rank: int, meeting: str) -> int:
-    """One of two processes with a world of their own, and runs of the engine before, beside and after it."""
+    """A process of a world of two, and runs of the engine before, beside and after that world."""
     with InprocEngine() as engine:
         assert engine.run(summed_in_pairs, world_size=2) == [2, 2]
         assert not dist.is_initialized()
