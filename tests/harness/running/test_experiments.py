@@ -50,7 +50,7 @@ def when(result: RunResult, case: Any) -> str:
     [
         (
             "saved-input-not-gathered",
-            "recompute=full distribute_saved=true family=llama kv_heads=4 vocab=510 dp=2",
+            "recompute=full distribute_saved=true family=llama kv_heads=4 vocab=62 dp=2 layers=1 hidden=32 seq=16",
             "only with tp=2 and distribute_saved=true; right with tp=1, with distribute_saved=false",
         ),
         ("embedding-gradient-times-two", PLAIN, "other values of N words change nothing, with one rank too"),
