@@ -58,8 +58,6 @@ def _end(ending: str) -> None:
         os._exit(3)
     if ending == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if ending == "abort":
-        os.abort()
     if ending == "segfault":
         os.kill(os.getpid(), signal.SIGSEGV)
     if ending == "stop":
@@ -79,8 +77,6 @@ def raises(rank: int, kind: str) -> None:
     if rank == 1 and kind == "backward":
         x.register_hook(_refuse)
     (x * 2).backward(torch.ones(2))
-    if rank == 1 and kind == "plain":
-        raise KeyError("missing")
     dist.all_reduce(torch.ones(3))
 
 
@@ -141,11 +137,11 @@ def calls_alone(rank: int) -> None:
         dist.all_reduce(torch.ones(2))
 
 
-def makes_alone(rank: int, others: str) -> None:
+def makes_alone(rank: int) -> None:
     """Rank 1 makes a group, rank 0 does something else."""
     if rank == 1:
         dist.new_group([0, 1])
-    elif others == "calls":
+    else:
         dist.all_reduce(torch.ones(3))
 
 
@@ -171,12 +167,6 @@ def forever(rank: int) -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def answers_at_length(rank: int) -> torch.Tensor:
-    """After a while, more than a socket holds."""
-    time.sleep(0.5)
-    return torch.ones(3_000_000)
-
-
 def asks_the_store(rank: int) -> None:
     """Wait for a key that no rank will set."""
     _get_default_store().get("nothing")
@@ -190,14 +180,6 @@ def where(rank: int) -> tuple[int, int, str, str]:
 def parent_of(pid: int) -> int:
     """The parent of a process, according to /proc."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def forgets(rank: int) -> None:
-    """Leave the second call without a wait."""
-    for waited in (True, False):
-        work = dist.all_reduce(torch.ones(3), async_op=True)
-        if waited:
-            work.wait()
 
 
 class Log:

@@ -1,16 +1,13 @@
 """A survey proves collectives necessary and names those that are not; what it calls equivalent is never noticed."""
 
 import functools
-import itertools
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from harness.checking.checks import CHECKS
 from harness.engines.threads.inproc import InprocEngine
@@ -20,11 +17,10 @@ from harness.injecting.equivalence import UNREAD, proof_of
 from harness.injecting.survey import FaultResult, survey, unproved
 from harness.plain_case import Vocabulary
 from harness.running.ranks.execution import execute
-from harness.running.trials.reference import decoder
 from harness.shard import Shard
+from harness.subject import case_of, named
 from parallel.subject import subject
 from reference.case import Case
-from reference.training import subject as dense
 from tests.harness import own_words, toy_subjects
 
 TINY = "layers=1 heads=4 kv_heads=4 hidden=16 ffn=16 seq=8 steps=2 micro=2 batch=2"
@@ -79,14 +75,6 @@ def test_the_last_sum_of_a_recomputed_layer_is_dead_traffic(engine: InprocEngine
     assert found == [("sum all_reduce tp recompute layers.0.mlp.w2 #0", DEAD)]
 
 
-def test_the_calls_of_the_metric_are_necessary_too(engine: InprocEngine) -> None:
-    case = ISP.but(mode="mtp", metric=True, steps=3, micro=2)  # enough tokens for every rank to hold a right one
-    chosen = [fault for fault in faults(engine, case, "drop") if fault.target.phase == "metric"]
-    assert len(chosen) == 8
-    results = survey(case, subject, engine, faults=chosen, first_only=True)
-    assert {result.killed_by for result in results} == {("forward",), ("replicas",)}
-
-
 def wasteful(case: Case, device: torch.device) -> dict[str, Any]:
     """Our subject, and after it four collectives.
 
@@ -119,20 +107,6 @@ def test_redundant_and_unseen_collectives_are_told_apart(engine: InprocEngine) -
         "band": "dead traffic or a blind spot",
         "product": "redundant",
     }
-
-
-def test_the_dense_model_is_computed_once(engine: InprocEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = itertools.count()
-
-    def counted(case: Case, device: torch.device) -> dict[str, Tensor]:
-        next(asked)
-        return dense.truth(case, device)
-
-    reference = replace(decoder(), truth=counted)
-    chosen = faults(engine, TP, "drop")[:3]
-    results = survey(TP, subject, engine, faults=chosen, reference=reference, checks={"forward": CHECKS["forward"]})
-    assert [result.killed_by for result in results] == [("forward",)] * 3
-    assert next(asked) == 1
 
 
 def test_ranks_that_do_not_even_finish_are_noticed_by_the_run(engine: InprocEngine) -> None:
@@ -216,3 +190,20 @@ def test_the_maximum_of_a_softmax_may_be_another_number_that_all_ranks_have(engi
     undeclared = survey(case, plain, engine, faults=maxima)
     proved = {str(one.fault) for one in survey(case, declared, engine, faults=maxima) if "softmax" in one.equivalent}
     assert proved and proved == {str(one.fault) for one in undeclared if one.survived}
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore")
+def test_every_collective_of_unmodified_megatron_is_necessary_and_every_doubled_sum_is_noticed(
+    engine: InprocEngine,
+) -> None:
+    """Its GPTModel needs each of its 4L + 5 calls."""
+    pytest.importorskip("megatron.core", reason="needs the extra `peers`")
+    megatron = named("suites.subjects.megatron:subject")
+    case = case_of("tp=2 layers=1 micro=1", megatron)
+    chosen = faults_of(execute(case, megatron.call, engine, text="").events, case.axes, kinds=("drop", "double"))
+    results = survey(case, megatron, engine, faults=chosen, first_only=True)
+    dropped = [result for result in results if result.fault.kind == "drop"]
+    assert len(dropped) == 4 + 5 and all(result.killed for result in dropped)
+    assert unproved(results) == [] == survivors(results)
+    assert [str(one.fault) for one in results if one.equivalent] == ["double max all_reduce tp forward #0"]

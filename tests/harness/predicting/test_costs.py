@@ -7,7 +7,7 @@ import pytest
 
 from harness.errors import RequestError
 from harness.ledger import Event
-from harness.predicting.clusters import DEFAULT, PRESETS, Cluster, Device, Link, read
+from harness.predicting.clusters import PRESETS, Cluster, Device, Link, read
 from harness.predicting.costs import Route, route, seconds
 from harness.predicting.meter import END, START, WAIT, Stretch
 from harness.predicting.timeline import Times, play, together
@@ -30,7 +30,6 @@ MIB = 2**20
         ("all_gather", "ring", 3e-6 + 0.75 * MIB * 1e-9),
         ("reduce_scatter", "tree", 3e-6 + 0.75 * MIB * 1e-9),
         ("broadcast", "ring", 3e-6 + MIB * 1e-9),
-        ("broadcast", "tree", 2e-6 + MIB * 1e-9),
         ("reduce", "best", 2e-6 + MIB * 1e-9),
         ("all_to_all", "best", 3e-6 + 0.75 * MIB * 1e-9),
         ("gather", "best", 3 * (1e-6 + MIB * 1e-9)),
@@ -109,13 +108,6 @@ def test_the_last_micro_batch_is_told_from_the_others_and_from_what_follows() ->
     assert whole.total_s == 3 * 17 + 18 and whole.exposed_s == {"forward": 30, "grad_sync": 10}
 
 
-def test_presets_are_complete_and_the_default_is_one_of_them() -> None:
-    assert DEFAULT in PRESETS and "laptop" in PRESETS
-    for name, cluster in PRESETS.items():
-        assert cluster.name == name and cluster.note
-        assert all(cluster.device.flops_per_s(dtype) > 0 for dtype in ("float64", "float32", "bfloat16", "float16"))
-
-
 FILE = """
 name = "mine"
 algorithm = "ring"
@@ -156,14 +148,12 @@ def test_a_cluster_is_read_from_a_file(tmp_path: Path) -> None:
     [
         ("memory_gib = 80", "memory_gib = -1", "device.memory_gib=-1: must be a positive number; legal: 80"),
         ("memory_gib = 80", "", "device.memory_gib=nothing: must be given as int or float; legal: memory_gib = 80"),
-        ("memory_gib = 80", 'memory_gib = "80"', "device.memory_gib='80': must be a int or float; legal: memory"),
         ("efficiency = 0.4", "efficiency = 1.4", r"device.efficiency=1.4: must lie in \(0, 1\]; legal: 0.5"),
         ("bfloat16 = 989", "int3 = 9", "device.peak_tflops=int3: is not a dtype of a case; legal: float64"),
         ("bfloat16 = 989", "", "device.peak_tflops={}: must name at least one dtype"),
         ("ranks = 8", "ranks = 1", r"links.ranks=1: must be 0 \(all\) or at least 2; legal: 8"),
         ("ranks = 0", "ranks = 64", "links.ranks=64: the last link must join all ranks; legal: 0"),
         ("ranks = 8", "ranks = 0", "links.ranks=0: only the last link may join all ranks; legal: 8"),
-        ("bandwidth_gb_s = 450", "bandwidth_gb_s = 0", "links.bandwidth_gb_s=0: must be a positive number; legal: 50"),
         ("latency_us = 10", "latency_us = -3", "links.latency_us=-3: must not be negative; legal: 3.0"),
         ('name = "IB"', 'name = "NVLink"', "must differ; legal: NVLink, InfiniBand"),
         ('"ring"', '"magic"', "algorithm=magic: is not known; legal: best ring tree"),

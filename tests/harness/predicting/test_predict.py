@@ -40,9 +40,8 @@ def test_a_deep_model_lies_on_the_line_through_two_shallow_ones(dry: DryEngine) 
         assert line.times.exposed_s[phase] == pytest.approx(spent, rel=1e-9)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_memory_is_never_less_than_that_of_the_run_itself(optimizer: str, dry: DryEngine) -> None:
-    case = Case.parse(f"{TINY} mode=tp-sp tp=2 dp=3 layers=6 micro=2 steps=2 optimizer={optimizer}")
+def test_memory_is_never_less_than_that_of_the_run_itself(dry: DryEngine) -> None:
+    case = Case.parse(f"{TINY} mode=tp-sp tp=2 dp=3 layers=6 micro=2 steps=2 optimizer=adamw")
     memory = forecast(case, subject, CLUSTER, dry).memory
     (itself,) = dry_run(case, subject, dry, (0,), text="")
     assert memory.parameters == pytest.approx(itself.parameter_bytes)
@@ -51,7 +50,7 @@ def test_memory_is_never_less_than_that_of_the_run_itself(optimizer: str, dry: D
     assert memory.saved == pytest.approx(itself.saved_bytes)
     told = 32 * (case.steps - 1)  # scalars of the steps before: loss, norm and token count, and of what they were made
     assert itself.peak_bytes <= memory.peak + told
-    assert memory.peak <= itself.peak_bytes + (itself.optimizer_bytes or 0.01 * itself.peak_bytes)
+    assert memory.peak <= itself.peak_bytes + itself.optimizer_bytes
 
 
 def test_a_step_is_its_micro_batches_and_what_follows_once(dry: DryEngine) -> None:
@@ -68,9 +67,7 @@ def test_a_step_is_its_micro_batches_and_what_follows_once(dry: DryEngine) -> No
     assert one.tokens_per_s_per_rank == pytest.approx(one.tokens / one.step_s / 6)
 
 
-@pytest.mark.parametrize(
-    "words", ["mode=isp tp=1 wp=1 dp=6", "mode=isp tp=2 wp=2 dp=3", "mode=mtp tp=1 dp=1", "mode=tp tp=1"]
-)
+@pytest.mark.parametrize("words", ["mode=isp tp=2 wp=2 dp=3", "mode=mtp tp=1 dp=1"])
 def test_computing_takes_the_flops_of_all_micro_batches_whoever_talks(words: str, dry: DryEngine) -> None:
     """Two layers have 3 x 2 FLOPs a weight of a product and token, and 14 a pair of tokens and feature."""
     case = Case.parse(f"{TINY} {words} layers=2 micro=3")
@@ -136,9 +133,8 @@ def test_the_fastest_is_told_among_those_that_fit(dry: DryEngine) -> None:
     assert (told.rows["tokens_per_s"] == told.rows["tokens_per_s_per_rank"] * 2).all()
     assert set(told.rows["ledger"]) == {EQUAL} and set(told.rows["fits"]) == {"yes"}
     assert none.fastest.startswith("nothing fits into the 1e-05 GiB of a thimble: ")
-    assert " mode=tp needs least, " in none.fastest and none.fastest.endswith(
-        "; --world 2 --suggest looks for layouts of as many ranks that do"
-    )
+    assert " mode=tp needs least, " in none.fastest
+    assert none.fastest.endswith("; --world 2 --suggest looks for layouts of as many ranks that do")
 
 
 def test_without_words_parameters_are_bfloat16_and_adamw_trains_in_mixed_precision(dry: DryEngine) -> None:
@@ -172,52 +168,25 @@ def test_the_command_writes_a_folder(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main([*words, "--out", str(tmp_path)]) == 0
     first = capsys.readouterr().out
     (folder,) = tmp_path.iterdir()
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "ledger.csv",
-        "predict.csv",
-        "predict.html",
-        "predict.json",
-    ]
+    names = ["ledger.csv", "predict.csv", "predict.html", "predict.json"]
+    assert sorted(path.name for path in folder.iterdir()) == names
     assert json.loads((folder / "predict.json").read_text()) == json.loads(first)
     page = (folder / "predict.html").read_text()
     assert "Break-even" in page and "<svg" in page and "http" not in page
     assert any("not known" in line for line in json.loads(first)[0]["assumptions"])
 
 
-def test_the_table_says_what_it_assumes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["predict", f"{TINY} tp=2 layers=1 mode=fsp", "--cluster", "laptop"]) == 0
-    told = capsys.readouterr().out
-    assert "mode=fsp" in told and "equal" in told and "alpha-beta" in told and "the error is not known" in told
-
-
-@pytest.mark.parametrize("words", [["mode=tp tp=2", "--world", "4"], ["tp=4"]])
-def test_a_candidate_that_cannot_be_leaves_the_numbers_of_the_others_whole(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    case, *more = words
-    command = ["predict", f"{TINY} layers=1 {case}", *more]
+def test_a_candidate_that_cannot_be_leaves_the_numbers_of_the_others_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["predict", f"{TINY} layers=1 mode=tp tp=2", "--world", "4", "--cluster", "laptop"]
     assert main(command) == 0
-    assert "kv_heads=2: must be a multiple of tp=4" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "kv_heads=2: must be a multiple of tp=4" in told
+    assert "mode=tp" in told and "equal" in told and "alpha-beta" in told and "the error is not known" in told
     assert main([*command, "--json"]) == 0
     told = capsys.readouterr().out
     rows = json.loads(told)[0]["candidates"]
     assert {type(row["calls"]) for row in rows} == {type(row["ranks"]) for row in rows} == {int, type(None)}
     assert {row["ranks"] for row in rows} == {4, None}
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["predict", "mode=tp", "--cluster", "nowhere"], "cluster=nowhere: is neither a preset nor a file"),
-        (["predict", "mode=tq"], "mode=tq: is not a known word"),
-        (["predict", "mode=tp tp=2", "--subject", "a.b"], "must be written module:object"),
-        (["predict", "mode=tp", "--world", "x"], "invalid int value: 'x'"),
-    ],
-)
-def test_a_wrong_request_is_one_message(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == 2
-    error = capsys.readouterr().err
-    assert message in error and "Traceback" not in error and error.count("\n") == 1
 
 
 def test_own_words_have_no_tokens_and_tensors_on_the_cpu_are_counted(dry: DryEngine) -> None:
@@ -230,9 +199,8 @@ def test_own_words_have_no_tokens_and_tensors_on_the_cpu_are_counted(dry: DryEng
 
 
 def test_a_ledger_that_is_not_the_closed_form_fails_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(["predict", f"{TINY} tp=2 layers=1 mode=tp", "--subject", "tests.harness.shapes.test_dry:_surplus"]) == 1
-    )
+    subject = ("--subject", "tests.harness.shapes.test_dry:_surplus")
+    assert main(["predict", f"{TINY} tp=2 layers=1 mode=tp", *subject]) == 1
     assert "differs: extra event" in capsys.readouterr().out
 
 

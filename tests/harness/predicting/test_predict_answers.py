@@ -96,21 +96,14 @@ LAYOUTS = (
 """Layouts that are forecast too, on eight ranks."""
 PLANTED = {
     "one micro-batch in flight": ("min(pp - place, micro)", "1"),
-    "layers of the whole model on a stage": (
-        "model.left.layer * layers * in_flight",
-        "model.left.layer * 12 * in_flight",
-    ),
     "states of the whole model on a stage": (
         "parameters = model.parameters.layer * layers",
         "parameters = model.parameters.layer * layers * pp",
     ),
     "optimizer not split": ("(ranks if zero >= 1 else 1)", "1"),
-    "nothing gathered": ("gathered = parameters if zero == 2", "gathered = 0.0 if zero == 2"),
     "no bubble": ("(micro - 1) * max(stages_s) + sum(stages_s)", "micro * max(stages_s)"),
     "even stages": ("return [first or even,", "return [layers // pp] * pp if first else [first or even,"),
-    "gathers of zero=3 once a step": ("micro * ((zero - 1) * gather_s", "((zero - 1) * gather_s"),
     "gathers of a stage's zero=3 once a step": ("else 1 + micro) * gather_s", "else 1) * gather_s"),
-    "no buffer of gradients": ("1.0 if zero else model.gradients", "1.0 if zero else 0.0"),
     "gradients of stages split": ("summed_once = pp > 1", "summed_once = False"),
 }
 """Mistake -> text of the source and what it becomes."""
@@ -186,26 +179,6 @@ def test_the_answer_fits_and_needs_a_number_of_ranks(dry: DryEngine) -> None:
     assert set(told.rows["ledger"]) == {"equal"} and set(told.rows["ranks"]) == {4}
     with pytest.raises(RequestError, match="suggest: needs .*; legal: --suggest --world 64"):
         predict(WORDS, subject, cluster(1.0), dry, suggest=True)
-
-
-@pytest.mark.parametrize(
-    ("words", "rule"),
-    [
-        ("tp=16", "kv_heads=8: must be a multiple of tp=16"),
-        ("tp=0", "tp=0: must be"),
-        ("micro=x", "micro=x: must be a"),
-    ],
-)
-def test_what_no_layout_can_be_is_one_message(words: str, rule: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["predict", f"preset=llama3-8b {words}", "--suggest", "--world", "16"]) == 2
-    error = capsys.readouterr().err
-    assert rule in error and error.count("\n") == 1
-
-
-@pytest.mark.deep("20 CPU seconds")
-def test_70_billion_parameters_find_a_layout_on_64_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["predict", "preset=llama3-70b", "--world", "64", "--suggest", "--json"]) == 0
-    (told,) = json.loads(capsys.readouterr().out)
-    best = told["candidates"][0]
-    assert (best["fits"], best["ranks"], best["ledger"]) == ("yes", 64, "equal")
-    assert best["peak_bytes"] < PRESETS["8xH100-NVLink-IB400"].device.memory_gib * 2**30
+    for words, rule in (("tp=16", "heads=8: must be a multiple of tp=16"), ("micro=x", "micro=x: must be a")):
+        with pytest.raises(RequestError, match=rule):  # no layout can be that
+            predict(f"{WORDS} {words}", subject, cluster(1.0), dry, world=16, suggest=True)

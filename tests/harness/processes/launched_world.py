@@ -35,7 +35,6 @@ def tried(engine: Engine, name: str) -> dict[str, Any]:
     told: dict[str, Any] = {"name": name}
     try:
         told["value"] = engine.run(program, world_size=world_size, timeout_s=LIMIT_S)
-        told["unwaited"] = [(work.rank, work.op, work.number) for work in engine.unwaited]
     except ShardproofError as error:
         told |= {"error": type(error).__name__, "message": str(error), "cause": type(error.__cause__).__name__}
     return {**told, "seconds": time.perf_counter() - start_s}

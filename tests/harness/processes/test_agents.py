@@ -1,31 +1,27 @@
-"""Launched ranks, from their agents' messages alone: what an agent does for its rank, and how a run ends for rank 0.
+"""Launched ranks, from their agents' messages alone: how an agent ends, and how a run ends for rank 0.
 
-No process is started here: the worker of an agent, or the agents of a run, are played by the test.
+No process is started here: the agents of a run are played by the test. Agents with workers are in `test_torchrun`.
 """
 
-import threading
 import time
 from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import NoReturn
 
 import pytest
 
 from harness.engines.processes.exit_status import ProcessEnd, process_end
-from harness.engines.processes.flight_recorder import ReadCalls
 from harness.engines.processes.launched import torchrun
 from harness.engines.processes.launched.agent import CALLS, END, KILL, LEAVE, RUN, START, WHERE, Progress, relay
 from harness.engines.processes.launched.rendezvous import Launched
 from harness.engines.processes.launched.torchrun import LaunchedWorkers
-from harness.engines.processes.messages import RunOrder, WorkerReport, packed_report, unpacked
+from harness.engines.processes.messages import RunOrder, WorkerReport, packed_report
 from harness.engines.processes.rank_program import RankResult
 from harness.engines.processes.supervisor import Supervisor
 from harness.errors import MachineError, RankCrashed, RankDied, RankRaised, RequestError, TimeLimit
 
-PLACE = Launched(rank=1, world_size=2, local_rank=1, master_addr="there", master_port=29500)
 NUMBER = 7
-LIMIT_S = 60.0
 GONE = RuntimeError("Connection closed by peer [10.0.0.2]:4711")
 
 
@@ -33,107 +29,19 @@ def order(world_size: int = 2) -> RunOrder:
     return RunOrder(number=NUMBER, world_size=world_size, seed=0, program=b"", store_prefix="", connection=NUMBER)
 
 
-class PlayedWorker:
-    """A worker of an agent, and its server; a flight recorder of one call."""
-
-    def __init__(self) -> None:
-        self.pipe, self.theirs = Pipe()
-        self.server = self.recording = self
-        self.killed = 0
-
-    def begin(self, run: int) -> None:
-        self.run = run
-
-    def read(self) -> ReadCalls:
-        return ReadCalls(((0.0, f"call of run {self.run}"),), True)  # type: ignore[arg-type]
-
-    def send(self, message: bytes) -> None:
-        self.pipe.send_bytes(message)
-
-    def end(self) -> ProcessEnd:
-        return process_end(7)
-
-    def kill(self, workers: list[Any]) -> None:
-        self.killed += 1
-
-    def close(self) -> None:
-        self.pipe.close()
-
-
-class Relayed:
-    """An agent in a thread, rank 0's end of its connection, and the workers that it forks."""
-
-    def __init__(self) -> None:
-        self.link, theirs = Pipe()
-        self.workers: list[PlayedWorker] = []
-        self.ended: list[bool] = []
-        self.thread = threading.Thread(target=lambda: self.ended.append(relay(theirs, self._fork, PLACE)), daemon=True)
-        self.thread.start()
-
-    def _fork(self) -> Any:
-        self.workers.append(PlayedWorker())
-        return self.workers[-1]
-
-    def hears(self) -> tuple[int, Progress]:
-        """Next message to rank 0."""
-        assert self.link.poll(LIMIT_S)
-        number, progress = self.link.recv()
-        return number, progress
-
-    def ends(self) -> bool:
-        """Wait for the end; whether it was an ordered one."""
-        self.thread.join(LIMIT_S)
-        return self.ended[0]
-
-
-@pytest.mark.parametrize("told", [True, False])
-def test_an_agent_ends_with_rank_0_and_knows_whether_it_was_told(told: bool) -> None:
-    relayed = Relayed()
-    relayed.link.send((START, 1))
-    relayed.hears()
-    relayed.link.send((END, 0)) if told else relayed.link.close()
-    assert relayed.ends() is told
-    assert relayed.workers[0].killed == 1
-
-
-def test_orders_and_reports_pass_with_the_calls_and_a_dead_worker_is_told_and_replaced() -> None:
-    relayed = Relayed()
-    for word in (CALLS, LEAVE):  # there is no worker yet, and nobody who could answer
-        relayed.link.send((word, 1))
-    relayed.link.send((START, NUMBER))
-    assert relayed.link.poll(LIMIT_S)
-    seen = Progress(calls=relayed.workers[0].read())
-    assert relayed.hears() == (NUMBER, seen)
-    (worker,) = relayed.workers
-    relayed.link.send((RUN, order()))
-    told = unpacked(worker.theirs.recv_bytes())
-    assert (told.number, told.store, told.local_rank) == (NUMBER, ("there", 29500), 1)
-    worker.theirs.send_bytes(b"report")
-    assert relayed.hears() == (NUMBER, seen._replace(report=b"report"))
-    relayed.link.send((LEAVE, NUMBER))
-    assert unpacked(worker.theirs.recv_bytes()) is None
-    worker.theirs.close()
-    assert relayed.hears() == (NUMBER, seen._replace(end=process_end(7)))
-    relayed.link.send((START, NUMBER + 1))
-    assert relayed.hears()[0] == NUMBER + 1 and len(relayed.workers) == 2
-    relayed.link.send((KILL, NUMBER + 1))
-    relayed.link.send((END, 0))
-    assert relayed.ends() and relayed.workers[1].killed == 1
-    with pytest.raises(EOFError):
-        relayed.link.recv()  # a worker that was ended on demand is no news
-
-
-def test_a_worker_that_cannot_be_forked_is_told_as_the_end_of_its_rank() -> None:
-    def fork() -> Any:
+@pytest.mark.parametrize("ordered", [True, False])
+def test_an_agent_tells_that_its_worker_cannot_be_forked_and_knows_whether_rank_0_ended_it(ordered: bool) -> None:
+    def fork() -> NoReturn:
         raise MachineError("no memory", ranks=(), positions=())
 
     link, theirs = Pipe()
-    thread = threading.Thread(target=relay, args=(theirs, fork, PLACE), daemon=True)
-    thread.start()
-    link.send((START, NUMBER))
-    assert link.poll(LIMIT_S) and link.recv() == (NUMBER, Progress(end=ProcessEnd("no memory")))
-    link.close()
-    thread.join(LIMIT_S)
+    place = Launched(rank=1, world_size=2, local_rank=1, master_addr="there", master_port=29500)
+    for word in (CALLS, LEAVE, START) if ordered else ():  # before START there is nobody who could answer
+        link.send((word, NUMBER))
+    link.send((END, 0)) if ordered else link.close()
+    assert relay(theirs, fork, place) is ordered
+    if ordered:
+        assert link.recv() == (NUMBER, Progress(end=ProcessEnd("no memory")))
 
 
 Message = tuple[int, Progress]

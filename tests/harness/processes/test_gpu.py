@@ -16,13 +16,11 @@ from harness.engines.threads.inproc import InprocEngine
 from harness.recording.recorder import Recorder
 from harness.recording.spans import stopwatch
 from harness.running.proof import prove
-from harness.running.ranks.execution import execute
 from harness.running.request import Request
 from harness.running.result import CaseResult
 from harness.running.run import run
 from harness.running.witnessing import witnesses
 from harness.subject import named
-from parallel.subject import subject
 from reference.case import Case
 from reports.options.option_checks import EXPERIMENTS
 from tests.harness.processes.test_torchrun import TINY, torchrun
@@ -49,7 +47,7 @@ def passed(text: str, engine: Engine) -> CaseResult:
 
 @pytest.mark.parametrize("text", MODES.values(), ids=MODES)
 def test_four_ranks_share_one_gpu(engine: InprocEngine, text: str) -> None:
-    passed(text, engine)
+    assert any(event.duration_us > 0 for event in passed(text, engine).events)
 
 
 def test_sums_in_any_order_are_ordered_while_ranks_run(engine: InprocEngine) -> None:
@@ -91,15 +89,6 @@ def test_a_captured_call_is_counted_once_a_replay() -> None:
         torch.distributed.destroy_process_group()
 
 
-def test_watching_changes_no_bit(engine: InprocEngine) -> None:
-    case = Case.parse(MODES["tp-sp"])
-    runs = [execute(case, subject, engine, text="", record=record, device="cuda") for record in (False, True)]
-    assert runs[1].events and all(event.duration_us > 0 for event in runs[1].events if not event.is_async)
-    for plain, watched in zip(runs[0].outcomes, runs[1].outcomes, strict=True):
-        for name, blocks in plain.items():
-            assert all(torch.equal(one.local, other.local) for one, other in zip(blocks, watched[name], strict=True))
-
-
 @pytest.mark.slow
 def test_the_published_experiment_at_its_real_widths(tmp_path: Path) -> None:
     """Two of its layers and steps: of all of them the dense model keeps more in float64 than 139 GiB hold."""
@@ -117,9 +106,8 @@ def test_the_published_experiment_at_its_real_widths(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["mode=tp tp=2 layers=1 dtype=float64", "preset=tiny-internlm2 mode=isp tp=2 wp=2"])
 def test_a_case_is_proved_on_nccl(text: str) -> None:
     with PoolEngine() as pool:
-        result = passed(text, pool)
-    assert result.evidence is not None
-    assert all(event.duration_us > 0 for event in result.evidence.events if event.op not in {"send", "recv", "barrier"})
+        events = passed(text, pool).events
+    assert all(event.duration_us > 0 for event in events if event.op not in {"send", "recv", "barrier"})
 
 
 @SEVERAL
@@ -139,6 +127,6 @@ def test_every_witness_sees_what_the_recorder_saw_on_nccl(tool: str, tmp_path: P
 @SEVERAL
 def test_torchrun_proves_a_case_on_nccl(tmp_path: Path) -> None:
     command = ("-m", "shardproof", "run", TINY, "--engine", "torchrun", "--device", "cuda", "--out", "there")
-    ((status, out, err),) = torchrun(tmp_path, 1, 2, *command)
+    status, out, err = torchrun(tmp_path, 2, *command)
     assert status == 0, err
     assert "pass" in out

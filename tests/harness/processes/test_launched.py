@@ -5,6 +5,7 @@ and every wait is bounded.
 """
 
 import functools
+import re
 import socket
 import threading
 import time
@@ -42,10 +43,7 @@ def test_slurm_stands_for_what_torchrun_did_not_say() -> None:
     assert place.master_port != launched({**SLURM, "SLURM_JOB_ID": "123457"}).master_port
     given = launched({**SLURM, "MASTER_ADDR": "there", "MASTER_PORT": "29501"})
     assert (given.master_addr, given.master_port) == ("there", 29501)
-
-
-def test_torchrun_started_by_slurm_is_torchrun() -> None:
-    assert launched({**SLURM, **TORCHRUN}).rank == 3
+    assert launched({**SLURM, **TORCHRUN}).rank == 3, "torchrun, which SLURM has started"
 
 
 @pytest.mark.parametrize(
@@ -66,30 +64,19 @@ def test_a_word_that_is_missing_is_named_beside_a_line_that_sets_it(missing: str
     assert str(problem.value).endswith(f"legal: {TORCHRUN_LINE}")
 
 
-def test_no_environment_at_all_shows_the_line_to_type() -> None:
-    with pytest.raises(RequestError, match=r"RANK is not set.*SLURM_PROCID.*legal: torchrun --nnodes"):
-        launched({})
-
-
 @pytest.mark.parametrize(
     ("name", "value", "rule"),
     [
-        ("RANK", "4", "from 0 to 3"),
-        ("RANK", "-1", "from 0 to 3"),
-        ("WORLD_SIZE", "four", "from 1"),
-        ("WORLD_SIZE", "0", "from 1"),
-        ("LOCAL_RANK", "1.5", "from 0"),
-        ("MASTER_PORT", "65536", "from 1 to 65535"),
+        ("RANK", "4", "whole number from 0 to 3; legal:"),
+        ("WORLD_SIZE", "0", "whole number from 1; legal:"),
+        ("LOCAL_RANK", "1.5", "whole number from 0; legal:"),
+        ("MASTER_PORT", "65536", "whole number from 1 to 65535; legal:"),
+        ("SLURM_JOB_NODELIST", "[1]", "list of hosts"),
     ],
 )
 def test_a_word_that_cannot_be_is_refused_with_its_rule(name: str, value: str, rule: str) -> None:
-    with pytest.raises(RequestError, match=rf"engine=torchrun: {name}={value} must be a whole number {rule}; legal:"):
-        launched({**TORCHRUN, name: value})
-
-
-def test_a_launcher_of_slurm_says_a_list_of_nodes() -> None:
-    with pytest.raises(RequestError, match=r"SLURM_JOB_NODELIST=\[1\] must be a list of hosts"):
-        launched({**SLURM, "SLURM_JOB_NODELIST": "[1]"})
+    with pytest.raises(RequestError, match=rf"engine=torchrun: {name}={re.escape(value)} must be a {rule}"):
+        launched({**(TORCHRUN if name in TORCHRUN else SLURM), name: value})
 
 
 def test_a_place_where_nobody_waits_is_a_failure_of_the_machine() -> None:

@@ -5,17 +5,16 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from harness.engines.processes.forked import pool
 from harness.engines.processes.forked.pool import PoolEngine
-from harness.errors import MachineError, RankCrashed, RequestError
+from harness.errors import MachineError, RequestError
 from tests.forked import Forked, started
-from tests.harness.engines.programs import calls_then, parent_of, summed, total
-from tests.harness.processes.pool_driver import family, main
+from tests.harness.engines.programs import asks_the_store, forever, parent_of, summed, total
 
 SHARED = Path("/dev/shm")
 
@@ -24,6 +23,24 @@ SHARED = Path("/dev/shm")
 def one_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks are forked from one server: another is as long in coming."""
     monkeypatch.setattr(pool, "_HASH_SEEDS", (1,))
+
+
+def family(engine: PoolEngine) -> list[int]:
+    """The pids of the fork servers and of the ranks of an engine that has run on two ranks."""
+    pids: list[int] = engine.run(own_pid, world_size=2)
+    return [*map(parent_of, pids), *pids]
+
+
+def own_pid(rank: int) -> int:
+    return os.getpid()
+
+
+def driver(kind: str, file: str) -> None:
+    """A driver of a pool that writes down its pool's processes and hangs in a run (`asks`: for the store)."""
+    with mock.patch.object(pool, "_HASH_SEEDS", (1,)):
+        engine = PoolEngine()
+        Path(file).write_text(" ".join(map(str, family(engine))))
+        engine.run(asks_the_store if kind == "asks" else forever, world_size=2, timeout_s=600)
 
 
 def gone(pids: list[int]) -> bool:
@@ -76,64 +93,36 @@ def driven(kind: str, folder: Path) -> tuple[Forked, list[int]]:
     """A driver that has begun its run, and its pool's processes: a server and two ranks."""
     file, temporary = folder / "pids", folder / "temporary"
     temporary.mkdir()
-    driver = started(main, kind, str(file), folder=folder, environment={"TMPDIR": str(temporary)})
+    forked = started(driver, kind, str(file), folder=folder, environment={"TMPDIR": str(temporary)})
     until_s = time.monotonic() + 60
-    while not (file.exists() and file.read_text()) and driver.process.is_alive() and time.monotonic() < until_s:
+    while not (file.exists() and file.read_text()) and forked.process.is_alive() and time.monotonic() < until_s:
         time.sleep(0.05)
     pids = [int(word) for word in file.read_text().split()]
     assert len(set(pids)) == 3
     time.sleep(0.2)
-    return driver, pids
+    return forked, pids
 
 
-@pytest.mark.parametrize(
-    ("kind", "end"),
-    [
-        ("waits", lambda driver: driver.send(signal.SIGKILL)),
-        ("waits", lambda driver: driver.send(signal.SIGINT)),
-        ("drops", lambda driver: None),
-    ],
-    ids=["killed", "interrupted", "not-closed"],
-)
-def test_no_orphan_and_no_file_is_left_when_the_driver_ends(
-    tmp_path: Path, kind: str, end: Callable[[Forked], None]
-) -> None:
-    driver, pids = driven(kind, tmp_path)
-    everybody, folder = [driver.pid, *pids], tmp_path / "temporary"
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
+def test_no_orphan_and_no_file_is_left_when_the_driver_ends(tmp_path: Path, end: signal.Signals) -> None:
+    forked, pids = driven("waits", tmp_path)
+    everybody, folder = [forked.pid, *pids], tmp_path / "temporary"
     before = files_of(everybody, folder)
-    end(driver)
-    status = driver.ended()
+    forked.send(end)
+    status = forked.ended()
     assert gone(pids)
     assert files_of(everybody, folder) == before == set()
-    if kind == "waits" and status != -signal.SIGKILL:
-        assert "KeyboardInterrupt" in driver.err
+    assert status == -signal.SIGKILL or "KeyboardInterrupt" in forked.err
 
 
-@pytest.mark.parametrize(("kind", "dies"), [("answers", False), ("waits", True), ("asks", False)])
+@pytest.mark.parametrize(("kind", "dies"), [("waits", True), ("asks", False)])
 def test_a_driver_that_is_terminated_in_a_run_ends_without_a_word(tmp_path: Path, kind: str, dies: bool) -> None:
-    driver, pids = driven(kind, tmp_path)
-    driver.send(signal.SIGSTOP)  # it hears nothing of what happens now
+    forked, pids = driven(kind, tmp_path)
+    forked.send(signal.SIGSTOP)  # it hears nothing of what happens now
     if dies:
         os.kill(pids[2], signal.SIGKILL)
     time.sleep(0.8)
-    driver.send(signal.SIGTERM)
-    driver.send(signal.SIGCONT)
-    assert (driver.ended(), driver.err) == (-signal.SIGTERM, "")
+    forked.send(signal.SIGTERM)
+    forked.send(signal.SIGCONT)
+    assert (forked.ended(), forked.err) == (-signal.SIGTERM, "")
     assert gone(pids)
-
-
-def test_a_rank_takes_what_it_started_with_it() -> None:
-    with PoolEngine() as engine:
-        servers = family(engine)[:2]
-        with pytest.raises(RankCrashed):
-            engine.run(calls_then, "child", world_size=2)
-        assert engine.run(summed, world_size=2) == [total(2)] * 2
-        sleepers = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and _sleeps(p)]
-        assert not [pid for pid in sleepers if parent_of(pid) in {1, *servers}]
-
-
-def _sleeps(process: Path) -> bool:
-    try:
-        return (process / "cmdline").read_bytes() == b"sleep\x00600\x00"
-    except (FileNotFoundError, ProcessLookupError):
-        return False

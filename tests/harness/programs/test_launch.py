@@ -1,6 +1,5 @@
 """A recorded program starts as Python would start it; ranks of a launch share one folder; wrong words are refused."""
 
-import json
 import os
 import stat
 import subprocess
@@ -14,10 +13,11 @@ from torch.distributed import distributed_c10d
 
 from harness.errors import RequestError
 from harness.programs.arming import arm
-from harness.programs.session import VARIABLE, Options, ProgramSession, shared_session, silence_of, steps_of, tools_of
+from harness.programs.session import VARIABLE, Options, ProgramSession, shared_session
 from reports.stored.frames import load
 from shardproof.record import main
 from tests.forked import started
+from tests.harness.command_line import CommandLine
 from tests.harness.programs.launched import environment
 
 OPTIONS: Options = {"steps": None, "profile": (), "silence_s": 60.0, "stated": {}}
@@ -47,14 +47,11 @@ def announced(folder: Path) -> str:
     return f"shardproof: recording into runs/{os.readlink(folder / 'runs' / 'latest')}\n"
 
 
-@pytest.mark.parametrize("program", [["own.py"], ["-m", "own"]])
-@pytest.mark.parametrize("words", [["--x", "a b", ""], ["raise"]])
-def test_arguments_main_exit_code_and_output_are_those_of_python(
-    tmp_path: Path, program: list[str], words: list[str]
-) -> None:
+@pytest.mark.parametrize("words", [["own.py", "--x", "a b", ""], ["-m", "own", "raise"]])
+def test_arguments_main_exit_code_and_output_are_those_of_python(tmp_path: Path, words: list[str]) -> None:
     (tmp_path / "own.py").write_text(TELLS)
-    plain = ran(tmp_path, sys.executable, "-X", "utf8", *program, *words)
-    recorded = ran(tmp_path, *record(*program, *words))
+    plain = ran(tmp_path, sys.executable, "-X", "utf8", *words)
+    recorded = ran(tmp_path, *record(*words))
     assert recorded.returncode == plain.returncode == (1 if "raise" in words else 7)
     assert recorded.stdout == plain.stdout
     assert recorded.stderr == announced(tmp_path) + plain.stderr
@@ -96,33 +93,20 @@ def test_nsys_wraps_the_whole_command(tmp_path: Path) -> None:
         (["--tokens", "0", "x.py"], "tokens=0: must be the tokens of all ranks in one step"),
         (["--cluster", "no-such", "x.py"], "cluster=no-such"),
         (["--silence", "0", "x.py"], "silence=0: must be seconds, at least 1; legal: --silence 60"),
+        ([], "shardproof: program: is missing; legal: python -m shardproof.record train.py\n"),
+        (["--", "no-such-command"], "record: command=no-such-command: is not on PATH; legal: torchrun"),
     ],
 )
 def test_wrong_words_are_one_line(
-    words: Sequence[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: Sequence[str], message: str, shardproof: CommandLine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(words) == 2
-    err = capsys.readouterr().err
+    if words[:1] == ["--"]:
+        err = shardproof.refused("record", *words)
+    else:
+        assert main(words) == 2
+        err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
-    assert not (tmp_path / "runs").exists()
-
-
-def test_no_words_are_one_line_of_the_process(tmp_path: Path) -> None:
-    ended = ran(tmp_path, *record())
-    assert ended.returncode == 2
-    assert ended.stderr == "shardproof: program: is missing; legal: python -m shardproof.record train.py\n"
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_command_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    ended = ran(tmp_path, sys.executable, "-m", "shardproof", "record", "--", "no-such-command")
-    assert (ended.returncode, (tmp_path / "runs").exists()) == (2, False)
-    assert ended.stderr.startswith("shardproof record: command=no-such-command: is not on PATH; legal: torchrun")
+    assert not Path("runs").exists()
 
 
 def test_ranks_of_a_launch_share_a_folder_and_later_launches_have_their_own(tmp_path: Path) -> None:
@@ -138,7 +122,7 @@ def test_ranks_of_a_launch_share_a_folder_and_later_launches_have_their_own(tmp_
     ]
     assert len({first.folder, *others}) == 5
     tickets = [path for path in (tmp_path / ".sessions").iterdir() if not path.suffix]
-    ticket = next(path for path in tickets if path.read_text() == first.text)
+    (ticket,) = (path for path in tickets if path.read_text() == first.text)
     os.utime(ticket, (1.0, 1.0))  # a launch of long ago with the same port and name
     assert shared_session(out, "train", ["train.py"], launch, OPTIONS)[1]
 
@@ -171,11 +155,3 @@ def test_a_program_that_does_not_communicate_leaves_nothing_and_that_is_said(tmp
     shared_session(str(tmp_path), "train", ["train.py"], {}, OPTIONS)
     with pytest.raises(RequestError, match="nothing was recorded: no process of the program has initialised"):
         load(tmp_path / "latest")
-
-
-def test_options_are_read() -> None:
-    assert (steps_of(None), steps_of("10:20"), silence_of("1.5")) == (None, (10, 20), 1.5)
-    assert tools_of("torch,nsys,torch", (1, 2)) == ("torch", "nsys")
-    session = ProgramSession(folder="f", steps=(2, 4), profile=(), silence_s=1, origin_s=0, boot="b", command=("x",))
-    assert [step for step in range(6) if session.covers(step)] == [2, 3]
-    assert json.loads(session.text)["steps"] == [2, 4]

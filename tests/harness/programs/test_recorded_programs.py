@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,12 @@ from reports.pages import page
 from reports.programs import figures, program_tables, speed
 from reports.stored.frames import Run, load
 from tests import ROOT
+from tests.forked import Forked
 from tests.harness.programs.launched import LIMIT_S, environment, forked, free_port, seen_alike
 
 SCRIPT = Path(__file__).with_name("training.py")
-TOOLS = ["--profile", "torch"]
-CASE = "mode=tp tp=1 dp=2"
 TOKENS = 7000
-STATED = ["--tokens", str(TOKENS), "--cluster", "laptop", "--case", CASE]
+STATED = ["--tokens", str(TOKENS), "--cluster", "laptop", "--case", "mode=tp tp=1 dp=2"]
 
 
 @pytest.fixture(scope="module")
@@ -33,18 +33,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+def ran(folder: Path, *words: str, record: Sequence[str] | None = None) -> list[Forked]:
+    """The two ranks of three steps, which have ended well."""
+    ranks = forked(folder, "training.py", "3", *words, record=record)
+    assert [rank.ended(LIMIT_S) for rank in ranks] == [0, 0], ranks[0].err
+    return ranks
+
+
 @pytest.fixture(scope="module")
 def recorded(folder: Path) -> tuple[Run, str]:
     """The run of three steps, and what rank 0 printed."""
-    ranks = forked(folder, "training.py", "3", record=["--steps", "0:3", *TOOLS, *STATED])
-    assert [rank.ended(LIMIT_S) for rank in ranks] == [0, 0], ranks[0].err
+    ranks = ran(folder, record=["--steps", "0:3", "--profile", "torch", *STATED])
     return load(folder / "runs" / "latest"), ranks[0].out
 
 
 def test_output_is_as_without_us(folder: Path, recorded: tuple[Run, str]) -> None:
-    plain = forked(folder, "training.py", "3")
-    assert [rank.ended(LIMIT_S) for rank in plain] == [0, 0]
-    assert plain[0].out == recorded[1]
+    assert ran(folder)[0].out == recorded[1]
 
 
 def test_every_rank_writes_its_part_with_phases_axes_modules_and_lines(recorded: tuple[Run, str]) -> None:
@@ -61,27 +65,21 @@ def test_every_rank_writes_its_part_with_phases_axes_modules_and_lines(recorded:
         ["1", "metric", "", "all_reduce", "world", "4"],
         ["1", "metric", "", "all_reduce", "tp", "4"],
     ]
-    lines = (SCRIPT.read_text()).splitlines()
-    for caller, op in zip(rows["caller"], rows["op"], strict=True):
-        file, _, line = caller.partition(":")
-        assert file == "training.py"
-        assert {"broadcast": "model(", "all_reduce": "all_reduce("}.get(op, op) in lines[
-            int(line) - 1
-        ] or "backward" in lines[int(line) - 1]
+    lines = SCRIPT.read_text().splitlines()
+    called = [lines[int(caller.removeprefix("training.py:")) - 1].strip() for caller in rows["caller"]]
+    called = [line.partition("(")[0] for line in called]
+    assert called == ["model", "model", "loss.backward", "dist.all_reduce", "dist.all_reduce"]
     steps = figures.steps(run)
     assert steps["step"].tolist() == [0, 1, 2, 0, 1, 2]
     assert set(steps["microbatches"]) == {2}
     assert steps["step_us"].notna().all()
 
 
-def test_torchs_profiler_saw_the_same_calls_one_by_one(recorded: tuple[Run, str]) -> None:
+def test_torchs_profiler_saw_the_same_calls_and_the_reports_take_the_folder(recorded: tuple[Run, str]) -> None:
     run = recorded[0]
     seen_alike(run, "torch", read_traces(run.path / "traces", 2))
-
-
-def test_the_reports_take_the_folder(recorded: tuple[Run, str]) -> None:
-    run = recorded[0]
     text = page.render(run)
+    assert "Beside its case" in text
     assert "Recorded: training.py on 2 ranks" in text
     assert not compare(snapshot(run, "a"), snapshot(run, "b")).breaches
     told = figures.findings(run)
@@ -104,14 +102,12 @@ def test_speed_bandwidth_and_the_case_beside_it_are_reported(recorded: tuple[Run
     assert (row["group_size"], row["calls"]) == (2, 2.0)
     assert (row["payload_bytes"], row["predicted_calls"]) == (4 * 2 * (5 * 5 + 5) + 4, 2.0)
     assert re.match(r"a step took [\d.e-]+ s, predicted [\d.e-]+ s on laptop: ", told)
-    assert "Beside its case" in page.render(run)
 
 
 @pytest.fixture(scope="module")
 def dropping(folder: Path) -> tuple[Run, list[str]]:
     """Two steps of a program that drops handles, and sends and receives messages; what its ranks wrote as errors."""
-    ranks = forked(folder, "training.py", "3", "dropped", "messages", record=["--steps", "1:3"])
-    assert [rank.ended(LIMIT_S) for rank in ranks] == [0, 0], ranks[0].err
+    ranks = ran(folder, "dropped", "messages", record=["--steps", "1:3"])
     return load((folder / "runs" / "latest").resolve()), [rank.err for rank in ranks]
 
 
@@ -144,16 +140,14 @@ def test_it_ends_with_what_it_counted_and_the_next_command(folder: Path, droppin
     size = (20 + 4) + 2 * (4 * 2 * (5 * 5 + 5) + 2 * 4 + 3 * 4 + 3 * 7 * 4)
     counted = f"rank 0 of 2 recorded 2 steps and 21 calls, which handed over {size} bytes; next: shardproof show runs/"
     ended = "no call was recorded: the program ended in step 2, after 15 calls, and --steps 5:9 was asked for; next: "
-    ranks = forked(folder, "training.py", "3", record=["--steps", "5:9"])
-    assert [rank.ended(LIMIT_S) for rank in ranks] == [0, 0], ranks[0].err
+    ranks = ran(folder, record=["--steps", "5:9"])
     for errors, told in ((dropping[1], counted), ([rank.err for rank in ranks], f"{ended}--steps 0:3")):
         assert errors[0].splitlines()[-1].startswith(f"shardproof: {told}")
         assert "shardproof:" not in errors[1]
 
 
 def test_an_added_call_is_a_breach_and_named_with_its_line(folder: Path, recorded: tuple[Run, str]) -> None:
-    ranks = forked(folder, "training.py", "3", "extra", record=["--steps", "0:3"])
-    assert [rank.ended(LIMIT_S) for rank in ranks] == [0, 0], ranks[0].err
+    ran(folder, "extra", record=["--steps", "0:3"])
     after = load(folder / "runs" / "latest")
     found = compare(snapshot(recorded[0], "before"), snapshot(after, "after"))
     assert found.breaches
@@ -172,7 +166,7 @@ def test_the_gate_of_the_page_in_an_empty_repository_names_an_added_call(tmp_pat
     script = SCRIPT.read_text().replace("int(sys.argv[1])", "4")
     (tmp_path / "train.py").write_text(script)
 
-    def ran(command: str) -> subprocess.CompletedProcess[str]:
+    def shell(command: str) -> subprocess.CompletedProcess[str]:
         tools = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
         words = command.replace("shardproof", f"{sys.executable} -m shardproof", 1)
         return subprocess.run(
@@ -180,10 +174,10 @@ def test_the_gate_of_the_page_in_an_empty_repository_names_an_added_call(tmp_pat
             timeout=LIMIT_S, check=False,
         )  # fmt: skip
 
-    assert [ran(command).returncode for command in first] == [0, 0]
+    assert [shell(command).returncode for command in first] == [0, 0]
     lines = script.replace('if "extra" in sys.argv:', "if True:")
     (tmp_path / "train.py").write_text(lines)
-    recorded, compared = (ran(command) for command in second)
+    recorded, compared = (shell(command) for command in second)
     assert (recorded.returncode, compared.returncode) == (0, 1), compared.stderr
     line = 1 + lines.splitlines().index("            dist.all_reduce(x.detach().sum())")
     for layer in ("0", "1"):

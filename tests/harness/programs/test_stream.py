@@ -60,9 +60,14 @@ class Tee(Recorder):
         self.streams[rank].completed(ticket)
 
     def waited(self, rank: int, ticket: int) -> None:
-        """The call is waited for."""
         if self.keeps:
             super().waited(rank, ticket)
+
+    def both(self) -> tuple[list[Event], list[Event]]:
+        """The events written on the way, and those read at the end; the streams are closed."""
+        for one in self.streams.values():
+            one.close()
+        return untimed(self.written), untimed(self.events())
 
 
 def train(rank: int, recorder: Tee, steps: int, at: Callable[[int], object] = lambda _step: None) -> None:
@@ -99,11 +104,8 @@ def untimed(events: list[Event]) -> list[Event]:
 def test_what_is_written_on_the_way_is_what_is_read_at_the_end(engine: InprocEngine) -> None:
     with Tee() as recorder:
         engine.run(train, recorder, 3, world_size=WORLD, observer=recorder)
-    for one in recorder.streams.values():
-        one.close()
-    expected = untimed(recorder.events())
-    assert len(expected) == 2 * (3 + 3 * (1 + 4 + 1 + 1) + 1)
-    assert untimed(recorder.written) == expected
+    written, expected = recorder.both()
+    assert written == expected and len(expected) == 2 * (3 + 3 * (1 + 4 + 1 + 1) + 1)
     assert {event.phase for event in expected} == {"data", "grad_sync", "metric"}
     again = len(recorder.written) - len(expected)
     assert 0 < again <= 2 * 3 * 2, "only what follows settles otherwise is written twice: the data of later steps"
@@ -129,11 +131,8 @@ def test_replays_of_a_graph_are_written_on_the_way_too(engine: InprocEngine) -> 
 
     with graphs_simulated(), Tee() as recorder:
         engine.run(captured, recorder, world_size=WORLD, observer=recorder)
-    for one in recorder.streams.values():
-        one.close()
-        assert one.calls == 1 + 3
-    expected = untimed(recorder.events())
-    assert untimed(recorder.written) == expected
+    written, expected = recorder.both()
+    assert written == expected and {one.calls for one in recorder.streams.values()} == {1 + 3}
     assert [(e.step, e.phase, e.graph) for e in expected[:4]] == [
         (step, "grad_sync", "graph0" if step else "") for step in range(4)
     ]
@@ -142,10 +141,9 @@ def test_replays_of_a_graph_are_written_on_the_way_too(engine: InprocEngine) -> 
 def test_chosen_steps_are_written_and_no_others(engine: InprocEngine) -> None:
     with Tee((1, 2)) as recorder:
         engine.run(train, recorder, 4, world_size=WORLD, observer=recorder)
-    for one in recorder.streams.values():
-        one.close()
-    expected = [event for event in untimed(recorder.events()) if event.step == 1]
-    assert untimed(recorder.written) == expected
+    written, every = recorder.both()
+    expected = [event for event in every if event.step == 1]
+    assert written == expected
     assert len(recorder.written) == len(expected) == 2 * (1 + 4 + 1 + 1)
 
 

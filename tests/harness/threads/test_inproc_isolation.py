@@ -1,16 +1,15 @@
-"""State that ranks of the in-process engine have to themselves, results of the caller, and that nothing stays.
+"""State that ranks of the in-process engine have to themselves (os.environ too), and that nothing of it stays.
 
 Memory does not grow with the number of runs either: what runs have freed in pieces goes back to the system.
 """
 
 import contextvars
-import functools
+import ctypes
 import gc
 import os
 import random
-import subprocess
-import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,8 @@ from harness.engines.threads.heap import Heap, resident_bytes
 from harness.engines.threads.inproc import InprocEngine
 from harness.engines.threads.process_group import InprocGroup
 from harness.errors import RankRaised
+from tests.forked import started
+from tests.harness.engines import programs
 
 KEPT = threading.local()
 CONTEXT: contextvars.ContextVar[int] = contextvars.ContextVar("CONTEXT", default=-1)
@@ -71,14 +72,14 @@ def test_every_rank_draws_its_own_stream_from_the_seed_however_they_take_turns(e
     assert engine.run(program, world_size=3, seed=seed + 1) != found
 
 
-@pytest.mark.parametrize("drawing", [(), ("torch",), ("python",), ("numpy",), ("torch", "python", "numpy")])
-@pytest.mark.parametrize("half_drawn", [False, True])
-def test_the_callers_streams_go_on_as_if_nothing_had_run(
-    engine: InprocEngine, drawing: tuple[str, ...], half_drawn: bool
-) -> None:
+@pytest.mark.parametrize(
+    ("drawing", "half_drawn"), [("", True), ("torch", False), ("python", True), ("numpy", True), ("numpy", False)]
+)
+def test_the_callers_streams_go_on_as_if_nothing_had_run(engine: InprocEngine, drawing: str, half_drawn: bool) -> None:
+    draws = {"torch": lambda: torch.rand(3), "python": random.random, "numpy": np.random.randn, "": lambda: None}
+
     def program(rank: int) -> None:
-        for name in drawing:
-            {"torch": lambda: torch.rand(3), "python": random.random, "numpy": np.random.randn}[name]()
+        draws[drawing]()
         dist.barrier()
 
     draw(1 if half_drawn else 2)
@@ -90,59 +91,26 @@ def test_the_callers_streams_go_on_as_if_nothing_had_run(
     with pytest.raises(RankRaised):
         engine.run(lambda rank: 1 / 0 if rank else program(rank), world_size=2)
     assert streams() == before
-    expected = [np.random.randn(), random.gauss(0, 1)]
-    np.random.set_state(before[2])
-    random.setstate(before[1])
-    engine.run(program, world_size=2)
-    assert [np.random.randn(), random.gauss(0, 1)] == expected
-    before = streams()
-    engine.run(program, world_size=2)
-    assert streams() == before
-
-
-def test_dropout_masks_are_equal_on_all_ranks_and_those_of_one_process(engine: InprocEngine) -> None:
-    def program(rank: int) -> torch.Tensor:
-        mask = torch.nn.functional.dropout(torch.ones(50), 0.5)
-        dist.barrier()
-        return torch.cat([mask, torch.nn.functional.dropout(torch.ones(50), 0.5)])
-
-    torch.manual_seed(3)
-    expected = torch.cat([torch.nn.functional.dropout(torch.ones(50), 0.5) for _ in range(2)])
-    assert all(torch.equal(mask, expected) for mask in engine.run(program, world_size=4, seed=3))
 
 
 def test_thread_state_that_a_program_leaves_behind_does_not_reach_the_next(engine: InprocEngine) -> None:
-    def leave(rank: int) -> int:
+    def leave(rank: int) -> torch.dtype:
         KEPT.value = rank
         CONTEXT.set(rank)
+        torch.set_default_dtype((torch.float16, torch.float64)[rank])
+        dist.barrier()
         torch.set_grad_enabled(False)
         torch.set_default_device("meta")
         torch.autocast("cpu").__enter__()
-        return threading.get_ident()
-
-    def look(rank: int) -> tuple[Any, ...]:
-        x = torch.ones(2)
-        return (
-            hasattr(KEPT, "value"),
-            CONTEXT.get(),
-            torch.is_grad_enabled(),
-            x.device.type,
-            torch.is_autocast_enabled("cpu"),
-        )
-
-    engine.run(leave, world_size=2)
-    assert engine.run(look, world_size=3) == [(False, -1, True, "cpu", False)] * 3
-    assert torch.is_grad_enabled() and torch.ones(1).device.type == "cpu"
-
-
-def test_default_dtype_is_each_ranks_own_and_the_callers_afterwards(engine: InprocEngine) -> None:
-    def program(rank: int) -> torch.dtype:
-        if rank == 1:
-            torch.set_default_dtype(torch.float64)
-        dist.barrier()
         return torch.ones(1).dtype
 
-    assert engine.run(program, world_size=2) == [torch.float32, torch.float64]
+    def look(rank: int) -> tuple[Any, ...]:
+        x, autocast = torch.ones(2), torch.is_autocast_enabled("cpu")
+        return hasattr(KEPT, "value"), CONTEXT.get(), torch.is_grad_enabled(), x.device.type, x.dtype, autocast
+
+    assert engine.run(leave, world_size=2) == [torch.float16, torch.float64]
+    assert engine.run(look, world_size=3) == [(False, -1, True, "cpu", torch.float32, False)] * 3
+    assert torch.is_grad_enabled() and torch.ones(1).device.type == "cpu"
     assert torch.get_default_dtype() is torch.float32
 
 
@@ -150,9 +118,8 @@ def test_torch_uses_one_thread_during_a_run_and_as_many_as_before_afterwards(eng
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        assert engine.run(lambda rank: torch.get_num_threads(), world_size=2) == [1, 1]
-        assert engine.run(lambda rank: torch._C._is_multithreading_enabled(), world_size=2) == [False, False]
-        assert torch.get_num_threads() == 2
+        found = engine.run(lambda rank: (torch.get_num_threads(), torch._C._is_multithreading_enabled()), world_size=2)
+        assert found == [(1, False)] * 2
         with pytest.raises(RankRaised):
             engine.run(lambda rank: 1 / 0, world_size=2)
         assert torch.get_num_threads() == 2
@@ -189,45 +156,89 @@ def test_nothing_of_a_run_stays_alive_and_closing_ends_the_threads() -> None:
         assert not thread.is_alive()
 
 
-AFTERWARDS = """
-import sys, threading
-import torch, torch.distributed as dist
-from harness.engines.threads.inproc import InprocEngine
-
-def program(rank):
+def summed_in_pairs(rank: int) -> float:
     x = torch.ones(2)
     dist.all_reduce(x, group=dist.new_group([0, 1]))
     return x[0].item()
 
-with InprocEngine() as engine:
-    rank = int(sys.argv[1])
-    assert engine.run(program, world_size=2) == [2, 2]
-    assert not dist.is_initialized()
-    dist.init_process_group("gloo", init_method="file://" + sys.argv[2], world_size=2, rank=rank)
-    group = dist.new_group([0, 1])
-    before = torch.full((2,), float(rank + 1))
-    dist.all_reduce(before, group=group)
-    assert engine.run(program, world_size=2) == [2, 2]
-    assert dist.get_rank() == rank and dist.get_backend() == "gloo"
-    functional, after = torch.ops._c10d_functional, []
-    def by_name():
-        after.extend(functional.wait_tensor(functional.all_reduce(before, "sum", group.group_name)).tolist())
-    thread = threading.Thread(target=by_name)
-    thread.start()
-    thread.join()
-    dist.destroy_process_group()
-    assert engine.run(program, world_size=2) == [2, 2]
-    print(before.tolist(), after)
-"""
+
+def before_and_after(rank: int, meeting: str) -> int:
+    """A process of a world of two, and runs of the engine before, beside and after that world."""
+    with InprocEngine() as engine:
+        assert engine.run(summed_in_pairs, world_size=2) == [2, 2]
+        assert not dist.is_initialized()
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", world_size=2, rank=rank)
+        group = dist.new_group([0, 1])
+        before, after = torch.full((2,), float(rank + 1)), list[float]()
+        dist.all_reduce(before, group=group)
+        assert engine.run(summed_in_pairs, world_size=2) == [2, 2]
+        assert dist.get_rank() == rank and dist.get_backend() == "gloo"
+
+        def by_name() -> None:
+            functional = torch.ops._c10d_functional
+            after.extend(functional.wait_tensor(functional.all_reduce(before, "sum", group.group_name)).tolist())
+
+        thread = threading.Thread(target=by_name)
+        thread.start()
+        thread.join()
+        dist.destroy_process_group()
+        assert engine.run(summed_in_pairs, world_size=2) == [2, 2]
+    assert (before.tolist(), after) == ([3.0, 3.0], [6.0, 6.0])
+    return 0
 
 
-def test_real_process_groups_work_before_and_after_runs_in_the_same_process(tmp_path: Any) -> None:
-    start = functools.partial(subprocess.Popen, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    command = [sys.executable, "-c", AFTERWARDS]
-    processes = [start([*command, str(rank), str(tmp_path / "rendezvous")]) for rank in range(2)]
-    outputs = [process.communicate(timeout=60)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    assert [output.splitlines()[-1] for output in outputs] == ["[3.0, 3.0] [6.0, 6.0]"] * 2
+def test_real_process_groups_work_before_and_after_runs_in_the_same_process(tmp_path: Path) -> None:
+    processes = [started(before_and_after, rank, str(tmp_path / "meeting"), folder=tmp_path) for rank in range(2)]
+    assert [process.ended() for process in processes] == [0, 0], [process.err for process in processes]
+
+
+def test_an_address_that_the_process_was_given_stays(monkeypatch: pytest.MonkeyPatch, engine: InprocEngine) -> None:
+    monkeypatch.setenv("MASTER_PORT", "12345")
+    monkeypatch.setenv("RANK", "77")
+    assert [found[6] for found in engine.run(programs.words, world_size=2)] == ["12345"] * 2
+
+
+def test_what_a_rank_changes_is_its_own_and_gone_after_the_run(
+    monkeypatch: pytest.MonkeyPatch, engine: InprocEngine
+) -> None:
+    monkeypatch.setenv("SHARDPROOF_GIVEN", "by the process")
+    monkeypatch.delenv("SHARDPROOF_MADE", raising=False)
+
+    def program(rank: int) -> tuple[Any, ...]:
+        os.environ["SHARDPROOF_MADE"] = str(rank)
+        if rank == 1:
+            del os.environ["SHARDPROOF_GIVEN"]
+        dist.barrier()
+        environ: Any = os.environ
+        with pytest.raises(KeyError):  # as by Python
+            environ["NOT_THERE"]
+        with pytest.raises(KeyError):
+            environ.pop("NOT_THERE")
+        with pytest.raises(TypeError):
+            environ["A"] = 1
+        names = [name for name in os.environ if name.startswith("SHARDPROOF_")]
+        return (sorted(names), os.environ["SHARDPROOF_MADE"], os.environ.get("SHARDPROOF_GIVEN"), len(os.environ))
+
+    first, second = engine.run(program, world_size=2)
+    assert first[:3] == (["SHARDPROOF_GIVEN", "SHARDPROOF_MADE"], "0", "by the process")
+    assert second[:3] == (["SHARDPROOF_MADE"], "1", None)
+    assert first[3] == second[3] + 1
+    assert "SHARDPROOF_MADE" not in os.environ and os.environ["SHARDPROOF_GIVEN"] == "by the process"
+    libc = ctypes.CDLL(None)
+    libc.getenv.restype = ctypes.c_char_p
+    assert libc.getenv(b"SHARDPROOF_MADE") is None and libc.getenv(b"SHARDPROOF_GIVEN") == b"by the process"
+
+
+def test_a_thread_that_a_rank_starts_reads_the_words_of_its_rank(engine: InprocEngine) -> None:
+    def program(rank: int) -> str:
+        found: list[str] = []
+        thread = threading.Thread(target=lambda: found.append(os.environ["RANK"]))
+        thread.start()
+        thread.join()
+        dist.all_reduce(torch.ones(1))
+        return found[0]
+
+    assert engine.run(program, world_size=3) == ["0", "1", "2"]
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not place threads")
@@ -265,15 +276,3 @@ def test_a_run_gives_back_what_was_freed_in_pieces() -> None:
         engine.run(lambda rank: None, world_size=2)
         assert resident_bytes() - before < 20 * 2**20
     assert kept.sum() == PIECE_BYTES
-
-
-@keeps_holes
-def test_what_is_in_use_is_not_asked_for_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen, trimmed = [100], list[int]()
-    monkeypatch.setattr(heap, "resident_bytes", lambda: seen[0])
-    monkeypatch.setattr(heap, "_C", type("C", (), {"malloc_trim": trimmed.append}))
-    kept = Heap(slack_bytes=50, every=1)
-    for now, times in ((150, 0), (151, 1), (200, 1), (201, 1), (202, 2), (100, 2)):
-        seen[0] = now
-        kept.settle()
-        assert len(trimmed) == times, now

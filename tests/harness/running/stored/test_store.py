@@ -1,10 +1,8 @@
 """The run folder: readable at any moment, also of a killed run; safe names, nothing overwritten, one clear error."""
 
 import csv
-import errno
 import gzip
 import json
-import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -76,7 +74,7 @@ def test_a_run_folder_holds_the_contracts_files_and_columns(tmp_path: Path) -> N
     assert table(store.path / "timings.csv")[1] == {"case": CASE, "part": "recorded", "seconds": "1.500000"}
 
 
-def test_the_summary_holds_one_rank_beside_the_expectation() -> None:
+def test_the_summary_holds_one_rank_beside_the_expectation_and_shows_lacking_and_surplus_events() -> None:
     rows = summarize(CASE, "tp", 2, events(), TERMS)
     assert [(r.phase, r.op, r.calls, r.payload_bytes, r.wire_bytes) for r in rows] == [
         ("forward", "all_reduce", 8, 3072, 3072),
@@ -85,11 +83,7 @@ def test_the_summary_holds_one_rank_beside_the_expectation() -> None:
     ]
     assert [(r.expected_calls, r.expected_payload_bytes) for r in rows] == [(8, 3072), (4, 256), (8, 3072)]
     assert all(r.min_calls is None for r in rows)
-    none = summarize(CASE, "tp", 2, events(), None)
-    assert {r.expected_calls for r in none} == {None}
-
-
-def test_the_summary_shows_lacking_surplus_and_uneven_events() -> None:
+    assert {r.expected_calls for r in summarize(CASE, "tp", 2, events(), None)} == {None}
     lost = tuple(event for event in events() if event.phase != "loss")
     lacking = [row for row in summarize(CASE, "tp", 2, lost, TERMS) if row.phase == "loss"]
     assert [(row.calls, row.expected_calls) for row in lacking] == [(0, 4)]
@@ -142,9 +136,7 @@ def test_two_runs_in_one_second_have_two_folders(tmp_path: Path) -> None:
     assert (tmp_path / "latest").resolve() == stores[-1].path.resolve()
 
 
-@pytest.mark.parametrize(
-    "subject", ["../../etc:passwd", "a b/c:d\ne", "", "--out", "x" * 500, "\u00fcml:\u00e4ut", ".hidden:x", "a:b"]
-)
+@pytest.mark.parametrize("subject", ["../../etc:passwd", "a b/c:d\ne", "", "--out", "x" * 500, "\u00fcml:\u00e4ut"])
 def test_any_subject_name_gives_a_safe_folder(tmp_path: Path, subject: str) -> None:
     name = safe_name(subject)
     assert name and len(name) <= 80 and name.isascii()
@@ -171,15 +163,6 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="No space left on device"):
         finished(store)
     assert len(table(store.path / "ledger.csv")) == 40
-
-
-def test_an_error_of_the_system_keeps_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(RequestError, match="Read-only file system"):
-        opened(tmp_path / "runs")
 
 
 def test_a_place_without_links_loses_the_link_and_says_so(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from harness.outcome.blocks import blocks
 from harness.outcome.merging import merge
 from harness.plain_case import Vocabulary
 from harness.recording.capturing.dropout_masks import Draw, taken_out
-from harness.running.result import CaseResult
 from harness.running.truth.joint_masks import RankMasks, in_order, masks_of
 from tests.harness.proofs import proved
 
@@ -70,7 +69,10 @@ def trained(case: Any, noise: str, dp_ranks: range, factor: float = 1.0) -> Mapp
         for dp_rank in dp_ranks:
             numbers = case.samples(0, micro, dp_rank, ROWS)
             x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(numbers.start)).to(total)
-            loss = model(x, numbers).square().sum() / (case.dp * case.micro) * factor
+            y = model(x, numbers)
+            if noise == "function":
+                y = y * torch.rand(y.shape, dtype=y.dtype)
+            loss = y.square().sum() / (case.dp * case.micro) * factor
             loss.backward()
             total = total + loss.detach()
     gradients = {f"grad/{name}": one.grad for name, one in model.named_parameters() if one.grad is not None}
@@ -82,7 +84,7 @@ def trained(case: Any, noise: str, dp_ranks: range, factor: float = 1.0) -> Mapp
 class Noisy:
     """The subject. `factor` of its loss: any but 1 is a bug."""
 
-    words = {"noise": ("jitter", "gumbel", "normal", "dropout", "seeded", "none"), "steps": 1}
+    words = {"noise": ("jitter", "gumbel", "normal", "dropout", "function", "seeded", "none"), "steps": 1}
     cases = ("dp=2",)
 
     def __init__(self, truth: Any, factor: float = 1.0) -> None:
@@ -102,29 +104,23 @@ def quiet(case: Any, device: torch.device) -> Mapping[str, Any]:
     return trained(case, case.noise if case.noise == "seeded" else "none", range(case.dp))
 
 
-OPERATORS = dict(
-    jitter="torch.rand_like", gumbel="Tensor.exponential_", normal="Tensor.normal_", dropout="Tensor.bernoulli_"
+OPERATORS = {"jitter": "torch.rand_like", "gumbel": "Tensor.exponential_", "normal": "Tensor.normal_"}
+OPERATORS |= {"dropout": "Tensor.bernoulli_", "function": "torch.rand"}
+
+
+@pytest.mark.parametrize(
+    ("noise", "truth"),
+    [("jitter", "alone"), ("gumbel", same), ("normal", quiet), ("dropout", quiet), ("function", same)],
 )
-
-
-@pytest.mark.parametrize("truth", ["alone", same, quiet])
-@pytest.mark.parametrize("noise", ["jitter", "gumbel", "normal"])
 def test_they_are_the_cause_with_operator_line_and_module(noise: str, truth: Any, engine: InprocEngine) -> None:
     result = proved(Noisy(truth), f"dp=2 noise={noise}", engine)
     assert result.verdict == "fail"
-    _one_cause(result, noise)
-
-
-def _one_cause(result: CaseResult, noise: str) -> None:
     causes = {cause for one in result.diagnoses.values() if one for cause in one.causes}
     assert {cause.id for cause in causes} == {"other_numbers"}, causes
     (words,) = {cause.words for cause in causes}
-    assert words.startswith(f"{OPERATORS[noise]} at ") and " in module router draws other numbers than" in words, words
-    assert "switch that off for the proof" in words
-
-
-def test_dropout_that_the_truth_has_not_is_one_of_them(engine: InprocEngine) -> None:
-    _one_cause(proved(Noisy(quiet), "dp=2 noise=dropout", engine), "dropout")
+    where = "" if noise == "function" else r" in module router"
+    line = rf"{OPERATORS[noise]} at tests/harness/running/subjects/test_drawn_numbers.py:\d+{where} draws other numbers"
+    assert re.match(line, words) and "switch that off for the proof" in words, words
 
 
 def test_one_rank_that_draws_what_the_truth_draws_is_right(engine: InprocEngine) -> None:
@@ -141,37 +137,6 @@ def test_a_bug_beside_equal_numbers_keeps_its_own_cause(noise: str, engine: Inpr
     result = proved(Noisy(same, factor=2.0), f"dp=2 noise={noise}", engine)
     causes = {cause.id for one in result.diagnoses.values() if one for cause in one.causes}
     assert result.verdict == "fail" and causes and "other_numbers" not in causes
-
-
-class Functions(Noisy):
-    """The same noise in code of functions, behind the first product."""
-
-    words = {"steps": 1}
-
-    def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
-        return functions(case, range(dist.get_rank(), dist.get_rank() + 1))
-
-
-def functions(case: Any, dp_ranks: range) -> Mapping[str, Any]:
-    weight = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0)).to(getattr(torch, case.dtype))
-    weight.requires_grad_()
-    for micro in range(case.micro):
-        for dp_rank in dp_ranks:
-            numbers = case.samples(0, micro, dp_rank, ROWS)
-            x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(numbers.start)).to(weight.dtype)
-            y = x @ weight
-            (y * torch.rand(y.shape, dtype=y.dtype)).square().sum().div(case.dp * case.micro).backward()
-    assert weight.grad is not None
-    if case.world_size > 1 and len(dp_ranks) == 1:
-        dist.all_reduce(weight.grad)
-    return {"grad/weight": weight.grad}
-
-
-def test_functions_are_looked_at_too(engine: InprocEngine) -> None:
-    subject = Functions(lambda case, device: functions(case, range(case.dp)))
-    causes = {cause for one in proved(subject, "dp=2", engine).diagnoses.values() if one for cause in one.causes}
-    (cause,) = causes
-    assert cause.id == "other_numbers" and cause.words.startswith("torch.rand at tests/harness/running/subjects/test_d")
 
 
 KNOWN = Vocabulary.of({"micro": 3, "steps": 2})

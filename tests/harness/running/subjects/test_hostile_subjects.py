@@ -49,22 +49,18 @@ def silent(case: Case, device: torch.device) -> dict[str, Tensor]:
 
 
 class Speaking:
-    """Right, and states of itself what a test wants."""
+    """Right, behind a module that can be captured, and states of itself what a test wants."""
 
     def __init__(self, **said: object) -> None:
         vars(self).update(said)
 
     def __call__(self, case: Case, device: torch.device) -> dict[str, Tensor]:
-        return dense.subject(case, device)
-
-
-class Closed:
-    """Right, and raises when its statements are read."""
-
-    def __call__(self, case: Case, device: torch.device) -> dict[str, Tensor]:
-        """The dense model, after a module that can be captured."""
         torch.nn.Sequential(torch.nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
         return dense.subject(case, device)
+
+
+class Closed(Speaking):
+    """The same, and raises when its statements are read."""
 
     def __getattr__(self, name: str) -> object:
         unread = ("modes", "refuses", "expected", "activations", "unchecked", "axes", "harmless", "per_rank")
@@ -131,7 +127,6 @@ def test_an_exception_without_words_ends_one_case_and_not_the_run(tmp_path: Path
     ("error", "text"),
     [
         (ValueError("one"), "ValueError: one"),
-        (ValueError("one\n\n"), "ValueError: one"),
         (ValueError("\none\ntwo"), "ValueError: one ..."),
         (ValueError("2 of 3 are wrong:\n  w1: too wide\n  w2"), "ValueError: 2 of 3 are wrong: w1: too wide ..."),
         (ValueError(), "ValueError"),
@@ -142,14 +137,12 @@ def test_lines_that_are_left_out_of_an_exception_are_marked(error: Exception, te
     assert error_text(error) == text
 
 
-def test_modes_that_are_no_words_are_one_sentence_before_anything_is_stored(tmp_path: Path) -> None:
-    request = Request(cases=parse_cases((str(CASE),)), subject=named(f"{HERE}:number_for_modes"), out=tmp_path)
+def test_a_refusal_that_raises_is_unknown_and_modes_that_are_no_words_are_refused(tmp_path: Path) -> None:
+    """The next case runs after the first; of the second nothing is stored."""
+    request = Request(cases=BOTH, subject=named(f"{HERE}:number_for_modes"), out=tmp_path)
     with pytest.raises(RequestError, match=r": modes=7 must be a tuple of words; legal: modes = \('tp',\)$"):
         run(request)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_refusal_that_raises_is_unknown_and_the_next_case_runs(tmp_path: Path) -> None:
     result = run(Request(cases=BOTH, subject=named(f"{HERE}:broken_refusal"), out=tmp_path))
     first, *others = result.verdicts
     assert (first.check, first.verdict) == ("supported", "unknown")
@@ -165,32 +158,20 @@ def test_a_pipeline_that_raises_leaves_the_run_without_its_bubble(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("expected", "why"),
+    ("expected", "activations", "why"),
     [
-        (lambda case: [1, 2], "TypeError: int has no phase of type str, so it is no term; a term has phase, "),
-        (lambda case: 3, "TypeError: 'int' object is not iterable"),
-        (leaves, "SystemExit: 0"),
-        (7, "TypeError: 'int' object is not callable"),
+        (lambda case: [1, 2], raising, "TypeError: int has no phase of type str, so it is no term; a term has phase, "),
+        (leaves, leaves, "SystemExit: 0"),
+        (7, 7, "TypeError: 'int' object is not callable"),
     ],
 )
-def test_a_closed_form_that_is_none_leaves_the_expectation_unknown(
-    engine: InprocEngine, tmp_path: Path, expected: object, why: str
+def test_a_closed_form_that_is_none_and_activations_that_fail_are_unknown(
+    engine: InprocEngine, expected: object, activations: object, why: str
 ) -> None:
-    result = told(engine, Speaking(expected=expected))
-    (unknown,) = [verdict for verdict in result.verdicts if verdict.check == "expectation"]
-    assert unknown.verdict == "unknown" and unknown.message.startswith(f"subject.expected failed: {why}")
-    assert result.expectation is None
-
-
-@pytest.mark.parametrize("activations", [raising, leaves, 7])
-def test_activations_that_fail_leave_activations_unknown(engine: InprocEngine, activations: object) -> None:
-    def subject(case: Case, device: torch.device) -> dict[str, Tensor]:
-        torch.nn.Sequential(torch.nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
-        return dense.subject(case, device)
-
-    subject.activations = activations  # type: ignore[attr-defined]
-    (unknown,) = [verdict for verdict in told(engine, subject).verdicts if verdict.check == "activations"]
-    assert unknown.verdict == "unknown" and unknown.message.startswith("subject.activations failed: ")
+    result = told(engine, Speaking(expected=expected, activations=activations))
+    unknown = {verdict.check: verdict.message for verdict in result.verdicts if verdict.verdict == "unknown"}
+    assert unknown["expectation"].startswith(f"subject.expected failed: {why}") and result.expectation is None
+    assert unknown["activations"].startswith("subject.activations failed: ")
 
 
 def test_an_interruption_by_the_user_is_no_answer() -> None:

