@@ -8,9 +8,8 @@ import re
 from collections.abc import Iterator
 from textwrap import indent
 
-import pytest
-
 from tests import ROOT
+from tests.project import Nodes, nodes_of, walked
 from tests.project.prose import CODE, END, PRIVATE
 
 FOLDERS = ("parallel", "reference", "shardproof", "bench", "bugs", "suites", "tests", "reports", "harness", "docs")
@@ -29,9 +28,9 @@ ASIDE = re.compile(r" {4}|.*\S {2,}\S")
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def texts(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
+def texts(nodes: Nodes) -> Iterator[tuple[ast.AST, str]]:
     """Each docstring with its node; strings below a constant or a field included."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, Documented):
             yield node, ast.get_docstring(node) or ""
             for above, below in zip(node.body, node.body[1:], strict=False):
@@ -57,33 +56,25 @@ def faults(text: str) -> Iterator[str]:
             yield f"subject: {sentence}"
 
 
-def overriding(tree: ast.Module) -> set[ast.AST]:
+def overriding(nodes: Nodes) -> set[ast.AST]:
     """Methods of classes with a base: only these may refer to another docstring by `The same`."""
-    classes = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.bases)
-    return {method for node in classes for method in node.body}
+    return {method for node in nodes if isinstance(node, ast.ClassDef) and node.bases for method in node.body}
 
 
-def breaches(source: str) -> list[str]:
+def breaches(nodes: Nodes) -> list[str]:
     """The breaches of all docstrings of a file, each with its line."""
-    tree = ast.parse(source)
-    heirs = overriding(tree)
-    found = [(node, fault) for node, text in texts(tree) for fault in faults(text)]
-    for node, text in texts(tree):
+    heirs, documented = overriding(nodes), list(texts(nodes))
+    found = [(node, fault) for node, text in documented for fault in faults(text)]
+    for node, text in documented:
         if isinstance(node, ast.FunctionDef) and text.startswith("The same") and node not in heirs:
             found.append((node, f"the same as what: {text.splitlines()[0]}"))
     return [f"{getattr(node, 'lineno', 1)}: {fault}" for node, fault in found]
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_docstrings_are_plain(folder: str) -> None:
-    sources = {path.relative_to(ROOT): path.read_text() for path in sorted((ROOT / folder).rglob("*.py"))}
-    assert [f"{path}:{breach}" for path, source in sources.items() for breach in breaches(source)] == []
-
-
-def vague(source: str) -> list[str]:
+def vague(nodes: Nodes) -> list[str]:
     """The names without a noun that a file gives: variables, arguments, fields, functions."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
                 found.append(name)
@@ -92,18 +83,17 @@ def vague(source: str) -> list[str]:
     return [name for name in found if name.strip("_").lower() in {"told", "said", "held"}]
 
 
-@pytest.mark.parametrize("folder", NAMED)
-def test_variables_are_nouns(folder: str) -> None:
-    sources = {path.relative_to(ROOT): path.read_text() for path in sorted((ROOT / folder).rglob("*.py"))}
-    assert [f"{path}: {name}" for path, source in sources.items() for name in vague(source)] == []
+def test_docstrings_are_plain_and_variables_are_nouns() -> None:
+    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert [f"{path}:{breach}" for path in paths for breach in breaches(nodes_of(path))] == []
+    named = [path for path in paths if path.relative_to(ROOT).parts[0] in NAMED]
+    assert [f"{path}: {name}" for path in named for name in vague(nodes_of(path))] == []
 
 
-@pytest.mark.parametrize(
-    "planted", ["told = 1", "def told(): ...", "lambda said: 1", "self._held = 1", "class A:\n    held: int"]
-)
-def test_a_variable_without_a_noun_is_seen(planted: str) -> None:
-    assert len(vague(planted)) == 1
-    assert not vague("print(told, cut.held)")
+def test_a_variable_without_a_noun_is_seen() -> None:
+    for planted in ("told = 1", "def told(): ...", "lambda said: 1", "self._held = 1", "class A:\n    held: int"):
+        assert len(vague(walked(planted))) == 1, planted
+    assert not vague(walked("print(told, cut.held)"))
 
 
 def test_what_is_not_plain_is_seen() -> None:
@@ -115,7 +105,7 @@ def test_what_is_not_plain_is_seen() -> None:
         assert list(faults(f"A mesh. {subject} ranks.")) == [f"subject: {subject} ranks."]
     assert not list(faults("What is a mesh? One-sided calls. Its axes. What-if -> outcome."))
     function = 'def gathered(x):\n    """The same. Ranks."""\n'
-    assert breaches(function) == ["1: the same as what: The same. Ranks."]
-    assert len(breaches("class Region:\n" + indent(function, " "))) == 1
-    assert breaches("class Region(Protocol):\n" + indent(function, " ")) == []
-    assert breaches('SIZES = (1, 2)\n"""What is drawn."""\n') == ["1: subject: What is drawn."]
+    assert breaches(walked(function)) == ["1: the same as what: The same. Ranks."]
+    assert len(breaches(walked("class Region:\n" + indent(function, " ")))) == 1
+    assert breaches(walked("class Region(Protocol):\n" + indent(function, " "))) == []
+    assert breaches(walked('SIZES = (1, 2)\n"""What is drawn."""\n')) == ["1: subject: What is drawn."]

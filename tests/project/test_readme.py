@@ -12,8 +12,8 @@ from tests import ROOT
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 README = (ROOT / "README.md").read_text()
-LONGEST, WIDEST = 100, 120
-"""Lines of the README, and characters of a line that is no row of a table: what needs more room is a page in docs/."""
+LONGEST = 100
+"""Lines of the README: what needs more room is a page in docs/."""
 TABLE = (ROOT / "docs" / "checks.md").read_text()
 ERROR = slice(11, 14)
 """Where a row's words hold its error: rounding, which may differ between machines."""
@@ -30,12 +30,7 @@ def test_the_first_screens_have_the_story_the_commands_and_the_subject() -> None
     for needed in ("make run", "make test", "## Your own code", "def subject(case, device)", "--subject"):
         assert needed in text
     assert len(table_rows(TABLE)) == 21
-
-
-def test_the_readme_is_short() -> None:
-    lines = README.splitlines()
-    assert len(lines) <= LONGEST
-    assert [line for line in lines if len(line) > (200 if "](" in line else WIDEST) and line[:1] != "|"] == []
+    assert len(README.splitlines()) <= LONGEST
 
 
 def test_the_story_runs_and_its_bug_is_found_as_it_says(
@@ -50,9 +45,8 @@ def test_the_story_runs_and_its_bug_is_found_as_it_says(
     assert main(["run", "--subject", "mlp:subject"]) == 1
     told = capsys.readouterr().out
     assert [line for line in printed.splitlines() if line not in told] == []
-    Path("right.py").write_text(
-        code.replace("    loss.backward()", "    loss.backward()\n    dist.all_reduce(w0.grad)")
-    )
+    right = code.replace("    loss.backward()", "    loss.backward()\n    dist.all_reduce(w0.grad)")
+    Path("right.py").write_text(right)
     assert main(["run", "--subject", "right:subject"]) == 0, "with the line that is missing it passes"
 
 
