@@ -1,6 +1,7 @@
 """Docstrings are read once: plain words, short sentences, and a noun of the field as the subject of each.
 
-Variables of the product, too, are called by a noun: `told`, `said` and `held` name none.
+Variables of the product, too, are called by a noun: `told`, `said` and `held` name none. The docstring of a public
+function that raises names every exception that stands behind a `raise` in it.
 """
 
 import ast
@@ -109,3 +110,74 @@ def test_what_is_not_plain_is_seen() -> None:
     assert len(breaches(walked("class Region:\n" + indent(function, " ")))) == 1
     assert breaches(walked("class Region(Protocol):\n" + indent(function, " "))) == []
     assert breaches(walked('SIZES = (1, 2)\n"""What is drawn."""\n')) == ["1: subject: What is drawn."]
+
+
+RAISING = tuple(folder for folder in FOLDERS if folder not in ("tests", "docs"))
+PROGRAMS = ROOT / "bench" / "fault_programs.py"
+"""Programs that are run for what becomes of them: their names say what they do."""
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def public(body: list[ast.stmt], about: str = "") -> Iterator[tuple[Function, str]]:
+    """Public functions and methods with their docstrings; a special method may be described by its class."""
+    for node in body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield from public(node.body, ast.get_docstring(node) or "")
+        elif isinstance(node, Function):
+            special = node.name.startswith("__")
+            if special or not node.name.startswith("_"):
+                yield node, (ast.get_docstring(node) or "") + (about if special else "")
+
+
+def raised(function: Function) -> Iterator[str]:
+    """The class of each exception raised in the function itself; "Raises" for one that a function of ours makes."""
+    waiting: list[ast.AST] = list(function.body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Function | ast.ClassDef | ast.Lambda):
+            continue
+        waiting += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Raise) and node.exc is not None and not isinstance(node.exc, ast.Name):
+            name = ast.unparse(node.exc).partition("(")[0].rpartition(".")[2]
+            yield name if name[0].isupper() else "Raises"
+
+
+def silent(module: ast.AST) -> list[str]:
+    """The functions of a module that raise what their docstring does not name."""
+    return [
+        f"{function.name}: {name}"
+        for function, about in public(getattr(module, "body", []))
+        for name in sorted(set(raised(function)))
+        if name not in about and not (name == "Raises" and "Raise " in about)
+    ]
+
+
+def test_a_public_function_names_what_it_raises() -> None:
+    paths = [path for folder in RAISING for path in (ROOT / folder).rglob("*.py")]
+    checked = [path for path in paths if path != PROGRAMS and not path.name.startswith("test_")]
+    assert [f"{path}: {name}" for path in checked for name in silent(nodes_of(path)[0])] == []
+
+
+def test_the_rule_sees_functions_methods_classes_and_makers() -> None:
+    text = '''
+def one():
+    """Nothing."""
+    raise ValueError("x") from None
+class Thing:
+    """Raises KeyError for anything."""
+    def __init__(self): raise KeyError(1)
+    def two(self):
+        """Raises KeyError."""
+        raise errors.RequestError("x").with_traceback(None)
+    def three(self): raise _failed()
+    def _four(self): raise ValueError("x")
+    def five(self):
+        """Again."""
+        try: pass
+        except Exception: raise
+def six():
+    """Makes one."""
+    def inner(): raise ValueError("x")
+    return inner
+'''
+    assert silent(ast.parse(text)) == ["one: ValueError", "two: RequestError", "three: Raises"]

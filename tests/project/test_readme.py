@@ -1,8 +1,14 @@
-"""The README's first screen has what a reader needs, its story is true, and links lead somewhere. The table of the
-default run: test_default_run.
+"""The README's first screen has what a reader needs, its story and docs/verify.md are true, links lead somewhere.
+
+Blocks of docs/verify.md are taken as they stand, in an empty folder: files are written, commands run in their order,
+outputs compared. The table of the default run: test_default_run.
 """
 
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,3 +75,50 @@ def test_every_page_is_reached_from_the_readme_by_two_links() -> None:
     assert "](docs/README.md)" in README, "and test_documents looks whether that index has every page"
     for page in ("verify.md", "failures.md", "ci.md"):
         assert README.index("**Start here**") < README.rindex(f"](docs/{page})") < README.index("**How it works**")
+
+
+VERIFY = (ROOT / "docs" / "verify.md").read_text()
+FEW = "--hypothesis-profile=one-case -p no:cacheprovider -k 'stored or losses'"
+"""An example of a few properties: the page is tested here."""
+ROUNDING = re.compile(r"\S+( / \d)")
+"""An error that rounding leaves, beside what is allowed: it differs between machines."""
+
+
+def run(line: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Output of a command line, after its exit status was compared with the one in its comment (0)."""
+    command, _, status = line.partition("  # exit status ")
+    program, *words = shlex.split(command)
+    capsys.readouterr()
+    if program == "shardproof":
+        found, printed = main(words), capsys.readouterr().out
+    else:
+        shell = f"{sys.executable} -m {command}" if program == "pytest" else command
+        env = {**os.environ, "PYTEST_ADDOPTS": FEW, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(shell, shell=True, env=env, capture_output=True, text=True, check=False, timeout=300)
+        found, printed = done.returncode, done.stdout + done.stderr
+    assert found == int(status or 0), f"{line}\n{printed}"
+    return printed
+
+
+def test_every_block_of_docs_verify_runs_and_prints_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    blocks = re.findall(r"^```(\w+) ?(\S*)\n(.*?)^```$", VERIFY, re.MULTILINE | re.DOTALL)
+    assert {kind for kind, _, _ in blocks} == {"python", "sh", "text"}
+    first = next(text for kind, _, text in blocks if kind == "python")
+    assert first.count("\n") <= 40, "an afternoon and about 40 lines"
+    told = ""
+    for kind, name, text in blocks:
+        if kind == "python":  # goes to the file of this name
+            with Path(name).open("a") as file:
+                file.write(("\n\n" if file.tell() else "") + text)
+            sys.modules.pop(Path(name).stem, None)
+        elif kind == "sh":
+            told = "\n".join(run(line, capsys) for line in text.splitlines())
+        else:
+            printed = {ROUNDING.sub(r"#\1", line) for line in told.splitlines()}
+            lines = [ROUNDING.sub(r"#\1", line) for line in text.splitlines()]
+            assert [line for line in lines if not any(one.startswith(line) for one in printed)] == [], told
