@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
 import shardproof
 from bench.clean import Part, campaign, cases_of, main
@@ -129,7 +130,9 @@ def test_bugs_of_megatron_are_traced_too(name: str) -> None:
 def wrong(case: Case, device: torch.device) -> Mapping[str, object]:
     """Ours, with the first loss a little too large."""
     outcome = dict(ours(case, device))
-    return outcome | {"loss/0": outcome["loss/0"] * (1 + 1e-6)}
+    loss = outcome["loss/0"]
+    assert isinstance(loss, Tensor)
+    return outcome | {"loss/0": loss * (1 + 1e-6)}
 
 
 def listening(case: Case, device: torch.device) -> Mapping[str, object]:

@@ -91,7 +91,6 @@ def test_what_is_left_is_collected_where_nanobind_would_report_it(monkeypatch: p
         assert (main(), frozen) == (0, ["frozen"])
 
 
-THEIRS = ("suites", "reports", "parallel")
 CONFTEST = """
 def pytest_addoption(parser):
     for word in ("subject", "modes", "case", "engine", "device", "faults", "worlds"):
@@ -109,17 +108,6 @@ def test_nothing_of_ours_is_loaded(pytestconfig):
 """
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A user's project."""
-    for name in THEIRS:
-        package(tmp_path / name)
-    (tmp_path / "suites" / "test_theirs.py").write_text("def test_theirs(): pass\n")
-    (tmp_path / "conftest.py").write_text(CONFTEST)
-    (tmp_path / "test_mine.py").write_text(TEST)
-    return tmp_path
-
-
 def package(place: Path) -> None:
     place.mkdir()
     (place / "__init__.py").touch()
@@ -130,17 +118,19 @@ def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """A command of this interpreter in the folder."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
     environment["PYTHONPATH"] = str(rooms.HOME)
-    command = [sys.executable, *words]
-    return subprocess.run(
-        command, check=False, cwd=folder, env=environment, capture_output=True, text=True, timeout=120
-    )
+    ran = [sys.executable, *words]
+    return subprocess.run(ran, check=False, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
 
 
-def test_an_unrelated_session_notices_nothing(folder: Path) -> None:
-    done = python(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--engine", "torchrun", "test_mine.py")
-    assert done.returncode == 0, done.stdout + done.stderr
-    done = python(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs", "suites", "--device", "cpu")
-    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+def test_an_unrelated_session_notices_nothing(tmp_path: Path) -> None:
+    for name in ("suites", "reports", "parallel"):
+        package(tmp_path / name)
+    (tmp_path / "suites" / "test_theirs.py").write_text("def test_theirs(): pass\n")
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_mine.py").write_text(TEST)
+    for words in (("--engine", "torchrun", "test_mine.py"), ("--pyargs", "suites", "--device", "cpu")):
+        done = python(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words)
+        assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
 
 
 SUBJECT = """
@@ -241,18 +231,13 @@ def test_a_module_imported_by_a_function_is_one_sentence(beside: Path) -> None:
     assert f"'parallel.mine' in {rooms.HOME / 'parallel'}, and {beside / 'parallel'} stands beside it" in done.stderr
 
 
-def test_names_of_ours_are_found_beside_others(beside: Path) -> None:
+def test_names_of_ours_are_found_beside_others_and_one_in_their_place_is_an_import_error(beside: Path) -> None:
     program = "import shardproof, parallel.mine; print(shardproof.Case().tp, shardproof.Shard, parallel.__name__)"
     done = python(beside, "-c", program)
     assert done.stdout == "2 <class 'harness.shard.Shard'> parallel\n", done.stderr
-
-
-def test_a_name_in_the_place_of_others_is_an_import_error(tmp_path: Path) -> None:
-    package(tmp_path / "reference")
-    done = python(
-        tmp_path, "-c", "import reference, shardproof\ntry: shardproof.Case\nexcept ImportError as e: print(e)"
-    )
-    assert done.stdout.startswith(f"package reference: {tmp_path}/reference has been imported, and shardproof needs")
+    program = "import reference, shardproof\ntry: shardproof.Case\nexcept ImportError as error: print(error)"
+    done = python(beside, "-c", program)
+    assert done.stdout.startswith(f"package reference: {beside}/reference has been imported, and shardproof needs")
 
 
 def test_a_folder_without_python_is_no_package(tmp_path: Path) -> None:

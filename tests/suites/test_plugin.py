@@ -84,21 +84,17 @@ def test_the_page_on_ci_names_options_that_exist(capsys: pytest.CaptureFixture[s
     assert set(re.findall(r"--[a-z][a-z-]+", text)) <= offered
 
 
-@pytest.mark.parametrize(
-    ("engine", "worlds", "workers"),
-    [(None, "2,6", None), ("inproc", "2,6", None), ("pool", "2,3,4", 4), ("torchrun", "6", 2), ("pool", "64", 1)],
-)
-def test_workers_leave_a_core_to_every_rank_that_is_a_process(
-    monkeypatch: pytest.MonkeyPatch, engine: str | None, worlds: str, workers: int | None
-) -> None:
+def test_workers_leave_a_core_to_every_rank_that_is_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
-    options = {"shardproof_engine": engine, "shardproof_worlds": worlds}
-    config: Any = SimpleNamespace(
-        option=SimpleNamespace(**options),
-        getoption=lambda name, default=None: options.get(name, default),
-        getini=lambda name: "inproc",
-    )
-    assert pytest_plugin.pytest_xdist_auto_num_workers(config) == workers
+    rows = [(None, "2,6", None), ("inproc", "2,6", None), ("pool", "2,3,4", 4), ("torchrun", "6", 2), ("pool", "64", 1)]
+    for engine, worlds, workers in rows:
+        options = {"shardproof_engine": engine, "shardproof_worlds": worlds}
+        config: Any = SimpleNamespace(
+            option=SimpleNamespace(**options),
+            getoption=lambda name, default=None, options=options: options.get(name, default),
+            getini=lambda name: "inproc",
+        )
+        assert pytest_plugin.pytest_xdist_auto_num_workers(config) == workers
 
 
 # Known failures
