@@ -41,12 +41,9 @@ def test_a_failed_step_or_nothing_run_is_status_1_and_told_with_its_reason(
     assert "legal: 3.12:2.11.0" in capsys.readouterr().err
 
 
-def test_an_interpreter_that_is_not_here_is_named_and_the_rest_goes_on() -> None:
+def test_an_interpreter_that_is_not_here_and_a_step_that_fails_or_does_not_end_say_so() -> None:
     (told,) = proved("3.99", "2.14.1", keep=False)
     assert told == ("all", NOT_RUN, 0.0, "no python3.99 on PATH")
-
-
-def test_a_step_that_fails_or_does_not_end_says_so() -> None:
     python = [sys.executable, "-c"]
     assert ended([*python, "print(1)"]) == ""
     assert ended([*python, "print('lost'); raise SystemExit(5)"]) == "exit status 5: lost"

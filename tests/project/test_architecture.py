@@ -14,8 +14,6 @@ from tests.project import Nodes, nodes_of, walked
 
 ROOMS = ("bugs", "reference", "harness", "parallel", "reports", "shardproof", "suites", "bench", "tests")
 FILES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
-
-
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 
 

@@ -46,16 +46,13 @@ def test_every_name_of_the_dense_model_is_listed_under_a_kind_that_is_explained(
     assert ends <= set(dense) and {name for name in dense if "/1" not in name} <= ends
 
 
-def test_names_are_printed_in_the_order_of_computation(shardproof: CommandLine) -> None:
+def test_names_are_printed_in_the_order_of_computation_and_what_ranks_draw_too(shardproof: CommandLine) -> None:
     status, out, err = shardproof("names", "tp=2", "--subject", f"{own_words.__name__}:subject")
     assert (status, err) == (0, "")
     assert out.startswith(f"{own_words.__name__}:subject is compared with its own dense model")
     order = [out.index(f"\n{name}") for name in ("loss/0 .. loss/1", "grad/w2", "grad/w1", "param/w2")]
     assert order == sorted(order), "gradients are computed from the last layer on"
     assert "grad/w1  24x12  float64" in out, "full shapes"
-
-
-def test_what_ranks_draw_is_named_too(shardproof: CommandLine) -> None:
     status, out, err = shardproof("names", "tp=2 dropout=0.1 random=stateful init=shard")
     assert (status, err) == (0, "")
     assert "mask/0/embedding .. mask/1/embedding" in out and "init/embedding.tokens.weight" in out
