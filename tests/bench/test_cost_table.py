@@ -2,15 +2,13 @@
 
 import csv
 import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from bench import cost_table
-from bench.cost_table import CALLS, Asked, CostRow, fitted, held_against, main, measured, written
+from bench import cost_table, proof_costs
+from bench.cost_table import CALLS, Asked, fitted, held_against, main, measured, written
 from bench.witnesses import STEPS, WITNESSES, cost_of
 from bench.workload import Sizes, data, dense, largest_error, rank_program, weights
 from harness.engines.threads.inproc import InprocEngine
@@ -18,6 +16,7 @@ from harness.errors import MachineError
 from harness.ledger import Call
 from harness.predicting.clusters import read
 from harness.predicting.costs import route, seconds
+from tests.forked import started
 
 TINY = Asked(
     worlds=(2,),
@@ -28,7 +27,7 @@ TINY = Asked(
 )
 
 
-def test_a_line_is_fitted_as_it_was_drawn(tmp_path: Path) -> None:
+def test_a_line_is_fitted_as_it_was_drawn_and_times_that_are_no_line_upwards_are_refused(tmp_path: Path) -> None:
     cluster = fitted((4096, 2 * 30 + 4096 / 500), (4 << 20, 2 * 30 + (4 << 20) / 500), 5e9)
     (link,) = cluster.links
     assert (link.latency_us, link.bandwidth_gb_s) == pytest.approx((30, 0.5))
@@ -36,12 +35,9 @@ def test_a_line_is_fitted_as_it_was_drawn(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(written(cluster))
     assert read(str(file)) == cluster
-
-
-@pytest.mark.parametrize("large_us", [10.0, 100000.0])
-def test_times_that_are_no_line_upwards_are_refused(large_us: float) -> None:
-    with pytest.raises(MachineError, match="no latency and bandwidth fit that; repeat on a quieter machine"):
-        fitted((4096, 50.0), (8192, large_us), 5e9)
+    for large_us in (10.0, 100000.0):
+        with pytest.raises(MachineError, match="no latency and bandwidth fit that; repeat on a quieter machine"):
+            fitted((4096, 50.0), (8192, large_us), 5e9)
 
 
 def test_what_the_line_was_made_from_agrees_and_the_rest_is_predicted() -> None:
@@ -58,6 +54,9 @@ def test_what_the_line_was_made_from_agrees_and_the_rest_is_predicted() -> None:
     assert not gather.fitted
     assert gather.predicted_us == pytest.approx(10 + 2048 / 64)
     assert rows["micro-batch, tp", 0].predicted_us > 0
+    halves = [gather._replace(measured_us=us, predicted_us=10.0) for us in (5.0, 20.0)]
+    note = cost_table.table(halves, cluster).note
+    assert "calls of 2 ranks 2.00x" in note, "the error is the same for half and for twice"
 
 
 def test_every_call_and_step_is_timed() -> None:
@@ -82,15 +81,6 @@ def test_the_command_writes_both_files(
     monkeypatch.setattr(cost_table, "measured", lambda engine, asked: (dict.fromkeys(times, 7.0), 5e9))
     assert main(["--out", str(tmp_path)]) == 3
     assert "repeat on a quieter machine" in capsys.readouterr().err
-
-
-def test_the_error_is_the_same_for_half_and_for_twice() -> None:
-    cluster = fitted((64, 21.0), (4096, 84.0), 5e9)
-    rows = [
-        CostRow(what="all_gather", ranks=2, payload_bytes=64, measured_us=us, predicted_us=10.0, fitted=False)
-        for us in (5.0, 20.0)
-    ]
-    assert "calls of 2 ranks 2.00x" in cost_table.table(rows, cluster).note
 
 
 SIZES = Sizes(layers=2, hidden=16, heads=4, seq=5, batch=3, ffn=32)
@@ -119,12 +109,8 @@ def test_ranks_equal_the_dense_model(world_size: int) -> None:
         passed = engine.run(rank_program, world_size, SIZES, full, x, dy, world_size=world_size, observer=counts)
     assert largest_error(passed, dense(SIZES, full, x, dy)) < 1e-12
     assert counts.calls == {("all_reduce", 3 * 5 * 16 * 8): 8 * world_size}
-
-
-def test_the_floor_runs_without_communication_and_is_therefore_wrong() -> None:
-    full, (x, dy) = weights(SIZES), data(SIZES)
     passed = [rank_program(rank, 2, SIZES, full, x, dy, comm=False) for rank in range(2)]
-    assert largest_error(passed, dense(SIZES, full, x, dy)) > 1e-3
+    assert largest_error(passed, dense(SIZES, full, x, dy)) > 1e-3, "the floor, which runs without communication"
 
 
 OFF = [(2.0, 1.0), (4.0, 2.0)]
@@ -142,10 +128,15 @@ def test_costs_are_medians_of_the_rounds_own_ratios_on_the_slower_rank(witness: 
     assert cost.seconds == (5 + 9) / 2 / STEPS
 
 
-def test_pairs_of_steps_are_timed_and_their_calls_recorded() -> None:
-    tiny = "cost.LAYERS, cost.HIDDEN, cost.HEADS, cost.VOCAB, cost.SEQ = 1, 8, 2, 11, 4"
-    code = f"from bench import proof_costs as cost; {tiny}; cost.main(3)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    seconds = json.loads(done.stdout)
+def paired() -> None:
+    """Print the seconds of three pairs of steps of a tiny program."""
+    proof_costs.LAYERS, proof_costs.HIDDEN, proof_costs.HEADS, proof_costs.VOCAB, proof_costs.SEQ = 1, 8, 2, 11, 4
+    proof_costs.main(3)
+
+
+def test_pairs_of_steps_are_timed_and_their_calls_recorded(tmp_path: Path) -> None:
+    process = started(paired, folder=tmp_path)
+    assert process.ended(120.0) == 0, process.err
+    seconds = json.loads(process.out)
     assert [len(seconds[name]) for name in ("off", "on")] == [3, 3]
     assert min(seconds["on"]) > 0

@@ -1,7 +1,7 @@
 """Files of planted bugs: how they are read and lines are found; bugs as stand-alone scripts and on every engine."""
 
 import re
-import subprocess
+import runpy
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,12 +15,13 @@ from harness.engines.processes.forked.pool import PoolEngine
 from harness.errors import RequestError
 from harness.running.proof import prove
 from reference.case import Case
-from reports.commands.cli import main
 from suites.killing.scripts import scripts
 from suites.mutants.kill_rows import mutant_killed
 from suites.mutants.mutant import GROUPS, Mutant
 from suites.session.prover import Prover
 from tests import ROOT
+from tests.forked import started
+from tests.harness.command_line import CommandLine
 
 EXAMPLE = """
 # An area.
@@ -99,15 +100,14 @@ def test_a_file_says_what_its_bugs_are(tmp_path: Path) -> None:
     assert not second.alone and not second.held_back and second.changes[0].within == ""
 
 
-@pytest.mark.parametrize("line", ["  mode tp", "no bug", "  of head|- as"])
-def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, line: str) -> None:
+def test_a_line_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     path = tmp_path / "area.txt"
-    path.write_text(f"a: b\n  at x\n{line}\n")
-    if line.startswith("  of"):
-        assert read(path, Bug, {})[0].region == "head|"
-        return
-    with pytest.raises(ValueError, match=f"area.txt:3: '{line}'"):
-        read(path, Bug, {})
+    for line in ("  mode tp", "no bug"):
+        path.write_text(f"a: b\n  at x\n{line}\n")
+        with pytest.raises(ValueError, match=f"area.txt:3: '{line}'"):
+            read(path, Bug, {})
+    path.write_text("a: b\n  at x\n  of head|- as\n")
+    assert read(path, Bug, {})[0].region == "head|"
 
 
 def test_lines_are_found_by_their_words_in_their_function(room: Path) -> None:
@@ -175,14 +175,11 @@ def test_every_bug_has_its_place() -> None:
     assert (lost, away) == ([], [])
 
 
-def test_a_bug_costs_seven_lines() -> None:
+def test_a_bug_costs_seven_lines_and_is_package_data() -> None:
     paths = list(FOLDER.rglob("*.txt"))
-    lines = sum(path.read_text().count("\n") for path in paths)
-    assert lines <= 7 * sum(len(read(path, Bug, {})) for path in paths)
-    assert not [path for path in paths for line in path.read_text().splitlines() if len(line) > 120]
-
-
-def test_files_of_bugs_are_package_data() -> None:
+    lines = [line for path in paths for line in path.read_text().splitlines()]
+    assert len(lines) <= 7 * sum(len(read(path, Bug, {})) for path in paths)
+    assert max(map(len, lines)) <= 120
     assert 'bugs = ["**/*.txt"]' in (FOLDER.parent / "pyproject.toml").read_text() and record.files("open")
 
 
@@ -194,29 +191,35 @@ def test_the_example_of_contributing_is_read_planted_and_killed(prover: Prover, 
     assert set(bug.kills.split("|")) <= set(killed.row.killed_by) and killed.row.region_right == "yes", killed
 
 
-def test_a_bug_becomes_a_script_that_repeats_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["faults", "--emit-repro", "norms-not-summed", str(tmp_path / "scripts")]) == 0
-    script = tmp_path / "scripts" / "norms-not-summed.py"
-    assert capsys.readouterr().out == f"{script}\n"
+def main_of(script: str) -> None:
+    """Run a script in this process."""
+    sys.argv = [script]
+    runpy.run_path(script, run_name="__main__")
+
+
+def repeated(script: Path) -> tuple[int, str]:
+    """Exit status and output of a script."""
+    process = started(main_of, script.name, folder=script.parent.resolve())
+    return process.ended(240.0), process.out
+
+
+def test_a_bug_becomes_a_script_that_repeats_it(shardproof_here: CommandLine) -> None:
+    script = Path("norms-not-summed.py")
+    status, out, _ = shardproof_here("faults", "--emit-repro", script.stem, ".")
+    assert (status, out) == (0, f"{script}\n")
     text = script.read_text()
     assert text.startswith('"""norms-not-summed: B-04, B-06: InternEvo') and "\n+    return is_row(module)" in text
-    ended = subprocess.run(
-        [sys.executable, str(script)], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert (ended.returncode, ended.stdout.splitlines()[-1]) == (1, "reproduced"), ended.stderr
-    mended = tmp_path / "mended.py"
+    status, out = repeated(script)
+    assert (status, out.splitlines()[-1]) == (1, "reproduced"), out
+    mended = Path("mended.py")
     mended.write_text(re.sub(r"'planted': \{.*?\}", "'planted': {}", text, flags=re.DOTALL))
-    ended = subprocess.run(
-        [sys.executable, str(mended)], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert (ended.returncode, ended.stdout.splitlines()[-1]) == (0, "not reproduced"), ended.stderr
+    status, out = repeated(mended)
+    assert (status, out.splitlines()[-1]) == (0, "not reproduced"), out
 
 
-def test_what_no_script_shows_says_why_and_held_back_bugs_have_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["faults", "--emit-repro", "norm-computed-twice", str(tmp_path)]) == 1
-    assert capsys.readouterr().out.startswith("norm-computed-twice: no script: ")
+def test_what_no_script_shows_says_why_and_held_back_bugs_have_none(shardproof_here: CommandLine) -> None:
+    status, out, _ = shardproof_here("faults", "--emit-repro", "norm-computed-twice", ".")
+    assert status == 1 and out.startswith("norm-computed-twice: no script: ")
     with pytest.raises(RequestError, match="emit-repro=gremlins: is no open mutant or variant; legal: all "):
         scripts("gremlins")
 

@@ -1,6 +1,7 @@
 """Docstrings are read once: plain words, short sentences, and a noun of the field as the subject of each.
 
-Variables of the product, too, are called by a noun: `told`, `said` and `held` name none.
+Variables of the product, too, are called by a noun: `told`, `said` and `held` name none. The docstring of a public
+function that raises names every exception that stands behind a `raise` in it.
 """
 
 import ast
@@ -8,9 +9,8 @@ import re
 from collections.abc import Iterator
 from textwrap import indent
 
-import pytest
-
 from tests import ROOT
+from tests.project import Nodes, nodes_of, walked
 from tests.project.prose import CODE, END, PRIVATE
 
 FOLDERS = ("parallel", "reference", "shardproof", "bench", "bugs", "suites", "tests", "reports", "harness", "docs")
@@ -29,9 +29,9 @@ ASIDE = re.compile(r" {4}|.*\S {2,}\S")
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def texts(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
+def texts(nodes: Nodes) -> Iterator[tuple[ast.AST, str]]:
     """Each docstring with its node; strings below a constant or a field included."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, Documented):
             yield node, ast.get_docstring(node) or ""
             for above, below in zip(node.body, node.body[1:], strict=False):
@@ -57,33 +57,25 @@ def faults(text: str) -> Iterator[str]:
             yield f"subject: {sentence}"
 
 
-def overriding(tree: ast.Module) -> set[ast.AST]:
+def overriding(nodes: Nodes) -> set[ast.AST]:
     """Methods of classes with a base: only these may refer to another docstring by `The same`."""
-    classes = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.bases)
-    return {method for node in classes for method in node.body}
+    return {method for node in nodes if isinstance(node, ast.ClassDef) and node.bases for method in node.body}
 
 
-def breaches(source: str) -> list[str]:
+def breaches(nodes: Nodes) -> list[str]:
     """The breaches of all docstrings of a file, each with its line."""
-    tree = ast.parse(source)
-    heirs = overriding(tree)
-    found = [(node, fault) for node, text in texts(tree) for fault in faults(text)]
-    for node, text in texts(tree):
+    heirs, documented = overriding(nodes), list(texts(nodes))
+    found = [(node, fault) for node, text in documented for fault in faults(text)]
+    for node, text in documented:
         if isinstance(node, ast.FunctionDef) and text.startswith("The same") and node not in heirs:
             found.append((node, f"the same as what: {text.splitlines()[0]}"))
     return [f"{getattr(node, 'lineno', 1)}: {fault}" for node, fault in found]
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_docstrings_are_plain(folder: str) -> None:
-    sources = {path.relative_to(ROOT): path.read_text() for path in sorted((ROOT / folder).rglob("*.py"))}
-    assert [f"{path}:{breach}" for path, source in sources.items() for breach in breaches(source)] == []
-
-
-def vague(source: str) -> list[str]:
+def vague(nodes: Nodes) -> list[str]:
     """The names without a noun that a file gives: variables, arguments, fields, functions."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
                 found.append(name)
@@ -92,18 +84,17 @@ def vague(source: str) -> list[str]:
     return [name for name in found if name.strip("_").lower() in {"told", "said", "held"}]
 
 
-@pytest.mark.parametrize("folder", NAMED)
-def test_variables_are_nouns(folder: str) -> None:
-    sources = {path.relative_to(ROOT): path.read_text() for path in sorted((ROOT / folder).rglob("*.py"))}
-    assert [f"{path}: {name}" for path, source in sources.items() for name in vague(source)] == []
+def test_docstrings_are_plain_and_variables_are_nouns() -> None:
+    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert [f"{path}:{breach}" for path in paths for breach in breaches(nodes_of(path))] == []
+    named = [path for path in paths if path.relative_to(ROOT).parts[0] in NAMED]
+    assert [f"{path}: {name}" for path in named for name in vague(nodes_of(path))] == []
 
 
-@pytest.mark.parametrize(
-    "planted", ["told = 1", "def told(): ...", "lambda said: 1", "self._held = 1", "class A:\n    held: int"]
-)
-def test_a_variable_without_a_noun_is_seen(planted: str) -> None:
-    assert len(vague(planted)) == 1
-    assert not vague("print(told, cut.held)")
+def test_a_variable_without_a_noun_is_seen() -> None:
+    for planted in ("told = 1", "def told(): ...", "lambda said: 1", "self._held = 1", "class A:\n    held: int"):
+        assert len(vague(walked(planted))) == 1, planted
+    assert not vague(walked("print(told, cut.held)"))
 
 
 def test_what_is_not_plain_is_seen() -> None:
@@ -115,7 +106,78 @@ def test_what_is_not_plain_is_seen() -> None:
         assert list(faults(f"A mesh. {subject} ranks.")) == [f"subject: {subject} ranks."]
     assert not list(faults("What is a mesh? One-sided calls. Its axes. What-if -> outcome."))
     function = 'def gathered(x):\n    """The same. Ranks."""\n'
-    assert breaches(function) == ["1: the same as what: The same. Ranks."]
-    assert len(breaches("class Region:\n" + indent(function, " "))) == 1
-    assert breaches("class Region(Protocol):\n" + indent(function, " ")) == []
-    assert breaches('SIZES = (1, 2)\n"""What is drawn."""\n') == ["1: subject: What is drawn."]
+    assert breaches(walked(function)) == ["1: the same as what: The same. Ranks."]
+    assert len(breaches(walked("class Region:\n" + indent(function, " ")))) == 1
+    assert breaches(walked("class Region(Protocol):\n" + indent(function, " "))) == []
+    assert breaches(walked('SIZES = (1, 2)\n"""What is drawn."""\n')) == ["1: subject: What is drawn."]
+
+
+RAISING = tuple(folder for folder in FOLDERS if folder not in ("tests", "docs"))
+PROGRAMS = ROOT / "bench" / "fault_programs.py"
+"""Programs that are run for what becomes of them: their names say what they do."""
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def public(body: list[ast.stmt], about: str = "") -> Iterator[tuple[Function, str]]:
+    """Public functions and methods with their docstrings; a special method may be described by its class."""
+    for node in body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield from public(node.body, ast.get_docstring(node) or "")
+        elif isinstance(node, Function):
+            special = node.name.startswith("__")
+            if special or not node.name.startswith("_"):
+                yield node, (ast.get_docstring(node) or "") + (about if special else "")
+
+
+def raised(function: Function) -> Iterator[str]:
+    """The class of each exception raised in the function itself; "Raises" for one that a function of ours makes."""
+    waiting: list[ast.AST] = list(function.body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Function | ast.ClassDef | ast.Lambda):
+            continue
+        waiting += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Raise) and node.exc is not None and not isinstance(node.exc, ast.Name):
+            name = ast.unparse(node.exc).partition("(")[0].rpartition(".")[2]
+            yield name if name[0].isupper() else "Raises"
+
+
+def silent(module: ast.AST) -> list[str]:
+    """The functions of a module that raise what their docstring does not name."""
+    return [
+        f"{function.name}: {name}"
+        for function, about in public(getattr(module, "body", []))
+        for name in sorted(set(raised(function)))
+        if name not in about and not (name == "Raises" and "Raise " in about)
+    ]
+
+
+def test_a_public_function_names_what_it_raises() -> None:
+    paths = [path for folder in RAISING for path in (ROOT / folder).rglob("*.py")]
+    checked = [path for path in paths if path != PROGRAMS and not path.name.startswith("test_")]
+    assert [f"{path}: {name}" for path in checked for name in silent(nodes_of(path)[0])] == []
+
+
+def test_the_rule_sees_functions_methods_classes_and_makers() -> None:
+    text = '''
+def one():
+    """Nothing."""
+    raise ValueError("x") from None
+class Thing:
+    """Raises KeyError for anything."""
+    def __init__(self): raise KeyError(1)
+    def two(self):
+        """Raises KeyError."""
+        raise errors.RequestError("x").with_traceback(None)
+    def three(self): raise _failed()
+    def _four(self): raise ValueError("x")
+    def five(self):
+        """Again."""
+        try: pass
+        except Exception: raise
+def six():
+    """Makes one."""
+    def inner(): raise ValueError("x")
+    return inner
+'''
+    assert silent(ast.parse(text)) == ["one: ValueError", "two: RequestError", "three: Raises"]

@@ -18,15 +18,12 @@ from tests.project.prose import CODE, FENCED
 from tests.project.test_documents import PAGES
 
 SHOWN = re.compile(r"(?:cd \S+; )?(?:\.venv/bin/)?(?:shardproof|torchrun|pytest|make|python|pip) \S.*")
-FENCED_ARE_RUN = {
-    "README.md": "tests/project/test_readme.py",
-    "docs/verify.md": "tests/reports/commands/test_verify_page.py",
-}
+FENCED_ARE_RUN = {"README.md": "tests/project/test_readme.py", "docs/verify.md": "tests/project/test_readme.py"}
 """Pages whose fenced blocks a test of their own runs in their order."""
 _RECORDED = "four processes of the reader's program; two are run by tests/harness/programs/test_recorded_programs.py"
 _GATE = "run in the profile `deep` by tests/harness/programs/test_recorded_programs.py"
-_RECIPE = "steps of docs/shardproof.yml: tests/project/test_recipe.py"
-_MEGATRON = "run in the profile `deep` by tests/suites/test_megatron_defects.py"
+_RECIPE = "steps of docs/shardproof.yml: tests/project/test_installed.py"
+_MEGATRON = "run in the profile `deep` by tests/suites/test_foreign_subjects.py"
 _TRANSFORMERS = "a folder of transformers: tests/parallel/checkpoints/test_checkpoint_exchange.py"
 _MEGATRON_FOLDER = "a folder of Megatron-Core: tests/parallel/checkpoints/test_megatron_weights.py"
 NOT_RUN = {
@@ -34,7 +31,7 @@ NOT_RUN = {
     "make test": "the suite itself",
     "python -m suites.mutants.field": "writes the page itself: tests/suites/test_catalogue.py",
     "shardproof faults --field": "half an hour: two bugs are measured by tests/suites/test_catalogue.py",
-    "python -m bench.static_witness": "needs torchtitan: tests/bench/test_static_witness.py",
+    "python -m bench.static_witness": "needs torchtitan: tests/bench/test_systems.py",
     "python -m bench.systems": "half an hour; its quick cells: tests/suites/test_foreign_subjects.py",
     ".venv/bin/pytest tests/harness/checking": "a part of the suite itself",
     "torchrun --nnodes 2": "two machines",

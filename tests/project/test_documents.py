@@ -1,4 +1,7 @@
-"""Pages are read aloud without a stop: short sentences, plain words, narrow lines, and each names its purpose first."""
+"""Pages are read aloud without a stop: short sentences, plain words, narrow lines, and each names its purpose first.
+
+They import `shardproof` alone, and the page of its names has them all.
+"""
 
 import re
 from collections import Counter
@@ -6,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import shardproof
+from shardproof.rooms import ROOMS
 from tests import ROOT
 from tests.project.prose import PRIVATE, blocks, sentences
 
@@ -20,7 +25,8 @@ MEASURED = re.compile(
 )
 """A number with its unit, or a share."""
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-INDEX = ROOT / "docs" / "README.md"
+DOCS = ROOT / "docs"
+INDEX = DOCS / "README.md"
 
 
 def long_sentences(text: str) -> list[str]:
@@ -89,3 +95,31 @@ def test_what_is_not_plain_is_seen() -> None:
     assert wide_lines("|" + "x" * 200) == ["|" + "x" * 200]
     assert wide_lines("[a](b)" + "x" * 200) == ["[a](b)" + "x" * 200]
     assert list(blocks("# T\n\na\nb\n\n1. c\n2. d")).count("a b") == 1
+
+
+ABOUT_THE_FOLDERS = {"design.md"}
+FORMER = "Former paths that earlier releases documented"
+"""How the one line begins that names what forwards."""
+MODULE = re.compile(rf"(?<![/\w.])(?:{'|'.join(ROOMS[:4])})\.(?!py\b)\w+[\w.]*(?::\w+)?")
+A_SUBJECT = {"parallel.subject:subject"}
+
+
+def inner_names(text: str) -> set[str]:
+    lines = [line for line in text.splitlines() if not line.startswith(FORMER)]
+    return set(MODULE.findall("\n".join(lines))) - A_SUBJECT
+
+
+def test_a_page_names_no_module_behind_the_public_face() -> None:
+    paths = [ROOT / "README.md", *(path for path in DOCS.rglob("*") if path.suffix in (".md", ".ipynb", ".py", ".yml"))]
+    for path in paths:
+        assert path.name in ABOUT_THE_FOLDERS or not inner_names(path.read_text()), path
+    assert inner_names("see `harness.outcome` and reports.load(run)") == {"harness.outcome", "reports.load"}
+    assert not inner_names(
+        "--subject parallel.subject:subject, `parallel/communication/expectation.py`, reports.py, shardproof.load"
+    )
+
+
+def test_the_page_of_names_has_them_all() -> None:
+    rows = [line for line in (DOCS / "names.md").read_text().splitlines() if line.startswith("| `")]
+    named = [name for row in rows for name in re.findall(r"`(\w+)(?:\([^`]*\))?`", row.split(" | ")[0])]
+    assert sorted(named) == shardproof.__all__

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests import ROOT
+from tests.project import Nodes, nodes_of, walked
 
 ROOM = ROOT / "harness" / "torch_internals"
 OURS = ("reference", "parallel", "harness", "reports", "shardproof", "suites", "bench", "bugs")
@@ -30,10 +31,10 @@ def root_of(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def imported(tree: ast.AST, package: str) -> dict[str, str]:
+def imported(nodes: Nodes, package: str) -> dict[str, str]:
     """Names that the file binds by importing from other packages -> the package; of `package` alone unless ""."""
     found: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {(a.asname or a.name).partition(".")[0]: a.name.partition(".")[0] for a in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -41,12 +42,12 @@ def imported(tree: ast.AST, package: str) -> dict[str, str]:
     return {name: source for name, source in found.items() if not package or source == package}
 
 
-def made(tree: ast.AST, known: dict[str, str]) -> dict[str, str]:
+def made(nodes: Nodes, known: dict[str, str]) -> dict[str, str]:
     """Names that the file binds only to new objects of another package's class -> that package."""
-    bound = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-    bound += [node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)]
+    bound = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    bound += [node.arg for node in nodes if isinstance(node, ast.arg)]
     found: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=ast.Name(id=kind))):
                 if kind[0].isupper() and bound.count(name) == 1 and known.get(kind, "torch") not in {"torch", *OURS}:
@@ -54,10 +55,10 @@ def made(tree: ast.AST, known: dict[str, str]) -> dict[str, str]:
     return found
 
 
-def defined(tree: ast.AST) -> set[str]:
+def defined(nodes: Nodes) -> set[str]:
     """The private names that the file defines itself."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -67,13 +68,12 @@ def defined(tree: ast.AST) -> set[str]:
     return found
 
 
-def uses(source: str) -> Iterator[str]:
+def uses(nodes: Nodes) -> Iterator[str]:
     """The private names of torch that a file uses, or of objects that may be torch's."""
-    tree = ast.parse(source)
-    own, torch_names, known = defined(tree), imported(tree, "torch"), imported(tree, "")
-    known |= made(tree, known)
-    texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    own, torch_names, known = defined(nodes), imported(nodes, "torch"), imported(nodes, "")
+    known |= made(nodes, known)
+    texts = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
         if isinstance(node, ast.Attribute) and private(node.attr):
             root = root_of(node)
             elsewhere = known.get(root, "") not in {"", "torch"}  # another package's, such as sys._getframe
@@ -94,12 +94,8 @@ def uses(source: str) -> Iterator[str]:
 
 
 def test_the_product_uses_no_private_name_of_torch_outside_of_its_room() -> None:
-    found = [f"{path.relative_to(ROOT)} {use}" for path in FILES for use in uses(path.read_text())]
-    assert not found
-
-
-def test_the_room_is_where_they_are() -> None:
-    assert sum(1 for path in ROOM.glob("*.py") for _ in uses(path.read_text())) > 30
+    assert not [f"{path.relative_to(ROOT)} {use}" for path in FILES for use in uses(nodes_of(path))]
+    assert sum(1 for path in ROOM.glob("*.py") for _ in uses(nodes_of(path))) > 30
 
 
 @pytest.mark.parametrize(
@@ -123,7 +119,7 @@ def test_the_room_is_where_they_are() -> None:
     ],
 )
 def test_a_planted_use_is_refused(planted: str) -> None:
-    assert list(uses(planted))
+    assert list(uses(walked(planted)))
 
 
 @pytest.mark.parametrize(
@@ -138,4 +134,4 @@ def test_a_planted_use_is_refused(planted: str) -> None:
     ],
 )
 def test_what_is_no_use_of_torch_passes(allowed: str) -> None:
-    assert not list(uses(allowed))
+    assert not list(uses(walked(allowed)))

@@ -2,10 +2,13 @@
 
 import io
 import re
+from collections.abc import Callable
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
+from reports.commands import cli
 from reports.printing import text, text_tables
 from reports.printing.text_tables import Table
 from reports.stored import summary
@@ -30,6 +33,24 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Terminal]:
+    """A terminal of this width, with colours or without."""
+
+    def made(columns: int, *, colours: bool = False) -> Terminal:
+        monkeypatch.setenv("TERM", "xterm-256color")
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setenv("NO_COLOR", "" if colours else "1")
+        return Terminal()
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def headline(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
+    return summary.headline(load(sample_run.write(tmp_path_factory.mktemp("text") / "run")))
+
+
 def test_plain_columns_are_aligned_and_numbers_stand_right() -> None:
     assert text.plain(TABLE).splitlines() == [
         "A title",
@@ -39,50 +60,40 @@ def test_plain_columns_are_aligned_and_numbers_stand_right() -> None:
         "a|b [red]<x>  22,000",
         "a note",
     ]
+    with pytest.raises(ValueError, match="needs 2 cells"):
+        Table(title="", headers=("a", "b"), rows=(("1",),))
 
 
-def test_a_pipe_gets_no_escape_code_and_no_folded_line(tmp_path: Path) -> None:
-    run = load(sample_run.write(tmp_path / "run"))
-    headline = summary.headline(run).assign(words=["key=value " * 60, "other=value " * 60])
+def test_a_pipe_gets_no_escape_code_and_no_folded_line(headline: pd.DataFrame) -> None:
     stream = io.StringIO()
-    text.show_table(text_tables.headline_table(headline), stream)
+    text.show_table(text_tables.headline_table(headline.assign(words=["key=value " * 60, "other=value " * 60])), stream)
     assert "\x1b" not in stream.getvalue()
     assert sum("=value" in line for line in stream.getvalue().splitlines()) == 2, "one line a case"
 
 
-def test_a_terminal_gets_every_cell_and_markup_in_cells_stays_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    stream = Terminal()
+def test_a_terminal_gets_every_cell_and_markup_in_cells_stays_text(terminal: Callable[..., Terminal]) -> None:
+    stream = terminal(80, colours=True)
     text.show_table(TABLE, stream)
-    printed = stream.getvalue()
-    assert "\x1b[32mpass" in printed, "a pass is green"
-    assert "a|b [red]<x>" in printed
-    assert "22,000" in printed
-    assert "a note" in printed
+    assert "\x1b[32mpass" in stream.getvalue(), "a pass is green"
+    assert all(cell in stream.getvalue() for cell in ("a|b [red]<x>", "22,000", "a note"))
 
 
-def test_a_narrow_terminal_folds_long_texts_and_no_verdict(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TERM", "dumb")
-    monkeypatch.setenv("COLUMNS", "96")
-    headline = summary.headline(load(sample_run.write(tmp_path / "run"))).assign(words=["a=1 " * 30, "b=2 " * 30])
-    stream = Terminal()
-    text.show_table(text_tables.headline_table(headline), stream)
-    lines = stream.getvalue().splitlines()
+def test_a_narrow_terminal_folds_long_texts_and_no_verdict(
+    terminal: Callable[..., Terminal], headline: pd.DataFrame
+) -> None:
+    stream = terminal(96)
+    text.show_table(text_tables.headline_table(headline.assign(words=["a=1 " * 30, "b=2 " * 30])), stream)
+    lines = ANSI.sub("", stream.getvalue()).splitlines()
     assert max(len(line.rstrip()) for line in lines) <= 96
-    assert sum("pass" in line for line in lines) == 2 and all(
-        word in "".join(lines) for word in ("verdict", "tp-sp", "0.031")
-    )
+    assert sum("pass" in line for line in lines) == 2
+    assert all(word in "".join(lines) for word in ("verdict", "tp-sp", "0.031"))
     assert stream.getvalue().count("a=1") == 30
 
 
-def test_a_table_that_is_too_wide_goes_on_below_in_bands_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "60")
+def test_a_table_that_is_too_wide_goes_on_below_in_bands_that_fit(terminal: Callable[..., Terminal]) -> None:
     headers = ("mode", "ranks", *(f"number {place}" for place in range(12)))
     rows = tuple(("tp", str(ranks), *(f"{ranks}{place:08}" for place in range(12))) for ranks in (2, 4))
-    stream = Terminal()
+    stream = terminal(60)
     text.show_table(Table(title="t", headers=headers, rows=rows, numbers=frozenset(range(1, 14))), stream)
     lines = [line.rstrip() for line in ANSI.sub("", stream.getvalue()).splitlines()]
     assert max(map(len, lines)) <= 60
@@ -92,13 +103,10 @@ def test_a_table_that_is_too_wide_goes_on_below_in_bands_that_fit(monkeypatch: p
 
 
 def test_a_failure_goes_on_below_its_words_in_a_terminal_and_has_the_colour_of_its_verdict(
-    monkeypatch: pytest.MonkeyPatch,
+    terminal: Callable[..., Terminal],
 ) -> None:
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("COLUMNS", "60")
     lines = ["what:   " + "long words [red] " * 9, "causes: short", "repeat: " + "shardproof run " * 9, "and so on"]
-    stream = Terminal()
+    stream = terminal(60, colours=True)
     text.show_report("fail", "fail: mode=tp", lines, stream)
     told = stream.getvalue()
     assert "\x1b[1;31mfail: mode=tp" in told and told.count("[red]") == 9
@@ -111,27 +119,20 @@ def test_a_failure_goes_on_below_its_words_in_a_terminal_and_has_the_colour_of_i
     assert pipe.getvalue() == "\n".join(["fail: mode=tp", *lines, "", ""])
 
 
-def test_no_terminal_is_too_narrow_for_a_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "30")
-    table = text_tables.headline_table(summary.headline(load(sample_run.write(tmp_path / "run"))))
-    stream = Terminal()
+def test_no_terminal_is_too_narrow_for_a_number(terminal: Callable[..., Terminal], headline: pd.DataFrame) -> None:
+    table, stream = text_tables.headline_table(headline), terminal(30)
     text.show_table(table, stream)
     printed = stream.getvalue().split("calls and")[0]
-    for row in table.rows:
-        assert all(row[column] in printed for column in table.numbers)
-    for header in table.headers:
-        assert all(word in printed for word in header.split()), header
+    assert all(row[column] in printed for row in table.rows for column in table.numbers)
+    assert all(word in printed for header in table.headers for word in header.split())
 
 
-def test_markdown_is_a_table_that_no_cell_breaks() -> None:
+def test_the_ci_page_that_the_environment_names_gets_a_table_that_no_cell_breaks(tmp_path: Path) -> None:
     lines = text.markdown(TABLE).splitlines()
     assert lines[:4] == ["### A title", "", "| word | number |", "| --- | ---: |"]
     assert lines[5] == "| a\\|b [red]&lt;x> | 22,000 |"
-
-
-def test_the_ci_page_is_appended_to_when_the_environment_names_it(tmp_path: Path) -> None:
+    assert not text.append_step_summary(TABLE, "runs/one", {"PATH": str(tmp_path)})
+    assert list(tmp_path.iterdir()) == []
     page = tmp_path / "summary.md"
     page.write_text("before\n")
     assert text.append_step_summary(TABLE, "runs/one", {"GITHUB_STEP_SUMMARY": str(page)})
@@ -139,41 +140,88 @@ def test_the_ci_page_is_appended_to_when_the_environment_names_it(tmp_path: Path
     assert "Run folder: `runs/one`" in page.read_text()
 
 
-def test_no_ci_page_is_written_when_none_is_named(tmp_path: Path) -> None:
-    assert not text.append_step_summary(TABLE, "runs/one", {"PATH": str(tmp_path)})
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_progress_is_a_line_a_case_in_a_log() -> None:
+def test_progress_is_a_line_a_case_in_a_log_cut_between_words_below_120_columns() -> None:
     stream = io.StringIO()
     with text.ticking(stream) as tick:
         tick(1, 12, "mode=tp tp=2", "pass")
         tick(12, 12, "mode=tp-sp tp=2", "fail")
-    assert stream.getvalue().splitlines() == ["[ 1/12] pass    mode=tp tp=2", "[12/12] fail    mode=tp-sp tp=2"]
-
-
-def test_a_line_of_progress_is_cut_between_words_below_120_columns() -> None:
-    stream = io.StringIO()
-    with text.ticking(stream) as tick:
         for words in (11, 12, 50):
             tick(1, 1, " ".join(["word=123"] * words), "pass")
-    kept, cut, long = stream.getvalue().splitlines()
+    *short, kept, cut, long = stream.getvalue().splitlines()
+    assert short == ["[ 1/12] pass    mode=tp tp=2", "[12/12] fail    mode=tp-sp tp=2"]
     assert kept == "[1/1] pass    " + " ".join(["word=123"] * 11)
-    assert cut == "[1/1] pass    " + " ".join(["word=123"] * 11) + " ..." == long
+    assert cut == kept + " ..." == long
     assert len(cut) < 120
 
 
-def test_progress_is_a_bar_in_a_terminal() -> None:
-    stream = Terminal()
-    with text.ticking(stream) as tick:
+def test_progress_is_a_bar_in_a_terminal_and_a_message_is_printed_as_it_is() -> None:
+    terminal = Terminal()
+    with text.ticking(terminal) as tick:
         tick(3, 12, "mode=tp [red]", "pass")
-    assert "3/12" in stream.getvalue()
-
-
-def test_a_message_is_printed_as_it_is() -> None:
+    assert "3/12" in terminal.getvalue()
     stream = io.StringIO()
     text.show_message(sample_run.MESSAGE, stream, style="red")
     assert stream.getvalue() == sample_run.MESSAGE + "\n"
-    terminal = Terminal()
     text.show_message("list [0, 1] [red]x", terminal)
     assert "list [0, 1] [red]x" in terminal.getvalue()
+
+
+# Commands in a terminal of 80 columns
+
+COLUMNS = 80
+SMALL = "mode=msp tp=2 layers=1 hidden=16 heads=4 kv_heads=4 ffn=32 vocab=97 seq=8 micro=1 steps=1"
+COMMANDS = (
+    f'run "{SMALL}"',
+    f'run "{SMALL}" --variant norm-average --when 0',
+    "show",
+    f'names "{SMALL}"',
+    f'help calls "{SMALL}"',
+    "help case",
+    f'predict "{SMALL}" "mode=tp tp=2"',
+    "doctor",
+)
+FAILED, WRONG_REQUEST = 1, 2
+
+
+def printed(command: str, stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
+    """Exit status of a command, and what it prints to this stream."""
+    words = [word or quoted for quoted, word in re.findall(r'"([^"]*)"|(\S+)', command)]
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", stream)
+        status = cli.main(words)
+    return status, stream.getvalue()
+
+
+def test_every_line_fits_and_a_failure_has_colour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: Callable[..., Terminal]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)  # no second process
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+    for command in COMMANDS:
+        status, shown = printed(command, terminal(COLUMNS, colours=True), monkeypatch)
+        assert status == (FAILED if "--variant" in command else 0), command
+        lines = [line.rsplit("\r")[-1].rstrip() for line in ANSI.sub("", shown).splitlines()]
+        wide = [line for line in lines if len(line) > COLUMNS and not line.startswith("repeat: ")]
+        assert wide == [], command
+        if command.startswith(("run", "show")):
+            assert ("\x1b[1;31mfail" in shown) is ("--variant" in command or command == "show"), command
+    _, shown = printed("show", io.StringIO(), monkeypatch)
+    assert "\x1b" not in shown, "in a pipe no colour, and lines are whole"
+    assert re.search(r"^first:  .{80,}$", shown, re.MULTILINE) and re.search(r"^note: .{80,}$", shown, re.MULTILINE)
+
+
+def test_a_wrong_request_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: Callable[..., Terminal]
+) -> None:
+    for command in (
+        f'run "{SMALL} dtype=float128"',
+        "run --out",
+        "run --profile-steps 9:1 steps=2",
+        "run mode=tp tp=2 x=1",
+    ):
+        stderr = terminal(COLUMNS, colours=True)
+        monkeypatch.setattr("sys.stderr", stderr)
+        status, _ = printed(command, terminal(COLUMNS), monkeypatch)
+        lines = ANSI.sub("", stderr.getvalue()).splitlines()
+        assert status == WRONG_REQUEST and max(map(len, lines)) <= COLUMNS <= len(" ".join(lines)), command

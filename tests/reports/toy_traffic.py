@@ -87,15 +87,14 @@ def _subject(way: str) -> Any:
 right, gather, doubled, wider = map(_subject, WAYS)
 
 
-def stored(out: Path, way: str = "right", case: Case = CASE, *, add: bool = True) -> Path:
-    """The run folder of this program with its traffic changed in one way; `add=False` leaves it as after a kill."""
+def stored(out: Path, way: str = "right") -> Path:
+    """The run folder of this program with its traffic changed in one way."""
     with InprocEngine() as engine:
-        run = execute(case, _subject(way), engine, text=str(case))
+        run = execute(CASE, _subject(way), engine, text=str(CASE))
     store = Store(out, f"toy:{way}", environment(["shardproof", "run"], {"subject": "toy"}))
-    store.plan([{"case": str(case), "mode": case.mode, "world_size": case.world_size}])
-    if add:
-        rows = summarize(str(case), case.mode, case.world_size, run.events, None)
-        passed = Verdict(case=str(case), check="forward", verdict="pass", worst=None, message="")
-        store.add(str(case), ledger_rows(run.events), rows, [passed], {"recorded": 0.1}, [1000, 1000])
+    store.plan([{"case": str(CASE), "mode": CASE.mode, "world_size": CASE.world_size}])
+    rows = summarize(str(CASE), CASE.mode, CASE.world_size, run.events, None)
+    passed = Verdict(case=str(CASE), check="forward", verdict="pass", worst=None, message="")
+    store.add(str(CASE), ledger_rows(run.events), rows, [passed], {"recorded": 0.1}, [1000, 1000])
     store.close()
     return store.path

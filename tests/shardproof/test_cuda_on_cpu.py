@@ -1,9 +1,9 @@
 """cuda_on_cpu: a program written for CUDA computes on the CPU what it computes there when it is written for the CPU."""
 
 import importlib
-import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +15,7 @@ import shardproof
 from harness.engines.threads.inproc import InprocEngine
 from harness.running.ranks.execution import execute
 from reference.case import Case
-from tests import ROOT
+from tests.forked import started
 
 
 def _names() -> list[dict[str, Any]]:
@@ -109,6 +109,7 @@ def test_ranks_that_are_threads_share_it_as_their_session() -> None:
 
 
 def _compiler_imported_within() -> None:
+    assert "torch._dynamo" not in sys.modules
     with shardproof.cuda_on_cpu():
         importlib.import_module("torch._dynamo")
         rules = sys.modules["torch._dynamo.trace_rules"]
@@ -117,10 +118,9 @@ def _compiler_imported_within() -> None:
     assert torch.cuda.synchronize in rules.get_torch_obj_rule_map()
 
 
-def test_the_compiler_may_be_imported_within_and_has_its_own_rules_afterwards() -> None:
-    command = [sys.executable, "-c", f"import {__name__} as tests; tests._compiler_imported_within()"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+def test_the_compiler_may_be_imported_within_and_has_its_own_rules_afterwards(tmp_path: Path) -> None:
+    process = started(_compiler_imported_within, folder=tmp_path)
+    assert process.ended(120.0) == 0, process.err
 
 
 def test_types_by_which_libraries_decide_are_those_of_cuda() -> None:

@@ -20,13 +20,6 @@ TINY = "mode=tp tp=2 layers=1 hidden=16 heads=2 vocab=24 seq=4 micro=1 steps=1"
 LIGHT = ("Case", "RequestError", "Shard", "ShardproofError", "phase", "region")
 
 
-def loaded_by(program: str) -> set[str]:
-    """The top-level packages that a fresh interpreter has loaded at the end of a program."""
-    code = f"{program}\nimport sys; print(*{{name.partition('.')[0] for name in sys.modules}})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    return set(done.stdout.split())
-
-
 def typed_names() -> dict[str, str]:
     """Names that type checkers read: name -> module:attribute, of the imports under TYPE_CHECKING."""
     tree = ast.parse(Path(str(shardproof.__file__)).read_text())
@@ -45,31 +38,30 @@ def test_every_name_is_there_and_typed() -> None:
         module, _, attribute = place.partition(":")
         assert getattr(shardproof, name) is getattr(import_module(module), attribute), name
         assert name in str(shardproof.__doc__).split("no others")[1].replace(",", " ").split(), name
-
-
-def test_a_name_that_is_not_there_is_an_attribute_error_with_those_that_are() -> None:
-    with pytest.raises(
-        AttributeError, match="module 'shardproof' has no attribute 'absent'; it has Case, RequestError"
-    ):
+        assert vars(shardproof)[name] is getattr(shardproof, name), "looked up once"
+    with pytest.raises(AttributeError, match="'shardproof' has no attribute 'absent'; it has Case, RequestError"):
         getattr(shardproof, "absent")  # noqa: B009
     assert not hasattr(shardproof, "__path") and not hasattr(shardproof, "no_such_name")
 
 
-def test_importing_it_loads_nothing_else() -> None:
-    assert not HEAVY & loaded_by("import shardproof; dir(shardproof)")
-    assert not HEAVY & loaded_by("import shardproof.__main__")
-    assert HEAVY & loaded_by("import shardproof.pytest_plugin") == {"pytest"}
+LOADED = """
+def loaded():
+    print(*{name.partition('.')[0] for name in sys.modules})
+import sys, shardproof; dir(shardproof); loaded()
+import shardproof.__main__; loaded()
+import shardproof.pytest_plugin; loaded()
+for name in LIGHT: getattr(shardproof, name)
+loaded()
+"""
 
 
-def test_words_need_no_torch() -> None:
-    words = "; ".join(f"shardproof.{name}" for name in LIGHT)
-    assert not {"torch", "numpy", "pandas"} & loaded_by(f"import shardproof; {words}")
-
-
-def test_a_name_is_the_object_of_its_module() -> None:
-    from harness.shard import Shard  # noqa: PLC0415  (beside the lazy one)
-
-    assert shardproof.Shard is Shard is vars(shardproof)["Shard"], "looked up once"
+def test_importing_it_loads_nothing_else_and_words_need_no_torch() -> None:
+    """The top-level packages that a fresh interpreter has loaded, after each step of a program."""
+    command = [sys.executable, "-c", LOADED.replace("LIGHT", str(LIGHT))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    alone, as_program, plugin, words = (HEAVY & {*line.split()} for line in done.stdout.splitlines())
+    assert alone == as_program == set()
+    assert plugin == {"pytest"} and not words & {"torch", "numpy", "pandas"}
 
 
 def test_a_case_is_proved_and_run_by_words(tmp_path: Path) -> None:
@@ -99,7 +91,6 @@ def test_what_is_left_is_collected_where_nanobind_would_report_it(monkeypatch: p
         assert (main(), frozen) == (0, ["frozen"])
 
 
-THEIRS = ("suites", "reports", "parallel")
 CONFTEST = """
 def pytest_addoption(parser):
     for word in ("subject", "modes", "case", "engine", "device", "faults", "worlds"):
@@ -117,17 +108,6 @@ def test_nothing_of_ours_is_loaded(pytestconfig):
 """
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A user's project."""
-    for name in THEIRS:
-        package(tmp_path / name)
-    (tmp_path / "suites" / "test_theirs.py").write_text("def test_theirs(): pass\n")
-    (tmp_path / "conftest.py").write_text(CONFTEST)
-    (tmp_path / "test_mine.py").write_text(TEST)
-    return tmp_path
-
-
 def package(place: Path) -> None:
     place.mkdir()
     (place / "__init__.py").touch()
@@ -138,17 +118,19 @@ def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """A command of this interpreter in the folder."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
     environment["PYTHONPATH"] = str(rooms.HOME)
-    command = [sys.executable, *words]
-    return subprocess.run(
-        command, check=False, cwd=folder, env=environment, capture_output=True, text=True, timeout=120
-    )
+    ran = [sys.executable, *words]
+    return subprocess.run(ran, check=False, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
 
 
-def test_an_unrelated_session_notices_nothing(folder: Path) -> None:
-    done = python(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--engine", "torchrun", "test_mine.py")
-    assert done.returncode == 0, done.stdout + done.stderr
-    done = python(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs", "suites", "--device", "cpu")
-    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+def test_an_unrelated_session_notices_nothing(tmp_path: Path) -> None:
+    for name in ("suites", "reports", "parallel"):
+        package(tmp_path / name)
+    (tmp_path / "suites" / "test_theirs.py").write_text("def test_theirs(): pass\n")
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_mine.py").write_text(TEST)
+    for words in (("--engine", "torchrun", "test_mine.py"), ("--pyargs", "suites", "--device", "cpu")):
+        done = python(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words)
+        assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
 
 
 SUBJECT = """
@@ -200,24 +182,21 @@ def test_the_suites_are_ours_beside_others(beside: Path) -> None:
 
 
 def test_commands_run_beside_others(beside: Path) -> None:
-    words = (("help", "case"), ("doctor",), ("run", "mode=tp tp=2 layers=1 seq=8", "--out", ".", "--when", "0"))
+    run = ("run", "mode=tp tp=2 layers=1 seq=8", "--out", ".", "--when", "0")
+    words = (("help", "case"), ("doctor",), run, ("show", "latest"))
     command = "import sys; sys.path.remove(''); from shardproof.__main__ import main"
     done = python(beside, "-c", f"{command}; sys.exit(any([main(words) for words in {words}]))")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.deep("ten CPU seconds")
-def test_a_session_of_witnesses_runs_beside_others(beside: Path) -> None:
-    done = python(beside, "-m", "shardproof", "run", "mode=tp tp=2 layers=1 seq=8", "--profile", "torch")
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.deep("ten CPU seconds")
-def test_launched_ranks_run_beside_others(beside: Path) -> None:
+@pytest.mark.deep("ten CPU seconds each")
+def test_witnesses_and_launched_ranks_run_beside_others(beside: Path) -> None:
+    witnesses = ("-m", "shardproof", "run", "mode=tp tp=2 layers=1 seq=8", "--profile", "torch")
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "shardproof")
-    words = ("run", "tp=2 steps=1", "--subject", "my_subject:subject", "--engine", "torchrun")
-    done = python(beside, *launcher, *words)
-    assert done.returncode == 0, done.stdout + done.stderr
+    launched = (*launcher, "run", "tp=2 steps=1", "--subject", "my_subject:subject", "--engine", "torchrun")
+    for words in (witnesses, launched):
+        done = python(beside, *words)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 PROGRAM = """
@@ -232,12 +211,9 @@ dist.barrier()
 
 def test_a_recorded_program_imports_its_packages(beside: Path) -> None:
     (beside / "train.py").write_text(PROGRAM.format(first="reports.mine", store=beside / "store"))
-    for recorder in (("shardproof.record",), ("shardproof", "record", "--", sys.executable)):
-        done = python(beside, "-m", *recorder, "train.py")
-        assert done.returncode == 0 and "not recorded" not in done.stderr, done.stdout + done.stderr
-        (beside / "store").unlink(missing_ok=True)
-        assert "train.py" in (beside / "runs" / "latest" / "cases.jsonl").read_text()
-    assert "train.py" in python(beside, "-m", "shardproof", "show").stdout
+    done = python(beside, "-m", "shardproof", "record", "--", sys.executable, "train.py")
+    assert done.returncode == 0 and "not recorded" not in done.stderr, done.stdout + done.stderr
+    assert "train.py" in (beside / "runs" / "latest" / "cases.jsonl").read_text()
 
 
 def test_a_recorded_program_that_has_the_recorders_name_runs_on_with_one_sentence(beside: Path) -> None:
@@ -255,18 +231,13 @@ def test_a_module_imported_by_a_function_is_one_sentence(beside: Path) -> None:
     assert f"'parallel.mine' in {rooms.HOME / 'parallel'}, and {beside / 'parallel'} stands beside it" in done.stderr
 
 
-def test_names_of_ours_are_found_beside_others(beside: Path) -> None:
+def test_names_of_ours_are_found_beside_others_and_one_in_their_place_is_an_import_error(beside: Path) -> None:
     program = "import shardproof, parallel.mine; print(shardproof.Case().tp, shardproof.Shard, parallel.__name__)"
     done = python(beside, "-c", program)
     assert done.stdout == "2 <class 'harness.shard.Shard'> parallel\n", done.stderr
-
-
-def test_a_name_in_the_place_of_others_is_an_import_error(tmp_path: Path) -> None:
-    package(tmp_path / "reference")
-    done = python(
-        tmp_path, "-c", "import reference, shardproof\ntry: shardproof.Case\nexcept ImportError as e: print(e)"
-    )
-    assert done.stdout.startswith(f"package reference: {tmp_path}/reference has been imported, and shardproof needs")
+    program = "import reference, shardproof\ntry: shardproof.Case\nexcept ImportError as error: print(error)"
+    done = python(beside, "-c", program)
+    assert done.stdout.startswith(f"package reference: {beside}/reference has been imported, and shardproof needs")
 
 
 def test_a_folder_without_python_is_no_package(tmp_path: Path) -> None:
@@ -275,10 +246,7 @@ def test_a_folder_without_python_is_no_package(tmp_path: Path) -> None:
         (tmp_path / name / "of-march.html").touch()
     done = python(tmp_path, "-m", "shardproof", "help", "case")
     assert done.returncode == 0, done.stderr
-
-
-def test_ours_are_ours() -> None:
-    assert [rooms.foreign(room) for room in rooms.ROOMS] == [""] * len(rooms.ROOMS)
+    assert [rooms.foreign(room) for room in rooms.ROOMS] == [""] * len(rooms.ROOMS), "ours are ours"
 
 
 def test_a_wrong_option_of_a_session_loads_nothing_slow(tmp_path: Path) -> None:

@@ -27,9 +27,15 @@ class Needed:
         return "" if case.world_size == 2 else "takes two ranks"
 
     def __call__(self, case: Case, device: torch.device) -> dict[str, Any]:
-        """The dense model's outcome."""
         outcome: dict[str, Any] = dense.subject(case, device)
-        return {**outcome, "loss/0": _added(outcome["loss/0"])}
+        return {**outcome, "loss/0": self.loss(outcome["loss/0"])}
+
+    def loss(self, whole: Tensor) -> Tensor:
+        """This number from parts of different size."""
+        rank, size = dist.get_rank(), dist.get_world_size()
+        part = whole * (2 * (rank + 1) / (size * (size + 1)))
+        dist.all_reduce(part)
+        return part
 
 
 class _Blind(Needed):
@@ -46,25 +52,15 @@ class _Blind(Needed):
 class _Silent(Needed):
     """Issues no collective."""
 
-    def __call__(self, case: Case, device: torch.device) -> dict[str, Any]:
-        outcome: dict[str, Any] = dense.subject(case, device)
-        return outcome
+    def loss(self, whole: Tensor) -> Tensor:
+        return whole
 
 
 class _Parted(Needed):
     """Only rank 0 wants the sum."""
 
-    def __call__(self, case: Case, device: torch.device) -> dict[str, Any]:
-        outcome: dict[str, Any] = dense.subject(case, device)
-        return {**outcome, "loss/0": _added(outcome["loss/0"])} if dist.get_rank() == 0 else outcome
-
-
-def _added(whole: Tensor) -> Tensor:
-    """This number from parts of different size."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    part = whole * (2 * (rank + 1) / (size * (size + 1)))
-    dist.all_reduce(part)
-    return part
+    def loss(self, whole: Tensor) -> Tensor:
+        return super().loss(whole) if dist.get_rank() == 0 else whole
 
 
 needed, blind, silent, parted = Needed(), _Blind(), _Silent(), _Parted()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bugs.references import SYSTEMS, defect, references, unread
+from bugs.references import defect, references, unread
 from harness.dense_model import SUBJECT
 from harness.errors import RequestError, TimeLimit
 from harness.injecting.kill_matrix import COLUMNS, figures
@@ -38,11 +38,7 @@ OPEN = {row.name: row for row in (*MUTANTS, *VARIANT_ROWS)}
         ("B-01: Megatron #1446, the norm differs", ("NVIDIA/Megatron-LM#1446",), "the norm differs"),
         ("B-25: PyTorch PR #12, an early return", ("pytorch/pytorch#12",), "an early return"),
         ("TT #792, #2780: a mask", ("pytorch/torchtitan#792", "pytorch/torchtitan#2780"), "a mask"),
-        (
-            "ROCm TE #715 and TE #1, NeMo-RL #2: a norm",
-            ("ROCm/TransformerEngine#715", "NVIDIA/TransformerEngine#1"),
-            "",
-        ),
+        ("ROCm TE #715 and TE #1: a norm", ("ROCm/TransformerEngine#715", "NVIDIA/TransformerEngine#1"), "a norm"),
         ("Megatron #7452-3, again #7452-8: means", ("NVIDIA/Megatron-LM#7452",), "again #7452-8: means"),
         ("Megatron #656's kin: a table", (), "a table"),
         ("torchtitan #2206 and its kin: a count", (), "a count"),
@@ -54,29 +50,24 @@ def test_a_record_names_its_issue_in_words(text: str, names: tuple[str, ...], re
     assert defect(text).endswith(rest)
 
 
-def test_no_number_of_a_record_goes_unread() -> None:
+def test_every_number_of_a_record_is_read_and_the_field_is_what_a_case_can_show() -> None:
     """A system that SYSTEMS does not have would drop its issue from the catalogue without a word."""
     assert [row.name for row in OPEN.values() if unread(row.stands_for)] == []
     assert unread("B-85: frontier-bench #576, an iterator a chunk") == ("#576",)
-    assert len(set(SYSTEMS.values())) >= 20
-
-
-def test_the_catalogue_has_eighty_public_issues_that_a_case_can_show() -> None:
     assert len(public()) >= 80 and len({name.partition("#")[0] for name in public()}) >= 20
     assert all(row.references and row.kills and not row.held_back for row in FIELD)
-    assert {row.name for row in OPEN.values() if row.references} - {row.name for row in FIELD} == {
-        "packed-positions-run-on",
-        "random-number-drawn-on-one-rank",
-        "sentinel-meets-padding",
-    }, "those that no case can show"
+    not_shown = {"packed-positions-run-on", "random-number-drawn-on-one-rank", "sentinel-meets-padding"}
+    assert {row.name for row in OPEN.values() if row.references} - {row.name for row in FIELD} == not_shown
 
 
-def test_the_page_is_that_of_the_records() -> None:
+def test_the_page_is_that_of_the_records_and_keeps_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Written anew by `python -m suites.mutants.field`; what was measured stands below and is not compared here."""
     assert PAGE.partition(MEASURED)[0] == page().partition(MEASURED)[0], "docs/catalogue.md is stale"
-
-
-def test_a_page_written_anew_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = dataclasses.replace(FIELD[0], cause="averaged")
+    version = [text.split()[7] for text in (page(), page((other, *FIELD[1:])))]
+    assert "Version" in page() and version[0] != version[1], "another record is another version"
     stored = tmp_path / "catalogue.md"
     stored.write_text(f"# Of other records\n{''.join(PAGE.partition(MEASURED)[1:])}")
     monkeypatch.setattr(field, "PAGE", stored)
@@ -90,12 +81,6 @@ def test_other_tools_read_its_rows_as_csv(capsys: pytest.CaptureFixture[str]) ->
     assert [row["name"] for row in rows] == [row.name for row in FIELD]
     assert [row["references"].split() for row in rows] == [list(row.references) for row in FIELD]
     assert {f"Version {row['version']}: " in PAGE for row in rows} == {True}
-
-
-def test_another_record_is_another_version() -> None:
-    other = dataclasses.replace(FIELD[0], cause="averaged")
-    version = [text.split()[7] for text in (page(), page((other, *FIELD[1:])))]
-    assert "Version" in page() and version[0] != version[1]
 
 
 def test_the_field_is_planned_with_twins_and_without_faults() -> None:
@@ -118,57 +103,47 @@ def test_a_bug_is_measured_beside_the_same_case_without_it(monkeypatch: pytest.M
         killed = mutant_killed(bug, "tp-sp", engine, twin=True)
         assert (killed.row.killed, killed.row.twin) == (True, "yes")
         assert killed.row.when.startswith("only with ") and "tp=2" in killed.row.when
-        assert mutant_killed(bug, "tp-sp", engine).row.twin == ""
         case = showing(bug, "tp-sp")[0]
         with bug.subject() as wrong:
             monkeypatch.setattr(kill_rows, "SUBJECT", wrong)
-            result = prove(case, SUBJECT, engine)
+            result = prove(case, SUBJECT, engine, explain=False)
             assert kill_rows.quiet_without(result, engine, 60.0) == "no", "a twin that is not quiet is told"
-
-
-def test_figures_tell_twins_and_words_apart_from_rows_that_have_none() -> None:
-    rows = [
-        dataclasses.replace(kill("a", "ledger"), twin="yes", when="only with tp=2; right with tp=1"),
-        dataclasses.replace(kill("b", "ledger"), twin="no", when="other values of 9 words change nothing"),
-        kill("c", "ledger"),
-    ]
-    assert figures(rows).twin_quiet == (1, 2) and figures(rows).when_told == (1, 2)
 
 
 def test_what_was_measured_is_told_with_what_went_wrong(tmp_path: Path) -> None:
     rows = [
         dataclasses.replace(kill("good", "ledger", right="yes"), twin="yes", when="only with tp=2; right with tp=1"),
-        dataclasses.replace(kill("bad", "ledger", right="no"), twin="no"),
+        dataclasses.replace(kill("bad", "ledger", right="no"), twin="no", when="other values change nothing"),
         dataclasses.replace(kill("secret", "ledger", right="no", held_back=True), twin="yes"),
     ]
+    told = figures([*rows[:2], kill("c", "ledger")])
+    assert told.twin_quiet == (1, 2) and told.when_told == (1, 2), "of rows that have none nothing is told"
     env = {"request": {"quick": True, "only": ""}, "started": "2026-11-26T01:46:21", "versions": {"torch": "2.13.0"}}
     with (tmp_path / "kill_matrix.csv").open("w", newline="") as file:
         csv.writer(file).writerows([COLUMNS, *(row.cells() for row in rows)])
     (tmp_path / "env.json").write_text(json.dumps(env))
     text = field.measured(tmp_path)
-    assert (
-        "    shardproof faults --field --quick\n" in text
-        and "2026-11-26, torch 2.13.0" in text
-        and "secret" not in text
-    )
+    assert "    shardproof faults --field --quick\n" in text and "2026-11-26, torch 2.13.0" in text
+    assert "secret" not in text
     assert "| first place right | 1 of 2 (50.0 %) | 0 of 1 (0.0 %) |" in text
     assert "- `bad` (mode=tp): first place, misleading cause, not quiet without it\n" in text and "`good`" not in text
 
 
-def test_a_bug_that_takes_too_long_costs_the_others_no_script(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scripts_of_the_field_are_of_the_field_and_one_that_takes_too_long_costs_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text of a script is checked in tests/bugs/test_records.py."""
+
     def script(row: Mutant, _engine: object) -> str:
         if row.name == FIELD[0].name:
             raise TimeLimit("time limit of 60 s", ranks=(), positions=())
-        return "a script"
+        return f"a script of {row.name}"
 
     monkeypatch.setattr(killing, "_script", script)
+    first, second = FIELD[:2]
     told = list(itertools.islice(scripts("all", field=True), 2))
-    assert told == [(FIELD[0].name, "", "time limit of 60 s"), (FIELD[1].name, "a script", "")]
-
-
-def test_scripts_of_the_field_are_of_the_field(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["faults", "--field", "--emit-repro", "padding-learned", str(tmp_path)]) == 0
-    assert (tmp_path / "padding-learned.py").read_text().startswith('"""padding-learned: B-110: InternEvo #52')
+    assert told == [(first.name, "", "time limit of 60 s"), (second.name, f"a script of {second.name}", "")]
+    assert main(["faults", "--field", "--emit-repro", second.name, str(tmp_path)]) == 0
+    assert (tmp_path / f"{second.name}.py").read_text() == f"a script of {second.name}"
     with pytest.raises(RequestError, match="of a public issue; legal: all "):
         scripts("norm-computed-twice", field=True)
-    capsys.readouterr()

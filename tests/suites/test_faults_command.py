@@ -15,11 +15,11 @@ from harness.errors import MachineError, RequestError
 from harness.injecting.kill_matrix import COLUMNS, figures, killed_alone
 from harness.subject import cases_of, named
 from reports.commands import faults
-from reports.commands.cli import main
 from suites.killing import matrix as killing
 from suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS
 from suites.mutants.draws import showing
 from suites.mutants.kill_rows import cause_told
+from tests.harness.command_line import CommandLine
 from tests.suites import planned_kills
 from tests.suites.planned_kills import INTERRUPTED, kill
 
@@ -38,79 +38,70 @@ def without_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "KILLING", planned_kills.__name__)
 
 
-def matrix(out: Path) -> list[dict[str, str]]:
-    with (out / "latest" / "kill_matrix.csv").open(newline="") as file:
+def matrix() -> list[dict[str, str]]:
+    with Path("runs/latest/kill_matrix.csv").open(newline="") as file:
         return list(csv.DictReader(file))
 
 
-def test_show_says_what_folder_is_and_others_how_to_see_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["faults", "--out", str(tmp_path)])
-    capsys.readouterr()
-    folder = str(tmp_path / "latest")
-    assert main(["show", folder]) == 0
-    told = capsys.readouterr().out
-    assert told.startswith("what `shardproof faults` found: 4 of 4 bugs planted in parallel.subject:subject; no run of")
-    assert "killed, of those that are no equivalents" in told and "not killed: c in mode=tp (B-01)" in told
-    for command in ("trace", "expect", "compare"):
-        assert main([command, folder]) == 2
-        told = capsys.readouterr().err
-        assert "holds what `shardproof faults` found" in told and f"legal: shardproof show {folder}" in told
-    (tmp_path / "latest" / "kill_matrix.csv").write_text("name,kind\na,mutant\n")
-    assert main(["show", folder]) == 2
-    assert "the column stands_for is missing" in capsys.readouterr().err
-
-
-def test_the_columns_are_the_contracts() -> None:
+def test_a_survivor_ends_with_one_and_is_named(shardproof: CommandLine) -> None:
+    status, out, err = shardproof("faults")
+    assert status == 1 and "survived: c in mode=tp (B-01)" in out
+    assert re.search(r"Collectives that no check proves necessary.*tp +b +redundant", out, re.DOTALL)
+    assert err.splitlines()[-1] == "[4/4] survived mode=tp c"
+    assert [row["killed"] for row in matrix()] == ["yes", "yes", "no", "no"]
     assert " ".join(COLUMNS) == CONTRACT
+    assert matrix()[0] == dict(zip(COLUMNS, f"{A_ROW},yes,no,0.500,yes,yes,no,right,,".split(","), strict=True))
 
 
-def test_a_survivor_ends_with_one_and_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["faults", "--out", str(tmp_path)]) == 1
-    told = capsys.readouterr()
-    assert "survived: c in mode=tp (B-01)" in told.out
-    assert re.search(r"Collectives that no check proves necessary.*tp +b +redundant", told.out, re.DOTALL)
-    assert told.err.splitlines()[-1] == "[4/4] survived mode=tp c"
-    assert [row["killed"] for row in matrix(tmp_path)] == ["yes", "yes", "no", "no"]
-    assert matrix(tmp_path)[0] == dict(zip(COLUMNS, f"{A_ROW},yes,no,0.500,yes,yes,no,right,,".split(","), strict=True))
+def test_show_says_what_the_folder_is_and_others_how_to_see_it(shardproof: CommandLine) -> None:
+    shardproof("faults")
+    status, out, _ = shardproof("show")
+    assert status == 0
+    assert out.startswith("what `shardproof faults` found: 4 of 4 bugs planted in parallel.subject:subject; no run of")
+    assert "killed, of those that are no equivalents" in out and "not killed: c in mode=tp (B-01)" in out
+    for command in ("trace", "expect", "compare"):
+        message = shardproof.refused(command, "runs/latest")
+        assert "holds what `shardproof faults` found" in message and "legal: shardproof show runs/latest" in message
+    Path("runs/latest/kill_matrix.csv").write_text("name,kind\na,mutant\n")
+    assert "the column stands_for is missing" in shardproof.refused("show")
 
 
 def test_a_row_that_the_machine_could_not_finish_is_neither_killed_nor_a_survivor(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    shardproof: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [kill("a", "ledger"), dataclasses.replace(kill("d"), machine="rank 1 was killed")]
     plans = [planned_kills.Plan(row=row) for row in rows]
     monkeypatch.setattr(planned_kills, "planned", lambda *_, **__: plans)
-    assert main(["faults", "--out", str(tmp_path)]) == 3
-    told = capsys.readouterr()
-    assert "no verdict: d in mode=tp: rank 1 was killed" in told.out and "survived" not in told.out + told.err
+    status, out, err = shardproof("faults")
+    assert status == 3
+    assert "no verdict: d in mode=tp: rank 1 was killed" in out and "survived" not in out + err
     assert figures(rows).killed == (1, 1) and figures(rows).unfinished == 1
 
 
-def test_equivalents_do_not_count_and_their_proofs_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["faults", "--quick", "--json", "--out", str(tmp_path)]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["rows"], told["killed"], told["equivalent"], told["survivors"]) == (3, [2, 2], 1, [])
+def test_equivalents_do_not_count_and_their_proofs_are_kept(shardproof: CommandLine) -> None:
+    status, out, _ = shardproof("faults", "--quick", "--json")
+    told = json.loads(out)
+    assert (status, told["rows"], told["killed"], told["equivalent"], told["survivors"]) == (0, 3, [2, 2], 1, [])
     assert told["median_s"] == 1.0
     assert told["region_right"] == [1, 2]
     assert told["unmissed"] == [["tp", "b", "redundant"]]
     assert told["checks"]["replicas"] == {"kills": 2, "alone": 1}
-    details = [json.loads(line) for line in (tmp_path / "latest" / "kills.jsonl").read_text().splitlines()]
+    details = [json.loads(line) for line in Path("runs/latest/kills.jsonl").read_text().splitlines()]
     assert [detail["equivalent"] for detail in details] == ["", "", "nobody draws"]
 
 
-def test_of_held_back_mutants_totals_alone_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_held_back_mutants_totals_alone_are_told(shardproof: CommandLine) -> None:
     """Neither what is printed nor what is written says which of them was given which place or cause."""
-    assert main(["faults", "--held-back", "--out", str(tmp_path)]) == 0
-    told = capsys.readouterr()
-    written = "".join((tmp_path / "latest" / name).read_text() for name in ("kill_matrix.csv", "kills.jsonl"))
-    assert "secret" not in told.out + told.err + written and "backward" not in told.out + told.err + written
-    assert re.search(r"Figures of the held-back.*cause right.*1 of 2 .*misleading +1 of 2", told.out, re.DOTALL)
-    assert [(row["name"], row["held_back"], row["cause_told"]) for row in matrix(tmp_path)] == [
+    status, out, err = shardproof("faults", "--held-back")
+    told = out + err + "".join(Path("runs/latest", name).read_text() for name in ("kill_matrix.csv", "kills.jsonl"))
+    assert status == 0 and "secret" not in told and "backward" not in told
+    assert re.search(r"Figures of the held-back.*cause right.*1 of 2 .*misleading +1 of 2", out, re.DOTALL)
+    assert [(row["name"], row["held_back"], row["cause_told"]) for row in matrix()] == [
         ("held-back", "yes", "misleading"),
         ("held-back", "yes", "right"),
     ]
-    assert main(["faults", "--held-back", "--json", "--out", str(tmp_path)]) == 0
-    assert json.loads(capsys.readouterr().out)["held_back"]["cause_right"] == [1, 2]
+    status, out, _ = shardproof("faults", "--held-back", "--json")
+    assert status == 0 and json.loads(out)["held_back"]["cause_right"] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -133,40 +124,19 @@ def test_a_cause_is_right_when_the_first_one_reported_is(reported: str, answer: 
     assert cause_told(nothing_fits, diagnosis) == ("misleading" if causes else "none")
 
 
-def test_an_interrupted_run_leaves_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["faults", "--subject", INTERRUPTED, "--out", str(tmp_path)]) == 130
-    assert [row["mode"] for row in matrix(tmp_path)] == ["tp", "msp"]
-    assert "finished rows are in" in capsys.readouterr().err
+def test_an_interrupted_run_leaves_its_rows(shardproof: CommandLine) -> None:
+    status, _, err = shardproof("faults", "--subject", INTERRUPTED)
+    assert status == 130 and "finished rows are in" in err
+    assert [row["mode"] for row in matrix()] == ["tp", "msp"]
+    assert "the run folder cannot be written" in shardproof.refused("faults", "--out", "/proc/nowhere")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--subject", "no.such:thing"], "there is no module 'no'"),
-        (["--subject", "parallel.subject"], "must be written module:object"),
-        (["--out", "/proc/nowhere"], "the run folder cannot be written"),
-        (["--fast"], "unrecognized arguments: --fast"),
-    ],
-)
-def test_a_wrong_request_is_one_message(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["faults", *words]) == 2
-    told = capsys.readouterr().err
-    assert message in told
-    assert "Traceback" not in told and len(told.strip().splitlines()) == 1
-
-
-def test_figures_over_nothing_are_no_division() -> None:
+def test_figures_over_nothing_are_no_division_and_what_a_check_kills_alone_is_counted() -> None:
     assert figures([]).killed == (0, 0) and figures([]).median_s == 0.0
     assert faults.figure_table(figures([])).rows[0][2] == "-"
-
-
-def test_what_a_check_kills_alone_is_counted() -> None:
     rows = [kill("x", "ledger"), kill("y", "ledger", "waits"), kill("z", "waits")]
-    assert killed_alone(rows, ("ledger", "waits", "merge")) == {
-        "ledger": (2, 1, "x"),
-        "waits": (2, 1, "z"),
-        "merge": (0, 0, ""),
-    }
+    alone = {"ledger": (2, 1, "x"), "waits": (2, 1, "z"), "merge": (0, 0, "")}
+    assert killed_alone(rows, ("ledger", "waits", "merge")) == alone
 
 
 def test_another_subject_gets_the_faults_of_its_collectives_and_no_mutant() -> None:
@@ -183,16 +153,12 @@ def test_what_options_add_is_disturbed_where_the_subject_says_what_it_refuses() 
     def added(subject: str) -> set[str]:
         plans = killing.planned(named(f"tests.suites.planned_kills:{subject}"), quick=False)
         assert len({fault for plan in plans for fault in plan.faults}) == sum(plan.rows for plan in plans)
+        targets = [{fault.target for fault in plan.faults} for plan in plans]
+        assert sum(map(len, targets)) == len(set().union(*targets)), "faults of one collective stay together"
         return {fault.target.phase for plan in plans[1:] for fault in plan.faults} & {"metric", "recompute"}
 
     assert added("theirs") == {"metric", "recompute"}
     assert added("unspoken") == set()
-
-
-def test_the_faults_of_one_collective_stay_together() -> None:
-    plans = killing.planned(named("tests.suites.planned_kills:theirs"), quick=False)
-    targets = [{fault.target for fault in plan.faults} for plan in plans]
-    assert sum(map(len, targets)) == len(set().union(*targets))
 
 
 def test_ours_gets_a_row_for_every_mutant_and_variant() -> None:
@@ -201,11 +167,6 @@ def test_ours_gets_a_row_for_every_mutant_and_variant() -> None:
         assert {plan.name for plan in killing.planted(quick=True, only=only)} == {row.name for row in rows}
         every = [(row.name, mode) for row in rows for mode in sorted(row.modes)]
         assert [(plan.name, plan.mode) for plan in killing.planted(quick=False, only=only)] == every
-
-
-def test_a_subject_that_takes_no_case_is_a_wrong_request() -> None:
-    with pytest.raises(RequestError, match="takes none of the cases whose collectives would be disturbed"):
-        killing.planned(named("tests.harness.toy_subjects:right"), quick=True)
 
 
 def test_a_given_case_is_disturbed_and_no_other() -> None:
@@ -217,17 +178,18 @@ def test_a_given_case_is_disturbed_and_no_other() -> None:
     assert killing.planned(named(SUBJECT), quick=True, cases=(case,))[0].faults  # and no mutant
     with pytest.raises(RequestError, match="--held-back with a CASE"):
         killing.planned(subject, quick=True, only="held-back", cases=(case,))
+    with pytest.raises(RequestError, match="takes none of the cases whose collectives would be disturbed"):
+        killing.planned(named("tests.harness.toy_subjects:right"), quick=True)
     with pytest.raises(RequestError, match="its ranks issue no collective"):
         killing.planned(named("tests.harness.toy_subjects:right"), quick=True, cases=(case,))
     with pytest.raises(RequestError, match="does not take it: .* claims the modes tp, not fsp"):
         killing.planned(subject, quick=True, cases=cases_of(["mode=fsp"], subject))
 
 
-def test_the_command_reads_the_case_in_the_words_of_subject(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["faults", "tp=2 hidden=7 heads=2", "--out", str(tmp_path)]) == 2
-    assert "hidden=7" in capsys.readouterr().err
-    assert main(["faults", "tp=2", "--quick", "--out", str(tmp_path)]) == 0
-    assert json.loads((tmp_path / "latest" / "env.json").read_text())["request"]["cases"] == ["mode=tp"]
+def test_the_command_reads_the_case_in_the_words_of_its_subject(shardproof: CommandLine) -> None:
+    assert "hidden=7" in shardproof.refused("faults", "tp=2 hidden=7 heads=2")
+    assert shardproof("faults", "tp=2", "--quick")[0] == 0
+    assert json.loads(Path("runs/latest/env.json").read_text())["request"]["cases"] == ["mode=tp"]
 
 
 def test_a_dtype_is_that_of_every_drawn_case_but_for_bugs_of_other_dtypes() -> None:

@@ -1,21 +1,22 @@
 """Foreign systems as subjects of their own words and truths: the quick cells of the matrix `bench/systems.txt`.
 
-The subjects of `shardproof new-subject` are run in tests/reports/commands/test_names.py.
+The subjects of `shardproof new-subject` are run in tests/reports/commands/test_names.py. Defects of these systems:
+FINDINGS.md has every script of docs/findings, and each prints what the page says; every command of docs/megatron.md.
 """
 
-import importlib.util
+import importlib.metadata
 import os
+import re
 import shlex
 import subprocess
 import sys
 import warnings
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from bench import systems
 from bench.cells import System, cells
@@ -27,9 +28,10 @@ from harness.engines.threads.inproc import InprocEngine
 from harness.running.proof import prove
 from harness.running.result import CaseResult
 from harness.subject import case_of, named
-from reports.commands import cli
 from suites.subjects import two_d
+from tests import ROOT
 from tests.deep import deep
+from tests.harness.command_line import CommandLine
 
 CELLS = [cell for cell in cells() if cell.expected == PASS and not cell.system.python]
 CHECKOUTS = {cell.subject: cell.system.checkout for cell in CELLS if cell.system.checkout}
@@ -50,7 +52,7 @@ LATE = pytest.param("mcore:subject", "tp=2", marks=[*PEERS, pytest.mark.deep("te
 def proved(name: str, text: str, engine: Engine) -> CaseResult:
     """The case of a subject of `suites.subjects`. Skips the test where its package is not installed."""
     module = name.partition(":")[0]
-    if module in NEEDS and importlib.util.find_spec(NEEDS[module]) is None:
+    if module in NEEDS and find_spec(NEEDS[module]) is None:
         pytest.skip(f"needs {NEEDS[module]} of the extra `peers`")
     if (variable := CHECKOUTS.get(module, "")) and variable not in os.environ:
         pytest.skip(f"{variable}: names no checkout")
@@ -89,14 +91,11 @@ def test_systems_of_another_python(system: System, tmp_path: Path, capsys: pytes
 
 
 BUGS = [
-    ("hf", "tp=2 dp=2 micro=1 steps=1", "meshes), [dp_rank])", "meshes), [0])"),
-    ("hsdp", "dp=4 replicas=2", "[dist.get_rank()]", "[0]"),
     ("looped", "pp=2", "(losses).mean()", "(losses).sum()"),
-    ("autotp", "tp=2 dp=2", "loss_of(case, engine, step, micro, dp_rank)", "loss_of(case, engine, step, micro, 0)"),
     ("ulysses", "cp=2", '[mesh.get_local_rank("cp")]', "[0]"),
     ("deepspeed", "dp=3 zero=1", "engine, step, micro, dp_rank)", "engine, step, micro, 0)"),
 ]
-"""Subject, case, and a line of it as a bug: samples of another rank, losses summed, a part of the sequence twice."""
+"""Subject, case, and a line of it as a bug: losses summed, a part of the sequence twice, samples of another rank."""
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -115,51 +114,106 @@ def test_a_bug_in_a_system_is_found(
     assert {one.check for one in result.verdicts if one.verdict == FAIL} & {"forward", "parameter_gradients"}
 
 
-class Extra:
-    """A subject with one call more, which changes no result."""
-
-    def __init__(self, right: Any) -> None:
-        vars(self).update(vars(right))
-        self.right = right
-
-    def __call__(self, case: Any, device: torch.device) -> Any:
-        outcome = self.right(case, device)
-        dist.all_reduce(outcome["loss/0"].clone())
-        return outcome
-
-
-extra = Extra(two_d.subject)
-
-
-def test_a_stored_ledger_is_a_gate_that_one_call_more_breaks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    case = "tp=2 sp=true steps=1 micro=1"
-    for name, status in (("suites.subjects.two_d:subject", 0), (f"{__name__}:extra", 1)):
-        assert cli.main(["run", case, "--subject", name]) == 0
-        if not status:
-            assert cli.main(["compare", "runs/latest", "--save-baseline", "main"]) == 0
-        assert cli.main(["compare", "main", "runs/latest", "--fail", "calls:0", "--fail", "bytes:0"]) == status
-    assert "breach: calls:0: tp metric outside modules: new all_reduce (0 -> 1 calls)" in capsys.readouterr().out
-
-
 @pytest.mark.slow
 @pytest.mark.peers
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("script", deep("20 CPU seconds", "", "found.py"))
+@pytest.mark.deep("40 CPU seconds")
 def test_a_defect_of_transformers_is_found_in_its_module_by_one_command_and_reproduced(
-    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shardproof_here: CommandLine,
 ) -> None:
     pytest.importorskip("transformers", reason="needs the extra `peers`")
-    monkeypatch.chdir(tmp_path)
-    command = ["run", "tp=2 micro=2", "--subject", "suites.subjects.qwen3:accumulating"]
-    assert cli.main([*command, "--when", "0", *(["--emit-repro", script] if script else [])]) == 1
-    out = capsys.readouterr().out
-    assert "\nfirst:  grad_sync of model.layers.0.self_attn.k_norm in step 0: grad/" in out
+    command = ("run", "tp=2 micro=2", "--subject", "suites.subjects.qwen3:accumulating")
+    status, out, _ = shardproof_here(*command, "--emit-repro", "found.py")
+    assert status == 1 and "\nfirst:  grad_sync of model.layers.0.self_attn.k_norm in step 0: grad/" in out
     repeat = next(line.partition("repeat: ")[2] for line in out.splitlines() if line.startswith("repeat: "))
     assert shlex.split(repeat) == ["shardproof", *command]
-    if script:
-        done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300, check=False)
-        assert (done.returncode, done.stdout.splitlines()[-1]) == (1, "reproduced"), done.stderr
-        assert done.stdout.startswith("grad/model.layers.0.self_attn.k_norm.weight: ")
+    done = subprocess.run([sys.executable, "found.py"], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (1, "reproduced"), done.stderr
+    assert done.stdout.startswith("grad/model.layers.0.self_attn.k_norm.weight: ")
+
+
+PAGE = (ROOT / "FINDINGS.md").read_text()
+SCRIPTS = ROOT / "docs" / "findings"
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
+PACKAGES = {"megatron": "megatron.core"} | {name: name for name in ("deepspeed", "transformers", "torchtitan")}
+"""Packages by the first word of a script's name."""
+FINDINGS = [(command, printed) for command, printed in re.findall(r"^    \$ (.+)\n((?:    .+\n)+)", PAGE, re.MULTILINE)]
+
+
+def close(told: str, printed: str) -> bool:
+    """Whether the words are the same, and the numbers too but for rounding."""
+    one, other = ([float(number) for number in NUMBER.findall(text)] for text in (told, printed))
+    return NUMBER.sub("#", told) == NUMBER.sub("#", printed) and one == pytest.approx(other, rel=1e-3, abs=2e-6)
+
+
+def script_of(command: str) -> Path:
+    return next(ROOT / word for word in shlex.split(command) if word.endswith(".py"))
+
+
+def test_every_finding_has_its_script_every_script_its_finding_and_other_numbers_are_seen() -> None:
+    assert {script_of(command) for command, _ in FINDINGS} == set(SCRIPTS.glob("*.py"))
+    for section in re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]:
+        if section.startswith(("Limits", "Seen")):
+            continue
+        title = section.splitlines()[0]
+        for needed in ("Newest release that shows it:", "Upstream:", "    $ ", "Issue:"):
+            assert needed in section, f"{title}: {needed}"
+    rooms = r"^\s*(?:from|import) (?:shardproof|harness|parallel|reference|reports|suites)\b"
+    for path in SCRIPTS.glob("*.py"):
+        assert not re.search(rooms, path.read_text(), re.MULTILINE), f"{path.name} needs shardproof"
+    assert close("norm 1.0000, right 2", "norm 1.0001, right 2")
+    assert not close("norm 1.0000, right 2", "norm 1.1000, right 2")
+    assert not close("norm 1.0000, right 2", "norm 1.0000, wrong 2")
+
+
+@pytest.mark.peers
+@pytest.mark.slow
+@pytest.mark.deep("10 to 30 CPU seconds each: packages are imported on every rank")
+@pytest.mark.parametrize(
+    ("command", "printed"), FINDINGS, ids=[command.partition("findings/")[2] for command, _ in FINDINGS]
+)
+def test_a_finding_is_there_as_the_page_says(command: str, printed: str) -> None:
+    words = shlex.split(command)
+    settings = {name: os.environ.get(name) for name, equals, _ in (word.partition("=") for word in words) if equals}
+    if missing := [name for name, value in settings.items() if value is None]:
+        pytest.skip(f"{missing[0]}: names no checkout")
+    script = script_of(command)
+    package = script.name.partition("_")[0]
+    if package in PACKAGES and find_spec(package) is None:
+        pytest.skip(f"needs {package}")
+    begin = next(place for place, word in enumerate(words) if word.endswith(".py"))
+    ran = [sys.executable, str(script), *words[begin + 1 :]]
+    ended = subprocess.run(ran, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    told = [line.strip() for line in printed.splitlines()]
+    version = next((line for line in told if re.match(r"[\w-]+ \d+\.\d+\.\d+", line)), "")
+    found = ended.stdout.splitlines()
+    if version and (named := version.partition(",")[0]) not in ended.stdout:
+        pytest.skip(f"the page is about {named}")
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    lost = [line for line in told if not any(close(line, one.strip()) for one in found)]
+    assert lost == [], ended.stdout
+
+
+DEFECTS = [(cell.subject, cell.case, cell.needle) for cell in cells() if cell.feature == "as in megatron.md"]
+"""Subject, case and module of every command of docs/megatron.md."""
+
+
+def test_the_page_has_every_known_defect_of_megatron() -> None:
+    assert len(DEFECTS) == 10
+    assert {subject for subject, _, _ in DEFECTS} == {"mcore_experts", "mcore_latent", "mcore_heads"}
+
+
+@pytest.mark.peers
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.deep("30 CPU seconds each: what is wrong is looked at on several ranks, in several dtypes")
+@pytest.mark.parametrize(("subject", "case", "module"), DEFECTS)
+def test_a_known_defect_of_megatron_is_found_in_its_module_by_one_command(
+    subject: str, case: str, module: str, shardproof_here: CommandLine
+) -> None:
+    pytest.importorskip("megatron.core", reason="needs the extra `peers`")
+    if not (found := importlib.metadata.version("megatron-core")).startswith("0.16."):
+        pytest.skip(f"megatron-core {found}: the page is about 0.16")
+    status, out, _ = shardproof_here("run", case, "--subject", f"suites.subjects.{subject}:subject")
+    what, first = (next(line for line in out.splitlines() if line.startswith(word)) for word in ("what:", "first:"))
+    assert status == 1 and (module in what or module in first), out

@@ -18,7 +18,7 @@ from suites.session.prover import Prover
 from suites.test_engines import compared
 from suites.test_training import OPTIMIZERS
 from tests.harness.own_words import Network, subject
-from tests.suites.test_plugin_requests import CASE, outside
+from tests.suites.test_plugin_requests import CASE, Session, outside
 
 __all__ = ["outside"]
 
@@ -28,16 +28,18 @@ pytestmark = pytest.mark.usefixtures("loaded")
 OWN = "tests.harness.own_words:"
 
 
-def test_every_suite_passes(outside: Callable[..., pytest.RunResult]) -> None:
+def test_every_suite_passes(outside: Session) -> None:
     tests = [f"suites.test_{name}" for name in ("forward", "training", "races", "equivalence", "communication")]
     result = outside(*tests, "--subject", f"{OWN}subject", "--modes", "dp+tp")
     result.assert_outcomes(passed=4, skipped=1)
 
 
-def test_a_property_of_a_word_that_the_subject_lacks_is_skipped() -> None:
+def test_a_property_of_a_word_that_the_subject_lacks_is_skipped_and_a_refusal_that_raises_is_not() -> None:
     lacking = pytest.raises(pytest.skip.Exception, match="cases of .*:subject have no word optimizer")
     with Prover.on(f"{OWN}subject", "2,3,6") as prover, lacking:
         prover.drawn(None, "dp+tp", optimizer="adamw")  # type: ignore[arg-type]
+    with Prover.on(f"{ME}speechless", "2") as prover, pytest.raises(Unanswered, match="LookupError: no words"):
+        prover.fitting(Case.parse(CASE))
 
 
 class Split(Network):
@@ -52,13 +54,13 @@ class Split(Network):
 split = Split()
 
 
-def test_a_subject_without_data_ranks_has_no_other_grouping(outside: Callable[..., pytest.RunResult]) -> None:
+def test_a_subject_without_data_ranks_has_no_other_grouping(outside: Session) -> None:
     result = outside("suites.test_regrouping", "--subject", "tests.suites.test_own_words:split", "-rs")
     result.assert_outcomes(skipped=1)
     result.stdout.fnmatch_lines(["SKIPPED*no case that *:split names has data ranks (dp > 1)"])
 
 
-def test_a_wrong_one_fails_and_is_repeated_with_its_truth(outside: Callable[..., pytest.RunResult]) -> None:
+def test_a_wrong_one_fails_and_is_repeated_with_its_truth(outside: Session) -> None:
     words = ("--subject", f"{OWN}doubled", "--truth", f"{OWN}truth", "--case", "tp=2 dp=3 act=tanh")
     result = outside("suites.test_forward", *words)
     result.assert_outcomes(failed=1)
@@ -96,15 +98,11 @@ class Drawing(Network):
         return st.sampled_from([case for case in cases_of(texts, named(subject)) if isinstance(case, PlainCase)])
 
 
-def test_a_strategy_of_its_own_is_drawn_from() -> None:
-    assert {(case.tp, case.dp, case.steps) for case in _drawn(Drawing(), "tp", steps=3)} == {
-        (tp, 1, 3) for tp in (2, 3, 4)
-    }
-
-
-def test_a_strategy_that_is_none_is_a_wrong_request() -> None:
+def test_a_strategy_of_its_own_is_drawn_from_and_one_that_is_none_is_a_wrong_request() -> None:
+    found = {(case.tp, case.dp, case.steps) for case in _drawn(Drawing(), "tp", steps=3)}
+    assert found == {(tp, 1, 3) for tp in (2, 3, 4)}
     wrong = Network()
-    wrong.draws = 3  # type: ignore[attr-defined]
+    vars(wrong)["draws"] = 3
     with pytest.raises(RequestError, match="draws=3 must be a hypothesis strategy"):
         around(named(wrong), "tp", {})
 
@@ -134,18 +132,12 @@ def _no_words(case: Case) -> str:
 
 
 one = Narrow(lambda case: "" if (case.heads, case.hidden, case.dp) == (8, 64, 1) else "built for 8 heads of 8")
-small = Narrow(
-    lambda case: (
-        one.refuses(case)
-        or ("" if (case.world_size, case.family, case.dtype, case.steps) == (2, "gpt", "float64", 2) else "is small")
-    )
-)
 none = Narrow(lambda case: "built for 405b")
 speechless = Narrow(_no_words)
 lenient = Narrow(lambda case: "")
 
 
-def test_a_subject_of_one_architecture_is_proved_on_its_default_cases(outside: Callable[..., pytest.RunResult]) -> None:
+def test_a_subject_of_one_architecture_is_proved_on_its_default_cases(outside: Session) -> None:
     PROVED.clear()
     result = outside("suites.test_training", "--subject", f"{ME}one", "--worlds", "2,4")
     result.assert_outcomes(passed=1)
@@ -157,7 +149,7 @@ def test_a_subject_of_one_architecture_is_proved_on_its_default_cases(outside: C
     assert len({case.seed for case in proved}) > 5, "other data in every example"
 
 
-def test_a_subject_that_takes_nothing_is_skipped_with_its_reason(outside: Callable[..., pytest.RunResult]) -> None:
+def test_a_subject_that_takes_nothing_is_skipped_with_its_reason(outside: Session) -> None:
     tests = [f"suites.test_{name}" for name in ("communication", "races", "engines")]
     result = outside(*tests, "--subject", f"{ME}none", "-rs")
     result.assert_outcomes(skipped=3)
@@ -167,12 +159,7 @@ def test_a_subject_that_takes_nothing_is_skipped_with_its_reason(outside: Callab
     assert result.stdout.str().count("built for 405b") >= 2
 
 
-def test_a_refusal_that_raises_is_no_skip() -> None:
-    with Prover.on(f"{ME}speechless", "2") as prover, pytest.raises(Unanswered, match="LookupError: no words"):
-        prover.fitting(Case.parse(CASE))
-
-
-def test_every_suite_proves_the_one_case_or_says_why_not(outside: Callable[..., pytest.RunResult]) -> None:
+def test_every_suite_proves_the_one_case_or_says_why_not(outside: Session) -> None:
     PROVED.clear()
     tests = [f"suites.test_{name}" for name in EVERY if name != "engines"]
     result = outside(*tests, "--subject", f"{ME}lenient", "--case", CASE, "-rs")
@@ -188,10 +175,8 @@ def test_every_suite_proves_the_one_case_or_says_why_not(outside: Callable[..., 
     refused.assert_outcomes(skipped=8)
 
 
-def test_a_stored_ledger_is_held_for_what_the_subject_takes(outside: Callable[..., pytest.RunResult]) -> None:
-    words = ("suites.test_ledger", "--subject", f"{ME}small", "--ledger-baseline", "ledgers")
-    stored = outside(*words, "--update-ledgers")
-    held = stored.parseoutcomes()["passed"]
-    assert held > 0, "default cases are those that it takes"
-    stored.assert_outcomes(passed=held)
-    outside(*words).assert_outcomes(passed=held)
+def test_a_stored_ledger_is_held_for_what_the_subject_takes(outside: Session) -> None:
+    words = ("suites.test_ledger", "--subject", f"{OWN}subject", "--ledger-baseline", "ledgers")
+    cases = len(subject.cases)
+    outside(*words, "--update-ledgers").assert_outcomes(passed=cases + 1)
+    outside(*words).assert_outcomes(passed=cases + 1)

@@ -47,7 +47,7 @@ def test_the_rows_have_every_pair_that_a_case_can_have(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=10, database=None, phases=(Phase.generate,))
+@settings(max_examples=3, database=None, phases=(Phase.generate,))
 @given(data=st.data())
 def test_a_case_has_the_words_of_its_row(mode: str, data: st.DataObject) -> None:
     for row in rows(mode):
@@ -80,47 +80,6 @@ def test_ten_draws_of_a_property_meet_every_row_and_another_property_draws_other
             for row in rows("isp"):
                 assert any(all(getattr(case, word) == value for word, value in row.items()) for case in drawn), row
     assert first[0] != first[1]
-
-
-pytest_plugins = ("pytester",)
-
-PROPERTY = """
-from hypothesis import given
-from hypothesis import strategies as st
-
-@given(data=st.data())
-def test_it(prover, mode, data):
-    prover.holds(prover.drawn(data, mode), "parameter_gradients")
-"""
-CASE = "mode=msp layers=1 heads=4 hidden=16 ffn=16 vocab=264 seq=8 micro=1 steps=1"
-
-
-@pytest.fixture
-def session(
-    loaded: None, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., pytest.RunResult]:
-    """A session of its own with one property."""
-    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
-    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
-    pytester.makeconftest("from suites.conftest import *  # noqa: F403")
-    pytester.makepyfile(test_property=PROPERTY)
-    return lambda *words: pytester.runpytest_inprocess("-p", "no:xdist", "-p", "no:cacheprovider", *words)
-
-
-def test_a_case_that_is_given_is_proved_in_place_of_drawn_ones(session: Callable[..., pytest.RunResult]) -> None:
-    wrong = f"{CASE} variant=norm-average"
-    result = session("--case", wrong)
-    result.assert_outcomes(failed=1)
-    text = str(Case.parse(wrong))
-    result.stdout.fnmatch_lines([f'*repeat: shardproof run "{text}" --subject parallel.subject:subject'])
-
-
-def test_a_case_that_is_none_is_a_usage_error(pytester: pytest.Pytester) -> None:
-    pytester.makeconftest("from suites.conftest import *  # noqa: F403")
-    pytester.makepyfile("def test_it(mode): assert mode")
-    result = pytester.runpytest_inprocess("-p", "no:xdist", "-p", "no:cacheprovider", "--case", "mode=tq")
-    assert result.ret in {pytest.ExitCode.INTERRUPTED, pytest.ExitCode.USAGE_ERROR}
-    assert "mode=tq" in result.stdout.str() + result.stderr.str()
 
 
 Wrong = Callable[[Case], bool]

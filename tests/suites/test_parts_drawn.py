@@ -1,7 +1,7 @@
 """Experts, latent attention and further predictions are drawn beside what they go with, and a property meets them."""
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 
 import pytest
 
@@ -46,39 +46,37 @@ COMPANY: dict[str, Callable[[Case], bool]] = {
 SIZES = ("kv_lora_rank", "q_lora_rank", "expert_ffn", "shared_ffn")
 
 
-@lru_cache
 def drawn(part: str) -> list[Case]:
     """Cases with the part, in equal shares of its modes, every second one in float64: there routers choose."""
     return [
         case
         for number, mode in enumerate(modes_with(part))
         for words in ({}, {"dtype": "float64"})
-        for case in sampled(every_word(mode, worlds=(4, 6, 8), needs=(part,), **words), 40, number)
+        for case in sampled(every_word(mode, worlds=(4, 6, 8), needs=(part,), **words), 24, number)
     ]
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_part_is_drawn_in_every_mode_that_can_have_it(part: str) -> None:
+def test_a_part_is_drawn_in_every_mode_with_every_value_beside_all_that_it_goes_with(part: str) -> None:
+    found = drawn(part)
     assert modes_with(part) == MODES_OF[part]
-    assert {case.mode for case in drawn(part)} == {*MODES_OF[part]}
-    assert all(getattr(case, PARTS[part]) for case in drawn(part))
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_every_value_of_its_words_is_drawn(part: str) -> None:
+    assert {case.mode for case in found} == {*MODES_OF[part]}
+    assert all(getattr(case, PARTS[part]) for case in found)
     for word in declared(FEATURES[part]):
-        missing = {*domains()[word]} - {getattr(case, word) for case in drawn(part)}
+        missing = {*domains()[word]} - {getattr(case, word) for case in found}
         assert missing - ({0} if word == PARTS[part] else set()) == set(), word
+    assert [name for name, goes in COMPANY.items() if not any(map(goes, found))] == []
+    # A size in the place of another one would be noticed: seldom is one of a part that of something else.
+    own = [word for word in declared(FEATURES[part]) if word in SIZES]
+    others = [{case.hidden, case.seq, case.padded_vocab, case.heads} - {0} for case in found]
+    alike = [{getattr(case, word) for word in own} & sizes for case, sizes in zip(found, others, strict=True)]
+    assert sum(map(bool, alike)) < len(alike) / 20
+    if part == "experts":
+        _lie_on_ranks_of_every_kind(found)
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_it_is_drawn_beside_all_that_it_goes_with(part: str) -> None:
-    assert [name for name, goes in COMPANY.items() if not any(map(goes, drawn(part)))] == []
-
-
-def test_experts_lie_on_ranks_of_every_kind() -> None:
+def _lie_on_ranks_of_every_kind(found: list[Case]) -> None:
     """Axes of experts beside those of dense weights; copies of experts; ranks of several axes that share experts."""
-    found = drawn("experts")
     assert {1, 2} < {case.ep for case in found} and {1, 2} < {case.expert_parts for case in found}
     for ep, etp, copies in ((True, True, False), (True, False, True), (False, True, True), (False, False, True)):
         assert any(
@@ -86,15 +84,6 @@ def test_experts_lie_on_ranks_of_every_kind() -> None:
         ), (ep, etp, copies)
     assert any(case.ep > case.dp * case.mesh["cp"] for case in found), "tensor ranks share experts"
     assert any(case.expert_parts not in (1, case.tp) for case in found)
-
-
-@pytest.mark.parametrize("part", ["experts", "latent"])
-def test_sizes_of_a_part_are_seldom_those_of_something_else(part: str) -> None:
-    """A size in the place of another one would be noticed."""
-    own = [word for word in declared(FEATURES[part]) if word in SIZES]
-    others = [{case.hidden, case.seq, case.padded_vocab, case.heads} - {0} for case in drawn(part)]
-    alike = [{getattr(case, word) for word in own} & sizes for case, sizes in zip(drawn(part), others, strict=True)]
-    assert sum(map(bool, alike)) < len(alike) / 20
 
 
 def test_one_case_in_a_few_of_a_property_has_a_part_and_keeps_its_flags() -> None:
@@ -116,6 +105,13 @@ def test_a_campaign_asks_for_parts() -> None:
     assert len(found) == 5 and all(case.experts and case.kv_lora_rank for case in found)
 
 
+@cache
+def of_two_properties() -> list[Case]:
+    """The number of cases that two properties draw in the profile `default`."""
+    strategy = cases("tp-sp", parts=tuple(PARTS))
+    return [case for seed in range(2) for case in sampled(strategy, PROFILES["default"], seed)]
+
+
 @pytest.mark.parametrize(
     ("bug", "part", "check"),
     [
@@ -125,10 +121,8 @@ def test_a_campaign_asks_for_parts() -> None:
     ],
 )
 def test_a_property_meets_a_bug_of_a_part(engine: InprocEngine, bug: str, part: str, check: str) -> None:
-    """The smallest case of as many as two properties draw in the profile `default`, where the bug can show."""
-    strategy = cases("tp-sp", parts=tuple(PARTS))
-    drawn_of_two = [case for seed in range(2) for case in sampled(strategy, PROFILES["default"], seed)]
-    found = [case for case in drawn_of_two if getattr(case, PARTS[part])]
+    """The smallest case where the bug can show."""
+    found = [case for case in of_two_properties() if getattr(case, PARTS[part])]
     case = min((case for case in found if part != "experts" or case.axis_sizes["edp"] > 1), key=work)
     (mutant,) = (mutant for mutant in MUTANTS if mutant.name == bug)
     asked = {check: CHECKS[check]}

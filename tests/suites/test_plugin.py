@@ -1,7 +1,9 @@
-"""The pytest plugin in CI: options, ini twins, known failures, ledgers as gates, run folders, what CI reads."""
+"""The pytest plugin in CI: options, known failures, `--faults`, ledgers as gates, run folders, what CI reads."""
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +26,11 @@ from suites.session.prover import Prover
 from tests import ROOT
 from tests.reports.toy_traffic import CASE
 
+Session = Callable[..., pytest.RunResult]
+SMALL = "mode=tp tp=2 layers=1 hidden=16 heads=2 vocab=24 seq=4 micro=1 steps=1"
 pytest_plugins = ("pytester",)
 pytestmark = pytest.mark.usefixtures("loaded")
 
-CONFTEST = "from suites.conftest import *  # noqa: F403"
 TWO = """
 def test_right(mode): assert mode
 def test_wrong(mode): assert mode == "tp", "what:   grad differs"
@@ -35,30 +38,40 @@ def test_wrong(mode): assert mode == "tp", "what:   grad differs"
 
 
 @pytest.fixture
-def inner(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[..., pytest.RunResult]:
-    """A session of its own, with the conftest of the suites and two tests a mode."""
-    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
-    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
-    pytester.makeconftest(CONFTEST)
+def session(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Session:
+    """A session of its own, with the conftest of the suites."""
+    for name in ("GITHUB_STEP_SUMMARY", "PYTEST_ADDOPTS"):
+        monkeypatch.delenv(name, raising=False)
+    pytester.makeconftest("from suites.conftest import *  # noqa: F403")
+    return partial(pytester.runpytest_inprocess, "-p", "no:xdist", "-p", "no:cacheprovider")
+
+
+@pytest.fixture
+def inner(session: Session, pytester: pytest.Pytester) -> Session:
+    """A session with two tests a mode."""
     pytester.makepyfile(test_two=TWO)
-    plain = ("-p", "no:xdist", "-p", "no:cacheprovider", "--modes", "tp,isp")
-    return lambda *words: pytester.runpytest_inprocess(*plain, *words)
+    return partial(session, "--modes", "tp,isp")
+
+
+@pytest.fixture
+def asked(session: Session, pytester: pytest.Pytester) -> Session:
+    """A session with a test a collective of a subject of `blind_subject`."""
+    pytester.makepyfile(test_one="from suites.test_faults import *  # noqa: F403")
+    return lambda subject, *words: session("--subject", f"tests.suites.blind_subject:{subject}", *words)
 
 
 # Options
 
 
-def test_every_option_has_its_twin_in_the_ini_file(pytester: pytest.Pytester) -> None:
-    pytester.makeconftest(CONFTEST)
+def test_every_option_has_its_twin_in_the_ini_file(session: Session, pytester: pytest.Pytester) -> None:
     pytester.makepyfile("def test_it(mode, pytestconfig): print(mode)")
     pytester.makeini("[pytest]\nshardproof_modes = isp,tp\nshardproof_worlds = 2,3")
-    result = pytester.runpytest_inprocess("-p", "no:xdist", "-v", "-p", "no:cacheprovider")
+    result = session("-v")
     result.stdout.fnmatch_lines(
         ["shardproof: subject parallel.subject:subject, modes isp,tp, worlds 2,3, engine inproc"]
     )
     result.assert_outcomes(passed=2)
-    over = pytester.runpytest_inprocess("-p", "no:xdist", "--modes", "msp", "-p", "no:cacheprovider")
-    over.assert_outcomes(passed=1)
+    session("--modes", "msp").assert_outcomes(passed=1)
 
 
 def test_the_page_on_ci_names_options_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,21 +84,17 @@ def test_the_page_on_ci_names_options_that_exist(capsys: pytest.CaptureFixture[s
     assert set(re.findall(r"--[a-z][a-z-]+", text)) <= offered
 
 
-@pytest.mark.parametrize(
-    ("engine", "worlds", "workers"),
-    [(None, "2,6", None), ("inproc", "2,6", None), ("pool", "2,3,4", 4), ("torchrun", "6", 2), ("pool", "64", 1)],
-)
-def test_workers_leave_a_core_to_every_rank_that_is_a_process(
-    monkeypatch: pytest.MonkeyPatch, engine: str | None, worlds: str, workers: int | None
-) -> None:
+def test_workers_leave_a_core_to_every_rank_that_is_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
-    options = {"shardproof_engine": engine, "shardproof_worlds": worlds}
-    config: Any = SimpleNamespace(
-        option=SimpleNamespace(**options),
-        getoption=lambda name, default=None: options.get(name, default),
-        getini=lambda name: "inproc",
-    )
-    assert pytest_plugin.pytest_xdist_auto_num_workers(config) == workers
+    rows = [(None, "2,6", None), ("inproc", "2,6", None), ("pool", "2,3,4", 4), ("torchrun", "6", 2), ("pool", "64", 1)]
+    for engine, worlds, workers in rows:
+        options = {"shardproof_engine": engine, "shardproof_worlds": worlds}
+        config: Any = SimpleNamespace(
+            option=SimpleNamespace(**options),
+            getoption=lambda name, default=None, options=options: options.get(name, default),
+            getini=lambda name: "inproc",
+        )
+        assert pytest_plugin.pytest_xdist_auto_num_workers(config) == workers
 
 
 # Known failures
@@ -97,15 +106,11 @@ def known(folder: Path, *entries: tuple[str, str]) -> str:
     return "--known-failures=known.toml"
 
 
-def test_a_known_failure_may_fail(inner: Callable[..., pytest.RunResult], pytester: pytest.Pytester) -> None:
-    option = known(pytester.path, ("test_two.py::test_wrong[isp]", "issue 12"))
-    result = inner(option, "-rx")
+def test_a_known_failure_may_fail_and_a_stale_entry_fails(inner: Session, pytester: pytest.Pytester) -> None:
+    result = inner(known(pytester.path, ("test_two.py::test_wrong[isp]", "issue 12")), "-rx")
     assert result.ret == 0
     result.assert_outcomes(passed=3, xfailed=1)
     result.stdout.fnmatch_lines(["XFAIL test_two.py::test_wrong?isp? - issue 12*"])
-
-
-def test_a_stale_entry_fails(inner: Callable[..., pytest.RunResult], pytester: pytest.Pytester) -> None:
     result = inner(known(pytester.path, ("test_two.py::test_*", "issue 12")))
     result.assert_outcomes(failed=3, xfailed=1)
     result = inner(known(pytester.path, ("test_two.py::test_gone[isp]", "issue 12")))
@@ -122,20 +127,17 @@ def test_an_entry_means_the_end_of_an_id() -> None:
     assert not entry.means("suites/test_forward.py::test_losses_and_logits[i]"), "no character class"
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["[[failure]]\ntest = 'a'", "[[failure]]\ntest='a'\nreason=' '", "a = 1", "[", "failure = 'x'", "failure = [1]"],
-)
-def test_a_file_that_gives_no_reason_is_refused(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "known.toml"
-    path.write_text(text)
-    with pytest.raises(RequestError, match="known-failures=.*legal: "):
-        read(path)
+def test_a_file_that_gives_no_reason_is_refused(tmp_path: Path) -> None:
+    path, entry = tmp_path / "known.toml", "[[failure]]\ntest = 'a'"
+    for text in (entry, f"{entry}\nreason=' '", "a = 1", "[", "failure = 'x'", "failure = [1]"):
+        path.write_text(text)
+        with pytest.raises(RequestError, match="known-failures=.*legal: "):
+            read(path)
     assert read(tmp_path / "nowhere.toml") == ()
 
 
 def test_a_file_that_is_not_there_is_empty_and_a_wrong_one_ends_the_session(
-    inner: Callable[..., pytest.RunResult], pytester: pytest.Pytester
+    inner: Session, pytester: pytest.Pytester
 ) -> None:
     result = inner("--known-failures=nowhere.toml")
     result.assert_outcomes(passed=3, failed=1)
@@ -145,9 +147,7 @@ def test_a_file_that_is_not_there_is_empty_and_a_wrong_one_ends_the_session(
     result.stderr.fnmatch_lines(["ERROR: known-failures=*known.toml: *must have a test and a reason*"])
 
 
-def test_a_mode_that_is_not_asked_for_makes_no_entry_stale(
-    inner: Callable[..., pytest.RunResult], pytester: pytest.Pytester
-) -> None:
+def test_a_mode_that_is_not_asked_for_makes_no_entry_stale(inner: Session, pytester: pytest.Pytester) -> None:
     tests = ("test_wrong[isp]", "test_wrong[isp-max all_reduce]", "test_wrong[mode=isp tp=2]")
     option = known(pytester.path, *((f"test_two.py::{name}", "issue 12") for name in tests))
     inner("--modes", "tp", option).assert_outcomes(passed=2)
@@ -158,11 +158,54 @@ def test_a_mode_that_is_not_asked_for_makes_no_entry_stale(
     inner(option, "--modes", "tp-sp").assert_outcomes(passed=1, failed=2)
 
 
+# A test a collective
+
+
+def test_faults_are_deselected_unasked_and_skipped_on_processes(asked: Session) -> None:
+    result = asked("blind")
+    result.assert_outcomes(deselected=1)
+    assert result.ret == pytest.ExitCode.NO_TESTS_COLLECTED
+    asked("needed", "--faults", "--engine", "pool").assert_outcomes(skipped=1)
+
+
+def test_a_blind_spot_fails_and_is_named(asked: Session) -> None:
+    result = asked("blind", "--faults", "--case", SMALL)
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "what:   nobody notices that max all_reduce tp * is disturbed",
+            "where:  mode=tp phase=* module=none call 1 of rank 0",
+            "error:  * of * faults are neither killed nor proved equivalent",
+            "first:  drop (a collective is left out), *",
+            "causes: dead traffic or a blind spot: nothing that is checked depends on the result",
+            'repeat: pytest --pyargs suites.test_faults --faults --subject tests.suites.blind_subject:blind --case "*"',
+        ]
+    )
+
+
+def test_the_quick_plan_and_the_ini_file(asked: Session, pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nshardproof_faults = yes")
+    asked("needed", "-v").assert_outcomes(passed=1)
+
+
+def test_what_cannot_be_disturbed_has_its_reason(asked: Session) -> None:
+    result = asked("silent", "--faults", "--case", SMALL, "-rs")
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines(["SKIPPED*takes no case of mode=tp or issues no collective there"])
+    result = asked("parted", "--faults", "--case", SMALL)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["the subject does not finish undisturbed:", "*rank 1*"])
+    result = asked("needed", "--faults", "--device", "cuda")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*device=cuda: faults are applied on the CPU; legal: *"])
+    result.stdout.no_fnmatch_line("*Error*")
+
+
 # What CI reads
 
 
 def test_junit_and_the_step_summary_hold_the_message(
-    inner: Callable[..., pytest.RunResult], pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+    inner: Session, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(pytester.path / "summary.md"))
     inner("--junitxml=junit.xml").assert_outcomes(passed=3, failed=1)
@@ -171,54 +214,41 @@ def test_junit_and_the_step_summary_hold_the_message(
     page = (pytester.path / "summary.md").read_text()
     assert page.startswith("### shardproof: 3 passed, 1 failed\n")
     assert "<summary>test_two.py::test_wrong[isp]</summary>" in page and "what:   grad differs" in page
-
-
-def test_a_step_summary_stays_within_what_github_shows() -> None:
-    text = step_summary.markdown({"failed": 500}, [("test", "x" * 10_000)] * 500, "about")
-    assert len(text.encode()) < 2**20
-    assert text.endswith("more failures are in the log.\n")
+    long = step_summary.markdown({"failed": 500}, [("test", "x" * 10_000)] * 500, "about")
+    assert len(long.encode()) < 2**20, "no more than GitHub shows"
+    assert long.endswith("more failures are in the log.\n")
 
 
 # Ledgers as gates
 
 
-@pytest.fixture(scope="module")
-def gate(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("ledgers")
+def test_a_ledger_gate_fails_with_the_difference(tmp_path: Path) -> None:
     with InprocEngine() as engine:
-        yield lambda way="right", update=False: LedgerGate(
-            folder=folder, subject=named(f"tests.reports.toy_traffic:{way}"), engine=engine, update=update
+        right = LedgerGate(
+            folder=tmp_path, subject=named("tests.reports.toy_traffic:right"), engine=engine, update=False
         )
-
-
-def test_a_ledger_gate_fails_with_the_difference(gate: Any) -> None:
-    with pytest.raises(AssertionError, match="no ledger is stored for .*--update-ledgers"):
-        gate().holds(CASE)
-    gate(update=True).holds(CASE)
-    gate().holds(CASE)
-    with pytest.raises(AssertionError, match=r"new +tp +backward +layers\.1 +all_gather") as caught:
-        gate("gather").holds(CASE)
-    assert "--update-ledgers" in str(caught.value)
-    path = gate().folder / file_of(str(CASE))
-    stored = path.read_bytes()
-    gate(update=True).holds(CASE)
-    assert path.read_bytes() == stored, "an equal ledger leaves no diff"
-    path.write_bytes(stored[:-5])
-    with pytest.raises(RequestError, match="is cut"):
-        gate().holds(CASE)
-
-
-def test_files_of_cases_differ() -> None:
-    texts = ["mode=tp tp=2", "mode=tp tp=2 seed=1", "x" * 200, "x" * 201]
-    assert len({file_of(text) for text in texts}) == 4
-    assert all(len(file_of(text)) < 80 for text in texts)
+        with pytest.raises(AssertionError, match="no ledger is stored for .*--update-ledgers"):
+            right.holds(CASE)
+        replace(right, update=True).holds(CASE)
+        right.holds(CASE)
+        with pytest.raises(AssertionError, match=r"(?s)new +tp +backward +layers\.1 +all_gather.*--update-ledgers"):
+            replace(right, subject=named("tests.reports.toy_traffic:gather")).holds(CASE)
+        path = tmp_path / file_of(str(CASE))
+        stored = path.read_bytes()
+        replace(right, update=True).holds(CASE)
+        assert path.read_bytes() == stored, "an equal ledger leaves no diff"
+        path.write_bytes(stored[:-5])
+        with pytest.raises(RequestError, match="is cut"):
+            right.holds(CASE)
+    files = {file_of(text) for text in ("mode=tp tp=2", "mode=tp tp=2 seed=1", "x" * 200, "x" * 201)}
+    assert len(files) == 4 and all(len(file) < 80 for file in files)
 
 
 # Run folders
 
 
 def test_a_run_folder_keeps_what_was_proved_once(tmp_path: Path) -> None:
-    case = Case.parse("mode=tp tp=2 layers=1 hidden=16 heads=2 vocab=24 seq=8 micro=1 steps=1")
+    case = Case.parse(SMALL)
     with Prover.on("parallel.subject:subject", "2", out=tmp_path) as prover:
         prover.holds(case, "ledger")
         prover.holds(case, "forward")

@@ -71,18 +71,14 @@ def test_what_is_missing_is_told_with_what_follows(changed: dict[str, object], w
     assert words in table[what][2]
 
 
-@pytest.mark.parametrize("version", ["2.16.0a0+git1", "3.0.0"])
-def test_a_torch_that_was_not_tested_is_a_note(version: str) -> None:
-    found, usable, follows = rows(dataclasses.replace(FULL, torch=version, torch_note=doctor._torch_note(version)))[
-        "torch"
-    ]
-    assert (found, usable) == (version, "yes")
-    assert "was not tested" in follows and "anything may differ" in follows
-
-
-def test_an_nvtx_that_nobody_listens_to_is_usable_and_says_so() -> None:
-    found, usable, follows = rows(dataclasses.replace(FULL, nvtx_listener=False))["nvtx"]
-    assert (found, usable, follows) == ("0.2.17", "yes", "no tool listens: ranges go nowhere")
+def test_a_torch_that_was_not_tested_and_an_nvtx_that_nobody_listens_to_are_notes() -> None:
+    for version in ("2.16.0a0+git1", "3.0.0"):
+        table = rows(dataclasses.replace(FULL, torch=version, torch_note=doctor._torch_note(version)))
+        found, usable, follows = table["torch"]
+        assert (found, usable) == (version, "yes")
+        assert "was not tested" in follows and "anything may differ" in follows
+    row = rows(dataclasses.replace(FULL, nvtx_listener=False))["nvtx"]
+    assert row == ("0.2.17", "yes", "no tool listens: ranges go nowhere")
 
 
 def test_the_command_describes_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,30 +97,33 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(
-    ("lost", "how", "row", "told"),
+    ("broken", "told"),
     [
-        (("torch",), "missing", "torch", "No module named 'torch'"),
-        (("torch",), "in part", "torch", "ImportError: cannot import name 'Tensor' from"),
-        (("nvtx",), "broken", "nvtx", "cannot be used: RuntimeError: built for another numpy"),
-        (doctor.NEEDED, "missing", "packages", "pandas: ModuleNotFoundError: No module named 'pandas'"),
-        (doctor.NEEDED, "leaving", "packages", "rich: SystemExit: no licence"),
+        (
+            {"torch": "missing", **dict.fromkeys(doctor.NEEDED, "missing")},
+            {"torch": "No module named 'torch'", "packages": "pandas: ModuleNotFoundError: No module named 'pandas'"},
+        ),
+        (
+            {"torch": "in part", "nvtx": "broken", **dict.fromkeys(doctor.NEEDED, "leaving")},
+            {
+                "torch": "ImportError: cannot import name 'Tensor' from",
+                "nvtx": "cannot be used: RuntimeError: built for another numpy",
+                "packages": "rich: SystemExit: no licence",
+            },
+        ),
     ],
+    ids=["missing", "broken"],
 )
 def test_whatever_is_missing_is_a_row_and_no_traceback(
-    tmp_path: Path, lost: tuple[str, ...], how: str, row: str, told: str
+    tmp_path: Path, broken: dict[str, str], told: dict[str, str]
 ) -> None:
-    for name in lost:
+    for name, how in broken.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(BROKEN[how])
-    done = subprocess.run(
-        [sys.executable, "-m", "shardproof", "doctor"],
-        env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{HOME}", "PATH": "/nowhere"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    env = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{HOME}", "PATH": "/nowhere"}
+    command = [sys.executable, "-m", "shardproof", "doctor"]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith(f"{row}  "))
-    assert " no " in line and told in line
+    for row, words in told.items():
+        (line,) = (line for line in done.stdout.splitlines() if line.startswith(f"{row}  "))
+        assert " no " in line and words in line

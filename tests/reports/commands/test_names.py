@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.cells import cells
 from harness.subject import named
 from reference.case import Case
 from reference.training.subject import truth
 from reports.commands.names import KINDS, OWN, names, tables
 from reports.commands.word_help import LIKE
 from reports.options import command_options
+from tests import ROOT
 from tests.deep import deep
 from tests.harness import own_words
 from tests.harness.command_line import CommandLine
@@ -44,16 +46,13 @@ def test_every_name_of_the_dense_model_is_listed_under_a_kind_that_is_explained(
     assert ends <= set(dense) and {name for name in dense if "/1" not in name} <= ends
 
 
-def test_names_are_printed_in_the_order_of_computation(shardproof: CommandLine) -> None:
+def test_names_are_printed_in_the_order_of_computation_and_what_ranks_draw_too(shardproof: CommandLine) -> None:
     status, out, err = shardproof("names", "tp=2", "--subject", f"{own_words.__name__}:subject")
     assert (status, err) == (0, "")
     assert out.startswith(f"{own_words.__name__}:subject is compared with its own dense model")
     order = [out.index(f"\n{name}") for name in ("loss/0 .. loss/1", "grad/w2", "grad/w1", "param/w2")]
     assert order == sorted(order), "gradients are computed from the last layer on"
     assert "grad/w1  24x12  float64" in out, "full shapes"
-
-
-def test_what_ranks_draw_is_named_too(shardproof: CommandLine) -> None:
     status, out, err = shardproof("names", "tp=2 dropout=0.1 random=stateful init=shard")
     assert (status, err) == (0, "")
     assert "mask/0/embedding .. mask/1/embedding" in out and "init/embedding.tokens.weight" in out
@@ -94,8 +93,8 @@ Then the same samples on every rank, equal masks for different heads, the same s
 """
 
 
-def test_the_command_line_knows_all_of_them() -> None:
-    assert tuple(LIKE) == command_options.LIKE
+PROVED = {like for like in LIKE if like.replace("-", "_") in {cell.subject for cell in cells() if cell.quick}}
+"""Files of the matrix of systems: tests/suites/test_foreign_subjects.py proves quick cases of them."""
 
 
 def needed(like: str) -> None:
@@ -105,18 +104,25 @@ def needed(like: str) -> None:
             pytest.importorskip(package, reason=f"needs {package}")
 
 
+def test_a_new_subject_is_short_and_the_command_that_runs_it_is_printed(shardproof: CommandLine) -> None:
+    assert tuple(LIKE) == command_options.LIKE
+    for like in LIKE:
+        name = f"my_{like.replace('-', '_')}"
+        status, out, err = shardproof("new-subject", f"{name}.py", "--like", like)
+        assert status == 0 and (err == "" or err.startswith("note: it needs "))
+        assert shlex.split(out.splitlines()[-1]) == ["shardproof", "run", "--subject", f"{name}:subject"]
+        text = Path(f"{name}.py").read_text()
+        assert text.count("\n") <= (120 if like in {"megatron-training", "torchtitan"} else 60), "it is read in one go"
+        assert text == (ROOT / "suites" / "subjects" / f"{like.replace('-', '_')}.py").read_text()
+
+
 @pytest.mark.filterwarnings("ignore")  # those of libraries
-@pytest.mark.parametrize("like", LIKE)
-def test_a_new_subject_runs_by_the_printed_command(like: str, shardproof_here: CommandLine) -> None:
+@pytest.mark.parametrize("like", [*sorted({*LIKE} - PROVED), *deep("up to ten CPU seconds each", *sorted(PROVED))])
+def test_a_new_subject_passes(like: str, shardproof_here: CommandLine) -> None:
     needed(like)
     name = f"my_{like.replace('-', '_')}"
-    status, out, err = shardproof_here("new-subject", f"{name}.py", "--like", like)
-    assert (status, err) == (0, "")
-    text = Path(f"{name}.py").read_text()
-    assert text.count("\n") <= (120 if like in {"megatron-training", "torchtitan"} else 60), "it is read in one go"
-    program, *words = shlex.split(out.splitlines()[-1])
-    assert (program, words) == ("shardproof", ["run", "--subject", f"{name}:subject"])
-    status, out, err = shardproof_here(*words)
+    assert shardproof_here("new-subject", f"{name}.py", "--like", like)[0] == 0
+    status, out, err = shardproof_here("run", "--subject", f"{name}:subject")
     assert status == 0, out
     assert err.count("] pass ") == len(err.splitlines()) >= 2
     assert f"compared with {'itself' if like.startswith('megatron') else 'its own dense model'}" in out

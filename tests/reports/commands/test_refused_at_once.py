@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from shardproof import record
 from shardproof.rooms import HOME
 from tests.harness.command_line import CommandLine
 
@@ -49,8 +50,10 @@ REFUSED = {
     "predict tp=2 --cluster unknown": "cluster=unknown: is neither a preset nor a file",
     "predict tp=2 --world 0": "world=0: must be at least 1",
     "predict tp=2 --subject nowhere:subject": "there is no module 'nowhere'",
-    "slice family=unknown": "family=unknown: is not a known word",
-    "show nowhere": "run nowhere: no such folder",
+    "slice family=gpt2": "slice 'family=gpt2': family=gpt2: is not a known word; legal: opt|",
+    "slice tp": "slice 'tp': tp=tp: is not a word of a slice; legal: one of",
+    "help case tp=2": "case 'tp=2': help case takes no case; legal: help calls CASE",
+    "show nowhere": "run nowhere: no such folder; legal: a folder that `shardproof run` wrote, as runs/latest",
     "page nowhere": "run nowhere: no such folder",
     "trace nowhere": "run nowhere: no such folder",
     "compare nowhere": "run nowhere: no such folder",
@@ -63,30 +66,18 @@ REFUSED = {
 """Words of a command, as they are split at blanks -> what the message holds."""
 
 
-def answers(requests: list[list[str]], folder: Path) -> list[tuple[int, str, list[str]]]:
-    """Exit status, message and the slow packages that are loaded, after each of these commands in one interpreter."""
-    command = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(
-        command, input=json.dumps(requests), capture_output=True, text=True, check=True, cwd=folder, timeout=120
-    )
-    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
-
-
-def test_a_wrong_request_loads_nothing_slow(tmp_path: Path) -> None:
-    found = answers([words.split() for words in REFUSED], tmp_path)
-    for (words, message), (status, err, slow) in zip(REFUSED.items(), found, strict=True):
+def test_neither_help_nor_a_wrong_request_loads_anything_slow(tmp_path: Path) -> None:
+    """After each of these commands in one interpreter; the last one imports torch, which is seen."""
+    (tmp_path / "slow.py").write_text("import torch\n")
+    requests = [*PRINTED, *(words.split() for words in REFUSED), ["run", "--subject", "slow:subject"]]
+    done = shardproof(tmp_path, "-c", PROGRAM, stdin=json.dumps(requests))
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert found[: len(PRINTED)] == [[0, "", []]] * len(PRINTED), done.stderr
+    *refused, (last, _, seen) = found[len(PRINTED) :]
+    for (words, message), (status, err, slow) in zip(REFUSED.items(), refused, strict=True):
         assert (status, slow) == (2, []), words
         assert message in err and err.count("\n") == 1, words
-
-
-def test_help_loads_nothing_slow(tmp_path: Path) -> None:
-    assert answers(list(PRINTED), tmp_path) == [(0, "", [])] * len(PRINTED)
-
-
-def test_what_is_loaded_is_seen(tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text("import torch\n")
-    ((status, _, slow),) = answers([["run", "--subject", "slow:subject"]], tmp_path)
-    assert status == 2 and "torch" in slow
+    assert last == 2 and "torch" in seen
 
 
 BROKEN = {
@@ -115,10 +106,11 @@ subject.words, subject.truth = {{"width": 4}}, "alone"
 """
 
 
-def shardproof(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """The command in this folder, in a process of its own."""
+def shardproof(folder: Path, *words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """A program of Python in this folder, in a process of its own."""
     return subprocess.run(
         [sys.executable, *words],
+        input=stdin,
         cwd=folder,
         env={"PYTHONPATH": str(HOME), "PATH": str(Path(sys.executable).parent), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -176,16 +168,16 @@ def test_a_subject_that_returns_nothing_is_told_once(shardproof_here: CommandLin
     assert "causes: names that are not the canonical ones (loss/<step>, grad/<parameter>, ...), or a subject" in told
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (("nowhere.py",), "program=nowhere.py: cannot be opened (No such file or directory)"),
-        (("broken.py",), "program=broken.py: SyntaxError: expected ':' (broken.py, line 1)"),
-        (("-m", "nowhere.at_all"), "program=nowhere.at_all: there is no module 'nowhere'"),
-    ],
-)
-def test_program_that_cannot_begin_is_one_sentence_of_record(tmp_path: Path, words: tuple[str, ...], told: str) -> None:
-    (tmp_path / "broken.py").write_text("def subject(case, device)\n")
-    done = shardproof(tmp_path, "-m", "shardproof.record", *words)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and told in done.stderr, done.stderr
-    assert not (tmp_path / "runs").exists()
+def test_a_program_that_cannot_begin_is_one_sentence_of_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken.py").write_text("def subject(case, device)\n")
+    for words, told in {
+        ("nowhere.py",): "program=nowhere.py: cannot be opened (No such file or directory)",
+        ("broken.py",): "program=broken.py: SyntaxError: expected ':' (broken.py, line 1)",
+        ("-m", "nowhere.at_all"): "program=nowhere.at_all: there is no module 'nowhere'",
+    }.items():
+        status, err = record.main(words), capsys.readouterr().err
+        assert status == 2 and err.count("\n") == 1 and told in err, words
+    assert not Path("runs").exists()

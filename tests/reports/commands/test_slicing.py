@@ -49,13 +49,12 @@ def test_it_prints_what_every_rank_holds(shardproof: CommandLine) -> None:
         assert found.startswith(line), (found, line)
     assert "self_attn.q_proj.weight + self_attn.k_proj.weight + self_attn.v_proj.weight" in lines[first]
     assert lines[first].count("its piece of each part: 384 + 384 + 384") == 1
-
-
-def test_words_may_come_apart_and_ranks_be_empty(shardproof: CommandLine) -> None:
-    status, out, _ = shardproof("slice", "family=llama", "hidden=64 heads=8", "kv_heads=2", "tp=3", "spare=empty")
-    assert status == 0
+    words = ("family=llama", "hidden=64 heads=8", "kv_heads=2", "tp=3", "spare=empty")
+    status, out, _ = shardproof("slice", *words)
     (row,) = [line.split() for line in out.splitlines() if line.strip().startswith("2 ") and "none" in line][:1]
-    assert row[:3] == ["2", "none", "0"]
+    assert (status, row[:3]) == (0, ["2", "none", "0"]), "words may come apart, and ranks be empty"
+    rule = "heads=12: must be a multiple of tp=5: a container gives every rank an equal share;"
+    assert f"slice 'family=opt heads=12 tp=5': {rule}" in shardproof.refused("slice", "family=opt heads=12 tp=5")
 
 
 def test_json_has_the_ranges(shardproof: CommandLine) -> None:
@@ -67,23 +66,6 @@ def test_json_has_the_ranges(shardproof: CommandLine) -> None:
     assert tensors["attn_ob"]["held"] is None and tensors["attn_ob"]["dim"] is None
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            "family=opt heads=12 tp=5",
-            "heads=12: must be a multiple of tp=5: a container gives every rank an equal share;",
-        ),
-        ("family=gpt2", "family=gpt2: is not a known word; legal: opt|"),
-        ("tp", "tp=tp: is not a word of a slice; legal: one of"),
-    ],
-)
-def test_a_wrong_request_is_one_message(shardproof: CommandLine, words: str, message: str) -> None:
-    status, out, err = shardproof("slice", words)
-    assert (status, out) == (2, "")
-    assert err.startswith(f"shardproof slice: slice '{words}': {message}") and err.count("\n") == 1
-
-
 def test_a_checkpoint_is_cut_and_joined(shardproof: CommandLine, tmp_path: Path) -> None:
     file = saved(tmp_path)
     status, out, _ = shardproof("slice", SMALL, "--check", file)
@@ -92,11 +74,10 @@ def test_a_checkpoint_is_cut_and_joined(shardproof: CommandLine, tmp_path: Path)
     assert "note: " not in out
     told = json.loads(shardproof("slice", SMALL, "--check", file, "--json")[1])["check"]
     assert told == {"tensors": 21, "times": dict.fromkeys(told["times"], 1), "wrong": [], "left_out": []}
-
-
-def test_what_a_checkpoint_lacks_is_named(shardproof: CommandLine, tmp_path: Path) -> None:
     out = shardproof("slice", SMALL, "--check", saved(tmp_path, "lm_head"))[1]
     assert "note: not in the checkpoint: lm_head.weight\n" in out
+    message = shardproof.refused("slice", SMALL, "--check", "gone.safetensors")
+    assert "check=gone.safetensors: is no file; legal: check=model.safetensors" in message
 
 
 def test_a_checkpoint_that_is_not_the_same_ends_with_one(
@@ -108,9 +89,3 @@ def test_a_checkpoint_that_is_not_the_same_ends_with_one(
     assert status == 1
     told = out.splitlines()[-1].removeprefix("fail: not the same once joined: ")
     assert set(told.split(", ")) >= {"attn_ow", "attn_ob", "inter_w", "lm_head.weight"} and "attn_qkvw" not in told
-
-
-def test_a_file_that_is_missing_is_a_wrong_request(shardproof: CommandLine) -> None:
-    pytest.importorskip("safetensors", reason="safetensors (extra `checkpoints`) is not installed")
-    status, _, err = shardproof("slice", SMALL, "--check", "gone.safetensors")
-    assert status == 2 and "check=gone.safetensors: is no file; legal: check=model.safetensors" in err

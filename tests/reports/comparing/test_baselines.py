@@ -40,19 +40,14 @@ def test_spans_read_back(numbers: list[int]) -> None:
     assert members(span(numbers)) == sorted(numbers)
 
 
-def test_folders_and_names_that_are_none_are_one_sentence(
-    shardproof: CommandLine, runs: dict[str, Path], tmp_path: Path
-) -> None:
+def test_folders_that_are_none_are_one_sentence(shardproof: CommandLine, runs: dict[str, Path], tmp_path: Path) -> None:
     right = str(runs["right"])
     (tmp_path / "nothing").mkdir()
-    assert "no baseline of this name; legal: " in shardproof.refused("compare", "nowhere", right)
     assert "neither env.json nor cases.jsonl" in shardproof.refused("compare", right, "nothing")
-    assert "must be a name" in shardproof.refused("compare", right, right, "--save-baseline", "../x")
     (tmp_path / "baselines" / "taken").mkdir(parents=True)
     (tmp_path / "baselines" / "taken" / "thesis.tex").touch()
     empty = sample_run.write(tmp_path / "empty")
     (empty / "ledger.csv").write_text((empty / "ledger.csv").read_text().split("\n")[0] + "\n")
-    assert "fail=bytes:x" in shardproof.refused("compare", right, right, "--fail", "bytes:x")
     with pytest.raises(RequestError, match="holds something else"):
         save(side(right), "taken")
     with pytest.raises(RequestError, match="holds no event"):
@@ -74,8 +69,8 @@ def drawn(seed: int, slow: str = "", factor: float = 1.3, blocks: int = 40) -> p
     return pd.DataFrame(rows, columns=list(TIME_TYPES))
 
 
-def test_twenty_pairs_of_equal_runs_on_a_changing_machine_are_no_slower() -> None:
-    for seed in range(20):
+def test_ten_pairs_of_equal_runs_on_a_changing_machine_are_no_slower() -> None:
+    for seed in range(10):
         times = phase_times(drawn(seed), drawn(100 + seed))
         assert times[times["low"] > 1.1].empty
         assert set(times["blocks"]) == {40}
@@ -89,12 +84,9 @@ def test_a_phase_that_is_slower_by_a_third_is_named_and_no_other(phase: str) -> 
     assert set(broken["measure"]) == {"elapsed", "in calls"}
     assert set(broken["mostly"]) == {"layers.1"}
     assert broken["ratio"].between(1.5, 2.1).all(), "1.3, and its second module grew from 0.5 to 0.9: 1.4 times more"
-
-
-def test_a_phase_that_became_faster_makes_no_other_slower() -> None:
-    times = phase_times(drawn(3), drawn(4, slow="forward", factor=0.3))
-    assert not (times["low"] > 1.1).any()
-    assert set(times[times["change"] == "faster"]["phase"]) >= {"forward"}
+    faster = phase_times(drawn(3), drawn(4, slow=phase, factor=0.3))
+    assert not (faster["low"] > 1.1).any()
+    assert set(faster[faster["change"] == "faster"]["phase"]) >= {phase}
 
 
 def test_intervals_hold_the_truth_and_say_when_they_cannot() -> None:

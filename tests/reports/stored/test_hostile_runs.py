@@ -3,25 +3,37 @@
 A killed run can be read.
 
 Harm is drawn: bytes cut off, flipped, added, lines doubled, files swapped, emptied or replaced by folders. The suite
-draws few of each; `--hypothesis-profile deep` draws many, and kills thirty runs. A run of layout 1 is read whole, one
-of a later layout is refused.
+draws few of each; `--hypothesis-profile deep` draws many, and kills thirty runs. Files of earlier versions are read
+whole, those of a later layout are refused.
 """
 
+import importlib
 import json
 import random
+import resource
+import shutil
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from harness.checking.evidence import Verdict
+from harness.ledger import Event, wire_bytes
 from harness.run_folder import SCHEMA
-from reports.comparing.snapshot import save, side
+from harness.running.result import ledger_rows
+from harness.running.store import Store, environment
+from harness.running.summary import summarize
+from reports.comparing.comparison import compare
+from reports.comparing.snapshot import save, side, snapshot
 from reports.stored.files import RunFolderError
 from reports.stored.frames import load
+from reports.stored.summary import headline, traffic
+from suites.session.known_failures import read
+from tests.forked import started
 from tests.harness.command_line import CommandLine
 from tests.reports import sample_run
 
@@ -79,12 +91,52 @@ def test_a_harmed_baseline_is_one_sentence_or_as_good(shardproof: CommandLine, t
     assert status in (0, 1, 2) and "Traceback" not in err, (done, err)
 
 
-_RUN = """
-import sys
-from pathlib import Path
-from tests.reports.scale import written
-written(Path(sys.argv[1]), 10**6)
-"""
+_RANKS, _STEPS, _LAYERS = 8, 5, 50
+_PHASES = ("forward", "backward")
+_CALL = next(iter(sample_run.events(sample_run.TP, sample_run.CALLS[sample_run.TP])))
+
+
+def many_events(case: str, count: int) -> Iterator[Event]:
+    """`count` events of one case: every rank, step and layer forward and backward, over and over."""
+    for number in range(count):
+        index, rank = divmod(number, _RANKS)
+        layer, payload = index % _LAYERS, 4096 * (1 + index % _LAYERS % 7)
+        yield replace(
+            _CALL,
+            case=case,
+            world_size=_RANKS,
+            rank=rank,
+            step=index // (2 * _LAYERS) % _STEPS,
+            microbatch=index // (2 * _LAYERS * _STEPS),
+            phase=_PHASES[index // _LAYERS % 2],
+            region=f"layers.{layer}.mlp.w1",
+            group_size=_RANKS,
+            payload_bytes=payload,
+            wire_bytes=wire_bytes("all_reduce", payload, _RANKS),
+            call_index=index,
+            duration_us=10.0 + layer,
+            group=tuple(range(_RANKS)),
+        )
+
+
+def written(out: Path, count: int, per_case: int) -> Path:
+    """A run folder with `count` events, in cases of `per_case`."""
+    store = Store(out, "scale", environment(["scale"], {"subject": "scale"}))
+    cases = {
+        f"mode=tp tp=8 seed={seed}": min(per_case, count - seed * per_case) for seed in range(-(-count // per_case))
+    }
+    store.plan({"case": case, "mode": "tp", "world_size": _RANKS} for case in cases)
+    for case, share in cases.items():
+        rows = list(many_events(case, share))
+        passed = Verdict(case=case, check="forward", verdict="pass", worst=None, message="")
+        store.add(case, ledger_rows(rows), summarize(case, "tp", _RANKS, rows, None), [passed], {"recorded": 1.0})
+    store.close()
+    return store.path
+
+
+def endless(out: str) -> None:
+    """A run of more cases than are finished before it is killed."""
+    written(Path(out), 10**6, 500)
 
 
 @pytest.mark.slow
@@ -92,14 +144,13 @@ def test_a_run_killed_at_any_moment_can_be_shown(shardproof: CommandLine, tmp_pa
     drawn = random.Random(0)
     for number in range(30 if DEEP else 1):
         out = tmp_path / str(number)
-        slow = _RUN.replace("written(", "import tests.reports.scale as s; s._PER_CASE = 500; written(")
-        with subprocess.Popen([sys.executable, "-c", slow, str(out)]) as writer:
-            deadline_s = time.monotonic() + 60
-            while not list(out.glob("2*/cases.jsonl")) and time.monotonic() < deadline_s:
-                time.sleep(0.01)
-            time.sleep(drawn.random())
-            writer.send_signal(signal.SIGKILL)
-        assert writer.returncode == -signal.SIGKILL
+        writer = started(endless, str(out), folder=tmp_path)
+        deadline_s = time.monotonic() + 60
+        while not list(out.glob("2*/cases.jsonl")) and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        time.sleep(drawn.random())
+        writer.send(signal.SIGKILL)
+        assert writer.ended() == -signal.SIGKILL
         status, printed, err = shardproof("show", str(out / "latest"))
         assert (status, "Traceback" in err) == (0, False), err
         run = load(out / "latest")
@@ -107,14 +158,24 @@ def test_a_run_killed_at_any_moment_can_be_shown(shardproof: CommandLine, tmp_pa
         assert "note: " in printed
 
 
+def measured(out: str, count: int) -> None:
+    """A ledger written, loaded, summarised and compared; prints seconds of the processor and the most MiB it took."""
+    run = load(written(Path(out), count, 100_000))
+    lines, _ = traffic(run), headline(run)
+    assert len(run.ledger) == count and int(lines["calls"].sum()) * _RANKS == count
+    new, baselines = snapshot(run), f"{out}/baselines"
+    save(new, "scale", baselines)
+    found = compare(side("scale", baselines), new)
+    assert found.events.empty and not found.breaches
+    print(time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+
+
 def test_many_events_take_bounded_time_and_memory(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.reports.scale", "--events", str(1_000_000 if DEEP else 20_000)]
-    # A process of its own: the most memory that this one ever had tells of other tests.
-    told = subprocess.run([*command, "--out", str(tmp_path)], check=True, capture_output=True, text=True, timeout=600)
-    part, _, _, busy_s, _, _, most_mib, _ = told.stdout.splitlines()[-1].split()
-    assert part == "compared"
-    assert float(busy_s) < 30
-    assert float(most_mib) < 2000
+    """In a process of its own: the most memory that this one ever had is that of other tests."""
+    process = started(measured, str(tmp_path), 1_000_000 if DEEP else 20_000, folder=tmp_path)
+    assert process.ended(600.0) == 0, process.err
+    busy_s, most_mib = map(float, process.out.split())
+    assert busy_s < 30 and most_mib < 2000
 
 
 def with_schema(folder: Path, schema: object) -> Path:
@@ -127,6 +188,8 @@ def with_schema(folder: Path, schema: object) -> Path:
 
 def test_a_run_of_the_former_layout_is_read_as_a_whole(shardproof: CommandLine, tmp_path: Path) -> None:
     """Folders had no number, verdicts were not counted and decided nothing, and there was no table of errors."""
+    for schema in range(1, SCHEMA + 1):
+        assert load(with_schema(tmp_path / "run", schema)).env["schema"] == schema
     former = str(sample_run.write(tmp_path / "former", failing=True))
     (tmp_path / "former" / "errors.csv").unlink()
     run = load(former)
@@ -138,12 +201,12 @@ def test_a_run_of_the_former_layout_is_read_as_a_whole(shardproof: CommandLine, 
     assert shardproof("compare", former, former)[0] == 0
 
 
-@pytest.mark.parametrize("command", ["show", "page", "trace", "compare"])
-def test_a_run_of_a_later_layout_is_one_sentence(shardproof: CommandLine, tmp_path: Path, command: str) -> None:
+def test_a_run_of_a_later_layout_is_one_sentence(shardproof: CommandLine, tmp_path: Path) -> None:
     later = with_schema(tmp_path / "later", SCHEMA + 1)
-    message = shardproof.refused(command, str(later))
     rule = f"is the layout of the folder, and this release reads 1 to {SCHEMA}"
-    assert f"{later}/env.json: schema={SCHEMA + 1} {rule}; legal: upgrade shardproof" in message
+    for command in ("show", "page", "trace", "compare"):
+        message = shardproof.refused(command, str(later))
+        assert f"{later}/env.json: schema={SCHEMA + 1} {rule}; legal: upgrade shardproof" in message
 
 
 @pytest.mark.parametrize("schema", ["2", 0, -1, 1.5, True, None, [2]])
@@ -152,6 +215,40 @@ def test_a_layout_that_is_no_number_is_one_sentence(tmp_path: Path, schema: obje
         load(with_schema(tmp_path / "odd", schema))
 
 
-@pytest.mark.parametrize("schema", range(1, SCHEMA + 1))
-def test_every_layout_so_far_is_read(tmp_path: Path, schema: int) -> None:
-    assert load(with_schema(tmp_path / "run", schema)).env["schema"] == schema
+FORMER = Path(__file__).parent / "former"
+"""Files that an earlier version wrote (commit f027cd1, layout 2): run folder, baseline, checkpoint, failures."""
+CASE = (
+    "mode=tp tp=2 layers=1 hidden=8 heads=2 kv_heads=2 ffn=12 vocab=32 seq=6 batch=1 micro=2 steps=1"
+    " optimizer=adamw lr=0.01 seed=3"
+)
+"""The case of these files, there with `save=checkpoint`."""
+
+
+def test_a_run_folder_is_shown_and_drawn(shardproof: CommandLine) -> None:
+    run = str(FORMER / "run")
+    status, out, err = shardproof("show", run)
+    assert (status, err) == (0, "")
+    assert "1 case: 1 pass, 0 fail, 0 unknown, 0 skip" in out
+    assert shardproof("page", run, "-o", "page.html")[0] == shardproof("trace", run, "-o", "trace.json")[0] == 0
+
+
+def test_a_case_of_today_sends_what_the_baseline_holds(shardproof_here: CommandLine) -> None:
+    shutil.copytree(FORMER / "baselines", "baselines")
+    assert shardproof_here("run", f"{CASE} save=checkpoint", "--out", "runs")[0] == 0
+    for run in (FORMER / "run", "runs/latest"):
+        status, out, _ = shardproof_here("compare", "former", str(run), "--fail", "events:0")
+        assert status == 0 and "no limit is broken: events:0" in out, out
+
+
+def test_training_goes_on_from_a_checkpoint(shardproof_here: CommandLine) -> None:
+    shutil.copytree(FORMER / "checkpoint", "checkpoint")
+    status, out, _ = shardproof_here("run", f"{CASE} load=checkpoint".replace("mode=tp tp=2", "mode=tp-sp tp=2 dp=2"))
+    assert status == 0 and "1 pass" in out, out
+
+
+def test_known_failures_name_tests_that_are_there() -> None:
+    entries = read(FORMER / "known-failures.toml")
+    assert len(entries) > 10
+    for entry in entries:
+        file, _, test = entry.test.rstrip("*").partition("::")
+        assert hasattr(importlib.import_module(f"suites.{file.removesuffix('.py')}"), test), entry.test

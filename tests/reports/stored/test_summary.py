@@ -1,4 +1,4 @@
-"""The headline, traffic beside its expectation and the break-even, added up by hand. The example notebook."""
+"""The headline, traffic, the break-even and uneven exchanges, added up by hand. The example notebook."""
 
 import dataclasses
 import json
@@ -8,9 +8,9 @@ from typing import Any
 import pandas as pd
 import pytest
 
-import shardproof
 from reports.comparing import growth
 from reports.printing import text_tables
+from reports.programs import figures, program_tables
 from reports.stored import summary
 from reports.stored.frames import Run, in_order, load
 from tests import ROOT
@@ -38,12 +38,9 @@ def test_the_headline_counts_what_one_rank_does(run: Run) -> None:
     assert (tp_sp["case"], tp_sp["words"]) == (TP_SP, "tp=2 seq=64"), "mode has its own column"
 
 
-def test_the_headline_shows_the_rank_that_saves_most(run: Run) -> None:
+def test_the_headline_shows_the_rank_that_saves_most_and_no_zero_that_nobody_measured(run: Run) -> None:
     assert list(summary.headline(run)["saved_bytes"]) == [2 * ACTIVATION_BYTES] * 2
     assert text_tables.headline_table(summary.headline(run)).rows[0][5] == "0.008"
-
-
-def test_what_nobody_measured_is_not_zero(run: Run) -> None:
     (run.path / "memory.csv").unlink()
     headline = summary.headline(load(run.path))
     assert headline["saved_bytes"].isna().all()
@@ -80,7 +77,6 @@ def test_a_case_without_verdict_is_unknown_and_never_a_pass(run: Run) -> None:
         (["pass", "unknown"], "unknown"),
         (["pass", "skip"], "skip"),
         (["pass", "a new word"], "a new word"),
-        ([], "unknown"),
     ],
 )
 def test_a_case_is_as_good_as_its_worst_check(words: list[str], worst: str) -> None:
@@ -99,25 +95,11 @@ def test_without_expectation_nothing_is_claimed(tmp_path: Path) -> None:
     assert set(summary.traffic(run)["expected_calls"].isna()) == {True}
 
 
-def test_traffic_adds_up_by_mode_phase_op_and_axis(run: Run) -> None:
-    traffic = summary.traffic(run)
-    lines = {(r["mode"], r["phase"], r["op"], r["axis"]): r for r in traffic.to_dict("records")}
-    assert len(lines) == len(traffic) == 6
-    line = lines["tp-sp", "backward", "all_gather", "tp"]
-    assert (line["calls"], line["expected_calls"]) == (4, 4)
-    assert line["payload_bytes"] == 4 * ACTIVATION_BYTES
-    assert line["wire_bytes"] == 2 * ACTIVATION_BYTES, "half of the output comes from the other rank"
-    assert set(traffic["agrees"]) == {"yes"}
-    assert list(traffic["phase"])[:3] == ["forward", "loss", "backward"], "in the order of a step"
-
-
 def test_two_errors_that_cancel_in_the_sum_do_not_agree(run: Run) -> None:
     lines = run.summary[run.summary["case"] == TP].head(1)
-    one, two = (
-        lines.assign(calls=lines["calls"] + 1),
-        lines.assign(case="mode=tp tp=2 seed=1", calls=lines["calls"] - 1),
-    )
-    cases = pd.concat([run.cases, run.cases.head(1).assign(case="mode=tp tp=2 seed=1")])
+    other = "mode=tp tp=2 seed=1"
+    one, two = lines.assign(calls=lines["calls"] + 1), lines.assign(case=other, calls=lines["calls"] - 1)
+    cases = pd.concat([run.cases, run.cases.head(1).assign(case=other)])
     traffic = summary.traffic(dataclasses.replace(run, cases=cases, summary=pd.concat([one, two])))
     assert list(traffic["calls"]) == list(traffic["expected_calls"]) == [6]
     assert list(traffic["agrees"]) == ["no"]
@@ -132,6 +114,7 @@ def test_ranks_that_differ_agree_when_each_meets_its_own_expectation(run: Run, a
 
 def test_cases_on_other_numbers_of_ranks_are_never_added_up(run: Run) -> None:
     alone = summary.traffic(run)
+    assert list(alone["phase"])[:3] == ["forward", "loss", "backward"], "in the order of a step"
     wide, text = run.cases.head(1).assign(case="mode=tp tp=4", world_size=4), {"case": "mode=tp tp=4"}
     lines = run.summary[run.summary["case"] == TP].assign(**text)
     both = dataclasses.replace(run, cases=pd.concat([run.cases, wide]), summary=pd.concat([run.summary, lines]))
@@ -172,11 +155,6 @@ def test_errors_are_written_short_and_nothing_is_not_zero(error: object, text: s
     assert text_tables.small(error) == text
 
 
-def test_a_row_that_does_not_fit_its_headers_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs 2 cells"):
-        text_tables.Table(title="", headers=("a", "b"), rows=(("1",),))
-
-
 # Break-even: isp sends 1000 bytes of weights and 1 byte a token, mtp 5 bytes a token: T* = 1000 / (5 - 1) = 250
 
 
@@ -185,21 +163,18 @@ def _growth(**lines: tuple[float, float]) -> pd.DataFrame:
     return in_order(pd.DataFrame(rows, columns=["mode", "tokens", "wire_bytes"]))
 
 
-def test_the_crossing_is_where_the_lines_meet() -> None:
+def test_the_crossing_is_where_the_lines_meet_and_parallel_lines_have_none() -> None:
     (crossing,) = growth.crossings(_growth(mtp=(0, 5), isp=(1000, 1))).to_dict("records")
     assert (crossing["mode"], crossing["other"]) == ("isp", "mtp")
     assert crossing["tokens"] == pytest.approx(250)
     assert crossing["wire_bytes"] == pytest.approx(1250)
-
-
-def test_lines_that_never_cross_give_no_crossing() -> None:
     parallel = growth.crossings(_growth(mtp=(0, 5), msp=(0, 5)))
     apart = growth.crossings(_growth(mtp=(1000, 5), msp=(0, 4)))
     from_zero = growth.crossings(_growth(mtp=(0, 5), fsp=(0, 6.5)))
     assert len(parallel) == len(apart) == len(from_zero) == 0
 
 
-def _grown(run: Run, names: dict[str, dict[int, int]]) -> Run:
+def grown(run: Run, names: dict[str, dict[int, int]]) -> Run:
     """A run of these modes at these tokens, each with one forward call in a layer and one elsewhere."""
     event = run.ledger[run.ledger["region"] == "layers.0.attention.wo"].head(1)
     cases, ledger = [], []
@@ -214,21 +189,21 @@ def _grown(run: Run, names: dict[str, dict[int, int]]) -> Run:
 
 
 def test_growth_is_measured_a_micro_batch_with_and_without_what_lies_outside_the_layers(run: Run) -> None:
-    grown = _grown(run, {"mtp": {100: 1000, 200: 2000}, "isp": {100: 1600, 200: 1800}})
-    layers = growth.growth(grown)
+    measured = grown(run, {"mtp": {100: 1000, 200: 2000}, "isp": {100: 1600, 200: 1800}})
+    layers = growth.growth(measured)
     assert list(layers["wire_bytes"]) == [500, 1000, 800, 900], "two micro-batches; isp sorts behind mtp"
-    assert list(growth.growth(grown, "all")["wire_bytes"]) == [508.5, 1008.5, 808.5, 908.5]
-    compared = growth.compared(grown)
+    assert list(growth.growth(measured, "all")["wire_bytes"]) == [508.5, 1008.5, 808.5, 908.5]
+    compared = growth.compared(measured)
     assert list(compared["counted"]) == ["layers", "all"]
     assert list(compared["tokens"]) == pytest.approx([175, 175])
 
 
 def test_modes_are_compared_across_the_words_that_they_bring_with_them_and_no_others(run: Run) -> None:
-    grown = _grown(run, {"mtp": {100: 1000, 200: 2000}, "isp": {100: 1600, 200: 1800}})
+    measured = grown(run, {"mtp": {100: 1000, 200: 2000}, "isp": {100: 1600, 200: 1800}})
 
     def also(word: str) -> int:
-        cases = grown.cases.assign(case=[c + word * ("isp" in c) for c in grown.cases["case"]])
-        return len(growth.growth(dataclasses.replace(grown, cases=cases)))
+        cases = measured.cases.assign(case=[c + word * ("isp" in c) for c in measured.cases["case"]])
+        return len(growth.growth(dataclasses.replace(measured, cases=cases)))
 
     assert also(" head=exchange") == 4
     assert also(" layers=9") == 0, "another model"
@@ -236,11 +211,8 @@ def test_modes_are_compared_across_the_words_that_they_bring_with_them_and_no_ot
 
 def test_one_size_or_one_mode_is_no_growth(run: Run) -> None:
     assert len(growth.growth(run)) == 0
-    assert len(growth.growth(_grown(run, {"mtp": {100: 1, 200: 2}, "isp": {100: 1}}))) == 0
+    assert len(growth.growth(grown(run, {"mtp": {100: 1, 200: 2}, "isp": {100: 1}}))) == 0
     assert len(growth.compared(run)) == 0
-
-
-def test_an_unknown_way_to_count_is_refused(run: Run) -> None:
     with pytest.raises(ValueError, match="legal: layers, all"):
         growth.growth(run, "some")
 
@@ -257,34 +229,50 @@ def test_a_sum_with_an_unknown_part_is_unknown(run: Run) -> None:
     assert by_phase.loc[("tp", "forward"), "agrees"] == "yes"
 
 
+UNEVEN, EVEN = (((3, 0), (5, 4)), ((2, 2), (2, 2)))
+"""Rows that ranks 0 and 1 of a recorded program send to ranks 0 and 1."""
+
+
+def exchanged(rows: tuple[tuple[int, int], ...]) -> pd.DataFrame:
+    """A ledger with an all-to-all in each of two layers; a row has 8 bytes."""
+    place = {"step": 0, "phase": "forward", "axis": "ep", "op": "all_to_all", "ranks": "0 1"}
+    events = [
+        {**place, "rank": rank, "region": f"layers.{layer}.moe", "payload_bytes": 8 * sum(sent)}
+        | {"sent_rows": "+".join(map(str, sent))}
+        for layer in (0, 1)
+        for rank, sent in enumerate(rows)
+    ]
+    return pd.DataFrame(events)
+
+
+def test_rows_bytes_and_balance_by_destination(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "grouped", lambda _run: exchanged(UNEVEN))
+    (row,) = figures.exchanges(run).to_dict("records")
+    assert row == {
+        **{"region": "layers.*.moe", "phase": "forward", "axis": "ep", "calls": 4, "rows": 2 * (3 + 5 + 4)},
+        **{"busiest": 0, "busiest_rows": 2 * 8, "busiest_bytes": 2 * 64},
+        **{"balance": pytest.approx(16 / 12), "worst": pytest.approx(8 / 6)},
+    }
+    assert [one.title for one in program_tables._exchanges(run)] == ["Rows sent by uneven all-to-alls"]
+    for silent in (exchanged(EVEN), exchanged(UNEVEN).drop(columns="sent_rows")):
+        monkeypatch.setattr(figures, "grouped", lambda _run, silent=silent: silent)
+        assert program_tables._exchanges(run) == []
+
+
 NOTEBOOK = ROOT / "docs" / "a_run_as_frames.ipynb"
 
 
-def cells() -> list[str]:
+def test_every_cell_of_the_notebook_runs_and_none_has_an_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     notebook = json.loads(NOTEBOOK.read_text())
     assert notebook["nbformat"] == 4
-    return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-
-
-def test_every_cell_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(cell.get("outputs", []) == [] for cell in notebook["cells"]), "it would leave a diff"
     sample_run.write(tmp_path / "runs" / "latest", failing=True)
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    for number, cell in enumerate(cells()):
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    for number, cell in enumerate(cells):
         exec(compile(cell, f"{NOTEBOOK.name}, cell {number}", "exec"), names)  # our own text
     assert names["by_place"]["payload_bytes"].sum().sum() == 14 * sample_run.ACTIVATION_BYTES
     assert list(names["lines"]["verdict"]) == ["fail", "pass"]
-
-
-def test_a_notebook_without_outputs_leaves_no_diff() -> None:
-    notebook = json.loads(NOTEBOOK.read_text())
-    assert all(cell.get("outputs", []) == [] for cell in notebook["cells"])
-
-
-def test_load_gives_tidy_frames(tmp_path: Path) -> None:
-    run = shardproof.load(sample_run.write(tmp_path / "run"))
-    for frame in (run.events, run.summary, run.verdicts, run.timings):
-        assert frame["mode"].cat.ordered and list(frame["mode"].cat.categories[:2]) == ["tp", "tp-sp"]
-    for name in run.events.columns.union(run.summary.columns):
-        if any(word in name for word in ("payload", "wire", "duration", "start")):
-            assert name.endswith(("_bytes", "_us")), "units are in the names"
