@@ -55,22 +55,20 @@ def test_what_is_no_plain_tensor_of_numbers_is_refused_by_name(make: Callable[[]
     assert str(refused.value) == f"outcome 'grad/w': {words}"
 
 
-def test_a_shard_of_what_is_no_plain_tensor_is_refused_too() -> None:
-    with pytest.raises(ValueError, match="outcome 'w': the layout is sparse_coo"):
-        localize({"w": [Shard(FULL.to_sparse(), (0, 0), (6, 4))]})
-
-
-def test_a_name_is_text() -> None:
-    outcome: dict[object, object] = {"loss/0": 1.0, 0: FULL}
+@pytest.mark.parametrize(
+    ("outcome", "words"),
+    [
+        ({"w": [Shard(FULL.to_sparse(), (0, 0), (6, 4))]}, "outcome 'w': the layout is sparse_coo"),
+        ({"loss/0": 1.0, 0: FULL}, "outcome 0: a name must be text, not int; legal: 'loss/0'"),
+        ({"grad/\ud800": FULL}, r"outcome 'grad/\ud800': a name must be text that a file can hold; legal: 'loss/0'"),
+        ({"grad/w": ["no"]}, "outcome 'grad/w': str is not a value"),
+        (None, "a subject returned NoneType; it must return a mapping of names to tensors"),
+    ],
+)
+def test_shards_and_names_that_are_none_are_refused_too(outcome: Any, words: str) -> None:
     with pytest.raises(ValueError) as refused:
-        localize(outcome)  # type: ignore[arg-type]
-    assert str(refused.value) == "outcome 0: a name must be text, not int; legal: 'loss/0'"
-
-
-def test_a_name_is_text_that_a_file_can_hold() -> None:
-    with pytest.raises(ValueError) as refused:
-        localize({"grad/\ud800": FULL})
-    assert str(refused.value) == r"outcome 'grad/\ud800': a name must be text that a file can hold; legal: 'loss/0'"
+        localize(outcome)
+    assert str(refused.value).startswith(words)
 
 
 def test_views_that_are_resolved_late_have_bits() -> None:
