@@ -1,14 +1,15 @@
 """CUDA graphs, simulated on the CPU: a capture sends nothing, and every replay is a call of the ledger."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from harness.ledger import Event
 from tests.harness.recording.simulated_graph import SimulatedGraph, graphs_simulated
-from tests.harness.recording.toy_calls import Model, Voice, backward, forward, input_BD, record, told
+from tests.harness.recording.toy_calls import Model, Part, Voice, backward, forward, input_BD, record, told
 
 
 @pytest.fixture(autouse=True)
@@ -55,22 +56,9 @@ def test_a_capture_that_is_never_replayed_sends_nothing() -> None:
     assert len(record(lambda voice: trained(voice, eager=1, replays=0))) == 9
 
 
-class Graphed(nn.Module):
-    """A model whose first layer is replayed: forward and backward are graphs, as make_graphed_callables has them."""
-
-    def __init__(self, model: Model, ahead: SimulatedGraph, back: SimulatedGraph) -> None:
-        super().__init__()
-        self.model, self.ahead, self.back = model, ahead, back
-
-    def forward(self, x_BD: Tensor) -> Tensor:
-        """[B, D] to [B, D]."""
-        self.ahead.replay()
-        y_BD = x_BD * 1
-        y_BD.register_hook(lambda _gradient: self.back.replay())
-        return self.model.layers[1](y_BD)  # type: ignore[no-any-return]
-
-
 def test_graphs_inside_of_a_model_belong_to_the_step_and_micro_batch_of_the_replay() -> None:
+    """Forward and backward of its first layer are graphs, as make_graphed_callables has them."""
+
     def program(voice: Voice) -> None:
         model, y = Model(voice), input_BD()
         held: list[Tensor] = []
@@ -78,7 +66,14 @@ def test_graphs_inside_of_a_model_belong_to_the_step_and_micro_batch_of_the_repl
         back = SimulatedGraph(lambda: held.pop().backward(torch.ones(2, 4)))
         ahead.capture()
         back.capture()
-        graphed, optimizer = Graphed(model, ahead, back), torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def replayed(it: Any, x_BD: Tensor) -> Any:
+            ahead.replay()
+            y_BD = x_BD * 1
+            y_BD.register_hook(lambda _gradient: back.replay())
+            return it.model.layers[1](y_BD)
+
+        graphed, optimizer = Part(replayed, model=model), torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
             for _ in range(2):
                 graphed(input_BD()).sum().backward()
