@@ -17,7 +17,7 @@ from harness.differences import differences
 from harness.ledger import Event
 from harness.protocols import TermLike
 from harness.running.summary import summarize
-from harness.terms import FIELDS, Term, closed_form
+from harness.terms import FIELDS, Term
 from harness.witnesses.agreement import CLOSED_FORM, agreement, of_ledger
 from harness.witnesses.chosen import terms_of
 from tests.harness.toy_evidence import TERMS, altered, case, events, evidence, without
@@ -68,12 +68,10 @@ def test_a_pass_lists_what_was_not_compared() -> None:
     ("terms", "message", "cause"),
     [
         ([replace(ALL, calls=19)], "calls=19, total_bytes=6400), found 20 calls, 6400 B: 4 in forward", "more calls"),
-        ([replace(ALL, calls=21)], "calls=21, total_bytes=6400), found 20 calls, 6400 B: 4 in forward of", "left out"),
         ([replace(ALL, total_bytes=6000)], "total_bytes=6000), found 20 calls, 6400 B: 4 in", "of other sizes"),
         ([ALL, Term(op="all_gather", calls=1)], 'expected Term(op="all_gather", calls=1), found none', "left out"),
         ([ALL, Term(phase="loss", calls=3)], "found 4 calls, 256 B: 4 in loss of no module at model.py:7", "more"),
         ([Term(phase="forward")], "extra event in loss of no module (4 calls): all_reduce max of 64 B", "too many"),
-        ([*TERMS, Term(op="all_reduce", calls=19)], "expected Term(op=", "more calls"),
         ([*TERMS[1:], Term(op="all_reduce", total_bytes=1)], "total_bytes=1), found 20 calls, 6400 B", "other sizes"),
     ],
 )
@@ -112,7 +110,6 @@ def test_equal_terms_add_up_and_a_term_without_numbers_allows_any() -> None:
     ("fields", "message"),
     [
         ({}, r"^Term\(\): states nothing"),
-        ({"hidden": True}, r"^Term\(\): states nothing"),
         ({"op": "allreduce"}, "^op='allreduce': is no word of the ledger; legal: 'broadcast', "),
         ({"phase": "fwd"}, "^phase='fwd': is no word of the ledger; legal: 'data', "),
         ({"calls": -1}, "^calls=-1: must be a whole number of at least 0"),
@@ -123,14 +120,11 @@ def test_equal_terms_add_up_and_a_term_without_numbers_allows_any() -> None:
     ],
 )
 def test_a_term_that_no_call_can_have_is_refused(fields: dict[str, Any], message: str) -> None:
+    """A term prints as the call that makes it."""
     with pytest.raises((TypeError, ValueError), match=message):
         Term(**fields)
-
-
-def test_a_term_prints_as_the_call_that_makes_it() -> None:
     term = Term(op="all_reduce", region="", calls=2, hidden=True)
-    assert repr(term) == 'Term(region="", op="all_reduce", calls=2, hidden=True)'
-    assert eval(repr(term)) == term
+    assert repr(term) == 'Term(region="", op="all_reduce", calls=2, hidden=True)' and eval(repr(term)) == term
 
 
 def test_a_summary_knows_what_terms_of_equal_fields_tell_and_no_more() -> None:
@@ -182,12 +176,6 @@ def test_some_steps_have_their_share_of_a_partial_term() -> None:
         return [Term(op="all_reduce", calls=5 * one.steps, total_bytes=1600 * one.steps), Term(axis="dp")]
 
     many = case("mode=tp tp=2 steps=4")
-    terms, why = terms_of(range(1, 3), many, expected(many), expected)
-    assert (terms, why) == (tuple(expected(case("mode=tp tp=2 steps=2"))), "")
+    assert terms_of(range(1, 3), many, expected(many), expected) == (tuple(expected(many.but(steps=2))), "")
     terms, why = terms_of(range(1, 3), many, [Term(op="all_reduce", calls=21), Term(axis="dp")], expected)
     assert terms is None and why.endswith('Term(op="all_reduce", calls=21) is not 4 times what one step has')
-
-
-def test_a_closed_form_of_complete_terms_has_no_other() -> None:
-    form = closed_form(TERMS)
-    assert (form.complete.total(), form.partial) == (20, ())

@@ -63,8 +63,7 @@ def found(engine: InprocEngine, words: str, tried: Routed = subject) -> Mapping[
     return {verdict.check: verdict for verdict in shardproof.prove(words, tried, engine).verdicts}
 
 
-@pytest.mark.parametrize("has_maps", [False, True])
-@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize(("rank", "has_maps"), [(1, False), (2, True), (3, False)])
 def test_a_copy_that_differs_is_told_with_rank_and_token(engine: InprocEngine, rank: int, has_maps: bool) -> None:
     """By hand: ranks 0 and 1 have the first row, 2 and 3 the second; of two copies the second one is named."""
     verdicts = found(engine, f"tp=2 dp=2 planted={rank}", Routed(truth_has_maps=has_maps))
@@ -77,18 +76,13 @@ def test_a_copy_that_differs_is_told_with_rank_and_token(engine: InprocEngine, r
     assert f"to {moved}, on rank {other} to {right};" in message
 
 
-@pytest.mark.parametrize("has_maps", [False, True])
-def test_equal_copies_pass_and_tell_the_busiest_expert(engine: InprocEngine, has_maps: bool) -> None:
-    """Four of twelve rows go to expert 0, of a mean of three."""
-    verdicts = found(engine, "tp=2 dp=2", Routed(truth_has_maps=has_maps))
-    assert verdicts["routing"].verdict == PASS
-    assert "busiest: expert 0 of 0/layers.0.mlp, 1.33 times the mean" in verdicts["routing"].message
-    assert all(verdict.verdict == PASS for verdict in verdicts.values())
-    unchecked = any("the truth has no maps" in one for one in verdicts["routing"].unchecked)
-    assert unchecked is not has_maps
-
-
-def test_without_copies_and_without_a_truths_maps_nothing_is_claimed(engine: InprocEngine) -> None:
+def test_equal_copies_pass_and_tell_the_busiest_expert(engine: InprocEngine) -> None:
+    """Four of twelve rows go to expert 0, of a mean of three. Without copies and a truth's maps nothing is claimed."""
+    for has_maps in (False, True):
+        verdicts = found(engine, "tp=2 dp=2", Routed(truth_has_maps=has_maps))
+        assert {verdict.verdict for verdict in verdicts.values()} == {PASS}
+        assert "busiest: expert 0 of 0/layers.0.mlp, 1.33 times the mean" in verdicts["routing"].message
+        assert any("the truth has no maps" in one for one in verdicts["routing"].unchecked) is not has_maps
     assert found(engine, "tp=1 dp=2")["routing"].verdict == UNKNOWN
     assert found(engine, "tp=1 dp=2", Routed(truth_has_maps=True))["routing"].verdict == PASS
     wrong = found(engine, "tp=1 dp=2 planted=1", Routed(truth_has_maps=True))["routing"]
