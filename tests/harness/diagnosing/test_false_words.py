@@ -42,13 +42,13 @@ def words_of(found: list[Cause]) -> list[str]:
     return [cause.words for cause in found]
 
 
-def test_numbers_that_are_off_by_different_shares_have_no_factor() -> None:
-    """In float32 both factors print as 1, and are nearer to each other than to what rounding leaves of a number."""
+def test_a_factor_near_1_is_told_with_the_digits_that_tell_it_from_1() -> None:
+    """Two numbers that are off by different shares have none, though both factors print as 1 in float32.
+
+    They are nearer to each other than to what rounding leaves of a number.
+    """
     values = {f"loss/{step}": truth()[f"loss/{step}"] * factor for step, factor in ((0, 1.0001), (1, 1.0003))}
     assert by_numbers(seen(values), ["loss/0", "loss/1"]) == []
-
-
-def test_a_factor_near_1_is_told_with_the_digits_that_tell_it_from_1() -> None:
     name = "act/layers.0.mlp.w2"
     (told,) = words_of(by_numbers(seen({name: truth()[name] * 1.0002}), [name]))
     assert told == "it is 1.0002 x the truth: a constant factor is wrong"

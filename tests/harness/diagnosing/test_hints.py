@@ -100,10 +100,8 @@ def test_a_parameter_that_no_training_moved_so_far_began_otherwise() -> None:
     ],
 )
 def test_sizes_and_their_powers_and_ratios(factor: float, words: str) -> None:
+    """One axis explains it before two do, and a loss scale is a size."""
     assert sizes_of(evidence(case=case("mode=tp tp=2 dp=3 seq=16 micro=5 batch=30")), factor) == words
-
-
-def test_a_loss_scale_is_a_size_that_one_axis_explains_before_two_do() -> None:
     scaled = case("mode=tp tp=2 dp=2 dtype=float16 master=float32 scaler=static loss_scale=8")
     assert sizes_of(evidence(case=scaled), 0.125) == "1 / loss_scale=8"
 
@@ -157,6 +155,8 @@ def multiplied(factors: dict[str, float], micro: int = 1) -> Evidence:
         ({ACT: 2}, 2, ["summed_twice"]),  # forward knows no other micro-batch
         ({BIAS: -1}, 1, ["sign"]),
         ({BIAS: 1.7}, 1, ["constant_factor"]),
+        ({BIAS: 1 / (2 + 1e-7)}, 1, ["averaged"]),  # an epsilon in its divisor
+        ({BIAS: 1 / (2 + 1e-4)}, 1, ["constant_factor"]),
         ({BIAS: 2, W1: 3}, 1, ["summed_twice"]),  # the first one's
         ({BIAS: 1.7, W1: 3}, 1, []),  # one bug has one factor
         ({ACT: math.sqrt(2)}, 1, ["constant_factor"]),  # roots are of norms

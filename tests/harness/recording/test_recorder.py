@@ -24,12 +24,11 @@ CONTRACT = """
 case mode world_size rank step microbatch phase region op reduce_op axis group_size dtype shape payload_bytes
 wire_bytes is_async call_index start_us duration_us caller graph
 """
-AXES = {"tp": ((0, 1), (2, 3)), "dp": ((0, 2), (1, 3)), "pp": ((0,), (1,), (2,), (3,))}
 
 
 def recorded_calls(*calls: Call) -> list[Event]:
     """The events of these calls on rank 0."""
-    with Recorder("seed=3", "tp", 4, AXES) as recorder, recorder.on_rank(0):
+    with Recorder("seed=3", "tp", 4, {"tp": ((0, 1), (2, 3))}) as recorder, recorder.on_rank(0):
         for call in calls:
             recorder.completed(0, recorder.issued(0, call))
     return recorder.events()
