@@ -1,5 +1,6 @@
 """Every check passes on right evidence and fails on planted wrong evidence; broken checks are unknown, never a pass."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -129,24 +130,22 @@ def test_ranks_that_hold_everything_in_full_fail_although_they_talk_where_an_axi
 
 
 def test_the_share_of_the_parameters_that_is_split_is_of_their_elements() -> None:
-    def outcomes(*local: tuple[str, tuple[int, ...], bool]) -> list[dict[str, tuple[Block, ...]]]:
-        ranks = []
-        for rank in range(2):
-            held: dict[str, tuple[Block, ...]] = {}
-            for name, shape, split in local:
-                rows = shape[0] // 2 if split else shape[0]
-                part = torch.zeros(rows, *shape[1:])
-                held[name] = (Block(local=part, offsets=(rank * rows if split else 0, 0), global_shape=shape),)
-            ranks.append(held)
-        return ranks
+    def outcomes(*held: tuple[str, tuple[int, int], bool]) -> list[Mapping[str, tuple[Block, ...]]]:
+        """Of two ranks that hold these names in these shapes, split or whole."""
+        ranks: list[dict[str, Any]] = [{}, {}]
+        for name, (rows, columns), split in held:
+            for rank, part in enumerate(
+                torch.zeros(rows, columns).chunk(2) if split else [torch.zeros(rows, columns)] * 2
+            ):
+                ranks[rank][name] = Shard(part, (rank * rows // 2 * split, 0), (rows, columns))
+        return [localize(rank) for rank in ranks]
 
     assert split_share(outcomes(("param/a", (4, 3), True), ("param/b", (4, 9), False))) == 25
     assert split_share(outcomes(("grad/a", (4, 3), True), ("param/b", (4, 9), False))) == 0  # param/ is what counts
     assert split_share(outcomes(("grad/head", (2, 1), True), ("grad/b", (40, 90), False))) == 1  # little is not nothing
     stages = outcomes(("param/a", (4, 3), False))
     assert split_share([stages[0], {}]) == 100  # a stage of a pipeline
-    whole = Block(local=torch.zeros(4, 3), offsets=(0, 0), global_shape=(4, 3), whole=True)
-    assert split_share([{"param/a": (whole,)}] * 2) is None  # nothing is known of what is returned in full
+    assert split_share([localize({"param/a": torch.zeros(4, 3)})] * 2) is None  # of what is returned in full
 
 
 def test_works_that_nobody_waits_for_fail_and_waited_ones_pass() -> None:

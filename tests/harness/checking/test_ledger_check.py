@@ -11,6 +11,7 @@ from harness.checking.laws import broken_laws
 from harness.checking.ledger_checks import module_order
 from harness.differences import but_for_bytes, differences
 from harness.ledger import Event
+from harness.running.summary import summarize
 from harness.terms import Term
 from tests.harness.toy_evidence import MODULES, TERMS, a_term, altered, events, evidence, without
 
@@ -21,12 +22,6 @@ def judged(ledger: tuple[Event, ...], **changes: Any) -> Finding:
 
 def first_message(ledger: tuple[Event, ...], terms: tuple[Term, ...] = TERMS) -> str:
     return str(differences(ledger, terms, range(2), MODULES)[0])
-
-
-def test_the_expected_ledger_passes_and_counts_its_events() -> None:
-    finding = judged(events())
-    assert finding.verdict == PASS
-    assert finding.message == "20 events a rank, exactly as expected"
 
 
 @pytest.mark.parametrize("term", TERMS, ids=lambda term: f"{term.phase}-{term.region or 'none'}")
@@ -83,12 +78,34 @@ def test_the_first_difference_is_the_first_in_training_order() -> None:
     assert judged(without(ledger, phase="forward", region="layers.0.mlp.w2")).region == "layers.0.mlp.w2"
 
 
+RING = Term(phase="forward", op="all_gather", axis="tp", calls=8, payload_bytes=64, carrier="user_buffer")
+
+
+def test_an_expected_call_that_no_recorder_sees_is_unseen_and_never_missing() -> None:
+    finding = judged(events(), expectation=(*TERMS, RING))
+    assert finding.verdict == PASS
+    assert "8 all_gather over tp, expected and carried by user_buffer, which no recorder sees" in finding.unchecked
+    (row,) = [row for row in summarize("", "tp", 2, events(), (*TERMS, RING)) if row.phase == "forward"][:1]
+    assert row.op == "all_reduce"
+    finding = judged(events(), expectation=(*TERMS, replace(RING, carrier="c10d")))  # carried by torch
+    assert finding.verdict == FAIL and "all_gather" in finding.message
+    (call,) = events(world_size=1)[:1]
+    more = tuple(replace(call, rank=rank, op="all_gather", reduce_op="", payload_bytes=64) for rank in range(2))
+    seen = judged((*events(), *more), expectation=(*TERMS, RING))
+    assert seen.verdict == FAIL, "seen although it should not be"
+    with pytest.raises(ValueError, match=r"carrier='nvshmem'.*'user_buffer', 'deep_ep', 'replay'"):
+        Term(op="all_gather", carrier="nvshmem")
+    assert repr(RING).endswith('carrier="user_buffer")')
+
+
 def test_modules_stand_in_forward_order_with_and_without_a_truth() -> None:
     assert module_order(evidence())[: len(MODULES)] == MODULES
     assert module_order(evidence(truth={"loss/0": evidence().truth["loss/0"]})) == ("embedding", "layers.0.mlp.w2")
 
 
 def test_without_expectation_the_laws_are_checked_and_an_empty_one_is_one() -> None:
+    finding = judged(events())
+    assert (finding.verdict, finding.message) == (PASS, "20 events a rank, exactly as expected")
     assert judged((), expectation=()).verdict == PASS
     assert judged(events(), expectation=()).verdict == FAIL
     finding = judged(events(), expectation=None)

@@ -4,7 +4,7 @@ The grid of sizes that users train is run in the profile `deep`, its corners alw
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import cast
 
@@ -77,18 +77,14 @@ def judged(kind: str, name: str, value: Tensor, truth: Tensor, dtype: str, token
     return compared(cast(Evidence, bare), name, 0.0)
 
 
-def sizes(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
-    deep = request.config.getoption("hypothesis_profile", None) == "deep"
-    grid = [(tokens, hidden) for tokens in TOKENS for hidden in HIDDEN if tokens * hidden <= LARGEST]
-    yield from grid if deep else CORNERS
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_of_every_kind_of_parameter_pass_at_any_size(
     dtype: str, ranks: int, request: pytest.FixtureRequest
 ) -> None:
-    for tokens, hidden in sizes(request):
+    deep = request.config.getoption("hypothesis_profile", None) == "deep"
+    grid = [(tokens, hidden) for tokens in TOKENS for hidden in HIDDEN if tokens * hidden <= LARGEST]
+    for tokens, hidden in grid if deep else CORNERS:
         true, found, parts = computed(dtype, tokens, hidden, ranks)
         for name, value in found.items():
             at = f"{name} of {tokens} tokens, hidden {hidden}"

@@ -143,20 +143,15 @@ def exact_and_valid(terms: dict[int, Fraction], found: dict[int, float]) -> None
     assert all(sum(float(terms[k]) for k in terms if found[k] <= limit) <= limit for limit in (0.5, 0.1, 1e-3, 1e-9))
 
 
-@pytest.mark.parametrize(("n", "p"), [(1, Fraction(1, 2)), (7, Fraction(9, 10)), (40, Fraction(1, 3))])
-def test_binomial_probabilities_are_exact_and_valid(n: int, p: Fraction) -> None:
-    terms = {k: comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(n + 1)}
-    exact_and_valid(terms, {k: binomial(k, n, float(p)) for k in terms})
-
-
-@pytest.mark.parametrize(("n", "a", "b"), [(5, 2, 3), (30, 27, 26), (40, 11, 23), (6, 6, 2)])
-def test_overlap_probabilities_are_exact_and_valid(n: int, a: int, b: int) -> None:
-    overlaps = range(max(0, a + b - n), min(a, b) + 1)
-    terms = {k: Fraction(comb(a, k) * comb(n - a, b - k), comb(n, b)) for k in overlaps}
-    exact_and_valid(terms, {k: hypergeometric(k, n, a, b) for k in terms})
-
-
-def test_large_counts_neither_overflow_nor_take_long() -> None:
+def test_probabilities_of_counts_and_overlaps_are_exact_and_valid() -> None:
+    """Large counts neither overflow nor take long."""
+    for n, p in ((1, Fraction(1, 2)), (7, Fraction(9, 10)), (40, Fraction(1, 3))):
+        terms = {k: comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(n + 1)}
+        exact_and_valid(terms, {k: binomial(k, n, float(p)) for k in terms})
+    for n, a, b in ((5, 2, 3), (30, 27, 26), (40, 11, 23), (6, 6, 2)):
+        overlaps = range(max(0, a + b - n), min(a, b) + 1)
+        terms = {k: Fraction(comb(a, k) * comb(n - a, b - k), comb(n, b)) for k in overlaps}
+        exact_and_valid(terms, {k: hypergeometric(k, n, a, b) for k in terms})
     assert binomial(9_000_000, 10_000_000, 0.9) == 1.0
     assert 0 < binomial(9_005_000, 10_000_000, 0.9) < 1e-6
     assert hypergeometric(9_000_000, 10_000_000, 9_000_000, 9_000_000) == 0.0
@@ -186,7 +181,8 @@ def looked_at(*ranks: dict[str, Tensor], dim: int = 1, **changes: Any) -> Findin
 NAME, NEXT = "mask/0/embedding", "mask/1/embedding"
 
 
-def test_independent_masks_pass() -> None:
+def test_independent_masks_pass_and_none_claim_nothing() -> None:
+    assert "masks" not in examine(evidence({"loss/0": torch.ones(())}))
     found = looked_at({NAME: drawn(1), NEXT: drawn(2)}, {NAME: drawn(3), NEXT: drawn(4)})
     assert (found.verdict, found.unchecked) == (PASS, ())
     assert "8 exact tests of 2 masks find none improbable; the dense model was given them" in found.message
@@ -202,13 +198,10 @@ def test_equal_masks_of_different_shards_fail_and_of_different_samples_pass() ->
     assert looked_at({NAME: drawn(1)}, {NAME: half}).verdict == FAIL
 
 
-def test_a_mask_that_is_drawn_twice_fails() -> None:
+def test_a_mask_that_is_drawn_twice_or_by_two_stages_fails() -> None:
     found = looked_at({NAME: drawn(1), NEXT: drawn(2)}, {NAME: drawn(3), NEXT: drawn(3)})
     assert (found.verdict, found.names, found.ranks) == (FAIL, (NEXT,), (1,))
     assert "a mask was drawn twice" in found.message
-
-
-def test_a_mask_that_two_stages_draw_fails() -> None:
     stages = case("mode=tp tp=1 pp=2 layers=2 seq=16 dropout=0.25 random=stateful")
     found = looked_at({NAME: drawn(1)}, {NEXT: drawn(1)}, case=stages, given=(NAME, NEXT))
     assert (found.verdict, found.names, found.ranks) == (FAIL, (NEXT,), (0, 1))
@@ -246,7 +239,3 @@ def test_masks_that_the_dense_model_knows_are_compared_bit_for_bit() -> None:
     assert looked_at({NAME: drawn(1)}, {NAME: drawn(2)}, truth={NAME: whole}, given=()).verdict == PASS
     found = looked_at({NAME: drawn(1)}, {NAME: wrong}, truth={NAME: whole}, given=())
     assert (found.verdict, found.names) == (FAIL, (NAME,))
-
-
-def test_nothing_is_claimed_without_masks() -> None:
-    assert "masks" not in examine(evidence({"loss/0": torch.ones(())}))

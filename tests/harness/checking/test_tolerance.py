@@ -10,7 +10,7 @@ from torch import Tensor
 
 from harness.checking.measures.distance import Truth, distance
 from harness.checking.measures.many_tensors import kind_rms
-from harness.checking.measures.measured import ABSOLUTE, FLOAT64_ALLOWED, Measured, epsilon
+from harness.checking.measures.measured import ABSOLUTE, Measured, epsilon
 from harness.checking.measures.tolerance import least_rms, measure
 
 seeds = st.integers(0, 2**31)
@@ -40,17 +40,14 @@ def test_one_wrong_row_of_a_big_tensor_fails(seed: int, rows: int, which: int) -
     assert not right(value, truth)
 
 
-@given(seeds, shapes, st.integers(0, 10**9))
-def test_one_flipped_sign_fails(seed: int, shape: tuple[int, ...], which: int) -> None:
+@given(seeds, shapes, st.integers(0, 10**9), st.sampled_from([0.5, 2.0, 4.0, 1.01, -1.0, 0.0]))
+def test_one_flipped_sign_fails_and_so_does_a_wrong_factor(
+    seed: int, shape: tuple[int, ...], which: int, factor: float
+) -> None:
     truth = drawn(seed, shape)
     value = truth.clone().flatten()
     value[which % value.numel()] *= -1
     assert not right(value.reshape(shape), truth)
-
-
-@given(seeds, shapes, st.sampled_from([0.5, 2.0, 4.0, 1.01, -1.0, 0.0]))
-def test_wrong_factors_fail(seed: int, shape: tuple[int, ...], factor: float) -> None:
-    truth = drawn(seed, shape)
     assert not right(truth * factor, truth)
 
 
@@ -170,13 +167,9 @@ def test_the_two_measures_see_different_errors() -> None:
     diffuse = distance(truth * (1 + 1e-6), truth)
     assert diffuse.frobenius == pytest.approx(1e-6, rel=1e-6)
     assert distance(torch.empty(0), torch.empty(0)).peak == 0
-    assert FLOAT64_ALLOWED == 1e-9
-
-
-@given(st.floats(-300, 300).map(lambda power: 10.0**power))
-def test_extreme_magnitudes_neither_vanish_nor_overflow(magnitude: float) -> None:
-    truth = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64) * magnitude
-    assert distance(truth * 2, truth).frobenius == pytest.approx(1.0)
+    for magnitude in (1e-300, 1e-150, 1e150, 1e300):  # they neither vanish nor overflow
+        large = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64) * magnitude
+        assert distance(large * 2, large).frobenius == pytest.approx(1.0)
 
 
 def test_what_a_kink_may_change_is_added_to_the_limit_of_the_control_run_as_it_is() -> None:

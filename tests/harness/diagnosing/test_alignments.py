@@ -6,16 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from harness.checking.checks import examine
 from harness.diagnosing.diagnosis import explanation_of
 from harness.diagnosing.placing.alignments import AGREES, DIFFERS, UNKNOWN, TrueTensor, fit
 from harness.diagnosing.placing.counterparts import same_modules, stages
-from harness.outcome.blocks import localize
-from harness.outcome.merging import differing, merge
 from harness.shard import Shard
 from tests.harness.toy_evidence import drawn, evidence, outcome_of, truth
 
@@ -174,31 +170,3 @@ def test_complex_replicas_that_differ_have_a_diagnosis() -> None:
     value = truth()[NAME].to(torch.complex128)
     torn = evidence(*({**outcome_of(rank, truth()), NAME: value * 1j**rank} for rank in range(2)))
     assert explanation_of(torn, examine(torn)).first.name == NAME
-
-
-def test_what_is_no_number_is_counted_apart() -> None:
-    one = torch.tensor([1.0, 2.0, 3.0, torch.inf])
-    assert differing(torch.tensor([torch.nan, 2.5, 3.0, torch.inf]), one) == (
-        "in 2 of 4 elements, NaN or infinite in 1, by up to 0.5, first at (0,)"
-    )
-    assert differing(torch.tensor(torch.nan), torch.tensor(1.0)) == "in 1 of 1 elements, NaN or infinite in 1"
-
-
-def test_a_full_shape_larger_than_any_memory_is_an_omission() -> None:
-    (flaw,) = merge([localize({"w": Shard(torch.ones(4), (0,), (10**15,))})]).flaws
-    words = "999999999999996 of 1000000000000000 elements are held by no rank; first missing at (4,)"
-    assert (flaw.kind, flaw.message) == ("omission", words)
-
-
-@given(st.data())
-def test_the_first_element_that_is_missing_is_found_as_among_all_elements(data: st.DataObject) -> None:
-    shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
-    full = torch.zeros(shape)
-    cells = [tuple(int(i) for i in place) for place in torch.ones(shape).nonzero()]
-    kept = data.draw(st.sets(st.sampled_from(cells), min_size=1, max_size=len(cells)))
-    shards = [Shard(torch.ones([1] * len(shape)), place, shape) for place in sorted(kept)]
-    flaws = merge([localize({"w": shards})]).flaws
-    for place in kept:
-        full[place] = 1
-    missing = [tuple(int(i) for i in place) for place in (full == 0).nonzero()]
-    assert [flaw.message.rpartition(" at ")[2] for flaw in flaws] == [str(place) for place in missing[:1]]

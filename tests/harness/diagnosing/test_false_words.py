@@ -18,11 +18,9 @@ from harness.diagnosing.diagnosis import explanation_of
 from harness.diagnosing.first_place import First
 from harness.diagnosing.hints import hint
 from harness.diagnosing.rules.causes import Cause, claimed
-from harness.diagnosing.rules.optimizer.steps import from_states
 from harness.diagnosing.rules.patterns import from_patterns, rounded
 from harness.diagnosing.rules.proofs import Explained, NotFinite, Rounded, times
 from harness.shard import Shard
-from tests.harness.diagnosing.test_optimizer_causes import CLIPS, GRADIENTS, NAMES, NORMS, START, seen_of
 from tests.harness.toy_evidence import case, drawn, evidence, ids_of, outcome_of, planted, truth
 
 ALONE = case("mode=tp tp=2 seq=16 micro=1 dtype=float32")
@@ -88,14 +86,6 @@ def test_an_activation_of_one_data_rank_is_a_place_and_no_cause() -> None:
     ranks = (outcome_of(rank, truth()) | {name: shard} for rank, shard in enumerate(shards))
     found = evidence(*ranks, truth={**truth(), name: true}, case=case("mode=tp tp=1 dp=2 seq=16 micro=1"))
     assert by_numbers(found, [name]) == []
-
-
-def test_updates_that_are_clipped_once_more_are_not_scaled_up() -> None:
-    clipped = {name: 0.5 / float(NORMS[0]) * GRADIENTS[0][name] for name in NAMES}
-    true = {f"param/{name}": START[name] - 0.1 * clipped[name] for name in NAMES}
-    values = {f"param/{name}": START[name] - 0.1 * 0.5 / float(NORMS[0]) * clipped[name] for name in NAMES}
-    told = words_of(from_states(*seen_of(CLIPS + " steps=1", values, true)))
-    assert not [words for words in told if "scaled up" in words], told
 
 
 def test_half_of_a_tensor_is_not_rounded_to_a_shorter_dtype() -> None:

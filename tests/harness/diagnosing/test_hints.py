@@ -14,6 +14,7 @@ from harness.diagnosing.first_place import First
 from harness.diagnosing.hints import hint
 from harness.diagnosing.rules.displaced import from_offsets
 from harness.diagnosing.rules.factors import sizes_of
+from harness.diagnosing.rules.optimizer.steps import from_states
 from harness.diagnosing.six_lines import explain
 from harness.shard import Shard
 from tests.harness.diagnosing.test_optimizer_causes import CLIPS, GRADIENTS, NAMES, NORMS, START, seen_of
@@ -106,17 +107,19 @@ def test_sizes_and_their_powers_and_ratios(factor: float, words: str) -> None:
     assert sizes_of(evidence(case=scaled), 0.125) == "1 / loss_scale=8"
 
 
-def updated(gradient: float, size: float, text: str = CLIPS) -> tuple[Evidence, list[str]]:
-    """Step of clipped plain training, its gradients and updates multiplied by these factors."""
-    clipped = {name: 0.5 / float(NORMS[0]) * GRADIENTS[0][name] for name in NAMES}
-    true = {f"param/{name}": START[name] - 0.1 * clipped[name] for name in NAMES}
-    values = {f"param/{name}": START[name] - 0.1 * size * clipped[name] for name in NAMES}
-    values |= {f"grad/{name}": gradient * GRADIENTS[0][name] for name in NAMES} if gradient != 1 else {}
-    return seen_of(f"{text} steps=1", values, true)
+def updated(size: float) -> tuple[Evidence, list[str]]:
+    """Step of clipped plain training, its updates multiplied by this factor."""
+    clip = 0.1 * 0.5 / float(NORMS[0])
+    true, values = (
+        {f"param/{name}": START[name] - factor * clip * GRADIENTS[0][name] for name in NAMES} for factor in (1, size)
+    )
+    return seen_of(f"{CLIPS} steps=1", values, true)
 
 
 def test_an_update_of_right_gradients_says_where_to_look() -> None:
-    found, wrong = updated(1.0, 0.7)
+    once_more = from_states(*updated(0.5 / float(NORMS[0])))
+    assert not [cause.words for cause in once_more if "scaled up" in cause.words], "it is clipped once more"
+    found, wrong = updated(0.7)
     look = "gradients are right, the update is wrong: look at clip, decay, learning rate, step count"
     first = First(phase="step", region="", step=0, name=wrong[0])
     assert explanation_of(found, examine(found)).causes == ()
@@ -195,9 +198,9 @@ def told_rolled(change: Tensor | int) -> list[tuple[str, str]]:
     return [(cause.id, cause.words) for cause in from_offsets(evidence(*ranks), [W1])]
 
 
-@pytest.mark.parametrize(("offset", "words"), [(1, "1 too late"), (-1, "1 too early"), (5, "5 too late")])
-def test_an_offset_in_flat_memory_is_told(offset: int, words: str) -> None:
-    words = f"its elements stand {words} in flat memory: a buffer walked from another place"
-    assert told_rolled(offset) == [("flat_offset", words)]
+def test_an_offset_in_flat_memory_is_told() -> None:
+    for offset, words in ((1, "1 too late"), (-1, "1 too early"), (5, "5 too late")):
+        told = f"its elements stand {words} in flat memory: a buffer walked from another place"
+        assert told_rolled(offset) == [("flat_offset", told)]
     assert told_rolled(0) == told_rolled(9) == told_rolled(torch.zeros(4, 6)) == []
     assert from_offsets(evidence(), ["param/layers.0.mlp.w1.weight"]) == []

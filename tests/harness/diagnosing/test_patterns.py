@@ -87,13 +87,6 @@ def test_another_replica_tells_what_the_first_one_cannot() -> None:
     assert ids_of(evidence(*ranks, truth=true)) == ["not_summed"]
 
 
-def test_stale_values_and_scalars() -> None:
-    now, before = torch.tensor(3.25), torch.tensor(5.5)
-    (stale,) = from_patterns(before, now, {"tp": 2}, {"loss/0": before})
-    assert stale.id == "stale" and stale.words.startswith("it equals loss/0 of the dense model: stale")
-    assert from_patterns(torch.tensor(3.3), now, {"tp": 2}, {"loss/0": before}) == []
-
-
 def test_a_loss_that_ranks_take_of_their_own_parts_of_right_logits() -> None:
     first, second = (outcome_of(rank, truth()) for rank in range(2))
     second["loss/0"] = truth()["loss/0"] + 0.1
@@ -110,7 +103,11 @@ def test_a_loss_that_ranks_take_of_their_own_parts_of_right_logits() -> None:
     assert "loss_by_parts" not in ids_of(evidence(first, second))
 
 
-def test_a_right_tensor_has_no_cause() -> None:
+def test_a_stale_value_is_told_and_a_right_tensor_has_no_cause() -> None:
+    now, before = torch.tensor(3.25), torch.tensor(5.5)
+    (stale,) = from_patterns(before, now, {"tp": 2}, {"loss/0": before})
+    assert stale.id == "stale" and stale.words.startswith("it equals loss/0 of the dense model: stale")
+    assert from_patterns(torch.tensor(3.3), now, {"tp": 2}, {"loss/0": before}) == []
     assert from_patterns(TRUTH, TRUTH, {"tp": 4}, {}) == []
     assert from_patterns(torch.zeros(0), torch.zeros(0), {"tp": 4}, {}) == []
     assert from_patterns(TRUTH, TRUTH[:4], {"tp": 4}, {}) == []

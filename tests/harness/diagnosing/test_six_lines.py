@@ -75,6 +75,7 @@ STOOD = [
 ]
 SUBJECTS, MACHINES = "the subject did not finish", "the machine failed"
 WAITS = "a rank that waits for ever, too little time, or a machine that failed"
+ENDED = "the subject ended the process of a rank: a crash in native code, or os._exit"
 SKIPS = "the ranks issued different calls, or not as many: the line above says where each stood"
 
 
@@ -83,12 +84,7 @@ SKIPS = "the ranks issued different calls, or not as many: the line above says w
     [
         (RankRaised, SUBJECTS, "the subject raised: the line above says where each rank stood", "raised"),
         (partial(Desynchronised, kind="skipped"), SUBJECTS, SKIPS, "desynchronised"),
-        (
-            RankCrashed,
-            SUBJECTS,
-            "the subject ended the process of a rank: a crash in native code, or os._exit",
-            "crashed",
-        ),
+        (RankCrashed, SUBJECTS, ENDED, "crashed"),
         (TimeLimit, MACHINES, WAITS, "machine"),
         (RankDied, MACHINES, WAITS, "machine"),
     ],

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from harness.ledger import Event
 from tests.harness.recording.simulated_graph import SimulatedGraph, graphs_simulated
-from tests.harness.recording.toy_calls import Model, Part, Voice, backward, forward, input_BD, record, told
+from tests.harness.recording.toy_calls import Model, Part, Voice, backward, forward, input_BD, record, recorded, told
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +52,26 @@ def test_the_ledger_of_a_replayed_step_is_that_of_the_step() -> None:
     indices = [event.call_index for event in events]
     assert indices == sorted(set(indices))
     assert len(record(lambda voice: trained(voice, eager=1, replays=0))) == 9, "a capture alone sends nothing"
+
+
+def test_calls_of_an_engine_are_replayed_too() -> None:
+    def program(_rank: int) -> None:
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            weight.square().sum().backward()
+            dist.all_reduce(weight.grad)
+            optimizer.step()
+
+        graph = SimulatedGraph(step)
+        graph.capture()
+        for _ in range(3):
+            graph.replay()
+
+    events = [(e.rank, e.step, e.op, e.axis, e.payload_bytes, bool(e.graph)) for e in recorded(program)]
+    assert events == [(rank, step, "all_reduce", "dp", 12, True) for rank in range(2) for step in range(3)]
 
 
 def test_graphs_inside_of_a_model_belong_to_the_step_and_micro_batch_of_the_replay() -> None:

@@ -30,20 +30,20 @@ PLAN = (
 Seen = list[Sighting]
 
 
-def event(rank: int, index: int, phase: str, region: str, op: str, axis: str, payload_bytes: int) -> Event:
+FACTS: dict[str, Any] = {"reduce_op": "", "group_size": 2, "dtype": "float32"}
+FIELDS = ("phase", "region", "op", "axis", "payload_bytes")
+TERMS = [Term(calls=1, **FACTS, **dict(zip(FIELDS, line, strict=True))) for line in PLAN]
+
+
+def event(rank: int, index: int) -> Event:
     """Call of the plan as an event."""
-    group = next(ranks for ranks in AXES[axis] if rank in ranks)
     where = {"mode": "tp", "world_size": 4, "rank": rank, "step": 0, "call_index": index, "start_us": 0.0}
-    what = {"phase": phase, "region": region, "op": op, "axis": axis, "payload_bytes": payload_bytes}
+    what = dict(zip(FIELDS, PLAN[index], strict=True))
+    group = next(ranks for ranks in AXES[PLAN[index][3]] if rank in ranks)
     return an_event(**where, **what, **FACTS, group=group, duration_us=0.0)
 
 
-FACTS: dict[str, Any] = {"reduce_op": "", "group_size": 2, "dtype": "float32"}
-EVENTS = [event(rank, index, *line) for rank in range(4) for index, line in enumerate(PLAN)]
-TERMS = [
-    Term(phase=phase, region=region, op=op, axis=axis, payload_bytes=size, calls=1, **FACTS)
-    for phase, region, op, axis, size in PLAN
-]
+EVENTS = [event(rank, index) for rank in range(4) for index in range(len(PLAN))]
 LEDGER = of_ledger(EVENTS)
 
 

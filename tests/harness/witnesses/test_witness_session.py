@@ -117,9 +117,9 @@ CATEGORIES = {1: "rank", 2: "phase", 3: "all_reduce 0,1", 4: "broadcast 0,1", 5:
 Row = tuple[int, int | None, int, str, int | None, int | None]
 
 
-def rows(rank: int) -> list[Row]:
+def rows(rank: int, case: str = "tp=2") -> list[Row]:
     """Start, end, type, text, category, payload: calls in data, forward, after backward, and a mark at the end."""
-    header = {"rank": rank, "pid": rank, "world_size": 2, "mode": "tp", "case": "tp=2"}
+    header = {"rank": rank, "pid": rank, "world_size": 2, "mode": "tp", "case": case}
     return [
         (10, None, MARK, json.dumps(header), 1, None),
         (20, 25, PUSHED, "broadcast", 4, 8),
@@ -134,27 +134,32 @@ def rows(rank: int) -> list[Row]:
     ]
 
 
-def database(path: Path, ranks: dict[int, list[Row]]) -> Path:
-    """A database as nsys exports it, ids of the domain and of categories made per process."""
+def database(path: Path, ranks: dict[int, list[Row]], *, at: int = 0) -> Path:
+    """A database as nsys exports it, ids of the domain and of categories made per process.
+
+    What is added `at` a later time numbers its categories anew.
+    """
     strings: dict[str, int] = {}
     with sqlite3.connect(path) as made:
-        made.execute("CREATE TABLE StringIds (id INTEGER, value TEXT)")
+        made.execute("CREATE TABLE IF NOT EXISTS StringIds (id INTEGER, value TEXT)")
         made.execute(
-            "CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TEXT, textId INTEGER,"
-            " category INTEGER, domainId INTEGER, globalTid INTEGER, int64Value INTEGER)"
+            "CREATE TABLE IF NOT EXISTS NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TEXT,"
+            " textId INTEGER, category INTEGER, domainId INTEGER, globalTid INTEGER, int64Value INTEGER)"
         )
         insert = "INSERT INTO NVTX_EVENTS VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
         for process, told in ranks.items():
             thread, domain = (process + 7) * PROCESS + 5, process + 1
-            made.execute(insert, (0, None, DOMAIN, "shardproof", None, None, domain, thread, None))
-            made.execute(insert, (0, None, DOMAIN, "NCCL", None, None, domain + 50, thread, None))
-            made.execute(insert, (36, 37, PUSHED, "ncclAllReduce", None, None, domain + 50, thread, None))
+            own = {number: process + (number % 5 + 1 if at else number) for number in CATEGORIES}
+            if not at:
+                made.execute(insert, (0, None, DOMAIN, "shardproof", None, None, domain, thread, None))
+                made.execute(insert, (0, None, DOMAIN, "NCCL", None, None, domain + 50, thread, None))
+                made.execute(insert, (36, 37, PUSHED, "ncclAllReduce", None, None, domain + 50, thread, None))
             for number, name in CATEGORIES.items():
-                made.execute(insert, (1, None, CATEGORY, name, None, number + process, domain, thread, None))
+                made.execute(insert, (at + 1, None, CATEGORY, name, None, own[number], domain, thread, None))
             for start, end, kind, text, category, payload in told:
-                text_id = strings.setdefault(text, len(strings))
-                own = None if category is None else category + process
-                made.execute(insert, (start, end, kind, None, text_id, own, domain, thread, payload))
+                text_id, ends = strings.setdefault(text, at + len(strings)), None if end is None else at + end
+                number = None if category is None else own[category]
+                made.execute(insert, (at + start, ends, kind, None, text_id, number, domain, thread, payload))
         made.executemany("INSERT INTO StringIds VALUES (?, ?)", [(number, text) for text, number in strings.items()])
     made.close()
     return path
@@ -193,19 +198,7 @@ def test_a_database_that_does_not_reconcile_is_refused(tmp_path: Path, spoil: ob
 
 def test_a_later_case_of_a_process_may_number_its_categories_anew(tmp_path: Path) -> None:
     path = database(tmp_path / "x.sqlite", {1: rows(0), 2: rows(1)})
-    with sqlite3.connect(path) as made:
-        columns = "start + 1000, end + 1000, eventType, text, textId, category, domainId, globalTid, int64Value"
-        made.execute(f"INSERT INTO NVTX_EVENTS SELECT {columns} FROM NVTX_EVENTS WHERE eventType != {DOMAIN}")
-        moved = f"category + (CASE WHEN text IS NULL THEN 0 WHEN text = '{CATEGORIES[5]}' THEN -4 ELSE 1 END)"
-        made.execute(f"UPDATE NVTX_EVENTS SET category = {moved} WHERE start >= 1000 AND eventType = {CATEGORY}")
-        later = "CASE WHEN category % 100 - (domainId - 1) = 5 THEN category - 4 ELSE category + 1 END"
-        made.execute(f"UPDATE NVTX_EVENTS SET category = {later} WHERE start >= 1000 AND eventType != {CATEGORY}")
-        made.execute(
-            "UPDATE NVTX_EVENTS SET text = (SELECT replace(value, 'tp=2', 'later') FROM StringIds WHERE id = textId)"
-            " WHERE start >= 1000 AND textId IS NOT NULL"
-        )
-    made.close()
-    seen = read_database(path)
+    seen = read_database(database(path, {1: rows(0, "later"), 2: rows(1, "later")}, at=1000))
     told = {case: [(s.op, s.payload_bytes, s.phase, s.groups) for s in sightings] for case, sightings in seen.items()}
     assert told["later"] == told["tp=2"]
 
