@@ -90,6 +90,13 @@ def test_a_missing_or_broken_nsys_is_one_sentence_and_takes_nothing_along(
         database_of(["true"], tmp_path, device="cpu", timeout_s=1.0, environment=os.environ)
 
 
+def test_a_session_is_a_process_of_its_own_that_ends_in_time(tmp_path: Path) -> None:
+    assert hold(SessionRequest(subject=NAME, cases=(), tool="torch"), tmp_path) == {}
+    assert (tmp_path / "session.log").read_text() == "", "a program that cannot be started, or fails, says so"
+    with pytest.raises(MachineError, match="witness torch is missing: the session did not end within 0 s"):
+        session_module._run(["sleep", "60"], tmp_path, 0.1, os.environ)
+
+
 def test_a_rank_that_failed_or_left_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (case,) = parse_cases(["mode=tp tp=2 steps=2 seed=9"])
     job = SessionRequest(subject=NAME, cases=(case,), tool="torch")
