@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.checking.call_checks import overlap, parallelism
-from harness.checking.checks import examine
+from harness.checking.checks import CHECKS, examine
 from harness.checking.evidence import FAIL, PASS, Finding
 from harness.diagnosing.six_lines import explain
 from harness.differences import differences
@@ -146,18 +145,18 @@ def test_a_summary_knows_what_terms_of_equal_fields_tell_and_no_more() -> None:
 
 def test_calls_that_a_partial_term_hides_must_travel_behind_products() -> None:
     forward = {(e.rank, e.call_index) for e in EVENTS if e.phase == "forward"}
+
+    def found(check: str, **changes: Any) -> Finding:
+        return examine(evidence(**changes), {check: CHECKS[check]})[check]
+
     for calls in (8, None):
         promised = (Term(phase="forward", calls=calls, hidden=True), Term(axis="tp"))
-        assert overlap(evidence(expectation=promised, hidden=frozenset(forward))).verdict == PASS  # type: ignore[union-attr]
-        one_less = frozenset(sorted(forward)[1:])
-        found = overlap(evidence(expectation=promised, hidden=one_less))
-        assert found is not None and found.verdict == FAIL and found.message.startswith("1 of 8 calls of rank 0")
-
-
-def test_silence_is_wrong_where_a_term_may_count_a_call_between_ranks() -> None:
-    for terms, verdict in (((Term(op="all_reduce", calls=2),), FAIL), ((Term(axis="tp", calls=0),), PASS)):
-        found = parallelism(evidence(events=(), expectation=terms))
-        assert found is not None and found.verdict == verdict
+        assert found("overlap", expectation=promised, hidden=frozenset(forward)).verdict == PASS
+        one_less = found("overlap", expectation=promised, hidden=frozenset(sorted(forward)[1:]))
+        assert one_less.verdict == FAIL and one_less.message.startswith("1 of 8 calls of rank 0")
+    # Silence is wrong where a term may count a call between ranks.
+    for term, verdict in ((Term(op="all_reduce", calls=2), FAIL), (Term(axis="tp", calls=0), PASS)):
+        assert found("parallelism", events=(), expectation=(term,)).verdict == verdict
 
 
 def test_the_closed_form_is_a_witness_as_far_as_it_says() -> None:

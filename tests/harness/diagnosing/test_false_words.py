@@ -70,8 +70,7 @@ def test_masks_and_initial_values_are_no_parts_of_another_rank() -> None:
         assert by_numbers(found, [name]) == []
         assert "0 in place of 1" in hint(found, First(phase="forward", name=name), [name])
 
-
-def test_initial_values_come_of_no_sum_and_may_come_of_the_depth() -> None:
+    # Initial values come of no sum, and may come of the depth.
     name = "init/layers.0.mlp.w2.weight"
     right = truth()["grad/layers.0.mlp.w1.weight"]
     (told,) = words_of(by_numbers(seen({name: 2 * right}, {name: right}, DEEP), [name]))

@@ -1,6 +1,10 @@
-"""Outcomes and merging: every kind of value becomes blocks, and every flaw of a layout is named before any number."""
+"""Outcomes and merging: every kind of value becomes blocks, and every flaw of a layout is named before any number.
 
-from collections.abc import Mapping
+Outcomes that are refused: only plain tensors of numbers under names of text pass.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,6 +119,8 @@ def test_replicas_of_nan_are_equal_and_signed_zeros_are_not() -> None:
     assert same_bits(three.expand(1), three[None]) and not same_bits(three.expand(1), -three[None])
     assert same_bits(three.expand(1)[None], torch.full((1, 1), 3.0, dtype=torch.float64))
     assert same_bits(torch.zeros(0, 3), torch.zeros(0, 3))
+    (block,) = blocks(torch.tensor([1 + 2j]).conj())  # a view that is resolved late
+    assert same_bits(block.local, torch.tensor([1 - 2j]))
 
 
 def test_other_shapes_and_kinds_than_the_truths_are_flaws() -> None:
@@ -136,20 +142,14 @@ def test_a_shard_outside_its_tensor_is_refused(offsets: tuple[int, ...], shape: 
         localize({"a": duck})
 
 
-class Mesh:
+def a_mesh(shape: tuple[int, ...], rank: int) -> Any:
     """A device mesh as far as a block's place needs one: shape and this rank's coordinate."""
-
-    def __init__(self, shape: tuple[int, ...], rank: int) -> None:
-        self.shape = shape
-        self.coordinate = [int(i) for i in torch.unravel_index(torch.tensor(rank), shape)]
-
-    def get_coordinate(self) -> list[int]:
-        """This rank's place along every axis of the mesh."""
-        return self.coordinate
+    coordinate = [int(i) for i in torch.unravel_index(torch.tensor(rank), shape)]
+    return SimpleNamespace(shape=shape, get_coordinate=lambda: coordinate)
 
 
 def distributed(
-    monkeypatch: pytest.MonkeyPatch, local: Tensor, full: Tensor, mesh: Mesh, how: list[Placement]
+    monkeypatch: pytest.MonkeyPatch, local: Tensor, full: Tensor, mesh: Any, how: list[Placement]
 ) -> object:
     """Something that passes for a DTensor with this spec, without a process group."""
     fake = SimpleNamespace(device_mesh=mesh, shape=full.shape, placements=tuple(how), to_local=lambda: local)
@@ -174,8 +174,8 @@ def test_dtensors_merge_by_their_spec(
     full = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
     outcomes = []
     for rank in range(torch.Size(mesh_shape).numel()):
-        mesh, local = Mesh(mesh_shape, rank), full
-        for size, place, placement in zip(mesh_shape, mesh.coordinate, placements, strict=True):
+        mesh, local = a_mesh(mesh_shape, rank), full
+        for size, place, placement in zip(mesh_shape, mesh.get_coordinate(), placements, strict=True):
             if not placement.is_replicate():
                 parts, _ = placement._split_tensor(local, size, with_padding=False)  # type: ignore[attr-defined]
                 local = parts[place]
@@ -191,18 +191,73 @@ def test_pending_partial_sums_are_reduced_outside_the_ranks(
 ) -> None:
     terms = [FULL * 2, FULL * 5]
     placements: list[Placement] = [Partial(reduce_op), Replicate()]
-    values = [distributed(monkeypatch, terms[rank // 2], FULL, Mesh((2, 2), rank), placements) for rank in range(4)]
+    values = [distributed(monkeypatch, terms[rank // 2], FULL, a_mesh((2, 2), rank), placements) for rank in range(4)]
     tensors, flaws = merged_from(*({"g": value} for value in values))
     assert flaws == []
     assert torch.equal(tensors["g"], FULL * 7 * scale)
-    values[3] = distributed(monkeypatch, terms[1] + 1, FULL, Mesh((2, 2), 3), placements)
+    values[3] = distributed(monkeypatch, terms[1] + 1, FULL, a_mesh((2, 2), 3), placements)
     assert merged_from(*({"g": value} for value in values))[1] == [("g", "replica conflict")]
 
 
 def test_a_dtensor_that_contradicts_its_spec_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = distributed(monkeypatch, FULL, FULL, Mesh((2,), 0), [ShardPlacement(0)])
+    wrong = distributed(monkeypatch, FULL, FULL, a_mesh((2,), 0), [ShardPlacement(0)])
     with pytest.raises(ValueError, match=r"shape \(6, 4\); its placements say \(3, 4\)"):
         blocks(wrong)
-    mixed = distributed(monkeypatch, FULL, FULL, Mesh((2, 2), 0), [Partial("sum"), Partial("max")])
+    mixed = distributed(monkeypatch, FULL, FULL, a_mesh((2, 2), 0), [Partial("sum"), Partial("max")])
     with pytest.raises(ValueError, match="mixes Partial reductions"):
         blocks(mixed)
+
+
+class Alien(Tensor):
+    """A tensor by its own rules, as wrappers of packed numbers are."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Nothing is possible but what is done with it here."""
+        return args[0] if func is torch.ops.aten.detach.default else NotImplemented
+
+
+QUANTIZED = partial(torch.quantize_per_tensor, FULL.float(), 0.1, 0, torch.qint8)
+NESTED = partial(torch.nested.nested_tensor, [FULL[0], FULL[1, :2]], layout=torch.jagged)
+ALIEN = partial(Alien._make_subclass, Alien, FULL)
+UNREADABLE = partial(torch.zeros(2, dtype=torch.uint8).view, torch.float4_e2m1fn_x2)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch on its own quantized and nested tensors
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (FULL.to_sparse, "the layout is sparse_coo, and blocks are dense; legal: its to_dense()"),
+        (QUANTIZED, "a quantized tensor has no numbers to compare; legal: its dequantize()"),
+        (
+            lambda: FULL.to("meta"),
+            "the tensor lies on the meta device and has no numbers; legal: a tensor on the device that was given",
+        ),
+        (NESTED, "a nested tensor has no one shape; legal: one name for each of its parts"),
+        (ALIEN, "Alien is a tensor only by its own rules; legal: the plain tensor inside of it"),
+        (UNREADABLE, "numbers of float4_e2m1fn_x2 cannot be read; legal: a tensor of another dtype"),
+        (lambda: SimpleNamespace(local="4", offsets=(), global_shape=()), "str is not a tensor; legal: a torch.Tensor"),
+    ],
+)
+def test_what_is_no_plain_tensor_of_numbers_is_refused_by_name(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        localize({"loss/0": 1.0, "grad/w": make()})
+    assert str(refused.value) == f"outcome 'grad/w': {words}"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "words"),
+    [
+        ({"w": [Shard(FULL.to_sparse(), (0, 0), (6, 4))]}, "outcome 'w': the layout is sparse_coo"),
+        ({"loss/0": 1.0, 0: FULL}, "outcome 0: a name must be text, not int; legal: 'loss/0'"),
+        ({"grad/\ud800": FULL}, r"outcome 'grad/\ud800': a name must be text that a file can hold; legal: 'loss/0'"),
+        ({"grad/w": ["no"]}, "outcome 'grad/w': str is not a value"),
+        (None, "a subject returned NoneType; it must return a mapping of names to tensors"),
+    ],
+)
+def test_shards_and_names_that_are_none_are_refused_too(outcome: Any, words: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        localize(outcome)
+    assert str(refused.value).startswith(words)
