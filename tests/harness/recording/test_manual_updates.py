@@ -18,7 +18,7 @@ STEPS, MICRO, LR = 3, 2, 0.1
 Update = Callable[[list[nn.Parameter]], object]
 
 
-def gradient(parameter: nn.Parameter) -> Tensor:
+def gradient(parameter: Tensor) -> Tensor:
     """The gradient, which must be there."""
     assert parameter.grad is not None
     return parameter.grad

@@ -14,63 +14,59 @@ from tests.harness.recording.test_manual_updates import gradient, in_data
 from tests.harness.recording.toy_calls import Part, recorded, turns_of_two_stages
 
 STEPS, MICRO, WIDTH = 2, 5, 4
+CALLS = {"send": dist.isend, "recv": dist.irecv}
 Message = tuple[str, int, int]
 """Op, step, micro-batch."""
 
 
 class Stage:
-    """Stage of one forward, one backward, written after the paper (Narayanan et al. 2021), with batched messages.
-
-    `said` is what it did, in order.
-    """
+    """Stage of one forward, one backward, written after the paper (Narayanan et al. 2021). `said` is what it did."""
 
     def __init__(self, rank: int, stages: int, group: dist.ProcessGroup | None) -> None:
         self.rank, self.stages, self.group = rank, stages, group
         torch.manual_seed(rank)
         self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
         self.said: list[Message] = []
+        self.works: list[dist.Work] = []
         self.step = 0
 
-    def swap(self, *messages: tuple[str, int, Tensor, int]) -> None:
-        """Send and receive at once: op, stage, tensor, micro-batch."""
-        calls = {"send": dist.isend, "recv": dist.irecv}
-        there = [message for message in messages if 0 <= message[1] < self.stages]
-        batch = [dist.P2POp(calls[op], tensor, stage, self.group) for op, stage, tensor, _ in there]
-        self.said += [(op, self.step, micro) for op, _, _, micro in there]
-        for work in dist.batch_isend_irecv(batch) if batch else ():
+    def message(self, op: str, stage: int, tensor: Tensor, micro: int) -> None:
+        """Send to a stage or receive from it, where there is one."""
+        if 0 <= stage < self.stages:
+            self.said.append((op, self.step, micro))
+            self.works += dist.batch_isend_irecv([dist.P2POp(CALLS[op], tensor, stage, self.group)])
+            if op == "recv":
+                self.wait()
+
+    def wait(self) -> None:
+        """For all that is under way."""
+        for work in self.works:
             work.wait()
+        self.works.clear()
 
     def run(self, update: Callable[[list[nn.Parameter]], object]) -> None:
         """Run a step."""
-        before, after = self.rank - 1, self.rank + 1
         inputs = [torch.ones(2, WIDTH, requires_grad=True) for _ in range(MICRO)]
-        gradients = [torch.empty(2, WIDTH) for _ in range(MICRO)]
+        gradients = [torch.ones(2, WIDTH) for _ in range(MICRO)]
         outputs: list[Tensor] = []
         first = min(self.stages - self.rank - 1, MICRO)
 
-        def forward(micro: int) -> Tensor:
+        def forward(micro: int) -> None:
+            self.message("recv", self.rank - 1, inputs[micro].data, micro)
             outputs.append(self.model(inputs[micro]))
-            return outputs[micro].detach()
+            self.message("send", self.rank + 1, outputs[micro].detach(), micro)
 
-        def backward(micro: int) -> Tensor:
-            last = self.rank == self.stages - 1
-            outputs[micro].backward(torch.ones(2, WIDTH) if last else gradients[micro])
-            returned = inputs[micro].grad
-            assert returned is not None
-            return returned
+        def backward(micro: int) -> None:
+            self.message("recv", self.rank + 1, gradients[micro], micro)
+            outputs[micro].backward(gradients[micro])
+            self.message("send", self.rank - 1, gradient(inputs[micro]), micro)
 
-        for micro in range(first):
-            self.swap(("recv", before, inputs[micro].data, micro))
-            self.swap(("send", after, forward(micro), micro))
-        if first < MICRO:
-            self.swap(("recv", before, inputs[first].data, first))
-        for micro in range(first, MICRO):
-            self.swap(("send", after, forward(micro), micro), ("recv", after, gradients[micro - first], micro - first))
-            done = ("send", before, backward(micro - first), micro - first)
-            self.swap(done, *([("recv", before, inputs[micro + 1].data, micro + 1)] if micro + 1 < MICRO else []))
-        for micro in range(MICRO - first, MICRO):
-            self.swap(("recv", after, gradients[micro], micro))
-            self.swap(("send", before, backward(micro), micro))
+        for micro in range(MICRO + first):
+            if micro < MICRO:
+                forward(micro)
+            if micro >= first:
+                backward(micro - first)
+        self.wait()
         update(list(self.model.parameters()))
         self.model.zero_grad()
         self.step += 1
