@@ -97,8 +97,7 @@ def test_an_expected_call_that_no_recorder_sees_is_unseen_and_never_missing() ->
         Term(op="all_gather", carrier="nvshmem")
     assert repr(RING).endswith('carrier="user_buffer")')
 
-
-def test_modules_stand_in_forward_order_with_and_without_a_truth() -> None:
+    # Modules stand in forward order, with and without a truth.
     assert module_order(evidence())[: len(MODULES)] == MODULES
     assert module_order(evidence(truth={"loss/0": evidence().truth["loss/0"]})) == ("embedding", "layers.0.mlp.w2")
 

@@ -131,13 +131,11 @@ def test_a_truth_that_applies_it_judges_its_tensors(engine: InprocEngine) -> Non
     assert verdict_of(wrong, "parameter_gradients").verdict == "fail"
 
 
-@pytest.mark.parametrize("said", ["grad/w2", {"grad/w2": ""}, {"grad/w2": 3}, {3: DESIGN}, {"grad/w2": (DESIGN, 3)}])
-def test_what_is_no_statement_is_refused_before_anything_is_run(said: Any, engine: InprocEngine) -> None:
-    with pytest.raises(RequestError, match="deviates=.* must map patterns of names to a sentence each.*; legal: "):
-        proved(Balanced(deviates=said), CASE, engine)
-
-
-def test_a_truth_that_applies_it_needs_a_dense_model(engine: InprocEngine) -> None:
+def test_what_is_no_statement_is_refused_before_anything_is_run(engine: InprocEngine) -> None:
+    """And a truth that applies it needs a dense model."""
+    for said in ("grad/w2", {"grad/w2": ""}, {"grad/w2": 3}, {3: DESIGN}, {"grad/w2": (DESIGN, 3)}):
+        with pytest.raises(RequestError, match="deviates=.* must map patterns of names to a sentence each.*; legal: "):
+            proved(Balanced(deviates=said), CASE, engine)
     with pytest.raises(RequestError, match="there is no dense model of the subject's own; legal: subject.truth"):
         proved(Balanced(deviates={"grad/w2": (DESIGN, _applied(1.5))}, truth="alone"), CASE, engine)
 

@@ -89,12 +89,9 @@ def test_an_axis_that_the_ranks_alone_name_is_a_doubt(group: tuple[int, ...], de
     assert doubt.startswith("axis dp: ") and why in doubt
 
 
-def test_the_group_of_all_ranks_is_no_guess_where_one_axis_has_them_all() -> None:
+def test_a_rank_list_that_two_axes_share_names_none_and_all_ranks_of_one_axis_name_it() -> None:
     assert axis_name((0, 1), "default_pg", {"dp": ((0, 1),), "tp": ((0,), (1,))}, 2) == ("dp", "")
     assert axis_name((0, 1), "undefined", {"dp": ((0, 1),)}, 2)[1] != ""
-
-
-def test_a_rank_list_that_two_axes_share_names_none_of_them() -> None:
     shared = {"tp": ((0, 1),), "wp": ((0, 1),)}
     assert axis_name((0, 1), "default_pg", shared, 2) == ("world", "")
     assert axis_name((0, 1), "wp", shared, 2) == axis_name((0, 1), "mesh_wp", shared, 2) == ("wp", "")

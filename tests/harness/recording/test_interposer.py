@@ -179,13 +179,14 @@ def test_two_interposers_at_once_are_refused_and_the_first_goes_on() -> None:
     assert len(observer.calls) == 2
 
 
-def test_a_torch_that_tells_no_operators_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.engines.interposer.operator_names", lambda _namespace: [])
-    with pytest.raises(MachineError, match="torch .*blind: no operators of c10d are known"):
-        Interposer(Log()).__enter__()
+def test_a_torch_without_operators_is_refused_and_one_that_is_read_wrongly_fails_a_probe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as blind:
+        blind.setattr("harness.engines.interposer.operator_names", lambda _namespace: [])
+        with pytest.raises(MachineError, match="torch .*blind: no operators of c10d are known"):
+            Interposer(Log()).__enter__()
 
-
-def test_an_interposer_that_reads_arguments_wrongly_fails_its_own_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     def storage(argument: Any) -> list[torch.Tensor]:
         return [tensor.new_empty(tensor.untyped_storage().nbytes() // 4) for tensor in argument]
 

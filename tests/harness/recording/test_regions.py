@@ -96,15 +96,6 @@ def test_micro_batches_whose_graphs_live_together_are_told_apart_in_backward() -
     assert sites[12:] == backward(0, 2) + backward(0, 0) + backward(0, 1)
 
 
-def test_a_module_called_twice_is_the_region_both_times() -> None:
-    def program(voice: Voice) -> None:
-        twice = Part(lambda it, x_BD: it.shared(it.other(it.shared(x_BD))), shared=Linear(voice), other=Linear(voice))
-        twice(input_BD()).sum().backward()
-
-    regions = [site[3] for site in told(record(program))]
-    assert regions == ["shared", "other", "shared", "shared", "other", "shared"]
-
-
 def test_every_rank_thread_has_its_own_numbers_and_modules() -> None:
     def program(recorder: Recorder, rank: int, meet: threading.Barrier) -> None:
         with recorder.on_rank(rank):
@@ -216,7 +207,14 @@ def test_a_module_hook_belongs_to_its_module_as_in_tensor_parallel_plans() -> No
     assert regions == way + way[::-1]
 
 
-def test_a_module_held_outside_the_tree_counts_as_its_caller() -> None:
+def test_a_module_called_twice_is_the_region_both_times_and_one_outside_the_tree_counts_as_its_caller() -> None:
+    def twice(voice: Voice) -> None:
+        part = Part(lambda it, x_BD: it.shared(it.other(it.shared(x_BD))), shared=Linear(voice), other=Linear(voice))
+        part(input_BD()).sum().backward()
+
+    regions = [site[3] for site in told(record(twice))]
+    assert regions == ["shared", "other", "shared", "shared", "other", "shared"]
+
     def program(voice: Voice) -> None:
         hiding = Part(lambda it, x_BD: it.hidden[0](it.seen(x_BD)), seen=Linear(voice), hidden=[Linear(voice)])
         nn.Sequential(hiding)(input_BD()).sum().backward()

@@ -81,10 +81,15 @@ def entry(name: str, number: int, dtype: str = "Double") -> dict[str, object]:
 LOG = [entry(name, number) for number, name in enumerate(LOWERED)]
 
 
-def test_phases_follow_from_what_a_row_lies_in_and_from_what_follows() -> None:
-    phases = [s.phase for s in sightings(TRACE, LOG, 0)]
+def test_phases_follow_from_rows_and_groups_and_dtypes_from_torchs_own_log_and_the_header() -> None:
+    """Phases: from what a row lies in, and from what follows."""
+    seen = sightings(TRACE, LOG, 0)
     before = ["data", "forward", "metric", "loss", "backward", "recompute", "backward"]
-    assert phases == [*before, "grad_sync", "step", "metric"]
+    assert [s.phase for s in seen] == [*before, "grad_sync", "step", "metric"]
+    assert [s.op for s in seen[:5]] == ["broadcast", "all_gather", "all_reduce", "all_reduce", "reduce_scatter"]
+    assert [s.groups for s in seen] == [((0, 1, 2, 3),), *[((0, 1),)] * 8, ((0, 1, 2, 3),)]
+    sizes = [8 * 4, 2 * 16, 8 * 1, 8 * 3, 4 * 16, 8 * 5, 8 * 6, 8 * 4, 8 * 7, 0]
+    assert [s.payload_bytes for s in seen] == sizes
 
 
 def test_what_a_trace_does_not_hold_is_left_open() -> None:
@@ -108,14 +113,6 @@ def test_what_a_trace_does_not_hold_is_left_open() -> None:
     assert phases(*sent[:1], *back, *stepped) == ["", "grad_sync", "", "metric", "data"]
     evaluated = [grad_mode(torch.no_grad.__enter__, 0), module("Loss_0", 41, 5), call("allreduce_", 42, [[3]])]
     assert phases(*evaluated) == ["loss"]
-
-
-def test_groups_and_dtypes_come_from_torchs_own_log_and_the_header() -> None:
-    seen = sightings(TRACE, LOG, 0)
-    assert [s.op for s in seen[:5]] == ["broadcast", "all_gather", "all_reduce", "all_reduce", "reduce_scatter"]
-    assert [s.groups for s in seen] == [((0, 1, 2, 3),), *[((0, 1),)] * 8, ((0, 1, 2, 3),)]
-    sizes = [8 * 4, 2 * 16, 8 * 1, 8 * 3, 4 * 16, 8 * 5, 8 * 6, 8 * 4, 8 * 7, 0]
-    assert [s.payload_bytes for s in seen] == sizes
 
 
 @pytest.mark.parametrize("log", [[], LOG[:-1], [*LOG, LOG[-1]], LOG[::-1]])
