@@ -21,7 +21,6 @@ from harness.ledger import NO_UPDATE
 from harness.protocols import Subject
 from harness.running.proof import prove
 from harness.running.request import Request
-from harness.running.result import CaseResult
 from harness.running.run import run
 from harness.running.store import Store
 from harness.subject import NamedSubject, left_out, named
@@ -84,26 +83,21 @@ def test_a_declaration_that_is_no_tuple_of_words_is_refused(said: object) -> Non
     assert left_out(named(dense.subject)) == ()
 
 
-class Unbiased:
+def test_a_run_honours_what_its_subject_declares() -> None:
     """The dense model without the gradients of its biases."""
 
-    def __init__(self, *unchecked: str) -> None:
-        self.unchecked = unchecked
+    def verdict(*unchecked: object) -> str:
+        def unbiased(case: Case, device: torch.device) -> dict[str, torch.Tensor]:
+            outcome = dense.subject(case, device)
+            return {name: x for name, x in outcome.items() if not (name.startswith("grad/") and name.endswith(".bias"))}
 
-    def __call__(self, case: Case, device: torch.device) -> dict[str, torch.Tensor]:
-        outcome = dense.subject(case, device)
-        return {name: x for name, x in outcome.items() if not (name.startswith("grad/") and name.endswith(".bias"))}
+        unbiased.unchecked = unchecked  # type: ignore[attr-defined]
+        case = Case.parse("mode=tp tp=2 layers=1 hidden=16 heads=2 seq=4 steps=1")
+        return prove(case, unbiased, LoopEngine(), checks={"coverage": coverage}).verdict
 
-
-def proof(subject: Unbiased) -> CaseResult:
-    case = Case.parse("mode=tp tp=2 layers=1 hidden=16 heads=2 seq=4 steps=1")
-    return prove(case, subject, LoopEngine(), checks={"coverage": coverage})
-
-
-def test_a_run_honours_what_its_subject_declares() -> None:
-    assert (proof(Unbiased()).verdict, proof(Unbiased("grad/*.bias")).verdict) == (UNKNOWN, PASS)
+    assert (verdict(), verdict("grad/*.bias")) == (UNKNOWN, PASS)
     with pytest.raises(RequestError, match="unchecked="):
-        proof(Unbiased(7))  # type: ignore[arg-type]
+        verdict(7)
 
 
 EXPERTS = [f"grad/experts.{number}.weight" for number in range(15)]

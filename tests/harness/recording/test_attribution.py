@@ -177,7 +177,7 @@ def test_a_step_that_calls_its_bases_step_ends_when_itself_ends() -> None:
 
 def test_a_raising_forward_leaves_nothing_behind() -> None:
     def program(voice: Voice) -> None:
-        model = nn.Sequential(Linear(voice), Part(lambda _, x_BD: {}[x_BD]))
+        model = nn.Sequential(Linear(voice), Part(lambda _, x_BD: dict[Tensor, Tensor]()[x_BD]))
         for _ in range(2):
             with pytest.raises(KeyError):
                 model(input_BD())

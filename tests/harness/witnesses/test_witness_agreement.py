@@ -21,7 +21,7 @@ from reference.case import Case
 from tests.harness.recording.toy_calls import an_event
 
 AXES = {"tp": ((0, 1), (2, 3)), "dp": ((0, 2), (1, 3))}
-PLAN = (
+PLAN: tuple[tuple[Any, ...], ...] = (
     ("data", "", "broadcast", "tp", 8),
     ("forward", "layers.0.mlp", "all_reduce", "tp", 64),
     ("backward", "layers.0.mlp", "all_gather", "tp", 128),

@@ -165,8 +165,8 @@ def database(path: Path, ranks: dict[int, list[Row]], *, at: int = 0) -> Path:
                 made.execute(insert, (at + 1, None, CATEGORY, name, None, own[number], domain, thread, None))
             for start, end, kind, text, category, payload in told:
                 text_id, ends = strings.setdefault(text, at + len(strings)), None if end is None else at + end
-                number = None if category is None else own[category]
-                made.execute(insert, (at + start, ends, kind, None, text_id, number, domain, thread, payload))
+                of = None if category is None else own[category]
+                made.execute(insert, (at + start, ends, kind, None, text_id, of, domain, thread, payload))
         made.executemany("INSERT INTO StringIds VALUES (?, ?)", [(number, text) for text, number in strings.items()])
     made.close()
     return path
