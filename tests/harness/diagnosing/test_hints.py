@@ -101,7 +101,7 @@ def test_a_parameter_that_no_training_moved_so_far_began_otherwise() -> None:
     ],
 )
 def test_sizes_and_their_powers_and_ratios(factor: float, words: str) -> None:
-    """One axis explains it before two do, and a loss scale is a size."""
+    """A single axis explains it before two do, and a loss scale is a size."""
     assert sizes_of(evidence(case=case("mode=tp tp=2 dp=3 seq=16 micro=5 batch=30")), factor) == words
     scaled = case("mode=tp tp=2 dp=2 dtype=float16 master=float32 scaler=static loss_scale=8")
     assert sizes_of(evidence(case=scaled), 0.125) == "1 / loss_scale=8"

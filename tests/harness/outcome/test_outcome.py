@@ -66,7 +66,7 @@ def test_any_cut_into_boxes_merges_back(data: st.DataObject) -> None:
 
 
 def shard(start: int, stop: int, rows: int = 6, *, off: float = 0.0, dtype: torch.dtype = torch.float64) -> Shard:
-    """These rows of the tensor, in one of so many rows."""
+    """These rows of the tensor, as part of one that has `rows`."""
     return Shard((FULL[start:stop] + off).to(dtype), (start, 0), (rows, 4))
 
 

@@ -228,7 +228,12 @@ def test_a_recorded_run_is_drawn_only_when_a_tool_listens(
 ) -> None:
     case = Case.parse("layers=1 steps=1 micro=1 tp=2 overlap=false")
     drawn: list[Tape] = []
-    monkeypatch.setattr(ranges, "open_domain", lambda: drawn.append(Tape()) or drawn[-1])  # type: ignore[func-returns-value]
+
+    def opened() -> Tape:
+        drawn.append(Tape())
+        return drawn[-1]
+
+    monkeypatch.setattr(ranges, "open_domain", opened)
     monkeypatch.delenv("NVTX_INJECTION64_PATH", raising=False)
     execute(case, subject, engine, text=str(case))
     assert drawn == []

@@ -103,7 +103,7 @@ def noisy() -> dict[str, Tensor]:
 
 
 def test_recording_changes_no_bit_and_no_random_number(engine: InprocEngine) -> None:
-    """The check `recording` asks this of every subject, but for the random state that it leaves."""
+    """In every proof the check `recording` compares the outcomes; here is the random state, too."""
 
     def program(rank: int, recorder: Recorder | None) -> Any:
         with nullcontext() if recorder is None else recorder.on_rank(rank):

@@ -144,7 +144,7 @@ def rows(rank: int, case: str = "tp=2") -> list[Row]:
 def database(path: Path, ranks: dict[int, list[Row]], *, at: int = 0) -> Path:
     """A database as nsys exports it, ids of the domain and of categories made per process.
 
-    What is added `at` a later time numbers its categories anew.
+    Rows that are added `at` a later time have other numbers of categories.
     """
     strings: dict[str, int] = {}
     with sqlite3.connect(path) as made:

@@ -43,7 +43,7 @@ def test_witnesses_see_the_chosen_steps_and_no_other(
 ) -> None:
     """A session of all cases, which takes ten CPU seconds under nsys, and all of its messages.
 
-    A closed form that knows no single steps is not held against some, and steps that a program lacks are told.
+    A closed form that knows no single steps is not held against some, and steps that a program lacks are named.
     """
     cases = (CLEAN, INSIDE, BEFORE, AFTER, SHORT)
     monkeypatch.setattr(session, "_run", forked)  # nsys starts its own
