@@ -52,9 +52,9 @@ def rooted(rank: int) -> None:
 
 
 def gathers(rank: int) -> None:
-    """all_gather and reduce_scatter, as lists and as single tensors."""
+    """all_gather and reduce_scatter, as lists and as single tensors, once of views of a bucket."""
     dist.all_gather([x4() for _ in range(RANKS)], x4())
-    dist.all_gather_into_tensor(torch.empty(8), x4())
+    dist.all_gather_into_tensor(torch.empty(1000)[:8], torch.ones(1000)[100:104])
     dist.reduce_scatter(x4(), [x4() for _ in range(RANKS)])
     dist.reduce_scatter_tensor(x4(), torch.ones(8))
 
