@@ -121,38 +121,21 @@ def dying(case: Case, device: torch.device) -> dict[str, Tensor]:
     return wrong(case, device) if case.seed == 15 else dense.subject(case, device)
 
 
-class Limited:
-    """Claims one mode."""
+class Stating:
+    """The dense model, with an attribute that a subject may have."""
 
-    modes = ("tp-sp",)
-
-    def __call__(self, case: Case, device: torch.device) -> dict[str, Tensor]:
-        """The dense model."""
-        return dense.subject(case, device)
-
-
-class Refusing:
-    """Claims everything and refuses odd seeds."""
-
-    def refuses(self, case: Case) -> str:
-        """Why, "" when not."""
-        return "odd seeds bring bad luck" if case.seed % 2 else ""
+    def __init__(self, **stated: object) -> None:
+        vars(self).update(stated)
 
     def __call__(self, case: Case, device: torch.device) -> dict[str, Tensor]:
         """The dense model."""
         return dense.subject(case, device)
 
 
-class BrokenExpectation:
-    """Right, but its closed form raises."""
-
-    def expected(self, case: Case) -> list[object]:
-        """Always fails."""
-        raise KeyError("no such term")
-
-    def __call__(self, case: Case, device: torch.device) -> dict[str, Tensor]:
-        """The dense model."""
-        return dense.subject(case, device)
+def _broken(case: Case) -> list[object]:
+    """A closed form that raises."""
+    raise KeyError("no such term")
 
 
-limited, refusing, broken_expectation = Limited(), Refusing(), BrokenExpectation()
+limited, broken_expectation = Stating(modes=("tp-sp",)), Stating(expected=_broken)
+refusing = Stating(refuses=lambda case: "odd seeds bring bad luck" if case.seed % 2 else "")

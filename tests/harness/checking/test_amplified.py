@@ -7,44 +7,38 @@ A subject that returns the state of every step is compared one step at a time; o
 
 import dataclasses
 import math
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence
+from harness.checking.evidence import FAIL, PASS, UNKNOWN
 from harness.checking.measures.measured import FLOAT64_ALLOWED, Measured
 from harness.checking.measures.tolerance import FLOAT64_CEILING, measure
 from harness.checking.measuring import compared
 from harness.diagnosing.rules.optimizer.moved import fitted
 from harness.engines.threads.inproc import InprocEngine
-from harness.outcome.merging import Merged
-from harness.reproducing.repro import shrunk
 from harness.running.proof import prove
+from harness.running.result import CaseResult
 from harness.running.trials import rounding
 from harness.running.trials.reference import Reference, decoder
 from parallel.subject import subject
-from parallel.training import step as step_
 from reference.case import Case
-from tests.harness.proofs import proved
+from tests.harness.checking.test_one_step import planted
+from tests.harness.proofs import contradicted, failed, proved, told, verdict_of
+from tests.harness.toy_evidence import case as case_of
+from tests.harness.toy_evidence import evidence
 
 CASE = Case.parse("layers=1 steps=7")
 """At the default rate of learning, 1, the logits of the fifth step are beyond 1e-9 by rounding alone."""
 
 
-class _Nudged:
-    """Ours, but for a part in a hundred thousand of the loss of this step."""
-
-    modes = subject.modes
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def __call__(self, case: Case, device: torch.device) -> dict[str, Any]:
-        outcome: dict[str, Any] = dict(subject(case, device))
-        outcome[f"loss/{self.step}"] *= 1 + 1e-5
-        return outcome
+def nudged(case: Case, device: torch.device) -> dict[str, Any]:
+    """Ours, but for a part in a hundred thousand of the loss of one step."""
+    outcome: dict[str, Any] = dict(subject(case, device))
+    outcome["loss/4"] *= 1 + 1e-5
+    return outcome
 
 
 def stateless(case: Case, device: torch.device) -> dict[str, Any]:
@@ -52,18 +46,20 @@ def stateless(case: Case, device: torch.device) -> dict[str, Any]:
     return {name: value for name, value in subject(case, device).items() if "_after/" not in name}
 
 
-@pytest.mark.parametrize(("states", "most"), [(True, FLOAT64_ALLOWED), (False, 10 * FLOAT64_CEILING)])
-def test_noise_that_training_amplifies_is_no_failure(states: bool, most: float, engine: InprocEngine) -> None:
-    result = prove(CASE, subject if states else stateless, engine)
-    assert result.verdict == "pass", [verdict.message for verdict in result.verdicts if verdict.verdict != "pass"]
-    allowed = max(verdict.worst.allowed for verdict in result.verdicts if verdict.worst)
-    assert allowed == most if states else FLOAT64_ALLOWED < allowed < most, "a control run was made"
+def most_allowed(result: CaseResult) -> float:
+    return max(verdict.worst.allowed for verdict in result.verdicts if verdict.worst)
 
 
-def test_a_small_error_beside_that_noise_is_one(engine: InprocEngine) -> None:
-    verdicts = {verdict.check: verdict for verdict in prove(CASE, _Nudged(4), engine).verdicts}
-    assert verdicts["forward"].verdict == "fail"
-    assert "what:   loss/4 " in verdicts["forward"].message
+def test_noise_that_training_amplifies_is_no_failure(engine: InprocEngine) -> None:
+    result = prove(CASE, stateless, engine)
+    assert result.verdict == "pass", told(result)
+    assert FLOAT64_ALLOWED < most_allowed(result) < 10 * FLOAT64_CEILING, "a control run was made"
+
+
+def test_with_states_a_small_error_beside_that_noise_is_the_only_one(engine: InprocEngine) -> None:
+    result = prove(CASE, nudged, engine, explain=False)
+    assert failed(result) == {"forward"} and verdict_of(result, "forward").worst.name == "loss/4"
+    assert most_allowed(result) == FLOAT64_ALLOWED
 
 
 def test_in_float64_control_runs_widen_the_limit_up_to_where_nothing_is_told() -> None:
@@ -100,19 +96,9 @@ def test_what_an_optimizer_makes_of_gradients_leaps_where_these_do() -> None:
         return {"exp_avg_after/5/w": mean, "exp_avg_sq_after/5/w": square}
 
     def wrong(got: dict[str, torch.Tensor], control: float, norm: dict[str, torch.Tensor] | None = None) -> list[str]:
-        case: Any = SimpleNamespace(dtype="bfloat16", steps=6, micro=1, axes={})
-        evidence = Evidence(
-            case=case,
-            outcomes=(),
-            captured=(),
-            merged=Merged(tensors=got, flaws=()),
-            truth=got | moments(1.0),
-            controls=(moments(control) | (norm or {}),),
-            events=(),
-            expectation=None,
-            repeats=(),
-        )
-        return [name for name in got if compared(evidence, name, 1.0).wrong]
+        case, controls = case_of("steps=6 micro=1 dtype=bfloat16"), (moments(control) | (norm or {}),)
+        seen = evidence(got, truth=got | moments(1.0), controls=controls, case=case)
+        return [name for name in got if compared(seen, name, 1.0).wrong]
 
     assert wrong(moments(6.0), 1.0) == ["exp_avg_after/5/w", "exp_avg_sq_after/5/w"]
     assert not wrong(moments(6.0), 1.2), "rounding alone may change the gradient by half"
@@ -127,38 +113,25 @@ def test_what_an_optimizer_makes_of_gradients_leaps_where_these_do() -> None:
 
 OVERFLOWS = "tp=2 layers=1 steps=3 lr=6.0 dtype=float16"
 """In the third step logits are beyond 65504, the largest number of float16."""
-DEAD = math.inf, -math.inf, math.nan
+DEAD = -math.inf, math.nan
 
 
 def test_a_step_that_overflows_in_the_dense_model_too_is_unknown() -> None:
     result = proved(subject, OVERFLOWS)
-    told = {verdict.check: verdict for verdict in result.verdicts if verdict.verdict != "pass"}
     assert result.verdict == UNKNOWN
-    assert {verdict.verdict for verdict in told.values()} == {UNKNOWN}
-    assert told.keys() == {"forward", "gradient_norm", "update"}
-    forward = told["forward"]
+    assert failed(result) == {"forward", "gradient_norm", "update"} and not contradicted(result)
+    forward = verdict_of(result, "forward")
     assert forward.message.startswith("loss/2 is not finite") and "legal: a smaller lr" in forward.message
     assert "loss/2" in forward.unchecked and "loss/1" not in forward.unchecked
 
 
-def test_a_bug_in_a_step_before_still_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    right, steps = step_.made_optimizer, iter(range(9))
+def test_a_bug_in_a_step_before_still_fails(engine: InprocEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def halved(optimizer: torch.optim.Optimizer, number: int, step: Callable[[], Any]) -> None:
+        for parameter in optimizer.param_groups[0]["params"] if number == 0 else ():
+            parameter.grad.mul_(0.5)
+        step()
 
-    def bugged(case: Case, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
-        optimizer = right(case, parameters)
-        plain = optimizer.step
-
-        def halved() -> None:
-            if next(steps) < case.world_size:  # the first step of every rank
-                for parameter in parameters:
-                    parameter.grad = parameter.grad * 0.5 if parameter.grad is not None else None
-            plain()
-
-        monkeypatch.setattr(optimizer, "step", halved, raising=False)
-        return optimizer
-
-    monkeypatch.setattr(step_, "made_optimizer", bugged)
-    assert proved(subject, OVERFLOWS).verdict == FAIL
+    assert planted(OVERFLOWS, engine, monkeypatch, halved).verdict == FAIL
 
 
 @pytest.mark.parametrize("bad", DEAD)
@@ -210,15 +183,10 @@ def test_the_side_of_an_element_within_rounding_of_zero_is_no_failure(
     reference: Reference, monkeypatch: pytest.MonkeyPatch, engine: InprocEngine
 ) -> None:
     monkeypatch.setattr(rounding, "FURTHER_PARTS", ())
-    result = prove(BESIDE_A_KINK, subject, engine, reference=reference)
+    result = prove(BESIDE_A_KINK, subject, engine, reference=reference, explain=False)
     assert result.verdict == (PASS if reference.model else FAIL)
 
 
 def test_a_gradient_that_is_twice_too_large_is_one(engine: InprocEngine) -> None:
-    verdicts = {verdict.check: verdict for verdict in prove(BESIDE_A_KINK, doubled, engine).verdicts}
-    assert verdicts["parameter_gradients"].verdict == FAIL
-    assert "grad/layers.1.mlp.w1.weight" in verdicts["parameter_gradients"].message
-
-
-def test_a_script_that_repeats_a_failure_is_made_of_a_real_one(engine: InprocEngine) -> None:
-    assert shrunk(BESIDE_A_KINK, subject, engine) is None
+    gradients = verdict_of(prove(BESIDE_A_KINK, doubled, engine, explain=False), "parameter_gradients")
+    assert gradients.verdict == FAIL and gradients.worst.name == "grad/layers.1.mlp.w1.weight"

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from harness.checking.call_checks import groups, overlap
-from harness.checking.checks import CHECKS
+from harness.checking.checks import CHECKS, examine
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Finding
 from harness.engines.engine import Engine
 from harness.engines.threads.inproc import InprocEngine
@@ -83,10 +82,7 @@ def test_a_mesh_of_another_rank_order_is_named_with_the_ranks_seen_and_the_legal
     assert [cause.id for cause in result.diagnosis.causes] == ["wrong_group"]
     assert f"run over the ranks {seen}; the rank lists of axis tp are [0, 1] [2, 3]" in message
     assert "subject.axes(case)" in message
-
-
-def test_a_subject_that_states_its_rank_order_passes(engine: Engine) -> None:
-    assert of_groups(asked(f"{TOY}stated", engine))[0] == PASS
+    assert of_groups(asked(f"{TOY}stated", engine))[0] == PASS, "it states its rank order"
 
 
 def test_a_name_that_no_axis_has_is_a_note() -> None:
@@ -99,24 +95,17 @@ def test_a_name_that_no_axis_has_is_a_note() -> None:
     assert found.unchecked == ("group 0,3: no axis of the case or of subject.axes(case) has this name",)
 
 
-@pytest.mark.parametrize(("ranks", "verdict"), [((0, 1, 2, 3), PASS), ((0, 1), FAIL)])
-def test_an_axis_that_joins_two_has_the_ranks_of_both(ranks: tuple[int, ...], verdict: str) -> None:
-    joint = tuple(replace(event, axis="tp_dp", group=ranks) for event in events())
-    found = groups(evidence(case=CASE, events=joint))
-    assert found is not None
-    assert (found.verdict, found.unchecked) == (verdict, ())
+def _judged(ledger: Any, **changes: Any) -> Finding:
+    return examine(evidence(events=ledger, **changes), {"groups": groups})["groups"]
 
 
-def _judged(ledger: Any) -> Finding:
-    found = groups(evidence(events=ledger))
-    assert found is not None
-    return found
-
-
-def test_a_group_of_one_that_is_named_after_a_split_axis_is_a_wrong_group() -> None:
-    alone = tuple(replace(event, group=(event.rank,), group_size=1) for event in events())
-    found = _judged(alone)
-    assert (found.verdict, found.phase, found.region) == (FAIL, "forward", "embedding")
+def test_an_axis_that_joins_two_has_the_ranks_of_both() -> None:
+    for ranks, verdict in (((0, 1, 2, 3), PASS), ((0, 1), FAIL)):
+        found = _judged(tuple(replace(event, axis="tp_dp", group=ranks) for event in events()), case=CASE)
+        assert (found.verdict, found.unchecked) == (verdict, ())
+    found = _judged(tuple(replace(event, group=(event.rank,), group_size=1) for event in events()))
+    place = "forward", "embedding"  # a group of one that is named after a split axis
+    assert (found.verdict, (found.phase, found.region)) == (FAIL, place)
 
 
 @pytest.mark.parametrize(
@@ -152,11 +141,9 @@ class Exposed:
 exposed = Exposed()
 
 
-@pytest.mark.parametrize("name", ["inproc", "pool", "dry"])
-def test_calls_that_no_longer_overlap_fail_this_check_alone(name: str, request: pytest.FixtureRequest) -> None:
-    with nullcontext(request.getfixturevalue("pool")) if name == "pool" else engine_named(name) as engine:
-        right = prove(OVERLAPPED, "parallel.subject:subject", engine, checks=OF_CALLS)
-        wrong = prove(OVERLAPPED, "tests.harness.checking.test_call_checks:exposed", engine, checks=OF_CALLS)
+def test_calls_that_no_longer_overlap_fail_this_check_alone(engine: Engine) -> None:
+    right = prove(OVERLAPPED, "parallel.subject:subject", engine, checks=OF_CALLS)
+    wrong = prove(OVERLAPPED, f"{TOY}exposed", engine, checks=OF_CALLS)
     assert right.verdict == PASS and "overlap" in {verdict.check for verdict in right.verdicts}
     (failed,) = [verdict for verdict in wrong.verdicts if verdict.verdict == FAIL]
     assert failed.check == "overlap" and wrong.diagnosis is not None
@@ -170,17 +157,14 @@ def test_as_many_calls_as_promised_must_be_hidden_on_every_rank() -> None:
     hidden = {(event.rank, event.call_index) for event in mine}
 
     def verdict(hidden: set[tuple[int, int]], **changes: Any) -> str:
-        found = overlap(evidence(expectation=promised, hidden=frozenset(hidden), **changes))
-        assert found is not None
-        return found.verdict
+        seen = evidence(expectation=promised, hidden=frozenset(hidden), **changes)
+        return examine(seen, {"overlap": overlap})["overlap"].verdict
 
     assert verdict(hidden) == PASS
     assert verdict(hidden - {(1, mine[-1].call_index)}) == FAIL
     left_out = tuple(event for event in events() if event.region != "embedding")
     assert verdict(set(), events=left_out) == PASS  # a missing call is the ledger's
-
-
-def test_nothing_is_asked_without_a_promise_or_a_measurement() -> None:
+    # Nothing is asked without a promise or a measurement.
     assert overlap(evidence(hidden=frozenset())) is None
     assert overlap(evidence(expectation=tuple(replace(term, hidden=True) for term in TERMS))) is None
 

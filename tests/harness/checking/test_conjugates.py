@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from harness.engines.engine import Engine
 from harness.ledger import Event
 from harness.running.ranks.execution import execute
 from reference.case import Case
+from tests.harness.recording.toy_calls import Part
 
 CASE = Case.parse("mode=tp tp=2")
 
@@ -94,28 +95,19 @@ class Again(torch.autograd.Function):
         return given.grad, None
 
 
-class Experts(nn.Module):
+def moved(function: Any, *given: object) -> Callable[[Tensor], Tensor]:
+    """The Function of an input and these arguments."""
+    return lambda x_BD: cast(Tensor, function.apply(x_BD, *given))
+
+
+there_and_back, whole = moved(Exchange, True), moved(Summed, True)
+there_alone, cut = moved(Exchange, False), moved(Summed, False)
+"""The planted bugs: an exchange whose gradient stays where it is, a sum of whose gradient ranks have their own rows."""
+
+
+def experts(dispatch: Callable[[Tensor], Tensor], combine: Callable[[Tensor], Tensor]) -> nn.Module:
     """An expert on each rank: `dispatch`, a linear, `combine`."""
-
-    def __init__(self, dispatch: Callable[[Tensor], Tensor], combine: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.expert = nn.Linear(4, 4)
-        self.dispatch, self.combine = dispatch, combine
-
-    def forward(self, x_BD: Tensor) -> Tensor:
-        """[B, D] to [B, D]."""
-        return self.combine(self.expert(self.dispatch(x_BD)))
-
-
-def there_and_back(x_BD: Tensor) -> Tensor:
-    made: Tensor = Exchange.apply(x_BD, True)
-    return made
-
-
-def there_alone(x_BD: Tensor) -> Tensor:
-    """The planted bug: an exchange whose gradient stays where it is."""
-    made: Tensor = Exchange.apply(x_BD, False)
-    return made
+    return Part(lambda it, x_BD: combine(it.expert(dispatch(x_BD))), expert=nn.Linear(4, 4))
 
 
 def counted(x_BD: Tensor) -> Tensor:
@@ -167,13 +159,8 @@ def again(layer: nn.Module, reentrant: bool) -> Callable[[Tensor], Tensor]:
 
 def again_by(layer: nn.Module) -> Callable[[Tensor], Tensor]:
     """Call of the layer by a checkpoint that torch does not know."""
-    first = nn.Linear(4, 4)
-
-    def whole(x_BD: Tensor) -> Tensor:
-        made: Tensor = Again.apply(first(x_BD), layer)
-        return made
-
-    return whole
+    first, second = nn.Linear(4, 4), moved(Again, layer)
+    return lambda x_BD: second(first(x_BD))
 
 
 def evaluated(layer: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -188,49 +175,34 @@ def evaluated(layer: nn.Module) -> Callable[[Tensor], Tensor]:
     return twice
 
 
-def whole(x_BD: Tensor) -> Tensor:
-    """A sum over ranks and its whole gradient."""
-    made: Tensor = Summed.apply(x_BD, True)
-    return made
-
-
-def cut(x_BD: Tensor) -> Tensor:
-    """The planted bug: a sum over ranks, of whose gradient each has its own rows alone."""
-    made: Tensor = Summed.apply(x_BD, False)
-    return made
-
-
-right = partial(Experts, there_and_back, there_and_back)
-lost = partial(Experts, there_alone, there_and_back)
+right = partial(experts, there_and_back, there_and_back)
+lost = partial(experts, there_alone, there_and_back)
 MORE, FEWER = (
     "{} all-to-alls of {} B over tp go forward and {} of {} B backward".format(*numbers)
     for numbers in ((6, 384, 4, 256), (4, 256, 2, 128))
 )
 RIGHT: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
-    "experts fed by inputs": right,
-    "several layers, the first fed by inputs": lambda: nn.Sequential(right(), Experts(counted, there_and_back)),
-    "torch's own exchange": lambda: Experts(functional_autograd, functional_autograd),
+    "several layers, the first fed by inputs": lambda: nn.Sequential(right(), experts(counted, there_and_back)),
     "functional code outside of modules": lambda: plain(there_and_back),
     "torch's own exchange outside of modules": lambda: plain(functional_autograd),
     "computed again": lambda: again(right(), reentrant=False),
     "computed again by a backward of its own": lambda: again(right(), reentrant=True),
     "computed again by a library": lambda: again_by(right()),
-    "a sum that a library computes again": lambda: again_by(Experts(there_and_back, whole)),
+    "a sum that a library computes again": lambda: again_by(experts(there_and_back, whole)),
     "a forward that no backward follows": lambda: evaluated(right()),
-    "a sum of inputs": lambda: Experts(cut, whole),
+    "a sum of inputs": lambda: experts(cut, whole),
 }
 WRONG: dict[str, tuple[Callable[[], Callable[[Tensor], Tensor]], str]] = {
-    "an exchange": (lambda: nn.Sequential(Experts(there_and_back, there_alone), right()), MORE),
-    "an exchange that autograd does not see": (lambda: nn.Sequential(Experts(there_and_back, unseen), right()), MORE),
+    "an exchange": (lambda: nn.Sequential(experts(there_and_back, there_alone), right()), MORE),
+    "an exchange that autograd does not see": (lambda: nn.Sequential(experts(there_and_back, unseen), right()), MORE),
     "an exchange that is computed again": (lambda: again(lost(), reentrant=False), FEWER),
-    "an exchange that a backward of its own computes again": (lambda: again(lost(), reentrant=True), FEWER),
     "an exchange that a library computes again": (lambda: again_by(lost()), FEWER),
     "the only exchange, computed again": (
-        lambda: again_by(Experts(there_alone, lambda x: x)),
+        lambda: again_by(experts(there_alone, lambda x: x)),
         "2 all-to-alls of 128 B over tp go forward and 0 of 0 B backward",
     ),
     "a cut sum that a library computes again": (
-        lambda: again_by(Experts(there_and_back, cut)),
+        lambda: again_by(experts(there_and_back, cut)),
         "2 reduce_scatters of 64 B float32 over tp in forward of no module",
     ),
     "an exchange, beside a forward that no backward follows": (lambda: evaluated(lost()), FEWER),
@@ -239,7 +211,7 @@ WRONG: dict[str, tuple[Callable[[], Callable[[Tensor], Tensor]], str]] = {
         "4 all-to-alls of 256 B over tp go forward and 6 of 384 B backward",
     ),
     "a cut sum": (
-        lambda: nn.Sequential(Experts(there_and_back, cut), right()),
+        lambda: nn.Sequential(experts(there_and_back, cut), right()),
         "2 reduce_scatters of 64 B float32 over tp in forward of 0",
     ),
 }
@@ -269,8 +241,8 @@ def test_a_missing_conjugate_is_told(made: Any, words: str, engine: Engine) -> N
 def planted(case: Any, device: torch.device) -> dict[str, Tensor]:
     """A subject of two expert layers, the first of which lacks a conjugate."""
     torch.manual_seed(1)
-    first = Experts(there_and_back, there_alone)
-    return trained(nn.Sequential(first, Experts(functional_autograd, there_and_back)))(case, device)
+    first = experts(there_and_back, there_alone)
+    return trained(nn.Sequential(first, experts(functional_autograd, there_and_back)))(case, device)
 
 
 def test_ranks_as_processes_tell_the_same(pool: Engine, engine: Engine) -> None:

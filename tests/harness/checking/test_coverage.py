@@ -21,7 +21,6 @@ from harness.ledger import NO_UPDATE
 from harness.protocols import Subject
 from harness.running.proof import prove
 from harness.running.request import Request
-from harness.running.result import CaseResult
 from harness.running.run import run
 from harness.running.store import Store
 from harness.subject import NamedSubject, left_out, named
@@ -49,12 +48,9 @@ def test_a_gap_in_a_kind_is_unknown_and_says_what_to_return_or_declare() -> None
     two = answer("loss/1", f"param/{W1}", f"param/{W2}")
     assert two.verdict == UNKNOWN
     assert "loss/1 is missing" in two.message and f"param/{W1}, param/{W2} are missing" in two.message
-
-
-def test_a_kind_that_is_never_returned_is_a_note() -> None:
     grads = [name for name in truth() if name.startswith("grad/")]
-    found = answer(*grads)
-    assert found.verdict == PASS and set(found.unchecked) == set(grads)
+    none = answer(*grads)
+    assert none.verdict == PASS and set(none.unchecked) == set(grads), "a kind that is never returned is a note"
 
 
 def test_a_declared_gap_passes_and_is_listed_as_left_out_on_purpose() -> None:
@@ -64,23 +60,18 @@ def test_a_declared_gap_passes_and_is_listed_as_left_out_on_purpose() -> None:
     assert found.message.endswith("; 1 left out on purpose")
     partly = answer(f"grad/{BIAS}", f"grad/{W1}", declared=("grad/*.bias",))
     assert partly.verdict == UNKNOWN and f"grad/{W1} is missing" in partly.message and BIAS not in partly.message
+    assert answer(declared=(f"grad/{BIAS}",)).unchecked == (), "what is returned is compared all the same"
 
 
-def test_a_pattern_without_a_name_is_told_with_the_nearest_and_declares_nothing() -> None:
+def test_patterns_without_a_name_are_told_with_the_nearest_and_they_or_patterns_of_all_declare_nothing() -> None:
     found = answer(f"grad/{BIAS}", declared=(f"grads/{BIAS}",))
     assert found.verdict == UNKNOWN
     assert f"unchecked='grads/{BIAS}' matches no name of the truth (grad/{BIAS}?)" in found.message
     assert answer(declared=("nothing/*",)).verdict == PASS, "a model without biases has none to leave out"
 
-
-def test_patterns_that_leave_out_everything_declare_nothing() -> None:
     for patterns in (("*",), ("l*", "[imt]*", "grad*", "param/*", "act*")):
         found = answer(f"grad/{BIAS}", declared=patterns)
         assert found.verdict == UNKNOWN and "declares every name of the truth" in found.message
-
-
-def test_a_declared_name_that_is_returned_is_compared_all_the_same() -> None:
-    assert answer(declared=(f"grad/{BIAS}",)).unchecked == ()
 
 
 @pytest.mark.parametrize("said", ["grad/*.bias", 7, ("grad/*.bias", 7), {"grad/*.bias"}])
@@ -92,26 +83,21 @@ def test_a_declaration_that_is_no_tuple_of_words_is_refused(said: object) -> Non
     assert left_out(named(dense.subject)) == ()
 
 
-class Unbiased:
+def test_a_run_honours_what_its_subject_declares() -> None:
     """The dense model without the gradients of its biases."""
 
-    def __init__(self, *unchecked: str) -> None:
-        self.unchecked = unchecked
+    def verdict(*unchecked: object) -> str:
+        def unbiased(case: Case, device: torch.device) -> dict[str, torch.Tensor]:
+            outcome = dense.subject(case, device)
+            return {name: x for name, x in outcome.items() if not (name.startswith("grad/") and name.endswith(".bias"))}
 
-    def __call__(self, case: Case, device: torch.device) -> dict[str, torch.Tensor]:
-        outcome = dense.subject(case, device)
-        return {name: x for name, x in outcome.items() if not (name.startswith("grad/") and name.endswith(".bias"))}
+        unbiased.unchecked = unchecked  # type: ignore[attr-defined]
+        case = Case.parse("mode=tp tp=2 layers=1 hidden=16 heads=2 seq=4 steps=1")
+        return prove(case, unbiased, LoopEngine(), checks={"coverage": coverage}).verdict
 
-
-def proof(subject: Unbiased) -> CaseResult:
-    case = Case.parse("mode=tp tp=2 layers=1 hidden=16 heads=2 seq=4 steps=1")
-    return prove(case, subject, LoopEngine(), checks={"coverage": coverage})
-
-
-def test_a_run_honours_what_its_subject_declares() -> None:
-    assert (proof(Unbiased()).verdict, proof(Unbiased("grad/*.bias")).verdict) == (UNKNOWN, PASS)
+    assert (verdict(), verdict("grad/*.bias")) == (UNKNOWN, PASS)
     with pytest.raises(RequestError, match="unchecked="):
-        proof(Unbiased(7))  # type: ignore[arg-type]
+        verdict(7)
 
 
 EXPERTS = [f"grad/experts.{number}.weight" for number in range(15)]
@@ -129,41 +115,43 @@ def in_bfloat16(true: dict[str, Tensor], undecided: list[str], returned: dict[st
     return planted(returned, truth=true, case=case, controls=(control,), **more)
 
 
+def found_by(check: str, seen: Evidence) -> Finding:
+    found = numeric(check)(seen)
+    assert found is not None
+    return found
+
+
 def test_a_wrong_gradient_that_rounding_may_explain_is_not_decided_and_the_verdict_says_so() -> None:
     true = gradients([*EXPERTS, *OTHERS])
     returned = {**true, EXPERTS[3]: 1.2 * true[EXPERTS[3]]}
-    found = numeric("parameter_gradients")(in_bfloat16(true, EXPERTS, returned))
-    assert found is not None and found.verdict == PASS
+    found = found_by("parameter_gradients", in_bfloat16(true, EXPERTS, returned))
+    assert found.verdict == PASS
     assert found.decided == {"grad": (8, 23)}
     assert set(found.unchecked) == set(EXPERTS)
-
-
-def test_what_is_wrong_is_decided() -> None:
-    true = gradients(OTHERS)
-    found = numeric("parameter_gradients")(in_bfloat16(true, [], {**true, OTHERS[0]: 2 * true[OTHERS[0]]}))
-    assert found is not None and found.decided == {"grad": (8, 8)}
+    found = found_by("parameter_gradients", in_bfloat16(true, [], {**true, OTHERS[0]: 2 * true[OTHERS[0]]}))
+    assert (found.verdict, found.decided) == ("fail", {"grad": (23, 23)}), "what is wrong is"
 
 
 def test_a_kind_with_no_decided_tensor_is_unknown_beside_kinds_that_are_decided() -> None:
     true = {name: tensor for name, tensor in truth().items() if name.startswith(("loss/", "logits/"))}
-    found = numeric("forward")(in_bfloat16(true, ["logits/0", "logits/1"], true))
-    assert found is not None and found.verdict == UNKNOWN
+    found = found_by("forward", in_bfloat16(true, ["logits/0", "logits/1"], true))
+    assert found.verdict == UNKNOWN
     words = "no tensor of the logits could be compared: rounding alone explains any error; first: logits/0"
     assert found.message == words
     assert found.decided == {"loss": (2, 2), "logits": (0, 2)}
-    whole = numeric("forward")(in_bfloat16(true, ["logits/1"], true))
-    assert whole is not None and (whole.verdict, whole.decided["logits"]) == (PASS, (1, 2))
+    whole = found_by("forward", in_bfloat16(true, ["logits/1"], true))
+    assert (whole.verdict, whole.decided["logits"]) == (PASS, (1, 2))
 
 
 def test_what_is_left_out_on_purpose_and_what_is_never_returned_counts_among_all() -> None:
     gone = ("act", "logits", f"grad/{BIAS}")
     returned = {name: tensor for name, tensor in truth().items() if not name.startswith(gone)}
     seen = evidence(*(outcome_of(rank, returned) for rank in range(2)), declared=("grad/*.bias",))
-    found = numeric("parameter_gradients")(seen)
-    assert found is not None and found.decided == {"grad": (3, 4)}
+    found = found_by("parameter_gradients", seen)
+    assert found.decided == {"grad": (3, 4)}
     assert coverage(seen).decided == {"logits": (0, 2), "act": (0, 5), "act_grad": (0, 5)}
-    forward = numeric("forward")(seen)
-    assert forward is not None and (forward.verdict, forward.decided) == (PASS, {"loss": (2, 2)}), "none was returned"
+    forward = found_by("forward", seen)
+    assert (forward.verdict, forward.decided) == (PASS, {"loss": (2, 2)}), "none was returned"
 
 
 def test_a_tensor_that_is_zero_but_for_rounding_is_decided_since_any_other_value_is_wrong() -> None:
@@ -171,62 +159,56 @@ def test_a_tensor_that_is_zero_but_for_rounding_is_decided_since_any_other_value
 
     def judged(value: float) -> tuple[str, tuple[int, int]]:
         returned = {**true, "grad/key.bias": torch.full((6,), value, dtype=torch.float64)}
-        found = numeric("parameter_gradients")(planted(returned, truth=true))
-        assert found is not None
+        found = found_by("parameter_gradients", planted(returned, truth=true))
         return found.verdict, found.decided["grad"]
 
     assert judged(-3e-17) == (PASS, (9, 9))
     assert judged(1e-3) == ("fail", (9, 9))
 
 
-HOLDS = "40 statements about the data hold; "
+HOLDS, SHARE = "40 statements about the data hold; ", "2 of 2 ranks talk over tp=2; "
+GONE = "2 logits, 1 act; left out on purpose, so not checked: 1 grad"
+LEFT = ("grad/a.bias (left out on purpose)", "logits/0", "logits/1", "act/head")
+DOUBTS = ("closed form: the subject states no expectation", "axis tp: its group has no description", NO_UPDATE)
 
 
-def notes(folder: Path, *rows: tuple[str, str, tuple[str, ...], str]) -> list[str]:
-    """The notes of a run with these (check, message, unchecked, verdict), each in a case of its own."""
-    store = Store(folder, "my:subject", {})
-    texts = [f"mode=tp seed={number}" for number in range(len(rows))]
-    store.plan([{"case": text, "mode": "tp", "world_size": 2} for text in texts])
-    for text, (check, message, unchecked, verdict) in zip(texts, rows, strict=True):
+@pytest.mark.parametrize(
+    ("check", "told", "notes"),
+    [
+        ("coverage", [("9 of 13 tensors", LEFT)], f"9 of 13 tensors; not returned, so not checked: {GONE}"),
+        (
+            "data",
+            [(HOLDS + amount, ()) for amount in ("many", "many", "it is repeated", "a", "b")],
+            "data: it is repeated (1 case); many (2 cases); a (1 case); other amounts (1 case)",
+        ),
+        (
+            "ledger",
+            [("9 events", DOUBTS[:2]), ("9 events", DOUBTS)],
+            f"not certain: {DOUBTS[1]} (2 cases)\nnot certain: {NO_UPDATE} (1 case)",
+        ),
+        (
+            "parallelism",
+            [(SHARE + share, ()) for share in (f"99{SPLIT}", f"1{SPLIT}", f"99{SPLIT}", "2")],
+            "share of the parameters that is split: 1 % (1 case); 99 % (2 cases)",
+        ),
+        (
+            "data",
+            [(HOLDS, (f"rows {place}",)) for place in (1, 2, 2)],
+            "not checked: rows 2 in 2 cases; other rows in 1 case",
+        ),
+    ],
+)
+def test_the_notes_of_a_run(tmp_path: Path, check: str, told: list[tuple[str, tuple[str, ...]]], notes: str) -> None:
+    """Of messages and what is unchecked, each of a case of its own; a check that failed adds none."""
+    store = Store(tmp_path, "my:subject", {})
+    rows = [(f"mode=tp seed={number}", *one, "pass") for number, one in enumerate(told)]
+    rows.append(("mode=tp seed=99", HOLDS + "failed", (), "fail"))
+    store.plan([{"case": text, "mode": "tp", "world_size": 2} for text, *_ in rows])
+    for text, message, unchecked, verdict in rows:
         one = Verdict(case=text, check=check, verdict=verdict, message=message, unchecked=unchecked)
         store.add(text, "", (), (one,), {})
     store.close()
-    return unchecked_notes(load(store.path))
-
-
-def test_what_is_left_out_on_purpose_stands_apart(tmp_path: Path) -> None:
-    names = ("grad/a.bias (left out on purpose)", "logits/0", "logits/1", "act/head")
-    assert notes(tmp_path, ("coverage", "9 of 13 tensors", names, "pass")) == [
-        "9 of 13 tensors; not returned, so not checked: 2 logits, 1 act; left out on purpose, so not checked: 1 grad"
-    ]
-
-
-def test_a_repeated_corpus_comes_first_and_equal_amounts_are_added_up(tmp_path: Path) -> None:
-    amounts = ["many", "many", "it is repeated", "a", "b"]
-    read = [("data", HOLDS + amount, (), "pass") for amount in amounts]
-    assert notes(tmp_path, *read, ("data", HOLDS + "failed", (), "fail")) == [
-        "data: it is repeated (1 case); many (2 cases); a (1 case); other amounts (1 case)"
-    ]
-
-
-def test_what_is_not_certain_of_the_ledger_is_a_note(tmp_path: Path) -> None:
-    doubts = ("closed form: the subject states no expectation", "axis tp: its group has no description", NO_UPDATE)
-    rows = [("ledger", "9 events", doubts[: count + 2], "pass") for count in range(2)]
-    assert notes(tmp_path, *rows) == [
-        "not certain: axis tp: its group has no description (2 cases)",
-        f"not certain: {NO_UPDATE} (1 case)",
-    ]
-
-
-def test_the_share_of_the_parameters_that_is_split_is_a_note_the_least_first(tmp_path: Path) -> None:
-    words = "2 of 2 ranks talk over tp=2; 1 of 9 sharded tensors are smaller on a rank; "
-    rows = [("parallelism", told, (), "pass") for told in (*(f"{words}{share}{SPLIT}" for share in (99, 1, 99)), "2")]
-    assert notes(tmp_path, *rows) == ["share of the parameters that is split: 1 % (1 case); 99 % (2 cases)"]
-
-
-def test_rows_are_named_by_the_most_frequent_list(tmp_path: Path) -> None:
-    rows = [("data", HOLDS, (f"rows {place}",), "pass") for place in (1, 2, 2)]
-    assert notes(tmp_path, *rows) == ["not checked: rows 2 in 2 cases; other rows in 1 case"]
+    assert unchecked_notes(load(store.path)) == notes.splitlines()
 
 
 def test_a_run_states_that_its_corpus_is_repeated(tmp_path: Path) -> None:

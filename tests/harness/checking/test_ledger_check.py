@@ -11,6 +11,7 @@ from harness.checking.laws import broken_laws
 from harness.checking.ledger_checks import module_order
 from harness.differences import but_for_bytes, differences
 from harness.ledger import Event
+from harness.running.summary import summarize
 from harness.terms import Term
 from tests.harness.toy_evidence import MODULES, TERMS, a_term, altered, events, evidence, without
 
@@ -23,23 +24,12 @@ def first_message(ledger: tuple[Event, ...], terms: tuple[Term, ...] = TERMS) ->
     return str(differences(ledger, terms, range(2), MODULES)[0])
 
 
-def test_the_expected_ledger_passes_and_counts_its_events() -> None:
-    finding = judged(events())
-    assert finding.verdict == PASS
-    assert finding.message == "20 events a rank, exactly as expected"
-
-
 @pytest.mark.parametrize("term", TERMS, ids=lambda term: f"{term.phase}-{term.region or 'none'}")
-def test_one_missing_call_is_named_with_module_and_phase(term: Term) -> None:
+def test_one_call_more_or_less_is_named_with_module_and_phase(term: Term) -> None:
     finding = judged(without(events(), phase=term.phase, region=term.region))
-    assert finding.verdict == FAIL
-    assert (finding.phase, finding.region) == (term.phase, term.region)
+    assert (finding.verdict, finding.phase, finding.region) == (FAIL, term.phase, term.region)
     place = f"missing event in {term.phase} of {term.region or 'no module'} (1 call)"
     assert finding.message.startswith(f"{place}: all_reduce {term.reduce_op} of {term.payload_bytes} B float64 over tp")
-
-
-@pytest.mark.parametrize("term", TERMS, ids=lambda term: f"{term.phase}-{term.region or 'none'}")
-def test_one_extra_call_is_named_with_module_and_phase(term: Term) -> None:
     finding = judged((*events(), replace(events((replace(term, calls=1),))[1], call_index=99)))
     assert (finding.verdict, finding.phase, finding.region, finding.ranks) == (FAIL, term.phase, term.region, (1,))
     assert finding.message.startswith("extra event in")
@@ -88,17 +78,35 @@ def test_the_first_difference_is_the_first_in_training_order() -> None:
     assert judged(without(ledger, phase="forward", region="layers.0.mlp.w2")).region == "layers.0.mlp.w2"
 
 
-def test_modules_stand_in_forward_order_with_and_without_a_truth() -> None:
+RING = Term(phase="forward", op="all_gather", axis="tp", calls=8, payload_bytes=64, carrier="user_buffer")
+
+
+def test_an_expected_call_that_no_recorder_sees_is_unseen_and_never_missing() -> None:
+    finding = judged(events(), expectation=(*TERMS, RING))
+    assert finding.verdict == PASS
+    assert "8 all_gather over tp, expected and carried by user_buffer, which no recorder sees" in finding.unchecked
+    (row,) = [row for row in summarize("", "tp", 2, events(), (*TERMS, RING)) if row.phase == "forward"][:1]
+    assert row.op == "all_reduce"
+    finding = judged(events(), expectation=(*TERMS, replace(RING, carrier="c10d")))  # carried by torch
+    assert finding.verdict == FAIL and "all_gather" in finding.message
+    (call,) = events(world_size=1)[:1]
+    more = tuple(replace(call, rank=rank, op="all_gather", reduce_op="", payload_bytes=64) for rank in range(2))
+    seen = judged((*events(), *more), expectation=(*TERMS, RING))
+    assert seen.verdict == FAIL, "seen although it should not be"
+    with pytest.raises(ValueError, match=r"carrier='nvshmem'.*'user_buffer', 'deep_ep', 'replay'"):
+        Term(op="all_gather", carrier="nvshmem")
+    assert repr(RING).endswith('carrier="user_buffer")')
+
+    # Modules stand in forward order, with and without a truth.
     assert module_order(evidence())[: len(MODULES)] == MODULES
     assert module_order(evidence(truth={"loss/0": evidence().truth["loss/0"]})) == ("embedding", "layers.0.mlp.w2")
 
 
-def test_an_empty_expectation_is_an_expectation() -> None:
+def test_without_expectation_the_laws_are_checked_and_an_empty_one_is_one() -> None:
+    finding = judged(events())
+    assert (finding.verdict, finding.message) == (PASS, "20 events a rank, exactly as expected")
     assert judged((), expectation=()).verdict == PASS
     assert judged(events(), expectation=()).verdict == FAIL
-
-
-def test_without_expectation_the_laws_are_checked_and_the_rest_is_said() -> None:
     finding = judged(events(), expectation=None)
     assert finding.verdict == PASS
     assert finding.unchecked == ("closed form: the subject states no expectation",)
@@ -140,8 +148,7 @@ def test_what_is_sent_is_received() -> None:
     short = replace(receives[1], payload_bytes=8)
     assert laws_broken_by((sends[0], short)) == ["tp group [0, 1] sends 1 messages of 384 B and receives 1 of 8 B"]
 
-
-def test_uneven_all_to_alls_are_lawful_and_uneven_reductions_are_not() -> None:
+    # Uneven all-to-alls are lawful, and uneven reductions are not.
     uneven = events((a_term(phase="forward", region="", op="all_to_all", reduce_op="", calls=1),))
     assert laws_broken_by((uneven[0], replace(uneven[1], payload_bytes=8))) == []
     reduced = events((a_term(phase="forward", region="", calls=1),))

@@ -46,12 +46,9 @@ def test_wrong_ranks_are_told_by_their_coordinates(ranks: tuple[int, ...], words
     assert wrong_on(ranks) == words
 
 
-def test_several_ranks_of_an_axis_are_told_together() -> None:
-    assert wrong_on((1, 2, 3), "mode=tp tp=4 seq=16 heads=4") == ("wrong on tp ranks 1 2 3 alone, right on tp rank 0",)
-
-
-def test_a_rank_that_is_next_to_right_is_not_called_right() -> None:
+def test_several_ranks_are_told_together_and_one_that_is_next_to_right_is_not_called_right() -> None:
     """Off by a millionth of what the other is off by, and still wrong."""
+    assert wrong_on((1, 2, 3), "mode=tp tp=4 seq=16 heads=4") == ("wrong on tp ranks 1 2 3 alone, right on tp rank 0",)
     outcomes = [outcome_of(rank, {**truth(), BIAS: truth()[BIAS] + off}) for rank, off in enumerate((1e-4, 100.0))]
     assert beside(evidence(*outcomes)) == ()
 
@@ -112,20 +109,17 @@ def test_failures_are_grouped_by_first_place() -> None:
 
 def test_the_simplest_case_is_shown_first(tmp_path: Path) -> None:
     head, inner = "backward of head in step 0: act_grad/head", "forward of layers.0 in step 0: act/layers.0"
-    cases = {
-        "mode=isp tp=2 dtype=bfloat16": ("bfloat16", 2, head),
-        "mode=isp tp=8": ("float64", 8, inner),
-        "mode=tp dtype=float32": ("float32", 2, head),
-        "mode=tp tp=4": ("float64", 4, head),
-        "mode=tp tp=4 steps=3": ("float64", 4, head),
-    }
-    store = Store(tmp_path, "my:subject", {})
-    common = {"mode": "tp", "micro": 2}
-    store.plan(
-        {**common, "case": case, "world_size": ranks, "dtype": dtype, "steps": 3 if "steps" in case else 2}
-        for case, (dtype, ranks, _) in cases.items()
+    cases = (
+        ("mode=isp tp=2 dtype=bfloat16", "bfloat16", 2, 2, head),
+        ("mode=isp tp=8", "float64", 8, 2, inner),
+        ("mode=tp dtype=float32", "float32", 2, 2, head),
+        ("mode=tp tp=4", "float64", 4, 2, head),
+        ("mode=tp tp=4 steps=3", "float64", 4, 3, head),
     )
-    for words, (_, _, first) in cases.items():
+    store = Store(tmp_path, "my:subject", {})
+    names = ("case", "dtype", "world_size", "steps")
+    store.plan({"mode": "tp", "micro": 2, **dict(zip(names, row[:-1], strict=True))} for row in cases)
+    for words, *_, first in cases:
         found = Verdict(case=words, check="forward", verdict="fail", worst=None, message=six(first))
         store.add(words, "", (), (found,), {})
     store.close()

@@ -37,19 +37,8 @@ def test_exactly_the_words_of_a_conjunction_are_found(needed: set[str], further:
     assert all((one.fails, one.right) == (("on",), ("off", "other")) for one in found.needed)
     assert not found.untried
     assert runs <= 4 + 14 * len(needed), "halves, and not one run a word"
-
-
-@given(st.sets(st.sampled_from(sorted(WORDS)), min_size=1, max_size=3))
-def test_a_failure_that_needs_plain_values_is_found_too(needed: set[str]) -> None:
-    found, _ = searched(VOCABULARY.case({}), WORDS, lambda other: all(getattr(other, word) == "off" for word in needed))
-    assert {one.word for one in found.needed} == needed
-
-
-def test_a_number_is_the_plainest_with_which_the_case_fails() -> None:
-    case = VOCABULARY.case({"tp": 4, "w3": "on"})
-    found, _ = searched(case, {**WORDS, "tp": (1, 2, 4)}, lambda other: other.tp > 1)
-    assert str(found.case).split()[0] == "tp=2"
-    assert found.text == "only with tp=2|4; right with tp=1"
+    plain, _ = searched(VOCABULARY.case({}), WORDS, lambda other: all(getattr(other, word) == "off" for word in needed))
+    assert {one.word for one in plain.needed} == needed, "plain values are found too"
 
 
 def test_a_shorter_dtype_is_not_tried() -> None:
@@ -62,15 +51,16 @@ def test_a_shorter_dtype_is_not_tried() -> None:
     assert found.text == "only with dtype=float32|bfloat16; right with dtype=float64"
 
 
-def test_what_fails_with_every_value_says_so() -> None:
-    found, _ = searched(VOCABULARY.case({"tp": 2}), {**WORDS, "tp": (1, 2)}, lambda other: True)
-    assert found.text == "other values of 30 words change nothing, with one rank too"
-
-
 def test_values_that_fail_alike_are_listed_with_those_that_are_right() -> None:
     case = VOCABULARY.case({"w3": "on", "tp": 2})
     found, _ = searched(case, {**WORDS, "tp": (1, 2)}, lambda other: other.w3 != "off" and other.tp == 2)
     assert found.text == "only with w3=on|other and tp=2; right with w3=off, with tp=1"
+    found, _ = searched(case, {**WORDS, "tp": (1, 2)}, lambda other: True)
+    assert found.text == "other values of 30 words change nothing, with one rank too"
+    case = VOCABULARY.case({"tp": 4, "w3": "on"})
+    found, _ = searched(case, {**WORDS, "tp": (1, 2, 4)}, lambda other: other.tp > 1)
+    assert str(found.case).split()[0] == "tp=2", "the plainest number with which the case fails"
+    assert found.text == "only with tp=2|4; right with tp=1"
 
 
 def test_words_without_time_are_named() -> None:
@@ -86,12 +76,9 @@ def test_words_without_time_are_named() -> None:
     assert "no time was left to try w" in found.text and " more)" in found.text
 
 
-def test_a_case_that_cannot_be_decided_proves_nothing() -> None:
+def test_a_case_that_cannot_be_decided_proves_nothing_and_none_has_more_ranks_than_the_failing_one() -> None:
     found, _ = searched(VOCABULARY.case({"w3": "on"}), WORDS, lambda other: True if other.w3 == "on" else None)
     assert found.needed == ()
-
-
-def test_no_experiment_has_more_ranks_than_the_failing_case() -> None:
     seen: list[PlainCase] = []
 
     def fails(case: PlainCase) -> bool:

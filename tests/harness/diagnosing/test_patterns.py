@@ -11,50 +11,42 @@ from harness.diagnosing.rules.patterns import from_patterns
 from harness.shard import Shard
 from tests.harness.toy_evidence import drawn, evidence, ids_of, outcome_of, planted, tried, truth
 
-TRUTH = drawn(8, 4)
+TRUTH, CUBE, ROWS = drawn(8, 4), drawn(2, 3, 5), drawn(6, 4, 5)
+BY_RANK = torch.cat([torch.cat(rows.chunk(4, 1)).reshape(3, 4, 5) for rows in ROWS.chunk(2)])
+"""Two data ranks of three rows: each gathered its own rows along dim 1 as if they lay along dim 0."""
 ORDER, FLAT = "the 4 shards of tp are in another order: another rank's shard", "it holds the right numbers as if flat"
 
 
+SHIFTED = "along dim 0 it is shifted by 1 of 4 shards: a neighbour's shard (tp)"
+PERMUTED = "along dim 0 it holds the right rows in another order"
+STANDS_IN = "along dim 0 it holds the wrong parts of 2 (dp): 0 in place of 1"
+OVER_TP = "its 4 shards along dim 1: a collective over tp along dim 1 that works along dim 0"
+
+
 @pytest.mark.parametrize(
-    ("known", "value", "words"),
+    ("known", "value", "truth", "axes", "words"),
     [
-        ("zero", TRUTH * 0, "it is zero throughout"),
-        ("nan", TRUTH / 0, "100% of it is NaN or infinite"),
-        ("shifted_shard", TRUTH.roll(2, 0), "along dim 0 it is shifted by 1 of 4 shards: a neighbour's shard (tp)"),
-        ("other_shard", TRUTH[[2, 3, 0, 1, 4, 5, 6, 7]], f"along dim 0 {ORDER}"),
-        ("other_shard", TRUTH[:, [1, 0, 3, 2]], f"along dim 1 {ORDER}"),
-        ("rows_permuted", TRUTH[[1, 0, 2, 3, 4, 5, 7, 6]], "along dim 0 it holds the right rows in another order"),
-        ("flat_dim", TRUTH.reshape(4, 8, 1).movedim(0, 1).flatten(1), f"{FLAT} memory were"),
-        ("flat_dim", torch.cat(TRUTH.chunk(4, 1)).reshape(8, 4), f"{FLAT} memory were"),
+        ("zero", TRUTH * 0, TRUTH, "tp", "it is zero throughout"),
+        ("nan", TRUTH / 0, TRUTH, "tp", "100% of it is NaN or infinite"),
+        ("shifted_shard", TRUTH.roll(2, 0), TRUTH, "tp", SHIFTED),
+        ("other_shard", TRUTH[[2, 3, 0, 1, 4, 5, 6, 7]], TRUTH, "tp", f"along dim 0 {ORDER}"),
+        ("other_shard", TRUTH[:, [1, 0, 3, 2]], TRUTH, "tp", f"along dim 1 {ORDER}"),
+        ("other_shard", torch.cat([TRUTH[:4]] * 2), TRUTH, "dp", STANDS_IN),
+        ("rows_permuted", TRUTH[[1, 0, 2, 3, 4, 5, 7, 6]], TRUTH, "tp", PERMUTED),
+        ("flat_dim", TRUTH.reshape(4, 8, 1).movedim(0, 1).flatten(1), TRUTH, "tp", f"{FLAT} memory were"),
+        ("flat_dim", torch.cat(TRUTH.chunk(4, 1)).reshape(8, 4), TRUTH, "tp", f"{FLAT} memory were"),
+        ("flat_dim", BY_RANK, ROWS, "tp dp", f"{FLAT} memory were {OVER_TP}"),
+        ("transposed", CUBE.transpose(0, 1).reshape(2, 3, 5), CUBE, "dp", "dims 0 and 1 are exchanged in memory"),
     ],
 )
-def test_each_pattern_is_recognised_first(known: str, value: Tensor, words: str) -> None:
-    first = from_patterns(value, TRUTH, {"tp": 4, "dp": 3}, {})[0]
+def test_each_pattern_is_recognised_first(known: str, value: Tensor, truth: Tensor, axes: str, words: str) -> None:
+    first = from_patterns(value, truth, {axis: {"tp": 4, "dp": 2}[axis] for axis in axes.split()}, {})[0]
     assert first.id == known and first.words.startswith(words)
 
 
 def test_only_known_causes_are_told() -> None:
     with pytest.raises(ValueError, match="cause id=gremlins: is not a known cause; legal: nan "):
         reported("gremlins", "", "a call")
-
-
-def test_parts_that_stand_in_for_others_are_told() -> None:
-    (told,) = from_patterns(torch.cat([TRUTH[:4], TRUTH[:4]]), TRUTH, {"dp": 2}, {})
-    assert told.id == "other_shard"
-    assert told.words == "along dim 0 it holds the wrong parts of 2 (dp): 0 in place of 1"
-
-
-def test_exchanged_dims_are_told() -> None:
-    right = drawn(2, 3, 5)
-    (told,) = from_patterns(right.transpose(0, 1).reshape(2, 3, 5), right, {"tp": 2}, {})
-    assert told.id == "transposed" and told.words.startswith("dims 0 and 1 are exchanged in memory")
-
-
-def test_a_missing_bias_is_not_taken_for_one_too_many() -> None:
-    name, bias = "act/layers.0.mlp.w2", drawn(6)
-    for extra, known in ((-bias, "bias_missing"), (bias, "bias_per_rank")):
-        seen = planted({name: truth()[name] + extra}, shares={"start/layers.0.mlp.w2.bias": bias})
-        assert ids_of(seen) == [known]
 
 
 def test_terms_that_were_never_summed_are_told_beside_what_was_added_to_each() -> None:
@@ -95,22 +87,6 @@ def test_another_replica_tells_what_the_first_one_cannot() -> None:
     assert ids_of(evidence(*ranks, truth=true)) == ["not_summed"]
 
 
-def test_stale_values_and_scalars() -> None:
-    now, before = torch.tensor(3.25), torch.tensor(5.5)
-    (stale,) = from_patterns(before, now, {"tp": 2}, {"loss/0": before})
-    assert stale.id == "stale" and stale.words.startswith("it equals loss/0 of the dense model: stale")
-    assert from_patterns(torch.tensor(3.3), now, {"tp": 2}, {"loss/0": before}) == []
-
-
-def test_flat_memory_is_told_by_data_rank_too() -> None:
-    """Two data ranks of three rows: each gathered its own rows along dim 1 as if they lay along dim 0."""
-    right = drawn(6, 4, 5)
-    wrong = torch.cat([torch.cat(rows.chunk(4, 1)).reshape(3, 4, 5) for rows in right.chunk(2)])
-    (flat,) = from_patterns(wrong, right, {"tp": 4, "dp": 2}, {})
-    words = f"{FLAT} memory were its 4 shards along dim 1: a collective over tp along dim 1 that works along dim 0"
-    assert (flat.id, flat.words) == ("flat_dim", words)
-
-
 def test_a_loss_that_ranks_take_of_their_own_parts_of_right_logits() -> None:
     first, second = (outcome_of(rank, truth()) for rank in range(2))
     second["loss/0"] = truth()["loss/0"] + 0.1
@@ -127,7 +103,11 @@ def test_a_loss_that_ranks_take_of_their_own_parts_of_right_logits() -> None:
     assert "loss_by_parts" not in ids_of(evidence(first, second))
 
 
-def test_a_right_tensor_has_no_cause() -> None:
+def test_a_stale_value_is_told_and_a_right_tensor_has_no_cause() -> None:
+    now, before = torch.tensor(3.25), torch.tensor(5.5)
+    (stale,) = from_patterns(before, now, {"tp": 2}, {"loss/0": before})
+    assert stale.id == "stale" and stale.words.startswith("it equals loss/0 of the dense model: stale")
+    assert from_patterns(torch.tensor(3.3), now, {"tp": 2}, {"loss/0": before}) == []
     assert from_patterns(TRUTH, TRUTH, {"tp": 4}, {}) == []
     assert from_patterns(torch.zeros(0), torch.zeros(0), {"tp": 4}, {}) == []
     assert from_patterns(TRUTH, TRUTH[:4], {"tp": 4}, {}) == []

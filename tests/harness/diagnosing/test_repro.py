@@ -21,11 +21,10 @@ from bugs.planting import planted, replaced
 from harness.engines.engine import Engine
 from harness.reproducing import repro_script
 from harness.reproducing.repro import emit, shown_name, shrunk
-from harness.running.engines import engine_named
 from harness.subject import case_of, named
 from reference.case import Case
 from tests.forked import started
-from tests.harness.command_line import CommandLine
+from tests.harness.command_line import ONE, CommandLine
 
 LARGE = "mode=tp tp=2 dp=3 layers=2 heads=4 kv_heads=2 hidden=16 ffn=24 seq=16 batch=2 micro=2 steps=2 vocab=264"
 SMALL = "mode=tp tp=2 layers=1 heads=4 kv_heads=2 hidden=16 ffn=24 seq=8 batch=1 micro=1 steps=1 vocab=264"
@@ -47,17 +46,12 @@ def subject(case, device):
 """A subject of another house: it needs a process group, and doubles a gradient."""
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with engine_named("inproc") as engine:
-        yield engine
-
-
-@pytest.fixture
-def shardproof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
-    monkeypatch.chdir(tmp_path)
-    return CommandLine(capsys)
+def script_of(folder: Path, case: str, subject: str, engine: Engine) -> Path:
+    """The script that repeats a failure, in this folder."""
+    text = emit(Case.parse(case), subject, engine)
+    assert text is not None
+    (folder / "repro.py").write_text(text)
+    return folder / "repro.py"
 
 
 def main_of(script: str) -> None:
@@ -77,11 +71,8 @@ def test_a_script_repeats_the_failure_and_is_quiet_once_it_is_mended(
 ) -> None:
     (tmp_path / "third.py").write_text(THIRD)
     monkeypatch.syspath_prepend(str(tmp_path))
-    text = emit(Case.parse(f"{SMALL} micro=2"), "third:subject", engine)
-    assert text is not None
-    script = tmp_path / "repro.py"
-    script.write_text(text)
-    command = [sys.executable, script.name]
+    script = script_of(tmp_path, f"{SMALL} micro=2", "third:subject", engine)
+    text, command = script.read_text(), [sys.executable, script.name]
     wrong = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
     assert wrong.returncode == 1, wrong.stderr
     assert "grad/final_norm.weight: peak error" in wrong.stdout and ", allowed 1e-09\nreproduced" in wrong.stdout
@@ -102,39 +93,35 @@ def _imported(text: str) -> set[str]:
     return names
 
 
-def test_a_failing_case_is_made_as_small_as_still_fails(engine: Engine) -> None:
-    bug = planted(replaced("parallel.layers.linear", "grad_x = reduced.wait()", "grad_x = reduced.wait() / 2"))
-    failure = shrunk(Case.parse(LARGE), bug, engine)
-    assert failure is not None
-    case = failure.result.case
-    assert isinstance(case, Case)
-    assert (case.world_size, case.steps, case.micro, case.layers, case.batch, case.seq) == (2, 1, 1, 1, 1, 8)
-    assert failure.name.startswith("grad/")
+HALVED = "parallel.layers.linear", "grad_x = reduced.wait()", "grad_x = reduced.wait() / 2"
+UNSUMMED = "parallel.training.step", "    for axis in rank.strategy.data_axes:\n", "    for axis in ():\n"
 
 
-def test_what_needs_more_ranks_keeps_them(engine: Engine) -> None:
+@pytest.mark.parametrize(
+    ("text", "bug", "smallest"), [(LARGE, HALVED, (2, 1, 1, 1, 1, 8)), (f"{SMALL} dp=3", UNSUMMED, (6, 1, 1, 1, 1, 8))]
+)
+def test_a_failing_case_is_made_as_small_as_still_fails(
+    text: str, bug: tuple[str, str, str], smallest: tuple[int, ...], engine: Engine
+) -> None:
     """Data ranks that are not summed need data ranks."""
-    bug = planted(
-        replaced("parallel.training.step", "    for axis in rank.strategy.data_axes:\n", "    for axis in ():\n")
-    )
-    failure = shrunk(Case.parse(f"{SMALL} dp=3"), bug, engine)
-    assert failure is not None
-    assert failure.result.case.world_size == 6
+    failure = shrunk(Case.parse(text), planted(replaced(*bug)), engine)
+    assert failure is not None and failure.name.startswith("grad/")
+    case: Any = failure.result.case
+    assert (case.world_size, case.steps, case.micro, case.layers, case.batch, case.seq) == smallest
 
 
 def test_a_right_subject_gives_no_script(engine: Engine) -> None:
-    assert emit(Case.parse(SMALL), "parallel.subject:subject", engine) is None
+    """Nor where control runs alone show that it is right."""
+    assert emit(Case.parse(f"{SMALL} dtype=bfloat16 optimizer=adamw"), "parallel.subject:subject", engine) is None
 
 
 def raising(case: Case, device: torch.device) -> dict[str, Tensor]:
     raise ZeroDivisionError("no")
 
 
-def test_a_subject_that_raises_is_repeated_too(engine: Engine) -> None:
-    text = emit(Case.parse(SMALL), f"{__name__}:raising", engine)
-    assert text is not None and text.startswith(
-        '"""the subject does not finish when tests.harness.diagnosing.test_repro:raising'
-    )
+def test_a_subject_that_raises_is_repeated_too(tmp_path: Path, engine: Engine) -> None:
+    text = script_of(tmp_path, SMALL, f"{__name__}:raising", engine).read_text()
+    assert text.startswith('"""the subject does not finish when tests.harness.diagnosing.test_repro:raising')
 
 
 LEAVING = """
@@ -153,30 +140,27 @@ def subject(case, device):
 """Rank 0 waits for a rank that has left."""
 
 
-@pytest.mark.parametrize("leave", ["sys.exit(3)", "os._exit(3)"])
 def test_a_script_does_not_wait_for_a_rank_that_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: Engine, leave: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: Engine
 ) -> None:
     (tmp_path / "leaving.py").write_text(LEAVING)
     monkeypatch.syspath_prepend(str(tmp_path))
-    text = emit(Case.parse(SMALL), "leaving:subject", engine)
-    assert text is not None
-    script = tmp_path / "repro.py"
-    script.write_text(text)
-    (tmp_path / "leaving.py").write_text(LEAVING.replace("sys.exit(3)", leave))
-    start_s = time.monotonic()
-    assert quickly(script)[0] == 1
-    assert time.monotonic() - start_s < 40, "the limit of the script is 120 s, that of its group 60 s"
+    script = script_of(tmp_path, SMALL, "leaving:subject", engine)
+    for leave in ("sys.exit(3)", "os._exit(3)"):
+        (tmp_path / "leaving.py").write_text(LEAVING.replace("sys.exit(3)", leave))
+        start_s = time.monotonic()
+        assert quickly(script)[0] == 1
+        assert time.monotonic() - start_s < 40, "the limit of the script is 120 s, that of its group 60 s"
 
 
-def test_the_command_writes_the_script_of_our_own_subject(shardproof: CommandLine) -> None:
+def test_the_command_writes_the_script_of_our_own_subject(shardproof_here: CommandLine) -> None:
     words = "mode=mtp tp=2 family=internlm2 vocab=264 layers=1 seq=8 head=gather"
-    status, out, err = shardproof("run", words, "--variant", "gathered-logits-loss", "--emit-repro", "repro.py")
+    status, out, err = shardproof_here("run", words, "--variant", "gathered-logits-loss", "--emit-repro", "repro.py")
     assert status == 1, err
     assert "repro.py repeats loss/0: run it with python repro.py" in " ".join(out.split()) and Path(
         "repro.py"
     ).read_text().startswith('"""loss/0 is wrong when')
-    status, out, _ = shardproof("run", words, "--emit-repro", "none.py")
+    status, out, _ = shardproof_here("run", ONE, "--emit-repro", "none.py")
     assert status == 0
     assert "none.py was not written: no case failed" in " ".join(out.split()) and not Path("none.py").exists()
 
@@ -194,24 +178,23 @@ def test_a_case_of_own_words_is_carried_whole(engine: Engine) -> None:
     assert carried.samples(*last) == shrunk.samples(*last)
 
 
-class Patched:
+inside: list[None] = []
+
+
+def patched(case: Any, device: torch.device) -> dict[str, float]:
     """Right inside its session alone."""
-
-    def __init__(self) -> None:
-        self.inside = False
-
-    @contextmanager
-    def session(self) -> Iterator[None]:
-        """A patch that a library needs."""
-        self.inside = True
-        yield
-        self.inside = False
-
-    def __call__(self, case: Any, device: torch.device) -> dict[str, float]:
-        return {"loss/0": float(self.inside)}
+    return {"loss/0": float(len(inside))}
 
 
-patched = Patched()
+@contextmanager
+def _session() -> Iterator[None]:
+    """A patch that a library needs."""
+    inside.append(None)
+    yield
+    inside.clear()
+
+
+patched.session = _session  # type: ignore[attr-defined]
 
 
 def test_a_script_runs_the_subject_in_its_session(tmp_path: Path) -> None:

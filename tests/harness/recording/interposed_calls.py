@@ -1,29 +1,23 @@
 """Every way to communicate that torch offers, as scenarios that two gloo ranks run under the interposer.
 
-A scenario is a function of the rank. Tensors are float32 of four elements unless said. Run as a program of its own,
-since its imports are many and are done once for all ranks:  python -m tests.harness.recording.interposed_calls FOLDER
+A scenario is a function of the rank. Tensors are float32 of four elements unless said.
 """
 
 import datetime
 import multiprocessing
 import pickle
-import sys
 import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager, _get_default_group
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.engines.interposer import Interposer
@@ -38,13 +32,13 @@ def x4() -> Tensor:
 
 
 def reductions(rank: int) -> None:
-    """all_reduce: plain, asynchronous, of another op, of bfloat16, in a group of one, of a view of a bucket."""
+    """all_reduce: plain, asynchronous, of another op, of bfloat16, a number in a group of one, a view of a bucket."""
     dist.all_reduce(x4())
     work = dist.all_reduce(x4(), op=dist.ReduceOp.MAX, async_op=True)
     work.wait()
     dist.all_reduce(x4().bfloat16(), op=dist.ReduceOp.PRODUCT)
     alone = [dist.new_group([other], group_desc=f"alone{other}") for other in range(RANKS)]
-    dist.all_reduce(x4(), group=alone[rank])
+    dist.all_reduce(torch.tensor(1.0), group=alone[rank])
     dist.all_reduce(torch.ones(1000)[2:12])
 
 
@@ -58,9 +52,9 @@ def rooted(rank: int) -> None:
 
 
 def gathers(rank: int) -> None:
-    """all_gather and reduce_scatter, as lists and as single tensors."""
+    """all_gather and reduce_scatter, as lists and as single tensors, once of views of a bucket."""
     dist.all_gather([x4() for _ in range(RANKS)], x4())
-    dist.all_gather_into_tensor(torch.empty(8), x4())
+    dist.all_gather_into_tensor(torch.empty(1000)[:8], torch.ones(1000)[100:104])
     dist.reduce_scatter(x4(), [x4() for _ in range(RANKS)])
     dist.reduce_scatter_tensor(x4(), torch.ones(8))
 
@@ -163,32 +157,6 @@ def fsdp(rank: int) -> None:
     optimizer.step()
 
 
-def dtensor(rank: int) -> None:
-    """DTensor redistribution, and the norm of a sharded tensor."""
-    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
-    sharded = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)], run_check=False)
-    sharded.redistribute(mesh, [Replicate()]).to_local().sum()
-    cast(DTensor, sharded.sum()).full_tensor()
-
-
-def zero(rank: int) -> None:
-    """An optimizer that communicates in its step."""
-    model = nn.Linear(4, 4)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-
-
-def pipelining(rank: int) -> None:
-    """GPipe of two stages and two micro-batches: shapes first, then activations and gradients."""
-    stage = PipelineStage(nn.Linear(4, 4), rank, RANKS, torch.device("cpu"))
-    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=lambda output, target: (output - target).sum())
-    if rank == 0:
-        schedule.step(torch.ones(2, 4))
-    else:
-        schedule.step(target=torch.ones(2, 4))
-
-
 def compiled(rank: int) -> None:
     """A compiled function that communicates."""
     compiled_sum = torch.compile(
@@ -201,10 +169,10 @@ def compiled(rank: int) -> None:
 SCENARIOS: dict[str, Callable[[int], Any]] = {
     scenario.__name__: scenario
     for scenario in (
-        reductions, rooted, gathers, exchanges, messages, barriers, coalesced, objects, functionals, elsewhere,
-        ddp, fsdp, dtensor, zero, pipelining, compiled,
+        *(reductions, rooted, gathers, exchanges, messages, barriers, coalesced, objects, functionals, elsewhere),
+        *(ddp, fsdp, compiled),
     )
-}  # fmt: skip
+}
 
 
 def run(folder: Path) -> None:
@@ -241,7 +209,3 @@ def _rank(rank: int, folder: Path) -> None:
     (folder / f"rank{rank}").write_bytes(pickle.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    run(Path(sys.argv[1]))

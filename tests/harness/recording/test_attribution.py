@@ -12,6 +12,7 @@ from tests.harness.programs.scripts.megatron_1f1b import MICRO, STEPS, train
 from tests.harness.recording.toy_calls import (
     Linear,
     Model,
+    Part,
     Speak,
     Voice,
     backward,
@@ -24,31 +25,24 @@ from tests.harness.recording.toy_calls import (
 )
 
 
-class Loss(nn.Module):
+def loss_of(voice: Voice) -> Part:
     """A loss without parameters that communicates in an autograd Function, as vocabulary-parallel losses do."""
-
-    def __init__(self, voice: Voice) -> None:
-        super().__init__()
-        self.voice = voice
-
-    def forward(self, x_BD: Tensor) -> Tensor:
-        """[B, D] to a scalar."""
-        spoken: Tensor = Speak.apply(x_BD, self.voice)
-        return spoken.sum()
+    return Part(lambda _, x_BD: Speak.apply(x_BD, voice).sum())
 
 
-class Metric(nn.Module):
+def metric_of(voice: Voice) -> Part:
     """Counts without gradients, as torchmetrics does: once directly, once in an autograd Function."""
 
-    def __init__(self, voice: Voice) -> None:
-        super().__init__()
-        self.voice = voice
-
-    def forward(self, x_BD: Tensor) -> None:
-        """Two calls."""
+    def counted(_: object, x_BD: Tensor) -> None:
         with torch.no_grad():
-            self.voice.say()
-            Speak.apply(x_BD, self.voice)
+            voice.say()
+            Speak.apply(x_BD, voice)
+
+    return Part(counted)
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def test_training_steps_of_several_micro_batches_are_told_apart() -> None:
@@ -58,7 +52,7 @@ def test_training_steps_of_several_micro_batches_are_told_apart() -> None:
                 voice.say()
                 return super().step(closure)
 
-        model, loss, metric = Model(voice), Loss(voice), Metric(voice)
+        model, loss, metric = Model(voice), loss_of(voice), metric_of(voice)
         optimizer = Talkative(model.parameters(), lr=0.1)
         voice.say("broadcast")
         for _step in range(2):
@@ -85,52 +79,37 @@ def test_training_steps_of_several_micro_batches_are_told_apart() -> None:
 
 def test_an_evaluation_without_gradients_has_a_loss_and_no_metric() -> None:
     def program(voice: Voice) -> None:
-        model, loss, direct = Model(voice), Loss(voice), Metric(voice)
         with torch.no_grad():
-            y_BD = model(input_BD())
-            loss(y_BD)
-            direct(y_BD)
+            y_BD = Model(voice)(input_BD())
+            loss_of(voice)(y_BD)
+            metric_of(voice)(y_BD)
 
     assert told(record(program)) == [*forward(), *[(0, 0, "loss", "")] * 3]
+    assert told(record(lambda voice: voice.say("barrier"))) == [(0, 0, "data", "")], "without any forward"
 
 
-def test_gradients_that_no_optimizer_follows_are_synchronised_at_the_end() -> None:
-    def program(voice: Voice) -> None:
-        Model(voice)(input_BD()).sum().backward()
-        voice.say()
-
-    assert told(record(program))[-1] == (0, 0, "grad_sync", "")
-
-
-def test_a_backward_without_any_call_is_seen_too() -> None:
+def test_a_backward_without_any_call_is_seen_too_and_one_that_no_optimizer_follows() -> None:
     def program(voice: Voice) -> None:
         model = nn.Linear(4, 4)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _step in range(2):
+        optimizer = sgd(model)
+        for step in range(3):
             voice.say()
             value = model(torch.ones(2, 4)).sum()
             voice.say()
             value.backward()
             voice.say()
-            optimizer.step()
+            if step < 2:
+                optimizer.step()
 
     assert [site[:3] for site in told(record(program))] == [
-        (step, 0, kind) for step in range(2) for kind in ("data", "loss", "grad_sync")
+        (step, 0, kind) for step in range(3) for kind in ("data", "loss", "grad_sync")
     ]
-
-
-def test_without_any_forward_every_call_is_data() -> None:
-    def program(voice: Voice) -> None:
-        voice.say()
-        voice.say("barrier")
-
-    assert told(record(program)) == [(0, 0, "data", "")] * 2
 
 
 def test_two_optimizers_make_one_step() -> None:
     def program(voice: Voice) -> None:
         model = Model(voice)
-        optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model.layers]
+        optimizers = [sgd(layer) for layer in model.layers]
         for _step in range(2):
             model(input_BD()).sum().backward()
             for optimizer in optimizers:
@@ -146,7 +125,6 @@ def test_two_optimizers_make_one_step() -> None:
 def test_a_closure_runs_forward_and_backward_inside_the_step() -> None:
     def program(voice: Voice) -> None:
         model = Model(voice)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
         def closure() -> Any:
             value = model(input_BD()).sum()
@@ -154,34 +132,15 @@ def test_a_closure_runs_forward_and_backward_inside_the_step() -> None:
             voice.say()
             return value
 
-        optimizer.step(closure)
+        sgd(model).step(closure)
 
     assert told(record(program)) == [*forward(), *backward(), (0, 0, "step", "")]
-
-
-def test_a_step_that_calls_its_bases_step_ends_when_itself_ends() -> None:
-    def program(voice: Voice) -> None:
-        class Gathering(torch.optim.SGD):
-            def step(self, closure: Any = None) -> Any:
-                super().step(closure)
-                voice.say("all_gather")
-
-        model = Model(voice)
-        torch.optim.SGD(model.parameters(), lr=0.1)  # from now on torch tells of SGD's own steps too
-        optimizer = Gathering(model.parameters(), lr=0.1)
-        for _step in range(2):
-            model(input_BD()).sum().backward()
-            optimizer.step()
-            voice.say()
-
-    expected = [*forward(), *backward(), (0, 0, "step", ""), (1, 0, "data", "")]
-    assert told(record(program)) == [*expected, *forward(1), *backward(1), (1, 0, "step", ""), (1, 0, "metric", "")]
 
 
 def test_an_optimizer_that_raised_is_not_in_its_step_forever() -> None:
     def program(voice: Voice) -> None:
         model = Model(voice)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = sgd(model)
 
         def raising() -> float:
             raise KeyError("closure")
@@ -197,13 +156,28 @@ def test_an_optimizer_that_raised_is_not_in_its_step_forever() -> None:
     assert sites[-1][2] == "metric"
 
 
-def test_a_raising_forward_leaves_nothing_behind() -> None:
-    class Raising(nn.Module):
-        def forward(self, x_BD: Tensor) -> Tensor:
-            raise KeyError(x_BD)
-
+def test_a_step_that_calls_its_bases_step_ends_when_itself_ends() -> None:
     def program(voice: Voice) -> None:
-        model = nn.Sequential(Linear(voice), Raising())
+        class Gathering(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:
+                super().step(closure)
+                voice.say("all_gather")
+
+        model = Model(voice)
+        sgd(model)  # from now on torch tells of SGD's own steps too
+        optimizer = Gathering(model.parameters(), lr=0.1)
+        for _step in range(2):
+            model(input_BD()).sum().backward()
+            optimizer.step()
+            voice.say()
+
+    expected = [*forward(), *backward(), (0, 0, "step", ""), (1, 0, "data", "")]
+    assert told(record(program)) == [*expected, *forward(1), *backward(1), (1, 0, "step", ""), (1, 0, "metric", "")]
+
+
+def test_a_raising_forward_leaves_nothing_behind() -> None:
+    def program(voice: Voice) -> None:
+        model = nn.Sequential(Linear(voice), Part(lambda _, x_BD: dict[Tensor, Tensor]()[x_BD]))
         for _ in range(2):
             with pytest.raises(KeyError):
                 model(input_BD())

@@ -5,6 +5,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,11 +40,8 @@ def test_the_calling_line_is_told_and_frames_of_torch_and_of_the_library_are_pas
     assert others == [f"{line_of(program, at)} in program" for at in (1, 2)]
 
 
-def test_frames_of_the_harness_are_passed_over(engine: InprocEngine) -> None:
+def test_frames_of_the_harness_are_passed_over_and_nobody_is_found_where_nobody_is(engine: InprocEngine) -> None:
     assert engine.run(whose_call, world_size=1) == [""]
-
-
-def test_nobody_is_found_where_nobody_is() -> None:
     assert caller_of(None) == "" and caller_at(None) is None and raised_at(None) == ""
 
 
@@ -150,10 +148,6 @@ def test_what_megatron_maps_is_issued_by_its_layers(monkeypatch: pytest.MonkeyPa
     mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
     seen: list[str] = []
 
-    class Group:
-        def size(self) -> int:
-            return 2
-
     def spy(*_: object, **__: object) -> None:
         seen.append(str(issued_at(sys._getframe(1))))
 
@@ -161,5 +155,5 @@ def test_what_megatron_maps_is_issued_by_its_layers(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(callers, "is_user", lambda name: name in (mappings.__file__, LAYERS))
     names: dict[str, Any] = {"reduce": mappings._ReduceFromModelParallelRegion.apply}
     exec(compile("def layer(x, group):\n    return reduce(x, group)", LAYERS, "exec"), names)
-    names["layer"](torch.ones(2, requires_grad=True), Group())
+    names["layer"](torch.ones(2, requires_grad=True), SimpleNamespace(size=lambda: 2))
     assert seen == [f"{LAYERS}:2 in layer"]

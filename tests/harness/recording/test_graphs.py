@@ -1,14 +1,16 @@
 """CUDA graphs, simulated on the CPU: a capture sends nothing, and every replay is a call of the ledger."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.ledger import Event
 from tests.harness.recording.simulated_graph import SimulatedGraph, graphs_simulated
-from tests.harness.recording.toy_calls import Model, Voice, backward, forward, input_BD, record, told
+from tests.harness.recording.toy_calls import Model, Part, Voice, backward, forward, input_BD, record, recorded, told
 
 
 @pytest.fixture(autouse=True)
@@ -49,28 +51,32 @@ def test_the_ledger_of_a_replayed_step_is_that_of_the_step() -> None:
     assert [{event.graph for event in one} for one in by_step] == [{""}, {""}, {"graph0"}, {"graph0"}, {"graph0"}]
     indices = [event.call_index for event in events]
     assert indices == sorted(set(indices))
+    assert len(record(lambda voice: trained(voice, eager=1, replays=0))) == 9, "a capture alone sends nothing"
 
 
-def test_a_capture_that_is_never_replayed_sends_nothing() -> None:
-    assert len(record(lambda voice: trained(voice, eager=1, replays=0))) == 9
+def test_calls_of_an_engine_are_replayed_too() -> None:
+    def program(_rank: int) -> None:
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
 
+        def step() -> None:
+            optimizer.zero_grad()
+            weight.square().sum().backward()
+            dist.all_reduce(weight.grad)
+            optimizer.step()
 
-class Graphed(nn.Module):
-    """A model whose first layer is replayed: forward and backward are graphs, as make_graphed_callables has them."""
+        graph = SimulatedGraph(step)
+        graph.capture()
+        for _ in range(3):
+            graph.replay()
 
-    def __init__(self, model: Model, ahead: SimulatedGraph, back: SimulatedGraph) -> None:
-        super().__init__()
-        self.model, self.ahead, self.back = model, ahead, back
-
-    def forward(self, x_BD: Tensor) -> Tensor:
-        """[B, D] to [B, D]."""
-        self.ahead.replay()
-        y_BD = x_BD * 1
-        y_BD.register_hook(lambda _gradient: self.back.replay())
-        return self.model.layers[1](y_BD)  # type: ignore[no-any-return]
+    events = [(e.rank, e.step, e.op, e.axis, e.payload_bytes, bool(e.graph)) for e in recorded(program)]
+    assert events == [(rank, step, "all_reduce", "dp", 12, True) for rank in range(2) for step in range(3)]
 
 
 def test_graphs_inside_of_a_model_belong_to_the_step_and_micro_batch_of_the_replay() -> None:
+    """Forward and backward of its first layer are graphs, as make_graphed_callables has them."""
+
     def program(voice: Voice) -> None:
         model, y = Model(voice), input_BD()
         held: list[Tensor] = []
@@ -78,7 +84,14 @@ def test_graphs_inside_of_a_model_belong_to_the_step_and_micro_batch_of_the_repl
         back = SimulatedGraph(lambda: held.pop().backward(torch.ones(2, 4)))
         ahead.capture()
         back.capture()
-        graphed, optimizer = Graphed(model, ahead, back), torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def replayed(it: Any, x_BD: Tensor) -> Any:
+            ahead.replay()
+            y_BD = x_BD * 1
+            y_BD.register_hook(lambda _gradient: back.replay())
+            return it.model.layers[1](y_BD)
+
+        graphed, optimizer = Part(replayed, model=model), torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
             for _ in range(2):
                 graphed(input_BD()).sum().backward()

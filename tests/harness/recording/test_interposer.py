@@ -1,9 +1,6 @@
 """Interposer and in-process engine: every way to communicate is seen once, as what it is, and nothing else changes."""
 
-import importlib
 import pickle
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,8 +12,9 @@ from harness.engines.interposer import Interposer
 from harness.errors import MachineError
 from harness.ledger import Event
 from harness.torch_internals.backends import fake_group
-from tests import ROOT
+from tests.forked import started
 from tests.harness.engines.programs import Log
+from tests.harness.recording import interposed_calls
 from tests.harness.recording.toy_calls import recorded
 
 Said = tuple[str, str, int, str, str, int, bool]
@@ -45,7 +43,7 @@ EXPECTED: dict[str, list[Said]] = {
         call("all_reduce", "sum"),
         call("all_reduce", "max", later=True),
         call("all_reduce", "product", payload=8, dtype="bfloat16"),
-        call("all_reduce", "sum", size=1),
+        call("all_reduce", "sum", "", 4, size=1),
         call("all_reduce", "sum", "10", 40),
     ],
     "rooted": [call("broadcast"), call("reduce", "min"), call("gather"), call("scatter")],
@@ -80,8 +78,6 @@ EXPECTED: dict[str, list[Said]] = {
         call("all_reduce", "sum", later=True),
     ],
     "elsewhere": [call("all_reduce", "sum"), call("all_reduce", "sum"), call("all_reduce", "sum", later=True)],
-    "dtensor": [call("all_gather", "", "4x4", 64, later=True), call("all_reduce", "sum", "", 4, later=True)],
-    "zero": [call("broadcast", "", "4x4", 64, later=True), call("broadcast", later=True)],
     "compiled": [call("all_reduce", "sum", later=True)] * 2,
 }
 """Calls that both ranks must be seen to issue, where they issue the same; worked out from the scenarios by hand."""
@@ -91,9 +87,8 @@ EXPECTED: dict[str, list[Said]] = {
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Events that each of two gloo ranks saw."""
     folder = tmp_path_factory.mktemp("interposed")
-    command = [sys.executable, "-m", "tests.harness.recording.interposed_calls", str(folder)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 0, ended.stderr
+    program = started(interposed_calls.run, folder, folder=folder)
+    assert program.ended(120) == 0, program.err
     return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(2)]
 
 
@@ -102,45 +97,33 @@ def threads() -> list[dict[str, list[Event]]]:
     """Events that two ranks of the in-process engine saw, with its own groups."""
     found: list[dict[str, list[Event]]] = [{}, {}]
     with warnings.catch_warnings(action="ignore"):
-        scenarios = importlib.import_module("tests.harness.recording.interposed_calls").SCENARIOS
         for name in (*EXPECTED, "messages"):
-            for event in recorded(scenarios[name], 2, {"tp": ((0, 1),)}):
+            for event in recorded(interposed_calls.SCENARIOS[name], 2, {"tp": ((0, 1),)}):
                 found[event.rank].setdefault(name, []).append(event)
     return found
 
 
-@pytest.mark.parametrize("scenario", EXPECTED)
 def test_every_call_is_seen_once_as_what_it_is(
-    ranks: list[dict[str, Any]], threads: list[dict[str, list[Event]]], scenario: str
-) -> None:
-    for results in (*ranks, *threads):
-        assert [said(event) for event in results[scenario]] == EXPECTED[scenario]
-
-
-def test_messages_are_told_apart_as_blocking_and_not(
     ranks: list[dict[str, Any]], threads: list[dict[str, list[Event]]]
 ) -> None:
+    for results in (*ranks, *threads):
+        assert {name: [said(event) for event in results[name]] for name in EXPECTED} == EXPECTED
     batch = [call("send", later=True), call("recv", later=True)]
     for results, op in zip((*ranks, *threads), ("send", "recv") * 2, strict=True):
         assert [said(e) for e in results["messages"]] == [call(op), call(op, later=True), call(op), *batch]
 
 
-def test_the_group_is_named_by_its_axis_or_its_ranks(ranks: list[dict[str, Any]]) -> None:
+def test_calls_have_axes_wire_bytes_lines_and_times_and_an_asynchronous_one_has_no_duration(
+    ranks: list[dict[str, Any]],
+) -> None:
     for rank, results in enumerate(ranks):
         assert [e.axis for e in results["reductions"]] == ["tp", "tp", "tp", f"alone{rank}", "tp"]
         assert [e.wire_bytes for e in results["reductions"]] == [16, 16, 8, 0, 40]
-        assert {e.axis for e in results["dtensor"]} == {"tp"}
-
-
-def test_callers_are_lines_of_user_code(ranks: list[dict[str, Any]]) -> None:
     source = Path(__file__).with_name("interposed_calls.py").read_text().splitlines()
     for event in ranks[0]["gathers"]:
         file, _, line = event.caller.rpartition(":")
         assert file.endswith("interposed_calls.py")
         assert event.op in source[int(line) - 1]
-
-
-def test_a_synchronous_collective_has_a_duration_and_an_asynchronous_one_has_none(ranks: list[dict[str, Any]]) -> None:
     for event in ranks[0]["reductions"] + ranks[0]["functionals"]:
         assert (event.duration_us > 0) is not event.is_async
     starts = [event.start_us for event in ranks[0]["reductions"]]
@@ -175,27 +158,12 @@ def test_fsdp_is_seen_where_its_layers_are(ranks: list[dict[str, Any]]) -> None:
         ]
 
 
-def test_an_optimizer_that_communicates_does_so_in_its_step(ranks: list[dict[str, Any]]) -> None:
-    assert {e.phase for e in ranks[0]["zero"]} == {"step"}
-
-
-def test_what_a_pipeline_sends_is_received(ranks: list[dict[str, Any]]) -> None:
-    for sender, receiver in (ranks, ranks[::-1]):
-        sent = [said(e)[2:6] for e in sender["pipelining"] if e.op == "send"]
-        assert sent == [said(e)[2:6] for e in receiver["pipelining"] if e.op == "recv"]
-    floats = [e for results in ranks for e in results["pipelining"] if e.dtype == "float32"]
-    assert [e.op for e in floats] == ["send", "send", "recv", "recv", "recv", "recv", "send", "send"]
-
-
-def test_recording_changes_no_bit_of_ddp(ranks: list[dict[str, Any]]) -> None:
+def test_recording_changes_no_bit_of_ddp_and_ends_with_the_interposer(ranks: list[dict[str, Any]]) -> None:
     for results in ranks:
         pairs = list(zip(results["bare"], results["ddp results"], strict=True))
         assert len(pairs) == 4
         assert all(torch.equal(bare, recorded) for bare, recorded in pairs)
-
-
-def test_when_it_is_left_nothing_is_seen_any_more(ranks: list[dict[str, Any]]) -> None:
-    assert [results["after"] for results in ranks] == [[], []]
+        assert results["after"] == []
 
 
 def test_two_interposers_at_once_are_refused_and_the_first_goes_on() -> None:
@@ -211,13 +179,14 @@ def test_two_interposers_at_once_are_refused_and_the_first_goes_on() -> None:
     assert len(observer.calls) == 2
 
 
-def test_a_torch_that_tells_no_operators_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.engines.interposer.operator_names", lambda _namespace: [])
-    with pytest.raises(MachineError, match="torch .*blind: no operators of c10d are known"):
-        Interposer(Log()).__enter__()
+def test_a_torch_without_operators_is_refused_and_one_that_is_read_wrongly_fails_a_probe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as blind:
+        blind.setattr("harness.engines.interposer.operator_names", lambda _namespace: [])
+        with pytest.raises(MachineError, match="torch .*blind: no operators of c10d are known"):
+            Interposer(Log()).__enter__()
 
-
-def test_an_interposer_that_reads_arguments_wrongly_fails_its_own_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     def storage(argument: Any) -> list[torch.Tensor]:
         return [tensor.new_empty(tensor.untyped_storage().nbytes() // 4) for tensor in argument]
 

@@ -18,7 +18,7 @@ STEPS, MICRO, LR = 3, 2, 0.1
 Update = Callable[[list[nn.Parameter]], object]
 
 
-def gradient(parameter: nn.Parameter) -> Tensor:
+def gradient(parameter: Tensor) -> Tensor:
     """The gradient, which must be there."""
     assert parameter.grad is not None
     return parameter.grad
@@ -52,30 +52,19 @@ def nothing(_parameters: list[nn.Parameter]) -> None:
     """No update at all."""
 
 
-class Tokens(nn.Module):
-    """Rows that are not looked up have no gradient, the first and the last among them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(5, 3)
-        self.head = nn.Linear(3, 2)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens [B] to [B, 2]."""
-        made: Tensor = self.head(self.embedding(tokens))
-        return made
-
-
 def places(events: list[Event], rank: int = 0) -> list[tuple[str, str, int]]:
     return [(e.op, e.phase, e.step) for e in events if e.rank == rank]
 
 
 def loop(update: Update) -> Callable[[int], object]:
-    """Data, forward, backward by micro-batch; then the gradients, the update, and the loss of the step."""
+    """Data, forward, backward by micro-batch; then the gradients, the update, and the loss of the step.
+
+    Rows that are not looked up have no gradient, the first and the last among them.
+    """
 
     def program(_rank: int) -> None:
         torch.manual_seed(3)
-        model = Tokens()
+        model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2))
         for _step in range(STEPS):
             total = torch.zeros(())
             for _micro in range(MICRO):

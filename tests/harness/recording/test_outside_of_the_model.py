@@ -1,5 +1,7 @@
 """Parts of a model that are called outside of its forward, and engines that communicate between micro-batches."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,7 +9,7 @@ from torch import Tensor, nn
 
 from tests.harness.recording.test_manual_updates import LR, MICRO, STEPS, gradient, in_data
 from tests.harness.recording.test_sharded_optimizers import padded
-from tests.harness.recording.toy_calls import recorded
+from tests.harness.recording.toy_calls import Part, recorded
 
 
 class Talking(nn.Linear):
@@ -20,24 +22,16 @@ class Talking(nn.Linear):
         return y
 
 
-class Headless(nn.Module):
+def headless() -> Any:
     """Gives hidden states; its loss calls the head for every chunk of them, as torchtitan's chunked loss does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(4, 3), Talking(3, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, 4] to [B, 3]."""
-        y: Tensor = self.body(x)
-        return y
+    return Part(lambda it, x: it.body(x), body=nn.Linear(4, 3), head=Talking(3, 5))
 
 
 @pytest.mark.parametrize("by_hand", [False, True], ids=["optimizer", "by-hand"])
 def test_a_head_that_is_called_for_every_chunk_is_no_micro_batch(by_hand: bool) -> None:
     def program(_rank: int) -> None:
         torch.manual_seed(1)
-        model = Headless()
+        model = headless()
         optimizer = torch.optim.SGD(model.parameters(), lr=LR)
         for _step in range(STEPS):
             for _micro in range(MICRO):
@@ -57,7 +51,7 @@ def test_a_part_that_is_trained_by_itself_makes_micro_batches_of_its_own() -> No
     """The whole model is called once, so that it is known; the steps call its head alone."""
 
     def program(_rank: int) -> None:
-        model = Headless()
+        model = headless()
         model(torch.ones(6, 4))
         optimizer = torch.optim.SGD(model.head.parameters(), lr=LR)
         model.head(torch.ones(2, 3)).sum().backward()

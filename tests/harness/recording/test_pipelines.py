@@ -1,6 +1,7 @@
 """Ledgers of pipelines: every message between stages has phase pipeline, its step and the micro-batch that it is of."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,66 +11,62 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from harness.ledger import Event
 from tests.harness.recording.test_manual_updates import gradient, in_data
-from tests.harness.recording.toy_calls import recorded, turns_of_two_stages
+from tests.harness.recording.toy_calls import Part, recorded, turns_of_two_stages
 
 STEPS, MICRO, WIDTH = 2, 5, 4
+CALLS = {"send": dist.isend, "recv": dist.irecv}
 Message = tuple[str, int, int]
 """Op, step, micro-batch."""
 
 
 class Stage:
-    """Stage of one forward, one backward, written after the paper (Narayanan et al. 2021), with batched messages.
-
-    `said` is what it did, in order.
-    """
+    """Stage of one forward, one backward, written after the paper (Narayanan et al. 2021). `said` is what it did."""
 
     def __init__(self, rank: int, stages: int, group: dist.ProcessGroup | None) -> None:
         self.rank, self.stages, self.group = rank, stages, group
         torch.manual_seed(rank)
         self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
         self.said: list[Message] = []
+        self.works: list[dist.Work] = []
         self.step = 0
 
-    def swap(self, *messages: tuple[str, int, Tensor, int]) -> None:
-        """Send and receive at once: op, stage, tensor, micro-batch."""
-        calls = {"send": dist.isend, "recv": dist.irecv}
-        there = [message for message in messages if 0 <= message[1] < self.stages]
-        batch = [dist.P2POp(calls[op], tensor, stage, self.group) for op, stage, tensor, _ in there]
-        self.said += [(op, self.step, micro) for op, _, _, micro in there]
-        for work in dist.batch_isend_irecv(batch) if batch else ():
+    def message(self, op: str, stage: int, tensor: Tensor, micro: int) -> None:
+        """Send to a stage or receive from it, where there is one."""
+        if 0 <= stage < self.stages:
+            self.said.append((op, self.step, micro))
+            self.works += dist.batch_isend_irecv([dist.P2POp(CALLS[op], tensor, stage, self.group)])
+            if op == "recv":
+                self.wait()
+
+    def wait(self) -> None:
+        """For all that is under way."""
+        for work in self.works:
             work.wait()
+        self.works.clear()
 
     def run(self, update: Callable[[list[nn.Parameter]], object]) -> None:
         """Run a step."""
-        before, after = self.rank - 1, self.rank + 1
         inputs = [torch.ones(2, WIDTH, requires_grad=True) for _ in range(MICRO)]
-        gradients = [torch.empty(2, WIDTH) for _ in range(MICRO)]
+        gradients = [torch.ones(2, WIDTH) for _ in range(MICRO)]
         outputs: list[Tensor] = []
         first = min(self.stages - self.rank - 1, MICRO)
 
-        def forward(micro: int) -> Tensor:
+        def forward(micro: int) -> None:
+            self.message("recv", self.rank - 1, inputs[micro].data, micro)
             outputs.append(self.model(inputs[micro]))
-            return outputs[micro].detach()
+            self.message("send", self.rank + 1, outputs[micro].detach(), micro)
 
-        def backward(micro: int) -> Tensor:
-            last = self.rank == self.stages - 1
-            outputs[micro].backward(torch.ones(2, WIDTH) if last else gradients[micro])
-            returned = inputs[micro].grad
-            assert returned is not None
-            return returned
+        def backward(micro: int) -> None:
+            self.message("recv", self.rank + 1, gradients[micro], micro)
+            outputs[micro].backward(gradients[micro])
+            self.message("send", self.rank - 1, gradient(inputs[micro]), micro)
 
-        for micro in range(first):
-            self.swap(("recv", before, inputs[micro].data, micro))
-            self.swap(("send", after, forward(micro), micro))
-        if first < MICRO:
-            self.swap(("recv", before, inputs[first].data, first))
-        for micro in range(first, MICRO):
-            self.swap(("send", after, forward(micro), micro), ("recv", after, gradients[micro - first], micro - first))
-            done = ("send", before, backward(micro - first), micro - first)
-            self.swap(done, *([("recv", before, inputs[micro + 1].data, micro + 1)] if micro + 1 < MICRO else []))
-        for micro in range(MICRO - first, MICRO):
-            self.swap(("recv", after, gradients[micro], micro))
-            self.swap(("send", before, backward(micro), micro))
+        for micro in range(MICRO + first):
+            if micro < MICRO:
+                forward(micro)
+            if micro >= first:
+                backward(micro - first)
+        self.wait()
         update(list(self.model.parameters()))
         self.model.zero_grad()
         self.step += 1
@@ -86,9 +83,15 @@ def messages(events: list[Event]) -> list[Message]:
     return [(event.op, event.step, event.microbatch) for event in events if event.phase == "pipeline"]
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("described", ["", "PIPELINE_MODEL_PARALLEL_GROUP"])
-def test_1f1b_by_hand(stages: int, described: str) -> None:
+@pytest.mark.parametrize(
+    ("stages", "described", "axes", "name"),
+    [
+        (2, "", {"tp": ((0, 1),)}, "world"),
+        (4, "PIPELINE_MODEL_PARALLEL_GROUP", {"tp": ((0, 1, 2, 3),)}, "pp"),
+        (2, "", {"pp": ((0, 1),), "tp": ((0,), (1,))}, "pp"),  # a case with stages
+    ],
+)
+def test_1f1b_by_hand(stages: int, described: str, axes: dict[str, Any], name: str) -> None:
     said: dict[int, list[Message]] = {}
 
     def program(rank: int) -> None:
@@ -98,18 +101,10 @@ def test_1f1b_by_hand(stages: int, described: str) -> None:
         for _step in range(STEPS):
             stage.run(in_data)
 
-    by_rank = ran(program, stages, tp=(tuple(range(stages)),))
+    by_rank = ran(program, stages, **axes)
     assert [messages(events) for events in by_rank] == [said[rank] for rank in range(stages)]
-    assert {event.axis for events in by_rank for event in events} == {"pp" if described else "world"}
+    assert {event.axis for events in by_rank for event in events} == {name}
     assert not [event.doubts for events in by_rank for event in events if event.doubts]
-
-
-def test_a_case_with_stages_names_messages_without_a_description_after_them() -> None:
-    def program(rank: int) -> None:
-        Stage(rank, 2, None).run(in_data)
-
-    by_rank = ran(program, 2, pp=((0, 1),), tp=((0,), (1,)))
-    assert {event.axis for events in by_rank for event in events} == {"pp"}
 
 
 def test_what_else_a_stage_sends_keeps_its_phase() -> None:
@@ -118,7 +113,16 @@ def test_what_else_a_stage_sends_keeps_its_phase() -> None:
     def program(rank: int) -> None:
         alone = dist.new_group([rank], use_local_synchronization=True, group_desc="cp")
         stage = Stage(rank, 2, None)
-        stage.model = nn.Sequential(Ring(alone, rank), stage.model)
+
+        def ring(_: object, x: Tensor) -> Tensor:
+            sent = dist.isend(x.detach(), rank, group=alone)
+            received = dist.irecv(torch.empty_like(x), rank, group=alone)
+            for work in (sent, received):
+                assert work is not None
+                work.wait()
+            return x
+
+        stage.model = nn.Sequential(Part(ring), stage.model)
 
         def update(parameters: list[nn.Parameter]) -> None:
             dist.all_reduce(gradient(parameters[0]))
@@ -132,23 +136,6 @@ def test_what_else_a_stage_sends_keeps_its_phase() -> None:
         steps = [(step, micro) for step in range(STEPS) for micro in range(MICRO)]
         assert inside == [(op, "forward", step, micro) for step, micro in steps for op in ("send", "recv")]
         assert [(e.phase, e.step) for e in events if e.op == "all_reduce"] == [("grad_sync", s) for s in range(STEPS)]
-
-
-class Ring(nn.Module):
-    """Sends its input to itself, as a ring of one rank does."""
-
-    def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
-        super().__init__()
-        self.group, self.rank = group, rank
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The input itself, [B, D]."""
-        sent = dist.isend(x.detach(), self.rank, group=self.group)
-        received = dist.irecv(torch.empty_like(x), self.rank, group=self.group)
-        for work in (sent, received):
-            assert work is not None
-            work.wait()
-        return x
 
 
 def test_data_between_a_send_and_the_next_forward_is_data() -> None:
@@ -173,30 +160,20 @@ def test_data_between_a_send_and_the_next_forward_is_data() -> None:
     assert [(e.phase, e.microbatch) for e in receiver if e.op == "recv"] == [("pipeline", 0), ("pipeline", 1)]
 
 
-class Counting(nn.Linear):
-    """A linear map that counts its forwards."""
-
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, D] to [B, D]."""
-        self.calls += 1
-        return super().forward(x)
-
-
 def test_torchs_schedule_1f1b() -> None:
     """Its first step also sends shapes, and may run the module once more for them."""
     more: dict[int, int] = {}
 
     def program(rank: int) -> None:
-        model = Counting(WIDTH, WIDTH)
+        model, calls = nn.Linear(WIDTH, WIDTH), list[int]()
+        model.register_forward_hook(lambda *_: calls.append(1))
         stage = PipelineStage(model, rank, 2, torch.device("cpu"))
         schedule = Schedule1F1B(stage, MICRO, loss_fn=lambda out, goal: (out - goal).square().mean())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(STEPS):
-            before = model.calls
+            calls.clear()
             schedule.step(*((torch.ones(MICRO, WIDTH),) if rank == 0 else ()), target=torch.zeros(MICRO, WIDTH))
-            more[step] = model.calls - before - MICRO
+            more[step] = len(calls) - MICRO
             for p in model.parameters():
                 dist.all_reduce(gradient(p))
             optimizer.step()

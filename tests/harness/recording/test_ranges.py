@@ -2,9 +2,9 @@
 
 import json
 import operator
+import os
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import nvtx
 import pytest
@@ -25,29 +25,24 @@ from reference.case import Case
 from tests.harness.recording.toy_calls import Model, Voice, input_BD
 
 
-@dataclass(frozen=True)
-class Said:
+class Said(NamedTuple):
     """The attributes of a range or mark."""
 
-    message: str
-    category: str
-    payload: int | None
+    message: str = ""
+    color: Any = None
+    category: str = ""
+    payload: int | None = None
 
 
 class Tape:
     """A domain that writes down its ranges: "> x" opens, "< x" closes, ". x" marks."""
 
+    get_event_attributes = Said
+
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.said: list[Said] = []
         self._stack: list[Said] = []
-        self._open: dict[int, Said] = {}
-
-    def get_event_attributes(
-        self, message: str | None = None, color: Any = None, category: str | None = None, payload: int | None = None
-    ) -> Said:
-        """The attributes as a value."""
-        return Said(message or "", category or "", payload)
 
     def push_range(self, attributes: Any) -> None:
         """Open a range of the thread."""
@@ -58,15 +53,13 @@ class Tape:
         """Close the innermost range of the thread."""
         self._tell("<", self._stack.pop())
 
-    def start_range(self, attributes: Any) -> int:
-        """Open a range of the process."""
-        self._open[len(self.lines)] = attributes
-        self._tell(">", attributes)
-        return len(self.lines) - 1
+    def start_range(self, attributes: Any) -> Said:
+        """Open a range of the process; its attributes are its id."""
+        return self._tell(">", attributes)
 
     def end_range(self, range_id: Any) -> None:
         """Close the range of that id."""
-        self._tell("<", self._open.pop(range_id))
+        self._tell("<", range_id)
 
     def mark(self, attributes: Any) -> None:
         """Mark an instant."""
@@ -74,15 +67,17 @@ class Tape:
 
     def still_open(self) -> int:
         """How many ranges were never closed."""
-        return len(self._stack) + len(self._open)
+        signs = [line[0] for line in self.lines]
+        return signs.count(">") - signs.count("<")
 
     def of(self, *categories: str) -> list[str]:
         """The lines of some categories."""
         return [line for line, said in zip(self.lines, self.said, strict=True) if said.category in categories]
 
-    def _tell(self, sign: str, said: Said) -> None:
+    def _tell(self, sign: str, said: Said) -> Said:
         self.lines.append(f"{sign} {said.message}")
         self.said.append(said)
+        return said
 
 
 def taped(tape: Tape | None, *, reentrant: bool = False, chosen: range | None = None) -> Recorder:
@@ -110,27 +105,42 @@ def taped(tape: Tape | None, *, reentrant: bool = False, chosen: range | None = 
     return recorder
 
 
-def test_steps_and_phases_follow_each_other_as_in_the_ledger() -> None:
+def test_steps_phases_modules_and_calls_are_drawn_as_in_the_ledger() -> None:
     tape = Tape()
-    taped(tape)
+    events = taped(tape).events()
     phases = ["> forward", "< forward", "> loss", "< loss", "> backward", "< backward", "> step", "< step"]
     assert tape.of("phase") == phases * 2
     assert tape.of("step") == ["> step 0", "< step 0", "> step 1", "< step 1"]
     assert [said.payload for said in tape.said if said.category == "step"] == [0, 0, 1, 1]
+    layer = ["> layers.0", "> layers.0.a", "< layers.0.a", "> layers.0.b", "< layers.0.b", "< layers.0"]
+    assert tape.of("module")[:12] == layer + [line.replace("layers.0", "layers.1") for line in layer]
+    ops = {event.op for event in events}
+    both = zip(tape.lines, tape.said, strict=True)
+    drawn = [(line, said) for line, said in both if said.category.partition(" ")[0] in ops]
+    opened = [(said.category.partition(" ")[0], said.payload, said.message) for line, said in drawn if line[0] in ">."]
+    assert {said.category.partition(" ")[2] for _, said in drawn} == {"0,1"}
+    assert opened == [(e.op, e.payload_bytes, f"{e.region} {e.op}".strip()) for e in events]
+    assert [line[0] for line, said in drawn if said.message == "all_reduce"] == [".", ">", "<"] * 2
+    inside = ["> layers.0.a all_reduce", "< layers.0.a all_reduce"]
+    at = tape.lines.index(inside[0])
+    assert tape.lines[at - 1 : at + 3] == ["> layers.0.a", *inside, "< layers.0.a"]
+    first, last = (json.loads(said.message) for said in tape.said if said.category == "rank")
+    assert first == {"rank": 0, "pid": os.getpid(), "world_size": 2, "mode": "tp", "case": "seed=0"}
+    assert last == {"rank": 0, "calls": len(events)}
     assert tape.still_open() == 0
 
 
-@pytest.mark.parametrize("step", [0, 1])
-def test_chosen_steps_are_drawn_as_in_the_whole_run_and_nothing_else_is(step: int) -> None:
-    whole, tape = Tape(), Tape()
+def test_chosen_steps_are_drawn_as_in_the_whole_run_and_nothing_else_is() -> None:
+    whole = Tape()
     events = taped(whole).events()
-    taped(tape, chosen=range(step, step + 1))
     ends = whole.lines.index("< step 0") + 1
-    assert tape.lines[1:-1] == (whole.lines[1:ends], whole.lines[ends:-1])[step]
-    assert json.loads(tape.said[0].message)["case"] == "seed=0"
-    calls = len([event for event in events if event.step == step])
-    assert json.loads(tape.said[-1].message) == {"rank": 0, "calls": calls}
-    assert tape.still_open() == 0
+    for step, lines in enumerate((whole.lines[1:ends], whole.lines[ends:-1])):
+        tape = Tape()
+        taped(tape, chosen=range(step, step + 1))
+        assert tape.lines[1:-1] == lines
+        calls = len([event for event in events if event.step == step])
+        assert json.loads(tape.said[-1].message) == {"rank": 0, "calls": calls}
+        assert tape.still_open() == 0
 
 
 def test_ranges_that_begin_and_end_inside_of_modules_close_what_they_opened() -> None:
@@ -157,69 +167,20 @@ def test_ranges_that_begin_and_end_inside_of_modules_close_what_they_opened() ->
     assert tape.of("module").count("> layers.1.b") == 1
 
 
-def test_backward_ends_when_it_ends_and_not_with_what_follows() -> None:
-    tape = Tape()
-    with Recorder("", "tp", 2, {}, ranges=Ranges(tape)) as recorder, recorder.on_rank(0):
-        value = Model(Voice(recorder))(input_BD()).sum()
-        assert tape.lines[-1] == "> loss"
-        value.backward()
-        assert tape.lines[-1] == "< backward"
+def test_recompute_interrupts_backward_and_ranges_change_no_event() -> None:
+    def told(recorder: Recorder) -> list[tuple[Any, ...]]:
+        return [(e.step, e.microbatch, e.phase, e.region, e.op) for e in recorder.events()]
 
-
-def test_recompute_interrupts_backward() -> None:
     tape = Tape()
-    taped(tape, reentrant=True)
+    drawn, bare = told(taped(tape, reentrant=True)), told(taped(None, reentrant=True))
+    assert drawn == bare
+    assert len(bare) == 2 * (4 + 4 + 4 + 3)
     between = tape.of("phase")[4 : tape.of("phase").index("> step")]
     once = ["> backward", "< backward", "> recompute", "< recompute"]
     assert between == [*once, *once, "> backward", "< backward"]
 
 
-def test_modules_nest_as_they_call_each_other() -> None:
-    tape = Tape()
-    taped(tape)
-    layer = ["> layers.0", "> layers.0.a", "< layers.0.a", "> layers.0.b", "< layers.0.b", "< layers.0"]
-    assert tape.of("module")[:12] == layer + [line.replace("layers.0", "layers.1") for line in layer]
-
-
-def test_collectives_carry_op_region_and_bytes_and_are_as_many_as_in_the_ledger() -> None:
-    tape = Tape()
-    events = taped(tape).events()
-    ops = {event.op for event in events}
-    both = zip(tape.lines, tape.said, strict=True)
-    drawn = [(line, said) for line, said in both if said.category.partition(" ")[0] in ops]
-    opened = [(said.category.partition(" ")[0], said.payload, said.message) for line, said in drawn if line[0] in ">."]
-    assert {said.category.partition(" ")[2] for _, said in drawn} == {"0,1"}
-    assert opened == [(e.op, e.payload_bytes, f"{e.region} {e.op}".strip()) for e in events]
-    assert [line[0] for line, said in drawn if said.message == "all_reduce"] == [".", ">", "<"] * 2
-    assert ("all_gather", 32, "layers.1.b all_gather") in opened
-
-
-def test_a_collective_lies_inside_its_module() -> None:
-    tape = Tape()
-    taped(tape)
-    at = tape.lines.index("> layers.0.a all_reduce")
-    assert tape.lines[at - 1 : at + 3] == [
-        "> layers.0.a",
-        "> layers.0.a all_reduce",
-        "< layers.0.a all_reduce",
-        "< layers.0.a",
-    ]
-
-
-def test_marks_say_which_rank_it_is_and_how_many_calls_there_were() -> None:
-    tape = Tape()
-    recorder = taped(tape)
-    first, last = (json.loads(said.message) for said in tape.said if said.category == "rank")
-    assert {key: first[key] for key in ("rank", "world_size", "mode", "case")} == {
-        "rank": 0,
-        "world_size": 2,
-        "mode": "tp",
-        "case": "seed=0",
-    }
-    assert last == {"rank": 0, "calls": len(recorder.events())}
-
-
-def test_a_raising_program_closes_its_ranges() -> None:
+def test_backward_ends_when_it_ends_and_a_raising_program_closes_its_ranges() -> None:
     class Broken(Model):
         def forward(self, x_BD: Tensor) -> Tensor:
             super().forward(x_BD)
@@ -227,18 +188,13 @@ def test_a_raising_program_closes_its_ranges() -> None:
 
     tape = Tape()
     with Recorder("", "tp", 2, {}, ranges=Ranges(tape)) as recorder, pytest.raises(KeyError), recorder.on_rank(0):
+        value = Model(Voice(recorder))(input_BD()).sum()
+        assert tape.lines[-1] == "> loss"
+        value.backward()
+        assert tape.lines[-1] == "< backward", "and not with what follows"
         Broken(Voice(recorder))(input_BD())
     assert tape.still_open() == 0
-    assert len(tape.of("module")) == 12
-
-
-def test_ranges_change_no_event() -> None:
-    def told(recorder: Recorder) -> list[tuple[Any, ...]]:
-        return [(e.step, e.microbatch, e.phase, e.region, e.op) for e in recorder.events()]
-
-    drawn, bare = told(taped(Tape(), reentrant=True)), told(taped(None, reentrant=True))
-    assert drawn == bare
-    assert len(bare) == 2 * (4 + 4 + 4 + 3)
+    assert len(tape.of("module")) == 24
 
 
 class DummyDomain:
@@ -257,11 +213,10 @@ def test_a_domain_that_drops_everything_under_a_tool_is_refused(monkeypatch: pyt
 
 def test_the_way_around_the_dropped_domain_works_on_this_nvtx(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVTX_INJECTION64_PATH", "/nowhere")
-    monkeypatch.setattr(nvtx, "get_domain", lambda name: DummyDomain())
+    monkeypatch.setattr(nvtx, "get_domain", lambda _name: DummyDomain())
     domain = open_domain()
     assert isinstance(domain, nvtx.Domain)
     says = domain.get_event_attributes(message=f"{DOMAIN} test", category="test", payload=3)
-    assert says is not None
     domain.push_range(says)
     domain.pop_range()
     domain.mark(says)

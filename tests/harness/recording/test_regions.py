@@ -17,6 +17,7 @@ from tests.harness.recording.toy_calls import (
     Block,
     Linear,
     Model,
+    Part,
     Speak,
     Voice,
     backward,
@@ -42,12 +43,26 @@ def in_layers(way: str, microbatch: int = 0) -> list[tuple[int, int, str, str]]:
     return [(0, microbatch, kind, f"layers.{layer}.{name}") for layer in (1, 0) for kind, name in words]
 
 
-@pytest.mark.parametrize(("reentrant", "way"), [(True, "Ra Rb Bb Ba"), (False, "Bb Ra Ba")])
-def test_checkpointed_layers_are_recomputed_where_they_are(reentrant: bool, way: str) -> None:
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize(
+    ("outer", "inner", "way"),
+    [
+        (False, None, "Bb Ra Ba"),
+        (True, None, "Ra Rb Bb Ba"),
+        (False, False, "Bb Ra Ba"),
+        (True, False, "Ra Rb Bb Ba"),
+        (False, True, "Ra Rb Rb Bb Ra Ba"),
+        (True, True, "Ra Rb Rb Bb Ra Ba"),
+    ],
+)
+def test_checkpointed_layers_and_modules_are_recomputed_where_they_are(
+    outer: bool, inner: bool | None, way: str
+) -> None:
     """The flavour that is not reentrant recomputes when a node needs what it saved, and only as far as needed."""
 
     def program(voice: Voice) -> None:
-        model = Model(voice, checkpointed(reentrant=reentrant))
+        inside = None if inner is None else checkpointed(reentrant=inner)
+        model = Model(voice, checkpointed(reentrant=outer), inside)
         for _micro in range(2):
             model(input_BD()).sum().backward()
 
@@ -55,39 +70,16 @@ def test_checkpointed_layers_are_recomputed_where_they_are(reentrant: bool, way:
     assert sites == [site for micro in range(2) for site in forward(0, micro) + in_layers(way, micro)]
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize(
-    ("outer", "inner", "way"),
-    [
-        (False, False, "Bb Ra Ba"),
-        (True, False, "Ra Rb Bb Ba"),
-        (False, True, "Ra Rb Rb Bb Ra Ba"),
-        (True, True, "Ra Rb Rb Bb Ra Ba"),
-    ],
-)
-def test_nested_checkpoints_keep_their_regions(outer: bool, inner: bool, way: str) -> None:
-    def program(voice: Voice) -> None:
-        model = Model(voice, checkpointed(reentrant=outer), checkpointed(reentrant=inner))
-        model(input_BD()).sum().backward()
-
-    assert told(record(program)) == forward() + in_layers(way)
-
-
 def test_a_plain_function_that_is_checkpointed_is_recomputed_in_its_module() -> None:
-    class Core(nn.Module):
-        def __init__(self, voice: Voice) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.eye(4))
-            self.voice = voice
-
-        def _core(self, x_BD: Tensor) -> Tensor:
-            return Speak.apply(x_BD, self.voice) * 2  # type: ignore[no-any-return]
-
-        def forward(self, x_BD: Tensor) -> Any:
-            return checkpoint(self._core, x_BD @ self.weight, use_reentrant=True)
-
     def program(voice: Voice) -> None:
-        nn.Sequential(Core(voice), Core(voice))(input_BD()).sum().backward()
+        def core(x_BD: Tensor) -> Any:
+            return Speak.apply(x_BD, voice) * 2
+
+        def whole(part: Any, x_BD: Tensor) -> Any:
+            return checkpoint(core, x_BD @ part.weight, use_reentrant=True)
+
+        parts = [Part(whole, weight=nn.Parameter(torch.eye(4))) for _ in range(2)]
+        nn.Sequential(*parts)(input_BD()).sum().backward()
 
     assert told(record(program))[2:] == [(0, 0, kind, name) for name in "10" for kind in ("recompute", "backward")]
 
@@ -102,19 +94,6 @@ def test_micro_batches_whose_graphs_live_together_are_told_apart_in_backward() -
     sites = told(record(program))
     assert sites[:12] == forward(0, 0) + forward(0, 1) + forward(0, 2)
     assert sites[12:] == backward(0, 2) + backward(0, 0) + backward(0, 1)
-
-
-def test_a_module_called_twice_is_the_region_both_times() -> None:
-    class Twice(nn.Module):
-        def __init__(self, voice: Voice) -> None:
-            super().__init__()
-            self.shared, self.other = Linear(voice), Linear(voice)
-
-        def forward(self, x_BD: Tensor) -> Any:
-            return self.shared(self.other(self.shared(x_BD)))
-
-    sites = told(record(lambda voice: Twice(voice)(input_BD()).sum().backward()))
-    assert [site[3] for site in sites] == ["shared", "other", "shared", "shared", "other", "shared"]
 
 
 def test_every_rank_thread_has_its_own_numbers_and_modules() -> None:
@@ -166,20 +145,12 @@ def test_backward_in_another_thread_finds_what_its_forward_made_and_what_it_made
 def test_backward_in_another_thread_finds_the_forward_of_an_output_that_nobody_can_look_into() -> None:
     class Box:
         __slots__ = ("y_BD",)
-        y_BD: Tensor
 
-    class Boxing(nn.Module):
-        def __init__(self, voice: Voice) -> None:
-            super().__init__()
-            self.inner = Linear(voice)
-
-        def forward(self, x_BD: Tensor) -> "Box":
-            box = Box()
-            box.y_BD = self.inner(x_BD)
-            return box
+        def __init__(self, y_BD: Tensor) -> None:
+            self.y_BD = y_BD
 
     def program(voice: Voice) -> None:
-        value = Boxing(voice)(input_BD()).y_BD.sum()
+        value = Part(lambda it, x_BD: Box(it.inner(x_BD)), inner=Linear(voice))(input_BD()).y_BD.sum()
         with ThreadPoolExecutor(1) as thread:
             thread.submit(value.backward).result(20)
 
@@ -187,21 +158,15 @@ def test_backward_in_another_thread_finds_the_forward_of_an_output_that_nobody_c
 
 
 def test_a_worker_thread_belongs_to_what_the_rank_is_doing() -> None:
-    class Threaded(nn.Module):
-        def __init__(self, voice: Voice) -> None:
-            super().__init__()
-            self.block = Block(voice)
-            self.voice = voice
-
-        def forward(self, x_BD: Tensor) -> Any:
-            for work in (self.voice.say, lambda: self.block(x_BD)):
+    def program(voice: Voice) -> None:
+        def threaded(part: Any, x_BD: Tensor) -> Tensor:
+            for work in (voice.say, lambda: part.block(x_BD)):
                 thread = threading.Thread(target=work)
                 thread.start()
                 thread.join(20)
             return x_BD
 
-    def program(voice: Voice) -> None:
-        model = Threaded(voice)
+        model = Part(threaded, block=Block(voice))
         for _micro in range(2):
             model(input_BD())
 
@@ -209,45 +174,25 @@ def test_a_worker_thread_belongs_to_what_the_rank_is_doing() -> None:
     assert sites == [(0, micro, "forward", name) for micro in range(2) for name in ("", "block.a", "block.b")]
 
 
-class Wrapper(nn.Module):
+def wrapped(model: nn.Module) -> Part:
     """Holds a model as DDP does."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x_BD: Tensor) -> Any:
-        """[B, D] to [B, D]."""
-        return self.module(x_BD)
+    return Part(lambda it, x_BD: it.module(x_BD), module=model)
 
 
-def wrapped_layers(voice: Voice) -> nn.Module:
-    model = Model(voice)
-    for index, layer in enumerate(model.layers):
-        model.layers[index] = checkpoint_wrapper(layer)
-    return model
+def test_wrappers_leave_no_trace_in_the_path_and_a_child_called_module_does() -> None:
+    def checkpointed_layers(voice: Voice) -> nn.Module:
+        model = Model(voice)
+        for index, layer in enumerate(model.layers):
+            model.layers[index] = checkpoint_wrapper(layer)
+        return model
 
+    for make in (checkpointed_layers, lambda voice: wrapped(wrapped(checkpointed_layers(voice)))):
+        assert told(record(lambda voice, make=make: make(voice)(input_BD()))) == forward()  # type: ignore[misc]
 
-@pytest.mark.parametrize(
-    "make",
-    [lambda voice: Wrapper(Wrapper(Model(voice))), wrapped_layers, lambda voice: Wrapper(wrapped_layers(voice))],
-    ids=["ddp", "checkpoint", "both"],
-)
-def test_wrappers_leave_no_trace_in_the_path(make: Callable[[Voice], nn.Module]) -> None:
-    sites = told(record(lambda voice: make(voice)(input_BD())))
-    assert sites == forward()
+    def odd(voice: Voice) -> Any:
+        return Part(lambda it, x_BD: it.head(it.module(x_BD)), module=Linear(voice), head=Linear(voice))(input_BD())
 
-
-def test_a_models_own_child_called_module_keeps_its_name() -> None:
-    class Odd(nn.Module):
-        def __init__(self, voice: Voice) -> None:
-            super().__init__()
-            self.module, self.head = Linear(voice), Linear(voice)
-
-        def forward(self, x_BD: Tensor) -> Any:
-            return self.head(self.module(x_BD))
-
-    assert [site[3] for site in told(record(lambda voice: Odd(voice)(input_BD())))] == ["module", "head"]
+    assert [site[3] for site in told(record(odd))] == ["module", "head"]
 
 
 def test_a_module_hook_belongs_to_its_module_as_in_tensor_parallel_plans() -> None:
@@ -262,18 +207,19 @@ def test_a_module_hook_belongs_to_its_module_as_in_tensor_parallel_plans() -> No
     assert regions == way + way[::-1]
 
 
-def test_a_module_held_outside_the_tree_counts_as_its_caller() -> None:
-    class Hiding(nn.Module):
-        def __init__(self, voice: Voice) -> None:
-            super().__init__()
-            self.seen = Linear(voice)
-            self.hidden = [Linear(voice)]
+def test_a_module_called_twice_is_the_region_both_times_and_one_outside_the_tree_counts_as_its_caller() -> None:
+    def twice(voice: Voice) -> None:
+        part = Part(lambda it, x_BD: it.shared(it.other(it.shared(x_BD))), shared=Linear(voice), other=Linear(voice))
+        part(input_BD()).sum().backward()
 
-        def forward(self, x_BD: Tensor) -> Any:
-            return self.hidden[0](self.seen(x_BD))
+    regions = [site[3] for site in told(record(twice))]
+    assert regions == ["shared", "other", "shared", "shared", "other", "shared"]
 
-    sites = told(record(lambda voice: nn.Sequential(Hiding(voice))(input_BD()).sum().backward()))
-    assert [site[3] for site in sites] == ["0.seen", "0", "0", "0.seen"]
+    def program(voice: Voice) -> None:
+        hiding = Part(lambda it, x_BD: it.hidden[0](it.seen(x_BD)), seen=Linear(voice), hidden=[Linear(voice)])
+        nn.Sequential(hiding)(input_BD()).sum().backward()
+
+    assert [site[3] for site in told(record(program))] == ["0.seen", "0", "0", "0.seen"]
 
 
 def test_a_call_on_a_gradient_belongs_to_the_parameters_module() -> None:

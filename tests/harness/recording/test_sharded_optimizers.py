@@ -66,11 +66,8 @@ def test_zero_1_gathers_the_updated_parameters_in_its_step(views: bool, by_hand:
             dist.reduce_scatter_tensor(part, gradients)
             norm = part.square().sum()
             dist.all_reduce(norm)
-            if by_hand:
-                mine.sub_(LR * part)
-            else:
-                mine.grad = part
-                optimizer.step()
+            mine.grad = part
+            in_data([mine]) if by_hand else optimizer.step()  # type: ignore[list-item]
             dist.all_gather_into_tensor(flat, mine.clone())
             if not views:
                 copy(flat, model)
@@ -107,10 +104,7 @@ def test_a_broadcast_into_a_parameter_belongs_to_the_step_and_one_of_data_to_the
             model(x).sum().backward()
             for p in model.parameters():
                 dist.all_reduce(gradient(p))
-            if by_hand:
-                in_data(mine)
-            else:
-                optimizer.step()
+            in_data(mine) if by_hand else optimizer.step()
             model.zero_grad()
             for place, p in enumerate(model.parameters()):
                 dist.broadcast(p.data, place % 2)
@@ -136,8 +130,7 @@ def test_zero_redundancy_optimizer_broadcasts_the_parameters_in_its_step() -> No
     assert places(recorded(program)) == every_step(*REDUCED, *SENT)
 
 
-@pytest.mark.parametrize("by_hand", [False, True], ids=["optimizer", "by-hand"])
-def test_ddp_reduces_in_backward_and_counts_its_steps(by_hand: bool) -> None:
+def test_ddp_reduces_in_backward_and_counts_its_steps() -> None:
     """DDP reduces its bucket in the last backward of a step alone, and agrees on new buckets once, in step 1."""
 
     def program(_rank: int) -> None:
@@ -147,11 +140,7 @@ def test_ddp_reduces_in_backward_and_counts_its_steps(by_hand: bool) -> None:
             with model.no_sync():
                 model(torch.ones(2, 4)).sum().backward()
             model(torch.ones(2, 4)).sum().backward()
-            if by_hand:
-                in_data(list(model.parameters()))
-                model.zero_grad()
-            else:
-                optimizer.step()
+            optimizer.step()
 
     found = places(recorded(program))
     made = [place for place in found if place[1] == "data"]
@@ -161,8 +150,7 @@ def test_ddp_reduces_in_backward_and_counts_its_steps(by_hand: bool) -> None:
     assert [place for place in found if place not in made] == [*reduced[:1], *agreed, *reduced[1:]]
 
 
-@pytest.mark.parametrize("by_hand", [False, True], ids=["optimizer", "by-hand"])
-def test_fsdp_gathers_in_forward_and_backward_and_counts_its_steps(by_hand: bool) -> None:
+def test_fsdp_that_is_updated_by_hand_counts_its_steps() -> None:
     """A module in one group: gathered in forward, reduced in backward; micro-batches stay in one step."""
 
     def program(_rank: int) -> None:
@@ -171,16 +159,11 @@ def test_fsdp_gathers_in_forward_and_backward_and_counts_its_steps(by_hand: bool
         for layer in model:
             fully_shard(layer, mesh=mesh) if next(layer.parameters(), None) is not None else layer
         fully_shard(model, mesh=mesh)
-        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
         for _step in range(STEPS):
             for _micro in range(2):
                 model(torch.ones(2, 4)).sum().backward()
-            if by_hand:
-                for p in model.parameters():
-                    p.data.sub_(LR * gradient(p))
-            else:
-                optimizer.step()
-            optimizer.zero_grad()
+            in_data(list(model.parameters()))
+            model.zero_grad()
 
     events = recorded(program)
     of_a_micro = Counter((e.op, e.phase) for e in events if e.rank == 0 and (e.step, e.microbatch) == (0, 0))

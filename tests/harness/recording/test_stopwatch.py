@@ -1,8 +1,6 @@
 """Time on a device, on a device that is played: its streams run behind the host, and calls last as long as they say."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -79,26 +77,22 @@ def test_a_call_lasts_as_long_as_its_stream_says_and_starts_when_its_stream_came
     assert never.duration_us == 0
 
 
-def test_a_measured_stretch_is_the_streams() -> None:
+def test_a_measured_stretch_is_the_streams_and_a_cpu_needs_no_stopwatch() -> None:
     device = _Device()
     seconds: list[float] = []
     with clocked(device.watch(), seconds):
         device.work(120)
     assert seconds == [pytest.approx(0.120)]
-
-
-def test_a_cpu_needs_no_stopwatch() -> None:
     assert stopwatch("cpu") is stopwatch(torch.device("meta")) is None
 
 
-@contextmanager
-def gloo_group() -> Iterator[dist.ProcessGroup]:
+def gloo_group() -> dist.ProcessGroup:
     """A group of one rank that torch.distributed does not know."""
     store = torch._C._distributed_c10d.HashStore()
     group = dist.ProcessGroup(store, 0, 1)
     backend = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=10))
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-    yield group
+    return group
 
 
 @pytest.mark.parametrize(("device", "durations"), [("cuda", [2_000, 5_000]), ("cpu", [2_000, 0])])
@@ -107,9 +101,9 @@ def test_an_asynchronous_call_on_a_gpu_is_complete_when_its_future_says_so(
 ) -> None:
     played = _Device()
     monkeypatch.setattr(reading, "call_of", lambda *told: replace(call_of(*told), device=device))
-    done = _Delayed(played)
     recorder = Recorder("", "tp", 2, {}, stopwatch=played.watch())
-    with gloo_group() as group, recorder, recorder.on_rank(0), Interposer(done.before(recorder)):
+    group, done = gloo_group(), _Delayed(played, recorder)
+    with recorder, recorder.on_rank(0), Interposer(done):
         for asynchronous in (False, True):
             options = dist.AllreduceOptions()
             options.asyncOp = asynchronous
@@ -129,13 +123,9 @@ def test_an_asynchronous_call_on_a_gpu_is_complete_when_its_future_says_so(
 class _Delayed:
     """Stands before a recorder and lets the played device work before a completion is reported."""
 
-    def __init__(self, device: _Device) -> None:
-        self.device, self.takes_ms = device, 0.0
+    def __init__(self, device: _Device, recorder: Recorder) -> None:
+        self.device, self.recorder, self.takes_ms = device, recorder, 0.0
         self.told: list[int] = []
-
-    def before(self, recorder: Recorder) -> "_Delayed":
-        self.recorder = recorder
-        return self
 
     def issued(self, rank: int, call: Call) -> int:
         return self.recorder.issued(rank, call)

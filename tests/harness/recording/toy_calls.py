@@ -110,6 +110,20 @@ class Model(nn.Module):
         return x_BD
 
 
+class Part(nn.Module):
+    """Modules and parameters by name, and a forward that is a function of the module and its input."""
+
+    def __init__(self, compute: Callable[[Any, Tensor], Any], **parts: Any) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self.compute = compute
+
+    def forward(self, x_BD: Tensor) -> Any:
+        """[B, D] to what is computed."""
+        return self.compute(self, x_BD)
+
+
 def input_BD() -> Tensor:
     """A positive input that wants a gradient, so that every layer has a backward."""
     return torch.ones(2, 4, requires_grad=True)

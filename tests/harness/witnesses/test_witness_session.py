@@ -21,13 +21,12 @@ from harness.witnesses import measured
 from harness.witnesses import session as session_module
 from harness.witnesses.database import read_database
 from harness.witnesses.measured import SessionRequest
-from harness.witnesses.nsys import command, database_of, nsys_path, on_gpus
+from harness.witnesses.nsys import command, database_of, on_gpus
 from harness.witnesses.session import hold
 from tests.forked import started
 from tests.harness.witnesses.stepped_subject import CALLS, subject
 
 NAME = "tests.harness.witnesses.stepped_subject:subject"
-NSYS = pytest.mark.skipif(nsys_path() is None, reason="nsys is not on PATH (Debian: nsight-systems, non-free)")
 
 
 def forked(_program: object, folder: Path, limit_s: float, environment: dict[str, str]) -> None:
@@ -38,10 +37,11 @@ def forked(_program: object, folder: Path, limit_s: float, environment: dict[str
     assert [rank.ended(limit_s) for rank in ranks] == [0, 0], ranks[0].err
 
 
-@pytest.mark.parametrize("tool", ["torch", pytest.param("nsys", marks=NSYS)])
 def test_a_model_with_views_changed_in_place_is_seen_alike_by_every_witness(
-    tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nsight Systems sees chosen steps of it, in test_witness_steps."""
+    tool = "torch"
     monkeypatch.setattr(session_module, "_run", forked)
     (case,) = parse_cases(["mode=tp tp=2 steps=2 seed=9"])
     seen = witnesses([case], NAME, (tool,), tmp_path, device="cpu", timeout_s=60.0)
@@ -59,11 +59,7 @@ def test_a_model_with_views_changed_in_place_is_seen_alike_by_every_witness(
     (text,) = seen.sessions[tool]
     other = (replace(session.ranks[0], watched="other"), session.ranks[1])
     for spoiled, verdict, words in (
-        (
-            replace(session, ranks=other),
-            FAIL,
-            "the outcome of rank 0 is not the same bit for bit when the recorder and",
-        ),
+        (replace(session, ranks=other), FAIL, "the outcome of rank 0 is not the same bit for bit when the recorder"),
         (replace(session, seen=session.seen[1:]), FAIL, f"{tool} saw nothing"),
         (replace(session, problem="rank 1 failed: why"), UNKNOWN, "nothing was witnessed: rank 1 failed: why"),
     ):
@@ -71,7 +67,10 @@ def test_a_model_with_views_changed_in_place_is_seen_alike_by_every_witness(
         assert (verdict_.verdict, words in verdict_.message) == (verdict, True)
 
 
-def test_missing_nsys_is_one_sentence_and_takes_nothing_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_or_broken_nsys_is_one_sentence_and_takes_nothing_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = os.environ["PATH"]
     monkeypatch.setenv("PATH", str(tmp_path))
     cases = parse_cases(["mode=tp tp=2 steps=2 seed=9"])
     seen = witnesses(cases, NAME, ("nsys",), tmp_path / "traces", device="cpu", timeout_s=5.0)
@@ -80,18 +79,22 @@ def test_missing_nsys_is_one_sentence_and_takes_nothing_along(tmp_path: Path, mo
     told = seen.judged(cases[0], (), None)
     assert told.verdict.verdict == UNKNOWN
     assert "nsys is not on PATH" in told.verdict.message
-
-
-def test_a_broken_nsys_is_one_sentence_with_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "nsys"
     broken.write_text("#!/bin/sh\necho 'no license for you'\nexit 3\n")
     broken.chmod(broken.stat().st_mode | stat.S_IEXEC)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{path}")
     with pytest.raises(MachineError, match="witness nsys is missing: nsys ended with status 3: no license for you"):
         database_of(["true"], tmp_path, device="cpu", timeout_s=20.0, environment=os.environ)
     broken.write_text("#!/bin/sh\nsleep 60\n")
     with pytest.raises(MachineError, match="nsys did not end within 1 s"):
         database_of(["true"], tmp_path, device="cpu", timeout_s=1.0, environment=os.environ)
+
+
+def test_a_session_is_a_process_of_its_own_that_ends_in_time(tmp_path: Path) -> None:
+    assert hold(SessionRequest(subject=NAME, cases=(), tool="torch"), tmp_path) == {}
+    assert (tmp_path / "session.log").read_text() == "", "a program that cannot be started, or fails, says so"
+    with pytest.raises(MachineError, match="witness torch is missing: the session did not end within 0 s"):
+        session_module._run(["sleep", "60"], tmp_path, 0.1, os.environ)
 
 
 def test_a_rank_that_failed_or_left_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,18 +124,11 @@ CATEGORIES = {1: "rank", 2: "phase", 3: "all_reduce 0,1", 4: "broadcast 0,1", 5:
 Row = tuple[int, int | None, int, str, int | None, int | None]
 
 
-def header(rank: int) -> str:
-    return json.dumps({"rank": rank, "pid": rank, "world_size": 2, "mode": "tp", "case": "tp=2"})
-
-
-def footer(rank: int, calls: int) -> str:
-    return json.dumps({"rank": rank, "calls": calls})
-
-
-def rows(rank: int, calls: int = 4) -> list[Row]:
+def rows(rank: int, case: str = "tp=2") -> list[Row]:
     """Start, end, type, text, category, payload: calls in data, forward, after backward, and a mark at the end."""
+    header = {"rank": rank, "pid": rank, "world_size": 2, "mode": "tp", "case": case}
     return [
-        (10, None, MARK, header(rank), 1, None),
+        (10, None, MARK, json.dumps(header), 1, None),
         (20, 25, PUSHED, "broadcast", 4, 8),
         (30, 50, STARTED, "forward", 2, None),
         (31, 48, PUSHED, "layers.0", 5, None),
@@ -141,31 +137,36 @@ def rows(rank: int, calls: int = 4) -> list[Row]:
         (65, 70, PUSHED, "all_reduce", 3, 256),
         (80, 90, STARTED, "step", 2, None),
         (95, None, MARK, "all_reduce", 3, 4),
-        (99, None, MARK, footer(rank, calls), 1, None),
+        (99, None, MARK, json.dumps({"rank": rank, "calls": 4}), 1, None),
     ]
 
 
-def database(path: Path, ranks: dict[int, list[Row]]) -> Path:
-    """A database as nsys exports it, ids of the domain and of categories made per process."""
+def database(path: Path, ranks: dict[int, list[Row]], *, at: int = 0) -> Path:
+    """A database as nsys exports it, ids of the domain and of categories made per process.
+
+    Rows that are added `at` a later time have other numbers of categories.
+    """
     strings: dict[str, int] = {}
     with sqlite3.connect(path) as made:
-        made.execute("CREATE TABLE StringIds (id INTEGER, value TEXT)")
+        made.execute("CREATE TABLE IF NOT EXISTS StringIds (id INTEGER, value TEXT)")
         made.execute(
-            "CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TEXT, textId INTEGER,"
-            " category INTEGER, domainId INTEGER, globalTid INTEGER, int64Value INTEGER)"
+            "CREATE TABLE IF NOT EXISTS NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TEXT,"
+            " textId INTEGER, category INTEGER, domainId INTEGER, globalTid INTEGER, int64Value INTEGER)"
         )
         insert = "INSERT INTO NVTX_EVENTS VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
         for process, told in ranks.items():
             thread, domain = (process + 7) * PROCESS + 5, process + 1
-            made.execute(insert, (0, None, DOMAIN, "shardproof", None, None, domain, thread, None))
-            made.execute(insert, (0, None, DOMAIN, "NCCL", None, None, domain + 50, thread, None))
-            made.execute(insert, (36, 37, PUSHED, "ncclAllReduce", None, None, domain + 50, thread, None))
+            own = {number: process + (number % 5 + 1 if at else number) for number in CATEGORIES}
+            if not at:
+                made.execute(insert, (0, None, DOMAIN, "shardproof", None, None, domain, thread, None))
+                made.execute(insert, (0, None, DOMAIN, "NCCL", None, None, domain + 50, thread, None))
+                made.execute(insert, (36, 37, PUSHED, "ncclAllReduce", None, None, domain + 50, thread, None))
             for number, name in CATEGORIES.items():
-                made.execute(insert, (1, None, CATEGORY, name, None, number + process, domain, thread, None))
+                made.execute(insert, (at + 1, None, CATEGORY, name, None, own[number], domain, thread, None))
             for start, end, kind, text, category, payload in told:
-                text_id = strings.setdefault(text, len(strings))
-                own = None if category is None else category + process
-                made.execute(insert, (start, end, kind, None, text_id, own, domain, thread, payload))
+                text_id, ends = strings.setdefault(text, at + len(strings)), None if end is None else at + end
+                of = None if category is None else own[category]
+                made.execute(insert, (at + start, ends, kind, None, text_id, of, domain, thread, payload))
         made.executemany("INSERT INTO StringIds VALUES (?, ?)", [(number, text) for text, number in strings.items()])
     made.close()
     return path
@@ -204,19 +205,7 @@ def test_a_database_that_does_not_reconcile_is_refused(tmp_path: Path, spoil: ob
 
 def test_a_later_case_of_a_process_may_number_its_categories_anew(tmp_path: Path) -> None:
     path = database(tmp_path / "x.sqlite", {1: rows(0), 2: rows(1)})
-    with sqlite3.connect(path) as made:
-        columns = "start + 1000, end + 1000, eventType, text, textId, category, domainId, globalTid, int64Value"
-        made.execute(f"INSERT INTO NVTX_EVENTS SELECT {columns} FROM NVTX_EVENTS WHERE eventType != {DOMAIN}")
-        moved = f"category + (CASE WHEN text IS NULL THEN 0 WHEN text = '{CATEGORIES[5]}' THEN -4 ELSE 1 END)"
-        made.execute(f"UPDATE NVTX_EVENTS SET category = {moved} WHERE start >= 1000 AND eventType = {CATEGORY}")
-        later = "CASE WHEN category % 100 - (domainId - 1) = 5 THEN category - 4 ELSE category + 1 END"
-        made.execute(f"UPDATE NVTX_EVENTS SET category = {later} WHERE start >= 1000 AND eventType != {CATEGORY}")
-        made.execute(
-            "UPDATE NVTX_EVENTS SET text = (SELECT replace(value, 'tp=2', 'later') FROM StringIds WHERE id = textId)"
-            " WHERE start >= 1000 AND textId IS NOT NULL"
-        )
-    made.close()
-    seen = read_database(path)
+    seen = read_database(database(path, {1: rows(0, "later"), 2: rows(1, "later")}, at=1000))
     told = {case: [(s.op, s.payload_bytes, s.phase, s.groups) for s in sightings] for case, sightings in seen.items()}
     assert told["later"] == told["tp=2"]
 
