@@ -129,6 +129,8 @@ class Attribution:
             self._compare(seen.look)
             if counts and (self._stepped_since or not self.paths.is_part(seen.module, self._counts)):
                 self._forward(seen)
+                if lane.frames and lane.frames[-1].steps:  # of a closure: its calls are of the step that begins with it
+                    lane.frames[-1] = lane.frames[-1]._replace(site=self._here("step"))
             # A module without parameters has no phase of its own: its calls are settled like those around it.
             site = self._here("forward" if counts else "", self.paths.module(seen.module, ""))
         else:
