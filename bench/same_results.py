@@ -63,7 +63,8 @@ def read(work: Path) -> Results:
     """Tables that `results` wrote; how often an outcome was computed does not count."""
     verdicts = pd.read_json(work / "runs/latest/verdicts.jsonl", lines=True, dtype=False)
     verdicts = verdicts.assign(unchecked=verdicts["unchecked"].map(str), worst=verdicts["worst"].map(str))
-    ledger = pd.read_csv(work / "runs/latest/ledger.csv", dtype=str, keep_default_na=False)
+    (stored,) = (work / "runs/latest").glob("ledger.csv*")  # a large one is packed
+    ledger = pd.read_csv(stored, dtype=str, keep_default_na=False)
     outcomes = pd.read_json(work / "digests.jsonl", lines=True, dtype=False)
     return {
         "outcome": outcomes.set_axis(["case", "rank", "digest"], axis=1).drop_duplicates(),
