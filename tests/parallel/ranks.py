@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -9,7 +10,10 @@ from torch import Tensor
 
 from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import Call
+from harness.outcome.blocks import localize
+from harness.outcome.merging import merge
 from parallel.communication.mesh import Axis, Mesh
+from parallel.subject import subject
 from reference.case import Case
 
 CPU = torch.device("cpu")
@@ -46,10 +50,23 @@ def on_ranks(world_size: int, program: Callable[..., Any], *args: Any, observer:
         return engine.run(program, *args, world_size=world_size, observer=observer)
 
 
+def outcome(text: str) -> dict[str, Tensor]:
+    """The tensors of a case on our ranks, put together; no two ranks disagree on one."""
+    case = Case.parse(text)
+    merged = merge(on_ranks(case.world_size, lambda _: localize(subject(case, CPU))))
+    assert merged.flaws == ()
+    return dict(merged.tensors)
+
+
 def along_tp(world_size: int, program: Callable[[Axis], Any], *, observer: Calls | None = None) -> list[Any]:
     """The results of `program(axis)` by rank, on an axis tp that spans the world."""
     case = Case.of(tp=world_size, heads=world_size, kv_heads=world_size, hidden=2 * world_size, ffn=world_size)
     return on_ranks(world_size, lambda rank: program(Mesh.of(case).axis("tp")), observer=observer)
+
+
+def group(ranks: int = 1, rank: int = 0) -> Any:
+    """A process group of which only the size and this rank are known, for libraries that ask no more."""
+    return SimpleNamespace(size=lambda: ranks, rank=lambda: rank)
 
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

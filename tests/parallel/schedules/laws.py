@@ -87,11 +87,6 @@ def live_stated(pipeline: Pipeline, rank: int) -> int:
             return min(pp - rank, micro)
 
 
-def message_counts(made: Program) -> Counter[Kind]:
-    """Messages of a program by kind."""
-    return Counter(action.kind for step in made for action in step if not action.kind.computes)
-
-
 def sends_stated(pipeline: Pipeline, rank: int) -> tuple[int, int]:
     """Closed form: sends of (activations, gradients) of a rank in one step of training."""
     pp, micro, chunks = pipeline.ranks, pipeline.micro, pipeline.chunks
