@@ -22,24 +22,22 @@ def _delivered(case: Case, calls: Calls | None = None) -> list[Delivered]:
 
 
 N, MASK = BASE.tokens, BASE.batch * BASE.seq**2
+TEXT = PLACES = (8 * N, "int64")
 SENT = {
-    ("tensors", True): [(8 * N, "int64"), (8 * N, "int64"), (4 * N, "float32"), (MASK, "bool"), (8 * N, "int64")],
-    ("tensors", False): [(8 * N, "int64"), (8 * N, "int64"), (4 * N, "float32"), (8 * N, "int64")],
-    ("flat", True): [(8 * 25, "int64"), (8 * (4 * N + MASK), "int64")],
-    ("flat", False): [(8 * 20, "int64"), (8 * 4 * N, "int64")],
+    "delivery=tensors attention_mask=true tp=3": [TEXT, TEXT, (4 * N, "float32"), (MASK, "bool"), PLACES],
+    "delivery=tensors attention_mask=false tp=1": [TEXT, TEXT, (4 * N, "float32"), PLACES],
+    "delivery=flat attention_mask=true tp=1": [(8 * 25, "int64"), (8 * (4 * N + MASK), "int64")],
+    "delivery=flat attention_mask=false tp=3": [(8 * 20, "int64"), (8 * 4 * N, "int64")],
 }
 
 
-@pytest.mark.parametrize(("form", "expected"), SENT.items())
-@pytest.mark.parametrize("tp", [1, TP])
-def test_the_broadcasts_are_megatrons_on_any_number_of_ranks(
-    form: tuple[str, bool], expected: list[tuple[int, str]], tp: int
-) -> None:
-    case, calls = BASE.but(delivery=form[0], attention_mask=form[1], tp=tp), Calls()
+@pytest.mark.parametrize("words", SENT)
+def test_the_broadcasts_are_megatrons_on_any_number_of_ranks(words: str) -> None:
+    case, calls = Case.parse(f"{BASE} {words}"), Calls()
     _delivered(case, calls)
     for rank in range(case.world_size):
-        assert [(call.payload_bytes, call.dtype) for call in calls.by_rank[rank]] == expected
-        assert {(call.op, len(call.group)) for call in calls.by_rank[rank]} == {("broadcast", tp)}
+        assert [(call.payload_bytes, call.dtype) for call in calls.by_rank[rank]] == SENT[words]
+        assert {(call.op, len(call.group)) for call in calls.by_rank[rank]} == {("broadcast", case.tp)}
 
 
 @pytest.mark.parametrize(("words", "readers"), [("tensors", {0, 3}), ("flat", {0, 3}), ("local", set(range(6)))])

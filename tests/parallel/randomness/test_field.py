@@ -85,14 +85,6 @@ def test_the_largest_seed_of_a_case_has_streams() -> None:
     Streams(seeds(2**64 - 1, tp_rank=3))
 
 
-def test_a_fork_draws_its_own_numbers_and_leaves_the_others() -> None:
-    streams = Streams(seeds(7, tp_rank=2))
-    mine = drawn(streams, 2)
-    with streams.fork(MODEL_PARALLEL):
-        assert drawn(streams, 4) == of_seed(7 + 2720, 4)
-    assert mine + drawn(streams, 2) == of_seed(7, 4)
-
-
 def test_nested_forks_go_on_with_their_streams() -> None:
     """Attention dropout inside a block that is forked already; Megatron before 0.16 drew the block's numbers again."""
     streams = Streams(seeds(7))
@@ -182,11 +174,7 @@ def test_values_are_megatrons() -> None:
     assert float((drawn_of(case, "final_norm.weight") - 1).abs().max()) == 0
 
 
-def test_shards_of_their_own_are_for_modes_and_stages_that_have_them() -> None:
-    with pytest.raises(ValueError, match="init=shard: .* AutoTP cuts weights that it loads"):
-        Case.parse("mode=autotp init=shard")
-    with pytest.raises(ValueError, match="init=shard: draws on each stage by itself, and tied=true"):
-        Case.parse("pp=2 tp=1 init=shard")
+def test_the_dense_model_must_be_given_values_that_ranks_draw() -> None:
     with pytest.raises(ValueError, match="draws values that the dense model must be given, and init/final_norm.weight"):
         drawn_of(Case.parse("init=shard"), "final_norm.weight")
 

