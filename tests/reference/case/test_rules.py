@@ -27,20 +27,11 @@ BROKEN = {
     **OF_PARTS,
     "seed=18446744073709551616": "must be below 2**64, for torch's generators take no more",
     "mode=ring": "is not a known word",
-    "norm=batchnorm": "is not a known word",
-    "positions=alibi": "is not a known word",
-    "activation=tanh": "is not a known word",
-    "delivery=mail": "is not a known word",
-    "embedding=rows": "is not a known word",
     "head=tail": "is not a known word",
-    "cross_entropy=twice": "is not a known word",
     "recompute=some": "is not a known word",
-    "optimizer=lamb": "is not a known word",
     "dtype=int8": "is not a known word",
     "tp=0": "must be at least 1",
     "layers=-1": "must be at least 1",
-    "steps=0": "must be at least 1",
-    "micro=0": "must be at least 1",
     "seed=-1": "must not be negative",
     f"steps={'9' * 64}": "must be at most 2147483647",
     "bucket=2147483648": "must be at most 2147483647",
@@ -49,7 +40,6 @@ BROKEN = {
     "heads=8 kv_heads=6": "must divide heads=8",
     "heads=16 kv_heads=12 tp=4": "must divide heads=16",
     "hidden=72 positions=rope": "rope rotates pairs, so hidden/heads must be even",
-    "preset=tiny-internlm2 hidden=72 ffn=96": "rope rotates pairs, so hidden/heads must be even",
     "fuse_mlp=true": "fuses gate and up projection, which only swiglu has",
     "preset=tiny-internlm2 delivery=flat": "Megatron's broadcasts know no packs",
     "mode=mtp packed=true": "packs restart positions inside a row, which needs rotary positions",
@@ -65,22 +55,16 @@ BROKEN = {
     "cp=2 cp_comm=alltoall heads=12 kv_heads=6 hidden=48": "the 3 of a rank must divide the 2 ranks that exchange "
     "them, or be a multiple",
     "order=tp-xp-dp": "'xp' is not an axis",
-    "dp=2 order=tp-cp": "must name dp, whose size is 2",
-    "dp=2 order=dp-tp-dp": "names dp twice",
     "mode=isp pp=2 order=pp-tp": "must end in pp: mode=isp splits the weights of a stage over neighbouring ranks",
     "pp=2 zero=2": "a stage of pp=2 keeps whole gradients of all its micro-batches, and sums them once (zero=2)",
     "pp=4": "must share evenly over 4 stages, unless first_layers= or last_layers= is given",
     "pp=3 first_layers=1 last_layers=1": "leaves none to pipeline ranks [1] of pp=3",
     "pp=2 chunks=2": "is for schedule=interleaved, not for schedule=1f1b",
-    "pp=2 group=2": "is for schedule=interleaved, not for schedule=1f1b",
     "pp=2 layers=4 schedule=interleaved": "schedule=interleaved needs at least two chunks on every rank",
     "pp=2 layers=4 schedule=interleaved chunks=2 micro=1": "schedule=interleaved needs at least pp=2 micro-batches",
     "pp=2 schedule=interleaved chunks=2 layers=4 micro=4 group=5": "must be from pp=2 to micro=4",
     "pp=2 schedule=interleaved chunks=2 layers=4 micro=3": "the last group would have 1 micro-batches, fewer than pp=2 "
     "(group=2)",
-    "pp=2 schedule=interleaved chunks=2": "must share evenly over 2 stages of 2 chunks, unless first_layers= or "
-    "last_layers= is given",
-    "pp=3 layers=4 first_layers=3": "must leave first_layers + last_layers = 3 and a multiple of 2",
     "first_layers=1": "is for several pipeline stages, and pp=1 has one",
     "schedule=gpipe": "is for several pipeline stages, and pp=1 has one",
     "pp=2 last_layers=-1": "must not be negative",
@@ -90,6 +74,8 @@ BROKEN = {
     "ffn=255": "must be a multiple of tp=2",
     ISP + "tp=2 dp=3 hidden=96 ffn=256 wp=3": "must be a multiple of wp=3",
     ISP + "tp=2 dp=3 wp=3 heads=6 kv_heads=2 hidden=48 ffn=96": "must divide the 32 rows of keys and values",
+    ISP + "tp=2 dp=3 wp=3 heads=6 kv_heads=2 hidden=48 ffn=96 fuse_qkv=false": "must divide the 16 rows of keys and "
+    "values",
     "family=opt vocab=257": "is not padded in family=opt, so 2 must divide it",
     ISP
     + "family=llama tp=2 dp=3 wp=3 hidden=96 ffn=96 vocab=260": "is not padded in family=llama, so 6 must divide it",
@@ -105,8 +91,6 @@ BROKEN = {
     "mode=mtp embedding=whole": "mode=mtp splits it",
     "mode=autotp head=parallel": "is not a form of mode=autotp",
     "mode=tp-sp seq=33": "mode=tp-sp splits it over tp=2",
-    "preset=tiny-internlm2 mode=msp seq=5 batch=3": "mode=msp splits it over tp=2",
-    "mode=isp head=parallel": "is not a form of mode=isp",
     "head=exchange": "is not a form of mode=tp",
     "embedding=hidden tied=false": "mode=tp splits the vocabulary",
     "mode=mtp embedding=hidden tied=true": "tied=true shares it with the head, which splits the vocabulary",
@@ -151,7 +135,6 @@ BROKEN = {
     "layer again",
     "early_stop=true": "is a form of recompute=full, and recompute=none computes no layer again",
     "recompute=full layers=6 recompute_layers=4": "must divide the 6 layers of a stage (recompute_method=uniform)",
-    "recompute=full layers=6 pp=2 recompute_layers=2": "must divide the 3 layers of a stage (recompute_method=uniform)",
     "mode=isp recompute=full recompute_layers=2": "mode=isp shares the gathered weights of one layer between "
     "recompute and backward (recompute_method=uniform)",
     "mode=tp-sp recompute=full distribute_saved=true": "is for hidden states that are whole (mode=tp|mtp); "
@@ -232,9 +215,7 @@ def test_path_with_a_space_would_break_the_line_of_words() -> None:
         ("=3", "=3: is not a word of the case language"),
         ("tp", "tp=tp: is not a word of the case language"),
         ("tp=two", "tp=two: must be a whole number; legal: tp=1"),
-        ("tp=2.0", "tp=2.0: must be a whole number; legal: tp=1"),
         ("lr=fast", "lr=fast: must be a number; legal: lr=0.1"),
-        ("packed=yes", "packed=yes: must be true or false; legal: packed=true"),
         ("packed=True", "packed=True: must be true or false; legal: packed=true"),
     ],
 )
@@ -247,10 +228,6 @@ def test_unknown_name_is_refused_with_all_known_ones(key: str, known: dict[str, 
     error = refusal(lambda: Case.parse(f"{key}=gpt9"))
     assert error.key == key and error.value == "gpt9"
     assert error.legal.split() == list(known)
-
-
-def test_error_is_a_value_error() -> None:
-    assert isinstance(refusal(lambda: Case(tp=0)), ValueError)
 
 
 CHANGES = {

@@ -73,13 +73,6 @@ def alone(batch: Batch, start: int, end: int) -> Batch:
     )
 
 
-def joined(batches: Sequence[Batch]) -> Batch:
-    """Unpacked micro-batches as one."""
-    names = ("tokens", "labels", "positions", "loss_mask")
-    parts: dict[str, Any] = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in names}
-    return Batch(**parts, cu_seqlens=None, max_seqlen=batches[0].max_seqlen)
-
-
 def _drawn(case: Case, batch: int, length: int, seed: int, cu_seqlens: torch.Tensor | None) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     shape = (batch, length)

@@ -8,28 +8,13 @@ import torch
 from torch import Tensor
 
 from reference.case import Case
-from reference.data.batches import micro_batch
-from reference.data.routing import forced
-from reference.model.branches.experts import chosen, global_loss, kept, losses, updated, weights_of
+from reference.model.branches.experts import chosen, kept, losses, updated, weights_of
 
 LOGITS = torch.randn((2, 6, 8), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 def case(**words: int | float | str | bool) -> Case:
     return Case.of(**{"experts": 8, "etp": 1, "tp": 1, "seq": 6, "batch": 2, **words})
-
-
-def test_weights_of_every_router() -> None:
-    """experts.md 21.1: sums of weights are the scale, or less for shares of all experts."""
-    for router in ("softmax", "pre-softmax", "sigmoid"):
-        one = case(router=router, router_scale=2.5)
-        choice = chosen(one, LOGITS)
-        weights = weights_of(one, LOGITS, choice)
-        assert (choice.sum(-1) == 2).all() and (weights[~choice] == 0).all()
-        total = weights.sum(-1)
-        assert (total < 2.5).all() if router == "pre-softmax" else torch.allclose(total, torch.full_like(total, 2.5))
-    alone = case(router="sigmoid", top_k=1)
-    assert torch.equal(weights_of(alone, LOGITS, chosen(alone, LOGITS)).amax(-1), LOGITS.sigmoid().amax(-1))
 
 
 def test_equal_scores_go_to_the_smaller_number() -> None:
@@ -86,17 +71,6 @@ def test_balance_losses_by_formula() -> None:
     assert math.isclose(_loss(case(z_loss=0.1), LOGITS, same), 0.1 * float(z))
 
 
-def test_a_global_loss_is_that_of_all_data_ranks_together() -> None:
-    """The parts of two data ranks add up to the formula of experts.md 21.5 over their tokens as one micro-batch."""
-    one = case(global_loss=0.3, routing="skewed", dp=2, micro=3)
-    logits = LOGITS, LOGITS.flip(0) * 2
-    parts = [global_loss(one, "layers.0", micro_batch(one, 1, 2, rank), logits[rank]) for rank in (0, 1)]
-    first = ((1 * 3 + 2) * 2) * one.tokens
-    choice = forced(one, 0, torch.arange(first, first + 2 * one.tokens)).double().mean(0)
-    share = torch.cat(logits).softmax(-1).mean((0, 1))
-    assert math.isclose(float(sum(parts)), 2 * one.tokens * 0.3 * 8 / 2 * float(choice @ share))
-
-
 @pytest.mark.parametrize("drop", ["score", "position"])
 def test_experts_take_of_each_ranks_tokens_so_many(drop: str) -> None:
     """Two ranks hold three places of both rows each; C = ceil(6 * 2 / 8 * 1) = 2."""
@@ -110,13 +84,3 @@ def test_experts_take_of_each_ranks_tokens_so_many(drop: str) -> None:
         by_weight = {at: -float(weights[*at, expert]) for at in mine}
         order = sorted(mine, key=by_weight.__getitem__ if drop == "score" else None)
         assert {at for at in mine if left[*at, expert]} == set(order[:2])
-
-
-def test_relabelled_experts_change_nothing() -> None:
-    """Property 5 of 21.7: rows of the router's logits and of everything chosen by them move together."""
-    order = torch.tensor([3, 1, 7, 0, 5, 2, 6, 4])
-    for router in ("softmax", "sigmoid"):
-        one = case(router=router)
-        choice, moved = chosen(one, LOGITS), chosen(one, LOGITS[..., order])
-        assert torch.equal(choice[..., order], moved)
-        assert torch.equal(weights_of(one, LOGITS, choice)[..., order], weights_of(one, LOGITS[..., order], moved))
