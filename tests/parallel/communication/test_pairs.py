@@ -208,24 +208,6 @@ def test_rows_over_tensor_parallel_rows_are_not_contiguous_in_mesh_order() -> No
     assert [rows_[1, dp] for dp in range(4)] == [[5, 6], [7, 8], [9], []]
 
 
-def test_a_range_of_a_flat_bucket_is_boxes_of_the_parameter() -> None:
-    """ZeRO-1 over columns of tensor parallelism: elements 3 .. 10 of a local [4, 3], so an edge, rows, an edge."""
-    cuts = (Cut(axis="tp", dim=1), Cut(axis="dp", dim=None, held=((range(3),), (range(3, 11),), (range(11, 12),))))
-    place = Placement(shape=(4, 6), cuts=cuts)
-    at = {"tp": (1, 2), "dp": (1, 3)}
-    local = shard(_full(place) - 1, place, at)
-    assert local.tolist() == [9, 10, 11, 15, 16, 17, 21, 22]
-    assert [(piece.offsets, piece.local.tolist()) for piece in pieces(local, place, at)] == [
-        ((1, 3), [[9, 10, 11], [15, 16, 17]]),
-        ((3, 3), [[21, 22]]),
-    ]
-
-
-def test_a_cut_inside_a_kv_group_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"blocks=\(12,\): each must be a multiple of 2 ranks x 4 .*legal: 16"):
-        local_shape(Placement(shape=(12, 3), cuts=(Cut(axis="tp", unit=4),)), {"tp": (0, 2)})
-
-
 def test_illegal_placements_and_tensors_are_named() -> None:
     with pytest.raises(ValueError, match="dim=2: must be a dim"):
         Placement(shape=(4, 4), cuts=(Cut(axis="tp", dim=2),))
@@ -235,6 +217,8 @@ def test_illegal_placements_and_tensors_are_named() -> None:
         shard(torch.ones(4, 5), Placement(shape=(4, 4), cuts=(Cut(axis="tp"),)), {"tp": (0, 2)})
     with pytest.raises(ValueError, match="axis=tp: these coordinates have no such axis; legal: dp"):
         local_shape(Placement(shape=(4, 4), cuts=(Cut(axis="tp"),)), {"dp": (0, 2)})
+    with pytest.raises(ValueError, match=r"blocks=\(12,\): each must be a multiple of 2 ranks x 4 .*legal: 16"):
+        local_shape(Placement(shape=(12, 3), cuts=(Cut(axis="tp", unit=4),)), {"tp": (0, 2)})
     with pytest.raises(ValueError, match=r"order=spiral: .*legal: blocks\|chunks\|zigzag"):
         Cut(axis="tp", order="spiral")
 

@@ -17,6 +17,8 @@ from torch import nn
 from parallel.data_parallel.buckets import ALIGNMENT, DIVISOR, bucketed, shares
 from parallel.data_parallel.rows import Unit
 from parallel.model.loss_scale import DynamicScale
+from reference.case import Case
+from reference.training.scaling import LossScale
 from shardproof import cuda_on_cpu
 from tests.parallel.ranks import group
 
@@ -45,15 +47,6 @@ def layouts(draw: st.DrawFn) -> Layout:
     )
 
 
-def test_the_example_of_around_15() -> None:
-    sizes = {"shared": 1000, "a": 100, "b": 64, "c": 300, "d": 7}
-    found = bucketed(sizes, ranks=3, sharded=True, apart={"shared"})
-    assert [(bucket.start, bucket.end) for bucket in found] == [(0, 768), (768, 1920)]
-    assert [[slot.name for slot in bucket.slots] for bucket in found] == [["d", "c", "b", "a"], ["shared"]]
-    (plain,) = bucketed(sizes, ranks=3, sharded=False, apart={"shared"})
-    assert (plain.start, plain.end) == (0, sum(sizes.values()))
-
-
 @given(layouts())
 def test_buckets_tile_the_buffer_and_shares_of_all_ranks_every_parameter(layout: Layout) -> None:
     """Every element lies in one bucket, which is closed as soon as it is full; padding is nobody's."""
@@ -70,6 +63,8 @@ def test_buckets_tile_the_buffer_and_shares_of_all_ranks_every_parameter(layout:
             assert all(slot.end - bucket.start < layout.largest for slot in bucket.slots[:-1])
         if not layout.sharded:
             assert bucket.size == sum(slot.end - slot.start for slot in bucket.slots)
+            with pytest.raises(ValueError, match=f"must divide the {bucket.size} elements"):
+                bucket.owned(0, bucket.size + 1)
             continue
         assert not [slot for slot in bucket.slots if slot.start % ALIGNMENT]
         assert bucket.size % layout.ranks == bucket.size % DIVISOR == 0
@@ -138,12 +133,6 @@ def test_buckets_and_ranges_of_every_rank_are_megatrons(layout: Layout) -> None:
             } == {names[p]: (at["param"].start, at["param"].end, at["gbuf_local"].start) for p, at in owned.items()}
 
 
-def test_a_bucket_that_is_not_padded_has_no_equal_parts() -> None:
-    (bucket,) = bucketed({"a": 7}, ranks=2, sharded=False)
-    with pytest.raises(ValueError, match="ranks=2: must divide the 7 elements"):
-        bucket.owned(0, 2)
-
-
 @given(
     st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4), st.integers(1, 9)
 )
@@ -166,6 +155,10 @@ def scales(rule: DynamicScale, steps: Iterable[bool]) -> tuple[float, ...]:
 def test_the_log_of_the_seed() -> None:
     """20 of 200 steps are skipped from 2**32 on: the first only uses up patience, 19 halve, and the log says 8192."""
     assert scales(DynamicScale(), [True] * 20 + [False] * 180)[-1] == 8192.0
+    dense = LossScale.of(Case.parse("dtype=float16 master=float32 scaler=dynamic"))
+    for step in range(200):
+        dense.update(skipped=step < 20)
+    assert dense.value == 8192.0
 
 
 @pytest.mark.peers

@@ -24,7 +24,6 @@ from parallel.schemes.tensor import placements
 from parallel.subject import subject
 from reference.case import Case
 from reference.model.parameters import shapes
-from reference.training.scaling import LossScale
 from suites.session.prover import Prover
 from tests.parallel.case_tables import DATA_PARALLEL, HALF
 from tests.parallel.test_parallel_subject import proved
@@ -90,13 +89,6 @@ def test_a_skipped_step_changes_nothing_on_any_rank(prover: Prover) -> None:
     for name in shapes(result.case if isinstance(result.case, Case) else Case()):
         assert torch.equal(merged[f"param/{name}"], merged[f"param_after/0/{name}"])
         assert f"grad/{name}" not in merged
-
-
-def test_the_dense_models_scale_is_that_of_the_seeds_log() -> None:
-    scale = LossScale.of(Case.parse("dtype=float16 master=float32 scaler=dynamic"))
-    for step in range(200):
-        scale.update(skipped=step < 20)
-    assert scale.value == 8192.0
 
 
 def test_what_rounding_decides_is_refused(prover: Prover) -> None:

@@ -6,8 +6,8 @@ resharded or reduced before the last micro-batch.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -23,18 +23,15 @@ from harness.ledger import Event
 from harness.running.request import Request
 from harness.running.run import run
 from harness.subject import named
-from parallel.communication.expectation import CompleteTerm
 from parallel.communication.layout import Cut
-from parallel.communication.mesh import Mesh
-from parallel.model.strategy import Rank, Step, Value
+from parallel.model.strategy import Rank, Step
 from parallel.pipeline.scheme import StageRun, as_scheduled, with_channels
 from parallel.registry import strategy_of
 from parallel.schedules.pipeline import Action
-from parallel.subject import subject as ours
-from parallel.training.loop import train
 from reference.case import Case
 from reports.commands.cli import main
 from suites.session.prover import Prover
+from tests.parallel.ranks import Otherwise
 
 
 def _sharded(rank: Rank) -> Rank:
@@ -103,21 +100,11 @@ def _step(case: Case, plain: Step) -> Step:
     )
 
 
-@dataclass(frozen=True)
-class _Subject:
-    def __call__(self, case: Case, device: torch.device) -> dict[str, Value]:
-        return train(case, replace(strategy_of(case), step=_step), Mesh.of(case), device)
-
-    def refuses(self, case: Case) -> str:
-        return (
-            "" if case.mode == "tp" and case.tp == 1 and case.zero > 1 and not case.shard else "mode=tp tp=1 zero=2|3"
-        )
-
-    def expected(self, case: Case) -> Iterable[CompleteTerm]:
-        return ours.expected(case)
-
-
-theirs = _Subject()
+theirs = Otherwise(
+    step=_step,
+    takes=lambda case: case.mode == "tp" and case.tp == 1 and case.zero > 1 and not case.shard,
+    legal="mode=tp tp=1 zero=2|3",
+)
 
 
 SIZES = "mode=tp tp=1 layers=2 heads=6 kv_heads=3 hidden=30 ffn=41 vocab=389 seq=9 batch=2 micro=3 steps=2 lr=0.1"

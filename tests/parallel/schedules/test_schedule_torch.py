@@ -27,10 +27,6 @@ class Stage:
         self.has_backward, self.submod = True, None
 
 
-def ours(pipeline: Pipeline, rank: int) -> list[Place]:
-    return [(action.kind.value, action.stage, action.micro) for action in order(pipeline, rank)]
-
-
 def listed(pipeline: Pipeline, rank: int) -> list[Place]:
     """The order that torch's schedule lists for a rank, without its waiting."""
     stages: Any = [Stage(pipeline, rank, chunk) for chunk in range(pipeline.chunks)]
@@ -56,7 +52,8 @@ def test_the_order_is_the_one_that_torch_lists() -> None:
     assert len(pipelines) > 20
     for pipeline in pipelines:
         for rank in range(pipeline.ranks):
-            assert ours(pipeline, rank) == listed(pipeline, rank), (pipeline, rank)
+            ours = [(action.kind.value, action.stage, action.micro) for action in order(pipeline, rank)]
+            assert ours == listed(pipeline, rank), (pipeline, rank)
 
 
 PLAIN = Pipeline(schedule="1f1b", ranks=4, micro=6)

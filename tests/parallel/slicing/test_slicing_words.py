@@ -2,15 +2,12 @@
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import functional
 
 from parallel.slicing.families import FAMILIES
 from parallel.slicing.held import widths
 from parallel.slicing.slices import Slice, slices
 from parallel.slicing.words import Sliced
 from reference.errors import CaseError
-from tests.parallel.ranks import numbers
 from tests.parallel.slicing.drawn_slices import check_round_trip, parts_of
 from tests.parallel.slicing.laws import broken_by
 
@@ -49,14 +46,8 @@ def test_what_cannot_be_is_refused_with_its_rule(text: str, message: str) -> Non
 
 def test_what_follows_from_what() -> None:
     opt = Sliced.parse("family=opt hidden=768 heads=12 tp=2")
-    assert (opt.kv_heads, opt.head_dim, opt.ffn, opt.vocab, opt.bias, opt.path) == (
-        12,
-        64,
-        3072,
-        50272,
-        True,
-        "container",
-    )
+    assert (opt.kv_heads, opt.head_dim, opt.ffn, opt.vocab) == (12, 64, 3072, 50272)
+    assert opt.bias and opt.path == "container"
     llama = Sliced.parse("preset=llama3-8b tp=8")
     assert (llama.hidden, llama.heads, llama.kv_heads, llama.ffn, llama.path) == (4096, 32, 8, 14336, "autotp")
     assert not llama.bias
@@ -100,10 +91,8 @@ def test_every_family_keeps_its_laws(family: str) -> None:
 def test_a_bias_follows_its_rows_or_is_added_once() -> None:
     found = {one.name: one for one in slices(Sliced.parse("family=opt heads=12 tp=5 path=autotp"))}
     for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "fc1"):
-        assert found[f"{name}.bias"].place.cuts[0].held == found[f"{name}.weight"].place.cuts[0].held
-        assert (
-            widths(found[f"{name}.bias"].place.cuts[0].held)[0] > widths(found[f"{name}.bias"].place.cuts[0].held)[-1]
-        )
+        held = found[f"{name}.bias"].place.cuts[0].held
+        assert held == found[f"{name}.weight"].place.cuts[0].held and widths(held)[0] > widths(held)[-1]
     for name in ("self_attn.out_proj", "fc2"):
         assert found[f"{name}.weight"].place.cuts[0].dim == 1
         assert found[f"{name}.bias"].place.cuts == () and "added once" in found[f"{name}.bias"].rule
@@ -114,6 +103,8 @@ def test_kv_heads_that_are_copied_are_counted() -> None:
     found = {one.name: one for one in slices(model)}
     assert found["self_attn.k_proj.weight"].copied == 2 * 8 and found["self_attn.q_proj.weight"].copied == 0
     assert all(broken_by(one, model) == [] for one in found.values())
+    container = Sliced.parse("family=opt hidden=48 heads=12 kv_heads=6 ffn=60 vocab=30 tp=3")
+    assert container.path == "container" and all(broken_by(one, container) == [] for one in slices(container))
     bigcode = slices(Sliced.parse("family=bigcode hidden=64 heads=8 tp=4"))[0]
     assert bigcode.copied == 2 * 3 * 8 and widths(bigcode.place.cuts[0].held) == (32, 32, 32, 32)
 
@@ -166,47 +157,6 @@ def test_two_ranks_of_opt_125m() -> None:
     }
     assert found["model.decoder.embed_positions.weight"].place.shape == (2050, 768)
     assert found["attn_qkvw"].sources == tuple(f"self_attn.{part}_proj.weight" for part in "qkv")
-
-
-def attended(fused: Tensor, kv: int, group: int, size: int) -> Tensor:
-    """Causal attention of [S, (q heads, k heads, v heads) * size], [S, q heads * size]."""
-    q, k, v = (
-        part.unflatten(-1, (-1, size)).transpose(0, 1)
-        for part in fused.split([kv * group * size, kv * size, kv * size], -1)
-    )
-    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
-    return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1)
-
-
-def sliced_layer(x: Tensor, tensors: dict[str, Tensor], kv: int, group: int, size: int) -> tuple[Tensor, Tensor]:
-    """Attention and MLP of this rank's tensors, before their sums over the ranks and their biases."""
-    fused = x @ tensors["attn_qkvw"] + tensors["attn_qkvb"]
-    inner = functional.relu(x @ tensors["inter_w"] + tensors["inter_b"])
-    return attended(fused, kv, group, size) @ tensors["attn_ow"], inner @ tensors["output_w"]
-
-
-@pytest.mark.parametrize(("tp", "kv_heads"), [(2, 12), (3, 6), (6, 12), (6, 6)])
-def test_the_sliced_layer_computes_what_the_whole_one_does(tp: int, kv_heads: int) -> None:
-    """Outputs of row linears are summed over the ranks, and their whole biases added once, after the sum."""
-    model = Sliced.parse(f"family=opt hidden=48 heads=12 kv_heads={kv_heads} ffn=60 vocab=30 tp={tp}")
-    made = {one.name: one for one in slices(model)}
-    whole = {name: numbers(*one.place.shape, seed=seed) for seed, (name, one) in enumerate(made.items())}
-    x = numbers(5, 48, seed=99)
-    right = sliced_layer(x, whole, kv_heads, 12 // kv_heads, 4)
-    parts = {name: parts_of(whole[name], one.place, tp) for name, one in made.items()}
-    sums = [torch.zeros_like(x), torch.zeros_like(x)]
-    for rank in range(tp):
-        own = {name: found[rank] for name, found in parts.items()}
-        for place, partial in enumerate(sliced_layer(x, own, kv_heads // tp, 12 // kv_heads, 4)):
-            sums[place] += partial
-    for total, expected, bias in zip(sums, right, ("attn_ob", "output_b"), strict=True):
-        assert parts[bias][0].shape == (48,)
-        torch.testing.assert_close(total + parts[bias][0], expected + whole[bias], rtol=1e-12, atol=1e-12)
-    columns = made["lm_head.weight"].place.cuts[0].held
-    logits = sum(
-        x[:, own.start : own.stop] @ part.t() for (own,), part in zip(columns, parts["lm_head.weight"], strict=True)
-    )
-    torch.testing.assert_close(logits, x @ whole["lm_head.weight"].t(), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

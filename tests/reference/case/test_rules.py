@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reference.case import Case, CaseError
+from reference.case.domains import domains
 from reference.case.presets import FAMILIES, PRESETS
 from reference.features import FEATURES
 from reference.language import rules
@@ -230,25 +231,10 @@ def test_unknown_name_is_refused_with_all_known_ones(key: str, known: dict[str, 
     assert error.legal.split() == list(known)
 
 
-CHANGES = {
-    "tp": st.integers(1, 6),
-    "dp": st.integers(1, 4),
-    "wp": st.integers(1, 6),
-    "hidden": st.integers(1, 100),
-    "heads": st.integers(1, 12),
-    "kv_heads": st.integers(1, 12),
-    "ffn": st.integers(1, 100),
-    "vocab": st.integers(1, 300),
-    "seq": st.integers(1, 20),
-    "mode": st.sampled_from(tuple(MODES)),
-    "positions": st.sampled_from(("learned", "rope")),
-    "packed": st.booleans(),
-    "tied": st.booleans(),
-    "head": st.sampled_from(("parallel", "gather", "exchange", "local")),
-    "embedding": st.sampled_from(("vocab", "hidden")),
-    "delivery": st.sampled_from(("tensors", "flat", "local")),
-    "family": st.sampled_from(tuple(FAMILIES)),
-}
+SIZES = {"tp": 6, "dp": 4, "wp": 6, "hidden": 100, "heads": 12, "kv_heads": 12, "ffn": 100, "vocab": 300, "seq": 20}
+CHOICES = "mode positions packed tied head embedding delivery family".split()
+CHANGES: dict[str, st.SearchStrategy[Any]] = {word: st.integers(1, most) for word, most in SIZES.items()}
+CHANGES |= {word: st.sampled_from(domains()[word]) for word in CHOICES}
 
 
 @settings(max_examples=100, deadline=None)

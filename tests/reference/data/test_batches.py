@@ -176,8 +176,9 @@ def test_a_negative_token_is_read_and_not_learned_and_label_0_is() -> None:
 
 
 def test_packing_leaves_its_input_alone() -> None:
-    sentences = [torch.arange(1, 8), torch.arange(8, 10)]
+    sentences = [torch.arange(1, 8), torch.arange(0), torch.arange(8, 10)]
     packs = build_pack(sentences, packed_length=8, seq_len=3)
+    assert [token for pack in packs for token in pack.tokens.flatten().tolist() if token] == [*range(1, 10)]
     for rows in (*packs, build_unpack(sentences, micro_bsz=2, seq_len=3)):
         rows.tokens.fill_(-1)
         rows.labels.fill_(-1)

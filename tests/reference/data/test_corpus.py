@@ -16,7 +16,7 @@ from reference.data import corpus
 from reference.data.files import DataError
 from reference.data.readers import END
 from reference.data.token_files import read_megatron
-from tests.reference.data.internevo_writer import write_internevo
+from tests.reference.data.batch_forms import write_internevo
 
 
 def case(path: Path, *, vocab: int = END + 1, **words: int) -> Case:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from reference.data import corpus, files, readers
 from reference.data.files import DataError
-from tests.reference.data.internevo_writer import write_internevo
+from tests.reference.data.batch_forms import write_internevo
 
 
 def read(path: Path, vocab: int = 257) -> corpus.Tokens:

@@ -19,6 +19,10 @@ from reference.model.parameters import weights
 CPU = torch.device("cpu")
 
 
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DenseRun:
     """Logits [B, S, vocab], the mean loss over counted tokens, and its gradient in each parameter."""

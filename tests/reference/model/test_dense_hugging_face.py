@@ -29,12 +29,12 @@ def equal(
     case: Case,
     batch: Batch,
     model: torch.nn.Module,
-    renamed: Callable[[Case, Tensors], Tensors],
+    as_theirs: Callable[[Case, Tensors], Tensors],
     logits_of: Callable[[torch.nn.Module, Batch], Tensor],
     zero: str = "nowhere",
 ) -> None:
-    """Assert that both are equal; `renamed` gives our tensors under their names, gradients that end in `zero` are 0."""
-    missing, unexpected = model.load_state_dict(renamed(case, weights(case, CPU)), strict=False)
+    """Both are equal; `as_theirs` gives our tensors under their names, gradients that end in `zero` are 0."""
+    missing, unexpected = model.load_state_dict(as_theirs(case, weights(case, CPU)), strict=False)
     assert unexpected == [] and missing == (["lm_head.weight"] if case.tied else [])
     logits = logits_of(model, batch)
     loss = functional.cross_entropy(logits.flatten(0, 1), ignored_labels(batch).flatten())
@@ -43,7 +43,7 @@ def equal(
     assert found.gradients.keys() == shapes(case).keys()
     assert largest_difference(found.logits, logits) < ALLOWED
     assert abs(found.loss - loss.detach()) < ALLOWED
-    gradients = renamed(case, found.gradients)
+    gradients = as_theirs(case, found.gradients)
     right = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert gradients.keys() == right.keys()
     for name, gradient in right.items():
@@ -75,6 +75,21 @@ GPT2 = (
 )
 
 
+def renamed(ours: Tensors, names: dict[str, str], layers: str, apart: Callable[[str, Tensor], Tensors]) -> Tensors:
+    """Our tensors (weights or gradients) under their names; `apart` gives the parts of one, in their layout."""
+    theirs: Tensors = {}
+    for name, value in ours.items():
+        module, _, leaf = name.rpartition(".")
+        for part, piece in apart(module, value).items():
+            in_layer, _, inner = part.removeprefix("layers.").partition(".")
+            stem, inner = (f"{layers}.{in_layer}.", inner) if part.startswith("layers.") else ("", part)
+            theirs[f"{stem}{names[inner]}.{leaf}"] = piece
+    return theirs
+
+
+PLAIN = {"bos_token_id": None, "eos_token_id": None, "attn_implementation": "eager"}
+
+
 def gpt2(case: Case) -> torch.nn.Module:
     config = transformers.GPT2Config(
         vocab_size=case.vocab,
@@ -83,51 +98,33 @@ def gpt2(case: Case) -> torch.nn.Module:
         n_layer=case.layers,
         n_head=case.heads,
         n_inner=case.ffn,
-        activation_function="gelu_new",
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        layer_norm_epsilon=1e-5,
         tie_word_embeddings=case.tied,
-        bos_token_id=None,
-        eos_token_id=None,
-        attn_implementation="eager",
+        **PLAIN,
     )
     model: torch.nn.Module = transformers.GPT2LMHeadModel(config)
-    return model.double()
+    return model.double().eval()
 
 
-def as_gpt2(case: Case, ours: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Our tensors (weights or gradients) under GPT-2's names and in its layouts."""
+def as_gpt2(case: Case, ours: Tensors) -> Tensors:
+    """Their qkv is [q|k|v] instead of per group, and Conv1D weights are [in, out]."""
+
+    def laid_out(module: str, value: Tensor) -> Tensors:
+        if module.endswith("wqkv"):
+            value = value.unflatten(0, (case.heads, 3, case.head_dim)).transpose(0, 1).flatten(0, 2)
+        is_conv1d = value.dim() == 2 and (".attention." in module or ".mlp." in module)
+        return {module: value.T if is_conv1d else value}
+
     names = {"embedding.tokens": "transformer.wte", "embedding.positions": "transformer.wpe"}
     names |= {"final_norm": "transformer.ln_f", "head": "lm_head"}
-    parts = {"attention_norm": "ln_1", "attention.wqkv": "attn.c_attn", "attention.wo": "attn.c_proj"}
-    parts |= {"mlp_norm": "ln_2", "mlp.w1": "mlp.c_fc", "mlp.w2": "mlp.c_proj"}
-    for layer in range(case.layers):
-        names |= {f"layers.{layer}.{part}": f"transformer.h.{layer}.{theirs}" for part, theirs in parts.items()}
-    theirs: dict[str, Tensor] = {}
-    for name, value in ours.items():
-        module, _, leaf = name.rpartition(".")
-        theirs[f"{names[module]}.{leaf}"] = laid_out(case, module, value)
-    return theirs
-
-
-def laid_out(case: Case, module: str, value: Tensor) -> Tensor:
-    """GPT-2's layout of one tensor: qkv is [q|k|v] instead of per group, and Conv1D weights are [in, out]."""
-    if module.endswith("wqkv"):
-        value = value.unflatten(0, (case.heads, 3, case.head_dim)).transpose(0, 1).flatten(0, 2)
-    is_conv1d = value.dim() == 2 and (".attention." in module or ".mlp." in module)
-    return value.T if is_conv1d else value
+    names |= {"attention_norm": "ln_1", "attention.wqkv": "attn.c_attn", "attention.wo": "attn.c_proj"}
+    names |= {"mlp_norm": "ln_2", "mlp.w1": "mlp.c_fc", "mlp.w2": "mlp.c_proj"}
+    return renamed(ours, names, "transformer.h", laid_out)
 
 
 @pytest.mark.parametrize("text", GPT2)
 def test_dense_gpt_equals_hugging_face_gpt2(text: str) -> None:
     case = Case.parse(text)
     equal(case, rows(case, seed=case.seed), gpt2(case), as_gpt2, lambda model, batch: model(batch.tokens).logits)
-
-
-OFFSET = 2
-"""Rows that Hugging Face's position table has before position 0."""
 
 
 def opt(case: Case) -> torch.nn.Module:
@@ -137,42 +134,24 @@ def opt(case: Case) -> torch.nn.Module:
         num_hidden_layers=case.layers,
         ffn_dim=case.ffn,
         max_position_embeddings=case.seq,
-        do_layer_norm_before=True,
         num_attention_heads=case.heads,
-        activation_function="relu",
-        dropout=0.0,
-        layerdrop=0.0,
-        attention_dropout=0.0,
         tie_word_embeddings=case.tied,
         pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-        attn_implementation="eager",
+        **PLAIN,
     )
     model: torch.nn.Module = transformers.OPTForCausalLM(config)
-    return model.double()
+    return model.double().eval()
 
 
-def as_opt(case: Case, ours: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Our tensors (weights or gradients) under OPT's names; positions get the unused rows, zeros."""
-    stem = "model.decoder."
-    names = {"embedding.tokens": stem + "embed_tokens", "embedding.positions": stem + "embed_positions"}
-    names |= {"final_norm": stem + "final_layer_norm"}
-    parts = {"attention_norm": "self_attn_layer_norm", "mlp_norm": "final_layer_norm"}
-    parts |= {
-        "attention.wq": "self_attn.q_proj",
-        "attention.wk": "self_attn.k_proj",
-        "attention.wv": "self_attn.v_proj",
-    }
-    parts |= {"attention.wo": "self_attn.out_proj", "mlp.w1": "fc1", "mlp.w2": "fc2"}
-    for layer in range(case.layers):
-        names |= {f"layers.{layer}.{part}": f"{stem}layers.{layer}.{theirs}" for part, theirs in parts.items()}
-    theirs = {}
-    for name, value in ours.items():
-        module, _, leaf = name.rpartition(".")
-        theirs[f"{names[module]}.{leaf}"] = value
-    theirs[stem + "embed_positions.weight"] = functional.pad(ours["embedding.positions.weight"], (0, 0, OFFSET, 0))
-    return theirs
+def as_opt(_case: Case, ours: Tensors) -> Tensors:
+    """Their table has two rows before position 0: zeros."""
+    table, stem = "embedding.positions.weight", "model.decoder"
+    names = {"embedding.tokens": f"{stem}.embed_tokens", "embedding.positions": f"{stem}.embed_positions"}
+    names |= {"final_norm": f"{stem}.final_layer_norm", "mlp.w1": "fc1", "mlp.w2": "fc2"}
+    names |= {"attention_norm": "self_attn_layer_norm", "mlp_norm": "final_layer_norm"}
+    names |= {f"attention.w{x}": f"self_attn.{'out' if x == 'o' else x}_proj" for x in "qkvo"}
+    padded = {**ours, table: functional.pad(ours[table], (0, 0, 2, 0))}
+    return renamed(padded, names, f"{stem}.layers", lambda module, value: {module: value})
 
 
 def test_dense_opt_equals_hugging_face_opt() -> None:
@@ -203,51 +182,39 @@ def llama(case: Case) -> torch.nn.Module:
         "num_attention_heads": case.heads,
         "num_key_value_heads": case.kv_heads,
         "head_dim": case.head_dim,
-        "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": case.tied,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "attention_bias": case.bias,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "attn_implementation": "eager",
+        **PLAIN,
     }
     model: torch.nn.Module = (
         transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**words))
         if case.qk_norm
         else transformers.LlamaForCausalLM(transformers.LlamaConfig(**words, mlp_bias=case.bias))
     )
-    return model.double()
+    return model.double().eval()
 
 
-def as_llama(case: Case, ours: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Our tensors (weights or gradients) under Llama's names, the fused ones taken apart."""
+def as_llama(case: Case, ours: Tensors) -> Tensors:
+    """Fused tensors are taken apart."""
+
+    def apart(module: str, value: Tensor) -> Tensors:
+        if module.endswith(".wqkv"):
+            stem, group = module.removesuffix("qkv"), case.heads // case.kv_heads
+            parts = value.unflatten(0, (case.kv_heads, group + 2, case.head_dim)).split((group, 1, 1), dim=1)
+            return {stem + leaf: part.flatten(0, 2) for leaf, part in zip("qkv", parts, strict=True)}
+        if module.endswith(".w13"):
+            stem = module.removesuffix("13")
+            return {stem + "1": value[: case.ffn], stem + "3": value[case.ffn :]}
+        return {module: value}
+
     names = {"embedding.tokens": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
-    parts = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    parts |= {f"attention.w{x}": f"self_attn.{x}_proj" for x in "qkvo"}
-    parts |= {f"attention.{x}_norm": f"self_attn.{x}_norm" for x in "qk"}
-    parts |= {"mlp.w1": "mlp.gate_proj", "mlp.w3": "mlp.up_proj", "mlp.w2": "mlp.down_proj"}
-    for layer in range(case.layers):
-        names |= {f"layers.{layer}.{part}": f"model.layers.{layer}.{theirs}" for part, theirs in parts.items()}
-    theirs: dict[str, Tensor] = {}
-    for name, value in ours.items():
-        module, _, leaf = name.rpartition(".")
-        for part, piece in apart(case, module, value).items():
-            theirs[f"{names[part]}.{leaf}"] = piece
-    return theirs
-
-
-def apart(case: Case, module: str, value: Tensor) -> dict[str, Tensor]:
-    """A fused tensor as its parts, by the name of the module that each part would be."""
-    if module.endswith(".wqkv"):
-        stem, group = module.removesuffix("qkv"), case.heads // case.kv_heads
-        value = value.unflatten(0, (case.kv_heads, group + 2, case.head_dim))
-        q, k, v = value.split((group, 1, 1), dim=1)
-        return {stem + "q": q.flatten(0, 2), stem + "k": k.flatten(0, 2), stem + "v": v.flatten(0, 2)}
-    if module.endswith(".w13"):
-        stem = module.removesuffix("13")
-        return {stem + "1": value[: case.ffn], stem + "3": value[case.ffn :]}
-    return {module: value}
+    names |= {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    names |= {f"attention.w{x}": f"self_attn.{x}_proj" for x in "qkvo"}
+    names |= {f"attention.{x}_norm": f"self_attn.{x}_norm" for x in "qk"}
+    names |= {"mlp.w1": "mlp.gate_proj", "mlp.w3": "mlp.up_proj", "mlp.w2": "mlp.down_proj"}
+    return renamed(ours, names, "model.layers", apart)
 
 
 def their_logits(model: torch.nn.Module, batch: Batch) -> Tensor:

@@ -12,12 +12,9 @@ from torch.nn import functional
 from reference.losses import cross_entropy as loss
 from reference.model import layers
 from reference.training.adam import EPS, rounding_slack
+from tests.reference.model.dense_run import noise
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -42,16 +39,14 @@ def test_scores_are_scaled_and_normalised_in_float32(dtype: torch.dtype) -> None
         assert torch.equal(found[0], right)
 
 
-SHAPE = (2, 5)
-
-
 def drawn(vocab: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Logits, labels with some -100, and a mask with a counted first token."""
+    shape = (2, 5)
     generator = torch.Generator().manual_seed(seed)
-    logits = 3 * torch.randn(*SHAPE, vocab, generator=generator, dtype=torch.float64)
-    labels = torch.randint(vocab, SHAPE, generator=generator)
-    labels[torch.rand(SHAPE, generator=generator) < 0.3] = -100
-    mask = (torch.rand(SHAPE, generator=generator) < 0.6).float()
+    logits = 3 * torch.randn(*shape, vocab, generator=generator, dtype=torch.float64)
+    labels = torch.randint(vocab, shape, generator=generator)
+    labels[torch.rand(shape, generator=generator) < 0.3] = -100
+    mask = (torch.rand(shape, generator=generator) < 0.6).float()
     labels[0, 0], mask[0, 0] = vocab - 1, 1.0
     return logits.requires_grad_(), labels, mask
 

@@ -17,7 +17,7 @@ from reference.model.parameters import LastRead, drawn, full, shapes, weights
 from reference.training.control import control, merged_attention, reordered, split_attention, split_linear, split_norm
 from reference.training.subject import subject, true_activations, truth
 from suites.session.prover import Prover
-from tests.reference.model.dense_run import CPU, models
+from tests.reference.model.dense_run import CPU, models, noise
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 UNRELATED: tuple[dict[str, Any], ...] = (
@@ -113,10 +113,6 @@ CASES = {
     "gpt": "tp=2 dp=3 hidden=48 heads=6 kv_heads=2 vocab=67 seq=8 batch=3 lr=0.1 seed=1",
     "internlm2, packed": "preset=tiny-internlm2 hidden=48 heads=6 kv_heads=3 mode=msp tp=3 ffn=129 vocab=66 seq=9",
 }
-
-
-def noise(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def epsilons(found: dict[str, Tensor], true: dict[str, Tensor], dtype: str, kind: str) -> float:

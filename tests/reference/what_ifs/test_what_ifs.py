@@ -23,8 +23,9 @@ FUSED = Case.parse(
 )
 
 
-def rotated(case: Case, *xs: Tensor) -> list[Tensor]:
-    return [layers.rotate(x, micro_batch(case, 0, 0, 0).positions) for x in xs]
+def rotated(case: Case, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    positions = micro_batch(case, 0, 0, 0).positions
+    return layers.rotate(q, positions), layers.rotate(k, positions)
 
 
 def test_attention_of_fused_rows_that_are_read_otherwise() -> None:
