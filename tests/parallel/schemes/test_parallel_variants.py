@@ -52,10 +52,8 @@ TOLD = {
 
 
 WORLDS = {
+    **{name: (2,) for name, variant in VARIANTS.items() if {*variant.suite} & {"dp", "pp", "experts"}},
     "isp-average": (3,),
-    **dict.fromkeys(
-        ("two-stage-swap", "ddp-rebuild", "pp-scale-missing", "tied-no-sync", "tied-bucket-misaligned"), (2,)
-    ),
 }
 """A factor of 1/2 may be a constant where no legal case has another tp: no cause is reported there. Stages and data
 ranks of a variant's own words come on top.
