@@ -55,6 +55,11 @@ def test_a_mode_that_is_not_offered_is_refused() -> None:
     assert on_ranks(2, program) == ["raised", "raised"]
 
 
+def test_modules_without_a_dense_counterpart_are_not_comparable() -> None:
+    for module in ("", "embedding.tokens", "layers", "layers.0.attention.core"):
+        assert subject.activations(Case.parse("mode=tp tp=2"), 0, module, torch.zeros(2, 2, 2)) is None
+
+
 @pytest.mark.parametrize(("size", "stops"), [(2, False), (3, True)])
 def test_uniform_units(size: int, stops: bool) -> None:
     """Megatron repeats 2 Ls sums, torch's early stop one less for each of Ls/k units (around.md 16)."""
