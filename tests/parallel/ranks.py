@@ -83,7 +83,7 @@ def along_tp(world_size: int, program: Callable[[Axis], Any], *, observer: Calls
 
 
 def group(ranks: int = 1, rank: int = 0) -> Any:
-    """A process group of which only the size and this rank are known, for libraries that ask no more."""
+    """A process group of which only the size and this rank are known."""
     return SimpleNamespace(size=lambda: ranks, rank=lambda: rank)
 
 

@@ -49,7 +49,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 @given(layouts())
 def test_buckets_tile_the_buffer_and_shares_of_all_ranks_every_parameter(layout: Layout) -> None:
-    """Every element lies in one bucket, which is closed as soon as it is full; padding is nobody's."""
+    """Every element lies in one bucket, which is closed as soon as it is full; no rank owns padding."""
     found = bucketed(**layout._asdict())
     slots = [slot for bucket in found for slot in bucket.slots]
     assert {slot.name: slot.end - slot.start for slot in slots} == layout.sizes
@@ -112,7 +112,7 @@ def megatron() -> None:
 @settings(max_examples=50, database=None, derandomize=True, phases=[Phase.generate])
 @given(layouts())
 def test_buckets_and_ranges_of_every_rank_are_megatrons(layout: Layout) -> None:
-    """Those of the installed Megatron-Core's own classes."""
+    """By the classes of the installed Megatron-Core."""
     optimizer = importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
     ours = bucketed(**layout._asdict())
     for rank in range(layout.ranks if layout.sharded else 1):

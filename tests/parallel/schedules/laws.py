@@ -54,7 +54,7 @@ def check_complete(pipeline: Pipeline, made: Sequence[Program]) -> list[str]:
 
 
 def check_legal(pipeline: Pipeline, made: Sequence[Program], sends: Sends, channels: int) -> list[str]:
-    """What is computed or sent before its input, swapped, or waited for forever, when all programs run.
+    """Actions before their input, swapped messages, and ranks that wait forever, when all programs run.
 
     Between two ranks the k-th send meets the k-th receive, as in torch.distributed. With `channels=2` activations and
     gradients go over two process groups, so that only messages of one direction are in one order. A batch is over when

@@ -36,7 +36,7 @@ def compute(lasts: dict[Kind, Fraction]) -> Callable[[Action], Fraction]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_bubble_is_its_closed_form_and_messages_without_time_change_none(schedule: str) -> None:
-    """Whatever forward and backward take. Interleaved ranks wait for their whole batch, so they are never faster."""
+    """Forward and backward take any time. Interleaved ranks wait for their whole batch, so they are never faster."""
     lasts = {Kind.F: 2, Kind.B: 5}
     for pipeline in every(schedule, 4, 9):
         ordered = timeline(pipeline, orders(pipeline), lasts)

@@ -1,7 +1,7 @@
 """The dense model is Hugging Face's on mapped weights: logits, loss, every gradient, in float64.
 
-GPT is its GPT-2, OPT its OPT, InternLM2 and Llama its Llama, with q/k norm its Qwen3, which normalises every head of q
-and k before it rotates them. Code that would round to float32 runs with `DoubleTorch`.
+GPT is its GPT-2, OPT its OPT, InternLM2 and Llama its Llama. With q/k norm they are its Qwen3, which normalises every
+head of q and k before it rotates them. Code that would round to float32 runs with `DoubleTorch`.
 """
 
 from collections.abc import Callable
