@@ -83,19 +83,27 @@ def test_a_variant_fails_and_its_cause_is_named(name: str, engine: Engine, data:
     [
         ("variant=G1", "is not a known variant"),
         ("mode=tp variant=norm-average", "is a deviation of mode=msp|fsp, not of mode=tp"),
+        ("mode=msp tp=1 variant=norm-average", "shows with tp>1 only"),
         ("mode=isp embedding=vocab variant=scrambled-embedding", "shows with embedding=hidden only"),
+        ("mode=isp tied=false wp=1 variant=scrambled-embedding", "shows with wp>1 only"),
+        ("mode=mtp variant=gathered-logits-loss", "shows with head=gather only"),
+        ("mode=fsp tied=false batch=1 variant=flat-dim1", "shows with batch>1 only"),
         ("mode=fsp family=internlm2 vocab=264 packed=true variant=flat-dim1", "shows with packed=false only"),
         ("mode=tp variant=label-smoothing-local", "shows with label_smoothing>0 only"),
         ("cp=2 heads=4 kv_heads=4 hidden=16 variant=context-heads-repeated", "shows with kv_heads<heads only"),
+        ("mode=autotp fuse_qkv=false variant=decoder-layer-thirds", "shows with fuse_qkv=true only"),
         (
             "mode=autotp heads=4 kv_heads=2 hidden=16 variant=decoder-layer-thirds",
             "shows with kv_group%3=0 only; kv_group = 16 rows of a kv group",
         ),
         ("mode=autotp kv_heads=2 variant=dropped-heads", "shows with kv_heads%tp>0 only"),
+        ("mode=tp pp=2 variant=two-stage-swap", "shows with schedule=interleaved only"),
+        ("mode=tp variant=ckpt-early-stop", "shows with recompute=full only"),
         (
             "mode=tp dp=2 bucket=999999 variant=ddp-rebuild",
             "shows with bucket<table only; table = 16256 elements of a rank's token table",
         ),
+        ("mode=tp pp=2 tied=true variant=tied-bucket-misaligned", "shows with zero=1 only"),
         ("mode=tp pp=2 schedule=interleaved chunks=2 layers=4 variant=two-stage-swap", "shows with micro>2 only"),
     ],
 )

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from harness.subject import named
 from parallel import registry
 from parallel.communication.expectation import terms
 from parallel.data_parallel.calls import summed_over, trained
-from parallel.registry import rows_of, scheme_of, strategy_of
+from parallel.registry import scheme_of, strategy_of
 from parallel.subject import subject
 from reference.case import Case
 from reference.case.default_cases import default_cases
@@ -58,18 +57,6 @@ def test_a_gradient_is_summed_over_what_neither_cuts_it_nor_shares_its_data(
     case = Case.parse(f"tp=2 dp=2 heads=4 kv_heads=2 {words}")
     strategy = strategy_of(case)
     assert summed_over(strategy, case, parameter, trained(strategy, case)[parameter]) == axes
-
-
-def test_hops_of_a_ring_by_hand() -> None:
-    """around.md 14.1, c = 4: K bytes of keys; 2K(c-1) forward, 2K(c-1) + 2Kc backward, the last hop not hidden."""
-    case = Case.parse("mode=tp tp=1 cp=4 seq=64 batch=2 heads=8 kv_heads=2 hidden=64 layers=1 steps=1 micro=1")
-    keys = 2 * 16 * 2 * 8 * 8
-    sent: Counter[tuple[str, int, bool]] = Counter()
-    for term in terms(case, rows_of(case)):
-        if (term.axis, term.op) == ("cp", "send"):
-            sent[term.phase, term.payload_bytes, term.hidden] += term.calls
-    backward = {("backward", 2 * keys, True): 3 + 3, ("backward", 2 * keys, False): 1}
-    assert sent == {("forward", 2 * keys, True): 3, **backward}
 
 
 def test_the_example_of_a_row_in_the_docs_is_a_scheme_that_is_tested() -> None:
