@@ -1,6 +1,6 @@
 """Cases that every scheme of the split is held to, a table for each feature, beside default and drawn cases.
 
-Numbers of ranks that divide few sizes, two steps, and layers that differ by stage.
+Numbers of ranks that divide few sizes, and layers that differ by stage.
 """
 
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ PIPELINE = CaseTable(
 )
 
 CONTEXT = CaseTable(
-    sizes="layers=2 heads=12 kv_heads=6 hidden=48 ffn=42 vocab=390 batch=2 micro=3 steps=2 lr=0.1",
+    sizes="layers=2 heads=12 kv_heads=6 hidden=48 ffn=42 vocab=390 batch=2 micro=3 steps=1 lr=0.1",
     cases=(
         "tp=1 cp=3 seq=12 family=llama delivery=flat recompute=selective",
         f"mode=tp-sp tp=2 cp=2 seq=8 delivery=local {PACKED} cp_comm=gather bias=true",
@@ -75,18 +75,18 @@ DROPOUT = CaseTable(
 )
 
 RECOMPUTE = CaseTable(
-    sizes="heads=6 kv_heads=3 hidden=24 ffn=42 vocab=390 batch=2 micro=3 lr=0.1 recompute=full",
+    sizes="heads=6 kv_heads=3 hidden=24 ffn=42 vocab=390 batch=2 micro=3 steps=1 lr=0.1 recompute=full",
     cases=(
         "mode=tp tp=3 layers=4 seq=7 recompute_layers=2 distribute_saved=true optimizer=adamw lr=0.01 clip=0.05",
         "mode=tp-sp tp=3 layers=2 seq=9 dp=2 zero=3 recompute_method=block early_stop=true",
-        "mode=isp tp=3 wp=2 dp=2 layers=3 seq=6 steps=1 recompute_method=block recompute_layers=2",
+        "mode=isp tp=3 wp=2 dp=2 layers=3 seq=6 recompute_method=block recompute_layers=2",
         "mode=tp tp=3 pp=2 layers=4 seq=7 recompute_method=block distribute_saved=true early_stop=true",
     ),
     checks=frozenset({"ledger", "activation_gradients", "parameter_gradients"}),
 )
 
 INITIAL = CaseTable(
-    sizes="layers=3 heads=6 kv_heads=2 hidden=24 ffn=36 vocab=390 seq=12 micro=2 steps=2 lr=0.1",
+    sizes="layers=3 heads=6 kv_heads=2 hidden=24 ffn=36 vocab=390 seq=12 micro=2 steps=1 lr=0.1",
     cases=(
         "mode=tp-sp tp=2 dp=2 zero=1 init=shard",
         "mode=isp tp=1 dp=2 wp=2 pp=2 init=shard layers=2 tied=false",

@@ -13,7 +13,7 @@ from pathlib import Path
 from tests import ROOT
 
 ROOMS = ("bench", "bugs", "harness", "parallel", "reference", "reports", "shardproof", "suites")
-SMALL = "layers=1 hidden=16 heads=4 kv_heads=4 ffn=32 vocab=389 seq=8 batch=1 micro=2 steps=2 gp=2 gain=true"
+SMALL = "layers=1 hidden=16 heads=4 kv_heads=4 ffn=32 vocab=389 seq=8 batch=1 micro=2 steps=1 gp=2 gain=true"
 TOLD = """
 import inspect, io, json, sys
 from contextlib import redirect_stderr, redirect_stdout

@@ -21,7 +21,7 @@ from tests.parallel.ranks import outcome
 from tests.parallel.test_parallel_subject import proved
 
 EXPERTS = CaseTable(
-    sizes="heads=4 kv_heads=4 hidden=16 ffn=24 vocab=67 seq=16 batch=2 micro=2 steps=2 expert_ffn=12",
+    sizes="heads=4 kv_heads=4 hidden=16 ffn=24 vocab=67 seq=16 batch=2 micro=2 steps=1 expert_ffn=12",
     cases=(
         f"mode=tp-sp tp=2 dp=2 ep=2 experts=8 shared_ffn=8 shared_gate=true routing=skewed router_scale=2.5"
         f" aux_loss=0.1 balance_of=counted {SGD}",
@@ -29,11 +29,11 @@ EXPERTS = CaseTable(
         f"mode=tp tp=1 dp=2 cp=2 ep=2 experts=6 top_k=3 aux_loss=0.1 sequence_loss=0.1 z_loss=0.1 {SGD}",
         f"mode=tp-sp tp=2 cp=2 pp=2 ep=2 etp=1 experts=8 top_k=1 router=pre-softmax dense_layers=1 layers=3"
         f" first_layers=2 capacity=0.5 pad=true {SGD}",
-        f"mode=msp tp=2 dp=3 ep=3 etp=1 experts=6 top_k=3 router=sigmoid bias_rate=0.1 recompute=full"
+        f"mode=msp tp=2 dp=3 ep=3 etp=1 experts=6 top_k=3 router=sigmoid bias_rate=0.1 recompute=full steps=2"
         f" activation=swiglu {SGD}",
-        f"mode=tp-sp tp=2 dp=2 ep=2 experts=8 routing=one zero=1 bucket=900 parity=1 {ADAMW}",
+        f"mode=tp-sp tp=2 dp=2 ep=2 experts=8 routing=one zero=1 bucket=900 parity=1 steps=2 {ADAMW}",
         f"mode=tp tp=2 dp=2 experts=8 top_k=3 capacity=1.0 positions=rope batch=3 micro=1 {SGD}",  # equal weights
-        f"mode=tp tp=2 dp=2 ep=1 experts=8 expert_ffn=8 activation=swiglu bucket=1200 steps=1 layers=1 {SGD}",
+        f"mode=tp tp=2 dp=2 ep=1 experts=8 expert_ffn=8 activation=swiglu bucket=1200 layers=1 {SGD}",
         f"tp=1 dp=4 ep=4 experts=8 routing=equal zero=1 layers=1 router=sigmoid top_k=1 {SGD}",  # gathers a small part
         f"mode=isp tp=2 dp=2 wp=4 ep=2 etp=1 experts=8 shared_ffn=8 dense_layers=1 layers=3 global_loss=0.1"
         f" routing=empty {SGD}",

@@ -24,15 +24,15 @@ LATENT = (
 SMALL = "layers=2 hidden=16 heads=4 kv_heads=4 ffn=32 vocab=67 seq=16 lr=0.1"
 DEPTHS = f"{SMALL} prediction_depth=2"
 PROVED = (
-    f"{LATENT} mode=tp latent_down=duplicated tp=2 pp=2 dp=2 zero=1 bucket=500",
-    f"{LATENT} mode=tp latent_down=column q_lora_rank=8 tp=2 dp=2 zero=3",
-    f"{LATENT} mode=tp-sp latent_down=duplicated q_lora_rank=8 tp=2 cp=2",
-    f"{LATENT} mode=tp-sp latent_down=column tp=2 packed=true delivery=local",
-    f"{DEPTHS} mode=tp tp=2 steps=3 dp=2",
-    f"{DEPTHS} mode=tp-sp tp=2 pp=2 positions=rope tied=false schedule=interleaved chunks=2 layers=4",
-    f"{DEPTHS} mode=tp tp=2 recompute=full dropout=0.1 attention_dropout=0.1",
-    f"{DEPTHS} mode=tp tp=2 cp=2 packed=true positions=rope delivery=local dp=2",
-    f"{DEPTHS} mode=tp-sp tp=2 kv_lora_rank=12 q_lora_rank=8 positions=rope latent_down=column pp=2",
+    f"{LATENT} steps=1 mode=tp latent_down=duplicated tp=2 pp=2 dp=2 zero=1 bucket=500",
+    f"{LATENT} steps=1 mode=tp latent_down=column q_lora_rank=8 tp=2 dp=2 zero=3",
+    f"{LATENT} steps=1 mode=tp-sp latent_down=duplicated q_lora_rank=8 tp=2 cp=2",
+    f"{LATENT} steps=1 mode=tp-sp latent_down=column tp=2 packed=true delivery=local",
+    f"{DEPTHS} mode=tp tp=2 steps=2 dp=2",
+    f"{DEPTHS} steps=1 mode=tp-sp tp=2 pp=2 positions=rope tied=false schedule=interleaved chunks=2 layers=4",
+    f"{DEPTHS} steps=1 mode=tp tp=2 recompute=full dropout=0.1 attention_dropout=0.1",
+    f"{DEPTHS} steps=1 mode=tp tp=2 cp=2 packed=true positions=rope delivery=local dp=2",
+    f"{DEPTHS} steps=1 mode=tp-sp tp=2 kv_lora_rank=12 q_lora_rank=8 positions=rope latent_down=column pp=2",
 )
 
 
