@@ -27,7 +27,7 @@ DATA_PARALLEL = CaseTable(
         f"mode=fsp tp=3 dp=2 zero=1 bucket=900 wgrad=deferred {ADAMW} qk_norm=true fuse_qkv=false tied=false",
         f"mode=tp-sp tp=3 dp=2 zero=2 no_sync=true {SGD} recompute=full order=dp-tp",
         f"mode=tp tp=1 dp=4 zero=3 shard=2 {SGD} recompute=selective positions=rope activation=swiglu",
-        f"mode=isp tp=3 dp=2 wp=2 zero=1 bucket=900 {ADAMW} tied=false",
+        f"mode=isp tp=3 dp=2 wp=2 zero=1 bucket=900 steps=1 {ADAMW} tied=false",
         f"mode=tp tp=1 dp=3 layers=1 {HALF} zero=1 grad_dtype=float32 scaler=static loss_scale=8",
     ),
     checks=frozenset({"ledger", "parameter_gradients", "gradient_norm", "update"}),
@@ -42,7 +42,7 @@ PIPELINE = CaseTable(
         f"mode=tp tp=3 pp=2 layers=3 last_layers=1 micro=1 schedule=gpipe qk_norm=true positions=rope {ADAMW}",
         f"mode=tp tp=1 pp=2 dp=3 layers=3 first_layers=1 micro=3 zero=3 no_sync=true prefetch=true parity=2 {ADAMW}",
         f"mode=tp tp=1 pp=2 dp=3 layers=2 micro=2 {HALF} zero=1 grad_dtype=float32 scaler=static loss_scale=8",
-        f"mode=tp tp=1 pp=2 dp=3 layers=6 first_layers=4 micro=5 zero=1 {CHUNKS} group=3 {ADAMW}",
+        f"mode=tp tp=1 pp=2 dp=3 layers=6 first_layers=4 micro=5 zero=1 steps=1 {CHUNKS} group=3 {ADAMW}",
         f"mode=fsp tp=1 pp=3 dp=2 layers=4 last_layers=2 micro=2 packed=true family=internlm2 zero=1 {ADAMW}",
         f"mode=isp tp=1 dp=2 wp=2 pp=2 layers=3 first_layers=2 micro=3 recompute=full recompute_method=block {ADAMW}",
     ),
@@ -68,8 +68,8 @@ DROPOUT = CaseTable(
     "attention_dropout=0.3 delivery=local",
     cases=(
         "mode=tp-sp tp=2 pp=2 recompute=full random=stateful",
-        "mode=isp tp=2 wp=2 recompute=full fuse_weights=true random=stateful",
-        "mode=isp tp=2 cp=2 family=internlm2 packed=true micro=2 recompute=selective random=stateful",
+        "mode=isp tp=2 wp=2 steps=1 recompute=full fuse_weights=true random=stateful",
+        "mode=isp tp=2 cp=2 steps=1 family=internlm2 packed=true micro=2 recompute=selective random=stateful",
     ),
     checks=frozenset({"masks"}),
 )
@@ -96,7 +96,7 @@ INITIAL = CaseTable(
     checks=frozenset({"initial_values"}),
 )
 UNEVEN = CaseTable(
-    sizes="mode=autotp layers=2 heads=10 kv_heads=5 hidden=40 ffn=37 vocab=67 seq=6 batch=2",
+    sizes="mode=autotp steps=1 layers=2 heads=10 kv_heads=5 hidden=40 ffn=37 vocab=67 seq=6 batch=2",
     cases=(
         "tp=2 dp=3 heads=4 kv_heads=2 hidden=16 ffn=32 vocab=66 packed=true family=llama recompute=full",
         "tp=3 dp=2 head=sum tied=false qk_norm=true clip=0.05",
