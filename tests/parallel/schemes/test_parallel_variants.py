@@ -68,11 +68,8 @@ EXAMPLES = max(1, settings().max_examples // 8)
 def test_a_variant_fails_and_its_cause_is_named(name: str, engine: Engine, data: st.DataObject) -> None:
     """Every drawn case that can show it fails, so the smallest one does."""
     mode = data.draw(st.sampled_from(list(VARIANTS[name].modes)))
-    shown: dict[str, Any] = {
-        "layers": 2 if {"pp", "bucket"} & {*VARIANTS[name].suite} else 1,
-        "steps": 1,
-        **words(name),
-    }
+    layers = 2 if {"pp", "bucket"} & {*VARIANTS[name].suite} else 1
+    shown: dict[str, Any] = {"layers": layers, "steps": 1, **words(name)}
     case = data.draw(cases(mode, worlds=WORLDS.get(name, (2, 3)), **shown))
     check, told = TOLD[name]
     result = prove(case, "parallel.subject:subject", engine, checks={check: CHECKS[check]})
