@@ -1,6 +1,6 @@
 """Cases that every scheme of the split is held to, a table for each feature, beside default and drawn cases.
 
-Numbers of ranks that divide few sizes, three steps, and layers that differ by stage.
+Numbers of ranks that divide few sizes, and layers that differ by stage.
 """
 
 from dataclasses import dataclass
@@ -21,20 +21,20 @@ CHUNKS = "schedule=interleaved chunks=2"
 PACKED = "family=internlm2 packed=true qk_norm=true"
 
 DATA_PARALLEL = CaseTable(
-    sizes="layers=2 heads=6 kv_heads=3 hidden=24 ffn=42 vocab=389 seq=9 batch=2 micro=3 steps=3",
+    sizes="layers=2 heads=6 kv_heads=3 hidden=24 ffn=42 vocab=389 seq=9 batch=2 micro=3 steps=2",
     cases=(
         f"mode=tp tp=3 dp=2 bucket=2000 wgrad=fused parity=2 {SGD}",
         f"mode=fsp tp=3 dp=2 zero=1 bucket=900 wgrad=deferred {ADAMW} qk_norm=true fuse_qkv=false tied=false",
         f"mode=tp-sp tp=3 dp=2 zero=2 no_sync=true {SGD} recompute=full order=dp-tp",
         f"mode=tp tp=1 dp=4 zero=3 shard=2 {SGD} recompute=selective positions=rope activation=swiglu",
-        f"mode=isp tp=3 dp=2 wp=2 zero=1 bucket=900 {ADAMW} tied=false",
+        f"mode=isp tp=3 dp=2 wp=2 zero=1 bucket=900 steps=1 {ADAMW} tied=false",
         f"mode=tp tp=1 dp=3 layers=1 {HALF} zero=1 grad_dtype=float32 scaler=static loss_scale=8",
     ),
     checks=frozenset({"ledger", "parameter_gradients", "gradient_norm", "update"}),
 )
 
 PIPELINE = CaseTable(
-    sizes="heads=6 kv_heads=3 hidden=24 ffn=42 vocab=389 seq=9 batch=2 steps=3",
+    sizes="heads=6 kv_heads=3 hidden=24 ffn=42 vocab=389 seq=9 batch=2 steps=2",
     cases=(
         f"mode=tp tp=1 pp=4 layers=5 first_layers=2 micro=3 {SGD}",
         f"mode=tp tp=1 pp=4 layers=4 micro=5 schedule=gpipe tied=false {ADAMW}",
@@ -42,7 +42,7 @@ PIPELINE = CaseTable(
         f"mode=tp tp=3 pp=2 layers=3 last_layers=1 micro=1 schedule=gpipe qk_norm=true positions=rope {ADAMW}",
         f"mode=tp tp=1 pp=2 dp=3 layers=3 first_layers=1 micro=3 zero=3 no_sync=true prefetch=true parity=2 {ADAMW}",
         f"mode=tp tp=1 pp=2 dp=3 layers=2 micro=2 {HALF} zero=1 grad_dtype=float32 scaler=static loss_scale=8",
-        f"mode=tp tp=1 pp=2 layers=6 first_layers=4 micro=5 {CHUNKS} group=3 {ADAMW}",
+        f"mode=tp tp=1 pp=2 dp=3 layers=6 first_layers=4 micro=5 zero=1 steps=1 {CHUNKS} group=3 {ADAMW}",
         f"mode=fsp tp=1 pp=3 dp=2 layers=4 last_layers=2 micro=2 packed=true family=internlm2 zero=1 {ADAMW}",
         f"mode=isp tp=1 dp=2 wp=2 pp=2 layers=3 first_layers=2 micro=3 recompute=full recompute_method=block {ADAMW}",
     ),
@@ -50,11 +50,11 @@ PIPELINE = CaseTable(
 )
 
 CONTEXT = CaseTable(
-    sizes="layers=2 heads=12 kv_heads=6 hidden=48 ffn=42 vocab=390 batch=2 micro=3 steps=3 lr=0.1",
+    sizes="layers=2 heads=12 kv_heads=6 hidden=48 ffn=42 vocab=390 batch=2 micro=3 steps=1 lr=0.1",
     cases=(
         "tp=1 cp=3 seq=12 family=llama delivery=flat recompute=selective",
         f"mode=tp-sp tp=2 cp=2 seq=8 delivery=local {PACKED} cp_comm=gather bias=true",
-        "tp=1 dp=2 cp=4 seq=8 order=dp-cp steps=2 cp_slices=contiguous delivery=local",
+        "tp=1 dp=2 cp=4 seq=8 order=dp-cp cp_slices=contiguous delivery=local",
         f"mode=tp-sp tp=2 pp=2 cp=2 seq=8 order=pp-cp-tp micro=4 delivery=local {PACKED}",
         f"mode=isp tp=2 wp=2 cp=2 seq=8 {PACKED} recompute=full overlap=false",
         "tp=1 cp=4 seq=16 cp_comm=alltoall-ring cp_inner=2 kv_heads=2 attention_mask=false",
@@ -68,25 +68,25 @@ DROPOUT = CaseTable(
     "attention_dropout=0.3 delivery=local",
     cases=(
         "mode=tp-sp tp=2 pp=2 recompute=full random=stateful",
-        "mode=isp tp=2 wp=2 recompute=full fuse_weights=true random=stateful",
-        "mode=isp tp=2 cp=2 family=internlm2 packed=true micro=2 recompute=selective random=stateful",
+        "mode=isp tp=2 wp=2 steps=1 recompute=full fuse_weights=true random=stateful",
+        "mode=isp tp=2 cp=2 steps=1 family=internlm2 packed=true micro=2 recompute=selective random=stateful",
     ),
     checks=frozenset({"masks"}),
 )
 
 RECOMPUTE = CaseTable(
-    sizes="heads=6 kv_heads=3 hidden=24 ffn=42 vocab=390 batch=2 micro=3 lr=0.1 recompute=full",
+    sizes="heads=6 kv_heads=3 hidden=24 ffn=42 vocab=390 batch=2 micro=3 steps=1 lr=0.1 recompute=full",
     cases=(
         "mode=tp tp=3 layers=4 seq=7 recompute_layers=2 distribute_saved=true optimizer=adamw lr=0.01 clip=0.05",
         "mode=tp-sp tp=3 layers=2 seq=9 dp=2 zero=3 recompute_method=block early_stop=true",
-        "mode=isp tp=3 wp=2 dp=2 layers=3 seq=6 steps=1 recompute_method=block recompute_layers=2",
+        "mode=isp tp=3 wp=2 dp=2 layers=3 seq=6 recompute_method=block recompute_layers=2",
         "mode=tp tp=3 pp=2 layers=4 seq=7 recompute_method=block distribute_saved=true early_stop=true",
     ),
     checks=frozenset({"ledger", "activation_gradients", "parameter_gradients"}),
 )
 
 INITIAL = CaseTable(
-    sizes="layers=3 heads=6 kv_heads=2 hidden=24 ffn=36 vocab=390 seq=12 micro=2 steps=2 lr=0.1",
+    sizes="layers=3 heads=6 kv_heads=2 hidden=24 ffn=36 vocab=390 seq=12 micro=2 steps=1 lr=0.1",
     cases=(
         "mode=tp-sp tp=2 dp=2 zero=1 init=shard",
         "mode=isp tp=1 dp=2 wp=2 pp=2 init=shard layers=2 tied=false",
@@ -96,7 +96,7 @@ INITIAL = CaseTable(
     checks=frozenset({"initial_values"}),
 )
 UNEVEN = CaseTable(
-    sizes="mode=autotp layers=2 heads=10 kv_heads=5 hidden=40 ffn=37 vocab=67 seq=6 batch=2",
+    sizes="mode=autotp steps=1 layers=2 heads=10 kv_heads=5 hidden=40 ffn=37 vocab=67 seq=6 batch=2",
     cases=(
         "tp=2 dp=3 heads=4 kv_heads=2 hidden=16 ffn=32 vocab=66 packed=true family=llama recompute=full",
         "tp=3 dp=2 head=sum tied=false qk_norm=true clip=0.05",

@@ -1,7 +1,9 @@
 """Ranks for the tests of `parallel`: programs on in-process ranks, and the calls that they issue."""
 
-from collections import Counter
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -9,7 +11,14 @@ from torch import Tensor
 
 from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import Call
+from harness.outcome.blocks import localize
+from harness.outcome.merging import merge
+from parallel.communication.expectation import CompleteTerm
 from parallel.communication.mesh import Axis, Mesh
+from parallel.model.strategy import Step, Value
+from parallel.registry import strategy_of
+from parallel.subject import subject
+from parallel.training.loop import train
 from reference.case import Case
 
 CPU = torch.device("cpu")
@@ -32,13 +41,6 @@ class Calls:
         """The ops of one rank in order."""
         return [call.op for call in self.by_rank.get(rank, [])]
 
-    def lines(self, rank: int = 0) -> Counter[tuple[str, str, int, str, int]]:
-        """(op, reduce op, group size, dtype, payload bytes) -> calls of one rank."""
-        return Counter(
-            (call.op, call.reduce_op, len(call.group), call.dtype, call.payload_bytes)
-            for call in self.by_rank.get(rank, [])
-        )
-
 
 def on_ranks(world_size: int, program: Callable[..., Any], *args: Any, observer: Calls | None = None) -> list[Any]:
     """The results of `program(rank, *args)` by rank."""
@@ -46,10 +48,43 @@ def on_ranks(world_size: int, program: Callable[..., Any], *args: Any, observer:
         return engine.run(program, *args, world_size=world_size, observer=observer)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Otherwise:
+    """Our training with another step, held to the same closed form: a schedule or shards of another library."""
+
+    step: Callable[[Case, Step], Step]
+    takes: Callable[[Case], bool]
+    legal: str
+
+    def __call__(self, case: Case, device: torch.device) -> dict[str, Value]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # those of the library
+            return train(case, replace(strategy_of(case), step=self.step), Mesh.of(case), device)
+
+    def refuses(self, case: Case) -> str:
+        return "" if self.takes(case) else self.legal
+
+    def expected(self, case: Case) -> Iterable[CompleteTerm]:
+        return subject.expected(case)
+
+
+def outcome(text: str) -> dict[str, Tensor]:
+    """The tensors of a case on our ranks, put together; no two ranks disagree on one."""
+    case = Case.parse(text)
+    merged = merge(on_ranks(case.world_size, lambda _: localize(subject(case, CPU))))
+    assert merged.flaws == ()
+    return dict(merged.tensors)
+
+
 def along_tp(world_size: int, program: Callable[[Axis], Any], *, observer: Calls | None = None) -> list[Any]:
     """The results of `program(axis)` by rank, on an axis tp that spans the world."""
     case = Case.of(tp=world_size, heads=world_size, kv_heads=world_size, hidden=2 * world_size, ffn=world_size)
     return on_ranks(world_size, lambda rank: program(Mesh.of(case).axis("tp")), observer=observer)
+
+
+def group(ranks: int = 1, rank: int = 0) -> Any:
+    """A process group of which only the size and this rank are known."""
+    return SimpleNamespace(size=lambda: ranks, rank=lambda: rank)
 
 
 def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -1,11 +1,9 @@
-"""Layouts for the tests of checkpoints: one model in many layouts, and ranks that save and load it."""
+"""A model for the tests of checkpoints, and ranks that save and load it."""
 
-import random
 from pathlib import Path
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from parallel.checkpoints.loading import load
@@ -15,53 +13,11 @@ from parallel.model.strategy import Rank
 from parallel.registry import strategy_of
 from parallel.subject import subject
 from parallel.training.loop import set_up
-from reference.case import Case, CaseError
+from reference.case import Case
 from reference.checkpoints.stored import stored
 from tests.parallel.ranks import CPU, on_ranks
 
 MODEL = "layers=2 heads=12 kv_heads=6 hidden=48 ffn=42 vocab=389 seq=24 batch=2 lr=0.1"
-_WAYS = tuple(
-    f"mode={mode} tp={tp} cp={cp} dp={dp} pp={pp} micro={6 // dp}"
-    for mode in ("tp", "tp-sp", "mtp", "msp", "fsp", "isp", "autotp")
-    for tp in (1, 2, 3, 6)
-    for cp in (1, 2)
-    for dp in (1, 2, 3)
-    for pp in (1, 2)
-    if 1 < tp * cp * dp * pp <= 6
-)
-_SHARED = (
-    "",
-    "bucket=700",
-    "zero=1",
-    "zero=1 bucket=700",
-    "zero=2",
-    "zero=3",
-    "wp=2",
-    "wp=3",
-    "embedding=hidden",
-    "zero=3 shard=1",
-)
-
-
-@st.composite
-def models(draw: st.DrawFn) -> str:
-    """Words of one model and its training that every mode can have."""
-    words = [f"tied={draw(st.sampled_from(('true', 'false')))}", f"fuse_qkv={draw(st.sampled_from(('true', 'false')))}"]
-    words.append(draw(st.sampled_from(("activation=gelu", "activation=swiglu", "activation=swiglu fuse_mlp=true"))))
-    words.append(draw(st.sampled_from(("norm=layernorm bias=true", "norm=rmsnorm bias=false", "qk_norm=true"))))
-    words.append(draw(st.sampled_from(("optimizer=adamw", "optimizer=adamw", "optimizer=sgd"))))
-    return " ".join([MODEL, *words])
-
-
-@st.composite
-def layouts(draw: st.DrawFn, model: str) -> Case:
-    """A legal layout of the model, on 2 to 6 ranks, every one with the same batch in a step."""
-    chosen = random.Random(draw(st.integers(0, 2**20)))
-    while True:
-        try:
-            return Case.parse(f"{model} {chosen.choice(_WAYS)} {chosen.choice(_SHARED)}")
-        except CaseError:
-            continue  # these words do not go together
 
 
 def begun(case: Case) -> tuple[Rank, torch.optim.Optimizer]:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,22 +46,16 @@ def _data_file(folder: Path) -> Path:
     return next(folder.glob("data-*/rank-1/*.distcp"))
 
 
-def _torn(folder: Path) -> None:
-    file = _data_file(folder)
-    file.write_bytes(file.read_bytes()[:-100])
+def _rewritten(file: Callable[[Path], Path], change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    return lambda folder: file(folder).write_bytes(change(file(folder).read_bytes()))
 
 
-def _flipped(folder: Path) -> None:
-    content = bytearray(_data_file(folder).read_bytes())
-    content[len(content) // 2] ^= 1
-    _data_file(folder).write_bytes(bytes(content))
+_flipped = _rewritten(_data_file, lambda x: x[: len(x) // 2] + bytes([x[len(x) // 2] ^ 1]) + x[len(x) // 2 + 1 :])
+_torn = _rewritten(_data_file, lambda content: content[:-100])
+_torn_metadata = _rewritten(lambda folder: folder / METADATA, lambda content: content[:-9])
 
 
-def _torn_metadata(folder: Path) -> None:
-    (folder / METADATA).write_bytes((folder / METADATA).read_bytes()[:-9])
-
-
-def _changed(change: Callable[[dict[str, object]], object]) -> Callable[[Path], None]:
+def _changed(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
     """The keys of the metadata changed: tensors that are missing, renamed, or of other forms."""
 
     def apply(folder: Path) -> None:
@@ -69,10 +64,6 @@ def _changed(change: Callable[[dict[str, object]], object]) -> Callable[[Path], 
         (folder / METADATA).write_bytes(pickle.dumps(metadata))
 
     return apply
-
-
-def _without_a_chunk(held: dict[str, object]) -> None:
-    held[WEIGHT].chunks.pop()  # type: ignore[attr-defined]
 
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -91,7 +82,10 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         _changed(lambda held: held.update({WEIGHT: held["model.embedding.tokens.weight"]})),
         rf"{WEIGHT} has the shape \(389, 48\), not \(42, 48\)",
     ),
-    "missing chunk": (_changed(_without_a_chunk), f"chunks of {WEIGHT} hold 1008 of its 2016 elements"),
+    "missing chunk": (
+        _changed(lambda held: held[WEIGHT].chunks.pop()),
+        f"chunks of {WEIGHT} hold 1008 of its 2016 elements",
+    ),
 }
 
 

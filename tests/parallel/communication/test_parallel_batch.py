@@ -1,5 +1,8 @@
 """Batches to the ranks: who reads and what is sent; the raw collectives on one rank and on memory that is strided."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -22,24 +25,22 @@ def _delivered(case: Case, calls: Calls | None = None) -> list[Delivered]:
 
 
 N, MASK = BASE.tokens, BASE.batch * BASE.seq**2
+TEXT = PLACES = (8 * N, "int64")
 SENT = {
-    ("tensors", True): [(8 * N, "int64"), (8 * N, "int64"), (4 * N, "float32"), (MASK, "bool"), (8 * N, "int64")],
-    ("tensors", False): [(8 * N, "int64"), (8 * N, "int64"), (4 * N, "float32"), (8 * N, "int64")],
-    ("flat", True): [(8 * 25, "int64"), (8 * (4 * N + MASK), "int64")],
-    ("flat", False): [(8 * 20, "int64"), (8 * 4 * N, "int64")],
+    "delivery=tensors attention_mask=true tp=3": [TEXT, TEXT, (4 * N, "float32"), (MASK, "bool"), PLACES],
+    "delivery=tensors attention_mask=false tp=1": [TEXT, TEXT, (4 * N, "float32"), PLACES],
+    "delivery=flat attention_mask=true tp=1": [(8 * 25, "int64"), (8 * (4 * N + MASK), "int64")],
+    "delivery=flat attention_mask=false tp=3": [(8 * 20, "int64"), (8 * 4 * N, "int64")],
 }
 
 
-@pytest.mark.parametrize(("form", "expected"), SENT.items())
-@pytest.mark.parametrize("tp", [1, TP])
-def test_the_broadcasts_are_megatrons_on_any_number_of_ranks(
-    form: tuple[str, bool], expected: list[tuple[int, str]], tp: int
-) -> None:
-    case, calls = BASE.but(delivery=form[0], attention_mask=form[1], tp=tp), Calls()
+@pytest.mark.parametrize("words", SENT)
+def test_the_broadcasts_are_megatrons_on_any_number_of_ranks(words: str) -> None:
+    case, calls = Case.parse(f"{BASE} {words}"), Calls()
     _delivered(case, calls)
     for rank in range(case.world_size):
-        assert [(call.payload_bytes, call.dtype) for call in calls.by_rank[rank]] == expected
-        assert {(call.op, len(call.group)) for call in calls.by_rank[rank]} == {("broadcast", tp)}
+        assert [(call.payload_bytes, call.dtype) for call in calls.by_rank[rank]] == SENT[words]
+        assert {(call.op, len(call.group)) for call in calls.by_rank[rank]} == {("broadcast", case.tp)}
 
 
 @pytest.mark.parametrize(("words", "readers"), [("tensors", {0, 3}), ("flat", {0, 3}), ("local", set(range(6)))])
@@ -66,16 +67,8 @@ def test_a_fractional_loss_mask_survives_the_flat_int64_tensor(monkeypatch: pyte
     case = BASE.but(delivery="flat")
     odd = torch.tensor([0.1, -2.5, 3e-41, 1e30] * 4, dtype=torch.float32)[: case.tokens].view(case.batch, case.seq)
 
-    def weighted(case: Case, step: int, micro: int, dp_rank: int) -> Batch:
-        plain = micro_batch(case, step, micro, dp_rank)
-        return Batch(
-            tokens=plain.tokens,
-            labels=plain.labels,
-            positions=plain.positions,
-            loss_mask=odd,
-            cu_seqlens=None,
-            max_seqlen=plain.max_seqlen,
-        )
+    def weighted(*place: Any) -> Batch:
+        return replace(micro_batch(*place), loss_mask=odd)
 
     monkeypatch.setattr(delivery, "micro_batch", weighted)
     for found in _delivered(case):
@@ -135,34 +128,14 @@ def test_one_rank_issues_nothing_but_the_broadcast() -> None:
     assert calls.ops() == ["broadcast"]
 
 
-def test_a_dim_that_does_not_divide_is_named_with_a_legal_length() -> None:
+def test_unknown_axes_worlds_of_another_size_and_uneven_parts_are_refused() -> None:
     def program(axis: Axis) -> str:
-        with pytest.raises(ValueError, match="dim=0: its length 4 must be a multiple of the 3 ranks.*legal: 6"):
-            collectives.own_slice(numbers(4, 2), axis, dim=0)
-        return "raised"
-
-    assert along_tp(RANKS, program) == ["raised"] * RANKS
-
-
-def test_groups_follow_the_cases_axes_and_unknown_axes_are_refused() -> None:
-    case = Case.of(tp=2, dp=3)
-
-    def program(rank: int) -> tuple[int, tuple[int, ...], int, tuple[int, ...]]:
-        mesh = Mesh.of(case)
         with pytest.raises(ValueError, match="axis=wp: is not an axis.*legal: tp cp dp pp"):
-            mesh.axis("wp")
-        tp, dp = mesh.axis("tp"), mesh.axis("dp")
-        return tp.rank, tp.ranks, dp.rank, dp.ranks
-
-    found = on_ranks(6, program)
-    assert found[3] == (1, (2, 3), 1, (1, 3, 5))
-    assert [tp_rank + 2 * dp_rank for tp_rank, _, dp_rank, _ in found] == list(range(6))
-
-
-def test_a_world_of_another_size_than_the_cases_is_refused() -> None:
-    def program(axis: Axis) -> str:
+            Mesh.of(Case.of(tp=2)).axis("wp")
         with pytest.raises(ValueError, match="world_size=2: the case needs .*=4 ranks"):
             Mesh.of(Case.of(tp=4, kv_heads=4))
+        with pytest.raises(ValueError, match="dim=0: its length 3 must be a multiple of the 2 ranks.*legal: 4"):
+            collectives.own_slice(numbers(3, 2), axis, dim=0)
         return "raised"
 
     assert along_tp(2, program) == ["raised", "raised"]

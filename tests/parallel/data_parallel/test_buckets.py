@@ -1,20 +1,26 @@
-"""Buckets of flat buffers, shards of rows and loss scales: every element once, ranges that tile, unowned padding."""
+"""Buckets of flat buffers, shards of rows and loss scales: laws over drawn layouts, and Megatron-Core's own."""
 
 import importlib
 import itertools
 from collections.abc import Iterable
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from parallel.data_parallel.buckets import ALIGNMENT, DIVISOR, bucketed, shares
-from parallel.data_parallel.rows import Unit, padded_rows
+from parallel.data_parallel.rows import Unit
 from parallel.model.loss_scale import DynamicScale
+from reference.case import Case
+from reference.training.scaling import LossScale
+from shardproof import cuda_on_cpu
+from tests.parallel.ranks import group
 
 
 class Layout(NamedTuple):
@@ -41,81 +47,97 @@ def layouts(draw: st.DrawFn) -> Layout:
     )
 
 
-def test_the_example_of_around_15() -> None:
-    sizes = {"shared": 1000, "a": 100, "b": 64, "c": 300, "d": 7}
-    found = bucketed(sizes, ranks=3, sharded=True, apart={"shared"})
-    assert [(bucket.start, bucket.end) for bucket in found] == [(0, 768), (768, 1920)]
-    assert [[slot.name for slot in bucket.slots] for bucket in found] == [["d", "c", "b", "a"], ["shared"]]
-    (plain,) = bucketed(sizes, ranks=3, sharded=False, apart={"shared"})
-    assert (plain.start, plain.end) == (0, sum(sizes.values()))
-
-
 @given(layouts())
-def test_every_element_lies_in_one_bucket_and_buckets_tile_the_buffer(layout: Layout) -> None:
+def test_buckets_tile_the_buffer_and_shares_of_all_ranks_every_parameter(layout: Layout) -> None:
+    """Every element lies in one bucket, which is closed as soon as it is full; no rank owns padding."""
     found = bucketed(**layout._asdict())
     slots = [slot for bucket in found for slot in bucket.slots]
     assert {slot.name: slot.end - slot.start for slot in slots} == layout.sizes
     assert [slot.name for slot in slots] == list(reversed(layout.sizes))
     assert [bucket.start for bucket in found] == [0, *[bucket.end for bucket in found[:-1]]]
     assert all(one.end <= other.start for one, other in itertools.pairwise(slots))
+    covered: dict[str, list[tuple[int, int]]] = {name: [] for name in layout.sizes}
     for bucket in found:
-        assert bucket.start <= bucket.slots[0].start
-        assert bucket.slots[-1].end <= bucket.end
-        if layout.sharded:
-            assert not [slot for slot in bucket.slots if slot.start % ALIGNMENT]
-            assert bucket.size % layout.ranks == bucket.size % DIVISOR == 0
-        else:
-            assert bucket.size == sum(slot.end - slot.start for slot in bucket.slots)
-
-
-@given(layouts())
-def test_a_bucket_is_closed_as_soon_as_it_is_full(layout: Layout) -> None:
-    for bucket in bucketed(**layout._asdict()):
+        assert bucket.start <= bucket.slots[0].start and bucket.slots[-1].end <= bucket.end
         if layout.largest:
             assert all(slot.end - bucket.start < layout.largest for slot in bucket.slots[:-1])
-        if layout.sharded:
-            assert len(bucket.slots) == 1 or not {slot.name for slot in bucket.slots} & layout.apart
-
-
-@given(layouts())
-def test_the_shares_of_all_ranks_tile_every_parameter(layout: Layout) -> None:
-    covered: dict[str, list[tuple[int, int]]] = {name: [] for name in layout.sizes}
-    for bucket in bucketed(**{**layout._asdict(), "sharded": True}):
-        width = bucket.size // layout.ranks
+        if not layout.sharded:
+            assert bucket.size == sum(slot.end - slot.start for slot in bucket.slots)
+            with pytest.raises(ValueError, match=f"must divide the {bucket.size} elements"):
+                bucket.owned(0, bucket.size + 1)
+            continue
+        assert not [slot for slot in bucket.slots if slot.start % ALIGNMENT]
+        assert bucket.size % layout.ranks == bucket.size % DIVISOR == 0
+        assert len(bucket.slots) == 1 or not {slot.name for slot in bucket.slots} & layout.apart
         owned = [bucket.owned(rank, layout.ranks) for rank in range(layout.ranks)]
         assert [*itertools.chain.from_iterable(owned)] == [*range(bucket.start, bucket.end)]
         for rank in range(layout.ranks):
             for share in shares(bucket, rank, layout.ranks):
-                assert 0 <= share.at <= share.at + share.last - share.first <= width
+                assert 0 <= share.at <= share.at + share.last - share.first <= bucket.size // layout.ranks
                 covered[share.name].append((share.first, share.last))
-    for name, size in layout.sizes.items():
-        ends = sorted(covered[name])
+    for name, ends in covered.items() if layout.sharded else ():
+        ends.sort()
         assert [first for first, _ in ends] == [0, *[last for _, last in ends[:-1]]]
-        assert ends[-1][1] == size
+        assert ends[-1][1] == layout.sizes[name]
 
 
-def test_a_bucket_that_is_not_padded_has_no_equal_parts() -> None:
-    (bucket,) = bucketed({"a": 7}, ranks=2, sharded=False)
-    with pytest.raises(ValueError, match="ranks=2: must divide the 7 elements"):
-        bucket.owned(0, 2)
+def theirs(layout: Layout, parameters: dict[str, nn.Parameter], rank: int) -> Any:
+    """Megatron's buffer of these parameters as one rank makes it, on the CPU."""
+    distributed = importlib.import_module("megatron.core.distributed")
+    made = distributed.param_and_grad_buffer
+    with patch.object(made, "log_on_each_pipeline_stage"), patch.object(torch.cuda, "current_device", lambda: "cpu"):
+        return made._ParamAndGradBuffer(
+            distributed.DistributedDataParallelConfig(use_distributed_optimizer=layout.sharded),
+            torch.float32,
+            torch.float32,
+            [*parameters.values()],
+            group(layout.ranks, rank),
+            layout.largest or None,
+            {parameter: name for name, parameter in parameters.items()},
+            1.0,
+            [*range(len(parameters))],
+            False,
+            SimpleNamespace(tp=group(), dp_cp=group(layout.ranks, rank)),
+        )
 
 
-SHAPES = st.lists(st.integers(1, 5), max_size=3).map(tuple)
+@pytest.fixture
+def megatron() -> None:
+    pytest.importorskip("megatron.core", reason="needs the extra `peers`")
 
 
-@given(st.integers(1, 30), st.integers(1, 9))
-def test_rows_are_padded_to_the_largest_chunk_of_torch(rows: int, ranks: int) -> None:
-    assert padded_rows(rows, ranks) == max(map(len, torch.arange(rows).chunk(ranks)))
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("megatron")
+@settings(max_examples=50, database=None, derandomize=True, phases=[Phase.generate])
+@given(layouts())
+def test_buckets_and_ranges_of_every_rank_are_megatrons(layout: Layout) -> None:
+    """By the classes of the installed Megatron-Core."""
+    optimizer = importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
+    ours = bucketed(**layout._asdict())
+    for rank in range(layout.ranks if layout.sharded else 1):
+        parameters = {name: nn.Parameter(torch.zeros(size)) for name, size in layout.sizes.items()}
+        for name in layout.apart:
+            parameters[name].shared_embedding = True  # type: ignore[attr-defined]
+        names = {parameter: name for name, parameter in parameters.items()}
+        buffer = theirs(layout, parameters, rank)
+        assert [bucket.offset for bucket in buffer.buckets] == [bucket.start for bucket in ours]
+        assert [bucket.grad_data.numel() for bucket in buffer.buckets] == [bucket.size for bucket in ours]
+        assert {names[p]: (start, end) for p, (start, end, _) in buffer.param_index_map.items()} == {
+            slot.name: (slot.start, slot.end) for bucket in ours for slot in bucket.slots
+        }
+        for number, bucket in enumerate(ours if layout.sharded else ()):
+            owned = optimizer._build_model_gbuf_range(buffer, number)["param_map"]
+            assert {
+                share.name: (share.first, share.last, share.at) for share in shares(bucket, rank, layout.ranks)
+            } == {names[p]: (at["param"].start, at["param"].end, at["gbuf_local"].start) for p, at in owned.items()}
 
 
-def test_the_units_of_around_15() -> None:
-    block = Unit(shapes={"0.weight": (5, 6), "0.bias": (5,), "1.weight": (6, 5)}, ranks=4)
-    root = Unit(shapes={"embedding.weight": (7, 6), "norm.weight": (6,), "norm.bias": (6,)}, ranks=4)
-    assert (block.elements, root.elements) == (96, 64)
-
-
-@given(st.lists(SHAPES.filter(bool), min_size=1, max_size=4), st.integers(1, 6))
+@given(
+    st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4), st.integers(1, 9)
+)
 def test_a_unit_holds_every_padded_shard_end_to_end(shapes: list[tuple[int, ...]], ranks: int) -> None:
+    """Padded to the largest chunk of torch."""
     unit = Unit(shapes={str(number): shape for number, shape in enumerate(shapes)}, ranks=ranks)
     places = [*unit.places()]
     assert [first for _, first, _ in places] == [sum(size for _, _, size in places[:n]) for n in range(len(places))]
@@ -133,41 +155,27 @@ def scales(rule: DynamicScale, steps: Iterable[bool]) -> tuple[float, ...]:
 def test_the_log_of_the_seed() -> None:
     """20 of 200 steps are skipped from 2**32 on: the first only uses up patience, 19 halve, and the log says 8192."""
     assert scales(DynamicScale(), [True] * 20 + [False] * 180)[-1] == 8192.0
-
-
-def test_a_finite_step_alone_does_not_restore_hysteresis() -> None:
-    rule = DynamicScale(first=1024.0, interval=3)
-    assert scales(rule, [True, False, True]) == (1024.0, 1024.0, 1024.0, 512.0)
-    grown = scales(rule, [True, False, False, False, True, True])
-    assert grown == (1024.0, 1024.0, 1024.0, 1024.0, 2048.0, 2048.0, 1024.0)
-
-
-def test_the_scale_stays_above_the_least() -> None:
-    assert scales(DynamicScale(first=4.0, least=2.0, hysteresis=1), [True] * 3)[-1] == 2.0
+    dense = LossScale.of(Case.parse("dtype=float16 master=float32 scaler=dynamic"))
+    for step in range(200):
+        dense.update(skipped=step < 20)
+    assert dense.value == 8192.0
 
 
 @pytest.mark.peers
 @pytest.mark.filterwarnings("ignore")
-@given(
-    st.lists(st.booleans(), max_size=40),
-    st.fixed_dictionaries({"interval": st.integers(1, 4), "hysteresis": st.integers(1, 3)}),
-)
-def test_megatrons_own_scaler_agrees(steps: list[bool], words: dict[str, int]) -> None:
+@pytest.mark.usefixtures("megatron")
+@given(st.lists(st.booleans(), max_size=40), st.integers(1, 4), st.integers(1, 3))
+def test_megatrons_own_scaler_agrees(steps: list[bool], interval: int, hysteresis: int) -> None:
     theirs = importlib.import_module("megatron.core.optimizer.grad_scaler")
-    rule = DynamicScale(first=2.0**16, least=2.0, **words)
-    made = torch.tensor
-
-    def on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return made(*args, **{**kwargs, "device": "cpu"})
-
-    with patch.object(theirs.torch, "tensor", on_cpu):
+    rule = DynamicScale(first=2.0**4, least=2.0, interval=interval, hysteresis=hysteresis)
+    with cuda_on_cpu():
         scaler = theirs.DynamicGradScaler(
             initial_scale=rule.first,
             min_scale=rule.least,
             growth_factor=rule.growth_factor,
             backoff_factor=rule.backoff_factor,
-            growth_interval=rule.interval,
-            hysteresis=rule.hysteresis,
+            growth_interval=interval,
+            hysteresis=hysteresis,
         )
     found = [scaler.scale.item()]
     for infinite in steps:

@@ -1,15 +1,19 @@
-"""Column linears in forms that no case has, against the dense one."""
+"""Column linears in forms that no case has, against the dense one; a tie is right for the metric of every split."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from parallel.communication.collectives import own_slice
+from parallel.communication.layout import Cut, Placement, shard
 from parallel.communication.mesh import Axis
 from parallel.layers.linear import ColumnLinear, Region
+from parallel.layers.loss import counted
+from parallel.layers.metric import Metric, MetricSums
 from tests.parallel.ranks import CPU, Calls, along_tp, numbers
 
 RANKS, IN, OUT = 3, 6, 12
@@ -17,34 +21,13 @@ X, WEIGHT, BIAS = numbers(6, 2, IN), numbers(OUT, IN, seed=1), numbers(OUT, seed
 GRADIENT = numbers(6, 2, OUT, seed=3)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """Output and gradients of a rank."""
-
-    y: Tensor
-    x: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-
-
-def _dense() -> Result:
-    x, weight, bias = (t.clone().requires_grad_() for t in (X, WEIGHT, BIAS))
-    y = functional.linear(x, weight, bias)
-    (y * GRADIENT).sum().backward()
-    return Result(y=y.detach(), x=_grad(x), weight=_grad(weight), bias=_grad(bias))
-
-
-def _grad(x: Tensor) -> Tensor:
-    assert x.grad is not None
-    return x.grad
-
-
-def _run(linear: nn.Module, x: Tensor, gradient: Tensor) -> Result:
+def _result(linear: Callable[[Tensor], Tensor], x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Output, and gradient of the input."""
     x = x.clone().requires_grad_()
     y = linear(x)
     (y * gradient).sum().backward()
-    gradients = {name: parameter.grad for name, parameter in linear.named_parameters()}
-    return Result(y=y.detach(), x=_grad(x), weight=gradients.get("weight"), bias=gradients.get("bias"))
+    assert x.grad is not None
+    return y.detach(), x.grad
 
 
 def _column(axis: Axis, region: Region, *, gather_output: bool = False) -> ColumnLinear:
@@ -58,16 +41,16 @@ def _column(axis: Axis, region: Region, *, gather_output: bool = False) -> Colum
     return linear
 
 
-def _close(actual: Tensor | None, expected: Tensor | None) -> None:
-    assert actual is not None and expected is not None
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+DENSE = _result(partial(functional.linear, weight=WEIGHT, bias=BIAS), X, GRADIENT)
+close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
 
 
 def test_gathered_output_is_the_dense_linear_on_every_rank() -> None:
-    dense = _dense()
-    for result in along_tp(RANKS, lambda axis: _run(_column(axis, Region(axis=axis), gather_output=True), X, GRADIENT)):
-        _close(result.y, dense.y)
-        _close(result.x, dense.x)
+    def program(axis: Axis) -> tuple[Tensor, Tensor]:
+        return _result(_column(axis, Region(axis=axis), gather_output=True), X, GRADIENT)
+
+    for found in along_tp(RANKS, program):
+        close(found, DENSE)
 
 
 @pytest.mark.parametrize(("split", "ops"), [(None, ["all_reduce"]), (0, ["all_gather", "reduce_scatter"])])
@@ -79,11 +62,12 @@ def test_a_frozen_weight_still_reduces_the_input_gradient_and_gathers_nothing_ag
     def program(axis: Axis) -> Tensor:
         linear = _column(axis, Region(axis=axis, sequence_dim=split))
         linear.weight.requires_grad_(False)
-        return _run(linear, X if split is None else own_slice(X, axis, dim=split), own_slice(GRADIENT, axis, dim=2)).x
+        own = X if split is None else own_slice(X, axis, dim=split)
+        return _result(linear, own, own_slice(GRADIENT, axis, dim=2))[1]
 
     found = along_tp(RANKS, program, observer=calls)
     assert calls.ops() == ops
-    _close(found[0] if split is None else torch.cat(found, 0), _dense().x)
+    close(found[0] if split is None else torch.cat(found, 0), DENSE[1])
 
 
 def test_an_input_that_needs_no_gradient_sends_none() -> None:
@@ -96,4 +80,33 @@ def test_an_input_that_needs_no_gradient_sends_none() -> None:
 
     found = along_tp(RANKS, program, observer=calls)
     assert calls.ops() == []
-    _close(torch.cat([gradient for gradient in found if gradient is not None]), _dense().weight)
+    close(torch.cat([gradient for gradient in found if gradient is not None]), torch.einsum("sbo,sbi->oi", GRADIENT, X))
+
+
+VOCAB, PADDED = 10, 15
+LOGITS = torch.zeros(2, 6, VOCAB, dtype=torch.float64)
+LABELS = torch.tensor([[9, 0, -100, 5, 4, 1], [3, 9, 8, 2, -100, 7]])
+WEIGHTS = counted(LABELS, torch.tensor([[1.0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1]])).double()
+PLACES = {
+    "vocabulary": Placement(shape=LOGITS.shape, cuts=(Cut(axis="tp", dim=2, blocks=(PADDED,)),)),
+    "sequence": Placement(shape=LOGITS.shape, cuts=(Cut(axis="tp", dim=1),)),
+    "whole": Placement(shape=LOGITS.shape),
+}
+
+
+@pytest.mark.parametrize("form", PLACES)
+def test_a_tie_is_right_on_every_split(form: str) -> None:
+    place = PLACES[form]
+
+    def program(axis: Axis) -> MetricSums:
+        local = shard(LOGITS, place, {"tp": (axis.rank, axis.size)})
+        metric = Metric(place, axis, vocab=VOCAB, sequence_dim=1)
+        with torch.no_grad():
+            metric(local, LABELS, WEIGHTS)
+            metric(local, LABELS, WEIGHTS)
+        assert metric.total is not None
+        return metric.total
+
+    for found in along_tp(RANKS, program):
+        assert found.right == found.tokens
+        assert float((-found.log_likelihood / found.tokens).exp()) == pytest.approx(VOCAB)

@@ -1,10 +1,8 @@
 """Pipeline stages beside the dense model and their closed form, and in Megatron-Core's and torch's own schedules."""
 
-import math
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,23 +13,20 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from harness.checking.evidence import PASS
-from parallel.communication.expectation import CompleteTerm
-from parallel.communication.layout import Box, local_shape
-from parallel.communication.mesh import Mesh, axis_rank, coordinates
-from parallel.model.strategy import Rank, Step, Value
+from parallel.communication.layout import Box
+from parallel.communication.mesh import axis_rank
+from parallel.model.strategy import Rank, Step
 from parallel.pipeline.scheme import StageRun, message_shape
 from parallel.registry import strategy_of
 from parallel.schedules.pipeline import Action, Kind
-from parallel.schedules.stages import stages, stages_of_rank
-from parallel.schemes.tp import TP
+from parallel.schedules.stages import stages
 from parallel.subject import subject
-from parallel.subject import subject as ours
-from parallel.training.loop import train
 from reference.case import Case
 from reference.model.parameters import dtype_of, shapes
 from shardproof import cuda_on_cpu
 from suites.session.prover import Prover
 from tests.deep import deep
+from tests.parallel.ranks import Otherwise
 
 Scheduled = tuple[Tensor, Tensor, tuple[Box, ...] | None]
 
@@ -138,28 +133,14 @@ def _given(loss: Tensor, _target: Tensor) -> Tensor:
     return loss
 
 
-@dataclass(frozen=True)
-class _Subject:
-    schedule: Callable[[Rank, int], Scheduled]
+def _scheduled(schedule: Callable[[Rank, int], Scheduled]) -> Otherwise:
+    def step(case: Case, plain: Step) -> Step:
+        return replace(strategy_of(case).step(case, plain), schedule=schedule)
 
-    def __call__(self, case: Case, device: torch.device) -> dict[str, Value]:
-        strategy = strategy_of(case)
-
-        def step(case: Case, plain: Step) -> Step:
-            return replace(strategy.step(case, plain), schedule=self.schedule)
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # theirs
-            return train(case, replace(strategy, step=step), Mesh.of(case), device)
-
-    def refuses(self, case: Case) -> str:
-        return "" if case.pp > 1 else "pp=1"
-
-    def expected(self, case: Case) -> Iterable[CompleteTerm]:
-        return ours.expected(case)
+    return Otherwise(step=step, takes=lambda case: case.pp > 1, legal="pp=1")
 
 
-by_megatron, by_torch = _Subject(_megatron), _Subject(_torch)
+by_megatron, by_torch = _scheduled(_megatron), _scheduled(_torch)
 
 
 SIZES = "mode=tp tp=1 heads=6 kv_heads=3 hidden=24 ffn=42 vocab=389 seq=9 batch=2 steps=2 lr=0.1"
@@ -198,7 +179,7 @@ def test_torchs_schedules_agree_on_shapes_first(prover: Prover, words: str) -> N
         if event.dtype == case.dtype:
             found[event.rank, event.phase, event.region, event.op, event.axis, event.payload_bytes] += 1
     for rank in range(case.world_size):
-        for term in ours.expected(case):
+        for term in subject.expected(case):
             if term.dtype == case.dtype and all(axis_rank(case, axis, rank) == at for axis, at in term.at.items()):
                 expected[rank, term.phase, term.region, term.op, term.axis, term.payload_bytes] += term.calls
     assert found == expected
@@ -248,43 +229,3 @@ def test_what_is_sent_is_received_and_no_layer_talks_twice(case: Case) -> None:
     ]
     assert inside[0] == inside[1]
     assert all(term.at for term in terms if term.region)
-
-
-@given(shared_layers())
-def test_a_stage_gathers_what_it_holds_and_waits_for_its_first_linear(case: Case) -> None:
-    """Forward, of the linears of a stage all but the first are gathered behind a product of the same stage."""
-    if case.mode != "isp":
-        case = case.but(mode="isp", zero=0, wp=2)
-    for stage in stages(case):
-        gathers = [
-            (t.region, t.hidden, t.payload_bytes)
-            for t in subject.expected(case)
-            if t.axis == "wp" and t.op == "all_gather" and t.phase == "forward" and stage.holds(t.region)
-            if t.region.startswith("layers.")
-        ]
-        weights = [8 * math.prod(shape) for name, shape in shapes(case).items() if stage.holds(name)]
-        linear = f"layers.{stage.layers[0]}.attention.wqkv"
-        assert [region for region, hidden, _ in gathers if not hidden] == [linear] * (1 + case.bias)
-        assert len(gathers) == len(stage.layers) * 4 * (1 + case.bias)
-        assert {size for *_, size in gathers} <= set(weights)
-
-
-@given(shared_layers())
-def test_every_chunk_shares_its_own_gradients(case: Case) -> None:
-    """zero=1: one bucket a chunk and one for a tied table; what it holds, and what aligning its parameters adds."""
-    local = {name: math.prod(local_shape(p, coordinates(case, 0))) for name, p in TP.placements(case).items()}
-    calls: Counter[tuple[int, str]] = Counter()
-    sent: Counter[tuple[int, str]] = Counter()
-    for term in subject.expected(case):
-        if term.axis == "dp" and term.payload_bytes > 16 and case.zero:
-            calls[term.at["pp"], term.op] += term.calls // case.steps
-            sent[term.at["pp"], term.op] += term.payload_bytes // 8
-    for rank in range(case.pp if case.zero else 0):
-        own = stages_of_rank(case, rank)
-        buckets = len(own) + sum(stage.shares_table for stage in own)
-        names = [name for stage in own for name in local if stage.holds(name)]
-        for op in ("reduce_scatter", "all_gather"):
-            assert calls[rank, op] == buckets
-            padding = sent[rank, op] - sum(local[name] for name in names)
-            assert 0 <= padding < 64 * len(names) + 3 * 128 * buckets
-            assert sent[rank, op] % (3 * 128) == 0

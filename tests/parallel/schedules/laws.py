@@ -4,7 +4,7 @@ Every check takes programs, so that it can be seen to fail on a wrong one, and r
 forms of live chunks and of sends stand beside the counts of a program. In `timeline` messages take no time.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from fractions import Fraction
@@ -54,15 +54,52 @@ def check_complete(pipeline: Pipeline, made: Sequence[Program]) -> list[str]:
 
 
 def check_legal(pipeline: Pipeline, made: Sequence[Program], sends: Sends, channels: int) -> list[str]:
-    """Run all programs against each other; returns what is computed before its input, swapped, or waited for forever.
+    """Actions before their input, swapped messages, and ranks that wait forever, when all programs run.
 
     Between two ranks the k-th send meets the k-th receive, as in torch.distributed. With `channels=2` activations and
-    gradients go over two process groups, so that only messages of one direction are in one order.
+    gradients go over two process groups, so that only messages of one direction are in one order. A batch is over when
+    the other end of each message is issued.
     """
-    run = _Run(pipeline, made, sends, channels)
-    while any([run.advance(rank) for rank in range(pipeline.ranks)]):
-        pass
-    return [*run.breaches, *run.stuck()]
+    one_by_one = sends is Sends.BLOCKING
+    steps = [[(a,) for step in own for a in step] if one_by_one else [*own] for own in made]
+    at, issued, breaches = [0] * len(made), set[Action](), list[str]()
+    ends: dict[tuple[int, int, bool], tuple[list[Action], list[Action]]] = defaultdict(lambda: ([], []))
+
+    def issue(rank: int, action: Action) -> None:
+        breaches.extend(f"rank {rank}: {action} before {need}" for need in _inputs(pipeline, rank, action) - issued)
+        issued.add(action)
+        if not action.kind.computes:
+            other, sent = peer(pipeline, action), action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
+            forward = channels == 1 or action.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
+            ends[(rank, other, forward) if sent else (other, rank, forward)][not sent].append(action)
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, own in enumerate(steps):
+            while at[rank] < len(own):
+                for action in own[at[rank]]:
+                    if action not in issued:
+                        issue(rank, action)
+                        moved = True
+                messages = [action for action in own[at[rank]] if not action.kind.computes]
+                if any(counterpart(pipeline, action) not in issued for action in messages):
+                    break
+                at[rank] += 1
+    for (_, rank, _), (sent, received) in ends.items():
+        pairs = zip(sent, received, strict=False)
+        breaches += [f"rank {rank}: {b} meets {a}" for a, b in pairs if counterpart(pipeline, a) != b]
+    stuck = [(rank, own[at[rank]]) for rank, own in enumerate(steps) if at[rank] < len(own)]
+    return breaches + [f"rank {rank}: waits forever in {', '.join(map(str, step))}" for rank, step in stuck]
+
+
+def _inputs(pipeline: Pipeline, rank: int, action: Action) -> set[Action]:
+    """Actions due on a rank before one: of those of other ranks, the receive."""
+    if action.kind.computes:
+        received = action._replace(kind=Kind.RECV_FORWARD if action.kind is Kind.F else Kind.RECV_BACKWARD)
+        return {need if pipeline.rank(need.stage) == rank else received for need in needed(pipeline, action)}
+    made = {Kind.SEND_FORWARD: Kind.F, Kind.SEND_BACKWARD: Kind.B}.get(action.kind)
+    return {action._replace(kind=made)} if made else set()
 
 
 def live(made: Program) -> int:
@@ -85,11 +122,6 @@ def live_stated(pipeline: Pipeline, rank: int) -> int:
             return min(warm + 1, micro * chunks)
         case _:
             return min(pp - rank, micro)
-
-
-def message_counts(made: Program) -> Counter[Kind]:
-    """Messages of a program by kind."""
-    return Counter(action.kind for step in made for action in step if not action.kind.computes)
 
 
 def sends_stated(pipeline: Pipeline, rank: int) -> tuple[int, int]:
@@ -134,83 +166,3 @@ def bubble(spans: Sequence[Sequence[Span]]) -> Fraction:
     """The part of all ranks' time, from the first start to the last end, in which they compute nothing."""
     whole = len(spans) * max(own[-1].end for own in spans)
     return 1 - sum((span.end - span.start for own in spans for span in own), Fraction(0)) / whole
-
-
-def _is_send(action: Action) -> bool:
-    return action.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
-
-
-class _Run:
-    """The programs in the midst of running: where each rank is, what it has, and what was posted between ranks."""
-
-    def __init__(self, pipeline: Pipeline, made: Sequence[Program], sends: Sends, channels: int) -> None:
-        self.pipeline, self.sends, self.channels = pipeline, sends, channels
-        one_by_one = sends is Sends.BLOCKING
-        self.made = [[(a,) for step in steps for a in step] if one_by_one else list(steps) for steps in made]
-        self.at = [0] * len(made)
-        self.posted = [False] * len(made)
-        self.done: set[Action] = set()
-        self.sent: dict[tuple[int, int, int], list[Action]] = {}
-        self.received: dict[tuple[int, int, int], list[Action]] = {}
-        self.waits: list[list[tuple[tuple[int, int, int], bool, int]]] = [[] for _ in made]
-        self.breaches: list[str] = []
-
-    def advance(self, rank: int) -> bool:
-        """Run a rank until it waits; returns whether it moved."""
-        moved = False
-        while self.at[rank] < len(self.made[rank]):
-            step = self.made[rank][self.at[rank]]
-            if not self.posted[rank]:
-                self.posted[rank] = moved = True
-                self.waits[rank] = [wait for action in step for wait in self._issue(rank, action)]
-            if any(len(self._side(sends)[channel]) <= index for channel, sends, index in self.waits[rank]):
-                break
-            self.done.update(action for action in step if not action.kind.computes)
-            self.at[rank] += 1
-            self.posted[rank] = False
-            moved = True
-        return moved
-
-    def stuck(self) -> list[str]:
-        """Ranks that did not end, and sends that are never received."""
-        waiting = [
-            f"rank {rank}: waits forever in {', '.join(map(str, self.made[rank][at]))}"
-            for rank, at in enumerate(self.at)
-            if at < len(self.made[rank])
-        ]
-        unread = [
-            f"rank {a} to {b}: {action} is never received"
-            for (a, b, way), sent in self.sent.items()
-            for action in sent[len(self.received[a, b, way]) :]
-        ]
-        return waiting + (unread if not waiting else [])
-
-    def _side(self, sends: bool) -> dict[tuple[int, int, int], list[Action]]:
-        return self.sent if sends else self.received
-
-    def _issue(self, rank: int, action: Action) -> list[tuple[tuple[int, int, int], bool, int]]:
-        """Compute, or post a message; returns which place of which side of a channel must be filled before going on."""
-        if action.kind.computes:
-            self.breaches += [f"rank {rank}: {action} before {need}" for need in self._needs(action) - self.done]
-            self.done.add(action)
-            return []
-        sends, other = _is_send(action), peer(self.pipeline, action)
-        way = int(action.kind in (Kind.SEND_BACKWARD, Kind.RECV_BACKWARD)) if self.channels == 2 else 0
-        channel = (rank, other, way) if sends else (other, rank, way)
-        self.sent.setdefault(channel, [])
-        self.received.setdefault(channel, [])
-        side, far = self._side(sends)[channel], self._side(not sends)[channel]
-        index = len(side)
-        side.append(action)
-        if sends:
-            made = action._replace(kind=Kind.F if action.kind is Kind.SEND_FORWARD else Kind.B)
-            self.breaches += [f"rank {rank}: {action} before {made}"] * (made not in self.done)
-        if index < len(far) and counterpart(self.pipeline, action) != far[index]:
-            self.breaches.append(f"rank {rank}: {action} meets {far[index]} of rank {other}")
-        return [(channel, not sends, index)]
-
-    def _needs(self, action: Action) -> set[Action]:
-        """Actions due before a computation, with those of other ranks replaced by their receive."""
-        received = action._replace(kind=Kind.RECV_FORWARD if action.kind is Kind.F else Kind.RECV_BACKWARD)
-        own = self.pipeline.rank(action.stage)
-        return {need if self.pipeline.rank(need.stage) == own else received for need in needed(self.pipeline, action)}

@@ -1,12 +1,13 @@
 """Pipelines to check: every small one, and drawn larger ones; and all checks of one, by name."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import product
 
 from hypothesis import strategies as st
 
 from parallel.schedules.messages import Program, groups_between
-from parallel.schedules.pipeline import SCHEDULES, Action, Kind, Pipeline
+from parallel.schedules.pipeline import SCHEDULES, Kind, Pipeline
 from parallel.schedules.timing import bubble_stated
 from tests.parallel.schedules.laws import (
     Sends,
@@ -15,7 +16,6 @@ from tests.parallel.schedules.laws import (
     check_legal,
     live,
     live_stated,
-    message_counts,
     sends_stated,
     timeline,
 )
@@ -44,22 +44,18 @@ def larger(draw: st.DrawFn) -> Pipeline:
     return Pipeline(schedule=schedule, ranks=pp, micro=micro, chunks=draw(st.integers(2, 4)), group=group)
 
 
-def computations(made: Sequence[Program]) -> list[list[Action]]:
-    """The programs without their messages."""
-    return [[action for step in steps for action in step if action.kind.computes] for steps in made]
-
-
 def broken(pipeline: Pipeline, made: Sequence[Program]) -> dict[str, object]:
     """The checks that programs do not pass, with what each found."""
     try:
-        simulated = bubble(timeline(pipeline, computations(made)))
+        computed = [[action for step in steps for action in step if action.kind.computes] for steps in made]
+        simulated = bubble(timeline(pipeline, computed))
         stated = bubble_stated(pipeline)
         slow = [f"bubble {simulated}, closed form {stated}"] if stated is not None and simulated != stated else []
     except ValueError as forever:
         slow = [str(forever)]
     ranks = range(pipeline.ranks)
     lives = [(live(made[rank]), live_stated(pipeline, rank)) for rank in ranks]
-    counts = [message_counts(steps) for steps in made]
+    counts = [Counter(action.kind for step in steps for action in step) for steps in made]
     sends = [(count[Kind.SEND_FORWARD], count[Kind.SEND_BACKWARD]) for count in counts]
     found: dict[str, list[object]] = {
         "complete": [*check_complete(pipeline, made)],

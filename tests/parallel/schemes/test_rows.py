@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,11 @@ from harness.engines.threads.inproc import InprocEngine
 from harness.running.proof import prove
 from harness.subject import named
 from parallel import registry
-from parallel.communication.expectation import CallRow, terms
-from parallel.data_parallel.calls import step_rows, summed_over, trained
-from parallel.registry import rows_of, scheme_of, strategy_of
-from parallel.schemes import tensor
+from parallel.communication.expectation import terms
+from parallel.data_parallel.calls import summed_over, trained
+from parallel.registry import scheme_of, strategy_of
 from parallel.subject import subject
-from reference.case import Case, CaseError
+from reference.case import Case
 from reference.case.default_cases import default_cases
 from reference.language import modes
 from reference.language.modes import MODES
@@ -27,61 +25,28 @@ from tests import ROOT
 from tests.parallel.schemes import toy_scheme
 from tests.parallel.schemes.toy_scheme import TOY
 
-FORMS = {
-    **dict.fromkeys(("tp", "tp-sp"), ("positions=rope cross_entropy=fused recompute=full",)),
-    **dict.fromkeys(("mtp", "msp", "fsp"), ("embedding=hidden tied=false", "embedding=vocab positions=rope")),
-    "isp": ("head=local", "head=exchange recompute=full overlap=false cross_entropy=fused"),
-    "autotp": ("tied=false", "head=sum"),
-}
-"""Mode -> words that bring its rows to light, beside those of COMMON."""
-COMMON = (
-    "",
-    "head=gather",
-    "delivery=tensors",
-    "delivery=flat",
-    "label_smoothing=0.1",
-    "cross_entropy=fused",
-    "cross_entropy=fused label_smoothing=0.1",
-    "delivery=tensors attention_mask=true",
-    "recompute=full distribute_saved=true",
-)
-
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_row_is_met_by_a_case(mode: str) -> None:
     """A row that no case meets would state nothing; Megatron's modes share theirs, and cut no table along hidden."""
-    met: set[tuple[str, str]] = set()
-    for words in (*COMMON, *FORMS[mode]):
-        try:
-            case = Case.parse(f"mode={mode} tp=2 dp=2 heads=4 kv_heads=2 {words}")
-        except CaseError:  # a word that the mode does not have
-            continue
-        met |= {(term.why, term.elements) for term in terms(case, scheme_of(mode).rows)}
-    missing = {(row.why, row.elements) for row in scheme_of(mode).rows} - met
+    rows, isp = scheme_of(mode).rows, "mode=isp tp=2 cross_entropy=unfused label_smoothing=0.1"
+    losses = [isp, f"{isp} cross_entropy=fused", f"{isp} cross_entropy=fused label_smoothing=0.0"]
+    cases = [*default_cases([mode]), *map(Case.parse, losses if mode == "isp" else ())]
+    met = {(term.why, term.elements) for case in cases for term in terms(case, rows)}
+    missing = {(row.why, row.elements) for row in rows} - met
     assert {why for why, _ in missing} <= ({"columns of hidden states"} if mode in ("tp", "tp-sp") else set())
-
-
-def test_msp_and_fsp_differ_in_one_row_and_in_what_they_keep() -> None:
-    assert scheme_of("fsp").rows == (*scheme_of("msp").rows, *tensor.GATHERED_AGAIN)
-    others = [name for name in scheme_of("msp").__slots__ if name not in ("name", "parts", "rows")]
-    assert all(getattr(scheme_of("msp"), name) == getattr(scheme_of("fsp"), name) for name in others)
 
 
 @pytest.mark.parametrize(
     ("words", "parameter", "axes"),
     [
-        ("mode=tp", "layers.0.attention_norm.weight", ("dp",)),
         ("mode=tp qk_norm=true", "layers.0.attention.q_norm.weight", ("dp", "tp")),
-        ("mode=tp-sp", "layers.0.attention_norm.weight", ("dp", "tp")),
-        ("mode=tp-sp", "layers.0.attention.wqkv.weight", ("dp",)),
         ("mode=tp-sp", "layers.0.mlp.w2.bias", ("dp", "tp")),
-        ("mode=tp-sp", "embedding.positions.weight", ("dp",)),
         ("mode=tp-sp cp=2", "layers.0.mlp.w1.weight", ("dp_cp",)),
         ("mode=tp pp=2 layers=2", "embedding.tokens.weight", ("dp", "embedding")),
         ("mode=tp zero=3", "layers.0.mlp.w1.weight", ()),
         ("mode=tp zero=3 shard=2 dp=4", "layers.0.mlp.w1.weight", ("replica",)),
         ("mode=tp-sp zero=2", "final_norm.weight", ("tp",)),
-        ("mode=isp wp=2", "layers.0.mlp.w1.weight", ("wdp",)),
         ("mode=isp wp=2", "final_norm.weight", ("wdp", "wp")),
     ],
 )
@@ -92,31 +57,6 @@ def test_a_gradient_is_summed_over_what_neither_cuts_it_nor_shares_its_data(
     case = Case.parse(f"tp=2 dp=2 heads=4 kv_heads=2 {words}")
     strategy = strategy_of(case)
     assert summed_over(strategy, case, parameter, trained(strategy, case)[parameter]) == axes
-
-
-def test_a_partial_gradient_that_is_not_stated_as_such_is_not_summed() -> None:
-    """The rule reads what a mode states: without it the closed form of tp-sp loses the sum of its norms."""
-    case = Case.parse("mode=tp-sp tp=2 dp=2 kv_heads=4")
-    right = Counter(term.axis for term in terms(case, step_rows(strategy_of(case), case)))
-    wrong = Counter(term.axis for term in terms(case, step_rows(scheme_of("tp"), case)))
-    assert right - wrong == Counter({"tp": 1})
-
-
-def test_a_name_that_no_case_has_is_an_error() -> None:
-    with pytest.raises(AttributeError, match="slice_tokenz"):
-        list(terms(Case.parse("tp=2"), [CallRow("head", "forward", "all_reduce", "slice_tokenz", "a typing error")]))
-
-
-def test_hops_of_a_ring_by_hand() -> None:
-    """around.md 14.1, c = 4: K bytes of keys; 2K(c-1) forward, 2K(c-1) + 2Kc backward, the last hop not hidden."""
-    case = Case.parse("mode=tp tp=1 cp=4 seq=64 batch=2 heads=8 kv_heads=2 hidden=64 layers=1 steps=1 micro=1")
-    keys = 2 * 16 * 2 * 8 * 8
-    sent: Counter[tuple[str, int, bool]] = Counter()
-    for term in terms(case, rows_of(case)):
-        if (term.axis, term.op) == ("cp", "send"):
-            sent[term.phase, term.payload_bytes, term.hidden] += term.calls
-    backward = {("backward", 2 * keys, True): 3 + 3, ("backward", 2 * keys, False): 1}
-    assert sent == {("forward", 2 * keys, True): 3, **backward}
 
 
 def test_the_example_of_a_row_in_the_docs_is_a_scheme_that_is_tested() -> None:
@@ -140,7 +80,9 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("toy")
-def test_run_and_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_have_a_scheme_that_is_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], engine: InprocEngine
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.main(["run", TEXT, "--out", "runs"]) == 0
     assert "toy" in capsys.readouterr().out
@@ -151,25 +93,15 @@ def test_run_and_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert any("toy" in page and "a heartbeat" in page for page in pages)
     assert cli.main(["help", "calls", TEXT]) == 0
     assert "a heartbeat" in capsys.readouterr().out
-    monkeypatch.delitem(modes.MODES, "toy")  # a page of a run whose words are no longer legal
-    assert cli.main(["page", "runs/latest"]) == 0
-    assert not any("a heartbeat" in path.read_text() for path in tmp_path.rglob("*.html"))
-
-
-@pytest.mark.usefixtures("toy")
-def test_predict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(tmp_path)
     assert cli.main(["predict", TEXT]) == 0
     assert "toy" in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("toy")
-def test_faults_and_default_cases() -> None:
-    with InprocEngine() as engine:
-        plans = disturbed(named(subject), "toy", engine, quick=False)
+    plans = disturbed(named(subject), "toy", engine, quick=False)
     targets = [fault.target for plan in plans for fault in plan.faults]
     assert any(target.phase == "grad_sync" and target.axis == "tp" for target in targets)
     assert "toy" in subject.modes and len(default_cases(["toy"])) > 5
+    monkeypatch.delitem(modes.MODES, "toy")  # a page of a run whose words are no longer legal
+    assert cli.main(["page", "runs/latest"]) == 0
+    assert not any("a heartbeat" in path.read_text() for path in tmp_path.rglob("*.html"))
 
 
 @pytest.mark.usefixtures("loaded", "toy")
@@ -182,9 +114,10 @@ def test_suites(pytester: pytest.Pytester) -> None:
 
 
 @pytest.mark.usefixtures("toy")
-def test_its_calls_are_in_its_closed_form_or_the_ledger_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_calls_are_in_its_closed_form_or_the_ledger_fails(
+    monkeypatch: pytest.MonkeyPatch, engine: InprocEngine
+) -> None:
     monkeypatch.setitem(registry.SCHEMES, "toy", dataclasses.replace(TOY, rows=registry.scheme_of("mtp").rows))
-    with InprocEngine() as engine:
-        result = prove(Case.parse(TEXT), subject, engine)
+    result = prove(Case.parse(TEXT), subject, engine)
     (ledger,) = (verdict for verdict in result.verdicts if verdict.check == "ledger")
     assert ledger.verdict == "fail" and "all_reduce sum of 8 B float64 over tp" in ledger.message

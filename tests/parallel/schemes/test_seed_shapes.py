@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from parallel.communication.batch import deliver
 from parallel.communication.mesh import Mesh
@@ -28,7 +27,6 @@ from parallel.layers.attention import Attention, Core
 from parallel.registry import scheme_of
 from parallel.training.loop import set_up
 from reference.case import Case
-from reference.language.core import mlp_width
 from tests.parallel.ranks import CPU, on_ranks
 
 Shape = tuple[int, ...]
@@ -43,20 +41,6 @@ COMMON = (
 )
 
 
-class _Unflattened(TorchFunctionMode):
-    """Notes what the fused qkv is viewed as: the one shape on the page that no module hands over."""
-
-    def __init__(self, notes: Shapes) -> None:
-        super().__init__()
-        self.notes = notes
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if func is Tensor.unflatten and (args[0].dim(), found.dim()) == (3, 5):
-            self.notes["qkv by group"] = tuple(found.shape)
-        return found
-
-
 @contextmanager
 def _hooked(model: nn.Module, notes: Shapes) -> Iterator[None]:
     """Notes every module's first input and its output, and what attention's exchange gets, gives and hands its core."""
@@ -69,8 +53,7 @@ def _hooked(model: nn.Module, notes: Shapes) -> Iterator[None]:
     assert isinstance(attention, Attention)
     attention.exchange = partial(_noted_exchange, notes, attention.exchange)
     try:
-        with _Unflattened(notes):
-            yield
+        yield
     finally:
         for hook in hooks:
             hook.remove()
@@ -141,13 +124,9 @@ def _attention(tokens: int, heads: int, kv: int, core_heads: int, core_kv: int) 
     return {**found, "kv": (1, tokens, 2, kv, DIM), "core kv": (1, TOKENS, 2, core_kv, DIM), "label": (1, TOKENS)}
 
 
-def test_the_width_of_the_mlp_is_the_page_s() -> None:
-    assert mlp_width(HIDDEN, RATIO, MULTIPLE_OF) == FFN == 176
-
-
-@pytest.mark.parametrize("head", ["parallel", "gather"])
-@pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("name", ["mtp", "msp", "fsp"])
+@pytest.mark.parametrize(
+    ("name", "tp", "head"), [("mtp", 2, "parallel"), ("mtp", 4, "gather"), ("msp", 4, "parallel"), ("fsp", 2, "gather")]
+)
 def test_shapes_of_tensor_parallelism(name: str, tp: int, head: str) -> None:
     """The page's section "Data Procedure in MTP/MSP/FSP parallelism", and its partition of weights."""
     kv = 4
@@ -159,7 +138,6 @@ def test_shapes_of_tensor_parallelism(name: str, tp: int, head: str) -> None:
     expected |= {
         "input_ids": (1, TOKENS),
         "embedding in": (1, TOKENS),
-        "qkv by group": (1, TOKENS, kv // tp, HEADS // kv + 2, DIM),
         "layers.0.attention.wo in": (1, TOKENS, HIDDEN // tp),
         "head in": hidden,
         "head out": (1, TOKENS, VOCAB // tp if head == "parallel" else VOCAB),
@@ -184,7 +162,6 @@ def test_shapes_of_weight_parallelism(mesh: str, kv: int, head: str) -> None:
     expected |= {
         "input_ids": (1, own),
         "embedding in": (1, own),
-        "qkv by group": (1, own, kv, HEADS // kv + 2, DIM),
         "layers.0.attention.wo in": (1, own, HIDDEN),
         "head in": hidden,
         "head out": logits[head],
@@ -192,13 +169,3 @@ def test_shapes_of_weight_parallelism(mesh: str, kv: int, head: str) -> None:
     columns: Shapes = {"attention.wqkv": (qkv,), "mlp.w1": (FFN,), "mlp.w3": (FFN,)}
     expected |= _module_outputs(own, columns, hidden)
     _holds(case, expected)
-
-
-def test_unpacked_data_have_a_row_a_sequence() -> None:
-    """The page's shapes are those of packs; unpacked, micro_bsz * seq_len is micro_bsz rows of seq_len."""
-    case = Case.parse(f"mode=msp tp=2 kv_heads=4 {COMMON} packed=false")
-    for found in _run(case):
-        assert found["input_ids"] == found["label"] == (MICRO_BSZ, SEQ_LEN)
-        assert found["embedding out"] == found["final_norm out"] == (MICRO_BSZ, SEQ_LEN // 2, HIDDEN)
-        assert found["core q"] == (MICRO_BSZ, SEQ_LEN, HEADS // 2, DIM)
-        assert found["head out"] == (MICRO_BSZ, SEQ_LEN, VOCAB // 2)

@@ -7,42 +7,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parallel.communication.layout import Cut, Placement
-from parallel.slicing.checkpoint import inverse, same_bits
+from parallel.slicing.checkpoint import inverse
 from parallel.slicing.heads import Heads, fused_rows
 from parallel.slicing.held import Held, in_turn
 from parallel.slicing.strided import plain, scales, strided
 from reference.errors import CaseError
-from tests.parallel.slicing.drawn_slices import DTYPES, check_round_trip, drawn, heads_and_ranks, parts_of
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    st.integers(1, 5),
-    st.lists(st.integers(1, 4), min_size=1, max_size=4),
-    st.sampled_from(("in-out", "out-in")),
-    st.booleans(),
-    st.sampled_from(DTYPES),
-)
-def test_strided_and_plain_copies_have_exact_inverses(
-    ranks: int, pieces: list[int], orientation: str, bias: bool, dtype: torch.dtype
-) -> None:
-    """Parts of any lengths."""
-    parts, inner = [piece * ranks for piece in pieces], 3 * ranks
-    out = sum(parts)
-    dim = int(orientation == "in-out" and not bias)
-    src = (out,) if bias else (inner, out) if dim else (out, inner)
-    dst = tuple(size // ranks if at == dim else size for at, size in enumerate(src))
-    places = [strided(src, dst, ranks=ranks, parts=parts, orientation=orientation)]
-    places += [plain(src, dst, ranks=ranks, orientation=orientation)]
-    if not bias:
-        rows = tuple(size // ranks if at == 1 - dim else size for at, size in enumerate(src))
-        places += [plain(src, rows, ranks=ranks, orientation=orientation)]
-        assert ranks == 1 or places[-1].cuts[0].dim == 1 - dim
-    whole = drawn(src, dtype, out)
-    for place in places:
-        check_round_trip(whole, place, ranks)
-    first = torch.cat([block.chunk(ranks, dim)[0] for block in whole.split(parts, dim)], dim)
-    assert same_bits(parts_of(whole, places[0], ranks)[0], first)
+from tests.parallel.slicing.drawn_slices import check_round_trip, drawn, heads_and_ranks, parts_of
 
 
 @pytest.mark.parametrize(
@@ -50,9 +20,7 @@ def test_strided_and_plain_copies_have_exact_inverses(
     [
         ((4, 6), (4, 9), 2, "dst=(4, 9): is larger than src=(4, 6): slicing cuts and never merges"),
         ((4, 7), (4, 3), 2, "dst=(4, 3): times ranks=2 is not the 7 of dim 1: the rest would be lost"),
-        ((7,), (3,), 2, "dst=(3,): times ranks=2 is not the 7 of dim 0: the rest would be lost"),
         ((4, 6), (2, 3), 2, "dst=(2, 3): must differ from src=(4, 6) in one dim alone"),
-        ((4, 6), (6,), 2, "dst=(6,): must differ from src=(4, 6) in one dim alone"),
         ((2, 2, 2), (2, 2, 1), 2, "shape=(2, 2, 2): must be that of a weight [2 dims] or a bias [1 dim]"),
     ],
 )
@@ -73,7 +41,7 @@ def test_parts_that_do_not_fit_are_refused() -> None:
         plain((4, 6), (4, 3), ranks=2, orientation="rows")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(heads_and_ranks(), st.sampled_from((1, 2, 3)), st.integers(0, 2), st.booleans())
 def test_dequantising_commutes_with_slicing(
     drawn_: tuple[Heads, int], column_blocks: int, rows: int, transposed: bool

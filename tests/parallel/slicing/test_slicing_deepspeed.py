@@ -4,6 +4,7 @@ Inputs are drawn from a seed. Rows are numbered, so that equal results mean the 
 
 import random
 from collections.abc import Callable
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -21,7 +22,7 @@ from tests.parallel.slicing.laws import of_heads
 
 deepspeed = imported()
 pytestmark = pytest.mark.peers
-DRAWS = 1500
+DRAWS = 200
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32)
 BLOCKS = ("GLMBlock", "MPTBlock", "MptBlock", "BaichuanLayer", "QWenBlock", "SomeDecoderLayer")
 GROUPS = ("BloomBlock", "FalconDecoderLayer", "GPTNeoXLayer")
@@ -31,38 +32,25 @@ def held_parts(whole: Tensor, held: Held) -> list[Tensor]:
     return parts_of(whole, Placement(shape=tuple(whole.shape), cuts=(Cut(axis="tp", held=held),)), len(held))
 
 
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("cut", ["strided", "strided bias", "outputs", "inputs", "bias"])
 @pytest.mark.parametrize("orientation", ["in-out", "out-in"])
-def test_strided_copy(orientation: str, bias: bool) -> None:
-    source = random.Random(f"strided {orientation} {bias}")
+def test_copies(orientation: str, cut: str) -> None:
+    source, in_pieces = random.Random(f"{orientation} {cut}"), "strided" in cut
     for _ in range(DRAWS):
-        ranks, splits = source.randint(2, 5), source.randint(1, 4)
-        out, inner = ranks * splits * source.randint(1, 4), source.randint(1, 5)
-        dim = 1 if orientation == "in-out" and not bias else 0
-        src = (out,) if bias else (inner, out) if dim else (out, inner)
+        ranks, splits = source.randint(2, 5), source.randint(1, 4) if in_pieces else 1
+        long, other = ranks * splits * source.randint(1, 4), source.randint(1, 5)
+        dim = 0 if "bias" in cut else int((orientation == "in-out") == (cut != "inputs"))
+        src = (long,) if "bias" in cut else (other, long) if dim else (long, other)
         dst = tuple(size // ranks if at == dim else size for at, size in enumerate(src))
         whole = numbered(src, source.choice(DTYPES))
-        allocate = source.random() < 0.5
-        theirs = copied(
-            deepspeed, "strided_copy", whole, dst, ranks, orientation, num_splits=splits, allocate_tensor=allocate
-        )
-        place = strided(src, dst, ranks=ranks, parts=(out // splits,) * splits, orientation=orientation)
+        words: dict[str, Any] = {"allocate_tensor": source.random() < 0.5}
+        place = plain(src, dst, ranks=ranks, orientation=orientation)
+        if in_pieces:
+            place = strided(src, dst, ranks=ranks, parts=(long // splits,) * splits, orientation=orientation)
+            words["num_splits"] = splits
+        call = "strided_copy" if in_pieces else "copy"
+        theirs = copied(deepspeed, call, whole, dst, ranks, orientation, **words)
         assert same(parts_of(whole, place, ranks), theirs), (src, dst, ranks, splits)
-
-
-@pytest.mark.parametrize("cut", ["outputs", "inputs", "bias"])
-@pytest.mark.parametrize("orientation", ["in-out", "out-in"])
-def test_copy(orientation: str, cut: str) -> None:
-    source = random.Random(f"copy {orientation} {cut}")
-    for _ in range(DRAWS):
-        ranks = source.randint(2, 5)
-        long, other = ranks * source.randint(1, 4), source.randint(1, 5)
-        dim = 0 if cut == "bias" else int((orientation == "in-out") == (cut == "outputs"))
-        src = (long,) if cut == "bias" else (other, long) if dim else (long, other)
-        dst = tuple(size // ranks if at == dim else size for at, size in enumerate(src))
-        whole = numbered(src, source.choice(DTYPES))
-        theirs = copied(deepspeed, "copy", whole, dst, ranks, orientation, allocate_tensor=source.random() < 0.5)
-        assert same(parts_of(whole, plain(src, dst, ranks=ranks, orientation=orientation), ranks), theirs)
 
 
 @pytest.mark.parametrize("call", ["strided_copy", "copy"])
@@ -257,7 +245,7 @@ def test_what_it_cuts_wrongly_breaks_a_law(name: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(deepspeed.attention, "num_layers", 0)
     cut, order, is_wrong = WRONG[name]
     source, seen = random.Random(name), 0
-    while seen < 50:
+    while seen < 20:
         ranks, kv = source.randint(2, 5), source.randint(1, 12)
         group = 1 if name == "odd-shared-heads" else source.randint(1, 6)
         heads = Heads(query=kv * group, kv=kv, size=source.randint(1, 6))

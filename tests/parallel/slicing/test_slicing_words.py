@@ -1,11 +1,7 @@
 """The words of a slice and what follows; seed 004 by hand: what two ranks hold of an OPT layer and compute."""
 
-from itertools import product
-
 import pytest
 import torch
-from torch import Tensor
-from torch.nn import functional
 
 from parallel.slicing.families import FAMILIES
 from parallel.slicing.held import widths
@@ -24,10 +20,8 @@ from tests.parallel.slicing.laws import broken_by
             "family=gpt5: is not a known word; legal: opt|llama|yuan|phi3|bloom|falcon|glm|qwen|mpt|codegen|",
         ),
         ("mode=tp", "mode=tp: is not a word of a slice; legal: one of preset family hidden heads"),
-        ("heads", "heads=heads: is not a word of a slice"),
         ("hidden=x", "hidden=x: must be a whole number; legal: hidden=1"),
         ("tp=0", "tp=0: must be at least 1; legal: tp=1"),
-        ("heads=0", "heads=0: must divide hidden=768 unless head_dim is given"),
         ("heads=10", "heads=10: must divide hidden=768 unless head_dim is given"),
         ("heads=12 kv_heads=5", "kv_heads=5: must divide heads=12"),
         ("family=bloom path=container", "path=container: has no container of family=bloom; legal: path=autotp"),
@@ -52,14 +46,8 @@ def test_what_cannot_be_is_refused_with_its_rule(text: str, message: str) -> Non
 
 def test_what_follows_from_what() -> None:
     opt = Sliced.parse("family=opt hidden=768 heads=12 tp=2")
-    assert (opt.kv_heads, opt.head_dim, opt.ffn, opt.vocab, opt.bias, opt.path) == (
-        12,
-        64,
-        3072,
-        50272,
-        True,
-        "container",
-    )
+    assert (opt.kv_heads, opt.head_dim, opt.ffn, opt.vocab) == (12, 64, 3072, 50272)
+    assert opt.bias and opt.path == "container"
     llama = Sliced.parse("preset=llama3-8b tp=8")
     assert (llama.hidden, llama.heads, llama.kv_heads, llama.ffn, llama.path) == (4096, 32, 8, 14336, "autotp")
     assert not llama.bias
@@ -77,9 +65,9 @@ def shapes(family: str, tp: int) -> str:
     )
 
 
-@pytest.mark.parametrize(("family", "head"), list(product(FAMILIES, ("sum", "gather"))))
-def test_every_family_keeps_its_laws(family: str, head: str) -> None:
-    for tp in (1, 2, 3, 4):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_keeps_its_laws(family: str) -> None:
+    for tp, head in ((1, "sum"), (2, "gather"), (3, "sum"), (4, "gather")):
         model = Sliced.parse(f"{shapes(family, tp)} head={head}")
         found = slices(model)
         assert len({one.name for one in found}) == len(found)
@@ -103,10 +91,8 @@ def test_every_family_keeps_its_laws(family: str, head: str) -> None:
 def test_a_bias_follows_its_rows_or_is_added_once() -> None:
     found = {one.name: one for one in slices(Sliced.parse("family=opt heads=12 tp=5 path=autotp"))}
     for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "fc1"):
-        assert found[f"{name}.bias"].place.cuts[0].held == found[f"{name}.weight"].place.cuts[0].held
-        assert (
-            widths(found[f"{name}.bias"].place.cuts[0].held)[0] > widths(found[f"{name}.bias"].place.cuts[0].held)[-1]
-        )
+        held = found[f"{name}.bias"].place.cuts[0].held
+        assert held == found[f"{name}.weight"].place.cuts[0].held and widths(held)[0] > widths(held)[-1]
     for name in ("self_attn.out_proj", "fc2"):
         assert found[f"{name}.weight"].place.cuts[0].dim == 1
         assert found[f"{name}.bias"].place.cuts == () and "added once" in found[f"{name}.bias"].rule
@@ -117,6 +103,8 @@ def test_kv_heads_that_are_copied_are_counted() -> None:
     found = {one.name: one for one in slices(model)}
     assert found["self_attn.k_proj.weight"].copied == 2 * 8 and found["self_attn.q_proj.weight"].copied == 0
     assert all(broken_by(one, model) == [] for one in found.values())
+    container = Sliced.parse("family=opt hidden=48 heads=12 kv_heads=6 ffn=60 vocab=30 tp=3")
+    assert container.path == "container" and all(broken_by(one, container) == [] for one in slices(container))
     bigcode = slices(Sliced.parse("family=bigcode hidden=64 heads=8 tp=4"))[0]
     assert bigcode.copied == 2 * 3 * 8 and widths(bigcode.place.cuts[0].held) == (32, 32, 32, 32)
 
@@ -158,15 +146,9 @@ def test_two_ranks_of_opt_125m() -> None:
             shape,
             [("tp", dim, ranges)] if ranges else [],
         ), name
-    shapes = {
-        name: [tuple(part.shape) for part in parts_of(torch.zeros(one.place.shape), one.place, 2)]
-        for name, one in found.items()
-    }
-    assert shapes["attn_qkvw"] == [(768, 1152)] * 2 and shapes["attn_qkvb"] == [(1152,)] * 2
-    assert shapes["attn_ow"] == [(384, 768)] * 2 and shapes["attn_ob"] == [(768,)] * 2
-    assert shapes["inter_w"] == [(768, 1536)] * 2 and shapes["inter_b"] == [(1536,)] * 2
-    assert shapes["output_w"] == [(1536, 768)] * 2 and shapes["output_b"] == [(768,)] * 2
-    assert shapes["lm_head.weight"] == [(50272, 384)] * 2
+    assert [part.shape for part in parts_of(torch.zeros(50272, 768), found["lm_head.weight"].place, 2)] == [
+        (50272, 384)
+    ] * 2
     assert {name for name, one in found.items() if not one.place.cuts} >= {
         "self_attn_layer_norm.weight",
         "final_layer_norm.bias",
@@ -175,56 +157,6 @@ def test_two_ranks_of_opt_125m() -> None:
     }
     assert found["model.decoder.embed_positions.weight"].place.shape == (2050, 768)
     assert found["attn_qkvw"].sources == tuple(f"self_attn.{part}_proj.weight" for part in "qkv")
-
-
-def numbers(shape: tuple[int, ...], seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def attended(fused: Tensor, kv: int, group: int, size: int) -> Tensor:
-    """Causal attention of [S, (q heads, k heads, v heads) * size], [S, q heads * size]."""
-    q, k, v = (
-        part.unflatten(-1, (-1, size)).transpose(0, 1)
-        for part in fused.split([kv * group * size, kv * size, kv * size], -1)
-    )
-    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
-    return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1)
-
-
-def sliced_layer(x: Tensor, tensors: dict[str, Tensor], kv: int, group: int, size: int) -> tuple[Tensor, Tensor]:
-    """Attention and MLP of this rank's tensors, before their sums over the ranks and their biases."""
-    fused = x @ tensors["attn_qkvw"] + tensors["attn_qkvb"]
-    inner = functional.relu(x @ tensors["inter_w"] + tensors["inter_b"])
-    return attended(fused, kv, group, size) @ tensors["attn_ow"], inner @ tensors["output_w"]
-
-
-@pytest.mark.parametrize("tp", [1, 2, 3, 6])
-@pytest.mark.parametrize("kv_heads", [12, 6])
-def test_the_sliced_layer_computes_what_the_whole_one_does(tp: int, kv_heads: int) -> None:
-    """Outputs of row linears are summed over the ranks, and their whole biases added once, after the sum."""
-    model = Sliced.parse(f"family=opt hidden=48 heads=12 kv_heads={kv_heads} ffn=60 vocab=30 tp={tp}")
-    made = {one.name: one for one in slices(model)}
-    whole = {name: numbers(one.place.shape, seed) for seed, (name, one) in enumerate(made.items())}
-    x = numbers((5, 48), 99)
-    right = sliced_layer(x, whole, kv_heads, 12 // kv_heads, 4)
-    parts = {name: parts_of(whole[name], one.place, tp) for name, one in made.items()}
-    sums = [torch.zeros_like(x), torch.zeros_like(x)]
-    for rank in range(tp):
-        own = {name: found[rank] for name, found in parts.items()}
-        for place, partial in enumerate(sliced_layer(x, own, kv_heads // tp, 12 // kv_heads, 4)):
-            sums[place] += partial
-    for total, expected, bias in zip(sums, right, ("attn_ob", "output_b"), strict=True):
-        assert parts[bias][0].shape == (48,)
-        torch.testing.assert_close(total + parts[bias][0], expected + whole[bias], rtol=1e-12, atol=1e-12)
-    logits = sum(x[:, span[0].start : span[0].stop] @ part.t() for span, part in heads_of(made, parts, tp))
-    torch.testing.assert_close(logits, x @ whole["lm_head.weight"].t(), rtol=1e-12, atol=1e-12)
-
-
-def heads_of(made: dict[str, Slice], parts: dict[str, list[Tensor]], tp: int) -> list[tuple[tuple[range, ...], Tensor]]:
-    """Of every rank, the input features that its columns of the head take."""
-    held = made["lm_head.weight"].place.cuts[0].held
-    assert len(held) == tp
-    return list(zip(held, parts["lm_head.weight"], strict=True))
 
 
 @pytest.mark.parametrize(

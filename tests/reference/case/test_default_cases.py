@@ -2,9 +2,8 @@
 
 import dataclasses
 import random
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
-from itertools import combinations
 
 import pytest
 import torch
@@ -97,12 +96,6 @@ def test_every_legal_pair_of_values_is_in_a_default_case() -> None:
     assert frozenset({("zero", 3), ("packed", True)}) in missing_of_near(fewer), "a pair that is not there is missed"
 
 
-@pytest.mark.deep("20 CPU seconds: the pairs of all values are looked at in every profile")
-def test_every_pair_of_random_cases_is_in_a_default_case() -> None:
-    cases = [case for section in lines().values() for case in section]
-    assert missing(cases, changed(4000)) == set()
-
-
 def test_every_value_is_in_a_case_of_two_steps_and_layers() -> None:
     cases = default_cases()
     twice = {level for case in cases if case.steps == 2 and case.layers > 1 for level in levels(case)}
@@ -124,14 +117,8 @@ def test_the_cases_can_show_a_bug() -> None:
     assert any(case.padded_vocab // case.tp * (case.tp - 1) >= case.vocab for case in cases), "a rank of padding alone"
 
 
-def pair_count(varied: Mapping[str, Collection[object]]) -> int:
-    return sum(len(one) * len(other) for one, other in combinations(varied.values(), 2))
-
-
 def test_words_without_pairs_have_their_reason() -> None:
     assert FIXED.keys() & domains().keys() | paired_domains().keys() == domains().keys()
-    parts = {word: domains()[word] for owner in PARTS for word in declared(FEATURES[owner])}
-    assert pair_count({**paired_domains(), **parts}) > 2 * pair_count(paired_domains()), "they would be the most"
     unnamed = {field.name for field in dataclasses.fields(Case)} - {*domains(), *FIXED}
     assert unnamed == {"preset", "variant"}
     assert (
@@ -153,7 +140,7 @@ def test_recipes_have_every_word_of_a_part_away_from_its_default() -> None:
 def test_one_mode_has_every_pair_that_it_can_have(mode: str) -> None:
     plain, *cases = default_cases([mode])
     assert {case.mode for case in cases} == {mode} and plain.world_size == 2 and len(cases) < 100
-    possible = pairs(case for case in changed(2000) if case.mode == mode)
+    possible = pairs(case for case in changed(1000) if case.mode == mode)
     assert (possible & ~pairs((plain, *cases))).sum() < 0.02 * possible.sum()
 
 
@@ -170,7 +157,7 @@ def test_what_a_subject_refuses_is_left_out_and_the_rest_is_there() -> None:
 
     cases = default_cases(["msp"], refuses)
     assert not any(refuses(case) for case in cases[1:]) and len(cases) > 30
-    taken = [case for case in changed(2000) if case.mode == "msp" and not refuses(case)]
+    taken = [case for case in changed(1000) if case.mode == "msp" and not refuses(case)]
     assert (pairs(taken) & ~pairs(cases)).sum() < 0.1 * pairs(taken).sum()
     assert len(default_cases(["tp"], lambda case: "never")) == 1, "its skip says why"
     built_for_8_heads = default_cases(["tp"], lambda case: "" if case.heads == 8 else "8 heads only")

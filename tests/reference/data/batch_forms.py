@@ -1,9 +1,14 @@
-"""The three forms of micro-batches that the tests of `reference.data.batches` run through."""
+"""The three forms of micro-batches that tests run through, and InternEvo's data, written as its tools write them."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from reference.case import Case
 from reference.data.batches import Batch, micro_batch
@@ -34,3 +39,13 @@ def equal(one: Batch, other: Batch) -> bool:
         mine, theirs = getattr(one, name), getattr(other, name)
         same = same and (mine is theirs is None or torch.equal(mine, theirs))
     return same
+
+
+def write_internevo(path: Path, documents: Sequence[Tensor]) -> None:
+    """Write `x.bin` and `x.bin.meta` for these int64 documents."""
+    lines = [json.dumps({"tokens": document.tolist()}).encode() + b"\n" for document in documents]
+    path.write_bytes(b"".join(lines))
+    starts = accumulate((len(line) for line in lines[:-1]), initial=0)
+    rows = [(start, document.numel()) for start, document in zip(starts, documents, strict=True)]
+    with path.with_name(path.name + ".meta").open("wb") as file:
+        np.save(file, np.array(rows, dtype=np.int32))

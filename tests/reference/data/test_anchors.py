@@ -16,7 +16,6 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from parallel.subject import subject
 from reference.case import Case
 from reference.data import anchors as module
 from reference.data.anchors import anchors
@@ -159,12 +158,3 @@ def test_keys_and_bytes_of_a_stage(stage: tuple[bool, bool, bool]) -> None:
     assert list(found[False]) == [key for key in keys.split() if key != "attention_mask"]
     assert sent_bytes(found[False]) == per_token * 21
     assert sent_bytes(found[True]) == per_token * 21 + (147 if keys else 0)
-
-
-@pytest.mark.parametrize("cp", [1, 2])
-def test_the_closed_form_of_a_case_sends_these_bytes_to_its_stages(cp: int) -> None:
-    """Whole rows, however many context ranks slice them."""
-    case = Case.parse(f"pp=3 layers=3 batch=3 seq=8 micro=1 steps=1 cp={cp}")
-    data = [term for term in subject.expected(case) if term.phase == "data"]
-    sent = [sum(term.payload_bytes * term.calls for term in data if term.at == {"pp": stage}) for stage in range(3)]
-    assert sent == [16 * 24 + 192, 0, 12 * 24 + 192]

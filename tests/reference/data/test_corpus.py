@@ -10,15 +10,13 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from reference.case import Case
 from reference.data import corpus
 from reference.data.files import DataError
 from reference.data.readers import END
-from reference.data.token_files import read_internevo, read_megatron
-from tests.reference.data.internevo_writer import write_internevo
+from reference.data.token_files import read_megatron
+from tests.reference.data.batch_forms import write_internevo
 
 
 def case(path: Path, *, vocab: int = END + 1, **words: int) -> Case:
@@ -98,17 +96,6 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     assert tokens(file) == [[98, 99, END]]
 
 
-SENTENCES = st.lists(st.lists(st.integers(-92543, 92543), max_size=12), min_size=1, max_size=8)
-
-
-@given(SENTENCES)
-@settings(deadline=None)
-def test_internevo_files_round_trip(tmp_path_factory: pytest.TempPathFactory, sentences: list[list[int]]) -> None:
-    path = tmp_path_factory.mktemp("evo") / "x.bin"
-    write_internevo(path, [torch.tensor(sentence, dtype=torch.int64) for sentence in sentences])
-    assert [document.tolist() for document in read_internevo(path, 92544)] == sentences
-
-
 def test_internevo_files_are_those_of_its_own_tools(tmp_path: Path) -> None:
     """The three sentences and the rows that the README of InternEvo's tools prints."""
     rows = [
@@ -124,8 +111,7 @@ def test_internevo_files_are_those_of_its_own_tools(tmp_path: Path) -> None:
     assert tokens(path, vocab=103168) == rows
 
 
-@pytest.mark.parametrize("order", ["C", "F"])
-@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize(("dtype", "order"), [(np.int32, "F"), (np.int64, "C")])
 def test_meta_rows_are_read_in_every_plain_form(tmp_path: Path, dtype: type, order: Literal["C", "F"]) -> None:
     path = tmp_path / "x.bin"
     write_internevo(path, [torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([4])])

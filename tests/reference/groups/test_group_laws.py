@@ -1,18 +1,15 @@
 """Laws of rank groups over drawn meshes; tables typed from documents of Megatron-Core and InternEvo."""
 
 import math
-from collections.abc import Callable
-from itertools import combinations, permutations
+from itertools import combinations, permutations, product
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reference.case import Case
 from reference.groups import Groups, Layout, RankOrder
 from suites.drawing.strategies import cases
-
-Law = Callable[[Layout], None]
 
 
 @st.composite
@@ -27,75 +24,23 @@ def tokens(order: RankOrder) -> list[tuple[str, ...]]:
     return [some for count in range(1, len(axes) + 1) for some in combinations(axes, count)]
 
 
-def groups_partition_the_world(layout: Layout) -> None:
+@settings(max_examples=15, deadline=None)
+@given(rank_orders() | st.sampled_from(("tp", "isp")).flatmap(cases).map(lambda case: case.layout))
+def test_groups_partition_the_world_and_meet_those_of_all_other_axes_in_one_rank(layout: Layout) -> None:
+    """Their words may be permuted, their sizes are products, coordinates lead back to the rank."""
     for order in layout.orders:
+        axes, seen = list(order.sizes), [order.coordinates(rank) for rank in range(layout.world)]
+        assert len({tuple(places.items()) for places in seen}) == layout.world
         for words in tokens(order):
-            groups = order.groups("-".join(words))
+            groups, others = order.groups("-".join(words)), "-".join(axis for axis in axes if axis not in words)
             assert sorted(rank for group in groups for rank in group) == list(range(layout.world))
             assert all(group == tuple(sorted(group)) for group in groups) and list(groups) == sorted(groups)
-
-
-def complements_meet_in_one_rank(layout: Layout) -> None:
-    for order in layout.orders:
-        axes = list(order.sizes)
-        for words in tokens(order)[:-1]:
-            others = [axis for axis in axes if axis not in words]
-            for group in order.groups("-".join(words)):
-                assert all(len({*group} & {*other}) == 1 for other in order.groups("-".join(others)))
-        for rank in range(layout.world):
-            rest = (order.group("-".join(a for a in axes if a != axis), rank) for axis in axes)
-            assert set.intersection(*map(set, rest)) == {rank}
-
-
-def words_may_be_permuted(layout: Layout) -> None:
-    for order in layout.orders:
-        for words in tokens(order):
+            assert {len(group) for group in groups} == {math.prod(order.sizes[word] for word in words)}
             assert len({order.groups("-".join(turned)) for turned in permutations(words)}) == 1
-
-
-def coordinates_lead_back(layout: Layout) -> None:
-    for order in layout.orders:
-        seen = [order.coordinates(rank) for rank in range(layout.world)]
-        assert len({tuple(places.items()) for places in seen}) == layout.world
-        for axis in order.sizes:
-            for rank in range(layout.world):
-                assert order.group(axis, rank)[seen[rank][axis]] == rank
-
-
-def an_axis_is_known_by_its_size(layout: Layout) -> None:
-    for order in layout.orders:
-        for words in tokens(order):
-            size = math.prod(order.sizes[word] for word in words)
-            assert {len(group) for group in order.groups("-".join(words))} == {size}
-
-
-LAWS: tuple[Law, ...] = (
-    groups_partition_the_world,
-    complements_meet_in_one_rank,
-    words_may_be_permuted,
-    coordinates_lead_back,
-    an_axis_is_known_by_its_size,
-)
-
-QUICK = settings(
-    max_examples=15,
-    database=None,
-    derandomize=True,
-    deadline=None,
-    phases=[Phase.generate],
-    report_multiple_bugs=False,
-    suppress_health_check=tuple(HealthCheck),
-)
-
-
-def hold(law: Law) -> None:
-    """Check a law on drawn layouts."""
-    QUICK(given(rank_orders() | st.sampled_from(("tp", "isp")).flatmap(cases).map(lambda case: case.layout))(law))()
-
-
-@pytest.mark.parametrize("law", LAWS)
-def test_the_law_holds(law: Law) -> None:
-    hold(law)
+            for group in groups if others else ():
+                assert all(len({*group} & {*other}) == 1 for other in order.groups(others))
+        for axis, rank in product(axes, range(layout.world)):
+            assert order.group(axis, rank)[seen[rank][axis]] == rank
 
 
 TABLE = {
@@ -147,9 +92,15 @@ def test_a_case_has_the_groups_of_its_order(order: str) -> None:
 
 @pytest.mark.parametrize(("etp", "ep"), EXPERTS)
 def test_experts_on_sixteen_ranks(etp: int, ep: int) -> None:
-    order = RankOrder((("etp", etp), ("ep", ep), ("edp", 8 // etp // ep), ("pp", 2)))
+    layout = Case.parse(f"mode=tp-sp tp=2 pp=2 dp=4 layers=2 experts=8 etp={etp} ep={ep}").layout
     for axes, text in zip("etp ep edp etp-ep etp-ep-pp".split(), EXPERTS[etp, ep].split("|"), strict=False):
-        assert order.groups(axes)[: len(read(text))] == read(text), axes
+        assert layout.groups(axes)[: len(read(text))] == read(text), axes
+
+
+def test_an_order_numbers_experts_too() -> None:
+    case = Case.parse("mode=tp-sp tp=2 dp=4 etp=2 ep=2 experts=8 order=dp-tp-ep")
+    assert case.axes["tp"][0] == (0, 4) and case.axes["edp"][0] == (0, 1)
+    assert case.axes["etp"][0] == (0, 2) and case.axes["ep"][0] == (0, 4)
 
 
 @pytest.mark.parametrize(
@@ -164,10 +115,3 @@ def test_sources_are_the_first_members() -> None:
     assert [Case.parse("tp=4 kv_heads=4").layout.source("tp", rank) for rank in range(4)] == [0, 0, 0, 0]
     layout = Case.parse("tp=2 cp=2 dp=2 pp=2 seq=16").layout
     assert [layout.source(axes, 15) for axes in ("tp", "tp-pp", "dp", "dp-cp", "pp")] == [14, 6, 11, 9, 7]
-
-
-def test_generator_of_the_masked_docstring() -> None:
-    """generate_masked_orthogonal_rank_groups: sizes 2, 3, 4 and 2, 2, 2."""
-    groups = RankOrder.of("tp-dp-pp", {"tp": 2, "dp": 3, "pp": 4}).groups("dp")
-    assert (groups[0], groups[1], groups[7]) == ((0, 2, 4), (1, 3, 5), (19, 21, 23))
-    assert RankOrder.of("tp-pp-dp", {"tp": 2, "pp": 2, "dp": 2}).groups("dp") == read("0,4 1,5 2,6 3,7")

@@ -7,8 +7,6 @@ import pytest
 from reference.errors import CaseError
 from reference.groups import Layout, PipelineGroup, RankOrder
 
-SIXTEEN = RankOrder.of("tp-dp-pp", {"tp": 2, "dp": 2, "pp": 4})
-PLAIN = PipelineGroup(ranks=SIXTEEN.group("pp", 5))
 CHUNKED = PipelineGroup(ranks=(0, 4, 8, 12), chunks=2)
 SIZES = {"tp": 2, "dp": 3, "pp": 1}
 MESH = RankOrder.of("tp-dp-pp", SIZES)
@@ -73,19 +71,5 @@ def test_a_refusal_names_field_value_rule_and_a_legal_value(name: str) -> None:
 def test_the_layers_of_chunks() -> None:
     """The docstring of initialize_model_parallel: 16 layers, 4 ranks of 2 chunks, counted there from 1."""
     held = [[[*CHUNKED.layers(16, rank, chunk)] for chunk in (0, 1)] for rank in CHUNKED.ranks]
-    assert held == [[[0, 1], [8, 9]], [[2, 3], [10, 11]], [[4, 5], [12, 13]], [[6, 7], [14, 15]]]
-
-
-def test_uneven_first_and_last_stages() -> None:
-    assert [len(PLAIN.layers(12, rank, first=1, last=3)) for rank in PLAIN.ranks] == [1, 4, 4, 3]
-    held = [PLAIN.layers(13, rank, first=1) for rank in PLAIN.ranks]
-    assert held == [range(1), range(1, 5), range(5, 9), range(9, 13)]
-    chunks = [CHUNKED.layers(16, rank, chunk, first=2, last=6) for chunk in (0, 1) for rank in CHUNKED.ranks]
-    assert [*map(len, chunks)] == [1, 2, 2, 3] * 2
-    assert [layer for chunk in chunks for layer in chunk] == [*range(16)]
-
-
-def test_embedding_groups() -> None:
-    assert PLAIN.embedding_ranks() == (1, 13)
-    assert PipelineGroup(ranks=(7,)).embedding_ranks() == (7,)
     assert [CHUNKED.virtual_stage(8, chunk) for chunk in (0, 1)] == [2, 6]
+    assert held == [[[0, 1], [8, 9]], [[2, 3], [10, 11]], [[4, 5], [12, 13]], [[6, 7], [14, 15]]]

@@ -27,7 +27,7 @@ def meshes(draw: st.DrawFn) -> tuple[str, dict[str, int], dict[str, int]]:
     return order, dense, {"tp": etp, "cp": 1, "ep": ep, "dp": stage // etp // ep, "pp": pp}
 
 
-@settings(max_examples=220, deadline=None, database=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=60, deadline=None, database=None, derandomize=True, phases=[Phase.generate])
 @given(meshes(), st.sets(st.sampled_from(DENSE), min_size=2), st.sets(st.sampled_from(EXPERT), min_size=2))
 def test_the_groups_of_both_generators(
     mesh: tuple[str, dict[str, int], dict[str, int]], some: set[str], some_of_experts: set[str]
@@ -39,7 +39,7 @@ def test_the_groups_of_both_generators(
             assert [[*group] for group in ours.groups(words)] == theirs.get_ranks(words)
 
 
-@settings(max_examples=60, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_the_first_layer_of_each_chunk(data: st.DataObject) -> None:
     offset = importlib.import_module("megatron.core.transformer.transformer_layer").get_transformer_layer_offset

@@ -19,6 +19,10 @@ from reference.model.parameters import weights
 CPU = torch.device("cpu")
 
 
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DenseRun:
     """Logits [B, S, vocab], the mean loss over counted tokens, and its gradient in each parameter."""
@@ -71,13 +75,6 @@ def alone(batch: Batch, start: int, end: int) -> Batch:
         cu_seqlens=None,
         max_seqlen=end - start,
     )
-
-
-def joined(batches: Sequence[Batch]) -> Batch:
-    """Unpacked micro-batches as one."""
-    names = ("tokens", "labels", "positions", "loss_mask")
-    parts: dict[str, Any] = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in names}
-    return Batch(**parts, cu_seqlens=None, max_seqlen=batches[0].max_seqlen)
 
 
 def _drawn(case: Case, batch: int, length: int, seed: int, cu_seqlens: torch.Tensor | None) -> Batch:

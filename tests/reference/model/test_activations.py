@@ -1,21 +1,15 @@
 """Activations and their gradients by canonical modules; dense training: means, optimizers, clipping, ties, packs."""
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor
 
 from reference.case import Case
-from reference.data.batches import Batch, micro_batch
 from reference.model.parameters import shapes, weights
 from reference.training import steps as training
 from reference.training.kinks import BAND, kinks
-from reference.training.steps import Feed, train
 from reference.training.subject import activations, subject, true_activations
-from tests.reference.model.dense_run import CPU, dense_run, joined, models, rows
+from tests.reference.model.dense_run import CPU, models
 
 FULL = "tp=1 dp=3 hidden=24 heads=6 kv_heads=2 ffn=16 vocab=37 seq=5 batch=2 bias=true "
 WORDS = {
@@ -47,36 +41,6 @@ def test_every_module_is_told_with_its_shape(text: str) -> None:
     for name, value in found.items():
         assert value.shape == (case.dp * case.batch, case.seq, widths.get(name.rpartition(".")[2].split("/")[-1], 24))
         assert value.isfinite().all() and value.abs().max() > 0 and not value.requires_grad
-
-
-def test_activations_are_those_of_micro_batch_0_of_step_0_on_each_data_rank() -> None:
-    case = Case.parse(WORDS["fused"]).but(micro=2, steps=2)
-    logits, heads = subject(case, CPU)["logits/0"], activations(case, CPU)["act/head"]
-    right = logits.unflatten(0, (case.dp, case.micro, case.batch))[:, 0].flatten(0, 1)
-    assert torch.equal(heads, right)
-
-
-def test_gradient_of_the_logits_is_probability_minus_target() -> None:
-    case = Case.parse(WORDS["fused"]).but(dp=1)
-    batch, found = micro_batch(case, 0, 0, 0), activations(case, CPU)
-    counts = (batch.labels >= 0) & (batch.loss_mask > 0)
-    right = found["act/head"].softmax(-1)
-    right -= torch.nn.functional.one_hot(batch.labels.clamp(min=0), case.vocab)
-    torch.testing.assert_close(found["act_grad/head"], right * counts[..., None], rtol=0, atol=1e-13)
-
-
-@pytest.mark.parametrize("text", [WORDS["fused"], WORDS["separate"]], ids=["fused", "separate"])
-def test_gradients_of_outputs_add_up_to_the_gradients_of_biases(text: str) -> None:
-    # d/d bias = sum over tokens of d/d output, for every linear of the model
-    case = Case.parse(text).but(dp=1, micro=1, steps=1, label_smoothing=0.1)
-    outcome, found = subject(case, CPU), activations(case, CPU)
-    batch = micro_batch(case, 0, 0, 0)
-    tokens = ((batch.labels >= 0) & (batch.loss_mask > 0)).sum()
-    linears = [name.removesuffix(".bias") for name in shapes(case) if name.endswith(".bias") and "norm" not in name]
-    assert len(linears) == 2 * (4 if case.fuse_qkv else 7)
-    for module in linears:
-        right = outcome[f"grad/{module}.bias"] * tokens
-        torch.testing.assert_close(found[f"act_grad/{module}"].sum((0, 1)), right, rtol=0, atol=1e-12)
 
 
 def test_true_activations_are_close_in_low_precision_and_equal_in_float64() -> None:
@@ -125,16 +89,7 @@ def test_what_comes_before_the_first_update_and_what_needs_no_gradient_stays() -
 SMALL = "tp=1 hidden=24 heads=6 kv_heads=2 ffn=40 vocab=37 seq=7 batch=2 positions=rope bias=true lr=0.1 seed=1 "
 
 
-def close(found: dict[str, Tensor], right: dict[str, Tensor], tolerance: float = 1e-11) -> None:
-    """Assert equal names and values within `tolerance` of each tensor's largest element (at least 1e-3)."""
-    assert found.keys() == right.keys()
-    for name, value in right.items():
-        largest = max(value.abs().max().item(), 1e-3)
-        atol = tolerance * largest
-        torch.testing.assert_close(found[name], value, rtol=0, atol=atol, msg=f"{name}: {{}}".format)
-
-
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(case=models(steps=2, micro=2, seq=16, batch=3, vocab=37))
 def test_outcome_is_complete_and_finite_and_every_gradient_is_alive(case: Case) -> None:
     outcome = subject(case, CPU)
@@ -151,83 +106,17 @@ def test_outcome_is_complete_and_finite_and_every_gradient_is_alive(case: Case) 
         assert dead or outcome[f"grad/{name}"].abs().max() > 1e-9, name
 
 
-@settings(max_examples=10, deadline=None)
-@given(micro=st.integers(1, 3), dp=st.integers(1, 3), batch=st.integers(1, 2), seed=st.integers(0, 999))
-def test_micro_batches_and_data_ranks_equal_one_big_batch(micro: int, dp: int, batch: int, seed: int) -> None:
-    case = Case.parse(SMALL).but(micro=micro, dp=dp, batch=batch, label_smoothing=0.1, clip=0.5, steps=2)
-    whole = case.but(micro=1, dp=1, batch=batch * micro * dp)
-
-    def one(_: Case, step: int, m: int, dp_rank: int, /, *, device: torch.device) -> Batch:
-        return rows(case, seed=seed + 100 * step + micro * dp_rank + m)
-
-    def all_(_: Case, step: int, m: int, dp_rank: int, /, *, device: torch.device) -> Batch:
-        return joined([one(case, step, i % micro, i // micro, device=device) for i in range(micro * dp)])
-
-    parts, big = train(case, weights(case, CPU), feed=one), train(whole, weights(whole, CPU), feed=all_)
-    close(parts, big)
-    reversed_sums = train(case, weights(case, CPU), feed=one, last_first=True)
-    close(reversed_sums, big)
-    if micro * dp > 2:
-        assert not torch.equal(reversed_sums["grad/final_norm.weight"], parts["grad/final_norm.weight"])
-
-
-def clipped(case: Case, norm: Tensor) -> float:
-    return min(1.0, case.clip / (norm.item() + 1e-6)) if case.clip else 1.0
-
-
-@pytest.mark.parametrize("clip", [0.0, 0.25, 1e6], ids=["off", "binding", "slack"])
+@pytest.mark.parametrize("clip", [0.0, 0.25])
 def test_sgd_subtracts_the_clipped_gradient(clip: float) -> None:
     case = Case.parse(SMALL).but(steps=1, clip=clip)
     outcome, start = subject(case, CPU), weights(case, CPU)
-    gradients = {name: outcome[f"grad/{name}"] for name in start}
-    norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm()
+    norm = torch.cat([outcome[f"grad/{name}"].flatten() for name in start]).norm()
     torch.testing.assert_close(outcome["grad_norm/0"], norm, rtol=1e-13, atol=0)
-    assert clip != 0.25 or norm > 1  # the bound really binds
+    assert norm > 1, "the bound really binds"
+    factor = case.lr * (clip / (norm + 1e-6) if clip else 1.0)
     for name, weight in start.items():
-        right = weight - case.lr * clipped(case, norm) * gradients[name]
+        right = weight - factor * outcome[f"grad/{name}"]
         torch.testing.assert_close(outcome[f"param/{name}"], right, rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.parametrize("clip", [0.0, 0.25])
-def test_adamw_follows_its_formula_for_three_steps(clip: float) -> None:
-    case = Case.parse(SMALL).but(optimizer="adamw", lr=0.01, clip=clip, steps=3)
-    values = weights(case, CPU)
-    first = {name: torch.zeros_like(value) for name, value in values.items()}
-    second = {name: torch.zeros_like(value) for name, value in values.items()}
-    for step in range(case.steps):
-        # one step of plain SGD on this step's data tells the gradient and the norm there
-        probe = train(case.but(optimizer="sgd", steps=1, clip=0.0), values, feed=shifted(step))
-        factor = clipped(case, probe["grad_norm/0"])
-        for name, value in values.items():
-            gradient = factor * probe[f"grad/{name}"]
-            first[name] = 0.9 * first[name] + 0.1 * gradient
-            second[name] = 0.999 * second[name] + 0.001 * gradient**2
-            mean, square = first[name] / (1 - 0.9 ** (step + 1)), second[name] / (1 - 0.999 ** (step + 1))
-            values[name] = value * (1 - case.lr * 0.01) - case.lr * mean / (square.sqrt() + 1e-8)
-    outcome = subject(case, CPU)
-    for name, value in values.items():
-        torch.testing.assert_close(outcome[f"param/{name}"], value, rtol=0, atol=1e-9)
-
-
-def shifted(by: int) -> Feed:
-    """The case's own micro-batches, `by` steps later."""
-
-    def feed(case: Case, step: int, micro: int, dp_rank: int, /, *, device: torch.device) -> Batch:
-        return micro_batch(case, step + by, micro, dp_rank, device=device)
-
-    return feed
-
-
-@pytest.mark.parametrize("words", [{}, {"packed": True}], ids=["rows", "packed"])
-def test_logits_are_ordered_by_data_rank_micro_batch_and_row(words: dict[str, Any]) -> None:
-    case = Case.parse(SMALL).but(dp=3, micro=2, steps=1, **words)
-    outcome = subject(case, CPU)
-    length = 1 if case.packed else case.batch
-    assert outcome["logits/0"].shape[0] == case.dp * case.micro * length
-    for data_rank, micro in [(0, 1), (2, 0)]:
-        batch = micro_batch(case, 0, micro, data_rank)
-        start = (data_rank * case.micro + micro) * length
-        assert torch.equal(outcome["logits/0"][start : start + length], dense_run(case, batch).logits)
 
 
 def test_logits_above_the_limit_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

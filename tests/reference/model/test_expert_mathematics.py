@@ -1,4 +1,7 @@
-"""The dense mathematics of experts: by formula where there is one, and properties that every layout inherits."""
+"""The dense mathematics of experts by formula; presets with experts have the published numbers of parameters.
+
+Formulas of presets are written down from the papers' tables, apart from `shapes`: one line a part of the model.
+"""
 
 import itertools
 import math
@@ -8,28 +11,14 @@ import torch
 from torch import Tensor
 
 from reference.case import Case
-from reference.data.batches import micro_batch
-from reference.data.routing import forced
-from reference.model.branches.experts import chosen, global_loss, kept, losses, updated, weights_of
+from reference.model.branches.experts import chosen, kept, losses, updated, weights_of
+from reference.model.parameters import shapes
 
 LOGITS = torch.randn((2, 6, 8), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 def case(**words: int | float | str | bool) -> Case:
     return Case.of(**{"experts": 8, "etp": 1, "tp": 1, "seq": 6, "batch": 2, **words})
-
-
-def test_weights_of_every_router() -> None:
-    """experts.md 21.1: sums of weights are the scale, or less for shares of all experts."""
-    for router in ("softmax", "pre-softmax", "sigmoid"):
-        one = case(router=router, router_scale=2.5)
-        choice = chosen(one, LOGITS)
-        weights = weights_of(one, LOGITS, choice)
-        assert (choice.sum(-1) == 2).all() and (weights[~choice] == 0).all()
-        total = weights.sum(-1)
-        assert (total < 2.5).all() if router == "pre-softmax" else torch.allclose(total, torch.full_like(total, 2.5))
-    alone = case(router="sigmoid", top_k=1)
-    assert torch.equal(weights_of(alone, LOGITS, chosen(alone, LOGITS)).amax(-1), LOGITS.sigmoid().amax(-1))
 
 
 def test_equal_scores_go_to_the_smaller_number() -> None:
@@ -86,17 +75,6 @@ def test_balance_losses_by_formula() -> None:
     assert math.isclose(_loss(case(z_loss=0.1), LOGITS, same), 0.1 * float(z))
 
 
-def test_a_global_loss_is_that_of_all_data_ranks_together() -> None:
-    """The parts of two data ranks add up to the formula of experts.md 21.5 over their tokens as one micro-batch."""
-    one = case(global_loss=0.3, routing="skewed", dp=2, micro=3)
-    logits = LOGITS, LOGITS.flip(0) * 2
-    parts = [global_loss(one, "layers.0", micro_batch(one, 1, 2, rank), logits[rank]) for rank in (0, 1)]
-    first = ((1 * 3 + 2) * 2) * one.tokens
-    choice = forced(one, 0, torch.arange(first, first + 2 * one.tokens)).double().mean(0)
-    share = torch.cat(logits).softmax(-1).mean((0, 1))
-    assert math.isclose(float(sum(parts)), 2 * one.tokens * 0.3 * 8 / 2 * float(choice @ share))
-
-
 @pytest.mark.parametrize("drop", ["score", "position"])
 def test_experts_take_of_each_ranks_tokens_so_many(drop: str) -> None:
     """Two ranks hold three places of both rows each; C = ceil(6 * 2 / 8 * 1) = 2."""
@@ -112,11 +90,54 @@ def test_experts_take_of_each_ranks_tokens_so_many(drop: str) -> None:
         assert {at for at in mine if left[*at, expert]} == set(order[:2])
 
 
-def test_relabelled_experts_change_nothing() -> None:
-    """Property 5 of 21.7: rows of the router's logits and of everything chosen by them move together."""
-    order = torch.tensor([3, 1, 7, 0, 5, 2, 6, 4])
-    for router in ("softmax", "sigmoid"):
-        one = case(router=router)
-        choice, moved = chosen(one, LOGITS), chosen(one, LOGITS[..., order])
-        assert torch.equal(choice[..., order], moved)
-        assert torch.equal(weights_of(one, LOGITS, choice)[..., order], weights_of(one, LOGITS[..., order], moved))
+def held(case: Case) -> int:
+    return sum(math.prod(shape) for shape in shapes(case).values())
+
+
+def used(case: Case) -> int:
+    """Parameters that one token is multiplied by: of its experts, and none of the token table but its row."""
+    share = case.top_k / case.experts
+    numbers = {name: math.prod(shape) for name, shape in shapes(case).items()}
+    experts = sum(count for name, count in numbers.items() if ".experts." in name)
+    return sum(numbers.values()) - experts + int(share * experts) - numbers["embedding.tokens.weight"]
+
+
+H, Q, KV, HEADS = 7168, 1536, 512, 128
+ATTENTION = H * Q + Q + Q * HEADS * (128 + 64) + H * (KV + 64) + KV + KV * HEADS * (128 + 128) + HEADS * 128 * H + 2 * H
+EXPERT, TABLE = 3 * H * 2048, 129280 * H
+ROUTED = ATTENTION + 256 * EXPERT + EXPERT + 256 * H
+"""Of one layer with experts: latent attention and two norms, 256 experts, the shared one, the router."""
+
+
+def test_deepseek_v3() -> None:
+    """arXiv:2412.19437, 4.2; README_WEIGHTS.md of its release: 671B, 36.7B a token, 11.5B of the module behind."""
+    whole = Case.of(preset="deepseek-v3", tp=1)
+    case = whole.but(prediction_depth=0)
+    assert held(case) == 3 * (ATTENTION + 3 * H * 18432) + 58 * ROUTED + 2 * TABLE + H
+    assert held(case) == pytest.approx(671e9, rel=0.01)
+    assert used(case) == held(case) - 58 * (256 - 8) * EXPERT - TABLE
+    assert used(case) == pytest.approx(36.7e9, rel=0.01)
+    behind = held(whole) - held(case)
+    assert behind == ROUTED + 2 * H * H + 3 * H
+    assert behind == pytest.approx(11.5e9, rel=0.01)
+
+
+def test_mixtral() -> None:
+    """arXiv:2401.04088, table 1 and its text: 47B, 13B a token; 46.7B and 12.9B at its release (13B with the table)."""
+    case = Case.of(preset="mixtral-8x7b", tp=1)
+    attention, expert = 2 * 4096**2 + 2 * 4096 * 8 * 128 + 2 * 4096, 3 * 4096 * 14336
+    assert held(case) == 32 * (attention + 8 * expert + 8 * 4096) + 2 * 32000 * 4096 + 4096
+    assert held(case) == pytest.approx(46.7e9, rel=0.01)
+    table = 32000 * 4096
+    assert used(case) == held(case) - 32 * 6 * expert - table
+    assert used(case) + table == pytest.approx(12.9e9, rel=0.01)
+
+
+def test_a_stated_choice_ends_what_is_about_the_routers() -> None:
+    case = Case.of(preset="deepseek-v3", tp=1)
+    assert (case.router_groups, case.kept_groups, case.bias_rate) == (8, 4, 0.001)
+    stated = Case.parse("preset=deepseek-v3 tp=1 routing=equal skew=0.25 dtype=bfloat16")
+    assert (stated.router_groups, stated.kept_groups, stated.bias_rate) == (1, 1, 0.0)
+    assert str(stated) == "preset=deepseek-v3 tp=1 routing=equal skew=0.25 dtype=bfloat16"
+    assert Case.parse(str(stated)) == stated
+    assert stated.but(routing="learned", skew=0.0, dtype="float64") == case

@@ -12,12 +12,9 @@ from torch.nn import functional
 from reference.losses import cross_entropy as loss
 from reference.model import layers
 from reference.training.adam import EPS, rounding_slack
+from tests.reference.model.dense_run import noise
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -42,16 +39,14 @@ def test_scores_are_scaled_and_normalised_in_float32(dtype: torch.dtype) -> None
         assert torch.equal(found[0], right)
 
 
-SHAPE = (2, 5)
-
-
 def drawn(vocab: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Logits, labels with some -100, and a mask with a counted first token."""
+    shape = (2, 5)
     generator = torch.Generator().manual_seed(seed)
-    logits = 3 * torch.randn(*SHAPE, vocab, generator=generator, dtype=torch.float64)
-    labels = torch.randint(vocab, SHAPE, generator=generator)
-    labels[torch.rand(SHAPE, generator=generator) < 0.3] = -100
-    mask = (torch.rand(SHAPE, generator=generator) < 0.6).float()
+    logits = 3 * torch.randn(*shape, vocab, generator=generator, dtype=torch.float64)
+    labels = torch.randint(vocab, shape, generator=generator)
+    labels[torch.rand(shape, generator=generator) < 0.3] = -100
+    mask = (torch.rand(shape, generator=generator) < 0.6).float()
     labels[0, 0], mask[0, 0] = vocab - 1, 1.0
     return logits.requires_grad_(), labels, mask
 
@@ -74,35 +69,12 @@ def test_mean_loss_and_gradient_equal_torch_after_conversion_of_the_smoothing(
     assert tokens == ((labels != -100) & (mask > 0)).sum()
 
 
-def test_smoothed_loss_of_one_token_is_megatrons_formula() -> None:
-    probability = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
-    found = loss.cross_entropy(probability.log()[None, None], torch.tensor([[1]]), 0.3)
-    right = -(0.7 * probability[1].log() + 0.15 * probability[0].log() + 0.15 * probability[2].log())
-    torch.testing.assert_close(found[0, 0], right)
-
-
-@settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 1000), smoothing=st.sampled_from((0.0, 0.2)))
-def test_tokens_that_do_not_count_change_neither_loss_nor_gradient(seed: int, smoothing: float) -> None:
-    logits, labels, mask = drawn(9, seed)
-    summed, tokens = loss.summed(logits, labels, mask, smoothing)
-    uncounted = (labels == -100) | (mask == 0)
-    other_logits = torch.where(uncounted[..., None], logits.detach().flip(-1) + 1, logits.detach()).requires_grad_()
-    other_labels = torch.where((mask == 0) & (labels != -100), (labels + 1) % 9, labels)
-    other_summed, other_tokens = loss.summed(other_logits, other_labels, mask, smoothing)
-    assert torch.equal(summed, other_summed) and torch.equal(tokens, other_tokens)
-    (gradient,) = torch.autograd.grad(summed, logits)
-    assert not gradient[uncounted].any()
-    assert gradient[~uncounted].abs().sum(-1).min() > 0
-
-
-@pytest.mark.parametrize("weight", [0.25, 2.0])
-def test_loss_mask_is_a_weight_not_only_a_switch(weight: float) -> None:
+def test_loss_mask_is_a_weight_not_only_a_switch() -> None:
     logits, labels, mask = drawn(9, seed=4)
     summed, tokens = loss.summed(logits, labels, mask)
-    scaled, scaled_tokens = loss.summed(logits, labels, weight * mask)
-    torch.testing.assert_close(scaled, weight * summed)
-    torch.testing.assert_close(scaled_tokens, weight * tokens)
+    scaled, scaled_tokens = loss.summed(logits, labels, 0.25 * mask)
+    torch.testing.assert_close(scaled, 0.25 * summed)
+    torch.testing.assert_close(scaled_tokens, 0.25 * tokens)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

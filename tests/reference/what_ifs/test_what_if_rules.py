@@ -15,44 +15,13 @@ from reference.model.parameters import full
 from reference.training import subject as dense
 from reference.what_ifs import slices
 from reference.what_ifs.modules import WHAT_IFS
-from tests.reference.what_ifs import broken
+from tests.reference.what_ifs import CPU, attended, broken, close, projected, through, weight
 
-CPU = torch.device("cpu")
 SIZES = "layers=1 hidden=16 heads=4 kv_heads=2 ffn=12 seq=8 vocab=264 batch=2 micro=1 steps=1 fuse_qkv=false bias=true"
 ROPE = Case.parse(f"mode=tp tp=1 {SIZES} positions=rope norm=layernorm activation=gelu")
 LEARNED = Case.parse(f"mode=tp tp=1 {SIZES} positions=learned norm=rmsnorm activation=swiglu fuse_mlp=false")
 MODULES = [rule.id for rule in WHAT_IFS] + ["kv_order"]
 WO, W2, FIRST_NORM = "act/layers.0.attention.wo", "act/layers.0.mlp.w2", "act/layers.0.attention_norm"
-
-
-def close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-
-
-def weight(case: Case, name: str) -> Tensor:
-    return full(case, name).double()
-
-
-def projected(case: Case) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v [B, S, heads, D] before rotation."""
-    acts = dense.true_activations(case, CPU)
-    q, k, v = (acts[f"act/layers.0.attention.{leaf}"].unflatten(-1, (-1, case.head_dim)) for leaf in ("wq", "wk", "wv"))
-    return q, k, v
-
-
-def attended(
-    case: Case, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, seen: Tensor | None = None
-) -> Tensor:
-    """The output of attention by torch's own core; causal unless `seen` says what is visible."""
-    group = case.heads // case.kv_heads
-    k, v = (x.repeat_interleave(group, 2) if x.shape[2] == case.kv_heads else x for x in (k, v))
-    causal = torch.ones(case.seq, case.seq, dtype=torch.bool).tril()
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    mask = causal if seen is None else seen
-    context = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2).flatten(2)
-    return functional.linear(
-        context, weight(case, "layers.0.attention.wo.weight"), weight(case, "layers.0.attention.wo.bias")
-    )
 
 
 @pytest.fixture(scope="module")
@@ -145,8 +114,7 @@ def test_nonlinearities(
         inner = nonlinearity(acts["act/layers.0.mlp.w1"])
         if case is LEARNED:
             inner = inner * acts["act/layers.0.mlp.w3"]
-        w, b = (weight(case, f"layers.0.mlp.w2.{kind}") for kind in ("weight", "bias"))
-        close(found[f"other_activation.{reading}/{W2}"], functional.linear(inner, w, b))
+        close(found[f"other_activation.{reading}/{W2}"], through(case, "mlp.w2", inner))
 
 
 def test_residuals_and_positions(learned: dict[str, Tensor]) -> None:

@@ -1,5 +1,7 @@
 """What-ifs of steps and metric, each held against the rule that was broken; step 0 taken apart adds up."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,16 +16,14 @@ from reference.training.control import control
 from reference.what_ifs.shares import shares
 from reference.what_ifs.training import WHAT_IFS
 from reference.what_ifs.what_if import Dense
-from tests.reference.what_ifs import broken
+from tests.reference.what_ifs import CPU, broken
 
-CPU = torch.device("cpu")
 SIZES = "mode=tp tp=1 layers=1 hidden=8 heads=2 kv_heads=2 ffn=12 seq=8 batch=2 vocab=264 micro=2 lr=0.1"
 TRAINING = [rule.id for rule in WHAT_IFS]
 NAME = "layers.0.mlp.w1.weight"
 
 
-def close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-10)
+close = partial(torch.testing.assert_close, rtol=1e-6, atol=1e-10)
 
 
 def test_a_step_that_is_not_taken_and_clipping_by_other_rules() -> None:
@@ -42,10 +42,7 @@ def test_decay_that_is_forgotten() -> None:
     found, start = broken(case, *TRAINING), full(case, NAME).double()
     decayed = dense.truth(case, CPU)[f"param/{NAME}"] - found[f"decay_missing/param/{NAME}"]
     close(decayed, -0.1 * 0.01 * start)
-
-
-def test_a_plain_step_has_no_other_rule() -> None:
-    assert not broken(Case.parse(f"{SIZES} steps=1"), *TRAINING)
+    assert not broken(Case.parse(f"{SIZES} steps=1"), *TRAINING), "a plain step has no other rule"
 
 
 def test_a_tied_head_that_keeps_its_first_weights() -> None:
@@ -90,11 +87,8 @@ def test_readings_of_some_micro_batches() -> None:
         for name in ("tokens", "log_likelihood"):
             total = torch.stack([one[name] for one in sums]).sum(0)
             torch.testing.assert_close(found[f"micro_missing.{reading}/metric/{name}"], total)
-    both = {name: torch.stack([of_some(step, every)[name] for step in (0, 1)]).sum(0) for name in ("log_likelihood",)}
-    torch.testing.assert_close(dense.truth(CASE, CPU)["metric/log_likelihood"], both["log_likelihood"])
-
-
-def test_without_a_metric_there_is_none() -> None:
+    both = of_some(0, every)["log_likelihood"] + of_some(1, every)["log_likelihood"]
+    torch.testing.assert_close(dense.truth(CASE, CPU)["metric/log_likelihood"], both)
     assert broken(CASE.but(metric=False), "micro_missing") == {}
 
 
@@ -149,11 +143,9 @@ def test_what_if_losses_are_those_of_the_same_logits_under_another_rule() -> Non
     for word, loss in expected.items():
         torch.testing.assert_close(found[f"{word}/loss/0"], loss, rtol=1e-12, atol=0)
     assert not torch.allclose(found["borders_ignored/act/layers.0"], dense.true_activations(case, CPU)["act/layers.0"])
-
-
-def test_a_row_without_borders_has_no_what_if_about_them() -> None:
-    case = Case.parse(f"mode=tp {SHARED_SIZES} micro=1")
-    assert not any(name.startswith("borders_ignored/") for name in broken(case))
+    assert not any(
+        name.startswith("borders_ignored/") for name in broken(Case.parse(f"mode=tp {SHARED_SIZES} micro=1"))
+    )
 
 
 def test_weights_of_another_module_or_layer_are_what_ifs_where_they_lie_apart() -> None:

@@ -3,6 +3,8 @@
 Exchanged heads are held against ranks that send and receive flat memory as the bug would. Tables and losses are held
 against the split program that has the bug."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -13,41 +15,29 @@ from reference.model import decoder, layers
 from reference.model.parameters import full, shapes
 from reference.training import subject as dense
 from reference.what_ifs.rules import what_ifs
-from tests.reference.what_ifs import broken
+from tests.reference.what_ifs import CPU, attended, broken, close, projected, through
 
-CPU = torch.device("cpu")
 SIZES = "layers=1 hidden=16 heads=4 kv_heads=2 ffn=12 seq=8 vocab=264 steps=1"
 FUSED = Case.parse(
     f"mode=tp tp=2 {SIZES} batch=2 micro=1 fuse_qkv=true fuse_mlp=true activation=swiglu positions=rope bias=true"
 )
 
 
-def close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-
-
-def through(case: Case, leaf: str, x: Tensor) -> Tensor:
-    weight, bias = (full(case, f"layers.0.{leaf}.{kind}").double() for kind in ("weight", "bias"))
-    return functional.linear(x, weight, bias)
-
-
-def attended(case: Case, q: Tensor, k: Tensor, v: Tensor, *, rotated: bool = True) -> Tensor:
+def rotated(case: Case, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     positions = micro_batch(case, 0, 0, 0).positions
-    if rotated:
-        q, k = layers.rotate(q, positions), layers.rotate(k, positions)
-    return through(case, "attention.wo", layers.attention(q, k, v, layers.visible(case.seq, None, CPU)))
+    return layers.rotate(q, positions), layers.rotate(k, positions)
 
 
 def test_attention_of_fused_rows_that_are_read_otherwise() -> None:
     found, rows = broken(FUSED), dense.true_activations(FUSED, CPU)["act/layers.0.attention.wqkv"]
     q, k, v = layers.split_qkv(rows, 4, 2)
-    close(found["kv_exchanged/act/layers.0.attention.wo"], attended(FUSED, q, v, k))
-    close(found["positions_missing/act/layers.0.attention.wo"], attended(FUSED, q, k, v, rotated=False))
+    close(found["kv_exchanged/act/layers.0.attention.wo"], attended(FUSED, *rotated(FUSED, q, v), k))
+    close(found["positions_missing/act/layers.0.attention.wo"], attended(FUSED, q, k, v))
     for parts in (1, 2):
         heads = [part.unflatten(-1, (-1, 4)) for part in rows.chunk(parts, -1)]
         cut = [part.split([4 // parts, 2 // parts, 2 // parts], -2) for part in heads]
         q, k, v = (torch.cat(pieces, -2) for pieces in zip(*cut, strict=True))
-        close(found[f"fused_cut.qkv{parts}/act/layers.0.attention.wo"], attended(FUSED, q, k, v))
+        close(found[f"fused_cut.qkv{parts}/act/layers.0.attention.wo"], attended(FUSED, *rotated(FUSED, q, k), v))
 
 
 def test_gate_and_up_that_are_read_otherwise() -> None:
@@ -178,13 +168,7 @@ EXCHANGED = Case.parse(
 )
 
 
-def projected(leaf: str) -> list[Tensor]:
-    """Every rank's [B, s, heads, D] of this projection."""
-    x = dense.true_activations(EXCHANGED, CPU)[f"act/layers.0.attention.{leaf}"]
-    return list(x.unflatten(-1, (-1, EXCHANGED.head_dim)).chunk(RANKS, 1))
-
-
-def exchange(xs: list[Tensor], split: int, gather: int, *, cut: bool = True, join: bool = True) -> list[Tensor]:
+def exchange(xs: Sequence[Tensor], split: int, gather: int, *, cut: bool = True, join: bool = True) -> list[Tensor]:
     """An all-to-all of equal parts of flat memory; wrong where it is not `cut` or not `join`ed along its dims."""
     sent = []
     for x in xs:
@@ -197,17 +181,17 @@ def exchange(xs: list[Tensor], split: int, gather: int, *, cut: bool = True, joi
 
 def attended_by_ranks(*, order: str = "beside", mixed: bool = False, cut: bool = True, join: bool = True) -> Tensor:
     """The output of attention by ranks that exchange so."""
-    kv = [torch.stack(pair, 2) for pair in zip(projected("wk"), projected("wv"), strict=True)]
+    by_rank = [x.chunk(RANKS, 1) for x in projected(EXCHANGED)]
+    kv = [torch.stack(pair, 2) for pair in zip(*by_rank[1:], strict=True)]
     kv = [x.repeat_interleave(2, 3) if order == "beside" else x.repeat(1, 1, 1, 2, 1) for x in kv]
-    queries = exchange(projected("wq"), 2, 1, cut=cut, join=join)
+    queries = exchange(by_rank[0], 2, 1, cut=cut, join=join)
     queries = [q.transpose(0, 1).reshape(q.shape) if mixed else q for q in queries]
     visible, contexts = layers.visible(EXCHANGED.seq, None, CPU), []
     for q, both in zip(queries, exchange(kv, 3, 1, cut=cut, join=join), strict=True):
         k, v = both.unbind(2)
         contexts.append(layers.attention(q, k, v, visible).unflatten(-1, (-1, EXCHANGED.head_dim)))
     context = torch.cat(exchange(contexts, 1, 2, cut=cut, join=join), 1).flatten(2)
-    weight, bias = (full(EXCHANGED, f"layers.0.attention.wo.{kind}").double() for kind in ("weight", "bias"))
-    return functional.linear(context, weight, bias)
+    return through(EXCHANGED, "attention.wo", context)
 
 
 def test_exchanges_gone_wrong() -> None:
@@ -225,7 +209,7 @@ def test_copies_of_which_one_alone_gives_a_gradient() -> None:
     found, truth = broken(EXCHANGED), dense.true_activations(EXCHANGED, CPU)
     wo, wk = "layers.0.attention.wo", "layers.0.attention.wk"
     assert torch.equal(found[f"kv_alone/act/{wo}"], truth[f"act/{wo}"])
-    q, k, v = (torch.cat(projected(leaf), 1).detach() for leaf in ("wq", "wk", "wv"))
+    q, k, v = (x.detach() for x in projected(EXCHANGED))
     k = k.repeat_interleave(2, 2).requires_grad_()
     context = layers.attention(q, k, v.repeat_interleave(2, 2), layers.visible(EXCHANGED.seq, None, CPU))
     slope = truth[f"act_grad/{wo}"] @ full(EXCHANGED, f"{wo}.weight").double()

@@ -1,0 +1,1 @@
+"""Experts, latent attention and predictions of further tokens, beside every other split."""

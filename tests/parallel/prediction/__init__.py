@@ -1,1 +1,0 @@
-"""Prediction of further tokens: against the dense model, limits, regrouping."""
