@@ -280,12 +280,12 @@ class Experts(Core):
             rule = "draws masks that ranks alone know, and choices of the router, whose rows are sent, follow them"
             yield "random", rule, "random=field"
         if self.init == "shard":
-            yield "init", "draws dense weights alone, and experts=0 has no others", "init=field"
+            yield "init", "draws dense weights alone, and layers with experts have others", "init=field"
         if self.system.gathers_weights and self.recompute == "full":
             rule = f"computes experts again before the weights of their layer are gathered in mode={self.mode}"
             yield "recompute", rule, "recompute=selective"
         for key in ("early_stop", "distribute_saved"):
             if getattr(self, key):
-                yield key, "is about the end of an MLP, and experts are in its place", f"{key}=false"
+                yield key, "is not implemented for layers with experts", f"{key}=false"
         if self.shard:
             yield "shard", "shares parameters among ranks of dp, and experts have copies on others", "shard=0"

@@ -42,4 +42,4 @@ class Randomness(Core):
         if self.init == "shard" and self.mode == "autotp":
             yield "init", "ranks draw no shards in mode=autotp: AutoTP cuts weights that it loads", "init=field"
         if self.init == "shard" and self.table_is_copied:
-            yield "init", "draws on each stage by itself, and tied=true has one table on two stages", "tied=false"
+            yield "init", "draws on each stage by itself, and two stages hold the token table", "init=field"

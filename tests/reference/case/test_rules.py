@@ -110,7 +110,7 @@ BROKEN = {
     "random=stateful": "is where masks come from, and without dropout there are none",
     "init=field load=a": "is about values at the beginning, and load= brings those of a checkpoint",
     "mode=autotp init=shard": "ranks draw no shards in mode=autotp: AutoTP cuts weights that it loads",
-    "pp=2 init=shard": "draws on each stage by itself, and tied=true has one table on two stages",
+    "pp=2 init=shard": "draws on each stage by itself, and two stages hold the token table",
     "mode=autotp pp=2": "mode=autotp runs whole models, as DeepSpeed's inference does; pipelines run "
     "mode=tp|tp-sp|mtp|msp|fsp|isp",
     "parity=-1": "must not be negative",
