@@ -41,7 +41,7 @@ _RING = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 class Call:
     """A collective as one rank issues it, seen by the engine's group or the interposer, before it runs.
 
-    `shape` is the payload tensor's; several tensors of a coalesced call are joined: ((4, 8), (4,)). `group` holds the
+    `shapes` has one shape for each tensor of the payload, here of two: ((4, 8), (4,)). `group` holds the
     global ranks in group order; `group_desc` is what the user called the group ("tp", "mesh_tp"). `peer` is the group's
     root or the other end of a point-to-point call as a global rank, -1 when there is none. `device` is the type of
     device that the payload is on; where there is no payload, the host. `operator` is torch's name of an operator whose
@@ -68,7 +68,7 @@ class Call:
 class Observer(Protocol):
     """Observer of the calls of the ranks: the recorder, a fault injector's log, a test.
 
-    A method waited(rank, ticket) is called when the program has waited for an asynchronous call, the first time.
+    A method waited(rank, ticket), where there is one, is called at the first wait for an asynchronous call.
     """
 
     def issued(self, rank: int, call: Call) -> int:

@@ -74,7 +74,7 @@ class Engine(ABC):
     ) -> list[Any]:
         """The results of `program(rank, *args)` by rank.
 
-        Every rank starts with its random streams at `seed`. A remote engine takes no observer:
+        Every rank starts with its random streams at `seed`, on `dry` torch's alone. A remote engine takes no observer:
         harness.running.ranks.execution makes one inside every rank. `per_rank` names modules whose globals, class
         attributes and singletons every rank has for itself, as in a process of its own. Only ranks that share a process
         need it. Raises RequestError (exit status 2), ProgramError (1) or MachineError (3); the engine stays usable.

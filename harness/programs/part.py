@@ -2,10 +2,12 @@
 
 ledger.csv   the contract's columns, needs_gradient and sent_rows (harness.ledger.Event); where a call_index comes
              twice, the later row holds: what followed settled it
-steps.csv    step, start_us (its first forward), updated_us (its last optimizer step ended), microbatches
+steps.csv    step, start_us (its first forward, of step 0 the first observation), updated_us (its last optimizer step
+             ended), microbatches
 groups.csv   axis, ranks: the groups in which this rank called, in the order in which they were first seen
 rank.json    rank, host, pid, clock (ranks of one clock have comparable times)
-end.json     written at an orderly end: calls, doubts, peak bytes of the process, what the recorder failed at
+end.json     written at an orderly end, or when the recorder fails: calls, doubts, peak bytes, calls that were never
+             waited for, what the recorder failed at
 last.json    where the rank stood when nothing had happened for long, or at its end (harness.hangs): gloo writes no
              Flight Recorder file when it hangs, and a rank that waits in native code can write none itself
 

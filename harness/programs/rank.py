@@ -68,7 +68,7 @@ def _program() -> str:
 
 
 class RankRecorder:
-    """An observer of calls (harness.ledger.Observer) and a log of them (harness.engines.interposer.CallLog).
+    """An observer of calls (harness.ledger.Observer) and a log of them (harness.engines.interposer.WorkLog).
 
     This process is observed while the recorder is entered; `start` enters it until the process ends.
     """

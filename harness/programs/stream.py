@@ -42,7 +42,7 @@ class _Open:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastCall:
-    """A late call: `number` in its channel (harness.hangs.parting), `ticket` is its index on the rank."""
+    """A recent call: `number` in its channel (harness.hangs.parting), `ticket` is its index on the rank."""
 
     issued: OperatorCall
     number: int

@@ -46,7 +46,7 @@ class Attribution:
         self.paths = Paths()
         self.step = self.microbatch = 0
         self.forwards: list[tuple[Entered, int, int]] | None = None  # of models, of a whole run: step, micro-batch
-        self._since = ""  # what was last outside of calls: forward sent (after it) inside (a backward) backward stepped
+        self._since = ""  # last outside of calls: entered forward sent (after it) inside (a backward) backward stepped
         self._gradients_on = self._stepped_since = self._stepless = False
         self._backward_since = False  # since the last step
         self._by_hand = True  # while no optimizer of torch.optim has stepped

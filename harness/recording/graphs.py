@@ -8,6 +8,7 @@ by other ways than these methods.
 """
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -45,15 +46,16 @@ class Captured:
 class Graphs:
     """The graphs of one rank, named in the order of their captures: graph0, graph1."""
 
-    __slots__ = ("_known", "capturing")
+    __slots__ = ("_known", "_numbers", "capturing")
 
     def __init__(self) -> None:
         self.capturing: Captured | None = None
         self._known: dict[int, Captured] = {}
+        self._numbers = itertools.count()
 
     def begin(self, graph: object) -> None:
         """A capture begins; one of a graph that had another before replaces it."""
-        self.capturing = self._known[id(graph)] = Captured(f"graph{len(self._known)}")
+        self.capturing = self._known[id(graph)] = Captured(f"graph{next(self._numbers)}")
 
     def end(self) -> None:
         """The capture is over."""

@@ -7,9 +7,9 @@ Otherwise what follows settles it: data before a forward, grad_sync before an op
 step, grad_sync after a backward, data after nothing. Reductions of several numbers after a backward are grad_sync even
 before a forward: engines reduce between micro-batches too. Metric is also the work of a module without parameters with
 gradients off, once a forward with gradients on has been. An evaluation without gradients keeps its loss. Where no
-optimizer of torch.optim steps, what changed the parameters after a backward is a step (updates.Looks). After a step one
-reduced element is metric. Calls that write into a parameter's memory, and all_gathers of half the parameters' bytes or
-more, belong to the step. A send or recv is pipeline in a group of stages, and outside of all of these in a group
+optimizer of torch.optim steps, a change of the parameters after a backward is a step (observations.Looks). After a step
+one reduced element is metric. Calls that write into a parameter's memory, and all_gathers of half the parameters' bytes
+or more, belong to the step. A send or recv is pipeline in a group of stages, and outside of all of these in a group
 without a description.
 """
 

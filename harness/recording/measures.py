@@ -5,10 +5,10 @@
     overlap.hidden
 
 An asynchronous call is hidden when its rank computed a product between the call's issue and its first wait. A product
-is a matrix product, a convolution or attention, as torch.utils.flop_counter counts and a mode hides its calls behind.
-Each has a kernel at the dispatch key BackendSelect, where these operators have none. The kernel counts and sends the
-call on, below autograd, so that no bit changes and nothing else is touched. A product costs microseconds more, hence it
-is entered in runs that are not timed. A product of code that torch.compile wrote is not seen.
+is a matrix product, a convolution or attention: the operators that torch.utils.flop_counter counts. Each gets a kernel
+at the dispatch key BackendSelect, where torch has none for these operators. The kernel counts and sends the call on,
+below autograd, so that no bit changes and nothing else is touched. A product costs microseconds more, hence Overlap is
+entered in runs that are not timed. A product of code that torch.compile wrote is not seen.
 
 Saved activations are the storages that forward passes hand to autograd, each counted once while it is held, parameters
 left out. The peak is what one rank must have room for beside its parameters. The hooks change no value: pack and unpack

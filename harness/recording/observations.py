@@ -171,7 +171,7 @@ class Entered(NamedTuple):
 
     `number`: the sequence number that the next autograd node of this thread will get. `task`: the graph task that runs
     in this thread. `node`: the number of the node that runs in it. Outermost ones have `grad`: gradients were on;
-    `look` (updates.Looks): () inside of a backward, and after an optimizer's step. `at_s` is the time; 0 for others.
+    `look` (see Looks): () inside of a backward, and after an optimizer's step. `at_s` is the time; 0 for others.
     """
 
     lane: int

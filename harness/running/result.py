@@ -42,7 +42,7 @@ class CaseResult:
 
     `evidence` is None unless all runs finished; `traceback` is the whole one of a rank that raised. `diagnoses` by
     failed check, in the order of the checks; "run" is the check of a case that ended without an outcome. `seconds` by
-    part: truth, control, recorded, plain, again, checks.
+    part: truth, control, recorded, plain, again, checks, regrouped, explained, located, elsewhere.
     """
 
     case: CaseLike

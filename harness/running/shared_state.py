@@ -54,7 +54,7 @@ def keepers(address: str) -> tuple[str, ...]:
 
 @contextmanager
 def searching(case: CaseLike, subject: NamedSubject, *, limit_s: float) -> Iterator[Callable[[], tuple[str, ...]]]:
-    """Look, meanwhile, for those of them with which as `per_rank` the case passes in threads.
+    """Look, in another process, for the modules with which as `per_rank` the case passes in threads.
 
     Yields what waits for the answer: () where none are found in time.
     """

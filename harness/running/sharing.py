@@ -1,8 +1,9 @@
 """Other processes that prove the cases of a run in the place of this one, and how cases are shared among them.
 
 A case may end its process (a crash in native code, memory that runs out), or hang in native code. Then it ends neither
-this process nor other cases; it is reported as what it is, and a new process goes on. Nothing but verdicts, lines of
-the ledger and sizes is sent back. A process ends with its socket, so with the one that started it. Times are seconds.
+this process nor other cases; it is reported as what it is, and a new process goes on. A process sends the names of the
+parts of a case, then its StoredCase or an exception. A process ends with its socket, so with the one that started it.
+Times are seconds.
 
 Cases that are one case to the dense model are proved by one process, one after another: its results serve all of them.
 A case that loads what another one saves follows it too.
@@ -38,7 +39,7 @@ bounds.
 _LEAVE_S = 5.0
 """How long a process that has closed its connection may take to end."""
 _PARTS = 10
-"""Checks and diagnoses end by themselves; this many time limits without a word are none of theirs."""
+"""Time limits that a part without a limit of its own (checks, a diagnosis) may take without a word."""
 _BEGINS = "case"
 """The part of a case before its first run."""
 _THREADS = "; all ranks are threads of one process: --engine pool tells which rank it was"

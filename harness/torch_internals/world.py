@@ -42,7 +42,6 @@ class Tables:
 
     default_pg: Any = None
     group_count: int = 0
-    comms: list[Any] = field(default_factory=list)
     pg_map: dict[Any, Any] = field(default_factory=dict)
     pg_names: dict[Any, Any] = field(default_factory=dict)
     pg_group_ranks: dict[Any, Any] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """The arguments of torch's process group methods: read, and checked as far as one rank alone can.
 
 Everything that gloo or NCCL takes is taken. A wrong argument is a WrongArgument in the rank's own code, and names the
-value, the rule and a legal value. Rules that take two ranks to check are compared when their calls are matched.
+value and the rule, mostly a legal value too. Rules that take two ranks to check are checked when calls are matched.
 """
 
 from collections.abc import Sequence

@@ -23,7 +23,7 @@ class IssuedCall(Protocol):
 
 
 class RootCause(NamedTuple):
-    """The root cause in one line, the ranks to blame, and the `kind` of a Desynchronised, "" for other errors."""
+    """The root cause in one line, the ranks to blame; `kind`: of a Desynchronised, postmortem.UNSERVED, else ""."""
 
     text: str
     ranks: tuple[int, ...]

@@ -1,7 +1,7 @@
 """The call that an operator of c10d issues, read from its arguments, in the ledger's words.
 
-Group, root and peer are group ranks there. An operator that is not in OPERATORS is read from its schema alone: the
-group, and all its tensors as the payload.
+An operator's root and peer are group ranks; the `peer` of its Call is a global rank. An operator that is not in
+OPERATORS is read from its schema alone: the group, and all its tensors as the payload.
 """
 
 import sys

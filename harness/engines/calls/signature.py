@@ -74,7 +74,8 @@ _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).val
 class Signature(NamedTuple):
     """The arguments in which every rank of a group must agree; shapes are those that must agree, not the payload's.
 
-    `form`: "single", "list" or "coalesced", how tensors are passed. `root` is a group rank, -1 without one.
+    `form`: how tensors are passed ("single", "list", "coalesced", "flat"), strides that are not contiguous, or an
+    unknown operator's name. `root` is a group rank, -1 without one.
     """
 
     op: str

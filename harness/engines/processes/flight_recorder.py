@@ -44,8 +44,8 @@ _RUN, _COUNT, _CALLS, _CALL_BYTES, _INSIDE, _THREAD, _WAITS = range(7)
 class RecordedCall(NamedTuple):
     """A call as its rank issues it; `peer` is a global rank or -1, `caller` is "file:line in function".
 
-    `sends` and `expects` are those of calls.operators.OperatorCall. When a group is made, op is "new_group", `group`
-    the new group's number, and `ranks` its ranks.
+    `sends` and `expects` are those of calls.reading.OperatorCall. When a group is made, op is "new_group", `group` the
+    new group's number, and `ranks` its ranks.
     """
 
     group: str
@@ -108,7 +108,7 @@ class FlightRecorder:
         self._write((issued.group, call.group, *key), issued_at(sys._getframe(1)), is_async=call.is_async)
 
     def makes_group(self, group: str, ranks: tuple[int, ...]) -> None:
-        """Record that the rank makes a numbered group, or takes part in making it."""
+        """Record that the rank makes a numbered group, of which it may be no member."""
         key = (group, ranks, "", MAKES_GROUP, -1, 0, True, (), ())
         self._write(key, issued_at(sys._getframe(1)), is_async=True)
 

@@ -48,21 +48,10 @@ class RankResult:
 
 
 def run_rank(
-    program: Program,
-    args: tuple[Any, ...],
-    *,
-    rank: int,
-    world_size: int,
-    store: Any,
-    seed: int,
-    timeout_s: float,
-    local_rank: int | None = None,
+    program: Program, args: tuple[Any, ...], *, rank: int, world_size: int, store: Any, seed: int, timeout_s: float
 ) -> RankResult:
-    """Run the program as this rank of a fresh world over the store. Raises what torch raises when there can be none.
-
-    `local_rank` is the rank's number on its machine, None when all ranks are on this one.
-    """
-    with world(rank, world_size, store, timeout_s, local_rank):
+    """Run the program as this rank of a fresh world over the store. Raises what torch raises when there is none."""
+    with world(rank, world_size, store, timeout_s):
         seed_streams(seed)
         return result_of(program, args, rank)
 
@@ -102,7 +91,7 @@ class _Adoption:
 
 
 def seed_streams(seed: int) -> None:
-    """Set every random stream of this process to `seed`, as every engine does at the start of a run."""
+    """Set the streams of torch, of Python's `random` and of numpy to `seed`, as every engine but `dry` does."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)

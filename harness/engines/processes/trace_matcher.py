@@ -74,7 +74,7 @@ class TraceMatcher:
     def groups(self) -> list[RankGroup]:
         """All groups in which a rank called, in the order in which they were seen.
 
-        Last is the world, where groups are made that not all members have made. With kept backends no rank waits.
+        The world comes last, with groups that some members have not made: with kept backends no rank waits for them.
         """
         making = world_of(len(self.last))
         for number, made in self._made.items():

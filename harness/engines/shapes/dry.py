@@ -6,7 +6,7 @@ NoNumbers. The ranks run in this process, each in a thread, so that a run that d
 seen by the interposer, at the dispatcher. A call of functional collectives on meta tensors reaches no group unless a
 `harness.predicting.meter.Meter` is entered.
 
-Source: torch's backend "fake" (harness.torch_internals.groups); engines.md 5e.
+Source: torch's backend "fake" (harness.torch_internals.backends).
 """
 
 import os
@@ -61,7 +61,7 @@ class DryEngine(Engine):
         """The results on these ranks, in their order.
 
         The time limit is for each of them, in seconds of the processor; on the clock it may be ten times as long.
-        Raises RequestError, NoNumbers, RankRaised or TimeLimit.
+        Raises RequestError, NoNumbers, NotComputed, RankRaised or MachineError (a TimeLimit, or what torch lacks).
         """
         self._require_open()
         for rank in ranks:
@@ -117,7 +117,7 @@ def _ended(thread: RankThread, timeout_s: float) -> bool:
 
 
 def _in_world(request: RunRequest, rank: int) -> Any:
-    """Run the program as this rank; random streams, modules, torch.distributed and the excepthook are restored."""
+    """Run the program as this rank; torch's random stream, modules, environment, world and excepthook are restored."""
     hook = sys.excepthook
     words = environment_of(rank, request.world_size, os.environ)
     with own_state(request.per_rank), torch.random.fork_rng(devices=()), in_environment(words):

@@ -1,9 +1,9 @@
 """The collective matcher of in-process ranks: calls are matched by rank, compared, computed, and waited for.
 
 A collective is one PendingCollective per (group, number of the call in the group); the last rank to issue it computes
-it for all. Send and receive are two PendingMessages, matched by group, receiver and tag, in order. The wait of a send
-returns when the message was received, as on NCCL. `issue` and `post` see every call before anything happens, and
-`_complete` every result before any rank gets it. A subclass that alters, drops or poisons calls does it there.
+it for all. Send and receive are two PendingMessages, matched by group, sender, receiver and tag, in order. The wait of
+a send returns when the message was received, as on NCCL. `issue` and `post` see every call before anything happens, and
+`_complete` a collective's result before any rank gets it. A subclass that alters, drops or poisons calls does it there.
 
 A rank whose signature differs from the first one's never returns from its call, and the driver is woken. So the rank
 never sees an error that it could swallow.

@@ -23,7 +23,7 @@ _BLOCKED = (
 UNSERVED = "unserved"
 """The kind of a root cause that is no fault of the program: the engine cannot run it."""
 _LOOKS = 30
-"""More than a thread must stand still for."""
+"""Looks at a running rank: more than a Stillness needs to report a blocked thread."""
 
 
 class Raised(NamedTuple):
@@ -98,8 +98,8 @@ _INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
 def hint(error: BaseException, *, others_ran: bool, per_rank: Sequence[str]) -> str:
     """A clause for the message of an exception that a rank raised, "" where nothing is known.
 
-    `others_ran`: other ranks had run before, and may have left state behind. `per_rank`: modules of which ranks share
-    none.
+    `others_ran`: other ranks had run before, and may have left state behind. `per_rank`: modules whose state each rank
+    has for itself.
     """
     text = error_text(error)
     if _NO_CUDA.search(text):

@@ -2,7 +2,7 @@
 
 Each method turns torch's arguments into a RankCall and issues it. Sizes that one rank alone can check are checked
 here, with a WrongArgument in its own code, as gloo and NCCL do. Both generations of method names are defined
-(`answers_torch`): torch 2.11 and 2.12 call others than 2.13.
+(`answers_torch`): torch 2.11 and 2.12 call others than later releases.
 """
 
 import sys

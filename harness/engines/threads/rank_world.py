@@ -45,7 +45,7 @@ _BACKEND_CONFIG = str(c10d.BackendConfig(c10d.Backend(_BACKEND)))
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Rank(Tables):
-    """Tables of one rank, and its part in each exchange."""
+    """Tables of one rank, its matcher, store and environment; `life` counts its default groups."""
 
     matcher: CollectiveMatcher
     rank: int
@@ -58,7 +58,7 @@ class _Rank(Tables):
 
 @contextmanager
 def installed() -> Iterator[Enter]:
-    """Rank threads have their own worlds. Yields what each calls first: enter(exchange, rank, world_size).
+    """Rank threads have their own worlds. Yields the function that each calls first: enter(matcher, rank, world_size).
 
     Raises RequestError when another run is active in this process, MachineError when this torch cannot do it.
     """

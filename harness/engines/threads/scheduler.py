@@ -52,8 +52,8 @@ class Scheduler:
     """Runs `body(rank)` in one thread a rank. The ranks call `wait`, `wake` and `halt`, the driver the rest.
 
     `idents` are the identities of the threads that act for the ranks, as threading.get_ident returns them. Of the
-    threads of one rank one acts at a time: another takes over when that one is blocked or has ended. `guests` are those
-    ranks of which a thread wants to, with its call in words.
+    threads of one rank one acts at a time: another takes over when that one is blocked or has ended. `guests` are the
+    ranks of which a thread waits to take over, each with the call of that thread in words.
     """
 
     def __init__(self, threads: Sequence[RankThread], state: PerRankState, timeout_s: float) -> None:

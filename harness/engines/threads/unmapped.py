@@ -2,7 +2,7 @@
 
 The engine's groups answer the methods that torch calls today. A method that a newer torch adds, or an operator of a
 library, comes to the dispatcher instead. There it is reported to the observer as op `other` and passed on to its own
-kernel, where it has one. Else it cannot be computed here, and the case that issues it is unknown by its name.
+kernel, where it has one. Without one the call raises NotComputed, which names it, and the case is unknown.
 """
 
 import sys

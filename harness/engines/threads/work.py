@@ -47,7 +47,7 @@ class RankCall:
 
 
 class _Waited(dist.Work):
-    """A work of which all follows from `wait`, `is_completed` and `result`. A call that fails ends the run."""
+    """A work of which all follows from `wait`, `is_completed` and `result`. A failed call raises in `wait`."""
 
     def synchronize(self) -> None:
         """The same as `wait`."""

@@ -1,7 +1,7 @@
 """Imported by Python at the start of every process of a recorded program; the program's own sitecustomize still runs.
 
 The hook imports nothing of torch. Once the program imports torch.distributed, `init_process_group` is replaced by one
-that calls it and then starts the recorder (harness.programs.session). An error here is one line on standard error; the
+that calls it and then starts the recorder (harness.programs.arming). An error here is one line on standard error; the
 program runs on without being recorded.
 """
 

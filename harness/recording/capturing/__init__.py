@@ -1,1 +1,1 @@
-"""Captures of a program from outside: outputs and gradients of modules, dropout masks, float32 islands."""
+"""Captures of a program from outside: outputs and gradients of modules, dropout masks, draws, lower precision."""

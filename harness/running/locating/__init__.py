@@ -1,1 +1,1 @@
-"""Location after a failure, by another run: the first module that differs when no layout of activations is declared."""
+"""Location after a failure, by further runs: the first wrong module without a declared layout, unequal draws."""

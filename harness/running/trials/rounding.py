@@ -22,7 +22,7 @@ from harness.torch_internals.memory import give_back
 MORE_PARTS = (1, 2, 3, 4, 5, 6, 7, 8)
 """Into how many partial sums the further control runs cut their sums; 1 adds the micro-batches in reverse only."""
 FURTHER_PARTS = (10, 12, 14)
-"""The same where what is wrong is no more than NEAR times its limit; an even number takes torch's fused attention."""
+"""The same for errors of at most NEAR limits; with an even number the decoder takes torch's fused attention."""
 NEAR = 3.0
 """Errors in units of their limit up to which that limit may have come from control runs that were all lucky."""
 _OF_PARAMETERS = ("grad", "param")

@@ -2,7 +2,8 @@
 
 A control run for any dense model cuts every matrix product of a thread in this context, forward and backward. The
 product is the sum of products over slices of the contracted dimension, last slice first, each rounded to the dtype of
-the run. Sums over a dimension likewise. Attention is made of matrix products here, not torch's fused kernel.
+the run. Sums over a dimension likewise. With an even number of slices attention is made of matrix products, not torch's
+fused kernel.
 
 A sum of rows, such as the gradient of a bias, adds the rows of a slice one after the other. torch's kernel of a layer
 norm does so too, and no order rounds more (harness.checking.measuring). The sum is in float32 at least, or in the
@@ -156,7 +157,7 @@ _PRODUCTS = frozenset(
 class Rounding:
     """A lower precision: the dtype of all computation, and that in which partial sums are sent, "" for none.
 
-    `passes` are those in which they are. `origin` is where it comes from, in words.
+    `passes` are those in which `wire` holds. `origin` is where the precision comes from, in words.
     """
 
     compute: str = ""

@@ -2,10 +2,10 @@
 
 Ranks are forked from servers that have imported torch once, so a new one costs milliseconds. There are two servers, in
 which Python hashes strings with different seeds. So ranks do not iterate over a set in the same order, as on a cluster.
-The seeds differ in every group of two, four or eight neighbours or strided ranks. Ranks receive programs by reference,
-cases and seeds, never tensors, and answer with pickles. A run that fails in any way ends in the same errors as in the
-in-process engine. Its processes are killed and the next run gets new ones. State that a program leaves in its process
-(globals of modules, caches) is there in the next run, as in any process that lives on.
+The seeds differ within every aligned group of ranks whose size and stride are powers of two. Ranks receive programs by
+reference, their arguments as pickles, and answer with pickles. A run that fails ends in an error of the in-process
+engine, in RankCrashed or in RankDied. Its processes are killed and the next run gets new ones. State that a program
+leaves in its process (globals of modules, caches) is there in the next run, as in any process that lives on.
 
 No file is left, and no process outlives the driver: forked.fork_server.
 """

@@ -36,10 +36,10 @@ def share(processors: Iterable[int], rank: int, world_size: int) -> frozenset[in
 class CpuAffinity:
     """The processors on which this process runs; it may use those that it started with.
 
-    When ranks are more than processors, a rank stays on one of them with all its threads. A call on gloo wakes several
-    threads of a rank one after another. On processors that are shared anyway, a wake-up on the processor that is awake
-    costs half of one across. Four ranks on two cores thus make twice as many calls a second. Threads and processes that
-    a rank starts inherit its processors.
+    Where processors are no more than ranks, a rank stays on one of them with all its threads. A call on gloo wakes
+    several threads of a rank one after another. On processors that are shared anyway, a wake-up on the processor that
+    is awake costs half of one across. Four ranks on two cores thus make twice as many calls a second. Threads and
+    processes that a rank starts inherit its processors.
     """
 
     def __init__(self) -> None:

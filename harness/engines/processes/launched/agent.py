@@ -2,9 +2,9 @@
 
 The rank's program runs in a process that the agent forks (forked.fork_server). So a program that hangs can be ended and
 one that dies is reported, while the launched process stays. The agent reads the worker's flight recorder and stack, and
-passes on its reports without reading them. Messages are pairs, of a word and the number of the run but for these:
+passes on its reports without reading them. Messages are pairs:
 
-    from rank 0's engine     START   RUN order   CALLS   WHERE   LEAVE   KILL   END
+    from rank 0's engine     START, CALLS, WHERE, LEAVE or KILL, the number of the run; RUN, the order; END, 0
     to it                    the number of the run, Progress
 
 Times are seconds.
