@@ -73,6 +73,16 @@ _keys_included: Callable[[], Any] | None = getattr(torch._C, "_dispatch_tls_loca
 _keys_excluded: Callable[[], Any] | None = getattr(torch._C, "_dispatch_tls_local_exclude_set", None)
 
 
+def keep_device_guard() -> None:
+    """Set the device guard of FakeTensorMode in this thread, where torch is built for CUDA and finds no device.
+
+    Torch sets it in the first thread that enters such a mode. In torch 2.11 the guard ends with that thread, and the
+    next thread crashes (DTensor enters one). Uses torch._C._ensureCUDADeviceGuardSet, where there is one.
+    """
+    if torch.version.cuda and not torch.cuda.is_available():
+        getattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: None)()
+
+
 def switches() -> tuple[Any, ...]:
     """Switches that a program can leave in a thread of torch: grad mode, function modes, autocast, inference mode.
 

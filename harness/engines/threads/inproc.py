@@ -37,6 +37,7 @@ from harness.errors import (
     ranks_text,
 )
 from harness.ledger import Observer
+from harness.torch_internals.modes import keep_device_guard
 from harness.torch_internals.world import leave_world
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class InprocEngine(Engine):
     """Whether ranks of the last run drew from a random stream of the process, or seeded one."""
 
     def __init__(self) -> None:
+        keep_device_guard()
         self._threads = RankThreads()
         weakref.finalize(self, self._threads.end)
         self._streams = CallerStreams()
