@@ -135,7 +135,7 @@ def _row(bug: Mutant, result: CaseResult | None, when_right: str, when: str, sec
         when_right=when_right,
         when=when,
         needed=f"{bug.condition} modes={'|'.join(bug.modes)}",
-        wrong=getattr(bug, "wrong", ""),
+        wrong=bug.wrong,
         seconds=round(seconds, 1),
     )
 

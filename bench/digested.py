@@ -1,6 +1,6 @@
 """The built-in subject, with a digest of every outcome it returns; see `bench.same_results`.
 
-Only names of the contract are used (product.md 3), so that the same file runs on any commit.
+The only module of ours that is imported is `parallel.subject`, so that the same file runs on any commit.
 """
 
 import hashlib

@@ -126,13 +126,13 @@ def _fatal(name: str, fault: Fault) -> Seen:
     return _row(name, fault, fault.says in how and status != 0, took_s, text)
 
 
-def _alone(program: str, name: str, world_size: int = 3) -> int:
-    """Run one program and end as it ends: what `_fatal` starts."""
+def _alone(program: str, name: str) -> int:
+    """Run one program on three ranks and end as it ends; `_fatal` starts it."""
     found: Any = resolve(program)
     with engine_named(name) as engine:
-        engine.run(programs.goes_right, world_size=world_size)
+        engine.run(programs.goes_right, world_size=3)
         print("begins", flush=True)
-        engine.run(found, world_size=world_size, timeout_s=LIMIT_S)
+        engine.run(found, world_size=3, timeout_s=LIMIT_S)
     return 0
 
 

@@ -70,15 +70,16 @@ def interleaved(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[s
     return seconds
 
 
-def measure(*, rounds: int, spawns: int, worlds: Sequence[int] = (2, 4, 8), quick: bool = False) -> list[Row]:
-    """All rows. `rounds` of the quick comparisons, `spawns` examples with processes spawned for each; `quick` leaves
-    the proof at real widths out.
+def measure(*, rounds: int, spawns: int, quick: bool = False) -> list[Row]:
+    """All rows: `rounds` of the short comparisons, `spawns` examples with processes spawned for each.
+
+    `quick` leaves out the proof at real widths and the recorded program.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with InprocEngine() as engine:
-            rows = [_engine_row(engine, world_size, rounds) for world_size in worlds]
+            rows = [_engine_row(engine, world_size, rounds) for world_size in (2, 4, 8)]
             rows.append(_recorder_row(engine, rounds))
             for world_size in (2, 4):
                 rows += _example_rows(engine, world_size, rounds, spawns)

@@ -161,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the figures of every checkout."""
     parser = argparse.ArgumentParser(prog="python -m bench.walk", description="How straight is the road to a verdict?")
     parser.add_argument("checkouts", nargs="*", metavar="CHECKOUT", help="other commits (git worktree add)")
-    parser.add_argument("--files", action="store_true", help="list the files of the walk and the strings too")
+    parser.add_argument("--files", action="store_true", help="list the strings with their files too")
     parser.add_argument("--follow", nargs=2, help=argparse.SUPPRESS)
     parsed = parser.parse_args(arguments)
     if parsed.follow:

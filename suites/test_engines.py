@@ -1,6 +1,6 @@
 """Engines agree: the same cases give equal verdicts and equal ledgers on threads, on processes and on shapes alone.
 
-`--hypothesis-profile deep` compares a hundred cases.
+`--hypothesis-profile default` or `deep` compares a hundred cases.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Mode equivalence: every mode that takes a case computes the same of it, and moves differ where modes do."""
+"""Mode equivalence: all modes that take a case compute the same tensors from it, up to rounding."""
 
 import hypothesis
 import pytest

@@ -13,7 +13,7 @@ from suites.session.request import subject_of
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrize a test for each case of --case; none without stored ledgers."""
+    """Parametrize by the case of --case, else by each default case; none without --ledger-baseline."""
     if "case" in metafunc.fixturenames:
         cases: tuple[CaseLike, ...] = ()
         if option_value(metafunc.config, "ledger_baseline"):

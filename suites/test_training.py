@@ -1,6 +1,6 @@
 """Training: losses of k steps and parameters after them are the dense model's, calls the closed form's.
 
-SGD shows factors that Adam hides (bugs.md, section 3).
+SGD shows factors that Adam hides.
 """
 
 from hypothesis import given

@@ -64,7 +64,7 @@ def _finding(parting: Parted) -> str:
 
 
 def _of(channel: Channel, call: LastCall | None) -> str:
-    """ " of tp (0-3)"; messages are named by their ends in the call itself."""
+    """ " of tp (0-3)", and for a message its direction too: " of tp (0-3) send 3"."""
     axis = call.axis if call is not None else channel[0]
     return f" of {axis} ({ranks_text(channel[1])})" + (f" {channel[2]}" if channel[2] else "")
 

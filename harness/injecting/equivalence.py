@@ -1,6 +1,6 @@
 """Faults that cannot be noticed, because the program they make computes the same: rules, each with its proof in words.
 
-A rule speaks of the fault alone; so does what a subject knows of its own mathematics (`subject.harmless`). Two more
+A rule reads the fault alone; `subject.harmless(case, fault)` states what a subject knows of its mathematics. Two more
 proofs need a run and are made by `harness.injecting.survey`. UNCHANGED: every disturbed call left the very bits that it
 leaves undisturbed. UNREAD: all other calls did, and all that the subject returns has the same bits. They hold for the
 case that was run. Checks that did not fail prove nothing and are nowhere taken for a proof.

@@ -18,10 +18,10 @@ Ranks fill one link's domain after the other, so an axis that runs fast (tp) lie
 spans many. Units as in the names.
 
 Presets: peaks, memory and line rates are the vendors', latencies and efficiencies assumptions. Sources: NVIDIA data
-sheets of A100 80GB, H100 SXM and H200 SXM: dense tensor-core peaks. NVLink both ways together 600 and 900 GB/s, so 300
-and 450 one way. InfiniBand HDR 200 and NDR 400 Gb/s, one adapter a device, PCIe 4.0 x16 32 GB/s one way. Assumed: half
-of the peak in products, 80 to 90 % of line rates in large collectives. A message takes 3 us inside a node, 10 us
-between nodes. A file with measured numbers replaces them.
+sheets of A100 80GB, H100 SXM and H200 SXM: dense peaks, float32 without TF32. NVLink both ways together 600 and 900
+GB/s, so 300 and 450 one way. InfiniBand HDR 200 and NDR 400 Gb/s, one adapter a device, PCIe 4.0 x16 32 GB/s one way.
+Assumed: half of the peak in products, 70 to 90 % of line rates in large collectives. A message takes 3 us on NVLink,
+6 on PCIe, 10 on InfiniBand, 30 on Ethernet. A file with measured numbers replaces them.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Cost of a case on a cluster that is not here: time and memory of a rank, by closed form and dry run.
 
-A rank is run dry for one step of one micro-batch, and its ledger held against the closed form. Its trace is played on
-the cluster (harness.predicting.timeline). A step is `micro` times that, and the work behind the last backward once.
+A rank is run dry for one step of one or two micro-batches, its ledger held against the closed form. Its trace is played
+on the cluster (harness.predicting.timeline). A step is `micro` micro-batches, and what follows the last backward once.
 
 A deep model is measured at two depths. Every further layer adds the same calls, FLOPs and bytes, so that all is a
 straight line in the depth. A case whose first layers differ, or whose layers repeat in units, states it as

@@ -3,7 +3,8 @@
 Other witnesses are put in order of issue and compared one by one. Where one of them misses or invents an event, the
 rest is aligned again, so that one slip is reported as one. The closed form knows no order: every recorded event uses up
 one of its terms, and what is left over is missing. A field that a witness cannot know is left open: no `groups` or
-several, payload_bytes UNKNOWN, phase or region "", step -1. Open fields are not compared, and counted in `open_fields`.
+several, payload_bytes UNKNOWN, phase or region "", step -1. Of several groups the ledger's must be one; other open
+fields are not compared. `open_fields` counts groups, payloads and phases.
 Times are microseconds on the witness's own clock.
 """
 

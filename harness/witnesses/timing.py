@@ -153,7 +153,7 @@ def shared(span: Span, disjoint: Sequence[Span]) -> float:
 
 
 def _late(seen: Sequence[Sighting], starts: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], float]:
-    """How long after the first rank of its group each rank issued the group's same call; 0 where groups are unknown."""
+    """How long after the first rank each rank issued the same call, among sightings with the same `groups`."""
     together: dict[tuple[object, ...], list[tuple[int, int]]] = {}
     counts: dict[tuple[object, ...], int] = {}
     for s in seen:

@@ -2,8 +2,8 @@
 
 On gloo the `gloo:` rows misname reduce-scatter, so they give no op; a `c10d::` row gives op, dims, order and thread.
 Groups, and the dtype of what came as a list, come from torch's own Flight Recorder, whose entries follow the rows in
-order (`flight`, `_dump_fr_trace_json`). Without entries that reconcile, groups are the header's candidates and the
-dtype is that of the backend's rows with the same dims. On NCCL `record_param_comms` rows give both (not tried).
+order (`flight_record`, `_dump_fr_trace_json`). Without entries that reconcile, groups are the header's candidates and
+the dtype is that of the backend's rows with the same dims. On NCCL `record_param_comms` rows give both (not tried).
 Formats: torch/csrc/distributed/c10d/FlightRecorder.hpp, kineto output_json.cpp; torch 2.13.
 """
 

@@ -1,6 +1,6 @@
 """The rows of a Chrome trace of the torch profiler that stand for phases and collectives, read in time order.
 
-Phases come from the trace alone, by the contract's rules (product.md, section 7). Backward is inside an autograd node,
+Phases come from the trace alone, by the ledger's rules (harness.recording.lanes). Backward is inside an autograd node,
 recompute in a module or a checkpoint that runs inside one, step inside an optimizer's, forward inside a model. The rest
 is settled by what follows. A model is an outermost module that calls others, since a trace does not name parameters. A
 loss or metric module without children has no phase of its own. Needs `with_stack=True`. Times in microseconds.

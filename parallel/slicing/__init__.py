@@ -5,9 +5,10 @@
     strided       DeepSpeed's two copies by shapes alone (`strided_copy`, `copy`), and the scales of quantised weights
     families      the tensors of a layer by model family, and how each is cut
     words         the words of a slice: `family=opt hidden=768 heads=12 tp=2`
+    slices        every tensor of a model, and what each rank holds of it
     checkpoint    the inverse of a slice; a checkpoint cut and put together again
 
-A slice is a `parallel.communication.layout.Placement`: `shard` cuts by it and `gather` puts together. Nothing here is
+A `Slice` has a `parallel.communication.layout.Placement`: `shard` cuts by it, `gather` puts together. Nothing here is
 distributed. Source: DeepSpeed 0.19.8, `module_inject/auto_tp.py`, `tp_shard.py`, `fusedqkv_utils.py`, `containers/`
 (modes.md 8, experts.md 27).
 """

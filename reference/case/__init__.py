@@ -1,8 +1,7 @@
-"""The case: one experiment in words, what each word means, which words go together. No torch is loaded.
+"""The case: one experiment in words; `reference.language` has their meanings and rules. No torch is loaded.
 
 case          `Case`: the frozen, validated value and its one-line text form
-words         what each word means and its legal values
-rules         which values are legal, alone and together
+conditions    which cases can show a planted bug, as text
 presets       named models, the families' defaults, sizes that follow other sizes
 variants      known deviations of real systems, and which cases can show each
 domains       the values that stand for all that a word can have

@@ -1,8 +1,8 @@
 """The case: one experiment as a frozen, validated value with a one-line text form.
 
 A case names the model, the mode, the mesh degrees, the batch, the training and the dtype. A case holds no tensors and
-no behaviour of any implementation. `reference` and `parallel` share cases, and nothing else but parameter names. Its
-words are those of the core (`reference.language.core`) and of all features (`reference.features`).
+no behaviour of any implementation. `parallel` imports `reference` as data, never as mathematics. Words of a case are
+those of the core (`reference.language.core`) and of all features (`reference.features`).
 
     >>> str(Case.parse("mode=tp-sp tp=4 kv_heads=4 seed=3"))
     'mode=tp-sp tp=4 kv_heads=4 seed=3'

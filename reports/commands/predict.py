@@ -195,8 +195,8 @@ def _as_json(prediction: Prediction) -> dict[str, object]:
 
 
 def _write(out: Path, predictions: Sequence[Prediction]) -> Path:
-    """A folder with predict.json, predict.csv, predict.html (tables and plots) and the ledgers of single cases; of a
-    pipeline also trace.json, for every case one.
+    """A folder with predict.json, predict.csv, predict.html (tables and plots), ledger.csv of the forecasts that keep
+    events, and trace.json, trace-1.json, ... of the pipelines.
     """
     folder = out / f"{datetime.datetime.now().strftime('%Y%m%d-%H%M%S-%f')}-predict"
     try:

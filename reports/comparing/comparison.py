@@ -265,7 +265,7 @@ def _notes(base: Snapshot, new: Snapshot, pairs: Mapping[str, str]) -> Iterator[
 
 
 def _apart(one: Any, other: Any) -> Iterator[tuple[str, object, object]]:
-    """Entries of two objects that differ; what is measured in neither, or is no object, is left out."""
+    """Entries in which two objects of env.json differ, `cases` aside; none where either is no object."""
     if isinstance(one, dict) and isinstance(other, dict):
         for key in sorted({*one, *other} - {"cases"}):
             if one.get(key) != other.get(key):

@@ -57,7 +57,7 @@ def add_others(add: Callable[..., argparse.ArgumentParser], truth: str, timeout:
     bench = add("bench", help="the performance table, measured here")
     bench.add_argument("--faults", action="store_true", help="instead: what each engine makes of a rank gone wrong")
     bench.add_argument("--out", metavar="DIR", help="folder of bench.csv or faults.csv (runs/bench)")
-    bench.add_argument("--quick", action="store_true", help="without the proof at real widths, which takes a minute")
+    bench.add_argument("--quick", action="store_true", help="without the proof at real widths and the recorded program")
     add("doctor", help="what this machine offers, what would be skipped, and why")
     about = add(
         "help", help="`help case`: every word of a CASE; `help slice`; `help calls CASE`: its collectives and why"

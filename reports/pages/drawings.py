@@ -48,7 +48,7 @@ class CaseBars:
     """Error as a share of what is allowed; -1 where nothing was measured."""
     decided: str
     begins: bool
-    """Whether this is the first line of its number of ranks."""
+    """Whether the line above is of this mode and another number of ranks."""
 
 
 def lines(run: Run) -> tuple[tuple[CaseBars, ...], str]:

@@ -206,7 +206,7 @@ def _command(env: dict[str, Any]) -> str:
     words = env.get("command", ())
     if isinstance(words, str):
         return words
-    named = ["shardproof" if Path(str(word)).name == "cli.py" else str(word) for word in words[:1]]
+    named = ["shardproof" if str(word).endswith("shardproof/__main__.py") else str(word) for word in words[:1]]
     return shlex.join([*named, *map(str, words[1:])])
 
 

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 _INK = "#010203"
-"""Stands for the page's text colour while matplotlib draws; no line has it."""
+"""Stands for the page's text colour while matplotlib draws; no line of a mode has it."""
 _COLOURS = ("#8d99ae", "#3b82c4", "#8e6bbf", "#e08a2e", "#d1495b", "#2a9d6f", "#a1785a", "#2fa7b5")
 _MARKERS = "osD^vP"
 _STYLE: dict[Any, Any] = {

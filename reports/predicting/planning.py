@@ -116,7 +116,7 @@ def _meshes(world: int, inner: int, *, sharded: bool) -> Iterator[str]:
         if world % tp == 0:
             sizes = dict.fromkeys((tp, *_WIDEST_SHARDS)) if sharded else [0]
             for wp in sizes:
-                if not wp or (world % wp == 0 and wp <= world):
+                if not wp or world % wp == 0:
                     yield f"tp={tp} dp={world // tp}" + (f" wp={wp}" if wp else "")
 
 
@@ -149,7 +149,7 @@ def _countless(case: CaseLike) -> str:
 
 
 def growth(cases: Iterable[CaseLike], subject: Subject, counted: str = "layers") -> pd.DataFrame:
-    """mode, tokens, wire_bytes of one rank in a micro-batch by the closed form, for `breakeven.crossings` and its plot.
+    """mode, tokens, wire_bytes of a rank in a micro-batch, by closed form, for `reports.comparing.growth.crossings`.
 
     counted="layers" leaves out all-to-alls and everything outside the layers; "all" leaves out nothing but what happens
     once a step. Empty when the subject states no closed form of all fields. Raises ValueError for another word.

@@ -66,7 +66,7 @@ class _Line:
 class _Measured:
     """Bytes and times of a model on one stage and data rank.
 
-    `states` are bytes of gradients and optimizer for each of the parameters'. `left` is what a micro-batch leaves for
+    `gradients` and `optimizer` are bytes for each byte of `parameters`. `left` is what a micro-batch leaves for
     backward or needs for a moment, `micro_s` its time.
     """
 

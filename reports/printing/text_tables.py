@@ -1,6 +1,6 @@
 """How numbers are written: frames to tables of text, the same in the terminal, in markdown and on the page.
 
-Bytes are written in MiB (2**20), errors with three significant digits, "-" stands for what is not known.
+Bytes are written in MiB (2**20) or GiB (2**30), errors with two significant digits; "-" is an unknown number.
 """
 
 import math
@@ -235,10 +235,10 @@ def traffic_table(traffic: pd.DataFrame, title: str = "Calls and bytes beside th
     )
 
 
-def verdict_table(verdicts: pd.DataFrame, title: str = "Verdicts") -> Table:
+def verdict_table(verdicts: pd.DataFrame) -> Table:
     """Table of checks: the verdict of each and the tensor that came closest to its limit."""
     return table(
-        title,
+        "Verdicts",
         verdicts,
         (str, "verdict | check | case | worst tensor: worst_name"),
         (small, "error: worst_error | allowed: worst_allowed | in epsilons: worst_epsilons"),
@@ -247,7 +247,7 @@ def verdict_table(verdicts: pd.DataFrame, title: str = "Verdicts") -> Table:
 
 
 def pipeline_table(measured: pd.DataFrame, cores: str) -> Table:
-    """The bubble of every pipeline beside its closed form, from `stages.measured`; `cores` of the machine it ran on."""
+    """The bubble of every pipeline beside its closed form, from `summary.measured`; `cores` of its machine."""
     return table(
         "Pipelines",
         measured,

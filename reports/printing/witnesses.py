@@ -1,7 +1,7 @@
 """Tables of what the witnesses of a profiled run saw: what each says of the events, and what collectives cost in time.
 
-From witnesses.csv, collectives.csv and sessions.csv of the run folder, which only `--profile` makes. Times are
-microseconds in the files and milliseconds in the tables; an interval holds the median in 95 of 100 such samples.
+From witnesses.csv, collectives.csv and sessions.csv of the run folder, which only `--profile` makes. Times are seconds
+in sessions.csv, microseconds in collectives.csv, milliseconds in tables; an interval holds the median in 95 of 100.
 """
 
 from collections.abc import Iterator

@@ -54,10 +54,8 @@ def median(calls: "pd.Series[int]", steps_in_all: int) -> float:
 
 
 def by_module(run: Run) -> pd.DataFrame:
-    """region; forward, backward, send, recv and other calls, payload_bytes, wire_bytes of the rank that has most; most
-    bytes first. Messages between ranks count as send or recv in whatever phase they are.
-
-    Layers that do the same are one row: their numbers are drawn together as "layers.*".
+    """folded (region, layers as "layers.*"), layers (how many regions); forward, backward, send, recv and other calls,
+    payload_bytes, wire_bytes of the rank that has most. Most wire bytes first; messages count as send or recv alone.
     """
     events = run.ledger
     ways = events["phase"].astype("str").where(events["phase"].isin(["forward", "backward"]), "other")

@@ -1,6 +1,6 @@
 """Failures grouped by their first place, one block of six lines each, and how each spread from there.
 
-The place is that of the six lines (`harness.diagnosing.six_lines.site`), layers counted as one. So the same bug of all
+The place is that of the six lines (`harness.diagnosing.failure_lines.site`), layers counted as one. So one bug of all
 checks, cases and modes is one group. From `errors.csv` a group has a map of layers by phases, error over allowed. A
 cell is the worst tensor that a layer computes in a phase. The first step has its own columns, all later steps together
 theirs: they follow from it. The first place has a mark of its own, whatever its numbers are.
@@ -39,7 +39,7 @@ class Bug:
 
     @property
     def follows(self) -> str:
-        """Words on further failures: "and from the same first place on fail: update (12 cases) ...", or ""."""
+        """Words on further failures: "and update (12 cases) fails from the same first place on in 12 cases", or ""."""
         if not self.others:
             return ""
         checks = [f"{check} ({count} cases)" if count > 1 else check for check, count in self.others.items()]

@@ -100,7 +100,6 @@ def _counts(text: str) -> Iterator[tuple[str, int, int]]:
         yield kind, int(decided), int(tensors)
 
 
-_ON_PURPOSE = " (left out on purpose)"
 _STATED, _ABSENT = " (stated deviation: ", "stated deviation that does not occur: "
 _READING = "statements about the data hold; "
 _REPEATED = "it is repeated"
@@ -132,8 +131,8 @@ def _unreturned(run: Run) -> list[str]:
     notes: dict[str, None] = {}
     for message, unchecked in _passed(run, "coverage"):
         names = [name for name in unchecked.split("; ") if name]
-        silent = [name for name in names if not name.endswith(_ON_PURPOSE)]
-        on_purpose = [name.removesuffix(_ON_PURPOSE) for name in names if name.endswith(_ON_PURPOSE)]
+        silent = [name for name in names if not name.endswith(ON_PURPOSE)]
+        on_purpose = [name.removesuffix(ON_PURPOSE) for name in names if name.endswith(ON_PURPOSE)]
         words = f"; not returned, so not checked: {_kinds(silent)}" if silent else ""
         words += f"; left out on purpose, so not checked: {_kinds(on_purpose)}" if on_purpose else ""
         if words:

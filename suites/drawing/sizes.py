@@ -12,9 +12,9 @@ from reference.case import Case, CaseError
 from suites.drawing.strategies import every_word
 
 TOKENS = (1024, 4096, 16_384)
-"""The most tokens of a step that such a case has; a few of the smallest batch less."""
+"""Tokens of a step that a long case has, about."""
 HIDDEN = (256, 1024, 2048)
-"""Or the largest hidden size."""
+"""Hidden sizes that a wide case has, about."""
 _LONGEST = 512
 """Tokens of the longest sequence that is made of a short one: scores grow with the square."""
 _PACKED = 2048

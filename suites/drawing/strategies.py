@@ -1,6 +1,6 @@
 """Hypothesis strategies that draw only valid, non-degenerate cases.
 
-Non-degenerate by construction (bugs.md, section 3): axes of unequal size, odd factors, several micro-batches and steps,
+Non-degenerate by construction: axes of unequal size, odd factors, several micro-batches and steps,
 batch > 1, grouped heads, uneven masks. The reference draws biases and norm weights away from their defaults. Every draw
 is made in the driver, never inside a rank. Simple values come first, so that failures shrink to small cases.
 """

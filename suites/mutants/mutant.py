@@ -29,11 +29,6 @@ GROUPS = {"every": EVERY, "tensor": TENSOR, "whole": WHOLE, "split": SPLIT}
 """Name in a file of bugs -> modes."""
 
 
-def everywhere(words: str = "", modes: tuple[str, ...] = EVERY) -> dict[str, str]:
-    """These modes, under the same words."""
-    return dict.fromkeys(modes, words)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant(Bug):
     """A planted bug of our own implementation."""

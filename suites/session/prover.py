@@ -205,7 +205,7 @@ class Prover:
         assert not silent or self.subject.name != SUBJECT, f"nothing to check: {sorted(silent)}"
 
     def _report(self, wrong: Sequence[Verdict]) -> str:
-        """Six lines for each first place; a place that another test has reported is one line and the command.
+        """Six lines for each first place; a place that another test has reported is two lines and the command.
 
         Checks that are no failure (unknown) have their reason.
         """
