@@ -54,6 +54,16 @@ def test_the_ledger_of_a_replayed_step_is_that_of_the_step() -> None:
     assert len(record(lambda voice: trained(voice, eager=1, replays=0))) == 9, "a capture alone sends nothing"
 
 
+def test_a_graph_that_is_captured_anew_has_a_name_of_its_own() -> None:
+    def program(voice: Voice) -> None:
+        first, second = SimulatedGraph(voice.say), SimulatedGraph(voice.say)
+        for graph in (first, first, second):
+            graph.capture()
+            graph.replay()
+
+    assert [event.graph for event in record(program)] == ["graph0", "graph1", "graph2"]
+
+
 def test_calls_of_an_engine_are_replayed_too() -> None:
     def program(_rank: int) -> None:
         weight = nn.Parameter(torch.ones(3))
