@@ -185,7 +185,7 @@ def test_a_case_that_ends_its_process_is_named_and_the_others_are_proved(tmp_pat
     """A truth that never ends in native code is ended from outside."""
     (tmp_path / "my_subject.py").write_text(HARMFUL)
     cases = [f"{SMALL} seed={seed}" for seed in (14, 1, 11, 12, 13, 15, 2)]  # 14 before there are threads of ranks
-    words = ("--when", "0", "--timeout", "10", "--subject", "my_subject:subject")
+    words = ("--when", "0", "--timeout", "6", "--subject", "my_subject:subject")
     too_large = f"{SMALL} hidden=262144 ffn=1048576 layers=96 seed=3"
     command = [sys.executable, "-m", "shardproof", "run", *words, *cases, too_large]
     begin_s = time.monotonic()
@@ -208,6 +208,6 @@ def test_a_case_that_ends_its_process_is_named_and_the_others_are_proved(tmp_pat
     assert "--engine pool tells which rank it was" in crash
     assert "its process ended with exit status 3" in done.stdout
     assert re.search(r"the dense model did not finish: killed by SIGSEGV, at my_subject.py:\d+ in truth", done.stdout)
-    assert "time limit of 10 s: the dense model did not end, and could not be interrupted" in messages["14"]
+    assert "time limit of 6 s: the dense model did not end, and could not be interrupted" in messages["14"]
     assert done.stdout.splitlines()[-1].startswith("8 cases: 3 pass, 2 fail, 2 unknown, 1 skip; ")
     assert verdicts["3"] == {"truth": "skip"} and "and this machine has" in done.stdout

@@ -58,7 +58,7 @@ WORLDS = {
 """A factor of 1/2 may be a constant where no legal case has another tp: no cause is reported there. Stages and data
 ranks of a variant's own words come on top.
 """
-EXAMPLES = max(1, settings().max_examples // 8)
+EXAMPLES = max(1, settings().max_examples // 16)
 """A failure is explained by further runs, so few are drawn."""
 
 
