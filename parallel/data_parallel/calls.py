@@ -44,9 +44,10 @@ def summed_over(strategy: Strategy, case: Case, name: str, place: Placement) -> 
 def step_rows(strategy: Strategy, case: Case) -> tuple[CallRow, ...]:
     """The calls of a step of the strategy of a case, beside those of its modules."""
     places = trained(strategy, case)
-    loss_axes = (case.token_axis, *case.pipeline_axes)
-    every, scaled = (strategy.weight_axis, *strategy.norm_axes), 'scaler != "none"'
-    shared = [*every, *(axis for axes in strategy.apart.values() for axis in axes)]
+    loss_axes, scaled = (case.token_axis, *case.pipeline_axes), 'scaler != "none"'
+    # Not from Strategy.norm_axes, which the step itself reads: a wrong one must differ from the closed form.
+    shared = [strategy.weight_axis, *case.pipeline_axes, *([shard_axis(case)] if case.zero else [])]
+    shared += [axis for axes in strategy.apart.values() for axis in axes]
     at_once = {strategy.weight_axis: "of partial gradients", "embedding": "of both copies of a tied table"}
     if not case.shares_gradients:
         at_once = {**dict.fromkeys((case.data_axis, *strategy.apart), "of all gradients"), **at_once}
