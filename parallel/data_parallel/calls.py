@@ -45,9 +45,10 @@ def step_rows(strategy: Strategy, case: Case) -> tuple[CallRow, ...]:
     """The calls of a step of the strategy of a case, beside those of its modules."""
     places = trained(strategy, case)
     loss_axes, scaled = (case.token_axis, *case.pipeline_axes), 'scaler != "none"'
-    # Not from Strategy.norm_axes, which the step itself reads: a wrong one must differ from the closed form.
-    shared = [strategy.weight_axis, *case.pipeline_axes, *([shard_axis(case)] if case.zero else [])]
-    shared += [axis for axes in strategy.apart.values() for axis in axes]
+    # From placements and not from Strategy.norm_axes, which the step reads: a wrong one differs from the closed form.
+    dense = (place.axes for name, place in places.items() if case.data_axis_of(name) not in strategy.apart)
+    split = (strategy.weight_axis, *sorted(set().union(*dense)), *([shard_axis(case)] if case.zero else []))
+    shared = [*dict.fromkeys(split), *(axis for axes in strategy.apart.values() for axis in axes)]
     at_once = {strategy.weight_axis: "of partial gradients", "embedding": "of both copies of a tied table"}
     if not case.shares_gradients:
         at_once = {**dict.fromkeys((case.data_axis, *strategy.apart), "of all gradients"), **at_once}
