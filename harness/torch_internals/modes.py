@@ -79,7 +79,7 @@ def keep_device_guard() -> None:
     Torch sets it in the first thread that enters such a mode. In torch 2.11 the guard ends with that thread, and the
     next thread crashes (DTensor enters one). Uses torch._C._ensureCUDADeviceGuardSet, where there is one.
     """
-    if torch.version.cuda and not torch.cuda.is_available():
+    if torch.version.cuda and not torch.cuda.device_count():  # asks NVML: is_available would spoil CUDA for later forks
         getattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: None)()
 
 
