@@ -55,11 +55,8 @@ _REDUCERS: dict[str, tuple[_Reducer, _Reducer]] = {
 
 def perform(combine: Combine, members: Sequence[Operands], reduce_op: str, root: int) -> None:
     """Run one collective, unseen by autograd and by the modes of the calling thread. Raises Disagreement."""
-    if any([member.outputs and member.outputs[0].is_inference() for member in members]):  # noqa: C419  (quicker)
-        with torch.inference_mode():  # nobody else may write such tensors
-            combine(members, reduce_op, root)
-        return
-    with below_autograd():
+    inference = any([member.outputs and member.outputs[0].is_inference() for member in members])  # noqa: C419  (quicker)
+    with torch.inference_mode() if inference else below_autograd():  # nobody else may write tensors of inference mode
         if modes_are_on():
             with past_modes():
                 combine(members, reduce_op, root)

@@ -115,13 +115,15 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_the_modes_of_whoever_computes_for_all_do_not_see_the_computing(engine: InprocEngine) -> None:
+@pytest.mark.parametrize("inference", [False, True])
+def test_the_modes_of_whoever_computes_for_all_do_not_see_the_computing(engine: InprocEngine, inference: bool) -> None:
     """Selective checkpointing counts operators: one more on the rank that happens to come last would break it."""
 
     def program(rank: int) -> list[str]:
-        tensor = value(rank)
+        with torch.inference_mode(inference):
+            tensor = value(rank)
         seen = Seen()
-        with seen:
+        with seen, torch.inference_mode(inference):
             tensor.add_(1)
             dist.all_reduce(tensor)
         return seen.names
