@@ -151,7 +151,7 @@ class PipelineLike(Protocol):
         ...
 
     def sample(self, depth: int | None) -> CaseLike:
-        """A step of as few micro-batches as the schedule runs, at least two; with `depth` layers in every chunk."""
+        """A step of few micro-batches, three where the case has as many; with `depth` layers in every chunk."""
         ...
 
     def spans(

@@ -1,68 +1,51 @@
-"""Cost of a case on a cluster that is not here: time and memory of a rank, by closed form and dry run.
+"""Cost of a case on a cluster that is not here: time and memory of its ranks, by closed form and dry run.
 
-A rank is run dry for one step of one or two micro-batches, its ledger held against the closed form. Its trace is played
-on the cluster (harness.predicting.timeline). A step is `micro` micro-batches, and what follows the last backward once.
+One rank of each kind of stage is run dry for a step of few micro-batches, its ledger held against the closed form, and
+taken apart into forwards and backwards (harness.predicting.stages). Stages that have as many layers and the same ends
+of the model are alike. From these follow, for the real number of micro-batches and every stage,
+
+    time      every stage plays its program: computations at their times, messages by the cost of a call
+    memory    before any forward + micro-batches in flight x what one leaves + the most that a computation adds
+    bytes     the closed form at the stage's coordinate
+
+What follows the last backward of a stage comes after it; the step ends when the slowest stage has ended.
 
 A deep model is measured at two depths. Every further layer adds the same calls, FLOPs and bytes, so that all is a
 straight line in the depth. A case whose first layers differ, or whose layers repeat in units, states it as
-`repeating_layers`, (how many differ, layers of a unit). `whole` runs the model itself beside that, for times and
-ledger. Memory is always that of the line, from two micro-batches, because the second meets the gradients of the first.
-With `states` (AdamW in mixed precision) gradients and optimizer are by formula instead, since the program trains with
-those of its own dtype. The peak is then its own, less its gradients, plus theirs. Units: seconds, bytes, FLOPs; bytes
-of calls are payloads of one rank in a step.
+`repeating_layers`, (how many differ, layers of a unit). With `states` (AdamW in mixed precision) gradients and
+optimizer are by formula instead, since the program trains with those of its own dtype. Gradients are there from the
+first micro-batch on then. Units: seconds, bytes, FLOPs; bytes of calls are payloads of one rank in a step.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from harness.engines.shapes.dry import DryEngine
 from harness.errors import RequestError
-from harness.ledger import Event
-from harness.mesh_axes import PIPELINE, stage_count
+from harness.mesh_axes import PIPELINE, first_pipeline, stage_count
 from harness.predicting.clusters import Cluster
+from harness.predicting.costs import route, seconds
 from harness.predicting.dry_run import dry_rank
 from harness.predicting.figures import (
+    BACKWARD,
+    FORWARD,
     Forecast,
     Memory,
+    StageForecast,
     States,
+    Traffic,
     compared,
     data_ranks,
     first_difference,
     line,
-    prices,
+    live,
     traffic,
     two_depths,
 )
-from harness.predicting.meter import START, Stretch
-from harness.predicting.staged import staged_forecast
-from harness.predicting.timeline import Times, parts, play, together
-from harness.protocols import CaseLike, Subject
+from harness.predicting.stages import MESSAGES, MeasuredStage, OneStage, measured, on_the_line
+from harness.predicting.timeline import together
+from harness.protocols import ActionLike, CaseLike, PipelineLike, SpanLike, Subject
 from harness.subject import named_axes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sample:
-    """A model that was run: times and FLOPs of a micro-batch, times of what follows, and memory.
-
-    `memory.peak` is that until the last backward, `after_bytes` the peak from there on, both without what the optimizer
-    keeps from step to step.
-    """
-
-    micro: Times
-    rest: Times
-    micro_flops: float
-    memory: Memory
-    after_bytes: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
-    """A sample, its weight in the line through all depths, how its ledger compares, and that ledger."""
-
-    weight: float
-    sample: _Sample
-    ledger: str
-    events: tuple[Event, ...]
 
 
 def forecast(
@@ -77,59 +60,147 @@ def forecast(
 ) -> Forecast:
     """Time and memory of the case on the cluster; `states` None: gradients and optimizer are the program's own.
 
-    Raises what the engine raises, RequestError for an unknown peak, and for several pipeline stages of a subject that
-    has no `pipeline` (harness.protocols).
+    `whole`: a model of one stage is run itself too, for one micro-batch, and gives the ledger. Raises what the engine
+    raises, RequestError for an unknown peak, and for several pipeline stages of a subject that has no `pipeline`
+    (harness.protocols), NotComputed for a rank that did not follow its program.
     """
     cluster.device.flops_per_s(case.dtype)
-    if (stages := stage_count(named_axes(case, subject))) > 1:
-        if (pipeline := getattr(subject, "pipeline", None)) is None:
-            rule = "the subject has no attribute pipeline, which says what its stages do and when"
-            raise RequestError(f"{PIPELINE}={stages}: {rule}; legal: {PIPELINE}=1")
-        return staged_forecast(case, subject, pipeline, cluster, engine, states, timeout_s)
-    layers = int(getattr(case, "layers", 0))
-    low, high = two_depths(case)
-    depths = (low, high) if layers > high else ()
-    two = 2 if states else min(2, case.micro)  # float32 gradients are there from the first micro-batch on
+    pipeline, ranks, (low, high) = _pipeline(case, subject, states), first_pipeline(case.axes), two_depths(case)
+    depth_of = {kind: pipeline.layers[kind] / pipeline.chunks for kind in sorted(set(pipeline.alike))}
 
-    on = subject, cluster, engine, timeout_s
-    at = [case.but(layers=depth) for depth in depths] or [case]
-    weights = line(layers, low, high) if depths else (1.0,)
-    drawn = [_run(weight, each.but(steps=1, micro=two), *on) for weight, each in zip(weights, at, strict=True)]
-    itself = [_run(1.0, case.but(steps=1, micro=1), *on)] if whole and (depths or two > case.micro) else drawn
-    model, timed = (together(*((one.weight, one.sample) for one in runs)) for runs in (drawn, itself))
-    peak = max(model.memory.peak, model.after_bytes)
-    return Forecast(
+    def run_dry(sample: CaseLike, kind: int) -> MeasuredStage:
+        own = _pipeline(sample, subject, states)
+        return measured(sample, own, kind, subject, cluster, engine, timeout_s)
+
+    def at(kind: int, depth: int | None) -> MeasuredStage:
+        one, further = run_dry(sample := pipeline.sample(depth), kind), case.micro - sample.micro
+        if not one.rest.flops or further <= 0 or pipeline.chunks > 1:
+            return one
+        # Gradients of weights that are put off: what follows the last backward grows with every micro-batch.
+        before = run_dry(sample.but(micro=sample.micro - 1), kind)
+        return replace(one, rest=together((1.0 + further, one.rest), (-float(further), before.rest)))
+
+    run = {
+        kind: on_the_line(list(zip(line(depth, low, high), (at(kind, low), at(kind, high)), strict=True)))
+        if depth > high
+        else at(kind, None)
+        for kind, depth in depth_of.items()
+    }
+    deep = max(depth_of.values()) > high
+    every = [run[kind] for kind in pipeline.alike]
+    events = tuple(event for one in run.values() for event in one.events)
+    size = max((event.payload_bytes for event in events if event.phase == MESSAGES), default=0)
+    lasts_s = [_durations(one, pipeline.programs[stage]) for stage, one in enumerate(every)]
+
+    def message_s(sender: int, receiver: int) -> float:
+        return seconds("send", size, route((ranks[sender], ranks[receiver]), cluster), cluster.algorithm)
+
+    spans = pipeline.spans(lambda stage, action: lasts_s[stage][_key(action)], message_s)
+    ends = [float(own[-1].end) + one.rest.times.total_s for own, one in zip(spans, every, strict=True)]
+    sent = traffic(case, subject, ranks)
+    stages = tuple(
+        _stage_forecast(index, pipeline, one, own, max(ends), bytes_, states)
+        for index, (one, own, bytes_) in enumerate(zip(every, spans, sent, strict=True))
+    )
+    largest = max(stages, key=lambda stage: stage.memory.peak)
+    busiest = max(stages, key=lambda stage: stage.times.compute_s)
+    made = Forecast(
         case=case,
         cluster=cluster,
-        times=together((case.micro, timed.micro), (1.0, timed.rest)),
-        memory=replace(model.memory, peak=peak).over_steps(states),
-        flops=case.micro * timed.micro_flops,
+        times=busiest.times,
+        memory=largest.memory,
+        flops=busiest.flops,
         tokens=int(getattr(case, "tokens", 0)) * case.micro * data_ranks(case),
-        ledger=first_difference(one.ledger for one in (*itself, *drawn)),
-        traffic=traffic(case, subject)[0],
-        depths=() if whole else depths,
-        events=itself[0].events if whole or not depths else (),
+        ledger=first_difference(stage.ledger for stage in stages),
+        traffic=largest.traffic,
+        events=events,
+        stages=stages,
+        bubble_stated=pipeline.bubble_stated,
+        spans=tuple(map(tuple, spans)),
+    )
+    if not isinstance(pipeline, OneStage):
+        return made
+    made = replace(made, stages=(), spans=(), depths=(low, high) if deep else (), events=() if deep else events)
+    if not deep or not whole:
+        return made
+    itself = dry_rank(short := case.but(steps=1, micro=1), subject, engine, 0, timeout_s)
+    return replace(made, events=itself.events, ledger=first_difference((compared(short, subject, itself), made.ledger)))
+
+
+def _pipeline(case: CaseLike, subject: Subject, states: States | None) -> PipelineLike:
+    """The stages of a case. Raises RequestError for several of a subject that says nothing of them."""
+    if (stages := stage_count(named_axes(case, subject))) == 1:
+        return OneStage(case=case, least=2 if states else 1)
+    if (pipeline := getattr(subject, "pipeline", None)) is None:
+        rule = "the subject has no attribute pipeline, which says what its stages do and when"
+        raise RequestError(f"{PIPELINE}={stages}: {rule}; legal: {PIPELINE}=1")
+    made: PipelineLike = pipeline(case)
+    return made
+
+
+def _key(action: ActionLike) -> tuple[str, int, int]:
+    return str(action.kind), action.micro, action.chunk
+
+
+def _durations(stage: MeasuredStage, program: Sequence[Sequence[ActionLike]]) -> dict[tuple[str, int, int], float]:
+    """Seconds of every computation of a program."""
+    computations = [together[0] for together in program if together[0].kind in (FORWARD, BACKWARD)]
+    segments = stage.of_step(computations)
+    return {_key(action): one.times.total_s for action, one in zip(computations, segments, strict=True)}
+
+
+def _stage_forecast(
+    index: int,
+    pipeline: PipelineLike,
+    stage: MeasuredStage,
+    spans: Sequence[SpanLike],
+    step_s: float,
+    sent: Traffic | None,
+    states: States | None,
+) -> StageForecast:
+    program = [span.action for span in spans]
+    computed = stage.of_step(program)
+    times = together(*((1.0, segment.times) for segment in (*computed, stage.rest)))
+    idle_s = step_s - times.total_s
+    if not isinstance(pipeline, OneStage):
+        exposed = {**times.exposed_s, MESSAGES: times.exposed_s.get(MESSAGES, 0.0) + idle_s}
+        times = replace(times, exposed_s=exposed, hidden_s={**times.hidden_s, MESSAGES: 0.0})
+
+    def of(kind: str) -> float:
+        return sum(stage.middle(kind, chunk).times.total_s for chunk in range(pipeline.chunks))
+
+    return StageForecast(
+        index=index,
+        layers=pipeline.layers[index],
+        live=live(program),
+        forward_s=of(FORWARD),
+        backward_s=of(BACKWARD),
+        idle_s=idle_s,
+        times=times,
+        memory=_memory(stage, program, states),
+        flops=sum(segment.flops for segment in (*computed, stage.rest)),
+        traffic=sent,
+        ledger=stage.ledger,
+        run=stage.rank,
     )
 
 
-def _run(
-    weight: float, case: CaseLike, subject: Subject, cluster: Cluster, engine: DryEngine, timeout_s: float
-) -> _Run:
-    """Rank 0 of the case, one step."""
-    rank, price = dry_rank(case, subject, engine, 0, timeout_s), prices(case, cluster)
-    times, rest = play(rank.stretches, rank.events, cluster.device.flops_per_s(case.dtype), price)
-    place = [stretch.ticket if stretch.then == START else -1 for stretch in rank.stretches]
-    first, last = parts(rank.events)
-    end = place.index(last) + 1 if last >= 0 else len(place)
-    sample = _Sample(
-        micro=times if first >= 0 else together((1 / case.micro, times)),  # no call tells micro-batches apart
-        rest=rest,
-        micro_flops=rank.flops / case.micro,
-        memory=Memory.of(rank, _peak(rank.stretches[:end])),
-        after_bytes=_peak(rank.stretches[end:]),
-    )
-    return _Run(weight=weight, sample=sample, ledger=compared(case, subject, rank), events=rank.events)
-
-
-def _peak(stretches: Sequence[Stretch]) -> int:
-    return max((stretch.peak_bytes for stretch in stretches), default=0)
+def _memory(stage: MeasuredStage, program: Sequence[ActionLike], states: States | None) -> Memory:
+    """The stage's memory over a whole step; what the optimizer keeps is there from the second step on."""
+    kept, peak, micros = 0.0, 0.0, len({action.micro for action in program})
+    left: dict[tuple[int, int], float] = {}
+    if states:  # gradients are there before the first micro-batch
+        kept = sum(stage.kept_bytes(0, chunk) for chunk in {action.chunk for action in program})
+    for action, segment in zip(program, stage.of_step(program), strict=True):
+        micro, chunk = action.micro, action.chunk
+        first = states and micro == 0 and action.kind == BACKWARD
+        more_bytes = (stage.middle(BACKWARD, chunk) if first else segment).more_bytes
+        peak = max(peak, stage.before_bytes + kept + sum(left.values()) + more_bytes)
+        if action.kind == FORWARD:
+            left[micro, chunk] = stage.left_bytes(micro, chunk, micros)
+        else:
+            del left[micro, chunk]
+            kept += 0.0 if first else stage.kept_bytes(micro, chunk)
+    peak = max(peak, stage.before_bytes + kept + stage.rest.more_bytes)
+    more = (live(program) - stage.live) * stage.middle(FORWARD, 0).left_bytes
+    return replace(stage.memory, saved=stage.memory.saved + more, peak=peak).over_steps(states)

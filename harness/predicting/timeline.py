@@ -34,22 +34,6 @@ class Times:
         return self.compute_s + sum(self.exposed_s.values())
 
 
-def play(
-    stretches: Sequence[Stretch], events: Sequence[Event], flops_per_s: float, price: Price
-) -> tuple[Times, Times]:
-    """The times of the last micro-batch of the last step, and of what follows it: synchronisation and optimizer."""
-    first, last = parts(events)
-    clock, body = _Clock(flops_per_s, events, price), Times()
-    for stretch in stretches:
-        clock.compute(stretch.flops)
-        if stretch.then == START and stretch.ticket == last:
-            body = clock.times()
-        if stretch.then == START and stretch.ticket in (first, last):
-            clock = _Clock(flops_per_s, events, price)
-        clock.reach(stretch)
-    return (clock.times(), Times()) if last < 0 else (body, clock.times())
-
-
 def spent_until(
     ends: Sequence[int], stretches: Sequence[Stretch], events: Sequence[Event], flops_per_s: float, price: Price
 ) -> list[Times]:
@@ -62,20 +46,6 @@ def spent_until(
         spent.append(clock.times())
         first = end
     return spent
-
-
-def parts(events: Sequence[Event]) -> tuple[int, int]:
-    """Tickets of the first call of the last micro-batch and of the first one after its backward, -1 where none is.
-
-    The first micro-batch of all has no first call: what is computed before it belongs to it.
-    """
-    step = max((event.step for event in events), default=0)
-    mine = [event for event in events if event.step == step]
-    before = [event for event in mine if event.phase not in AFTER_BACKWARD]
-    micro = max((event.microbatch for event in before), default=0)
-    first = next((event.call_index for event in before if event.microbatch == micro), -1)
-    last = next((event.call_index for event in mine if event.phase in AFTER_BACKWARD), -1)
-    return (first if step or micro else -1), last
 
 
 def together(*parts: tuple[float, T]) -> T:

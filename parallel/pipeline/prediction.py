@@ -52,12 +52,13 @@ class CasePipeline:
         return None if stated is None else float(stated)
 
     def sample(self, depth: int | None) -> Case:
-        """A step of the fewest micro-batches, two or a group of them.
+        """A step of few micro-batches: two, three where the case has more, or whole groups of them.
 
         `depth` is the layers of every chunk, unless some rank then lacks a kind of layer that it has, or gets another.
         """
         case, pipeline = self.case, pipeline_of(self.case)
-        short = {"steps": 1, "micro": pipeline.in_a_row if self.chunks > 1 else 2}
+        few, group = max(2, min(3, case.micro)), pipeline.in_a_row if self.chunks > 1 else 1
+        short = {"steps": 1, "micro": -(-few // group) * group}
         if depth is None:
             return case.but(**short)
         each = depth * self.chunks

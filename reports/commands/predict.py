@@ -44,8 +44,8 @@ ASSUMPTIONS = (
     "names: FSDP (ZeRO-3, FSDP2) is zero=3, with parameters kept after the forward zero=2, HSDP with shard=; "
     "Megatron's distributed optimizer is zero=1; mode=isp gathers weights for each use too",
     "gradients travel in the dtype of the case, as in the ledger; with grad_dtype=float32 in twice those bytes",
-    f"deep models: memory, and times where cases are compared, are the straight line through {DEPTHS[0]} and "
-    f"{DEPTHS[1]} layers",
+    f"deep models: memory and times are the straight line through {DEPTHS[0]} and {DEPTHS[1]} layers; micro-batches "
+    "between the first and the last are alike",
     "errors: calls, bytes and parameters are exact where the ledger is 'equal' to the closed form; times are held "
     "against gloo on the machine at hand (python -m bench.cost_table), for clusters the error is not known: trust "
     "ratios more than seconds",

@@ -1,6 +1,7 @@
 """The cost model against numbers worked out by hand, clusters against wrong files, the clock against small programs."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from harness.ledger import Event
 from harness.predicting.clusters import PRESETS, Cluster, Device, Link, read
 from harness.predicting.costs import Route, route, seconds
 from harness.predicting.meter import END, START, WAIT, Stretch
-from harness.predicting.timeline import Times, play, together
+from harness.predicting.timeline import Times, spent_until
 from tests.harness.recording.toy_calls import an_event
 
 DEVICE = Device(name="d", memory_gib=1, peak_tflops={"float32": 2.0}, efficiency=0.5)
@@ -67,27 +68,30 @@ def test_placement_chooses_the_link() -> None:
     assert route(range(8), fast).byte_s == pytest.approx(1e-11), "no faster than inside"
 
 
-def _event(index: int, *, phase: str = "forward", is_async: bool = False, micro: int = 0) -> Event:
-    return an_event(phase=phase, is_async=is_async, call_index=index, step=0, microbatch=micro)
+def _event(index: int, *, is_async: bool = False) -> Event:
+    return an_event(phase="forward", is_async=is_async, call_index=index, step=0)
 
 
-def _played(*moves: tuple[int, str, int], events: list[Event], links: str = "aaaa") -> tuple[Times, Times]:
+def _played(
+    *moves: tuple[int, str, int], events: list[Event], links: str = "aaaa", ends: Sequence[int] = ()
+) -> list[Times]:
     """A clock of one FLOP a second, on which every call takes ten."""
     stretches = [Stretch(*move) for move in moves]
-    return play(stretches, events, 1.0, lambda event: (links[event.call_index], 10.0))
+    price = lambda event: (links[event.call_index], 10.0)  # noqa: E731
+    return spent_until(ends or [len(stretches)], stretches, events, 1.0, price)
 
 
 def test_a_call_that_is_waited_for_at_once_is_exposed() -> None:
-    times, rest = _played((4, START, 0), (3, END, -1), events=[_event(0)])
-    assert times == Times(compute_s=7, exposed_s={"forward": 10}, hidden_s={"forward": 0})
-    assert times.total_s == 17 and rest == Times()
+    first, both = _played((4, START, 0), (3, END, -1), events=[_event(0)], ends=(1, 2))
+    assert first == Times(compute_s=4, exposed_s={"forward": 10}, hidden_s={"forward": 0})
+    assert both == Times(compute_s=7, exposed_s={"forward": 10}, hidden_s={"forward": 0}) and both.total_s == 17
 
 
 def test_a_call_travels_while_the_rank_computes() -> None:
     events = [_event(0, is_async=True)]
-    times, _ = _played((4, START, 0), (7, WAIT, 0), (1, END, -1), events=events)
+    (times,) = _played((4, START, 0), (7, WAIT, 0), (1, END, -1), events=events)
     assert times == Times(compute_s=12, exposed_s={"forward": 3}, hidden_s={"forward": 7})
-    times, _ = _played((4, START, 0), (70, WAIT, 0), (1, END, -1), events=events)
+    (times,) = _played((4, START, 0), (70, WAIT, 0), (1, END, -1), events=events)
     assert times == Times(compute_s=75, exposed_s={}, hidden_s={"forward": 10})
 
 
@@ -96,16 +100,6 @@ def test_calls_queue_on_one_link_and_not_on_two() -> None:
     moves = ((0, START, 0), (0, START, 1), (0, WAIT, 0), (0, WAIT, 1), (0, END, -1))
     assert _played(*moves, events=events)[0].total_s == 20
     assert _played(*moves, events=events, links="ab")[0].total_s == 10
-
-
-def test_the_last_micro_batch_is_told_from_the_others_and_from_what_follows() -> None:
-    events = [_event(0), _event(1, micro=1), _event(2, phase="grad_sync", micro=1)]
-    moves = ((5, START, 0), (6, START, 1), (7, START, 2), (8, END, -1))
-    body, rest = _played(*moves, events=events)
-    assert body == Times(compute_s=7, exposed_s={"forward": 10}, hidden_s={"forward": 0})
-    assert rest == Times(compute_s=8, exposed_s={"grad_sync": 10}, hidden_s={"grad_sync": 0})
-    whole = together((3, body), (1, rest))
-    assert whole.total_s == 3 * 17 + 18 and whole.exposed_s == {"forward": 30, "grad_sync": 10}
 
 
 FILE = """

@@ -9,13 +9,18 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
+import torch.distributed as dist
 
 from harness.engines.shapes.dry import DryEngine
 from harness.errors import RequestError
 from harness.predicting.clusters import PRESETS, Cluster, Device, Link
-from harness.predicting.dry_run import dry_run
-from harness.predicting.figures import EQUAL, mixed_adamw, traffic
+from harness.predicting.costs import route, seconds
+from harness.predicting.dry_run import dry_rank, dry_run
+from harness.predicting.figures import EQUAL, mixed_adamw, prices, traffic
 from harness.predicting.forecast import forecast
+from harness.predicting.timeline import spent_until
+from harness.protocols import CaseLike
 from parallel.subject import subject
 from reference.case import Case
 from reports.commands.cli import main
@@ -29,15 +34,46 @@ MODES = ("tp", "tp-sp", "mtp", "msp", "fsp", "isp", "autotp")
 TINY = "family=llama hidden=32 heads=4 kv_heads=2 ffn=32 vocab=64 seq=8 dtype=bfloat16"
 
 
-def test_a_deep_model_lies_on_the_line_through_two_shallow_ones(dry: DryEngine) -> None:
-    case = Case.parse(f"{TINY} mode=isp tp=2 dp=3 layers=6 micro=2 optimizer=adamw recompute=full")
-    whole = forecast(case, subject, CLUSTER, dry, whole=True)
-    line = forecast(case, subject, CLUSTER, dry)
-    assert (whole.ledger, line.ledger, whole.depths, line.depths) == (EQUAL, EQUAL, (), (3, 5))
-    assert line.step_s == pytest.approx(whole.step_s, rel=1e-9)
-    assert line.flops == pytest.approx(whole.flops, rel=1e-9)
-    for phase, spent in whole.times.exposed_s.items():
-        assert line.times.exposed_s[phase] == pytest.approx(spent, rel=1e-9)
+@pytest.mark.parametrize(
+    "words",
+    [
+        "mode=isp tp=2 dp=3 layers=6 micro=2 optimizer=adamw recompute=full",
+        "mode=autotp tp=2 layers=2 micro=5",  # computes before the first call of a micro-batch
+        "mode=tp dp=2 zero=3 no_sync=true overlap=true layers=6 micro=5",  # gradients are summed in the last one
+        "mode=tp tp=2 dp=2 bucket=5000 overlap=true layers=2 micro=4",
+        "mode=tp tp=2 dp=2 wgrad=deferred layers=6 micro=4",  # what follows the last one grows with each
+        "mode=tp tp=2 dp=2 zero=1 layers=2 micro=1",
+    ],
+)
+def test_a_forecast_from_three_micro_batches_and_two_depths_is_the_whole_step(words: str, dry: DryEngine) -> None:
+    case = Case.parse(f"{TINY} {words}")
+    one = forecast(case, subject, CLUSTER, dry)
+    itself = dry_rank(case.but(steps=1), subject, dry, 0, 60.0)
+    rate, price = CLUSTER.device.flops_per_s(case.dtype), prices(case, CLUSTER)
+    (whole,) = spent_until([len(itself.stretches)], itself.stretches, itself.events, rate, price)
+    assert (one.ledger, one.depths) == (EQUAL, (3, 5) if case.layers > 5 else ())
+    assert one.times.compute_s == pytest.approx(whole.compute_s, rel=1e-9)
+    assert one.times.exposed_s == pytest.approx(whole.exposed_s, rel=1e-9)
+    assert one.times.hidden_s == pytest.approx(whole.hidden_s, rel=1e-9, abs=1e-12)
+    assert one.flops == pytest.approx(itself.flops, rel=1e-9)
+    assert one.memory.peak == pytest.approx(itself.peak_bytes + itself.optimizer_bytes, abs=64)  # scalars of the loop
+
+
+def test_a_program_that_shows_no_backward_is_measured_whole(dry: DryEngine) -> None:
+    """Of 7 micro-batches 3 are run: 7/3 of their calls and products, and what follows them once."""
+
+    def forwards(case: CaseLike, device: torch.device) -> dict[str, torch.Tensor]:
+        weight = torch.ones(8, 8, dtype=torch.bfloat16, device=device)
+        for _ in range(case.micro):
+            dist.all_reduce(weight @ weight)
+        return {}
+
+    one = forecast(Case.parse(f"{TINY} mode=tp tp=2 layers=1 micro=7"), forwards, CLUSTER, dry)
+    assert one.flops == 7 * 2 * 8**3 and one.stages == one.spans == ()
+    link = route((0, 1), CLUSTER)
+    assert sum(one.times.exposed_s.values()) == pytest.approx(
+        7 * seconds("all_reduce", 2 * 64, link, CLUSTER.algorithm)
+    )
 
 
 def test_memory_is_never_less_than_that_of_the_run_itself(dry: DryEngine) -> None:

@@ -16,8 +16,9 @@ from harness.engines.shapes.dry import DryEngine
 from harness.errors import NotComputed, RequestError
 from harness.predicting.clusters import PRESETS, Cluster, Device, Link
 from harness.predicting.dry_run import dry_run
-from harness.predicting.figures import EQUAL, Traffic
+from harness.predicting.figures import EQUAL, Traffic, prices
 from harness.predicting.forecast import forecast
+from harness.predicting.timeline import spent_until
 from parallel.communication.expectation import CompleteTerm
 from parallel.pipeline.prediction import CasePipeline
 from parallel.schedules.messages import Program
@@ -31,7 +32,7 @@ from tests.deep import deep
 CLUSTER = PRESETS["8xH100-NVLink-IB400"]
 SIZES = "heads=6 kv_heads=3 hidden=24 ffn=42 vocab=389 seq=18 batch=2 steps=1"
 CASES = (
-    "mode=tp tp=1 pp=4 layers=5 first_layers=2 micro=6",
+    "mode=tp tp=1 dp=2 pp=4 layers=5 first_layers=2 micro=6 bucket=300 overlap=true",
     "mode=isp tp=1 dp=2 wp=2 pp=3 layers=4 first_layers=1 last_layers=1 micro=2 tied=false optimizer=adamw",
     "mode=tp-sp tp=3 pp=3 layers=4 first_layers=1 last_layers=1 micro=2 tied=false optimizer=adamw",
     "mode=tp tp=1 dp=2 pp=2 layers=8 micro=4 schedule=interleaved chunks=2 zero=1",
@@ -47,7 +48,7 @@ def stage_ranks(case: Case) -> tuple[int, ...]:
 def test_bytes_are_those_of_the_recorded_run_and_memory_of_every_stage_run_whole(
     prover: Prover, words: str, dry: DryEngine
 ) -> None:
-    """Forecast from one rank of each kind of stage and two micro-batches; run whole, every stage in its own order."""
+    """Forecast from one rank of each kind of stage and few micro-batches; run whole, every stage in its own order."""
     case = Case.parse(f"{SIZES} {words}")
     events = prover.proof(case, subject).events
     stages = forecast(case, subject, CLUSTER, dry).stages
@@ -63,6 +64,15 @@ def test_bytes_are_those_of_the_recorded_run_and_memory_of_every_stage_run_whole
             messages=len(sent),
             message_bytes=sum(event.payload_bytes for event in sent),
         )
+        price = prices(case, CLUSTER, itself.rank)
+        (whole,) = spent_until(
+            [len(itself.stretches)],
+            itself.stretches,
+            itself.events,
+            CLUSTER.device.flops_per_s(case.dtype),
+            lambda event, price=price: ("", 0.0) if event.phase == "pipeline" else price(event),
+        )
+        assert stage.times.total_s - stage.times.exposed_s["pipeline"] == pytest.approx(whole.total_s, rel=1e-9)
         memory = stage.memory
         assert (memory.parameters, memory.gradients) == (itself.parameter_bytes, itself.gradient_bytes)
         assert (memory.trained, memory.optimizer, stage.flops) == (itself.trained, itself.optimizer_bytes, itself.flops)
@@ -125,7 +135,7 @@ def test_a_wrong_stages_bytes_are_found_at_that_stage(dry: DryEngine) -> None:
 
 def test_a_rank_that_does_not_follow_its_program_is_named(dry: DryEngine) -> None:
     case = Case.parse(f"{SIZES} mode=tp tp=1 pp=2 micro=3")
-    with pytest.raises(NotComputed, match="issued 4 messages between stages .* program has 6 and 6"):
+    with pytest.raises(NotComputed, match="issued 6 messages between stages .* program has 8 and 8"):
         forecast(case, _Changed("program"), CLUSTER, dry)
 
 

@@ -1,0 +1,308 @@
+"""What a rank computes in a step, measured and taken apart: forwards, backwards, and what follows the last of them.
+
+One rank of each kind of stage is run dry for a few micro-batches; a case without stages is a pipeline of one. The first
+micro-batch of a step, the last and those between may differ: parameters are gathered before the first, gradients
+summed with the last. At most three are measured, and the middle one stands for all between.
+
+A program of one stage may hide where its backwards begin and end, or run several a micro-batch. Then it is measured
+whole, and every micro-batch is an equal share of it. Units: seconds, bytes, FLOPs.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from harness.engines.shapes.dry import DryEngine
+from harness.errors import NotComputed
+from harness.ledger import Event
+from harness.mesh_axes import first_pipeline
+from harness.predicting.clusters import Cluster
+from harness.predicting.dry_run import DryRank, dry_rank
+from harness.predicting.figures import BACKWARD, FORWARD, Memory, compared, first_difference, live, prices
+from harness.predicting.meter import START, TO_BACKWARD, TO_FORWARD
+from harness.predicting.timeline import AFTER_BACKWARD, Times, spent_until, together
+from harness.protocols import ActionLike, CaseLike, PipelineLike, SpanLike, Subject
+
+MESSAGES = "pipeline"
+"""The phase of messages between stages."""
+_COMPUTED = (FORWARD, BACKWARD)
+_BEFORE_BACKWARD = ("data", "forward", "loss", "metric")
+_MEASURED = 3
+"""Micro-batches of a step that are measured: the first, one between, the last."""
+
+
+class Computation(NamedTuple):
+    """A computation of a program without stages."""
+
+    kind: str
+    micro: int
+    chunk: int = 0
+
+
+class Span(NamedTuple):
+    """When it runs."""
+
+    action: Computation
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneStage:
+    """The pipeline of a case without stages (harness.protocols): every micro-batch forward and backward, in turn."""
+
+    case: CaseLike
+    least: int = 1
+
+    chunks = 1
+    alike = (0,)
+    bubble_stated = None
+
+    @property
+    def layers(self) -> tuple[int]:
+        """Those of the model."""
+        return (int(getattr(self.case, "layers", 0)),)
+
+    @property
+    def programs(self) -> tuple[tuple[tuple[Computation], ...]]:
+        """Forward and backward of every micro-batch."""
+        return (tuple((Computation(kind, micro),) for micro in range(self.case.micro) for kind in _COMPUTED),)
+
+    def sample(self, depth: int | None) -> CaseLike:
+        """A step of at most three micro-batches, and at least `least`."""
+        micro = max(self.least, min(_MEASURED, self.case.micro))
+        return self.case.but(steps=1, micro=micro, **({} if depth is None else {"layers": depth}))
+
+    def spans(
+        self, seconds: Callable[[int, ActionLike], float], _message_s: Callable[[int, int], float]
+    ) -> tuple[tuple[SpanLike, ...]]:
+        """One computation after the other."""
+        made, now_s = list[Span](), 0.0
+        for (computation,) in self.programs[0]:
+            made.append(Span(computation, now_s, now_s + seconds(0, computation)))
+            now_s = made[-1].end
+        return (tuple(made),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A computation that was measured: what it leaves behind, and the most that it holds beyond what it found."""
+
+    times: Times
+    left_bytes: float
+    more_bytes: float
+    flops: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredStage:
+    """A rank of a stage that was run: its computations, what follows the last of them, and what it found before.
+
+    `segments`: kind and chunk -> those of the first micro-batch to the last. `grown_bytes`: what each micro-batch
+    leaves from the second one on, where they follow each other.
+    """
+
+    rank: int
+    segments: Mapping[tuple[str, int], tuple[Segment, ...]]
+    rest: Segment
+    before_bytes: float
+    grown_bytes: float
+    memory: Memory
+    live: int
+    ledger: str
+    events: tuple[Event, ...] = field(repr=False)
+
+    def middle(self, kind: str, chunk: int) -> Segment:
+        """That of a micro-batch between first and last. The last forward is one: what is done once follows it."""
+        own = self.segments[kind, chunk]
+        return own[-1] if kind == FORWARD else own[len(own) // 2]
+
+    def of_step(self, program: Sequence[ActionLike]) -> list[Segment]:
+        """The computations of a program, in its order."""
+        counts = Counter((action.kind, action.chunk) for action in program)
+        made, seen = list[Segment](), Counter[tuple[str, int]]()
+        for action in program:
+            place = action.kind, action.chunk
+            own = self.segments[place]
+            seen[place] += 1
+            if seen[place] == counts[place]:
+                made.append(own[-1])
+            else:
+                made.append(own[seen[place] - 1] if seen[place] < len(own) else self.middle(*place))
+        return made
+
+    def left_bytes(self, micro: int, chunk: int, micros: int) -> float:
+        """What the forward of one of `micros` leaves: as measured, or what its backward frees."""
+        own = self.segments[FORWARD, chunk]
+        if micro < len(own) - 1 or len(own) == micros:
+            return own[micro].left_bytes
+        return self.grown_bytes - self.middle(BACKWARD, chunk).left_bytes
+
+    def kept_bytes(self, micro: int, chunk: int) -> float:
+        """What stays when a backward has ended: gradients of the first, perhaps gathered parameters of the next."""
+        forward, backward = self.segments[FORWARD, chunk], self.segments[BACKWARD, chunk]
+        if micro < max(1, len(backward) - 1):
+            return forward[micro].left_bytes + backward[micro].left_bytes
+        return self.grown_bytes
+
+
+def measured(
+    case: CaseLike,
+    pipeline: PipelineLike,
+    stage: int,
+    subject: Subject,
+    cluster: Cluster,
+    engine: DryEngine,
+    timeout_s: float,
+) -> MeasuredStage:
+    """A rank of this stage, run dry and taken apart.
+
+    Raises NotComputed when a call has no price, and when the rank of a pipeline did not follow its program.
+    """
+    at = first_pipeline(case.axes)[stage]
+    rank = dry_rank(case, subject, engine, at, timeout_s)
+    program = pipeline.programs[stage]
+    computations = [together[0] for together in program if together[0].kind in _COMPUTED]
+    ends = _turns(rank, len(computations)) if isinstance(pipeline, OneStage) else _ends(rank, program)
+    if not ends:
+        return _in_shares(case, rank, subject, cluster)
+    made = _cut(case, rank, ends, cluster)
+    segments: dict[tuple[str, int], tuple[Segment, ...]] = {}
+    for action, segment in zip(computations, made[:-1], strict=True):
+        place = action.kind, action.chunk
+        segments[place] = (*segments.get(place, ()), segment)
+    first = computations[0].kind, computations[0].chunk
+    before, known = 0.0, segments[first]
+    if len(known) > 1:  # the model is built in the first forward, which else needs what a later one does
+        before = known[0].left_bytes - known[-1].left_bytes
+        own = replace(known[0], left_bytes=known[-1].left_bytes, more_bytes=known[-1].more_bytes)
+        segments[first] = (own, *known[1:])
+    alone = isinstance(pipeline, OneStage) and len(made) > 2 * 2
+    grown = made[2].left_bytes + made[3].left_bytes if alone else 0.0
+    return _of_rank(case, rank, subject, segments, made[-1], before, grown, live(computations))
+
+
+def _in_shares(case: CaseLike, rank: DryRank, subject: Subject, cluster: Cluster) -> MeasuredStage:
+    """A rank whose step is not taken apart: forwards are equal shares of what comes before the first call after it."""
+    after = {event.call_index for event in rank.events if event.phase in AFTER_BACKWARD}
+    stops = (number for number, one in enumerate(rank.stretches) if one.then == START and one.ticket in after)
+    end = next(stops, len(rank.stretches))
+    step, rest = _cut(case, rank, [end, len(rank.stretches)], cluster)
+    share = replace(step, times=together((1 / case.micro, step.times)), flops=step.flops / case.micro, left_bytes=0.0)
+    rest = replace(rest, more_bytes=rest.more_bytes + step.left_bytes)
+    nothing = Segment(times=Times(), left_bytes=0.0, more_bytes=0.0, flops=0.0)
+    return _of_rank(case, rank, subject, {(FORWARD, 0): (share,), (BACKWARD, 0): (nothing,)}, rest, 0.0, 0.0, 1)
+
+
+def _of_rank(
+    case: CaseLike,
+    rank: DryRank,
+    subject: Subject,
+    segments: Mapping[tuple[str, int], tuple[Segment, ...]],
+    rest: Segment,
+    before_bytes: float,
+    grown_bytes: float,
+    live: int,
+) -> MeasuredStage:
+    return MeasuredStage(
+        rank=rank.rank,
+        segments=segments,
+        rest=rest,
+        before_bytes=before_bytes,
+        grown_bytes=grown_bytes,
+        memory=Memory.of(rank, 0),
+        live=live,
+        ledger=compared(case, subject, rank),
+        events=rank.events,
+    )
+
+
+def _cut(case: CaseLike, rank: DryRank, ends: Sequence[int], cluster: Cluster) -> list[Segment]:
+    """Segments that end with these numbers of stretches; messages between stages take no time in them."""
+    price = prices(case, cluster, rank.rank)
+
+    def free(event: Event) -> tuple[str, float]:
+        return (MESSAGES, 0.0) if event.phase == MESSAGES else price(event)
+
+    until = spent_until(ends, rank.stretches, rank.events, cluster.device.flops_per_s(case.dtype), free)
+    made: list[Segment] = []
+    spent, first, start_bytes = Times(), 0, 0
+    for end, times in zip(ends, until, strict=True):
+        own = rank.stretches[first:end]
+        level = own[-1].held_bytes if own else start_bytes
+        made.append(
+            Segment(
+                times=together((1.0, times), (-1.0, spent)),
+                left_bytes=level - start_bytes,
+                more_bytes=max((stretch.peak_bytes for stretch in own), default=start_bytes) - start_bytes,
+                flops=sum(stretch.flops for stretch in own),
+            )
+        )
+        spent, first, start_bytes = times, end, level
+    return made
+
+
+def on_the_line(drawn: Sequence[tuple[float, MeasuredStage]]) -> MeasuredStage:
+    """A stage of several depths, each with its weight."""
+    first = drawn[0][1]
+    numbers = {
+        name: together(*((weight, getattr(one, name)) for weight, one in drawn))
+        for name in ("rest", "before_bytes", "grown_bytes", "memory")
+    }
+    segments = {
+        place: tuple(
+            together(*((weight, one.segments[place][number]) for weight, one in drawn)) for number in range(len(own))
+        )
+        for place, own in first.segments.items()
+    }
+    return replace(
+        first,
+        **numbers,
+        segments=segments,
+        ledger=first_difference(one.ledger for _, one in drawn),
+        events=tuple(event for _, one in drawn for event in one.events),
+    )
+
+
+def _turns(rank: DryRank, computations: int) -> list[int]:
+    """As `_ends` without messages: where autograd's backward begins and ends; nothing for other than `computations`."""
+    turns = [at for at, stretch in enumerate(rank.stretches, 1) if stretch.then in (TO_BACKWARD, TO_FORWARD)]
+    turns += [len(rank.stretches)] * (len(turns) == computations - 1)
+    return [*turns, len(rank.stretches)] if len(turns) == computations else []
+
+
+def _ends(rank: DryRank, program: Sequence[Sequence[ActionLike]]) -> list[int]:
+    """Where each computation ends, as the number of stretches before; and where what follows the last one ends.
+
+    A batch of messages belongs to the computation behind it. Between two of them, autograd's work and the phases of
+    calls distinguish forward and backward. Raises NotComputed when the rank did not follow its program.
+    """
+    by_ticket = {event.call_index: event for event in rank.events}
+    messages = [event.call_index for event in rank.events if event.phase == MESSAGES]
+    batches = [at for at, together in enumerate(program) if together[0].kind not in _COMPUTED for _ in together]
+    batch_of = dict(zip(messages, batches, strict=False))
+    computed = [at for at, together in enumerate(program) if together[0].kind in _COMPUTED]
+    ends: list[int] = []
+    for number, stretch in enumerate(rank.stretches, 1):
+        if len(ends) == len(computed):
+            break
+        now = computed[len(ends)]
+        event = by_ticket.get(stretch.ticket) if stretch.then == START else None
+        side = {TO_FORWARD: FORWARD, TO_BACKWARD: BACKWARD}.get(stretch.then, "")
+        if event is not None and event.phase == MESSAGES:
+            ends += [number] * (batch_of.get(event.call_index, -1) > now)
+        elif event is not None and event.phase in AFTER_BACKWARD and now == computed[-1]:
+            ends.append(number)
+        elif event is not None:
+            side = FORWARD if event.phase in _BEFORE_BACKWARD else BACKWARD
+        if side and side != program[now][0].kind and (now + 1 in computed or now == computed[-1]):
+            ends.append(number)
+    ends += [len(rank.stretches)] * (len(ends) == len(computed) - 1)
+    if len(messages) != len(batches) or len(ends) < len(computed):
+        raise NotComputed(
+            f"rank {rank.rank} issued {len(messages)} messages between stages and {len(ends)} computations could be "
+            f"told apart, and its program has {len(batches)} and {len(computed)}",
+            ranks=(rank.rank,),
+        )
+    return [*ends, len(rank.stretches)]
