@@ -41,7 +41,7 @@ DEPTHS = (3, 5)
 class Memory:
     """Bytes on one rank; `peak` is the most that all tensors held at once in a step, temporary ones too.
 
-    What only building the model needs is no part of it, where two micro-batches or more were run.
+    Building the model may need more: that is no part of it, where two micro-batches or more were run.
     `trained` are the elements that the optimizer steps; 0 when the program steps no torch optimizer, and then gradients
     and optimizer are not known. `learned` are those of all parameters that want a gradient.
     """

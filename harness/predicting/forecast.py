@@ -1,14 +1,14 @@
 """Cost of a case on a cluster that is not here: time and memory of its ranks, by closed form and dry run.
 
-One rank of each kind of stage is run dry for a step of few micro-batches, its ledger held against the closed form, and
-taken apart into forwards and backwards (harness.predicting.stages). Stages that have as many layers and the same ends
-of the model are alike. From these follow, for the real number of micro-batches and every stage,
+Stages that have as many layers and the same ends of the model are alike, so that one rank is run dry for each kind. Its
+ledger is held against the closed form, and its step is taken apart into forwards and backwards
+(harness.predicting.stages). From these follow, for the real number of micro-batches and every stage,
 
     time      every stage plays its program: computations at their times, messages by the cost of a call
     memory    before any forward + micro-batches in flight x what one leaves + the most that a computation adds
     bytes     the closed form at the stage's coordinate
 
-What follows the last backward of a stage comes after it; the step ends when the slowest stage has ended.
+Synchronisation and optimizer come after the last backward of a stage; the step ends with the slowest stage.
 
 A deep model is measured at two depths. Every further layer adds the same calls, FLOPs and bytes, so that all is a
 straight line in the depth. A case whose first layers differ, or whose layers repeat in units, states it as
@@ -61,8 +61,8 @@ def forecast(
     """Time and memory of the case on the cluster; `states` None: gradients and optimizer are the program's own.
 
     `whole`: a model of one stage is run itself too, for one micro-batch, and gives the ledger. Raises what the engine
-    raises, RequestError for an unknown peak, and for several pipeline stages of a subject that has no `pipeline`
-    (harness.protocols), NotComputed for a rank that did not follow its program.
+    raises, NotComputed for a rank that did not follow its program, and RequestError for an unknown peak. RequestError
+    also for several pipeline stages of a subject that has no `pipeline` (harness.protocols).
     """
     cluster.device.flops_per_s(case.dtype)
     pipeline, ranks, (low, high) = _pipeline(case, subject, states), first_pipeline(case.axes), two_depths(case)

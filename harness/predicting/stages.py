@@ -1,8 +1,8 @@
-"""What a rank computes in a step, measured and taken apart: forwards, backwards, and what follows the last of them.
+"""The computations of a rank in a step, measured: its forwards, its backwards, and the rest behind them.
 
-One rank of each kind of stage is run dry for a few micro-batches; a case without stages is a pipeline of one. The first
-micro-batch of a step, the last and those between may differ: parameters are gathered before the first, gradients
-summed with the last. At most three are measured, and the middle one stands for all between.
+A rank is run dry for a few micro-batches; a case without stages is a pipeline of one. The first micro-batch of a step,
+the last and those between may differ: parameters are gathered before the first, gradients summed with the last. At most
+three are measured, and the middle one stands for all between.
 
 A program of one stage may hide where its backwards begin and end, or run several a micro-batch. Then it is measured
 whole, and every micro-batch is an equal share of it. Units: seconds, bytes, FLOPs.
@@ -61,7 +61,7 @@ class OneStage:
 
     @property
     def layers(self) -> tuple[int]:
-        """Those of the model."""
+        """The layers of the model."""
         return (int(getattr(self.case, "layers", 0)),)
 
     @property
@@ -77,7 +77,7 @@ class OneStage:
     def spans(
         self, seconds: Callable[[int, ActionLike], float], _message_s: Callable[[int, int], float]
     ) -> tuple[tuple[SpanLike, ...]]:
-        """One computation after the other."""
+        """The computations, each at the end of the one before."""
         made, now_s = list[Span](), 0.0
         for (computation,) in self.programs[0]:
             made.append(Span(computation, now_s, now_s + seconds(0, computation)))
@@ -114,7 +114,7 @@ class MeasuredStage:
     events: tuple[Event, ...] = field(repr=False)
 
     def middle(self, kind: str, chunk: int) -> Segment:
-        """That of a micro-batch between first and last. The last forward is one: what is done once follows it."""
+        """A computation between the first and the last; a forward is the last one, for which nothing is done once."""
         own = self.segments[kind, chunk]
         return own[-1] if kind == FORWARD else own[len(own) // 2]
 
@@ -133,14 +133,14 @@ class MeasuredStage:
         return made
 
     def left_bytes(self, micro: int, chunk: int, micros: int) -> float:
-        """What the forward of one of `micros` leaves: as measured, or what its backward frees."""
+        """Bytes that the forward of one of `micros` leaves: as measured, or the bytes that its backward frees."""
         own = self.segments[FORWARD, chunk]
         if micro < len(own) - 1 or len(own) == micros:
             return own[micro].left_bytes
         return self.grown_bytes - self.middle(BACKWARD, chunk).left_bytes
 
     def kept_bytes(self, micro: int, chunk: int) -> float:
-        """What stays when a backward has ended: gradients of the first, perhaps gathered parameters of the next."""
+        """Bytes that stay when a backward has ended: gradients at first, perhaps gathered parameters at the next."""
         forward, backward = self.segments[FORWARD, chunk], self.segments[BACKWARD, chunk]
         if micro < max(1, len(backward) - 1):
             return forward[micro].left_bytes + backward[micro].left_bytes

@@ -126,7 +126,7 @@ def measure() -> Iterator[Callable[[Candidate], Forecast]]:
 
 
 def far(module: ModuleType, measure: Callable[[Candidate], Forecast]) -> list[str]:
-    """The layouts whose memory this module estimates more than 6 % off the forecast, or whose speed more than 3 %."""
+    """The layouts whose memory this module estimates 6 % off the forecast or more, or whose speed 3 %."""
     found = {one.candidate.words: one for one in module.estimates(DEEP, subject, cluster(1.0), 8, measure)}
     wrong = []
     for layout in LAYOUTS:

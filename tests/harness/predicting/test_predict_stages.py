@@ -4,8 +4,9 @@ The closed form of a bubble is for equal stages and free messages; a cluster of 
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from harness.engines.shapes.dry import DryEngine
 from harness.errors import NotComputed, RequestError
+from harness.ledger import Event
 from harness.predicting.clusters import PRESETS, Cluster, Device, Link
 from harness.predicting.dry_run import dry_run
 from harness.predicting.figures import EQUAL, Traffic, prices
@@ -44,6 +46,10 @@ def stage_ranks(case: Case) -> tuple[int, ...]:
     return next(ranks for ranks in case.axes["pp"] if 0 in ranks)
 
 
+def _between_stages_free(price: Callable[[Event], tuple[str, float]], event: Event) -> tuple[str, float]:
+    return ("", 0.0) if event.phase == "pipeline" else price(event)
+
+
 @pytest.mark.parametrize("words", [*CASES[:2], *deep("six CPU seconds each", *CASES[2:])])
 def test_bytes_are_those_of_the_recorded_run_and_memory_of_every_stage_run_whole(
     prover: Prover, words: str, dry: DryEngine
@@ -64,13 +70,12 @@ def test_bytes_are_those_of_the_recorded_run_and_memory_of_every_stage_run_whole
             messages=len(sent),
             message_bytes=sum(event.payload_bytes for event in sent),
         )
-        price = prices(case, CLUSTER, itself.rank)
         (whole,) = spent_until(
             [len(itself.stretches)],
             itself.stretches,
             itself.events,
             CLUSTER.device.flops_per_s(case.dtype),
-            lambda event, price=price: ("", 0.0) if event.phase == "pipeline" else price(event),
+            partial(_between_stages_free, prices(case, CLUSTER, itself.rank)),
         )
         assert stage.times.total_s - stage.times.exposed_s["pipeline"] == pytest.approx(whole.total_s, rel=1e-9)
         memory = stage.memory
