@@ -32,14 +32,13 @@ class MicroBatches:
         self.rank, self.step = rank, step
         self.loss = torch.zeros((), dtype=torch.float64, device=rank.device)
         self.tokens = torch.zeros_like(self.loss)
-        self._boxes: list[Box] = []
+        self._boxes: list[Box] | None = [] if self._keeps_logits() else None
 
     @property
     def sums(self) -> Scheduled:
         """Loss sum, number of tokens and logits of the micro-batches so far."""
-        return self.loss, self.tokens, tuple(self._boxes) if self._keeps_logits else None
+        return self.loss, self.tokens, None if self._boxes is None else tuple(self._boxes)
 
-    @property
     def _keeps_logits(self) -> bool:
         rank, case = self.rank, self.rank.case
         small = case.dp * case.micro * case.tokens * case.vocab <= LARGEST_LOGITS
@@ -62,7 +61,7 @@ class MicroBatches:
         if rank.metric is not None:
             with torch.no_grad():
                 rank.metric(output, labels, weights)
-        if self._keeps_logits:
+        if self._boxes is not None:
             self._boxes += self._logits(micro, output.detach())
         return summed if rank.step.loss_scale is None else rank.step.loss_scale.scaled(summed)
 
