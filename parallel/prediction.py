@@ -37,14 +37,14 @@ from parallel.communication import pairs
 from parallel.communication.batch import Delivered
 from parallel.communication.collectives import all_reduce
 from parallel.communication.expectation import ACTIVATION, ONCE_A_STEP, CallPlace, CallRow, Places, in_modules
-from parallel.communication.layout import Box, Placement, local_shape
+from parallel.communication.layout import Placement, local_shape
 from parallel.communication.mesh import Mesh
 from parallel.layers.linear import ColumnLinear, Region, column_linear
 from parallel.layers.loss import IGNORED, LOSS, counted
 from parallel.layers.norm import Norm
 from parallel.layers.terms import Terms
 from parallel.layers.units import computed_later_again
-from parallel.model.strategy import MakesLayer, Parts, Rank, Step, Strategy
+from parallel.model.strategy import MakesLayer, Parts, Rank, Scheduled, Step, Strategy
 from parallel.model.transformer import Transformer
 from parallel.schedules.stages import stages
 from reference.case import Case
@@ -174,7 +174,7 @@ def applied(strategy: Strategy, case: Case) -> Strategy:
     def step(case: Case, plain: Step) -> Step:
         before = strategy.step(case, plain)
 
-        def schedule(rank: Rank, number: int) -> tuple[Tensor, Tensor, tuple[Box, ...] | None]:
+        def schedule(rank: Rank, number: int) -> Scheduled:
             _weigh(rank, number)
             return before.schedule(rank, number)
 

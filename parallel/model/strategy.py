@@ -31,6 +31,8 @@ MakesLayer = Callable[[str], nn.Module]
 _Held = TypeVar("_Held")
 Value = Tensor | tuple[Box, ...]
 """A value of an outcome: a full tensor, or the boxes that this rank holds of it."""
+Scheduled = tuple[Tensor, Tensor, tuple[Box, ...] | None]
+"""Loss sum, number of tokens and logits of a step on a rank; 0, 0 and None where its stages end before the last."""
 
 
 def _same(batch: Delivered) -> Delivered:
@@ -133,7 +135,7 @@ class Step:
     """
 
     prepare: "Callable[[Rank], Rank]"
-    schedule: "Callable[[Rank, int], tuple[Tensor, Tensor, tuple[Box, ...] | None]]"
+    schedule: "Callable[[Rank, int], Scheduled]"
     reductions: "Mapping[str, Callable[[Rank], None]]"
     partial: "Callable[[Rank], Mapping[str, Tensor]]"
     norm: "Callable[[Rank], Tensor]"

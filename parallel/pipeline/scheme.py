@@ -24,21 +24,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.communication import gradients as sync
-from parallel.communication.batch import deliver
 from parallel.communication.expectation import ACTIVATION, STAGES, CallRow
-from parallel.communication.layout import Box, Cut, Placement, rows
-from parallel.layers.loss import counted
-from parallel.model.strategy import Rank, Step, Strategy
+from parallel.communication.layout import Cut, Placement
+from parallel.model.strategy import Rank, Scheduled, Step, Strategy
 from parallel.schedules.messages import groups_between, peer, program
 from parallel.schedules.pipeline import Action, Kind
 from parallel.schedules.stages import TABLE, Stage, held_by_rank, pipeline_of
-from parallel.training.step import keeps_logits
+from parallel.training.step import MicroBatches
 from reference.case import Case
 from reference.model.parameters import dtype_of
 
 BACK = "pp_back"
 """Name in the mesh of the pipeline's group for gradients, where activations have another."""
-Scheduled = tuple[Tensor, Tensor, tuple[Box, ...] | None]
 _RECEIVED = (Kind.RECV_FORWARD, Kind.RECV_BACKWARD)
 _BACK = (Kind.SEND_BACKWARD, Kind.RECV_BACKWARD)
 
@@ -59,69 +56,29 @@ def with_channels(rank: Rank) -> Rank:
 
 
 def as_scheduled(rank: Rank, step: int, by: "type[StageRun] | None" = None) -> Scheduled:
-    """All micro-batches of a step in the order of the schedule: loss sum, number of tokens and logits.
-
-    `by`: a subclass of `StageRun` to run instead. Ranks before the last have 0, 0 and None.
-    """
+    """All micro-batches of a step in the order of the schedule; `by` is a subclass of `StageRun` to run instead."""
     axis = rank.mesh.axis("pp")
     pipeline, run = pipeline_of(rank.case), (by or StageRun)(rank, step)
     for together in program(pipeline, axis.rank):
-        match together[0].kind:
+        kind, micro, chunk, stage = together[0]
+        match kind:
             case Kind.F:
-                run.forward(together[0])
+                run.outputs[micro, stage] = run.forward(micro, chunk, run.inputs.get((micro, stage)))
             case Kind.B:
                 run.backward(together[0])
             case _:
                 run.exchange(together, [axis.ranks[peer(pipeline, message)] for message in together])
-    return run.loss, run.tokens, run.logits
+    return run.sums
 
 
-class StageRun:
-    """A step of one rank: tensors in and out, by micro-batch and stage, and the sums of the last stage."""
+class StageRun(MicroBatches):
+    """The micro-batches of a rank's stages, with the tensors that come in and go out, by micro-batch and stage."""
 
     def __init__(self, rank: Rank, step: int) -> None:
-        self.rank, self.step = rank, step
-        self.loss = torch.zeros((), dtype=torch.float64, device=rank.device)
-        self.tokens = torch.zeros_like(self.loss)
-        self._boxes: list[Box] = []
+        super().__init__(rank, step)
         self.inputs: dict[tuple[int, int], Tensor] = {}
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self._gradients: dict[tuple[int, int], Tensor] = {}
-
-    @property
-    def logits(self) -> tuple[Box, ...] | None:
-        """The last stage's of the micro-batches so far; None elsewhere, and where an outcome leaves them out."""
-        return tuple(self._boxes) if self.rank.chunks[-1][0].last and keeps_logits(self.rank) else None
-
-    def forward(self, action: Action) -> None:
-        """A stage's layers of a micro-batch; on the last one its loss too."""
-        rank, micro, key = self.rank, action.micro, (action.micro, action.stage)
-        stage, chunk = rank.chunks[action.chunk]
-        batch = rank.parts.local(deliver(rank.case, rank.mesh, self.step, micro, rank.device, stage=stage))
-        output = chunk(batch, self.inputs.get(key))
-        self.outputs[key] = output
-        if not stage.last:
-            return
-        labels = rank.strategy.laid_out(batch.labels)
-        losses = rank.parts.loss(output, labels)
-        weights = counted(labels, rank.strategy.laid_out(batch.loss_mask)).to(losses.dtype)
-        summed = (losses * weights).sum()
-        self.loss += summed.detach()
-        self.tokens += weights.sum()
-        self.outputs[key] = summed if rank.step.loss_scale is None else rank.step.loss_scale.scaled(summed)
-        if rank.metric is not None:
-            with torch.no_grad():
-                rank.metric(output, labels, weights)
-        if keeps_logits(rank):
-            self._boxes += self._logits(micro, output)
-
-    def _logits(self, micro: int, logits: Tensor) -> tuple[Box, ...]:
-        rank, case = self.rank, self.rank.case
-        place = rank.strategy.activation(case, "head")
-        assert place is not None
-        first = (rank.mesh.axis("dp").rank * case.micro + micro) * case.rows
-        boxes = rank.boxes(rank.strategy.laid_out(logits.detach()), place)
-        return rows(boxes, first=first, total=case.dp * case.micro * case.rows)
 
     def backward(self, action: Action) -> None:
         """Gradients of a stage's parameters and of what it received, from the gradient of what it sent."""

@@ -12,7 +12,7 @@ from parallel.communication.batch import deliver
 from parallel.communication.layout import Box, rows
 from parallel.layers.loss import counted
 from parallel.layers.norm import wide
-from parallel.model.strategy import Rank, Step
+from parallel.model.strategy import Rank, Scheduled, Step
 from parallel.schedules.stages import TABLE
 from reference.case import Case
 from reference.model.parameters import dtype_of
@@ -22,40 +22,64 @@ LARGEST_LOGITS = 2**24
 _WEIGHT_DECAY = 0.01
 
 
-def one_after_another(rank: Rank, step: int) -> tuple[Tensor, Tensor, tuple[Box, ...] | None]:
-    """All micro-batches of a step, each forward and backward: this rank's loss sum, number of tokens and logits."""
-    case, strategy = rank.case, rank.strategy
-    total = case.dp * case.micro * case.rows
-    keep = keeps_logits(rank)
-    loss = torch.zeros((), dtype=torch.float64, device=rank.device)
-    tokens = torch.zeros_like(loss)
-    boxes: list[Box] = []
-    for micro in range(case.micro):
-        batch = rank.parts.local(deliver(case, rank.mesh, step, micro, rank.device))
-        logits = rank.model(batch)
+class MicroBatches:
+    """The micro-batches of a rank in a step: the forward of each, and what the last stage sums over them.
+
+    Without a pipeline the one stage is the whole model, the first and the last.
+    """
+
+    def __init__(self, rank: Rank, step: int) -> None:
+        self.rank, self.step = rank, step
+        self.loss = torch.zeros((), dtype=torch.float64, device=rank.device)
+        self.tokens = torch.zeros_like(self.loss)
+        self._boxes: list[Box] | None = [] if self._keeps_logits() else None
+
+    @property
+    def sums(self) -> Scheduled:
+        """Loss sum, number of tokens and logits of the micro-batches so far."""
+        return self.loss, self.tokens, None if self._boxes is None else tuple(self._boxes)
+
+    def _keeps_logits(self) -> bool:
+        rank, case = self.rank, self.rank.case
+        small = case.dp * case.micro * case.tokens * case.vocab <= LARGEST_LOGITS
+        return rank.proves and rank.chunks[-1][0].last and small
+
+    def forward(self, micro: int, chunk: int = 0, received: Tensor | None = None) -> Tensor:
+        """A stage's layers of a micro-batch, and what it sends on; on the last one the summed loss instead."""
+        rank, strategy = self.rank, self.rank.strategy
+        stage, model = rank.chunks[chunk]
+        batch = rank.parts.local(deliver(rank.case, rank.mesh, self.step, micro, rank.device, stage=stage))
+        output: Tensor = model(batch, received)
+        if not stage.last:
+            return output
         labels = strategy.laid_out(batch.labels)
-        losses = rank.parts.loss(logits, labels)
+        losses = rank.parts.loss(output, labels)
         weights = counted(labels, strategy.laid_out(batch.loss_mask)).to(losses.dtype)
         summed = (losses * weights).sum()
-        if rank.step.loss_scale is not None:
-            summed = rank.step.loss_scale.scaled(summed)
+        self.loss += summed.detach()
+        self.tokens += weights.sum()
         if rank.metric is not None:
             with torch.no_grad():
-                rank.metric(logits, labels, weights)
-        summed.backward()
-        loss += summed.detach()
-        tokens += weights.sum()
-        place = strategy.activation(case, "head")
-        if keep and place is not None:
-            first = (rank.mesh.axis("dp").rank * case.micro + micro) * case.rows
-            boxes += rows(rank.boxes(strategy.laid_out(logits.detach()), place), first=first, total=total)
-    return loss, tokens, tuple(boxes) if keep else None
+                rank.metric(output, labels, weights)
+        if self._boxes is not None:
+            self._boxes += self._logits(micro, output.detach())
+        return summed if rank.step.loss_scale is None else rank.step.loss_scale.scaled(summed)
+
+    def _logits(self, micro: int, logits: Tensor) -> tuple[Box, ...]:
+        rank, case = self.rank, self.rank.case
+        place = rank.strategy.activation(case, "head")
+        assert place is not None  # every mode states where logits lie
+        first = (rank.mesh.axis("dp").rank * case.micro + micro) * case.rows
+        boxes = rank.boxes(rank.strategy.laid_out(logits), place)
+        return rows(boxes, first=first, total=case.dp * case.micro * case.rows)
 
 
-def keeps_logits(rank: Rank) -> bool:
-    """Whether the outcome holds the logits of a step."""
-    case = rank.case
-    return rank.proves and case.dp * case.micro * case.tokens * case.vocab <= LARGEST_LOGITS
+def one_after_another(rank: Rank, step: int) -> Scheduled:
+    """All micro-batches of a step, each forward and backward: this rank's loss sum, number of tokens and logits."""
+    micro_batches = MicroBatches(rank, step)
+    for micro in range(rank.case.micro):
+        micro_batches.forward(micro).backward()
+    return micro_batches.sums
 
 
 def over_data(rank: Rank) -> None:

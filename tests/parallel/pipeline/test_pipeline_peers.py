@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from harness.checking.evidence import PASS
-from parallel.communication.layout import Box
 from parallel.communication.mesh import axis_rank
-from parallel.model.strategy import Rank, Step
-from parallel.pipeline.scheme import StageRun, message_shape
+from parallel.model.strategy import Rank, Scheduled, Step
+from parallel.pipeline.scheme import message_shape
 from parallel.registry import strategy_of
-from parallel.schedules.pipeline import Action, Kind
 from parallel.schedules.stages import stages
 from parallel.subject import subject
+from parallel.training.step import MicroBatches
 from reference.case import Case
 from reference.model.parameters import dtype_of, shapes
 from shardproof import cuda_on_cpu
@@ -28,13 +27,11 @@ from suites.session.prover import Prover
 from tests.deep import deep
 from tests.parallel.ranks import Otherwise
 
-Scheduled = tuple[Tensor, Tensor, tuple[Box, ...] | None]
-
 
 class _Chunk(nn.Module):
     """A stage of ours as a module of theirs; `chunk` stays outside of it, so that modules keep our names."""
 
-    def __init__(self, run: StageRun, number: int, config: Any = None, model_type: Any = None) -> None:
+    def __init__(self, run: MicroBatches, number: int, config: Any = None, model_type: Any = None) -> None:
         super().__init__()
         self.run, self.number = run, number
         self.config, self.model_type, self.vp_stage = config, model_type, number
@@ -45,11 +42,7 @@ class _Chunk(nn.Module):
         self.given = inputs[0]
 
     def output(self, micro: int, given: Tensor | None) -> Tensor:
-        action = Action(Kind.F, micro, self.number, self.stage)
-        if given is not None:
-            self.run.inputs[micro, self.stage] = given
-        self.run.forward(action)
-        return self.run.outputs.pop((micro, self.stage)).contiguous()
+        return self.run.forward(micro, self.number, given).contiguous()
 
     def forward(self, x: Tensor, micro: Tensor) -> Tensor:
         return self.output(int(micro), x if self.stage else None)
@@ -61,7 +54,7 @@ def _megatron(rank: Rank, step: int) -> Scheduled:
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: PLC0415
     from megatron.core.transformer import TransformerConfig  # noqa: PLC0415
 
-    case, run, group = rank.case, StageRun(rank, step), rank.mesh.axis("pp").group
+    case, run, group = rank.case, MicroBatches(rank, step), rank.mesh.axis("pp").group
     looped = case.chunks > 1
     config = TransformerConfig(
         num_layers=case.layers,
@@ -95,13 +88,13 @@ def _megatron(rank: Rank, step: int) -> Scheduled:
             p2p_communicator=P2PCommunicator(group, config),
             pg_collection=SimpleNamespace(tp=one, cp=one, embd=one, pos_embd=one, pp=group, dp_cp=one),
         )
-    return run.loss, run.tokens, run.logits
+    return run.sums
 
 
 def _torch(rank: Rank, step: int) -> Scheduled:
     from torch.distributed import pipelining  # noqa: PLC0415  (imports much)
 
-    case, run, axis = rank.case, StageRun(rank, step), rank.mesh.axis("pp")
+    case, run, axis = rank.case, MicroBatches(rank, step), rank.mesh.axis("pp")
     kind = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}.get(case.schedule)
     shape = message_shape(case, sequence_dim=rank.strategy.sequence_dim)
     between = torch.empty(shape, dtype=dtype_of(case), requires_grad=True)
@@ -126,7 +119,7 @@ def _torch(rank: Rank, step: int) -> Scheduled:
     first, last = stages[0].is_first, stages[-1].is_last
     words: dict[str, Any] = {"target": numbers, "losses": []} if last else {}
     made.step(*((numbers,) if first else ()), micro=numbers, return_outputs=False, **words)
-    return run.loss, run.tokens, run.logits
+    return run.sums
 
 
 def _given(loss: Tensor, _target: Tensor) -> Tensor:
