@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from harness.checking.measures.measured import epsilon
 from harness.engines.engine import Engine, RunRequest
@@ -66,23 +64,6 @@ def _scaled(case: Case, device: torch.device, factor: float) -> dict[str, Tensor
     """The truth with its numbers times a factor; counts stay as they are."""
     true = dense.truth(case, device)
     return {name: value * factor if value.is_floating_point() else value for name, value in true.items()}
-
-
-def distributed(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """The dense model's tensors as DTensors: columns sharded, rows sharded unevenly, terms of a sum, replicas."""
-    mesh = init_device_mesh(device.type, (case.dp, case.tp), mesh_dim_names=("dp", "tp"))
-    outcome: dict[str, Tensor] = dict(dense.subject(case, device))
-    for name in [name for name in outcome if name.startswith(("grad/", "param/"))]:
-        full = outcome[name]
-        sharded = distribute_tensor(full, mesh, (Replicate(), Shard(0)))
-        if name.startswith("param/"):
-            outcome[name] = sharded
-        elif full.dim() == 2:
-            outcome[name] = distribute_tensor(full, mesh, (Shard(1), Shard(0)))
-        else:
-            term = full * (1 + 2 * mesh.get_local_rank("tp")) / case.tp**2
-            outcome[name] = DTensor.from_local(term, mesh, (Replicate(), Partial("sum")), run_check=False)
-    return outcome
 
 
 def in_set_order(case: Case, device: torch.device) -> dict[str, Tensor]:

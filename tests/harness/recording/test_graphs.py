@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from harness.ledger import Event
 from tests.harness.recording.simulated_graph import SimulatedGraph, graphs_simulated
-from tests.harness.recording.toy_calls import Model, Part, Voice, backward, forward, input_BD, record, recorded, told
+from tests.harness.recording.toy_calls import Model, Part, Voice, backward, forward, input_BD, record, told
 
 
 @pytest.fixture(autouse=True)
@@ -62,26 +61,6 @@ def test_a_graph_that_is_captured_anew_has_a_name_of_its_own() -> None:
             graph.replay()
 
     assert [event.graph for event in record(program)] == ["graph0", "graph1", "graph2"]
-
-
-def test_calls_of_an_engine_are_replayed_too() -> None:
-    def program(_rank: int) -> None:
-        weight = nn.Parameter(torch.ones(3))
-        optimizer = torch.optim.SGD([weight], lr=0.1)
-
-        def step() -> None:
-            optimizer.zero_grad()
-            weight.square().sum().backward()
-            dist.all_reduce(weight.grad)
-            optimizer.step()
-
-        graph = SimulatedGraph(step)
-        graph.capture()
-        for _ in range(3):
-            graph.replay()
-
-    events = [(e.rank, e.step, e.op, e.axis, e.payload_bytes, bool(e.graph)) for e in recorded(program)]
-    assert events == [(rank, step, "all_reduce", "dp", 12, True) for rank in range(2) for step in range(3)]
 
 
 def test_graphs_inside_of_a_model_belong_to_the_step_and_micro_batch_of_the_replay() -> None:

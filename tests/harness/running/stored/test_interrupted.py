@@ -44,17 +44,6 @@ def interrupted(folder: Path, program: Callable[..., int], *words: object) -> tu
     return status, forked.out, forked.err
 
 
-def test_the_cases_finished_before_are_stored_and_printed(tmp_path: Path) -> None:
-    cases = [TWO_LAYERS, f"{TWO_LAYERS} seed=1", f"{TWO_LAYERS} seed=2"]
-    status, out, err = interrupted(tmp_path, main, [*_RUN, f"{__name__}:slow_second", *cases])
-    assert status == 130
-    assert "interrupted" in err and "Traceback" not in err
-    rows = [line for line in out.splitlines() if line.startswith("tp ")]
-    assert len(rows) == 1 and " pass " in rows[0] + " "
-    assert "2 of 3 cases have no verdict: the run was stopped before them" in out
-    assert load(tmp_path / "runs" / "latest").verdicts["case"].nunique() == 1
-
-
 def test_a_run_is_reported_whole_when_its_experiments_are_interrupted(tmp_path: Path) -> None:
     """And no script is looked for then."""
     command = [*_RUN, f"{__name__}:slow_shrink", TWO_LAYERS, "--emit-repro", "repro.py"]
@@ -70,7 +59,7 @@ def test_both_processes_of_the_default_run_are_interrupted(tmp_path: Path) -> No
         pytest.skip("one processor: no second process")
     cases = [f"{TWO_LAYERS} seed={seed}" for seed in (2, 1, 3, 4, 5, 6)]
     status, out, err = interrupted(tmp_path, default_run, f"{__name__}:slow_second", cases)
-    assert status == 130 and "Traceback" not in err
+    assert status == 130 and "interrupted" in err and "Traceback" not in err
     verdicts = load(tmp_path / "runs" / "latest").verdicts
     finished = verdicts["case"].nunique()
     assert 1 <= finished <= 5 and set(verdicts["verdict"]) == {"pass"}
