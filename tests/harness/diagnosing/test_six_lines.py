@@ -4,7 +4,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
 from harness.checking.checks import examine
 from harness.checking.evidence import Evidence
@@ -53,20 +52,6 @@ def test_a_missing_collective_in_six_lines() -> None:
             'repeat: shardproof run "seq=16" --subject my.module:subject',
         ]
     )
-
-
-def test_replicas_that_hold_partial_sums_in_six_lines() -> None:
-    bias = "grad/layers.0.mlp.w2.bias"
-    first, second = (outcome_of(rank, truth()) for rank in range(2))
-    first[bias], second[bias] = truth()[bias] - 1.5, torch.full((6,), 1.5, dtype=torch.float64)
-    what, *lines, _ = message(evidence(first, second), "replicas").splitlines()
-    assert what.startswith(f"what:   {bias} has a flaw, replica conflict: rank 1 differs from rank 0 in 6 of 6")
-    assert lines == [
-        f"where:  mode=tp, rank 1 of 2, step 0, phase backward, module layers.0.mlp.w2, tensor {bias}",
-        "error:  compared exactly: nothing is allowed to differ",
-        f"first:  grad_sync of layers.0.mlp.w2 in step 0: {bias}",
-        "causes: the ranks' values add up to the truth over tp=2: each holds one partial sum, never reduced",
-    ]
 
 
 STOOD = [

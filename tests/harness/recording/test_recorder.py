@@ -8,22 +8,16 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from fractions import Fraction
-from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
 
 from bench import workload
 from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import COLUMNS, Call, Event
-from harness.outcome.blocks import localize
 from harness.protocols import Axes
 from harness.recording.naming import axis_name
 from harness.recording.recorder import Recorder
-from harness.witnesses.measured import digest
-from tests.harness.recording.toy_calls import Part, a_call
+from tests.harness.recording.toy_calls import a_call
 
 CONTRACT = """
 case mode world_size rank step microbatch phase region op reduce_op axis group_size dtype shape payload_bytes
@@ -72,44 +66,6 @@ def test_times_are_microseconds_since_the_recorder_was_entered() -> None:
     assert long.duration_us >= 10_000 > short.duration_us > 0
     assert never.duration_us == 0
     assert [event.call_index for event in (long, short, never)] == [0, 1, 2]
-
-
-def summed(_: object, x: Tensor) -> Tensor:
-    """The sum over the ranks, in place."""
-    dist.all_reduce(x)
-    return x
-
-
-def noisy() -> dict[str, Tensor]:
-    """Losses, parameters and the random state after three steps of a model with dropout.
-
-    A recorder that drew one random number or changed one operation would show.
-    """
-    model, losses = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 8), Part(summed)), {}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(3):
-        loss = model(torch.randn(4, 8)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses[f"loss/{step}"] = loss.detach()
-    return losses | {name: p.detach() for name, p in model.named_parameters()} | {"random": torch.get_rng_state()}
-
-
-def test_recording_changes_no_bit_and_no_random_number(engine: InprocEngine) -> None:
-    """In every proof the check `recording` compares the outcomes; here is the random state, too."""
-
-    def program(rank: int, recorder: Recorder | None) -> Any:
-        with nullcontext() if recorder is None else recorder.on_rank(rank):
-            return localize(noisy())
-
-    bare = engine.run(program, None, world_size=2, seed=7)
-    with Recorder("", "tp", 2, {"tp": ((0, 1),)}) as recorder:
-        seen = engine.run(program, recorder, world_size=2, seed=7, observer=recorder)
-    assert recorder.events()
-    for one, other in zip(bare, seen, strict=True):
-        assert one.keys() == other.keys() and len(one) == 8
-        assert digest(one) == digest(other)
 
 
 def seconds(run: Callable[[], None]) -> float:

@@ -89,7 +89,7 @@ def test_equal_cases_are_run_once_and_the_words_that_repeat_a_run_name_what_is_u
     assert unusual.options == "--engine pool --device cuda"
 
 
-CASES = [f"{ONE} tp={tp} micro=1 steps=1 seed={seed}" for seed in range(4) for tp in (1, 2)]
+CASES = [f"{ONE} tp={tp} micro=1 steps=1 seed={seed}" for seed in range(2) for tp in (1, 2)]
 
 
 def told(case: Case, device: torch.device) -> dict[str, Tensor]:
@@ -124,7 +124,7 @@ def test_two_processes_write_the_folder_that_one_writes(tmp_path: Path) -> None:
     pd.testing.assert_frame_equal(verdicts, same)
     assert list(pd.read_csv(apart / "timings.csv")["case"].unique()) == [str(Case.parse(text)) for text in CASES]
     found = [re.fullmatch(r"(\d)\.\d\.(\d+)", path.name) for path in (tmp_path / "2").iterdir()]
-    by_seed = {seed: {one[2] for one in found if one and one[1] == seed} for seed in "0123"}
+    by_seed = {seed: {one[2] for one in found if one and one[1] == seed} for seed in "01"}
     assert all(len(processes) == 1 for processes in by_seed.values()), "what is one case to the dense model is together"
     assert len(set.union(*by_seed.values())) == 2
 

@@ -58,7 +58,7 @@ def test_memory_and_flops_are_those_of_the_formulas(claimed: str) -> None:
 
 @pytest.mark.parametrize("words", ["mode=tp-sp tp=2 positions=rope", "mode=tp tp=2 recompute=full"])
 def test_autograd_saves_the_bytes_that_it_saves_with_numbers(words: str, engine: InprocEngine) -> None:
-    case = Case.parse(f"{words} steps=1")
+    case = Case.parse(f"{words} layers=1 steps=1")
     run = execute(case, subject, engine, record=False, watch=True)
     assert tuple(rank.saved_bytes for rank in _dry(case)) == run.saved_bytes
 
@@ -126,7 +126,7 @@ def test_calls_that_are_wrong_on_shapes_are_told(
 
 
 def test_a_run_says_what_shapes_alone_cannot_tell(dry: DryEngine) -> None:
-    result = prove(Case.parse("mode=tp tp=2 dp=4 steps=1"), "parallel.subject:subject", dry)
+    result = prove(Case.parse("mode=tp tp=2 dp=4 layers=1 micro=1 steps=1"), "parallel.subject:subject", dry)
     assert result.verdict == "pass"
     unchecked = [text for verdict in result.verdicts for text in verdict.unchecked]
     assert "parameter_gradients: the dry engine has shapes and no numbers" in unchecked

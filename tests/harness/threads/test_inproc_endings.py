@@ -27,25 +27,6 @@ def usable(engine: InprocEngine) -> bool:
     return engine.run(programs.summed, world_size=3) == [programs.total(3)] * 3
 
 
-def test_a_raising_rank_ends_the_run_with_its_own_exception_as_the_cause(engine: InprocEngine) -> None:
-    error = ended(engine, raises, world_size=3)
-    first = raises.__code__.co_firstlineno
-    where = __file__[__file__.rfind("tests") :]
-    assert str(error) == (
-        f"rank 1 of 3 raised ValueError: bad shape ..., at {where}:{first + 2} in raises\n"
-        f"  rank 0: waits in all_reduce #0 of world (0 1 2): sum float32 2, at {where}:{first + 3} in raises\n"
-        f"  rank 1: raised: ValueError: bad shape ..., at {where}:{first + 2} in raises\n"
-        f"  rank 2: waits in all_reduce #0 of world (0 1 2): sum float32 2, at {where}:{first + 3} in raises"
-    )
-    cause = error.__cause__
-    assert type(cause) is ValueError and cause.args == ("bad shape\nsecond line",)
-    traceback = cause.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    assert traceback is not None and traceback.tb_frame.f_code is raises.__code__
-    assert isinstance(error, RankRaised) and error.ranks == (1,) and error.exit_status == 1
-
-
 def test_all_ranks_that_raise_are_listed(engine: InprocEngine) -> None:
     def program(rank: int) -> None:
         raise KeyError(rank)
