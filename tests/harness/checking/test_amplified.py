@@ -112,7 +112,7 @@ def test_what_an_optimizer_makes_of_gradients_leaps_where_these_do() -> None:
     assert wrong(spoiled, 1.2) == ["exp_avg_sq_after/5/w"], "by orders of magnitude"
 
 
-OVERFLOWS = "tp=2 layers=1 steps=3 lr=6.0 dtype=float16"
+OVERFLOWS = "tp=2 layers=1 steps=3 micro=1 lr=6.0 dtype=float16"
 """In the third step logits are beyond 65504, the largest number of float16."""
 DEAD = -math.inf, math.nan
 
