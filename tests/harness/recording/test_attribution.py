@@ -106,6 +106,22 @@ def test_a_backward_without_any_call_is_seen_too_and_one_that_no_optimizer_follo
     ]
 
 
+def test_two_optimizers_make_one_step() -> None:
+    def program(voice: Voice) -> None:
+        model = Model(voice)
+        optimizers = [sgd(layer) for layer in model.layers]
+        for _step in range(2):
+            model(input_BD()).sum().backward()
+            for optimizer in optimizers:
+                voice.say()
+                optimizer.step()
+
+    expected = [
+        site for step in range(2) for site in [*forward(step), *backward(step), *[(step, 0, "grad_sync", "")] * 2]
+    ]
+    assert told(record(program)) == expected
+
+
 def test_a_closure_runs_forward_and_backward_inside_the_step() -> None:
     def program(voice: Voice) -> None:
         model = Model(voice)
