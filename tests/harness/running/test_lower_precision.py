@@ -25,7 +25,7 @@ from tests.harness import own_words
 from tests.harness.own_words import Network
 from tests.harness.proofs import contradicted, proved, told, unchecked, verdict_of
 
-HERE = "tests/harness/running/test_lower_precision.py"
+HERE, SHORT = "tests/harness/running/test_lower_precision.py", "micro=1 steps=1"
 
 
 class Experts(Network):
@@ -61,7 +61,7 @@ def acts(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_experts_in_a_lower_dtype_are_named_and_have_its_limits(act: str, sizes: str, engine: InprocEngine) -> None:
-    result = proved(Experts(), f"{sizes} act={act}", engine)
+    result = proved(Experts(), f"{sizes} act={act} {SHORT}", engine)
     assert result.verdict == "pass", told(result)
     dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[act[:4]]
     said = f"errors below those of {dtype} (the {act.split('=')[1]} case uses {dtype}, which enters at "
@@ -73,14 +73,14 @@ def test_bfloat16_inside_is_no_excuse_for_a_factor_or_a_missing_sum(
     engine: InprocEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for act in ("tenth dtype=float32", "little"):  # 0.01 % is no rounding of float32
-        assert proved(Experts(), f"tp=2 dp=3 act={act}", engine, explain=False).verdict == "fail"
+        assert proved(Experts(), f"tp=2 dp=3 act={act} {SHORT}", engine, explain=False).verdict == "fail"
     whole = dist.all_reduce
 
     def summed(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         return None if tensor.dim() == 2 and tensor.shape[-1] == 12 else whole(tensor, *args, **kwargs)
 
     monkeypatch.setattr(dist, "all_reduce", summed)  # of the gradients of w1
-    result = proved(Experts(), "dp=3 act=bf16 dtype=float32", engine)
+    result = proved(Experts(), f"dp=3 act=bf16 dtype=float32 {SHORT}", engine)
     assert {"replicas", "parameter_gradients"} & contradicted(result)
     assert not any("rounding to bfloat16" in one.message for one in result.verdicts if one.verdict == "fail")
 
@@ -99,16 +99,16 @@ def sums_travel_in(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_sums_of_activations_that_travel_in_bfloat16(engine: InprocEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong unless stated, and named with the line."""
     sums_travel_in(torch.bfloat16, monkeypatch)
-    result = proved(Network(), "tp=2 dtype=float32", engine)
+    result = proved(Network(), f"tp=2 dtype=float32 {SHORT}", engine)
     messages = [verdict.message for verdict in result.verdicts if verdict.verdict == "fail"]
     said = f"causes: explained by rounding to bfloat16, which enters at {HERE}"
     assert messages and all(said in one for one in messages), messages
     stated = Network()
     stated.wire_dtype = "bfloat16"  # type: ignore[attr-defined]
-    result = proved(stated, "tp=2 dtype=float32", engine)
+    result = proved(stated, f"tp=2 dtype=float32 {SHORT}", engine)
     assert result.verdict == "pass", told(result)
     stated.factor = 1.2
-    assert proved(stated, "tp=2 dtype=float32", engine, explain=False).verdict == "fail"
+    assert proved(stated, f"tp=2 dtype=float32 {SHORT}", engine, explain=False).verdict == "fail"
 
 
 def test_gradients_that_are_rounded_behind_backward_are_no_part_of_the_model(
@@ -136,7 +136,7 @@ def test_gradients_that_are_rounded_behind_backward_are_no_part_of_the_model(
             return own_words.truth(case, device)
 
     for dtype in ("float64", "float32"):
-        result = proved(Rounding(), f"tp=2 dtype={dtype}", engine)
+        result = proved(Rounding(), f"tp=2 dtype={dtype} {SHORT}", engine)
         message = verdict_of(result, "parameter_gradients").message
         assert "causes: explained by rounding to bfloat16: all its numbers are ones of it" in message
 
@@ -179,7 +179,7 @@ def test_on_several_ranks_alone_it_is_wrong(
 ) -> None:
     """Nothing that the model has; where no run on one rank shows it, it stays unknown."""
     sums_travel_in(torch.float32, monkeypatch)
-    result = proved(Narrow(shy=shy), "tp=2 dp=3", engine)
+    result = proved(Narrow(shy=shy), f"tp=2 dp=3 {SHORT}", engine)
     assert result.verdict == verdict
     messages = [one.message for one in result.verdicts if one.verdict == verdict and one.check != "regrouping"]
     assert messages and all(f"float32, which enters at {HERE}" in one for one in messages)
@@ -213,14 +213,14 @@ def test_constants_that_both_sides_cast_are_no_excuse(
     monkeypatch.setattr(own_words, "weights", cast)
     monkeypatch.setattr(torch, "relu", lambda x: x.clamp_min(0) * torch.tensor(0.3))  # a table in float32
     subject = Cast()
-    assert proved(subject, "tp=2 dp=3", engine, truth=truth).verdict == "pass"
+    assert proved(subject, f"tp=2 dp=3 {SHORT}", engine, truth=truth).verdict == "pass"
     subject.wrong = True
-    wrong = proved(subject, "tp=2 dp=3", engine, truth=truth, explain=False)
+    wrong = proved(subject, f"tp=2 dp=3 {SHORT}", engine, truth=truth, explain=False)
     assert {"forward", "parameter_gradients"} <= contradicted(wrong)
 
 
-HOOKED = "dp=3 micro=1 hook=fp16_compress dtype=float32"
-MIXED = "dp=2 replicas=1 low=true"
+HOOKED = "dp=3 layers=1 micro=1 hook=fp16_compress dtype=float32"
+MIXED = "dp=2 replicas=1 low=true layers=1 micro=1"
 
 
 class Stating:
@@ -246,7 +246,7 @@ def scaled_on(ranks: range, share: float, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_wire_has_the_limits_of_its_dtype_where_it_is_stated(engine: InprocEngine) -> None:
     stated, unstated = (Stating(ddp, wire_dtype=dtype) for dtype in (lambda case: torch.float16, None))
-    result = proved(stated, "dp=3 hook=fp16_compress", engine)
+    result = proved(stated, "dp=3 layers=1 hook=fp16_compress", engine)
     assert result.verdict == "pass", told(result)
     by_check = {verdict.check: verdict.unchecked for verdict in result.verdicts}
     said = "errors below those of float16 (the subject states wire_dtype=float16)"
