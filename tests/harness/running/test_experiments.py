@@ -29,7 +29,7 @@ from suites.mutants.catalogue import MUTANTS
 from tests.harness import own_words
 
 BUGS = {mutant.name: mutant for mutant in MUTANTS}
-PLAIN, DIVIDED = "layers=1 hidden=16 heads=2 ffn=6 seq=10", "divided-by-micro-batches-again"
+PLAIN, DIVIDED = "layers=1 hidden=16 heads=2 ffn=6 seq=10 steps=1", "divided-by-micro-batches-again"
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ class OnlyTanh(own_words.Network):
 
 
 def test_a_subject_with_words_of_its_own_gets_its_own_words(result_of: Callable[..., RunResult]) -> None:
-    case = Vocabulary.of(own_words.WORDS).parse("tp=3 dp=2 act=tanh dtype=float32 steps=3")
+    case = Vocabulary.of(own_words.WORDS).parse("tp=3 dp=2 act=tanh dtype=float32 micro=1")
     assert when(result_of(OnlyTanh(), case), case) == ("only with dp=2 and act=tanh; right with dp=1, with act=relu")
 
 

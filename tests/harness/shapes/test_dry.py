@@ -119,7 +119,7 @@ _surplus.expected = subject.expected  # type: ignore[attr-defined]
 def test_calls_that_are_wrong_on_shapes_are_told(
     program: Any, check: str, words: tuple[str, str], dry: DryEngine
 ) -> None:
-    result = prove(Case.parse("mode=tp tp=2 steps=1"), program, dry)
+    result = prove(Case.parse("mode=tp tp=2 layers=1 micro=1 steps=1"), program, dry)
     failed = {verdict.check: verdict.message for verdict in result.verdicts if verdict.verdict == "fail"}
     assert list(failed) == [check]
     assert all(word in failed[check] for word in words)

@@ -22,6 +22,7 @@ from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RankRaised
 from harness.ledger import Call
 from tests.harness.engines.programs import Log
+from tests.harness.own_words import Reduced
 
 REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "SUM": operator.add,
@@ -237,24 +238,10 @@ def test_an_error_of_the_observer_ends_the_run(engine: InprocEngine) -> None:
         engine.run(lambda rank: dist.barrier(), world_size=2, observer=Broken())
 
 
-class Summed(torch.autograd.Function):
-    """all_reduce forward, identity backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_with_collectives_and_dropout(engine: InprocEngine, reentrant: bool) -> None:
     def half(x: Tensor, weight: Tensor) -> Tensor:
-        y: Tensor = nn.functional.dropout(torch.tanh(Summed.apply(x @ weight)), 0.5)
+        y: Tensor = nn.functional.dropout(torch.tanh(Reduced.apply(x @ weight, dist.group.WORLD)), 0.5)
         return y
 
     def program(rank: int, recompute: bool) -> tuple[Tensor, Tensor]:
