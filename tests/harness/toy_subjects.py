@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.checking.measures.measured import epsilon
 from harness.engines.engine import Engine, RunRequest
 from harness.errors import MachineError, RankDied, RankRaised, TimeLimit
 from harness.ledger import Observer
@@ -48,22 +47,6 @@ def wrong(case: Case, device: torch.device) -> dict[str, Tensor]:
     outcome = dense.subject(case, device)
     outcome["grad/head.weight" if "grad/head.weight" in outcome else "grad/final_norm.weight"] *= 2
     return outcome
-
-
-def noisy(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """Further from the truth than most runs are, and not further than rounding may carry some."""
-    return _scaled(case, device, 1 + 50 * epsilon(case.dtype))
-
-
-def lucky_control(case: Case, device: torch.device, *, parts: int = 0) -> dict[str, Tensor]:
-    """Hits the truth at first, and shows its rounding only in further runs."""
-    return _scaled(case, device, 1 - bool(parts) * 20 * epsilon(case.dtype))
-
-
-def _scaled(case: Case, device: torch.device, factor: float) -> dict[str, Tensor]:
-    """The truth with its numbers times a factor; counts stay as they are."""
-    true = dense.truth(case, device)
-    return {name: value * factor if value.is_floating_point() else value for name, value in true.items()}
 
 
 def in_set_order(case: Case, device: torch.device) -> dict[str, Tensor]:
