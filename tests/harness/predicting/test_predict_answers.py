@@ -53,7 +53,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_fills_the_memory(dry: DryEn
 
 
 def test_several_cases_are_one_table_the_fastest_first(capsys: pytest.CaptureFixture[str]) -> None:
-    """It says of which step it is, and what FSDP is called."""
+    """The table says of which step it is, and what FSDP is called."""
     texts = [f"{TINY} mode={mode} layers=1 tp={tp} dp=3 batch=3 micro=5" for mode in ("fsp", "tp") for tp in (2, 1)]
     assert main(["predict", *texts, "--cluster", "laptop"]) == 0
     told = capsys.readouterr().out

@@ -110,7 +110,7 @@ def test_no_orphan_and_no_file_is_left_when_the_driver_ends(tmp_path: Path, end:
 
 
 def test_a_driver_that_is_terminated_in_a_run_ends_without_a_word(tmp_path: Path) -> None:
-    """One of its ranks has died, and the other one asks it for what its store has not."""
+    """A rank has died, and the other one waits for a key of the driver's store."""
     forked, pids = driven(asks_the_store, tmp_path)
     forked.send(signal.SIGSTOP)  # it hears nothing of what happens now
     os.kill(pids[2], signal.SIGKILL)

@@ -1,7 +1,6 @@
 """A lower precision inside a case: named, judged by its limits, and no excuse for a bug.
 
-It is found by itself, or stated: DDP's hook, FSDP2's mixed precision. What they state right is proved as a system of
-`bench/systems.txt`, too.
+The precision is found, or stated: DDP's hook, FSDP2's mixed precision. Right ones are systems of `bench/systems.txt`.
 """
 
 from collections.abc import Mapping
@@ -256,7 +255,7 @@ def test_a_wire_has_the_limits_of_its_dtype_where_it_is_stated(engine: InprocEng
 
 @pytest.mark.parametrize("share", [0.0, 1.25])
 def test_a_stated_wire_hides_no_term(share: float, monkeypatch: pytest.MonkeyPatch, engine: InprocEngine) -> None:
-    """A rank whose term is left out, or weighs more. What is wrong is counted in the epsilons of float16."""
+    """A rank whose term is left out, or weighs more. Errors are counted in the epsilons of float16."""
     scaled_on(range(1), share, monkeypatch)
     result = proved(ddp.subject, HOOKED, engine)
     assert {"forward", "parameter_gradients"} <= contradicted(result)
