@@ -7,10 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from harness.checking.measures.measured import epsilon
 from harness.engines.engine import Engine, RunRequest
 from harness.errors import MachineError, RankDied, RankRaised, TimeLimit
 from harness.ledger import Observer
@@ -49,39 +46,6 @@ def wrong(case: Case, device: torch.device) -> dict[str, Tensor]:
     """Double one gradient."""
     outcome = dense.subject(case, device)
     outcome["grad/head.weight" if "grad/head.weight" in outcome else "grad/final_norm.weight"] *= 2
-    return outcome
-
-
-def noisy(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """Further from the truth than most runs are, and not further than rounding may carry some."""
-    return _scaled(case, device, 1 + 50 * epsilon(case.dtype))
-
-
-def lucky_control(case: Case, device: torch.device, *, parts: int = 0) -> dict[str, Tensor]:
-    """Hits the truth at first, and shows its rounding only in further runs."""
-    return _scaled(case, device, 1 - bool(parts) * 20 * epsilon(case.dtype))
-
-
-def _scaled(case: Case, device: torch.device, factor: float) -> dict[str, Tensor]:
-    """The truth with its numbers times a factor; counts stay as they are."""
-    true = dense.truth(case, device)
-    return {name: value * factor if value.is_floating_point() else value for name, value in true.items()}
-
-
-def distributed(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """The dense model's tensors as DTensors: columns sharded, rows sharded unevenly, terms of a sum, replicas."""
-    mesh = init_device_mesh(device.type, (case.dp, case.tp), mesh_dim_names=("dp", "tp"))
-    outcome: dict[str, Tensor] = dict(dense.subject(case, device))
-    for name in [name for name in outcome if name.startswith(("grad/", "param/"))]:
-        full = outcome[name]
-        sharded = distribute_tensor(full, mesh, (Replicate(), Shard(0)))
-        if name.startswith("param/"):
-            outcome[name] = sharded
-        elif full.dim() == 2:
-            outcome[name] = distribute_tensor(full, mesh, (Shard(1), Shard(0)))
-        else:
-            term = full * (1 + 2 * mesh.get_local_rank("tp")) / case.tp**2
-            outcome[name] = DTensor.from_local(term, mesh, (Replicate(), Partial("sum")), run_check=False)
     return outcome
 
 

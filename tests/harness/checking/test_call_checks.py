@@ -50,7 +50,7 @@ class Strided:
 unstated, stated, own_name = Strided(), Strided(order=STRIDED), Strided(dim="ring")
 
 
-CASE = Case.parse("mode=tp tp=2 dp=2 layers=1 hidden=16 heads=2 seq=4")
+CASE = Case.parse("mode=tp tp=2 dp=2 layers=1 hidden=16 heads=2 seq=4 micro=1 steps=1")
 TOY = "tests.harness.checking.test_call_checks:"
 ASKED = {"groups": CHECKS["groups"]}
 
@@ -125,7 +125,7 @@ def test_rank_lists_that_are_none_make_the_check_unknown_in_one_sentence(order: 
     assert "legal: " in message and "\n" not in message
 
 
-OVERLAPPED = Case.parse("mode=tp-sp tp=2 layers=1 hidden=16 heads=2 seq=4")
+OVERLAPPED = Case.parse("mode=tp-sp tp=2 layers=1 hidden=16 heads=2 seq=4 micro=1 steps=1")
 OF_CALLS = {name: CHECKS[name] for name in ("ledger", "waits", "overlap")}
 
 
@@ -191,7 +191,7 @@ def test_products_are_counted_on_the_ranks_thread_and_nothing_stays() -> None:
 
 def test_on_a_device_a_call_is_hidden_until_it_is_waited_for_in_process_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where calls are of the device "cuda": completion is no wait there."""
-    on_cpu, case = CollectiveMatcher._ledger_call, Case.parse("mode=tp-sp layers=1 steps=1")
+    on_cpu, case = CollectiveMatcher._ledger_call, Case.parse("mode=tp-sp layers=1 micro=1 steps=1")
 
     def promised(engine: InprocEngine) -> frozenset[tuple[int, int]] | None:
         return execute(case, subject, engine, record=False, watch=True, overlap=True).hidden

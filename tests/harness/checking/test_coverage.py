@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.cases import parse_cases
 from harness.checking.call_checks import SPLIT
 from harness.checking.coverage import coverage
 from harness.checking.evidence import PASS, UNKNOWN, Evidence, Finding, Verdict
@@ -20,8 +19,6 @@ from harness.errors import RequestError
 from harness.ledger import NO_UPDATE
 from harness.protocols import Subject
 from harness.running.proof import prove
-from harness.running.request import Request
-from harness.running.run import run
 from harness.running.store import Store
 from harness.subject import NamedSubject, left_out, named
 from reference.case import Case
@@ -209,14 +206,3 @@ def test_the_notes_of_a_run(tmp_path: Path, check: str, told: list[tuple[str, tu
         store.add(text, "", (), (one,), {})
     store.close()
     assert unchecked_notes(load(store.path)) == notes.splitlines()
-
-
-def test_a_run_states_that_its_corpus_is_repeated(tmp_path: Path) -> None:
-    corpus, text = tmp_path / "short.txt", "to be or not to be"
-    corpus.write_text(text)
-    words = f"mode=tp tp=2 layers=1 hidden=16 heads=2 seq=8 steps=1 micro=2 batch=2 vocab=300 data={corpus}"
-    right = named("tests.harness.toy_subjects:right")
-    told = unchecked_notes(load(run(Request(cases=parse_cases((words,)), subject=right, out=tmp_path / "runs")).path))
-    assert f"data: the case reads 33 tokens and the corpus holds {len(text) + 1}: it is repeated (1 case)" in told
-    missing = 300 - len(set(text)) - 1
-    assert any(f"({missing} of 300 rows never looked up; first or last of a shard: 0, " in note for note in told)

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from harness.checking.checks import CHECKS, examine
 from harness.checking.evidence import FAIL, PASS, UNKNOWN
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError
 from harness.predicting.figures import traffic
-from harness.running.result import CaseResult
 from harness.running.summary import summarize
 from harness.terms import Term, closed_forms
 from harness.witnesses.agreement import agreement, of_ledger
@@ -73,7 +73,7 @@ noted = Balanced(deviates={**DEVIATES, "grad/w1": "a second one"})
     ("stated", "dtype"), [(DEVIATES, "float64"), (lambda case: {"grad/w[2-9]": f" {DESIGN}\n"}, "float32")]
 )
 def test_a_stated_deviation_is_named_and_not_judged(stated: Any, dtype: str, engine: InprocEngine) -> None:
-    assert proved(Balanced(), f"{CASE} dtype={dtype}", engine).verdict == "fail"
+    assert proved(Balanced(), f"{CASE} dtype={dtype}", engine, explain=False).verdict == "fail"
     result = proved(Balanced(deviates=stated), f"{CASE} dtype={dtype}", engine)
     assert result.verdict == "pass", told(result)
     gradients = verdict_of(result, "parameter_gradients")
@@ -92,7 +92,8 @@ def test_a_stated_deviation_is_named_and_not_judged(stated: Any, dtype: str, eng
     ],
 )
 def test_it_hides_no_other_failure(subject: type[Balanced], bug: str, check: str, engine: InprocEngine) -> None:
-    assert verdict_of(proved(subject(bug=bug, deviates=DEVIATES), CASE, engine), check).verdict == "fail"
+    result = proved(subject(bug=bug, deviates=DEVIATES), CASE, engine, explain=False)
+    assert verdict_of(result, check).verdict == "fail"
 
 
 def test_one_that_does_not_occur_is_said(engine: InprocEngine) -> None:
@@ -127,7 +128,7 @@ def test_a_truth_that_applies_it_judges_its_tensors(engine: InprocEngine) -> Non
     gradients = verdict_of(right, "parameter_gradients")
     assert not gradients.unchecked and gradients.message.startswith("2 tensors agree")
     assert f"stated deviation that the truth applies: {DESIGN} (grad/w2)" in gradients.message
-    wrong = proved(Balanced(deviates={"grad/w2": (DESIGN, _applied(1.6))}), CASE, engine)
+    wrong = proved(Balanced(deviates={"grad/w2": (DESIGN, _applied(1.6))}), CASE, engine, explain=False)
     assert verdict_of(wrong, "parameter_gradients").verdict == "fail"
 
 
@@ -176,26 +177,22 @@ class Uneven:
         return terms(self.at, case.steps)
 
 
-def ledger(result: CaseResult) -> Any:
-    return verdict_of(result, "ledger")
+OF_CALLS = {"ledger": CHECKS["ledger"]}
 
 
 def test_a_rank_must_issue_what_its_coordinates_select() -> None:
-    result = proved(Uneven(), PLACED)
-    assert (ledger(result).verdict, ledger(result).message) == (PASS, "4 events a rank, as the closed form states")
+    result = proved(Uneven(), PLACED, checks=OF_CALLS)
+    (ledger,) = result.verdicts
+    assert (ledger.verdict, ledger.message) == (PASS, "4 events a rank, as the closed form states")
     assert {len([e for e in result.events if e.rank == rank]) for rank in (0, 1, 2, 3)} == {2}
-
-    wrong = ledger(proved(Uneven(at={"dp": 0}), PLACED))
-    assert wrong.verdict == FAIL and "ranks 0, 1 of 6" in wrong.message
-    everywhere = ledger(proved(Uneven(at={}), PLACED))
-    assert everywhere.verdict == FAIL and "ranks 0, 1, 2, 3 of 6" in everywhere.message
-    both = ledger(proved(Uneven(at={"dp": 2, "tp": 1}), PLACED))
-    assert both.verdict == FAIL and "rank 4 of 6" in both.message
+    assert result.evidence is not None
+    for at, ranks in (({"dp": 0}, (0, 1)), ({}, (0, 1, 2, 3)), ({"dp": 2, "tp": 1}, (4,))):
+        found = examine(replace(result.evidence, expectation=tuple(terms(at))), OF_CALLS)["ledger"]
+        assert (found.verdict, found.ranks) == (FAIL, ranks)
 
 
 def test_an_axis_that_the_mesh_does_not_have_is_the_authors_mistake() -> None:
-    result = proved(Uneven(at={"stage": 1}), PLACED)
-    (found,) = (verdict for verdict in result.verdicts if verdict.check == "expectation")
+    found = verdict_of(proved(Uneven(at={"stage": 1}), PLACED), "expectation")
     assert found.verdict == UNKNOWN
     assert "stage is no axis of the case's mesh; legal: tp" in found.message
     with pytest.raises(ValueError, match=r"at=.*places on dp are whole numbers from 0"):
@@ -204,7 +201,7 @@ def test_an_axis_that_the_mesh_does_not_have_is_the_authors_mistake() -> None:
 
 
 def test_everybody_reads_the_terms_of_a_rank() -> None:
-    result = proved(Uneven(), PLACED)
+    result = proved(Uneven(), PLACED, checks=OF_CALLS)
     forms = closed_forms(terms({"dp": 2}), range(6), PLACED.axes)
     assert [len(forms[rank].partial) for rank in range(6)] == [1, 1, 1, 1, 2, 2]
     rows = summarize(result.text, "tp", 6, result.events, terms({"dp": 2}), (), PLACED.axes)

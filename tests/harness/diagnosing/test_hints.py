@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.checking.checks import CHECKS, examine
+from harness.checking.checks import examine
 from harness.checking.evidence import Evidence
 from harness.diagnosing.diagnosis import explanation_of
 from harness.diagnosing.first_place import First
@@ -174,18 +174,6 @@ def test_factor_is_told_by_sizes_that_it_can_come_from(factors: dict[str, float]
 def test_a_loss_over_gathered_logits_is_told_by_its_logarithm() -> None:
     for extra, ids in ((math.log(2), ["more_classes"]), (0.97 * math.log(2), [])):
         assert ids_of(seen({"loss/0": truth()["loss/0"] + extra}, "mode=tp tp=2 seq=16 micro=1")) == ids
-
-
-def test_the_words_name_every_size_that_fits() -> None:
-    third = multiplied({BIAS: 1 / 3}, 3)
-    (cause,) = explanation_of(third, examine(third)).causes
-    assert cause.words == "it is 0.3333 x the truth, and micro=3: divided by it once more"
-    both = case("mode=tp tp=2 dp=2 seq=16 micro=1")
-    values = {**truth(), BIAS: truth()[BIAS] * 2}
-    doubled = evidence(*(outcome_of(rank % 2, values) for rank in range(4)), case=both)
-    numbers = {check: CHECKS[check] for check in ("parameter_gradients",)}
-    (cause,) = explanation_of(doubled, examine(doubled, numbers)).causes
-    assert (cause.id, "tp=2 or dp=2" in cause.words) == ("summed_twice", True)
 
 
 def told_rolled(change: Tensor | int) -> list[tuple[str, str]]:

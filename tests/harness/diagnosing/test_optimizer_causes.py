@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from harness.checking.checks import examine
-from harness.checking.evidence import Evidence
+from harness.checking.evidence import FAIL, Evidence
 from harness.diagnosing.diagnosis import diagnose
 from harness.diagnosing.first_place import First, first_place
 from harness.diagnosing.rules.optimizer.steps import from_states
@@ -234,12 +234,18 @@ def test_the_earlier_of_tensor_and_event_is_the_first_place() -> None:
         (altered(events(), 0, payload_bytes=8), "wrong_payload"),
         (altered(events(), 0, dtype="float32"), "wrong_payload"),
         (altered(events(), 0, region="head"), "wrong_place"),
+        (altered(events(), 0, phase="loss"), "wrong_place"),
+        (altered(events(), 0, group_size=4), "wrong_group"),
         (without(events(), region="head"), "missing_call"),
         (events() + events(TERMS[:1]), "extra_call"),
     ],
 )
 def test_a_call_made_otherwise_has_a_cause(wrong: tuple[Event, ...], cause: str) -> None:
-    assert ids_of(evidence(events=wrong)) == [cause]
+    """A call of the first rank alone has that rank."""
+    seen = evidence(events=wrong)
+    assert ids_of(seen) == [cause]
+    found = examine(seen)["ledger"]
+    assert found.verdict == FAIL and (len(wrong) != len(events()) or found.ranks == (0,))
 
 
 def test_what_is_sent_in_a_shorter_dtype_is_told_by_its_call() -> None:

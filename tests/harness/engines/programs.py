@@ -146,14 +146,19 @@ def makes_alone(rank: int) -> None:
 
 
 def wrapped(rank: int) -> list[float]:
-    """A step of DDP, whose reducer is C++, and of FSDP2; the gradients are means over the ranks."""
+    """A step of DDP, whose reducer is C++, and of FSDP2; the gradients are means over the ranks.
+
+    DDP begins with the weights of rank 0, which come first.
+    """
+    torch.manual_seed(rank)
     parallel = DistributedDataParallel(nn.Linear(2, 1, bias=False))
+    began = parallel.module.weight.flatten().tolist()
     parallel(torch.ones(1, 2) * (rank + 1)).sum().backward()
     sharded = nn.Linear(2, 2, bias=False)
     fully_shard(sharded)
     sharded(torch.ones(1, 2) * (rank + 1)).sum().backward()
     gradients = [parallel.module.weight.grad, cast(DTensor, sharded.weight.grad).full_tensor()]
-    return [float(value) for gradient in gradients for value in gradient.flatten()]
+    return [*began, *(float(value) for gradient in gradients for value in gradient.flatten())]
 
 
 def _refuse(gradient: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from harness.engines.engine import Engine, Unwaited
 from harness.errors import Desynchronised, RankRaised, RequestError, ShardproofError, TimeLimit
@@ -133,7 +134,9 @@ def test_works_that_nobody_waited_for_are_listed_and_still_completed(engine: Eng
 
 
 def test_torch_waits_for_its_own_works(engine: Engine) -> None:
-    assert engine.run(programs.wrapped, world_size=2) == [[1.5] * 6] * 2
+    torch.manual_seed(0)
+    first = torch.nn.Linear(2, 1, bias=False).weight.flatten().tolist()
+    assert engine.run(programs.wrapped, world_size=2) == [[*first, *[1.5] * 6]] * 2
     assert not engine.unwaited
 
 

@@ -23,13 +23,6 @@ CLUSTER = PRESETS["8xH100-NVLink-IB400"]
 TINY = "family=llama hidden=32 heads=4 kv_heads=2 ffn=32 vocab=64 seq=8 dtype=bfloat16"
 
 
-def test_the_table_says_of_which_step_it_is_and_what_fsdp_is_called(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["predict", f"{TINY} tp=2 dp=3 layers=1 mode=fsp batch=3 micro=5", "--cluster", "laptop"]) == 0
-    told = capsys.readouterr().out
-    assert f"a step: seq=8 batch=3 micro=5 on every data rank, {8 * 3 * 5 * 3} tokens on all" in told
-    assert "FSDP (ZeRO-3, FSDP2) is zero=3" in told
-
-
 def test_why_a_runner_up_lost_adds_up_to_what_it_is_slower(dry: DryEngine) -> None:
     told = predict(f"{TINY} tp=2 layers=1 seq=64 batch=4", subject, CLUSTER, dry)
     first, *others = told.rows.to_dict("records")
@@ -60,9 +53,12 @@ def test_what_does_not_fit_says_by_how_much_and_what_fills_the_memory(dry: DryEn
 
 
 def test_several_cases_are_one_table_the_fastest_first(capsys: pytest.CaptureFixture[str]) -> None:
-    texts = [f"{TINY} mode={mode} layers=1 tp={tp}" for mode in ("fsp", "tp") for tp in (2, 1)]
+    """The table says of which step it is, and what FSDP is called."""
+    texts = [f"{TINY} mode={mode} layers=1 tp={tp} dp=3 batch=3 micro=5" for mode in ("fsp", "tp") for tp in (2, 1)]
     assert main(["predict", *texts, "--cluster", "laptop"]) == 0
     told = capsys.readouterr().out
+    assert f"a step: seq=8 batch=3 micro=5 on every data rank, {8 * 3 * 5 * 3} tokens on all" in told
+    assert "FSDP (ZeRO-3, FSDP2) is zero=3" in told
     assert told.count("tokens/s/GPU") == told.count("Memory of a GPU") == told.count("fastest that fits") == 1
     table = told[told.index("tokens/s/GPU") :].split("\n\n", maxsplit=1)[0]
     rows = [line for line in table.splitlines()[2:] if line.startswith(("tp=", "mode="))]

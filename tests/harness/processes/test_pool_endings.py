@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -12,7 +13,7 @@ import pytest
 
 from harness.engines.processes.forked import pool
 from harness.engines.processes.forked.pool import PoolEngine
-from harness.errors import MachineError, RequestError
+from harness.errors import MachineError
 from tests.forked import Forked, started
 from tests.harness.engines.programs import asks_the_store, forever, parent_of, summed, total
 
@@ -35,12 +36,11 @@ def own_pid(rank: int) -> int:
     return os.getpid()
 
 
-def driver(kind: str, file: str) -> None:
-    """A driver of a pool that writes down its pool's processes and hangs in a run (`asks`: for the store)."""
-    with mock.patch.object(pool, "_HASH_SEEDS", (1,)):
-        engine = PoolEngine()
+def driver(program: Callable[[int], None], file: str) -> None:
+    """A driver of a pool that writes down its pool's processes and hangs in a run; an interruption closes the pool."""
+    with mock.patch.object(pool, "_HASH_SEEDS", (1,)), PoolEngine() as engine:
         Path(file).write_text(" ".join(map(str, family(engine))))
-        engine.run(asks_the_store if kind == "asks" else forever, world_size=2, timeout_s=600)
+        engine.run(program, world_size=2, timeout_s=600)
 
 
 def gone(pids: list[int]) -> bool:
@@ -67,7 +67,7 @@ def files_of(pids: list[int], folder: Path) -> set[str]:
     return {str(path) for path in folder.iterdir()} | named
 
 
-def test_closing_and_dropping_end_every_process_and_a_killed_server_is_replaced() -> None:
+def test_a_killed_server_is_replaced_and_dropping_an_engine_ends_every_process() -> None:
     engine = PoolEngine()
     pids = family(engine)
     os.kill(pids[0], signal.SIGKILL)
@@ -78,22 +78,16 @@ def test_closing_and_dropping_end_every_process_and_a_killed_server_is_replaced(
         results = engine.run(summed, world_size=2)
     assert results == [total(2)] * 2
     pids = family(engine)
-    engine.close()
-    assert gone(pids)
-    with pytest.raises(RequestError, match="the engine is closed"):
-        engine.run(summed, world_size=2)
-    engine = PoolEngine()
-    pids = family(engine)
     del engine
     gc.collect()
     assert gone(pids)
 
 
-def driven(kind: str, folder: Path) -> tuple[Forked, list[int]]:
+def driven(program: Callable[[int], None], folder: Path) -> tuple[Forked, list[int]]:
     """A driver that has begun its run, and its pool's processes: a server and two ranks."""
     file, temporary = folder / "pids", folder / "temporary"
     temporary.mkdir()
-    forked = started(driver, kind, str(file), folder=folder, environment={"TMPDIR": str(temporary)})
+    forked = started(driver, program, str(file), folder=folder, environment={"TMPDIR": str(temporary)})
     until_s = time.monotonic() + 60
     while not (file.exists() and file.read_text()) and forked.process.is_alive() and time.monotonic() < until_s:
         time.sleep(0.05)
@@ -105,7 +99,7 @@ def driven(kind: str, folder: Path) -> tuple[Forked, list[int]]:
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
 def test_no_orphan_and_no_file_is_left_when_the_driver_ends(tmp_path: Path, end: signal.Signals) -> None:
-    forked, pids = driven("waits", tmp_path)
+    forked, pids = driven(forever, tmp_path)
     everybody, folder = [forked.pid, *pids], tmp_path / "temporary"
     before = files_of(everybody, folder)
     forked.send(end)
@@ -115,12 +109,11 @@ def test_no_orphan_and_no_file_is_left_when_the_driver_ends(tmp_path: Path, end:
     assert status == -signal.SIGKILL or "KeyboardInterrupt" in forked.err
 
 
-@pytest.mark.parametrize(("kind", "dies"), [("waits", True), ("asks", False)])
-def test_a_driver_that_is_terminated_in_a_run_ends_without_a_word(tmp_path: Path, kind: str, dies: bool) -> None:
-    forked, pids = driven(kind, tmp_path)
+def test_a_driver_that_is_terminated_in_a_run_ends_without_a_word(tmp_path: Path) -> None:
+    """A rank has died, and the other one waits for a key of the driver's store."""
+    forked, pids = driven(asks_the_store, tmp_path)
     forked.send(signal.SIGSTOP)  # it hears nothing of what happens now
-    if dies:
-        os.kill(pids[2], signal.SIGKILL)
+    os.kill(pids[2], signal.SIGKILL)
     time.sleep(0.8)
     forked.send(signal.SIGTERM)
     forked.send(signal.SIGCONT)

@@ -1,13 +1,13 @@
 """The torchrun engine under its launcher, with the words of two nodes on this machine, and in SLURM's environment.
 
-A start costs seconds, so each launch serves several questions.
+A start of torchrun costs seconds, so it serves several questions; other ranks are forked.
 """
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,42 +22,39 @@ from harness.subject import named
 from reference.case import Case
 from reports.commands import cli
 from reports.stored import frames
+from shardproof.__main__ import main
 from tests import ROOT
+from tests.forked import started
 from tests.harness.programs.launched import environment, free_port
 
 LIMIT_S = 120.0
 TINY = "mode=tp tp=2 layers=1 hidden=16 heads=2 ffn=16 seq=8 micro=1 steps=1"
+Ended = tuple[int, str, str]
+"""Status, stdout and stderr of a process."""
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "TORCHELASTIC_", "GROUP_")
 
 
-def launched(commands: Sequence[Sequence[str]], folder: Path, **more: str) -> list[tuple[int, str, str]]:
-    """Start these commands of Python together; status, stdout and stderr of each."""
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    own = [{name: value.format(rank=rank) for name, value in more.items()} for rank in range(len(commands))]
-    started = [
-        subprocess.Popen([sys.executable, "-m", *words], cwd=folder, env=environment(folder, **own[rank]), **pipes)
-        for rank, words in enumerate(commands)
-    ]
-    try:
-        printed = [process.communicate(timeout=LIMIT_S) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    return [(process.returncode, *texts) for process, texts in zip(started, printed, strict=True)]
+def together(program: Callable[..., Any], words: Sequence[str], folder: Path, *ranks: dict[str, str]) -> list[Ended]:
+    """Call a program on all ranks, each with its words of the environment."""
+    processes = [started(program, [*words], folder=folder, environment=rank) for rank in ranks]
+    return [(process.ended(LIMIT_S), process.out, process.err) for process in processes]
 
 
-def torchrun(folder: Path, ranks: int, *words: str) -> tuple[int, str, str]:
+def torchrun(folder: Path, ranks: int, *words: str) -> Ended:
     """torchrun on one node."""
     port = ("--master-addr", "127.0.0.1", "--master-port", free_port())
-    (told,) = launched([("torch.distributed.run", "--nproc-per-node", str(ranks), *port, *words)], folder)
-    return told
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *port, *words]
+    done = subprocess.run(
+        command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
 
 
-def slurm(folder: Path, ranks: int, *words: str) -> list[tuple[int, str, str]]:
-    """The command as srun starts it."""
-    job = {"SLURM_PROCID": "{rank}", "SLURM_LOCALID": "{rank}", "SLURM_NTASKS": str(ranks)}
-    job |= {"SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_ID": free_port()}
-    return launched([words] * ranks, folder, **job)
+def slurm(folder: Path, ranks: int, *words: str) -> list[Ended]:
+    """A session of pytest as srun starts it."""
+    job = {"SLURM_NTASKS": str(ranks), "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_ID": free_port()}
+    places = [{**job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(ranks)]
+    return together(pytest.main, words, folder, *places)
 
 
 def ledger(run: Path) -> pd.DataFrame:
@@ -70,10 +67,9 @@ def ledger(run: Path) -> pd.DataFrame:
 @pytest.mark.slow
 def test_two_nodes_prove_a_case_and_rank_0_alone_tells(tmp_path: Path) -> None:
     """The words of torchrun as the agent of each node sets them: the ranks of both nodes are local rank 0."""
-    words = {"RANK": "{rank}", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    command = ["shardproof", "run", TINY, "--engine", "torchrun", "--out", "there"]
-    first, second = launched([command, command], tmp_path, **words, **meeting)
+    meeting = {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    command = ["run", TINY, "--engine", "torchrun", "--out", "there"]
+    first, second = together(main, command, tmp_path, *({**meeting, "RANK": rank} for rank in "01"))
     assert first[0] == second[0] == 0, first[2] + second[2]
     assert "pass" in first[1] and "[1/1] pass" in first[2]
     assert second[1] == "" and "shardproof" not in second[2]
@@ -125,7 +121,7 @@ def test_what_goes_wrong_is_told_and_the_world_goes_on(tmp_path: Path) -> None:
 @pytest.mark.deep("20 CPU seconds")
 def test_only_rank_0s_session_draws(tmp_path: Path) -> None:
     suites = str(ROOT / "suites" / "test_forward.py")
-    words = ("pytest", suites, "-q", "-p", "no:cacheprovider", "--engine", "torchrun", "--modes", "tp", "-k", "logits")
+    words = (suites, "-q", "-p", "no:cacheprovider", "--engine", "torchrun", "--modes", "tp", "-k", "logits")
     (status, out, err), other = slurm(tmp_path, 2, *words, "--hypothesis-seed=1")
     assert status == 0, out + err
     assert "1 passed" in out
@@ -133,7 +129,7 @@ def test_only_rank_0s_session_draws(tmp_path: Path) -> None:
 
 
 def test_slurm_serves_as_launcher_and_a_wrong_request_of_a_session_lets_the_serving_ranks_end(tmp_path: Path) -> None:
-    words = ("pytest", "--pyargs", "suites.test_forward", "--engine", "torchrun", "--worlds", "1")
+    words = ("--pyargs", "suites.test_forward", "--engine", "torchrun", "--worlds", "1")
     (status, out, err), other = slurm(tmp_path, 2, *words)
     assert (status, out) == (4, "")
     assert err == "ERROR: worlds=1: must be whole numbers above 1, comma separated; legal: --worlds 2,3\n\n"

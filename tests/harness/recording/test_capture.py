@@ -1,6 +1,5 @@
 """Captured and saved activations: those of autograd, counted once a storage, and no bit of a run changes."""
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -116,24 +115,6 @@ def test_the_wanted_micro_batch_is_found_when_its_backward_comes_last(reentrant:
     _, expected = by_hand(batch(0))
     for name in NAMES:
         torch.testing.assert_close(capture.gradients(0)[name], expected[name], rtol=1e-6, atol=1e-6)
-
-
-def test_ranks_are_kept_apart() -> None:
-    def program(rank: int) -> None:
-        with capture.on_rank(rank):
-            model(batch(rank)).square().sum().backward()
-
-    model = net()
-    with Capture() as capture:
-        threads = [threading.Thread(target=program, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
-    for rank in range(2):
-        outputs, _ = by_hand(batch(rank))
-        assert torch.equal(capture.outputs(rank)["layers.0"], outputs["layers.0"])
-    assert capture.outputs(2) == {}
 
 
 def test_an_argument_that_holds_itself_is_read_to_an_end() -> None:

@@ -1,24 +1,23 @@
-"""The recorder: the contract's columns and units, names of axes, wire bytes, no bit changed, and what it costs."""
+"""The recorder: the contract's columns and units, wire bytes, no bit changed, and what it costs.
+
+The axis of a group: by what the program called it, else by its ranks, and what is not certain of it.
+"""
 
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from fractions import Fraction
-from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
 
 from bench import workload
 from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import COLUMNS, Call, Event
-from harness.outcome.blocks import localize
+from harness.protocols import Axes
+from harness.recording.naming import axis_name
 from harness.recording.recorder import Recorder
-from harness.witnesses.measured import digest
-from tests.harness.recording.toy_calls import Part, a_call
+from tests.harness.recording.toy_calls import a_call
 
 CONTRACT = """
 case mode world_size rank step microbatch phase region op reduce_op axis group_size dtype shape payload_bytes
@@ -69,44 +68,6 @@ def test_times_are_microseconds_since_the_recorder_was_entered() -> None:
     assert [event.call_index for event in (long, short, never)] == [0, 1, 2]
 
 
-def summed(_: object, x: Tensor) -> Tensor:
-    """The sum over the ranks, in place."""
-    dist.all_reduce(x)
-    return x
-
-
-def noisy() -> dict[str, Tensor]:
-    """Losses, parameters and the random state after three steps of a model with dropout.
-
-    A recorder that drew one random number or changed one operation would show.
-    """
-    model, losses = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 8), Part(summed)), {}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(3):
-        loss = model(torch.randn(4, 8)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses[f"loss/{step}"] = loss.detach()
-    return losses | {name: p.detach() for name, p in model.named_parameters()} | {"random": torch.get_rng_state()}
-
-
-def test_recording_changes_no_bit_and_no_random_number(engine: InprocEngine) -> None:
-    """In every proof the check `recording` compares the outcomes; here is the random state, too."""
-
-    def program(rank: int, recorder: Recorder | None) -> Any:
-        with nullcontext() if recorder is None else recorder.on_rank(rank):
-            return localize(noisy())
-
-    bare = engine.run(program, None, world_size=2, seed=7)
-    with Recorder("", "tp", 2, {"tp": ((0, 1),)}) as recorder:
-        seen = engine.run(program, recorder, world_size=2, seed=7, observer=recorder)
-    assert recorder.events()
-    for one, other in zip(bare, seen, strict=True):
-        assert one.keys() == other.keys() and len(one) == 8
-        assert digest(one) == digest(other)
-
-
 def seconds(run: Callable[[], None]) -> float:
     """Processor time of a run, seconds."""
     start_s = time.process_time()
@@ -141,3 +102,96 @@ def test_recording_costs_little(capsys: pytest.CaptureFixture[str], engine: Inpr
         print(f"\nrecording on / off: {ratio:.3f} (median of 9, 16 calls)")
     assert {len(recorder.events()) for recorder in recorders} == {16}
     assert ratio < 1.5
+
+
+AXES = {"tp": ((0, 1), (2, 3)), "dp": ((0, 2), (1, 3)), "pp": ((0,), (1,), (2,), (3,))}
+
+
+EXPERTS = {
+    "tp": ((0, 1), (2, 3), (4, 5), (6, 7)),
+    "cp": tuple((rank,) for rank in range(8)),
+    "dp": ((0, 2), (1, 3), (4, 6), (5, 7)),
+    "pp": ((0, 4), (1, 5), (2, 6), (3, 7)),
+    "etp": tuple((rank,) for rank in range(8)),
+    "ep": ((0, 1), (2, 3), (4, 5), (6, 7)),
+    "edp": ((0, 2), (1, 3), (4, 6), (5, 7)),
+}
+"""tp=2 dp=2 pp=2 ep=2 etp=1: groups of Megatron-Core and meshes of torchtitan, worked out by hand."""
+
+
+KNOWN = [
+    ((0, 2), "mesh_dp", "dp"),
+    ((0, 1, 2, 3), "default_pg", "world"),
+    ((0, 3), "undefined", "0,3"),
+    ((2,), "undefined", "2"),
+    ((2,), "pp", "pp"),
+    ((0, 1), "TENSOR_MODEL_PARALLEL_GROUP", "tp"),
+    ((0, 2), "TENSOR_MODEL_PARALLEL_GROUP", "tp"),  # the check of groups compares the ranks
+    ((0, 1), "EXPERT_MODEL_PARALLEL_GROUP", "ep"),
+    ((0, 1), "experts", "ep"),
+    ((0, 2), "EXPERT_DATA_PARALLEL_GROUP_GLOO", "edp"),
+    ((0, 2), "DATA_PARALLEL_GROUP_WITH_CP", "dp"),
+    ((0, 1), "DATA_PARALLEL_GROUP_WITH_CP", "dp_cp"),
+    ((0, 1), "mesh_dp_shard", "dp_shard"),
+    ((0, 2), "mesh_dp_shard", "dp"),
+    ((0, 1, 2, 3), "MODEL_PARALLEL_GROUP", "tp_pp"),
+    ((0, 1), "PIPELINE_MODEL_PARALLEL_GROUP", "pp"),
+    ((0, 3), "EMBEDDING_GROUP", "embedding"),
+    ((0, 3), "mesh_stages", "stages"),
+]
+SPLIT = [
+    ((0, 1, 4, 5), "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP", "ep_pp"),
+    ((2, 3), "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", "ep"),
+    ((2,), "EXPERT_TENSOR_PARALLEL_GROUP", "etp"),
+    ((1, 3), "EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", "edp"),
+    ((0, 1), "TENSOR_AND_CONTEXT_PARALLEL_GROUP", "tp"),
+    ((1, 3), "DATA_PARALLEL_GROUP_WITH_CP_AG", "dp"),
+    ((1,), "INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", "intra_dp_cp"),
+    (tuple(range(8)), "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", "tp_dp_pp"),
+    ((0, 2), "mesh_batch", "dp"),
+    ((0, 2), "mesh_loss_mesh", "dp"),
+    ((0, 2), "mesh_dp_shard_cp", "dp"),
+    ((0, 2), "mesh_efsdp", "edp"),
+    ((0, 3), "mesh_batch", "dp"),  # other ranks than the axis has: the check of groups tells
+    ((0, 3), "DATA_LOADER_QUEUE", "dp_loader_queue"),
+    ((0, 3), "data_loader", "data_loader"),
+]
+WITHOUT_A_CASE = [
+    ("EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP", "etp_ep_pp_egtp"),
+    ("TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP", "tp_dp_cp"),
+    ("mesh_loss_mesh", "dp_cp"),
+    ("mesh_fsdp", "dp_shard_cp"),
+]
+
+
+@pytest.mark.parametrize(
+    ("axes", "group", "desc", "name"),
+    [
+        *((AXES, *row) for row in KNOWN),
+        *((EXPERTS, *row) for row in SPLIT),
+        *(({}, (0, 3), *row) for row in WITHOUT_A_CASE),
+    ],
+)
+def test_a_group_is_named_by_its_description_whatever_axes_have_the_same_ranks_else_by_its_ranks(
+    axes: Axes, group: tuple[int, ...], desc: str, name: str
+) -> None:
+    assert axis_name(group, desc, axes, 4 if axes is AXES else 8) == (name, "")
+
+
+@pytest.mark.parametrize(
+    ("group", "desc", "why"),
+    [((3, 1), "undefined", "its group has no description"), ((0, 2), "mesh_lanes", "is described as 'mesh_lanes'")],
+)
+def test_an_axis_that_the_ranks_alone_name_is_a_doubt(group: tuple[int, ...], desc: str, why: str) -> None:
+    name, doubt = axis_name(group, desc, AXES, 4)
+    assert name == "dp"
+    assert doubt.startswith("axis dp: ") and why in doubt
+
+
+def test_a_rank_list_that_two_axes_share_names_none_and_all_ranks_of_one_axis_name_it() -> None:
+    assert axis_name((0, 1), "default_pg", {"dp": ((0, 1),), "tp": ((0,), (1,))}, 2) == ("dp", "")
+    assert axis_name((0, 1), "undefined", {"dp": ((0, 1),)}, 2)[1] != ""
+    shared = {"tp": ((0, 1),), "wp": ((0, 1),)}
+    assert axis_name((0, 1), "default_pg", shared, 2) == ("world", "")
+    assert axis_name((0, 1), "wp", shared, 2) == axis_name((0, 1), "mesh_wp", shared, 2) == ("wp", "")
+    assert axis_name((0, 1), "", shared, 4) == ("0,1", "")

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-from harness.recording.recorder import Recorder
 from tests.harness.recording.toy_calls import (
     LEAVES,
     Block,
@@ -94,33 +93,6 @@ def test_micro_batches_whose_graphs_live_together_are_told_apart_in_backward() -
     sites = told(record(program))
     assert sites[:12] == forward(0, 0) + forward(0, 1) + forward(0, 2)
     assert sites[12:] == backward(0, 2) + backward(0, 0) + backward(0, 1)
-
-
-def test_every_rank_thread_has_its_own_numbers_and_modules() -> None:
-    def program(recorder: Recorder, rank: int, meet: threading.Barrier) -> None:
-        with recorder.on_rank(rank):
-            voice = Voice(recorder, rank)
-            for _ in range(10 * rank):
-                input_BD() * 2  # ranks' sequence numbers differ
-            model = Model(voice)
-            for _step in range(2):
-                meet.wait(10)
-                y_BD = model(input_BD())
-                meet.wait(10)
-                y_BD.sum().backward()
-
-    meet = threading.Barrier(3)
-    with Recorder("", "tp", 3, {}) as recorder:
-        threads = [threading.Thread(target=program, args=(recorder, rank, meet)) for rank in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
-    events = recorder.events()
-    assert [e.rank for e in events] == [0] * 16 + [1] * 16 + [2] * 16
-    for rank in range(3):
-        sites = told([e for e in events if e.rank == rank])
-        assert sites == forward() + backward() + forward(0, 1) + backward(0, 1)
 
 
 def test_backward_in_another_thread_finds_what_its_forward_made_and_what_it_made_itself() -> None:

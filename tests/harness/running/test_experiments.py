@@ -29,7 +29,7 @@ from suites.mutants.catalogue import MUTANTS
 from tests.harness import own_words
 
 BUGS = {mutant.name: mutant for mutant in MUTANTS}
-PLAIN, DIVIDED = "layers=1 hidden=16 heads=2 ffn=6 seq=10", "divided-by-micro-batches-again"
+PLAIN, DIVIDED = "layers=1 hidden=16 heads=2 ffn=6 seq=10 steps=1", "divided-by-micro-batches-again"
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ class OnlyTanh(own_words.Network):
 
 
 def test_a_subject_with_words_of_its_own_gets_its_own_words(result_of: Callable[..., RunResult]) -> None:
-    case = Vocabulary.of(own_words.WORDS).parse("tp=3 dp=2 act=tanh dtype=float32 steps=3")
+    case = Vocabulary.of(own_words.WORDS).parse("tp=3 dp=2 act=tanh dtype=float32 micro=1")
     assert when(result_of(OnlyTanh(), case), case) == ("only with dp=2 and act=tanh; right with dp=1, with act=relu")
 
 
@@ -93,10 +93,10 @@ def test_failures_from_one_place_share_the_line_of_the_simplest_and_nothing_is_s
 
 def test_experiments_end_with_their_budget(result_of: Callable[..., RunResult]) -> None:
     """A failure may take `when_s` seconds, and words that were not tried are named."""
-    case, start_s = Case.parse(f"{PLAIN} micro=3"), time.monotonic()
-    result = result_of(planted(BUGS[DIVIDED].sources()), case, when_s=1e-6)
+    case, start_s = Vocabulary.of(own_words.WORDS).parse("tp=2 dp=2 act=tanh"), time.monotonic()
+    result = result_of(OnlyTanh(), case, when_s=1e-6)
     assert time.monotonic() - start_s < 20
-    assert "no time was left to try mode, tp, " in when(result, case)
+    assert "no time was left to try " in when(result, case)
 
 
 def test_a_right_run_makes_no_experiment(result_of: Callable[..., RunResult], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,7 +176,7 @@ def told(engine: InprocEngine, subject: Network, case: str, truth: str = "") -> 
 def test_another_function_in_float32_fails_with_that_as_its_cause(
     engine: InprocEngine, share: float, dtype: str, truth: str
 ) -> None:
-    failed = told(engine, Drawn(share), f"tp=2 act=tanh dtype={dtype}", truth)
+    failed = told(engine, Drawn(share), f"tp=2 act=tanh dtype={dtype} micro=1 steps=1", truth)
     assert "truth" in failed and failed["truth"].verdict == "fail"
     what, _, error, _, causes, _ = failed["truth"].message.splitlines()
     assert "the dense model computes another function in float32 than in float64" in what
@@ -220,7 +220,7 @@ class Choosing(Cancelling):
 def test_amplified_rounding_and_a_choice_that_falls_otherwise_are_no_other_function(
     engine: InprocEngine, subject: Network
 ) -> None:
-    assert "truth" not in told(engine, subject, "tp=2 act=tanh dtype=float32")
+    assert "truth" not in told(engine, subject, "tp=2 act=tanh dtype=float32 micro=1 steps=1")
 
 
 def test_no_grouping_is_the_same_where_the_mathematics_depends_on_who_holds_what() -> None:

@@ -27,7 +27,7 @@ from tests.harness import own_words
 from tests.harness.own_words import CASES, Network, doubled, subject
 from tests.harness.proofs import failed
 
-OWN = "tests.harness.own_words:subject"
+OWN, SHORT = "tests.harness.own_words:subject", "tp=2 dp=3 micro=1 steps=1"
 
 
 @pytest.mark.parametrize(
@@ -46,9 +46,9 @@ def test_a_factor_in_the_loss_is_seen_beside_an_own_truth(engine: InprocEngine, 
 
 def test_alone_sees_what_only_several_ranks_do(engine: InprocEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_words.Copied, "backward", staticmethod(lambda ctx, gradient: (gradient, None)))
-    assert failed(shardproof.prove("tp=2 dp=3", subject, engine, truth="alone")) == set(), "x needs no gradient"
+    assert failed(shardproof.prove(SHORT, subject, engine, truth="alone")) == set(), "x needs no gradient"
     monkeypatch.setattr(own_words.Reduced, "forward", staticmethod(lambda ctx, x, group: x.clone()))
-    assert "forward" in failed(shardproof.prove("tp=2 dp=3", subject, engine, truth="alone"))
+    assert "forward" in failed(shardproof.prove(SHORT, subject, engine, truth="alone"))
 
 
 def raising(case: Any, device: torch.device) -> Mapping[str, Tensor]:
@@ -79,7 +79,7 @@ def test_a_value_beside_a_truth_of_zero_is_told_as_it_is(engine: InprocEngine, d
         def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
             return {"dropped/0": torch.full((3,), 0.125), **super().__call__(case, device)}
 
-    result = shardproof.prove(f"tp=2 dtype={dtype}", Off(), engine)
+    result = shardproof.prove(f"tp=2 micro=1 steps=1 dtype={dtype}", Off(), engine)
     assert failed(result) == {"forward"}, "zeros say nothing of another function"
     (message,) = [verdict.message for verdict in result.verdicts if verdict.check == "forward"]
     assert "dropped/0 differs from the dense model" in message and "finite" not in message

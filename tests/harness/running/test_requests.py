@@ -1,5 +1,9 @@
-"""Requests: one message for every wrong one; the cases that run by default, and the bugs they kill."""
+"""Requests: one message for every wrong one; the cases that run by default, and the bugs they kill.
 
+A variant is shown, and its cause named; a case that loads what another one saves follows it.
+"""
+
+import csv
 import os
 from pathlib import Path
 from typing import Any
@@ -7,13 +11,18 @@ from typing import Any
 import pytest
 import torch
 
+from harness.running.engines import ENGINES
+from harness.running.request import loading_what_exists
+from harness.running.sharing import arranged, together
 from harness.subject import named
+from reference.case import Case
 from reference.case.default_cases import default_cases
 from reference.language.modes import MODES
 from reports.commands import cli
 from reports.options import request as request_command
+from reports.stored import frames
 from suites.mutants.catalogue import HELD_BACK, MUTANTS, of_file
-from tests.harness.command_line import ONE, TOY, CommandLine
+from tests.harness.command_line import ONE, TOY, CommandLine, command_line
 
 
 def ahead(case: object, device: object) -> dict[str, Any]:
@@ -25,8 +34,8 @@ ahead.modes = ("ep", "tp", "cp")  # type: ignore[attr-defined]
 ahead.refuses = lambda case: "never"  # type: ignore[attr-defined]
 
 
-# Wrong requests: one message that names key, value, rule and something legal
-PROFILED = ("run", f"{ONE} steps=4", "--profile", "torch", "--profile-steps")
+# Wrong requests: one message that names key, value, rule and something legal; more are in `test_refused_at_once`
+PROFILED = ("run", f"{ONE} steps=4", "--profile", "torch", "--profile-steps", "3:3")
 
 
 def test_data_that_cannot_be_read_are_a_wrong_request(shardproof: CommandLine, tmp_path: Path) -> None:
@@ -44,17 +53,10 @@ def test_data_that_cannot_be_read_are_a_wrong_request(shardproof: CommandLine, t
     ("words", "said"),
     [
         ((), "required: COMMAND"),
-        (("explain", "a", "b"), "invalid choice: 'explain' (choose from"),
-        (("run", "--engine", "steam"), "invalid choice: 'steam' (choose from"),
         (("run", "--profile", "torch,vtune"), "profile=vtune: is not a witness; legal: torch,nsys"),
         (("run", "--profile", "nsys", "--engine", "dry"), "profile: dry ranks have shapes and no times"),
-        (("run", ONE, "--profile-steps", "0:1"), "profile-steps=0:1: chooses among the steps that --profile watches"),
-        (("run", ONE, "--profile", "nsys", "--profile-steps", "1"), "profile-steps=1: must be FIRST:END, steps from"),
         (("run", "--profile", ","), "profile=,: names no witness; legal: torch,nsys"),
-        ((*PROFILED, "3:3"), "profile-steps=3:3: holds no step, for END is not included; legal: 0:4"),
-        (("run", f"{ONE} steps=3", *PROFILED[1:], "2:4"), "has 3 steps, counted from 0; legal: 0:3"),
-        (("run", "--preset-experiment", "gpt5"), "preset-experiment=gpt5: is not known; legal: gpt3-857m-tp4"),
-        (("run", "--mode", "tp"), "unrecognized arguments: --mode"),
+        (PROFILED, "profile-steps=3:3: holds no step, for END is not included; legal: 0:4"),
         (("show", "a", "b"), "unrecognized arguments: b"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -139,3 +141,71 @@ KNOWN = {mutant.name: mutant for mutant in (*MUTANTS, *HELD_BACK, *of_file("test
 def test_every_known_mutant_finds_a_default_case_that_can_show_it() -> None:
     cases = default_cases()
     assert [name for name, mutant in KNOWN.items() if not any(map(mutant.shows, cases))] == []
+
+
+SMALL = "family=internlm2 vocab=264 layers=1 steps=1 micro=1 seq=8 heads=4 kv_heads=2 hidden=16 ffn=32 tp=2"
+
+
+@pytest.fixture
+def on_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    """The real engine: it takes two ranks to show a deviation."""
+    engine = ENGINES["inproc"]
+    line = command_line(tmp_path, monkeypatch, capsys)
+    monkeypatch.setitem(ENGINES, "inproc", engine)
+    return line
+
+
+def test_default_cases_are_made_to_show_it_and_fail_with_its_cause(
+    on_ranks: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first case of each mode; modes without the deviation are left out, the words it needs are set."""
+    cases = tuple(f"mode={mode} {SMALL} seed={seed}" for mode in ("tp", "msp", "isp") for seed in (0, 1))
+    monkeypatch.setattr(request_command, "default_cases", lambda *_, **__: tuple(map(Case.parse, cases)))
+    status, out, _ = on_ranks("run", "--variant", "flat-dim1", "--modes", "tp,msp,isp")
+    assert status == 1
+    (text,) = frames.load("runs/latest").cases["case"]
+    case = Case.parse(text)
+    assert (case.mode, case.variant, case.packed, case.embedding) == ("msp", "flat-dim1", False, "hidden")
+    assert "a collective over tp along dim 1 that works along dim 0" in out
+
+
+def test_a_case_that_is_given_keeps_its_words(on_ranks: CommandLine) -> None:
+    status, out, _ = on_ranks("run", f"mode=msp {SMALL} seed=4", "--variant", "norm-average")
+    assert status == 1
+    (text,) = frames.load("runs/latest").cases["case"]
+    assert Case.parse(text) == Case.parse(f"mode=msp {SMALL} seed=4 variant=norm-average")
+    with Path("runs/latest/errors.csv").open(newline="") as file:
+        *tensors, first = csv.DictReader(file)
+    wrong = [row["name"] for row in tensors if float(row["error"]) > float(row["allowed"])]
+    assert wrong[0] == "grad/final_norm.weight", "in the order of backward"
+    assert f"first:  {first['phase']} of {first['region']}: {wrong[0]}" in out
+
+
+def test_what_no_default_case_can_show_is_a_wrong_request(shardproof: CommandLine) -> None:
+    refused = shardproof.refused("run", "--modes", "tp", "--variant", "flat-dim1")
+    assert "variant=flat-dim1: no default case of these modes can show it" in refused
+    assert not Path("runs").exists()
+
+
+SAVES = Case.parse("tp=2 layers=1 micro=3 steps=1 optimizer=adamw save=ck")
+LOADS = Case.parse("tp=2 dp=2 layers=1 micro=3 steps=1 optimizer=adamw load=ck")
+OTHERS = [Case.parse(f"tp=2 layers=1 micro=3 steps=1 seed={seed}") for seed in (1, 2, 3)]
+
+
+def test_it_is_in_the_group_of_the_case_that_saves() -> None:
+    cases = [OTHERS[0], SAVES, OTHERS[1], LOADS, OTHERS[2]]
+    assert together(cases) == [[0], [1, 3], [2], [4]]
+    assert together([LOADS, SAVES]) == [[0], [1]], "what it loads is there before the run"
+    assert loading_what_exists(cases) == [OTHERS[0], SAVES, OTHERS[1], OTHERS[2]]
+
+
+def test_the_order_of_a_default_run_keeps_it_behind() -> None:
+    found = arranged([LOADS.but(load="elsewhere"), *OTHERS, SAVES, LOADS])
+    assert found.index(LOADS) == found.index(SAVES) + 1
+
+
+def test_a_run_saves_and_loads_in_one_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes, folder = "hidden=16 heads=4 kv_heads=4 ffn=28 vocab=268 seq=8 batch=3", tmp_path / "ck"
+    texts = [f"{sizes} {case}".replace("=ck", f"={folder}") for case in (SAVES, LOADS)]
+    assert cli.main(["run", *texts, "--out", str(tmp_path / "runs")]) == 0
+    assert "2 cases: 2 pass" in capsys.readouterr().out

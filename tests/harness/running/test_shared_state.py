@@ -12,13 +12,12 @@ from harness.running import shared_state
 from harness.running.request import Request
 from harness.running.result import CaseResult
 from harness.running.run import proving
-from harness.running.shared_state import keepers, searching
+from harness.running.shared_state import keepers
 from harness.subject import named
 
 SUBJECTS = "tests.harness.running.subjects.sharing"
 STATELESS = "tests.harness.running.subjects.stateless"
 KEEPER = "tests.harness.running.subjects.shared_groups"
-CASE = Vocabulary.of({"micro": 1}).parse("dp=2")
 
 
 @pytest.fixture
@@ -34,11 +33,11 @@ def asked(monkeypatch: pytest.MonkeyPatch, pool: PoolEngine) -> list[str]:
     return found
 
 
-def results(name: str, count: int = 1) -> list[CaseResult]:
+def results(address: str, count: int = 1, words: str = "dp=2") -> list[CaseResult]:
     """The case proved as a command does it, `count` times."""
-    subject = named(f"{SUBJECTS}:{name}")
-    with proving(Request(cases=(CASE,) * max(2, count), subject=subject)) as prove:
-        return [prove(CASE) for _ in range(count)]
+    case = Vocabulary.of({"micro": 1}).parse(words)
+    with proving(Request(cases=(case,) * max(2, count), subject=named(address))) as prove:
+        return [prove(case) for _ in range(count)]
 
 
 def causes(result: CaseResult) -> list[str]:
@@ -49,7 +48,7 @@ def causes(result: CaseResult) -> list[str]:
 
 @pytest.mark.slow
 def test_a_case_that_passes_on_processes_names_the_modules_that_per_rank_needs(asked: list[str]) -> None:
-    (result,) = results("mixing")
+    (result,) = results(f"{SUBJECTS}:mixing")
     assert result.verdict == FAIL and asked == ["asked"]
     told = "ranks share state here because they are threads: with --engine pool this case passes; legal: "
     assert causes(result)
@@ -59,10 +58,8 @@ def test_a_case_that_passes_on_processes_names_the_modules_that_per_rank_needs(a
 
 @pytest.mark.slow
 def test_a_context_that_changes_torch_for_the_process_belongs_in_the_session(asked: list[str]) -> None:
-    subject = named("tests.harness.running.subjects.own_loss_parallel:subject")
-    case = Vocabulary.of({"micro": 1}).parse("tp=2")
-    with proving(Request(cases=(case,), subject=subject)) as prove:
-        result = prove(case)
+    """The search for modules ends without an answer."""
+    (result,) = results("tests.harness.running.subjects.own_loss_parallel:subject", words="tp=2")
     assert result.verdict == FAIL and asked == ["asked"]
     (line,) = causes(result)
     assert "with --engine pool this case passes; legal: subject.session = torch.distributed.tensor.parallel" in line
@@ -70,9 +67,12 @@ def test_a_context_that_changes_torch_for_the_process_belongs_in_the_session(ask
     assert "if --engine pool passes" not in result.verdicts[0].message
 
 
-@pytest.mark.slow
-def test_what_is_wrong_on_processes_too_keeps_its_own_cause_and_is_asked_once_a_run(asked: list[str]) -> None:
-    first, second = results("wrong", 2)
+def test_what_is_wrong_on_processes_too_keeps_its_own_cause_and_is_asked_once_a_run(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No module is looked for: the other process need not be there."""
+    monkeypatch.setattr(shared_state, "searching", lambda *_, **__: nullcontext())
+    first, second = results(f"{SUBJECTS}:wrong", 2)
     assert asked == ["asked"] and first.verdict == second.verdict == FAIL
     assert causes(first) == causes(second)
     assert "2 x the truth" in causes(first)[0] and "share state" not in "".join(causes(first))
@@ -80,17 +80,11 @@ def test_what_is_wrong_on_processes_too_keeps_its_own_cause_and_is_asked_once_a_
 
 def test_right_runs_and_subjects_without_such_modules_are_never_asked(asked: list[str]) -> None:
     for name, verdict in (("right", PASS), ("wrong", FAIL)):
-        with proving(Request(cases=(CASE,), subject=named(f"{STATELESS}:{name}"))) as prove:
-            assert prove(CASE).verdict == verdict
+        (result,) = results(f"{STATELESS}:{name}")
+        assert result.verdict == verdict
     assert asked == []
 
 
 def test_modules_that_keep_state_are_found_by_what_they_do() -> None:
-    assert keepers(f"{SUBJECTS}:mixing") == (KEEPER,)
-    assert keepers(f"{STATELESS}:right") == ()
-
-
-@pytest.mark.slow
-def test_a_search_without_an_answer_ends_in_time() -> None:
-    with searching(CASE, named(f"{SUBJECTS}:wrong"), limit_s=20.0) as needed:
-        assert needed() == ()
+    for address, found in ((f"{SUBJECTS}:mixing", (KEEPER,)), (f"{STATELESS}:right", ())):
+        assert keepers(named(address).address) == found  # once it is imported

@@ -40,7 +40,7 @@ def test_a_run_under_an_untested_torch_works_and_notes_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Any
 ) -> None:
     monkeypatch.setattr(lookup, "TESTED", ((2, 1), (2, 2)))
-    assert cli.main(["run", "mode=tp tp=2", "--out", str(tmp_path)]) == 0
+    assert cli.main(["run", "tp=2 layers=1 seq=8 micro=1 steps=1", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert f"note: torch {torch.__version__} was not tested: shardproof was tested with 2.1 to 2.2" in printed
     assert "was not tested" in (tmp_path / "latest" / "env.json").read_text()

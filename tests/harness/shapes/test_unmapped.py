@@ -17,10 +17,10 @@ from harness.engines.shapes.dry import DryEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.ledger import OTHER
 from harness.running.proof import prove
-from harness.running.result import CaseResult
 from parallel.subject import subject as right
 from reference.case import Case
 from tests.harness.engines.programs import Log
+from tests.harness.proofs import verdict_of
 from tests.harness.recording.toy_calls import recorded
 
 SWAP, VOID = "shardproof_swap_", "shardproof_void_"
@@ -66,7 +66,7 @@ class _Issuing:
 
 
 swapping, voiding = _Issuing(SWAP), _Issuing(VOID)
-_CASES = (Case.parse("preset=tiny-internlm2 mode=mtp tp=2"), Case.parse("mode=tp tp=2"))
+_CASES = [Case.parse(f"mode={mode} tp=2 layers=1 micro=1 steps=1") for mode in ("mtp", "tp")]
 
 
 def test_the_schema_tells_group_and_payload(engine: InprocEngine) -> None:
@@ -86,7 +86,7 @@ def test_only_the_case_that_issues_it_is_unknown_and_its_message_names_it(
 ) -> None:
     one, other = (prove(case, swapping, engine=request.getfixturevalue(name)) for case in _CASES)
     ledger = verdict_of(one, "ledger")
-    assert ledger[0] == UNKNOWN and f"c10d::{SWAP}" in ledger[1] and "test_unmapped.py" in ledger[1]
+    assert ledger.verdict == UNKNOWN and f"c10d::{SWAP}" in ledger.message and "test_unmapped.py" in ledger.message
     numbers = {verdict.check: verdict.verdict for verdict in one.verdicts if verdict.check != "ledger"}
     assert set(numbers.values()) == {PASS} and one.verdict == UNKNOWN
     assert other.verdict == PASS
@@ -96,9 +96,9 @@ def test_an_operator_that_threads_cannot_compute_is_unknown_by_name_and_the_next
     engine: InprocEngine,
 ) -> None:
     one, other = (prove(case, voiding, engine=engine) for case in _CASES)
-    verdict, message = verdict_of(one, "run")
-    assert verdict == UNKNOWN and not one.machine
-    assert f"c10d::{VOID}" in message and "legal: --engine pool" in message
+    run = verdict_of(one, "run")
+    assert run.verdict == UNKNOWN and not one.machine
+    assert f"c10d::{VOID}" in run.message and "legal: --engine pool" in run.message
     assert other.verdict == PASS
 
 
@@ -127,8 +127,3 @@ def test_a_gather_into_one_tensor_is_a_gather(engine: InprocEngine) -> None:
     assert engine.run(gathers, world_size=2, observer=kept) == [[], [1.0] * 4 + [2.0] * 4]
     for rank in range(2):
         assert [(call.op, call.peer, call.payload_bytes) for call in kept.of(rank)] == [("gather", 1, 16)]
-
-
-def verdict_of(result: CaseResult, check: str) -> tuple[str, str]:
-    """Verdict and message of a check."""
-    return next((v.verdict, v.message) for v in result.verdicts if v.check == check)

@@ -1,4 +1,7 @@
-"""Calls and groups of the in-process engine: promises that gloo leaves open, and the events of an observer."""
+"""Calls and groups of the in-process engine: promises that gloo leaves open, and the events of an observer.
+
+torch's wrappers are subjects of `bench/systems.txt`, whose quick cells are tests.
+"""
 
 import functools
 import operator
@@ -8,16 +11,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import destroy_process_group, init_process_group, split_group
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RankRaised
 from harness.ledger import Call
 from tests.harness.engines.programs import Log
+from tests.harness.own_words import Reduced
 
 REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "SUM": operator.add,
@@ -49,19 +54,6 @@ def test_reductions_are_in_rank_order_and_rounded_after_every_step(
     if op == "SUM":
         exact = torch.stack([noise(rank, torch.bfloat16).float() for rank in range(4)]).sum(0).bfloat16()
         assert not torch.equal(exact, expected[2]), "one rounding at the end is another sum"
-
-
-def test_runs_of_any_size_give_the_same_bits_every_time(engine: InprocEngine) -> None:
-    def program(rank: int) -> Tensor:
-        x = torch.randn(64) * (rank + 1)
-        for _ in range(3):
-            dist.all_reduce(x)
-            x = torch.tanh(x) + rank
-        return x
-
-    for world_size in (8, 2):
-        first, second = (engine.run(program, world_size=world_size) for _ in range(2))
-        assert all(map(torch.equal, first, second))
 
 
 def test_two_hundred_and_fifty_six_ranks(engine: InprocEngine) -> None:
@@ -246,3 +238,25 @@ def test_an_error_of_the_observer_ends_the_run(engine: InprocEngine) -> None:
 
     with pytest.raises(Exception, match="rank 0 of 2 raised LookupError: no ledger"):
         engine.run(lambda rank: dist.barrier(), world_size=2, observer=Broken())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_with_collectives_and_dropout(engine: InprocEngine, reentrant: bool) -> None:
+    def half(x: Tensor, weight: Tensor) -> Tensor:
+        y: Tensor = nn.functional.dropout(torch.tanh(Reduced.apply(x @ weight, dist.group.WORLD)), 0.5)
+        return y
+
+    def program(rank: int, recompute: bool) -> tuple[Tensor, Tensor]:
+        x = torch.linspace(-1, 1, 48).view(6, 8).requires_grad_()
+        weight = torch.linspace(-2, 3, 128).view(8, 16).requires_grad_()
+        dist.barrier()
+        y = checkpoint(half, x, weight, use_reentrant=reentrant) if recompute else half(x, weight)
+        dist.barrier()
+        y.square().sum().backward()
+        assert weight.grad is not None
+        return y.detach(), weight.grad
+
+    plain, recomputed = (engine.run(program, recompute, world_size=3) for recompute in (False, True))
+    for one, other in zip(plain, recomputed, strict=True):
+        assert torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
+        assert one[0].count_nonzero() < one[0].numel()

@@ -1,17 +1,25 @@
-"""Ranks that raise, hang, or misuse the in-process engine: one error of the right branch, and the engine goes on."""
+"""Ranks that raise, hang, or misuse the in-process engine: one error of the right branch, and the engine goes on.
+
+Threads that a rank starts are in its world; a rank that is blocked by another one outside of calls ends in time.
+"""
 
 import queue
 import signal
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from harness.engines.threads.inproc import InprocEngine
-from harness.errors import RankRaised, RequestError, TimeLimit
+from harness.errors import NotComputed, RankRaised, RequestError, TimeLimit
+from harness.running.ranks.execution import execute
+from reference.case import Case
 from tests.harness.engines import out_of_step, programs
 from tests.harness.engines.test_conformance import ended
 
@@ -25,25 +33,6 @@ def raises(rank: int) -> None:
 def usable(engine: InprocEngine) -> bool:
     """The engine runs a right program after whatever came before."""
     return engine.run(programs.summed, world_size=3) == [programs.total(3)] * 3
-
-
-def test_a_raising_rank_ends_the_run_with_its_own_exception_as_the_cause(engine: InprocEngine) -> None:
-    error = ended(engine, raises, world_size=3)
-    first = raises.__code__.co_firstlineno
-    where = __file__[__file__.rfind("tests") :]
-    assert str(error) == (
-        f"rank 1 of 3 raised ValueError: bad shape ..., at {where}:{first + 2} in raises\n"
-        f"  rank 0: waits in all_reduce #0 of world (0 1 2): sum float32 2, at {where}:{first + 3} in raises\n"
-        f"  rank 1: raised: ValueError: bad shape ..., at {where}:{first + 2} in raises\n"
-        f"  rank 2: waits in all_reduce #0 of world (0 1 2): sum float32 2, at {where}:{first + 3} in raises"
-    )
-    cause = error.__cause__
-    assert type(cause) is ValueError and cause.args == ("bad shape\nsecond line",)
-    traceback = cause.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    assert traceback is not None and traceback.tb_frame.f_code is raises.__code__
-    assert isinstance(error, RankRaised) and error.ranks == (1,) and error.exit_status == 1
 
 
 def test_all_ranks_that_raise_are_listed(engine: InprocEngine) -> None:
@@ -160,3 +149,83 @@ def test_a_message_between_two_ranks_is_told_with_peer_and_tag(engine: InprocEng
         f"  rank 0: waits in send #0 of world (0 1): float32 3 to rank 1 tag 7, at {file}:{first + 2} in tags_differ",
         f"  rank 1: waits in recv #0 of world (0 1): float32 3 from rank 0 tag 8, at {file}:{first + 4} in tags_differ",
     ]
+
+
+SHARED = ThreadPoolExecutor(1)
+LOCK = threading.Lock()
+
+
+def _summed(value: float, group: Any = None) -> float:
+    tensor = torch.full((2,), value)
+    dist.all_reduce(tensor, group=group)
+    return tensor[0].item()
+
+
+def _in_thread(function: Callable[[], Any]) -> Any:
+    """Result of a function in a thread of its own."""
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_threads_and_executors_call_for_their_rank_and_have_its_groups_and_meshes(engine: InprocEngine) -> None:
+    def program(rank: int) -> tuple[Any, ...]:
+        group = dist.new_group([0, 2])
+        mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
+        of_mesh = _in_thread(lambda: (dist.get_rank(), mesh.get_group().size(), mesh.get_local_rank()))
+        twice = _in_thread(lambda: [_summed(rank), _summed(rank + 1), _in_thread(lambda: _summed(rank + 2))])
+        with ThreadPoolExecutor(2) as executor:
+            later = executor.submit(_summed, rank + 1)
+            between = [_summed(1), later.result()]
+            pair = executor.submit(_summed, rank, group).result() if rank != 1 else 2.0
+        return of_mesh, twice, sorted(between), pair, SHARED.submit(dist.get_rank).result(), _summed(rank)
+
+    for rank, found in enumerate(engine.run(program, world_size=3)):
+        assert found == ((rank, 3, rank), [3.0, 6.0, 9.0], [3.0, 6.0], 2.0, rank, 3.0)
+
+
+def test_a_backward_in_a_thread_and_the_phase_that_the_rank_is_in_are_its_own(engine: InprocEngine) -> None:
+    def subject(case: Case, device: torch.device) -> dict[str, torch.Tensor]:
+        weight = torch.ones(2, requires_grad=True)
+        _in_thread((weight * (dist.get_rank() + 1)).sum().backward)
+        assert weight.grad is not None
+        _in_thread(lambda: dist.all_reduce(weight.grad))
+        return {"grad/weight": weight.grad}
+
+    run = execute(Case.parse("mode=tp tp=2"), subject, engine, text="")
+    assert [(event.rank, event.op, event.payload_bytes) for event in run.events] == [
+        (0, "all_reduce", 8),
+        (1, "all_reduce", 8),
+    ]
+
+
+def test_calls_that_a_rank_would_have_to_make_at_once_are_left_to_the_pool(engine: InprocEngine) -> None:
+    def program(rank: int) -> None:
+        group = dist.new_group([0, 1])
+        thread = threading.Thread(target=_summed, args=(1.0, group), name="reducer")
+        thread.start()
+        if rank == 1:
+            thread.join()
+        dist.barrier()
+        thread.join()
+
+    with pytest.raises(NotComputed, match="rank 0 calls all_reduce in thread 'reducer' .*; legal: --engine pool"):
+        engine.run(program, world_size=2)
+    assert engine.run(lambda rank: _in_thread(lambda: _summed(rank)), world_size=2) == [1.0, 1.0]
+
+
+def test_a_rank_that_waits_for_a_lock_of_another_is_named_with_the_engine_that_works(engine: InprocEngine) -> None:
+    def program(rank: int) -> None:
+        with LOCK:
+            dist.barrier()
+
+    try:
+        with pytest.raises(TimeLimit) as caught:
+            engine.run(program, world_size=2, timeout_s=0.3)
+    finally:
+        if LOCK.locked():
+            LOCK.release()
+    assert caught.value.cause.startswith("no end within 0.3 s: rank 1 is blocked at ")
+    assert "test_inproc_endings.py:" in caught.value.cause and "; legal: --engine pool" in caught.value.cause

@@ -39,27 +39,18 @@ def test_a_missing_module_is_named_and_a_missing_object_brings_the_nearest_name(
 def test_name_offered_is_modules_own_and_not_one_it_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_importing_subject.py").write_text("import torch\nfrom pathlib import Path\ndef train(): ...\n")
-    (tmp_path / "my_empty_subject.py").write_text("")
     with pytest.raises(RequestError, match="has no 'torc'; legal: my_importing_subject:train"):
         resolve("my_importing_subject:torc")
-    with pytest.raises(RequestError, match="has no 'subject'; it defines nothing; legal: subject"):
-        resolve("my_empty_subject:subject")
 
 
-def test_a_file_in_the_working_directory_is_found_and_its_errors_are_told(
+def test_a_file_in_the_working_directory_is_found_and_an_interruption_stays_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     (tmp_path / "my_own_subject.py").write_text("subject = 7\n")
-    (tmp_path / "my_broken_subject.py").write_text("import no_such_thing\n")
-    (tmp_path / "my_raising_subject.py").write_text("1 / 0\n")
     (tmp_path / "my_interrupted_subject.py").write_text("raise KeyboardInterrupt\n")
     assert resolve("my_own_subject:subject") == 7
-    with pytest.raises(RequestError, match="my_broken_subject fails on import: No module named 'no_such_thing'"):
-        resolve("my_broken_subject:subject")
-    with pytest.raises(RequestError, match="my_raising_subject fails on import: ZeroDivisionError: division by zero"):
-        resolve("my_raising_subject:subject")
     with pytest.raises(KeyboardInterrupt):  # Ctrl-C while a module is imported stays one
         resolve("my_interrupted_subject:subject")
 
@@ -108,14 +99,7 @@ def test_other_claims_are_refused(name: str, message: str) -> None:
     assert str(caught.value) == f"subject={HERE}{name}: {message}"
 
 
-@pytest.mark.parametrize(
-    ("text", "rule"),
-    [
-        ("zz", "no case has this mode; legal: all, or some of tp,tp-sp,mtp,msp,fsp,isp,autotp"),
-        ("isp", f"{HERE}ahead claims tp, ep; legal: --modes all"),
-    ],
-)
-def test_a_mode_that_cannot_be_chosen_is_refused(text: str, rule: str) -> None:
+def test_a_mode_that_is_not_claimed_cannot_be_chosen() -> None:
     with pytest.raises(RequestError) as caught:
-        claims(named(f"{HERE}ahead")).chosen(text)
-    assert str(caught.value) == f"modes={text}: {rule}"
+        claims(named(f"{HERE}ahead")).chosen("isp")
+    assert str(caught.value) == f"modes=isp: {HERE}ahead claims tp, ep; legal: --modes all"

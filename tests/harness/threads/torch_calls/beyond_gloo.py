@@ -91,11 +91,6 @@ NOT_ON_GLOO = {
     "float8 moved": Beyond(
         call=_moved_float8, right=lambda r, n: torch.cat([own(i, 2) for i in range(n)]), on_gloo="Invalid scalar type"
     ),
-    "split_group": Beyond(
-        call=lambda r, n: dist.get_process_group_ranks(dist.split_group(dist.group.WORLD, [[0, 1], [2, 3]])),
-        right=lambda r, n: [r // 2 * 2, r // 2 * 2 + 1],
-        on_gloo="No device associated with the default pg",
-    ),
 }
 """gloo raises; the in-process engine computes what NCCL does."""
 

@@ -198,7 +198,9 @@ def verdicts(folder: Path) -> list[str]:
 def test_wherever_the_verdicts_are_cut_no_case_reads_as_a_pass(folder: Path) -> None:
     data = (path := folder / "verdicts.jsonl").read_bytes()
     ends = [place + 1 for place, byte in enumerate(data) if byte == ord("\n")]
-    for place in sorted({*ends, *(end - 1 for end in ends), *(end + 1 for end in ends[:-1]), *range(0, len(data), 37)}):
+    for place in sorted(
+        {*ends, *(end - 1 for end in ends), *(end + 1 for end in ends[:-1]), *range(0, len(data), 151)}
+    ):
         path.write_bytes(data[:place])
         whole = sum(end <= place for end in ends)
         first, second = "fail" if whole >= 3 else "unknown", "fail" if whole >= 6 else "unknown"

@@ -1,1 +1,0 @@
-"""The run folder while a run is written, interrupted or killed."""
