@@ -1,4 +1,4 @@
-"""Shardproof as users install it: docs/ci.md as it stands, in an empty repository, and beside folders of our names.
+"""Shardproof as users install it: docs/ci.md as it stands, in a repository that has folders of our names.
 
 The steps of the recipe run as GitHub runs them, each by `bash -e`. The wheel of this tree is installed into a virtual
 environment that sees what is installed here, but for shardproof: nothing is downloaded.
@@ -95,7 +95,7 @@ def job(folder: Path, wheel: Path, environment: Path) -> tuple[list[str], Step]:
 
 
 def written_by_the_reader(folder: Path) -> None:
-    """An empty repository, and what the page says to write there."""
+    """A repository, and what the page says to write there."""
     subprocess.run(["git", "init", "--quiet", folder], check=True)
     page = PAGE.read_text()
     ((example, name),) = re.findall(r"copy \[(examples/\w+\.py)\].*?to `([\w/]+\.py)`", page, flags=re.S)
@@ -122,19 +122,24 @@ def subject(case, device):
 
 subject.words, subject.truth, subject.cases = {"width": 4}, "alone", ("tp=2 steps=1",)
 """
-RUN = ("run", "--subject", "mine:subject")
+RUN = ("run", "--subject", "mine:subject", "--engine", "pool")
 PYTEST = ("-q", "-p", "no:cacheprovider", "--hypothesis-profile=one-case", "--subject=mine:subject", "--pyargs")
 CONSOLE = "import sys, pytest; del sys.path[0]; pytest.console_main()"
 
 
-def used_beside_folders_of_our_names(environment: Path, folder: Path, *engine: str) -> None:
-    """A run, and a session of pytest. With `python -m` they run in tests/shardproof/test_public_names.py."""
+def with_folders_of_our_names(folder: Path) -> Path:
+    """The folder; none of these is a package, but for one: notes, tables, pictures."""
     for room in {*ROOMS} - {"shardproof"}:
-        (folder / room).mkdir(parents=True)  # no package, but for one: notes, tables, pictures
+        (folder / room).mkdir(parents=True)
     (folder / "parallel" / "__init__.py").touch()
     (folder / "parallel" / "mine.py").write_text("OWNER = 'me'\n")
-    (folder / "mine.py").write_text(SUBJECT)
-    for words in (("shardproof", *RUN, *engine), ("python", "-c", CONSOLE, *PYTEST, "suites.test_forward")):
+    return folder
+
+
+def used_beside_folders_of_our_names(environment: Path, folder: Path) -> None:
+    """A run on processes, and a session of pytest."""
+    (with_folders_of_our_names(folder) / "mine.py").write_text(SUBJECT)
+    for words in (("shardproof", *RUN), ("python", "-c", CONSOLE, *PYTEST, "suites.test_forward")):
         done = subprocess.run(
             [environment / "bin" / words[0], *words[1:]],
             cwd=folder,
@@ -149,17 +154,19 @@ def used_beside_folders_of_our_names(environment: Path, folder: Path, *engine: s
 
 @pytest.mark.slow
 def test_every_step_passes_on_first_use_and_the_gates_hold_from_then_on(tmp_path: Path) -> None:
-    """Then what the first step has installed is used beside folders of our names."""
+    """Folders of our names stand in the repository, and its subject imports one: steps find it and their own."""
     folder, environment = tmp_path / "repository", fresh_environment(tmp_path / "environment")
     wheel = built(tmp_path)
     files = {path.relative_to(ROOT).as_posix() for room in ROOMS for path in (ROOT / room).rglob("*") if path.is_file()}
     assert {name for name in files if "__pycache__" not in name} <= set(zipfile.ZipFile(wheel).namelist())
     written_by_the_reader(folder)
+    with_folders_of_our_names(folder)
     (install, prove, run), done_by = job(folder, wheel, environment)
     unset = done_by(install, SHARDPROOF="")
     assert unset.returncode != 0
     assert "SHARDPROOF: set the repository variable SHARDPROOF to a wheel or a git address" in unset.stderr
     subject = folder / "my_package" / "my_module.py"
+    subject.write_text(f"from parallel.mine import OWNER\n{subject.read_text()}\nassert OWNER == 'me'\n")
     for step in (install, prove, run):
         if step == run:  # one case is enough for the gate
             subject.write_text(edited(subject.read_text(), "case.world_size != 2", ADAMW_REFUSED))
@@ -173,7 +180,6 @@ def test_every_step_passes_on_first_use_and_the_gates_hold_from_then_on(tmp_path
     subject.write_text(edited(subject.read_text(), "    with implicit_replication():\n", more))
     compared = done_by(run)
     assert compared.returncode == 1 and "breach: calls:0: tp grad_sync" in compared.stdout, compared.stdout
-    used_beside_folders_of_our_names(environment, tmp_path / "project")
 
 
 @pytest.mark.slow
@@ -185,7 +191,7 @@ def test_folders_of_our_names_do_not_stop_ranks_on_processes(tmp_path: Path, for
     pip = [str(environment / "bin" / "python"), "-m", "pip", "install", *WORDS, *what]
     bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     subprocess.run(pip, check=True, timeout=LONGEST_S, cwd=tmp_path, env=bare)  # a checkout would count as installed
-    used_beside_folders_of_our_names(environment, tmp_path / "project", "--engine", "pool")
+    used_beside_folders_of_our_names(environment, tmp_path / "project")
 
 
 def test_the_page_spells_out_no_host_and_names_the_recipes_own_words() -> None:

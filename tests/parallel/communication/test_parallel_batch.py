@@ -13,7 +13,6 @@ from parallel.communication.batch import Delivered, deliver, hidden_pairs
 from parallel.communication.mesh import Axis, Mesh
 from reference.case import Case
 from reference.data.batches import Batch, micro_batch
-from reference.model import layers
 from tests.parallel.ranks import CPU, Calls, along_tp, numbers, on_ranks
 
 TP, DP = 3, 2
@@ -75,15 +74,6 @@ def test_a_fractional_loss_mask_survives_the_flat_int64_tensor(monkeypatch: pyte
         assert torch.equal(found.loss_mask, odd)
 
 
-def test_packed_rows_hide_other_sentences() -> None:
-    case = Case.parse("mode=tp tp=2 family=internlm2 packed=true vocab=264 seq=8 batch=3")
-    for found in _delivered(case):
-        truth = micro_batch(case, 1, case.micro - 1, 0)
-        assert found.tokens.shape == (1, 24)
-        assert found.attention_mask is not None
-        assert torch.equal(found.attention_mask[0, 0], ~layers.visible(24, truth.cu_seqlens, CPU))
-
-
 def test_hidden_pairs_of_a_written_example() -> None:
     hidden = hidden_pairs(4, torch.tensor([0, 1, 4]), CPU)[0, 0].int().tolist()
     assert hidden == [[0, 1, 1, 1], [1, 0, 1, 1], [1, 0, 0, 1], [1, 0, 0, 0]]
@@ -108,24 +98,6 @@ def test_all_reduce_of_strided_memory_returns_the_reduction_and_leaves_its_input
     for reduced, mine, before in along_tp(RANKS, program):
         torch.testing.assert_close(reduced, expected, rtol=1e-14, atol=0)
         assert torch.equal(mine, before)
-
-
-def test_one_rank_issues_nothing_but_the_broadcast() -> None:
-    calls = Calls()
-
-    def program(axis: Axis) -> list[Tensor]:
-        return [
-            collectives.all_reduce(FULL, axis),
-            collectives.all_gather(FULL, axis, dim=1),
-            collectives.reduce_scatter(FULL, axis, dim=1),
-            collectives.all_to_all(FULL, axis, split_dim=0, gather_dim=1),
-            collectives.own_slice(FULL, axis, dim=0),
-            collectives.broadcast(FULL, axis),
-        ]
-
-    (results,) = along_tp(1, program, observer=calls)
-    assert all(torch.equal(result, FULL) for result in results)
-    assert calls.ops() == ["broadcast"]
 
 
 def test_unknown_axes_worlds_of_another_size_and_uneven_parts_are_refused() -> None:

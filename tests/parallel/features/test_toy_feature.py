@@ -60,7 +60,7 @@ def test_two_files_are_a_feature_in_every_command(tmp_path: Path) -> None:
         ["predict", SMALL],
         ["faults", "--quick", f"{SMALL} tp=1 micro=1 steps=1"],
         ["run", "gp=2"],
-        ["run", SMALL, "--out", "wrong"],
+        ["run", SMALL, "--out", "wrong", "--when", "0"],
     ]
     words = [sys.executable, "-c", TOLD, json.dumps(commands)]
     ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
