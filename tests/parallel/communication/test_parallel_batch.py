@@ -100,6 +100,24 @@ def test_all_reduce_of_strided_memory_returns_the_reduction_and_leaves_its_input
         assert torch.equal(mine, before)
 
 
+def test_one_rank_issues_nothing_but_the_broadcast() -> None:
+    calls = Calls()
+
+    def program(axis: Axis) -> list[Tensor]:
+        return [
+            collectives.all_reduce(FULL, axis),
+            collectives.all_gather(FULL, axis, dim=1),
+            collectives.reduce_scatter(FULL, axis, dim=1),
+            collectives.all_to_all(FULL, axis, split_dim=0, gather_dim=1),
+            collectives.own_slice(FULL, axis, dim=0),
+            collectives.broadcast(FULL, axis),
+        ]
+
+    (results,) = along_tp(1, program, observer=calls)
+    assert all(torch.equal(result, FULL) for result in results)
+    assert calls.ops() == ["broadcast"]
+
+
 def test_unknown_axes_worlds_of_another_size_and_uneven_parts_are_refused() -> None:
     def program(axis: Axis) -> str:
         with pytest.raises(ValueError, match="axis=wp: is not an axis.*legal: tp cp dp pp"):
