@@ -1,4 +1,4 @@
-"""Shardproof as users install it: docs/ci.md as it stands, in a repository that has folders of our names.
+"""Shardproof as users install it: docs/ci.md as it stands, in an empty repository, and beside folders of our names.
 
 The steps of the recipe run as GitHub runs them, each by `bash -e`. The wheel of this tree is installed into a virtual
 environment that sees what is installed here, but for shardproof: nothing is downloaded.
@@ -95,7 +95,7 @@ def job(folder: Path, wheel: Path, environment: Path) -> tuple[list[str], Step]:
 
 
 def written_by_the_reader(folder: Path) -> None:
-    """A repository, and what the page says to write there."""
+    """An empty repository, and what the page says to write there."""
     subprocess.run(["git", "init", "--quiet", folder], check=True)
     page = PAGE.read_text()
     ((example, name),) = re.findall(r"copy \[(examples/\w+\.py)\].*?to `([\w/]+\.py)`", page, flags=re.S)
@@ -154,19 +154,17 @@ def used_beside_folders_of_our_names(environment: Path, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_every_step_passes_on_first_use_and_the_gates_hold_from_then_on(tmp_path: Path) -> None:
-    """Folders of our names stand in the repository, and its subject imports one: steps find it and their own."""
+    """Then folders of our names stand in the repository, and its subject imports one and issues one call more."""
     folder, environment = tmp_path / "repository", fresh_environment(tmp_path / "environment")
     wheel = built(tmp_path)
     files = {path.relative_to(ROOT).as_posix() for room in ROOMS for path in (ROOT / room).rglob("*") if path.is_file()}
     assert {name for name in files if "__pycache__" not in name} <= set(zipfile.ZipFile(wheel).namelist())
     written_by_the_reader(folder)
-    with_folders_of_our_names(folder)
     (install, prove, run), done_by = job(folder, wheel, environment)
     unset = done_by(install, SHARDPROOF="")
     assert unset.returncode != 0
     assert "SHARDPROOF: set the repository variable SHARDPROOF to a wheel or a git address" in unset.stderr
     subject = folder / "my_package" / "my_module.py"
-    subject.write_text(f"from parallel.mine import OWNER\n{subject.read_text()}\nassert OWNER == 'me'\n")
     for step in (install, prove, run):
         if step == run:  # one case is enough for the gate
             subject.write_text(edited(subject.read_text(), "case.world_size != 2", ADAMW_REFUSED))
@@ -177,8 +175,11 @@ def test_every_step_passes_on_first_use_and_the_gates_hold_from_then_on(tmp_path
     (uploaded,) = [step["with"]["path"].split() for step in steps if "upload-artifact" in step.get("uses", "")]
     assert all((folder / path).exists() for path in uploaded)
     more = "    with implicit_replication():\n        import torch.distributed as dist\n        dist.barrier()\n"
-    subject.write_text(edited(subject.read_text(), "    with implicit_replication():\n", more))
-    compared = done_by(run)
+    program = edited(subject.read_text(), "    with implicit_replication():\n", more)
+    with_folders_of_our_names(folder)
+    subject.write_text(f"from parallel.mine import OWNER\n{program}\nassert OWNER == 'me'\n")
+    proved, compared = done_by(prove), done_by(run)
+    assert proved.returncode == 1 and "new" in proved.stdout and "--update-ledgers" in proved.stdout, proved.stdout
     assert compared.returncode == 1 and "breach: calls:0: tp grad_sync" in compared.stdout, compared.stdout
 
 
