@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from suites.session.prover import Prover
 
-EXAMPLES = max(1, settings().max_examples // 2)
+EXAMPLES = max(1, 3 * settings().max_examples // 8)
 """A case is run several times, so fewer are drawn."""
 
 

@@ -12,7 +12,7 @@ from harness.running.ranks.execution import execute
 from suites.drawing.strategies import schedules
 from suites.session.prover import Prover
 
-EXAMPLES = max(1, settings().max_examples // 2)
+EXAMPLES = max(1, 3 * settings().max_examples // 8)
 """A case is run twice, and each of its layers meets the schedule, so fewer are drawn."""
 
 

@@ -122,19 +122,24 @@ def subject(case, device):
 
 subject.words, subject.truth, subject.cases = {"width": 4}, "alone", ("tp=2 steps=1",)
 """
-RUN = ("run", "--subject", "mine:subject")
+RUN = ("run", "--subject", "mine:subject", "--engine", "pool")
 PYTEST = ("-q", "-p", "no:cacheprovider", "--hypothesis-profile=one-case", "--subject=mine:subject", "--pyargs")
 CONSOLE = "import sys, pytest; del sys.path[0]; pytest.console_main()"
 
 
-def used_beside_folders_of_our_names(environment: Path, folder: Path, *engine: str) -> None:
-    """A run, and a session of pytest. With `python -m` they run in tests/shardproof/test_public_names.py."""
+def with_folders_of_our_names(folder: Path) -> Path:
+    """The folder; none of these is a package, but for one: notes, tables, pictures."""
     for room in {*ROOMS} - {"shardproof"}:
-        (folder / room).mkdir(parents=True)  # no package, but for one: notes, tables, pictures
+        (folder / room).mkdir(parents=True)
     (folder / "parallel" / "__init__.py").touch()
     (folder / "parallel" / "mine.py").write_text("OWNER = 'me'\n")
-    (folder / "mine.py").write_text(SUBJECT)
-    for words in (("shardproof", *RUN, *engine), ("python", "-c", CONSOLE, *PYTEST, "suites.test_forward")):
+    return folder
+
+
+def used_beside_folders_of_our_names(environment: Path, folder: Path) -> None:
+    """A run on processes, and a session of pytest."""
+    (with_folders_of_our_names(folder) / "mine.py").write_text(SUBJECT)
+    for words in (("shardproof", *RUN), ("python", "-c", CONSOLE, *PYTEST, "suites.test_forward")):
         done = subprocess.run(
             [environment / "bin" / words[0], *words[1:]],
             cwd=folder,
@@ -149,7 +154,7 @@ def used_beside_folders_of_our_names(environment: Path, folder: Path, *engine: s
 
 @pytest.mark.slow
 def test_every_step_passes_on_first_use_and_the_gates_hold_from_then_on(tmp_path: Path) -> None:
-    """Then what the first step has installed is used beside folders of our names."""
+    """Then folders of our names stand in the repository, and its subject imports one and issues one call more."""
     folder, environment = tmp_path / "repository", fresh_environment(tmp_path / "environment")
     wheel = built(tmp_path)
     files = {path.relative_to(ROOT).as_posix() for room in ROOMS for path in (ROOT / room).rglob("*") if path.is_file()}
@@ -170,10 +175,12 @@ def test_every_step_passes_on_first_use_and_the_gates_hold_from_then_on(tmp_path
     (uploaded,) = [step["with"]["path"].split() for step in steps if "upload-artifact" in step.get("uses", "")]
     assert all((folder / path).exists() for path in uploaded)
     more = "    with implicit_replication():\n        import torch.distributed as dist\n        dist.barrier()\n"
-    subject.write_text(edited(subject.read_text(), "    with implicit_replication():\n", more))
-    compared = done_by(run)
+    program = edited(subject.read_text(), "    with implicit_replication():\n", more)
+    with_folders_of_our_names(folder)
+    subject.write_text(f"from parallel.mine import OWNER\n{program}\nassert OWNER == 'me'\n")
+    proved, compared = done_by(prove), done_by(run)
+    assert proved.returncode == 1 and "new" in proved.stdout and "--update-ledgers" in proved.stdout, proved.stdout
     assert compared.returncode == 1 and "breach: calls:0: tp grad_sync" in compared.stdout, compared.stdout
-    used_beside_folders_of_our_names(environment, tmp_path / "project")
 
 
 @pytest.mark.slow
@@ -185,7 +192,7 @@ def test_folders_of_our_names_do_not_stop_ranks_on_processes(tmp_path: Path, for
     pip = [str(environment / "bin" / "python"), "-m", "pip", "install", *WORDS, *what]
     bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     subprocess.run(pip, check=True, timeout=LONGEST_S, cwd=tmp_path, env=bare)  # a checkout would count as installed
-    used_beside_folders_of_our_names(environment, tmp_path / "project", "--engine", "pool")
+    used_beside_folders_of_our_names(environment, tmp_path / "project")
 
 
 def test_the_page_spells_out_no_host_and_names_the_recipes_own_words() -> None:

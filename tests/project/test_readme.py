@@ -4,7 +4,6 @@ Blocks of docs/verify.md are taken as they stand, in an empty folder: files are 
 outputs compared. The table of the default run: test_default_run.
 """
 
-import os
 import re
 import shlex
 import subprocess
@@ -16,6 +15,7 @@ import pytest
 from reports.commands.cli import main
 from tests import ROOT
 
+pytest_plugins = ("pytester",)
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 README = (ROOT / "README.md").read_text()
 LONGEST = 100
@@ -84,27 +84,29 @@ ROUNDING = re.compile(r"\S+( / \d)")
 """An error that rounding leaves, beside what is allowed: it differs between machines."""
 
 
-def run(line: str, capsys: pytest.CaptureFixture[str]) -> str:
+def run(line: str, pytester: pytest.Pytester, capsys: pytest.CaptureFixture[str]) -> str:
     """Output of a command line, after its exit status was compared with the one in its comment (0)."""
     command, _, status = line.partition("  # exit status ")
     program, *words = shlex.split(command)
     capsys.readouterr()
     if program == "shardproof":
         found, printed = main(words), capsys.readouterr().out
+    elif program == "pytest":
+        session = pytester.runpytest_inprocess(*shlex.split(FEW), *words)
+        found, printed = int(session.ret), session.stdout.str()
     else:
-        shell = f"{sys.executable} -m {command}" if program == "pytest" else command
-        env = {**os.environ, "PYTEST_ADDOPTS": FEW, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(shell, shell=True, env=env, capture_output=True, text=True, check=False, timeout=300)
+        done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False, timeout=300)
         found, printed = done.returncode, done.stdout + done.stderr
     assert found == int(status or 0), f"{line}\n{printed}"
     return printed
 
 
+@pytest.mark.usefixtures("loaded")
 def test_every_block_of_docs_verify_runs_and_prints_what_it_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
+    pytester.syspathinsert()
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     blocks = re.findall(r"^```(\w+) ?(\S*)\n(.*?)^```$", VERIFY, re.MULTILINE | re.DOTALL)
     assert {kind for kind, _, _ in blocks} == {"python", "sh", "text"}
@@ -117,7 +119,7 @@ def test_every_block_of_docs_verify_runs_and_prints_what_it_says(
                 file.write(("\n\n" if file.tell() else "") + text)
             sys.modules.pop(Path(name).stem, None)
         elif kind == "sh":
-            told = "\n".join(run(line, capsys) for line in text.splitlines())
+            told = "\n".join(run(line, pytester, capsys) for line in text.splitlines())
         else:
             printed = {ROUNDING.sub(r"#\1", line) for line in told.splitlines()}
             lines = [ROUNDING.sub(r"#\1", line) for line in text.splitlines()]

@@ -1,7 +1,6 @@
 """`import shardproof`: its names are there, typed, imported when used; beside packages with our folders' names."""
 
 import ast
-import gc
 import os
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import pytest
 
 import shardproof
 from shardproof import rooms
-from shardproof.__main__ import main
 from shardproof.rooms import ROOMS
 
 HEAVY = {*ROOMS, "torch", "numpy", "pandas", "matplotlib", "rich", "hypothesis", "pytest"}
@@ -77,18 +75,24 @@ def test_a_case_is_proved_and_run_by_words(tmp_path: Path) -> None:
         shardproof.run([TINY], "parallel.subject:subject", engine="steam", out=tmp_path)
 
 
-def test_what_is_left_is_collected_where_nanobind_would_report_it(monkeypatch: pytest.MonkeyPatch) -> None:
+ENDING = """
+import gc, sys
+from shardproof.__main__ import main
+frozen, sys.argv = [], ["shardproof", "--version"]
+gc.freeze = lambda: frozen.append("frozen")
+bound = [type("nb_type_0", (type,), {"__module__": "nanobind"})("Block", (), {})]
+ends = [main(), *frozen]
+bound.clear()
+gc.collect()
+ends += [main(), *frozen]
+sys.exit(ends != [0, 0, "frozen"])
+"""
+
+
+def test_what_is_left_is_collected_where_nanobind_would_report_it(tmp_path: Path) -> None:
     """torch 2.15 loads triton, whose types are nanobind's: 27 lines on standard error after each verdict."""
-    frozen: list[str] = []
-    monkeypatch.setattr(gc, "freeze", lambda: frozen.append("frozen"))
-    monkeypatch.setattr(sys, "argv", ["shardproof", "help", "slice"])
-    meta = type("nb_type_0", (type,), {"__module__": "nanobind"})
-    bound = [meta("Block", (), {})]
-    assert (main(), frozen) == (0, [])
-    bound.clear()
-    gc.collect()
-    if "triton._C.libtriton" not in sys.modules:
-        assert (main(), frozen) == (0, ["frozen"])
+    done = python(tmp_path, "-c", ENDING)
+    assert done.returncode == 0, done.stderr
 
 
 CONFTEST = """
@@ -174,10 +178,14 @@ def test_a_subject_in_such_a_package_imports_its_packages_and_we_ours(beside: Pa
     assert done.returncode == 0 and " pass " in done.stdout, done.stdout + done.stderr
 
 
+CONSOLE = "import sys, pytest; del sys.path[0]; pytest.console_main()"
+
+
 def test_the_suites_are_ours_beside_others(beside: Path) -> None:
+    """From the console; as `python -m pytest` in the recipe of tests/project/test_installed.py."""
     (beside / "conftest.py").write_text("import parallel.mine\nassert parallel.mine.OWNER == 'me'\n")
     words = ("--hypothesis-profile", "one-case", "--subject", "my_subject:subject")
-    done = python(beside, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs", "suites.test_forward", *words)
+    done = python(beside, "-c", CONSOLE, "-q", "-p", "no:cacheprovider", "--pyargs", "suites.test_forward", *words)
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
 
 

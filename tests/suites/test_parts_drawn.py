@@ -52,7 +52,7 @@ def drawn(part: str) -> list[Case]:
         case
         for number, mode in enumerate(modes_with(part))
         for words in ({}, {"dtype": "float64"})
-        for case in sampled(every_word(mode, worlds=(4, 6, 8), needs=(part,), **words), 24, number)
+        for case in sampled(every_word(mode, worlds=(4, 6, 8), needs=(part,), **words), 12, number)
     ]
 
 

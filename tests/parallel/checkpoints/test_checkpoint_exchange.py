@@ -113,7 +113,6 @@ HOSTILE: dict[str, tuple[Any, Any, str]] = {
     "eight for four": (LLAMA | {"num_attention_heads": 8}, {}, "wk.weight of 4 rows, which are not 2 heads of 1"),
     "wide": (LLAMA | {"head_dim": 3}, {}, "wk.weight of 4 rows, which are not 2 heads of 3"),
     "torn": (LLAMA, lambda content: content[:-9], TORN),
-    "torn header": (LLAMA, lambda content: content[:30], TORN),
     "empty": (LLAMA, lambda _: b"", TORN),
     "whole numbers": (LLAMA, {QUERY: torch.ones(8, 8, dtype=torch.int32)}, "q_proj.weight of torch.int32 with 2 dims"),
     "three dims": (LLAMA, {QUERY: torch.ones(2, 2, 2)}, "q_proj.weight of torch.float32 with 3 dims"),

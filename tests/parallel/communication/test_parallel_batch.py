@@ -13,7 +13,6 @@ from parallel.communication.batch import Delivered, deliver, hidden_pairs
 from parallel.communication.mesh import Axis, Mesh
 from reference.case import Case
 from reference.data.batches import Batch, micro_batch
-from reference.model import layers
 from tests.parallel.ranks import CPU, Calls, along_tp, numbers, on_ranks
 
 TP, DP = 3, 2
@@ -73,15 +72,6 @@ def test_a_fractional_loss_mask_survives_the_flat_int64_tensor(monkeypatch: pyte
     monkeypatch.setattr(delivery, "micro_batch", weighted)
     for found in _delivered(case):
         assert torch.equal(found.loss_mask, odd)
-
-
-def test_packed_rows_hide_other_sentences() -> None:
-    case = Case.parse("mode=tp tp=2 family=internlm2 packed=true vocab=264 seq=8 batch=3")
-    for found in _delivered(case):
-        truth = micro_batch(case, 1, case.micro - 1, 0)
-        assert found.tokens.shape == (1, 24)
-        assert found.attention_mask is not None
-        assert torch.equal(found.attention_mask[0, 0], ~layers.visible(24, truth.cu_seqlens, CPU))
 
 
 def test_hidden_pairs_of_a_written_example() -> None:

@@ -1,7 +1,6 @@
 """Buckets of flat buffers, shards of rows and loss scales: laws over drawn layouts, and Megatron-Core's own."""
 
 import importlib
-import itertools
 from collections.abc import Iterable
 from itertools import accumulate
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from parallel.data_parallel.buckets import ALIGNMENT, DIVISOR, bucketed, shares
+from parallel.data_parallel.buckets import bucketed, shares
 from parallel.data_parallel.rows import Unit
 from parallel.model.loss_scale import DynamicScale
 from reference.case import Case
@@ -45,40 +44,6 @@ def layouts(draw: st.DrawFn) -> Layout:
         largest=draw(st.sampled_from([0, 1, 64, 700, 2000, 20_000])),
         apart=frozenset(draw(st.sets(st.sampled_from(list(named)), max_size=2))),
     )
-
-
-@given(layouts())
-def test_buckets_tile_the_buffer_and_shares_of_all_ranks_every_parameter(layout: Layout) -> None:
-    """Every element lies in one bucket, which is closed as soon as it is full; no rank owns padding."""
-    found = bucketed(**layout._asdict())
-    slots = [slot for bucket in found for slot in bucket.slots]
-    assert {slot.name: slot.end - slot.start for slot in slots} == layout.sizes
-    assert [slot.name for slot in slots] == list(reversed(layout.sizes))
-    assert [bucket.start for bucket in found] == [0, *[bucket.end for bucket in found[:-1]]]
-    assert all(one.end <= other.start for one, other in itertools.pairwise(slots))
-    covered: dict[str, list[tuple[int, int]]] = {name: [] for name in layout.sizes}
-    for bucket in found:
-        assert bucket.start <= bucket.slots[0].start and bucket.slots[-1].end <= bucket.end
-        if layout.largest:
-            assert all(slot.end - bucket.start < layout.largest for slot in bucket.slots[:-1])
-        if not layout.sharded:
-            assert bucket.size == sum(slot.end - slot.start for slot in bucket.slots)
-            with pytest.raises(ValueError, match=f"must divide the {bucket.size} elements"):
-                bucket.owned(0, bucket.size + 1)
-            continue
-        assert not [slot for slot in bucket.slots if slot.start % ALIGNMENT]
-        assert bucket.size % layout.ranks == bucket.size % DIVISOR == 0
-        assert len(bucket.slots) == 1 or not {slot.name for slot in bucket.slots} & layout.apart
-        owned = [bucket.owned(rank, layout.ranks) for rank in range(layout.ranks)]
-        assert [*itertools.chain.from_iterable(owned)] == [*range(bucket.start, bucket.end)]
-        for rank in range(layout.ranks):
-            for share in shares(bucket, rank, layout.ranks):
-                assert 0 <= share.at <= share.at + share.last - share.first <= bucket.size // layout.ranks
-                covered[share.name].append((share.first, share.last))
-    for name, ends in covered.items() if layout.sharded else ():
-        ends.sort()
-        assert [first for first, _ in ends] == [0, *[last for _, last in ends[:-1]]]
-        assert ends[-1][1] == layout.sizes[name]
 
 
 def theirs(layout: Layout, parameters: dict[str, nn.Parameter], rank: int) -> Any:

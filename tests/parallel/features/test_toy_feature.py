@@ -15,7 +15,7 @@ from tests import ROOT
 ROOMS = ("bench", "bugs", "harness", "parallel", "reference", "reports", "shardproof", "suites")
 SMALL = "layers=1 hidden=16 heads=4 kv_heads=4 ffn=32 vocab=389 seq=8 batch=1 micro=2 steps=1 gp=2 gain=true"
 TOLD = """
-import inspect, io, json, sys
+import inspect, io, json, os, sys
 from contextlib import redirect_stderr, redirect_stdout
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from parallel import gain
@@ -36,6 +36,7 @@ found = []
 def draw(case):
     found.append((case.gp, case.gain))
 draw()
+os.cpu_count = lambda: 1  # no second process, which would load torch once more
 *right, wrong = json.loads(sys.argv[1])
 printed = [told(words) for words in right]
 exec(inspect.getsource(gain).replace("(1 + self.weight)", "(1 - self.weight)"), vars(gain))
@@ -60,7 +61,7 @@ def test_two_files_are_a_feature_in_every_command(tmp_path: Path) -> None:
         ["predict", SMALL],
         ["faults", "--quick", f"{SMALL} tp=1 micro=1 steps=1"],
         ["run", "gp=2"],
-        ["run", SMALL, "--out", "wrong"],
+        ["run", SMALL, "--out", "wrong", "--when", "0"],
     ]
     words = [sys.executable, "-c", TOLD, json.dumps(commands)]
     ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -1,5 +1,6 @@
-"""The orders of torch.distributed.pipelining, action by action; laws that break where a bug is planted."""
+"""The orders of torch.distributed.pipelining and of Megatron-Core, action by action; laws that a planted bug breaks."""
 
+import importlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -54,6 +55,27 @@ def test_the_order_is_the_one_that_torch_lists() -> None:
         for rank in range(pipeline.ranks):
             ours = [(action.kind.value, action.stage, action.micro) for action in order(pipeline, rank)]
             assert ours == listed(pipeline, rank), (pipeline, rank)
+
+
+def batches(pipeline: Pipeline) -> list[list[tuple[Any, ...]]]:
+    """Our steps as `megatron_steps` notes them."""
+    return [
+        [(s[0].kind.value, s[0].chunk, s[0].micro) if s[0].kind.computes else tuple(a.kind for a in s) for s in steps]
+        for steps in programs(pipeline)
+    ]
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("schedule", "sizes"), [("1f1b", (5, 7)), ("interleaved", (4, 9))])
+def test_computations_and_batches_are_those_of_megatron(schedule: str, sizes: tuple[int, int]) -> None:
+    pytest.importorskip("megatron.core", reason="needs the extra `peers`")
+    run = importlib.import_module("tests.parallel.schedules.megatron_steps").run
+    pipelines = [pipeline for pipeline in every(schedule, *sizes) if pipeline.ranks > 1]
+    assert len(pipelines) > 20
+    for pipeline in pipelines:
+        for rank, stated in enumerate(batches(pipeline)):
+            assert stated == run(pipeline, rank), (pipeline, rank)
 
 
 PLAIN = Pipeline(schedule="1f1b", ranks=4, micro=6)

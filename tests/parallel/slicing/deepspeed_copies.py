@@ -4,6 +4,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,8 +29,9 @@ def _quietly() -> Iterator[None]:
             os.environ["DS_ACCELERATOR"] = before
 
 
-def imported() -> SimpleNamespace:
-    """The functions by name; skips the calling module when DeepSpeed is not installed."""
+@cache
+def deepspeed() -> SimpleNamespace:
+    """The functions by name; skips the calling test when DeepSpeed is not installed."""
     with _quietly():
         pytest.importorskip("deepspeed", reason="deepspeed (extra `peers`) is not installed", exc_type=ImportError)
         from deepspeed.module_inject import auto_tp, fusedqkv_utils, tp_shard  # noqa: PLC0415
@@ -58,14 +60,12 @@ class Named(torch.nn.Module):
         return f"{self.name}()"
 
 
-def copied(
-    deepspeed: SimpleNamespace, call: str, src: Tensor, dst: tuple[int, ...], ranks: int, orientation: str, **words: Any
-) -> list[Tensor]:
+def copied(call: str, src: Tensor, dst: tuple[int, ...], ranks: int, orientation: str, **words: Any) -> list[Tensor]:
     """`strided_copy` or `copy` of every rank into buffers of this shape."""
     found = []
     outward = orientation == "out-in"
     for rank in range(ranks):
-        replace = deepspeed.slicing(mp_size=ranks, out_dim=0 if outward else 1, in_dim=1 if outward else 0)
+        replace = deepspeed().slicing(mp_size=ranks, out_dim=0 if outward else 1, in_dim=1 if outward else 0)
         replace.gpu_index = rank
         part = getattr(replace, call)(torch.empty(dst, dtype=src.dtype), src, int8=outward, **words)
         found.append(part.data)

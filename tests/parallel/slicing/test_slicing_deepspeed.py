@@ -16,11 +16,10 @@ from parallel.slicing.heads import Heads, fused_rows, shared_qk_rows
 from parallel.slicing.held import Held, even_shares, in_turn, shard_sizes
 from parallel.slicing.strided import plain, scales, strided
 from reference.errors import CaseError
-from tests.parallel.slicing.deepspeed_copies import Named, copied, imported, numbered, same
+from tests.parallel.slicing.deepspeed_copies import Named, copied, deepspeed, numbered, same
 from tests.parallel.slicing.drawn_slices import parts_of
 from tests.parallel.slicing.laws import of_heads
 
-deepspeed = imported()
 pytestmark = pytest.mark.peers
 DRAWS = 200
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32)
@@ -49,7 +48,7 @@ def test_copies(orientation: str, cut: str) -> None:
             place = strided(src, dst, ranks=ranks, parts=(long // splits,) * splits, orientation=orientation)
             words["num_splits"] = splits
         call = "strided_copy" if in_pieces else "copy"
-        theirs = copied(deepspeed, call, whole, dst, ranks, orientation, **words)
+        theirs = copied(call, whole, dst, ranks, orientation, **words)
         assert same(parts_of(whole, place, ranks), theirs), (src, dst, ranks, splits)
 
 
@@ -58,12 +57,12 @@ def test_what_is_whole_is_whole_and_a_merge_is_refused(call: str) -> None:
     words = {"num_splits": 3} if call == "strided_copy" else {}
     for src in ((4, 6), (6,)):
         whole = numbered(src)
-        assert same([whole, whole], copied(deepspeed, call, whole, src, 2, "in-out", **words))
+        assert same([whole, whole], copied(call, whole, src, 2, "in-out", **words))
         assert same([whole, whole], parts_of(whole, plain(src, src, ranks=2), 2))
-    replace = deepspeed.slicing(mp_size=2)
+    replace = deepspeed().slicing(mp_size=2)
     assert getattr(replace, call)(torch.empty(4, 6), None, **words) is None
     with pytest.raises(AssertionError, match="Merging tensors is not allowed"):
-        copied(deepspeed, call, numbered((4, 6)), (4, 9), 2, "in-out", **words)
+        copied(call, numbered((4, 6)), (4, 9), 2, "in-out", **words)
     with pytest.raises(CaseError, match="slicing cuts and never merges"):
         plain((4, 6), (4, 9), ranks=2)
 
@@ -74,16 +73,16 @@ def test_sizes() -> None:
     for _ in range(2 * DRAWS):
         total, ranks, grain = source.randint(1, 300), source.randint(1, 9), source.choice((1, 1, 2, 16, 64))
         kv_heads, name = source.choice((None, source.randint(1, 16))), source.choice(names)
-        meta = deepspeed.meta(num_kv_heads=kv_heads, tp_grain_size=grain)
-        theirs = deepspeed.sizes(total, ranks, meta, name or None)
+        meta = deepspeed().meta(num_kv_heads=kv_heads, tp_grain_size=grain)
+        theirs = deepspeed().sizes(total, ranks, meta, name or None)
         assert shard_sizes(total, ranks, kv_heads=kv_heads, grain=grain, name=name) == tuple(theirs)
 
 
 def fused(name: str, heads: Heads, ranks: int, whole: Tensor, n_embd: int | None = None) -> list[Tensor]:
-    meta = deepspeed.meta(
+    meta = deepspeed().meta(
         num_kv_heads=heads.kv, num_attention_heads=heads.query, n_embd=n_embd or heads.query * heads.size
     )
-    return [deepspeed.fused(Named(name), whole, ranks, rank, meta) for rank in range(ranks)]
+    return [deepspeed().fused(Named(name), whole, ranks, rank, meta) for rank in range(ranks)]
 
 
 def drawn_heads(source: random.Random, *, grouped: bool) -> tuple[Heads, int]:
@@ -129,8 +128,8 @@ def test_one_kv_head_for_all() -> None:
         ranks = source.randint(2, 5)
         heads = Heads(query=ranks * source.randint(1, 4), kv=1, size=source.randint(1, 4))
         whole = numbered((heads.fused, 2))
-        meta = deepspeed.meta(num_kv_heads=heads.query, n_embd=heads.query * heads.size)
-        theirs = [deepspeed.fused(Named("GPTBigCodeBlock"), whole, ranks, rank, meta) for rank in range(ranks)]
+        meta = deepspeed().meta(num_kv_heads=heads.query, n_embd=heads.query * heads.size)
+        theirs = [deepspeed().fused(Named("GPTBigCodeBlock"), whole, ranks, rank, meta) for rank in range(ranks)]
         assert same(held_parts(whole, fused_rows(heads, ranks, "blocks", spare="replicate")), theirs)
 
 
@@ -139,7 +138,7 @@ def test_shared_query_and_key_heads() -> None:
         for pairs in range(1, 6):
             heads = Heads(query=2 * ranks * pairs, kv=2 * ranks * pairs, size=1)
             held = [[row for part in own for row in part] for own in shared_qk_rows(heads, ranks)]
-            assert held == [deepspeed.shared(heads.query, ranks, rank) for rank in range(ranks)]
+            assert held == [deepspeed().shared(heads.query, ranks, rank) for rank in range(ranks)]
 
 
 def held_as(parts: list[Tensor]) -> Held:
@@ -151,16 +150,16 @@ def held_as(parts: list[Tensor]) -> Held:
 
 def thirds(heads: Heads, ranks: int) -> Held:
     whole = numbered((heads.fused, 2))
-    return held_as(copied(deepspeed, "strided_copy", whole, (heads.fused // ranks, 2), ranks, "out-in", num_splits=3))
+    return held_as(copied("strided_copy", whole, (heads.fused // ranks, 2), ranks, "out-in", num_splits=3))
 
 
 def fused_as(name: str) -> Callable[[Heads, int], Held]:
     """A fused weight of a layer that states no number of kv heads; one that does may move the cuts, as wrongly."""
 
     def cut(heads: Heads, ranks: int) -> Held:
-        meta = deepspeed.meta(num_attention_heads=heads.query, n_embd=heads.query * heads.size)
+        meta = deepspeed().meta(num_attention_heads=heads.query, n_embd=heads.query * heads.size)
         whole = numbered((heads.fused, 2))
-        return held_as([deepspeed.fused(Named(name), whole, ranks, rank, meta) for rank in range(ranks)])
+        return held_as([deepspeed().fused(Named(name), whole, ranks, rank, meta) for rank in range(ranks)])
 
     return cut
 
@@ -168,10 +167,10 @@ def fused_as(name: str) -> Callable[[Heads, int], Held]:
 def buffers(heads: Heads, ranks: int) -> Held:
     """The sizes of DeepSpeedSelfAttention's buffers, its kernels left out."""
     hidden = heads.query * heads.size
-    config = deepspeed.config(
+    config = deepspeed().config(
         hidden_size=hidden, heads=heads.query, num_kv=heads.kv, mp_size=ranks, dtype=torch.float32
     )
-    made = deepspeed.attention(config)
+    made = deepspeed().attention(config)
     assert made.attn_qkvw.shape[1] == made.attn_qkvb.shape[0] and made.attn_ow.shape == (hidden // ranks, hidden)
     return in_turn([made.attn_qkvw.shape[1]] * ranks)
 
@@ -180,7 +179,7 @@ def halves(heads: Heads, ranks: int) -> Held:
     """Query, key and value copied by themselves into equal buffers, as HybridSplitQKVContainer does."""
     query, kv = heads.query * heads.size, heads.kv * heads.size
     pieces = [
-        copied(deepspeed, "copy", own, (len(own) // ranks, 2), ranks, "out-in")
+        copied("copy", own, (len(own) // ranks, 2), ranks, "out-in")
         for own in numbered((heads.fused, 2)).split([query, kv, kv])
     ]
     return held_as([torch.cat(own) for own in zip(*pieces, strict=True)])
@@ -190,19 +189,19 @@ def remainder(heads: Heads, ranks: int) -> Held:
     shape = (heads.fused // ranks,)
     with pytest.raises(CaseError, match="the rest would be lost"):
         plain((heads.fused,), shape, ranks=ranks)
-    return held_as(copied(deepspeed, "copy", numbered((heads.fused,)), shape, ranks, "in-out"))
+    return held_as(copied("copy", numbered((heads.fused,)), shape, ranks, "in-out"))
 
 
 def by_features(heads: Heads, ranks: int) -> Held:
     """`get_shard_size` looks for "w1" in the name; ours for its last part."""
-    rows, meta = heads.query * heads.size, deepspeed.meta(num_kv_heads=heads.kv)
+    rows, meta = heads.query * heads.size, deepspeed().meta(num_kv_heads=heads.kv)
     right = in_turn(shard_sizes(rows, ranks, kv_heads=heads.kv, name="self_attn.w1proj"))
     assert of_heads(right, heads, "") == []
-    return in_turn(deepspeed.sizes(rows, ranks, meta, "self_attn.w1proj"))
+    return in_turn(deepspeed().sizes(rows, ranks, meta, "self_attn.w1proj"))
 
 
 def shared(heads: Heads, ranks: int) -> Held:
-    own = [deepspeed.shared(heads.query, ranks, rank) for rank in range(ranks)]
+    own = [deepspeed().shared(heads.query, ranks, rank) for rank in range(ranks)]
     return tuple(tuple(range(h * heads.size, (h + 1) * heads.size) for h in heads_of) for heads_of in own)
 
 
@@ -241,8 +240,8 @@ WRONG: dict[str, tuple[Callable[[Heads, int], Held], str, Callable[[Heads, int],
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_it_cuts_wrongly_breaks_a_law(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepspeed.op, "inference_module", MagicMock())
-    monkeypatch.setattr(deepspeed.attention, "num_layers", 0)
+    monkeypatch.setattr(deepspeed().op, "inference_module", MagicMock())
+    monkeypatch.setattr(deepspeed().attention, "num_layers", 0)
     cut, order, is_wrong = WRONG[name]
     source, seen = random.Random(name), 0
     while seen < 20:
@@ -260,7 +259,7 @@ def test_whole_scales() -> None:
     weight.scale = torch.arange(12.0)[:, None]  # type: ignore[attr-defined]
     place = strided((12, 4), (6, 4), ranks=2, parts=(4, 4, 4), orientation="out-in")
     for rank in range(2):
-        replace = deepspeed.slicing(mp_size=2, out_dim=0, in_dim=1)
+        replace = deepspeed().slicing(mp_size=2, out_dim=0, in_dim=1)
         replace.gpu_index = rank
         part = replace.strided_copy(torch.empty(6, 4, dtype=torch.int8), weight, num_splits=3, int8=True)
         assert part.scale is weight.scale  # type: ignore[attr-defined]

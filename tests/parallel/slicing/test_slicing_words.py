@@ -1,14 +1,14 @@
-"""The words of a slice and what follows; seed 004 by hand: what two ranks hold of an OPT layer and compute."""
+"""The words of a slice and what follows. Two ranks of an OPT layer by hand: tests/reports/commands/test_slicing.py."""
 
 import pytest
 import torch
 
 from parallel.slicing.families import FAMILIES
 from parallel.slicing.held import widths
-from parallel.slicing.slices import Slice, slices
+from parallel.slicing.slices import slices
 from parallel.slicing.words import Sliced
 from reference.errors import CaseError
-from tests.parallel.slicing.drawn_slices import check_round_trip, parts_of
+from tests.parallel.slicing.drawn_slices import check_round_trip
 from tests.parallel.slicing.laws import broken_by
 
 
@@ -116,53 +116,10 @@ def test_ranks_without_a_head_are_a_choice() -> None:
     assert all(broken_by(one, model) == [] for one in found.values())
 
 
-def by_name(text: str) -> dict[str, Slice]:
-    return {one.name: one for one in slices(Sliced.parse(text))}
-
-
-def test_two_ranks_of_opt_125m() -> None:
-    """The article's sizes: qkv_size_per_partition = 768 // 2 * 3 = 1152, out_size_per_partition = 384.
-
-    Weights are [in, out]. strided_copy cuts [q | k | v] into three blocks of 768 columns and each block into pieces of
-    1152 // 3 = 384. A rank holds piece i of each. copy takes rows of the row linears, whose biases [768] are whole.
-    """
-    found = by_name("family=opt hidden=768 heads=12 tp=2")
-    q0, k0, v0 = range(0, 384), range(768, 1152), range(1536, 1920)
-    q1, k1, v1 = range(384, 768), range(1152, 1536), range(1920, 2304)
-    held = {
-        "attn_qkvw": ((768, 2304), 1, ((q0, k0, v0), (q1, k1, v1))),
-        "attn_qkvb": ((2304,), 0, ((q0, k0, v0), (q1, k1, v1))),
-        "attn_ow": ((768, 768), 0, ((range(0, 384),), (range(384, 768),))),
-        "attn_ob": ((768,), 0, ()),
-        "inter_w": ((768, 3072), 1, ((range(0, 1536),), (range(1536, 3072),))),
-        "inter_b": ((3072,), 0, ((range(0, 1536),), (range(1536, 3072),))),
-        "output_w": ((3072, 768), 0, ((range(0, 1536),), (range(1536, 3072),))),
-        "output_b": ((768,), 0, ()),
-    }
-    assert list(found)[:8] == list(held)
-    for name, (shape, dim, ranges) in held.items():
-        place = found[name].place
-        assert (place.shape, [(cut.axis, cut.dim, cut.held) for cut in place.cuts]) == (
-            shape,
-            [("tp", dim, ranges)] if ranges else [],
-        ), name
-    assert [part.shape for part in parts_of(torch.zeros(50272, 768), found["lm_head.weight"].place, 2)] == [
-        (50272, 384)
-    ] * 2
-    assert {name for name, one in found.items() if not one.place.cuts} >= {
-        "self_attn_layer_norm.weight",
-        "final_layer_norm.bias",
-        "model.decoder.embed_tokens.weight",
-        "model.decoder.embed_positions.weight",
-    }
-    assert found["model.decoder.embed_positions.weight"].place.shape == (2050, 768)
-    assert found["attn_qkvw"].sources == tuple(f"self_attn.{part}_proj.weight" for part in "qkv")
-
-
 @pytest.mark.parametrize(
     ("tp", "words", "key"), [(5, "", "heads"), (4, "kv_heads=6", "kv_heads"), (4, "ffn=62", "ffn")]
 )
 def test_a_container_that_would_lose_heads_or_features_is_refused(tp: int, words: str, key: str) -> None:
     """DeepSpeed's // would drop them, or give a rank half a head."""
     with pytest.raises(ValueError, match=rf"^{key}=\d+: must be a multiple of tp={tp}: a container gives every rank"):
-        by_name(f"family=opt hidden=48 heads=12 tp={tp} {words}")
+        slices(Sliced.parse(f"family=opt hidden=48 heads=12 tp={tp} {words}"))

@@ -3,7 +3,6 @@
 import dataclasses
 import random
 from collections.abc import Collection, Iterable, Sequence
-from functools import lru_cache
 
 import pytest
 import torch
@@ -63,7 +62,6 @@ def missing(cases: Collection[Case], others: Iterable[Case]) -> set[Pair]:
     return {frozenset((LEVELS[one], LEVELS[other])) for one, other in found.nonzero().tolist()}
 
 
-@lru_cache
 def changed(count: int, modes: tuple[str, ...] = tuple(MODES)) -> tuple[Case, ...]:
     """Legal cases: each is one before it with a few random words at random values."""
     source, values = random.Random(0), paired_domains() | {"mode": modes}
@@ -136,12 +134,13 @@ def test_recipes_have_every_word_of_a_part_away_from_its_default() -> None:
     assert any(case.ep > 1 and case.axis_sizes["edp"] > 1 for case in with_experts), "copies of experts"
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_one_mode_has_every_pair_that_it_can_have(mode: str) -> None:
-    plain, *cases = default_cases([mode])
-    assert {case.mode for case in cases} == {mode} and plain.world_size == 2 and len(cases) < 100
-    possible = pairs(case for case in changed(1000) if case.mode == mode)
-    assert (possible & ~pairs((plain, *cases))).sum() < 0.02 * possible.sum()
+def test_one_mode_has_every_pair_that_it_can_have() -> None:
+    found = changed(1000)
+    for mode in MODES:
+        plain, *cases = default_cases([mode])
+        assert {case.mode for case in cases} == {mode} and plain.world_size == 2 and len(cases) < 100
+        possible = pairs(case for case in found if case.mode == mode)
+        assert (possible & ~pairs((plain, *cases))).sum() < 0.02 * possible.sum(), mode
 
 
 def test_deep_takes_every_case_in_every_mode_twice_as_long() -> None:
@@ -157,7 +156,7 @@ def test_what_a_subject_refuses_is_left_out_and_the_rest_is_there() -> None:
 
     cases = default_cases(["msp"], refuses)
     assert not any(refuses(case) for case in cases[1:]) and len(cases) > 30
-    taken = [case for case in changed(1000) if case.mode == "msp" and not refuses(case)]
+    taken = [case for case in changed(200, ("msp",)) if not refuses(case)]
     assert (pairs(taken) & ~pairs(cases)).sum() < 0.1 * pairs(taken).sum()
     assert len(default_cases(["tp"], lambda case: "never")) == 1, "its skip says why"
     built_for_8_heads = default_cases(["tp"], lambda case: "" if case.heads == 8 else "8 heads only")

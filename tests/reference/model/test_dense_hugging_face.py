@@ -18,10 +18,16 @@ from reference.data.batches import Batch
 from reference.model.parameters import shapes, weights
 from tests.reference.model.dense_run import CPU, alone, dense_run, ignored_labels, largest_difference, rows, sentences
 
-transformers = pytest.importorskip("transformers", reason="the extra `peers` is not installed")
 pytestmark = pytest.mark.peers
 
 ALLOWED = 1e-10
+
+
+def transformers() -> Any:
+    """The library, imported when a test first needs it: that takes three seconds."""
+    return pytest.importorskip("transformers", reason="the extra `peers` is not installed")
+
+
 Tensors = dict[str, Tensor]
 
 
@@ -91,7 +97,7 @@ PLAIN = {"bos_token_id": None, "eos_token_id": None, "attn_implementation": "eag
 
 
 def gpt2(case: Case) -> torch.nn.Module:
-    config = transformers.GPT2Config(
+    config = transformers().GPT2Config(
         vocab_size=case.vocab,
         n_positions=case.seq,
         n_embd=case.hidden,
@@ -101,7 +107,7 @@ def gpt2(case: Case) -> torch.nn.Module:
         tie_word_embeddings=case.tied,
         **PLAIN,
     )
-    model: torch.nn.Module = transformers.GPT2LMHeadModel(config)
+    model: torch.nn.Module = transformers().GPT2LMHeadModel(config)
     return model.double().eval()
 
 
@@ -128,7 +134,7 @@ def test_dense_gpt_equals_hugging_face_gpt2(text: str) -> None:
 
 
 def opt(case: Case) -> torch.nn.Module:
-    config = transformers.OPTConfig(
+    config = transformers().OPTConfig(
         vocab_size=case.vocab,
         hidden_size=case.hidden,
         num_hidden_layers=case.layers,
@@ -139,7 +145,7 @@ def opt(case: Case) -> torch.nn.Module:
         pad_token_id=None,
         **PLAIN,
     )
-    model: torch.nn.Module = transformers.OPTForCausalLM(config)
+    model: torch.nn.Module = transformers().OPTForCausalLM(config)
     return model.double().eval()
 
 
@@ -189,9 +195,9 @@ def llama(case: Case) -> torch.nn.Module:
         **PLAIN,
     }
     model: torch.nn.Module = (
-        transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**words))
+        transformers().Qwen3ForCausalLM(transformers().Qwen3Config(**words))
         if case.qk_norm
-        else transformers.LlamaForCausalLM(transformers.LlamaConfig(**words, mlp_bias=case.bias))
+        else transformers().LlamaForCausalLM(transformers().LlamaConfig(**words, mlp_bias=case.bias))
     )
     return model.double().eval()
 

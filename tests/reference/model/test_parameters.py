@@ -14,7 +14,7 @@ from harness.checking.evidence import PASS
 from reference.case import Case
 from reference.model import layers, parameters
 from reference.model.parameters import LastRead, drawn, full, shapes, weights
-from reference.training.control import control, merged_attention, reordered, split_attention, split_linear, split_norm
+from reference.training.control import control, merged_attention, reordered, split_attention
 from reference.training.subject import subject, true_activations, truth
 from suites.session.prover import Prover
 from tests.reference.model.dense_run import CPU, models, noise
@@ -120,15 +120,6 @@ def epsilons(found: dict[str, Tensor], true: dict[str, Tensor], dtype: str, kind
     eps = torch.finfo(getattr(torch, dtype)).eps
     distances = [(found[n].double() - t).norm() / t.norm() for n, t in true.items() if n.startswith(kind)]
     return float(max(distances)) / eps
-
-
-@pytest.mark.parametrize(("parts", "with_bias"), [(2, True), (3, False), (7, True)])
-def test_split_sums_are_the_same_sums(parts: int, with_bias: bool) -> None:
-    x, bias = noise(2, 5, 12, seed=0), noise(9, seed=2) if with_bias else None
-    weight = noise(9, 12, seed=1)
-    torch.testing.assert_close(split_linear(x, weight, bias, parts=parts), layers.linear(x, weight, bias))
-    scale, shift = noise(12, seed=3), noise(12, seed=4) if with_bias else None
-    torch.testing.assert_close(split_norm(x, scale, shift, parts=parts), layers.norm(x, scale, shift))
 
 
 @pytest.mark.parametrize("attention", [split_attention, merged_attention])

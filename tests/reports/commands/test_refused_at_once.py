@@ -1,12 +1,17 @@
 """Refused requests: a wrong word before anything slow is loaded, a subject that cannot be imported in one sentence."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from harness.engines.processes.forked.pool import PoolEngine
+from harness.errors import RequestError
+from harness.running.proof import prove
+from harness.subject import case_of, named
 from shardproof import record
 from shardproof.rooms import HOME
 from tests.harness.command_line import CommandLine
@@ -26,7 +31,6 @@ REFUSED = {
     "explain": "invalid choice: 'explain'",
     "doctor --fast": "unrecognized arguments: --fast",
     "run mode=unknown": "mode=unknown: is not a known word",
-    "run tp=two": "tp=two: must be a whole number",
     "run tp=3": "ffn=256: must be a multiple of tp=3",
     "run colour=red": "colour=red: is not a word of the case language",
     "run --modes tp,unknown": "modes=unknown: no case has this mode; legal: all, or some of tp,tp-sp,",
@@ -34,10 +38,8 @@ REFUSED = {
     "run --deep tp=2": "deep: chooses more default cases",
     "run --engine steam": "invalid choice: 'steam'",
     "run --subject nowhere.at.all:subject": "there is no module 'nowhere'",
-    "run --subject here": "must be written module:object",
     "run --timeout soon": "timeout=soon: must be a number of seconds",
     "run --variant unknown": "variant=unknown: is not a known variant",
-    "run --variant isp-average tp=2": "is a deviation of mode=isp, not of mode=tp",
     "run --profile vtune": "profile=vtune: is not a witness",
     "run --profile torch --profile-steps 3": "profile-steps=3: must be FIRST:END",
     "run --profile torch --profile-steps 0:9 steps=1": "has 1 step, counted from 0; legal: 0:1",
@@ -45,17 +47,12 @@ REFUSED = {
     "run --preset-experiment gpt5": "preset-experiment=gpt5: is not known",
     "run --data nowhere.txt": "data=nowhere.txt: nowhere.txt: cannot be opened",
     "run --emit-repro nowhere/x.py": "emit-repro=nowhere/x.py: cannot be written",
-    "predict mode=unknown": "mode=unknown: is not a known word",
-    "predict colour=red": "colour=red: is not a word of the case language",
     "predict tp=2 --cluster unknown": "cluster=unknown: is neither a preset nor a file",
     "predict tp=2 --world 0": "world=0: must be at least 1",
     "predict tp=2 --subject nowhere:subject": "there is no module 'nowhere'",
     "slice family=gpt2": "slice 'family=gpt2': family=gpt2: is not a known word; legal: opt|",
-    "slice tp": "slice 'tp': tp=tp: is not a word of a slice; legal: one of",
     "help case tp=2": "case 'tp=2': help case takes no case; legal: help calls CASE",
     "show nowhere": "run nowhere: no such folder; legal: a folder that `shardproof run` wrote, as runs/latest",
-    "page nowhere": "run nowhere: no such folder",
-    "trace nowhere": "run nowhere: no such folder",
     "compare nowhere": "run nowhere: no such folder",
     "compare nowhere there": "no such run folder and no baseline of this name",
     "compare nowhere there --fail sizes:0": "fail=sizes:0: must be WHAT:LIMIT",
@@ -93,7 +90,8 @@ import multiprocessing, os, sys
 import torch
 import torch.distributed as dist
 
-CHILD = multiprocessing.parent_process() is not None or sys.argv[0] == "-c"
+PARENT = os.environ.get("PARENT")
+CHILD = PARENT != str(os.getpid()) if PARENT else multiprocessing.parent_process() is not None or sys.argv[0] == "-c"
 if CHILD:
     {how}
 
@@ -128,14 +126,21 @@ def test_what_cannot_be_imported_is_one_sentence(shardproof_here: CommandLine, h
         assert told in shardproof_here.refused(*words, "--subject", f"broken_{how}:subject")
 
 
-@pytest.mark.parametrize(
-    ("words", "how"),
-    [(("run", "tp=2", "--engine", "pool"), "import no_such_module"), (("faults", "tp=2"), "sys.exit(3)")],
-    ids=["pool", "faults"],
-)
-def test_what_only_a_child_cannot_import_is_one_sentence(tmp_path: Path, words: tuple[str, ...], how: str) -> None:
-    (tmp_path / "broken.py").write_text(IN_A_CHILD.format(how=how))
-    done = shardproof(tmp_path, "-m", "shardproof", *words, "--subject", "broken:subject")
+@pytest.mark.usefixtures("shardproof_here")
+def test_what_only_a_rank_cannot_import_is_one_sentence(pool: PoolEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARENT", str(os.getpid()))
+    Path("broken_on_ranks.py").write_text(IN_A_CHILD.format(how="import no_such_module"))
+    subject = named("broken_on_ranks:subject")
+    with pytest.raises(
+        RequestError, match="broken_on_ranks fails on import: No module named 'no_such_module'"
+    ) as caught:
+        prove(case_of("tp=2", subject), subject, pool)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_only_a_child_cannot_import_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(IN_A_CHILD.format(how="sys.exit(3)"))
+    done = shardproof(tmp_path, "-m", "shardproof", "faults", "tp=2", "--subject", "broken:subject")
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert "name 'broken:subject': broken fails on import: " in done.stderr
 

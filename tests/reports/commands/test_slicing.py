@@ -27,8 +27,22 @@ inter_b 3072 elements 0 0-1535 1536
 1 1536-3071 1536
 output_w 3072 x 768 rows 0 0-1535 1536 x 768
 1 1536-3071 1536 x 768
-output_b 768 all whole 768"""
-"""Seed 004, by hand."""
+output_b 768 all whole 768
+self_attn_layer_norm.weight 768 all whole 768
+self_attn_layer_norm.bias 768 all whole 768
+final_layer_norm.weight 768 all whole 768
+final_layer_norm.bias 768 all whole 768
+model.decoder.embed_tokens.weight 50272 x 768 all whole 50272 x 768
+model.decoder.embed_positions.weight 2050 x 768 all whole 2050 x 768
+model.decoder.final_layer_norm.weight 768 all whole 768
+model.decoder.final_layer_norm.bias 768 all whole 768
+lm_head.weight 50272 x 768 columns 0 0-383 50272 x 384
+1 384-767 50272 x 384"""
+"""Seed 004, by hand: qkv_size_per_partition = 768 // 2 * 3 = 1152, out_size_per_partition = 384.
+
+Weights are [in, out]. strided_copy cuts [q | k | v] into three blocks of 768 columns and each block into pieces of
+1152 // 3 = 384. A rank holds piece i of each. copy takes rows of the row linears, whose biases [768] are whole.
+"""
 
 
 def saved(tmp_path: Path, *without: str) -> str:

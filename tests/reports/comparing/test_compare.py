@@ -2,64 +2,18 @@
 
 import json
 import shutil
-import time
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from harness.errors import RequestError
-from parallel.subject import subject as ours
-from reference.case import Case
 from reports.comparing.compared_sides import breaches, limits
 from reports.comparing.comparison import Comparison, compare
 from reports.comparing.snapshot import side
 from reports.stored.frames import load
-from suites.session.prover import Prover
 from tests.harness.command_line import CommandLine
 from tests.reports import sample_run
-
-MODULE = "layers.1.mlp.w1"
-
-
-class Slow:
-    """Our subject; every backward of one module begins with 20 ms of idle work of the processor, on every rank."""
-
-    modes = ours.modes
-    expected = staticmethod(ours.expected)
-
-    def __call__(self, case: Case, device: torch.device) -> dict[str, Any]:
-        """The outcome of ours. The hooks see the modules of all ranks of this process and heed their own."""
-        rank, names = dist.get_rank(), dict[nn.Module, str]()
-
-        def named(module: nn.Module, _: Any) -> None:
-            if dist.get_rank() == rank and module not in names:
-                names.update({part: name for name, part in module.named_modules()})
-
-        def slow(module: nn.Module, _: Any, output: Any) -> None:
-            if dist.get_rank() == rank and names[module] == MODULE and isinstance(output, Tensor):
-                output.register_hook(_wait)
-
-        hooks = register_module_forward_pre_hook(named), register_module_forward_hook(slow)
-        try:
-            return dict(ours(case, device))
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-
-def _wait(_: Tensor) -> None:
-    end_s = time.thread_time() + 0.02
-    while time.thread_time() < end_s:
-        pass
-
-
-slow = Slow()
 
 
 def held(runs: dict[str, Path], way: str, *fail: str) -> Comparison:
@@ -166,15 +120,16 @@ def test_a_ledger_whose_calls_take_longer_breaks_the_limit_of_time(runs: dict[st
     assert any("tp backward" in breach for breach in compare(base, new, limits(["wall:20%"])).breaches)
 
 
-def test_work_in_one_module_is_told_with_its_phase_and_module(tmp_path: Path) -> None:
-    sizes = "layers=2 hidden=16 heads=2 kv_heads=2 ffn=32 vocab=24 seq=8"
-    case = Case.parse(f"mode=tp tp=2 steps=8 lr=0.01 {sizes}")
-    for name in ("parallel.subject:subject", f"{__name__}:slow"):
-        with Prover.on(name, "2", out=tmp_path / name) as prover:
-            prover.holds(case, "ledger")
-    base, slow = (side(str(tmp_path / name / "latest")) for name in ("parallel.subject:subject", f"{__name__}:slow"))
-    found = compare(base, slow, limits(["events:0", "time:100%"]))
-    assert any("tp backward: " in breach and f"mostly in {MODULE}" in breach for breach in found.breaches)
+def test_work_before_a_call_is_told_with_its_phase_and_module(runs: dict[str, Path], tmp_path: Path) -> None:
+    """20 ms more before every call in the backward of one layer, on every rank."""
+    folder = shutil.copytree(runs["right"], tmp_path / "run")
+    ledger = pd.read_csv(folder / "ledger.csv", keep_default_na=False)
+    late = (ledger["phase"] == "backward") & (ledger["region"] == "layers.1")
+    ledger["start_us"] += 20_000.0 * late.groupby(ledger["rank"]).cumsum()
+    ledger.to_csv(folder / "ledger.csv", index=False)
+    found = compare(side(str(runs["right"])), side(str(folder)), limits(["events:0", "time:100%"]))
+    assert [breach.partition(": ")[2].partition(":")[0] for breach in found.breaches] == ["tp backward"]
+    assert "mostly in layers.1" in found.breaches[0]
 
 
 def test_where_both_measures_say_slower_the_one_that_knows_the_module_is_told() -> None:
