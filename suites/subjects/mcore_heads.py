@@ -91,7 +91,7 @@ def truth(case, device):
 def subject(case, device):
     words = start(case) | {"mtp_num_layers": case.heads, "mtp_loss_scaling_factor": SHARE}
     config = TransformerConfig(**words, calculate_per_token_loss=case.per_token)
-    multi_token_prediction.MTPLossAutoScaler.set_loss_scale(torch.tensor(1.0 if case.per_token else 1 / case.micro))
+    multi_token_prediction.MTPLossAutoScaler.set_loss_scale(torch.tensor([1.0 if case.per_token else 1 / case.micro]))
     layer = specs.get_gpt_layer_local_spec()
     heads = specs.get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False)
     inside = heads.layer_specs[0].submodules
