@@ -144,6 +144,8 @@ def test_plain_steps_and_clipping_by_other_rules() -> None:
     assert sgd(lambda g, last, p: -0.1 * g * squared, CLIPS, factor) == ["clipped_otherwise"]
     assert sgd(lambda g, last, p: -0.1 * g * factor * 0.7, CLIPS, factor) == []  # of another limit, or another rate
     wide = f"{SGD} clip=1000.0"  # where nothing is clipped, what is larger is no matter of clipping
+    # A part has a smaller norm than the whole: rates by parameter are no clipping of it.
+    assert sgd(lambda g, last, p: -0.1 * factor * g * (0.9 if g.dim() > 1 else 0.5), CLIPS, factor) == []
     assert sgd(lambda g, last, p: -0.17 * g, wide) == ["constant_factor"]
     assert sgd(lambda g, last, p: -0.07 * g, wide) == []
     assert sgd(lambda g, last, p: -0.1 * factor * g.roll(1, 0), CLIPS, factor) == []
