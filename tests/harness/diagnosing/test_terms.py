@@ -68,6 +68,17 @@ def test_the_term_that_does_not_count_once_is_told(name: str, rest: float, term:
     assert [cause.id for cause in from_terms(seen, name)] == ids
 
 
+def test_no_term_is_added_once_a_data_rank() -> None:
+    """Data ranks have other rows, which no sum joins."""
+    text, true = case("mode=tp tp=1 dp=2 seq=16 micro=1"), {**truth(), LINEAR: drawn(4, 3, 6)}
+    for value in (true[LINEAR] + BIAS, 2 * true[LINEAR] - BIAS):
+        shards = [Shard(part, (2 * rank, 0, 0), (4, 3, 6)) for rank, part in enumerate(value.chunk(2))]
+        ranks = ({**outcome_of(rank, truth()), LINEAR: shard} for rank, shard in enumerate(shards))
+        assert [told.id for told in from_terms(evidence(*ranks, truth=true, case=text, shares=STARTS), LINEAR)] == [
+            "constant_factor"
+        ]
+
+
 def test_a_sum_without_one_of_its_terms_is_told_by_the_names_of_both() -> None:
     for name, value in (
         (OUTER, truth()[INNER]),  # an inner module alone: what goes past it is lost
