@@ -177,11 +177,19 @@ def test_calls_too_many_that_nobody_waits_for_are_told_as_calls_too_many() -> No
     assert ids_of(seen_with({}, unwaited=(work,))) == ["not_waited"]
 
 
+def test_partial_sums_are_those_of_an_axis_whose_groups_all_add_up() -> None:
+    true, part = drawn(6), drawn(6, seed=3)
+    axes = {"tp": ((0, 1), (2, 3)), "dp": ((0, 2), (1, 3))}
+    for order, axis in (((0, 0, 1, 1), "dp"), ((0, 1, 0, 1), "tp")):
+        (told,) = partial_sums({rank: (part, true - part)[place] for rank, place in enumerate(order)}, true, axes)
+        assert f"over {axis}=2" in told.words
+
+
 def test_one_rank_may_hold_the_whole_sum() -> None:
     true = drawn(6)
     for parts in ((true, 0 * true), (true + 1e-16 * drawn(6, seed=5), 0 * true), (0.3 * true, 0.7 * true)):
-        assert [told.id for told in partial_sums(dict(enumerate(parts)), true, {"tp": 2})] == ["not_summed"]
-    assert partial_sums({0: true, 1: true / 2}, true, {"tp": 2}) == []
+        assert [told.id for told in partial_sums(dict(enumerate(parts)), true, {"tp": ((0, 1),)})] == ["not_summed"]
+    assert partial_sums({0: true, 1: true / 2}, true, {"tp": ((0, 1),)}) == []
 
 
 def test_tensors_behind_the_first_one_need_not_be_as_near() -> None:
