@@ -152,15 +152,17 @@ def test_numbers_of_tokens_are_told_where_one_rule_alone_fits() -> None:
     grid = torch.tensor([[30.0, 50.0], [40.0, 80.0]], dtype=torch.float64)
     text, true = case("mode=tp tp=2 dp=2 seq=16"), {**truth(), "tokens/0": torch.tensor(200)}
 
-    def of(value: int, tokens: Tensor = grid) -> list[str]:
-        ranks = (outcome_of(rank % 2, {**true, "tokens/0": torch.tensor(value)}) for rank in range(4))
+    def of(*values: int, tokens: Tensor = grid) -> list[str]:
+        counts = [torch.tensor(values[rank % len(values)]) for rank in range(4)]
+        ranks = (outcome_of(rank % 2, {**true, "tokens/0": counts[rank]}) for rank in range(4))
         seen = evidence(*ranks, truth=true, case=text, shares={"tokens": tokens})
         return [cause.id for cause in from_counts(seen, "tokens/0")]
 
     assert of(130) == of(120) == of(80) == ["micro_missing"]
     assert of(4 * 3) == ["constant_factor"]  # all tokens of the logits
     assert of(199) == []
-    assert of(12, torch.tensor([[4.0, 8.0], [80.0, 108.0]])) == []  # all tokens, or those of one data rank
+    assert of(120, 80) == []  # ranks of one data rank disagree
+    assert of(12, tokens=torch.tensor([[4.0, 8.0], [80.0, 108.0]])) == []  # all tokens, or those of one data rank
     # Nine tokens of one data rank, of which the last micro-batch has five: no factor, and no chance either.
     shares = {"tokens": torch.tensor([[4.0, 5.0]], dtype=torch.float64)}
     few = planted(
