@@ -179,6 +179,45 @@ def test_calls_too_many_that_nobody_waits_for_are_told_as_calls_too_many() -> No
     assert ids_of(seen_with({}, unwaited=(work,))) == ["not_waited"]
 
 
+def test_a_call_that_parts_behind_the_first_wrong_number_is_no_cause_of_it() -> None:
+    """A gradient that forward never used leaves its sum out, and another choice of experts sends other rows."""
+    summed = a_term(phase="grad_sync", region="")
+    for name, ids in ((LINEAR, []), ("loss/0", ["missing_call"])):
+        assert ids_of(seen_with({name: drawn(*truth()[name].shape)}, expectation=(*TERMS, summed))) == ids
+
+    less = tuple(replace(one, payload_bytes=96 if one.region == LINEAR[4:] else one.payload_bytes) for one in TERMS)
+    for choices, ids in (({}, ["wrong_payload"]), ({f"routing/0/{LINEAR[4:]}": torch.ones(4, 3, 2).bool()}, [])):
+        ranks = [outcome_of(rank, {**truth(), LINEAR: drawn(2, 3, 6), **choices}) for rank in range(2)]
+        assert ids_of(evidence(*ranks, case=ONE, events=events(less))) == ids
+
+
+def test_a_module_that_never_ran_lacks_more_than_its_call() -> None:
+    values = {**truth(), OUTER: truth()[OUTER] - truth()[LINEAR]}
+    for left_out, ids in (((), ["missing_call"]), ((LINEAR,), ["term_missing"])):
+        known = {name: tensor for name, tensor in values.items() if name not in left_out}
+        ranks = [outcome_of(rank, known) for rank in range(2)]
+        assert ids_of(evidence(*ranks, case=ONE, events=events((*TERMS[:1], *TERMS[2:])))) == ids
+
+
+def test_a_parameter_without_a_gradient_lacks_more_than_its_sum() -> None:
+    """Not used, or frozen, a parameter stays as before. Of one that moves the gradient was not returned."""
+    summed, still = a_term(phase="grad_sync", region=""), {**truth(), "param/layers.0.mlp.w2.bias": BIAS}
+    lost = {name: tensor for name, tensor in still.items() if name != OF_W2}
+    moved = {**lost, "param/layers.0.mlp.w2.bias": drawn(6, seed=8)}
+    for values, ids in ((still, ["missing_call"]), (lost, ["unused"]), (moved, ["missing_call"])):
+        ranks = [outcome_of(rank, values) for rank in range(2)]
+        assert ids_of(evidence(*ranks, case=ONE, expectation=(*TERMS, summed), shares=STARTS)) == ids
+
+
+def test_parts_that_do_not_fit_follow_from_a_call_over_other_ranks() -> None:
+    apart = [Shard(truth()[W1][:4], (0, 0), (8, 6)), Shard(truth()[W1][3:7], (3, 0), (8, 6))]
+    ranks = [{**outcome_of(rank, truth()), W1: part} for rank, part in enumerate(apart)]
+    expected, issued = (a_term(phase="grad_sync", region="", axis=axis) for axis in ("edp", "tp"))
+    for more, ids in (((), ["layout"]), ((issued,), ["wrong_group"])):
+        expectation = (*TERMS, *((expected,) if more else ()))
+        assert ids_of(evidence(*ranks, expectation=expectation, events=events((*TERMS, *more)))) == ids
+
+
 def test_partial_sums_are_those_of_an_axis_whose_groups_all_add_up() -> None:
     true, part = drawn(6), drawn(6, seed=3)
     axes = {"tp": ((0, 1), (2, 3)), "dp": ((0, 2), (1, 3))}
