@@ -37,7 +37,7 @@ def from_patterns(value: Tensor, truth: Tensor, axes: Mapping[str, int], others:
         share = 1 - float(torch.isfinite(value).double().mean())
         return claimed("nan", f"{share:.0%} of it is {_NOT_FINITE}", NotFinite(value=value, truth=truth))
     x, t, is_guess = value.double(), truth.double(), partial(Explained, value=value, truth=truth)
-    words = "it is zero throughout: never computed, never accumulated, or zeroed too late"
+    words = "it is zero throughout: never computed, never accumulated, zeroed too late, or padding in its place"
     zero = [] if is_count(x, t) else claimed("zero", words, is_guess(guess=torch.zeros_like(t), left=0.0))
     moved = (_moved(x, t, axes, is_guess), _flat(t, axes, is_guess), _transposed(t, is_guess))
     return list(itertools.islice(itertools.chain(zero, _stale(x, t, others, is_guess), *moved), 1))
