@@ -186,7 +186,8 @@ def _may_cause(evidence: Evidence, parted: Difference, wrong: Sequence[str], *, 
     never_ran = parted.line.phase == "forward" and output in evidence.truth and output not in evidence.returned
     detached = parted.line.phase != "forward" and bool(_unused(evidence))
     fewer = parted.kind == "missing" or _blame(parted).id == "wrong_payload"
-    return not (fewer and (never_ran or detached)) and (call_first or wrong[0].startswith("loss/"))
+    summed = parted.line.phase == "grad_sync" and wrong[:1] and wrong[0].startswith("loss/")
+    return not (fewer and (never_ran or detached)) and bool(call_first or summed)
 
 
 def _unused(evidence: Evidence) -> list[Cause]:

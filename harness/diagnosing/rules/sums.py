@@ -176,9 +176,12 @@ def from_losses(evidence: Evidence, name: str) -> list[Cause]:
 
 def _by_data_rank(evidence: Evidence, name: str) -> dict[int, float]:
     """The number of this name on every data rank; none where ranks of one disagree."""
-    axes, blocks = evidence.case.axes, blocks_of(evidence, name)
-    numbers = {(place_of_rank(axes, "dp", rank), float(by[0].local)) for rank, by in blocks.items()}
-    return dict(numbers) if len(dict(numbers)) == len(numbers) else {}
+    numbers: dict[int, float] = {}
+    for rank, by in blocks_of(evidence, name).items():
+        place, number = place_of_rank(evidence.case.axes, "dp", rank), float(by[0].local)
+        if not math.isclose(numbers.setdefault(place, number), number, rel_tol=CLOSE**2):
+            return {}
+    return numbers
 
 
 def _by_row(counts: Mapping[int, float], right: float, by_row: Tensor) -> Explained:
