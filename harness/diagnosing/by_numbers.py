@@ -19,7 +19,7 @@ from harness.diagnosing.rules.norms import from_norms
 from harness.diagnosing.rules.optimizer.steps import from_states
 from harness.diagnosing.rules.optimizer.updates import from_start, from_updates
 from harness.diagnosing.rules.patterns import drift, from_patterns, not_finite, partial_sums, rounded
-from harness.diagnosing.rules.places import blocks_of, wrong_ranks
+from harness.diagnosing.rules.places import blocks_of, place_of, wrong_ranks
 from harness.diagnosing.rules.sum_terms import added, from_terms
 from harness.diagnosing.rules.sums import from_counts, from_losses, from_shares
 from harness.mesh_axes import split_axes
@@ -77,7 +77,8 @@ def _by_kind(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
         return causes or from_states(evidence, wrong) or from_updates(evidence, _of_kind(wrong, "param"))
     causes = _of_values(evidence, alike if kind == "grad" else alike[:1])
     if not causes and kind == "act":  # a weight may have been wrong from the start
-        return from_start(evidence, wrong)
+        own = f"param/{place_of(first, 1).module}."
+        return from_start(evidence, sorted(wrong, key=lambda name: not name.startswith(own)))
     return causes
 
 
@@ -108,7 +109,7 @@ def _of_replicas(evidence: Evidence, torn: Sequence[str]) -> list[Cause]:
 
     A tensor whose truth is next to nothing shows no cause, so each is looked at until one does.
     """
-    axes = split_axes(evidence.case)
+    axes = {axis: evidence.axes[axis] for axis in split_axes(evidence.case) if axis in evidence.axes}
     for name in torn:
         mine = {rank: by[0].local for rank, by in blocks_of(evidence, name).items()}
         truth = evidence.truth[name]

@@ -97,11 +97,15 @@ def ended(error: ShardproofError) -> Diagnosis:
 
 
 def _first_difference(evidence: Evidence, wrong: Sequence[str]) -> Difference | None:
-    """The first difference of the ledger, but for other payloads in modules with a wrong choice of experts."""
+    """The first difference of the ledger; where numbers are wrong, but for other payloads in modules of experts.
+
+    A choice of experts, which follows from numbers, decides how many rows their calls have.
+    """
     if evidence.expectation is None:
         return None
     parted = differences(
         evidence.events, evidence.expectation, evidence.ranks, module_order(evidence), axes=evidence.axes
     )
-    choices = {place_of(name, evidence.case.steps).module for name in wrong if kind_of(name) == "routing"}
+    chosen = [name for name in evidence.returned if wrong and kind_of(name) == "routing"]
+    choices = {place_of(name, evidence.case.steps).module for name in chosen}
     return next(iter(but_for_bytes(parted, choices)), None)

@@ -79,7 +79,8 @@ def _of_update(evidence: Evidence, first: First, wrong: Sequence[str]) -> Iterat
     """Where to look when an update is the first that is wrong, and by what factor it is off."""
     step = max(first.step, 0)
     known = {name for name in evidence.merged.tensors if kind_of(name) == "grad" and not step} | {f"grad_norm/{step}"}
-    if first.phase != "step" or not known & {*evidence.merged.tensors} or known & {*wrong}:
+    is_update = kind_of(first.name) not in ("logits", "value_after")  # other data, or no optimizer's state
+    if first.phase != "step" or not is_update or not known & {*evidence.merged.tensors} or known & {*wrong}:
         return
     state = moved(evidence, wrong, "param", step)
     factor = times(state.got, state.right) if state else None

@@ -10,12 +10,15 @@ the first that is found is reported.
        was found without a declared layout
     3  the first call that parts from the expectation, when it comes before the first wrong tensor
     4  what the numbers of the first wrong tensors look like: counts, factors, places
-    5  a call that parts later: no number makes a program issue other calls
-    6  what is usually behind a check that nothing else explains
+    5  a call that parts later, and before the first wrong number was returned: a loss is summed in grad_sync
+    6  parameters without a gradient, of which no more than that is known
+    7  what is usually behind a check that nothing else explains
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+
+import torch
 
 from harness.checking.call_checks import lists_text, strays
 from harness.checking.evidence import FAIL, Evidence, Finding
@@ -62,6 +65,8 @@ _USUAL: Mapping[str, tuple[str, str]] = {
 }
 """Usual causes behind a check that nothing else explains: check -> (cause, words)."""
 
+_AFTER_GRADIENTS = ("grad_norm", "param", "param_after")
+"""Kinds of numbers that are made of the gradients of parameters."""
 _COUNTED = {
     "missing": ("missing_call", "calls that this term counts are left out"),
     "extra": ("extra_call", "more calls than this term counts: done twice, or not needed"),
@@ -91,6 +96,8 @@ def likely(
         from_there = (bool(parted.caller) and work.caller.startswith(parted.caller) for work in evidence.unwaited)
         if evidence.unwaited and all(from_there):  # the call that was not waited for is the extra one
             return tuple(by_call)
+    if call_first and by_check and by_check[0].id == "layout" and by_call[0].id == "wrong_group":
+        return tuple(by_call)  # parts that other ranks sum are other parts
     if by_check:
         return tuple((from_flaws(evidence, wrong) if "merge" in failed else []) or by_check[:1])
     if parted and parted.found and parted.found.dtype in evidence.island and by_call[0].id == "wrong_payload":
@@ -105,14 +112,17 @@ def likely(
         words = f"{evidence.drawn}, so nothing behind it can agree: switch that off for the proof, or seed it by the "
         words += "numbers of the samples (case.samples), on ranks and truth"
         return (reported("other_numbers", words, evidence.drawn),)
-    call_first = call_first and by_call[0].id != "wrong_place"  # another phase or module changes no number
+    by_call = by_call if parted and _may_cause(evidence, parted, wrong, call_first=call_first) else []
+    call_first = bool(by_call) and call_first and by_call[0].id != "wrong_place"  # another phase changes no number
     numbers = [name for name in wrong if name in evidence.truth and comparable(evidence, name)]
     causes = (what_if(evidence, numbers) or more_classes(evidence, numbers[0], parted)) if numbers else []
     causes = within_limits(evidence, causes or (from_parts(evidence, numbers[0]) if numbers else []))
     causes = causes or _from_located(evidence)
+    if not causes and numbers and kind_of(numbers[0]) in _AFTER_GRADIENTS:
+        causes = _unused(evidence)
     if not causes and not call_first:
         causes = within_limits(evidence, by_numbers(evidence, numbers)) if numbers else []
-    causes = causes or by_call
+    causes = causes or by_call or _unused(evidence)
     usual = [reported(known, words, findings[check]) for check, (known, words) in _USUAL.items() if check in failed]
     return tuple(causes or usual[:1])
 
@@ -165,6 +175,34 @@ def _blame(parted: Difference) -> Cause:
     averaged = f"averaged over {found.axis} where it must be summed"
     meaning = averaged if known == "averaged" else "the call is made otherwise"
     return reported(known, f"{meaning}: " + ", ".join(changes), parted)
+
+
+def _may_cause(evidence: Evidence, parted: Difference, wrong: Sequence[str], *, call_first: bool) -> bool:
+    """Whether a call may be behind the first wrong number: it comes before that, or before its sum in grad_sync.
+
+    Of a module that never ran, and of parameters without a gradient, more is missing than a call.
+    """
+    output = f"act/{parted.line.region}"
+    never_ran = parted.line.phase == "forward" and output in evidence.truth and output not in evidence.returned
+    detached = parted.line.phase != "forward" and bool(_unused(evidence))
+    fewer = parted.kind == "missing" or _blame(parted).id == "wrong_payload"
+    summed = parted.line.phase == "grad_sync" and wrong[:1] and wrong[0].startswith("loss/")
+    return not (fewer and (never_ran or detached)) and bool(call_first or summed)
+
+
+def _unused(evidence: Evidence) -> list[Cause]:
+    """The cause of parameters that stay as they were, and of which no rank returned a gradient as of others."""
+
+    def stays(name: str) -> bool:
+        value, start = evidence.merged.tensors.get(f"param/{name}"), evidence.shares.get(f"start/{name}")
+        return value is not None and start is not None and torch.equal(value.double(), start.double())
+
+    names = [name for name in evidence.truth if kind_of(name) == "grad"]
+    lost = [name for name in names if name not in evidence.returned and stays(name.removeprefix("grad/"))]
+    if not lost or evidence.returned.isdisjoint(names):
+        return []
+    words = f"no rank has {', '.join(lost[:3])}{' ...' * (len(lost) > 3)}: not used, detached or frozen"
+    return [reported("unused", words, lost)]
 
 
 def _changed(expected: EventKey, issued: EventKey) -> str:

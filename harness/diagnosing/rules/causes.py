@@ -18,6 +18,7 @@ CAUSES: Mapping[str, str] = {
     # what a wrong tensor looks like
     "nan": "not a number or infinite: uninitialised memory, overflow, division by zero",
     "zero": "zero throughout: never computed or never accumulated",
+    "unused": "parameters without a gradient: their module is left out, detached or frozen",
     "data_path": "data that are wrong in the dense model and on the ranks alike",
     "other_model": "a dense model that is another one in float32 than in float64",
     "stale": "the truth of another step",

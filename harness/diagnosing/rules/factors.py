@@ -1,6 +1,6 @@
 """Wrong tensors that are the truth times one number, and which sizes of the case that number may come from.
 
-A sum over an axis is named only where such a sum can happen to this very tensor (`_summable`). Where several sizes of
+A sum over an axis is named only where such a sum can happen to this very tensor (`summable`). Where several sizes of
 the case equal the factor, or a constant might, `Evidence.others` decides: the same subject in cases with another size.
 A factor that follows the size comes from it, one that stays is a constant. Without such cases all sizes that fit are
 named: numbers of one case alone cannot choose between them.
@@ -126,16 +126,19 @@ def meaning_of(
     near: float,
     measure: Measure,
     predict: Predict,
-    *,
-    forward: bool = False,
+    sizes: Sequence[str],
 ) -> list[Cause]:
     """Causes of a factor on part of a wrong tensor; `relation` states in words what the factor multiplies.
 
-    `measure` finds the factor in another case. `forward` leaves out `micro`: micro-batches do not meet in forward.
+    `measure` finds the factor in another case. `sizes` are those that it may come from.
     """
-    sizes = [*_sizes(evidence), *([] if forward else ["micro"])]
     guesses = [_Guess(id=known, size=s, power=p, meaning=meaning) for s in sizes for known, p, meaning in _SUMS[:2]]
     return _decided(evidence, guesses, _Found(factor=factor, relation=relation, near=near, predict=predict), measure)
+
+
+def every_size(evidence: Evidence) -> list[str]:
+    """All axes that split something, all ranks, and the micro-batches."""
+    return [*_sizes(evidence), "micro"]
 
 
 def _factor_in(other: Evidence, name: str) -> float | None:
@@ -216,12 +219,12 @@ def _label(evidence: Evidence, size: str) -> str:
 def _guesses(evidence: Evidence, names: Sequence[str]) -> list[_Guess]:
     """Origins of a factor on these tensors: sums and means over axes, numbers of micro-batches and tokens."""
     sizes = _sizes(evidence)
-    summable = [axis for axis in sizes if all(_summable(evidence, axis, name) for name in names)]
+    sums = [axis for axis in sizes if all(summable(evidence, axis, name) for name in names)]
     forward = kind_of(names[0]) in ("act", "logits", "init")
     found = [
         _Guess(id=known, size=size, power=power, meaning=meaning)
         for known, power, meaning in _SUMS
-        for size in (summable if forward or power > 0 else sizes)
+        for size in (sums if forward or power > 0 else sizes)
     ]
     for size in () if forward else ("micro", "tokens of the step"):
         for power, meaning in ((1, "not divided by it, or multiplied once too often"), (-1, "divided by it once more")):
@@ -245,7 +248,7 @@ def _counts(evidence: Evidence) -> dict[str, float]:
     return counts
 
 
-def _summable(evidence: Evidence, axis: str, name: str) -> bool:
+def summable(evidence: Evidence, axis: str, name: str) -> bool:
     """Whether a sum over this axis once more would multiply this tensor.
 
     Equal parts on the ranks of a group would be multiplied, and so would parts of what a reduce-scatter over the axis

@@ -93,7 +93,8 @@ def _groups(evidence: Evidence, names: Sequence[str]) -> dict[str, frozenset[str
         groups[f"what ranks of {axis} hold alike"], groups[f"what is split over {axis}"] = alike, {*names} - alike
         for place in range(len(lists[0])):
             holds = {rank for ranks in lists for rank in ranks[place : place + 1]}
-            groups[f"what {axis} rank {place} alone holds"] = {n for n in names if {*blocks_of(evidence, n)} <= holds}
+            alone = {n for n in names if set() < {*blocks_of(evidence, n)} <= holds}
+            groups[f"what {axis} rank {place} alone holds"] = alone
     groups |= {name: {name} for name in names}
     for name in names:
         groups.setdefault(re.sub(r"\.\d+\.", ".*.", name), set()).add(name)

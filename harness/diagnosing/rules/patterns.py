@@ -16,6 +16,7 @@ from torch import Tensor
 from harness.diagnosing.rules.causes import MEANT, Cause, claimed
 from harness.diagnosing.rules.proofs import Explained, Near, NotFinite, Rounded
 from harness.errors import ranks_text
+from harness.protocols import Axes
 
 CLOSE = 1e-2
 """A tensor is right within this share of itself, as far as these patterns look."""
@@ -36,7 +37,7 @@ def from_patterns(value: Tensor, truth: Tensor, axes: Mapping[str, int], others:
         share = 1 - float(torch.isfinite(value).double().mean())
         return claimed("nan", f"{share:.0%} of it is {_NOT_FINITE}", NotFinite(value=value, truth=truth))
     x, t, is_guess = value.double(), truth.double(), partial(Explained, value=value, truth=truth)
-    words = "it is zero throughout: never computed, never accumulated, or zeroed too late"
+    words = "it is zero throughout: never computed, never accumulated, zeroed too late, or padding in its place"
     zero = [] if is_count(x, t) else claimed("zero", words, is_guess(guess=torch.zeros_like(t), left=0.0))
     moved = (_moved(x, t, axes, is_guess), _flat(t, axes, is_guess), _transposed(t, is_guess))
     return list(itertools.islice(itertools.chain(zero, _stale(x, t, others, is_guess), *moved), 1))
@@ -68,7 +69,7 @@ def _stale(x: Tensor, t: Tensor, others: Mapping[str, Tensor], is_guess: _Guess)
 def _moved(x: Tensor, t: Tensor, axes: Mapping[str, int], is_guess: _Guess) -> Iterator[Cause]:
     """The right numbers in wrong places."""
     for dim in range(t.dim()):
-        for axis, size in axes.items():
+        for axis, size in by_size(axes):
             if t.shape[dim] % size or size == 1:
                 continue
             width = t.shape[dim] // size
@@ -84,6 +85,12 @@ def _moved(x: Tensor, t: Tensor, axes: Mapping[str, int], is_guess: _Guess) -> I
             why = "a wrong layout, reshape or gather dim" if _is_layout(order) else "sorted or routed in other groups"
             words = f"along dim {dim} it holds the right rows in another order: {why}"
             yield from claimed("rows_permuted", words, is_guess(guess=_reordered(t, dim, 1, order)))
+
+
+def by_size(axes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
+    """Every size with its axes in words: parts of one size do not show which of them."""
+    for size in dict.fromkeys(axes.values()):
+        yield " or ".join(axis for axis in axes if axes[axis] == size), size
 
 
 def _copied(x: Tensor, t: Tensor, dim: int, axis: str, size: int, is_guess: _Guess) -> Iterator[Cause]:
@@ -110,7 +117,7 @@ def _flat(t: Tensor, axes: Mapping[str, int], is_guess: _Guess) -> Iterator[Caus
     """
     stacks = [stack for stack in dict.fromkeys((1, axes.get("dp", 1))) if t.dim() and t.shape[0] % stack == 0]
     for dim in range(1, t.dim()):
-        for axis, size in axes.items():
+        for axis, size in by_size(axes):
             if size == 1 or t.shape[dim] % size:
                 continue
             words = f"it holds the right numbers as if flat memory were its {size} shards along dim {dim}: "
@@ -166,22 +173,23 @@ def _same_in_rows(rest: Tensor, true: Tensor) -> bool:
     return float((rest - rest[:1]).norm()) <= 1e-6 * float(true.norm()) < float((true - true[:1]).norm())
 
 
-def partial_sums(locals_by_rank: Mapping[int, Tensor], truth: Tensor, axes: Mapping[str, int]) -> list[Cause]:
-    """Whether replicas that differ are the terms of a sum that was not taken."""
-    tensors = [local.double() for local in locals_by_rank.values()]
-    if len(tensors) < 2 or any(local.shape != truth.shape for local in tensors):
+def partial_sums(locals_by_rank: Mapping[int, Tensor], truth: Tensor, axes: Axes) -> list[Cause]:
+    """Whether replicas that differ are, in every group of an axis, the terms of a sum that was not taken."""
+    terms_of, true = {rank: local.double() for rank, local in locals_by_rank.items()}, truth.double()
+    if any(local.shape != truth.shape for local in terms_of.values()):
         return []
-    total, true = torch.stack(tensors).sum(0), truth.double()
-    for axis, size in axes.items():
-        # Each term is held by every rank outside its group.
-        copies = len(tensors) / size
-        rest = total / copies - true
-        left = rest - rest[:1] if _same_in_rows(rest, true) else rest
-        if float(left.norm()) <= 1e-6 * float(true.norm()):
-            words = f"the ranks' values add up to the truth over {axis}={size}"
+    for axis, lists in axes.items():
+        groups = [ranks for ranks in lists if len(ranks) > 1 and terms_of.keys() & {*ranks}]
+        if not groups or any(rank not in terms_of for ranks in groups for rank in ranks):
+            continue
+        terms = torch.stack([torch.stack([terms_of[rank] for rank in ranks]) for ranks in groups])
+        rest = terms.sum(1) - true
+        left = torch.stack([one - one[:1] if _same_in_rows(one, true) else one for one in rest])
+        if max(float(one.norm()) for one in left) <= 1e-6 * float(true.norm()):
+            words = f"the ranks' values add up to the truth over {axis}={len(groups[0])}"
             words += ": each holds one partial sum, never reduced"
-            terms = torch.stack(tensors)  # together: one of them may hold the whole sum, and the others nothing
-            explained = Explained(value=terms, truth=true.expand_as(terms), guess=terms - left / size, left=CLOSE)
+            guess = terms - left[:, None] / len(groups[0])  # one of them may hold the whole sum, and the others nothing
+            explained = Explained(value=terms, truth=true.expand_as(terms), guess=guess, left=CLOSE)
             return claimed("not_summed", words, explained)
     return []
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
 from harness.diagnosing.rules.causes import Cause, claimed
-from harness.diagnosing.rules.factors import Measure, meaning_of
+from harness.diagnosing.rules.factors import Measure, every_size, meaning_of, summable
 from harness.diagnosing.rules.proofs import Explained, explains, share_left, times
 from harness.mesh_axes import split_axes
 
@@ -73,13 +73,14 @@ def _weighed(evidence: Evidence, name: str, value: Tensor) -> list[Cause]:
     if not term:
         relation = f"without {' and '.join(filter(None, weights))} it is {times(weight)} the truth"
         measure: Measure = lambda other: _weights(other, name).get("")  # noqa: E731
-        return meaning_of(evidence, weight, relation, near, measure, predict, forward=True)
+        sizes = [size for size in every_size(evidence)[:-1] if summable(evidence, size, name)]
+        return meaning_of(evidence, weight, relation, near, measure, predict, sizes)
     what = "bias" if term.endswith(".bias") else term
     if abs(weight) <= near:
         known = "bias_missing" if what == "bias" else "term_missing"
         return claimed(known, f"the {what} is not in it: never added", *predict(0.0))
     for axis, size in split_axes(evidence.case).items():
-        if math.isclose(weight, size, rel_tol=near):
+        if math.isclose(weight, size, rel_tol=near) and summable(evidence, axis, name):
             words = f"the {what} is in it {size} times, and {axis}={size}: every rank adds it before the sum"
             return claimed("bias_per_rank", words, *predict(size))
     words = f"the {what} is in it {weight:.4g} times: a constant factor is wrong"

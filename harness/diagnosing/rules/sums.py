@@ -88,7 +88,10 @@ Part = tuple[str, Tensor, tuple[tuple[int, int], ...]]
 
 
 def _fitted(evidence: Evidence, parts: Sequence[Part]) -> tuple[Tensor, Explained] | None:
-    """Weights [dp, micro] whose weighted sum of the shares is these values, and the proof; None when none fit."""
+    """Weights [dp, micro] whose weighted sum of the shares is these values, and the proof; None when none fit.
+
+    Equal weights win; where shares hang together, other weights would be some of many.
+    """
     grid = evidence.shares["tokens"].shape
     rows, values, truths = [], [], []
     for name, value, region in parts:
@@ -101,10 +104,13 @@ def _fitted(evidence: Evidence, parts: Sequence[Part]) -> tuple[Tensor, Explaine
     shares, x, t = torch.cat(rows, 1).t(), torch.cat(values), torch.cat(truths)
     if len(x) < 2 * shares.shape[1] or not bool(torch.isfinite(x).all()):
         return None
-    weights = torch.linalg.lstsq(shares, x[:, None], driver="gelsd").solution[:, 0]
-    guess = shares @ weights
-    explained = float((guess - x).norm()) <= max(LEFT * float((x - t).norm()), 1e-9 * float(x.norm()))
-    return (weights.unflatten(0, grid), Explained(value=x, truth=t, guess=guess, left=LEFT)) if explained else None
+    solved, total = torch.linalg.lstsq(shares, x[:, None], driver="gelsd"), shares.sum(1)
+    equal = torch.full_like(shares[0], float(x @ total) / max(float(total @ total), 1e-300))
+    for weights in (equal, solved.solution[:, 0])[: 1 + (int(solved.rank) == len(equal))]:
+        guess = shares @ weights
+        if float((guess - x).norm()) <= max(LEFT * float((x - t).norm()), 1e-9 * float(x.norm())):
+            return weights.unflatten(0, grid), Explained(value=x, truth=t, guess=guess, left=LEFT)
+    return None
 
 
 def _alike(values: Tensor, near: float = CLOSE) -> bool:
@@ -169,9 +175,13 @@ def from_losses(evidence: Evidence, name: str) -> list[Cause]:
 
 
 def _by_data_rank(evidence: Evidence, name: str) -> dict[int, float]:
-    """The number of this name on every data rank."""
-    axes, blocks = evidence.case.axes, blocks_of(evidence, name)
-    return {place_of_rank(axes, "dp", rank): float(by[0].local) for rank, by in blocks.items()}
+    """The number of this name on every data rank; none where ranks of one disagree."""
+    numbers: dict[int, float] = {}
+    for rank, by in blocks_of(evidence, name).items():
+        place, number = place_of_rank(evidence.case.axes, "dp", rank), float(by[0].local)
+        if not math.isclose(numbers.setdefault(place, number), number, rel_tol=CLOSE**2):
+            return {}
+    return numbers
 
 
 def _by_row(counts: Mapping[int, float], right: float, by_row: Tensor) -> Explained:
@@ -185,7 +195,8 @@ def from_counts(evidence: Evidence, name: str) -> list[Cause]:
     if name != "tokens/0" or "tokens" not in evidence.shares:
         return []
     tokens, logits = evidence.shares["tokens"], evidence.truth.get("logits/0")
-    counts = _by_data_rank(evidence, name)
+    if not (counts := _by_data_rank(evidence, name)):
+        return []
     everyone = torch.ones(len(tokens), dtype=torch.float64)
     rules = [
         ("not_summed", "each data rank's own: never summed over dp", tokens.sum(1)),

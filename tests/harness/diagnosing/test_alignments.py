@@ -195,6 +195,7 @@ OVER_TP = "its 4 shards along dim 1: a collective over tp along dim 1 that works
         ("zero", TRUTH * 0, TRUTH, "tp", "it is zero throughout"),
         ("nan", TRUTH / 0, TRUTH, "tp", "100% of it is NaN or infinite"),
         ("shifted_shard", TRUTH.roll(2, 0), TRUTH, "tp", SHIFTED),
+        ("shifted_shard", TRUTH.roll(2, 0), TRUTH, "tp ep", f"{SHIFTED[:-1]} or ep)"),  # parts of one size
         ("other_shard", TRUTH[[2, 3, 0, 1, 4, 5, 6, 7]], TRUTH, "tp", f"along dim 0 {ORDER}"),
         ("other_shard", TRUTH[:, [1, 0, 3, 2]], TRUTH, "tp", f"along dim 1 {ORDER}"),
         ("other_shard", torch.cat([TRUTH[:4]] * 2), TRUTH, "dp", STANDS_IN),
@@ -206,7 +207,7 @@ OVER_TP = "its 4 shards along dim 1: a collective over tp along dim 1 that works
     ],
 )
 def test_each_pattern_is_recognised_first(known: str, value: Tensor, truth: Tensor, axes: str, words: str) -> None:
-    first = from_patterns(value, truth, {axis: {"tp": 4, "dp": 2}[axis] for axis in axes.split()}, {})[0]
+    first = from_patterns(value, truth, {axis: {"tp": 4, "dp": 2, "ep": 4}[axis] for axis in axes.split()}, {})[0]
     assert first.id == known and first.words.startswith(words)
 
 

@@ -124,6 +124,7 @@ def test_an_update_of_right_gradients_says_where_to_look() -> None:
     first = First(phase="step", region="", step=0, name=wrong[0])
     assert explanation_of(found, examine(found)).causes == ()
     assert hint(found, first, wrong) == f"{look} (the updates of step 0 are 0.7 x the right ones)"
+    assert hint(found, replace(first, name="logits/1"), ["logits/1"]) == "", "its data may be others"
     bad = [f"grad/{NAMES[0]}", *wrong]
     assert hint(found, First(phase="backward", name=bad[0], step=0), bad) == ""
 

@@ -105,6 +105,11 @@ def test_rules_of_adam(wrong: Rules, ids: list[str]) -> None:
     assert [told_of(wrong, steps) for steps in (1, 2)] == [ids] * 2
 
 
+def test_a_factor_that_begins_in_a_later_step_comes_from_no_sum() -> None:
+    """Half of the updates may be a mean over tp=2 in the first step alone: sums are of every step."""
+    assert [told_of(Rules(rate=0.005, decay=0.02), steps) for steps in (1, 2)] == [["averaged"], ["constant_factor"]]
+
+
 def test_moments_that_begin_anew_and_a_learning_rate_behind_clipped_ones() -> None:
     """The rate is no matter of clipping."""
     assert told_of(Rules(keeps=False), 2) == ["moments_reset"]
@@ -139,6 +144,8 @@ def test_plain_steps_and_clipping_by_other_rules() -> None:
     for rule in (alone, lambda g, last, p: -0.1 * g.clamp(-0.3, 0.3)):
         assert sgd(rule, CLIPS, factor) == ["clipped_otherwise"]
         assert sgd(rule, SGD, factor) == []  # a case that clips nothing
+    # A part has a smaller norm than the whole: rates by parameter are no clipping of it.
+    assert sgd(lambda g, last, p: -0.1 * factor * g * (0.9 if g.dim() > 1 else 0.5), CLIPS, factor) == []
     assert sgd(lambda g, last, p: -0.1 * g, CLIPS, factor) == ["unclipped"]
     squared = 0.5 / float(NORMS[1]) ** 2
     assert sgd(lambda g, last, p: -0.1 * g * squared, CLIPS, factor) == ["clipped_otherwise"]

@@ -7,13 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness.checking.checks import examine
 from harness.checking.evidence import Evidence
+from harness.diagnosing.diagnosis import explanation_of
 from harness.diagnosing.rules.norms import from_norms
 from harness.diagnosing.rules.optimizer.updates import from_start, from_updates
 from harness.diagnosing.rules.sums import from_counts, from_losses, from_shares
 from harness.outcome.blocks import localize
 from harness.outcome.merging import Outcomes
-from tests.harness.toy_evidence import case, drawn, evidence, ids_of, outcome_of, planted, tried, truth
+from tests.harness.toy_evidence import case, drawn, evidence, outcome_of, planted, tried, truth
 
 W1, BIAS = "grad/layers.0.mlp.w1.weight", "grad/layers.0.mlp.w2.bias"
 TOKENS = torch.tensor([[3.0, 5.0], [4.0, 8.0]], dtype=torch.float64)
@@ -22,18 +24,18 @@ TOKENS = torch.tensor([[3.0, 5.0], [4.0, 8.0]], dtype=torch.float64)
 SHARES = {W1: drawn(2, 2, 8, 6), "tokens": TOKENS}
 
 
-def weighted(weights: Tensor) -> Tensor:
-    return (SHARES[W1] * weights[..., None, None]).sum((0, 1))
-
-
-def counting(*weights: Tensor) -> Evidence:
+def counting(*weights: Tensor, shares: Tensor = SHARES[W1]) -> Evidence:
     """Four ranks (tp=2, dp=2); every one's gradient counts the micro-batches so, or each data rank's as given."""
+
+    def weighted(weights: Tensor) -> Tensor:
+        return (shares * weights[..., None, None]).sum((0, 1))
+
     by_rank = [weights[0]] * 4 if len(weights) == 1 else [weights[rank // 2] for rank in range(4)]
     true = {**truth(), W1: weighted(torch.ones(2, 2))}
     outcomes: Outcomes = [localize({W1: weighted(w)}) for w in by_rank]
     seen = evidence(case=case("mode=tp tp=2 dp=2 seq=16"), truth=true)
     merged = {W1: weighted(by_rank[0])} if len(weights) == 1 else {}
-    return replace(seen, outcomes=outcomes, shares=SHARES, merged=replace(seen.merged, tensors=merged))
+    return replace(seen, outcomes=outcomes, shares={**SHARES, W1: shares}, merged=replace(seen.merged, tensors=merged))
 
 
 LOCAL = TOKENS.sum() / TOKENS.sum(1)
@@ -65,6 +67,14 @@ def test_what_is_no_sum_of_shares_tells_nothing() -> None:
     assert [told.id for told in from_shares(halved, [W1])] == ["unequal_shares"]  # equal products are no division
     assert from_shares(counting(torch.full((2, 2), 0.5)), [W1]) == []  # a factor, which is another pattern's
     assert from_shares(replace(counting(torch.ones(2, 2)), shares={}), [W1]) == []
+
+
+def test_equal_weights_win_where_micro_batches_repeat_each_other() -> None:
+    """Of the many weights that fit, those of the smallest squares are no one's rule."""
+    again = torch.stack([SHARES[W1][:, 0], SHARES[W1][:, 0] / 2], 1)
+    (told,) = from_shares(counting(*LOCAL[:, None, None].expand(2, 2, 2), shares=again), [W1])
+    assert told.id == "local_count"
+    assert from_shares(counting(torch.tensor([[0.25, 0.5]] * 2), shares=again), [W1]) == []
 
 
 def test_a_part_that_was_not_summed_is_told() -> None:
@@ -131,6 +141,13 @@ def test_a_norm_without_every_bias_is_told() -> None:
     assert [told.words for told in from_norms(seen, "grad_norm/0")] == ["it leaves out every bias"]
 
 
+def test_a_norm_without_a_gradient_that_no_rank_holds_names_it() -> None:
+    norm = torch.tensor(SPLIT + WHOLE - square(BIAS), dtype=torch.float64).sqrt()
+    values = {n: t for n, t in {**truth(), "grad_norm/0": norm}.items() if n != BIAS}
+    seen = evidence(*(outcome_of(rank, values) for rank in range(2)), truth=truth())
+    assert [told.words for told in from_norms(seen, "grad_norm/0")] == [f"it leaves out {BIAS}"]
+
+
 def test_a_norm_that_counts_a_group_by_another_axis_names_it() -> None:
     """Four ranks, tp=2 and dp=3 of the case: the vectors once a data rank, the table three times."""
     text = case("mode=tp tp=2 dp=3 seq=16 batch=6")
@@ -192,9 +209,16 @@ def test_a_weight_that_began_as_another_rank_part_is_told() -> None:
     words = f"param/{name} began with the wrong parts of 2 along dim 0 (tp): 1 in place of 0, 0 in place of 1"
     assert told(start.roll(4, 0) + moved) == [("other_shard", words)]
     assert told(start + moved) == told(drawn(8, 6, seed=6)) == []
-    whole = {f"param/{name}": start.roll(4, 0) + moved, "act/layers.0.mlp.w1": drawn(2, 3, 6)}
-    seen = planted(whole, shares={f"start/{name}": start}, case=case("mode=tp tp=2 seq=16 micro=1"))
-    assert ids_of(seen) == ["other_shard"], "no check would take the one for the other, and the rule has its own limit"
+    assert told(start.roll(3, 1) + moved) == [], "no axis cuts it along that dim"
+    # No check would take the one for the other, and the rule has its own limit. The first wrong module's weight wins.
+    other = "layers.0.mlp.w2.weight"
+    values = {f"param/{name}": start.roll(4, 0) + moved, f"param/{other}": start.T.roll(4, 1) + moved.T}
+    values |= {"act/layers.0.mlp.w1": drawn(2, 3, 6)}
+    seen = planted(
+        values, shares={f"start/{name}": start, f"start/{other}": start.T}, case=case("mode=tp tp=2 seq=16 micro=1")
+    )
+    (told_first,) = explanation_of(seen, examine(seen)).causes
+    assert told_first.id == "other_shard" and f"param/{name} began" in told_first.words
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,17 @@ def test_the_term_that_does_not_count_once_is_told(name: str, rest: float, term:
     assert [cause.id for cause in from_terms(seen, name)] == ids
 
 
+def test_no_term_is_added_once_a_data_rank() -> None:
+    """Data ranks have other rows, which no sum joins."""
+    text, true = case("mode=tp tp=1 dp=2 seq=16 micro=1"), {**truth(), LINEAR: drawn(4, 3, 6)}
+    for value in (true[LINEAR] + BIAS, 2 * true[LINEAR] - BIAS):
+        shards = [Shard(part, (2 * rank, 0, 0), (4, 3, 6)) for rank, part in enumerate(value.chunk(2))]
+        ranks = ({**outcome_of(rank, truth()), LINEAR: shard} for rank, shard in enumerate(shards))
+        assert [told.id for told in from_terms(evidence(*ranks, truth=true, case=text, shares=STARTS), LINEAR)] == [
+            "constant_factor"
+        ]
+
+
 def test_a_sum_without_one_of_its_terms_is_told_by_the_names_of_both() -> None:
     for name, value in (
         (OUTER, truth()[INNER]),  # an inner module alone: what goes past it is lost
@@ -141,15 +152,17 @@ def test_numbers_of_tokens_are_told_where_one_rule_alone_fits() -> None:
     grid = torch.tensor([[30.0, 50.0], [40.0, 80.0]], dtype=torch.float64)
     text, true = case("mode=tp tp=2 dp=2 seq=16"), {**truth(), "tokens/0": torch.tensor(200)}
 
-    def of(value: int, tokens: Tensor = grid) -> list[str]:
-        ranks = (outcome_of(rank % 2, {**true, "tokens/0": torch.tensor(value)}) for rank in range(4))
+    def of(*values: int, tokens: Tensor = grid) -> list[str]:
+        counts = [torch.tensor(values[rank % len(values)]) for rank in range(4)]
+        ranks = (outcome_of(rank % 2, {**true, "tokens/0": counts[rank]}) for rank in range(4))
         seen = evidence(*ranks, truth=true, case=text, shares={"tokens": tokens})
         return [cause.id for cause in from_counts(seen, "tokens/0")]
 
     assert of(130) == of(120) == of(80) == ["micro_missing"]
     assert of(4 * 3) == ["constant_factor"]  # all tokens of the logits
     assert of(199) == []
-    assert of(12, torch.tensor([[4.0, 8.0], [80.0, 108.0]])) == []  # all tokens, or those of one data rank
+    assert of(120, 80) == []  # ranks of one data rank disagree
+    assert of(12, tokens=torch.tensor([[4.0, 8.0], [80.0, 108.0]])) == []  # all tokens, or those of one data rank
     # Nine tokens of one data rank, of which the last micro-batch has five: no factor, and no chance either.
     shares = {"tokens": torch.tensor([[4.0, 5.0]], dtype=torch.float64)}
     few = planted(
@@ -166,11 +179,58 @@ def test_calls_too_many_that_nobody_waits_for_are_told_as_calls_too_many() -> No
     assert ids_of(seen_with({}, unwaited=(work,))) == ["not_waited"]
 
 
+def test_a_call_that_parts_behind_the_first_wrong_number_is_no_cause_of_it() -> None:
+    """A gradient that forward never used leaves its sum out, and another choice of experts sends other rows."""
+    summed = a_term(phase="grad_sync", region="")
+    for name, ids in ((LINEAR, []), ("loss/0", ["missing_call"])):
+        assert ids_of(seen_with({name: drawn(*truth()[name].shape)}, expectation=(*TERMS, summed))) == ids
+
+    less = tuple(replace(one, payload_bytes=96 if one.region == LINEAR[4:] else one.payload_bytes) for one in TERMS)
+    for choices, ids in (({}, ["wrong_payload"]), ({f"routing/0/{LINEAR[4:]}": torch.ones(4, 3, 2).bool()}, [])):
+        ranks = [outcome_of(rank, {**truth(), LINEAR: drawn(2, 3, 6), **choices}) for rank in range(2)]
+        assert ids_of(evidence(*ranks, case=ONE, events=events(less))) == ids
+
+
+def test_a_module_that_never_ran_lacks_more_than_its_call() -> None:
+    values = {**truth(), OUTER: truth()[OUTER] - truth()[LINEAR]}
+    for left_out, ids in (((), ["missing_call"]), ((LINEAR,), ["term_missing"])):
+        known = {name: tensor for name, tensor in values.items() if name not in left_out}
+        ranks = [outcome_of(rank, known) for rank in range(2)]
+        assert ids_of(evidence(*ranks, case=ONE, events=events((*TERMS[:1], *TERMS[2:])))) == ids
+
+
+def test_a_parameter_without_a_gradient_lacks_more_than_its_sum() -> None:
+    """Not used, or frozen, a parameter stays as before. Of one that moves the gradient was not returned."""
+    summed, still = a_term(phase="grad_sync", region=""), {**truth(), "param/layers.0.mlp.w2.bias": BIAS}
+    lost = {name: tensor for name, tensor in still.items() if name != OF_W2}
+    moved = {**lost, "param/layers.0.mlp.w2.bias": drawn(6, seed=8)}
+    for values, ids in ((still, ["missing_call"]), (lost, ["unused"]), (moved, ["missing_call"])):
+        ranks = [outcome_of(rank, values) for rank in range(2)]
+        assert ids_of(evidence(*ranks, case=ONE, expectation=(*TERMS, summed), shares=STARTS)) == ids
+
+
+def test_parts_that_do_not_fit_follow_from_a_call_over_other_ranks() -> None:
+    apart = [Shard(truth()[W1][:4], (0, 0), (8, 6)), Shard(truth()[W1][3:7], (3, 0), (8, 6))]
+    ranks = [{**outcome_of(rank, truth()), W1: part} for rank, part in enumerate(apart)]
+    expected, issued = (a_term(phase="grad_sync", region="", axis=axis) for axis in ("edp", "tp"))
+    for more, ids in (((), ["layout"]), ((issued,), ["wrong_group"])):
+        expectation = (*TERMS, *((expected,) if more else ()))
+        assert ids_of(evidence(*ranks, expectation=expectation, events=events((*TERMS, *more)))) == ids
+
+
+def test_partial_sums_are_those_of_an_axis_whose_groups_all_add_up() -> None:
+    true, part = drawn(6), drawn(6, seed=3)
+    axes = {"tp": ((0, 1), (2, 3)), "dp": ((0, 2), (1, 3))}
+    for order, axis in (((0, 0, 1, 1), "dp"), ((0, 1, 0, 1), "tp")):
+        (told,) = partial_sums({rank: (part, true - part)[place] for rank, place in enumerate(order)}, true, axes)
+        assert f"over {axis}=2" in told.words
+
+
 def test_one_rank_may_hold_the_whole_sum() -> None:
     true = drawn(6)
     for parts in ((true, 0 * true), (true + 1e-16 * drawn(6, seed=5), 0 * true), (0.3 * true, 0.7 * true)):
-        assert [told.id for told in partial_sums(dict(enumerate(parts)), true, {"tp": 2})] == ["not_summed"]
-    assert partial_sums({0: true, 1: true / 2}, true, {"tp": 2}) == []
+        assert [told.id for told in partial_sums(dict(enumerate(parts)), true, {"tp": ((0, 1),)})] == ["not_summed"]
+    assert partial_sums({0: true, 1: true / 2}, true, {"tp": ((0, 1),)}) == []
 
 
 def test_tensors_behind_the_first_one_need_not_be_as_near() -> None:

@@ -53,8 +53,12 @@ def by_square(evidence: Evidence, factor: float, relation: str, step: int, predi
 
 
 def by_block(evidence: Evidence, wrong: Sequence[str], step: int) -> list[Cause]:
-    """Whether what each rank holds of each parameter has moved by a factor of its own."""
-    if not getattr(evidence.case, "clip", 0.0):
+    """Whether what each rank holds of each parameter has moved by a factor of its own.
+
+    A part has a smaller norm than the whole: it is clipped less, and at least not at all.
+    """
+    largest, norm = getattr(evidence.case, "clip", 0.0), evidence.truth.get(f"grad_norm/{step}")
+    if not largest or norm is None:
         return []
     factors: dict[tuple[str, int], float] = {}
     moved: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -77,6 +81,8 @@ def by_block(evidence: Evidence, wrong: Sequence[str], step: int) -> list[Cause]
         return []
     each = "each rank's own" if _by(factors, 1) else "every tensor's own" if _by(factors, 0) else "of each rank's parts"
     low, high = min(factors.values()), max(factors.values())
+    if low < 1 - APART or high > max(1.0, float(norm) / largest) * (1 + APART):
+        return []
     words = f"in step {step} factors are {each}, from {low:.3g} to {high:.3g}: clipped by other norms than that of all"
     value, truth, guess = map(torch.cat, zip(*moved, strict=True))
     return claimed("clipped_otherwise", words, Explained(value=value, truth=truth, guess=guess, left=APART))

@@ -16,7 +16,7 @@ from torch import Tensor
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of, step_of
 from harness.diagnosing.rules.causes import Cause, claimed
-from harness.diagnosing.rules.factors import Measure, Predict, meaning_of
+from harness.diagnosing.rules.factors import Measure, Predict, every_size, meaning_of
 from harness.diagnosing.rules.optimizer.clipped import by_block, by_element, by_square
 from harness.diagnosing.rules.optimizer.moments import correction, epsilon, from_moments, gradient_factor, of_gradients
 from harness.diagnosing.rules.optimizer.moved import Moved, before_step, fitted, moved, of_kind, times
@@ -150,7 +150,8 @@ def _scaled(
         return claimed("clip_scales_up", f"{relation}: a norm below the limit is scaled up to it", *predict(factor))
     if largest and (norm is None or float(norm) > largest or factor < 1):
         return by_square(evidence, factor, relation, step, predict)  # any other may come of another norm or limit
-    causes = meaning_of(evidence, factor, relation, CLOSE, measure, predict)
+    sizes = [] if step else every_size(evidence)  # sums and means are of every step: what begins later is none
+    causes = meaning_of(evidence, factor, relation, CLOSE, measure, predict, sizes)
     if 0 < factor < LITTLE and all(cause.id == "constant_factor" for cause in causes):
         return claimed("scaled_down", f"{relation}: divided once more before the step", *predict(factor))
     if what == "gradients":

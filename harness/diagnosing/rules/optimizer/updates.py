@@ -11,6 +11,8 @@ from torch import Tensor
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
 from harness.diagnosing.rules.causes import Cause, claimed
+from harness.diagnosing.rules.patterns import by_size
+from harness.diagnosing.rules.places import is_cut
 from harness.diagnosing.rules.proofs import Explained
 from harness.mesh_axes import split_axes
 
@@ -48,8 +50,11 @@ def _starts(evidence: Evidence, wrong: Sequence[str]) -> dict[str, tuple[Tensor,
 def from_start(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
     """Whether a weight began as another rank's part of itself: training moves it little, parts differ much."""
     for name, (value, start) in _starts(evidence, wrong).items():
-        for axis, size in split_axes(evidence.case).items():
-            for dim in (dim for dim in range(start.dim()) if start.shape[dim] % size == 0):
+        for dim in range(start.dim()):
+            axes = {axis: n for axis, n in split_axes(evidence.case).items() if is_cut(evidence, name, axis, dim)}
+            for axis, size in by_size(axes):
+                if start.shape[dim] % size:
+                    continue
                 mine, theirs = value.chunk(size, dim), start.chunk(size, dim)
                 taken = [min(range(size), key=lambda j: float((x - theirs[j]).norm())) for x in mine]
                 swaps = ", ".join(f"{j} in place of {i}" for i, j in enumerate(taken) if i != j)
