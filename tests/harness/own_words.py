@@ -100,13 +100,14 @@ class Reduced(torch.autograd.Function):
 
 
 class Network:
-    """The subject. `factor` multiplies the loss: any but 1 is a bug."""
+    """The subject. `factor` multiplies the loss: any but 1 is a bug. It states what it is given to state."""
 
     words, cases = WORDS, CASES
     truth = staticmethod(truth)
 
-    def __init__(self, factor: float = 1.0) -> None:
+    def __init__(self, factor: float = 1.0, **stated: object) -> None:
         self.factor = factor
+        vars(self).update(stated)
 
     def weights(self, case: Any) -> tuple[Tensor, Tensor]:
         """Initial weights of training, in full."""

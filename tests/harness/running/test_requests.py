@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from harness.running.engines import ENGINES
 from harness.running.request import loading_what_exists
 from harness.running.sharing import arranged, together
 from harness.subject import named
@@ -22,16 +21,11 @@ from reports.commands import cli
 from reports.options import request as request_command
 from reports.stored import frames
 from suites.mutants.catalogue import HELD_BACK, MUTANTS, of_file
-from tests.harness.command_line import ONE, TOY, CommandLine, command_line
+from tests.harness.command_line import ONE, TOY, CommandLine
+from tests.harness.toy_subjects import Stating
 
-
-def ahead(case: object, device: object) -> dict[str, Any]:
-    """Claims modes that the words of a case lack, and refuses every case."""
-    return {}
-
-
-ahead.modes = ("ep", "tp", "cp")  # type: ignore[attr-defined]
-ahead.refuses = lambda case: "never"  # type: ignore[attr-defined]
+ahead = Stating(modes=("ep", "tp", "cp"), refuses=lambda case: "never")
+"""Claims modes that the words of a case lack, and refuses every case."""
 
 
 # Wrong requests: one message that names key, value, rule and something legal; more are in `test_refused_at_once`
@@ -146,22 +140,13 @@ def test_every_known_mutant_finds_a_default_case_that_can_show_it() -> None:
 SMALL = "family=internlm2 vocab=264 layers=1 steps=1 micro=1 seq=8 heads=4 kv_heads=2 hidden=16 ffn=32 tp=2"
 
 
-@pytest.fixture
-def on_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    """The real engine: it takes two ranks to show a deviation."""
-    engine = ENGINES["inproc"]
-    line = command_line(tmp_path, monkeypatch, capsys)
-    monkeypatch.setitem(ENGINES, "inproc", engine)
-    return line
-
-
 def test_default_cases_are_made_to_show_it_and_fail_with_its_cause(
-    on_ranks: CommandLine, monkeypatch: pytest.MonkeyPatch
+    shardproof_here: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first case of each mode; modes without the deviation are left out, the words it needs are set."""
     cases = tuple(f"mode={mode} {SMALL} seed={seed}" for mode in ("tp", "msp", "isp") for seed in (0, 1))
     monkeypatch.setattr(request_command, "default_cases", lambda *_, **__: tuple(map(Case.parse, cases)))
-    status, out, _ = on_ranks("run", "--variant", "flat-dim1", "--modes", "tp,msp,isp")
+    status, out, _ = shardproof_here("run", "--variant", "flat-dim1", "--modes", "tp,msp,isp")
     assert status == 1
     (text,) = frames.load("runs/latest").cases["case"]
     case = Case.parse(text)
@@ -169,8 +154,8 @@ def test_default_cases_are_made_to_show_it_and_fail_with_its_cause(
     assert "a collective over tp along dim 1 that works along dim 0" in out
 
 
-def test_a_case_that_is_given_keeps_its_words(on_ranks: CommandLine) -> None:
-    status, out, _ = on_ranks("run", f"mode=msp {SMALL} seed=4", "--variant", "norm-average")
+def test_a_case_that_is_given_keeps_its_words(shardproof_here: CommandLine) -> None:
+    status, out, _ = shardproof_here("run", f"mode=msp {SMALL} seed=4", "--variant", "norm-average")
     assert status == 1
     (text,) = frames.load("runs/latest").cases["case"]
     assert Case.parse(text) == Case.parse(f"mode=msp {SMALL} seed=4 variant=norm-average")

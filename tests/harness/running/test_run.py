@@ -32,11 +32,8 @@ from reports.stored.frames import load
 from shardproof.__main__ import main
 from tests.forked import started
 from tests.harness import toy_subjects
+from tests.harness.command_line import ONE, TOY
 from tests.harness.toy_subjects import LoopEngine
-
-TOY = "tests.harness.toy_subjects:"
-ONE = "mode=tp layers=1 hidden=16 heads=2 vocab=24 seq=8 tp=1"
-"""Case of one rank: nothing to communicate, everything to compare."""
 
 Start = Callable[..., RunResult]
 
@@ -85,7 +82,7 @@ def test_equal_cases_are_run_once_and_the_words_that_repeat_a_run_name_what_is_u
     assert unusual.options == "--engine pool --device cuda"
 
 
-CASES = [f"{ONE} tp={tp} micro=1 steps=1 seed={seed}" for seed in range(2) for tp in (1, 2)]
+CASES = [f"{ONE} tp={tp} seed={seed}" for seed in range(2) for tp in (1, 2)]
 
 
 def told(case: Case, device: torch.device) -> dict[str, Tensor]:
@@ -125,7 +122,6 @@ def test_two_processes_write_the_folder_that_one_writes(tmp_path: Path) -> None:
     assert len(set.union(*by_seed.values())) == 2
 
 
-SMALL = "mode=tp tp=2 layers=1 hidden=16 heads=2 vocab=24 seq=8 micro=1 steps=1"
 HARMFUL = """
 import ctypes, os, signal, time
 from pathlib import Path
@@ -164,9 +160,9 @@ def from_a_shell(*words: str) -> int:
 def test_a_case_that_ends_its_process_is_named_and_the_others_are_proved(tmp_path: Path) -> None:
     """A truth that never ends in native code is ended from outside."""
     (tmp_path / "my_subject.py").write_text(HARMFUL)
-    cases = [f"{SMALL} seed={seed}" for seed in (14, 1, 11, 12, 13, 15, 2)]  # 14 before there are threads of ranks
+    cases = [f"{ONE} tp=2 seed={seed}" for seed in (14, 1, 11, 12, 13, 15, 2)]  # 14 before there are threads of ranks
     words = ("--when", "0", "--timeout", "3", "--subject", "my_subject:subject")
-    too_large = f"{SMALL} hidden=262144 ffn=1048576 layers=96 seed=3"
+    too_large = f"{ONE} tp=2 hidden=262144 ffn=1048576 layers=96 seed=3"
     done = started(from_a_shell, "run", *words, *cases, too_large, folder=tmp_path)
     assert done.ended(120) == 1, done.err
     verdicts: dict[str, dict[str, str]] = {}
@@ -191,13 +187,12 @@ def test_a_case_that_ends_its_process_is_named_and_the_others_are_proved(tmp_pat
 
 
 TWO_LAYERS = "mode=tp tp=1 layers=2 hidden=16 heads=2 vocab=24 seq=8"
-_RUN = ["run", "--subject"]
 
 
 def default_run(subject: str, cases: list[str]) -> int:
     """`shardproof run` without cases, when these are the default ones."""
     request.default_cases = lambda *_, **__: parse_cases(cases)
-    return from_a_shell(*_RUN, subject)
+    return from_a_shell("run", "--subject", subject)
 
 
 def interrupted(folder: Path, program: Callable[..., int], *words: object) -> tuple[int, str, str]:
@@ -215,7 +210,7 @@ def interrupted(folder: Path, program: Callable[..., int], *words: object) -> tu
 
 def test_a_run_is_reported_whole_when_its_experiments_are_interrupted(tmp_path: Path) -> None:
     """And no script is looked for then."""
-    command = [*_RUN, f"{__name__}:slow_shrink", TWO_LAYERS, "--emit-repro", "repro.py"]
+    command = ["run", "--subject", f"{__name__}:slow_shrink", TWO_LAYERS, "--emit-repro", "repro.py"]
     status, out, err = interrupted(tmp_path, main, command)
     assert status == 130 and "Traceback" not in err
     assert "\nwhat:" in out and "\nwhen:" not in out and "their lines `when:` are missing" in out
@@ -245,10 +240,6 @@ def test_a_signal_while_a_case_is_stored_comes_after_it() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-STARTED = Path("started")
-"""Made in the current folder when the slow part begins; it holds the id of the process."""
-
-
 def slow_second(case: Case, device: torch.device) -> dict[str, Tensor]:
     """The case of seed 1 does not end by itself."""
     if case.seed == 1:
@@ -264,5 +255,5 @@ def slow_shrink(case: Case, device: torch.device) -> dict[str, Tensor]:
 
 
 def _wait() -> None:
-    STARTED.write_text(str(os.getpid()))
+    Path("started").write_text(str(os.getpid()))
     time.sleep(40)

@@ -60,23 +60,13 @@ class Speaking:
 
 
 class Closed(Speaking):
-    """The same, and raises when its statements are read."""
+    """The same, and raises when one of these of its statements is read."""
+
+    def __init__(self, *unread: str) -> None:
+        super().__init__(unread=unread)
 
     def __getattr__(self, name: str) -> object:
-        unread = ("modes", "refuses", "expected", "activations", "unchecked", "axes", "harmless", "per_rank")
-        raise (RuntimeError if name in unread else AttributeError)(f"no {name} here")
-
-
-class Stateless(Closed):
-    """The same, and takes every case."""
-
-    modes = refuses = None
-
-
-class Unsaid(Stateless):
-    """The same, and runs."""
-
-    per_rank = None
+        raise (RuntimeError if name in vars(self)["unread"] else AttributeError)(f"no {name} here")
 
 
 def raising(*_: object) -> str:
@@ -185,12 +175,12 @@ def test_an_interruption_by_the_user_is_no_answer() -> None:
 
 
 def test_attributes_that_raise_when_they_are_read_are_told_where_they_are_asked(engine: InprocEngine) -> None:
-    (verdict,) = told(engine, Closed()).verdicts
-    assert verdict.verdict == "unknown"
-    assert verdict.message.startswith("subject.modes failed: RuntimeError: no modes here, at tests/")
-    (verdict,) = told(engine, Stateless()).verdicts
-    assert verdict.message.startswith("subject.per_rank failed: RuntimeError: no per_rank here, at tests/")
-    unknown = {verdict.check: verdict.message for verdict in told(engine, Unsaid()).verdicts}
-    assert unknown["expectation"].startswith("subject.expected failed: RuntimeError: no expected here, at tests/")
-    assert unknown["activations"].startswith("subject.activations failed: RuntimeError: no activations here, at tests/")
-    assert unknown["coverage"].startswith("subject.unchecked failed: RuntimeError: no unchecked here, at tests/")
+    for name in ("modes", "refuses", "per_rank"):
+        (verdict,) = told(engine, Closed(name)).verdicts
+        assert verdict.verdict == "unknown"
+        assert verdict.message.startswith(f"subject.{name} failed: RuntimeError: no {name} here, at tests/")
+    told_later = {"expectation": "expected", "activations": "activations", "coverage": "unchecked"}
+    unread = told(engine, Closed(*told_later.values(), "axes", "harmless"))
+    messages = {verdict.check: verdict.message for verdict in unread.verdicts if verdict.verdict == "unknown"}
+    for check, name in told_later.items():
+        assert messages[check].startswith(f"subject.{name} failed: RuntimeError: no {name} here, at tests/")

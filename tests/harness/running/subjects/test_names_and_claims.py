@@ -1,17 +1,17 @@
 """Names to objects, and the modes of a subject: what can be named, one clear message for each way to get it wrong."""
 
 import sys
-from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from harness import ledger
 from harness.errors import RequestError
 from harness.resolve import resolve
-from harness.subject import claims, named
+from harness.subject import NamedSubject, claims, named
 from reference.language.modes import MODES
+from tests.harness.toy_subjects import Stating, right
 
 
 def test_objects_and_their_attributes_are_found() -> None:
@@ -55,51 +55,32 @@ def test_a_file_in_the_working_directory_is_found_and_an_interruption_stays_one(
         resolve("my_interrupted_subject:subject")
 
 
-def that(**attributes: object) -> Callable[..., Mapping[str, Any]]:
-    """A subject with these attributes."""
-
-    def program(case: object, device: object) -> Mapping[str, Any]:
-        return {}
-
-    vars(program).update(attributes)
-    return program
-
-
-silent = that()
-ahead = that(modes=("tp", "ep", "tp"))
-foreign = that(modes=("ep", "cp"))
-none = that(modes=())
-word = that(modes="tp")
-numbers = that(modes=("tp", 7))
-HERE = f"{__name__}:"
+CLAIMING = NamedSubject(name="my:subject", call=Stating(modes=("tp", "ep", "tp")))
 LEGAL = "legal: tp|tp-sp|mtp|msp|fsp|isp|autotp"
 
 
 def test_a_subject_that_claims_nothing_is_asked_everything() -> None:
-    assert claims(named(f"{HERE}silent")).modes == claims(named("parallel.subject:subject")).modes == tuple(MODES)
+    assert claims(named(right)).modes == claims(named("parallel.subject:subject")).modes == tuple(MODES)
 
 
-def test_a_mode_that_no_case_can_have_is_left_out_and_known() -> None:
-    found = claims(named(f"{HERE}ahead"))
+def test_a_mode_that_no_case_can_have_is_left_out_and_known_and_one_that_is_not_claimed_cannot_be_chosen() -> None:
+    found = claims(CLAIMING)
     assert (found.chosen("all"), found.chosen("tp,tp"), found.unknown) == (("tp",), ("tp",), ("ep",))
+    with pytest.raises(RequestError) as caught:
+        found.chosen("isp")
+    assert str(caught.value) == "modes=isp: my:subject claims tp, ep; legal: --modes all"
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("modes", "message"),
     [
-        ("foreign", f"modes=('ep', 'cp') names no mode that a case can have; {LEGAL}"),
-        ("none", f"modes=() names no mode that a case can have; {LEGAL}"),
-        ("word", "modes='tp' must be a tuple of words; legal: modes = ('tp',)"),
-        ("numbers", "modes=('tp', 7) must be a tuple of words; legal: modes = ('tp',)"),
+        (("ep", "cp"), f"modes=('ep', 'cp') names no mode that a case can have; {LEGAL}"),
+        ((), f"modes=() names no mode that a case can have; {LEGAL}"),
+        ("tp", "modes='tp' must be a tuple of words; legal: modes = ('tp',)"),
+        (("tp", 7), "modes=('tp', 7) must be a tuple of words; legal: modes = ('tp',)"),
     ],
 )
-def test_other_claims_are_refused(name: str, message: str) -> None:
+def test_other_claims_are_refused(modes: object, message: str) -> None:
     with pytest.raises(RequestError) as caught:
-        claims(named(f"{HERE}{name}"))
-    assert str(caught.value) == f"subject={HERE}{name}: {message}"
-
-
-def test_a_mode_that_is_not_claimed_cannot_be_chosen() -> None:
-    with pytest.raises(RequestError) as caught:
-        claims(named(f"{HERE}ahead")).chosen("isp")
-    assert str(caught.value) == f"modes=isp: {HERE}ahead claims tp, ep; legal: --modes all"
+        claims(replace(CLAIMING, call=Stating(modes=modes)))
+    assert str(caught.value) == f"subject=my:subject: {message}"
