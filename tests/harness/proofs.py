@@ -1,11 +1,15 @@
 """Proof of one case of a subject, and the messages of its verdicts."""
 
+from pathlib import Path
 from typing import Any
 
 from harness.engines.engine import Engine
 from harness.engines.threads.inproc import InprocEngine
 from harness.running.proof import prove
+from harness.running.request import Request
 from harness.running.result import CaseResult
+from harness.running.run import run
+from harness.running.run_result import RunResult
 from harness.subject import case_of, named
 
 
@@ -17,6 +21,13 @@ def proved(subject: Any, case: Any, engine: Engine | None = None, *, truth: str 
         return prove(read, given, engine, **how)
     with InprocEngine() as made:
         return prove(read, given, made, **how)
+
+
+def ran(folder: Path, subject: Any, *cases: Any, **how: Any) -> RunResult:
+    """The result of a run of these cases, or of their texts, whose folder is made in this one."""
+    given = named(subject)
+    read = (case_of(case, given) if isinstance(case, str) else case for case in cases)
+    return run(Request(cases=tuple(read), subject=given, out=folder, **how))
 
 
 def failed(result: Any) -> set[str]:

@@ -102,8 +102,8 @@ class Changed:
 
     other: Any = None
 
-    def __init__(self, other: Any, change: Callable[[Any, Any], Mapping[str, Any]], **stated: object) -> None:
-        vars(self).update(other=other, change=change, **stated)
+    def __init__(self, other: Any, change: Callable[[Any, Any], Mapping[str, Any]] | None = None, **stated: Any):
+        vars(self).update(other=other, change=change or (lambda case, outcome: {}), **stated)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.other, name)

@@ -35,6 +35,9 @@ CASE = Case.parse("layers=1 steps=7")
 """At the default rate of learning, 1, the logits of the fifth step are beyond 1e-9 by rounding alone."""
 
 
+LINE = torch.linspace(1.0, 2.0, 50, dtype=torch.float64)
+
+
 def nudged(case: Case, device: torch.device) -> dict[str, Any]:
     """Ours, but for a part in a hundred thousand of the loss of one step."""
     outcome: dict[str, Any] = dict(subject(case, device))
@@ -64,10 +67,8 @@ def test_with_states_a_small_error_beside_that_noise_is_the_only_one(engine: Inp
 
 
 def test_in_float64_control_runs_widen_the_limit_up_to_where_nothing_is_told() -> None:
-    truth = torch.linspace(1.0, 2.0, 50, dtype=torch.float64)
-
     def measured(error: float, noise: float) -> Any:
-        return measure("param/x", truth * (1 + error), truth, dtype="float64", controls=[truth * (1 + noise)])
+        return measure("param/x", LINE * (1 + error), LINE, dtype="float64", controls=[LINE * (1 + noise)])
 
     assert measured(0.7e-9, 0.0).right and not measured(1.1e-9, 1e-10).right
     near, far = measured(5e-8, 1e-8), measured(7e-8, 1e-8)
@@ -77,10 +78,8 @@ def test_in_float64_control_runs_widen_the_limit_up_to_where_nothing_is_told() -
 
 
 def test_in_low_precision_a_leap_is_unchecked_but_for_orders_of_magnitude() -> None:
-    truth = torch.linspace(1.0, 2.0, 50, dtype=torch.float64)
-
     def measured(factor: float, noise: float) -> Any:
-        return measure("grad_norm/1", truth * factor, truth, dtype="bfloat16", controls=[truth * (1 + noise)])
+        return measure("grad_norm/1", LINE * factor, LINE, dtype="bfloat16", controls=[LINE * (1 + noise)])
 
     assert not measured(1.9, 0.08).right, "0.48 is allowed"
     leaping = measured(3.0, 0.1)
@@ -89,7 +88,7 @@ def test_in_low_precision_a_leap_is_unchecked_but_for_orders_of_magnitude() -> N
 
 
 def test_what_an_optimizer_makes_of_gradients_leaps_where_these_do() -> None:
-    old, step = torch.linspace(1.0, 2.0, 50, dtype=torch.float64), torch.linspace(2.0, 1.0, 50, dtype=torch.float64)
+    old, step = LINE, LINE.flip(0)
 
     def moments(factor: float) -> dict[str, torch.Tensor]:
         """After a step whose gradient is this times the right one."""
@@ -137,12 +136,11 @@ def test_a_bug_in_a_step_before_still_fails(engine: InprocEngine, monkeypatch: p
 
 @pytest.mark.parametrize("bad", DEAD)
 def test_what_overflows_is_wrong_unless_a_control_run_does_too(bad: float) -> None:
-    truth = torch.linspace(1.0, 2.0, 30, dtype=torch.float64)
-    spoiled, near = truth.clone(), truth * (1 + 1e-4)
+    spoiled, near = LINE.clone(), LINE * (1 + 1e-4)
     spoiled[7] = bad
 
     def measured(value: torch.Tensor, *controls: torch.Tensor) -> Measured:
-        return measure("loss/0", value, truth, dtype="float16", controls=controls)
+        return measure("loss/0", value, LINE, dtype="float16", controls=controls)
 
     alone, both = measured(spoiled, near, near), measured(spoiled, near, spoiled)
     assert (alone.right, alone.overflows, alone.wrong) == (False, False, True)
@@ -153,7 +151,7 @@ def test_what_overflows_is_wrong_unless_a_control_run_does_too(bad: float) -> No
 
 @pytest.mark.parametrize("bad", DEAD)
 def test_no_sum_of_updates_explains_what_is_not_finite(bad: float) -> None:
-    one, other = torch.linspace(1.0, 2.0, 30, dtype=torch.float64), torch.linspace(3.0, -1.0, 30, dtype=torch.float64)
+    one, other = LINE, torch.linspace(3.0, -1.0, 50, dtype=torch.float64)
     spoiled = one.clone()
     spoiled[3] = bad
     for value, truth, before in ((spoiled, one, other), (one * 2, spoiled, other), (one * 2, one, spoiled)):

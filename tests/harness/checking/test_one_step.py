@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.cases import parse_cases
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
 from harness.checking.measures.many_tensors import kind_rms
@@ -25,9 +24,7 @@ from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError
 from harness.outcome.merging import Merged
 from harness.running.proof import judged, prove
-from harness.running.request import Request
 from harness.running.result import CaseResult
-from harness.running.run import run
 from harness.running.trials import rounding
 from harness.running.trials.rounding import FURTHER_PARTS, MORE_PARTS, NEAR, controlled, measured_apart, stepwise
 from harness.running.trials.runs import recorded
@@ -38,7 +35,7 @@ from parallel.subject import subject
 from parallel.training import step as step_
 from reference.case import Case
 from reference.training.states import kept
-from tests.harness.proofs import contradicted, told, verdict_of
+from tests.harness.proofs import contradicted, ran, told, verdict_of
 
 WHEN = 2
 SMALL = "layers=1 hidden=16 heads=4 ffn=16 vocab=128 seq=8 micro=1 steps=4 "
@@ -134,8 +131,8 @@ def test_a_dense_model_that_diverges_is_a_request_that_cannot_be_judged(tmp_path
     text = "steps=5 lr=10.0 seq=16 micro=1"
     message = r"lr=10.0: the dense model diverges in step \d+ \(loss .*\); legal: lr=1.0$"
     with pytest.raises(RequestError, match=message):
-        run(Request(cases=parse_cases((text,)), subject=named("parallel.subject:subject"), out=tmp_path))
-    several = run(Request(cases=parse_cases((text, ONCE)), subject=named("parallel.subject:subject"), out=tmp_path))
+        ran(tmp_path, subject, text)
+    several = ran(tmp_path, subject, text, ONCE)
     assert several.exit_status == 2
     refused, *proved = several.verdicts
     assert (refused.check, refused.verdict) == ("truth", "skip") and re.search(message, refused.message)
@@ -144,9 +141,8 @@ def test_a_dense_model_that_diverges_is_a_request_that_cannot_be_judged(tmp_path
     def failing(case: Case, device: torch.device) -> dict[str, Tensor]:
         raise ArithmeticError("too large")
 
-    with pytest.raises(
-        RequestError, match="the dense model diverges in step"
-    ):  # no fault of a program that fails in it
+    # No fault of a program that fails in it.
+    with pytest.raises(RequestError, match="the dense model diverges in step"):
         prove(Case.parse(text), named(failing), engine)
 
 

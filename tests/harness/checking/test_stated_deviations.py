@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from harness.checking.checks import CHECKS, examine
 from harness.checking.evidence import FAIL, PASS, UNKNOWN
-from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError
 from harness.predicting.figures import traffic
 from harness.running.summary import summarize
@@ -37,10 +36,8 @@ class Balanced(Network):
     cases = (CASE, "tp=2", "dp=2")
 
     def __init__(self, factor: float = 1.5, bug: str = "", **stated: Any) -> None:
-        super().__init__()
+        super().__init__(**stated)
         self.deviation, self.bug = factor, bug
-        for name, said in stated.items():
-            setattr(self, name, said)
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
         outcome = dict(super().__call__(case, device))
@@ -72,9 +69,9 @@ noted = Balanced(deviates={**DEVIATES, "grad/w1": "a second one"})
 @pytest.mark.parametrize(
     ("stated", "dtype"), [(DEVIATES, "float64"), (lambda case: {"grad/w[2-9]": f" {DESIGN}\n"}, "float32")]
 )
-def test_a_stated_deviation_is_named_and_not_judged(stated: Any, dtype: str, engine: InprocEngine) -> None:
-    assert proved(Balanced(), f"{CASE} dtype={dtype}", engine, explain=False).verdict == "fail"
-    result = proved(Balanced(deviates=stated), f"{CASE} dtype={dtype}", engine)
+def test_a_stated_deviation_is_named_and_not_judged(stated: Any, dtype: str) -> None:
+    assert proved(Balanced(), f"{CASE} dtype={dtype}", explain=False).verdict == "fail"
+    result = proved(Balanced(deviates=stated), f"{CASE} dtype={dtype}")
     assert result.verdict == "pass", told(result)
     gradients = verdict_of(result, "parameter_gradients")
     assert gradients.unchecked == (f"grad/w2 (stated deviation: {DESIGN})",)
@@ -91,25 +88,25 @@ def test_a_stated_deviation_is_named_and_not_judged(stated: Any, dtype: str, eng
         (Wired, "", "ledger"),
     ],
 )
-def test_it_hides_no_other_failure(subject: type[Balanced], bug: str, check: str, engine: InprocEngine) -> None:
-    result = proved(subject(bug=bug, deviates=DEVIATES), CASE, engine, explain=False)
+def test_it_hides_no_other_failure(subject: type[Balanced], bug: str, check: str) -> None:
+    result = proved(subject(bug=bug, deviates=DEVIATES), CASE, explain=False)
     assert verdict_of(result, check).verdict == "fail"
 
 
-def test_one_that_does_not_occur_is_said(engine: InprocEngine) -> None:
-    result = proved(Balanced(factor=1.0, deviates=DEVIATES), CASE, engine)
+def test_one_that_does_not_occur_is_said() -> None:
+    result = proved(Balanced(factor=1.0, deviates=DEVIATES), CASE)
     assert result.verdict == "pass"
     gradients = verdict_of(result, "parameter_gradients")
     assert not gradients.unchecked
     assert gradients.message.endswith(f"stated deviation that does not occur: {DESIGN} (grad/w2)")
 
 
-def test_what_states_everything_says_nothing(engine: InprocEngine) -> None:
-    gradients = verdict_of(proved(Balanced(deviates={"grad/*": DESIGN}, bug="w1"), CASE, engine), "parameter_gradients")
+def test_what_states_everything_says_nothing() -> None:
+    gradients = verdict_of(proved(Balanced(deviates={"grad/*": DESIGN}, bug="w1"), CASE), "parameter_gradients")
     assert gradients.verdict == "unknown" and "every one deviates as stated" in gradients.message
-    coverage = verdict_of(proved(Balanced(deviates={"*": DESIGN}), CASE, engine), "coverage")
+    coverage = verdict_of(proved(Balanced(deviates={"*": DESIGN}), CASE), "coverage")
     assert coverage.verdict == "unknown" and "states every name of the truth" in coverage.message
-    idle = verdict_of(proved(Balanced(factor=1.0, deviates={"grad/w3": DESIGN}), CASE, engine), "coverage")
+    idle = verdict_of(proved(Balanced(factor=1.0, deviates={"grad/w3": DESIGN}), CASE), "coverage")
     assert "deviates='grad/w3' matches no name of the truth (grad/w2?)" in idle.message
 
 
@@ -121,24 +118,24 @@ def _applied(factor: float) -> Any:
     return truth
 
 
-def test_a_truth_that_applies_it_judges_its_tensors(engine: InprocEngine) -> None:
+def test_a_truth_that_applies_it_judges_its_tensors() -> None:
     """And no others."""
-    right = proved(Balanced(deviates={"grad/w2": (DESIGN, _applied(1.5))}), CASE, engine)
+    right = proved(Balanced(deviates={"grad/w2": (DESIGN, _applied(1.5))}), CASE)
     assert right.verdict == "pass"
     gradients = verdict_of(right, "parameter_gradients")
     assert not gradients.unchecked and gradients.message.startswith("2 tensors agree")
     assert f"stated deviation that the truth applies: {DESIGN} (grad/w2)" in gradients.message
-    wrong = proved(Balanced(deviates={"grad/w2": (DESIGN, _applied(1.6))}), CASE, engine, explain=False)
+    wrong = proved(Balanced(deviates={"grad/w2": (DESIGN, _applied(1.6))}), CASE, explain=False)
     assert verdict_of(wrong, "parameter_gradients").verdict == "fail"
 
 
-def test_what_is_no_statement_is_refused_before_anything_is_run(engine: InprocEngine) -> None:
+def test_what_is_no_statement_is_refused_before_anything_is_run() -> None:
     """And a truth that applies it needs a dense model."""
     for said in ("grad/w2", {"grad/w2": ""}, {"grad/w2": 3}, {3: DESIGN}, {"grad/w2": (DESIGN, 3)}):
         with pytest.raises(RequestError, match="deviates=.* must map patterns of names to a sentence each.*; legal: "):
-            proved(Balanced(deviates=said), CASE, engine)
+            proved(Balanced(deviates=said), CASE)
     with pytest.raises(RequestError, match="there is no dense model of the subject's own; legal: subject.truth"):
-        proved(Balanced(deviates={"grad/w2": (DESIGN, _applied(1.5))}, truth="alone"), CASE, engine)
+        proved(Balanced(deviates={"grad/w2": (DESIGN, _applied(1.5))}, truth="alone"), CASE)
 
 
 def test_the_notes_of_a_run_name_it(tmp_path: Path) -> None:

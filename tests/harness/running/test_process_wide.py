@@ -21,15 +21,13 @@ from harness.errors import TimeLimit
 from harness.running.proof import prove
 from harness.running.ranks.execution import RankTask, perform
 from harness.running.ranks.output import rank_output, shown_once
-from harness.running.request import Request
-from harness.running.run import run
 from harness.running.trials.trial import in_time
-from harness.subject import cases_of, named
 from harness.torch_internals.modes import deterministic_on
 from reference.case import Case
 from suites.subjects import mlp
 from tests.forked import started
 from tests.harness.command_line import ONE
+from tests.harness.proofs import ran
 from tests.harness.toy_subjects import Changed, LoopEngine, Stating
 
 
@@ -90,11 +88,10 @@ subject = Changed(mlp.subject, printed, cases=("tp=2",))
 def test_what_every_rank_prints_in_every_run_is_shown_once_with_how_often(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = named(f"{__name__}:subject")
     handler = logging.StreamHandler(sys.stderr)  # made before the run, as libraries do
     LOG.addHandler(handler)
     try:
-        result = run(Request(cases=cases_of(("tp=2",), given), subject=given, out=tmp_path))
+        result = ran(tmp_path, f"{__name__}:subject", "tp=2")
     finally:
         LOG.removeHandler(handler)
     out, err = capsys.readouterr()

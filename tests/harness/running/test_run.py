@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -23,7 +22,6 @@ from harness.interpreter import interrupted_after
 from harness.running import engines as named_engines
 from harness.running.request import Request
 from harness.running.run import run
-from harness.running.run_result import RunResult
 from harness.subject import named
 from reference.case import Case
 from reference.training import subject as dense
@@ -33,27 +31,16 @@ from shardproof.__main__ import main
 from tests.forked import started
 from tests.harness import toy_subjects
 from tests.harness.command_line import ONE, TOY
+from tests.harness.proofs import ran
 from tests.harness.toy_subjects import LoopEngine
-
-Start = Callable[..., RunResult]
-
-
-@pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
-    monkeypatch.setitem(named_engines.ENGINES, "inproc", LoopEngine)
-
-    def started(subject: str, *cases: str, **more: Any) -> RunResult:
-        given = parse_cases(cases or (ONE,))
-        return run(Request(cases=given, subject=named(TOY + subject), out=tmp_path / "runs", **more))
-
-    return started
 
 
 @pytest.mark.parametrize(("seeds", "status"), [((13, 1), 3), ((14, 1), 3), ((13, 15), 1), ((1,), 0)])
 def test_a_failing_machine_is_no_verdict_and_keeps_what_is_finished(
-    start: Start, seeds: tuple[int, ...], status: int
+    seeds: tuple[int, ...], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = start("dying", *(f"{ONE} seed={seed}" for seed in seeds))
+    monkeypatch.setitem(named_engines.ENGINES, "inproc", LoopEngine)
+    result = ran(tmp_path, f"{TOY}dying", *(f"{ONE} seed={seed}" for seed in seeds))
     assert result.exit_status == status
     stored = load(result.path).verdicts
     assert set(stored["case"].str.extract(r"seed=(\d+)")[0].astype(int)) == set(seeds)
@@ -61,13 +48,13 @@ def test_a_failing_machine_is_no_verdict_and_keeps_what_is_finished(
     assert [verdict.verdict for verdict in lost] == ["unknown"] * len({13, 14} & set(seeds))
 
 
-def test_skipped_cases_show_their_reason_and_alone_are_no_pass(start: Start) -> None:
-    result = start("limited")
+def test_skipped_cases_show_their_reason_and_alone_are_no_pass(tmp_path: Path) -> None:
+    result = ran(tmp_path, f"{TOY}limited", ONE)
     assert result.exit_status == 2
     (verdict,) = result.verdicts
     assert (verdict.check, verdict.verdict) == ("supported", "skip")
     assert verdict.message == f"{TOY}limited claims the modes tp-sp, not tp"
-    mixed = start("refusing", f"{ONE} seed=2", f"{ONE} seed=3")
+    mixed = ran(tmp_path, f"{TOY}refusing", f"{ONE} seed=2", f"{ONE} seed=3")
     assert mixed.exit_status == 0
     assert [verdict.message for verdict in mixed.verdicts if verdict.verdict == "skip"] == ["odd seeds bring bad luck"]
     stored = load(mixed.path).verdicts
@@ -93,10 +80,12 @@ def told(case: Case, device: torch.device) -> dict[str, Tensor]:
     return outcome
 
 
-def ran(processes: int) -> int:
+def in_order(processes: int) -> int:
     """Run in the current folder; prints the cases in the order in which they were reported, and the notes."""
-    cases, order = parse_cases(CASES), list[str]()
-    request = Request(cases=cases, subject=named(f"{__name__}:told"), out=Path("runs"), processes=processes)
+    order: list[str] = []
+    request = Request(
+        cases=parse_cases(CASES), subject=named(f"{__name__}:told"), out=Path("runs"), processes=processes
+    )
     result = run(request, lambda done, total, case, verdict: order.append(str(case)))
     print(json.dumps([order, *result.notes]))
     return result.exit_status
@@ -106,7 +95,7 @@ def test_two_processes_write_the_folder_that_one_writes(tmp_path: Path) -> None:
     folders = []
     for processes in (0, 2):
         (folder := tmp_path / str(processes)).mkdir()
-        program = started(ran, processes, folder=folder)
+        program = started(in_order, processes, folder=folder)
         assert program.ended() == 1, program.err
         assert json.loads(program.out) == [[str(Case.parse(text)) for text in CASES]], "in order, and without a note"
         folders.append(folder / "runs" / "latest")

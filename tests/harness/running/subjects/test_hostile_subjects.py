@@ -10,20 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.cases import parse_cases
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError, error_text
 from harness.running.proof import prove
 from harness.running.ranks.execution import RankTask, perform
-from harness.running.request import Request
 from harness.running.result import CaseResult
-from harness.running.run import run
-from harness.subject import Unanswered, answered, named
+from harness.subject import Unanswered, answered
 from reference.case import Case
 from reference.training import subject as dense
+from tests.harness.proofs import ran
 
 CASE = Case.parse("layers=1 hidden=16 heads=2 ffn=16 seq=8 micro=1 steps=1")
-BOTH = parse_cases((str(CASE), f"{CASE} seed=1"))
+BOTH = CASE, CASE.but(seed=1)
 HERE = __name__
 
 
@@ -107,7 +105,7 @@ def test_sys_exit_on_a_rank_in_another_process_is_raised_with_words() -> None:
 
 
 def test_an_exception_without_words_ends_one_case_and_not_the_run(tmp_path: Path) -> None:
-    result = run(Request(cases=BOTH, subject=named(f"{HERE}:silent"), out=tmp_path))
+    result = ran(tmp_path, f"{HERE}:silent", *BOTH)
     first, *others = result.verdicts
     assert "raised Silent: (what it says cannot be read: its __str__ raised RuntimeError)" in first.message
     assert result.exit_status == 1 and {verdict.case for verdict in others} == {f"{CASE} seed=1"}
@@ -129,11 +127,10 @@ def test_lines_that_are_left_out_of_an_exception_are_marked(error: Exception, te
 
 def test_a_refusal_that_raises_is_unknown_and_modes_that_are_no_words_are_refused(tmp_path: Path) -> None:
     """The next case runs after the first; of the second nothing is stored."""
-    request = Request(cases=BOTH, subject=named(f"{HERE}:number_for_modes"), out=tmp_path)
     with pytest.raises(RequestError, match=r": modes=7 must be a tuple of words; legal: modes = \('tp',\)$"):
-        run(request)
+        ran(tmp_path, f"{HERE}:number_for_modes", *BOTH)
     assert not list(tmp_path.iterdir())
-    result = run(Request(cases=BOTH, subject=named(f"{HERE}:broken_refusal"), out=tmp_path))
+    result = ran(tmp_path, f"{HERE}:broken_refusal", *BOTH)
     first, *others = result.verdicts
     assert (first.check, first.verdict) == ("supported", "unknown")
     assert first.message.startswith("subject.refuses failed: RuntimeError: broke, at tests/")
@@ -142,8 +139,7 @@ def test_a_refusal_that_raises_is_unknown_and_modes_that_are_no_words_are_refuse
 
 def test_a_pipeline_that_raises_leaves_the_run_without_its_bubble(tmp_path: Path) -> None:
     case = "mode=tp tp=1 pp=2 layers=2 hidden=16 heads=2 vocab=24 seq=4 micro=1 steps=1"
-    subject = named(f"{HERE}:broken_pipeline")
-    result = run(Request(cases=parse_cases((case,)), subject=subject, out=tmp_path, engine="dry"))
+    result = ran(tmp_path, f"{HERE}:broken_pipeline", case, engine="dry")
     assert result.verdicts and "bubble" not in (result.path / "cases.jsonl").read_text()
 
 
