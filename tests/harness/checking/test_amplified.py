@@ -30,19 +30,13 @@ from tests.harness.checking.test_one_step import planted
 from tests.harness.proofs import contradicted, failed, proved, told, verdict_of
 from tests.harness.toy_evidence import case as case_of
 from tests.harness.toy_evidence import evidence
+from tests.harness.toy_subjects import Changed
 
 CASE = Case.parse("layers=1 steps=7")
 """At the default rate of learning, 1, the logits of the fifth step are beyond 1e-9 by rounding alone."""
 
 
 LINE = torch.linspace(1.0, 2.0, 50, dtype=torch.float64)
-
-
-def nudged(case: Case, device: torch.device) -> dict[str, Any]:
-    """Ours, but for a part in a hundred thousand of the loss of one step."""
-    outcome: dict[str, Any] = dict(subject(case, device))
-    outcome["loss/4"] *= 1 + 1e-5
-    return outcome
 
 
 def stateless(case: Case, device: torch.device) -> dict[str, Any]:
@@ -61,6 +55,7 @@ def test_noise_that_training_amplifies_is_no_failure(engine: InprocEngine) -> No
 
 
 def test_with_states_a_small_error_beside_that_noise_is_the_only_one(engine: InprocEngine) -> None:
+    nudged = Changed(subject, lambda case, outcome: {"loss/4": outcome["loss/4"] * (1 + 1e-5)})
     result = prove(CASE, nudged, engine, explain=False)
     assert failed(result) == {"forward"} and verdict_of(result, "forward").worst.name == "loss/4"
     assert most_allowed(result) == FLOAT64_ALLOWED

@@ -27,6 +27,7 @@ from reference.case import Case
 from reference.training import subject as dense
 from tests.harness.proofs import verdict_of
 from tests.harness.toy_evidence import TERMS, events, evidence
+from tests.harness.toy_subjects import Changed
 
 STRIDED = {"tp": ((0, 2), (1, 3)), "dp": ((0, 1), (2, 3))}
 
@@ -126,16 +127,13 @@ OVERLAPPED = Case.parse("mode=tp-sp tp=2 layers=1 hidden=16 heads=2 seq=4 micro=
 OF_CALLS = {name: CHECKS[name] for name in ("ledger", "waits", "overlap")}
 
 
-class Exposed:
-    """Ours without overlap, which promises the overlap of the case; the ledger is the same."""
-
-    modes, refuses, expected = subject.modes, subject.refuses, subject.expected
-
-    def __call__(self, case: Case, device: torch.device) -> Any:
-        return subject(case.but(overlap=False), device)
-
-
-exposed = Exposed()
+exposed = Changed(
+    lambda case, device: subject(case.but(overlap=False), device),
+    modes=subject.modes,
+    refuses=subject.refuses,
+    expected=subject.expected,
+)
+"""Ours without overlap, which promises the overlap of the case; the ledger is the same."""
 
 
 def test_calls_that_no_longer_overlap_fail_this_check_alone(engine: Engine) -> None:

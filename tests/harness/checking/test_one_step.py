@@ -38,9 +38,10 @@ from reference.training.states import kept
 from tests.harness.proofs import contradicted, ran, told, verdict_of
 
 WHEN = 2
-SMALL = "layers=1 hidden=16 heads=4 ffn=16 vocab=128 seq=8 micro=1 steps=4 "
+TINY = "layers=1 hidden=16 heads=4 ffn=16 vocab=128 "
+SMALL = TINY + "seq=8 micro=1 steps=4 "
 SGD, ADAMW = SMALL + "lr=0.1 clip=0.5", SMALL + "optimizer=adamw lr=0.01"
-ONCE = "layers=1 hidden=16 heads=4 ffn=16 vocab=128 seq=8 micro=1 steps=1 optimizer=adamw lr=0.01"
+ONCE = TINY + "seq=8 micro=1 steps=1 optimizer=adamw lr=0.01"
 
 
 def planted(
@@ -151,7 +152,7 @@ def test_states_are_left_out_above_a_bound() -> None:
     assert not kept(Case.parse("preset=llama3-8b mode=mtp tp=2"))
 
 
-CASE = Case.parse("mode=tp tp=2 dtype=float32 layers=1 hidden=16 heads=4 ffn=16 vocab=128 seq=8 micro=1 steps=1")
+CASE = Case.parse(TINY + "mode=tp tp=2 dtype=float32 seq=8 micro=1 steps=1")
 NAME = "grad/layers.0.attention.wo.weight"
 
 
@@ -189,7 +190,6 @@ def test_control_runs_that_were_all_lucky_are_not_believed_at_once(engine: Inpro
     assert result.verdict == "pass"
 
 
-TINY = "layers=1 hidden=16 heads=4 ffn=16 vocab=128 "
 CASES = (
     TINY + "dtype=bfloat16 seq=8 optimizer=adamw lr=0.01",
     TINY + "dtype=bfloat16 seq=128 batch=4 micro=1",

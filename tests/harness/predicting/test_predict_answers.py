@@ -10,7 +10,7 @@ import pytest
 from bugs.planting import planted_module, replaced
 from harness.engines.shapes.dry import DryEngine
 from harness.errors import RequestError
-from harness.predicting.clusters import PRESETS, Cluster, Device, Link
+from harness.predicting.clusters import Cluster, Device, Link
 from harness.predicting.figures import Forecast
 from harness.predicting.forecast import forecast
 from parallel.subject import subject
@@ -18,9 +18,7 @@ from reports.commands.cli import main
 from reports.predicting import suggesting
 from reports.predicting.planning import Candidate
 from reports.predicting.prediction import predict
-
-CLUSTER = PRESETS["8xH100-NVLink-IB400"]
-TINY = "family=llama hidden=32 heads=4 kv_heads=2 ffn=32 vocab=64 seq=8 dtype=bfloat16"
+from tests.harness.predicting.test_predict import CLUSTER, TINY
 
 
 def test_why_a_runner_up_lost_adds_up_to_what_it_is_slower(dry: DryEngine) -> None:

@@ -26,6 +26,7 @@ from harness.subject import Unanswered, case_of, named
 from tests.harness import own_words
 from tests.harness.own_words import CASES, Network, doubled, subject
 from tests.harness.proofs import failed, proved
+from tests.harness.toy_subjects import Changed
 
 OWN, SHORT = "tests.harness.own_words:subject", "tp=2 dp=3 micro=1 steps=1"
 
@@ -69,15 +70,12 @@ def test_a_truth_that_fails_or_lacks_is_the_users() -> None:
 def test_a_value_beside_a_truth_of_zero_is_told_as_it_is(dtype: str) -> None:
     """A control run that is not 0 either, by more than rounding, is no overflow."""
 
-    class Off(Network):
-        def truth(self, case: Any, device: torch.device) -> Mapping[str, Tensor]:
-            dropped = 0.0 if case.dtype == "float64" else 2.0**-40
-            return {"dropped/0": torch.full((3,), dropped), **own_words.truth(case, device)}
+    def truth(case: Any, device: torch.device) -> Mapping[str, Tensor]:
+        dropped = 0.0 if case.dtype == "float64" else 2.0**-40
+        return {"dropped/0": torch.full((3,), dropped), **own_words.truth(case, device)}
 
-        def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
-            return {"dropped/0": torch.full((3,), 0.125), **super().__call__(case, device)}
-
-    result = proved(Off(), f"tp=2 micro=1 steps=1 dtype={dtype}")
+    off = Changed(Network(truth=truth), lambda case, outcome: {"dropped/0": torch.full((3,), 0.125)})
+    result = proved(off, f"tp=2 micro=1 steps=1 dtype={dtype}")
     assert failed(result) == {"forward"}, "zeros say nothing of another function"
     (message,) = [verdict.message for verdict in result.verdicts if verdict.check == "forward"]
     assert "dropped/0 differs from the dense model" in message and "finite" not in message

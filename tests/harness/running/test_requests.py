@@ -29,9 +29,6 @@ ahead = Stating(modes=("ep", "tp", "cp"), refuses=lambda case: "never")
 
 
 # Wrong requests: one message that names key, value, rule and something legal; more are in `test_refused_at_once`
-PROFILED = ("run", f"{ONE} steps=4", "--profile", "torch", "--profile-steps", "3:3")
-
-
 def test_data_that_cannot_be_read_are_a_wrong_request(shardproof: CommandLine, tmp_path: Path) -> None:
     contents = {"empty": b"", "binary": b"\xff\xfe{}\n", "a space": b"words", "missing": None}
     for name, content in contents.items():
@@ -43,6 +40,12 @@ def test_data_that_cannot_be_read_are_a_wrong_request(shardproof: CommandLine, t
     assert not Path("runs").exists(), "before anything runs"
 
 
+PROFILED = ("run", f"{ONE} steps=4", "--profile", "torch", "--profile-steps", "3:3")
+EMPTY = "='': is empty; legal: a word, or leave it out"
+NO_CUDA = "device=cuda: this machine offers no CUDA device; legal: --device cpu"
+HAS_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -52,6 +55,13 @@ def test_data_that_cannot_be_read_are_a_wrong_request(shardproof: CommandLine, t
         (("run", "--profile", ","), "profile=,: names no witness; legal: torch,nsys"),
         (PROFILED, "profile-steps=3:3: holds no step, for END is not included; legal: 0:4"),
         (("show", "a", "b"), "unrecognized arguments: b"),
+        pytest.param(("run", "--device", "cuda"), NO_CUDA, marks=HAS_CUDA),
+        (("run", "--modes", "tp", "--variant", "flat-dim1"), "variant=flat-dim1: no default case of these modes can"),
+        (("run", ONE, " "), f"case{EMPTY}"),
+        (("run", "--profile", ""), f"profile{EMPTY}"),
+        (("run", "--out", ""), f"out{EMPTY}"),
+        (("show", ""), f"run{EMPTY}"),
+        (("page", "-o", ""), f"-o{EMPTY}"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -59,12 +69,7 @@ def test_what_does_not_exist_is_refused_with_what_does(
     shardproof: CommandLine, words: tuple[str, ...], said: str
 ) -> None:
     assert said in shardproof.refused(*words)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-def test_a_device_that_is_not_here_is_refused(shardproof: CommandLine) -> None:
-    said = "device=cuda: this machine offers no CUDA device; legal: --device cpu"
-    assert said in shardproof.refused("run", "--device", "cuda")
+    assert not Path("runs").exists(), "before anything runs"
 
 
 def test_a_script_that_cannot_be_written_is_refused_before_anything_runs(
@@ -75,22 +80,6 @@ def test_a_script_that_cannot_be_written_is_refused_before_anything_runs(
     for file in (".", "nowhere/repro.py", "file/repro.py", "x" * 300, "pipe"):
         message = shardproof.refused("run", ONE, "--subject", f"{TOY}wrong", "--emit-repro", file)
         assert f"emit-repro={file}: cannot be written (" in message
-    assert not Path("runs").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "name"),
-    [
-        (("run", ONE, " "), "case"),
-        (("run", "--profile", ""), "profile"),
-        (("run", "--out", ""), "out"),
-        (("show", ""), "run"),
-        (("page", "-o", ""), "-o"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
-def test_an_empty_word_chooses_nothing(shardproof: CommandLine, words: tuple[str, ...], name: str) -> None:
-    assert f"{name}='': is empty; legal: a word, or leave it out" in shardproof.refused(*words)
     assert not Path("runs").exists()
 
 
@@ -164,12 +153,6 @@ def test_a_case_that_is_given_keeps_its_words(shardproof_here: CommandLine) -> N
     wrong = [row["name"] for row in tensors if float(row["error"]) > float(row["allowed"])]
     assert wrong[0] == "grad/final_norm.weight", "in the order of backward"
     assert f"first:  {first['phase']} of {first['region']}: {wrong[0]}" in out
-
-
-def test_what_no_default_case_can_show_is_a_wrong_request(shardproof: CommandLine) -> None:
-    refused = shardproof.refused("run", "--modes", "tp", "--variant", "flat-dim1")
-    assert "variant=flat-dim1: no default case of these modes can show it" in refused
-    assert not Path("runs").exists()
 
 
 SAVES = Case.parse("tp=2 layers=1 micro=3 steps=1 optimizer=adamw save=ck")

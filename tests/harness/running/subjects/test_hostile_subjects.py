@@ -10,15 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError, error_text
-from harness.running.proof import prove
 from harness.running.ranks.execution import RankTask, perform
 from harness.running.result import CaseResult
 from harness.subject import Unanswered, answered
 from reference.case import Case
 from reference.training import subject as dense
-from tests.harness.proofs import ran
+from tests.harness.proofs import proved, ran
+from tests.harness.toy_subjects import Stating
 
 CASE = Case.parse("layers=1 hidden=16 heads=2 ffn=16 seq=8 micro=1 steps=1")
 BOTH = CASE, CASE.but(seed=1)
@@ -46,15 +45,12 @@ def silent(case: Case, device: torch.device) -> dict[str, Tensor]:
     raise Silent
 
 
-class Speaking:
-    """Right, behind a module that can be captured, and states of itself what a test wants."""
-
-    def __init__(self, **said: object) -> None:
-        vars(self).update(said)
+class Speaking(Stating):
+    """Right, behind a module that can be captured."""
 
     def __call__(self, case: Case, device: torch.device) -> dict[str, Tensor]:
         torch.nn.Sequential(torch.nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
-        return dense.subject(case, device)
+        return super().__call__(case, device)
 
 
 class Closed(Speaking):
@@ -81,8 +77,8 @@ broken_pipeline = Speaking(pipeline=raising)
 broken_refusal = Speaking(refuses=lambda case: "" if case.seed else raising())
 
 
-def told(engine: InprocEngine, subject: Callable[..., Any]) -> CaseResult:
-    return prove(CASE, subject, engine, timeout_s=20)
+def told(subject: Callable[..., Any]) -> CaseResult:
+    return proved(subject, CASE, timeout_s=20)
 
 
 def what(result: CaseResult) -> str:
@@ -91,8 +87,8 @@ def what(result: CaseResult) -> str:
     return verdict.message.splitlines()[0].removeprefix("what:   the subject did not finish: ")
 
 
-def test_sys_exit_without_an_outcome_is_a_failure_that_names_it(engine: InprocEngine) -> None:
-    line = what(told(engine, leaving))
+def test_sys_exit_without_an_outcome_is_a_failure_that_names_it() -> None:
+    line = what(told(leaving))
     at = "returned nothing, at tests/harness/running/subjects/"
     assert line.startswith(f"rank 1 of 2 raised SystemExit: left with status 0 (sys.exit) and {at}")
     assert line.endswith(" in leaving (check run)")
@@ -152,9 +148,9 @@ def test_a_pipeline_that_raises_leaves_the_run_without_its_bubble(tmp_path: Path
     ],
 )
 def test_a_closed_form_that_is_none_and_activations_that_fail_are_unknown(
-    engine: InprocEngine, expected: object, activations: object, why: str
+    expected: object, activations: object, why: str
 ) -> None:
-    result = told(engine, Speaking(expected=expected, activations=activations))
+    result = told(Speaking(expected=expected, activations=activations))
     unknown = {verdict.check: verdict.message for verdict in result.verdicts if verdict.verdict == "unknown"}
     assert unknown["expectation"].startswith(f"subject.expected failed: {why}") and result.expectation is None
     assert unknown["activations"].startswith("subject.activations failed: ")
@@ -170,13 +166,13 @@ def test_an_interruption_by_the_user_is_no_answer() -> None:
         answered("harmless", lambda: silent(CASE, torch.device("cpu")))
 
 
-def test_attributes_that_raise_when_they_are_read_are_told_where_they_are_asked(engine: InprocEngine) -> None:
+def test_attributes_that_raise_when_they_are_read_are_told_where_they_are_asked() -> None:
     for name in ("modes", "refuses", "per_rank"):
-        (verdict,) = told(engine, Closed(name)).verdicts
+        (verdict,) = told(Closed(name)).verdicts
         assert verdict.verdict == "unknown"
         assert verdict.message.startswith(f"subject.{name} failed: RuntimeError: no {name} here, at tests/")
     told_later = {"expectation": "expected", "activations": "activations", "coverage": "unchecked"}
-    unread = told(engine, Closed(*told_later.values(), "axes", "harmless"))
+    unread = told(Closed(*told_later.values(), "axes", "harmless"))
     messages = {verdict.check: verdict.message for verdict in unread.verdicts if verdict.verdict == "unknown"}
     for check, name in told_later.items():
         assert messages[check].startswith(f"subject.{name} failed: RuntimeError: no {name} here, at tests/")

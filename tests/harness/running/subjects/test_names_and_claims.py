@@ -1,5 +1,6 @@
 """Names to objects, and the modes of a subject: what can be named, one clear message for each way to get it wrong."""
 
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,21 +20,22 @@ def test_objects_and_their_attributes_are_found() -> None:
     assert resolve("reference.case:Case.parse")("mode=tp").mode == "tp"  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("name", ["", "harness.ledger:", ":OPS", "./file.py:x", "a:b:c"])
-def test_a_malformed_name_is_refused(name: str) -> None:
-    rule = r"must be written module:object; legal: parallel\.subject:subject"
-    with pytest.raises(RequestError, match=rule) as caught:
+MALFORMED = r"must be written module:object; legal: parallel\.subject:subject"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        *((name, MALFORMED) for name in ("", "harness.ledger:", ":OPS", "./file.py:x", "a:b:c")),
+        ("no_such_package.inner:x", "there is no module 'no_such_package' in"),
+        ("harness.nothing:x", r"there is no module 'harness\.nothing' in"),
+        ("harness.ledger:COLUMN", r"harness\.ledger has no 'COLUMN'; legal: harness\.ledger:COLUMNS"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_refused_and_of_objects_the_nearest_is_told(name: str, message: str) -> None:
+    with pytest.raises(RequestError, match=f"^name {re.escape(repr(name))}: {message}") as caught:
         resolve(name)
-    assert caught.value.exit_status == 2 and repr(name) in str(caught.value)
-
-
-def test_a_missing_module_is_named_and_a_missing_object_brings_the_nearest_name() -> None:
-    with pytest.raises(RequestError, match="there is no module 'no_such_package'"):
-        resolve("no_such_package.inner:x")
-    with pytest.raises(RequestError, match=r"there is no module 'harness\.nothing'"):
-        resolve("harness.nothing:x")
-    with pytest.raises(RequestError, match=r"harness\.ledger has no 'COLUMN'; legal: harness\.ledger:COLUMNS"):
-        resolve("harness.ledger:COLUMN")
+    assert caught.value.exit_status == 2
 
 
 def test_name_offered_is_modules_own_and_not_one_it_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

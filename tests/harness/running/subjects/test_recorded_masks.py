@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import shardproof
 from suites.subjects import dropout
 from tests.harness.proofs import failed, proved, verdict_of
+from tests.harness.toy_subjects import Changed
 
 
 def message(result: Any, check: str) -> str:
@@ -200,17 +201,14 @@ def test_a_truth_takes_returned_masks_as_given() -> None:
     assert failed(proved(OfItsOwn(), "tp=2 factor=2.0")) == {"forward", "initial_values"}
 
 
-class Fewer(OfDTensors):
-    """Its truth drops once more than its ranks do."""
-
-    def truth(self, case: Any, device: torch.device) -> Mapping[str, Any]:
-        nn.functional.dropout(torch.ones(3), 0.5)
-        return self.computed(case, None)
-
-
 @pytest.mark.filterwarnings("ignore:DTensor random operators")
 def test_masks_that_are_not_those_of_the_truth_are_unknown() -> None:
-    result = proved(Fewer((1, 2)), "tp=2")
+    def truth(case: Any, device: torch.device) -> Mapping[str, Any]:
+        nn.functional.dropout(torch.ones(3), 0.5)  # once more than the ranks
+        return drops_twice.truth(case, device)
+
+    drops_twice = OfDTensors((1, 2))
+    result = proved(Changed(drops_twice, truth=truth), "tp=2")
     assert {verdict.verdict for verdict in result.verdicts if verdict.check in ("masks", "coverage")} == {"unknown"}
     assert "the truth draws 3 masks and the ranks 2, in 1 steps of 2 micro-batches" in message(result, "masks")
     assert "forward" not in {verdict.check for verdict in result.verdicts if verdict.verdict == "pass"}
