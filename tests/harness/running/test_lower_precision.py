@@ -21,7 +21,7 @@ from harness.subject import named
 from suites.subjects import ddp, hsdp
 from tests.harness import own_words
 from tests.harness.own_words import Network
-from tests.harness.proofs import contradicted, proved, told, unchecked, verdict_of
+from tests.harness.proofs import contradicted, planted_on_ranks, proved, told, unchecked, verdict_of
 from tests.harness.toy_subjects import Changed
 
 HERE, SHORT = "tests/harness/running/test_lower_precision.py", "micro=1 steps=1"
@@ -117,20 +117,9 @@ def test_gradients_that_are_rounded_behind_backward_are_no_part_of_the_model(mon
             parameter.grad.copy_(parameter.grad.bfloat16())
         return right(parameters, step)
 
-    class Rounding(Network):
-        """Its truth is right."""
-
-        def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
-            monkeypatch.setattr(own_words, "_stepped", rounded)
-            return super().__call__(case, device)
-
-        @staticmethod
-        def truth(case: Any, device: torch.device) -> Mapping[str, Tensor]:
-            monkeypatch.setattr(own_words, "_stepped", right)
-            return own_words.truth(case, device)
-
+    rounding = planted_on_ranks(monkeypatch, Network(), own_words, "_stepped", rounded)
     for dtype in ("float64", "float32"):
-        result = proved(Rounding(), f"tp=2 dtype={dtype} {SHORT}")
+        result = proved(rounding, f"tp=2 dtype={dtype} {SHORT}")
         message = verdict_of(result, "parameter_gradients").message
         assert "causes: explained by rounding to bfloat16: all its numbers are ones of it" in message
 

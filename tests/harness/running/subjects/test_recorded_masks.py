@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardproof
 from suites.subjects import dropout
-from tests.harness.proofs import failed, proved, verdict_of
+from tests.harness.proofs import failed, planted_on_ranks, proved, verdict_of
 from tests.harness.toy_subjects import Changed
 
 
@@ -35,17 +35,7 @@ def test_numbers_are_the_truths_with_the_masks_of_the_ranks(case: str, truth: st
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, case: str, name: str, wrong: object) -> Any:
-    """The result with this name of the subject's module replaced on the ranks, and not in the truth."""
-    right = getattr(dropout, name)
-
-    def truth(case: Any, device: torch.device) -> Mapping[str, Any]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dropout, name, right)
-            return dict(dropout.truth(case, device))
-
-    monkeypatch.setattr(dropout, name, wrong)
-    monkeypatch.setattr(dropout.subject, "truth", truth)
-    return proved(dropout.subject, case)
+    return proved(planted_on_ranks(monkeypatch, dropout.subject, dropout, name, wrong), case)
 
 
 def test_one_seed_for_all_shards_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
