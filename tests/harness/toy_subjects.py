@@ -110,7 +110,7 @@ class Changed:
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
         outcome = self.other(case, device)
-        return {**outcome, **self.change(case, outcome)}  # type: ignore[attr-defined]
+        return {**outcome, **self.change(case, outcome)}
 
 
 def _broken(case: Case) -> list[object]:

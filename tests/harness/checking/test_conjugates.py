@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from harness.checking.laws import broken_laws
 from harness.engines.engine import Engine
 from harness.ledger import Event
+from harness.protocols import Subject
 from harness.running.ranks.execution import execute
 from reference.case import Case
 from tests.harness.recording.toy_calls import Part
@@ -106,7 +107,7 @@ def counted(x_BD: Tensor) -> Tensor:
     return there_and_back(x_BD) * shares.mean()
 
 
-def trained(made: Callable[[], Callable[[Tensor], Tensor]]) -> Callable[[Any, torch.device], dict[str, Tensor]]:
+def trained(made: Callable[[], Callable[[Tensor], Tensor]]) -> Subject:
     """A subject that makes a layer and takes one step of it on inputs, which need no gradient."""
 
     def subject(case: Any, device: torch.device) -> dict[str, Tensor]:
@@ -205,7 +206,7 @@ WRONG: dict[str, tuple[Callable[[], Callable[[Tensor], Tensor]], str]] = {
 }
 
 
-def ledger_of(engine: Engine, subject: Callable[[Any, torch.device], dict[str, Tensor]]) -> tuple[Event, ...]:
+def ledger_of(engine: Engine, subject: Subject) -> tuple[Event, ...]:
     return execute(CASE, subject, engine, text=str(CASE)).events
 
 
@@ -222,10 +223,13 @@ def test_a_missing_conjugate_is_told(made: Any, words: str, engine: Engine) -> N
     assert words in broken.message
 
 
-def planted(case: Any, device: torch.device) -> dict[str, Tensor]:
+def planted(case: Any, device: torch.device) -> Any:
     """A subject of two expert layers, the first of which lacks a conjugate."""
-    made = lambda: nn.Sequential(experts(there_and_back, there_alone), experts(functional_autograd, there_and_back))  # noqa: E731
-    return trained(made)(case, device)
+
+    def layers() -> nn.Module:
+        return nn.Sequential(experts(there_and_back, there_alone), experts(functional_autograd, there_and_back))
+
+    return trained(layers)(case, device)
 
 
 def test_ranks_as_processes_tell_the_same(pool: Engine, engine: Engine) -> None:

@@ -40,16 +40,12 @@ def test_exactly_the_words_that_a_planted_bug_needs(tmp_path: Path) -> None:
     assert list(stored["message"]) == [verdict.message for verdict in result.verdicts]
 
 
-class OnlyTanh(own_words.Network):
-    """A subject in its own words, wrong with one value of one of them on several ranks of one axis."""
-
-    def __call__(self, case: Any, device: Any) -> Any:
-        wrong = case.act == "tanh" and case.dp > 1
-        return own_words.Network(2.0 if wrong else 1.0)(case, device)
+only_tanh = own_words.Network(lambda case: 2.0 if case.act == "tanh" and case.dp > 1 else 1.0)
+"""A subject in its own words, wrong with one value of one of them on several ranks of one axis."""
 
 
 def test_a_subject_with_words_of_its_own_gets_its_own_words(tmp_path: Path) -> None:
-    result = ran(tmp_path, OnlyTanh(), "tp=3 dp=2 act=tanh dtype=float32 micro=1", when_s=10.0)
+    result = ran(tmp_path, only_tanh, "tp=3 dp=2 act=tanh dtype=float32 micro=1", when_s=10.0)
     assert when(result) == "only with dp=2 and act=tanh; right with dp=1, with act=relu"
 
 
@@ -67,7 +63,7 @@ def test_failures_from_one_place_share_the_line_of_the_simplest_and_nothing_is_s
 def test_experiments_end_with_their_budget(tmp_path: Path) -> None:
     """A failure may take `when_s` seconds, and words that were not tried are named."""
     start_s = time.monotonic()
-    result = ran(tmp_path, OnlyTanh(), "tp=2 dp=2 act=tanh", when_s=1e-6)
+    result = ran(tmp_path, only_tanh, "tp=2 dp=2 act=tanh", when_s=1e-6)
     assert time.monotonic() - start_s < 20
     assert "no time was left to try " in when(result)
 

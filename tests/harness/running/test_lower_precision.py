@@ -100,11 +100,9 @@ def test_sums_of_activations_that_travel_in_bfloat16(monkeypatch: pytest.MonkeyP
     messages = [verdict.message for verdict in result.verdicts if verdict.verdict == "fail"]
     said = f"causes: explained by rounding to bfloat16, which enters at {HERE}"
     assert messages and all(said in one for one in messages), messages
-    stated = Network(wire_dtype="bfloat16")
-    result = proved(stated, f"tp=2 dtype=float32 {SHORT}")
+    result = proved(Network(wire_dtype="bfloat16"), f"tp=2 dtype=float32 {SHORT}")
     assert result.verdict == "pass", told(result)
-    stated.factor = 1.2
-    assert proved(stated, f"tp=2 dtype=float32 {SHORT}", explain=False).verdict == "fail"
+    assert proved(Network(1.2, wire_dtype="bfloat16"), f"tp=2 dtype=float32 {SHORT}", explain=False).verdict == "fail"
 
 
 def test_gradients_that_are_rounded_behind_backward_are_no_part_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,16 +153,6 @@ def test_our_own_subject_has_none(engine: InprocEngine) -> None:
     assert run.outcomes == ({},) * 4
 
 
-class Cast(Network):
-    """Right on one rank; on several its loss is too large by 1e-8 where `wrong`."""
-
-    wrong = False
-
-    def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
-        self.factor = 1 + 1e-8 if self.wrong and case.tp > 1 else 1.0
-        return super().__call__(case, device)
-
-
 @pytest.mark.parametrize("truth", ["", "alone"])
 def test_constants_that_both_sides_cast_are_no_excuse(truth: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = own_words.weights
@@ -174,10 +162,9 @@ def test_constants_that_both_sides_cast_are_no_excuse(truth: str, monkeypatch: p
 
     monkeypatch.setattr(own_words, "weights", cast)
     monkeypatch.setattr(torch, "relu", lambda x: x.clamp_min(0) * torch.tensor(0.3))  # a table in float32
-    subject = Cast()
-    assert proved(subject, f"tp=2 dp=3 {SHORT}", truth=truth).verdict == "pass"
-    subject.wrong = True
-    wrong = proved(subject, f"tp=2 dp=3 {SHORT}", truth=truth, explain=False)
+    assert proved(Network(), f"tp=2 dp=3 {SHORT}", truth=truth).verdict == "pass"
+    too_large = Network(lambda case: 1 + 1e-8 if case.tp > 1 else 1.0)
+    wrong = proved(too_large, f"tp=2 dp=3 {SHORT}", truth=truth, explain=False)
     assert {"forward", "parameter_gradients"} <= contradicted(wrong)
 
 
