@@ -1,6 +1,6 @@
 """A two-layer network cut over tp, trained over dp, with a dense model and words of its own; and wrong ones."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -100,19 +100,21 @@ class Reduced(torch.autograd.Function):
 
 
 class Network:
-    """The subject. `factor` multiplies the loss: any but 1 is a bug."""
+    """The subject. `factor`, or that of a case, multiplies the loss: any but 1 is a bug. It states what it is given."""
 
     words, cases = WORDS, CASES
     truth = staticmethod(truth)
 
-    def __init__(self, factor: float = 1.0) -> None:
+    def __init__(self, factor: float | Callable[[Any], float] = 1.0, **stated: object) -> None:
         self.factor = factor
+        vars(self).update(stated)
 
     def weights(self, case: Any) -> tuple[Tensor, Tensor]:
         """Initial weights of training, in full."""
         return weights(case)
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
+        factor = self.factor(case) if callable(self.factor) else self.factor
         rank = dist.get_rank()
         groups = {axis: _group(case.axes[axis], rank) for axis in ("tp", "dp")}
         place, part = case.axis_rank("tp", rank), INNER // case.tp
@@ -126,7 +128,7 @@ class Network:
             for micro in range(case.micro):
                 x = Copied.apply(samples(case, step, micro, case.axis_rank("dp", rank)), groups["tp"])
                 y = Reduced.apply(getattr(torch, case.act)(x @ w1.T) @ w2.T, groups["tp"])
-                losses.append(loss_of(case, y) * self.factor)
+                losses.append(loss_of(case, y) * factor)
                 losses[-1].backward()
             loss = torch.stack(losses).sum().detach()
             dist.all_reduce(loss, group=groups["dp"])

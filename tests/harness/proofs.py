@@ -1,12 +1,21 @@
 """Proof of one case of a subject, and the messages of its verdicts."""
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+import pytest
+import torch
 
 from harness.engines.engine import Engine
 from harness.engines.threads.inproc import InprocEngine
 from harness.running.proof import prove
+from harness.running.request import Request
 from harness.running.result import CaseResult
+from harness.running.run import run
+from harness.running.run_result import RunResult
 from harness.subject import case_of, named
+from tests.harness.toy_subjects import Changed
 
 
 def proved(subject: Any, case: Any, engine: Engine | None = None, *, truth: str = "", **how: Any) -> CaseResult:
@@ -17,6 +26,26 @@ def proved(subject: Any, case: Any, engine: Engine | None = None, *, truth: str 
         return prove(read, given, engine, **how)
     with InprocEngine() as made:
         return prove(read, given, made, **how)
+
+
+def ran(folder: Path, subject: Any, *cases: Any, **how: Any) -> RunResult:
+    """The result of a run of these cases, or of their texts, whose folder is made in this one."""
+    given = named(subject)
+    read = (case_of(case, given) if isinstance(case, str) else case for case in cases)
+    return run(Request(cases=tuple(read), subject=given, out=folder, **how))
+
+
+def planted_on_ranks(monkeypatch: pytest.MonkeyPatch, subject: Any, module: Any, name: str, wrong: object) -> Changed:
+    """The subject while this name of a module is another on its ranks, and what it was in its truth."""
+    right = getattr(module, name)
+
+    def truth(case: Any, device: torch.device) -> Mapping[str, Any]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, name, right)
+            return dict(subject.truth(case, device))
+
+    monkeypatch.setattr(module, name, wrong)
+    return Changed(subject, truth=truth)
 
 
 def failed(result: Any) -> set[str]:

@@ -16,6 +16,7 @@ from harness.checking.checks import examine
 from harness.checking.evidence import Evidence, Finding, merged_outcomes
 from harness.dense_model import Tried
 from harness.diagnosing.diagnosis import explanation_of
+from harness.diagnosing.six_lines import explain
 from harness.ledger import Event, wire_bytes
 from harness.outcome.blocks import localize
 from harness.outcome.merging import Outcomes
@@ -140,6 +141,13 @@ def planted(values: Mapping[str, Tensor], **changes: Any) -> Evidence:
 def ids_of(found: Evidence) -> list[str]:
     """The causes of what fails."""
     return [cause.id for cause in explanation_of(found, examine(found)).causes]
+
+
+def told_by(found: Evidence, check: str = "") -> list[str]:
+    """The lines about a check, or about the first one that fails."""
+    findings = examine(found)
+    first = next((name for name, finding in findings.items() if finding.verdict == "fail"), "")
+    return explain(found, findings, check or first, "my.module:subject").splitlines()
 
 
 def named(findings: Mapping[str, Finding], verdict: str) -> set[str]:

@@ -3,6 +3,7 @@
 They compute the dense model on every rank, so that only what a test plants is wrong; none of them communicates.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -94,6 +95,22 @@ class Stating:
     def __call__(self, case: Case, device: torch.device) -> dict[str, Tensor]:
         """The dense model."""
         return dense.subject(case, device)
+
+
+class Changed:
+    """Another subject with all that it states, or more; `change(case, outcome)` is what it returns otherwise."""
+
+    other: Any = None
+
+    def __init__(self, other: Any, change: Callable[[Any, Any], Mapping[str, Any]] | None = None, **stated: Any):
+        vars(self).update(other=other, change=change or (lambda case, outcome: {}), **stated)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.other, name)
+
+    def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
+        outcome = self.other(case, device)
+        return {**outcome, **self.change(case, outcome)}
 
 
 def _broken(case: Case) -> list[object]:

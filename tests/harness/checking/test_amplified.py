@@ -19,8 +19,6 @@ from harness.checking.measures.tolerance import FLOAT64_CEILING, measure
 from harness.checking.measuring import compared
 from harness.checking.numeric_checks import numeric
 from harness.diagnosing.rules.optimizer.moved import fitted
-from harness.engines.threads.inproc import InprocEngine
-from harness.running.proof import prove
 from harness.running.result import CaseResult
 from harness.running.trials import rounding
 from harness.running.trials.reference import Reference, decoder
@@ -30,16 +28,13 @@ from tests.harness.checking.test_one_step import planted
 from tests.harness.proofs import contradicted, failed, proved, told, verdict_of
 from tests.harness.toy_evidence import case as case_of
 from tests.harness.toy_evidence import evidence
+from tests.harness.toy_subjects import Changed
 
 CASE = Case.parse("layers=1 steps=7")
 """At the default rate of learning, 1, the logits of the fifth step are beyond 1e-9 by rounding alone."""
 
 
-def nudged(case: Case, device: torch.device) -> dict[str, Any]:
-    """Ours, but for a part in a hundred thousand of the loss of one step."""
-    outcome: dict[str, Any] = dict(subject(case, device))
-    outcome["loss/4"] *= 1 + 1e-5
-    return outcome
+LINE = torch.linspace(1.0, 2.0, 50, dtype=torch.float64)
 
 
 def stateless(case: Case, device: torch.device) -> dict[str, Any]:
@@ -51,45 +46,42 @@ def most_allowed(result: CaseResult) -> float:
     return max(verdict.worst.allowed for verdict in result.verdicts if verdict.worst)
 
 
-def test_noise_that_training_amplifies_is_no_failure(engine: InprocEngine) -> None:
-    result = prove(CASE, stateless, engine)
+def test_noise_that_training_amplifies_is_no_failure() -> None:
+    result = proved(stateless, CASE)
     assert result.verdict == "pass", told(result)
     assert FLOAT64_ALLOWED < most_allowed(result) < 10 * FLOAT64_CEILING, "a control run was made"
 
 
-def test_with_states_a_small_error_beside_that_noise_is_the_only_one(engine: InprocEngine) -> None:
-    result = prove(CASE, nudged, engine, explain=False)
+def test_with_states_a_small_error_beside_that_noise_is_the_only_one() -> None:
+    nudged = Changed(subject, lambda case, outcome: {"loss/4": outcome["loss/4"] * (1 + 1e-5)})
+    result = proved(nudged, CASE, explain=False)
     assert failed(result) == {"forward"} and verdict_of(result, "forward").worst.name == "loss/4"
     assert most_allowed(result) == FLOAT64_ALLOWED
 
 
-def test_in_float64_control_runs_widen_the_limit_up_to_where_nothing_is_told() -> None:
-    truth = torch.linspace(1.0, 2.0, 50, dtype=torch.float64)
-
-    def measured(error: float, noise: float) -> Any:
-        return measure("param/x", truth * (1 + error), truth, dtype="float64", controls=[truth * (1 + noise)])
-
-    assert measured(0.7e-9, 0.0).right and not measured(1.1e-9, 1e-10).right
-    near, far = measured(5e-8, 1e-8), measured(7e-8, 1e-8)
-    assert (near.right, near.decidable, far.right) == (True, True, False)
-    lost = measured(1e-5, 5e-5)
-    assert (lost.right, lost.decidable) == (True, False)
-
-
-def test_in_low_precision_a_leap_is_unchecked_but_for_orders_of_magnitude() -> None:
-    truth = torch.linspace(1.0, 2.0, 50, dtype=torch.float64)
-
-    def measured(factor: float, noise: float) -> Any:
-        return measure("grad_norm/1", truth * factor, truth, dtype="bfloat16", controls=[truth * (1 + noise)])
-
-    assert not measured(1.9, 0.08).right, "0.48 is allowed"
-    leaping = measured(3.0, 0.1)
-    assert (leaping.right, leaping.decidable) == (True, False), "unchecked, and named as such"
-    assert not measured(10.0, 0.1).right and not measured(math.inf, 0.1).right
+@pytest.mark.parametrize(
+    ("dtype", "factor", "noise", "found"),
+    [
+        ("float64", 1 + 0.7e-9, 0.0, "right"),
+        ("float64", 1 + 1.1e-9, 1e-10, "wrong"),
+        ("float64", 1 + 5e-8, 1e-8, "right"),
+        ("float64", 1 + 7e-8, 1e-8, "wrong"),
+        ("float64", 1 + 1e-5, 5e-5, "undecided"),
+        ("bfloat16", 1.9, 0.08, "wrong"),  # 0.48 is allowed
+        ("bfloat16", 3.0, 0.1, "undecided"),
+        ("bfloat16", 10.0, 0.1, "wrong"),
+        ("bfloat16", math.inf, 0.1, "wrong"),
+    ],
+)
+def test_control_runs_widen_a_limit_up_to_orders_of_magnitude(
+    dtype: str, factor: float, noise: float, found: str
+) -> None:
+    one = measure("grad_norm/1", LINE * factor, LINE, dtype=dtype, controls=[LINE * (1 + noise)])
+    assert (one.right, one.right and one.decidable) == (found != "wrong", found == "right")
 
 
 def test_what_an_optimizer_makes_of_gradients_leaps_where_these_do() -> None:
-    old, step = torch.linspace(1.0, 2.0, 50, dtype=torch.float64), torch.linspace(2.0, 1.0, 50, dtype=torch.float64)
+    old, step = LINE, LINE.flip(0)
 
     def moments(factor: float) -> dict[str, torch.Tensor]:
         """After a step whose gradient is this times the right one."""
@@ -126,23 +118,22 @@ def test_a_step_that_overflows_in_the_dense_model_too_is_unknown() -> None:
     assert "loss/2" in forward.unchecked and "loss/1" not in forward.unchecked
 
 
-def test_a_bug_in_a_step_before_still_fails(engine: InprocEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_a_step_before_still_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def halved(optimizer: torch.optim.Optimizer, number: int, step: Callable[[], Any]) -> None:
         for parameter in optimizer.param_groups[0]["params"] if number == 0 else ():
             parameter.grad.mul_(0.5)
         step()
 
-    assert planted(OVERFLOWS, engine, monkeypatch, halved).verdict == FAIL
+    assert planted(OVERFLOWS, monkeypatch, halved).verdict == FAIL
 
 
 @pytest.mark.parametrize("bad", DEAD)
 def test_what_overflows_is_wrong_unless_a_control_run_does_too(bad: float) -> None:
-    truth = torch.linspace(1.0, 2.0, 30, dtype=torch.float64)
-    spoiled, near = truth.clone(), truth * (1 + 1e-4)
+    spoiled, near = LINE.clone(), LINE * (1 + 1e-4)
     spoiled[7] = bad
 
     def measured(value: torch.Tensor, *controls: torch.Tensor) -> Measured:
-        return measure("loss/0", value, truth, dtype="float16", controls=controls)
+        return measure("loss/0", value, LINE, dtype="float16", controls=controls)
 
     alone, both = measured(spoiled, near, near), measured(spoiled, near, spoiled)
     assert (alone.right, alone.overflows, alone.wrong) == (False, False, True)
@@ -153,7 +144,7 @@ def test_what_overflows_is_wrong_unless_a_control_run_does_too(bad: float) -> No
 
 @pytest.mark.parametrize("bad", DEAD)
 def test_no_sum_of_updates_explains_what_is_not_finite(bad: float) -> None:
-    one, other = torch.linspace(1.0, 2.0, 30, dtype=torch.float64), torch.linspace(3.0, -1.0, 30, dtype=torch.float64)
+    one, other = LINE, torch.linspace(3.0, -1.0, 50, dtype=torch.float64)
     spoiled = one.clone()
     spoiled[3] = bad
     for value, truth, before in ((spoiled, one, other), (one * 2, spoiled, other), (one * 2, one, spoiled)):
@@ -173,10 +164,10 @@ those of FURTHER_PARTS.
 
 @pytest.mark.parametrize("reference", [decoder(), dataclasses.replace(decoder(), model=None)])
 def test_the_side_of_an_element_within_rounding_of_zero_is_no_failure_and_a_factor_is_one(
-    reference: Reference, monkeypatch: pytest.MonkeyPatch, engine: InprocEngine
+    reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rounding, "FURTHER_PARTS", ())
-    result = prove(BESIDE_A_KINK, subject, engine, reference=reference, explain=False)
+    result = proved(subject, BESIDE_A_KINK, reference=reference, explain=False)
     assert result.verdict == (PASS if reference.model else FAIL)
     found, name = result.evidence, "grad/layers.1.mlp.w1.weight"
     assert found is not None

@@ -25,7 +25,9 @@ from harness.running.result import CaseResult
 from parallel.subject import subject
 from reference.case import Case
 from reference.training import subject as dense
+from tests.harness.proofs import verdict_of
 from tests.harness.toy_evidence import TERMS, events, evidence
+from tests.harness.toy_subjects import Changed
 
 STRIDED = {"tp": ((0, 2), (1, 3)), "dp": ((0, 1), (2, 3))}
 
@@ -68,21 +70,17 @@ def asked(subject: Any, engine: Engine) -> CaseResult:
     return prove(CASE, subject, engine, checks=ASKED)
 
 
-def of_groups(result: CaseResult) -> tuple[str, str]:
-    return next((told.verdict, told.message) for told in result.verdicts if told.check == "groups")
-
-
 def test_a_mesh_of_another_rank_order_is_named_with_the_ranks_seen_and_the_legal_ones(engine: Engine) -> None:
     result = asked(f"{TOY}unstated", engine)
-    verdict, message = of_groups(result)
-    assert verdict == FAIL
+    found = verdict_of(result, "groups")
+    assert found.verdict == FAIL
     seen = "[0, 2]" if engine.name == "dry" and len(result.events) < 4 else "[0, 2] [1, 3]"
-    assert f"calls named tp run over the ranks {seen}, which are no rank lists of axis tp: [0, 1] [2, 3]" in message
+    assert f"run over the ranks {seen}, which are no rank lists of axis tp: [0, 1] [2, 3]" in found.message
     assert result.diagnosis is not None
     assert [cause.id for cause in result.diagnosis.causes] == ["wrong_group"]
-    assert f"run over the ranks {seen}; the rank lists of axis tp are [0, 1] [2, 3]" in message
-    assert "subject.axes(case)" in message
-    assert of_groups(asked(f"{TOY}stated", engine))[0] == PASS, "it states its rank order"
+    assert f"run over the ranks {seen}; the rank lists of axis tp are [0, 1] [2, 3]" in found.message
+    assert "subject.axes(case)" in found.message
+    assert verdict_of(asked(f"{TOY}stated", engine), "groups").verdict == PASS, "it states its rank order"
 
 
 def test_a_name_that_no_axis_has_is_a_note() -> None:
@@ -119,26 +117,23 @@ def test_an_axis_that_joins_two_has_the_ranks_of_both() -> None:
 )
 def test_rank_lists_that_are_none_make_the_check_unknown_in_one_sentence(order: Any, rule: str) -> None:
     with engine_named("inproc") as engine:
-        verdict, message = of_groups(asked(Strided(order=order), engine))
-    assert verdict == UNKNOWN
-    assert message.startswith("subject.axes failed: ") and rule in message
-    assert "legal: " in message and "\n" not in message
+        found = verdict_of(asked(Strided(order=order), engine), "groups")
+    assert found.verdict == UNKNOWN
+    assert found.message.startswith("subject.axes failed: ") and rule in found.message
+    assert "legal: " in found.message and "\n" not in found.message
 
 
 OVERLAPPED = Case.parse("mode=tp-sp tp=2 layers=1 hidden=16 heads=2 seq=4 micro=1 steps=1")
 OF_CALLS = {name: CHECKS[name] for name in ("ledger", "waits", "overlap")}
 
 
-class Exposed:
-    """Ours without overlap, which promises the overlap of the case; the ledger is the same."""
-
-    modes, refuses, expected = subject.modes, subject.refuses, subject.expected
-
-    def __call__(self, case: Case, device: torch.device) -> Any:
-        return subject(case.but(overlap=False), device)
-
-
-exposed = Exposed()
+exposed = Changed(
+    lambda case, device: subject(case.but(overlap=False), device),
+    modes=subject.modes,
+    refuses=subject.refuses,
+    expected=subject.expected,
+)
+"""Ours without overlap, which promises the overlap of the case; the ledger is the same."""
 
 
 def test_calls_that_no_longer_overlap_fail_this_check_alone(engine: Engine) -> None:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from harness.checking.laws import broken_laws
 from harness.engines.engine import Engine
 from harness.ledger import Event
+from harness.protocols import Subject
 from harness.running.ranks.execution import execute
 from reference.case import Case
 from tests.harness.recording.toy_calls import Part
@@ -30,17 +31,17 @@ def exchanged(x_BD: Tensor, *, copied: bool = True) -> Tensor:
 
 
 class Exchange(torch.autograd.Function):
-    """Rows to all ranks, [B, D] to [B, D], and their gradients back when there is a way `back`."""
+    """Rows to all ranks when they go `there`, [B, D] to [B, D], and their gradients when they come `back`."""
 
     @staticmethod
-    def forward(ctx: Any, x_BD: Tensor, back: bool) -> Tensor:
+    def forward(ctx: Any, x_BD: Tensor, there: bool, back: bool) -> Tensor:
         """[B, D] to [B, D]."""
         ctx.back = back
-        return exchanged(x_BD)
+        return exchanged(x_BD) if there else x_BD.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return exchanged(gradients[0]) if ctx.back else gradients[0], None
+        return exchanged(gradients[0]) if ctx.back else gradients[0], None, None
 
 
 class Summed(torch.autograd.Function):
@@ -62,18 +63,6 @@ class Summed(torch.autograd.Function):
         if ctx.gathered:
             dist.all_gather_into_tensor(whole, given)
         return whole if ctx.gathered else torch.cat([given, given]), None
-
-
-class Returned(torch.autograd.Function):
-    """The planted bug: a gradient that is exchanged though its tensor was not, [B, D] to [B, D]."""
-
-    @staticmethod
-    def forward(ctx: Any, x_BD: Tensor) -> Tensor:
-        return x_BD.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return exchanged(gradients[0])
 
 
 class Again(torch.autograd.Function):
@@ -100,9 +89,9 @@ def moved(function: Any, *given: object) -> Callable[[Tensor], Tensor]:
     return lambda x_BD: cast(Tensor, function.apply(x_BD, *given))
 
 
-there_and_back, whole = moved(Exchange, True), moved(Summed, True)
-there_alone, cut = moved(Exchange, False), moved(Summed, False)
-"""The planted bugs: an exchange whose gradient stays where it is, a sum of whose gradient ranks have their own rows."""
+there_and_back, whole = moved(Exchange, True, True), moved(Summed, True)
+there_alone, back_alone, cut = moved(Exchange, True, False), moved(Exchange, False, True), moved(Summed, False)
+"""The planted bugs: an exchange without a way back, a way back alone, a sum whose gradient is not gathered."""
 
 
 def experts(dispatch: Callable[[Tensor], Tensor], combine: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -118,12 +107,12 @@ def counted(x_BD: Tensor) -> Tensor:
     return there_and_back(x_BD) * shares.mean()
 
 
-def trained(layer: Callable[[Tensor], Tensor]) -> Callable[[Any, torch.device], dict[str, Tensor]]:
-    """A subject that takes one step of this layer on inputs, which need no gradient."""
+def trained(made: Callable[[], Callable[[Tensor], Tensor]]) -> Subject:
+    """A subject that makes a layer and takes one step of it on inputs, which need no gradient."""
 
     def subject(case: Any, device: torch.device) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        loss = layer(torch.randn(4, 4, dtype=torch.float64).float()).square().mean()
+        torch.manual_seed(1)
+        loss = made()(torch.randn(4, 4)).square().mean()
         loss.backward()
         return {"loss/0": loss.detach()}
 
@@ -207,7 +196,7 @@ WRONG: dict[str, tuple[Callable[[], Callable[[Tensor], Tensor]], str]] = {
     ),
     "an exchange, beside a forward that no backward follows": (lambda: evaluated(lost()), FEWER),
     "an exchange too many": (
-        lambda: plain(lambda x_BD: Exchange.apply(x_BD, True) + Returned.apply(Returned.apply(x_BD))),
+        lambda: plain(lambda x_BD: there_and_back(x_BD) + back_alone(back_alone(x_BD))),
         "4 all-to-alls of 256 B over tp go forward and 6 of 384 B backward",
     ),
     "a cut sum": (
@@ -217,36 +206,34 @@ WRONG: dict[str, tuple[Callable[[], Callable[[Tensor], Tensor]], str]] = {
 }
 
 
-def ledger_of(engine: Engine, made: Callable[[], Callable[[Tensor], Tensor]]) -> tuple[Event, ...]:
-    def subject(case: Any, device: torch.device) -> dict[str, Tensor]:
-        torch.manual_seed(1)
-        return trained(made())(case, device)
-
+def ledger_of(engine: Engine, subject: Subject) -> tuple[Event, ...]:
     return execute(CASE, subject, engine, text=str(CASE)).events
 
 
 @pytest.mark.parametrize("made", RIGHT.values(), ids=RIGHT)
 def test_what_needs_no_gradient_has_no_conjugate(made: Any, engine: Engine) -> None:
-    events = ledger_of(engine, made)
+    events = ledger_of(engine, trained(made))
     assert {"all_to_all", "reduce_scatter"} & {event.op for event in events if event.phase != "backward"}
     assert [broken.message for broken in broken_laws(events)] == []
 
 
 @pytest.mark.parametrize(("made", "words"), WRONG.values(), ids=WRONG)
 def test_a_missing_conjugate_is_told(made: Any, words: str, engine: Engine) -> None:
-    (broken,) = broken_laws(ledger_of(engine, made))
+    (broken,) = broken_laws(ledger_of(engine, trained(made)))
     assert words in broken.message
 
 
-def planted(case: Any, device: torch.device) -> dict[str, Tensor]:
+def planted(case: Any, device: torch.device) -> Any:
     """A subject of two expert layers, the first of which lacks a conjugate."""
-    torch.manual_seed(1)
-    first = experts(there_and_back, there_alone)
-    return trained(nn.Sequential(first, experts(functional_autograd, there_and_back)))(case, device)
+
+    def layers() -> nn.Module:
+        return nn.Sequential(experts(there_and_back, there_alone), experts(functional_autograd, there_and_back))
+
+    return trained(layers)(case, device)
 
 
 def test_ranks_as_processes_tell_the_same(pool: Engine, engine: Engine) -> None:
-    ledgers = [execute(CASE, planted, one, text=str(CASE)).events for one in (pool, engine)]
+    ledgers = [ledger_of(one, planted) for one in (pool, engine)]
     asked = [[(event.phase, event.needs_gradient) for event in ledger] for ledger in ledgers]
     assert asked[0] == asked[1]
     (one,), (other,) = map(broken_laws, ledgers)

@@ -4,8 +4,7 @@ How many tensors a verdict decides, by kind; the notes below a run's table.
 """
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from harness.checking.evidence import PASS, UNKNOWN, Evidence, Finding, Verdict
 from harness.checking.numeric_checks import numeric
 from harness.errors import RequestError
 from harness.ledger import NO_UPDATE
-from harness.protocols import Subject
 from harness.running.proof import prove
 from harness.running.store import Store
 from harness.subject import NamedSubject, left_out, named
@@ -26,7 +24,7 @@ from reference.training import subject as dense
 from reports.stored.frames import load
 from reports.stored.unchecked import unchecked_notes
 from tests.harness.toy_evidence import evidence, outcome_of, planted, truth
-from tests.harness.toy_subjects import LoopEngine
+from tests.harness.toy_subjects import LoopEngine, Stating
 
 W1, W2, BIAS = (f"layers.0.mlp.{leaf}" for leaf in ("w1.weight", "w2.weight", "w2.bias"))
 
@@ -74,7 +72,7 @@ def test_patterns_without_a_name_are_told_with_the_nearest_and_they_or_patterns_
 @pytest.mark.parametrize("said", ["grad/*.bias", 7, ("grad/*.bias", 7), {"grad/*.bias"}])
 def test_a_declaration_that_is_no_tuple_of_words_is_refused(said: object) -> None:
     with pytest.raises(RequestError) as caught:
-        left_out(NamedSubject(name="my:subject", call=cast("Subject", SimpleNamespace(unchecked=said))))
+        left_out(NamedSubject(name="my:subject", call=Stating(unchecked=said)))
     rule = f"unchecked={said!r} must be a tuple of words; legal: unchecked = ('grad/*.bias',)"
     assert str(caught.value) == f"subject=my:subject: {rule}"
     assert left_out(named(dense.subject)) == ()

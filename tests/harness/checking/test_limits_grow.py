@@ -20,6 +20,7 @@ from harness.running.truth.control_modes import partial_sums
 from reference.case import Case
 from reference.training.control import split_norm, squares_in_turn
 from suites.session.prover import Prover
+from tests.harness.toy_evidence import drawn
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 TOKENS, HIDDEN = (16, 64, 256, 1024, 4096, 16_384), (16, 64, 256, 1024, 4096)
@@ -30,8 +31,7 @@ LARGEST = 2**27
 
 
 def noise(*shape: int, seed: int, dtype: str) -> Tensor:
-    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return drawn.to(getattr(torch, dtype))
+    return drawn(*shape, seed=seed).to(getattr(torch, dtype))
 
 
 Gradients = dict[str, Tensor]

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.cases import parse_cases
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
 from harness.checking.measures.many_tensors import kind_rms
@@ -24,10 +23,8 @@ from harness.diagnosing.rules.places import place_of
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError
 from harness.outcome.merging import Merged
-from harness.running.proof import judged, prove
-from harness.running.request import Request
+from harness.running.proof import judged
 from harness.running.result import CaseResult
-from harness.running.run import run
 from harness.running.trials import rounding
 from harness.running.trials.rounding import FURTHER_PARTS, MORE_PARTS, NEAR, controlled, measured_apart, stepwise
 from harness.running.trials.runs import recorded
@@ -38,16 +35,17 @@ from parallel.subject import subject
 from parallel.training import step as step_
 from reference.case import Case
 from reference.training.states import kept
-from tests.harness.proofs import contradicted, told, verdict_of
+from tests.harness.proofs import contradicted, proved, ran, told, verdict_of
 
 WHEN = 2
-SMALL = "layers=1 hidden=16 heads=4 ffn=16 vocab=128 seq=8 micro=1 steps=4 "
+TINY = "layers=1 hidden=16 heads=4 ffn=16 vocab=128 "
+SMALL = TINY + "seq=8 micro=1 steps=4 "
 SGD, ADAMW = SMALL + "lr=0.1 clip=0.5", SMALL + "optimizer=adamw lr=0.01"
-ONCE = "layers=1 hidden=16 heads=4 ffn=16 vocab=128 seq=8 micro=1 steps=1 optimizer=adamw lr=0.01"
+ONCE = TINY + "seq=8 micro=1 steps=1 optimizer=adamw lr=0.01"
 
 
 def planted(
-    text: str, engine: InprocEngine, monkeypatch: pytest.MonkeyPatch, bug: Callable[..., None], *, explain: bool = False
+    text: str, monkeypatch: pytest.MonkeyPatch, bug: Callable[..., None], *, explain: bool = False
 ) -> CaseResult:
     """The case on our subject with `bug(optimizer, step number, step)` in the place of every optimizer step."""
     make = step_.made_optimizer
@@ -59,7 +57,7 @@ def planted(
         return optimizer
 
     monkeypatch.setattr(step_, "made_optimizer", bugged)
-    return prove(Case.parse(text), subject, engine, explain=explain)
+    return proved(subject, text, explain=explain)
 
 
 def wrong_clip(optimizer: torch.optim.Optimizer, number: int, step: Callable[[], Any]) -> None:
@@ -96,9 +94,9 @@ def not_zeroed(optimizer: torch.optim.Optimizer, number: int, step: Callable[[],
     ],
 )
 def test_a_bug_of_one_step_fails_in_that_step_alone(
-    text: str, bug: Callable[..., None], kinds: set[str], engine: InprocEngine, monkeypatch: pytest.MonkeyPatch
+    text: str, bug: Callable[..., None], kinds: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = planted(text, engine, monkeypatch, bug, explain=text == ADAMW)
+    result = planted(text, monkeypatch, bug, explain=text == ADAMW)
     assert contradicted(result) == {"update"}
     assert text != ADAMW or (result.diagnosis is not None and result.diagnosis.first.step == WHEN)
     update = verdict_of(result, "update")
@@ -107,16 +105,14 @@ def test_a_bug_of_one_step_fails_in_that_step_alone(
 
 
 @pytest.mark.parametrize("words", ["mode=isp optimizer=adamw", "mode=msp lr=0.1 dtype=bfloat16"])
-def test_limits_of_one_step_hold_at_any_length(words: str, engine: InprocEngine) -> None:
-    result = prove(Case.parse(f"{SMALL} steps=14 {words}"), subject, engine)
+def test_limits_of_one_step_hold_at_any_length(words: str) -> None:
+    result = proved(subject, f"{SMALL} steps=14 {words}")
     assert result.verdict == "pass", told(result)
     allowed = [v.worst.allowed for v in result.verdicts if v.worst and v.check in ("forward", "update")]
     assert max(allowed) < (0.2 if "bfloat16" in words else 1e-6)
 
 
-def test_what_adam_makes_of_rounding_is_allowed_by_element(
-    engine: InprocEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_adam_makes_of_rounding_is_allowed_by_element(monkeypatch: pytest.MonkeyPatch) -> None:
     def one_wrong_element(optimizer: torch.optim.Optimizer, number: int, step: Callable[[], Any]) -> None:
         """A query bias beside the key biases, whose gradients are zero but for rounding."""
         step()
@@ -125,29 +121,28 @@ def test_what_adam_makes_of_rounding_is_allowed_by_element(
                 parameter.data[0] += 1e-7
 
     text = ONCE.replace("lr=0.01", "lr=1.0")
-    assert prove(Case.parse(text), subject, engine).verdict == "pass"
-    result = planted(text, engine, monkeypatch, one_wrong_element)
+    assert proved(subject, text).verdict == "pass"
+    result = planted(text, monkeypatch, one_wrong_element)
     assert contradicted(result) == {"update"} and "bias" in verdict_of(result, "update").worst.name
 
 
-def test_a_dense_model_that_diverges_is_a_request_that_cannot_be_judged(tmp_path: Path, engine: InprocEngine) -> None:
+def test_a_dense_model_that_diverges_is_a_request_that_cannot_be_judged(tmp_path: Path) -> None:
     text = "steps=5 lr=10.0 seq=16 micro=1"
     message = r"lr=10.0: the dense model diverges in step \d+ \(loss .*\); legal: lr=1.0$"
     with pytest.raises(RequestError, match=message):
-        run(Request(cases=parse_cases((text,)), subject=named("parallel.subject:subject"), out=tmp_path))
-    several = run(Request(cases=parse_cases((text, ONCE)), subject=named("parallel.subject:subject"), out=tmp_path))
+        ran(tmp_path, subject, text)
+    several = ran(tmp_path, subject, text, ONCE)
     assert several.exit_status == 2
-    refused, *proved = several.verdicts
+    refused, *others = several.verdicts
     assert (refused.check, refused.verdict) == ("truth", "skip") and re.search(message, refused.message)
-    assert proved and {verdict.verdict for verdict in proved} == {"pass"}
+    assert others and {verdict.verdict for verdict in others} == {"pass"}
 
     def failing(case: Case, device: torch.device) -> dict[str, Tensor]:
         raise ArithmeticError("too large")
 
-    with pytest.raises(
-        RequestError, match="the dense model diverges in step"
-    ):  # no fault of a program that fails in it
-        prove(Case.parse(text), named(failing), engine)
+    # No fault of a program that fails in it.
+    with pytest.raises(RequestError, match="the dense model diverges in step"):
+        proved(failing, text)
 
 
 def test_states_are_left_out_above_a_bound() -> None:
@@ -155,7 +150,7 @@ def test_states_are_left_out_above_a_bound() -> None:
     assert not kept(Case.parse("preset=llama3-8b mode=mtp tp=2"))
 
 
-CASE = Case.parse("mode=tp tp=2 dtype=float32 layers=1 hidden=16 heads=4 ffn=16 vocab=128 seq=8 micro=1 steps=1")
+CASE = Case.parse(TINY + "mode=tp tp=2 dtype=float32 seq=8 micro=1 steps=1")
 NAME = "grad/layers.0.attention.wo.weight"
 
 
@@ -182,18 +177,17 @@ def test_distances_of_large_tensors_allow_what_the_tensors_do_and_control_runs_a
         assert len(found.far[NAME].runs) == len(found.controls) == 1 + runs
 
 
-def test_control_runs_that_were_all_lucky_are_not_believed_at_once(engine: InprocEngine) -> None:
+def test_control_runs_that_were_all_lucky_are_not_believed_at_once() -> None:
     """grad_norm/4 is 4.05e-06 off, where nine control runs allow 4.02e-06: scores are large, and the four of them with
     torch's fused attention were lucky. Right code failed (bench.clean, part 51 of 100).
     """
     words = "family=llama hidden=72 heads=12 kv_heads=4 activation=gelu ffn=6 vocab=346 positions=learned tied=true"
     more = "fuse_qkv=false seq=10 micro=1 delivery=local attention_mask=false head=gather bucket=2000 wgrad=deferred"
     case = Case.parse(f"mode=tp-sp {words} {more} steps=5 optimizer=adamw dtype=float32 seed=3134")
-    result = prove(case, "parallel.subject:subject", engine)
+    result = proved(subject, case)
     assert result.verdict == "pass"
 
 
-TINY = "layers=1 hidden=16 heads=4 ffn=16 vocab=128 "
 CASES = (
     TINY + "dtype=bfloat16 seq=8 optimizer=adamw lr=0.01",
     TINY + "dtype=bfloat16 seq=128 batch=4 micro=1",

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from harness.checking.checks import CHECKS, examine
 from harness.checking.evidence import FAIL, PASS, Finding
-from harness.diagnosing.six_lines import explain
 from harness.differences import differences
 from harness.ledger import Event
 from harness.protocols import TermLike
@@ -19,7 +18,7 @@ from harness.running.summary import summarize
 from harness.terms import FIELDS, Term
 from harness.witnesses.agreement import CLOSED_FORM, agreement, of_ledger
 from harness.witnesses.chosen import terms_of
-from tests.harness.toy_evidence import TERMS, altered, case, events, evidence, without
+from tests.harness.toy_evidence import TERMS, altered, case, events, evidence, told_by, without
 
 EVENTS = events()
 """On either rank 20 all_reduces over tp, 8 of them forward; 16 of 384 B and 4 of 64 B."""
@@ -31,8 +30,7 @@ def judged(terms: Sequence[TermLike], ledger: Sequence[Event] = EVENTS) -> Findi
 
 
 def causes(terms: Sequence[TermLike], ledger: Sequence[Event]) -> str:
-    found = evidence(events=tuple(ledger), expectation=tuple(terms))
-    return explain(found, examine(found), "ledger", "m:s").splitlines()[4]
+    return told_by(evidence(events=tuple(ledger), expectation=tuple(terms)), "ledger")[4]
 
 
 def generalised(kept: Sequence[str], *, summed: bool) -> list[Term]:

@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import shardproof
 from harness.checking.evidence import FAIL, PASS, UNKNOWN
 from harness.checking.routing_checks import balance
-from harness.engines.threads.inproc import InprocEngine
 from harness.shard import Shard
 from reports.commands.cli import main
+from tests.harness.proofs import proved
 
 NAME = "routing/0/layers.0.mlp"
 SENT = [[0, 1], [0, 2], [1, 3], [0, 3], [2, 3], [0, 2]]
@@ -59,14 +58,14 @@ class Routed:
 subject = Routed()
 
 
-def found(engine: InprocEngine, words: str, tried: Routed = subject) -> Mapping[str, Any]:
-    return {verdict.check: verdict for verdict in shardproof.prove(words, tried, engine).verdicts}
+def found(words: str, tried: Routed = subject) -> Mapping[str, Any]:
+    return {verdict.check: verdict for verdict in proved(tried, words).verdicts}
 
 
 @pytest.mark.parametrize(("rank", "has_maps"), [(1, False), (2, True), (3, False)])
-def test_a_copy_that_differs_is_told_with_rank_and_token(engine: InprocEngine, rank: int, has_maps: bool) -> None:
+def test_a_copy_that_differs_is_told_with_rank_and_token(rank: int, has_maps: bool) -> None:
     """By hand: ranks 0 and 1 have the first row, 2 and 3 the second; of two copies the second one is named."""
-    verdicts = found(engine, f"tp=2 dp=2 planted={rank}", Routed(truth_has_maps=has_maps))
+    verdicts = found(f"tp=2 dp=2 planted={rank}", Routed(truth_has_maps=has_maps))
     assert {check for check, verdict in verdicts.items() if verdict.verdict == FAIL} == {"routing"}
     one, other = (1, 0) if rank == 1 else (3, 2)
     message = verdicts["routing"].message
@@ -76,16 +75,16 @@ def test_a_copy_that_differs_is_told_with_rank_and_token(engine: InprocEngine, r
     assert f"to {moved}, on rank {other} to {right};" in message
 
 
-def test_equal_copies_pass_and_tell_the_busiest_expert(engine: InprocEngine) -> None:
+def test_equal_copies_pass_and_tell_the_busiest_expert() -> None:
     """Four of twelve rows go to expert 0, of a mean of three. Without copies and a truth's maps nothing is claimed."""
     for has_maps in (False, True):
-        verdicts = found(engine, "tp=2 dp=2", Routed(truth_has_maps=has_maps))
+        verdicts = found("tp=2 dp=2", Routed(truth_has_maps=has_maps))
         assert {verdict.verdict for verdict in verdicts.values()} == {PASS}
         assert "busiest: expert 0 of 0/layers.0.mlp, 1.33 times the mean" in verdicts["routing"].message
         assert any("the truth has no maps" in one for one in verdicts["routing"].unchecked) is not has_maps
-    assert found(engine, "tp=1 dp=2")["routing"].verdict == UNKNOWN
-    assert found(engine, "tp=1 dp=2", Routed(truth_has_maps=True))["routing"].verdict == PASS
-    wrong = found(engine, "tp=1 dp=2 planted=1", Routed(truth_has_maps=True))["routing"]
+    assert found("tp=1 dp=2")["routing"].verdict == UNKNOWN
+    assert found("tp=1 dp=2", Routed(truth_has_maps=True))["routing"].verdict == PASS
+    wrong = found("tp=1 dp=2 planted=1", Routed(truth_has_maps=True))["routing"]
     assert wrong.verdict == FAIL, "no copy of it, but the truth knows"
 
 

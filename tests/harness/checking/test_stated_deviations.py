@@ -1,6 +1,6 @@
 """Statements of a subject: deviations, which cover no other failure; terms that hold at some places of the mesh."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from harness.checking.checks import CHECKS, examine
 from harness.checking.evidence import FAIL, PASS, UNKNOWN
-from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError
 from harness.predicting.figures import traffic
 from harness.running.summary import summarize
@@ -25,10 +24,13 @@ from shardproof import run
 from tests.harness import own_words
 from tests.harness.own_words import Network
 from tests.harness.proofs import proved, told, verdict_of
-from tests.harness.toy_subjects import right
+from tests.harness.toy_subjects import Stating, right
 
 DESIGN = "the balance loss is summed over all ranks"
 CASE = "tp=2 dp=2 steps=1 micro=1"
+
+
+Bug = Callable[[Any], object]
 
 
 class Balanced(Network):
@@ -36,33 +38,23 @@ class Balanced(Network):
 
     cases = (CASE, "tp=2", "dp=2")
 
-    def __init__(self, factor: float = 1.5, bug: str = "", **stated: Any) -> None:
-        super().__init__()
+    def __init__(self, factor: float = 1.5, bug: Bug = lambda outcome: None, **stated: Any) -> None:
+        super().__init__(**stated)
         self.deviation, self.bug = factor, bug
-        for name, said in stated.items():
-            setattr(self, name, said)
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
         outcome = dict(super().__call__(case, device))
         outcome["grad/w2"].local.mul_(self.deviation)
-        if self.bug == "w1":
-            outcome["grad/w1"].local.mul_(1.01)
-        if self.bug == "nan":
-            outcome["grad/w2"].local[0, 0] = torch.nan
-        if self.bug == "replica":
-            outcome["grad/w2"].local.add_(dist.get_rank())
-        if self.bug == "call":
-            other = torch.zeros(3)
-            dist.all_reduce(other) if dist.get_rank() else dist.all_reduce(other, dist.ReduceOp.MAX)
+        self.bug(outcome)
         return outcome
 
 
-class Wired(Balanced):
-    """Its closed form lacks a call that it makes."""
+def too_large(outcome: Any) -> None:
+    outcome["grad/w1"].local.mul_(1.01)
 
-    @staticmethod
-    def expected(case: Any) -> list[Any]:
-        return []
+
+def another_call(outcome: Any) -> None:
+    dist.all_reduce(torch.zeros(3), dist.ReduceOp.SUM if dist.get_rank() else dist.ReduceOp.MAX)
 
 
 DEVIATES = {"grad/w2": DESIGN}
@@ -72,9 +64,9 @@ noted = Balanced(deviates={**DEVIATES, "grad/w1": "a second one"})
 @pytest.mark.parametrize(
     ("stated", "dtype"), [(DEVIATES, "float64"), (lambda case: {"grad/w[2-9]": f" {DESIGN}\n"}, "float32")]
 )
-def test_a_stated_deviation_is_named_and_not_judged(stated: Any, dtype: str, engine: InprocEngine) -> None:
-    assert proved(Balanced(), f"{CASE} dtype={dtype}", engine, explain=False).verdict == "fail"
-    result = proved(Balanced(deviates=stated), f"{CASE} dtype={dtype}", engine)
+def test_a_stated_deviation_is_named_and_not_judged(stated: Any, dtype: str) -> None:
+    assert proved(Balanced(), f"{CASE} dtype={dtype}", explain=False).verdict == "fail"
+    result = proved(Balanced(deviates=stated), f"{CASE} dtype={dtype}")
     assert result.verdict == "pass", told(result)
     gradients = verdict_of(result, "parameter_gradients")
     assert gradients.unchecked == (f"grad/w2 (stated deviation: {DESIGN})",)
@@ -82,34 +74,35 @@ def test_a_stated_deviation_is_named_and_not_judged(stated: Any, dtype: str, eng
 
 
 @pytest.mark.parametrize(
-    ("subject", "bug", "check"),
+    ("wrong", "check"),
     [
-        (Balanced, "w1", "parameter_gradients"),
-        (Balanced, "nan", "parameter_gradients"),
-        (Balanced, "replica", "replicas"),
-        (Balanced, "call", "run"),
-        (Wired, "", "ledger"),
+        ({"bug": too_large}, "parameter_gradients"),
+        ({"bug": lambda outcome: outcome["grad/w2"].local[0].fill_(torch.nan)}, "parameter_gradients"),
+        ({"bug": lambda outcome: outcome["grad/w2"].local.add_(dist.get_rank())}, "replicas"),
+        ({"bug": another_call}, "run"),
+        ({"expected": lambda case: []}, "ledger"),  # it makes calls
     ],
+    ids=["another gradient", "not a number", "replicas differ", "ranks issue other calls", "an empty closed form"],
 )
-def test_it_hides_no_other_failure(subject: type[Balanced], bug: str, check: str, engine: InprocEngine) -> None:
-    result = proved(subject(bug=bug, deviates=DEVIATES), CASE, engine, explain=False)
+def test_it_hides_no_other_failure(wrong: dict[str, Any], check: str) -> None:
+    result = proved(Balanced(deviates=DEVIATES, **wrong), CASE, explain=False)
     assert verdict_of(result, check).verdict == "fail"
 
 
-def test_one_that_does_not_occur_is_said(engine: InprocEngine) -> None:
-    result = proved(Balanced(factor=1.0, deviates=DEVIATES), CASE, engine)
+def test_one_that_does_not_occur_is_said() -> None:
+    result = proved(Balanced(factor=1.0, deviates=DEVIATES), CASE)
     assert result.verdict == "pass"
     gradients = verdict_of(result, "parameter_gradients")
     assert not gradients.unchecked
     assert gradients.message.endswith(f"stated deviation that does not occur: {DESIGN} (grad/w2)")
 
 
-def test_what_states_everything_says_nothing(engine: InprocEngine) -> None:
-    gradients = verdict_of(proved(Balanced(deviates={"grad/*": DESIGN}, bug="w1"), CASE, engine), "parameter_gradients")
+def test_what_states_everything_says_nothing() -> None:
+    gradients = verdict_of(proved(Balanced(deviates={"grad/*": DESIGN}, bug=too_large), CASE), "parameter_gradients")
     assert gradients.verdict == "unknown" and "every one deviates as stated" in gradients.message
-    coverage = verdict_of(proved(Balanced(deviates={"*": DESIGN}), CASE, engine), "coverage")
+    coverage = verdict_of(proved(Balanced(deviates={"*": DESIGN}), CASE), "coverage")
     assert coverage.verdict == "unknown" and "states every name of the truth" in coverage.message
-    idle = verdict_of(proved(Balanced(factor=1.0, deviates={"grad/w3": DESIGN}), CASE, engine), "coverage")
+    idle = verdict_of(proved(Balanced(factor=1.0, deviates={"grad/w3": DESIGN}), CASE), "coverage")
     assert "deviates='grad/w3' matches no name of the truth (grad/w2?)" in idle.message
 
 
@@ -121,24 +114,24 @@ def _applied(factor: float) -> Any:
     return truth
 
 
-def test_a_truth_that_applies_it_judges_its_tensors(engine: InprocEngine) -> None:
+def test_a_truth_that_applies_it_judges_its_tensors() -> None:
     """And no others."""
-    right = proved(Balanced(deviates={"grad/w2": (DESIGN, _applied(1.5))}), CASE, engine)
+    right = proved(Balanced(deviates={"grad/w2": (DESIGN, _applied(1.5))}), CASE)
     assert right.verdict == "pass"
     gradients = verdict_of(right, "parameter_gradients")
     assert not gradients.unchecked and gradients.message.startswith("2 tensors agree")
     assert f"stated deviation that the truth applies: {DESIGN} (grad/w2)" in gradients.message
-    wrong = proved(Balanced(deviates={"grad/w2": (DESIGN, _applied(1.6))}), CASE, engine, explain=False)
+    wrong = proved(Balanced(deviates={"grad/w2": (DESIGN, _applied(1.6))}), CASE, explain=False)
     assert verdict_of(wrong, "parameter_gradients").verdict == "fail"
 
 
-def test_what_is_no_statement_is_refused_before_anything_is_run(engine: InprocEngine) -> None:
+def test_what_is_no_statement_is_refused_before_anything_is_run() -> None:
     """And a truth that applies it needs a dense model."""
     for said in ("grad/w2", {"grad/w2": ""}, {"grad/w2": 3}, {3: DESIGN}, {"grad/w2": (DESIGN, 3)}):
         with pytest.raises(RequestError, match="deviates=.* must map patterns of names to a sentence each.*; legal: "):
-            proved(Balanced(deviates=said), CASE, engine)
+            proved(Balanced(deviates=said), CASE)
     with pytest.raises(RequestError, match="there is no dense model of the subject's own; legal: subject.truth"):
-        proved(Balanced(deviates={"grad/w2": (DESIGN, _applied(1.5))}, truth="alone"), CASE, engine)
+        proved(Balanced(deviates={"grad/w2": (DESIGN, _applied(1.5))}, truth="alone"), CASE)
 
 
 def test_the_notes_of_a_run_name_it(tmp_path: Path) -> None:
@@ -213,10 +206,5 @@ def test_everybody_reads_the_terms_of_a_rank() -> None:
     assert (why, chosen) == ("", tuple(terms({"dp": 2}, steps=1)))
     complete = replace(terms({})[1], region="", reduce_op="sum", dtype="float32", calls=1, at={"dp": 0})
 
-    @dataclass(frozen=True)
-    class First(Uneven):
-        def expected(self, case: Case) -> list[Term]:
-            return [complete]
-
-    (told,) = traffic(PLACED, First())
+    (told,) = traffic(PLACED, Stating(expected=lambda case: [complete]))
     assert told is not None and (told.calls, told.payload_bytes) == (1, 8), "of rank 0, which is at this place"

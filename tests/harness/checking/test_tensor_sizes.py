@@ -23,15 +23,12 @@ from harness.outcome.merging import held_once, merge
 from harness.shard import Shard
 from reference.case import Case
 from reference.model.parameters import drawn, full, shapes
+from tests.harness.toy_evidence import drawn as noise
 
 
 def _in_blocks_of(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (whole_tensors, many_tensors):
         monkeypatch.setattr(module, "BLOCK", elements)
-
-
-def noise(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 TRUTH = noise(37, 29, seed=0)
@@ -70,7 +67,7 @@ def test_blocks_measure_what_the_whole_does(value: Tensor, monkeypatch: pytest.M
 
 
 def test_complex_numbers_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    truth = noise(11, 13, seed=2, dtype=torch.complex128)
+    truth = torch.complex(noise(11, 13, seed=2), noise(11, 13, seed=3))
     at_once = distance(truth * (1 + 1e-3j), truth)
     _in_blocks_of(20, monkeypatch)
     assert distance(truth * (1 + 1e-3j), truth).frobenius == pytest.approx(at_once.frobenius, rel=1e-10)

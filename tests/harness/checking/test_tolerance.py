@@ -12,13 +12,10 @@ from harness.checking.measures.distance import Truth, distance
 from harness.checking.measures.many_tensors import kind_rms
 from harness.checking.measures.measured import ABSOLUTE, Measured, epsilon
 from harness.checking.measures.tolerance import least_rms, measure
+from tests.harness.toy_evidence import drawn
 
 seeds = st.integers(0, 2**31)
 shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
-
-
-def drawn(seed: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def right(value: Tensor, truth: Tensor, dtype: str = "float64", *controls: Tensor) -> bool:
@@ -27,14 +24,14 @@ def right(value: Tensor, truth: Tensor, dtype: str = "float64", *controls: Tenso
 
 @given(seeds, shapes, st.floats(-12, 12))
 def test_honest_float64_noise_passes_at_any_magnitude(seed: int, shape: tuple[int, ...], exponent: float) -> None:
-    truth = drawn(seed, shape) * 10.0**exponent
-    noise = drawn(seed + 1, shape) * 1e-13 * truth.abs().max()
+    truth = drawn(*shape, seed=seed) * 10.0**exponent
+    noise = drawn(*shape, seed=seed + 1) * 1e-13 * truth.abs().max()
     assert right(truth + noise, truth)
 
 
 @given(seeds, st.integers(2, 4000), st.integers(0, 10**9))
 def test_one_wrong_row_of_a_big_tensor_fails(seed: int, rows: int, which: int) -> None:
-    truth = drawn(seed, (rows, 8))
+    truth = drawn(rows, 8, seed=seed)
     value = truth.clone()
     value[which % rows] = truth[(which + 1) % rows]
     assert not right(value, truth)
@@ -44,7 +41,7 @@ def test_one_wrong_row_of_a_big_tensor_fails(seed: int, rows: int, which: int) -
 def test_one_flipped_sign_fails_and_so_does_a_wrong_factor(
     seed: int, shape: tuple[int, ...], which: int, factor: float
 ) -> None:
-    truth = drawn(seed, shape)
+    truth = drawn(*shape, seed=seed)
     value = truth.clone().flatten()
     value[which % value.numel()] *= -1
     assert not right(value.reshape(shape), truth)
@@ -55,7 +52,7 @@ def test_one_flipped_sign_fails_and_so_does_a_wrong_factor(
 def test_nothing_that_is_not_finite_passes(
     seed: int, shape: tuple[int, ...], bad: float, which: int, in_truth: bool
 ) -> None:
-    clean = drawn(seed, shape)
+    clean = drawn(*shape, seed=seed)
     spoiled = clean.clone().flatten()
     spoiled[which % spoiled.numel()] = bad
     spoiled = spoiled.reshape(shape)
@@ -89,26 +86,26 @@ def test_beside_a_truth_of_zeros_it_is_told_what_was_found(dtype: str) -> None:
 
 
 def test_a_truth_that_is_zero_but_for_rounding_is_scaled_by_its_kind() -> None:
-    truth = {"grad/q.bias": drawn(1, (64,)), "grad/k.bias": drawn(2, (64,)) * 1e-17, "loss/0": torch.tensor(7.0)}
+    truth = {"grad/q.bias": drawn(64, seed=1), "grad/k.bias": drawn(64, seed=2) * 1e-17, "loss/0": torch.tensor(7.0)}
     kind = kind_rms(truth)["grad"]
     assert kind == pytest.approx(float(truth["grad/q.bias"].square().mean().div(2).sqrt()))
     assert least_rms(Truth.of(truth["grad/k.bias"]), kind) == kind
-    other_rounding = drawn(3, (64,)) * 1e-17
+    other_rounding = drawn(64, seed=3) * 1e-17
     assert measure("k", other_rounding, truth["grad/k.bias"], dtype="float64", kind=kind).right
     assert not measure("k", other_rounding, truth["grad/k.bias"], dtype="float64").right
-    wrong = drawn(3, (64,)) * 1e-8
+    wrong = drawn(64, seed=3) * 1e-8
     assert not measure("k", wrong, truth["grad/k.bias"], dtype="float64", kind=kind).right
-    bf16_rounding = drawn(3, (64,)) * 0.5 * epsilon("bfloat16") * kind
+    bf16_rounding = drawn(64, seed=3) * 0.5 * epsilon("bfloat16") * kind
     assert measure("k", bf16_rounding, truth["grad/k.bias"], dtype="bfloat16", kind=kind).right
-    small, large = drawn(1, (8, 8)) * 1e-6, drawn(2, (100, 100))  # which does not hide what is wrong in the small one
+    small, large = drawn(8, 8, seed=1) * 1e-6, drawn(100, 100, seed=2)
     kind = kind_rms({"grad/a": small, "grad/b": large})["grad"]
-    assert not measure("a", small * 1.001, small, dtype="float64", kind=kind).right
+    assert not measure("a", small * 1.001, small, dtype="float64", kind=kind).right, "the large one hides nothing"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_low_precision_sums_in_another_order_pass_and_a_lost_rank_fails(dtype: str) -> None:
     kind = getattr(torch, dtype)
-    x, w = drawn(1, (64, 512), kind), drawn(2, (512, 96), kind)
+    x, w = drawn(64, 512, seed=1).to(kind), drawn(512, 96, seed=2).to(kind)
     truth = x.double() @ w.double()
 
     def summed(order: list[int]) -> Tensor:
@@ -142,10 +139,10 @@ def test_an_element_that_stands_out_may_be_off_by_epsilons_of_its_own_size() -> 
 
 
 def test_where_rounding_explains_everything_nothing_is_proved_and_a_lucky_control_run_leaves_the_floor() -> None:
-    truth = drawn(1, (50,))
+    truth = drawn(50, seed=1)
     lucky = measure("x", truth.float(), truth, dtype="float32", controls=[truth])
     assert lucky.right and lucky.allowed in (4 * epsilon("float32"), 32 * epsilon("float32"))
-    hopeless = truth + drawn(2, (50,))
+    hopeless = truth + drawn(50, seed=2)
     found = measure("x", hopeless, truth, dtype="bfloat16", controls=[hopeless])
     assert found.right and not found.decidable and found.allowed > 0.5
     assert not measure("x", truth * 100, truth, dtype="bfloat16", controls=[hopeless]).right
@@ -154,7 +151,7 @@ def test_where_rounding_explains_everything_nothing_is_proved_and_a_lucky_contro
 
 
 def test_the_two_measures_see_different_errors() -> None:
-    truth = drawn(1, (1000, 10))
+    truth = drawn(1000, 10, seed=1)
     local = truth.clone()
     local[3, 3] += 1
     far = distance(local, truth)

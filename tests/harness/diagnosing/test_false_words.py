@@ -18,7 +18,7 @@ from harness.diagnosing.diagnosis import explanation_of
 from harness.diagnosing.first_place import First
 from harness.diagnosing.hints import hint
 from harness.diagnosing.rules.causes import Cause, claimed
-from harness.diagnosing.rules.patterns import from_patterns, rounded
+from harness.diagnosing.rules.patterns import from_patterns
 from harness.diagnosing.rules.proofs import Explained, NotFinite, Rounded, times
 from harness.shard import Shard
 from tests.harness.toy_evidence import case, drawn, evidence, ids_of, outcome_of, planted, truth
@@ -85,15 +85,6 @@ def test_an_activation_of_one_data_rank_is_a_place_and_no_cause() -> None:
     ranks = (outcome_of(rank, truth()) | {name: shard} for rank, shard in enumerate(shards))
     found = evidence(*ranks, truth={**truth(), name: true}, case=case("mode=tp tp=1 dp=2 seq=16 micro=1"))
     assert by_numbers(found, [name]) == []
-
-
-def test_half_of_a_tensor_is_not_rounded_to_a_shorter_dtype() -> None:
-    true = truth()["act/layers.0.mlp"].float()
-    short = true.bfloat16().float()
-    for factor in (0.5, 0.875, 2.0):
-        assert rounded(factor * short, true) == []
-    (told,) = words_of(rounded(short, true))
-    assert told.startswith("explained by rounding to bfloat16: all its numbers are ones of it; ")
 
 
 def test_rows_that_are_routed_in_other_groups_are_no_wrong_layout() -> None:

@@ -15,10 +15,9 @@ from harness.diagnosing.hints import hint
 from harness.diagnosing.rules.displaced import from_offsets
 from harness.diagnosing.rules.factors import sizes_of
 from harness.diagnosing.rules.optimizer.steps import from_states
-from harness.diagnosing.six_lines import explain
 from harness.shard import Shard
 from tests.harness.diagnosing.test_optimizer_causes import CLIPS, GRADIENTS, NAMES, NORMS, START, seen_of
-from tests.harness.toy_evidence import case, drawn, evidence, ids_of, outcome_of, planted, truth
+from tests.harness.toy_evidence import case, drawn, evidence, ids_of, outcome_of, planted, told_by, truth
 
 BIAS, NORM, TABLE = "grad/layers.0.mlp.w2.bias", "grad_norm/0", "init/embedding.tokens.weight"
 
@@ -29,13 +28,7 @@ def seen(
     return planted(values, case=case(text), truth={**truth(), **(true or {})})
 
 
-def causes_line(found: Evidence) -> str:
-    findings = examine(found)
-    check = next(name for name, finding in findings.items() if finding.verdict == "fail")
-    return explain(found, findings, check, "my:subject").splitlines()[4].removeprefix("causes: ")
-
-
-NO_PATTERN = "none of the known patterns fits"
+NO_PATTERN, ONE = "none of the known patterns fits", "one number only"
 COUNT = {"tokens/0": torch.tensor(8)}
 BUILT = "initial values: parameters as built differ from the truth, before any step"
 
@@ -44,28 +37,23 @@ BUILT = "initial values: parameters as built differ from the truth, before any s
     ("values", "true", "micro", "words"),
     [
         ({TABLE: drawn(12, 6)}, {}, 2, BUILT),
-        ({"tokens/0": torch.tensor(16)}, COUNT, 1, "tokens/0 is 2 x the truth, which is tp=2, one number only"),
+        ({"tokens/0": torch.tensor(16)}, COUNT, 1, f"tokens/0 is 2 x the truth, which is tp=2, {ONE}"),
         ({"tokens/0": torch.tensor(11)}, COUNT, 2, NO_PATTERN),
-        (
-            {NORM: truth()[NORM] * math.sqrt(2)},
-            {},
-            3,
-            f"{NORM} is 1.414 x the truth, which is the root of tp=2, one number only",
-        ),
+        ({NORM: truth()[NORM] * math.sqrt(2)}, {}, 3, f"{NORM} is 1.414 x the truth, which is the root of tp=2, {ONE}"),
         ({NORM: truth()[NORM] * 1.7}, {}, 2, NO_PATTERN),
     ],
 )
 def test_what_no_cause_fits_is_told_as_far_as_it_is_known(
     values: dict[str, Tensor], true: dict[str, Tensor], micro: int, words: str
 ) -> None:
-    assert causes_line(seen(values, f"mode=tp tp=2 seq=16 micro={micro}", true)) == words
+    assert told_by(seen(values, f"mode=tp tp=2 seq=16 micro={micro}", true))[4] == f"causes: {words}"
 
 
 def test_a_factor_on_some_ranks_names_them() -> None:
     first, second = (outcome_of(rank, truth()) for rank in range(2))
     for rest, words in ((0 * drawn(6), f"on rank 1 {BIAS} is 2 x the truth, which is tp=2 or micro=2"), (drawn(6), "")):
         second[BIAS] = 2 * truth()[BIAS] + rest
-        assert causes_line(evidence(first, second)) == (words or NO_PATTERN)
+        assert told_by(evidence(first, second))[4] == f"causes: {words or NO_PATTERN}"
 
 
 def test_a_parameter_that_no_training_moved_so_far_began_otherwise() -> None:

@@ -13,10 +13,9 @@ from harness.checking.evidence import FAIL, Evidence
 from harness.diagnosing.diagnosis import diagnose
 from harness.diagnosing.first_place import First, first_place
 from harness.diagnosing.rules.optimizer.steps import from_states
-from harness.diagnosing.six_lines import explain
 from harness.ledger import Event
 from harness.shard import Shard
-from tests.harness.toy_evidence import TERMS, altered, case, drawn, events, evidence, ids_of, planted, truth, without
+from tests.harness.toy_evidence import altered, case, drawn, events, evidence, ids_of, planted, told_by, truth, without
 
 NAMES = ("layers.0.mlp.w1.weight", "layers.0.mlp.w2.bias")
 ADAM, SGD = "mode=tp tp=2 seq=16 optimizer=adamw lr=0.01", "mode=tp tp=2 seq=16 lr=0.1"
@@ -174,33 +173,24 @@ def test_a_step_that_some_ranks_do_not_take() -> None:
     assert ranks(0.7, 0.7) == ["constant_factor"]
 
 
-W1 = "grad/layers.0.mlp.w1.weight"
+W1, PARAM = "grad/layers.0.mlp.w1.weight", "param/layers.0.mlp.w1.weight"
 
 
 @pytest.mark.parametrize(
-    ("wrong", "first"),
+    ("first", "place", "later"),
     [
-        (
-            ["act/layers.0.mlp.w2", "act/layers.0.mlp", "act/head", "loss/0", W1],
-            "forward of layers.0.mlp.w2 in step 0: act/layers.0.mlp.w2",
-        ),
-        (
-            ["act_grad/layers.0.mlp.w1", "act_grad/embedding", W1, "loss/1"],
-            "backward of layers.0.mlp in step 0: act_grad/layers.0.mlp.w1",
-        ),
-        ([W1, "param/layers.0.mlp.w1.weight"], f"backward of layers.0.mlp.w1 in step 0: {W1}"),
-        (["grad/embedding.tokens.weight", W1], f"backward of head in step 0: {W1}"),
-        (["loss/1", "param/layers.0.mlp.w1.weight"], "loss in step 1: loss/1"),
-        (["param/layers.0.mlp.w1.weight"], "step of layers.0.mlp.w1 in step 1: param/layers.0.mlp.w1.weight"),
-        (["grad_norm/1", "param/layers.0.mlp.w1.weight"], "grad_sync in step 1: grad_norm/1"),
+        ("act/layers.0.mlp.w2", "forward of layers.0.mlp.w2 in step 0", ["act/layers.0.mlp", "act/head", "loss/0", W1]),
+        ("act_grad/layers.0.mlp.w1", "backward of layers.0.mlp in step 0", ["act_grad/embedding", W1, "loss/1"]),
+        (W1, "backward of layers.0.mlp.w1 in step 0", [PARAM]),
+        (W1, "backward of head in step 0", ["grad/embedding.tokens.weight"]),
+        ("loss/1", "loss in step 1", [PARAM]),
+        (PARAM, "step of layers.0.mlp.w1 in step 1", []),
+        ("grad_norm/1", "grad_sync in step 1", [PARAM]),
     ],
 )
-def test_the_first_wrong_place_is_the_first_that_training_computes(wrong: list[str], first: str) -> None:
-    seen = planted({name: truth()[name] + 1 for name in wrong})
-    findings = examine(seen)
-    check = next(name for name, finding in findings.items() if finding.verdict == "fail")
-    line = explain(seen, findings, check, "my.module:subject").splitlines()[3]
-    assert line.partition("; between ")[0] == f"first:  {first}"
+def test_the_first_wrong_place_is_the_first_that_training_computes(first: str, place: str, later: list[str]) -> None:
+    line = told_by(planted({name: truth()[name] + 1 for name in (first, *later)}))[3]
+    assert line.partition("; between ")[0] == f"first:  {place}: {first}"
 
 
 @pytest.mark.parametrize(("width", "region"), [(12, "layers.0.attention"), (6, "layers.0.attention.q_norm")])
@@ -244,7 +234,7 @@ def test_the_earlier_of_tensor_and_event_is_the_first_place() -> None:
         (altered(events(), 0, phase="loss"), "wrong_place"),
         (altered(events(), 0, group_size=4), "wrong_group"),
         (without(events(), region="head"), "missing_call"),
-        (events() + events(TERMS[:1]), "extra_call"),
+        (events() + tuple(event for event in events() if event.region == "embedding"), "extra_call"),
     ],
 )
 def test_a_call_made_otherwise_has_a_cause(wrong: tuple[Event, ...], cause: str) -> None:

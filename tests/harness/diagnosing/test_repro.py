@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from bugs.planting import planted, replaced
 from harness.engines.engine import Engine
@@ -24,7 +23,7 @@ from harness.reproducing.repro import emit, shown_name, shrunk
 from harness.subject import case_of, named
 from reference.case import Case
 from tests.forked import started
-from tests.harness.command_line import ONE, CommandLine
+from tests.harness.command_line import ONE, TOY, CommandLine
 
 LARGE = "mode=tp tp=2 dp=3 layers=2 heads=4 kv_heads=2 hidden=16 ffn=24 seq=16 batch=2 micro=2 steps=2 vocab=264"
 SMALL = "mode=tp tp=2 layers=1 heads=4 kv_heads=2 hidden=16 ffn=24 seq=8 batch=1 micro=1 steps=1 vocab=264"
@@ -115,13 +114,9 @@ def test_a_right_subject_gives_no_script(engine: Engine) -> None:
     assert emit(Case.parse(f"{SMALL} dtype=bfloat16 optimizer=adamw"), "parallel.subject:subject", engine) is None
 
 
-def raising(case: Case, device: torch.device) -> dict[str, Tensor]:
-    raise ZeroDivisionError("no")
-
-
 def test_a_subject_that_raises_is_repeated_too(tmp_path: Path, engine: Engine) -> None:
-    text = script_of(tmp_path, SMALL, f"{__name__}:raising", engine).read_text()
-    assert text.startswith('"""the subject does not finish when tests.harness.diagnosing.test_repro:raising')
+    text = script_of(tmp_path, f"{SMALL} seed=13", f"{TOY}raising", engine).read_text()
+    assert text.startswith('"""the subject does not finish when tests.harness.toy_subjects:raising')
 
 
 LEAVING = """
@@ -178,23 +173,22 @@ def test_a_case_of_own_words_is_carried_whole(engine: Engine) -> None:
     assert carried.samples(*last) == shrunk.samples(*last)
 
 
-inside: list[None] = []
+class Patched:
+    """Right inside its session alone: a patch that a library needs."""
+
+    inside = False
+
+    def __call__(self, case: Any, device: torch.device) -> dict[str, float]:
+        return {"loss/0": float(self.inside)}
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        self.inside = True
+        yield
+        self.inside = False
 
 
-def patched(case: Any, device: torch.device) -> dict[str, float]:
-    """Right inside its session alone."""
-    return {"loss/0": float(len(inside))}
-
-
-@contextmanager
-def _session() -> Iterator[None]:
-    """A patch that a library needs."""
-    inside.append(None)
-    yield
-    inside.clear()
-
-
-patched.session = _session  # type: ignore[attr-defined]
+patched = Patched()
 
 
 def test_a_script_runs_the_subject_in_its_session(tmp_path: Path) -> None:

@@ -15,54 +15,46 @@ from harness.checking.checks import examine
 from harness.checking.evidence import Evidence, Verdict
 from harness.diagnosing.diagnosis import ended, explanation_of
 from harness.diagnosing.failure_lines import repeat_command, site
-from harness.diagnosing.six_lines import crash, explain
+from harness.diagnosing.six_lines import crash
 from harness.errors import Desynchronised, Position, RankCrashed, RankDied, RankRaised, TimeLimit
 from harness.running.store import Store
 from reports.stored import failures
 from reports.stored.failures import bugs, simplest_first
 from reports.stored.frames import load
 from suites.session.prover import Prover
-from tests.harness.toy_evidence import altered, case, events, evidence, outcome_of, planted, truth, without
+from tests.harness.toy_evidence import altered, case, events, evidence, outcome_of, planted, told_by, truth, without
 
 W1 = "grad/layers.0.mlp.w1.weight"
 SUBJECT = "my.module:subject"
 
 
-def message(seen: Evidence, check: str) -> str:
-    return explain(seen, examine(seen), check, SUBJECT)
-
-
 def test_a_wrong_gradient_in_six_lines() -> None:
     seen = planted({W1: truth()[W1] * 2})
     peak = float(truth()[W1].abs().max() / truth()[W1].square().mean().sqrt())
-    assert message(seen, "parameter_gradients") == "\n".join(
-        [
-            "what:   grad/layers.0.mlp.w1.weight differs from the dense model (check parameter_gradients)",
-            "where:  mode=tp, all 2 ranks, step 0, phase backward, module layers.0.mlp.w1, "
-            "tensor grad/layers.0.mlp.w1.weight",
-            f"error:  peak error {peak:.3g} ({peak / 2**-52:.3g} eps), allowed 1e-09 (4.5e+06 eps); "
-            "1 tensor of this check wrong",
-            "first:  backward of layers.0.mlp.w1 in step 0: grad/layers.0.mlp.w1.weight",
-            "causes: it is 2 x the truth, and micro=2: not divided by it, or multiplied once too often",
-            'repeat: shardproof run "seq=16" --subject my.module:subject',
-        ]
-    )
+    assert told_by(seen, "parameter_gradients") == [
+        "what:   grad/layers.0.mlp.w1.weight differs from the dense model (check parameter_gradients)",
+        "where:  mode=tp, all 2 ranks, step 0, phase backward, module layers.0.mlp.w1, "
+        "tensor grad/layers.0.mlp.w1.weight",
+        f"error:  peak error {peak:.3g} ({peak / 2**-52:.3g} eps), allowed 1e-09 (4.5e+06 eps); "
+        "1 tensor of this check wrong",
+        "first:  backward of layers.0.mlp.w1 in step 0: grad/layers.0.mlp.w1.weight",
+        "causes: it is 2 x the truth, and micro=2: not divided by it, or multiplied once too often",
+        'repeat: shardproof run "seq=16" --subject my.module:subject',
+    ]
 
 
 def test_a_missing_collective_in_six_lines() -> None:
     seen = evidence(events=without(events(), phase="forward", region="layers.0.mlp.w2"))
-    assert message(seen, "ledger") == "\n".join(
-        [
-            "what:   missing event in forward of layers.0.mlp.w2 (1 call): all_reduce sum of 384 B float64 over tp "
-            "(2 ranks) (check ledger)",
-            "where:  mode=tp, all 2 ranks, phase forward, module layers.0.mlp.w2",
-            "error:  1 event more or less than expected on a rank, allowed 0",
-            "first:  forward of layers.0.mlp.w2: in the ledger: missing event in forward of layers.0.mlp.w2 (1 call): "
-            "all_reduce sum of 384 B float64 over tp (2 ranks)",
-            "causes: the all_reduce over tp is left out: each rank keeps its partial sum",
-            'repeat: shardproof run "seq=16" --subject my.module:subject',
-        ]
-    )
+    assert told_by(seen, "ledger") == [
+        "what:   missing event in forward of layers.0.mlp.w2 (1 call): all_reduce sum of 384 B float64 over tp "
+        "(2 ranks) (check ledger)",
+        "where:  mode=tp, all 2 ranks, phase forward, module layers.0.mlp.w2",
+        "error:  1 event more or less than expected on a rank, allowed 0",
+        "first:  forward of layers.0.mlp.w2: in the ledger: missing event in forward of layers.0.mlp.w2 (1 call): "
+        "all_reduce sum of 384 B float64 over tp (2 ranks)",
+        "causes: the all_reduce over tp is left out: each rank keeps its partial sum",
+        'repeat: shardproof run "seq=16" --subject my.module:subject',
+    ]
 
 
 STOOD = [
@@ -102,13 +94,12 @@ def test_a_case_without_an_outcome_in_six_lines(error: Any, what: str, why: str,
 
 def test_every_failure_has_six_labelled_lines() -> None:
     seen = planted({name: tensor + 1 for name, tensor in truth().items()})
-    findings = examine(seen)
-    failed = [name for name, finding in findings.items() if finding.verdict == "fail"]
+    failed = [name for name, finding in examine(seen).items() if finding.verdict == "fail"]
     assert len(failed) == 9
     for check in failed:
-        labels = [line.split(":")[0] for line in explain(seen, findings, check, SUBJECT).splitlines()]
+        labels = [line.split(":")[0] for line in told_by(seen, check)]
         assert labels == ["what", "where", "error", "first", "causes", "repeat"]
-    silent = message(evidence(events=(), expectation=None), "parallelism").splitlines()
+    silent = told_by(evidence(events=(), expectation=None), "parallelism")
     assert silent[2] == "error:  nothing to measure: this must never be"
     assert silent[4] == "causes: the split was done to a tensor that is not used, or undone by what followed it"
 
@@ -116,14 +107,14 @@ def test_every_failure_has_six_labelled_lines() -> None:
 def test_the_rank_whose_shard_is_wrong_is_named() -> None:
     first, second = (outcome_of(rank, truth()) for rank in range(2))
     second[W1].local.mul_(3)
-    lines = message(evidence(first, second), "parameter_gradients").splitlines()
+    lines = told_by(evidence(first, second), "parameter_gradients")
     assert lines[1].startswith("where:  mode=tp, rank 1 of 2, step 0")
     assert lines[4] == "causes: only part 1 of 2 over tp is wrong, and nearly all of it"
 
 
 def test_tensor_and_ledger_are_both_told_when_both_are_wrong() -> None:
     seen = planted({"loss/0": truth()["loss/0"] * 2}, events=altered(events(), 0, reduce_op="avg"))
-    lines = message(seen, "forward").splitlines()
+    lines = told_by(seen, "forward")
     first = "first:  forward of embedding: loss/0; in the ledger: wrong event in forward of embedding"
     assert lines[3].startswith(first) and lines[3].endswith("at model.py:7")
     assert "averaged over tp where it must be summed: reduce_op avg instead of sum" in lines[4]

@@ -22,19 +22,7 @@ from harness.diagnosing.rules.sums import from_counts, from_shares
 from harness.engines.engine import Unwaited
 from harness.outcome.blocks import localize
 from harness.shard import Shard
-from tests.harness.toy_evidence import (
-    TERMS,
-    a_term,
-    case,
-    drawn,
-    events,
-    evidence,
-    ids_of,
-    outcome_of,
-    planted,
-    tried,
-    truth,
-)
+from tests.harness.toy_evidence import TERMS, case, drawn, events, evidence, ids_of, outcome_of, planted, tried, truth
 
 LINEAR, TABLE = "act/layers.0.mlp.w2", "act/embedding"
 OUTER, INNER = "act/layers.0.mlp", "act/layers.0.mlp.w1"
@@ -103,10 +91,12 @@ def test_numbers_of_a_shorter_dtype_are_told() -> None:
     right = drawn(8, 4)
     for short in (torch.float32, torch.bfloat16, torch.float16):
         (cause,) = rounded(right.to(short).double(), right)
-        assert cause.id == "shorter_dtype" and str(short).removeprefix("torch.") in cause.words
+        words = f"explained by rounding to {str(short).removeprefix('torch.')}: all its numbers are ones of it; "
+        assert cause.id == "shorter_dtype" and cause.words.startswith(words)
     assert rounded(right.bfloat16(), right) == []  # the run's own dtype
     assert rounded(right.float().double(), right.float().double()) == []  # as the truth itself
-    assert rounded(right.bfloat16().double() * 2, right) == []
+    for factor in (0.5, 0.875, 2.0):
+        assert rounded(factor * right.bfloat16().double(), right) == []
     assert rounded(right[0].bfloat16().double()[:4], right[0][:4]) == []  # too few to be none by chance
 
 
@@ -165,15 +155,14 @@ def test_numbers_of_tokens_are_told_where_one_rule_alone_fits() -> None:
     assert of(12, tokens=torch.tensor([[4.0, 8.0], [80.0, 108.0]])) == []  # all tokens, or those of one data rank
     # Nine tokens of one data rank, of which the last micro-batch has five: no factor, and no chance either.
     shares = {"tokens": torch.tensor([[4.0, 5.0]], dtype=torch.float64)}
-    few = planted(
-        {"tokens/0": torch.tensor(5)}, truth={**truth(), "tokens/0": torch.tensor(9)}, case=ONE, shares=shares
-    )
+    nine = {**truth(), "tokens/0": torch.tensor(9)}
+    few = planted({"tokens/0": torch.tensor(5)}, truth=nine, case=ONE, shares=shares)
     assert [told.id for told in from_counts(few, "tokens/0")] == ["micro_missing"]
 
 
 def test_calls_too_many_that_nobody_waits_for_are_told_as_calls_too_many() -> None:
     """The handle of a call that is not needed at all is no one's to wait for."""
-    extra = a_term(phase="backward", region="head", op="all_gather", reduce_op="")
+    extra = replace(TERMS[-1], op="all_gather", reduce_op="")
     work = Unwaited(rank=0, op="all_gather", group="tp (0 1)", number=0, caller="model.py:7")
     assert ids_of(seen_with({}, events=events((*TERMS, extra)), unwaited=(work,))) == ["extra_call"]
     assert ids_of(seen_with({}, unwaited=(work,))) == ["not_waited"]

@@ -5,19 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from harness.cases import parse_cases
 from harness.errors import RequestError
 from harness.plain_case import Vocabulary
 from harness.running.ranks.capacity import admit
-from harness.running.request import Request
-from harness.running.run import run
-from harness.subject import named
 from reference.case import Case
 from reference.model.parameters import shapes
 from reference.training.size import culprit, parts
 from shardproof import prove
 from tests.harness import own_words
 from tests.harness.command_line import CommandLine
+from tests.harness.proofs import ran
 
 GIB = 2**30
 
@@ -29,7 +26,7 @@ def test_a_vast_case_is_refused_naming_its_word_and_a_legal_value(words: str, tm
     key, _, value = words.rsplit(maxsplit=1)[-1].partition("=")
     legal = f"; legal: {key}={getattr(Case(), key)}, --engine dry, or shardproof predict"
     with pytest.raises(RequestError) as refused:
-        run(Request(cases=parse_cases((words,)), subject=named("parallel.subject:subject"), out=tmp_path))
+        ran(tmp_path, "parallel.subject:subject", words)
     assert f": {key}={value}: dense model and data in float64 come to " in str(refused.value)
     assert str(refused.value).endswith(legal)
     assert not list(tmp_path.iterdir())

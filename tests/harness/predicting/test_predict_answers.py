@@ -10,7 +10,7 @@ import pytest
 from bugs.planting import planted_module, replaced
 from harness.engines.shapes.dry import DryEngine
 from harness.errors import RequestError
-from harness.predicting.clusters import PRESETS, Cluster, Device, Link
+from harness.predicting.clusters import Cluster, Device, Link
 from harness.predicting.figures import Forecast
 from harness.predicting.forecast import forecast
 from parallel.subject import subject
@@ -18,9 +18,7 @@ from reports.commands.cli import main
 from reports.predicting import suggesting
 from reports.predicting.planning import Candidate
 from reports.predicting.prediction import predict
-
-CLUSTER = PRESETS["8xH100-NVLink-IB400"]
-TINY = "family=llama hidden=32 heads=4 kv_heads=2 ffn=32 vocab=64 seq=8 dtype=bfloat16"
+from tests.harness.predicting.test_predict import CLUSTER, TINY
 
 
 def test_why_a_runner_up_lost_adds_up_to_what_it_is_slower(dry: DryEngine) -> None:
@@ -105,8 +103,11 @@ PLANTED = {
 """Mistake -> text of the source and what it becomes."""
 
 
+Measure = Callable[[Candidate], Forecast]
+
+
 @pytest.fixture(scope="module")
-def measure() -> Iterator[Callable[[Candidate], Forecast]]:
+def measure() -> Iterator[Measure]:
     """A forecast of each case, made once."""
     known: dict[str, Forecast] = {}
     with DryEngine() as engine:
@@ -121,7 +122,7 @@ def measure() -> Iterator[Callable[[Candidate], Forecast]]:
         yield made
 
 
-def far(module: ModuleType, measure: Callable[[Candidate], Forecast]) -> list[str]:
+def far(module: ModuleType, measure: Measure) -> list[str]:
     """The layouts whose memory this module estimates 6 % off the forecast or more, or whose speed 3 %."""
     found = {one.candidate.words: one for one in module.estimates(DEEP, subject, cluster(1.0), 8, measure)}
     wrong = []
@@ -135,9 +136,7 @@ def far(module: ModuleType, measure: Callable[[Candidate], Forecast]) -> list[st
     return wrong
 
 
-def test_every_layout_is_legal_on_the_same_tokens_and_near_its_forecast(
-    measure: Callable[[Candidate], Forecast],
-) -> None:
+def test_every_layout_is_legal_on_the_same_tokens_and_near_its_forecast(measure: Measure) -> None:
     found = suggesting.estimates(DEEP, subject, cluster(1.0), 8, measure)
     layouts = [one.candidate.words for one in found]
     assert len(set(layouts)) == len(layouts) == 30  # recompute: 3 of pp=1 and pp=2 with zero=0..3, pp=4 even and uneven
@@ -148,9 +147,7 @@ def test_every_layout_is_legal_on_the_same_tokens_and_near_its_forecast(
     assert far(suggesting, measure) == []
 
 
-def test_other_modes_are_tried_where_the_best_layout_without_stages_lies(
-    measure: Callable[[Candidate], Forecast],
-) -> None:
+def test_other_modes_are_tried_where_the_best_layout_without_stages_lies(measure: Measure) -> None:
     (known,) = (
         one.candidate
         for one in suggesting.estimates(f"{DEEP} zero=0 recompute=none", subject, cluster(1.0), 2, measure)
@@ -164,9 +161,7 @@ def test_other_modes_are_tried_where_the_best_layout_without_stages_lies(
 
 
 @pytest.mark.parametrize("mistake", PLANTED)
-def test_a_mistake_in_an_estimate_is_far_from_a_forecast(
-    mistake: str, measure: Callable[[Candidate], Forecast]
-) -> None:
+def test_a_mistake_in_an_estimate_is_far_from_a_forecast(mistake: str, measure: Measure) -> None:
     name = suggesting.__name__
     assert far(planted_module(replaced(name, *PLANTED[mistake]), name), measure)
 

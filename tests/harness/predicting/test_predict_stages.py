@@ -7,7 +7,7 @@ skew=1/4 the first 32 of 128 tokens all go to experts 0 and 1, which rank 0 of a
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from harness.engines.shapes.dry import DryEngine
 from harness.errors import NotComputed, RequestError
 from harness.ledger import Event
-from harness.predicting.clusters import PRESETS, Cluster, Device, Link
+from harness.predicting.clusters import Cluster, Device, Link
 from harness.predicting.dry_run import dry_run
 from harness.predicting.figures import EQUAL, Traffic, prices
 from harness.predicting.forecast import forecast
@@ -33,8 +33,9 @@ from reports.commands.cli import main
 from reports.predicting.planning import LOADS, candidates, growth
 from suites.session.prover import Prover
 from tests.deep import deep
+from tests.harness.predicting.test_predict import CLUSTER
+from tests.harness.toy_subjects import Changed
 
-CLUSTER = PRESETS["8xH100-NVLink-IB400"]
 SIZES = "heads=6 kv_heads=3 hidden=24 ffn=42 vocab=389 seq=18 batch=2 steps=1"
 CASES = (
     "mode=tp tp=1 dp=2 pp=4 layers=5 first_layers=2 micro=6 bucket=300 overlap=true",
@@ -116,27 +117,16 @@ class _Longer(CasePipeline):
         return CasePipeline(case=self.case.but(micro=self.case.micro + 1)).programs
 
 
-@dataclass(frozen=True)
-class _Changed:
-    """Our subject, with a closed form or a pipeline that is not its own."""
-
-    only: str
-
-    def __call__(self, case: Case, device: torch.device) -> Any:
-        return subject(case, device)
-
-    def expected(self, case: Case) -> Iterator[CompleteTerm]:
-        for term in subject.expected(case):
-            wrong = self.only == "bytes" and term.phase == "pipeline" and term.op == "send" and term.at["pp"] == 1
-            yield replace(term, payload_bytes=term.payload_bytes // 2) if wrong else term
-
-    def pipeline(self, case: Case) -> CasePipeline:
-        return (_Longer if self.only == "program" else CasePipeline)(case=case)
+def _halved(case: Case) -> Iterator[CompleteTerm]:
+    """The closed form, of which the second stage's messages are too small."""
+    for term in subject.expected(case):
+        wrong = term.phase == "pipeline" and term.op == "send" and term.at["pp"] == 1
+        yield replace(term, payload_bytes=term.payload_bytes // 2) if wrong else term
 
 
 def test_a_wrong_stages_bytes_are_found_at_that_stage(dry: DryEngine) -> None:
     case = Case.parse(f"{SIZES} {CASES[1]}")
-    one = forecast(case, _Changed("bytes"), CLUSTER, dry)
+    one = forecast(case, Changed(subject, expected=_halved), CLUSTER, dry)
     found = [stage.index for stage in one.stages if stage.ledger != EQUAL]
     assert found == [1] and one.ledger.startswith("differs: ") and "over pp" in one.ledger
 
@@ -144,7 +134,7 @@ def test_a_wrong_stages_bytes_are_found_at_that_stage(dry: DryEngine) -> None:
 def test_a_rank_that_does_not_follow_its_program_is_named(dry: DryEngine) -> None:
     case = Case.parse(f"{SIZES} mode=tp tp=1 pp=2 micro=3")
     with pytest.raises(NotComputed, match="issued 6 messages between stages .* program has 8 and 8"):
-        forecast(case, _Changed("program"), CLUSTER, dry)
+        forecast(case, Changed(subject, pipeline=lambda case: _Longer(case=case)), CLUSTER, dry)
 
 
 def test_a_subject_that_says_nothing_of_its_stages_is_refused(dry: DryEngine) -> None:

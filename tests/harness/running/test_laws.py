@@ -10,11 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import shardproof
 from bugs.planting import planted
 from harness.cases import read_case
 from harness.checking.checks import LAWS
-from harness.engines.threads.inproc import InprocEngine
 from harness.running.trials.law_runs import groupings
 from harness.subject import case_of, named
 from parallel.subject import subject as decoder
@@ -163,8 +161,8 @@ class Drawn(Network):
         return trained(case, *self.weights(case))
 
 
-def told(engine: InprocEngine, subject: Network, case: str, truth: str = "") -> dict[str, Any]:
-    result = shardproof.prove(case, subject, engine, truth=truth)
+def told(subject: Network, case: str, truth: str = "") -> dict[str, Any]:
+    result = proved(subject, case, truth=truth)
     first = result.diagnosis
     assert first is None or first.check != "truth" or [cause.id for cause in first.causes] == ["other_model"]
     return {verdict.check: verdict for verdict in result.verdicts if verdict.verdict != "pass"}
@@ -173,21 +171,19 @@ def told(engine: InprocEngine, subject: Network, case: str, truth: str = "") -> 
 @pytest.mark.parametrize(
     ("share", "dtype", "truth"), [(1e-2, "bfloat16", ""), (1e-4, "bfloat16", "alone"), (1e-4, "float32", "")]
 )
-def test_another_function_in_float32_fails_with_that_as_its_cause(
-    engine: InprocEngine, share: float, dtype: str, truth: str
-) -> None:
-    failed = told(engine, Drawn(share), f"tp=2 act=tanh dtype={dtype} micro=1 steps=1", truth)
+def test_another_function_in_float32_fails_with_that_as_its_cause(share: float, dtype: str, truth: str) -> None:
+    failed = told(Drawn(share), f"tp=2 act=tanh dtype={dtype} micro=1 steps=1", truth)
     assert "truth" in failed and failed["truth"].verdict == "fail"
     what, _, error, _, causes, _ = failed["truth"].message.splitlines()
     assert "the dense model computes another function in float32 than in float64" in what
     assert "rounding to float32 explains" in error and "drawn in the case's dtype" in causes
     assert 0.2 * share < failed["truth"].worst.error < 5 * share
-    assert told(engine, Drawn(share), "tp=2", truth) == {}, "one model in float64 alone"
+    assert told(Drawn(share), "tp=2", truth) == {}, "one model in float64 alone"
 
 
 @pytest.mark.parametrize("case", ["tp=2 dp=3", "tp=2 width=96 dtype=float32", "tp=2 act=tanh dtype=float16"])
-def test_a_dense_model_that_rounds_what_it_drew_is_one_function(engine: InprocEngine, case: str) -> None:
-    result = shardproof.prove(case, Network(), engine)
+def test_a_dense_model_that_rounds_what_it_drew_is_one_function(case: str) -> None:
+    result = proved(Network(), case)
     verdicts = {verdict.check: verdict.verdict for verdict in result.verdicts}
     assert verdicts.get("truth") == (None if "dtype" not in case else "pass")
 
@@ -217,10 +213,8 @@ class Choosing(Cancelling):
 
 
 @pytest.mark.parametrize("subject", [Cancelling(), Choosing()])
-def test_amplified_rounding_and_a_choice_that_falls_otherwise_are_no_other_function(
-    engine: InprocEngine, subject: Network
-) -> None:
-    assert "truth" not in told(engine, subject, "tp=2 act=tanh dtype=float32 micro=1 steps=1")
+def test_amplified_rounding_and_a_choice_that_falls_otherwise_are_no_other_function(subject: Network) -> None:
+    assert "truth" not in told(subject, "tp=2 act=tanh dtype=float32 micro=1 steps=1")
 
 
 def test_no_grouping_is_the_same_where_the_mathematics_depends_on_who_holds_what() -> None:

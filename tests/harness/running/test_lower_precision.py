@@ -4,7 +4,6 @@ The precision is found, or stated: DDP's hook, FSDP2's mixed precision. Right on
 """
 
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,7 +21,8 @@ from harness.subject import named
 from suites.subjects import ddp, hsdp
 from tests.harness import own_words
 from tests.harness.own_words import Network
-from tests.harness.proofs import contradicted, proved, told, unchecked, verdict_of
+from tests.harness.proofs import contradicted, planted_on_ranks, proved, told, unchecked, verdict_of
+from tests.harness.toy_subjects import Changed
 
 HERE, SHORT = "tests/harness/running/test_lower_precision.py", "micro=1 steps=1"
 
@@ -59,8 +59,8 @@ def acts(monkeypatch: pytest.MonkeyPatch) -> None:
         ("fp32 dtype=float64", "tp=2 dp=3"),
     ],
 )
-def test_experts_in_a_lower_dtype_are_named_and_have_its_limits(act: str, sizes: str, engine: InprocEngine) -> None:
-    result = proved(Experts(), f"{sizes} act={act} {SHORT}", engine)
+def test_experts_in_a_lower_dtype_are_named_and_have_its_limits(act: str, sizes: str) -> None:
+    result = proved(Experts(), f"{sizes} act={act} {SHORT}")
     assert result.verdict == "pass", told(result)
     dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[act[:4]]
     said = f"errors below those of {dtype} (the {act.split('=')[1]} case uses {dtype}, which enters at "
@@ -68,18 +68,16 @@ def test_experts_in_a_lower_dtype_are_named_and_have_its_limits(act: str, sizes:
 
 
 @pytest.mark.usefixtures("acts")
-def test_bfloat16_inside_is_no_excuse_for_a_factor_or_a_missing_sum(
-    engine: InprocEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bfloat16_inside_is_no_excuse_for_a_factor_or_a_missing_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     for act in ("tenth dtype=float32", "little"):  # 0.01 % is no rounding of float32
-        assert proved(Experts(), f"tp=2 dp=3 act={act} {SHORT}", engine, explain=False).verdict == "fail"
+        assert proved(Experts(), f"tp=2 dp=3 act={act} {SHORT}", explain=False).verdict == "fail"
     whole = dist.all_reduce
 
     def summed(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         return None if tensor.dim() == 2 and tensor.shape[-1] == 12 else whole(tensor, *args, **kwargs)
 
     monkeypatch.setattr(dist, "all_reduce", summed)  # of the gradients of w1
-    result = proved(Experts(), f"dp=3 act=bf16 dtype=float32 {SHORT}", engine)
+    result = proved(Experts(), f"dp=3 act=bf16 dtype=float32 {SHORT}")
     assert {"replicas", "parameter_gradients"} & contradicted(result)
     assert not any("rounding to bfloat16" in one.message for one in result.verdicts if one.verdict == "fail")
 
@@ -95,24 +93,19 @@ def sums_travel_in(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_words.Reduced, "forward", staticmethod(forward))
 
 
-def test_sums_of_activations_that_travel_in_bfloat16(engine: InprocEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_of_activations_that_travel_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wrong unless stated, and named with the line."""
     sums_travel_in(torch.bfloat16, monkeypatch)
-    result = proved(Network(), f"tp=2 dtype=float32 {SHORT}", engine)
+    result = proved(Network(), f"tp=2 dtype=float32 {SHORT}")
     messages = [verdict.message for verdict in result.verdicts if verdict.verdict == "fail"]
     said = f"causes: explained by rounding to bfloat16, which enters at {HERE}"
     assert messages and all(said in one for one in messages), messages
-    stated = Network()
-    stated.wire_dtype = "bfloat16"  # type: ignore[attr-defined]
-    result = proved(stated, f"tp=2 dtype=float32 {SHORT}", engine)
+    result = proved(Network(wire_dtype="bfloat16"), f"tp=2 dtype=float32 {SHORT}")
     assert result.verdict == "pass", told(result)
-    stated.factor = 1.2
-    assert proved(stated, f"tp=2 dtype=float32 {SHORT}", engine, explain=False).verdict == "fail"
+    assert proved(Network(1.2, wire_dtype="bfloat16"), f"tp=2 dtype=float32 {SHORT}", explain=False).verdict == "fail"
 
 
-def test_gradients_that_are_rounded_behind_backward_are_no_part_of_the_model(
-    engine: InprocEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_that_are_rounded_behind_backward_are_no_part_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the subject does so on one rank too."""
     right = own_words._stepped
 
@@ -122,63 +115,33 @@ def test_gradients_that_are_rounded_behind_backward_are_no_part_of_the_model(
             parameter.grad.copy_(parameter.grad.bfloat16())
         return right(parameters, step)
 
-    class Rounding(Network):
-        """Its truth is right."""
-
-        def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
-            monkeypatch.setattr(own_words, "_stepped", rounded)
-            return super().__call__(case, device)
-
-        @staticmethod
-        def truth(case: Any, device: torch.device) -> Mapping[str, Tensor]:
-            monkeypatch.setattr(own_words, "_stepped", right)
-            return own_words.truth(case, device)
-
+    rounding = planted_on_ranks(monkeypatch, Network(), own_words, "_stepped", rounded)
     for dtype in ("float64", "float32"):
-        result = proved(Rounding(), f"tp=2 dtype={dtype} {SHORT}", engine)
+        result = proved(rounding, f"tp=2 dtype={dtype} {SHORT}")
         message = verdict_of(result, "parameter_gradients").message
         assert "causes: explained by rounding to bfloat16: all its numbers are ones of it" in message
 
 
-def test_what_is_right_without_it_keeps_the_limits_of_the_case(engine: InprocEngine) -> None:
-    class Exact(Network):
-        compute_dtype, wire_dtype = "bfloat16", "float16"
-
-    result = proved(Exact(), "tp=2 dp=3 dtype=float32", engine)
+def test_what_is_right_without_it_keeps_the_limits_of_the_case() -> None:
+    exact = Network(compute_dtype="bfloat16", wire_dtype="float16")
+    result = proved(exact, "tp=2 dp=3 dtype=float32")
     assert result.verdict == "pass" and not any("errors below" in name for name in unchecked(result))
 
 
 @pytest.mark.parametrize("name", ["compute_dtype", "wire_dtype"])
-def test_what_is_no_dtype_is_refused_before_anything_is_run(name: str, engine: InprocEngine) -> None:
-    class Wrong(Network):
-        def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
-            raise AssertionError("was run")
-
+def test_what_is_no_dtype_is_refused_before_anything_is_run(name: str) -> None:
     for said in ("bf16", lambda case: 16):
-        subject = Wrong()
-        setattr(subject, name, said)
+        subject = Changed(Network(), lambda case, outcome: pytest.fail("was run"), **{name: said})
         with pytest.raises(RequestError, match=f"{name}=(bf)?16 must be a dtype's word.*; legal: {name} = 'bfloat16'"):
-            proved(subject, "tp=2", engine)
-
-
-class Narrow(Network):
-    """Sums over tp in float32; refuses one rank where `shy`."""
-
-    def __init__(self, *, shy: bool) -> None:
-        super().__init__()
-        self.shy = shy
-
-    def refuses(self, case: Any) -> str:
-        return "needs ranks" if self.shy and case.world_size == 1 else ""
+            proved(subject, "tp=2")
 
 
 @pytest.mark.parametrize(("shy", "verdict"), [(False, "fail"), (True, "unknown")])
-def test_on_several_ranks_alone_it_is_wrong(
-    shy: bool, verdict: str, monkeypatch: pytest.MonkeyPatch, engine: InprocEngine
-) -> None:
+def test_on_several_ranks_alone_it_is_wrong(shy: bool, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that the model has; where no run on one rank shows it, it stays unknown."""
     sums_travel_in(torch.float32, monkeypatch)
-    result = proved(Narrow(shy=shy), f"tp=2 dp=3 {SHORT}", engine)
+    summing = Network(refuses=lambda case: "needs ranks" if shy and case.world_size == 1 else "")
+    result = proved(summing, f"tp=2 dp=3 {SHORT}")
     assert result.verdict == verdict
     messages = [one.message for one in result.verdicts if one.verdict == verdict and one.check != "regrouping"]
     assert messages and all(f"float32, which enters at {HERE}" in one for one in messages)
@@ -190,20 +153,8 @@ def test_our_own_subject_has_none(engine: InprocEngine) -> None:
     assert run.outcomes == ({},) * 4
 
 
-class Cast(Network):
-    """Right on one rank; on several its loss is too large by 1e-8 where `wrong`."""
-
-    wrong = False
-
-    def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
-        self.factor = 1 + 1e-8 if self.wrong and case.tp > 1 else 1.0
-        return super().__call__(case, device)
-
-
 @pytest.mark.parametrize("truth", ["", "alone"])
-def test_constants_that_both_sides_cast_are_no_excuse(
-    truth: str, monkeypatch: pytest.MonkeyPatch, engine: InprocEngine
-) -> None:
+def test_constants_that_both_sides_cast_are_no_excuse(truth: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = own_words.weights
 
     def cast(case: Any) -> tuple[Tensor, ...]:
@@ -211,26 +162,14 @@ def test_constants_that_both_sides_cast_are_no_excuse(
 
     monkeypatch.setattr(own_words, "weights", cast)
     monkeypatch.setattr(torch, "relu", lambda x: x.clamp_min(0) * torch.tensor(0.3))  # a table in float32
-    subject = Cast()
-    assert proved(subject, f"tp=2 dp=3 {SHORT}", engine, truth=truth).verdict == "pass"
-    subject.wrong = True
-    wrong = proved(subject, f"tp=2 dp=3 {SHORT}", engine, truth=truth, explain=False)
+    assert proved(Network(), f"tp=2 dp=3 {SHORT}", truth=truth).verdict == "pass"
+    too_large = Network(lambda case: 1 + 1e-8 if case.tp > 1 else 1.0)
+    wrong = proved(too_large, f"tp=2 dp=3 {SHORT}", truth=truth, explain=False)
     assert {"forward", "parameter_gradients"} <= contradicted(wrong)
 
 
 HOOKED = "dp=3 layers=1 micro=1 hook=fp16_compress dtype=float32"
 MIXED = "dp=2 replicas=1 low=true layers=1 micro=1"
-
-
-class Stating:
-    """A subject of the suites, which states something else of itself."""
-
-    def __init__(self, module: ModuleType, **stated: Any) -> None:
-        vars(self).update({**vars(module.subject), **stated, "call": module.subject})
-
-    def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
-        outcome: Mapping[str, Any] = self.call(case, device)  # type: ignore[attr-defined]
-        return outcome
 
 
 def scaled_on(ranks: range, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,21 +182,21 @@ def scaled_on(ranks: range, share: float, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(functional, "cross_entropy", wrong)
 
 
-def test_a_wire_has_the_limits_of_its_dtype_where_it_is_stated(engine: InprocEngine) -> None:
-    stated, unstated = (Stating(ddp, wire_dtype=dtype) for dtype in (lambda case: torch.float16, None))
-    result = proved(stated, "dp=3 layers=1 hook=fp16_compress", engine)
+def test_a_wire_has_the_limits_of_its_dtype_where_it_is_stated() -> None:
+    stated, unstated = (Changed(ddp.subject, wire_dtype=dtype) for dtype in (lambda case: torch.float16, None))
+    result = proved(stated, "dp=3 layers=1 hook=fp16_compress")
     assert result.verdict == "pass", told(result)
     by_check = {verdict.check: verdict.unchecked for verdict in result.verdicts}
     said = "errors below those of float16 (the subject states wire_dtype=float16)"
     assert said in by_check["parameter_gradients"]
-    assert "parameter_gradients" in contradicted(proved(unstated, HOOKED, engine, explain=False))
+    assert "parameter_gradients" in contradicted(proved(unstated, HOOKED, explain=False))
 
 
 @pytest.mark.parametrize("share", [0.0, 1.25])
-def test_a_stated_wire_hides_no_term(share: float, monkeypatch: pytest.MonkeyPatch, engine: InprocEngine) -> None:
+def test_a_stated_wire_hides_no_term(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank whose term is left out, or weighs more. Errors are counted in the epsilons of float16."""
     scaled_on(range(1), share, monkeypatch)
-    result = proved(ddp.subject, HOOKED, engine)
+    result = proved(ddp.subject, HOOKED)
     assert {"forward", "parameter_gradients"} <= contradicted(result)
     assert not any("rounding to" in verdict.message for verdict in result.verdicts)
     message = verdict_of(result, "parameter_gradients").message
@@ -266,34 +205,27 @@ def test_a_stated_wire_hides_no_term(share: float, monkeypatch: pytest.MonkeyPat
     assert 30 < found < 10_000 and 3 < allowed < 40, error
 
 
-def test_what_the_stated_wire_does_not_reach_keeps_its_own_limits(engine: InprocEngine) -> None:
+def test_what_the_stated_wire_does_not_reach_keeps_its_own_limits() -> None:
     """The loss of the first step does not travel in float16: a thousandth is wrong, little as that is for it."""
 
-    def off(case: Any, device: torch.device) -> Mapping[str, Any]:
-        outcome = ddp.subject(case, device)
-        return {**outcome, "loss/0": outcome["loss/0"] * 1.001}
-
-    vars(off).update(vars(ddp.subject))
-    assert contradicted(proved(off, HOOKED, engine, explain=False)) == {"forward"}
+    off = Changed(ddp.subject, lambda case, outcome: {"loss/0": outcome["loss/0"] * 1.001})
+    assert contradicted(proved(off, HOOKED, explain=False)) == {"forward"}
 
 
 @pytest.mark.parametrize("more", ["dtype=float32 steps=4", "dtype=float64"])
-def test_stated_mixed_precision_has_the_limits_of_its_dtype(more: str, engine: InprocEngine) -> None:
-    result = proved(hsdp.subject, f"{MIXED} {more}", engine)
+def test_stated_mixed_precision_has_the_limits_of_its_dtype(more: str) -> None:
+    result = proved(hsdp.subject, f"{MIXED} {more}")
     assert result.verdict == "pass", told(result)
     assert any("(the subject states compute_dtype=bfloat16)" in name for name in unchecked(result))
 
 
-def test_stated_mixed_precision_hides_no_factor_and_no_missing_step(
-    engine: InprocEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stated_mixed_precision_hides_no_factor_and_no_missing_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters are kept in float32: their limits are what bfloat16 gradients make of them, not bfloat16's own."""
 
-    def late(case: Any, device: torch.device) -> Mapping[str, Any]:
-        outcome, before = hsdp.subject(case, device), hsdp.subject(case.but(steps=case.steps - 1), device)
-        return {**outcome, **{name: before[name] for name in outcome if name.startswith("param/")}}
+    def late(case: Any, outcome: Any) -> Mapping[str, Any]:
+        before = hsdp.subject(case.but(steps=case.steps - 1), torch.device("cpu"))
+        return {name: value for name, value in before.items() if name.startswith("param/")}
 
-    vars(late).update(vars(hsdp.subject))
-    assert "update" in contradicted(proved(late, f"{MIXED} dtype=float32", engine, explain=False))
+    assert "update" in contradicted(proved(Changed(hsdp.subject, late), f"{MIXED} dtype=float32", explain=False))
     scaled_on(range(2), 1.15, monkeypatch)
-    assert proved(hsdp.subject, f"{MIXED} dtype=float32", engine, explain=False).verdict == "fail"
+    assert proved(hsdp.subject, f"{MIXED} dtype=float32", explain=False).verdict == "fail"

@@ -25,7 +25,8 @@ from harness.running.truth.control_modes import partial_sums
 from harness.subject import Unanswered, case_of, named
 from tests.harness import own_words
 from tests.harness.own_words import CASES, Network, doubled, subject
-from tests.harness.proofs import failed
+from tests.harness.proofs import failed, proved, verdict_of
+from tests.harness.toy_subjects import Changed
 
 OWN, SHORT = "tests.harness.own_words:subject", "tp=2 dp=3 micro=1 steps=1"
 
@@ -38,53 +39,46 @@ def test_a_right_subject_agrees_with_its_own_truth_and_with_itself(engine: Inpro
 
 
 @pytest.mark.parametrize("case", CASES[1:])
-def test_a_factor_in_the_loss_is_seen_beside_an_own_truth(engine: InprocEngine, case: str) -> None:
-    result = shardproof.prove(case, doubled, engine)
+def test_a_factor_in_the_loss_is_seen_beside_an_own_truth(case: str) -> None:
+    result = proved(doubled, case)
     assert {"forward", "parameter_gradients", "update"} <= failed(result)
     assert all(len(verdict.message.splitlines()) == 6 for verdict in result.verdicts if verdict.verdict == "fail")
 
 
-def test_alone_sees_what_only_several_ranks_do(engine: InprocEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alone_sees_what_only_several_ranks_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_words.Copied, "backward", staticmethod(lambda ctx, gradient: (gradient, None)))
-    assert failed(shardproof.prove(SHORT, subject, engine, truth="alone")) == set(), "x needs no gradient"
+    assert failed(proved(subject, SHORT, truth="alone")) == set(), "x needs no gradient"
     monkeypatch.setattr(own_words.Reduced, "forward", staticmethod(lambda ctx, x, group: x.clone()))
-    assert "forward" in failed(shardproof.prove(SHORT, subject, engine, truth="alone"))
+    assert "forward" in failed(proved(subject, SHORT, truth="alone"))
 
 
 def raising(case: Any, device: torch.device) -> Mapping[str, Tensor]:
     raise ZeroDivisionError("1/0")
 
 
-def test_a_truth_that_fails_or_lacks_is_the_users(engine: InprocEngine) -> None:
-    subject = Network()
+def test_a_truth_that_fails_or_lacks_is_the_users() -> None:
     for truth, kind, rule in (
         (raising, Unanswered, r"truth failed: ZeroDivisionError: 1/0, at .*test_own_truth.py:\d+ in"),
         (lambda *_: {"loss/0": torch.tensor(float("nan"))}, RequestError, "the truth of .* is not finite in loss/0; l"),
         (None, RequestError, "so the decoder of shardproof is not its truth; legal"),
     ):
-        subject.truth = truth  # type: ignore[assignment]
         with pytest.raises(kind, match=rule):
-            shardproof.prove("tp=2", subject, engine)
+            proved(Network(truth=truth), "tp=2")
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_a_value_beside_a_truth_of_zero_is_told_as_it_is(engine: InprocEngine, dtype: str) -> None:
+def test_a_value_beside_a_truth_of_zero_is_told_as_it_is() -> None:
     """A control run that is not 0 either, by more than rounding, is no overflow."""
 
-    class Off(Network):
-        def truth(self, case: Any, device: torch.device) -> Mapping[str, Tensor]:
-            dropped = 0.0 if case.dtype == "float64" else 2.0**-40
-            return {"dropped/0": torch.full((3,), dropped), **own_words.truth(case, device)}
+    def truth(case: Any, device: torch.device) -> Mapping[str, Tensor]:
+        dropped = 0.0 if case.dtype == "float64" else 2.0**-40
+        return {"dropped/0": torch.full((3,), dropped), **own_words.truth(case, device)}
 
-        def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
-            return {"dropped/0": torch.full((3,), 0.125), **super().__call__(case, device)}
-
-    result = shardproof.prove(f"tp=2 micro=1 steps=1 dtype={dtype}", Off(), engine)
+    off = Changed(Network(truth=truth), lambda case, outcome: {"dropped/0": torch.full((3,), 0.125)})
+    result = proved(off, "tp=2 micro=1 steps=1 dtype=float32")
     assert failed(result) == {"forward"}, "zeros say nothing of another function"
-    (message,) = [verdict.message for verdict in result.verdicts if verdict.check == "forward"]
+    message = verdict_of(result, "forward").message
     assert "dropped/0 differs from the dense model" in message and "finite" not in message
-    allowed = "0" if dtype == "float64" else f"{6 * 2.0**-40:.3g}"
-    assert f"the truth is 0 throughout: allowed {allowed}, found 0.125" in message
+    assert f"the truth is 0 throughout: allowed {6 * 2.0**-40:.3g}, found 0.125" in message
 
 
 def test_the_session_surrounds_the_ranks_and_the_truth(engine: InprocEngine) -> None:
@@ -109,10 +103,10 @@ def test_the_session_surrounds_the_ranks_and_the_truth(engine: InprocEngine) -> 
             seen.update(f"{word} truth" for word in open_now)
             return own_words.truth(case, device)
 
-    assert failed(shardproof.prove("tp=2", Inside(), engine)) == set()
+    assert failed(proved(Inside(), "tp=2")) == set()
     assert (seen, open_now) == ({"patched ranks", "patched truth"}, [])
     with DryEngine() as dry:
-        assert failed(shardproof.prove("tp=2", Inside(), dry)) == set()
+        assert failed(proved(Inside(), "tp=2", dry)) == set()
     given = named(Inside())
     execute(case_of("tp=2", given), Probed(given, NarrowProbe), engine, text="tp=2", record=False)
     tried = survey(Vocabulary.of(own_words.WORDS).parse("tp=2 micro=1 steps=1"), Inside(), engine)

@@ -21,17 +21,14 @@ from harness.errors import TimeLimit
 from harness.running.proof import prove
 from harness.running.ranks.execution import RankTask, perform
 from harness.running.ranks.output import rank_output, shown_once
-from harness.running.request import Request
-from harness.running.run import run
 from harness.running.trials.trial import in_time
-from harness.subject import NamedSubject, cases_of, named
 from harness.torch_internals.modes import deterministic_on
 from reference.case import Case
-from reference.training import subject as dense
 from suites.subjects import mlp
 from tests.forked import started
 from tests.harness.command_line import ONE
-from tests.harness.toy_subjects import LoopEngine
+from tests.harness.proofs import ran
+from tests.harness.toy_subjects import Changed, LoopEngine, Stating
 
 
 def endless() -> None:
@@ -65,20 +62,8 @@ def test_a_program_with_an_alarm_of_its_own_keeps_it() -> None:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
-class Endless:
-    """A right subject whose truth never ends."""
-
-    def __call__(self, case: Case, device: torch.device) -> dict[str, Tensor]:
-        return dense.subject(case, device)
-
-    @staticmethod
-    def truth(case: Case, device: torch.device) -> dict[str, Tensor]:
-        endless()
-        return {}
-
-
 def test_a_truth_that_never_ends_is_unknown_in_the_time_of_a_run() -> None:
-    subject = NamedSubject(name="my:subject", call=Endless())
+    subject = Stating(truth=lambda case, device: endless())
     result = prove(Case.parse(ONE), subject, LoopEngine(), timeout_s=0.2)
     assert result.verdict == "unknown" and result.machine.startswith("time limit of 0.2 s: the dense model is at work")
 
@@ -86,7 +71,7 @@ def test_a_truth_that_never_ends_is_unknown_in_the_time_of_a_run() -> None:
 LOG = logging.getLogger(__name__)
 
 
-def subject(case: object, device: torch.device) -> object:
+def printed(case: object, outcome: object) -> dict[str, Tensor]:
     """Prints in all ways; one line is each rank's own."""
     print("hello")
     print("hello")
@@ -94,21 +79,19 @@ def subject(case: object, device: torch.device) -> object:
     print("stray", file=sys.stderr)
     LOG.warning("logged")
     print("no end", end="")
-    return mlp.subject(case, device)
+    return {}
 
 
-subject.truth, subject.words = mlp.truth, mlp.subject.words  # type: ignore[attr-defined]
-subject.refuses, subject.cases = mlp.subject.refuses, ("tp=2",)  # type: ignore[attr-defined]
+subject = Changed(mlp.subject, printed, cases=("tp=2",))
 
 
 def test_what_every_rank_prints_in_every_run_is_shown_once_with_how_often(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = named(f"{__name__}:subject")
     handler = logging.StreamHandler(sys.stderr)  # made before the run, as libraries do
     LOG.addHandler(handler)
     try:
-        result = run(Request(cases=cases_of(("tp=2",), given), subject=given, out=tmp_path))
+        result = ran(tmp_path, f"{__name__}:subject", "tp=2")
     finally:
         LOG.removeHandler(handler)
     out, err = capsys.readouterr()

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from harness.running.engines import ENGINES
 from harness.running.request import loading_what_exists
 from harness.running.sharing import arranged, together
 from harness.subject import named
@@ -22,22 +21,14 @@ from reports.commands import cli
 from reports.options import request as request_command
 from reports.stored import frames
 from suites.mutants.catalogue import HELD_BACK, MUTANTS, of_file
-from tests.harness.command_line import ONE, TOY, CommandLine, command_line
+from tests.harness.command_line import ONE, TOY, CommandLine
+from tests.harness.toy_subjects import Stating
 
-
-def ahead(case: object, device: object) -> dict[str, Any]:
-    """Claims modes that the words of a case lack, and refuses every case."""
-    return {}
-
-
-ahead.modes = ("ep", "tp", "cp")  # type: ignore[attr-defined]
-ahead.refuses = lambda case: "never"  # type: ignore[attr-defined]
+ahead = Stating(modes=("ep", "tp", "cp"), refuses=lambda case: "never")
+"""Claims modes that the words of a case lack, and refuses every case."""
 
 
 # Wrong requests: one message that names key, value, rule and something legal; more are in `test_refused_at_once`
-PROFILED = ("run", f"{ONE} steps=4", "--profile", "torch", "--profile-steps", "3:3")
-
-
 def test_data_that_cannot_be_read_are_a_wrong_request(shardproof: CommandLine, tmp_path: Path) -> None:
     contents = {"empty": b"", "binary": b"\xff\xfe{}\n", "a space": b"words", "missing": None}
     for name, content in contents.items():
@@ -49,6 +40,12 @@ def test_data_that_cannot_be_read_are_a_wrong_request(shardproof: CommandLine, t
     assert not Path("runs").exists(), "before anything runs"
 
 
+PROFILED = ("run", f"{ONE} steps=4", "--profile", "torch", "--profile-steps", "3:3")
+EMPTY = "='': is empty; legal: a word, or leave it out"
+NO_CUDA = "device=cuda: this machine offers no CUDA device; legal: --device cpu"
+HAS_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -58,6 +55,13 @@ def test_data_that_cannot_be_read_are_a_wrong_request(shardproof: CommandLine, t
         (("run", "--profile", ","), "profile=,: names no witness; legal: torch,nsys"),
         (PROFILED, "profile-steps=3:3: holds no step, for END is not included; legal: 0:4"),
         (("show", "a", "b"), "unrecognized arguments: b"),
+        pytest.param(("run", "--device", "cuda"), NO_CUDA, marks=HAS_CUDA),
+        (("run", "--modes", "tp", "--variant", "flat-dim1"), "variant=flat-dim1: no default case of these modes can"),
+        (("run", ONE, " "), f"case{EMPTY}"),
+        (("run", "--profile", ""), f"profile{EMPTY}"),
+        (("run", "--out", ""), f"out{EMPTY}"),
+        (("show", ""), f"run{EMPTY}"),
+        (("page", "-o", ""), f"-o{EMPTY}"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -65,12 +69,7 @@ def test_what_does_not_exist_is_refused_with_what_does(
     shardproof: CommandLine, words: tuple[str, ...], said: str
 ) -> None:
     assert said in shardproof.refused(*words)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
-def test_a_device_that_is_not_here_is_refused(shardproof: CommandLine) -> None:
-    said = "device=cuda: this machine offers no CUDA device; legal: --device cpu"
-    assert said in shardproof.refused("run", "--device", "cuda")
+    assert not Path("runs").exists(), "before anything runs"
 
 
 def test_a_script_that_cannot_be_written_is_refused_before_anything_runs(
@@ -81,22 +80,6 @@ def test_a_script_that_cannot_be_written_is_refused_before_anything_runs(
     for file in (".", "nowhere/repro.py", "file/repro.py", "x" * 300, "pipe"):
         message = shardproof.refused("run", ONE, "--subject", f"{TOY}wrong", "--emit-repro", file)
         assert f"emit-repro={file}: cannot be written (" in message
-    assert not Path("runs").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "name"),
-    [
-        (("run", ONE, " "), "case"),
-        (("run", "--profile", ""), "profile"),
-        (("run", "--out", ""), "out"),
-        (("show", ""), "run"),
-        (("page", "-o", ""), "-o"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)
-def test_an_empty_word_chooses_nothing(shardproof: CommandLine, words: tuple[str, ...], name: str) -> None:
-    assert f"{name}='': is empty; legal: a word, or leave it out" in shardproof.refused(*words)
     assert not Path("runs").exists()
 
 
@@ -146,22 +129,13 @@ def test_every_known_mutant_finds_a_default_case_that_can_show_it() -> None:
 SMALL = "family=internlm2 vocab=264 layers=1 steps=1 micro=1 seq=8 heads=4 kv_heads=2 hidden=16 ffn=32 tp=2"
 
 
-@pytest.fixture
-def on_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> CommandLine:
-    """The real engine: it takes two ranks to show a deviation."""
-    engine = ENGINES["inproc"]
-    line = command_line(tmp_path, monkeypatch, capsys)
-    monkeypatch.setitem(ENGINES, "inproc", engine)
-    return line
-
-
 def test_default_cases_are_made_to_show_it_and_fail_with_its_cause(
-    on_ranks: CommandLine, monkeypatch: pytest.MonkeyPatch
+    shardproof_here: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first case of each mode; modes without the deviation are left out, the words it needs are set."""
     cases = tuple(f"mode={mode} {SMALL} seed={seed}" for mode in ("tp", "msp", "isp") for seed in (0, 1))
     monkeypatch.setattr(request_command, "default_cases", lambda *_, **__: tuple(map(Case.parse, cases)))
-    status, out, _ = on_ranks("run", "--variant", "flat-dim1", "--modes", "tp,msp,isp")
+    status, out, _ = shardproof_here("run", "--variant", "flat-dim1", "--modes", "tp,msp,isp")
     assert status == 1
     (text,) = frames.load("runs/latest").cases["case"]
     case = Case.parse(text)
@@ -169,8 +143,8 @@ def test_default_cases_are_made_to_show_it_and_fail_with_its_cause(
     assert "a collective over tp along dim 1 that works along dim 0" in out
 
 
-def test_a_case_that_is_given_keeps_its_words(on_ranks: CommandLine) -> None:
-    status, out, _ = on_ranks("run", f"mode=msp {SMALL} seed=4", "--variant", "norm-average")
+def test_a_case_that_is_given_keeps_its_words(shardproof_here: CommandLine) -> None:
+    status, out, _ = shardproof_here("run", f"mode=msp {SMALL} seed=4", "--variant", "norm-average")
     assert status == 1
     (text,) = frames.load("runs/latest").cases["case"]
     assert Case.parse(text) == Case.parse(f"mode=msp {SMALL} seed=4 variant=norm-average")
@@ -179,12 +153,6 @@ def test_a_case_that_is_given_keeps_its_words(on_ranks: CommandLine) -> None:
     wrong = [row["name"] for row in tensors if float(row["error"]) > float(row["allowed"])]
     assert wrong[0] == "grad/final_norm.weight", "in the order of backward"
     assert f"first:  {first['phase']} of {first['region']}: {wrong[0]}" in out
-
-
-def test_what_no_default_case_can_show_is_a_wrong_request(shardproof: CommandLine) -> None:
-    refused = shardproof.refused("run", "--modes", "tp", "--variant", "flat-dim1")
-    assert "variant=flat-dim1: no default case of these modes can show it" in refused
-    assert not Path("runs").exists()
 
 
 SAVES = Case.parse("tp=2 layers=1 micro=3 steps=1 optimizer=adamw save=ck")

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -23,7 +22,6 @@ from harness.interpreter import interrupted_after
 from harness.running import engines as named_engines
 from harness.running.request import Request
 from harness.running.run import run
-from harness.running.run_result import RunResult
 from harness.subject import named
 from reference.case import Case
 from reference.training import subject as dense
@@ -32,31 +30,17 @@ from reports.stored.frames import load
 from shardproof.__main__ import main
 from tests.forked import started
 from tests.harness import toy_subjects
+from tests.harness.command_line import ONE, TOY
+from tests.harness.proofs import ran
 from tests.harness.toy_subjects import LoopEngine
-
-TOY = "tests.harness.toy_subjects:"
-ONE = "mode=tp layers=1 hidden=16 heads=2 vocab=24 seq=8 tp=1"
-"""Case of one rank: nothing to communicate, everything to compare."""
-
-Start = Callable[..., RunResult]
-
-
-@pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
-    monkeypatch.setitem(named_engines.ENGINES, "inproc", LoopEngine)
-
-    def started(subject: str, *cases: str, **more: Any) -> RunResult:
-        given = parse_cases(cases or (ONE,))
-        return run(Request(cases=given, subject=named(TOY + subject), out=tmp_path / "runs", **more))
-
-    return started
 
 
 @pytest.mark.parametrize(("seeds", "status"), [((13, 1), 3), ((14, 1), 3), ((13, 15), 1), ((1,), 0)])
 def test_a_failing_machine_is_no_verdict_and_keeps_what_is_finished(
-    start: Start, seeds: tuple[int, ...], status: int
+    seeds: tuple[int, ...], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = start("dying", *(f"{ONE} seed={seed}" for seed in seeds))
+    monkeypatch.setitem(named_engines.ENGINES, "inproc", LoopEngine)
+    result = ran(tmp_path, f"{TOY}dying", *(f"{ONE} seed={seed}" for seed in seeds))
     assert result.exit_status == status
     stored = load(result.path).verdicts
     assert set(stored["case"].str.extract(r"seed=(\d+)")[0].astype(int)) == set(seeds)
@@ -64,13 +48,13 @@ def test_a_failing_machine_is_no_verdict_and_keeps_what_is_finished(
     assert [verdict.verdict for verdict in lost] == ["unknown"] * len({13, 14} & set(seeds))
 
 
-def test_skipped_cases_show_their_reason_and_alone_are_no_pass(start: Start) -> None:
-    result = start("limited")
+def test_skipped_cases_show_their_reason_and_alone_are_no_pass(tmp_path: Path) -> None:
+    result = ran(tmp_path, f"{TOY}limited", ONE)
     assert result.exit_status == 2
     (verdict,) = result.verdicts
     assert (verdict.check, verdict.verdict) == ("supported", "skip")
     assert verdict.message == f"{TOY}limited claims the modes tp-sp, not tp"
-    mixed = start("refusing", f"{ONE} seed=2", f"{ONE} seed=3")
+    mixed = ran(tmp_path, f"{TOY}refusing", f"{ONE} seed=2", f"{ONE} seed=3")
     assert mixed.exit_status == 0
     assert [verdict.message for verdict in mixed.verdicts if verdict.verdict == "skip"] == ["odd seeds bring bad luck"]
     stored = load(mixed.path).verdicts
@@ -85,7 +69,7 @@ def test_equal_cases_are_run_once_and_the_words_that_repeat_a_run_name_what_is_u
     assert unusual.options == "--engine pool --device cuda"
 
 
-CASES = [f"{ONE} tp={tp} micro=1 steps=1 seed={seed}" for seed in range(2) for tp in (1, 2)]
+CASES = [f"{ONE} tp={tp} seed={seed}" for seed in range(2) for tp in (1, 2)]
 
 
 def told(case: Case, device: torch.device) -> dict[str, Tensor]:
@@ -96,10 +80,12 @@ def told(case: Case, device: torch.device) -> dict[str, Tensor]:
     return outcome
 
 
-def ran(processes: int) -> int:
+def in_order(processes: int) -> int:
     """Run in the current folder; prints the cases in the order in which they were reported, and the notes."""
-    cases, order = parse_cases(CASES), list[str]()
-    request = Request(cases=cases, subject=named(f"{__name__}:told"), out=Path("runs"), processes=processes)
+    order: list[str] = []
+    request = Request(
+        cases=parse_cases(CASES), subject=named(f"{__name__}:told"), out=Path("runs"), processes=processes
+    )
     result = run(request, lambda done, total, case, verdict: order.append(str(case)))
     print(json.dumps([order, *result.notes]))
     return result.exit_status
@@ -109,7 +95,7 @@ def test_two_processes_write_the_folder_that_one_writes(tmp_path: Path) -> None:
     folders = []
     for processes in (0, 2):
         (folder := tmp_path / str(processes)).mkdir()
-        program = started(ran, processes, folder=folder)
+        program = started(in_order, processes, folder=folder)
         assert program.ended() == 1, program.err
         assert json.loads(program.out) == [[str(Case.parse(text)) for text in CASES]], "in order, and without a note"
         folders.append(folder / "runs" / "latest")
@@ -125,7 +111,6 @@ def test_two_processes_write_the_folder_that_one_writes(tmp_path: Path) -> None:
     assert len(set.union(*by_seed.values())) == 2
 
 
-SMALL = "mode=tp tp=2 layers=1 hidden=16 heads=2 vocab=24 seq=8 micro=1 steps=1"
 HARMFUL = """
 import ctypes, os, signal, time
 from pathlib import Path
@@ -164,9 +149,9 @@ def from_a_shell(*words: str) -> int:
 def test_a_case_that_ends_its_process_is_named_and_the_others_are_proved(tmp_path: Path) -> None:
     """A truth that never ends in native code is ended from outside."""
     (tmp_path / "my_subject.py").write_text(HARMFUL)
-    cases = [f"{SMALL} seed={seed}" for seed in (14, 1, 11, 12, 13, 15, 2)]  # 14 before there are threads of ranks
+    cases = [f"{ONE} tp=2 seed={seed}" for seed in (14, 1, 11, 12, 13, 15, 2)]  # 14 before there are threads of ranks
     words = ("--when", "0", "--timeout", "3", "--subject", "my_subject:subject")
-    too_large = f"{SMALL} hidden=262144 ffn=1048576 layers=96 seed=3"
+    too_large = f"{ONE} tp=2 hidden=262144 ffn=1048576 layers=96 seed=3"
     done = started(from_a_shell, "run", *words, *cases, too_large, folder=tmp_path)
     assert done.ended(120) == 1, done.err
     verdicts: dict[str, dict[str, str]] = {}
@@ -191,13 +176,12 @@ def test_a_case_that_ends_its_process_is_named_and_the_others_are_proved(tmp_pat
 
 
 TWO_LAYERS = "mode=tp tp=1 layers=2 hidden=16 heads=2 vocab=24 seq=8"
-_RUN = ["run", "--subject"]
 
 
 def default_run(subject: str, cases: list[str]) -> int:
     """`shardproof run` without cases, when these are the default ones."""
     request.default_cases = lambda *_, **__: parse_cases(cases)
-    return from_a_shell(*_RUN, subject)
+    return from_a_shell("run", "--subject", subject)
 
 
 def interrupted(folder: Path, program: Callable[..., int], *words: object) -> tuple[int, str, str]:
@@ -215,7 +199,7 @@ def interrupted(folder: Path, program: Callable[..., int], *words: object) -> tu
 
 def test_a_run_is_reported_whole_when_its_experiments_are_interrupted(tmp_path: Path) -> None:
     """And no script is looked for then."""
-    command = [*_RUN, f"{__name__}:slow_shrink", TWO_LAYERS, "--emit-repro", "repro.py"]
+    command = ["run", "--subject", f"{__name__}:slow_shrink", TWO_LAYERS, "--emit-repro", "repro.py"]
     status, out, err = interrupted(tmp_path, main, command)
     assert status == 130 and "Traceback" not in err
     assert "\nwhat:" in out and "\nwhen:" not in out and "their lines `when:` are missing" in out
@@ -245,10 +229,6 @@ def test_a_signal_while_a_case_is_stored_comes_after_it() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-STARTED = Path("started")
-"""Made in the current folder when the slow part begins; it holds the id of the process."""
-
-
 def slow_second(case: Case, device: torch.device) -> dict[str, Tensor]:
     """The case of seed 1 does not end by itself."""
     if case.seed == 1:
@@ -264,5 +244,5 @@ def slow_shrink(case: Case, device: torch.device) -> dict[str, Tensor]:
 
 
 def _wait() -> None:
-    STARTED.write_text(str(os.getpid()))
+    Path("started").write_text(str(os.getpid()))
     time.sleep(40)

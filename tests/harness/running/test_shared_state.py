@@ -7,13 +7,12 @@ import pytest
 
 from harness.checking.evidence import FAIL, PASS
 from harness.engines.processes.forked.pool import PoolEngine
-from harness.plain_case import Vocabulary
 from harness.running import shared_state
 from harness.running.request import Request
 from harness.running.result import CaseResult
 from harness.running.run import proving
 from harness.running.shared_state import keepers
-from harness.subject import named
+from harness.subject import case_of, named
 
 SUBJECTS = "tests.harness.running.subjects.sharing"
 STATELESS = "tests.harness.running.subjects.stateless"
@@ -35,7 +34,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, pool: PoolEngine) -> list[str]:
 
 def results(address: str, count: int = 1, words: str = "dp=2") -> list[CaseResult]:
     """The case proved as a command does it, `count` times."""
-    case = Vocabulary.of({"micro": 1}).parse(words)
+    case = case_of(words, named(address))
     with proving(Request(cases=(case,) * max(2, count), subject=named(address))) as prove:
         return [prove(case) for _ in range(count)]
 

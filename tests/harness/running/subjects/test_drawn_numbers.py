@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from harness.engines.threads.inproc import InprocEngine
 from harness.outcome.blocks import blocks
 from harness.outcome.merging import merge
 from harness.plain_case import Vocabulary
 from harness.recording.capturing.dropout_masks import Draw, taken_out
 from harness.running.truth.joint_masks import RankMasks, in_order, masks_of
 from tests.harness.proofs import proved
+from tests.harness.recording.toy_calls import Part
 
 ROWS, WIDTH, EXPERTS = 4, 8, 3
 
@@ -46,30 +46,18 @@ class Router(nn.Module):
         return logits.softmax(-1)
 
 
-class Model(nn.Module):
-    """A router and its experts, all computed."""
-
-    def __init__(self, noise: str) -> None:
-        super().__init__()
-        self.router = Router(noise)
-        self.experts = nn.Linear(WIDTH, EXPERTS)
-
-    def forward(self, x: Tensor, numbers: range) -> Tensor:
-        """[rows]."""
-        y: Tensor = (self.router(x, numbers) * self.experts(x)).sum(-1)
-        return y
-
-
 def trained(case: Any, noise: str, dp_ranks: range, factor: float = 1.0) -> Mapping[str, Any]:
     """Gradients of one step, added up over data ranks where several are."""
     torch.manual_seed(case.seed)
-    model = Model(noise).to(getattr(torch, case.dtype))
+    parts = {"router": Router(noise), "experts": nn.Linear(WIDTH, EXPERTS)}  # all experts are computed
+    model = Part(lambda it, given: (it.router(*given) * it.experts(given[0])).sum(-1), **parts)
+    model.to(getattr(torch, case.dtype))
     total = torch.zeros((), dtype=getattr(torch, case.dtype))
     for micro in range(case.micro):
         for dp_rank in dp_ranks:
             numbers = case.samples(0, micro, dp_rank, ROWS)
             x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(numbers.start)).to(total)
-            y = model(x, numbers)
+            y = model((x, numbers))
             if noise == "function":
                 y = y * torch.rand(y.shape, dtype=y.dtype)
             loss = y.square().sum() / (case.dp * case.micro) * factor
@@ -112,8 +100,8 @@ OPERATORS |= {"dropout": "Tensor.bernoulli_", "function": "torch.rand"}
     ("noise", "truth"),
     [("jitter", "alone"), ("gumbel", same), ("normal", quiet), ("dropout", quiet), ("function", same)],
 )
-def test_they_are_the_cause_with_operator_line_and_module(noise: str, truth: Any, engine: InprocEngine) -> None:
-    result = proved(Noisy(truth), f"dp=2 noise={noise}", engine)
+def test_they_are_the_cause_with_operator_line_and_module(noise: str, truth: Any) -> None:
+    result = proved(Noisy(truth), f"dp=2 noise={noise}")
     assert result.verdict == "fail"
     causes = {cause for one in result.diagnoses.values() if one for cause in one.causes}
     assert {cause.id for cause in causes} == {"other_numbers"}, causes
@@ -123,18 +111,18 @@ def test_they_are_the_cause_with_operator_line_and_module(noise: str, truth: Any
     assert re.match(line, words) and "switch that off for the proof" in words, words
 
 
-def test_one_rank_that_draws_what_the_truth_draws_is_right(engine: InprocEngine) -> None:
-    alone = proved(Noisy("alone"), "noise=jitter", engine)
+def test_one_rank_that_draws_what_the_truth_draws_is_right() -> None:
+    alone = proved(Noisy("alone"), "noise=jitter")
     assert {verdict.check for verdict in alone.verdicts if verdict.verdict == "fail"} == {"regrouping"}
     causes = {cause.words for one in alone.diagnoses.values() if one for cause in one.causes}
     assert len(causes) == 1 and "draws other numbers than a run with dp=2 micro=1 does" in causes.pop()
-    assert proved(Noisy("alone"), "dp=2 noise=seeded", engine).verdict == "pass"
-    assert proved(Noisy(quiet), "dp=2 noise=seeded", engine).verdict == "pass"
+    assert proved(Noisy("alone"), "dp=2 noise=seeded").verdict == "pass"
+    assert proved(Noisy(quiet), "dp=2 noise=seeded").verdict == "pass"
 
 
 @pytest.mark.parametrize("noise", ["seeded", "none"])
-def test_a_bug_beside_equal_numbers_keeps_its_own_cause(noise: str, engine: InprocEngine) -> None:
-    result = proved(Noisy(same, factor=2.0), f"dp=2 noise={noise}", engine)
+def test_a_bug_beside_equal_numbers_keeps_its_own_cause(noise: str) -> None:
+    result = proved(Noisy(same, factor=2.0), f"dp=2 noise={noise}")
     causes = {cause.id for one in result.diagnoses.values() if one for cause in one.causes}
     assert result.verdict == "fail" and causes and "other_numbers" not in causes
 

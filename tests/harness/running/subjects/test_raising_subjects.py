@@ -17,17 +17,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.cases import parse_cases
 from harness.diagnosing.tracebacks import last_frames, whole
 from harness.engines.processes.forked.pool import PoolEngine
 from harness.errors import Desynchronised, Position, RankDied, RankRaised, TimeLimit
-from harness.running.request import Request
-from harness.running.run import run
-from harness.subject import named
 from parallel.subject import subject
 from reference.case import Case
 from reports.stored import frames
 from tests.harness.command_line import ONE, CommandLine
+from tests.harness.proofs import ran
 from tests.harness.toy_subjects import wrong
 
 ME = "tests.harness.running.subjects.test_raising_subjects:"
@@ -84,8 +81,8 @@ def test_what_a_subject_does_to_its_process_is_its_failure_and_a_kill_is_the_mac
     tmp_path: Path, pool: PoolEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("harness.running.run.engine_named", lambda _: nullcontext(pool))
-    cases = tuple(f"{SMALL} seed={seed}" for seed in (1, 2, 3, 4))
-    result = run(Request(cases=parse_cases(cases), subject=named(f"{ME}failing"), engine="pool", out=tmp_path))
+    cases = (f"{SMALL} seed={seed}" for seed in (1, 2, 3, 4))
+    result = ran(tmp_path, f"{ME}failing", *cases, engine="pool")
     verdicts = [(verdict.check, verdict.verdict) for verdict in result.verdicts]
     assert verdicts == [("run", "fail")] * 3 + [("run", "unknown")]
     assert result.exit_status == 1

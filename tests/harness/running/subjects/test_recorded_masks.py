@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import shardproof
-from harness.engines.threads.inproc import InprocEngine
 from suites.subjects import dropout
-from tests.harness.proofs import failed, verdict_of
+from tests.harness.proofs import failed, planted_on_ranks, proved, verdict_of
+from tests.harness.toy_subjects import Changed
 
 
 def message(result: Any, check: str) -> str:
@@ -26,68 +26,56 @@ def message(result: Any, check: str) -> str:
 
 
 @pytest.mark.parametrize(("case", "truth"), [("tp=2 dp=3", ""), ("dp=2 tp=2 recompute=true dtype=float32", "alone")])
-def test_numbers_are_the_truths_with_the_masks_of_the_ranks(engine: InprocEngine, case: str, truth: str) -> None:
-    result = shardproof.prove(case, "suites.subjects.dropout:subject", engine, truth=truth)
+def test_numbers_are_the_truths_with_the_masks_of_the_ranks(case: str, truth: str) -> None:
+    result = proved("suites.subjects.dropout:subject", case, truth=truth)
     assert failed(result) == set()
     assert result.evidence is not None and result.evidence.mask_draws is not None
     assert len(result.evidence.given) == 2 * 3 * result.case.axis_sizes["dp"] * 2  # type: ignore[attr-defined]
     assert "the dense model was given them" in message(result, "masks")
 
 
-def planted(monkeypatch: pytest.MonkeyPatch, engine: InprocEngine, case: str, name: str, wrong: object) -> Any:
-    """The result with this name of the subject's module replaced on the ranks, and not in the truth."""
-    right = getattr(dropout, name)
-
-    def truth(case: Any, device: torch.device) -> Mapping[str, Any]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dropout, name, right)
-            return dict(dropout.truth(case, device))
-
-    monkeypatch.setattr(dropout, name, wrong)
-    monkeypatch.setattr(dropout.subject, "truth", truth)
-    return shardproof.prove(case, dropout.subject, engine)
+def planted(monkeypatch: pytest.MonkeyPatch, case: str, name: str, wrong: object) -> Any:
+    return proved(planted_on_ranks(monkeypatch, dropout.subject, dropout, name, wrong), case)
 
 
-def test_one_seed_for_all_shards_is_seen(monkeypatch: pytest.MonkeyPatch, engine: InprocEngine) -> None:
-    result = planted(monkeypatch, engine, "tp=2 dp=2", "stream", lambda rank: nullcontext())
+def test_one_seed_for_all_shards_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = planted(monkeypatch, "tp=2 dp=2", "stream", lambda rank: nullcontext())
     assert failed(result) == {"masks"}
     assert "which hold different shards, agree in 60 of 60 elements" in message(result, "masks")
     assert "ranks 0, 1 hold different shards over tp and drop by one mask" in message(result, "masks")
 
 
-def test_seeds_of_their_own_for_a_whole_activation_are_seen(
-    monkeypatch: pytest.MonkeyPatch, engine: InprocEngine
-) -> None:
+def test_seeds_of_their_own_for_a_whole_activation_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     right = dropout.DropoutMlp
 
     def network(case: Any, rank: int, *more: Any) -> nn.Module:
         torch.manual_seed(rank)
         return right(case, rank, *more)
 
-    result = planted(monkeypatch, engine, "tp=2 dp=2", "DropoutMlp", network)
+    result = planted(monkeypatch, "tp=2 dp=2", "DropoutMlp", network)
     assert "fail" in {verdict.verdict for verdict in result.verdicts if verdict.check == "replicas"}
     assert {verdict.verdict for verdict in result.verdicts if verdict.check in ("forward", "coverage")} == {"unknown"}
     assert "mask/0/dropout.py" in message(result, "replicas")
     assert "ranks 0, 1 hold the same tensor and drop by independent masks" in message(result, "replicas")
 
 
-def test_recomputation_that_draws_anew_is_seen(monkeypatch: pytest.MonkeyPatch, engine: InprocEngine) -> None:
+def test_recomputation_that_draws_anew_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = partial(checkpoint, preserve_rng_state=False)
-    result = planted(monkeypatch, engine, "tp=2 recompute=true", "checkpoint", wrong)
+    result = planted(monkeypatch, "tp=2 recompute=true", "checkpoint", wrong)
     assert {"masks", "parameter_gradients"} <= failed(result)
     assert "backward drops by another mask than forward at " in message(result, "masks")
     assert "causes: recomputation did not begin with the random state of its forward" in message(result, "masks")
     assert {cause.id for one in result.diagnoses.values() if one for cause in one.causes} == {"drawn_anew"}
 
 
-def test_a_rate_of_its_own_on_the_ranks_is_seen(monkeypatch: pytest.MonkeyPatch, engine: InprocEngine) -> None:
+def test_a_rate_of_its_own_on_the_ranks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The masks fit their rate, and the scale of what is kept is wrong."""
     right = dropout.DropoutMlp
 
     def network(case: Any, *more: Any) -> nn.Module:
         return right(case.but(dropout=0.1), *more)
 
-    assert "forward" in failed(planted(monkeypatch, engine, "tp=2", "DropoutMlp", network))
+    assert "forward" in failed(planted(monkeypatch, "tp=2", "DropoutMlp", network))
 
 
 class Attention(nn.Module):
@@ -104,39 +92,34 @@ class Attention(nn.Module):
         return self.drop(nn.functional.dropout(self.out(y.transpose(1, 2).flatten(2)), 0.3))  # type: ignore[no-any-return]
 
 
-def trained(case: Any, device: torch.device, *, wrap: str) -> Mapping[str, Any]:
-    """A step of Attention under torch's DistributedDataParallel or FSDP2."""
-    torch.manual_seed(case.seed)
-    model = Attention().double().to(getattr(torch, case.dtype))
-    parallel: Any = DistributedDataParallel(model) if wrap == "ddp" else fsdp.fully_shard(model)
-    torch.manual_seed(7 + dist.get_rank())
-    total = torch.zeros((), dtype=getattr(torch, case.dtype))
-    for micro in range(case.micro):
-        first = case.samples(0, micro, case.axis_rank("dp", dist.get_rank()), 3).start
-        x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(first)).to(total.dtype)
-        loss = parallel(x).square().mean() / case.micro
-        loss.backward()
-        total += loss.detach() / case.dp
-    dist.all_reduce(total)
-    return {"loss/0": total, **{f"grad/{name}": weight.grad for name, weight in model.named_parameters()}}
-
-
 class Wrapped:
-    """The subject of `trained`, its own truth."""
+    """A step of Attention under torch's DistributedDataParallel or FSDP2, its own truth."""
 
     truth = "alone"
     words: Mapping[str, Any] = {"micro": 2, "steps": 1}
 
-    def __init__(self, wrap: str) -> None:
+    def __init__(self, wrap: Any) -> None:
         self.wrap = wrap
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Any]:
-        return trained(case, device, wrap=self.wrap)
+        torch.manual_seed(case.seed)
+        model = Attention().double().to(getattr(torch, case.dtype))
+        parallel = self.wrap(model)
+        torch.manual_seed(7 + dist.get_rank())
+        total = torch.zeros((), dtype=getattr(torch, case.dtype))
+        for micro in range(case.micro):
+            first = case.samples(0, micro, case.axis_rank("dp", dist.get_rank()), 3).start
+            x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(first)).to(total.dtype)
+            loss = parallel(x).square().mean() / case.micro
+            loss.backward()
+            total += loss.detach() / case.dp
+        dist.all_reduce(total)
+        return {"loss/0": total, **{f"grad/{name}": weight.grad for name, weight in model.named_parameters()}}
 
 
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
-def test_unmodified_data_parallel_programs(engine: InprocEngine, wrap: str) -> None:
-    result = shardproof.prove("dp=3", Wrapped(wrap), engine)
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, fsdp.fully_shard])
+def test_unmodified_data_parallel_programs(wrap: Any) -> None:
+    result = proved(Wrapped(wrap), "dp=3")
     assert failed(result) == set()
     assert result.evidence is not None and len(result.evidence.given) == 3 * 2 * 3
 
@@ -170,12 +153,12 @@ class OfDTensors:
 
 
 @pytest.mark.filterwarnings("ignore:DTensor random operators")
-def test_dtensors_say_themselves_where_their_masks_lie(engine: InprocEngine) -> None:
+def test_dtensors_say_themselves_where_their_masks_lie() -> None:
     """On CPUs torch seeds no shard of a DTensor by itself: equal seeds are equal masks."""
-    assert failed(shardproof.prove("tp=2 micro=3", OfDTensors((1, 2)), engine)) == set()
-    assert failed(shardproof.prove("tp=2 micro=3", OfDTensors((1, 1)), engine)) == {"masks"}
+    assert failed(proved(OfDTensors((1, 2)), "tp=2 micro=3")) == set()
+    assert failed(proved(OfDTensors((1, 1)), "tp=2 micro=3")) == {"masks"}
     for seed, nothing in ((1, set()), (2, {"replicas"})):
-        assert failed(shardproof.prove("tp=2 split=false", OfDTensors((1, seed)), engine)) & {"replicas"} == nothing
+        assert failed(proved(OfDTensors((1, seed)), "tp=2 split=false")) & {"replicas"} == nothing
 
 
 class OfItsOwn:
@@ -203,22 +186,19 @@ class OfItsOwn:
         return {"weight": 1.0}
 
 
-def test_a_truth_takes_returned_masks_as_given(engine: InprocEngine) -> None:
-    assert failed(shardproof.prove("tp=2", OfItsOwn(), engine)) == set()
-    assert failed(shardproof.prove("tp=2 factor=2.0", OfItsOwn(), engine)) == {"forward", "initial_values"}
-
-
-class Fewer(OfDTensors):
-    """Its truth drops once more than its ranks do."""
-
-    def truth(self, case: Any, device: torch.device) -> Mapping[str, Any]:
-        nn.functional.dropout(torch.ones(3), 0.5)
-        return self.computed(case, None)
+def test_a_truth_takes_returned_masks_as_given() -> None:
+    assert failed(proved(OfItsOwn(), "tp=2")) == set()
+    assert failed(proved(OfItsOwn(), "tp=2 factor=2.0")) == {"forward", "initial_values"}
 
 
 @pytest.mark.filterwarnings("ignore:DTensor random operators")
-def test_masks_that_are_not_those_of_the_truth_are_unknown(engine: InprocEngine) -> None:
-    result = shardproof.prove("tp=2", Fewer((1, 2)), engine)
+def test_masks_that_are_not_those_of_the_truth_are_unknown() -> None:
+    def truth(case: Any, device: torch.device) -> Mapping[str, Any]:
+        nn.functional.dropout(torch.ones(3), 0.5)  # once more than the ranks
+        return drops_twice.truth(case, device)
+
+    drops_twice = OfDTensors((1, 2))
+    result = proved(Changed(drops_twice, truth=truth), "tp=2")
     assert {verdict.verdict for verdict in result.verdicts if verdict.check in ("masks", "coverage")} == {"unknown"}
     assert "the truth draws 3 masks and the ranks 2, in 1 steps of 2 micro-batches" in message(result, "masks")
     assert "forward" not in {verdict.check for verdict in result.verdicts if verdict.verdict == "pass"}
