@@ -74,7 +74,6 @@ class World:
         self.terminated = False
 
     def results(self, timeout_s: float = 5.0) -> list[object]:
-        """Results of the run."""
         workers = LaunchedWorkers(order(len(self.links)), self.links, lambda: self.terminated)
         return Supervisor(workers, timeout_s).results()
 

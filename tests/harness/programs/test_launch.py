@@ -2,7 +2,6 @@
 
 import os
 import stat
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from reports.stored.frames import load
 from shardproof.record import main
 from tests.forked import started
 from tests.harness.command_line import CommandLine
-from tests.harness.programs.launched import environment
+from tests.harness.programs.launched import environment, ran
 
 OPTIONS: Options = {"steps": None, "profile": (), "silence_s": 60.0, "stated": {}}
 TELLS = """
@@ -30,12 +29,6 @@ if "raise" in sys.argv:
     raise ValueError("the program's own")
 sys.exit(7)
 """
-
-
-def ran(folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        words, cwd=folder, env=environment(folder, **more), capture_output=True, text=True, timeout=60, check=False
-    )
 
 
 def record(*words: str) -> list[str]:

@@ -27,7 +27,6 @@ RANKS = 2
 
 
 def x4() -> Tensor:
-    """Four ones."""
     return torch.ones(4)
 
 
@@ -43,7 +42,6 @@ def reductions(rank: int) -> None:
 
 
 def rooted(rank: int) -> None:
-    """broadcast, reduce, gather, scatter, with root 1."""
     dist.broadcast(x4(), src=1)
     dist.reduce(x4(), dst=1, op=dist.ReduceOp.MIN)
     parts = [x4() for _ in range(RANKS)] if rank == 1 else None
@@ -84,7 +82,6 @@ def messages(rank: int) -> None:
 
 
 def barriers(rank: int) -> None:
-    """barrier, monitored_barrier."""
     dist.barrier()
     dist.monitored_barrier()
 
@@ -158,7 +155,6 @@ def fsdp(rank: int) -> None:
 
 
 def compiled(rank: int) -> None:
-    """A compiled function that communicates."""
     compiled_sum = torch.compile(
         lambda x: functional.all_reduce(x * 2, "sum", _get_default_group()) + 1, backend="aot_eager"
     )

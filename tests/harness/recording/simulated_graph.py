@@ -25,7 +25,6 @@ class SimulatedGraph:
         """Torch's."""
 
     def replay(self) -> None:
-        """Run it again."""
         self.run()
 
 

@@ -62,7 +62,6 @@ def around(reentrant: bool | None) -> Callable[[nn.Module, Tensor], Any] | None:
 
 
 def train(net: nn.Module, *, micros: int = 2, steps: int = 2) -> list[Tensor]:
-    """Losses and final parameters of a few steps."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     results = []
     for step in range(steps):

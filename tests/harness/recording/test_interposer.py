@@ -197,5 +197,4 @@ def test_a_torch_without_operators_is_refused_and_one_that_is_read_wrongly_fails
 
 
 def one_call() -> None:
-    """An all_reduce in a private group of one rank."""
     fake_group().allreduce([torch.ones(4)]).wait()

@@ -31,7 +31,6 @@ class Stage:
         self.step = 0
 
     def message(self, op: str, stage: int, tensor: Tensor, micro: int) -> None:
-        """Send to a stage or receive from it, where there is one."""
         if 0 <= stage < self.stages:
             self.said.append((op, self.step, micro))
             self.works += dist.batch_isend_irecv([dist.P2POp(CALLS[op], tensor, stage, self.group)])
@@ -39,13 +38,11 @@ class Stage:
                 self.wait()
 
     def wait(self) -> None:
-        """For all that is under way."""
         for work in self.works:
             work.wait()
         self.works.clear()
 
     def run(self, update: Callable[[list[nn.Parameter]], object]) -> None:
-        """Run a step."""
         inputs = [torch.ones(2, WIDTH, requires_grad=True) for _ in range(MICRO)]
         gradients = [torch.ones(2, WIDTH) for _ in range(MICRO)]
         outputs: list[Tensor] = []

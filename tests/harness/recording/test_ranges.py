@@ -26,8 +26,6 @@ from tests.harness.recording.toy_calls import Model, Voice, input_BD
 
 
 class Said(NamedTuple):
-    """The attributes of a range or mark."""
-
     message: str = ""
     color: Any = None
     category: str = ""
@@ -45,24 +43,19 @@ class Tape:
         self._stack: list[Said] = []
 
     def push_range(self, attributes: Any) -> None:
-        """Open a range of the thread."""
         self._stack.append(attributes)
         self._tell(">", attributes)
 
     def pop_range(self) -> None:
-        """Close the innermost range of the thread."""
         self._tell("<", self._stack.pop())
 
     def start_range(self, attributes: Any) -> Said:
-        """Open a range of the process; its attributes are its id."""
         return self._tell(">", attributes)
 
     def end_range(self, range_id: Any) -> None:
-        """Close the range of that id."""
         self._tell("<", range_id)
 
     def mark(self, attributes: Any) -> None:
-        """Mark an instant."""
         self._tell(".", attributes)
 
     def still_open(self) -> int:
@@ -71,7 +64,6 @@ class Tape:
         return signs.count(">") - signs.count("<")
 
     def of(self, *categories: str) -> list[str]:
-        """The lines of some categories."""
         return [line for line, said in zip(self.lines, self.said, strict=True) if said.category in categories]
 
     def _tell(self, sign: str, said: Said) -> Said:

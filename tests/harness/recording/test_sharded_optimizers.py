@@ -160,10 +160,7 @@ def test_fsdp_that_is_updated_by_hand_counts_its_steps() -> None:
 
 
 class Talking(nn.Linear):
-    """A head that sums its logits over all ranks."""
-
     def forward(self, x: Tensor) -> Tensor:
-        """[B, D] to [B, V]."""
         y = super().forward(x)
         dist.all_reduce(y.detach())
         return y

@@ -41,7 +41,6 @@ class Voice:
         self.rank = rank
 
     def say(self, op: str = "all_reduce", *, is_async: bool = False) -> None:
-        """Report a call that completes at once."""
         self.observer.completed(self.rank, self.observer.issued(self.rank, a_call(op, is_async=is_async)))
 
 
@@ -50,28 +49,23 @@ class Speak(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_BD: Tensor, voice: Voice) -> Tensor:
-        """The input itself, [B, D]."""
         ctx.voice = voice
         voice.say("all_reduce")
         return x_BD.view_as(x_BD)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """The gradient itself, [B, D]."""
         ctx.voice.say("all_gather")
         return gradients[0], None
 
 
 class Linear(nn.Module):
-    """A linear map that speaks."""
-
     def __init__(self, voice: Voice) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.eye(4))
         self.voice = voice
 
     def forward(self, x_BD: Tensor) -> Tensor:
-        """[B, D] to [B, D]."""
         spoken: Tensor = Speak.apply(x_BD @ self.weight, self.voice)
         return spoken
 
@@ -86,7 +80,6 @@ class Block(nn.Module):
         self.around = around or (lambda module, x_BD: module(x_BD))
 
     def forward(self, x_BD: Tensor) -> Tensor:
-        """[B, D] to [B, D]."""
         return self.around(self.b, torch.relu(self.around(self.a, x_BD)))
 
 
@@ -104,7 +97,6 @@ class Model(nn.Module):
         self.around = around or (lambda module, x_BD: module(x_BD))
 
     def forward(self, x_BD: Tensor) -> Tensor:
-        """[B, D] to [B, D]."""
         for layer in self.layers:
             x_BD = self.around(layer, x_BD)
         return x_BD
@@ -120,7 +112,6 @@ class Part(nn.Module):
         self.compute = compute
 
     def forward(self, x_BD: Tensor) -> Any:
-        """[B, D] to what is computed."""
         return self.compute(self, x_BD)
 
 
@@ -157,7 +148,6 @@ def recorded(
 
 
 def told(events: list[Event]) -> list[Told]:
-    """Step, micro-batch, phase and region of each event."""
     return [(e.step, e.microbatch, e.phase, e.region) for e in events]
 
 

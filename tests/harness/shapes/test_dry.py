@@ -85,7 +85,6 @@ def test_representatives_are_the_edges_and_the_middle_of_every_axis() -> None:
 
 
 def _crossed(case: Case, device: torch.device) -> dict[str, torch.Tensor]:
-    """Rank 1 issues its two calls in the other order."""
     whole, half = torch.zeros(4, device=device), torch.zeros(2, device=device)
     calls = [lambda: dist.all_reduce(whole), lambda: dist.broadcast(half, 0)]
     for call in reversed(calls) if dist.get_rank() == 1 else calls:

@@ -61,8 +61,6 @@ def test_an_engine_that_torch_cannot_carry_ends_in_one_sentence(
 
 
 class Summed(torch.autograd.Function):
-    """A sum over the ranks, with a context."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         total = x.clone()
@@ -75,8 +73,6 @@ class Summed(torch.autograd.Function):
 
 
 class Apart(Summed):
-    """The same, its context set up apart."""
-
     @staticmethod
     def forward(x: Tensor) -> Tensor:  # type: ignore[override]
         total = x.clone()

@@ -46,7 +46,6 @@ def on_rank(rank: int, size: int, names: Sequence[str]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def on_gloo(pool: PoolEngine) -> list[dict[str, Any]]:
-    """Results of every call of every rank on gloo."""
     return pool.run(on_rank, RANKS, NAMES, world_size=RANKS)
 
 

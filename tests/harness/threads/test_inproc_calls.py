@@ -95,14 +95,11 @@ def test_meta_tensors_pass_through_every_collective(engine: InprocEngine) -> Non
 
 
 class Seen(TorchDispatchMode):
-    """Keeps the names of the operators that it sees."""
-
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note the operator and run it."""
         self.names.append(func.__name__)
         return func(*args, **(kwargs or {}))
 

@@ -80,7 +80,6 @@ class Run:
         self.told: list[str] = []
 
     def __call__(self) -> None:
-        """Run."""
         model = nn.Linear(2, 2)
         optimizers = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
         for step in range(4):
@@ -93,7 +92,6 @@ class Run:
 
     @contextmanager
     def marked(self) -> Iterator[None]:
-        """Write both ends of the body down."""
         self.told.append("[")
         yield
         self.told.append("]")

@@ -11,8 +11,6 @@ from tests.harness.threads.torch_calls.listed import DTYPES, dist, each, filled,
 
 @listed
 class Collectives:
-    """Each method is a call of the list."""
-
     def empty_tensors(self, rank: int, size: int) -> Any:
         none, gathered = filled(0), filled(0, 3)
         dist.all_reduce(none)

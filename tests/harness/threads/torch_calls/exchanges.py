@@ -16,7 +16,6 @@ def rows(sender: int, receiver: int) -> int:
 
 
 def exchanged(rank: int, size: int, kind: Callable[[Sequence[int]], Any]) -> torch.Tensor:
-    """An uneven exchange whose split sizes are of one kind."""
     sends, expects = ([rows(rank, other) for other in range(size)], [rows(other, rank) for other in range(size)])
     out = filled(sum(expects), 2)
     dist.all_to_all_single(out, own(rank, sum(sends), 2), kind(expects), kind(sends))
@@ -41,8 +40,6 @@ CALLS.update({f"splits_as_{name}": functools.partial(exchanged, kind=kind) for n
 
 @listed
 class Exchanges:
-    """Each method is a call of the list."""
-
     def splits_as_ranges(self, rank: int, size: int) -> Any:
         out = filled(sum(rank for _ in range(size)), 1)
         dist.all_to_all_single(out, own(rank, sum(range(size)), 1), [rank] * size, range(size))

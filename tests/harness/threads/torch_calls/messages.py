@@ -11,8 +11,6 @@ from tests.harness.threads.torch_calls.listed import dist, filled, listed, own
 
 @listed
 class Messages:
-    """Each method is a call of the list."""
-
     def sends_and_receives(self, rank: int, size: int) -> Any:
         after, before, out, other = ((rank + 1) % size, (rank - 1) % size, filled(2), filled(2))
         if rank % 2:

@@ -26,8 +26,6 @@ CALLS.update({f"all_reduce_{op}": functools.partial(reduced, op=op, dtypes=d) fo
 
 @listed
 class Reductions:
-    """Each method is a call of the list."""
-
     def all_reduce_old_names(self, rank: int, size: int) -> Any:
         tensor, other = own(rank, 2), own(rank, 2)
         dist.all_reduce(tensor, op=dist.reduce_op.SUM)
