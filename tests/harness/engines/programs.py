@@ -22,6 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness.ledger import Call
 
+gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""all_gather into one tensor, by the name that this torch has for it."""
+
 
 class OddError(Exception):
     """An exception that cannot be sent: it takes two arguments."""

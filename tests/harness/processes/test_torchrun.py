@@ -140,9 +140,7 @@ def test_a_failure_says_how_to_launch_it_again() -> None:
     assert repeat_command(case, "parallel.subject:subject").startswith('shardproof run "')
 
 
-def test_without_a_launcher_the_line_to_type_is_shown(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_launcher_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name in [name for name in os.environ if name.startswith(LAUNCHERS)]:
         monkeypatch.delenv(name)
     assert cli.main(["run", TINY, "--engine", "torchrun"]) == 2

@@ -170,7 +170,7 @@ WITHOUT_A_CASE = [
         *(({}, (0, 3), *row) for row in WITHOUT_A_CASE),
     ],
 )
-def test_a_group_is_named_by_its_description_whatever_axes_have_the_same_ranks_else_by_its_ranks(
+def test_a_description_names_a_group_else_its_ranks_do(
     axes: Axes, group: tuple[int, ...], desc: str, name: str
 ) -> None:
     assert axis_name(group, desc, axes, 4 if axes is AXES else 8) == (name, "")

@@ -18,7 +18,7 @@ from torch import Tensor
 from harness.engines.calls import reading
 from harness.engines.calls.signature import call_of
 from harness.engines.interposer import Interposer
-from harness.ledger import Call, Event
+from harness.ledger import Event
 from harness.recording.recorder import Recorder
 from harness.recording.spans import Stopwatch, stopwatch
 from harness.witnesses.measured import clocked
@@ -109,9 +109,8 @@ def test_an_asynchronous_call_on_a_gpu_is_complete_when_its_future_says_so(
 ) -> None:
     played = _Device()
     monkeypatch.setattr(reading, "call_of", lambda *told: replace(call_of(*told), device=device))
-    recorder = Recorder("", "tp", 2, {}, stopwatch=played.watch())
-    group, done = gloo_group(), _Delayed(played, recorder)
-    with recorder, recorder.on_rank(0), Interposer(done):
+    group, done = gloo_group(), _Delayed(played)
+    with done, done.on_rank(0), Interposer(done):
         for asynchronous in (False, True):
             options = dist.AllreduceOptions()
             options.asyncOp = asynchronous
@@ -120,7 +119,7 @@ def test_an_asynchronous_call_on_a_gpu_is_complete_when_its_future_says_so(
             deadline_s = time.monotonic() + 10
             while device == "cuda" and len(done.told) <= asynchronous and time.monotonic() < deadline_s:
                 time.sleep(0.001)  # the callback runs in a thread of gloo
-    events = recorder.events()
+    events = done.events()
     assert done.told == ([0, 1] if device == "cuda" else [0])
     if device == "cuda":
         assert [event.duration_us for event in events] == [pytest.approx(us) for us in durations]
@@ -128,19 +127,17 @@ def test_an_asynchronous_call_on_a_gpu_is_complete_when_its_future_says_so(
         assert [event.duration_us > 0 for event in events] == [us > 0 for us in durations]
 
 
-class _Delayed:
-    """Stands before a recorder and lets the played device work before a completion is reported."""
+class _Delayed(Recorder):
+    """Lets the played device work before a completion is recorded."""
 
-    def __init__(self, device: _Device, recorder: Recorder) -> None:
-        self.device, self.recorder, self.takes_ms = device, recorder, 0.0
+    def __init__(self, device: _Device) -> None:
+        super().__init__("", "tp", 2, {}, stopwatch=device.watch())
+        self.device, self.takes_ms = device, 0.0
         self.told: list[int] = []
-
-    def issued(self, rank: int, call: Call) -> int:
-        return self.recorder.issued(rank, call)
 
     def completed(self, rank: int, ticket: int) -> None:
         self.device.work(self.takes_ms)
-        self.recorder.completed(rank, ticket)
+        super().completed(rank, ticket)
         self.told.append(ticket)
 
 

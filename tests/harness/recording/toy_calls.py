@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from harness.engines.engine import Engine
 from harness.engines.threads.inproc import InprocEngine
@@ -70,31 +71,41 @@ class Linear(nn.Module):
         return spoken
 
 
+Around = Callable[[nn.Module, Tensor], Any]
+"""A way to call a module."""
+
+
+def checkpointed(reentrant: bool | None) -> Around:
+    """Calls by checkpointing of one of its flavours; as they are for None."""
+
+    def around(module: nn.Module, x_BD: Tensor) -> Any:
+        return module(x_BD) if reentrant is None else checkpoint(module, x_BD, use_reentrant=reentrant)
+
+    return around
+
+
+PLAIN = checkpointed(None)
+
+
 class Block(nn.Module):
-    """Two linears around a relu; `around` calls each of them (checkpointing, for instance)."""
+    """Two linears around a relu; `around` calls each of them."""
 
-    def __init__(self, voice: Voice, around: Callable[[nn.Module, Tensor], Tensor] | None = None) -> None:
+    def __init__(self, voice: Voice, around: Around = PLAIN) -> None:
         super().__init__()
-        self.a = Linear(voice)
-        self.b = Linear(voice)
-        self.around = around or (lambda module, x_BD: module(x_BD))
+        self.a, self.b = Linear(voice), Linear(voice)
+        self.around = around
 
-    def forward(self, x_BD: Tensor) -> Tensor:
+    def forward(self, x_BD: Tensor) -> Any:
         return self.around(self.b, torch.relu(self.around(self.a, x_BD)))
 
 
 class Model(nn.Module):
     """Two blocks, `layers.0` and `layers.1`."""
 
-    def __init__(
-        self,
-        voice: Voice,
-        around: Callable[[nn.Module, Tensor], Tensor] | None = None,
-        inside: Callable[[nn.Module, Tensor], Tensor] | None = None,
-    ) -> None:
+    def __init__(self, voice: Voice, around: Around = PLAIN, inside: Around = PLAIN) -> None:
         super().__init__()
         self.layers = nn.ModuleList([Block(voice, inside), Block(voice, inside)])
-        self.around = around or (lambda module, x_BD: module(x_BD))
+        self.around = around
 
     def forward(self, x_BD: Tensor) -> Tensor:
         for layer in self.layers:

@@ -92,9 +92,7 @@ def test_only_the_case_that_issues_it_is_unknown_and_its_message_names_it(
     assert other.verdict == PASS
 
 
-def test_an_operator_that_threads_cannot_compute_is_unknown_by_name_and_the_next_case_runs(
-    engine: InprocEngine,
-) -> None:
+def test_an_operator_without_a_kernel_is_unknown_by_name_and_the_next_case_runs(engine: InprocEngine) -> None:
     one, other = (prove(case, voiding, engine=engine) for case in _CASES)
     run = verdict_of(one, "run")
     assert run.verdict == UNKNOWN and not one.machine

@@ -21,8 +21,10 @@ from torch.utils.checkpoint import checkpoint
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RankRaised
 from harness.ledger import Call
-from tests.harness.engines.programs import Log
+from tests.harness.engines.out_of_step import ones
+from tests.harness.engines.programs import Log, gather_flat
 from tests.harness.own_words import Reduced
+from tests.harness.threads.torch_calls.groups import summed
 
 REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "SUM": operator.add,
@@ -38,9 +40,7 @@ def noise(rank: int, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize(("op", "world_size"), [("SUM", 4), ("PRODUCT", 3), ("MIN", 2), ("MAX", 1)])
-def test_reductions_are_in_rank_order_and_rounded_after_every_step(
-    engine: InprocEngine, op: str, world_size: int
-) -> None:
+def test_reductions_are_in_rank_order_and_rounded_every_time(engine: InprocEngine, op: str, world_size: int) -> None:
     def program(rank: int) -> list[Tensor]:
         tensors = [noise(rank, dtype) for dtype in DTYPES]
         for tensor in tensors:
@@ -86,7 +86,7 @@ def test_meta_tensors_pass_through_every_collective(engine: InprocEngine) -> Non
             x, full = torch.empty(4), torch.empty(8)
             dist.all_reduce(x)
             dist.broadcast(x, src=0)
-            getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(full, x)
+            gather_flat(full, x)
             dist.all_to_all_single(torch.empty(4), x)
             dist.reduce_scatter(x, [torch.empty(4), torch.empty(4)])
         return [x.device.type, full.device.type]
@@ -132,12 +132,6 @@ def test_a_tensor_that_autograd_saved_must_not_be_overwritten_by_a_collective(en
         return "refused"
 
     assert engine.run(program, world_size=2) == ["refused", "refused"]
-
-
-def summed(group: dist.ProcessGroup | None) -> float:
-    tensor = torch.tensor([float(2 ** dist.get_rank())])
-    dist.all_reduce(tensor, group=group)
-    return tensor.item()
 
 
 def test_split_groups_count_ranks_within_the_parent(engine: InprocEngine) -> None:
@@ -199,10 +193,6 @@ def test_user_code_may_initialise_and_destroy_the_world_itself(engine: InprocEng
 
 def told(call: Call) -> tuple[Any, ...]:
     return call.op, call.reduce_op, call.dtype, call.shapes, call.payload_bytes, call.is_async, call.peer
-
-
-def ones(*shape: int) -> torch.Tensor:
-    return torch.ones(shape)
 
 
 def test_messages_name_their_peer_and_only_the_blocking_ones_are_synchronous(engine: InprocEngine) -> None:

@@ -67,9 +67,7 @@ def test_a_model_with_views_changed_in_place_is_seen_alike_by_every_witness(
         assert (verdict_.verdict, words in verdict_.message) == (verdict, True)
 
 
-def test_a_missing_or_broken_nsys_is_one_sentence_and_takes_nothing_along(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_or_broken_nsys_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = os.environ["PATH"]
     monkeypatch.setenv("PATH", str(tmp_path))
     cases = parse_cases(["mode=tp tp=2 steps=2 seed=9"])

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.harness.threads.torch_calls.listed import CALLS, Call, dist, filled, own
+from tests.harness.threads.torch_calls.listed import CALLS, Call, changed, dist, filled, own
 
 FLOAT8 = torch.float8_e4m3fn
 
@@ -21,21 +21,16 @@ class Beyond:
     on_gloo: str
 
 
-def _changed(tensor: Tensor, call: Callable[[Tensor], Any]) -> Tensor:
-    call(tensor)
-    return tensor
-
-
 def _total(size: int, *shape: int) -> Tensor:
     return torch.stack([own(rank, *shape) for rank in range(size)]).sum(0)
 
 
 def _stacked(rank: int, size: int) -> Tensor:
-    return _changed(filled(size, 2), lambda out: dist.all_gather_into_tensor(out, own(rank, 2)))
+    return changed(filled(size, 2), lambda out: dist.all_gather_into_tensor(out, own(rank, 2)))
 
 
 def _flattened(rank: int, size: int) -> Tensor:
-    return _changed(filled(6 * size), lambda out: dist.all_gather_into_tensor(out, own(rank, 2, 3)))
+    return changed(filled(6 * size), lambda out: dist.all_gather_into_tensor(out, own(rank, 2, 3)))
 
 
 def _uneven_lists(rank: int, size: int) -> list[Tensor]:
@@ -52,14 +47,14 @@ def _moved_float8(rank: int, size: int) -> Tensor:
 
 NOT_ON_GLOO = {
     "sums scaled beforehand": Beyond(
-        call=lambda r, n: _changed(
+        call=lambda r, n: changed(
             own(r, 2), lambda t: dist.all_reduce(t, torch._C._distributed_c10d._make_nccl_premul_sum(0.5))
         ),
         right=lambda r, n: _total(n, 2) / 2,
         on_gloo="Cannot use ReduceOp.PREMUL_SUM with Gloo",
     ),
     "averages of integers": Beyond(
-        call=lambda r, n: _changed(own(r, 2, dtype=torch.int32), lambda t: dist.all_reduce(t, dist.ReduceOp.AVG)),
+        call=lambda r, n: changed(own(r, 2, dtype=torch.int32), lambda t: dist.all_reduce(t, dist.ReduceOp.AVG)),
         right=lambda r, n: (_total(n, 2) / n).to(torch.int32),
         on_gloo="no AVG of integers",
     ),
@@ -74,12 +69,12 @@ NOT_ON_GLOO = {
         on_gloo="wants the output joined along dim 0",
     ),
     "all_gather_into_tensor of one number": Beyond(
-        call=lambda r, n: _changed(filled(n), lambda out: dist.all_gather_into_tensor(out, own(r))),
+        call=lambda r, n: changed(filled(n), lambda out: dist.all_gather_into_tensor(out, own(r))),
         right=lambda r, n: torch.stack([own(i) for i in range(n)]),
         on_gloo="wants the output joined along dim 0",
     ),
     "reduce_scatter_tensor, stacked": Beyond(
-        call=lambda r, n: _changed(filled(2), lambda out: dist.reduce_scatter_tensor(out, own(r, n, 2))),
+        call=lambda r, n: changed(filled(2), lambda out: dist.reduce_scatter_tensor(out, own(r, n, 2))),
         right=lambda r, n: _total(n, n, 2)[r],
         on_gloo="wants the input joined along dim 0",
     ),
@@ -112,24 +107,24 @@ WRONG_ON_GLOO = {
         call=_columns, right=_columns_right, on_gloo="sums what lies between the columns too, and overwrites it"
     ),
     "reduce_scatter from transposed tensors": Beyond(
-        call=lambda r, n: _changed(
+        call=lambda r, n: changed(
             filled(2, 3), lambda out: dist.reduce_scatter(out, [own(r + i, 3, 2).t() for i in range(n)])
         ),
         right=lambda r, n: torch.stack([own(i + r, 3, 2).t() for i in range(n)]).sum(0),
         on_gloo="takes the numbers in the order of memory",
     ),
     "all_to_all_single into a transposed tensor": Beyond(
-        call=lambda r, n: _changed(filled(3, n).t(), lambda out: dist.all_to_all_single(out, own(r, n, 3))),
+        call=lambda r, n: changed(filled(3, n).t(), lambda out: dist.all_to_all_single(out, own(r, n, 3))),
         right=lambda r, n: torch.stack([own(i, n, 3)[r] for i in range(n)]),
         on_gloo="writes the numbers in the order of memory",
     ),
     "all_to_all_single of rows that do not divide": Beyond(
-        call=lambda r, n: _changed(filled(n + 1), lambda out: dist.all_to_all_single(out, own(r, n + 1))),
+        call=lambda r, n: changed(filled(n + 1), lambda out: dist.all_to_all_single(out, own(r, n + 1))),
         right=lambda r, n: None,
         on_gloo="leaves the last row out",
     ),
     "all_to_all_single of one number": Beyond(
-        call=lambda r, n: _changed(filled(), lambda out: dist.all_to_all_single(out, own(r))),
+        call=lambda r, n: changed(filled(), lambda out: dist.all_to_all_single(out, own(r))),
         right=lambda r, n: None,
         on_gloo="sends nothing",
     ),

@@ -74,11 +74,8 @@ class Messages:
         return sorted(zip(sources, [out.item() for out in outs], strict=True))
 
     def objects(self, rank: int, size: int) -> Any:
-        mine, everyone, gathered = (
-            {"rank": rank, "text": "x" * rank},
-            [None] * size,
-            [None] * size if rank == 1 else None,
-        )
+        mine, everyone = {"rank": rank, "text": "x" * rank}, [None] * size
+        gathered = [None] * size if rank == 1 else None
         dist.all_gather_object(everyone, mine)
         dist.all_gather_object(object_list=everyone, obj=mine, group=dist.group.WORLD)
         dist.gather_object(mine, gathered, 1)
