@@ -229,9 +229,10 @@ assert sent.tolist() == [2.0] * 3, sent
 """
 
 
-def test_calls_of_a_thread_that_runs_no_python_are_recorded(tmp_path: Path) -> None:
+def test_calls_of_a_thread_that_runs_no_python_are_recorded_and_a_forked_rank_ends_in_order(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(WITHOUT_PYTHON)
     ranks = forked(tmp_path, "program.py", record=[])
     assert [rank.ended(LIMIT_S) for rank in ranks] == [0, 0], ranks[0].err
-    told = load(tmp_path / "runs" / "latest").ledger
-    assert told[told["rank"] == 0]["op"].tolist() == ["all_reduce", "barrier"]
+    run = load(tmp_path / "runs" / "latest")
+    assert run.ledger[run.ledger["rank"] == 0]["op"].tolist() == ["all_reduce", "barrier"]
+    assert run.notes == () and (run.path / "ranks" / "0" / "last.json").is_file()  # though without atexit

@@ -20,7 +20,7 @@ from harness.recording import attribution, lanes
 from harness.recording.module_watch import Emit
 from harness.recording.naming import Paths
 from harness.recording.recorder import Recorded, Recorder
-from tests.harness.recording.simulated_graph import SimulatedGraph, graphs_simulated
+from tests.harness.recording.simulated_graph import SimulatedGraph
 
 WORLD = 2
 OURS = [tracemalloc.Filter(True, f"*/harness/{room}/*") for room in ("programs", "recording")]
@@ -111,7 +111,7 @@ def test_what_is_written_on_the_way_is_what_is_read_at_the_end(engine: InprocEng
     assert 0 < again <= 2 * 3 * 2, "only what follows settles otherwise is written twice: the data of later steps"
 
 
-def test_replays_of_a_graph_are_written_on_the_way_too(engine: InprocEngine) -> None:
+def test_replays_are_written_on_the_way_too(monkeypatch: pytest.MonkeyPatch, engine: InprocEngine) -> None:
     def captured(rank: int, recorder: Tee) -> None:
         with recorder.on_rank(rank):
             model = nn.Linear(3, 2)
@@ -129,7 +129,8 @@ def test_replays_of_a_graph_are_written_on_the_way_too(engine: InprocEngine) -> 
             for _ in range(3):
                 graph.replay()
 
-    with graphs_simulated(), Tee() as recorder:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimulatedGraph)
+    with Tee() as recorder:
         engine.run(captured, recorder, world_size=WORLD, observer=recorder)
     written, expected = recorder.both()
     assert written == expected and {one.calls for one in recorder.streams.values()} == {1 + 3}

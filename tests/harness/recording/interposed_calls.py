@@ -4,7 +4,6 @@ A scenario is a function of the rank. Tensors are float32 of four elements unles
 """
 
 import datetime
-import multiprocessing
 import pickle
 import threading
 import warnings
@@ -171,23 +170,12 @@ SCENARIOS: dict[str, Callable[[int], Any]] = {
 }
 
 
-def run(folder: Path) -> None:
-    """Run every scenario on forked ranks; what rank r saw is pickled to `folder/rank<r>`.
+def on_rank(rank: int, folder: Path) -> None:
+    """Run every scenario on a rank; what it saw is pickled to `folder/rank<r>`.
 
     By scenario: its events; "bare" and "ddp results": DDP's parameters unrecorded and recorded; "after": events of
-    calls made when the interposer was gone. Raises RuntimeError when a rank does not end well.
+    calls made when the interposer was gone.
     """
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=_rank, args=(rank, folder)) for rank in range(RANKS)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    if any(process.exitcode for process in ranks):
-        raise RuntimeError(f"exit codes of the ranks: {[process.exitcode for process in ranks]}")
-
-
-def _rank(rank: int, folder: Path) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     store = torch._C._distributed_c10d.FileStore(str(folder / "store"), RANKS)

@@ -87,8 +87,8 @@ EXPECTED: dict[str, list[Said]] = {
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Events that each of two gloo ranks saw."""
     folder = tmp_path_factory.mktemp("interposed")
-    program = started(interposed_calls.run, folder, folder=folder)
-    assert program.ended(120) == 0, program.err
+    processes = [started(interposed_calls.on_rank, rank, folder, folder=folder) for rank in range(2)]
+    assert [process.ended(120) for process in processes] == [0, 0], processes[0].err
     return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(2)]
 
 

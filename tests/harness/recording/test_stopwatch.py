@@ -5,7 +5,6 @@ of the ledger.
 """
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -22,7 +21,7 @@ from harness.ledger import Event
 from harness.recording.recorder import Recorder
 from harness.recording.spans import Stopwatch, stopwatch
 from harness.witnesses.measured import clocked
-from tests.harness.recording.simulated_graph import SimulatedGraph, graphs_simulated
+from tests.harness.recording.simulated_graph import SimulatedGraph
 from tests.harness.recording.toy_calls import Model, Part, Voice, a_call, backward, forward, input_BD, record, told
 
 CALL = a_call(device="cuda")
@@ -142,9 +141,8 @@ class _Delayed(Recorder):
 
 
 @pytest.fixture(autouse=True)
-def simulated() -> Iterator[None]:
-    with graphs_simulated():
-        yield
+def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimulatedGraph)
 
 
 def what(events: list[Event]) -> list[tuple[str, str, str, int]]:

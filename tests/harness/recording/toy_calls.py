@@ -162,6 +162,11 @@ def told(events: list[Event]) -> list[Told]:
     return [(e.step, e.microbatch, e.phase, e.region) for e in events]
 
 
+def sites(program: Callable[[Voice], object]) -> list[Told]:
+    """Where the calls of one rank are that runs `program(voice)`."""
+    return told(record(program))
+
+
 def forward(step: int = 0, microbatch: int = 0) -> list[Told]:
     """Calls of a forward of `Model`."""
     return [(step, microbatch, "forward", leaf) for leaf in LEAVES]
@@ -170,9 +175,3 @@ def forward(step: int = 0, microbatch: int = 0) -> list[Told]:
 def backward(step: int = 0, microbatch: int = 0) -> list[Told]:
     """Calls of its backward, for an input that wants a gradient."""
     return [(step, microbatch, "backward", leaf) for leaf in reversed(LEAVES)]
-
-
-def turns_of_two_stages(micro: int) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-    """Messages (op, micro-batch) of the first and the last of two stages, one forward and one backward in turn."""
-    ahead = [("send", 0), *[(op, m + (op == "send")) for m in range(micro) for op in ("send", "recv")]]
-    return [turn for turn in ahead if turn[1] < micro], [(op, m) for m in range(micro) for op in ("recv", "send")]

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RankRaised
 from harness.ledger import Call
+from tests.harness.engines import programs
 from tests.harness.engines.out_of_step import ones
 from tests.harness.engines.programs import Log, gather_flat
 from tests.harness.own_words import Reduced
@@ -57,12 +58,7 @@ def test_reductions_are_in_rank_order_and_rounded_every_time(engine: InprocEngin
 
 
 def test_two_hundred_and_fifty_six_ranks(engine: InprocEngine) -> None:
-    def program(rank: int) -> float:
-        x = torch.full((2,), float(rank))
-        dist.all_reduce(x)
-        return x[0].item()
-
-    assert engine.run(program, world_size=256) == [255 * 128.0] * 256
+    assert engine.run(programs.summed, world_size=256) == [programs.total(256)] * 256
 
 
 def value(rank: int) -> Tensor:
