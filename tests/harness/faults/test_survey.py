@@ -189,9 +189,7 @@ def test_the_maximum_of_a_softmax_may_be_another_number_that_all_ranks_have(engi
 
 @pytest.mark.peers
 @pytest.mark.filterwarnings("ignore")
-def test_every_collective_of_unmodified_megatron_is_necessary_and_every_doubled_sum_is_noticed(
-    engine: InprocEngine,
-) -> None:
+def test_unmodified_megatron_needs_every_collective_and_a_doubled_sum_is_noticed(engine: InprocEngine) -> None:
     """Its GPTModel needs each of its 4L + 5 calls."""
     pytest.importorskip("megatron.core", reason="needs the extra `peers`")
     megatron = named("suites.subjects.megatron:subject")

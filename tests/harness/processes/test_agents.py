@@ -24,10 +24,6 @@ NUMBER = 7
 GONE = RuntimeError("Connection closed by peer [10.0.0.2]:4711")
 
 
-def order(world_size: int = 2) -> RunOrder:
-    return RunOrder(number=NUMBER, world_size=world_size, seed=0, program=b"", store_prefix="", connection=NUMBER)
-
-
 @pytest.mark.parametrize("ordered", [True, False])
 def test_an_agent_tells_that_its_worker_cannot_be_forked_and_knows_whether_rank_0_ended_it(ordered: bool) -> None:
     def fork() -> NoReturn:
@@ -75,7 +71,9 @@ class World:
         self.terminated = False
 
     def results(self, timeout_s: float = 5.0) -> list[object]:
-        workers = LaunchedWorkers(order(len(self.links)), self.links, lambda: self.terminated)
+        size = len(self.links)
+        order = RunOrder(number=NUMBER, world_size=size, seed=0, program=b"", store_prefix="", connection=NUMBER)
+        workers = LaunchedWorkers(order, self.links, lambda: self.terminated)
         return Supervisor(workers, timeout_s).results()
 
     def told(self, rank: int) -> list[str]:

@@ -110,9 +110,7 @@ def dropping(folder: Path) -> tuple[Run, list[str]]:
     return load((folder / "runs" / "latest").resolve()), [rank.err for rank in ranks]
 
 
-def test_sends_and_receives_have_columns_of_their_own_where_there_are_any(
-    dropping: tuple[Run, list[str]], recorded: tuple[Run, str]
-) -> None:
+def test_sends_and_receives_have_columns_if_any(dropping: tuple[Run, list[str]], recorded: tuple[Run, str]) -> None:
     """In two steps rank 0 sends four messages and receives two; a module's row has the rank of most."""
     by_rank = figures.by_rank(dropping[0])
     assert by_rank[["rank", "send", "recv"]].values.tolist() == [[0, 4, 2], [1, 2, 4]]
@@ -229,7 +227,7 @@ assert sent.tolist() == [2.0] * 3, sent
 """
 
 
-def test_calls_of_a_thread_that_runs_no_python_are_recorded_and_a_forked_rank_ends_in_order(tmp_path: Path) -> None:
+def test_calls_without_python_are_recorded_and_forked_ranks_end_in_order(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(WITHOUT_PYTHON)
     ranks = forked(tmp_path, "program.py", record=[])
     assert [rank.ended(LIMIT_S) for rank in ranks] == [0, 0], ranks[0].err

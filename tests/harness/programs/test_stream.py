@@ -26,10 +26,6 @@ WORLD = 2
 OURS = [tracemalloc.Filter(True, f"*/harness/{room}/*") for room in ("programs", "recording")]
 
 
-def session(steps: tuple[int, int] | None = None) -> ProgramSession:
-    return ProgramSession(folder="", steps=steps, profile=(), silence_s=60.0, origin_s=0.0, boot="", command=())
-
-
 class Tee(Recorder):
     """A recorder that hands the same observations to a stream a rank; what those write is `written`, as it came."""
 
@@ -43,9 +39,10 @@ class Tee(Recorder):
     def _emit(self, rank: int) -> Emit:
         keep = super()._emit(rank)
         of = Recorded(case="case", mode="program", world_size=WORLD, rank=rank)
-        self.streams[rank] = EventStream(
-            of=of, session=session(self.steps), on_event=self.written.append, on_step=lambda _row: None
+        asked = ProgramSession(
+            folder="", steps=self.steps, profile=(), silence_s=60.0, origin_s=0.0, boot="", command=()
         )
+        self.streams[rank] = EventStream(of=of, session=asked, on_event=self.written.append, on_step=lambda _row: None)
 
         def emit(plain: tuple[Any, ...]) -> None:
             if self.keeps:

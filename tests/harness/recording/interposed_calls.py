@@ -161,13 +161,8 @@ def compiled(rank: int) -> None:
         compiled_sum(x4())
 
 
-SCENARIOS: dict[str, Callable[[int], Any]] = {
-    scenario.__name__: scenario
-    for scenario in (
-        *(reductions, rooted, gathers, exchanges, messages, barriers, coalesced, objects, functionals, elsewhere),
-        *(ddp, fsdp, compiled),
-    )
-}
+_ALL = (reductions, rooted, gathers, exchanges, messages, barriers, coalesced, objects, functionals, elsewhere)
+SCENARIOS: dict[str, Callable[[int], Any]] = {one.__name__: one for one in (*_ALL, ddp, fsdp, compiled)}
 
 
 def on_rank(rank: int, folder: Path) -> None:

@@ -103,9 +103,7 @@ def threads() -> list[dict[str, list[Event]]]:
     return found
 
 
-def test_every_call_is_seen_once_as_what_it_is(
-    ranks: list[dict[str, Any]], threads: list[dict[str, list[Event]]]
-) -> None:
+def test_every_call_is_seen_once_as_it_is(ranks: list[dict[str, Any]], threads: list[dict[str, list[Event]]]) -> None:
     for results in (*ranks, *threads):
         assert {name: [said(event) for event in results[name]] for name in EXPECTED} == EXPECTED
     batch = [call("send", later=True), call("recv", later=True)]

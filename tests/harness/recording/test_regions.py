@@ -143,8 +143,7 @@ def wrapped(model: nn.Module) -> Part:
 def test_wrappers_leave_no_trace_in_the_path_and_a_child_called_module_does() -> None:
     def checkpointed_layers(voice: Voice) -> nn.Module:
         model = Model(voice)
-        for index, layer in enumerate(model.layers):
-            model.layers[index] = checkpoint_wrapper(layer)
+        model.layers = nn.ModuleList(map(checkpoint_wrapper, model.layers))
         return model
 
     for make in (checkpointed_layers, lambda voice: wrapped(wrapped(checkpointed_layers(voice)))):

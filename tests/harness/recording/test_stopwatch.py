@@ -103,7 +103,7 @@ def gloo_group() -> dist.ProcessGroup:
 
 
 @pytest.mark.parametrize(("device", "durations"), [("cuda", [2_000, 5_000]), ("cpu", [2_000, 0])])
-def test_an_asynchronous_call_on_a_gpu_is_complete_when_its_future_says_so(
+def test_a_call_on_a_gpu_ends_with_its_future(
     monkeypatch: pytest.MonkeyPatch, device: str, durations: list[float]
 ) -> None:
     played = _Device()

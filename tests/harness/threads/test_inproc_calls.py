@@ -27,12 +27,6 @@ from tests.harness.engines.programs import Log, gather_flat
 from tests.harness.own_words import Reduced
 from tests.harness.threads.torch_calls.groups import summed
 
-REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "SUM": operator.add,
-    "PRODUCT": operator.mul,
-    "MIN": torch.minimum,
-    "MAX": torch.maximum,
-}
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -40,8 +34,13 @@ def noise(rank: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(257, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(dtype)
 
 
-@pytest.mark.parametrize(("op", "world_size"), [("SUM", 4), ("PRODUCT", 3), ("MIN", 2), ("MAX", 1)])
-def test_reductions_are_in_rank_order_and_rounded_every_time(engine: InprocEngine, op: str, world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("op", "by_hand", "world_size"),
+    [("SUM", operator.add, 4), ("PRODUCT", operator.mul, 3), ("MIN", torch.minimum, 2), ("MAX", torch.maximum, 1)],
+)
+def test_reductions_are_in_rank_order_and_rounded_every_time(
+    engine: InprocEngine, op: str, by_hand: Callable[[Tensor, Tensor], Tensor], world_size: int
+) -> None:
     def program(rank: int) -> list[Tensor]:
         tensors = [noise(rank, dtype) for dtype in DTYPES]
         for tensor in tensors:
@@ -49,7 +48,7 @@ def test_reductions_are_in_rank_order_and_rounded_every_time(engine: InprocEngin
         return tensors
 
     every = [[noise(rank, dtype) for rank in range(world_size)] for dtype in DTYPES]
-    expected = [functools.reduce(REDUCTIONS[op], tensors) for tensors in every]
+    expected = [functools.reduce(by_hand, tensors) for tensors in every]
     for tensors in engine.run(program, world_size=world_size):
         assert all(map(torch.equal, tensors, expected))
     if op == "SUM":

@@ -240,9 +240,6 @@ def test_ranks_share_a_processor_and_the_driver_keeps_its_own() -> None:
 
 PIECE_BYTES = 2**16
 """Below what glibc maps one by one and gives back by itself."""
-keeps_holes = pytest.mark.skipif(
-    not hasattr(heap._C, "malloc_trim"), reason="this C library keeps no holes to give back"
-)
 
 
 def holes(mib: int) -> torch.Tensor:
@@ -251,7 +248,7 @@ def holes(mib: int) -> torch.Tensor:
     return pieces[-1]
 
 
-@keeps_holes
+@pytest.mark.skipif(not hasattr(heap._C, "malloc_trim"), reason="this C library keeps no holes to give back")
 def test_a_run_gives_back_what_was_freed_in_pieces() -> None:
     with InprocEngine() as engine:
         heap._C.malloc_trim(0)  # holes of earlier tests would be filled first

@@ -37,9 +37,7 @@ def forked(_program: object, folder: Path, limit_s: float, environment: dict[str
     assert [rank.ended(limit_s) for rank in ranks] == [0, 0], ranks[0].err
 
 
-def test_a_model_with_views_changed_in_place_is_seen_alike_by_every_witness(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_views_changed_in_place_are_seen_by_every_witness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nsight Systems sees chosen steps of it, in test_witness_steps."""
     tool = "torch"
     monkeypatch.setattr(session_module, "_run", forked)

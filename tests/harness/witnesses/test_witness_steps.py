@@ -38,9 +38,7 @@ CLEAN, INSIDE, BEFORE, AFTER, SHORT = parse_cases(
 
 
 @pytest.mark.parametrize("tool", ["torch", pytest.param("nsys", marks=NSYS)])
-def test_witnesses_see_the_chosen_steps_and_no_other(
-    tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_witnesses_see_the_chosen_steps_alone(tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A session of all cases, which takes ten CPU seconds under nsys, and all of its messages.
 
     A closed form that knows no single steps is not held against some, and steps that a program lacks are named.

@@ -1,8 +1,7 @@
 """Calls that NCCL serves and gloo does not, or not right: what each must give, and what gloo does."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +11,7 @@ from tests.harness.threads.torch_calls.listed import CALLS, Call, changed, dist,
 FLOAT8 = torch.float8_e4m3fn
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Beyond:
+class Beyond(NamedTuple):
     """A call, what a rank must get of it, and what gloo does."""
 
     call: Call
@@ -25,24 +23,10 @@ def _total(size: int, *shape: int) -> Tensor:
     return torch.stack([own(rank, *shape) for rank in range(size)]).sum(0)
 
 
-def _stacked(rank: int, size: int) -> Tensor:
-    return changed(filled(size, 2), lambda out: dist.all_gather_into_tensor(out, own(rank, 2)))
-
-
-def _flattened(rank: int, size: int) -> Tensor:
-    return changed(filled(6 * size), lambda out: dist.all_gather_into_tensor(out, own(rank, 2, 3)))
-
-
 def _uneven_lists(rank: int, size: int) -> list[Tensor]:
     outs = [filled(rank + 1) for _ in range(size)]
     dist.all_to_all(outs, [own(rank + 10 * i, i + 1) for i in range(size)])
     return outs
-
-
-def _moved_float8(rank: int, size: int) -> Tensor:
-    out = filled(2 * size).to(FLOAT8)
-    dist.all_gather_into_tensor(out, own(rank, 2).to(FLOAT8))
-    return out.double()
 
 
 NOT_ON_GLOO = {
@@ -59,12 +43,12 @@ NOT_ON_GLOO = {
         on_gloo="no AVG of integers",
     ),
     "all_gather_into_tensor, stacked": Beyond(
-        call=_stacked,
+        call=lambda r, n: changed(filled(n, 2), lambda out: dist.all_gather_into_tensor(out, own(r, 2))),
         right=lambda r, n: torch.stack([own(i, 2) for i in range(n)]),
         on_gloo="wants the output joined along dim 0",
     ),
     "all_gather_into_tensor, flat": Beyond(
-        call=_flattened,
+        call=lambda r, n: changed(filled(6 * n), lambda out: dist.all_gather_into_tensor(out, own(r, 2, 3))),
         right=lambda r, n: torch.cat([own(i, 2, 3).view(-1) for i in range(n)]),
         on_gloo="wants the output joined along dim 0",
     ),
@@ -84,16 +68,14 @@ NOT_ON_GLOO = {
         on_gloo="all_to_all takes tensors of one size",
     ),
     "float8 moved": Beyond(
-        call=_moved_float8, right=lambda r, n: torch.cat([own(i, 2) for i in range(n)]), on_gloo="Invalid scalar type"
+        call=lambda r, n: changed(
+            filled(2 * n).to(FLOAT8), lambda out: dist.all_gather_into_tensor(out, own(r, 2).to(FLOAT8))
+        ).double(),
+        right=lambda r, n: torch.cat([own(i, 2) for i in range(n)]),
+        on_gloo="Invalid scalar type",
     ),
 }
 """gloo raises; the in-process engine computes what NCCL does."""
-
-
-def _columns(rank: int, size: int) -> Tensor:
-    whole = own(rank, 4, 6)
-    dist.all_reduce(whole[:, 1:3])
-    return whole
 
 
 def _columns_right(rank: int, size: int) -> Tensor:
@@ -104,7 +86,9 @@ def _columns_right(rank: int, size: int) -> Tensor:
 
 WRONG_ON_GLOO = {
     "all_reduce of columns": Beyond(
-        call=_columns, right=_columns_right, on_gloo="sums what lies between the columns too, and overwrites it"
+        call=lambda r, n: changed(own(r, 4, 6), lambda whole: dist.all_reduce(whole[:, 1:3])),
+        right=_columns_right,
+        on_gloo="sums what lies between the columns too, and overwrites it",
     ),
     "reduce_scatter from transposed tensors": Beyond(
         call=lambda r, n: changed(
