@@ -74,7 +74,7 @@ def write_generated(folder: Path, world: int, bug: str = "", rank: int = -1, num
         tp, dp = mine // TP, mine % TP
         members = {f"tp{tp}": list(range(TP * tp, TP * tp + TP)), f"dp{dp}": list(range(dp, world, TP))}
         layer = [f"tp{tp}", "tp", "all_reduce", "sum", "float32", "4x8", -1, -1, "forward"]
-        kinds = [[*layer, f"layers.{i}", f"m.py:{i + 1}"] for i in range(LAYERS)]
+        kinds: list[list[Any]] = [[*layer, f"layers.{i}", f"m.py:{i + 1}"] for i in range(LAYERS)]
         kinds.append([f"dp{dp}", "dp", "all_reduce", "sum", "float32", "999", -1, -1, "grad_sync", "", "t.py:9"])
         kinds.append([f"tp{tp}", "tp", "broadcast", "", "int64", "3", 0, -1, "forward", "router", "r.py:5"])
         tp_stops, dp_stops = (number, number + LAYERS) if bug == STOPPED else (CALLS + FIRST, CALLS + FIRST)
