@@ -21,7 +21,7 @@ def forms_differ(rank: int) -> None:
     if rank == 1:
         dist.all_gather([ones(2), ones(2), ones(2)], ones(2))
     else:
-        getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(ones(6), ones(2))
+        programs.gather_flat(ones(6), ones(2))
 
 
 def unnamed_groups_cross(rank: int) -> None:

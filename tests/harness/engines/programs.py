@@ -22,6 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness.ledger import Call
 
+gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""all_gather into one tensor, by the name that this torch has for it."""
+
 
 class OddError(Exception):
     """An exception that cannot be sent: it takes two arguments."""
@@ -41,7 +44,6 @@ def summed(rank: int) -> float:
 
 
 def total(world_size: int) -> float:
-    """Result of `summed`."""
     return world_size * world_size * (world_size + 1) / 2
 
 
@@ -81,7 +83,6 @@ def raises(rank: int, kind: str) -> None:
 
 
 def exits(rank: int, status: int) -> str:
-    """Rank 1 leaves by sys.exit."""
     if rank == 1:
         sys.exit(status)
     return "end"
@@ -124,7 +125,6 @@ def leaves_works(rank: int) -> list[float]:
 
 
 def waits_alone(rank: int) -> None:
-    """Rank 0 waits for an asynchronous call that rank 1 never makes."""
     if rank == 0:
         work = dist.all_reduce(torch.ones(2), async_op=True)
         assert work is not None
@@ -132,13 +132,11 @@ def waits_alone(rank: int) -> None:
 
 
 def calls_alone(rank: int) -> None:
-    """Rank 0 makes a call that rank 1 never makes."""
     if rank == 0:
         dist.all_reduce(torch.ones(2))
 
 
 def makes_alone(rank: int) -> None:
-    """Rank 1 makes a group, rank 0 does something else."""
     if rank == 1:
         dist.new_group([0, 1])
     else:
@@ -166,14 +164,12 @@ def _refuse(gradient: torch.Tensor) -> None:
 
 
 def forever(rank: int) -> None:
-    """Rank 0 sleeps, the others wait for it."""
     if rank == 0:
         time.sleep(600)
     dist.all_reduce(torch.ones(1))
 
 
 def asks_the_store(rank: int) -> None:
-    """Wait for a key that no rank will set."""
     _get_default_store().get("nothing")
 
 
@@ -183,7 +179,6 @@ def where(rank: int) -> tuple[int, int, str, str]:
 
 
 def parent_of(pid: int) -> int:
-    """The parent of a process, according to /proc."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
@@ -205,5 +200,4 @@ class Log:
         self.completions.append((rank, ticket))
 
     def of(self, rank: int) -> list[Call]:
-        """The calls of one rank."""
         return [call for issuer, call in self.calls if issuer == rank]

@@ -15,12 +15,13 @@ from harness.engines.threads.inproc import InprocEngine
 from harness.errors import Desynchronised, RequestError
 from harness.faults import Fault, faults_of, targets_of
 from harness.ledger import Event
+from tests.harness.engines.programs import gather_flat
 from tests.harness.recording.toy_calls import recorded
 from tests.harness.toy_subjects import LoopEngine
 
+Program = Callable[[int], Tensor]
 AXES = {"tp": ((0, 1),)}
 ON_FOUR = {"tp": ((0, 1), (2, 3)), "dp": ((0, 2), (1, 3))}
-gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 scatter_flat: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -28,90 +29,73 @@ def pair(rank: int) -> Tensor:
     return torch.tensor([1.0, 2.0]) + 2 * rank
 
 
-def all_reduce(rank: int, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    x = pair(rank)
-    dist.all_reduce(x, op)
-    return x
+def in_place(call: Callable[[Tensor], object]) -> Program:
+    def program(rank: int) -> Tensor:
+        x = pair(rank)
+        call(x)
+        return x
+
+    return program
 
 
-def largest(rank: int) -> Tensor:
-    return all_reduce(rank, dist.ReduceOp.MAX)
+def into(size: int, call: Callable[[Tensor, Tensor], object]) -> Program:
+    def program(rank: int) -> Tensor:
+        out = torch.zeros(size)
+        call(out, pair(rank))
+        return out
+
+    return program
 
 
-def broadcast(rank: int) -> Tensor:
-    x = pair(rank)
-    dist.broadcast(x, 0)
-    return x
+PROGRAMS: dict[str, Program] = {
+    "all_reduce": in_place(dist.all_reduce),
+    "largest": in_place(lambda x: dist.all_reduce(x, dist.ReduceOp.MAX)),
+    "broadcast": in_place(lambda x: dist.broadcast(x, 0)),
+    "message": in_place(lambda x: dist.send(x, 1) if dist.get_rank() == 0 else dist.recv(x, 0)),
+    "all_gather": into(4, gather_flat),
+    "all_gather_list": into(4, lambda out, x: dist.all_gather(list(out.chunk(2)), x)),
+    "reduce_scatter": into(1, scatter_flat),
+    "exchange": into(2, dist.all_to_all_single),
+}
 
 
-def all_gather(rank: int) -> Tensor:
-    full = torch.zeros(4)
-    gather_flat(full, pair(rank))
-    return full
-
-
-def all_gather_list(rank: int) -> Tensor:
-    parts = [torch.zeros(2), torch.zeros(2)]
-    dist.all_gather(parts, pair(rank))
-    return torch.cat(parts)
-
-
-def reduce_scatter(rank: int) -> Tensor:
-    part = torch.zeros(1)
-    scatter_flat(part, pair(rank))
-    return part
-
-
-def exchange(rank: int) -> Tensor:
-    got = torch.zeros(2)
-    dist.all_to_all_single(got, pair(rank))
-    return got
-
-
-def message(rank: int) -> Tensor:
-    x = pair(rank)
-    dist.send(x, 1) if rank == 0 else dist.recv(x, 0)
-    return x
-
-
-def ledger(program: Callable[[int], Tensor], world_size: int = 2) -> list[Event]:
+def ledger(program: Program, world_size: int = 2) -> list[Event]:
     return recorded(program, world_size, AXES if world_size == 2 else ON_FOUR)
 
 
 @pytest.mark.parametrize(
-    ("program", "fault", "left"),
+    ("name", "fault", "left"),
     [
         # a dropped call leaves what the rank has alone
-        (all_reduce, "drop", [[1, 2], [3, 4]]),
-        (broadcast, "drop", [[1, 2], [3, 4]]),
-        (all_gather, "drop", [[1, 2, 1, 2], [3, 4, 3, 4]]),
-        (all_gather_list, "drop", [[1, 2, 1, 2], [3, 4, 3, 4]]),
-        (reduce_scatter, "drop", [[1], [4]]),
-        (exchange, "drop", [[1, 1], [4, 4]]),
-        (message, "drop", [[1, 2], [3, 4]]),
-        (all_reduce, "drop on rank 1", [[4, 6], [3, 4]]),
+        ("all_reduce", "drop", [[1, 2], [3, 4]]),
+        ("broadcast", "drop", [[1, 2], [3, 4]]),
+        ("all_gather", "drop", [[1, 2, 1, 2], [3, 4, 3, 4]]),
+        ("all_gather_list", "drop", [[1, 2, 1, 2], [3, 4, 3, 4]]),
+        ("reduce_scatter", "drop", [[1], [4]]),
+        ("exchange", "drop", [[1, 1], [4, 4]]),
+        ("message", "drop", [[1, 2], [3, 4]]),
+        ("all_reduce", "drop on rank 1", [[4, 6], [3, 4]]),
         # a doubled one is made on its result, or counts twice
-        (all_reduce, "double", [[8, 12], [8, 12]]),
-        (largest, "double", [[3, 4], [3, 4]]),
-        (all_gather, "double", [[1, 2, 3, 4], [1, 2, 3, 4]]),
-        (reduce_scatter, "double", [[8], [12]]),
-        (exchange, "double", [[1, 2], [3, 4]]),
+        ("all_reduce", "double", [[8, 12], [8, 12]]),
+        ("largest", "double", [[3, 4], [3, 4]]),
+        ("all_gather", "double", [[1, 2, 3, 4], [1, 2, 3, 4]]),
+        ("reduce_scatter", "double", [[8], [12]]),
+        ("exchange", "double", [[1, 2], [3, 4]]),
         # another reduction, the ranks in reverse order, a call that was never made before
-        (all_reduce, "op to avg", [[2, 3], [2, 3]]),
-        (largest, "op to min", [[1, 2], [1, 2]]),
-        (reduce_scatter, "op to max", [[3], [4]]),
-        (all_gather, "group to reversed", [[3, 4, 1, 2], [3, 4, 1, 2]]),
-        (reduce_scatter, "group to reversed", [[6], [4]]),
-        (all_reduce, "stale", [[0, 0], [0, 0]]),
-        (all_gather, "poison", [[math.nan] * 4] * 2),
+        ("all_reduce", "op to avg", [[2, 3], [2, 3]]),
+        ("largest", "op to min", [[1, 2], [1, 2]]),
+        ("reduce_scatter", "op to max", [[3], [4]]),
+        ("all_gather", "group to reversed", [[3, 4, 1, 2], [3, 4, 1, 2]]),
+        ("reduce_scatter", "group to reversed", [[6], [4]]),
+        ("all_reduce", "stale", [[0, 0], [0, 0]]),
+        ("all_gather", "poison", [[math.nan] * 4] * 2),
     ],
-    ids=lambda value: getattr(value, "__name__", value if isinstance(value, str) else ""),
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_every_fault_leaves_what_it_says(
-    engine: InprocEngine, program: Callable[[int], Tensor], fault: str, left: list[list[float]]
-) -> None:
+def test_every_fault_leaves_what_it_says(engine: InprocEngine, name: str, fault: str, left: list[list[float]]) -> None:
     kind, _, change = fault.partition(" to ")
     kind, _, rank = kind.partition(" on rank ")
+    program = PROGRAMS[name]
     faults = faults_of(ledger(program), AXES, kinds=(kind,), rank=int(rank or -1))
     (one,) = (fault for fault in faults if fault.change == change)
     found = torch.stack(Disturbed(engine, one).run(program, world_size=2))
@@ -183,7 +167,8 @@ def test_the_same_ranks_in_another_order_are_another_group_of_a_gather_and_not_o
 
 def test_every_call_of_a_ledger_belongs_to_one_target(engine: InprocEngine) -> None:
     def program(rank: int) -> Tensor:
-        broadcast(rank), all_reduce(rank), largest(rank), all_reduce(rank), message(rank)
+        for name in ("broadcast", "all_reduce", "largest", "all_reduce", "message"):
+            PROGRAMS[name](rank)
         return torch.zeros(1)
 
     events = ledger(program)
@@ -200,7 +185,7 @@ def test_every_call_of_a_ledger_belongs_to_one_target(engine: InprocEngine) -> N
 
 
 def test_an_engine_that_takes_no_interventions_says_so(engine: InprocEngine) -> None:
-    fault = faults_of(ledger(all_reduce), AXES)[0]
+    fault = faults_of(ledger(PROGRAMS["all_reduce"]), AXES)[0]
     with pytest.raises(RequestError, match=f"engine={LoopEngine.name}: takes no interventions; legal: inproc"):
         Disturbed(LoopEngine(), fault)
 

@@ -22,8 +22,8 @@ from harness.running.proof import prove
 from reference.case import Case
 from suites.drawing.strategies import schedules
 from tests.harness.engines import out_of_step
+from tests.harness.engines.programs import gather_flat
 
-gather_flat: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 EARLY = Schedule(early=(True,) * 9)
 
 

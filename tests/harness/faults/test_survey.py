@@ -12,7 +12,7 @@ import torch.distributed as dist
 from harness.checking.checks import CHECKS
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError
-from harness.faults import Fault, faults_of, softmax_shift
+from harness.faults import KINDS, Fault, faults_of, softmax_shift
 from harness.injecting.equivalence import UNREAD, proof_of
 from harness.injecting.survey import FaultResult, survey, unproved
 from harness.plain_case import Vocabulary
@@ -29,9 +29,10 @@ DEAD = "dead traffic: no later call and nothing that is returned depends on the 
 ISP = Case.parse(f"preset=tiny-internlm2 mode=isp tp=2 {TINY} vocab=264 steps=1 micro=1")
 
 
-def faults(engine: InprocEngine, case: Case, *kinds: str, subject: Callable[..., Any] = subject) -> list[Fault]:
+def faults(engine: InprocEngine, case: Any, *kinds: str, subject: Callable[..., Any] = subject) -> list[Fault]:
+    """Faults of these kinds, of every kind if none is named, of all calls of the subject."""
     events = execute(case, subject, engine, text="").events
-    return list(faults_of(events, case.axes, kinds=kinds))
+    return list(faults_of(events, case.axes, kinds=kinds or KINDS))
 
 
 def survivors(results: list[FaultResult]) -> list[str]:
@@ -39,8 +40,7 @@ def survivors(results: list[FaultResult]) -> list[str]:
 
 
 def test_every_fault_of_a_mode_is_killed_or_proved_equivalent(engine: InprocEngine) -> None:
-    events = execute(TP, subject, engine, text="").events
-    chosen = [fault for fault in faults_of(events, TP.axes) if fault.target.phase in {"loss", "backward"}]
+    chosen = [fault for fault in faults(engine, TP) if fault.target.phase in {"loss", "backward"}]
     assert {fault.kind for fault in chosen} == {"drop", "double", "op", "stale", "delay", "poison"}
     results = survey(TP, subject, engine, faults=chosen, first_only=True)
     assert survivors(results) == []
@@ -138,8 +138,7 @@ class Counting(own_words.Network):
 def test_a_program_that_no_longer_ends_is_noticed(engine: InprocEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.injecting.survey._LEAST_S", 0.2)
     case, endless = Vocabulary.of(own_words.WORDS).parse("tp=2 steps=1 micro=1"), Counting()
-    named = {str(fault): fault for fault in faults_of(execute(case, endless, engine, text="").events, case.axes)}
-    poison = next(fault for name, fault in named.items() if name.startswith("poison broadcast"))
+    poison = next(fault for fault in faults(engine, case, "poison", subject=endless) if fault.target.op == "broadcast")
     (result,) = survey(case, endless, engine, faults=[poison], timeout_s=60.0)
     assert (result.killed_by, result.machine) == (("run",), "")
     monkeypatch.setattr("harness.injecting.survey._LEAST_S", 60.0)
@@ -181,11 +180,7 @@ def test_the_maximum_of_a_softmax_may_be_another_number_that_all_ranks_have(engi
     plain, declared = Vocabularies(), Vocabularies()
     plain.truth = declared.truth = staticmethod(truth)  # type: ignore[attr-defined]
     declared.harmless = softmax_shift
-    maxima = [
-        fault
-        for fault in faults_of(execute(case, plain, engine, text="").events, case.axes)
-        if fault.target.reduce_op == "max"
-    ]
+    maxima = [fault for fault in faults(engine, case, subject=plain) if fault.target.reduce_op == "max"]
     assert {fault.kind for fault in maxima} >= {"drop", "op", "stale", "poison"}
     undeclared = survey(case, plain, engine, faults=maxima)
     proved = {str(one.fault) for one in survey(case, declared, engine, faults=maxima) if "softmax" in one.equivalent}
@@ -194,14 +189,12 @@ def test_the_maximum_of_a_softmax_may_be_another_number_that_all_ranks_have(engi
 
 @pytest.mark.peers
 @pytest.mark.filterwarnings("ignore")
-def test_every_collective_of_unmodified_megatron_is_necessary_and_every_doubled_sum_is_noticed(
-    engine: InprocEngine,
-) -> None:
+def test_unmodified_megatron_needs_every_collective_and_a_doubled_sum_is_noticed(engine: InprocEngine) -> None:
     """Its GPTModel needs each of its 4L + 5 calls."""
     pytest.importorskip("megatron.core", reason="needs the extra `peers`")
     megatron = named("suites.subjects.megatron:subject")
     case = case_of("tp=2 layers=1 micro=1", megatron)
-    chosen = faults_of(execute(case, megatron.call, engine, text="").events, case.axes, kinds=("drop", "double"))
+    chosen = faults(engine, case, "drop", "double", subject=megatron.call)
     results = survey(case, megatron, engine, faults=chosen, first_only=True)
     dropped = [result for result in results if result.fault.kind == "drop"]
     assert len(dropped) == 4 + 5 and all(result.killed for result in dropped)

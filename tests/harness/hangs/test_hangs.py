@@ -1,5 +1,6 @@
 """The ranks that parted, their call, module and line: from real gloo jobs, generated dumps, and NCCL's."""
 
+import itertools
 import json
 import pickle
 import shutil
@@ -49,8 +50,10 @@ def test_a_real_job_that_hangs_and_then_skips_names_rank_call_module_and_line(tm
     assert f"rank 1 never issued {EVENT.format(11, 3)}" in text
 
 
-WORLD, TP, CALLS = 40, 8, 60
-"""Ranks, those of a tp group, collectives of each group in the window."""
+WORLD, TP, LAYERS, CALLS, FIRST = 40, 8, 10, 60, 100
+"""Ranks, those of a tp group, layers, collectives of each group in the window, the number of its first."""
+GRADIENT, ROUTER = LAYERS, LAYERS + 1
+"""Kinds of calls behind those of the layers."""
 
 
 def write_last(
@@ -65,42 +68,34 @@ def write_last(
     path.write_text(json.dumps(content))
 
 
-def write_generated(folder: Path, world: int, calls: int, bug: str, rank: int, number: int) -> Path:
+def write_generated(folder: Path, world: int, bug: str = "", rank: int = -1, number: int = -1) -> Path:
     """The dumps of a job: tp groups of 8 that issue a layer's all_reduce, and a dp group for each place in them."""
-    layers = calls // 6
     for mine in range(world):
         tp, dp = mine // TP, mine % TP
         members = {f"tp{tp}": list(range(TP * tp, TP * tp + TP)), f"dp{dp}": list(range(dp, world, TP))}
         layer = [f"tp{tp}", "tp", "all_reduce", "sum", "float32", "4x8", -1, -1, "forward"]
-        kinds = [[*layer, f"layers.{i}", f"m.py:{i + 1}"] for i in range(layers)]
+        kinds: list[list[Any]] = [[*layer, f"layers.{i}", f"m.py:{i + 1}"] for i in range(LAYERS)]
         kinds.append([f"dp{dp}", "dp", "all_reduce", "sum", "float32", "999", -1, -1, "grad_sync", "", "t.py:9"])
         kinds.append([f"tp{tp}", "tp", "broadcast", "", "int64", "3", 0, -1, "forward", "router", "r.py:5"])
-        first, tp_number, dp_number, order = 100, 100, 40, 1000
-        records = []
-        for place in range(calls):
-            event, step = first + place, place // layers
-            kind = place % layers
-            if mine == rank and event == number:
-                if bug == STOPPED:
-                    break
-                if bug == SKIPPED:
-                    continue
-                if bug == EXTRA:
-                    records.append([len(kinds) - 1, tp_number, order, step, 0])
-                    tp_number, order = tp_number + 1, order + 1
-                if bug == OTHER:
-                    kind = len(kinds) - 1
-            records.append([kind, tp_number, order, step, 0])
-            tp_number, order = tp_number + 1, order + 1
-            if place % layers == layers - 1:
-                records.append([len(kinds) - 2, dp_number, order, step, 0])
-                dp_number, order = dp_number + 1, order + 1
-            if bug == STOPPED and event == number and tp == rank // TP:
-                break  # it waits for the rank that stopped
-            if bug == STOPPED and event >= number + layers:
-                break  # the other groups wait in a later gradient's sum
+        tp_stops, dp_stops = (number, number + LAYERS) if bug == STOPPED else (CALLS + FIRST, CALLS + FIRST)
+        issued: list[tuple[int, int]] = []  # kind, step
+        for event in range(FIRST, FIRST + CALLS):
+            step, kind = divmod(event - FIRST, LAYERS)
+            planted = bug if (mine, event) == (rank, number) else ""
+            if planted == STOPPED:
+                break
+            if planted in {EXTRA, OTHER}:
+                issued.append((ROUTER, step))
+            if planted not in {SKIPPED, OTHER}:
+                issued.append((kind, step))
+            if kind == LAYERS - 1:
+                issued.append((GRADIENT, step))
+            if (event >= tp_stops and tp == rank // TP) or event >= dp_stops:
+                break  # its group waits for the rank that stopped, or in a later gradient's sum
         part = folder / "ranks" / str(mine)
         part.mkdir(parents=True)
+        numbers = {axis: itertools.count(first) for axis, first in (("tp", FIRST), ("dp", 40))}
+        records = [[kind, next(numbers[kinds[kind][1]]), 1000 + n, step, 0] for n, (kind, step) in enumerate(issued)]
         write_last(part / "last.json", mine, world, members, kinds, records)
     return folder
 
@@ -108,15 +103,15 @@ def write_generated(folder: Path, world: int, calls: int, bug: str, rank: int, n
 @pytest.mark.parametrize("bug", [SKIPPED, EXTRA, STOPPED, OTHER])
 def test_generated_jobs_name_the_planted_rank_and_event(tmp_path: Path, bug: str) -> None:
     rank, number = 21, 133
-    found, text = found_in(write_generated(tmp_path, WORLD, CALLS, bug, rank, number))
+    found, text = found_in(write_generated(tmp_path, WORLD, bug, rank, number))
     first = found[0]
     assert (first.how, first.ranks, first.number, first.channel[0]) == (bug, (rank,), number, "tp2")
-    named = "router" if bug == EXTRA else f"layers.{(number - 100) % (CALLS // 6)}"
+    named = "router" if bug == EXTRA else f"layers.{(number - FIRST) % LAYERS}"
     assert f"over tp, {named}" in text.splitlines()[1]
 
 
 def test_a_rank_that_was_killed_is_gone_and_one_whose_recorder_failed_is_named(tmp_path: Path) -> None:
-    write_generated(tmp_path, 16, CALLS, "", 0, 0)
+    write_generated(tmp_path, 16)
     for rank, end in ((3, None), (12, {"failed": "OSError"})):
         part = tmp_path / "ranks" / str(rank)
         (part / "last.json").unlink()
@@ -209,7 +204,7 @@ def test_flight_recorder_dumps_name_rank_call_and_line(tmp_path: Path, as_json: 
 
 
 def test_a_healthy_job_has_no_finding(tmp_path: Path) -> None:
-    assert found_in(write_generated(tmp_path / "ours", WORLD, CALLS, "", 0, 0))[0] == []
+    assert found_in(write_generated(tmp_path / "ours", WORLD))[0] == []
     (tmp_path / "nccl").mkdir()
     write_flight(tmp_path / "nccl", as_json=False, rank_1_calls=9)
     assert found_in(tmp_path / "nccl")[0] == []

@@ -41,7 +41,6 @@ def tried(engine: Engine, name: str) -> dict[str, Any]:
 
 
 def main(names: Sequence[str]) -> int:
-    """Try these one after another, a right program after each but the last."""
     if serves():
         return serve()
     with TorchrunEngine() as engine:

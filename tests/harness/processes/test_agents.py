@@ -4,7 +4,6 @@ No process is started here: the agents of a run are played by the test. Agents w
 """
 
 import time
-from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import NoReturn
@@ -23,10 +22,6 @@ from harness.errors import MachineError, RankCrashed, RankDied, RankRaised, Requ
 
 NUMBER = 7
 GONE = RuntimeError("Connection closed by peer [10.0.0.2]:4711")
-
-
-def order(world_size: int = 2) -> RunOrder:
-    return RunOrder(number=NUMBER, world_size=world_size, seed=0, program=b"", store_prefix="", connection=NUMBER)
 
 
 @pytest.mark.parametrize("ordered", [True, False])
@@ -62,20 +57,23 @@ def died(code: int) -> Message:
 
 
 class World:
-    """Ranks that have said everything beforehand: the answer to START, and then these messages."""
+    """Ranks that have said everything beforehand: the answer to START, then these messages; None: it is gone."""
 
-    def __init__(self, *messages: list[Message]) -> None:
+    def __init__(self, *messages: list[Message] | None) -> None:
         pipes = [Pipe() for _ in messages]
         self.links = {rank: ours for rank, (ours, _) in enumerate(pipes)}
         self.theirs: list[Connection] = [theirs for _, theirs in pipes]
         for theirs, says in zip(self.theirs, messages, strict=True):
-            for message in (answer(), *says):
+            for message in (answer(), *(says or ())):
                 theirs.send(message)
+            if says is None:
+                theirs.close()
         self.terminated = False
 
     def results(self, timeout_s: float = 5.0) -> list[object]:
-        """Results of the run."""
-        workers = LaunchedWorkers(order(len(self.links)), self.links, lambda: self.terminated)
+        size = len(self.links)
+        order = RunOrder(number=NUMBER, world_size=size, seed=0, program=b"", store_prefix="", connection=NUMBER)
+        workers = LaunchedWorkers(order, self.links, lambda: self.terminated)
         return Supervisor(workers, timeout_s).results()
 
     def told(self, rank: int) -> list[str]:
@@ -99,65 +97,48 @@ def test_values_come_by_rank_whoever_is_first_and_nothing_late_from_another_run(
     assert world.told(0) == world.told(1) == [START, RUN, LEAVE]
 
 
-def gone() -> World:
-    world = World([ended(0)], [])
-    world.theirs[1].close()
-    return world
-
-
-def terminated() -> World:
-    world = World([], [ended(1)])
-    world.terminated = True
-    return world
-
-
 def broken(**words: str) -> Message:
     return answer(WorkerReport(number=NUMBER, **words))  # type: ignore[arg-type]
 
 
+LOST = [ended(0, error=GONE)]
+"""Rank 0 has lost a peer."""
+
+
 @pytest.mark.parametrize(
-    ("world", "kind", "cause"),
+    ("messages", "kind", "cause"),
     [
-        (
-            lambda: World([ended(0, error=GONE)], [ended(1, error=KeyError("w1"))], [ended(2, error=GONE)]),
-            RankRaised,
-            "rank 1 of 3 raised KeyError: 'w1'",
-        ),
-        (
-            lambda: World([ended(0, error=GONE)], [died(-9)]),
-            RankDied,
-            "rank 1 of 2 died: killed by SIGKILL, as the system does when memory runs out",
-        ),
-        (lambda: World([ended(0, error=GONE)], [died(-11)]), RankCrashed, "rank 1 of 2 died: killed by SIGSEGV"),
-        (lambda: World([ended(0, error=GONE)], [died(3)]), RankCrashed, "rank 1 of 2 died: its process ended with"),
-        (lambda: World([ended(0, error=GONE)], [died(-15)]), RankDied, "rank 1 of 2 died: "),
-        (lambda: World([ended(0, error=GONE)], [died(70)]), RankDied, "rank 1 of 2 died: "),
-        (lambda: World([died(-6)], [died(-9)]), RankDied, "rank "),
-        (gone, RankDied, "rank 1 of 2 died: its launched process is gone"),
-        (terminated, RankDied, "the launcher ends this world"),
-        (
-            lambda: World([broken(refused="ModuleNotFoundError: no module named mine")]),
-            RequestError,
-            "program: cannot be read in the process of a rank: ModuleNotFoundError: no module named mine; legal: what",
-        ),
-        (
-            lambda: World([ended(0)], [broken(broken="RuntimeError: no route")]),
-            MachineError,
-            "the ranks could not be connected: RuntimeError: no route",
-        ),
+        ([LOST, [ended(1, error=KeyError("w1"))], [ended(2, error=GONE)]], RankRaised, "1 of 3 raised KeyError: 'w1'"),
+        ([LOST, [died(-9)]], RankDied, "1 of 2 died: killed by SIGKILL, as the system does when memory runs out"),
+        ([LOST, [died(-11)]], RankCrashed, "1 of 2 died: killed by SIGSEGV"),
+        ([LOST, [died(3)]], RankCrashed, "1 of 2 died: its process ended with"),
+        ([LOST, [died(-15)]], RankDied, "1 of 2 died: "),
+        ([LOST, [died(70)]], RankDied, "1 of 2 died: "),
+        ([[died(-6)], [died(-9)]], RankDied, ""),
+        ([[ended(0)], None], RankDied, "1 of 2 died: its launched process is gone"),
     ],
-    ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
 def test_a_run_ends_in_its_first_cause(
-    impatient: None, world: Callable[[], World], kind: type[Exception], cause: str
+    impatient: None, messages: list[list[Message] | None], kind: type[RankRaised | RankDied | RankCrashed], cause: str
 ) -> None:
     """An error of the program comes before one that a peer is gone, a death before what it does to others."""
-    with pytest.raises(kind) as problem:
-        world().results()
-    assert str(problem.value).startswith(cause)
-    if "raised" in cause:
+    with pytest.raises(kind, match=f"^rank {cause}") as problem:
+        World(*messages).results()
+    if kind is RankRaised:
         assert isinstance(problem.value.__cause__, KeyError)
-        assert problem.value.ranks == (1, 0, 2)  # type: ignore[attr-defined]
+        assert problem.value.ranks == (1, 0, 2)
+
+
+def test_a_world_that_cannot_run_says_why(impatient: None) -> None:
+    world = World([], [ended(1)])
+    world.terminated = True
+    with pytest.raises(RankDied, match="^the launcher ends this world"):
+        world.results()
+    absent = "ModuleNotFoundError: no module named mine"
+    with pytest.raises(RequestError, match=f"^program: cannot be read in the process of a rank: {absent}; legal: what"):
+        World([broken(refused=absent)]).results()
+    with pytest.raises(MachineError, match="^the ranks could not be connected: RuntimeError: no route"):
+        World([ended(0)], [broken(broken="RuntimeError: no route")]).results()
 
 
 def test_a_rank_that_stays_is_asked_and_all_are_ended(impatient: None) -> None:

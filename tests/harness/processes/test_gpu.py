@@ -39,7 +39,6 @@ SEVERAL = pytest.mark.skipif(GPUS < 2, reason=f"{GPUS} CUDA devices: NCCL needs 
 
 
 def passed(text: str, engine: Engine) -> CaseResult:
-    """The proof of a case, which passes."""
     result = prove(Case.parse(text), NAME, engine, device="cuda")
     assert result.verdict == "pass", [verdict.message for verdict in result.verdicts if verdict.verdict != "pass"]
     return result

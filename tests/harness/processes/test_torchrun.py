@@ -5,7 +5,6 @@ A start of torchrun costs seconds, so it serves several questions; other ranks a
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from reports.stored import frames
 from shardproof.__main__ import main
 from tests import ROOT
 from tests.forked import started
-from tests.harness.programs.launched import environment, free_port
+from tests.harness.programs.launched import free_port, ran
 
 LIMIT_S = 120.0
 TINY = "mode=tp tp=2 layers=1 hidden=16 heads=2 ffn=16 seq=8 micro=1 steps=1"
@@ -35,18 +34,14 @@ LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "TORCHELAS
 
 
 def together(program: Callable[..., Any], words: Sequence[str], folder: Path, *ranks: dict[str, str]) -> list[Ended]:
-    """Call a program on all ranks, each with its words of the environment."""
     processes = [started(program, [*words], folder=folder, environment=rank) for rank in ranks]
     return [(process.ended(LIMIT_S), process.out, process.err) for process in processes]
 
 
 def torchrun(folder: Path, ranks: int, *words: str) -> Ended:
-    """torchrun on one node."""
     port = ("--master-addr", "127.0.0.1", "--master-port", free_port())
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *port, *words]
-    done = subprocess.run(
-        command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
+    done = ran(folder, *command)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -145,9 +140,7 @@ def test_a_failure_says_how_to_launch_it_again() -> None:
     assert repeat_command(case, "parallel.subject:subject").startswith('shardproof run "')
 
 
-def test_without_a_launcher_the_line_to_type_is_shown(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_launcher_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name in [name for name in os.environ if name.startswith(LAUNCHERS)]:
         monkeypatch.delenv(name)
     assert cli.main(["run", TINY, "--engine", "torchrun"]) == 2

@@ -8,6 +8,7 @@ import argparse
 import os
 import runpy
 import socket
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,8 +36,14 @@ def environment(folder: Path, **words: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), **words}
 
 
+def ran(folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """A command that has ended in this folder; `more` are words of its environment."""
+    return subprocess.run(
+        words, cwd=folder, env=environment(folder, **more), capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+
+
 def free_port() -> str:
-    """A port of this machine without a listener."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return str(free.getsockname()[1])

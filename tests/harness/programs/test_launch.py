@@ -2,23 +2,18 @@
 
 import os
 import stat
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch
-from torch.distributed import distributed_c10d
 
 from harness.errors import RequestError
-from harness.programs.arming import arm
-from harness.programs.session import VARIABLE, Options, ProgramSession, shared_session
+from harness.programs.session import Options, ProgramSession, shared_session
 from reports.stored.frames import load
 from shardproof.record import main
-from tests.forked import started
 from tests.harness.command_line import CommandLine
-from tests.harness.programs.launched import environment
+from tests.harness.programs.launched import environment, ran
 
 OPTIONS: Options = {"steps": None, "profile": (), "silence_s": 60.0, "stated": {}}
 TELLS = """
@@ -30,12 +25,6 @@ if "raise" in sys.argv:
     raise ValueError("the program's own")
 sys.exit(7)
 """
-
-
-def ran(folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        words, cwd=folder, env=environment(folder, **more), capture_output=True, text=True, timeout=60, check=False
-    )
 
 
 def record(*words: str) -> list[str]:
@@ -131,24 +120,6 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RequestError, match="out=.*: the run folder cannot be written"):
         shared_session(str(tmp_path / "file"), "train", [], {}, OPTIONS)
-
-
-def one_forked_rank(folder: str) -> int:
-    """A program that its launcher forks: it ends without the functions of atexit."""
-    session, _made = shared_session(folder, "forked", ["forked.py"], {}, OPTIONS)
-    os.environ[VARIABLE] = session.text
-    arm(distributed_c10d)
-    distributed_c10d.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-    distributed_c10d.all_reduce(torch.ones(3))
-    return 0
-
-
-def test_a_forked_rank_comes_to_an_orderly_end(tmp_path: Path) -> None:
-    assert started(one_forked_rank, str(tmp_path), folder=tmp_path).ended() == 0
-    run = load(tmp_path / "latest")
-    assert run.notes == ()
-    assert len(run.ledger) == 1
-    assert (tmp_path / "latest" / "ranks" / "0" / "last.json").is_file()
 
 
 def test_a_program_that_does_not_communicate_leaves_nothing_and_that_is_said(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from reports.programs import figures, program_tables, speed
 from reports.stored.frames import Run, load
 from tests import ROOT
 from tests.forked import Forked
-from tests.harness.programs.launched import LIMIT_S, environment, forked, free_port, seen_alike
+from tests.harness.programs.launched import LIMIT_S, forked, free_port, ran, seen_alike
 
 SCRIPT = Path(__file__).with_name("training.py")
 TOKENS = 7000
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def ran(folder: Path, *words: str, record: Sequence[str] | None = None) -> list[Forked]:
+def trained(folder: Path, *words: str, record: Sequence[str] | None = None) -> list[Forked]:
     """The two ranks of three steps, which have ended well."""
     ranks = forked(folder, "training.py", "3", *words, record=record)
     assert [rank.ended(LIMIT_S) for rank in ranks] == [0, 0], ranks[0].err
@@ -42,13 +42,12 @@ def ran(folder: Path, *words: str, record: Sequence[str] | None = None) -> list[
 
 @pytest.fixture(scope="module")
 def recorded(folder: Path) -> tuple[Run, str]:
-    """The run of three steps, and what rank 0 printed."""
-    ranks = ran(folder, record=["--steps", "0:3", "--profile", "torch", *STATED])
+    ranks = trained(folder, record=["--steps", "0:3", "--profile", "torch", *STATED])
     return load(folder / "runs" / "latest"), ranks[0].out
 
 
 def test_output_is_as_without_us(folder: Path, recorded: tuple[Run, str]) -> None:
-    assert ran(folder)[0].out == recorded[1]
+    assert trained(folder)[0].out == recorded[1]
 
 
 def test_every_rank_writes_its_part_with_phases_axes_modules_and_lines(recorded: tuple[Run, str]) -> None:
@@ -107,13 +106,11 @@ def test_speed_bandwidth_and_the_case_beside_it_are_reported(recorded: tuple[Run
 @pytest.fixture(scope="module")
 def dropping(folder: Path) -> tuple[Run, list[str]]:
     """Two steps of a program that drops handles, and sends and receives messages; what its ranks wrote as errors."""
-    ranks = ran(folder, "dropped", "messages", record=["--steps", "1:3"])
+    ranks = trained(folder, "dropped", "messages", record=["--steps", "1:3"])
     return load((folder / "runs" / "latest").resolve()), [rank.err for rank in ranks]
 
 
-def test_sends_and_receives_have_columns_of_their_own_where_there_are_any(
-    dropping: tuple[Run, list[str]], recorded: tuple[Run, str]
-) -> None:
+def test_sends_and_receives_have_columns_if_any(dropping: tuple[Run, list[str]], recorded: tuple[Run, str]) -> None:
     """In two steps rank 0 sends four messages and receives two; a module's row has the rank of most."""
     by_rank = figures.by_rank(dropping[0])
     assert by_rank[["rank", "send", "recv"]].values.tolist() == [[0, 4, 2], [1, 2, 4]]
@@ -140,14 +137,14 @@ def test_it_ends_with_what_it_counted_and_the_next_command(folder: Path, droppin
     size = (20 + 4) + 2 * (4 * 2 * (5 * 5 + 5) + 2 * 4 + 3 * 4 + 3 * 7 * 4)
     counted = f"rank 0 of 2 recorded 2 steps and 21 calls, which handed over {size} bytes; next: shardproof show runs/"
     ended = "no call was recorded: the program ended in step 2, after 15 calls, and --steps 5:9 was asked for; next: "
-    ranks = ran(folder, record=["--steps", "5:9"])
+    ranks = trained(folder, record=["--steps", "5:9"])
     for errors, told in ((dropping[1], counted), ([rank.err for rank in ranks], f"{ended}--steps 0:3")):
         assert errors[0].splitlines()[-1].startswith(f"shardproof: {told}")
         assert "shardproof:" not in errors[1]
 
 
 def test_an_added_call_is_a_breach_and_named_with_its_line(folder: Path, recorded: tuple[Run, str]) -> None:
-    ran(folder, "extra", record=["--steps", "0:3"])
+    trained(folder, "extra", record=["--steps", "0:3"])
     after = load(folder / "runs" / "latest")
     found = compare(snapshot(recorded[0], "before"), snapshot(after, "after"))
     assert found.breaches
@@ -169,10 +166,7 @@ def test_the_gate_of_the_page_in_an_empty_repository_names_an_added_call(tmp_pat
     def shell(command: str) -> subprocess.CompletedProcess[str]:
         tools = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
         words = command.replace("shardproof", f"{sys.executable} -m shardproof", 1)
-        return subprocess.run(
-            shlex.split(words), cwd=tmp_path, env=environment(tmp_path, **tools), capture_output=True, text=True,
-            timeout=LIMIT_S, check=False,
-        )  # fmt: skip
+        return ran(tmp_path, *shlex.split(words), **tools)
 
     assert [shell(command).returncode for command in first] == [0, 0]
     lines = script.replace('if "extra" in sys.argv:', "if True:")
@@ -201,15 +195,8 @@ def test_a_recorder_that_fails_lets_the_program_go(folder: Path) -> None:
     """Started anew as a launcher does it, so that Python itself finds the recorder (harness.programs.hook)."""
     words = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "1", "RANK": "0"}
     command = [sys.executable, "-m", "shardproof.record", "training.py", "3", "broken"]
-    ended = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment(folder, **words),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=True,
-    )
+    ended = ran(folder, *command, **words)
+    assert ended.returncode == 0
     assert len(ended.stdout.splitlines()) == 3
     assert ended.stderr.count("is not recorded any further") == 1
     run = load(folder / "runs" / "latest")
@@ -240,9 +227,10 @@ assert sent.tolist() == [2.0] * 3, sent
 """
 
 
-def test_calls_of_a_thread_that_runs_no_python_are_recorded(tmp_path: Path) -> None:
+def test_calls_without_python_are_recorded_and_forked_ranks_end_in_order(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(WITHOUT_PYTHON)
     ranks = forked(tmp_path, "program.py", record=[])
     assert [rank.ended(LIMIT_S) for rank in ranks] == [0, 0], ranks[0].err
-    told = load(tmp_path / "runs" / "latest").ledger
-    assert told[told["rank"] == 0]["op"].tolist() == ["all_reduce", "barrier"]
+    run = load(tmp_path / "runs" / "latest")
+    assert run.ledger[run.ledger["rank"] == 0]["op"].tolist() == ["all_reduce", "barrier"]
+    assert run.notes == () and (run.path / "ranks" / "0" / "last.json").is_file()  # though without atexit

@@ -20,14 +20,10 @@ from harness.recording import attribution, lanes
 from harness.recording.module_watch import Emit
 from harness.recording.naming import Paths
 from harness.recording.recorder import Recorded, Recorder
-from tests.harness.recording.simulated_graph import SimulatedGraph, graphs_simulated
+from tests.harness.recording.simulated_graph import SimulatedGraph
 
 WORLD = 2
 OURS = [tracemalloc.Filter(True, f"*/harness/{room}/*") for room in ("programs", "recording")]
-
-
-def session(steps: tuple[int, int] | None = None) -> ProgramSession:
-    return ProgramSession(folder="", steps=steps, profile=(), silence_s=60.0, origin_s=0.0, boot="", command=())
 
 
 class Tee(Recorder):
@@ -43,9 +39,10 @@ class Tee(Recorder):
     def _emit(self, rank: int) -> Emit:
         keep = super()._emit(rank)
         of = Recorded(case="case", mode="program", world_size=WORLD, rank=rank)
-        self.streams[rank] = EventStream(
-            of=of, session=session(self.steps), on_event=self.written.append, on_step=lambda _row: None
+        asked = ProgramSession(
+            folder="", steps=self.steps, profile=(), silence_s=60.0, origin_s=0.0, boot="", command=()
         )
+        self.streams[rank] = EventStream(of=of, session=asked, on_event=self.written.append, on_step=lambda _row: None)
 
         def emit(plain: tuple[Any, ...]) -> None:
             if self.keeps:
@@ -111,7 +108,7 @@ def test_what_is_written_on_the_way_is_what_is_read_at_the_end(engine: InprocEng
     assert 0 < again <= 2 * 3 * 2, "only what follows settles otherwise is written twice: the data of later steps"
 
 
-def test_replays_of_a_graph_are_written_on_the_way_too(engine: InprocEngine) -> None:
+def test_replays_are_written_on_the_way_too(monkeypatch: pytest.MonkeyPatch, engine: InprocEngine) -> None:
     def captured(rank: int, recorder: Tee) -> None:
         with recorder.on_rank(rank):
             model = nn.Linear(3, 2)
@@ -129,7 +126,8 @@ def test_replays_of_a_graph_are_written_on_the_way_too(engine: InprocEngine) -> 
             for _ in range(3):
                 graph.replay()
 
-    with graphs_simulated(), Tee() as recorder:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimulatedGraph)
+    with Tee() as recorder:
         engine.run(captured, recorder, world_size=WORLD, observer=recorder)
     written, expected = recorder.both()
     assert written == expected and {one.calls for one in recorder.streams.values()} == {1 + 3}

@@ -6,7 +6,6 @@ Their output with and without us is compared where it names no time of day.
 import os
 import re
 import shutil
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +17,7 @@ from harness.witnesses.nsys import exported, nsys_path
 from harness.witnesses.torch_trace import read_traces
 from reports.stored.frames import load
 from tests.deep import deep
-from tests.harness.programs.launched import LIMIT_S, environment, forked, free_port, seen_alike
+from tests.harness.programs.launched import LIMIT_S, forked, free_port, ran, seen_alike
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
 SCRIPTS = "tests.harness.programs.scripts"
@@ -84,10 +83,9 @@ def test_the_ledger_is_what_nsys_saw(tmp_path: Path, module: str) -> None:
         pytest.skip(f"{PROGRAMS[module][0]} (extra `peers`) is not installed")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     record = [sys.executable, "-m", "shardproof", "record", "--profile", "nsys", "--steps", "0:1000", "--"]
-    subprocess.run(
-        [*record, "torchrun", "--standalone", "--nproc-per-node", "2", "-m", module],
-        cwd=tmp_path, env=environment(tmp_path, PATH=path, ACCELERATE_USE_CPU="true"), timeout=LIMIT_S, check=True,
-    )  # fmt: skip
+    launch = ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", module]
+    ended = ran(tmp_path, *record, *launch, PATH=path, ACCELERATE_USE_CPU="true")
+    assert ended.returncode == 0, ended.stderr
     run, nsys = load(tmp_path / "runs" / "latest"), nsys_path()
     assert nsys is not None
     (seen,) = read_database(exported(nsys, run.path / "traces" / "nsys")).values()
@@ -104,11 +102,8 @@ def test_a_launchers_ranks_share_a_folder_each_with_its_part(tmp_path: Path, lau
     (tmp_path / "spawning.py").write_text(SPAWNING)
     words = {"PATH": f"{tool.parent}{os.pathsep}{os.environ['PATH']}", "DS_ACCELERATOR": "cpu"}
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()} if launcher == "python" else {}
-    ended = subprocess.run(
-        [sys.executable, "-m", "shardproof", "record", "--", str(tool), *LAUNCHERS[launcher], "training.py", "2"],
-        cwd=tmp_path, env=environment(tmp_path, **words, **meeting), capture_output=True, text=True, timeout=LIMIT_S,
-        check=False,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "shardproof", "record", "--", str(tool), *LAUNCHERS[launcher], "training.py", "2"]
+    ended = ran(tmp_path, *command, **words, **meeting)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("step 1 loss") == 1
     run = load(tmp_path / "runs" / "latest")

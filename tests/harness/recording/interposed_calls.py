@@ -4,7 +4,6 @@ A scenario is a function of the rank. Tensors are float32 of four elements unles
 """
 
 import datetime
-import multiprocessing
 import pickle
 import threading
 import warnings
@@ -27,7 +26,6 @@ RANKS = 2
 
 
 def x4() -> Tensor:
-    """Four ones."""
     return torch.ones(4)
 
 
@@ -43,7 +41,6 @@ def reductions(rank: int) -> None:
 
 
 def rooted(rank: int) -> None:
-    """broadcast, reduce, gather, scatter, with root 1."""
     dist.broadcast(x4(), src=1)
     dist.reduce(x4(), dst=1, op=dist.ReduceOp.MIN)
     parts = [x4() for _ in range(RANKS)] if rank == 1 else None
@@ -84,7 +81,6 @@ def messages(rank: int) -> None:
 
 
 def barriers(rank: int) -> None:
-    """barrier, monitored_barrier."""
     dist.barrier()
     dist.monitored_barrier()
 
@@ -158,7 +154,6 @@ def fsdp(rank: int) -> None:
 
 
 def compiled(rank: int) -> None:
-    """A compiled function that communicates."""
     compiled_sum = torch.compile(
         lambda x: functional.all_reduce(x * 2, "sum", _get_default_group()) + 1, backend="aot_eager"
     )
@@ -166,32 +161,16 @@ def compiled(rank: int) -> None:
         compiled_sum(x4())
 
 
-SCENARIOS: dict[str, Callable[[int], Any]] = {
-    scenario.__name__: scenario
-    for scenario in (
-        *(reductions, rooted, gathers, exchanges, messages, barriers, coalesced, objects, functionals, elsewhere),
-        *(ddp, fsdp, compiled),
-    )
-}
+_ALL = (reductions, rooted, gathers, exchanges, messages, barriers, coalesced, objects, functionals, elsewhere)
+SCENARIOS: dict[str, Callable[[int], Any]] = {one.__name__: one for one in (*_ALL, ddp, fsdp, compiled)}
 
 
-def run(folder: Path) -> None:
-    """Run every scenario on forked ranks; what rank r saw is pickled to `folder/rank<r>`.
+def on_rank(rank: int, folder: Path) -> None:
+    """Run every scenario on a rank; what it saw is pickled to `folder/rank<r>`.
 
     By scenario: its events; "bare" and "ddp results": DDP's parameters unrecorded and recorded; "after": events of
-    calls made when the interposer was gone. Raises RuntimeError when a rank does not end well.
+    calls made when the interposer was gone.
     """
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=_rank, args=(rank, folder)) for rank in range(RANKS)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    if any(process.exitcode for process in ranks):
-        raise RuntimeError(f"exit codes of the ranks: {[process.exitcode for process in ranks]}")
-
-
-def _rank(rank: int, folder: Path) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     store = torch._C._distributed_c10d.FileStore(str(folder / "store"), RANKS)

@@ -1,9 +1,9 @@
-"""A CUDA graph that is played on the CPU: it has the methods of torch.cuda.CUDAGraph, and a replay runs a function."""
+"""A CUDA graph that is played on the CPU: it has the methods of torch.cuda.CUDAGraph, and a replay runs a function.
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+A test puts it in torch's place before anything watches.
+"""
 
-import torch
+from collections.abc import Callable
 
 
 class SimulatedGraph:
@@ -25,16 +25,4 @@ class SimulatedGraph:
         """Torch's."""
 
     def replay(self) -> None:
-        """Run it again."""
         self.run()
-
-
-@contextmanager
-def graphs_simulated() -> Iterator[None]:
-    """Within it, torch.cuda.CUDAGraph is the simulated one. To be entered before anything watches."""
-    before = torch.cuda.CUDAGraph
-    torch.cuda.CUDAGraph = SimulatedGraph  # type: ignore[assignment, misc]
-    try:
-        yield
-    finally:
-        torch.cuda.CUDAGraph = before  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Phase, step and micro-batch of calls, inferred from outside: on programs of every shape, and Megatron-Core's."""
+"""Phase, step and micro-batch of calls, inferred from outside, on programs of every shape."""
 
 from typing import Any
 
@@ -7,22 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.recording.annotations import phase, region
-from harness.torch_internals.cuda_on_cpu import cuda_on_cpu
-from tests.harness.programs.scripts.megatron_1f1b import MICRO, STEPS, train
-from tests.harness.recording.toy_calls import (
-    Linear,
-    Model,
-    Part,
-    Speak,
-    Voice,
-    backward,
-    forward,
-    input_BD,
-    record,
-    recorded,
-    told,
-    turns_of_two_stages,
-)
+from tests.harness.recording.toy_calls import Linear, Model, Part, Speak, Voice, backward, forward, input_BD, sites
 
 
 def loss_of(voice: Voice) -> Part:
@@ -74,7 +59,7 @@ def test_training_steps_of_several_micro_batches_are_told_apart() -> None:
             expected += [(step, micro, "loss", "")] * 2 + [(step, micro, "metric", "")] * 2
             expected += [(step, micro, "backward", ""), *backward(step, micro)]
         expected += [(step, 1, "grad_sync", ""), (step, 1, "step", "")]
-    assert told(record(program)) == [*expected, (1, 1, "metric", "")]
+    assert sites(program) == [*expected, (1, 1, "metric", "")]
 
 
 def test_an_evaluation_without_gradients_has_a_loss_and_no_metric() -> None:
@@ -84,8 +69,8 @@ def test_an_evaluation_without_gradients_has_a_loss_and_no_metric() -> None:
             loss_of(voice)(y_BD)
             metric_of(voice)(y_BD)
 
-    assert told(record(program)) == [*forward(), *[(0, 0, "loss", "")] * 3]
-    assert told(record(lambda voice: voice.say("barrier"))) == [(0, 0, "data", "")], "without any forward"
+    assert sites(program) == [*forward(), *[(0, 0, "loss", "")] * 3]
+    assert sites(lambda voice: voice.say("barrier")) == [(0, 0, "data", "")], "without any forward"
 
 
 def test_a_backward_without_any_call_is_seen_too_and_one_that_no_optimizer_follows() -> None:
@@ -101,7 +86,7 @@ def test_a_backward_without_any_call_is_seen_too_and_one_that_no_optimizer_follo
             if step < 2:
                 optimizer.step()
 
-    assert [site[:3] for site in told(record(program))] == [
+    assert [site[:3] for site in sites(program)] == [
         (step, 0, kind) for step in range(3) for kind in ("data", "loss", "grad_sync")
     ]
 
@@ -119,7 +104,7 @@ def test_two_optimizers_make_one_step() -> None:
     expected = [
         site for step in range(2) for site in [*forward(step), *backward(step), *[(step, 0, "grad_sync", "")] * 2]
     ]
-    assert told(record(program)) == expected
+    assert sites(program) == expected
 
 
 def test_a_closure_runs_forward_and_backward_inside_the_step() -> None:
@@ -137,7 +122,7 @@ def test_a_closure_runs_forward_and_backward_inside_the_step() -> None:
             optimizer.step(closure)
 
     steps = [[*forward(step), *backward(step), (step, 0, "step", "")] for step in range(2)]
-    assert told(record(program)) == [*steps[0], *steps[1]]
+    assert sites(program) == [*steps[0], *steps[1]]
 
 
 def test_an_optimizer_that_raised_is_not_in_its_step_forever() -> None:
@@ -154,9 +139,9 @@ def test_an_optimizer_that_raised_is_not_in_its_step_forever() -> None:
         optimizer.step()
         voice.say()
 
-    sites = told(record(program))
-    assert sites[:4] == forward()
-    assert sites[-1][2] == "metric"
+    found = sites(program)
+    assert found[:4] == forward()
+    assert found[-1][2] == "metric"
 
 
 def test_a_step_that_calls_its_bases_step_ends_when_itself_ends() -> None:
@@ -175,7 +160,7 @@ def test_a_step_that_calls_its_bases_step_ends_when_itself_ends() -> None:
             voice.say()
 
     expected = [*forward(), *backward(), (0, 0, "step", ""), (1, 0, "data", "")]
-    assert told(record(program)) == [*expected, *forward(1), *backward(1), (1, 0, "step", ""), (1, 0, "metric", "")]
+    assert sites(program) == [*expected, *forward(1), *backward(1), (1, 0, "step", ""), (1, 0, "metric", "")]
 
 
 def test_a_raising_forward_leaves_nothing_behind() -> None:
@@ -186,7 +171,7 @@ def test_a_raising_forward_leaves_nothing_behind() -> None:
                 model(input_BD())
         voice.say()
 
-    assert told(record(program)) == [(0, 0, "forward", "0"), (0, 1, "forward", "0"), (0, 1, "loss", "")]
+    assert sites(program) == [(0, 0, "forward", "0"), (0, 1, "forward", "0"), (0, 1, "loss", "")]
 
 
 def test_user_code_may_say_phase_and_region_itself() -> None:
@@ -203,9 +188,9 @@ def test_user_code_may_say_phase_and_region_itself() -> None:
             voice.say()
         model(input_BD())
 
-    sites = told(record(program))
-    assert sites[:4] == [(0, 0, "data", leaf) for _, _, _, leaf in forward()]
-    assert sites[4:8] == [
+    found = sites(program)
+    assert found[:4] == [(0, 0, "data", leaf) for _, _, _, leaf in forward()]
+    assert found[4:8] == [
         (0, 1, "data", ""),
         (0, 0, "grad_sync", "layers.1"),
         (0, 0, "step", "layers.1"),
@@ -213,37 +198,3 @@ def test_user_code_may_say_phase_and_region_itself() -> None:
     ]
     with pytest.raises(ValueError, match="phase 'sync' must be one of .*grad_sync"), phase("sync"):
         pass
-
-
-STATE = ("megatron.core.parallel_state", "megatron.core.tensor_parallel.random")
-
-
-@pytest.mark.peers
-@pytest.mark.filterwarnings("ignore")  # Megatron's own
-def test_the_1f1b_schedule_and_the_distributed_optimizer() -> None:
-    """Two stages, two data ranks."""
-    pytest.importorskip("megatron.core", reason="needs the extra `peers`")
-    alone = ((0,), (1,), (2,), (3,))
-    axes = {"tp": alone, "cp": alone, "dp": ((0, 1), (2, 3)), "pp": ((0, 2), (1, 3))}
-    with cuda_on_cpu():
-        events = recorded(lambda _rank: train(), 4, axes, per_rank=STATE)
-    assert not [event.doubts for event in events if event.doubts]
-    update = [
-        ("reduce_scatter", "grad_sync", "dp"),
-        ("all_reduce", "grad_sync", "embedding"),
-        ("all_reduce", "grad_sync", "dp_pp"),  # the norm, over all ranks of an optimizer
-        ("all_gather", "step", "dp"),
-    ]
-    turns = turns_of_two_stages(MICRO)
-    for rank in range(4):
-        last = rank >= 2
-        # Before its first forward it compares what the optimizer of each rank is.
-        mine = [e for e in events if e.rank == rank and e.phase != "data"]
-        for step in range(STEPS):
-            of_step = [e for e in mine if e.step == step]
-            hops = [e for e in of_step if e.phase == "pipeline"]
-            assert [(e.op, e.microbatch) for e in hops] == turns[last]
-            assert {e.axis for e in hops} == {"pp"}
-            rest = [(e.op, e.phase, e.axis) for e in of_step if e.phase not in ("pipeline", "forward")]
-            assert rest == [*update, *([("all_reduce", "metric", "dp")] if last else [])]
-            assert {e.axis for e in of_step if e.phase == "forward"} <= {"tp"}

@@ -1,12 +1,10 @@
 """Captured and saved activations: those of autograd, counted once a storage, and no bit of a run changes."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from harness.engines.threads.inproc import InprocEngine
 from harness.recording.capturing.module_outputs import Capture, tensors_of
@@ -14,10 +12,10 @@ from harness.recording.measures import SavedActivations
 from harness.running.ranks.execution import execute
 from parallel.subject import subject
 from reference.case import Case
-from tests.harness.recording.toy_calls import Part
+from tests.harness.recording.toy_calls import PLAIN, Around, Part, checkpointed
 
 
-def net(around: Callable[[nn.Module, Tensor], Any] | None = None) -> Part:
+def net(around: Around = PLAIN) -> Part:
     """Two layers, each a linear map and a relu in place, called through `around` as checkpointing does.
 
     The last part returns a tensor and a number, and holds a module that no tree knows.
@@ -25,7 +23,7 @@ def net(around: Callable[[nn.Module, Tensor], Any] | None = None) -> Part:
 
     def forward(it: Any, x_BD: Tensor) -> Any:
         for layer in it.layers:
-            x_BD = around(layer, x_BD) if around else layer(x_BD)
+            x_BD = around(layer, x_BD)
         y_BD, factor = it.pair(x_BD)
         return y_BD * factor
 
@@ -55,14 +53,7 @@ def by_hand(x_BD: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return {name: act.detach() for name, act in acts.items()}, dict(zip(acts, grads, strict=True))
 
 
-def around(reentrant: bool | None) -> Callable[[nn.Module, Tensor], Any] | None:
-    if reentrant is None:
-        return None
-    return lambda module, x_BD: checkpoint(module, x_BD, use_reentrant=reentrant)
-
-
 def train(net: nn.Module, *, micros: int = 2, steps: int = 2) -> list[Tensor]:
-    """Losses and final parameters of a few steps."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     results = []
     for step in range(steps):
@@ -79,14 +70,14 @@ def train(net: nn.Module, *, micros: int = 2, steps: int = 2) -> list[Tensor]:
 def test_outputs_and_gradients_are_those_of_autograd_and_capturing_changes_no_bit(reentrant: bool | None) -> None:
     expected_outputs, expected_gradients = by_hand(batch())
     with Capture() as capture, capture.on_rank(0):
-        train(net(around(reentrant)))
+        train(net(checkpointed(reentrant)))
     assert set(capture.outputs(0)) == set(capture.gradients(0)) == NAMES
     for name in NAMES:
         torch.testing.assert_close(capture.outputs(0)[name], expected_outputs[name], rtol=0, atol=0)
         torch.testing.assert_close(capture.gradients(0)[name], expected_gradients[name], rtol=1e-6, atol=1e-6)
-    bare = train(net(around(reentrant)))
+    bare = train(net(checkpointed(reentrant)))
     with Capture(lambda step, microbatch: True) as capture, capture.on_rank(0):
-        captured = train(net(around(reentrant)))
+        captured = train(net(checkpointed(reentrant)))
     assert len(bare) == len(captured) == 8
     assert all(torch.equal(one, other) for one, other in zip(bare, captured, strict=True))
 
@@ -107,7 +98,7 @@ def test_another_micro_batch_can_be_wanted_and_without_capture_nothing_stays_beh
 
 @pytest.mark.parametrize("reentrant", [None, True])
 def test_the_wanted_micro_batch_is_found_when_its_backward_comes_last(reentrant: bool | None) -> None:
-    model = net(around(reentrant))
+    model = net(checkpointed(reentrant))
     with Capture() as capture, capture.on_rank(0):
         losses = [model(batch(micro).requires_grad_()).square().sum() for micro in range(3)]
         for loss in reversed(losses):

@@ -15,6 +15,8 @@ from tests.harness.recording.toy_calls import recorded
 from tests.harness.toy_evidence import evidence
 
 STEPS, MICRO, LR = 3, 2, 0.1
+DATA, REDUCED = ("broadcast", "data"), ("all_reduce", "grad_sync")
+Place = tuple[str, str, int]
 Update = Callable[[list[nn.Parameter]], object]
 
 
@@ -52,7 +54,7 @@ def nothing(_parameters: list[nn.Parameter]) -> None:
     """No update at all."""
 
 
-def places(events: list[Event], rank: int = 0) -> list[tuple[str, str, int]]:
+def places(events: list[Event], rank: int = 0) -> list[Place]:
     return [(e.op, e.phase, e.step) for e in events if e.rank == rank]
 
 
@@ -81,19 +83,16 @@ def loop(update: Update) -> Callable[[int], object]:
     return program
 
 
-def expected_of_a_step(step: int) -> list[tuple[str, str, int]]:
-    return (
-        [("broadcast", "data", step)] * MICRO
-        + [("all_reduce", "grad_sync", step)] * 3
-        + [("all_reduce", "metric", step)]
-    )
+def every_step(*ops: tuple[str, str]) -> list[Place]:
+    """These ops, each with its phase, in every step."""
+    return [(op, phase, step) for step in range(STEPS) for op, phase in ops]
 
 
 @pytest.mark.parametrize("update", [in_data, without_gradients, of_several, replaced])
 def test_a_step_ends_where_parameters_changed_after_a_backward(update: Update) -> None:
     events = recorded(loop(update))
     for rank in range(2):
-        assert places(events, rank) == [place for step in range(STEPS) for place in expected_of_a_step(step)]
+        assert places(events, rank) == every_step(*[DATA] * MICRO, *[REDUCED] * 3, ("all_reduce", "metric"))
     assert [e.microbatch for e in events if e.op == "broadcast"] == [0, 1] * STEPS * 2
     assert not [doubt for e in events for doubt in e.doubts if doubt == NO_UPDATE]
 
@@ -107,7 +106,7 @@ def test_gradients_that_autograd_hands_out_make_a_step_too() -> None:
             dist.all_reduce(found)
             model.weight.data.add_(found, alpha=-LR)
 
-    assert places(recorded(program)) == [("all_reduce", "grad_sync", step) for step in range(STEPS)]
+    assert places(recorded(program)) == every_step(REDUCED)
 
 
 def test_layers_that_are_called_one_by_one_begin_the_step_together() -> None:
@@ -122,7 +121,7 @@ def test_layers_that_are_called_one_by_one_begin_the_step_together() -> None:
             for p in (*embedding.parameters(), *head.parameters()):
                 p.data.sub_(LR * gradient(p))
 
-    assert places(recorded(program)) == [("all_reduce", "loss", step) for step in range(STEPS)]
+    assert places(recorded(program)) == every_step(("all_reduce", "loss"))
 
 
 def test_micro_batches_without_any_update_are_one_step_and_a_note_says_so() -> None:
@@ -160,7 +159,7 @@ def test_with_an_optimizer_its_steps_alone_count() -> None:
                 model.weight.data.add_(0.5)
             optimizer.step()
 
-    assert places(recorded(program)) == [("all_reduce", "loss", step) for step in range(STEPS) for _ in range(MICRO)]
+    assert places(recorded(program)) == every_step(*[("all_reduce", "loss")] * MICRO)
 
 
 def test_data_where_a_parameter_lies_later_are_no_update() -> None:
@@ -177,5 +176,4 @@ def test_data_where_a_parameter_lies_later_are_no_update() -> None:
             x.copy_(updated)
             model.weight.data, model.weight.grad = x, None
 
-    expected = [("broadcast", "data", step) for step in range(STEPS)]
-    assert places(recorded(program)) == expected
+    assert places(recorded(program)) == every_step(DATA)

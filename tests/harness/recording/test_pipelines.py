@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from harness.ledger import Event
+from harness.torch_internals.cuda_on_cpu import cuda_on_cpu
+from tests.harness.programs.scripts import megatron_1f1b
 from tests.harness.recording.test_manual_updates import gradient, in_data
-from tests.harness.recording.toy_calls import Part, recorded, turns_of_two_stages
+from tests.harness.recording.toy_calls import Part, recorded
 
 STEPS, MICRO, WIDTH = 2, 5, 4
 CALLS = {"send": dist.isend, "recv": dist.irecv}
@@ -31,7 +33,6 @@ class Stage:
         self.step = 0
 
     def message(self, op: str, stage: int, tensor: Tensor, micro: int) -> None:
-        """Send to a stage or receive from it, where there is one."""
         if 0 <= stage < self.stages:
             self.said.append((op, self.step, micro))
             self.works += dist.batch_isend_irecv([dist.P2POp(CALLS[op], tensor, stage, self.group)])
@@ -39,13 +40,11 @@ class Stage:
                 self.wait()
 
     def wait(self) -> None:
-        """For all that is under way."""
         for work in self.works:
             work.wait()
         self.works.clear()
 
     def run(self, update: Callable[[list[nn.Parameter]], object]) -> None:
-        """Run a step."""
         inputs = [torch.ones(2, WIDTH, requires_grad=True) for _ in range(MICRO)]
         gradients = [torch.ones(2, WIDTH) for _ in range(MICRO)]
         outputs: list[Tensor] = []
@@ -160,6 +159,12 @@ def test_data_between_a_send_and_the_next_forward_is_data() -> None:
     assert [(e.phase, e.microbatch) for e in receiver if e.op == "recv"] == [("pipeline", 0), ("pipeline", 1)]
 
 
+def turns_of_two_stages(micro: int) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """Messages (op, micro-batch) of the first and the last of two stages, one forward and one backward in turn."""
+    ahead = [("send", 0), *[(op, m + (op == "send")) for m in range(micro) for op in ("send", "recv")]]
+    return [turn for turn in ahead if turn[1] < micro], [(op, m) for m in range(micro) for op in ("recv", "send")]
+
+
 def test_torchs_schedule_1f1b() -> None:
     """Its first step also sends shapes, and may run the module once more for them."""
     more: dict[int, int] = {}
@@ -190,3 +195,35 @@ def test_torchs_schedule_1f1b() -> None:
         assert [(e.phase, e.step) for e in events if e.op == "all_reduce"] == [
             ("grad_sync", step) for step in range(STEPS) for _ in range(2)
         ]
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore")  # Megatron's own
+def test_megatrons_1f1b_and_its_distributed_optimizer() -> None:
+    """Two stages, two data ranks."""
+    pytest.importorskip("megatron.core", reason="needs the extra `peers`")
+    alone = ((0,), (1,), (2,), (3,))
+    axes = {"tp": alone, "cp": alone, "dp": ((0, 1), (2, 3)), "pp": ((0, 2), (1, 3))}
+    state = ("megatron.core.parallel_state", "megatron.core.tensor_parallel.random")
+    with cuda_on_cpu():
+        events = recorded(lambda _rank: megatron_1f1b.train(), 4, axes, per_rank=state)
+    assert not [event.doubts for event in events if event.doubts]
+    update = [
+        ("reduce_scatter", "grad_sync", "dp"),
+        ("all_reduce", "grad_sync", "embedding"),
+        ("all_reduce", "grad_sync", "dp_pp"),  # the norm, over all ranks of an optimizer
+        ("all_gather", "step", "dp"),
+    ]
+    turns = turns_of_two_stages(megatron_1f1b.MICRO)
+    for rank in range(4):
+        last = rank >= 2
+        # Before its first forward it compares what the optimizer of each rank is.
+        mine = [e for e in events if e.rank == rank and e.phase != "data"]
+        for step in range(megatron_1f1b.STEPS):
+            of_step = [e for e in mine if e.step == step]
+            hops = [e for e in of_step if e.phase == "pipeline"]
+            assert [(e.op, e.microbatch) for e in hops] == turns[last]
+            assert {e.axis for e in hops} == {"pp"}
+            rest = [(e.op, e.phase, e.axis) for e in of_step if e.phase not in ("pipeline", "forward")]
+            assert rest == [*update, *([("all_reduce", "metric", "dp")] if last else [])]
+            assert {e.axis for e in of_step if e.phase == "forward"} <= {"tp"}

@@ -10,7 +10,6 @@ import nvtx
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import MachineError
@@ -22,12 +21,10 @@ from harness.running.ranks.execution import execute
 from harness.witnesses.chosen import during
 from parallel.subject import subject
 from reference.case import Case
-from tests.harness.recording.toy_calls import Model, Voice, input_BD
+from tests.harness.recording.toy_calls import PLAIN, Around, Model, Voice, checkpointed, input_BD
 
 
 class Said(NamedTuple):
-    """The attributes of a range or mark."""
-
     message: str = ""
     color: Any = None
     category: str = ""
@@ -45,24 +42,19 @@ class Tape:
         self._stack: list[Said] = []
 
     def push_range(self, attributes: Any) -> None:
-        """Open a range of the thread."""
         self._stack.append(attributes)
         self._tell(">", attributes)
 
     def pop_range(self) -> None:
-        """Close the innermost range of the thread."""
         self._tell("<", self._stack.pop())
 
     def start_range(self, attributes: Any) -> Said:
-        """Open a range of the process; its attributes are its id."""
         return self._tell(">", attributes)
 
     def end_range(self, range_id: Any) -> None:
-        """Close the range of that id."""
         self._tell("<", range_id)
 
     def mark(self, attributes: Any) -> None:
-        """Mark an instant."""
         self._tell(".", attributes)
 
     def still_open(self) -> int:
@@ -71,7 +63,6 @@ class Tape:
         return signs.count(">") - signs.count("<")
 
     def of(self, *categories: str) -> list[str]:
-        """The lines of some categories."""
         return [line for line, said in zip(self.lines, self.said, strict=True) if said.category in categories]
 
     def _tell(self, sign: str, said: Said) -> Said:
@@ -80,12 +71,8 @@ class Tape:
         return said
 
 
-def taped(tape: Tape | None, *, reentrant: bool = False, chosen: range | None = None) -> Recorder:
-    """Two steps of the toy model, its layers checkpointed if `reentrant`, drawn on the tape, or chosen ones."""
-
-    def around(module: torch.nn.Module, x_BD: Tensor) -> Any:
-        return checkpoint(module, x_BD, use_reentrant=True) if reentrant else module(x_BD)
-
+def taped(tape: Tape | None, around: Around = PLAIN, chosen: range | None = None) -> Recorder:
+    """Two steps of the toy model, its layers called `around`, drawn on the tape, or chosen ones."""
     ranges = None if tape is None else Ranges(tape, waiting=chosen is not None)
     with ExitStack() as entered:
         recorder = entered.enter_context(Recorder("seed=0", "tp", 2, {"tp": ((0, 1),)}, ranges=ranges))
@@ -172,7 +159,7 @@ def test_recompute_interrupts_backward_and_ranges_change_no_event() -> None:
         return [(e.step, e.microbatch, e.phase, e.region, e.op) for e in recorder.events()]
 
     tape = Tape()
-    drawn, bare = told(taped(tape, reentrant=True)), told(taped(None, reentrant=True))
+    drawn, bare = (told(taped(on, checkpointed(True))) for on in (tape, None))
     assert drawn == bare
     assert len(bare) == 2 * (4 + 4 + 4 + 3)
     between = tape.of("phase")[4 : tape.of("phase").index("> step")]
@@ -223,9 +210,7 @@ def test_the_way_around_the_dropped_domain_works_on_this_nvtx(monkeypatch: pytes
     domain.end_range(domain.start_range(says))
 
 
-def test_a_recorded_run_is_drawn_only_when_a_tool_listens(
-    monkeypatch: pytest.MonkeyPatch, engine: InprocEngine
-) -> None:
+def test_a_run_is_drawn_only_when_a_tool_listens(monkeypatch: pytest.MonkeyPatch, engine: InprocEngine) -> None:
     case = Case.parse("layers=1 steps=1 micro=1 tp=2 overlap=false")
     drawn: list[Tape] = []
 

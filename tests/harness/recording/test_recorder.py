@@ -26,7 +26,6 @@ wire_bytes is_async call_index start_us duration_us caller graph
 
 
 def recorded_calls(*calls: Call) -> list[Event]:
-    """The events of these calls on rank 0."""
     with Recorder("seed=3", "tp", 4, {"tp": ((0, 1), (2, 3))}) as recorder, recorder.on_rank(0):
         for call in calls:
             recorder.completed(0, recorder.issued(0, call))
@@ -69,7 +68,6 @@ def test_times_are_microseconds_since_the_recorder_was_entered() -> None:
 
 
 def seconds(run: Callable[[], None]) -> float:
-    """Processor time of a run, seconds."""
     start_s = time.process_time()
     run()
     return time.process_time() - start_s
@@ -172,7 +170,7 @@ WITHOUT_A_CASE = [
         *(({}, (0, 3), *row) for row in WITHOUT_A_CASE),
     ],
 )
-def test_a_group_is_named_by_its_description_whatever_axes_have_the_same_ranks_else_by_its_ranks(
+def test_a_description_names_a_group_else_its_ranks_do(
     axes: Axes, group: tuple[int, ...], desc: str, name: str
 ) -> None:
     assert axis_name(group, desc, axes, 4 if axes is AXES else 8) == (name, "")

@@ -1,7 +1,6 @@
 """The module path of calls, inferred from outside: checkpointing, threads, wrappers, hooks, hidden modules."""
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,19 +19,12 @@ from tests.harness.recording.toy_calls import (
     Speak,
     Voice,
     backward,
+    checkpointed,
     forward,
     input_BD,
     record,
     told,
 )
-
-
-def checkpointed(*, reentrant: bool) -> Callable[[nn.Module, Tensor], Tensor]:
-    def around(module: nn.Module, x_BD: Tensor) -> Tensor:
-        again: Tensor = checkpoint(module, x_BD, use_reentrant=reentrant)
-        return again
-
-    return around
 
 
 def in_layers(way: str, microbatch: int = 0) -> list[tuple[int, int, str, str]]:
@@ -54,14 +46,11 @@ def in_layers(way: str, microbatch: int = 0) -> list[tuple[int, int, str, str]]:
         (True, True, "Ra Rb Rb Bb Ra Ba"),
     ],
 )
-def test_checkpointed_layers_and_modules_are_recomputed_where_they_are(
-    outer: bool, inner: bool | None, way: str
-) -> None:
+def test_checkpointed_parts_are_recomputed_where_they_are(outer: bool, inner: bool | None, way: str) -> None:
     """The flavour that is not reentrant recomputes when a node needs what it saved, and only as far as needed."""
 
     def program(voice: Voice) -> None:
-        inside = None if inner is None else checkpointed(reentrant=inner)
-        model = Model(voice, checkpointed(reentrant=outer), inside)
+        model = Model(voice, checkpointed(outer), checkpointed(inner))
         for _micro in range(2):
             model(input_BD()).sum().backward()
 
@@ -101,7 +90,7 @@ def test_backward_in_another_thread_finds_what_its_forward_made_and_what_it_made
     def program(voice: Voice) -> None:
         for _ in range(100):
             input_BD() * 2  # the program's numbers run ahead of the other thread's
-        model = Model(voice, checkpointed(reentrant=True))
+        model = Model(voice, checkpointed(True))
         with ThreadPoolExecutor(1) as thread:
             for _micro in range(2):
                 thread.submit(model(input_BD()).sum().backward).result(20)
@@ -154,8 +143,7 @@ def wrapped(model: nn.Module) -> Part:
 def test_wrappers_leave_no_trace_in_the_path_and_a_child_called_module_does() -> None:
     def checkpointed_layers(voice: Voice) -> nn.Module:
         model = Model(voice)
-        for index, layer in enumerate(model.layers):
-            model.layers[index] = checkpoint_wrapper(layer)
+        model.layers = nn.ModuleList(map(checkpoint_wrapper, model.layers))
         return model
 
     for make in (checkpointed_layers, lambda voice: wrapped(wrapped(checkpointed_layers(voice)))):

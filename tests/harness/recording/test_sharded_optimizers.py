@@ -15,10 +15,18 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from harness.ledger import EITHER_GATHER
-from tests.harness.recording.test_manual_updates import LR, MICRO, STEPS, gradient, in_data, places
+from tests.harness.recording.test_manual_updates import (
+    DATA,
+    LR,
+    MICRO,
+    REDUCED,
+    STEPS,
+    every_step,
+    gradient,
+    in_data,
+    places,
+)
 from tests.harness.recording.toy_calls import Part, recorded
-
-Place = tuple[str, str, int]
 
 
 def mlp() -> nn.Sequential:
@@ -28,7 +36,7 @@ def mlp() -> nn.Sequential:
 
 
 COUNT = len(list(mlp().parameters()))
-REDUCED, SENT = [("all_reduce", "grad_sync")] * COUNT, [("broadcast", "step")] * COUNT
+SUMMED, SENT = [REDUCED] * COUNT, [("broadcast", "step")] * COUNT
 
 
 def padded(flat: Tensor) -> Tensor:
@@ -40,10 +48,6 @@ def copy(flat: Tensor, model: nn.Module) -> None:
     for p in model.parameters():
         p.data.copy_(flat[start : start + p.numel()].view_as(p))
         start += p.numel()
-
-
-def every_step(*ops: tuple[str, str]) -> list[Place]:
-    return [(op, phase, step) for step in range(STEPS) for op, phase in ops]
 
 
 @pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
@@ -81,9 +85,9 @@ def test_zero_1_gathers_the_updated_parameters_in_its_step(views: bool, by_hand:
     # Without an optimizer and without views, nothing shows before the copy that the gathered bucket holds parameters.
     unknown = by_hand and not views
     expected = every_step(
-        ("broadcast", "data"),
+        DATA,
         ("reduce_scatter", "grad_sync"),
-        ("all_reduce", "grad_sync"),
+        REDUCED,
         ("all_gather", "grad_sync" if unknown else "step"),
         ("all_reduce", "metric"),
     )
@@ -114,7 +118,7 @@ def test_a_broadcast_into_a_parameter_belongs_to_the_step_and_one_of_data_to_the
 
     events = recorded(program)
     for rank in range(2):
-        assert places(events, rank) == every_step(("broadcast", "data"), *REDUCED, *SENT)
+        assert places(events, rank) == every_step(DATA, *SUMMED, *SENT)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
@@ -130,7 +134,7 @@ def test_zero_redundancy_optimizer_broadcasts_the_parameters_in_its_step() -> No
                 dist.all_reduce(gradient(p))
             optimizer.step()
 
-    assert places(recorded(program)) == every_step(*REDUCED, *SENT)
+    assert places(recorded(program)) == every_step(*SUMMED, *SENT)
 
 
 def test_fsdp_that_is_updated_by_hand_counts_its_steps() -> None:
@@ -160,10 +164,7 @@ def test_fsdp_that_is_updated_by_hand_counts_its_steps() -> None:
 
 
 class Talking(nn.Linear):
-    """A head that sums its logits over all ranks."""
-
     def forward(self, x: Tensor) -> Tensor:
-        """[B, D] to [B, V]."""
         y = super().forward(x)
         dist.all_reduce(y.detach())
         return y

@@ -5,7 +5,6 @@ of the ledger.
 """
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -18,11 +17,11 @@ from torch import Tensor
 from harness.engines.calls import reading
 from harness.engines.calls.signature import call_of
 from harness.engines.interposer import Interposer
-from harness.ledger import Call, Event
+from harness.ledger import Event
 from harness.recording.recorder import Recorder
 from harness.recording.spans import Stopwatch, stopwatch
 from harness.witnesses.measured import clocked
-from tests.harness.recording.simulated_graph import SimulatedGraph, graphs_simulated
+from tests.harness.recording.simulated_graph import SimulatedGraph
 from tests.harness.recording.toy_calls import Model, Part, Voice, a_call, backward, forward, input_BD, record, told
 
 CALL = a_call(device="cuda")
@@ -104,14 +103,13 @@ def gloo_group() -> dist.ProcessGroup:
 
 
 @pytest.mark.parametrize(("device", "durations"), [("cuda", [2_000, 5_000]), ("cpu", [2_000, 0])])
-def test_an_asynchronous_call_on_a_gpu_is_complete_when_its_future_says_so(
+def test_a_call_on_a_gpu_ends_with_its_future(
     monkeypatch: pytest.MonkeyPatch, device: str, durations: list[float]
 ) -> None:
     played = _Device()
     monkeypatch.setattr(reading, "call_of", lambda *told: replace(call_of(*told), device=device))
-    recorder = Recorder("", "tp", 2, {}, stopwatch=played.watch())
-    group, done = gloo_group(), _Delayed(played, recorder)
-    with recorder, recorder.on_rank(0), Interposer(done):
+    group, done = gloo_group(), _Delayed(played)
+    with done, done.on_rank(0), Interposer(done):
         for asynchronous in (False, True):
             options = dist.AllreduceOptions()
             options.asyncOp = asynchronous
@@ -120,7 +118,7 @@ def test_an_asynchronous_call_on_a_gpu_is_complete_when_its_future_says_so(
             deadline_s = time.monotonic() + 10
             while device == "cuda" and len(done.told) <= asynchronous and time.monotonic() < deadline_s:
                 time.sleep(0.001)  # the callback runs in a thread of gloo
-    events = recorder.events()
+    events = done.events()
     assert done.told == ([0, 1] if device == "cuda" else [0])
     if device == "cuda":
         assert [event.duration_us for event in events] == [pytest.approx(us) for us in durations]
@@ -128,26 +126,23 @@ def test_an_asynchronous_call_on_a_gpu_is_complete_when_its_future_says_so(
         assert [event.duration_us > 0 for event in events] == [us > 0 for us in durations]
 
 
-class _Delayed:
-    """Stands before a recorder and lets the played device work before a completion is reported."""
+class _Delayed(Recorder):
+    """Lets the played device work before a completion is recorded."""
 
-    def __init__(self, device: _Device, recorder: Recorder) -> None:
-        self.device, self.recorder, self.takes_ms = device, recorder, 0.0
+    def __init__(self, device: _Device) -> None:
+        super().__init__("", "tp", 2, {}, stopwatch=device.watch())
+        self.device, self.takes_ms = device, 0.0
         self.told: list[int] = []
-
-    def issued(self, rank: int, call: Call) -> int:
-        return self.recorder.issued(rank, call)
 
     def completed(self, rank: int, ticket: int) -> None:
         self.device.work(self.takes_ms)
-        self.recorder.completed(rank, ticket)
+        super().completed(rank, ticket)
         self.told.append(ticket)
 
 
 @pytest.fixture(autouse=True)
-def simulated() -> Iterator[None]:
-    with graphs_simulated():
-        yield
+def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimulatedGraph)
 
 
 def what(events: list[Event]) -> list[tuple[str, str, str, int]]:

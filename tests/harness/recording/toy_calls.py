@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from harness.engines.engine import Engine
 from harness.engines.threads.inproc import InprocEngine
@@ -41,7 +42,6 @@ class Voice:
         self.rank = rank
 
     def say(self, op: str = "all_reduce", *, is_async: bool = False) -> None:
-        """Report a call that completes at once."""
         self.observer.completed(self.rank, self.observer.issued(self.rank, a_call(op, is_async=is_async)))
 
 
@@ -50,61 +50,64 @@ class Speak(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_BD: Tensor, voice: Voice) -> Tensor:
-        """The input itself, [B, D]."""
         ctx.voice = voice
         voice.say("all_reduce")
         return x_BD.view_as(x_BD)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """The gradient itself, [B, D]."""
         ctx.voice.say("all_gather")
         return gradients[0], None
 
 
 class Linear(nn.Module):
-    """A linear map that speaks."""
-
     def __init__(self, voice: Voice) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.eye(4))
         self.voice = voice
 
     def forward(self, x_BD: Tensor) -> Tensor:
-        """[B, D] to [B, D]."""
         spoken: Tensor = Speak.apply(x_BD @ self.weight, self.voice)
         return spoken
 
 
+Around = Callable[[nn.Module, Tensor], Any]
+"""A way to call a module."""
+
+
+def checkpointed(reentrant: bool | None) -> Around:
+    """Calls by checkpointing of one of its flavours; as they are for None."""
+
+    def around(module: nn.Module, x_BD: Tensor) -> Any:
+        return module(x_BD) if reentrant is None else checkpoint(module, x_BD, use_reentrant=reentrant)
+
+    return around
+
+
+PLAIN = checkpointed(None)
+
+
 class Block(nn.Module):
-    """Two linears around a relu; `around` calls each of them (checkpointing, for instance)."""
+    """Two linears around a relu; `around` calls each of them."""
 
-    def __init__(self, voice: Voice, around: Callable[[nn.Module, Tensor], Tensor] | None = None) -> None:
+    def __init__(self, voice: Voice, around: Around = PLAIN) -> None:
         super().__init__()
-        self.a = Linear(voice)
-        self.b = Linear(voice)
-        self.around = around or (lambda module, x_BD: module(x_BD))
+        self.a, self.b = Linear(voice), Linear(voice)
+        self.around = around
 
-    def forward(self, x_BD: Tensor) -> Tensor:
-        """[B, D] to [B, D]."""
+    def forward(self, x_BD: Tensor) -> Any:
         return self.around(self.b, torch.relu(self.around(self.a, x_BD)))
 
 
 class Model(nn.Module):
     """Two blocks, `layers.0` and `layers.1`."""
 
-    def __init__(
-        self,
-        voice: Voice,
-        around: Callable[[nn.Module, Tensor], Tensor] | None = None,
-        inside: Callable[[nn.Module, Tensor], Tensor] | None = None,
-    ) -> None:
+    def __init__(self, voice: Voice, around: Around = PLAIN, inside: Around = PLAIN) -> None:
         super().__init__()
         self.layers = nn.ModuleList([Block(voice, inside), Block(voice, inside)])
-        self.around = around or (lambda module, x_BD: module(x_BD))
+        self.around = around
 
     def forward(self, x_BD: Tensor) -> Tensor:
-        """[B, D] to [B, D]."""
         for layer in self.layers:
             x_BD = self.around(layer, x_BD)
         return x_BD
@@ -120,7 +123,6 @@ class Part(nn.Module):
         self.compute = compute
 
     def forward(self, x_BD: Tensor) -> Any:
-        """[B, D] to what is computed."""
         return self.compute(self, x_BD)
 
 
@@ -157,8 +159,12 @@ def recorded(
 
 
 def told(events: list[Event]) -> list[Told]:
-    """Step, micro-batch, phase and region of each event."""
     return [(e.step, e.microbatch, e.phase, e.region) for e in events]
+
+
+def sites(program: Callable[[Voice], object]) -> list[Told]:
+    """Where the calls of one rank are that runs `program(voice)`."""
+    return told(record(program))
 
 
 def forward(step: int = 0, microbatch: int = 0) -> list[Told]:
@@ -169,9 +175,3 @@ def forward(step: int = 0, microbatch: int = 0) -> list[Told]:
 def backward(step: int = 0, microbatch: int = 0) -> list[Told]:
     """Calls of its backward, for an input that wants a gradient."""
     return [(step, microbatch, "backward", leaf) for leaf in reversed(LEAVES)]
-
-
-def turns_of_two_stages(micro: int) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-    """Messages (op, micro-batch) of the first and the last of two stages, one forward and one backward in turn."""
-    ahead = [("send", 0), *[(op, m + (op == "send")) for m in range(micro) for op in ("send", "recv")]]
-    return [turn for turn in ahead if turn[1] < micro], [(op, m) for m in range(micro) for op in ("recv", "send")]

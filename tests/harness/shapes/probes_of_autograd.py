@@ -53,7 +53,6 @@ class _Twice(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """x * 2."""
         frame: FrameType | None = sys._getframe()
         inner: FrameType | None = None
         while frame is not None and not _Twice.seen:
@@ -64,7 +63,6 @@ class _Twice(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        """2 times the gradient."""
         return gradients[0] * 2
 
 
@@ -141,12 +139,9 @@ def _stays_unloaded() -> bool:
 
 
 class _Counting(DispatchMode):
-    """Counts operators."""
-
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count one."""
         self.count += 1
         return func(*args, **(kwargs or {}))
 

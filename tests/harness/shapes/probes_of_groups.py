@@ -73,7 +73,6 @@ def _can_be_wrapped() -> bool:
     otherwise="no dry engine, and no recording on real backends: MachineError",
 )
 def _waits() -> bool:
-    """A call of the fake group gives a work whose wait is seen."""
     seen: list[int] = []
     work = fake_group().allreduce([torch.ones(2)], dist.AllreduceOptions())
     with waits_of_fakes(seen.append):

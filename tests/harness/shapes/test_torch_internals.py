@@ -60,14 +60,16 @@ def test_an_engine_that_torch_cannot_carry_ends_in_one_sentence(
     assert "Traceback" not in err and "a bug in shardproof" not in err
 
 
-class Summed(torch.autograd.Function):
-    """A sum over the ranks, with a context."""
+def summed(x: Tensor) -> Tensor:
+    total = x.clone()
+    dist.all_reduce(total)
+    return total
 
+
+class Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        total = x.clone()
-        dist.all_reduce(total)
-        return total
+        return summed(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -75,13 +77,9 @@ class Summed(torch.autograd.Function):
 
 
 class Apart(Summed):
-    """The same, its context set up apart."""
-
     @staticmethod
     def forward(x: Tensor) -> Tensor:  # type: ignore[override]
-        total = x.clone()
-        dist.all_reduce(total)
-        return total
+        return summed(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

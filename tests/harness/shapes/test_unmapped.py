@@ -81,9 +81,7 @@ def test_the_schema_tells_group_and_payload(engine: InprocEngine) -> None:
 
 
 @pytest.mark.parametrize("name", ["engine", "pool"])
-def test_only_the_case_that_issues_it_is_unknown_and_its_message_names_it(
-    name: str, request: pytest.FixtureRequest
-) -> None:
+def test_only_the_case_that_issues_it_is_unknown_and_names_it(name: str, request: pytest.FixtureRequest) -> None:
     one, other = (prove(case, swapping, engine=request.getfixturevalue(name)) for case in _CASES)
     ledger = verdict_of(one, "ledger")
     assert ledger.verdict == UNKNOWN and f"c10d::{SWAP}" in ledger.message and "test_unmapped.py" in ledger.message
@@ -92,9 +90,7 @@ def test_only_the_case_that_issues_it_is_unknown_and_its_message_names_it(
     assert other.verdict == PASS
 
 
-def test_an_operator_that_threads_cannot_compute_is_unknown_by_name_and_the_next_case_runs(
-    engine: InprocEngine,
-) -> None:
+def test_an_operator_without_a_kernel_is_unknown_by_name_and_the_next_case_runs(engine: InprocEngine) -> None:
     one, other = (prove(case, voiding, engine=engine) for case in _CASES)
     run = verdict_of(one, "run")
     assert run.verdict == UNKNOWN and not one.machine

@@ -46,7 +46,6 @@ def on_rank(rank: int, size: int, names: Sequence[str]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def on_gloo(pool: PoolEngine) -> list[dict[str, Any]]:
-    """Results of every call of every rank on gloo."""
     return pool.run(on_rank, RANKS, NAMES, world_size=RANKS)
 
 
@@ -58,9 +57,7 @@ def test_worlds_of_fewer_ranks(world_size: int, pool: PoolEngine, engine: Inproc
     assert not [name for name in names if isinstance(here[0][name], frozenset)]
 
 
-def test_threads_give_what_gloo_gives_and_raise_where_it_raises(
-    on_gloo: list[dict[str, Any]], engine: InprocEngine
-) -> None:
+def test_threads_give_and_raise_what_gloo_does(on_gloo: list[dict[str, Any]], engine: InprocEngine) -> None:
     """An error in threads can be caught by every kind by which gloo's can be."""
     in_process = engine.run(on_rank, RANKS, NAMES, world_size=RANKS)
     assert len(NAMES) > 120

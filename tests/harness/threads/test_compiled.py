@@ -20,7 +20,6 @@ class Count:
         self.nodes: list[int] = []
 
     def __call__(self, graph: torch.fx.GraphModule, _inputs: object) -> Callable[..., Any]:
-        """The graph itself."""
         self.nodes.append(len(graph.graph.nodes))
         return graph.forward
 
@@ -41,19 +40,16 @@ class Plain(nn.Module):
         self.register_forward_hook(lambda _module, _args, y_BD: y_BD * 3)
 
     def forward(self, x_BD: Tensor) -> Tensor:
-        """[B, D] to [B, D]."""
         return self.second(torch.relu(self.first(x_BD)))  # type: ignore[no-any-return]
 
 
 def in_place(voice: Voice, count: Count) -> nn.Module:
-    """Holds a part that is compiled by `module.compile()`."""
     model = Plain()
     model.compile(backend=count, fullgraph=True)
     return nn.Sequential(model, Linear(voice))
 
 
 def wrapped(voice: Voice, count: Count) -> nn.Module:
-    """Holds a part that is compiled by `torch.compile`."""
     return nn.Sequential(cast(nn.Module, torch.compile(Plain(), backend=count, fullgraph=True)), Linear(voice))
 
 

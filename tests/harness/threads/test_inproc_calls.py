@@ -21,15 +21,12 @@ from torch.utils.checkpoint import checkpoint
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RankRaised
 from harness.ledger import Call
-from tests.harness.engines.programs import Log
+from tests.harness.engines import programs
+from tests.harness.engines.out_of_step import ones
+from tests.harness.engines.programs import Log, gather_flat
 from tests.harness.own_words import Reduced
+from tests.harness.threads.torch_calls.groups import summed
 
-REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "SUM": operator.add,
-    "PRODUCT": operator.mul,
-    "MIN": torch.minimum,
-    "MAX": torch.maximum,
-}
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -37,9 +34,12 @@ def noise(rank: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(257, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(dtype)
 
 
-@pytest.mark.parametrize(("op", "world_size"), [("SUM", 4), ("PRODUCT", 3), ("MIN", 2), ("MAX", 1)])
-def test_reductions_are_in_rank_order_and_rounded_after_every_step(
-    engine: InprocEngine, op: str, world_size: int
+@pytest.mark.parametrize(
+    ("op", "by_hand", "world_size"),
+    [("SUM", operator.add, 4), ("PRODUCT", operator.mul, 3), ("MIN", torch.minimum, 2), ("MAX", torch.maximum, 1)],
+)
+def test_reductions_are_in_rank_order_and_rounded_every_time(
+    engine: InprocEngine, op: str, by_hand: Callable[[Tensor, Tensor], Tensor], world_size: int
 ) -> None:
     def program(rank: int) -> list[Tensor]:
         tensors = [noise(rank, dtype) for dtype in DTYPES]
@@ -48,7 +48,7 @@ def test_reductions_are_in_rank_order_and_rounded_after_every_step(
         return tensors
 
     every = [[noise(rank, dtype) for rank in range(world_size)] for dtype in DTYPES]
-    expected = [functools.reduce(REDUCTIONS[op], tensors) for tensors in every]
+    expected = [functools.reduce(by_hand, tensors) for tensors in every]
     for tensors in engine.run(program, world_size=world_size):
         assert all(map(torch.equal, tensors, expected))
     if op == "SUM":
@@ -57,12 +57,7 @@ def test_reductions_are_in_rank_order_and_rounded_after_every_step(
 
 
 def test_two_hundred_and_fifty_six_ranks(engine: InprocEngine) -> None:
-    def program(rank: int) -> float:
-        x = torch.full((2,), float(rank))
-        dist.all_reduce(x)
-        return x[0].item()
-
-    assert engine.run(program, world_size=256) == [255 * 128.0] * 256
+    assert engine.run(programs.summed, world_size=256) == [programs.total(256)] * 256
 
 
 def value(rank: int) -> Tensor:
@@ -86,7 +81,7 @@ def test_meta_tensors_pass_through_every_collective(engine: InprocEngine) -> Non
             x, full = torch.empty(4), torch.empty(8)
             dist.all_reduce(x)
             dist.broadcast(x, src=0)
-            getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(full, x)
+            gather_flat(full, x)
             dist.all_to_all_single(torch.empty(4), x)
             dist.reduce_scatter(x, [torch.empty(4), torch.empty(4)])
         return [x.device.type, full.device.type]
@@ -95,14 +90,11 @@ def test_meta_tensors_pass_through_every_collective(engine: InprocEngine) -> Non
 
 
 class Seen(TorchDispatchMode):
-    """Keeps the names of the operators that it sees."""
-
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note the operator and run it."""
         self.names.append(func.__name__)
         return func(*args, **(kwargs or {}))
 
@@ -135,12 +127,6 @@ def test_a_tensor_that_autograd_saved_must_not_be_overwritten_by_a_collective(en
         return "refused"
 
     assert engine.run(program, world_size=2) == ["refused", "refused"]
-
-
-def summed(group: dist.ProcessGroup | None) -> float:
-    tensor = torch.tensor([float(2 ** dist.get_rank())])
-    dist.all_reduce(tensor, group=group)
-    return tensor.item()
 
 
 def test_split_groups_count_ranks_within_the_parent(engine: InprocEngine) -> None:
@@ -202,10 +188,6 @@ def test_user_code_may_initialise_and_destroy_the_world_itself(engine: InprocEng
 
 def told(call: Call) -> tuple[Any, ...]:
     return call.op, call.reduce_op, call.dtype, call.shapes, call.payload_bytes, call.is_async, call.peer
-
-
-def ones(*shape: int) -> torch.Tensor:
-    return torch.ones(shape)
 
 
 def test_messages_name_their_peer_and_only_the_blocking_ones_are_synchronous(engine: InprocEngine) -> None:

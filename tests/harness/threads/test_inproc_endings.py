@@ -162,7 +162,6 @@ def _summed(value: float, group: Any = None) -> float:
 
 
 def _in_thread(function: Callable[[], Any]) -> Any:
-    """Result of a function in a thread of its own."""
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(function()))
     thread.start()

@@ -42,13 +42,7 @@ def draw(times: int) -> list[float]:
     """Draws of every stream, normal ones too: numpy and Python keep the second of a pair for the next draw."""
     drawn: list[float] = []
     for _ in range(times):
-        drawn += [
-            torch.rand(1).item(),
-            random.random(),
-            random.gauss(0, 1),
-            float(np.random.rand()),
-            float(np.random.randn()),
-        ]
+        drawn += [torch.rand(1).item(), random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn()]
     return drawn
 
 
@@ -156,22 +150,16 @@ def test_nothing_of_a_run_stays_alive_and_closing_ends_the_threads() -> None:
         assert not thread.is_alive()
 
 
-def summed_in_pairs(rank: int) -> float:
-    x = torch.ones(2)
-    dist.all_reduce(x, group=dist.new_group([0, 1]))
-    return x[0].item()
-
-
 def before_and_after(rank: int, meeting: str) -> int:
     """A process of a world of two, and runs of the engine before, beside and after that world."""
     with InprocEngine() as engine:
-        assert engine.run(summed_in_pairs, world_size=2) == [2, 2]
+        assert engine.run(programs.summed, world_size=2) == [programs.total(2)] * 2
         assert not dist.is_initialized()
         dist.init_process_group("gloo", init_method=f"file://{meeting}", world_size=2, rank=rank)
         group = dist.new_group([0, 1])
         before, after = torch.full((2,), float(rank + 1)), list[float]()
         dist.all_reduce(before, group=group)
-        assert engine.run(summed_in_pairs, world_size=2) == [2, 2]
+        assert engine.run(programs.summed, world_size=2) == [programs.total(2)] * 2
         assert dist.get_rank() == rank and dist.get_backend() == "gloo"
 
         def by_name() -> None:
@@ -182,7 +170,7 @@ def before_and_after(rank: int, meeting: str) -> int:
         thread.start()
         thread.join()
         dist.destroy_process_group()
-        assert engine.run(summed_in_pairs, world_size=2) == [2, 2]
+        assert engine.run(programs.summed, world_size=2) == [programs.total(2)] * 2
     assert (before.tolist(), after) == ([3.0, 3.0], [6.0, 6.0])
     return 0
 
@@ -198,9 +186,7 @@ def test_an_address_that_the_process_was_given_stays(monkeypatch: pytest.MonkeyP
     assert [found[6] for found in engine.run(programs.words, world_size=2)] == ["12345"] * 2
 
 
-def test_what_a_rank_changes_is_its_own_and_gone_after_the_run(
-    monkeypatch: pytest.MonkeyPatch, engine: InprocEngine
-) -> None:
+def test_changes_of_a_rank_are_its_own_and_do_not_stay(monkeypatch: pytest.MonkeyPatch, engine: InprocEngine) -> None:
     monkeypatch.setenv("SHARDPROOF_GIVEN", "by the process")
     monkeypatch.delenv("SHARDPROOF_MADE", raising=False)
 
@@ -254,9 +240,6 @@ def test_ranks_share_a_processor_and_the_driver_keeps_its_own() -> None:
 
 PIECE_BYTES = 2**16
 """Below what glibc maps one by one and gives back by itself."""
-keeps_holes = pytest.mark.skipif(
-    not hasattr(heap._C, "malloc_trim"), reason="this C library keeps no holes to give back"
-)
 
 
 def holes(mib: int) -> torch.Tensor:
@@ -265,7 +248,7 @@ def holes(mib: int) -> torch.Tensor:
     return pieces[-1]
 
 
-@keeps_holes
+@pytest.mark.skipif(not hasattr(heap._C, "malloc_trim"), reason="this C library keeps no holes to give back")
 def test_a_run_gives_back_what_was_freed_in_pieces() -> None:
     with InprocEngine() as engine:
         heap._C.malloc_trim(0)  # holes of earlier tests would be filled first

@@ -182,9 +182,7 @@ def test_a_subject_states_the_modules(module: Any, engine: InprocEngine) -> None
         prove(case, subject, engine)
 
 
-def test_an_exception_over_state_that_ranks_share_names_the_module_and_the_engine_that_works(
-    module: Any, engine: InprocEngine
-) -> None:
+def test_an_exception_over_shared_state_names_the_module_and_another_engine(module: Any, engine: InprocEngine) -> None:
     source = "def initialize():\n    assert RANK is None, 'is already initialized'\n    globals().update(RANK=1)"
     exec(compile(source, __file__, "exec"), vars(module))
 

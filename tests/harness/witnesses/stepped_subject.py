@@ -32,7 +32,6 @@ class Halves(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """A view of a view, changed in place."""
         y: Tensor = self.linear(x)
         y.view(-1, 2, WIDTH // 2)[:, 0].mul_(2.0)
         summed: Tensor = all_reduce(y)  # of the gradient too
@@ -44,7 +43,6 @@ class _Agreeing(torch.optim.SGD):
     """Talks to the other ranks before it steps."""
 
     def step(self, closure: Any = None) -> Any:
-        """Step behind an all-reduce."""
         asked = torch.ones(1)
         dist.all_reduce(asked)
         return super().step(closure)

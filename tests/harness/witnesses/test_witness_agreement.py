@@ -36,7 +36,6 @@ TERMS = [Term(calls=1, **FACTS, **dict(zip(FIELDS, line, strict=True))) for line
 
 
 def event(rank: int, index: int) -> Event:
-    """Call of the plan as an event."""
     where = {"mode": "tp", "world_size": 4, "rank": rank, "step": 0, "call_index": index, "start_us": 0.0}
     what = dict(zip(FIELDS, PLAN[index], strict=True))
     group = next(ranks for ranks in AXES[PLAN[index][3]] if rank in ranks)
@@ -48,24 +47,20 @@ LEDGER = of_ledger(EVENTS)
 
 
 def changed(seen: Seen, rank: int, index: int, **words: object) -> Seen:
-    """Sightings with other words in one of them."""
     return [replace(s, **words) if (s.rank, s.index) == (rank, index) else s for s in seen]  # type: ignore[arg-type]
 
 
 def dropped(seen: Seen, rank: int, index: int) -> Seen:
-    """Without one sighting."""
     left = [s for s in seen if (s.rank, s.index) != (rank, index)]
     return [replace(s, index=s.index - 1) if s.rank == rank and s.index > index else s for s in left]
 
 
 def doubled(seen: Seen, rank: int, index: int) -> Seen:
-    """Sightings with one of them twice."""
     later = [replace(s, index=s.index + 1) if s.rank == rank and s.index > index else s for s in seen]
     return [*later, *(replace(s, index=index + 1) for s in seen if (s.rank, s.index) == (rank, index))]
 
 
 def swapped(seen: Seen, rank: int, index: int) -> Seen:
-    """Two sightings in the other order."""
     other = {index: index + 1, index + 1: index}
     return [replace(s, index=other.get(s.index, s.index)) if s.rank == rank else s for s in seen]
 

@@ -37,9 +37,7 @@ def forked(_program: object, folder: Path, limit_s: float, environment: dict[str
     assert [rank.ended(limit_s) for rank in ranks] == [0, 0], ranks[0].err
 
 
-def test_a_model_with_views_changed_in_place_is_seen_alike_by_every_witness(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_views_changed_in_place_are_seen_by_every_witness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nsight Systems sees chosen steps of it, in test_witness_steps."""
     tool = "torch"
     monkeypatch.setattr(session_module, "_run", forked)
@@ -67,9 +65,7 @@ def test_a_model_with_views_changed_in_place_is_seen_alike_by_every_witness(
         assert (verdict_.verdict, words in verdict_.message) == (verdict, True)
 
 
-def test_a_missing_or_broken_nsys_is_one_sentence_and_takes_nothing_along(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_or_broken_nsys_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = os.environ["PATH"]
     monkeypatch.setenv("PATH", str(tmp_path))
     cases = parse_cases(["mode=tp tp=2 steps=2 seed=9"])

@@ -38,9 +38,7 @@ CLEAN, INSIDE, BEFORE, AFTER, SHORT = parse_cases(
 
 
 @pytest.mark.parametrize("tool", ["torch", pytest.param("nsys", marks=NSYS)])
-def test_witnesses_see_the_chosen_steps_and_no_other(
-    tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_witnesses_see_the_chosen_steps_alone(tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A session of all cases, which takes ten CPU seconds under nsys, and all of its messages.
 
     A closed form that knows no single steps is not held against some, and steps that a program lacks are named.
@@ -80,7 +78,6 @@ class Run:
         self.told: list[str] = []
 
     def __call__(self) -> None:
-        """Run."""
         model = nn.Linear(2, 2)
         optimizers = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
         for step in range(4):
@@ -93,7 +90,6 @@ class Run:
 
     @contextmanager
     def marked(self) -> Iterator[None]:
-        """Write both ends of the body down."""
         self.told.append("[")
         yield
         self.told.append("]")

@@ -1,19 +1,17 @@
 """Calls that NCCL serves and gloo does not, or not right: what each must give, and what gloo does."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tests.harness.threads.torch_calls.listed import CALLS, Call, dist, filled, own
+from tests.harness.threads.torch_calls.listed import CALLS, Call, changed, dist, filled, own
 
 FLOAT8 = torch.float8_e4m3fn
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Beyond:
+class Beyond(NamedTuple):
     """A call, what a rank must get of it, and what gloo does."""
 
     call: Call
@@ -21,21 +19,8 @@ class Beyond:
     on_gloo: str
 
 
-def _changed(tensor: Tensor, call: Callable[[Tensor], Any]) -> Tensor:
-    call(tensor)
-    return tensor
-
-
 def _total(size: int, *shape: int) -> Tensor:
     return torch.stack([own(rank, *shape) for rank in range(size)]).sum(0)
-
-
-def _stacked(rank: int, size: int) -> Tensor:
-    return _changed(filled(size, 2), lambda out: dist.all_gather_into_tensor(out, own(rank, 2)))
-
-
-def _flattened(rank: int, size: int) -> Tensor:
-    return _changed(filled(6 * size), lambda out: dist.all_gather_into_tensor(out, own(rank, 2, 3)))
 
 
 def _uneven_lists(rank: int, size: int) -> list[Tensor]:
@@ -44,42 +29,36 @@ def _uneven_lists(rank: int, size: int) -> list[Tensor]:
     return outs
 
 
-def _moved_float8(rank: int, size: int) -> Tensor:
-    out = filled(2 * size).to(FLOAT8)
-    dist.all_gather_into_tensor(out, own(rank, 2).to(FLOAT8))
-    return out.double()
-
-
 NOT_ON_GLOO = {
     "sums scaled beforehand": Beyond(
-        call=lambda r, n: _changed(
+        call=lambda r, n: changed(
             own(r, 2), lambda t: dist.all_reduce(t, torch._C._distributed_c10d._make_nccl_premul_sum(0.5))
         ),
         right=lambda r, n: _total(n, 2) / 2,
         on_gloo="Cannot use ReduceOp.PREMUL_SUM with Gloo",
     ),
     "averages of integers": Beyond(
-        call=lambda r, n: _changed(own(r, 2, dtype=torch.int32), lambda t: dist.all_reduce(t, dist.ReduceOp.AVG)),
+        call=lambda r, n: changed(own(r, 2, dtype=torch.int32), lambda t: dist.all_reduce(t, dist.ReduceOp.AVG)),
         right=lambda r, n: (_total(n, 2) / n).to(torch.int32),
         on_gloo="no AVG of integers",
     ),
     "all_gather_into_tensor, stacked": Beyond(
-        call=_stacked,
+        call=lambda r, n: changed(filled(n, 2), lambda out: dist.all_gather_into_tensor(out, own(r, 2))),
         right=lambda r, n: torch.stack([own(i, 2) for i in range(n)]),
         on_gloo="wants the output joined along dim 0",
     ),
     "all_gather_into_tensor, flat": Beyond(
-        call=_flattened,
+        call=lambda r, n: changed(filled(6 * n), lambda out: dist.all_gather_into_tensor(out, own(r, 2, 3))),
         right=lambda r, n: torch.cat([own(i, 2, 3).view(-1) for i in range(n)]),
         on_gloo="wants the output joined along dim 0",
     ),
     "all_gather_into_tensor of one number": Beyond(
-        call=lambda r, n: _changed(filled(n), lambda out: dist.all_gather_into_tensor(out, own(r))),
+        call=lambda r, n: changed(filled(n), lambda out: dist.all_gather_into_tensor(out, own(r))),
         right=lambda r, n: torch.stack([own(i) for i in range(n)]),
         on_gloo="wants the output joined along dim 0",
     ),
     "reduce_scatter_tensor, stacked": Beyond(
-        call=lambda r, n: _changed(filled(2), lambda out: dist.reduce_scatter_tensor(out, own(r, n, 2))),
+        call=lambda r, n: changed(filled(2), lambda out: dist.reduce_scatter_tensor(out, own(r, n, 2))),
         right=lambda r, n: _total(n, n, 2)[r],
         on_gloo="wants the input joined along dim 0",
     ),
@@ -89,16 +68,14 @@ NOT_ON_GLOO = {
         on_gloo="all_to_all takes tensors of one size",
     ),
     "float8 moved": Beyond(
-        call=_moved_float8, right=lambda r, n: torch.cat([own(i, 2) for i in range(n)]), on_gloo="Invalid scalar type"
+        call=lambda r, n: changed(
+            filled(2 * n).to(FLOAT8), lambda out: dist.all_gather_into_tensor(out, own(r, 2).to(FLOAT8))
+        ).double(),
+        right=lambda r, n: torch.cat([own(i, 2) for i in range(n)]),
+        on_gloo="Invalid scalar type",
     ),
 }
 """gloo raises; the in-process engine computes what NCCL does."""
-
-
-def _columns(rank: int, size: int) -> Tensor:
-    whole = own(rank, 4, 6)
-    dist.all_reduce(whole[:, 1:3])
-    return whole
 
 
 def _columns_right(rank: int, size: int) -> Tensor:
@@ -109,27 +86,29 @@ def _columns_right(rank: int, size: int) -> Tensor:
 
 WRONG_ON_GLOO = {
     "all_reduce of columns": Beyond(
-        call=_columns, right=_columns_right, on_gloo="sums what lies between the columns too, and overwrites it"
+        call=lambda r, n: changed(own(r, 4, 6), lambda whole: dist.all_reduce(whole[:, 1:3])),
+        right=_columns_right,
+        on_gloo="sums what lies between the columns too, and overwrites it",
     ),
     "reduce_scatter from transposed tensors": Beyond(
-        call=lambda r, n: _changed(
+        call=lambda r, n: changed(
             filled(2, 3), lambda out: dist.reduce_scatter(out, [own(r + i, 3, 2).t() for i in range(n)])
         ),
         right=lambda r, n: torch.stack([own(i + r, 3, 2).t() for i in range(n)]).sum(0),
         on_gloo="takes the numbers in the order of memory",
     ),
     "all_to_all_single into a transposed tensor": Beyond(
-        call=lambda r, n: _changed(filled(3, n).t(), lambda out: dist.all_to_all_single(out, own(r, n, 3))),
+        call=lambda r, n: changed(filled(3, n).t(), lambda out: dist.all_to_all_single(out, own(r, n, 3))),
         right=lambda r, n: torch.stack([own(i, n, 3)[r] for i in range(n)]),
         on_gloo="writes the numbers in the order of memory",
     ),
     "all_to_all_single of rows that do not divide": Beyond(
-        call=lambda r, n: _changed(filled(n + 1), lambda out: dist.all_to_all_single(out, own(r, n + 1))),
+        call=lambda r, n: changed(filled(n + 1), lambda out: dist.all_to_all_single(out, own(r, n + 1))),
         right=lambda r, n: None,
         on_gloo="leaves the last row out",
     ),
     "all_to_all_single of one number": Beyond(
-        call=lambda r, n: _changed(filled(), lambda out: dist.all_to_all_single(out, own(r))),
+        call=lambda r, n: changed(filled(), lambda out: dist.all_to_all_single(out, own(r))),
         right=lambda r, n: None,
         on_gloo="sends nothing",
     ),

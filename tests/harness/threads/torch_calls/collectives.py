@@ -6,13 +6,23 @@ import numpy as np
 import torch
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from tests.harness.threads.torch_calls.listed import DTYPES, dist, each, filled, listed, own
+from tests.harness.threads.torch_calls.listed import CALLS, DTYPES, changed, dist, each, filled, listed, own
+
+CALLS |= {
+    "barrier_with_devices": lambda r, n: dist.barrier(device_ids=[0]),
+    "transposed_broadcast": lambda r, n: changed(own(r, 4, 6), lambda whole: dist.broadcast(whole.t(), src=1)),
+    "strided_all_gather_of_lists": lambda r, n: changed(
+        filled(n, 4, 6), lambda out: dist.all_gather(list(out), own(r, 6, 4).t())
+    ),
+    "all_gather_into_columns": lambda r, n: changed(
+        filled(3, n), lambda out: dist.all_gather(list(out.unbind(1)), own(r, 3))
+    ),
+    "all_gather_tuples": lambda r, n: changed(filled(n, 2), lambda out: dist.all_gather(out.unbind(), own(r, 2))),
+}
 
 
 @listed
 class Collectives:
-    """Each method is a call of the list."""
-
     def empty_tensors(self, rank: int, size: int) -> Any:
         none, gathered = filled(0), filled(0, 3)
         dist.all_reduce(none)
@@ -28,16 +38,6 @@ class Collectives:
         dist.all_reduce(rows)
         dist.broadcast(middle, src=2)
         return whole, middle
-
-    def transposed_broadcast(self, rank: int, size: int) -> Any:
-        whole = own(rank, 4, 6)
-        dist.broadcast(whole.t(), src=1)
-        return whole
-
-    def strided_all_gather_of_lists(self, rank: int, size: int) -> Any:
-        outs = [filled(4, 6) for _ in range(size)]
-        dist.all_gather(outs, own(rank, 6, 4).t())
-        return outs
 
     def dense_tensors_of_other_orders(self, rank: int, size: int) -> Any:
         turned, channels = (own(rank, 3, 2).t(), own(rank, 2, 3, 2, 2).to(memory_format=torch.channels_last))
@@ -80,11 +80,6 @@ class Collectives:
         dist.all_gather(list(chunks.chunk(size)), own(rank, 2, 3))
         return whole, chunks
 
-    def all_gather_into_columns(self, rank: int, size: int) -> Any:
-        whole = filled(3, size)
-        dist.all_gather(list(whole.unbind(1)), own(rank, 3))
-        return whole
-
     def all_gather_in_every_form(self, rank: int, size: int) -> Any:
         def call(dtype: torch.dtype) -> Any:
             outs, joined, late = ([filled(2, dtype=dtype) for _ in range(size)], *(filled(2 * size, dtype=dtype),) * 2)
@@ -96,11 +91,6 @@ class Collectives:
             return outs, joined, late
 
         return each(DTYPES, call)
-
-    def all_gather_tuples(self, rank: int, size: int) -> Any:
-        outs = tuple(filled(2) for _ in range(size))
-        dist.all_gather(outs, own(rank, 2))
-        return outs
 
     def all_gather_base(self, rank: int, size: int) -> Any:
         out = filled(2 * size)
@@ -169,9 +159,6 @@ class Collectives:
         dist.monitored_barrier(timeout=dist.default_pg_timeout, wait_all_ranks=True)
         dist.monitored_barrier(None, dist.default_pg_timeout, False)
         return found
-
-    def barrier_with_devices(self, rank: int, size: int) -> Any:
-        return dist.barrier(device_ids=[0])
 
     def works_and_futures(self, rank: int, size: int) -> Any:
         tensor = own(rank, 3)

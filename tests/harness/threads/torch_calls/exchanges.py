@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.harness.threads.torch_calls.listed import CALLS, DTYPES, dist, each, filled, listed, own
+from tests.harness.threads.torch_calls.listed import CALLS, DTYPES, changed, dist, each, filled, listed, own
 
 
 def rows(sender: int, receiver: int) -> int:
@@ -16,7 +16,6 @@ def rows(sender: int, receiver: int) -> int:
 
 
 def exchanged(rank: int, size: int, kind: Callable[[Sequence[int]], Any]) -> torch.Tensor:
-    """An uneven exchange whose split sizes are of one kind."""
     sends, expects = ([rows(rank, other) for other in range(size)], [rows(other, rank) for other in range(size)])
     out = filled(sum(expects), 2)
     dist.all_to_all_single(out, own(rank, sum(sends), 2), kind(expects), kind(sends))
@@ -39,25 +38,31 @@ SPLITS: dict[str, Callable[[Sequence[int]], Any]] = {
 CALLS.update({f"splits_as_{name}": functools.partial(exchanged, kind=kind) for name, kind in SPLITS.items()})
 
 
+CALLS |= {
+    "splits_as_ranges": lambda r, n: changed(
+        filled(r * n, 1), lambda out: dist.all_to_all_single(out, own(r, sum(range(n)), 1), [r] * n, range(n))
+    ),
+    "splits_as_truths": lambda r, n: changed(
+        filled(n), lambda out: dist.all_to_all_single(out, own(r, n), [True] * n, [np.bool_(True)] * n)
+    ),
+    "splits_as_sets": lambda r, n: changed(filled(n), lambda out: dist.all_to_all_single(out, own(r, n), {1}, {1})),
+    "splits_into_another_shape": lambda r, n: changed(
+        filled(n, 2), lambda out: dist.all_to_all_single(out, own(r, 2 * n))
+    ),
+    "lists_of_views": lambda r, n: changed(
+        filled(2 * n, 3), lambda out: dist.all_to_all(list(out.chunk(n)), list(own(r, 2 * n, 3).chunk(n)))
+    ),
+    "lists_as_tuples": lambda r, n: changed(
+        filled(2 * n), lambda out: dist.all_to_all(out.chunk(n), own(r, 2 * n).chunk(n))
+    ),
+    "lists_of_columns": lambda r, n: changed(
+        filled(n, 3), lambda out: dist.all_to_all(list(out), list(own(r, 3, n).unbind(1)))
+    ),
+}
+
+
 @listed
 class Exchanges:
-    """Each method is a call of the list."""
-
-    def splits_as_ranges(self, rank: int, size: int) -> Any:
-        out = filled(sum(rank for _ in range(size)), 1)
-        dist.all_to_all_single(out, own(rank, sum(range(size)), 1), [rank] * size, range(size))
-        return out
-
-    def splits_as_truths(self, rank: int, size: int) -> Any:
-        out = filled(size)
-        dist.all_to_all_single(out, own(rank, size), [True] * size, [np.bool_(True)] * size)
-        return out
-
-    def splits_as_sets(self, rank: int, size: int) -> Any:
-        out = filled(size)
-        dist.all_to_all_single(out, own(rank, size), {1}, {1})
-        return out
-
     def splits_empty_or_none(self, rank: int, size: int) -> Any:
         outs = [filled(2 * size, 3) for _ in range(4)]
         dist.all_to_all_single(outs[0], own(rank, 2 * size, 3))
@@ -85,11 +90,6 @@ class Exchanges:
         )
         return none, one
 
-    def splits_into_another_shape(self, rank: int, size: int) -> Any:
-        out = filled(size, 2)
-        dist.all_to_all_single(out, own(rank, 2 * size))
-        return out
-
     def exchange_dtypes(self, rank: int, size: int) -> Any:
         def call(dtype: torch.dtype) -> Any:
             out = filled(size, dtype=dtype)
@@ -104,18 +104,3 @@ class Exchanges:
             output_tensor_list=again, input_tensor_list=[own(rank + i, 2) for i in range(size)], async_op=True
         ).wait()
         return again
-
-    def lists_of_views(self, rank: int, size: int) -> Any:
-        out = filled(2 * size, 3)
-        dist.all_to_all(list(out.chunk(size)), list(own(rank, 2 * size, 3).chunk(size)))
-        return out
-
-    def lists_as_tuples(self, rank: int, size: int) -> Any:
-        out = filled(2 * size)
-        dist.all_to_all(out.chunk(size), own(rank, 2 * size).chunk(size))
-        return out
-
-    def lists_of_columns(self, rank: int, size: int) -> Any:
-        out = [filled(3) for _ in range(size)]
-        dist.all_to_all(out, list(own(rank, 3, size).unbind(1)))
-        return out

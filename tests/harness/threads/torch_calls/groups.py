@@ -17,8 +17,6 @@ def summed(group: Any) -> float:
 
 @listed
 class Groups:
-    """Each method is a call of the list."""
-
     def facts_of_the_world(self, rank: int, size: int) -> Any:
         world = dist.group.WORLD
         return (

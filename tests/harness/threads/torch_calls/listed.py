@@ -41,6 +41,12 @@ def filled(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.full(shape, 77, dtype=dtype) if dtype is not torch.bool else torch.zeros(shape, dtype=dtype)
 
 
+def changed(tensor: Tensor, call: Callable[[Tensor], Any]) -> Tensor:
+    """A tensor after the call that it was handed to."""
+    call(tensor)
+    return tensor
+
+
 def plain(value: Any) -> Any:
     """Tensors as (dtype, shape, numbers), in any nesting."""
     if isinstance(value, Tensor):

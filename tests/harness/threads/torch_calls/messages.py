@@ -11,8 +11,6 @@ from tests.harness.threads.torch_calls.listed import dist, filled, listed, own
 
 @listed
 class Messages:
-    """Each method is a call of the list."""
-
     def sends_and_receives(self, rank: int, size: int) -> Any:
         after, before, out, other = ((rank + 1) % size, (rank - 1) % size, filled(2), filled(2))
         if rank % 2:
@@ -76,11 +74,8 @@ class Messages:
         return sorted(zip(sources, [out.item() for out in outs], strict=True))
 
     def objects(self, rank: int, size: int) -> Any:
-        mine, everyone, gathered = (
-            {"rank": rank, "text": "x" * rank},
-            [None] * size,
-            [None] * size if rank == 1 else None,
-        )
+        mine, everyone = {"rank": rank, "text": "x" * rank}, [None] * size
+        gathered = [None] * size if rank == 1 else None
         dist.all_gather_object(everyone, mine)
         dist.all_gather_object(object_list=everyone, obj=mine, group=dist.group.WORLD)
         dist.gather_object(mine, gathered, 1)

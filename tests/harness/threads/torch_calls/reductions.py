@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from tests.harness.threads.torch_calls.listed import CALLS, DTYPES, dist, each, filled, listed, own
+from tests.harness.threads.torch_calls.listed import CALLS, DTYPES, changed, dist, each, filled, listed, own
 
 
 def reduced(rank: int, size: int, op: str, dtypes: Any = DTYPES) -> dict[str, Any]:
@@ -24,10 +24,20 @@ REDUCED["avg"] = [d for d in DTYPES if d.is_floating_point or d in (torch.bool, 
 CALLS.update({f"all_reduce_{op}": functools.partial(reduced, op=op, dtypes=d) for op, d in REDUCED.items()})
 
 
+CALLS |= {
+    "float8_sums": lambda r, n: dist.all_reduce(own(r, 3).to(torch.float8_e4m3fn)),
+    "reduce_scatter_of_a_tuple": lambda r, n: changed(
+        filled(2), lambda out: dist.reduce_scatter(out, tuple(own(r + i, 2) for i in range(n)))
+    ),
+    "reduce_scatter_of_uneven_lists": lambda r, n: changed(
+        filled(r + 1), lambda out: dist.reduce_scatter(out, [own(r, i + 1) for i in range(n)])
+    ),
+    "empty_reduce_scatter": lambda r, n: changed(filled(0), lambda out: dist.reduce_scatter_tensor(out, filled(0))),
+}
+
+
 @listed
 class Reductions:
-    """Each method is a call of the list."""
-
     def all_reduce_old_names(self, rank: int, size: int) -> Any:
         tensor, other = own(rank, 2), own(rank, 2)
         dist.all_reduce(tensor, op=dist.reduce_op.SUM)
@@ -44,16 +54,8 @@ class Reductions:
         again.wait(timeout=torch.distributed.default_pg_timeout)
         scalar = torch.tensor(float(rank))
         none = dist.all_reduce(scalar)
-        return (
-            tensors,
-            done,
-            work.is_completed(),
-            work.is_success(),
-            work.result(),
-            again.is_completed(),
-            scalar,
-            none,
-        )
+        facts = [work.is_completed(), work.is_success(), work.result(), again.is_completed()]
+        return tensors, done, facts, scalar, none
 
     def all_reduce_of_what_needs_gradients(self, rank: int, size: int) -> Any:
         leaf = own(rank, 3).requires_grad_()
@@ -65,9 +67,6 @@ class Reductions:
         dist.all_reduce(parameter.data)
         dist.broadcast(torch.nn.Parameter(own(rank, 2)), 0)
         return leaf, inner, parameter, leaf.requires_grad, leaf.is_leaf
-
-    def float8_sums(self, rank: int, size: int) -> Any:
-        dist.all_reduce(own(rank, 3).to(torch.float8_e4m3fn).view(torch.uint8).view(torch.float8_e4m3fn))
 
     def reduce_scatter_in_every_form(self, rank: int, size: int) -> Any:
         def call(dtype: torch.dtype) -> Any:
@@ -88,21 +87,6 @@ class Reductions:
         out = filled(2)
         dist.reduce_scatter(out, [own(rank + i, 2) for i in range(size)], dist.ReduceOp.MAX)
         return outs, out
-
-    def reduce_scatter_of_a_tuple(self, rank: int, size: int) -> Any:
-        out = filled(2)
-        dist.reduce_scatter(out, tuple(own(rank + i, 2) for i in range(size)))
-        return out
-
-    def reduce_scatter_of_uneven_lists(self, rank: int, size: int) -> Any:
-        out = filled(rank + 1)
-        dist.reduce_scatter(out, [own(rank, i + 1) for i in range(size)])
-        return out
-
-    def empty_reduce_scatter(self, rank: int, size: int) -> Any:
-        out = filled(0)
-        dist.reduce_scatter_tensor(out, filled(0))
-        return out
 
     def all_reduce_coalesced(self, rank: int, size: int) -> Any:
         tensors = [own(rank, 2), own(rank, 3, 2), own(rank, 1, dtype=torch.float64)]
