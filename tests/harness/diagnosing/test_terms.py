@@ -22,7 +22,19 @@ from harness.diagnosing.rules.sums import from_counts, from_shares
 from harness.engines.engine import Unwaited
 from harness.outcome.blocks import localize
 from harness.shard import Shard
-from tests.harness.toy_evidence import TERMS, case, drawn, events, evidence, ids_of, outcome_of, planted, tried, truth
+from tests.harness.toy_evidence import (
+    TERMS,
+    a_term,
+    case,
+    drawn,
+    events,
+    evidence,
+    ids_of,
+    outcome_of,
+    planted,
+    tried,
+    truth,
+)
 
 LINEAR, TABLE = "act/layers.0.mlp.w2", "act/embedding"
 OUTER, INNER = "act/layers.0.mlp", "act/layers.0.mlp.w1"
