@@ -190,7 +190,7 @@ def test_every_rule_is_broken_by_one_of_these_texts() -> None:
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        refusal(lambda: Case.of(data="a b"))
+        spaced = refusal(lambda: Case.of(data="my corpus.txt"))  # no text has it: its space ends the word
         for text in BROKEN:
             refusal(partial(Case.parse, text))
     finally:
@@ -200,14 +200,9 @@ def test_every_rule_is_broken_by_one_of_these_texts() -> None:
         for path, y in yields
         if reached.isdisjoint((path, line) for line in range(y.lineno, (y.end_lineno or 0) + 1))
     ]
+    assert (spaced.key, spaced.value, spaced.legal) == ("data", "my corpus.txt", "data=corpus.txt")
     assert len(yields) > 60
     assert "\n".join(unbroken) == ""
-
-
-def test_path_with_a_space_would_break_the_line_of_words() -> None:
-    error = refusal(lambda: Case.of(data="my corpus.txt"))
-    assert (error.key, error.value) == ("data", "my corpus.txt")
-    assert Case.parse(error.legal).data == "corpus.txt"
 
 
 @pytest.mark.parametrize(
