@@ -1,6 +1,5 @@
 """The whole subject: what its outcome holds, recomputation by formula, cases of every table, and planted bugs."""
 
-from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 
@@ -21,7 +20,7 @@ from suites.mutants.catalogue import of_file
 from suites.mutants.mutant import Mutant
 from suites.session.prover import Prover
 from tests.parallel.case_tables import TABLES
-from tests.parallel.ranks import CPU, on_ranks, outcome
+from tests.parallel.ranks import CPU, on_ranks, outcome, stated
 
 
 def test_the_outcome_holds_shards_where_the_case_splits_and_no_padding() -> None:
@@ -71,11 +70,7 @@ def test_uniform_units(size: int, stops: bool) -> None:
     }.items():
         form = f"recompute=full recompute_layers={size} early_stop={str(stops).lower()}"
         case = Case.parse(f"{words} tp=2 heads=4 kv_heads=2 hidden=16 seq=8 layers=6 micro=1 steps=1 {form}")
-        found = Counter[str]()
-        for term in subject.expected(case):
-            if term.phase == "recompute":
-                found[term.op] += term.calls
-        assert found == ops, words
+        assert stated(case, "op", where=lambda term: term.phase == "recompute") == ops, words
 
 
 FORMS = (

@@ -25,7 +25,7 @@ from reference.model.parameters import dtype_of, shapes
 from shardproof import cuda_on_cpu
 from suites.session.prover import Prover
 from tests.deep import deep
-from tests.parallel.ranks import Otherwise
+from tests.parallel.ranks import Otherwise, stated
 
 
 class _Chunk(nn.Module):
@@ -210,10 +210,7 @@ def test_what_is_sent_is_received_and_no_layer_talks_twice(case: Case) -> None:
     gathered.
     """
     terms = list(subject.expected(case))
-    moved = Counter[str]()
-    for term in terms:
-        if term.phase == "pipeline":
-            moved[term.op] += term.calls
+    moved = stated(case, "op", where=lambda term: term.phase == "pipeline")
     assert moved == dict.fromkeys(("send", "recv"), 2 * case.steps * case.micro * (case.pp * case.chunks - 1))
     flat = case.but(pp=1)
     inside = [
