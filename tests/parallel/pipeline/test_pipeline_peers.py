@@ -74,7 +74,6 @@ def _torch(rank: Rank, step: int) -> Scheduled:
     from torch.distributed import pipelining  # noqa: PLC0415  (imports much)
 
     case, run, axis = rank.case, MicroBatches(rank, step), rank.mesh.axis("pp")
-    kind = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}.get(case.schedule)
     shape = message_shape(case, sequence_dim=rank.strategy.sequence_dim)
     between = torch.empty(shape, dtype=dtype_of(case), requires_grad=True)
     numbers = torch.arange(case.micro)
@@ -90,19 +89,13 @@ def _torch(rank: Rank, step: int) -> Scheduled:
         )
         for number, (stage, _) in enumerate(rank.chunks)
     ]
-    made = (
-        kind(stages[0], case.micro, loss_fn=_given, scale_grads=False)
-        if kind
-        else pipelining.ScheduleInterleaved1F1B(stages, case.micro, loss_fn=_given, scale_grads=False)
-    )
+    kinds: dict[str, Any] = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
+    kind = kinds.get(case.schedule, pipelining.ScheduleInterleaved1F1B)
+    made = kind(stages if case.chunks > 1 else stages[0], case.micro, loss_fn=lambda x, _: x, scale_grads=False)
     first, last = stages[0].is_first, stages[-1].is_last
     words: dict[str, Any] = {"target": numbers, "losses": []} if last else {}
     made.step(*((numbers,) if first else ()), micro=numbers, return_outputs=False, **words)
     return run.sums
-
-
-def _given(loss: Tensor, _target: Tensor) -> Tensor:
-    return loss
 
 
 def _scheduled(schedule: Callable[[Rank, int], Scheduled]) -> Otherwise:

@@ -84,52 +84,40 @@ def fused(name: str, heads: Heads, ranks: int, whole: Tensor, **words: int) -> l
     return [deepspeed().fused(Named(name), whole, ranks, rank, meta) for rank in range(ranks)]
 
 
-def drawn_heads(source: random.Random, *, grouped: bool) -> tuple[Heads, int]:
-    ranks = source.randint(2, 5)
+def drawn_heads(source: random.Random, name: str) -> tuple[Heads, int]:
+    """Blocks have as many key as query heads, or two; groups and Phi-3 any; CodeGen fours a rank, BigCode one for all."""
+    ranks, each, size = source.randint(2, 5), source.randint(1, 4), source.randint(1, 4)
+    if name == "CodeGenBlock":
+        return Heads(query=4 * ranks * each, kv=4 * ranks * each, size=size), ranks
+    if name == "GPTBigCodeBlock":
+        return Heads(query=ranks * each, kv=1, size=size), ranks
+    if name not in GROUPS and source.random() < 0.3:
+        return Heads(query=2 * source.randint(1, 5), kv=2, size=size), 2
     kv = source.randint(ranks, ranks + 6)
-    return Heads(query=kv * (source.randint(1, 4) if grouped else 1), kv=kv, size=source.randint(1, 4)), ranks
+    return Heads(query=kv if name in BLOCKS else kv * each, kv=kv, size=size), ranks
 
 
-@pytest.mark.parametrize("name", [*BLOCKS, *GROUPS, "Phi3DecoderLayer"])
+@pytest.mark.parametrize("name", [*BLOCKS, *GROUPS, "Phi3DecoderLayer", "CodeGenBlock", "GPTBigCodeBlock"])
 def test_fused_weights(name: str) -> None:
-    """Blocks with as many key as query heads, or two of them; groups and Phi-3 with any."""
-    source = random.Random(name)
-    order = "groups" if name in GROUPS else "blocks"
-    for _ in range(DRAWS // 2):
-        heads, ranks = drawn_heads(source, grouped=order == "groups" or name.startswith("Phi3"))
-        if order == "blocks" and source.random() < 0.3:
-            heads, ranks = Heads(query=2 * source.randint(1, 5), kv=2, size=heads.size), 2
-        columns = heads.query * heads.size if name.startswith("Phi3") else 2
-        bias = source.random() < 0.3 and not name.startswith("Phi3")
-        whole = numbered((heads.fused,) if bias else (heads.fused, columns))
-        theirs = fused(name, heads, ranks, whole, num_kv_heads=heads.kv)
-        assert same(held_parts(whole, fused_rows(heads, ranks, order)), theirs), (heads, ranks)
-
-
-def test_codegen() -> None:
-    source = random.Random("codegen")
-    for _ in range(DRAWS // 2):
-        ranks = source.randint(2, 5)
-        count = 4 * ranks * source.randint(1, 3)
-        heads = Heads(query=count, kv=count, size=source.randint(1, 4))
-        whole = numbered((heads.fused, 2))
-        theirs = fused("CodeGenBlock", heads, ranks, whole, num_kv_heads=count)
-        assert same(held_parts(whole, fused_rows(heads, ranks, "codegen")), theirs)
-    with pytest.raises(AssertionError, match="num_kv_heads"):
-        fused("CodeGenBlock", Heads(query=4, kv=4, size=1), 2, numbered((12, 2)), num_kv_heads=4)
-    with pytest.raises(CaseError, match="multiple of the 4 blocks of CodeGen"):
-        fused_rows(Heads(query=4, kv=4, size=1), 2, "codegen")
-
-
-def test_one_kv_head_for_all() -> None:
     """BigCode: the kv head is whole on every rank; queries are shared evenly when the meta counts query heads."""
-    source = random.Random("bigcode")
+    source, one_for_all = random.Random(name), name == "GPTBigCodeBlock"
+    order = "groups" if name in GROUPS else "codegen" if name == "CodeGenBlock" else "blocks"
     for _ in range(DRAWS // 2):
-        ranks = source.randint(2, 5)
-        heads = Heads(query=ranks * source.randint(1, 4), kv=1, size=source.randint(1, 4))
-        whole = numbered((heads.fused, 2))
-        theirs = fused("GPTBigCodeBlock", heads, ranks, whole, num_kv_heads=heads.query)
-        assert same(held_parts(whole, fused_rows(heads, ranks, "blocks", spare="replicate")), theirs)
+        heads, ranks = drawn_heads(source, name)
+        columns = heads.query * heads.size if name.startswith("Phi3") else 2
+        bias = name in (*BLOCKS, *GROUPS) and source.random() < 0.3
+        whole = numbered((heads.fused,) if bias else (heads.fused, columns))
+        theirs = fused(name, heads, ranks, whole, num_kv_heads=heads.query if one_for_all else heads.kv)
+        ours = fused_rows(heads, ranks, order, spare="replicate" if one_for_all else "refuse")
+        assert same(held_parts(whole, ours), theirs), (heads, ranks)
+
+
+def test_codegen_needs_fours_of_heads() -> None:
+    heads = Heads(query=4, kv=4, size=1)
+    with pytest.raises(AssertionError, match="num_kv_heads"):
+        fused("CodeGenBlock", heads, 2, numbered((12, 2)), num_kv_heads=4)
+    with pytest.raises(CaseError, match="multiple of the 4 blocks of CodeGen"):
+        fused_rows(heads, 2, "codegen")
 
 
 def test_shared_query_and_key_heads() -> None:

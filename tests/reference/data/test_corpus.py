@@ -108,10 +108,6 @@ def test_meta_rows_are_read_in_every_plain_form(tmp_path: Path, dtype: type, ord
     assert tokens(path) == [[1, 2], [3], [4]]
 
 
-DOCUMENTS = [[[5, 6, 7], [8]], [[50256]], [[1, 2], [], [3]]]
-"""Documents of sequences of tokens."""
-
-
 def test_a_pair_is_read_as_its_format_says(tmp_path: Path) -> None:
     path = write_megatron(tmp_path / "x.bin", index())
     assert tokens(path) == [[1, 2], [3]]
@@ -125,7 +121,7 @@ def test_a_pair_is_read_as_its_format_says(tmp_path: Path) -> None:
 def test_what_megatrons_builder_writes_is_read_back(tmp_path: Path, dtype: type) -> None:
     indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset", reason="the extra peers is not installed")
     builder = indexed.IndexedDatasetBuilder(str(tmp_path / "x.bin"), dtype=dtype)
-    for document in DOCUMENTS:
+    for document in ([[5, 6, 7], [8]], [[50256]], [[1, 2], [], [3]]):  # of sequences of tokens
         lengths = [len(sequence) for sequence in document]
         builder.add_document(np.array([token for sequence in document for token in sequence]), lengths)
     builder.finalize(str(tmp_path / "x.idx"))
