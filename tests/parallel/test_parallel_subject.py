@@ -114,7 +114,7 @@ def proved(prover: Prover, words: str, checks: Iterable[str] = ()) -> CaseResult
 
 @pytest.mark.parametrize(("table", "words"), [(name, words) for name, table in TABLES.items() for words in table.cases])
 def test_training_is_the_dense_models_and_every_byte_is_stated(prover: Prover, table: str, words: str) -> None:
-    result = proved(prover, f"{TABLES[table].sizes} {words}", TABLES[table].checks)
+    result = proved(prover, f"{TABLES[table].sizes} {words}", TABLES[table].checks.split())
     case, checks = result.case, {verdict.check for verdict in result.verdicts}
     assert isinstance(case, Case) and result.evidence is not None
     if table in ("data_parallel", "context"):
@@ -125,6 +125,13 @@ def test_training_is_the_dense_models_and_every_byte_is_stated(prover: Prover, t
     if table == "dropout":
         masks = [name for name in result.evidence.merged.tensors if name.startswith("mask/")]
         assert len(masks) == case.steps * (1 + 3 * case.layers), "the embedding's, and three sites of every layer"
+    if table == "experts":
+        chosen = case.dp * case.micro * case.tokens * case.top_k
+        for name in case.layers_with_experts:
+            rows_E = result.evidence.merged.tensors[f"routing/0/{name}.mlp"].sum((0, 1))
+            assert int(rows_E.sum()) <= chosen if case.capacity else int(rows_E.sum()) == chosen, "tokens are conserved"
+            if case.routing == "one":
+                assert int((rows_E == 0).sum()) == case.experts - case.top_k, "experts without tokens"
 
 
 @pytest.mark.parametrize("bug", of_file("tests/schemes"), ids=lambda bug: bug.name)

@@ -85,7 +85,7 @@ def fused(name: str, heads: Heads, ranks: int, whole: Tensor, **words: int) -> l
 
 
 def drawn_heads(source: random.Random, name: str) -> tuple[Heads, int]:
-    """Blocks have as many key as query heads, or two; groups and Phi-3 any; CodeGen fours a rank, BigCode one for all."""
+    """Blocks have as many key as query heads, or two; groups and Phi-3 any; CodeGen fours a rank, BigCode one."""
     ranks, each, size = source.randint(2, 5), source.randint(1, 4), source.randint(1, 4)
     if name == "CodeGenBlock":
         return Heads(query=4 * ranks * each, kv=4 * ranks * each, size=size), ranks
