@@ -95,7 +95,7 @@ TABLES = {
         checks="forward parameter_gradients replicas ledger activations",
     ),
     "experts": CaseTable(
-        sizes="heads=4 kv_heads=4 hidden=16 ffn=24 vocab=67 seq=16 batch=2 micro=2 steps=1 experts=8 expert_ffn=12 lr=0.1",
+        sizes="heads=4 hidden=16 ffn=24 vocab=67 seq=16 batch=2 micro=2 steps=1 experts=8 expert_ffn=12 lr=0.1",
         cases=(
             "mode=tp-sp tp=2 dp=2 ep=2 shared_ffn=8 shared_gate=true routing=skewed router_scale=2.5"
             " aux_loss=0.1 balance_of=counted",
