@@ -39,8 +39,8 @@ def run_schedule(
 ) -> None:
     """Run micro-batches of (batch, seq) tokens through the chunks of a rank; `sizes` are micro, batch and seq.
 
-    `stages` is the group of the pipeline and `one` that of every other axis, `group` the micro-batches in a row of an
-    interleaved schedule, `words` those of its configuration.
+    `stages` is the group of the pipeline and `one` that of every other axis. `group` is the micro-batches in a row of
+    an interleaved schedule, None for another one; `words` are those of its configuration.
     """
     micro, batch, seq = sizes
     config = TransformerConfig(

@@ -3,13 +3,14 @@
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
 from hypothesis import given
 
 from parallel.schedules.messages import programs
-from parallel.schedules.pipeline import SCHEDULES, Kind, Pipeline
+from parallel.schedules.pipeline import SCHEDULES, Action, Kind, Pipeline
 from parallel.schedules.timing import bubble_stated, played
 from tests import ROOT
 from tests.parallel.schedules.laws import Sends, bubble, check_legal, orders, timeline
@@ -29,6 +30,10 @@ def test_a_larger_pipeline_keeps_all_laws(pipeline: Pipeline) -> None:
     assert not broken(pipeline, programs(pipeline))
 
 
+def compute(lasts: dict[Kind, Fraction]) -> Callable[[Action], Fraction]:
+    return lambda action: lasts[action.kind]
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_bubble_is_its_closed_form_and_messages_without_time_change_none(schedule: str) -> None:
     """Forward and backward take any time. Interleaved ranks wait for their whole batch, so they are never faster."""
@@ -37,7 +42,7 @@ def test_the_bubble_is_its_closed_form_and_messages_without_time_change_none(sch
         ordered = timeline(pipeline, orders(pipeline), lasts)
         assert bubble_stated(pipeline) in (None, bubble(ordered)), pipeline
         each = {kind: Fraction(last, pipeline.chunks) for kind, last in lasts.items()}
-        free = played(pipeline, programs(pipeline), lambda action, each=each: each[action.kind], lambda *_: 0)
+        free = played(pipeline, programs(pipeline), compute(each), lambda *_: 0)
         if schedule == "interleaved":
             assert max(own[-1].end for own in free) >= max(own[-1].end for own in ordered)
         else:

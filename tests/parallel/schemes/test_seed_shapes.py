@@ -104,7 +104,7 @@ def _activations(case: Case) -> Shapes:
     parts, tokens = (1, own) if case.mode == "isp" else (tp, TOKENS)
     layer = ("attention_norm", "attention.wo", "attention", "mlp_norm", "mlp.w2", "mlp")
     states = ["embedding", *(f"layers.0.{name}" for name in layer), "layers.0", "final_norm"]
-    found: Shapes = {f"{name} out": (1, own, HIDDEN) for name in states} | {"head in": (1, own, HIDDEN)}
+    found: Shapes = dict.fromkeys((*(f"{name} out" for name in states), "head in"), (1, own, HIDDEN))
     columns = {"attention.wqkv": HIDDEN + 2 * DIM * kv, "mlp.w1": FFN, "mlp.w3": FFN}
     found |= {f"layers.0.{name} out": (1, tokens, features // parts) for name, features in columns.items()}
     found |= {"layers.0.attention.wo in": (1, tokens, HIDDEN // parts), "kv": (1, tokens, 2, kv // parts, DIM)}
@@ -130,7 +130,7 @@ def _activations(case: Case) -> Shapes:
     ],
 )
 def test_shapes_are_those_of_the_page(words: str) -> None:
-    """Its sections "Data Procedure in MTP/MSP/FSP parallelism" and "in ISP parallelism", where tp is its sp_size."""
+    """The sections "Data Procedure in MTP/MSP/FSP parallelism" and "in ISP parallelism", where tp is the sp_size."""
     case = Case.parse(f"{words} {COMMON}")
     expected = _parameters(case) | _activations(case)
     for rank, found in enumerate(_run(case)):
