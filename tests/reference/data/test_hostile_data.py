@@ -72,10 +72,6 @@ def header(shape: str) -> bytes:
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(head)) + head
 
 
-def int32(*numbers: int) -> bytes:
-    return struct.pack(f"<{len(numbers)}i", *numbers)
-
-
 DAMAGED: dict[str, dict[str, tuple[bytes, str]]] = {
     "a.txt": {
         "empty text": (b"", "a.txt: is empty; legal: a file with at least one token"),
@@ -149,8 +145,11 @@ DAMAGED: dict[str, dict[str, tuple[bytes, str]]] = {
         "borders that end early": (index(borders=(0, 1, 1)), "do not run from 0 up to 2"),
     },
     "y.bin": {
-        "token below the vocabulary": (int32(1, -1, 3), r"sequence 0: token 1 is -1, outside .*; legal: 0 to 256"),
-        "token above it": (int32(1, 257, 3), r"y\.bin, sequence 0: token 1 is 257, outside the vocabulary; legal"),
+        "token too small": (struct.pack("<3i", 1, -1, 3), "token 1 is -1, outside the vocabulary; legal: 0 to 256"),
+        "token too large": (
+            struct.pack("<3i", 1, 257, 3),
+            r"y\.bin, sequence 0: token 1 is 257, outside the vocabulary",
+        ),
     },
 }
 """File -> how it is damaged -> its content, and what is said when it or its pair is read."""

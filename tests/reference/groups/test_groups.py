@@ -100,7 +100,6 @@ def test_sources_are_the_first_members() -> None:
 CHUNKED = PipelineGroup(ranks=(0, 4, 8, 12), chunks=2)
 SIZES = {"tp": 2, "dp": 3, "pp": 1}
 MESH = RankOrder.of("tp-dp-pp", SIZES)
-FOUR = PipelineGroup(ranks=(0, 2, 4, 6), chunks=2)
 TP = RankOrder.of("tp", {"tp": 4})
 REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: RankOrder.of("tp", {"tp": 0}), "tp=0: must be a whole number of at least 1; legal: tp=1"),
@@ -120,17 +119,17 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         "chunks=2: more than one chunk needs pp of at least 2; legal: chunks=1",
     ),
     (lambda: PipelineGroup(ranks=()), "pp=0: must be a whole number of at least 1; legal: pp=1"),
-    (lambda: FOUR.stage(1), "rank=1: is not in this pipeline; legal: 0 2 4 6"),
-    (lambda: FOUR.virtual_stage(0, 2), "chunk=2: must be one of 2 chunks; legal: 0..1"),
+    (lambda: CHUNKED.stage(1), "rank=1: is not in this pipeline; legal: 0 4 8 12"),
+    (lambda: CHUNKED.virtual_stage(0, 2), "chunk=2: must be one of 2 chunks; legal: 0..1"),
     (
-        lambda: FOUR.layers(12, 0),
+        lambda: CHUNKED.layers(12, 0),
         "layers=12: must share evenly over 4 stages of 2 chunks, unless first_layers= or last_layers= is given; "
         "legal: layers=8",
     ),
-    (lambda: FOUR.layers(16, 0, first=3), "first_layers=3: must be a multiple of chunks=2; legal: first_layers=2"),
+    (lambda: CHUNKED.layers(16, 0, first=3), "first_layers=3: must be a multiple of chunks=2; legal: first_layers=2"),
     (lambda: PipelineGroup(ranks=(0,)).layers(4, 0, first=2), "first_layers=2: needs pp of at least 2; legal: pp=2"),
     (
-        lambda: FOUR.layers(8, 0, first=8, last=2),
+        lambda: CHUNKED.layers(8, 0, first=8, last=2),
         "layers=8: must leave first_layers + last_layers = 10 and a multiple of 4; legal: layers=14",
     ),
 ]

@@ -4,6 +4,7 @@ Code that would round to float32 runs with `DoubleTorch`.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.nn import functional
 from reference.case import Case
 from reference.data.batches import Batch
 from reference.model.parameters import shapes, weights
-from tests.reference.model.dense_run import CPU, alone, dense_run, ignored_labels, largest_difference, rows, sentences
+from tests.reference.model.dense_run import CPU, dense_run, ignored_labels, largest_difference, rows, sentences
 from tests.reference.model.hugging_face import gpt2, llama, opt
 
 pytestmark = pytest.mark.peers
@@ -162,5 +163,5 @@ def test_the_dense_model_is_that_of_hugging_face(text: str, lengths: tuple[int, 
 def test_comparison_notices_a_sentence_that_sees_its_neighbour() -> None:
     case = Case.parse(f"{INTERNLM2} packed=true")
     batch = sentences(case, (20, 19), seed=5)
-    merged = dense_run(case, alone(batch, 0, 39))
+    merged = dense_run(case, replace(batch, positions=torch.arange(39)[None], cu_seqlens=None, max_seqlen=39))
     assert largest_difference(merged.logits, their_logits(of_hugging_face(case), batch)) > 1e-3
