@@ -146,10 +146,7 @@ DAMAGED: dict[str, dict[str, tuple[bytes, str]]] = {
     },
     "y.bin": {
         "token too small": (struct.pack("<3i", 1, -1, 3), "token 1 is -1, outside the vocabulary; legal: 0 to 256"),
-        "token too large": (
-            struct.pack("<3i", 1, 257, 3),
-            r"y\.bin, sequence 0: token 1 is 257, outside the vocabulary",
-        ),
+        "token too large": (struct.pack("<3i", 1, 257, 3), r"y\.bin, sequence 0: token 1 is 257, outside"),
     },
 }
 """File -> how it is damaged -> its content, and what is said when it or its pair is read."""
