@@ -1,8 +1,10 @@
 """Ranks for the tests of `parallel`: programs on in-process ranks, and the calls that they issue."""
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,6 +68,17 @@ class Otherwise:
 
     def expected(self, case: Case) -> Iterable[CompleteTerm]:
         return subject.expected(case)
+
+
+def stated(
+    case: Case, *fields: str, where: Callable[[CompleteTerm], bool] = lambda _: True, each: str = "calls"
+) -> Counter[Any]:
+    """Calls that our closed form states, by these fields of a term, all of them a tuple; or their bytes."""
+    found = Counter[Any]()
+    for term in subject.expected(case):
+        if where(term):
+            found[attrgetter(*fields)(term)] += term.calls * (term.payload_bytes if each == "bytes" else 1)
+    return found
 
 
 def outcome(text: str) -> dict[str, Tensor]:

@@ -1,6 +1,5 @@
 """The whole subject: what its outcome holds, recomputation by formula, cases of every table, and planted bugs."""
 
-from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 
@@ -21,7 +20,7 @@ from suites.mutants.catalogue import of_file
 from suites.mutants.mutant import Mutant
 from suites.session.prover import Prover
 from tests.parallel.case_tables import TABLES
-from tests.parallel.ranks import CPU, on_ranks, outcome
+from tests.parallel.ranks import CPU, on_ranks, outcome, stated
 
 
 def test_the_outcome_holds_shards_where_the_case_splits_and_no_padding() -> None:
@@ -45,14 +44,8 @@ def test_too_large_logits_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_mode_that_is_not_offered_is_refused() -> None:
-    case = Case.parse("mode=tp tp=2")
-
-    def program(rank: int) -> str:
-        with pytest.raises(ValueError, match="mode=tp: is not offered here; legal: isp"):
-            ParallelSubject(only=("isp",))(case, CPU)
-        return "raised"
-
-    assert on_ranks(2, program) == ["raised", "raised"]
+    with pytest.raises(ValueError, match="mode=tp: is not offered here; legal: isp"):
+        ParallelSubject(only=("isp",))(Case.parse("mode=tp tp=2"), CPU)
 
 
 def test_modules_without_a_dense_counterpart_are_not_comparable() -> None:
@@ -71,11 +64,7 @@ def test_uniform_units(size: int, stops: bool) -> None:
     }.items():
         form = f"recompute=full recompute_layers={size} early_stop={str(stops).lower()}"
         case = Case.parse(f"{words} tp=2 heads=4 kv_heads=2 hidden=16 seq=8 layers=6 micro=1 steps=1 {form}")
-        found = Counter[str]()
-        for term in subject.expected(case):
-            if term.phase == "recompute":
-                found[term.op] += term.calls
-        assert found == ops, words
+        assert stated(case, "op", where=lambda term: term.phase == "recompute") == ops, words
 
 
 FORMS = (
@@ -125,7 +114,7 @@ def proved(prover: Prover, words: str, checks: Iterable[str] = ()) -> CaseResult
 
 @pytest.mark.parametrize(("table", "words"), [(name, words) for name, table in TABLES.items() for words in table.cases])
 def test_training_is_the_dense_models_and_every_byte_is_stated(prover: Prover, table: str, words: str) -> None:
-    result = proved(prover, f"{TABLES[table].sizes} {words}", TABLES[table].checks)
+    result = proved(prover, f"{TABLES[table].sizes} {words}", TABLES[table].checks.split())
     case, checks = result.case, {verdict.check for verdict in result.verdicts}
     assert isinstance(case, Case) and result.evidence is not None
     if table in ("data_parallel", "context"):
@@ -136,6 +125,13 @@ def test_training_is_the_dense_models_and_every_byte_is_stated(prover: Prover, t
     if table == "dropout":
         masks = [name for name in result.evidence.merged.tensors if name.startswith("mask/")]
         assert len(masks) == case.steps * (1 + 3 * case.layers), "the embedding's, and three sites of every layer"
+    if table == "experts":
+        chosen = case.dp * case.micro * case.tokens * case.top_k
+        for name in case.layers_with_experts:
+            rows_E = result.evidence.merged.tensors[f"routing/0/{name}.mlp"].sum((0, 1))
+            assert int(rows_E.sum()) <= chosen if case.capacity else int(rows_E.sum()) == chosen, "tokens are conserved"
+            if case.routing == "one":
+                assert int((rows_E == 0).sum()) == case.experts - case.top_k, "experts without tokens"
 
 
 @pytest.mark.parametrize("bug", of_file("tests/schemes"), ids=lambda bug: bug.name)

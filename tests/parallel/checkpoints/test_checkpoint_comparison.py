@@ -11,7 +11,7 @@ from torch import Tensor
 from parallel.checkpoints.comparing import CheckpointComparison, cause, compare
 from parallel.checkpoints.folder import commit, next_data, write_part
 from parallel.checkpoints.state import CheckpointError
-from parallel.communication.layout import Box, Cut, Placement, pieces, shard
+from parallel.communication.layout import Cut, Placement, pieces, shard
 from reports.commands.cli import main
 from tests.parallel.ranks import numbers
 
@@ -36,17 +36,12 @@ def _saved(folder: Path, state: Mapping[str, Tensor], ranks: int = 2, blocks: tu
     for rank in range(ranks):
         at, boxes = {"tp": (rank, ranks)}, {}
         for key, full in state.items():
-            cut = (
-                Cut(axis="tp", blocks=blocks if W13 in key else (-(-len(full) // ranks) * ranks,))
-                if full.dim()
-                else None
-            )
-            place = Placement(shape=tuple(full.shape), cuts=(cut,) if cut and full.dim() == 2 else ())
+            place = Placement(shape=tuple(full.shape))
+            if full.dim() == 2:
+                rows = blocks if W13 in key else (-(-len(full) // ranks) * ranks,)
+                place = Placement(shape=place.shape, cuts=(Cut(axis="tp", blocks=rows),))
             if place.cuts or rank == 0:
-                boxes[key] = [
-                    Box(local=b.local, offsets=b.offsets, global_shape=b.global_shape)
-                    for b in pieces(shard(full, place, at), place, at)
-                ]
+                boxes[key] = pieces(shard(full, place, at), place, at)
         write_part(folder, data, rank, boxes)
     commit(folder, data, ranks)
     return str(folder)

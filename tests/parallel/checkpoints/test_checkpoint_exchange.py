@@ -21,6 +21,7 @@ from reference.model.parameters import drawn, shapes
 from reports.commands.cli import main
 from suites.session.prover import Prover
 from tests.parallel.checkpoints.layouts import relaid
+from tests.reference.model.hugging_face import gpt2, llama
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 SIZES = "layers=2 heads=6 hidden=24 vocab=97 seq=12 batch=2 micro=3 steps=1 lr=0.01 optimizer=adamw bias=false"
@@ -32,34 +33,15 @@ KINDS = {
 }
 
 
-def _model(kind: str) -> Any:
-    """A small model of transformers with numbers in every parameter."""
-    library = pytest.importorskip("transformers", reason="transformers (extra `peers`) is not installed")
-    pytest.importorskip("safetensors", reason="safetensors (extra `peers`) is not installed")
-    if kind == "gpt2":
-        config = library.GPT2Config(n_embd=24, n_layer=2, n_head=6, vocab_size=97, n_positions=12)
-    else:
-        sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3}
-        config = library.AutoConfig.for_model(
-            kind,
-            **sizes,
-            head_dim=4,
-            intermediate_size=42,
-            vocab_size=97,
-            rms_norm_eps=1e-5,
-            tie_word_embeddings=kind == "qwen3",
-        )
-    model = library.AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
-    for number, weight in enumerate(model.parameters()):
-        torch.nn.init.normal_(weight, std=0.2, generator=torch.Generator().manual_seed(number))
-    return model
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_of_hugging_face_give_its_logits_and_train_in_parallel(
     prover: Prover, tmp_path: Path, kind: str
 ) -> None:
-    model, folder = _model(kind), tmp_path / "theirs"
+    pytest.importorskip("safetensors", reason="safetensors (extra `peers`) is not installed")
+    model: Any = (gpt2 if kind == "gpt2" else llama)(Case.parse(KINDS[kind]))
+    for number, weight in enumerate(model.parameters()):
+        torch.nn.init.normal_(weight, std=0.2, generator=torch.Generator().manual_seed(number))
+    folder = tmp_path / "theirs"
     model.save_pretrained(folder)
     case = Case.parse(f"{KINDS[kind]} load={folder}")
     batch = micro_batch(case, 0, 0, 0, device=torch.device("cpu"))

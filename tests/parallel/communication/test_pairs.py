@@ -1,6 +1,7 @@
 """The law of conjugate pairs: logical tensors are kept forward, gradients backward. Cutting and joining are inverse."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ _WEIGHTS = (0.7, -0.4, 0.7)
 _WIDTHS = [4, 2, 3]
 _HELD = ((range(0, 1), range(1, 4)), (range(4, 6),), (range(6, 9),))
 
+_gathered_for_all = partial(pairs.gather_from_sequence, dim=1, tensor_parallel_output_grad=False)
 PAIRS: dict[str, tuple[Pair, Layout, Layout, Layout, Layout]] = {
     "copy_to": (pairs.copy_to, "whole", "whole", "partial", "whole"),
     "reduce_from": (pairs.reduce_from, "partial", "whole", "whole", "whole"),
@@ -31,20 +33,8 @@ PAIRS: dict[str, tuple[Pair, Layout, Layout, Layout, Layout]] = {
     "gather_from": (pairs.gather_from, 2, "whole", "whole", 2),
     "scatter_to_sequence": (lambda x, a: pairs.scatter_to_sequence(x, a, dim=1), "whole", 1, 1, "whole"),
     "gather_from_sequence": (lambda x, a: pairs.gather_from_sequence(x, a, dim=1), 1, "whole", "partial", 1),
-    "gather_from_sequence, nothing parallel behind": (
-        lambda x, a: pairs.gather_from_sequence(x, a, dim=1, tensor_parallel_output_grad=False),
-        1,
-        "whole",
-        "whole",
-        1,
-    ),
-    "reduce_scatter_to_sequence": (
-        lambda x, a: pairs.reduce_scatter_to_sequence(x, a, dim=0),
-        "partial",
-        0,
-        0,
-        "whole",
-    ),
+    "gather_from_sequence, nothing parallel behind": (_gathered_for_all, 1, "whole", "whole", 1),
+    "reduce_scatter_to_sequence": (partial(pairs.reduce_scatter_to_sequence, dim=0), "partial", 0, 0, "whole"),
     "all_gather_last_dim": (pairs.all_gather_last_dim, 2, "whole", "partial", 2),
     "own_part": (lambda x, a: pairs.own_part(x, a, _HELD[a.rank]), "whole", "uneven", "uneven", "whole"),
     "gather_parts": (lambda x, a: pairs.gather_parts(x, a, _WIDTHS), "uneven", "whole", "whole", "uneven"),

@@ -80,7 +80,8 @@ def on_axis(method: Method, full: list[Tensor], slices: Slices, *, observer: Cal
         q, k, v = (sliced(x, slices.held[axis.rank]).requires_grad_() for x in full)
         return backward(method(q, k, v, axis=axis, slices=slices), q, k, v)
 
-    return _whole(on_ranks(ranks, program, observer=observer), slices)
+    parts = zip(*on_ranks(ranks, program, observer=observer), strict=True)
+    return [together(each, slices.held) for each in parts]
 
 
 def error(found: list[Tensor], expected: list[Tensor]) -> dict[str, float]:
@@ -92,10 +93,6 @@ def error(found: list[Tensor], expected: list[Tensor]) -> dict[str, float]:
 def wrong(found: list[Tensor], expected: list[Tensor], *, limit: float = 1e-12) -> list[str]:
     """Which of the four are not equal."""
     return [name for name, far in error(found, expected).items() if far > limit]
-
-
-def _whole(parts: list[list[Tensor]], slices: Slices) -> list[Tensor]:
-    return [together(each, slices.held) for each in zip(*parts, strict=True)]
 
 
 def together(parts: Sequence[Tensor], held: Sequence[Tensor]) -> Tensor:

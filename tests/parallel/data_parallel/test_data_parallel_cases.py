@@ -1,7 +1,6 @@
 """Buckets, ZeRO, masters and loss scales: bytes of a step, replicas that differ, skipped steps, what a rank keeps."""
 
 import math
-from collections import Counter
 
 import pytest
 import torch
@@ -25,10 +24,11 @@ from parallel.subject import subject
 from reference.case import Case
 from reference.model.parameters import shapes
 from suites.session.prover import Prover
-from tests.parallel.case_tables import DATA_PARALLEL, HALF
+from tests.parallel.case_tables import HALF, TABLES
+from tests.parallel.ranks import stated
 from tests.parallel.test_parallel_subject import proved
 
-SIZES = DATA_PARALLEL.sizes
+SIZES = TABLES["data_parallel"].sizes
 ONE_LAYER = f"layers=1 {HALF} steps=3"
 
 
@@ -38,10 +38,8 @@ def test_bytes_of_a_step(zero: int, bucket: int, dp: int) -> None:
     case = Case.parse(f"{SIZES} mode=tp tp=1 dp={dp} steps=1 micro=1 zero={zero} bucket={bucket if zero < 2 else 0}")
     rows = {name: case.padded_vocab if shape[0] == case.vocab else shape[0] for name, shape in shapes(case).items()}
     sizes = {name: rows[name] * math.prod(shape[1:]) for name, shape in shapes(case).items()}
-    sent = Counter[str]()
-    for term in subject.expected(case):
-        if term.axis == "dp" and term.payload_bytes > 16:
-            sent[term.op] += term.calls * term.payload_bytes // 8
+    found = stated(case, "op", where=lambda term: term.axis == "dp" and term.payload_bytes > 16, each="bytes")
+    sent = {op: size // 8 for op, size in found.items()}
     if dp == 1:
         assert not sent
     elif zero == 0:

@@ -1,7 +1,4 @@
-"""Experts beside every other split: the dense loop over experts on every rank, and every byte stated by integers.
-
-Laws that no single case shows: one batch however it is grouped, capacities, checkpoints.
-"""
+"""Laws of experts that no single case shows: bytes by hand, one batch however it is grouped, capacity, checkpoints."""
 
 from collections import Counter
 from pathlib import Path
@@ -15,48 +12,7 @@ from parallel.experts.counts import micro_batches, rows_sent, tokens_of
 from parallel.subject import subject
 from reference.case import Case
 from reference.data.routing import forced, period
-from suites.session.prover import Prover
-from tests.parallel.case_tables import ADAMW, SGD, CaseTable
 from tests.parallel.ranks import outcome
-from tests.parallel.test_parallel_subject import proved
-
-EXPERTS = CaseTable(
-    sizes="heads=4 kv_heads=4 hidden=16 ffn=24 vocab=67 seq=16 batch=2 micro=2 steps=1 expert_ffn=12",
-    cases=(
-        f"mode=tp-sp tp=2 dp=2 ep=2 experts=8 shared_ffn=8 shared_gate=true routing=skewed router_scale=2.5"
-        f" aux_loss=0.1 balance_of=counted {SGD}",
-        f"mode=tp tp=2 dp=2 ep=4 etp=1 experts=8 dispatcher=allgather capacity=1.0 capacity_of=micro-batch {ADAMW}",
-        f"mode=tp tp=1 dp=2 cp=2 ep=2 experts=6 top_k=3 aux_loss=0.1 sequence_loss=0.1 z_loss=0.1 {SGD}",
-        f"mode=tp-sp tp=2 cp=2 pp=2 ep=2 etp=1 experts=8 top_k=1 router=pre-softmax dense_layers=1 layers=3"
-        f" first_layers=2 capacity=0.5 pad=true {SGD}",
-        f"mode=msp tp=2 dp=3 ep=3 etp=1 experts=6 top_k=3 router=sigmoid bias_rate=0.1 recompute=full steps=2"
-        f" activation=swiglu {SGD}",
-        f"mode=tp-sp tp=2 dp=2 ep=2 experts=8 routing=one zero=1 bucket=900 parity=1 steps=2 {ADAMW}",
-        f"mode=tp tp=2 dp=2 experts=8 top_k=3 capacity=1.0 positions=rope batch=3 micro=1 {SGD}",  # equal weights
-        f"mode=tp tp=2 dp=2 ep=1 experts=8 expert_ffn=8 activation=swiglu bucket=1200 layers=1 {SGD}",
-        f"tp=1 dp=4 ep=4 experts=8 routing=equal zero=1 layers=1 router=sigmoid top_k=1 {SGD}",  # gathers a small part
-        f"mode=isp tp=2 dp=2 wp=4 ep=2 etp=1 experts=8 shared_ffn=8 dense_layers=1 layers=3 global_loss=0.1"
-        f" routing=empty {SGD}",
-        f"mode=tp-sp tp=2 dp=2 ep=4 etp=1 experts=8 routing=equal skew=0.25 batch=4 {SGD}",
-        f"mode=tp-sp tp=2 dp=3 ep=2 etp=1 experts=8 zero=3 recompute=full dense_layers=1 {ADAMW}",  # 3 ranks, 4 experts
-    ),
-    checks=frozenset({"ledger", "groups", "routing", "activations", "parameter_gradients", "gradient_norm", "update"}),
-)
-
-
-@pytest.mark.parametrize("words", EXPERTS.cases)
-def test_training_is_that_of_the_dense_loop_and_every_byte_is_stated(prover: Prover, words: str) -> None:
-    result = proved(prover, f"{EXPERTS.sizes} {words}", EXPERTS.checks)
-    assert result.evidence is not None
-    case, merged = result.case, result.evidence.merged.tensors
-    assert isinstance(case, Case)
-    for name in case.layers_with_experts:
-        rows_E = merged[f"routing/0/{name}.mlp"].sum((0, 1))
-        assert int(rows_E.sum()) <= case.dp * case.micro * case.tokens * case.top_k
-        if not case.capacity:
-            assert int(rows_E.sum()) == case.dp * case.micro * case.tokens * case.top_k, "tokens are conserved"
-        if case.routing == "one":
-            assert int((rows_E == 0).sum()) == case.experts - case.top_k, "experts without tokens"
 
 
 def payloads(words: str, op: str, phase: str, axis: str) -> Counter[int]:

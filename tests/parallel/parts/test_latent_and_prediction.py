@@ -4,43 +4,21 @@ The tables are Megatron-Core's as measured; that of attention is corrected where
 wrong (experts.md 23.2).
 """
 
+import re
 from collections import Counter
 
 import pytest
 import torch
 from torch import Tensor
 
-from parallel.subject import subject
 from reference.case import Case
 from reference.training import subject as dense
-from suites.session.prover import Prover
-from tests.parallel.ranks import CPU, outcome
-from tests.parallel.test_parallel_subject import proved
+from tests.parallel.case_tables import TABLES
+from tests.parallel.ranks import CPU, outcome, stated
 
-LATENT = (
-    "layers=2 hidden=16 heads=4 kv_heads=4 ffn=32 vocab=67 seq=16 positions=rope lr=0.1 "
-    "kv_lora_rank=12 qk_head_dim=6 v_head_dim=10"
-)
-SMALL = "layers=2 hidden=16 heads=4 kv_heads=4 ffn=32 vocab=67 seq=16 lr=0.1"
-DEPTHS = f"{SMALL} prediction_depth=2"
-PROVED = (
-    f"{LATENT} steps=1 mode=tp latent_down=duplicated tp=2 pp=2 dp=2 zero=1 bucket=500",
-    f"{LATENT} steps=1 mode=tp latent_down=column q_lora_rank=8 tp=2 dp=2 zero=3",
-    f"{LATENT} steps=1 mode=tp-sp latent_down=duplicated q_lora_rank=8 tp=2 cp=2",
-    f"{LATENT} steps=1 mode=tp-sp latent_down=column tp=2 packed=true delivery=local",
-    f"{DEPTHS} mode=tp tp=2 steps=2 dp=2",
-    f"{DEPTHS} steps=1 mode=tp-sp tp=2 pp=2 positions=rope tied=false schedule=interleaved chunks=2 layers=4",
-    f"{DEPTHS} steps=1 mode=tp tp=2 recompute=full dropout=0.1 attention_dropout=0.1",
-    f"{DEPTHS} steps=1 mode=tp tp=2 cp=2 packed=true positions=rope delivery=local dp=2",
-    f"{DEPTHS} steps=1 mode=tp-sp tp=2 kv_lora_rank=12 q_lora_rank=8 positions=rope latent_down=column pp=2",
-)
-
-
-@pytest.mark.parametrize("words", PROVED)
-def test_it_is_right_and_so_is_its_ledger(prover: Prover, words: str) -> None:
-    proved(prover, words, {"ledger", "activations", "parameter_gradients", "update"})
-
-
+LATENT, DEPTHS = TABLES["latent"].sizes, TABLES["prediction"].sizes
+SMALL = DEPTHS.replace(" prediction_depth=2", "")
+KINDS = ("phase", "op", "payload_bytes")
 A, Q, V, D = "hidden", "q_lora_rank", "kv_lora_rank", "qk_rope_dim"
 JOINED = f"{V}+{D}"
 TABLE = {
@@ -75,13 +53,10 @@ TABLE = {
 
 @pytest.mark.parametrize(("mode", "down"), TABLE)
 def test_one_attention_issues_the_calls_of_the_table(mode: str, down: str) -> None:
-    case = Case.parse(f"{LATENT} mode={mode} latent_down={down} q_lora_rank=8 tp=2 micro=1 steps=1")
-    stated: Counter[tuple[str, str, int]] = Counter()
-    for term in subject.expected(case):
-        if term.region.startswith("layers.1.attention") and not term.region.endswith("attention_norm"):
-            stated[term.phase, term.op, term.payload_bytes] += term.calls
+    case = Case.parse(f"{LATENT} mode={mode} latent_down={down} q_lora_rank=8 tp=2 micro=1")
+    found = stated(case, *KINDS, where=lambda term: re.match(r"layers.1.attention(?!_norm)", term.region) is not None)
     features = {words: sum(getattr(case, word) for word in words.split("+")) for words in (A, Q, V, D, JOINED)}
-    assert stated == Counter((phase, op, case.tokens * features[what] * 8) for phase, op, what in TABLE[mode, down])
+    assert found == Counter((phase, op, case.tokens * features[what] * 8) for phase, op, what in TABLE[mode, down])
 
 
 ACTIVATION = 2 * 16 * 16 * 8
@@ -89,7 +64,7 @@ ACTIVATION = 2 * 16 * 16 * 8
 
 
 def _gradients(words: str) -> dict[str, Tensor]:
-    found = dense.subject(Case.parse(f"{SMALL} steps=1 {words}"), CPU)
+    found = dense.subject(Case.parse(f"{SMALL} {words}"), CPU)
     return {name: x for name, x in found.items() if name.startswith("grad/")}
 
 
@@ -98,12 +73,9 @@ def test_a_depth_issues_the_calls_of_the_table(mode: str) -> None:
     """Megatron-Core as measured (experts.md 24.3), with rotary positions: what one depth adds to a micro-batch."""
 
     def calls(depth: int) -> Counter[tuple[str, str, int]]:
-        case = Case.parse(f"{SMALL} mode={mode} tp=2 micro=1 steps=1 positions=rope prediction_depth={depth}")
-        found: Counter[tuple[str, str, int]] = Counter()
-        for term in subject.expected(case):
-            if term.phase in ("forward", "backward") and term.payload_bytes >= ACTIVATION:
-                found[term.phase, term.op, term.payload_bytes // ACTIVATION] += term.calls
-        return found
+        case = Case.parse(f"{SMALL} mode={mode} tp=2 micro=1 positions=rope prediction_depth={depth}")
+        found = stated(case, *KINDS, where=lambda term: term.phase in ("forward", "backward"))
+        return Counter({(*kind, size // ACTIVATION): n for (*kind, size), n in found.items() if size >= ACTIVATION})
 
     whole = {("forward", "all_reduce", 1): 3, ("forward", "all_gather", 1): 1}
     whole |= {("backward", "all_reduce", 2): 1, ("backward", "all_reduce", 1): 3}

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,19 +21,17 @@ from parallel.subject import subject
 from parallel.training.step import MicroBatches
 from reference.case import Case
 from reference.model.parameters import dtype_of, shapes
-from shardproof import cuda_on_cpu
 from suites.session.prover import Prover
 from tests.deep import deep
-from tests.parallel.ranks import Otherwise
+from tests.parallel.ranks import Otherwise, stated
 
 
 class _Chunk(nn.Module):
     """A stage of ours as a module of theirs; `chunk` stays outside of it, so that modules keep our names."""
 
-    def __init__(self, run: MicroBatches, number: int, config: Any = None, model_type: Any = None) -> None:
+    def __init__(self, run: MicroBatches, number: int) -> None:
         super().__init__()
         self.run, self.number = run, number
-        self.config, self.model_type, self.vp_stage = config, model_type, number
         self.stage = run.rank.chunks[number][0].index
         self.given: Tensor | None = None
 
@@ -49,45 +46,27 @@ class _Chunk(nn.Module):
 
 
 def _megatron(rank: Rank, step: int) -> Scheduled:
-    from megatron.core.enums import ModelType  # noqa: PLC0415
-    from megatron.core.pipeline_parallel import schedules  # noqa: PLC0415  (an extra)
-    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: PLC0415
-    from megatron.core.transformer import TransformerConfig  # noqa: PLC0415
+    from tests.parallel.schedules.megatron_steps import run_schedule  # noqa: PLC0415  (an extra)
 
-    case, run, group = rank.case, MicroBatches(rank, step), rank.mesh.axis("pp").group
-    looped = case.chunks > 1
-    config = TransformerConfig(
-        num_layers=case.layers,
-        hidden_size=case.hidden,
-        num_attention_heads=case.heads,
-        pipeline_model_parallel_size=case.pp,
-        virtual_pipeline_model_parallel_size=case.chunks if looped else None,
-        microbatch_group_size_per_vp_stage=(case.group or case.pp) if looped else None,
-        pipeline_dtype=dtype_of(case),
-        batch_p2p_comm=True,
-        batch_p2p_sync=False,
-        overlap_p2p_comm=False,
-        deallocate_pipeline_outputs=False,
-        calculate_per_token_loss=True,
-    )
-    chunks = [_Chunk(run, number, config, ModelType.encoder_or_decoder) for number in range(case.chunks)]
-    one = rank.mesh.axis("tp").group
+    case, run = rank.case, MicroBatches(rank, step)
 
     def forward(batches: Any, chunk: _Chunk) -> tuple[Tensor, Callable[[Tensor], Any]]:
         return chunk.output(next(batches), chunk.given), lambda loss: (loss, torch.ones((), dtype=torch.int), {})
 
-    name = "with" if looped else "without"
-    with cuda_on_cpu():
-        getattr(schedules, f"forward_backward_pipelining_{name}_interleaving")(
-            forward_step_func=forward,
-            data_iterator=[iter(range(case.micro)) for _ in chunks] if looped else iter(range(case.micro)),
-            model=chunks,
-            num_microbatches=case.micro,
-            seq_length=case.seq,
-            micro_batch_size=case.batch,
-            p2p_communicator=P2PCommunicator(group, config),
-            pg_collection=SimpleNamespace(tp=one, cp=one, embd=one, pos_embd=one, pp=group, dp_cp=one),
-        )
+    run_schedule(
+        forward,
+        [_Chunk(run, number) for number in range(case.chunks)],
+        rank.mesh.axis("pp").group,
+        rank.mesh.axis("tp").group,
+        group=(case.group or case.pp) if case.chunks > 1 else None,
+        sizes=(case.micro, case.batch, case.seq),
+        num_layers=case.layers,
+        hidden_size=case.hidden,
+        num_attention_heads=case.heads,
+        pipeline_dtype=dtype_of(case),
+        batch_p2p_sync=False,
+        calculate_per_token_loss=True,
+    )
     return run.sums
 
 
@@ -95,7 +74,6 @@ def _torch(rank: Rank, step: int) -> Scheduled:
     from torch.distributed import pipelining  # noqa: PLC0415  (imports much)
 
     case, run, axis = rank.case, MicroBatches(rank, step), rank.mesh.axis("pp")
-    kind = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}.get(case.schedule)
     shape = message_shape(case, sequence_dim=rank.strategy.sequence_dim)
     between = torch.empty(shape, dtype=dtype_of(case), requires_grad=True)
     numbers = torch.arange(case.micro)
@@ -111,19 +89,13 @@ def _torch(rank: Rank, step: int) -> Scheduled:
         )
         for number, (stage, _) in enumerate(rank.chunks)
     ]
-    made = (
-        kind(stages[0], case.micro, loss_fn=_given, scale_grads=False)
-        if kind
-        else pipelining.ScheduleInterleaved1F1B(stages, case.micro, loss_fn=_given, scale_grads=False)
-    )
+    kinds: dict[str, Any] = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
+    kind = kinds.get(case.schedule, pipelining.ScheduleInterleaved1F1B)
+    made = kind(stages if case.chunks > 1 else stages[0], case.micro, loss_fn=lambda x, _: x, scale_grads=False)
     first, last = stages[0].is_first, stages[-1].is_last
     words: dict[str, Any] = {"target": numbers, "losses": []} if last else {}
     made.step(*((numbers,) if first else ()), micro=numbers, return_outputs=False, **words)
     return run.sums
-
-
-def _given(loss: Tensor, _target: Tensor) -> Tensor:
-    return loss
 
 
 def _scheduled(schedule: Callable[[Rank, int], Scheduled]) -> Otherwise:
@@ -210,10 +182,7 @@ def test_what_is_sent_is_received_and_no_layer_talks_twice(case: Case) -> None:
     gathered.
     """
     terms = list(subject.expected(case))
-    moved = Counter[str]()
-    for term in terms:
-        if term.phase == "pipeline":
-            moved[term.op] += term.calls
+    moved = stated(case, "op", where=lambda term: term.phase == "pipeline")
     assert moved == dict.fromkeys(("send", "recv"), 2 * case.steps * case.micro * (case.pp * case.chunks - 1))
     flat = case.but(pp=1)
     inside = [

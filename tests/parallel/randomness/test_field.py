@@ -17,7 +17,7 @@ from reference.case import Case
 from reference.model.field import philox4x32
 from reference.model.parameters import drawn as drawn_of
 from tests.harness.toy_evidence import evidence
-from tests.parallel.case_tables import INITIAL
+from tests.parallel.case_tables import TABLES
 
 KNOWN = (
     ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
@@ -109,7 +109,7 @@ def test_states_are_saved_and_restored_inside_of_a_fork() -> None:
 
 
 WHOLE = Placement(shape=(7, 5))
-SIZES = INITIAL.sizes
+SIZES = TABLES["initial"].sizes
 
 
 @pytest.mark.parametrize(("words", "axis"), [("mode=msp tp=3", "tp"), ("mode=isp tp=2 wp=4 dp=2", "wp")])

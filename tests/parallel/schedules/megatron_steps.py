@@ -1,10 +1,12 @@
-"""Megatron-Core's schedules run as they are, every rank for itself, for tests that compare their steps with ours.
+"""Megatron-Core's schedules run as they are: over ranks that compute, or every rank for itself, its steps noted.
 
-Their communicator is theirs but for the call that would send: it notes which messages are issued together. Three things
-are answered for it. CUDA is the CPU, groups are their size and a rank, and torch.distributed counts as initialised.
+Where steps are noted, the communicator is theirs but for the call that would send: it notes which messages are issued
+together. Three things are answered for it. CUDA is the CPU, groups are their size and a rank, and torch.distributed
+counts as initialised.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +24,47 @@ from tests.parallel.ranks import group
 
 Step = tuple[Any, ...]
 """("F" or "B", chunk, micro-batch), or the kinds of the messages of a batch."""
+
+
+def run_schedule(
+    forward: Callable[..., Any],
+    chunks: Sequence[Any],
+    stages: Any,
+    one: Any,
+    *,
+    group: int | None,
+    sizes: tuple[int, int, int],
+    communicator: Callable[[Any, Any], Any] = P2PCommunicator,
+    **words: Any,
+) -> None:
+    """Run micro-batches of (batch, seq) tokens through the chunks of a rank; `sizes` are micro, batch and seq.
+
+    `stages` is the group of the pipeline and `one` that of every other axis. `group` is the micro-batches in a row of
+    an interleaved schedule, None for another one; `words` are those of its configuration.
+    """
+    micro, batch, seq = sizes
+    config = TransformerConfig(
+        pipeline_model_parallel_size=stages.size(),
+        virtual_pipeline_model_parallel_size=len(chunks) if group else None,
+        microbatch_group_size_per_vp_stage=group,
+        batch_p2p_comm=True,
+        overlap_p2p_comm=False,
+        deallocate_pipeline_outputs=False,
+        **words,
+    )
+    for number, chunk in enumerate(chunks):
+        chunk.config, chunk.model_type, chunk.vp_stage = config, ModelType.encoder_or_decoder, number
+    with cuda_on_cpu():
+        getattr(theirs, f"forward_backward_pipelining_{'with' if group else 'without'}_interleaving")(
+            forward_step_func=forward,
+            data_iterator=[iter(range(micro)) for _ in chunks],
+            model=[*chunks],
+            num_microbatches=micro,
+            seq_length=seq,
+            micro_batch_size=batch,
+            p2p_communicator=communicator(stages, config),
+            pg_collection=SimpleNamespace(tp=one, cp=one, embd=one, pos_embd=one, pp=stages, dp_cp=one),
+        )
 
 
 class Noting(P2PCommunicator):
@@ -63,10 +106,9 @@ class Note(torch.autograd.Function):
 class Chunk(nn.Module):
     """A chunk of a model that computes nothing."""
 
-    def __init__(self, config: Any, number: int, done: list[Step]) -> None:
+    def __init__(self, number: int, done: list[Step]) -> None:
         super().__init__()
-        self.config, self.number, self.done = config, number, done
-        self.model_type, self.vp_stage = ModelType.encoder_or_decoder, number
+        self.number, self.done = number, done
         self.own = nn.Parameter(torch.zeros(2, 1, 4))
 
     def set_input_tensor(self, inputs: list[Tensor | None]) -> None:
@@ -85,33 +127,20 @@ def step(batches: Iterator[int], chunk: Chunk) -> tuple[Tensor, Callable[[Tensor
 
 def run(pipeline: Pipeline, rank: int) -> list[Step]:
     """Steps of Megatron-Core on a rank, in order."""
-    looped = pipeline.schedule == "interleaved"
-    config = TransformerConfig(
-        num_layers=pipeline.virtual_stages,
-        hidden_size=4,
-        num_attention_heads=1,
-        pipeline_model_parallel_size=pipeline.ranks,
-        virtual_pipeline_model_parallel_size=pipeline.chunks if looped else None,
-        microbatch_group_size_per_vp_stage=pipeline.in_a_row if looped else None,
-        pipeline_dtype=torch.float32,
-        batch_p2p_comm=True,
-        overlap_p2p_comm=False,
-        deallocate_pipeline_outputs=False,
-    )
     done: list[Step] = []
-    stages, one = group(pipeline.ranks, rank), group()
-    chunks = [Chunk(config, number, done) for number in range(pipeline.chunks)]
-    names = ("forward_backward_pipelining_without_interleaving", "forward_backward_pipelining_with_interleaving")
-    with cuda_on_cpu(), pytest.MonkeyPatch.context() as patched:
+    with pytest.MonkeyPatch.context() as patched:
         patched.setattr("torch.distributed.is_initialized", lambda: True)
-        getattr(theirs, names[looped])(
-            forward_step_func=step,
-            data_iterator=[iter(range(pipeline.micro)) for _ in chunks],
-            model=chunks,
-            num_microbatches=pipeline.micro,
-            seq_length=2,
-            micro_batch_size=1,
-            p2p_communicator=Noting(stages, config, done),
-            pg_collection=SimpleNamespace(tp=one, cp=one, embd=one, pos_embd=one, pp=stages, dp_cp=one),
+        run_schedule(
+            step,
+            [Chunk(number, done) for number in range(pipeline.chunks)],
+            group(pipeline.ranks, rank),
+            group(),
+            group=pipeline.in_a_row if pipeline.schedule == "interleaved" else None,
+            sizes=(pipeline.micro, 1, 2),
+            communicator=partial(Noting, done=done),
+            num_layers=pipeline.virtual_stages,
+            hidden_size=4,
+            num_attention_heads=1,
+            pipeline_dtype=torch.float32,
         )
     return done

@@ -32,11 +32,10 @@ def listed(pipeline: Pipeline, rank: int) -> list[Place]:
     """The order that torch's schedule lists for a rank, without its waiting."""
     stages: Any = [Stage(pipeline, rank, chunk) for chunk in range(pipeline.chunks)]
     schedule = theirs.ScheduleInterleaved1F1B(stages, pipeline.micro)
-    found = [action for action in schedule.pipeline_order[rank] if action is not None]
     return [
-        (KINDS[a.computation_type.name], a.stage_index, a.microbatch_index)
-        for a in found
-        if a.microbatch_index is not None
+        (KINDS[action.computation_type.name], action.stage_index, action.microbatch_index)
+        for action in schedule.pipeline_order[rank]
+        if action is not None and action.microbatch_index is not None
     ]
 
 

@@ -17,18 +17,13 @@ from parallel.slicing.slices import slices
 from parallel.slicing.words import Sliced
 from parallel.subject import subject
 from reference.case import Case
-from tests.parallel.case_tables import UNEVEN
+from tests.parallel.case_tables import TABLES
+from tests.parallel.ranks import stated
 
-Counts = dict[str, int]
 
-
-def _counts(case: Case, phase: str) -> Counts:
+def _counts(case: Case, phase: str) -> dict[str, int]:
     """Op -> calls in one phase over the whole run."""
-    found: Counter[str] = Counter()
-    for term in subject.expected(case):
-        if term.phase == phase:
-            found[term.op] += term.calls
-    return dict(found)
+    return stated(case, "op", where=lambda term: term.phase == phase)
 
 
 LAYERS = 5
@@ -68,7 +63,7 @@ MODE = scheme_of("autotp")
 @pytest.mark.parametrize(("tp", "family"), [(2, "opt"), (3, "llama"), (4, "opt")])
 def test_a_rank_holds_what_the_slices_say(tp: int, family: str) -> None:
     """The mode and `shardproof slice` are one rule: the same rows and columns of the same weights."""
-    case = Case.parse(f"{UNEVEN.sizes} tp={tp} family={family} tied=false fuse_qkv=false head=sum")
+    case = Case.parse(f"{TABLES['uneven'].sizes} tp={tp} family={family} tied=false fuse_qkv=false head=sum")
     names = {"wq": "self_attn.q_proj", "wk": "self_attn.k_proj", "wv": "self_attn.v_proj"}
     if family == "opt":
         names |= {"wo": "self_attn.out_proj", "w1": "fc1", "w2": "fc2"}
@@ -97,12 +92,12 @@ def test_opt_125m_on_five_ranks() -> None:
 def test_calls_are_deepspeed_s() -> None:
     """modes.md 8.2: all-reduces of each column in backward, of each row in forward; the head's logits; nothing else."""
     case = Case.parse("preset=opt-125m mode=autotp tp=4 steps=1 micro=1 dtype=bfloat16 fuse_qkv=false head=sum")
-    found: Counter[tuple[str, str, str]] = Counter()
-    for term in subject.expected(case):
-        if term.phase != "data" and term.axis == "tp" and term.region:
-            found[term.region.partition(".")[0], term.phase, term.op] += term.calls
+    calls = stated(case, "region", "phase", "op", where=lambda term: term.axis == "tp" and term.phase != "data")
+    found = Counter[tuple[str, ...]]()
+    for (region, *kind), count in calls.items():
+        found[region.partition(".")[0], *kind] += count * bool(region)
     layers = {("layers", "forward", "all_reduce"): 2 * 12, ("layers", "backward", "all_reduce"): 4 * 12}
-    assert found == layers | {("head", "forward", "all_reduce"): 1, ("head", "backward", "all_reduce"): 2}
+    assert +found == layers | {("head", "forward", "all_reduce"): 1, ("head", "backward", "all_reduce"): 2}
 
 
 PUBLISHED = "preset=gpt3-857m mode=tp tp=4 seq=2048 batch=4 micro=4 dtype=float16"
@@ -131,15 +126,12 @@ def test_the_numbers_of_the_published_run() -> None:
 def test_the_calls_of_a_step_are_those_that_were_measured() -> None:
     """404 all-reduces of four micro-batches and five of the step over four ranks, two over groups of one."""
     case = Case.parse(f"{PUBLISHED} steps=1")
-    ours = Counter(term.op for term in subject.expected(case) for _ in range(term.calls))
+    ours = stated(case, "op")
     calls = [value for what, value in subject.beside(case) if what.startswith("Megatron's step")]
     alone = [value for value in calls if value.endswith("a group of one")]
     assert (ours["all_reduce"] + len(calls) - len(alone), len(alone)) == (404 + 5, 2)
     scaled = Case.parse(f"{PUBLISHED} steps=1 master=float32 scaler=dynamic")
-    found = sum(
-        term.calls for term in subject.expected(scaled) if term.reduce_op == "max" and term.phase == "grad_sync"
-    )
-    assert found == 1
+    assert stated(scaled, "phase", "reduce_op")["grad_sync", "max"] == 1
     assert not [what for what, _ in subject.beside(scaled) if "infinite" in what]
 
 

@@ -16,7 +16,7 @@ from parallel.subject import subject
 from parallel.training.loop import set_up
 from parallel.weights.linear import WeightLinear
 from reference.case import Case
-from tests.parallel.ranks import CPU, on_ranks, outcome
+from tests.parallel.ranks import CPU, on_ranks, outcome, stated
 
 EVO = "family=internlm2 vocab=264"
 
@@ -82,14 +82,13 @@ LINEARS = {2: "fuse_mlp=true", 3: "", 4: "fuse_qkv=false fuse_mlp=true", 5: "fus
 
 def _per_layer(case: Case) -> dict[tuple[str, str], tuple[int, int]]:
     """(phase, op) -> (calls, bytes) of one layer and micro-batch, the rest of the model left out."""
-    found: dict[tuple[str, str], tuple[int, int]] = {}
-    for t in subject.expected(case):
-        if t.region.startswith("layers."):
-            calls, size = found.get((t.phase, t.op), (0, 0))
-            found[(t.phase, t.op)] = (calls + t.calls, size + t.calls * t.payload_bytes)
+    calls, sizes = (
+        stated(case, "phase", "op", where=lambda term: term.region.startswith("layers."), each=each)
+        for each in ("calls", "bytes")
+    )
     runs = case.layers * case.micro * case.steps
-    assert all(calls % runs == 0 and size % runs == 0 for calls, size in found.values())
-    return {key: (calls // runs, size // runs) for key, (calls, size) in found.items()}
+    assert not any(count % runs for count in (*calls.values(), *sizes.values()))
+    return {key: (calls[key] // runs, sizes[key] // runs) for key in calls}
 
 
 @pytest.mark.parametrize(
@@ -125,13 +124,6 @@ def test_counts_and_bytes_of_a_layer_are_the_literature_s(columns: int, overlap:
     assert fused[("backward", "reduce_scatter")][1] == weights[1]
 
 
-def _expected(case: Case) -> Counter[tuple[str, str, str, str, int]]:
-    """(phase, region, op, axis, payload bytes) -> calls."""
-    return Counter(
-        (t.phase, t.region, t.op, t.axis, t.payload_bytes) for t in subject.expected(case) for _ in range(t.calls)
-    )
-
-
 @pytest.mark.parametrize(
     ("columns", "recompute", "rows"),
     [
@@ -153,7 +145,8 @@ def test_counts_of_a_layer_in_other_modes_are_the_literature_s(columns: int, rec
         calls = {(phase, op): count for phase, ops in phases.items() for op, count in ops.items()}
         activation = case.tokens * case.hidden * 2
         assert _per_layer(case) == {key: (count, count * activation) for key, count in calls.items()}
-        assert _expected(case.but(overlap=False)) == _expected(case)
+        fields = ("phase", "region", "op", "axis", "payload_bytes")
+        assert stated(case.but(overlap=False), *fields) == stated(case, *fields)
 
 
 def test_msp_and_fsp_give_the_same_bits() -> None:

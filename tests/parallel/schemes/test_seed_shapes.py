@@ -12,8 +12,6 @@ module inputs and outputs by forward hooks, and q, k, v, kv and context where at
     8    linears have no bias here: the page prints both
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -41,22 +39,18 @@ COMMON = (
 )
 
 
-@contextmanager
-def _hooked(model: nn.Module, notes: Shapes) -> Iterator[None]:
-    """Notes every module's first input and its output, and what attention's exchange gets, gives and hands its core."""
+def _hook(model: nn.Module, notes: Shapes) -> None:
+    """Note every module's first input and its output, and what attention's exchange gets, gives and hands its core."""
 
     def note(name: str, _module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         notes[f"{name} in"], notes[f"{name} out"] = tuple(getattr(args[0], "shape", ())), tuple(output.shape)
 
-    hooks = [m.register_forward_hook(partial(note, name)) for name, m in model.named_modules() if name]
+    for name, module in model.named_modules():
+        if name:
+            module.register_forward_hook(partial(note, name))
     attention = model.get_submodule("layers.0.attention")
     assert isinstance(attention, Attention)
     attention.exchange = partial(_noted_exchange, notes, attention.exchange)
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _noted_exchange(notes: Shapes, exchange: Any, core: Core, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -80,92 +74,64 @@ def _run(case: Case) -> list[Shapes]:
         state = set_up(case, scheme_of(case.mode), Mesh.of(case), CPU)
         notes: Shapes = {name: tuple(parameter.shape) for name, parameter in state.model.named_parameters()}
         batch = state.parts.local(deliver(case, state.mesh, 0, 0, CPU))
-        with _hooked(state.model, notes):
-            state.model(batch)
+        _hook(state.model, notes)
+        state.model(batch)
         return {**notes, "input_ids": tuple(batch.tokens.shape), "label": tuple(batch.labels.shape)}
 
     return on_ranks(case.world_size, program)
 
 
-def _holds(case: Case, expected: Shapes) -> None:
-    for rank, found in enumerate(_run(case)):
-        assert {name: found.get(name) for name in expected} == expected, rank
-
-
-def _module_outputs(tokens: int, columns: Shapes, hidden: Shape) -> Shapes:
-    """Names of module outputs: column linears' by name, and everything that is hidden states."""
-    layer = ("attention_norm", "attention.wo", "attention", "mlp_norm", "mlp.w2", "mlp")
-    names = ["embedding", *(f"layers.0.{name}" for name in layer), "layers.0", "final_norm"]
-    return {f"{name} out": hidden for name in names} | {
-        f"layers.0.{name} out": (1, tokens, *shape) for name, shape in columns.items()
-    }
-
-
-def _parameters(qkv: int, parts: int, *, column: bool) -> Shapes:
-    """Parameters cut into parts: `wo` and `w2` by columns, or by rows as all others; norms are whole."""
-    wo, w2 = (
-        ((HIDDEN, HIDDEN // parts), (HIDDEN, FFN // parts))
-        if column
-        else ((HIDDEN // parts, HIDDEN), (HIDDEN // parts, FFN))
-    )
-    layer = {"attention.wqkv": (qkv // parts, HIDDEN), "attention.wo": wo, "mlp.w2": w2}
-    layer |= dict.fromkeys(("mlp.w1", "mlp.w3"), (FFN // parts, HIDDEN))
+def _parameters(case: Case) -> Shapes:
+    """In parts over tp, or over wp in isp: `wo` and `w2` by columns, in isp by rows as all others; norms are whole."""
+    isp = case.mode == "isp"
+    parts, qkv = case.wp if isp else case.tp, HIDDEN + 2 * DIM * case.kv_heads
+    rows, columns = (parts, 1) if isp else (1, parts)
+    layer = {"attention.wqkv": (qkv // parts, HIDDEN), "attention.wo": (HIDDEN // rows, HIDDEN // columns)}
+    layer |= dict.fromkeys(("mlp.w1", "mlp.w3"), (FFN // parts, HIDDEN)) | {"mlp.w2": (HIDDEN // rows, FFN // columns)}
     norms: Shapes = dict.fromkeys(("layers.0.attention_norm", "layers.0.mlp_norm", "final_norm"), (HIDDEN,))
     tables = {"embedding.tokens": (VOCAB, HIDDEN // parts), "head": (VOCAB // parts, HIDDEN)}
     every = {**{f"layers.0.{name}": shape for name, shape in layer.items()}, **norms, **tables}
     return {f"{name}.weight": shape for name, shape in every.items()}
 
 
-def _attention(tokens: int, heads: int, kv: int, core_heads: int, core_kv: int) -> Shapes:
-    """Tensors at the exchange of attention and in its core, which has whole rows; labels are whole too."""
-    whole = (1, TOKENS, core_heads, DIM)
-    found = dict.fromkeys(("q", "context"), (1, tokens, heads, DIM)) | dict.fromkeys(("k", "v"), (1, tokens, kv, DIM))
-    found |= dict.fromkeys(("core q", "core context"), whole)
-    return {**found, "kv": (1, tokens, 2, kv, DIM), "core kv": (1, TOKENS, 2, core_kv, DIM), "label": (1, TOKENS)}
+def _activations(case: Case) -> Shapes:
+    """Of hidden states, of linears and of attention, whose core has whole rows.
+
+    Tensor parallelism splits the features of linears, which see whole rows; isp splits the tokens and no feature.
+    """
+    tp, kv = case.tp, case.kv_heads
+    own = TOKENS if case.mode == "mtp" else TOKENS // tp
+    parts, tokens = (1, own) if case.mode == "isp" else (tp, TOKENS)
+    layer = ("attention_norm", "attention.wo", "attention", "mlp_norm", "mlp.w2", "mlp")
+    states = ["embedding", *(f"layers.0.{name}" for name in layer), "layers.0", "final_norm"]
+    found: Shapes = dict.fromkeys((*(f"{name} out" for name in states), "head in"), (1, own, HIDDEN))
+    columns = {"attention.wqkv": HIDDEN + 2 * DIM * kv, "mlp.w1": FFN, "mlp.w3": FFN}
+    found |= {f"layers.0.{name} out": (1, tokens, features // parts) for name, features in columns.items()}
+    found |= {"layers.0.attention.wo in": (1, tokens, HIDDEN // parts), "kv": (1, tokens, 2, kv // parts, DIM)}
+    found |= dict.fromkeys(("q", "context"), (1, tokens, HEADS // parts, DIM))
+    found |= dict.fromkeys(("k", "v"), (1, tokens, kv // parts, DIM))
+    found |= dict.fromkeys(("core q", "core context"), (1, TOKENS, HEADS // tp, DIM))
+    found |= {"core kv": (1, TOKENS, 2, max(kv, tp) // tp, DIM), "label": (1, TOKENS)}
+    logits = {"gather": (TOKENS, VOCAB), "local": (own, VOCAB)}.get(case.head, (TOKENS, VOCAB // tp))
+    return found | dict.fromkeys(("input_ids", "embedding in"), (1, tokens)) | {"head out": (1, *logits)}
 
 
 @pytest.mark.parametrize(
-    ("name", "tp", "head"), [("mtp", 2, "parallel"), ("mtp", 4, "gather"), ("msp", 4, "parallel"), ("fsp", 2, "gather")]
+    "words",
+    [
+        "mode=mtp tp=2 kv_heads=4 head=parallel",
+        "mode=mtp tp=4 kv_heads=4 head=gather",
+        "mode=msp tp=4 kv_heads=4 head=parallel",
+        "mode=fsp tp=2 kv_heads=4 head=gather",
+        "mode=isp tp=2 wp=2 kv_heads=4 head=exchange",
+        "mode=isp tp=2 dp=2 wp=4 kv_heads=2 head=local",
+        "mode=isp tp=4 wp=2 kv_heads=2 head=gather",
+        "mode=isp tp=4 kv_heads=1 head=exchange",
+    ],
 )
-def test_shapes_of_tensor_parallelism(name: str, tp: int, head: str) -> None:
-    """The page's section "Data Procedure in MTP/MSP/FSP parallelism", and its partition of weights."""
-    kv = 4
-    qkv, heads = HIDDEN + 2 * DIM * kv, HEADS // tp
-    hidden = (1, TOKENS if name == "mtp" else TOKENS // tp, HIDDEN)
-    expected = _parameters(HIDDEN + 2 * DIM * kv, tp, column=True) | _attention(
-        TOKENS, heads, kv // tp, heads, kv // tp
-    )
-    expected |= {
-        "input_ids": (1, TOKENS),
-        "embedding in": (1, TOKENS),
-        "layers.0.attention.wo in": (1, TOKENS, HIDDEN // tp),
-        "head in": hidden,
-        "head out": (1, TOKENS, VOCAB // tp if head == "parallel" else VOCAB),
-    }
-    columns: Shapes = {"attention.wqkv": (qkv // tp,), "mlp.w1": (FFN // tp,), "mlp.w3": (FFN // tp,)}
-    expected |= _module_outputs(TOKENS, columns, hidden)
-    _holds(Case.parse(f"mode={name} tp={tp} kv_heads={kv} head={head} {COMMON}"), expected)
-
-
-@pytest.mark.parametrize(
-    ("mesh", "kv", "head"),
-    [("tp=2 wp=2", 4, "exchange"), ("tp=2 dp=2 wp=4", 2, "local"), ("tp=4 wp=2", 2, "gather"), ("tp=4", 1, "exchange")],
-)
-def test_shapes_of_weight_parallelism(mesh: str, kv: int, head: str) -> None:
-    """The page's section "Data Procedure in ISP parallelism"; tp is its sp_size, and wp_size another number."""
-    case = Case.parse(f"mode=isp {mesh} kv_heads={kv} head={head} {COMMON}")
-    sp, wp = case.tp, case.wp
-    qkv, own = HIDDEN + 2 * DIM * kv, TOKENS // sp
-    hidden = (1, own, HIDDEN)
-    logits = {"exchange": (1, TOKENS, VOCAB // sp), "local": (1, own, VOCAB), "gather": (1, TOKENS, VOCAB)}
-    expected = _parameters(qkv, wp, column=False) | _attention(own, HEADS, kv, HEADS // sp, max(kv, sp) // sp)
-    expected |= {
-        "input_ids": (1, own),
-        "embedding in": (1, own),
-        "layers.0.attention.wo in": (1, own, HIDDEN),
-        "head in": hidden,
-        "head out": logits[head],
-    }
-    columns: Shapes = {"attention.wqkv": (qkv,), "mlp.w1": (FFN,), "mlp.w3": (FFN,)}
-    expected |= _module_outputs(own, columns, hidden)
-    _holds(case, expected)
+def test_shapes_are_those_of_the_page(words: str) -> None:
+    """The sections "Data Procedure in MTP/MSP/FSP parallelism" and "in ISP parallelism", where tp is the sp_size."""
+    case = Case.parse(f"{words} {COMMON}")
+    expected = _parameters(case) | _activations(case)
+    for rank, found in enumerate(_run(case)):
+        assert {name: found.get(name) for name in expected} == expected, rank

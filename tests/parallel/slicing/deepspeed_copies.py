@@ -1,9 +1,6 @@
 """DeepSpeed's own slicing, called for every rank: what the tests compare our slices with."""
 
-import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -13,26 +10,15 @@ import torch
 from torch import Tensor
 
 
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """DeepSpeed warns when it is imported, and looks for an accelerator unless one is named."""
-    before = os.environ.get("DS_ACCELERATOR")
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        if before is None:
-            del os.environ["DS_ACCELERATOR"]
-        else:
-            os.environ["DS_ACCELERATOR"] = before
-
-
 @cache
 def deepspeed() -> SimpleNamespace:
-    """The functions by name; skips the calling test when DeepSpeed is not installed."""
-    with _quietly():
+    """The functions by name; skips the calling test when DeepSpeed is not installed.
+
+    DeepSpeed warns when it is imported, and looks for an accelerator unless one is named.
+    """
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        patch.setenv("DS_ACCELERATOR", "cpu")
+        warnings.simplefilter("ignore")
         pytest.importorskip("deepspeed", reason="deepspeed (extra `peers`) is not installed", exc_type=ImportError)
         from deepspeed.module_inject import auto_tp, fusedqkv_utils, tp_shard  # noqa: PLC0415
         from deepspeed.ops.transformer.inference import config, ds_attention, op_binding  # noqa: PLC0415

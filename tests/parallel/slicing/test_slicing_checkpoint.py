@@ -119,25 +119,18 @@ def test_without_the_package_the_message_says_what_to_install(monkeypatch: pytes
         check(Sliced.parse(OPT), ["model.safetensors"])
 
 
+NEW_FALCON = {"new_decoder_architecture": True}
 CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "opt": ("OPT", "OPTDecoderLayer", {"word_embed_proj_dim": 24, "ffn_dim": 40, "max_position_embeddings": 9}),
-    "llama": ("Llama", "LlamaDecoderLayer", {"num_key_value_heads": 2, "intermediate_size": 40}),
-    "phi3": ("Phi3", "Phi3DecoderLayer", {"num_key_value_heads": 2, "intermediate_size": 40, "pad_token_id": 0}),
-    "bloom": ("Bloom", "BloomBlock", {}),
-    "falcon": (
-        "Falcon",
-        "FalconDecoderLayer",
-        {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 40},
-    ),
-    "mpt": ("Mpt", "MptBlock", {"d_model": 24, "n_heads": 4, "n_layers": 1}),
-    "codegen": ("CodeGen", "CodeGenBlock", {"n_embd": 24, "n_head": 4, "n_inner": 40, "rotary_dim": 2, "n_layer": 1}),
-    "bigcode": (
-        "GPTBigCode",
-        "GPTBigCodeBlock",
-        {"n_embd": 24, "n_head": 4, "n_inner": 40, "n_positions": 11, "n_layer": 1},
-    ),
+    "opt": ("opt", "OPTDecoderLayer", {"word_embed_proj_dim": 24, "ffn_dim": 40, "max_position_embeddings": 9}),
+    "llama": ("llama", "LlamaDecoderLayer", {"num_key_value_heads": 2, "intermediate_size": 40}),
+    "phi3": ("phi3", "Phi3DecoderLayer", {"num_key_value_heads": 2, "intermediate_size": 40, "pad_token_id": 0}),
+    "bloom": ("bloom", "BloomBlock", {}),
+    "falcon": ("falcon", "FalconDecoderLayer", {**NEW_FALCON, "num_kv_heads": 2, "ffn_hidden_size": 40}),
+    "mpt": ("mpt", "MptBlock", {}),
+    "codegen": ("codegen", "CodeGenBlock", {"n_inner": 40, "rotary_dim": 2}),
+    "bigcode": ("gpt_bigcode", "GPTBigCodeBlock", {"n_inner": 40, "n_positions": 11}),
 }
-"""Family -> the stem of Hugging Face's classes, its layer, and the words of a small configuration."""
+"""Family -> its type at Hugging Face, the class of its layer, and words of a small configuration beside its sizes."""
 
 
 @pytest.mark.peers
@@ -145,11 +138,11 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
 def test_names_and_shapes_are_hugging_face_s(family: str) -> None:
     """Every tensor of a slice is one of the model's state dict, and every one of the model's is in a slice."""
     transformers = pytest.importorskip("transformers", reason="transformers (extra `peers`) is not installed")
-    stem, layer, words = CONFIGS[family]
+    kind, layer, words = CONFIGS[family]
     sizes = {"hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 61}
-    config = getattr(transformers, f"{stem}Config")(**{**sizes, **words})
     with torch.device("meta"):
-        model = getattr(transformers, f"{stem}ForCausalLM")(config)
+        config = transformers.AutoConfig.for_model(kind, **sizes, **words)
+        model = transformers.AutoModelForCausalLM.from_config(config)
     assert any(type(module).__name__ == layer for module in model.modules()), "the name that DeepSpeed looks for"
     kv = "kv_heads=2" if family in ("llama", "phi3", "falcon") else ""
     ffn = {"bloom": 96, "mpt": 96}.get(family, 40)

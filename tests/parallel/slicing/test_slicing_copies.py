@@ -15,30 +15,21 @@ from reference.errors import CaseError
 from tests.parallel.slicing.drawn_slices import check_round_trip, drawn, heads_and_ranks, parts_of
 
 
-@pytest.mark.parametrize(
-    ("src", "dst", "ranks", "message"),
-    [
-        ((4, 6), (4, 9), 2, "dst=(4, 9): is larger than src=(4, 6): slicing cuts and never merges"),
-        ((4, 7), (4, 3), 2, "dst=(4, 3): times ranks=2 is not the 7 of dim 1: the rest would be lost"),
-        ((4, 6), (2, 3), 2, "dst=(2, 3): must differ from src=(4, 6) in one dim alone"),
-        ((2, 2, 2), (2, 2, 1), 2, "shape=(2, 2, 2): must be that of a weight [2 dims] or a bias [1 dim]"),
-    ],
-)
-def test_a_copy_that_would_lose_or_merge_is_refused(
-    src: tuple[int, ...], dst: tuple[int, ...], ranks: int, message: str
-) -> None:
-    with pytest.raises(CaseError) as caught:
-        plain(src, dst, ranks=ranks)
-    assert str(caught.value).startswith(message)
-
-
-def test_parts_that_do_not_fit_are_refused() -> None:
+def test_a_copy_that_would_lose_or_merge_is_refused() -> None:
+    with pytest.raises(CaseError, match=r"dst=\(4, 9\): is larger than src=\(4, 6\): slicing cuts and never merges"):
+        plain((4, 6), (4, 9), ranks=2)
+    with pytest.raises(CaseError, match=r"dst=\(4, 3\): times ranks=2 is not the 7 of dim 1: the rest would be lost"):
+        plain((4, 7), (4, 3), ranks=2)
+    with pytest.raises(CaseError, match=r"dst=\(2, 3\): must differ from src=\(4, 6\) in one dim alone"):
+        plain((4, 6), (2, 3), ranks=2)
+    with pytest.raises(CaseError, match=r"shape=\(2, 2, 2\): must be that of a weight \[2 dims\] or a bias \[1 dim\]"):
+        plain((2, 2, 2), (2, 2, 1), ranks=2)
+    with pytest.raises(CaseError, match="orientation=rows: is not a known word; legal: in-out|out-in"):
+        plain((4, 6), (4, 3), ranks=2, orientation="rows")
     with pytest.raises(CaseError, match=r"parts=\(6, 6, 4\): must each be a multiple of ranks=4; legal: \(8, 8, 4\)"):
         strided((4, 16), (4, 4), ranks=4, parts=(6, 6, 4))
     with pytest.raises(CaseError, match=r"parts=\(6, 6\): must sum to the 18 output features"):
         strided((4, 18), (4, 9), ranks=2, parts=(6, 6))
-    with pytest.raises(CaseError, match="orientation=rows: is not a known word; legal: in-out|out-in"):
-        plain((4, 6), (4, 3), ranks=2, orientation="rows")
 
 
 @settings(max_examples=50, deadline=None)

@@ -78,59 +78,46 @@ def test_sizes() -> None:
         assert shard_sizes(total, ranks, kv_heads=kv_heads, grain=grain, name=name) == tuple(theirs)
 
 
-def fused(name: str, heads: Heads, ranks: int, whole: Tensor, n_embd: int | None = None) -> list[Tensor]:
-    meta = deepspeed().meta(
-        num_kv_heads=heads.kv, num_attention_heads=heads.query, n_embd=n_embd or heads.query * heads.size
-    )
+def fused(name: str, heads: Heads, ranks: int, whole: Tensor, **words: int) -> list[Tensor]:
+    """A fused weight of a layer on every rank; `words` are those of the meta beside the sizes of all layers."""
+    meta = deepspeed().meta(num_attention_heads=heads.query, n_embd=heads.query * heads.size, **words)
     return [deepspeed().fused(Named(name), whole, ranks, rank, meta) for rank in range(ranks)]
 
 
-def drawn_heads(source: random.Random, *, grouped: bool) -> tuple[Heads, int]:
-    ranks = source.randint(2, 5)
+def drawn_heads(source: random.Random, name: str) -> tuple[Heads, int]:
+    """Blocks have as many key as query heads, or two; groups and Phi-3 any; CodeGen fours a rank, BigCode one."""
+    ranks, each, size = source.randint(2, 5), source.randint(1, 4), source.randint(1, 4)
+    if name == "CodeGenBlock":
+        return Heads(query=4 * ranks * each, kv=4 * ranks * each, size=size), ranks
+    if name == "GPTBigCodeBlock":
+        return Heads(query=ranks * each, kv=1, size=size), ranks
+    if name not in GROUPS and source.random() < 0.3:
+        return Heads(query=2 * source.randint(1, 5), kv=2, size=size), 2
     kv = source.randint(ranks, ranks + 6)
-    return Heads(query=kv * (source.randint(1, 4) if grouped else 1), kv=kv, size=source.randint(1, 4)), ranks
+    return Heads(query=kv if name in BLOCKS else kv * each, kv=kv, size=size), ranks
 
 
-@pytest.mark.parametrize("name", [*BLOCKS, *GROUPS, "Phi3DecoderLayer"])
+@pytest.mark.parametrize("name", [*BLOCKS, *GROUPS, "Phi3DecoderLayer", "CodeGenBlock", "GPTBigCodeBlock"])
 def test_fused_weights(name: str) -> None:
-    """Blocks with as many key as query heads, or two of them; groups and Phi-3 with any."""
-    source = random.Random(name)
-    order = "groups" if name in GROUPS else "blocks"
-    for _ in range(DRAWS // 2):
-        heads, ranks = drawn_heads(source, grouped=order == "groups" or name.startswith("Phi3"))
-        if order == "blocks" and source.random() < 0.3:
-            heads, ranks = Heads(query=2 * source.randint(1, 5), kv=2, size=heads.size), 2
-        columns = heads.query * heads.size if name.startswith("Phi3") else 2
-        bias = source.random() < 0.3 and not name.startswith("Phi3")
-        whole = numbered((heads.fused,) if bias else (heads.fused, columns))
-        theirs = fused(name, heads, ranks, whole)
-        assert same(held_parts(whole, fused_rows(heads, ranks, order)), theirs), (heads, ranks)
-
-
-def test_codegen() -> None:
-    source = random.Random("codegen")
-    for _ in range(DRAWS // 2):
-        ranks = source.randint(2, 5)
-        count = 4 * ranks * source.randint(1, 3)
-        heads = Heads(query=count, kv=count, size=source.randint(1, 4))
-        whole = numbered((heads.fused, 2))
-        assert same(held_parts(whole, fused_rows(heads, ranks, "codegen")), fused("CodeGenBlock", heads, ranks, whole))
-    with pytest.raises(AssertionError, match="num_kv_heads"):
-        fused("CodeGenBlock", Heads(query=4, kv=4, size=1), 2, numbered((12, 2)))
-    with pytest.raises(CaseError, match="multiple of the 4 blocks of CodeGen"):
-        fused_rows(Heads(query=4, kv=4, size=1), 2, "codegen")
-
-
-def test_one_kv_head_for_all() -> None:
     """BigCode: the kv head is whole on every rank; queries are shared evenly when the meta counts query heads."""
-    source = random.Random("bigcode")
+    source, one_for_all = random.Random(name), name == "GPTBigCodeBlock"
+    order = "groups" if name in GROUPS else "codegen" if name == "CodeGenBlock" else "blocks"
     for _ in range(DRAWS // 2):
-        ranks = source.randint(2, 5)
-        heads = Heads(query=ranks * source.randint(1, 4), kv=1, size=source.randint(1, 4))
-        whole = numbered((heads.fused, 2))
-        meta = deepspeed().meta(num_kv_heads=heads.query, n_embd=heads.query * heads.size)
-        theirs = [deepspeed().fused(Named("GPTBigCodeBlock"), whole, ranks, rank, meta) for rank in range(ranks)]
-        assert same(held_parts(whole, fused_rows(heads, ranks, "blocks", spare="replicate")), theirs)
+        heads, ranks = drawn_heads(source, name)
+        columns = heads.query * heads.size if name.startswith("Phi3") else 2
+        bias = name in (*BLOCKS, *GROUPS) and source.random() < 0.3
+        whole = numbered((heads.fused,) if bias else (heads.fused, columns))
+        theirs = fused(name, heads, ranks, whole, num_kv_heads=heads.query if one_for_all else heads.kv)
+        ours = fused_rows(heads, ranks, order, spare="replicate" if one_for_all else "refuse")
+        assert same(held_parts(whole, ours), theirs), (heads, ranks)
+
+
+def test_codegen_needs_fours_of_heads() -> None:
+    heads = Heads(query=4, kv=4, size=1)
+    with pytest.raises(AssertionError, match="num_kv_heads"):
+        fused("CodeGenBlock", heads, 2, numbered((12, 2)), num_kv_heads=4)
+    with pytest.raises(CaseError, match="multiple of the 4 blocks of CodeGen"):
+        fused_rows(heads, 2, "codegen")
 
 
 def test_shared_query_and_key_heads() -> None:
@@ -155,13 +142,10 @@ def thirds(heads: Heads, ranks: int) -> Held:
 
 def fused_as(name: str) -> Callable[[Heads, int], Held]:
     """A fused weight of a layer that states no number of kv heads; one that does may move the cuts, as wrongly."""
+    return lambda heads, ranks: held_as(fused(name, heads, ranks, numbered((heads.fused, 2))))
 
-    def cut(heads: Heads, ranks: int) -> Held:
-        meta = deepspeed().meta(num_attention_heads=heads.query, n_embd=heads.query * heads.size)
-        whole = numbered((heads.fused, 2))
-        return held_as([deepspeed().fused(Named(name), whole, ranks, rank, meta) for rank in range(ranks)])
 
-    return cut
+glm = fused_as("GLMBlock")
 
 
 def buffers(heads: Heads, ranks: int) -> Held:
@@ -205,35 +189,19 @@ def shared(heads: Heads, ranks: int) -> Held:
     return tuple(tuple(range(h * heads.size, (h + 1) * heads.size) for h in heads_of) for heads_of in own)
 
 
-def whole_thirds(heads: Heads, ranks: int) -> bool:
-    return heads.fused % (3 * ranks) == 0
+def whole_thirds(h: Heads, n: int) -> bool:
+    return h.fused % (3 * n) == 0
 
 
 WRONG: dict[str, tuple[Callable[[Heads, int], Held], str, Callable[[Heads, int], bool]]] = {
-    "grouped-thirds": (thirds, "blocks", lambda heads, ranks: heads.kv < heads.query and whole_thirds(heads, ranks)),
-    "grouped-thirds by glmtype": (
-        fused_as("GLMBlock"),
-        "blocks",
-        lambda heads, ranks: heads.kv < heads.query and heads.kv != 2 and whole_thirds(heads, ranks),
-    ),
+    "grouped-thirds": (thirds, "blocks", lambda h, n: h.kv < h.query and whole_thirds(h, n)),
+    "grouped-thirds by glmtype": (glm, "blocks", lambda h, n: 2 != h.kv < h.query and whole_thirds(h, n)),
     "decoder-layer-thirds": (fused_as("PersimmonDecoderLayer"), "groups", whole_thirds),
-    "container-size": (
-        buffers,
-        "blocks",
-        lambda heads, ranks: heads.query % ranks == 0 and (heads.query + 2 * heads.kv) % ranks > 0,
-    ),
-    "half-heads": (
-        halves,
-        "blocks",
-        lambda heads, ranks: heads.query % ranks == 0 and heads.kv % ranks > 0 and heads.kv * heads.size % ranks == 0,
-    ),
-    "dropped-remainder": (remainder, "groups", lambda heads, ranks: heads.fused % ranks > 0 and heads.fused > ranks),
-    "queries-by-features": (
-        by_features,
-        "",
-        lambda heads, ranks: any(size % heads.size for size in even_shares(heads.query * heads.size, ranks)),
-    ),
-    "odd-shared-heads": (shared, "", lambda heads, ranks: heads.query % (2 * ranks) == ranks and heads.query % 2 == 0),
+    "container-size": (buffers, "blocks", lambda h, n: h.query % n == 0 and (h.query + 2 * h.kv) % n > 0),
+    "half-heads": (halves, "blocks", lambda h, n: h.query % n == 0 and h.kv % n > 0 and h.kv * h.size % n == 0),
+    "dropped-remainder": (remainder, "groups", lambda h, n: h.fused % n > 0 and h.fused > n),
+    "queries-by-features": (by_features, "", lambda h, n: any(s % h.size for s in even_shares(h.query * h.size, n))),
+    "odd-shared-heads": (shared, "", lambda h, n: h.query % (2 * n) == n and h.query % 2 == 0),
 }
 """Name in docs/slicing.md -> what DeepSpeed cuts, the order of the weight ("": of queries alone), where it is wrong."""
 

@@ -1,5 +1,6 @@
 """Texts that break a rule of experts, latent attention or further predictions, each with the rule."""
 
+LATENT = "kv_lora_rank=12 positions=rope kv_heads=8"
 OF_PARTS = {
     "experts=1": "is 0, or at least 2 to choose from",
     "mode=autotp experts=8": "mode=autotp has none; layers of mode=tp|tp-sp|mtp|msp|fsp|isp may have them",
@@ -44,20 +45,14 @@ OF_PARTS = {
     "kv_lora_rank=-1": "must not be negative",
     "q_lora_rank=8": "is about latent attention, and kv_lora_rank=0 has none",
     "mode=mtp kv_lora_rank=12": "mode=mtp has no latent attention (mode=tp|tp-sp)",
-    "kv_lora_rank=12 positions=rope kv_heads=8 qk_rope_dim=3": "rope rotates pairs",
+    f"{LATENT} qk_rope_dim=3": "rope rotates pairs",
     "kv_lora_rank=12 positions=rope heads=8 kv_heads=2": "latent attention has a key and a value for each of heads=8",
-    "kv_lora_rank=12 positions=rope kv_heads=8 qk_norm=true": (
-        "is of each head, and latent attention has norms of its latents"
-    ),
-    "kv_lora_rank=12 positions=rope kv_heads=8 latent_down=column q_lora_rank=7": (
-        "must be a multiple of tp=2 (latent_down=column)"
-    ),
+    f"{LATENT} qk_norm=true": ("is of each head, and latent attention has norms of its latents"),
+    f"{LATENT} latent_down=column q_lora_rank=7": ("must be a multiple of tp=2 (latent_down=column)"),
     "kv_lora_rank=13 positions=rope kv_heads=8 latent_down=column": (
         "with qk_rope_dim=4 must be a multiple of tp=2 (latent_down=column)"
     ),
-    "kv_lora_rank=12 positions=rope kv_heads=8 cp=2 seq=8 v_head_dim=13": (
-        "must be at most 12, as wide as the key that context ranks exchange with it"
-    ),
+    f"{LATENT} cp=2 seq=8 v_head_dim=13": "must be at most 12, as wide as the key that context ranks exchange with it",
     "experts=8 dropout=0.1 random=stateful": (
         "draws masks that ranks alone know, and choices of the router, whose rows are sent, follow them"
     ),

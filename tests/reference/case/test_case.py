@@ -83,9 +83,15 @@ def test_every_preset_is_a_case_and_prints_its_name_alone(preset: str) -> None:
         ("mode=msp", "delivery", "local"),
         ("family=internlm2 vocab=264", "norm", "rmsnorm"),
         ("family=llama norm=layernorm vocab=264", "norm", "layernorm"),
+        ("vocab=50257 tp=4 kv_heads=8", "padded_vocab", 50688),
+        ("vocab=50257 tp=1", "padded_vocab", 50304),
+        ("vocab=256 tp=2", "padded_vocab", 256),
+        ("mode=isp tp=2 dp=3 wp=3 hidden=48 heads=8 ffn=48 vocab=769", "padded_vocab", 2 * 128 * 6),
+        ("preset=tiny-internlm2", "padded_vocab", 264),
     ],
 )
-def test_words_that_follow_others(text: str, key: str, value: object) -> None:
+def test_what_follows_from_other_words(text: str, key: str, value: object) -> None:
+    """Vocabularies of gpt are padded to a multiple of 128 for each rank that splits logits or weights; others never."""
     assert getattr(Case.parse(text), key) == value
 
 
@@ -93,21 +99,6 @@ def test_mlp_widths_are_those_of_the_published_models() -> None:
     assert mlp_width(4096, 3.5, 256) == 14336
     assert mlp_width(2048, 4.0, 256) == 8192
     assert mlp_width(6144, 8 / 3, 256) == 16384
-
-
-@pytest.mark.parametrize(
-    ("text", "rows"),
-    [
-        ("vocab=50257 tp=4 kv_heads=8", 50688),
-        ("vocab=50257 tp=1", 50304),
-        ("vocab=256 tp=2", 256),
-        ("mode=isp tp=2 dp=3 wp=3 hidden=48 heads=8 ffn=48 vocab=769", 2 * 128 * 6),
-        ("preset=tiny-internlm2", 264),
-    ],
-)
-def test_vocabularies_of_gpt_are_padded_for_the_ranks_that_split_logits_and_weights(text: str, rows: int) -> None:
-    """To a multiple of 128 for each; those of other families never."""
-    assert Case.parse(text).padded_vocab == rows
 
 
 @pytest.mark.parametrize(

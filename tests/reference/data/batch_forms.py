@@ -1,6 +1,7 @@
-"""The three forms of micro-batches that tests run through, and InternEvo's data, written as its tools write them."""
+"""The three forms of micro-batches that tests run through; data as the tools of InternEvo and Megatron write them."""
 
 import json
+import struct
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -49,3 +50,27 @@ def write_internevo(path: Path, documents: Sequence[Tensor]) -> None:
     rows = [(start, document.numel()) for start, document in zip(starts, documents, strict=True)]
     with path.with_name(path.name + ".meta").open("wb") as file:
         np.save(file, np.array(rows, dtype=np.int32))
+
+
+def index(
+    *,
+    magic: bytes = b"MMIDIDX\x00\x00",
+    version: int = 1,
+    code: int = 4,
+    lengths: tuple[int, ...] = (2, 1),
+    offsets: tuple[int, ...] = (0, 8),
+    borders: tuple[int, ...] = (0, 1, 2),
+    counts: tuple[int, int] | None = None,
+    tail: bytes = b"",
+) -> bytes:
+    """An `.idx` file, field by field as its format is published; sound unless a field is replaced."""
+    head = struct.pack("<QBQQ", version, code, *(counts or (len(lengths), len(borders))))
+    tables = f"<{len(lengths)}i{len(offsets)}q{len(borders)}q"
+    return magic + head + struct.pack(tables, *lengths, *offsets, *borders) + tail
+
+
+def write_megatron(path: Path, idx: bytes) -> Path:
+    """Write `x.bin` with the int32 tokens 1, 2 and 3, and its `x.idx`."""
+    path.write_bytes(struct.pack("<3i", 1, 2, 3))
+    path.with_suffix(".idx").write_bytes(idx)
+    return path

@@ -21,7 +21,7 @@ from reference.data import anchors as module
 from reference.data.anchors import anchors
 from reference.data.batches import Batch, micro_batch, own_edges, shard_edges
 from reference.data.packing import IGNORED
-from reference.data.stages import Form, sent_to_stage
+from reference.data.stages import sent_to_stage
 from tests.reference.data.batch_forms import FORMS, all_batches, every_form, valid
 from tests.reference.model.dense_run import models
 
@@ -142,10 +142,6 @@ ROWS, LENGTH = 3, 7
 _ITEM_BYTES = {"int64": 8, "float32": 4, "bool": 1}
 
 
-def sent_bytes(forms: dict[str, Form]) -> int:
-    return sum(_ITEM_BYTES[dtype] * math.prod(shape) for dtype, shape in forms.values())
-
-
 @pytest.mark.parametrize("stage", TABLE)
 def test_keys_and_bytes_of_a_stage(stage: tuple[bool, bool, bool]) -> None:
     first, last, prediction = stage
@@ -156,5 +152,6 @@ def test_keys_and_bytes_of_a_stage(stage: tuple[bool, bool, bool]) -> None:
     }
     assert list(found[True]) == keys.split()
     assert list(found[False]) == [key for key in keys.split() if key != "attention_mask"]
-    assert sent_bytes(found[False]) == per_token * 21
-    assert sent_bytes(found[True]) == per_token * 21 + (147 if keys else 0)
+    for mask, forms in found.items():
+        sent = sum(_ITEM_BYTES[dtype] * math.prod(shape) for dtype, shape in forms.values())
+        assert sent == per_token * 21 + (147 if keys and mask else 0)

@@ -64,19 +64,6 @@ def sentences(case: Case, lengths: Sequence[int], seed: int) -> Batch:
     return _drawn(case, 1, sum(lengths), seed, torch.tensor([0, *accumulate(lengths)]))
 
 
-def alone(batch: Batch, start: int, end: int) -> Batch:
-    """The tokens start..end of a packed row as a row of their own, positions from 0."""
-    cut = slice(start, end)
-    return Batch(
-        tokens=batch.tokens[:, cut],
-        labels=batch.labels[:, cut],
-        positions=torch.arange(end - start)[None],
-        loss_mask=batch.loss_mask[:, cut],
-        cu_seqlens=None,
-        max_seqlen=end - start,
-    )
-
-
 def _drawn(case: Case, batch: int, length: int, seed: int, cu_seqlens: torch.Tensor | None) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     shape = (batch, length)

@@ -12,10 +12,10 @@ from torch.nn import functional
 from reference.case import Case
 from reference.data.batches import micro_batch
 from reference.model import decoder, layers
-from reference.model.parameters import full, shapes
+from reference.model.parameters import shapes
 from reference.training import subject as dense
 from reference.what_ifs.rules import what_ifs
-from tests.reference.what_ifs import CPU, attended, broken, close, projected, through
+from tests.reference.what_ifs import CPU, attended, broken, close, projected, through, weight
 
 SIZES = "layers=1 hidden=16 heads=4 kv_heads=2 ffn=12 seq=8 vocab=264 steps=1"
 FUSED = Case.parse(
@@ -51,7 +51,7 @@ def test_gate_and_up_that_are_read_otherwise() -> None:
 
 def test_weights_that_stand_still() -> None:
     case = FUSED.but(steps=2)
-    weights = {name: full(case, name).double() for name in shapes(case)}
+    weights = {name: weight(case, name) for name in shapes(case)}
     second = decoder.logits(case, weights, micro_batch(case, 1, 0, 0))
     torch.testing.assert_close(broken(case)["never_updated/logits/1"], second, rtol=1e-5, atol=1e-6)
 
@@ -67,7 +67,7 @@ def test_data_that_repeat() -> None:
 
 def test_positions_that_begin_anew() -> None:
     case = Case.parse(f"mode=isp tp=2 {SIZES} batch=2 micro=1 positions=learned")
-    table = full(case, "embedding.positions.weight").double()
+    table = weight(case, "embedding.positions.weight")
     moved = broken(case)["positions_restart/act/embedding"] - dense.true_activations(case, CPU)["act/embedding"]
     close(moved, (torch.cat([table[:4], table[:4]]) - table)[None].expand(2, -1, -1))
     assert not any(name.startswith("positions_restart/") for name in broken(case.but(tp=1, wp=1)))
@@ -87,8 +87,7 @@ TABLES = "layers=1 hidden=8 heads=2 kv_heads=2 ffn=12 seq=8 batch=2 vocab=264 st
 
 
 def padded_table(case: Case) -> Tensor:
-    weight = full(case, "embedding.tokens.weight").double()
-    return functional.pad(weight, (0, 0, 0, case.padded_vocab - case.vocab))
+    return functional.pad(weight(case, "embedding.tokens.weight"), (0, 0, 0, case.padded_vocab - case.vocab))
 
 
 def test_rows_that_a_split_table_looks_up_otherwise() -> None:
@@ -135,27 +134,22 @@ def test_losses_under_other_rules_of_what_counts() -> None:
     def hits(x: Tensor) -> Tensor:
         return x.gather(-1, labels[..., None])[..., 0]
 
+    def smoothed(x: Tensor, classes: int) -> Tensor:
+        return x.exp().sum(-1).log() - (1 - 0.1 - 0.1 / classes) * hits(x) - 0.1 / classes * x.sum(-1)
+
     close(found["smoothing_missing/loss/0"], mean(-hits(logits.log_softmax(-1))))
     x = logits - logits.amax(-1, keepdim=True)
-    spread = 0.1 / (case.padded_vocab // 2 - 1)
-    by_part = x.exp().sum(-1).log() - (1 - 0.1 - spread) * hits(x) - spread * x.sum(-1)
-    close(found["smoothing_by_part.2/loss/0"], mean(by_part))
     torchs = functional.cross_entropy(logits.movedim(-1, 1), labels, reduction="none", label_smoothing=0.1)
     close(found["smoothing_over_all.label/loss/0"], mean(torchs))
-    for reading, classes in (("count", case.vocab), ("padding", case.padded_vocab - 1)):
-        wide = x.exp().sum(-1).log() - (1 - 0.1 - 0.1 / classes) * hits(x) - 0.1 / classes * x.sum(-1)
-        close(found[f"smoothing_over_all.{reading}/loss/0"], mean(wide))
-    own = -0.9 * hits(logits.log_softmax(-1)) - 0.1 / (case.vocab - 1) * (
-        logits.log_softmax(-1).sum(-1) - hits(logits.log_softmax(-1))
-    )
-    rows = (own * counts).sum(-1) / counts.sum(-1)
-    close(found["local_count.rows/loss/0"], rows.mean())
-    plain = case.but(label_smoothing=0.0)
-    found, padding = broken(plain), case.padded_vocab - case.vocab
-    log = functional.pad(logits, (0, padding)).log_softmax(-1)
-    close(found["padding_counted/loss/0"], mean(-hits(log)))
-    unlabelled = x.exp().sum(-1).log()
-    masked = batch.loss_mask.double()
+    readings = {"by_part.2": case.padded_vocab // 2 - 1, "over_all.count": case.vocab}
+    for reading, classes in {**readings, "over_all.padding": case.padded_vocab - 1}.items():
+        close(found[f"smoothing_{reading}/loss/0"], mean(smoothed(x, classes)))
+    own = smoothed(x, case.vocab - 1) * counts
+    close(found["local_count.rows/loss/0"], (own.sum(-1) / counts.sum(-1)).mean())
+    found = broken(case.but(label_smoothing=0.0))
+    padded = functional.pad(logits, (0, case.padded_vocab - case.vocab)).log_softmax(-1)
+    close(found["padding_counted/loss/0"], mean(-hits(padded)))
+    unlabelled, masked = x.exp().sum(-1).log(), batch.loss_mask.double()
     every = (-hits(logits.log_softmax(-1))).where(known, unlabelled) * masked
     close(found["ignored_learned/loss/0"], every.sum() / masked.sum())
     assert not any(key.startswith("smoothing_") for key in found)
@@ -212,7 +206,7 @@ def test_copies_of_which_one_alone_gives_a_gradient() -> None:
     q, k, v = (x.detach() for x in projected(EXCHANGED))
     k = k.repeat_interleave(2, 2).requires_grad_()
     context = layers.attention(q, k, v.repeat_interleave(2, 2), layers.visible(EXCHANGED.seq, None, CPU))
-    slope = truth[f"act_grad/{wo}"] @ full(EXCHANGED, f"{wo}.weight").double()
+    slope = truth[f"act_grad/{wo}"] @ weight(EXCHANGED, f"{wo}.weight")
     (grad,) = torch.autograd.grad(context, k, slope)
     close(found[f"kv_alone/act_grad/{wk}"], grad[:, :, ::2].flatten(2))
     close(truth[f"act_grad/{wk}"], (grad[:, :, ::2] + grad[:, :, 1::2]).flatten(2))
