@@ -21,6 +21,8 @@ import yaml
 
 from tests import ROOT
 from tests.deep import deep
+from tests.project.test_readme import FEW
+from tests.shardproof.test_public_names import SESSION
 
 ROOMS = ("bench", "bugs", "harness", "parallel", "reference", "reports", "shardproof", "suites")
 LONGEST_S = 400
@@ -63,8 +65,6 @@ def fresh_environment(folder: Path) -> Path:
 
 
 PAGE, RECIPE = ROOT / "docs" / "ci.md", ROOT / "docs" / "shardproof.yml"
-FEW = "--hypothesis-profile=one-case -p no:cacheprovider -k 'stored or losses'"
-"""An example of a few properties, without workers: the recipe is tested here."""
 ADAMW_REFUSED = "case.world_size != 2 or case.optimizer == 'adamw'"
 """The condition for what the page's subject refuses, with one of its two default cases in it."""
 
@@ -123,8 +123,6 @@ def subject(case, device):
 subject.words, subject.truth, subject.cases = {"width": 4}, "alone", ("tp=2 steps=1",)
 """
 RUN = ("run", "--subject", "mine:subject", "--engine", "pool")
-PYTEST = ("-q", "-p", "no:cacheprovider", "--hypothesis-profile=one-case", "--subject=mine:subject", "--pyargs")
-CONSOLE = "import sys, pytest; del sys.path[0]; pytest.console_main()"
 
 
 def with_folders_of_our_names(folder: Path) -> Path:
@@ -139,7 +137,7 @@ def with_folders_of_our_names(folder: Path) -> Path:
 def used_beside_folders_of_our_names(environment: Path, folder: Path) -> None:
     """A run on processes, and a session of pytest."""
     (with_folders_of_our_names(folder) / "mine.py").write_text(SUBJECT)
-    for words in (("shardproof", *RUN), ("python", "-c", CONSOLE, *PYTEST, "suites.test_forward")):
+    for words in (("shardproof", *RUN), ("python", *SESSION, "--subject=mine:subject")):
         done = subprocess.run(
             [environment / "bin" / words[0], *words[1:]],
             cwd=folder,

@@ -79,7 +79,7 @@ def test_every_page_is_reached_from_the_readme_by_two_links() -> None:
 
 VERIFY = (ROOT / "docs" / "verify.md").read_text()
 FEW = "--hypothesis-profile=one-case -p no:cacheprovider -k 'stored or losses'"
-"""An example of a few properties: the page is tested here."""
+"""An example of a few properties: pages and recipes are tested here."""
 ROUNDING = re.compile(r"\S+( / \d)")
 """An error that rounding leaves, beside what is allowed: it differs between machines."""
 

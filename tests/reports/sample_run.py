@@ -5,7 +5,7 @@ Two ranks; `mode=tp tp=2` and `mode=tp-sp tp=2` at sizes that can be added up by
 
 import csv
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +38,8 @@ CALLS: dict[str, tuple[Call, ...]] = {
 
 def events(case: str, calls: Iterable[Call]) -> list[Event]:
     """The ledger of one case: the same calls on both ranks."""
-    rows = []
-    for rank in range(2):
-        index = 0
-        for phase, region, op, count in calls:
-            for _ in range(count):
-                rows.append(_event(case, rank, index, phase, region, op))
-                index += 1
-    return rows
+    own = [call for *call, count in calls for _ in range(count)]
+    return [_event(case, rank, index, *call) for rank in range(2) for index, call in enumerate(own)]
 
 
 def _event(case: str, rank: int, index: int, phase: str, region: str, op: str) -> Event:
@@ -131,15 +125,13 @@ ERRORS = (
 SUMMARY = ("case", "mode", "phase", "op", "axis", "group_size", "calls", "payload_bytes", "wire_bytes")
 
 
-def _summary(case: str, expected: bool) -> list[tuple[Any, ...]]:
-    rows = []
+def _summary(case: str, expected: bool) -> Iterator[tuple[Any, ...]]:
+    mode = case.split(maxsplit=1)[0].removeprefix("mode=")
     for phase, _, op, count in CALLS[case]:
         payload = count * ACTIVATION_BYTES
         wire = count * wire_bytes(op, ACTIVATION_BYTES, 2)
-        mode = case.split(maxsplit=1)[0].removeprefix("mode=")
         beside = (count, payload) if expected else ("", "")
-        rows.append((case, mode, phase, op, "tp", 2, count, payload, wire, *beside))
-    return rows
+        yield (case, mode, phase, op, "tp", 2, count, payload, wire, *beside)
 
 
 def table(path: Path, header: Iterable[str], rows: Iterable[tuple[Any, ...]]) -> None:

@@ -37,43 +37,15 @@ class Plan:
     rows: int = 1
 
 
-def kill(
-    name: str,
-    *killed_by: str,
-    mode: str = "tp",
-    equivalent: str = "",
-    seconds: float = 0.5,
-    right: str = "",
-    held_back: bool = False,
-) -> Kill:
+def kill(name: str, *killed_by: str, right: str = "", **fields: Any) -> Kill:
     """A row with the fields that a test speaks of."""
-    return Kill(
-        name=name,
-        kind="mutant",
-        stands_for="B-01",
-        mode=mode,
-        phase="backward",
-        region="head",
-        killed_by=killed_by,
-        equivalent=equivalent,
-        seconds=seconds,
-        region_right=right,
-        cause_right=right,
-        held_back=held_back,
-        cause_told={"yes": "right", "no": "misleading"}.get(right, ""),
-    )
+    usual = {"kind": "mutant", "stands_for": "B-01", "mode": "tp", "phase": "backward", "region": "head"}
+    usual |= {"region_right": right, "cause_right": right, "equivalent": "", "seconds": 0.5}
+    usual["cause_told"] = {"yes": "right", "no": "misleading"}.get(right, "")
+    return Kill(name=name, killed_by=killed_by, **usual | fields)
 
 
-def planned(
-    subject: NamedSubject,
-    *,
-    quick: bool,
-    only: str = "",
-    cases: Sequence[Any] = (),
-    timeout_s: float = 60.0,
-    dtype: str = "",
-    field: bool = False,
-) -> list[Plan]:
+def planned(_subject: NamedSubject, *, quick: bool, only: str = "", **_options: object) -> list[Plan]:
     """Four rows, the last one a survivor unless it must be quick; of held-back mutants two others."""
     if only == "held-back":
         rows = [kill("secret", "replicas", right="no", held_back=True), kill("d", "merge", right="yes", held_back=True)]

@@ -1,7 +1,6 @@
 """The pytest plugin in CI: options, known failures, `--faults`, ledgers as gates, run folders, what CI reads."""
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,9 +24,8 @@ from suites.session.ledger_gate import LedgerGate, file_of
 from suites.session.prover import Prover
 from tests import ROOT
 from tests.reports.toy_traffic import CASE
+from tests.suites.conftest import SMALL, Session
 
-Session = Callable[..., pytest.RunResult]
-SMALL = "mode=tp tp=2 layers=1 hidden=16 heads=2 vocab=24 seq=4 micro=1 steps=1"
 pytest_plugins = ("pytester",)
 pytestmark = pytest.mark.usefixtures("loaded")
 
@@ -38,12 +36,10 @@ def test_wrong(mode): assert mode == "tp", "what:   grad differs"
 
 
 @pytest.fixture
-def session(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Session:
-    """A session of its own, with the conftest of the suites."""
-    for name in ("GITHUB_STEP_SUMMARY", "PYTEST_ADDOPTS"):
-        monkeypatch.delenv(name, raising=False)
+def session(bare: Session, pytester: pytest.Pytester) -> Session:
+    """A session with the conftest of the suites."""
     pytester.makeconftest("from suites.conftest import *  # noqa: F403")
-    return partial(pytester.runpytest_inprocess, "-p", "no:xdist", "-p", "no:cacheprovider")
+    return partial(bare, "-p", "no:xdist")
 
 
 @pytest.fixture
@@ -67,9 +63,8 @@ def test_every_option_has_its_twin_in_the_ini_file(session: Session, pytester: p
     pytester.makepyfile("def test_it(mode, pytestconfig): print(mode)")
     pytester.makeini("[pytest]\nshardproof_modes = isp,tp\nshardproof_worlds = 2,3")
     result = session("-v")
-    result.stdout.fnmatch_lines(
-        ["shardproof: subject parallel.subject:subject, modes isp,tp, worlds 2,3, engine inproc"]
-    )
+    head = "shardproof: subject parallel.subject:subject, modes isp,tp, worlds 2,3, engine inproc"
+    result.stdout.fnmatch_lines([head])
     result.assert_outcomes(passed=2)
     session("--modes", "msp").assert_outcomes(passed=1)
 
@@ -224,9 +219,8 @@ def test_junit_and_the_step_summary_hold_the_message(
 
 def test_a_ledger_gate_fails_with_the_difference(tmp_path: Path) -> None:
     with InprocEngine() as engine:
-        right = LedgerGate(
-            folder=tmp_path, subject=named("tests.reports.toy_traffic:right"), engine=engine, update=False
-        )
+        subject = named("tests.reports.toy_traffic:right")
+        right = LedgerGate(folder=tmp_path, subject=subject, engine=engine, update=False)
         with pytest.raises(AssertionError, match="no ledger is stored for .*--update-ledgers"):
             right.holds(CASE)
         replace(right, update=True).holds(CASE)

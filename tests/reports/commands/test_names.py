@@ -67,7 +67,6 @@ def test_a_truth_that_cannot_be_computed_is_one_sentence(shardproof: CommandLine
 
 
 def broken(case: object, device: torch.device) -> None:
-    """A truth that raises."""
     raise ValueError("no such layer")
 
 

@@ -131,9 +131,8 @@ def test_what_only_a_rank_cannot_import_is_one_sentence(pool: PoolEngine, monkey
     monkeypatch.setenv("PARENT", str(os.getpid()))
     Path("broken_on_ranks.py").write_text(IN_A_CHILD.format(how="import no_such_module"))
     subject = named("broken_on_ranks:subject")
-    with pytest.raises(
-        RequestError, match="broken_on_ranks fails on import: No module named 'no_such_module'"
-    ) as caught:
+    told = "broken_on_ranks fails on import: No module named 'no_such_module'"
+    with pytest.raises(RequestError, match=told) as caught:
         prove(case_of("tp=2", subject), subject, pool)
     assert "\n" not in str(caught.value)
 

@@ -18,20 +18,13 @@ from reports.stored.frames import SUMMARY_COLUMNS, load
 from tests.reports import sample_run
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return sample_run.write(tmp_path / "run")
-
-
 def test_a_complete_run_loads_without_a_note_and_without_loss(folder: Path) -> None:
     run = load(folder)
     assert run.notes == ()
     assert tuple(run.ledger.columns) == COLUMNS
     written = [event for case, calls in sample_run.CALLS.items() for event in sample_run.events(case, calls)]
     assert len(run.ledger) == len(written) == 28
-    first, read = written[5], run.ledger.iloc[5]
-    for name in COLUMNS:
-        assert read[name] == getattr(first, name), name
+    assert tuple(run.ledger.iloc[5]) == sample_run.row(written[5])
     assert list(run.cases["case"]) == [sample_run.TP, sample_run.TP_SP]
     assert run.env["torch"] == "2.13.0"
     assert run.timings["seconds"].sum() == 0.5
@@ -101,11 +94,11 @@ def stored(out: Path, cases: Sequence[str]) -> Path:
     return store.path
 
 
-def test_a_folder_that_the_harness_wrote_loads_without_a_note(tmp_path: Path) -> None:
-    folder = stored(tmp_path, list(sample_run.CALLS))
-    run = load(tmp_path / "latest")
+def test_a_folder_that_the_harness_wrote_loads_without_a_note(folder: Path, tmp_path: Path) -> None:
+    by_harness = stored(tmp_path / "runs", list(sample_run.CALLS))
+    run = load(tmp_path / "runs" / "latest")
     assert run.notes == ()
-    assert (folder / "ledger.csv").read_text() == (sample_run.write(tmp_path / "hand") / "ledger.csv").read_text()
+    assert (by_harness / "ledger.csv").read_text() == (folder / "ledger.csv").read_text()
     assert run.summary["payload_bytes"].sum() == 14 * sample_run.ACTIVATION_BYTES
     assert run.summary["expected_calls"].isna().all() and SUMMARY_COLUMNS == HARNESS_COLUMNS
     assert list(run.verdicts["worst_error"]) == [float("inf")] * 2
