@@ -5,7 +5,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from bench.clean import Part, campaign, cases_of, main
 from bench.places.by_hand import subject
 from bench.places.dense import REFERENCE, truth
 from bench.places.planting import bugs_of, diagnosed, found, is_right, place, wordless, wrong_subject
-from bugs.record import Bug
 from harness.diagnosing.placing.modules_by_name import located
 from harness.engines.processes.forked.pool import PoolEngine
 from harness.engines.threads.inproc import InprocEngine
@@ -65,23 +63,16 @@ def test_ranks_in_other_processes_send_what_their_modules_returned(pool: PoolEng
     assert place(result.diagnosis) == (bug.phase, bug.region)
 
 
-class Own:
-    """The decoder split by hand with words of its own, planted with a bug; compared with a truth of its own."""
-
-    words = {"layers": 2, "hidden": 16, "ffn": 24, "head_dim": 4, "vocab": 40, "seq": 8, "batch": 2, "micro": 3}  # noqa: RUF012
-    truth = staticmethod(truth)
-
-    def __init__(self, bug: Bug) -> None:
-        self.wrong = wrong_subject(bug)
-
-    def __call__(self, case: Any, device: torch.device) -> Any:
-        return self.wrong(case, device)
+WORDS = {"layers": 2, "hidden": 16, "ffn": 24, "head_dim": 4, "vocab": 40, "seq": 8, "batch": 2, "micro": 3}
+"""Words of its own for the decoder split by hand."""
 
 
 @pytest.mark.parametrize("compared_with", ["", "alone"])
 def test_an_own_truth_and_a_subject_on_one_rank_are_captured_too(compared_with: str, engine: InprocEngine) -> None:
     bug = BUGS["row-linear-without-its-all-reduce"]
-    result = shardproof.prove("tp=2 dp=1", Own(bug), engine, truth=compared_with)
+    own = wordless(wrong_subject(bug))
+    vars(own).update(words=WORDS, truth=truth)
+    result = shardproof.prove("tp=2 dp=1", own, engine, truth=compared_with)
     assert place(result.diagnosis) == (bug.phase, bug.region)
 
 

@@ -24,7 +24,7 @@ def run(folder: Path) -> Run:
 
 @pytest.fixture(scope="session")
 def failing(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The same with a check that fails; nobody changes its folder."""
+    """A run with a check that fails. Its folder is read, and never changed."""
     return load(sample_run.write(tmp_path_factory.mktemp("failing") / "run", failing=True))
 
 

@@ -4,8 +4,7 @@ The seam is that of `suites.killing.matrix`; its rows are made by hand.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness.injecting.kill_matrix import Kill
 from harness.subject import NamedSubject
@@ -29,8 +28,7 @@ class _Unspoken:
 unspoken = _Unspoken()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(NamedTuple):
     """A row that is planned."""
 
     row: Kill

@@ -14,7 +14,7 @@ from harness.running.proof import prove
 from harness.subject import case_of, named
 from shardproof import record
 from shardproof.rooms import HOME
-from tests.harness.command_line import CommandLine
+from tests.harness.command_line import TOY, CommandLine
 
 SLOW = ("torch", "numpy", "pandas", "matplotlib", "rich", "hypothesis")
 PROGRAM = f"""
@@ -161,21 +161,17 @@ def test_own_words_without_cases_run_the_cases_that_are_given(shardproof_here: C
     assert rule in shardproof_here.refused("run", "--subject", "own_words_alone:subject")
 
 
-@pytest.mark.parametrize("case", ["tp=1", "tp=2"])
-def test_a_subject_that_returns_nothing_is_told_once(shardproof_here: CommandLine, case: str) -> None:
-    name = f"nothing_of_{case.replace('=', '_')}"
-    Path(f"{name}.py").write_text("def subject(case, device):\n    return {}\n")
-    status, out, _ = shardproof_here("run", f"{case} layers=1 seq=8", "--subject", f"{name}:subject")
-    assert status == 1 and out.count("fail: ") == 1, out
-    told = out.partition("fail: ")[2]
-    assert "what:   nothing checkable: it returned nothing; the truth has" in told
-    assert "causes: names that are not the canonical ones (loss/<step>, grad/<parameter>, ...), or a subject" in told
+def test_a_subject_that_returns_nothing_is_told_once(shardproof_here: CommandLine) -> None:
+    for case in ("tp=1", "tp=2"):
+        status, out, _ = shardproof_here("run", f"{case} layers=1 seq=8", "--subject", f"{TOY}empty")
+        assert status == 1 and out.count("fail: ") == 1, out
+        told = out.partition("fail: ")[2]
+        assert "what:   nothing checkable: it returned nothing; the truth has" in told
+        assert "\ncauses: names that are not the canonical ones (loss/<step>, grad/<parameter>, ...), or" in told
 
 
-def test_a_program_that_cannot_begin_is_one_sentence_of_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("shardproof")
+def test_a_program_that_cannot_begin_is_one_sentence_of_record(capsys: pytest.CaptureFixture[str]) -> None:
     Path("broken.py").write_text("def subject(case, device)\n")
     for words, told in {
         ("nowhere.py",): "program=nowhere.py: cannot be opened (No such file or directory)",

@@ -22,7 +22,6 @@ from reference.case import Case
 from reports.commands import expect
 from reports.commands.trace import trace_events, write
 from reports.stored.frames import Run, load
-from shardproof import Term
 from shardproof import run as run_cases
 from tests.harness.command_line import CommandLine
 from tests.reports import sample_run
@@ -139,21 +138,14 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_cases([str(CASE)], f"{__name__}:unstated", out=tmp_path_factory.mktemp("runs")).path
 
 
-def pasted(text: str) -> Callable[[Any], list[Term] | None]:
-    names: dict[str, Any] = {}
-    exec(text, names)
-    found: Callable[[Any], list[Term] | None] = names["expected"]
-    return found
-
-
 @pytest.mark.parametrize("options", [(), ("--short",)], ids=["whole", "short"])
 def test_recorded_printed_pasted_proved(recorded: Path, shardproof: CommandLine, options: tuple[str, ...]) -> None:
     status, out, err = shardproof("expect", str(recorded), *options)
     assert (status, err) == (0, "")
-    expected = pasted(out)
-    terms = expected(CASE)
-    assert terms is not None
-    assert all(bool(term.left_out) == bool(options) for term in terms)
+    pasted: dict[str, Any] = {}
+    exec(out, pasted)
+    expected = pasted["expected"]
+    assert all(bool(term.left_out) == bool(options) for term in expected(CASE))
     assert expected(CASE.but(seed=1)) is None, "it is of this case alone"
     with InprocEngine() as engine:
         right = prove(CASE, stating(expected), engine, checks={"ledger": CHECKS["ledger"]})

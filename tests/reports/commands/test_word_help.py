@@ -145,24 +145,18 @@ def outcome(case: Case, routed: int) -> dict[str, Tensor]:
     return named | {f"grad/layers.{number}.weight": torch.full((3, 4), 0.5) for number in range(23 - routed)}
 
 
-def experts(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """The gradient of one expert is 20 percent wrong."""
-    named = {name: tensor.to(getattr(torch, case.dtype)) for name, tensor in truth(case, device).items()}
-    return {**named, "grad/experts.3.weight": 1.2 * named["grad/experts.3.weight"]}
+def routing(routed: int, wrong: float = 1.0) -> Any:
+    """A subject with this number of gradients of experts; one of them is off by the factor `wrong`."""
+
+    def program(case: Case, device: torch.device) -> dict[str, Tensor]:
+        named = {name: tensor.to(getattr(torch, case.dtype)) for name, tensor in outcome(case, routed).items()}
+        return {**named, "grad/experts.3.weight": wrong * named["grad/experts.3.weight"]}
+
+    vars(program)["truth"] = lambda case, device: outcome(case, routed)
+    return program
 
 
-def truth(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """The dense model."""
-    return outcome(case, 15)
-
-
-def all_experts(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """No gradient can be decided."""
-    return {name: tensor.to(getattr(torch, case.dtype)) for name, tensor in outcome(case, 23).items()}
-
-
-experts.truth = truth  # type: ignore[attr-defined]
-all_experts.truth = lambda case, device: outcome(case, 23)  # type: ignore[attr-defined]
+experts, all_experts = routing(15, wrong=1.2), routing(23)
 
 
 def test_undecided_gradients_are_counted_and_named_wherever_the_verdict_is_told(shardproof: CommandLine) -> None:
@@ -185,9 +179,8 @@ def test_a_kind_of_which_nothing_is_decided_makes_a_case_unknown(shardproof: Com
     told = json.loads(out)
     assert (status, told["exit_status"], told["cases"][0]["verdict"]) == (1, 1, "unknown")
     assert (told["cases"][0]["decided"], told["cases"][0]["tensors"]) == (1, 24)
-    assert told["tally"] == (
-        "1 case: 0 pass, 0 fail, 1 unknown, 0 skip; 1 of 24 tensors decided: gradients 0 of 23, all others"
-    )
+    decided = "1 of 24 tensors decided: gradients 0 of 23, all others"
+    assert told["tally"] == f"1 case: 0 pass, 0 fail, 1 unknown, 0 skip; {decided}"
     words = CASE.replace("bfloat16", "float64")
     _, out, _ = shardproof("run", words, f"{words} seed=1", "--subject", f"{__name__}:all_experts")
     assert out.splitlines()[-1] == "2 cases: 2 pass, 0 fail, 0 unknown, 0 skip; all 48 tensors decided"

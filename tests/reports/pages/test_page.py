@@ -23,18 +23,16 @@ LINKS = {"src", "href", "srcset", "action", "data"}
 
 
 class Structure(HTMLParser):
-    """Tags in order, ids, and whether every tag that opens also closes."""
+    """Ids, targets of links, and whether every tag that opens also closes."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
         self.open: list[str] = []
-        self.tags: list[str] = []
         self.ids: list[str] = []
         self.targets: list[str] = []
         self.feed(html)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
         self.ids += [value or "" for name, value in attrs if name == "id"]
         self.targets += [value or "" for name, value in attrs if name in LINKS]
         if tag not in VOID:
@@ -69,9 +67,8 @@ def test_the_page_tells_the_whole_run(html: str) -> None:
     assert "logits/0 and 2 more" in html, "what nobody checked is said"
     for line in sample_run.MESSAGE.replace("<b>", "&lt;b&gt;").replace('"', "&#34;").splitlines():
         assert line in html, "all six lines"
-    assert Structure(html).tags.count("table") == 1 + 1 + 2 + 1 + 2 + 2 + 1 + 1, (
-        "first table, a map, cases of 2 modes, side by side, 2 modes, 2 cases, verdicts, ..."
-    )
+    # first table, a map, cases of 2 modes, side by side, 2 modes, 2 cases, verdicts, environment
+    assert len(re.findall("<table[ >]", html)) == 1 + 1 + 2 + 1 + 2 + 2 + 1 + 1
     assert '<li class="is-fail"><b>1</b>failed</li>' in html and "<b>2 of 2</b>cases with the bytes expected" in html
 
 

@@ -18,8 +18,7 @@ from reports.stored.frames import Run, load
 from tests.parallel.schedules.laws import orders, timeline
 from tests.reports import sample_run
 from tests.reports.commands.test_trace import broken
-from tests.reports.pages.map_figures import map_flaws
-from tests.reports.pages.page_figures import compared
+from tests.reports.pages.page_figures import compared, map_flaws
 
 
 def test_a_bar_is_one_case_and_as_long_as_its_bytes(folder: Path) -> None:

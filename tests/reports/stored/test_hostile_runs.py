@@ -19,12 +19,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from harness.checking.evidence import Verdict
 from harness.ledger import Event, wire_bytes
 from harness.run_folder import SCHEMA
-from harness.running.result import ledger_rows
-from harness.running.store import Store, environment
-from harness.running.summary import summarize
 from reports.comparing.comparison import compare
 from reports.comparing.snapshot import save, side, snapshot
 from reports.stored.files import RunFolderError
@@ -43,25 +39,22 @@ def harm(path: Path, drawn: random.Random) -> str:
     """Do something to a file that no program of ours does; says what."""
     data = path.read_bytes()
     place = drawn.randrange(len(data) or 1)
-    what = drawn.choice(("cut", "flip", "insert", "double", "empty", "remove", "folder", "swap", "zeros"))
-    if what == "cut":
-        path.write_bytes(data[:place])
-    elif what == "flip":
-        path.write_bytes(data[:place] + bytes([drawn.randrange(256)]) + data[place + 1 :])
-    elif what == "insert":
-        path.write_bytes(data[:place] + drawn.randbytes(9) + data[place:])
-    elif what == "double":
-        path.write_bytes(data + data)
-    elif what == "empty":
-        path.write_bytes(b"")
-    elif what == "zeros":
-        path.write_bytes(data[:place] + bytes(len(data) - place))
-    elif what == "swap":
-        path.write_bytes(drawn.choice(sorted(path.parent.iterdir())).read_bytes())
-    else:
-        path.unlink()
-        if what == "folder":
-            path.mkdir()
+    harmed: dict[str, bytes | None] = {
+        "cut": data[:place],
+        "flip": data[:place] + bytes([drawn.randrange(256)]) + data[place + 1 :],
+        "insert": data[:place] + drawn.randbytes(9) + data[place:],
+        "double": data + data,
+        "empty": b"",
+        "zeros": data[:place] + bytes(len(data) - place),
+        "swap": drawn.choice(sorted(path.parent.iterdir())).read_bytes(),
+        **dict.fromkeys(("remove", "folder")),
+    }
+    what = drawn.choice([*harmed])
+    path.unlink()
+    if what == "folder":
+        path.mkdir()
+    elif (after := harmed[what]) is not None:
+        path.write_bytes(after)
     return f"{what} {path.name} at {place}"
 
 
@@ -119,17 +112,9 @@ def many_events(case: str, count: int) -> Iterator[Event]:
 
 def written(out: Path, count: int, per_case: int) -> Path:
     """A run folder with `count` events, in cases of `per_case`."""
-    store = Store(out, "scale", environment(["scale"], {"subject": "scale"}))
-    cases = {
-        f"mode=tp tp=8 seed={seed}": min(per_case, count - seed * per_case) for seed in range(-(-count // per_case))
-    }
-    store.plan({"case": case, "mode": "tp", "world_size": _RANKS} for case in cases)
-    for case, share in cases.items():
-        rows = list(many_events(case, share))
-        passed = Verdict(case=case, check="forward", verdict="pass", worst=None, message="")
-        store.add(case, ledger_rows(rows), summarize(case, "tp", _RANKS, rows, None), [passed], {"recorded": 1.0})
-    store.close()
-    return store.path
+    begins = range(0, count, per_case)
+    cases = {f"mode=tp tp=8 seed={begin // per_case}": min(per_case, count - begin) for begin in begins}
+    return sample_run.stored(out, cases, ([*many_events(case, share)] for case, share in cases.items()))
 
 
 def endless(out: str) -> None:
