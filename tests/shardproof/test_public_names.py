@@ -6,6 +6,7 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,12 +118,12 @@ def package(place: Path) -> None:
     (place / "mine.py").write_text("OWNER = 'me'\n")
 
 
-def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def python(folder: Path, *words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """A command of this interpreter in the folder."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
     environment["PYTHONPATH"] = str(rooms.HOME)
-    ran = [sys.executable, *words]
-    return subprocess.run(ran, check=False, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    options: dict[str, Any] = {"cwd": folder, "env": environment, "input": stdin, "timeout": 200}
+    return subprocess.run([sys.executable, *words], check=False, capture_output=True, text=True, **options)
 
 
 def passed(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

@@ -26,7 +26,7 @@ from suites.mutants.field import FIELD, MEASURED, page, public
 from suites.mutants.kill_rows import mutant_killed
 from suites.mutants.mutant import Mutant
 from tests import ROOT
-from tests.suites.planned_kills import kill
+from tests.suites.toy_faults import kill
 
 PAGE = (ROOT / "docs" / "catalogue.md").read_text()
 OPEN = {row.name: row for row in (*MUTANTS, *VARIANT_ROWS)}
@@ -90,7 +90,7 @@ def test_the_field_is_planned_with_twins_and_without_faults() -> None:
     assert all(plan.twin and not plan.faults for plan in plans)
     assert {plan.name for plan in matrix.planned(named(SUBJECT), quick=True, field=True, only="open")} == open_
     with pytest.raises(RequestError, match=r"--field: is of bugs planted in parallel\.subject:subject"):
-        matrix.planned(named("tests.suites.planned_kills:theirs"), quick=True, field=True)
+        matrix.planned(named("tests.suites.toy_faults:theirs"), quick=True, field=True)
     with pytest.raises(RequestError, match="--field"):
         matrix.planned(named(SUBJECT), quick=True, field=True, cases=cases_of(["tp=2"], named(SUBJECT)))
 

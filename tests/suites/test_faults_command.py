@@ -20,8 +20,8 @@ from suites.mutants.catalogue import HELD_BACK, MUTANTS, VARIANT_ROWS
 from suites.mutants.draws import showing
 from suites.mutants.kill_rows import cause_told
 from tests.harness.command_line import CommandLine
-from tests.suites import planned_kills
-from tests.suites.planned_kills import INTERRUPTED, kill
+from tests.suites import toy_faults
+from tests.suites.toy_faults import INTERRUPTED, kill
 
 A_ROW = {
     **{"name": "a", "kind": "mutant", "stands_for": "B-01", "mode": "tp", "phase": "backward", "region": "head"},
@@ -29,13 +29,13 @@ A_ROW = {
     **{"region_right": "yes", "cause_right": "yes", "held_back": "no", "cause_told": "right", "twin": "", "when": ""},
 }
 """The first row as it is written, its columns in their order."""
-THEIRS, RIGHT = named("tests.suites.planned_kills:theirs"), named("tests.harness.toy_subjects:right")
+THEIRS, RIGHT = named("tests.suites.toy_faults:theirs"), named("tests.harness.toy_subjects:right")
 
 
 @pytest.fixture(autouse=True)
 def without_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows made by hand in place of hundreds of runs."""
-    monkeypatch.setattr(faults, "KILLING", planned_kills.__name__)
+    monkeypatch.setattr(faults, "KILLING", toy_faults.__name__)
 
 
 def matrix() -> list[dict[str, str]]:
@@ -69,8 +69,8 @@ def test_a_row_that_the_machine_could_not_finish_is_neither_killed_nor_a_survivo
     shardproof: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [kill("a", "ledger"), dataclasses.replace(kill("d"), machine="rank 1 was killed")]
-    plans = [planned_kills.Plan(row=row) for row in rows]
-    monkeypatch.setattr(planned_kills, "planned", lambda *_, **__: plans)
+    plans = [toy_faults.Plan(row=row) for row in rows]
+    monkeypatch.setattr(toy_faults, "planned", lambda *_, **__: plans)
     status, out, err = shardproof("faults")
     assert status == 3
     assert "no verdict: d in mode=tp: rank 1 was killed" in out and "survived" not in out + err
@@ -81,8 +81,7 @@ def test_equivalents_do_not_count_and_their_proofs_are_kept(shardproof: CommandL
     status, out, _ = shardproof("faults", "--quick", "--json")
     told = json.loads(out)
     assert (status, told["rows"], told["killed"], told["equivalent"], told["survivors"]) == (0, 3, [2, 2], 1, [])
-    assert told["median_s"] == 1.0
-    assert told["region_right"] == [1, 2]
+    assert (told["median_s"], told["region_right"]) == (1.0, [1, 2])
     assert told["unmissed"] == [["tp", "b", "redundant"]]
     assert told["checks"]["replicas"] == {"kills": 2, "alone": 1}
     details = [json.loads(line) for line in Path("runs/latest/kills.jsonl").read_text().splitlines()]
@@ -150,7 +149,7 @@ def test_another_subject_gets_the_faults_of_its_collectives_and_no_mutant() -> N
 
 def test_what_options_add_is_disturbed_where_the_subject_says_what_it_refuses() -> None:
     def added(subject: str) -> set[str]:
-        plans = killing.planned(named(f"tests.suites.planned_kills:{subject}"), quick=False)
+        plans = killing.planned(named(f"tests.suites.toy_faults:{subject}"), quick=False)
         assert len({fault for plan in plans for fault in plan.faults}) == sum(plan.rows for plan in plans)
         targets = [{fault.target for fault in plan.faults} for plan in plans]
         assert sum(map(len, targets)) == len(set().union(*targets)), "faults of one collective stay together"

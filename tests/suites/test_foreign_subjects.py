@@ -169,9 +169,7 @@ def test_every_finding_has_its_script_every_script_its_finding_and_other_numbers
 @pytest.mark.peers
 @pytest.mark.slow
 @pytest.mark.deep("10 to 30 CPU seconds each: packages are imported on every rank")
-@pytest.mark.parametrize(
-    ("command", "printed"), FINDINGS, ids=[command.partition("findings/")[2] for command, _ in FINDINGS]
-)
+@pytest.mark.parametrize(("command", "printed"), FINDINGS, ids=[script_of(command).name for command, _ in FINDINGS])
 def test_a_finding_is_there_as_the_page_says(command: str, printed: str) -> None:
     words = shlex.split(command)
     settings = {name: os.environ.get(name) for name, equals, _ in (word.partition("=") for word in words) if equals}

@@ -118,6 +118,12 @@ class Saving(Network):
         super().__init__()
         self.wrong = wrong
 
+    @staticmethod
+    def truth(case: Any, device: torch.device) -> Mapping[str, Tensor]:
+        """Dense training from the same folder; it is never given one to save into."""
+        assert case.save == "none"
+        return trained(case, *(_read(case.load, case.dtype) if case.load != "none" else weights(case)))
+
     def weights(self, case: Any) -> tuple[Tensor, Tensor]:
         """Weights of the folder, which every rank cuts for itself."""
         w1, w2 = _read(case.load, case.dtype) if case.load != "none" else weights(case)
@@ -145,15 +151,6 @@ def _read(folder: str, dtype: str) -> tuple[Tensor, Tensor]:
             whole[name][at[0] : at[0] + local.shape[0], at[1] : at[1] + local.shape[1]] = local
     w1, w2 = (tensor.to(getattr(torch, dtype)) for tensor in whole.values())
     return w1, w2
-
-
-def dense(case: Any, device: torch.device) -> Mapping[str, Tensor]:
-    """Dense training from the same folder; it is never given one to save into."""
-    assert case.save == "none"
-    return trained(case, *(_read(case.load, case.dtype) if case.load != "none" else weights(case)))
-
-
-Saving.truth = staticmethod(dense)
 
 
 WRONG = {

@@ -51,9 +51,9 @@ def inner(session: Session, pytester: pytest.Pytester) -> Session:
 
 @pytest.fixture
 def asked(session: Session, pytester: pytest.Pytester) -> Session:
-    """A session with a test a collective of a subject of `blind_subject`."""
+    """A session with a test a collective of a subject of `toy_faults`."""
     pytester.makepyfile(test_one="from suites.test_faults import *  # noqa: F403")
-    return lambda subject, *words: session("--subject", f"tests.suites.blind_subject:{subject}", *words)
+    return lambda subject, *words: session("--subject", f"tests.suites.toy_faults:{subject}", *words)
 
 
 # Options
@@ -170,7 +170,7 @@ def test_a_blind_spot_fails_and_is_named(asked: Session) -> None:
             "error:  * of * faults are neither killed nor proved equivalent",
             "first:  drop (a collective is left out), *",
             "causes: dead traffic or a blind spot: nothing that is checked depends on the result",
-            'repeat: pytest --pyargs suites.test_faults --faults --subject tests.suites.blind_subject:blind --case "*"',
+            'repeat: pytest --pyargs suites.test_faults --faults --subject tests.suites.toy_faults:blind --case "*"',
         ]
     )
 
@@ -193,9 +193,6 @@ def test_what_cannot_be_disturbed_has_its_reason(asked: Session) -> None:
     result.stdout.no_fnmatch_line("*Error*")
 
 
-# What CI reads
-
-
 def test_junit_and_the_step_summary_hold_the_message(
     inner: Session, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,9 +206,6 @@ def test_junit_and_the_step_summary_hold_the_message(
     long = step_summary.markdown({"failed": 500}, [("test", "x" * 10_000)] * 500, "about")
     assert len(long.encode()) < 2**20, "no more than GitHub shows"
     assert long.endswith("more failures are in the log.\n")
-
-
-# Ledgers as gates
 
 
 def test_a_ledger_gate_fails_with_the_difference(tmp_path: Path) -> None:
@@ -233,9 +227,6 @@ def test_a_ledger_gate_fails_with_the_difference(tmp_path: Path) -> None:
             right.holds(CASE)
     files = {file_of(text) for text in ("mode=tp tp=2", "mode=tp tp=2 seed=1", "x" * 200, "x" * 201)}
     assert len(files) == 4 and all(len(file) < 80 for file in files)
-
-
-# Run folders
 
 
 def test_a_run_folder_keeps_what_was_proved_once(tmp_path: Path) -> None:

@@ -27,9 +27,6 @@ ahead = that(modes=("tp", "ep"))
 number = that(modes=7)
 
 
-# Refused
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -97,9 +94,6 @@ def test_a_mode_that_no_case_can_have_is_left_out_and_told(outside: Session) -> 
     ]
 
 
-# What it is about
-
-
 def collected(result: pytest.RunResult) -> set[str]:
     """The modules of the tests that a session with --co -q has found."""
     assert result.ret == pytest.ExitCode.OK, result.outlines
@@ -109,9 +103,6 @@ def collected(result: pytest.RunResult) -> set[str]:
 def test_the_suites_are_the_same_tests_for_every_subject(outside: Session) -> None:
     ours, theirs = (collected(outside("suites", "--co", "-q", *words)) for words in ((), ("--subject", THEIRS)))
     assert ours == theirs == {path.stem for path in (ROOT / "suites").glob("test_*.py")} - {"test_faults"}
-
-
-# From any folder
 
 
 def test_a_known_failure_is_known_when_its_file_is_named_as_a_module(

@@ -127,9 +127,6 @@ def test_ctrl_c_ends_with_130_and_leaves_what_was_finished(shardproof: CommandLi
     assert shardproof("page")[0] == 0
 
 
-# The benchmarks
-
-
 def measured(arguments: list[str]) -> int:
     """Stands for the benchmarks: says what it was given and fails."""
     print("measured", arguments)

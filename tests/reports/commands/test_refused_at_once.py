@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +11,8 @@ from harness.errors import RequestError
 from harness.running.proof import prove
 from harness.subject import case_of, named
 from shardproof import record
-from shardproof.rooms import HOME
 from tests.harness.command_line import TOY, CommandLine
+from tests.shardproof.test_public_names import python
 
 SLOW = ("torch", "numpy", "pandas", "matplotlib", "rich", "hypothesis")
 PROGRAM = f"""
@@ -67,7 +65,7 @@ def test_neither_help_nor_a_wrong_request_loads_anything_slow(tmp_path: Path) ->
     """After each of these commands in one interpreter; the last one imports torch, which is seen."""
     (tmp_path / "slow.py").write_text("import torch\n")
     requests = [*PRINTED, *(words.split() for words in REFUSED), ["run", "--subject", "slow:subject"]]
-    done = shardproof(tmp_path, "-c", PROGRAM, stdin=json.dumps(requests))
+    done = python(tmp_path, "-c", PROGRAM, stdin=json.dumps(requests))
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert found[: len(PRINTED)] == [[0, "", []]] * len(PRINTED), done.stderr
     *refused, (last, _, seen) = found[len(PRINTED) :]
@@ -104,20 +102,6 @@ subject.words, subject.truth = {{"width": 4}}, "alone"
 """
 
 
-def shardproof(folder: Path, *words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """A program of Python in this folder, in a process of its own."""
-    return subprocess.run(
-        [sys.executable, *words],
-        input=stdin,
-        cwd=folder,
-        env={"PYTHONPATH": str(HOME), "PATH": str(Path(sys.executable).parent), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
-
-
 @pytest.mark.parametrize("how", BROKEN)
 def test_what_cannot_be_imported_is_one_sentence(shardproof_here: CommandLine, how: str) -> None:
     program, told = BROKEN[how]
@@ -139,7 +123,7 @@ def test_what_only_a_rank_cannot_import_is_one_sentence(pool: PoolEngine, monkey
 
 def test_what_only_a_child_cannot_import_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(IN_A_CHILD.format(how="sys.exit(3)"))
-    done = shardproof(tmp_path, "-m", "shardproof", "faults", "tp=2", "--subject", "broken:subject")
+    done = python(tmp_path, "-m", "shardproof", "faults", "tp=2", "--subject", "broken:subject")
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert "name 'broken:subject': broken fails on import: " in done.stderr
 
@@ -148,7 +132,7 @@ def test_what_only_a_child_cannot_import_is_one_sentence(tmp_path: Path) -> None
 def test_what_launched_ranks_cannot_import_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(IN_A_CHILD.format(how="import no_such_module"))
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "shardproof", "run", "tp=2")
-    done = shardproof(tmp_path, *launcher, "--engine", "torchrun", "--subject", "broken:subject")
+    done = python(tmp_path, *launcher, "--engine", "torchrun", "--subject", "broken:subject")
     ours = done.stderr.partition("torch/distributed/elastic")[0]
     assert "broken fails on import: No module named 'no_such_module'" in ours and "Traceback" not in ours, done.stderr
 

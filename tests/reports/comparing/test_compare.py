@@ -69,8 +69,8 @@ def test_a_change_is_one_fact_in_its_module_and_says_what_changed(
 
 def test_one_event_on_one_rank_is_told_with_its_rank(runs: dict[str, Path], copy: Path) -> None:
     with changed(copy) as ledger:
-        in_place = (ledger["phase"] == "backward") & (ledger["region"] == "layers.0")
-        ledger.loc[in_place & ledger.eval("rank == 1 and step == 2 and microbatch == 1"), "reduce_op"] = "max"
+        place = "phase == 'backward' and region == 'layers.0' and rank == 1 and step == 2 and microbatch == 1"
+        ledger.loc[ledger.query(place).index, "reduce_op"] = "max"
     (fact,) = compared(runs["right"], copy).events.to_dict("records")
     assert (fact["kind"], fact["what"]) == ("changed", "reduce_op sum -> max")
     assert (fact["ranks"], fact["steps"], fact["microbatches"], fact["new_calls"]) == ("1", "2", "1", 1)

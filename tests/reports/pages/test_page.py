@@ -5,6 +5,7 @@ import re
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -83,7 +84,7 @@ def test_pages_of_a_passing_run_and_of_one_killed_at_once(run: Run, tmp_path: Pa
 
 def test_nothing_a_run_wrote_becomes_markup(failing: Run) -> None:
     bomb = "</pre><script>alert(1)</script><img src=x onerror=y>"
-    named = {"cases": failing.cases, "summary": failing.summary}
+    named: dict[str, Any] = {"cases": failing.cases, "summary": failing.summary}
     hostile = dataclasses.replace(
         failing,
         verdicts=failing.verdicts.assign(message=bomb, check=bomb, worst_name=bomb),
@@ -102,7 +103,7 @@ def test_a_thousand_cases_stay_under_a_megabyte(failing: Run) -> None:
         return pd.concat([frame.assign(case=f"mode=tp tp=2 seed={seed}") for seed in range(600)], ignore_index=True)
 
     verdicts = many(failing.verdicts.assign(verdict="fail", message=sample_run.MESSAGE))
-    big = {"cases": many(failing.cases), "summary": many(failing.summary), "verdicts": verdicts}
+    big: dict[str, Any] = {"cases": many(failing.cases), "summary": many(failing.summary), "verdicts": verdicts}
     html = page.render(dataclasses.replace(failing, **big))
     assert len(html.encode()) < 2**20
     assert "all of them stand in verdicts.jsonl" in html

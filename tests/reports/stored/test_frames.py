@@ -154,9 +154,6 @@ def test_cases_of_another_program_have_no_mode_and_no_size(folder: Path) -> None
     assert list(cases["mode"]) == ["", ""] and cases["world_size"].isna().all()
 
 
-# A folder that no run wrote
-
-
 HARM: dict[str, Callable[[bytes], bytes]] = {
     "junk": lambda data: b"\xff\xfe\x00\x01\n" * 3,
     "other columns": lambda data: b"a,b\n1,2\n",
