@@ -1,6 +1,7 @@
 """Fixtures of all tests: the hypothesis profile, one torch thread, our packages for child processes, prover, pool."""
 
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -85,6 +86,7 @@ def loaded(prover: Prover) -> None:
     Such a session forgets what it has loaded itself, and torch does not bear to be loaded twice.
     """
     pd.DataFrame({"loaded": ["once"]})
+    importlib.import_module("torch._dynamo")  # which torch loads with the first random number of some programs
     prover.proof(Case.parse("tp=2 layers=1 hidden=16 heads=2 seq=4 micro=1 steps=1 optimizer=adamw recompute=full"))
 
 

@@ -33,10 +33,9 @@ def test_a_failed_step_or_nothing_run_is_status_1_and_told_with_its_reason(
     rows = [("run", result, 41.6, "" if result == PASSED else "it died") for result in results]
     monkeypatch.setattr(compat, "proved", lambda *_, **__: rows)
     assert compat.main(["--only", "3.12:2.14"]) == status
+    rest = {PASSED: "42 s", FAILED: "42 s: it died", NOT_RUN: "42 s: it died"}
     told = capsys.readouterr().out.splitlines()
-    assert told == [
-        f"3.12 torch 2.14.1 run: {result} 42 s{'' if result == PASSED else ': it died'}" for result in results
-    ]
+    assert told == [f"3.12 torch 2.14.1 run: {result} {rest[result]}" for result in results]
     assert compat.main(["--only", "2.7"]) == 2
     assert "legal: 3.12:2.11.0" in capsys.readouterr().err
 

@@ -41,12 +41,8 @@ def test_a_line_is_fitted_as_it_was_drawn_and_times_that_are_no_line_upwards_are
 
 
 def test_what_the_line_was_made_from_agrees_and_the_rest_is_predicted() -> None:
-    times = {
-        ("all_reduce", 2, 64): 21.0,
-        ("all_reduce", 2, 4096): 84.0,
-        ("all_gather", 2, 4096): 104.0,
-        ("tp", 2, 0): 9.0,
-    }
+    times = {("all_reduce", 2, 64): 21.0, ("all_reduce", 2, 4096): 84.0, ("all_gather", 2, 4096): 104.0}
+    times["tp", 2, 0] = 9.0
     cluster = fitted((64, 21.0), (4096, 84.0), 5e9)
     rows = {(row.what, row.payload_bytes): row for row in held_against(times, cluster, TINY)}
     assert [row.ratio for row in rows.values() if row.fitted] == pytest.approx([1.0, 1.0])
@@ -93,7 +89,6 @@ class Counts:
         self.calls: Counter[tuple[str, int]] = Counter()
 
     def issued(self, rank: int, call: Call) -> int:
-        """Count it."""
         self.calls[call.op, call.payload_bytes] += 1
         return 0
 

@@ -29,7 +29,6 @@ class Dying(InprocEngine):
     """An engine whose ranks die."""
 
     def run(self, program: Any, *args: Any, **options: Any) -> list[Any]:
-        """Nothing."""
         raise RankDied("rank 1 of 2 died: killed by SIGKILL", ranks=(1,), positions=())
 
 
@@ -94,15 +93,13 @@ class Blind(InprocEngine):
     """An engine that runs something harmless instead, and so sees no fault."""
 
     def run(self, program: Any, *args: Any, **options: Any) -> list[Any]:
-        """The results of the right program."""
         return super().run(goes_right, **options)
 
 
 class Spoiled(Blind):
-    """An engine that answers wrongly after its first fault."""
+    """An engine that returns ones for any program."""
 
     def run(self, program: Any, *args: Any, **options: Any) -> list[Any]:
-        """Return ones for any program."""
         return [1.0 for _ in super().run(program, **options)]
 
 

@@ -5,7 +5,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from bench.clean import Part, campaign, cases_of, main
 from bench.places.by_hand import subject
 from bench.places.dense import REFERENCE, truth
 from bench.places.planting import bugs_of, diagnosed, found, is_right, place, wordless, wrong_subject
-from bugs.record import Bug
 from harness.diagnosing.placing.modules_by_name import located
 from harness.engines.processes.forked.pool import PoolEngine
 from harness.engines.threads.inproc import InprocEngine
@@ -35,8 +33,7 @@ from suites.drawing.sizes import HIDDEN, TOKENS, large
 from suites.drawing.strategies import NOT_DRAWN, every_word
 from suites.session.sampling import sampled
 
-BUGS = bugs_of("places")
-TUTORIALS = bugs_of("held_back/places")
+BUGS = {**bugs_of("places"), **bugs_of("held_back/places")}
 SOME = {
     "attention-without-its-mask": "",
     "one-column-linear-does-not-sum-its-input-s-gradient": "not_summed",
@@ -50,43 +47,33 @@ SOME = {
 
 @pytest.mark.parametrize("name", SOME)
 def test_a_bug_is_traced_to_its_module_without_a_declared_layout(name: str, engine: InprocEngine) -> None:
-    bug = {**BUGS, **TUTORIALS}[name]
+    bug = BUGS[name]
     result = diagnosed(bug, engine)
     assert result.diagnosis is not None
-    first = result.diagnosis.first
     assert is_right(place(result.diagnosis), bug)
     assert SOME[name] in {"", *(cause.id for cause in result.diagnosis.causes)}
     told = next(verdict.message for verdict in result.verdicts if verdict.verdict == "fail")
-    assert f"{first.phase} of {first.region} in step 0" in told
+    assert "{} of {} in step 0".format(*place(result.diagnosis) or ()) in told
     assert "no layout was declared" in told
 
 
 def test_ranks_in_other_processes_send_what_their_modules_returned(pool: PoolEngine) -> None:
     bug = BUGS["row-linear-averages"]
     result = prove(Case.parse(bug.case), "tests.bench.averaging_subject:subject", pool, reference=REFERENCE)
-    assert result.diagnosis is not None
-    assert (result.diagnosis.first.phase, result.diagnosis.first.region) == (bug.phase, bug.region)
+    assert place(result.diagnosis) == (bug.phase, bug.region)
 
 
-class Own:
-    """The decoder split by hand with words of its own, planted with a bug; compared with a truth of its own."""
-
-    words = {"layers": 2, "hidden": 16, "ffn": 24, "head_dim": 4, "vocab": 40, "seq": 8, "batch": 2, "micro": 3}  # noqa: RUF012
-    truth = staticmethod(truth)
-
-    def __init__(self, bug: Bug) -> None:
-        self.wrong = wrong_subject(bug)
-
-    def __call__(self, case: Any, device: torch.device) -> Any:
-        return self.wrong(case, device)
+WORDS = {"layers": 2, "hidden": 16, "ffn": 24, "head_dim": 4, "vocab": 40, "seq": 8, "batch": 2, "micro": 3}
+"""Words of its own for the decoder split by hand."""
 
 
 @pytest.mark.parametrize("compared_with", ["", "alone"])
 def test_an_own_truth_and_a_subject_on_one_rank_are_captured_too(compared_with: str, engine: InprocEngine) -> None:
     bug = BUGS["row-linear-without-its-all-reduce"]
-    result = shardproof.prove("tp=2 dp=1", Own(bug), engine, truth=compared_with)
-    assert result.diagnosis is not None
-    assert (result.diagnosis.first.phase, result.diagnosis.first.region) == (bug.phase, bug.region)
+    own = wordless(wrong_subject(bug))
+    vars(own).update(words=WORDS, truth=truth)
+    result = shardproof.prove("tp=2 dp=1", own, engine, truth=compared_with)
+    assert place(result.diagnosis) == (bug.phase, bug.region)
 
 
 def test_nothing_is_looked_for_where_nothing_failed_or_memory_may_not_hold_it(

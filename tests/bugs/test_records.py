@@ -92,10 +92,8 @@ def test_a_file_says_what_its_bugs_are(tmp_path: Path) -> None:
     assert first.suite == {"cp": 2, "seq": 48, "lr": 0.1, "packed": False} and first.condition == "tp>1"
     assert (first.kills, first.alone, first.phase, first.region) == ("forward", True, "forward", "")
     assert first.cause == "not_summed|missing_call" and first.modes == {"tp": "", "msp": ""}
-    assert [(change.within, change.old) for change in first.changes] == [
-        ("Sum.total", "total = add(a, b)"),
-        ("Sum.total", "return total"),
-    ]
+    assert [change.old for change in first.changes] == ["total = add(a, b)", "return total"]
+    assert {change.within for change in first.changes} == {"Sum.total"}
     assert second.modes == {"isp": "wp!=tp wdp>1", "tp": ""} and second.equivalent == "nobody reads it"
     assert not second.alone and not second.held_back and second.changes[0].within == ""
 
@@ -232,9 +230,6 @@ def test_a_variant_is_planted_where_the_ranks_are(pool: PoolEngine) -> None:
 
 def test_parallel_has_no_switch_for_a_variant() -> None:
     """A case's variant is known to the code that plants it and to the subject that takes it."""
-    files = [path for path in (ROOT / "parallel").rglob("*.py") if "variant" in path.read_text()]
-    assert {path.relative_to(ROOT).as_posix() for path in files} == {
-        "parallel/__init__.py",
-        "parallel/subject.py",
-        "parallel/variants.py",
-    }
+    folder = ROOT / "parallel"
+    files = {path for path in folder.rglob("*.py") if "variant" in path.read_text()}
+    assert files == {folder / name for name in ("__init__.py", "subject.py", "variants.py")}

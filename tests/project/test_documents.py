@@ -1,19 +1,28 @@
 """Pages are read aloud without a stop: short sentences, plain words, narrow lines, and each names its purpose first.
 
-They import `shardproof` alone, and the page of its names has them all.
+They import `shardproof` alone, and the page of its names has them all. The README's first screen has what a reader
+needs, its story and docs/verify.md are true, links lead somewhere.
+
+Blocks of docs/verify.md are taken as they stand, in an empty folder: files are written, commands run in their order,
+outputs compared. The table of the default run: test_default_run.
 """
 
 import re
+import shlex
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 import shardproof
+from reports.commands.cli import main
 from shardproof.rooms import ROOMS
 from tests import ROOT
 from tests.project.prose import PRIVATE, blocks, sentences
 
+pytest_plugins = ("pytester",)
 LONGEST, WIDEST, WIDEST_ROW = 25, 120, 200
 """Words of a sentence; characters of a line, and of one with a link or of a row."""
 AVOIDED = re.compile(
@@ -24,9 +33,12 @@ MEASURED = re.compile(
     r"(?<![\w.#/:-])\d(?:[\d,.]*\d)? ?(?:%|(?:s|ms|GB|MB|GiB|minutes|seconds|hours|cases|calls|bugs|lines|of \d+)\b)"
 )
 """A number with its unit, or a share."""
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 INDEX = DOCS / "README.md"
+README = (ROOT / "README.md").read_text()
+LONGEST_README = 100
+"""Lines: what needs more room is a page in docs/."""
 
 
 def long_sentences(text: str) -> list[str]:
@@ -46,11 +58,6 @@ def measured(text: str) -> set[str]:
     return {found[0] for sentence in sentences(text) for found in MEASURED.finditer(sentence)}
 
 
-def unreleased() -> str:
-    """The part of CHANGELOG about the release to come."""
-    return (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1]
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_a_page_is_plain(page: Path) -> None:
     text = page.read_text()
@@ -68,8 +75,8 @@ def test_a_measured_number_is_on_one_page() -> None:
 
 
 def test_what_changed_is_plain() -> None:
-    assert avoided_words(unreleased()) == []
-    assert wide_lines(unreleased()) == []
+    unreleased = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1]
+    assert avoided_words(unreleased) == wide_lines(unreleased) == []
 
 
 def test_the_index_has_every_page_in_an_order() -> None:
@@ -88,12 +95,11 @@ def test_what_is_not_plain_is_seen() -> None:
     assert not long_sentences(f"{words}. {words}: `{long}`\n\n    {long}\n\n```\n{long}\n```\n\n# {long}")
     assert not long_sentences(f"| word | legal |\n|---|---|\n| x | {long} |")
     assert avoided_words("Nobody is told so much; `told`.") == ["Nobody", "told", "so much"]
-    assert measured("It takes 41 s, 2.5 % of 3 hours, 62 of 63; torch 2.11, `98 cases`.") == {
-        *("41 s", "2.5 %", "3 hours", "62 of 63")
-    }
-    assert wide_lines("x" * 121 + "\n|" + "x" * 199 + "\n[a](b)" + "x" * 190) == ["x" * 121]
-    assert wide_lines("|" + "x" * 200) == ["|" + "x" * 200]
-    assert wide_lines("[a](b)" + "x" * 200) == ["[a](b)" + "x" * 200]
+    found = measured("It takes 41 s, 2.5 % of 3 hours, 62 of 63; torch 2.11, `98 cases`.")
+    assert found == {"41 s", "2.5 %", "3 hours", "62 of 63"}
+    assert wide_lines("x" * 120 + "\n|" + "x" * 199 + "\n[a](b)" + "x" * 190) == []
+    for wide in ("x" * 121, "|" + "x" * 200, "[a](b)" + "x" * 200):
+        assert wide_lines(wide) == [wide]
     assert list(blocks("# T\n\na\nb\n\n1. c\n2. d")).count("a b") == 1
 
 
@@ -114,12 +120,116 @@ def test_a_page_names_no_module_behind_the_public_face() -> None:
     for path in paths:
         assert path.name in ABOUT_THE_FOLDERS or not inner_names(path.read_text()), path
     assert inner_names("see `harness.outcome` and reports.load(run)") == {"harness.outcome", "reports.load"}
-    assert not inner_names(
-        "--subject parallel.subject:subject, `parallel/communication/expectation.py`, reports.py, shardproof.load"
-    )
+    paths_and_names = "`parallel/communication/expectation.py`, reports.py, shardproof.load"
+    assert not inner_names(f"--subject parallel.subject:subject, {paths_and_names}")
 
 
 def test_the_page_of_names_has_them_all() -> None:
     rows = [line for line in (DOCS / "names.md").read_text().splitlines() if line.startswith("| `")]
     named = [name for row in rows for name in re.findall(r"`(\w+)(?:\([^`]*\))?`", row.split(" | ")[0])]
     assert sorted(named) == shardproof.__all__
+
+
+TABLE = (DOCS / "checks.md").read_text()
+ERROR = slice(11, 14)
+"""Where a row's words hold its error: rounding, which may differ between machines."""
+
+
+def table_rows(text: str) -> list[list[str]]:
+    """The words of every row of the headline table, its error left out."""
+    rows = [line.split() for line in text.splitlines() if line.endswith(" pass") and " / " in line]
+    return [[*row[: ERROR.start], *row[ERROR.stop :]] for row in rows]
+
+
+def test_the_first_screens_have_the_story_the_commands_and_the_subject() -> None:
+    text = "\n".join(README.splitlines()[:75])
+    for needed in ("make run", "make test", "## Your own code", "def subject(case, device)", "--subject"):
+        assert needed in text
+    assert len(table_rows(TABLE)) == 21
+    assert len(README.splitlines()) <= LONGEST_README
+
+
+def test_the_story_runs_and_its_bug_is_found_as_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocks = [re.findall(rf"^```{kind}\n(.*?)^```$", README, re.M | re.S) for kind in ("python mlp.py", "text")]
+    code, printed = (found[0] for found in blocks)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("mlp.py").write_text(code)
+    assert main(["run", "--subject", "mlp:subject"]) == 1
+    told = capsys.readouterr().out
+    assert [line for line in printed.splitlines() if line not in told] == []
+    right = code.replace("    loss.backward()", "    loss.backward()\n    dist.all_reduce(w0.grad)")
+    Path("right.py").write_text(right)
+    assert main(["run", "--subject", "right:subject"]) == 0, "with the line that is missing it passes"
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md", ROOT / "FINDINGS.md"], ids=lambda page: page.stem)
+def test_every_link_to_a_file_leads_to_one(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]*)(#[^)]*)?\)", page.read_text())
+    assert [link for link, _ in links if not (page.parent / link).exists()] == []
+    for link, anchor in links:
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", (page.parent / link if link else page).read_text(), re.MULTILINE)
+            assert anchor[1:] in {anchored(heading) for heading in headings}, f"{link}{anchor}"
+
+
+def anchored(heading: str) -> str:
+    """The anchor that a heading gets: letters and digits in lower case, spaces as hyphens."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+def test_every_page_is_reached_from_the_readme_by_two_links() -> None:
+    assert "](docs/README.md)" in README, "and test_documents looks whether that index has every page"
+    for page in ("verify.md", "failures.md", "ci.md"):
+        assert README.index("**Start here**") < README.rindex(f"](docs/{page})") < README.index("**How it works**")
+
+
+VERIFY = (DOCS / "verify.md").read_text()
+FEW = "--hypothesis-profile=one-case -p no:cacheprovider -k 'stored or losses'"
+"""An example of a few properties: pages and recipes are tested here."""
+ROUNDING = re.compile(r"\S+( / \d)")
+"""An error that rounding leaves, beside what is allowed: it differs between machines."""
+
+
+def run(line: str, pytester: pytest.Pytester, capsys: pytest.CaptureFixture[str]) -> str:
+    """Output of a command line, after its exit status was compared with the one in its comment (0)."""
+    command, _, status = line.partition("  # exit status ")
+    program, *words = shlex.split(command)
+    capsys.readouterr()
+    if program == "shardproof":
+        found, printed = main(words), capsys.readouterr().out
+    elif program == "pytest":
+        session = pytester.runpytest_inprocess(*shlex.split(FEW), *words)
+        found, printed = int(session.ret), session.stdout.str()
+    else:
+        done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False, timeout=300)
+        found, printed = done.returncode, done.stdout + done.stderr
+    assert found == int(status or 0), f"{line}\n{printed}"
+    return printed
+
+
+@pytest.mark.usefixtures("loaded")
+def test_every_block_of_docs_verify_runs_and_prints_what_it_says(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytester.syspathinsert()
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    blocks = re.findall(r"^```(\w+) ?(\S*)\n(.*?)^```$", VERIFY, re.MULTILINE | re.DOTALL)
+    assert {kind for kind, _, _ in blocks} == {"python", "sh", "text"}
+    first = next(text for kind, _, text in blocks if kind == "python")
+    assert first.count("\n") <= 40, "an afternoon and about 40 lines"
+    told = ""
+    for kind, name, text in blocks:
+        if kind == "python":  # goes to the file of this name
+            with Path(name).open("a") as file:
+                file.write(("\n\n" if file.tell() else "") + text)
+            sys.modules.pop(Path(name).stem, None)
+        elif kind == "sh":
+            told = "\n".join(run(line, pytester, capsys) for line in text.splitlines())
+        else:
+            printed = {ROUNDING.sub(r"#\1", line) for line in told.splitlines()}
+            lines = [ROUNDING.sub(r"#\1", line) for line in text.splitlines()]
+            assert [line for line in lines if not any(one.startswith(line) for one in printed)] == [], told

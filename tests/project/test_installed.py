@@ -21,6 +21,8 @@ import yaml
 
 from tests import ROOT
 from tests.deep import deep
+from tests.project.test_documents import FEW
+from tests.shardproof.test_public_names import SESSION
 
 ROOMS = ("bench", "bugs", "harness", "parallel", "reference", "reports", "shardproof", "suites")
 LONGEST_S = 400
@@ -63,8 +65,7 @@ def fresh_environment(folder: Path) -> Path:
 
 
 PAGE, RECIPE = ROOT / "docs" / "ci.md", ROOT / "docs" / "shardproof.yml"
-FEW = "--hypothesis-profile=one-case -p no:cacheprovider -k 'stored or losses'"
-"""An example of a few properties, without workers: the recipe is tested here."""
+STATED: dict[str, Any] = yaml.safe_load(RECIPE.read_text())
 ADAMW_REFUSED = "case.world_size != 2 or case.optimizer == 'adamw'"
 """The condition for what the page's subject refuses, with one of its two default cases in it."""
 
@@ -77,14 +78,13 @@ def job(folder: Path, wheel: Path, environment: Path) -> tuple[list[str], Step]:
 
     The repository variable of shardproof is this wheel; the steps use this virtual environment.
     """
-    recipe: dict[str, Any] = yaml.safe_load(RECIPE.read_text())
     of_repository = {"${{ vars.SHARDPROOF }}": str(wheel)}
-    env = {name: of_repository.get(text, "" if "vars." in text else text) for name, text in recipe["env"].items()}
+    env = {name: of_repository.get(text, "" if "vars." in text else text) for name, text in STATED["env"].items()}
     env |= {name: os.environ[name] for name in ("HOME", "TMPDIR", "LD_LIBRARY_PATH") if name in os.environ}
     env |= {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_COMPILE": "1"}
     env |= {"PYTEST_ADDOPTS": FEW, "PYTEST_XDIST_AUTO_NUM_WORKERS": "0"}
     env |= {"PATH": os.pathsep.join([str(environment / "bin"), os.environ["PATH"]])}
-    steps = {step["name"]: step["run"] for step in recipe["jobs"]["prove"]["steps"] if "run" in step}
+    steps = {step["name"]: step["run"] for step in STATED["jobs"]["prove"]["steps"] if "run" in step}
 
     def run(name: str, **words: str) -> subprocess.CompletedProcess[str]:
         bash = ["bash", "--noprofile", "--norc", "-e", "-c", steps[name]]
@@ -123,8 +123,6 @@ def subject(case, device):
 subject.words, subject.truth, subject.cases = {"width": 4}, "alone", ("tp=2 steps=1",)
 """
 RUN = ("run", "--subject", "mine:subject", "--engine", "pool")
-PYTEST = ("-q", "-p", "no:cacheprovider", "--hypothesis-profile=one-case", "--subject=mine:subject", "--pyargs")
-CONSOLE = "import sys, pytest; del sys.path[0]; pytest.console_main()"
 
 
 def with_folders_of_our_names(folder: Path) -> Path:
@@ -134,22 +132,6 @@ def with_folders_of_our_names(folder: Path) -> Path:
     (folder / "parallel" / "__init__.py").touch()
     (folder / "parallel" / "mine.py").write_text("OWNER = 'me'\n")
     return folder
-
-
-def used_beside_folders_of_our_names(environment: Path, folder: Path) -> None:
-    """A run on processes, and a session of pytest."""
-    (with_folders_of_our_names(folder) / "mine.py").write_text(SUBJECT)
-    for words in (("shardproof", *RUN), ("python", "-c", CONSOLE, *PYTEST, "suites.test_forward")):
-        done = subprocess.run(
-            [environment / "bin" / words[0], *words[1:]],
-            cwd=folder,
-            env={"PATH": str(environment / "bin"), "HOME": str(folder)},  # no path of this checkout
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=LONGEST_S,
-        )
-        assert done.returncode == 0, (words, done.stdout[-2000:] + done.stderr[-2000:])
 
 
 @pytest.mark.slow
@@ -171,7 +153,7 @@ def test_every_step_passes_on_first_use_and_the_gates_hold_from_then_on(tmp_path
         done = done_by(step)
         assert done.returncode == 0, f"{step}\n{done.stdout}\n{done.stderr}"
         assert (step == install) is ("was stored for the first time" not in done.stdout)
-    steps = yaml.safe_load(RECIPE.read_text())["jobs"]["prove"]["steps"]
+    steps = STATED["jobs"]["prove"]["steps"]
     (uploaded,) = [step["with"]["path"].split() for step in steps if "upload-artifact" in step.get("uses", "")]
     assert all((folder / path).exists() for path in uploaded)
     more = "    with implicit_replication():\n        import torch.distributed as dist\n        dist.barrier()\n"
@@ -192,12 +174,23 @@ def test_folders_of_our_names_do_not_stop_ranks_on_processes(tmp_path: Path, for
     pip = [str(environment / "bin" / "python"), "-m", "pip", "install", *WORDS, *what]
     bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     subprocess.run(pip, check=True, timeout=LONGEST_S, cwd=tmp_path, env=bare)  # a checkout would count as installed
-    used_beside_folders_of_our_names(environment, tmp_path / "project")
+    project = tmp_path / "project"
+    (with_folders_of_our_names(project) / "mine.py").write_text(SUBJECT)
+    for words in (("shardproof", *RUN), ("python", *SESSION, "--subject=mine:subject")):
+        done = subprocess.run(
+            [environment / "bin" / words[0], *words[1:]],
+            cwd=project,
+            env={"PATH": str(environment / "bin"), "HOME": str(project)},  # no path of this checkout
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=LONGEST_S,
+        )
+        assert done.returncode == 0, (words, done.stdout[-2000:] + done.stderr[-2000:])
 
 
 def test_the_page_spells_out_no_host_and_names_the_recipes_own_words() -> None:
     text = PAGE.read_text() + RECIPE.read_text()
     assert not re.findall(r"\w+://|\b[\w-]+\.(?:org|com|io|net)\b", text)
-    recipe = yaml.safe_load(RECIPE.read_text())
     assert all(f"`{word}`" in PAGE.read_text() for word in ("SHARDPROOF", "TORCH_INDEX", "ledgers/", "baselines/"))
-    assert recipe["env"]["SUBJECT"] == "my_package.my_module:subject"
+    assert STATED["env"]["SUBJECT"] == "my_package.my_module:subject"

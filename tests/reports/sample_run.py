@@ -1,15 +1,21 @@
 """A run folder written by hand, by the contract and not by the harness: what the tests of `reports` read.
 
+And `stored`, what the harness writes.
 Two ranks; `mode=tp tp=2` and `mode=tp-sp tp=2` at sizes that can be added up by hand, in bytes: an activation is 4096.
 """
 
 import csv
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from harness.checking.evidence import Verdict
 from harness.ledger import COLUMNS, Event, wire_bytes
+from harness.running.result import ledger_rows
+from harness.running.store import Store, environment
+from harness.running.summary import summarize
 
 ACTIVATION_BYTES = 4096
 TP, TP_SP = "mode=tp tp=2", "mode=tp-sp tp=2 seq=64"
@@ -38,20 +44,14 @@ CALLS: dict[str, tuple[Call, ...]] = {
 
 def events(case: str, calls: Iterable[Call]) -> list[Event]:
     """The ledger of one case: the same calls on both ranks."""
-    rows = []
-    for rank in range(2):
-        index = 0
-        for phase, region, op, count in calls:
-            for _ in range(count):
-                rows.append(_event(case, rank, index, phase, region, op))
-                index += 1
-    return rows
+    own = [call for *call, count in calls for _ in range(count)]
+    return [_event(case, rank, index, *call) for rank in range(2) for index, call in enumerate(own)]
 
 
 def _event(case: str, rank: int, index: int, phase: str, region: str, op: str) -> Event:
     return Event(
         case=case,
-        mode=case.split(maxsplit=1)[0].removeprefix("mode="),
+        mode=_words(case)["mode"],
         world_size=2,
         rank=rank,
         step=0,
@@ -97,9 +97,8 @@ def write(folder: Path, *, failing: bool = False, expected: bool = True) -> Path
     """A complete run folder: all pass, or one failing check; with or without an expectation."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "env.json").write_text(json.dumps({"torch": "2.13.0", "command": "shardproof run", "cores": 2}))
-    cases = [
-        {"case": c, "mode": c.split()[0][5:], "world_size": 2, "tokens": 64, "micro": 1, "steps": 1} for c in CALLS
-    ]
+    sizes = {"world_size": 2, "tokens": 64, "micro": 1, "steps": 1}
+    cases = [{"case": case, "mode": _words(case)["mode"], **sizes} for case in CALLS]
     (folder / "cases.jsonl").write_text("".join(json.dumps(case) + "\n" for case in cases))
     table(folder / "ledger.csv", COLUMNS, (row(e) for case in CALLS for e in events(case, CALLS[case])))
     summary_columns = (*SUMMARY, "expected_calls", "expected_payload_bytes")
@@ -131,15 +130,33 @@ ERRORS = (
 SUMMARY = ("case", "mode", "phase", "op", "axis", "group_size", "calls", "payload_bytes", "wire_bytes")
 
 
-def _summary(case: str, expected: bool) -> list[tuple[Any, ...]]:
-    rows = []
+def _summary(case: str, expected: bool) -> Iterator[tuple[Any, ...]]:
     for phase, _, op, count in CALLS[case]:
         payload = count * ACTIVATION_BYTES
         wire = count * wire_bytes(op, ACTIVATION_BYTES, 2)
-        mode = case.split(maxsplit=1)[0].removeprefix("mode=")
         beside = (count, payload) if expected else ("", "")
-        rows.append((case, mode, phase, op, "tp", 2, count, payload, wire, *beside))
-    return rows
+        yield (case, _words(case)["mode"], phase, op, "tp", 2, count, payload, wire, *beside)
+
+
+PASSED = Verdict(case="", check="forward", verdict="pass", worst=None, message="")
+
+
+def stored(out: Path, planned: Iterable[str], finished: Iterable[list[Event]], verdict: Verdict = PASSED) -> Path:
+    """A run folder that the harness writes: these cases, and of those that finished the events and one verdict."""
+    store = Store(out, "toy", environment(["shardproof", "run"], {"subject": "toy"}))
+    words = {case: _words(case) for case in planned}
+    store.plan({"case": c, "mode": own["mode"], "world_size": int(own["tp"])} for c, own in words.items())
+    for events in finished:
+        case, ranks = events[0].case, events[0].world_size
+        rows = summarize(case, events[0].mode, ranks, events, None)
+        store.add(case, ledger_rows(events), rows, [replace(verdict, case=case)], {"recorded": 0.25}, [1000] * ranks)
+    store.close()
+    return store.path
+
+
+def _words(case: str) -> dict[str, str]:
+    """The words of a case; mode and tp are those of the default case where it names none."""
+    return {"mode": "tp", "tp": "2"} | dict(word.split("=", 1) for word in case.split())
 
 
 def table(path: Path, header: Iterable[str], rows: Iterable[tuple[Any, ...]]) -> None:

@@ -2,7 +2,9 @@
 
 import io
 import re
+import shlex
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pandas as pd
@@ -12,7 +14,7 @@ from reports.commands import cli
 from reports.printing import text, text_tables
 from reports.printing.text_tables import Table
 from reports.stored import summary
-from reports.stored.frames import load
+from reports.stored.frames import Run
 from tests.reports import sample_run
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -29,12 +31,14 @@ class Terminal(io.StringIO):
     """A stream that says it is a terminal."""
 
     def isatty(self) -> bool:
-        """Return true."""
         return True
 
 
+Terminals = Callable[..., Terminal]
+
+
 @pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Terminal]:
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminals:
     """A terminal of this width, with colours or without."""
 
     def made(columns: int, *, colours: bool = False) -> Terminal:
@@ -46,9 +50,9 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Terminal]:
     return made
 
 
-@pytest.fixture(scope="module")
-def headline(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
-    return summary.headline(load(sample_run.write(tmp_path_factory.mktemp("text") / "run")))
+@pytest.fixture
+def headline(run: Run) -> pd.DataFrame:
+    return summary.headline(run)
 
 
 def test_plain_columns_are_aligned_and_numbers_stand_right() -> None:
@@ -71,16 +75,14 @@ def test_a_pipe_gets_no_escape_code_and_no_folded_line(headline: pd.DataFrame) -
     assert sum("=value" in line for line in stream.getvalue().splitlines()) == 2, "one line a case"
 
 
-def test_a_terminal_gets_every_cell_and_markup_in_cells_stays_text(terminal: Callable[..., Terminal]) -> None:
+def test_a_terminal_gets_every_cell_and_markup_in_cells_stays_text(terminal: Terminals) -> None:
     stream = terminal(80, colours=True)
     text.show_table(TABLE, stream)
     assert "\x1b[32mpass" in stream.getvalue(), "a pass is green"
     assert all(cell in stream.getvalue() for cell in ("a|b [red]<x>", "22,000", "a note"))
 
 
-def test_a_narrow_terminal_folds_long_texts_and_no_verdict(
-    terminal: Callable[..., Terminal], headline: pd.DataFrame
-) -> None:
+def test_a_narrow_terminal_folds_long_texts_and_no_verdict(terminal: Terminals, headline: pd.DataFrame) -> None:
     stream = terminal(96)
     text.show_table(text_tables.headline_table(headline.assign(words=["a=1 " * 30, "b=2 " * 30])), stream)
     lines = ANSI.sub("", stream.getvalue()).splitlines()
@@ -90,7 +92,7 @@ def test_a_narrow_terminal_folds_long_texts_and_no_verdict(
     assert stream.getvalue().count("a=1") == 30
 
 
-def test_a_table_that_is_too_wide_goes_on_below_in_bands_that_fit(terminal: Callable[..., Terminal]) -> None:
+def test_a_table_that_is_too_wide_goes_on_below_in_bands_that_fit(terminal: Terminals) -> None:
     headers = ("mode", "ranks", *(f"number {place}" for place in range(12)))
     rows = tuple(("tp", str(ranks), *(f"{ranks}{place:08}" for place in range(12))) for ranks in (2, 4))
     stream = terminal(60)
@@ -102,9 +104,7 @@ def test_a_table_that_is_too_wide_goes_on_below_in_bands_that_fit(terminal: Call
     assert begun == [["tp", "2"], ["tp", "4"]] * (len(begun) // 2), "every band says what its rows are"
 
 
-def test_a_failure_goes_on_below_its_words_in_a_terminal_and_has_the_colour_of_its_verdict(
-    terminal: Callable[..., Terminal],
-) -> None:
+def test_a_failure_goes_on_below_its_words_in_a_terminal_and_has_the_colour_of_its_verdict(terminal: Terminals) -> None:
     lines = ["what:   " + "long words [red] " * 9, "causes: short", "repeat: " + "shardproof run " * 9, "and so on"]
     stream = terminal(60, colours=True)
     text.show_report("fail", "fail: mode=tp", lines, stream)
@@ -119,7 +119,7 @@ def test_a_failure_goes_on_below_its_words_in_a_terminal_and_has_the_colour_of_i
     assert pipe.getvalue() == "\n".join(["fail: mode=tp", *lines, "", ""])
 
 
-def test_no_terminal_is_too_narrow_for_a_number(terminal: Callable[..., Terminal], headline: pd.DataFrame) -> None:
+def test_no_terminal_is_too_narrow_for_a_number(terminal: Terminals, headline: pd.DataFrame) -> None:
     table, stream = text_tables.headline_table(headline), terminal(30)
     text.show_table(table, stream)
     printed = stream.getvalue().split("calls and")[0]
@@ -180,48 +180,39 @@ COMMANDS = (
     f'predict "{SMALL}" "mode=tp tp=2"',
     "doctor",
 )
-FAILED, WRONG_REQUEST = 1, 2
 
 
-def printed(command: str, stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
+def printed(command: str, stream: io.StringIO) -> tuple[int, str]:
     """Exit status of a command, and what it prints to this stream."""
-    words = [word or quoted for quoted, word in re.findall(r'"([^"]*)"|(\S+)', command)]
-    with monkeypatch.context() as patch:
-        patch.setattr("sys.stdout", stream)
-        status = cli.main(words)
+    with redirect_stdout(stream):
+        status = cli.main(shlex.split(command))
     return status, stream.getvalue()
 
 
-def test_every_line_fits_and_a_failure_has_colour(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: Callable[..., Terminal]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("os.cpu_count", lambda: 1)  # no second process
+@pytest.mark.usefixtures("shardproof_here")
+def test_every_line_fits_and_a_failure_has_colour(monkeypatch: pytest.MonkeyPatch, terminal: Terminals) -> None:
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
     for command in COMMANDS:
-        status, shown = printed(command, terminal(COLUMNS, colours=True), monkeypatch)
-        assert status == (FAILED if "--variant" in command else 0), command
+        status, shown = printed(command, terminal(COLUMNS, colours=True))
+        assert status == int("--variant" in command), command
         lines = [line.rsplit("\r")[-1].rstrip() for line in ANSI.sub("", shown).splitlines()]
         wide = [line for line in lines if len(line) > COLUMNS and not line.startswith("repeat: ")]
         assert wide == [], command
         if command.startswith(("run", "show")):
             assert ("\x1b[1;31mfail" in shown) is ("--variant" in command or command == "show"), command
-    _, shown = printed("show", io.StringIO(), monkeypatch)
+    _, shown = printed("show", io.StringIO())
     assert "\x1b" not in shown, "in a pipe no colour, and lines are whole"
     assert re.search(r"^first:  .{80,}$", shown, re.MULTILINE) and re.search(r"^note: .{80,}$", shown, re.MULTILINE)
 
 
-def test_a_wrong_request_fits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terminal: Callable[..., Terminal]
-) -> None:
+def test_a_wrong_request_fits(terminal: Terminals) -> None:
     for command in (
         f'run "{SMALL} dtype=float128"',
         "run --out",
         "run --profile-steps 9:1 steps=2",
         "run mode=tp tp=2 x=1",
     ):
-        stderr = terminal(COLUMNS, colours=True)
-        monkeypatch.setattr("sys.stderr", stderr)
-        status, _ = printed(command, terminal(COLUMNS), monkeypatch)
+        with redirect_stderr(stderr := terminal(COLUMNS, colours=True)):
+            status, _ = printed(command, terminal(COLUMNS))
         lines = ANSI.sub("", stderr.getvalue()).splitlines()
-        assert status == WRONG_REQUEST and max(map(len, lines)) <= COLUMNS <= len(" ".join(lines)), command
+        assert status == 2 and max(map(len, lines)) <= COLUMNS <= len(" ".join(lines)), command

@@ -3,6 +3,7 @@
 Run on real ranks and recorded, so that phase and module of what changed are found as they are for any subject.
 """
 
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.checking.evidence import Verdict
 from harness.engines.threads.inproc import InprocEngine
 from harness.running.ranks.execution import execute
-from harness.running.result import ledger_rows
-from harness.running.store import Store, environment
-from harness.running.summary import summarize
 from reference.case import Case
+from tests.reports import sample_run
 
 CASE = Case.parse("mode=tp tp=2 steps=3 micro=2 layers=1 hidden=16 heads=2 vocab=24 seq=8")
 WAYS = ("right", "gather", "doubled", "wider")
@@ -46,33 +44,21 @@ class _Talk(torch.autograd.Function):
         return grad_BH.to(grads[0].dtype), None
 
 
-class _Layer(nn.Module):
+class _Layer(nn.Linear):
     def __init__(self, way: str) -> None:
-        super().__init__()
+        super().__init__(16, 16)
         self.way = way
-        self.weight = nn.Linear(16, 16)
 
     def forward(self, x_BH: Tensor) -> Tensor:
-        talked: Tensor = _Talk.apply(self.weight(x_BH), self.way)
+        talked: Tensor = _Talk.apply(super().forward(x_BH), self.way)
         return talked
-
-
-class _Model(nn.Module):
-    def __init__(self, ways: tuple[str, str]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(_Layer(way) for way in ways)
-
-    def forward(self, x_BH: Tensor) -> Tensor:
-        for layer in self.layers:
-            x_BH = layer(x_BH)
-        return x_BH
 
 
 def _subject(way: str) -> Any:
     ways = {"gather": ("", "gather"), "doubled": ("doubled", ""), "wider": ("wider", "")}.get(way, ("", ""))
 
     def program(case: Case, device: torch.device) -> dict[str, Tensor]:
-        model = _Model(ways)
+        model = nn.Sequential(OrderedDict(layers=nn.Sequential(*map(_Layer, ways))))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(case.steps):
             for _ in range(case.micro):
@@ -91,10 +77,4 @@ def stored(out: Path, way: str = "right") -> Path:
     """The run folder of this program with its traffic changed in one way."""
     with InprocEngine() as engine:
         run = execute(CASE, _subject(way), engine, text=str(CASE))
-    store = Store(out, f"toy:{way}", environment(["shardproof", "run"], {"subject": "toy"}))
-    store.plan([{"case": str(CASE), "mode": CASE.mode, "world_size": CASE.world_size}])
-    rows = summarize(str(CASE), CASE.mode, CASE.world_size, run.events, None)
-    passed = Verdict(case=str(CASE), check="forward", verdict="pass", worst=None, message="")
-    store.add(str(CASE), ledger_rows(run.events), rows, [passed], {"recorded": 0.1}, [1000, 1000])
-    store.close()
-    return store.path
+    return sample_run.stored(out, [str(CASE)], [[*run.events]])

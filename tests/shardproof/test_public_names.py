@@ -6,6 +6,7 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,8 +92,7 @@ sys.exit(ends != [0, 0, "frozen"])
 
 def test_what_is_left_is_collected_where_nanobind_would_report_it(tmp_path: Path) -> None:
     """torch 2.15 loads triton, whose types are nanobind's: 27 lines on standard error after each verdict."""
-    done = python(tmp_path, "-c", ENDING)
-    assert done.returncode == 0, done.stderr
+    passed(tmp_path, "-c", ENDING)
 
 
 CONFTEST = """
@@ -118,12 +118,19 @@ def package(place: Path) -> None:
     (place / "mine.py").write_text("OWNER = 'me'\n")
 
 
-def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def python(folder: Path, *words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """A command of this interpreter in the folder."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
     environment["PYTHONPATH"] = str(rooms.HOME)
-    ran = [sys.executable, *words]
-    return subprocess.run(ran, check=False, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    options: dict[str, Any] = {"cwd": folder, "env": environment, "input": stdin, "timeout": 200}
+    return subprocess.run([sys.executable, *words], check=False, capture_output=True, text=True, **options)
+
+
+def passed(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """A command that ends with exit status 0."""
+    done = python(folder, *words)
+    assert done.returncode == 0, (words, done.stdout + done.stderr)
+    return done
 
 
 def test_an_unrelated_session_notices_nothing(tmp_path: Path) -> None:
@@ -133,8 +140,7 @@ def test_an_unrelated_session_notices_nothing(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_mine.py").write_text(TEST)
     for words in (("--engine", "torchrun", "test_mine.py"), ("--pyargs", "suites", "--device", "cpu")):
-        done = python(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words)
-        assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+        assert "1 passed" in passed(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words).stdout
 
 
 SUBJECT = """
@@ -174,27 +180,27 @@ def beside(tmp_path: Path) -> Path:
 
 def test_a_subject_in_such_a_package_imports_its_packages_and_we_ours(beside: Path) -> None:
     """On processes; in a session of the suites below, on threads."""
-    done = python(beside, "-m", "shardproof", "run", "--subject", "parallel.named:subject", "--engine", "pool")
-    assert done.returncode == 0 and " pass " in done.stdout, done.stdout + done.stderr
+    words = ("run", "--subject", "parallel.named:subject", "--engine", "pool")
+    assert " pass " in passed(beside, "-m", "shardproof", *words).stdout
 
 
-CONSOLE = "import sys, pytest; del sys.path[0]; pytest.console_main()"
+_CONSOLE = "import sys, pytest; del sys.path[0]; pytest.console_main()"
+_ONE_CASE = ("-q", "-p", "no:cacheprovider", "--hypothesis-profile=one-case", "--pyargs", "suites.test_forward")
+SESSION = ("-c", _CONSOLE, *_ONE_CASE)
+"""For the interpreter: a short session of the suites, begun as by the command `pytest`."""
 
 
 def test_the_suites_are_ours_beside_others(beside: Path) -> None:
     """From the console; as `python -m pytest` in the recipe of tests/project/test_installed.py."""
     (beside / "conftest.py").write_text("import parallel.mine\nassert parallel.mine.OWNER == 'me'\n")
-    words = ("--hypothesis-profile", "one-case", "--subject", "my_subject:subject")
-    done = python(beside, "-c", CONSOLE, "-q", "-p", "no:cacheprovider", "--pyargs", "suites.test_forward", *words)
-    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+    assert "1 passed" in passed(beside, *SESSION, "--subject=my_subject:subject").stdout
 
 
 def test_commands_run_beside_others(beside: Path) -> None:
     run = ("run", "mode=tp tp=2 layers=1 seq=8", "--out", ".", "--when", "0")
     words = (("help", "case"), ("doctor",), run, ("show", "latest"))
     command = "import sys; sys.path.remove(''); from shardproof.__main__ import main"
-    done = python(beside, "-c", f"{command}; sys.exit(any([main(words) for words in {words}]))")
-    assert done.returncode == 0, done.stdout + done.stderr
+    passed(beside, "-c", f"{command}; sys.exit(any([main(words) for words in {words}]))")
 
 
 @pytest.mark.deep("ten CPU seconds each")
@@ -203,8 +209,7 @@ def test_witnesses_and_launched_ranks_run_beside_others(beside: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "shardproof")
     launched = (*launcher, "run", "tp=2 steps=1", "--subject", "my_subject:subject", "--engine", "torchrun")
     for words in (witnesses, launched):
-        done = python(beside, *words)
-        assert done.returncode == 0, done.stdout + done.stderr
+        passed(beside, *words)
 
 
 PROGRAM = """
@@ -219,15 +224,14 @@ dist.barrier()
 
 def test_a_recorded_program_imports_its_packages(beside: Path) -> None:
     (beside / "train.py").write_text(PROGRAM.format(first="reports.mine", store=beside / "store"))
-    done = python(beside, "-m", "shardproof", "record", "--", sys.executable, "train.py")
-    assert done.returncode == 0 and "not recorded" not in done.stderr, done.stdout + done.stderr
+    done = passed(beside, "-m", "shardproof", "record", "--", sys.executable, "train.py")
+    assert "not recorded" not in done.stderr, done.stderr
     assert "train.py" in (beside / "runs" / "latest" / "cases.jsonl").read_text()
 
 
 def test_a_recorded_program_that_has_the_recorders_name_runs_on_with_one_sentence(beside: Path) -> None:
     (beside / "train.py").write_text(PROGRAM.format(first="harness.mine", store=beside / "store"))
-    done = python(beside, "-m", "shardproof.record", "train.py")
-    assert done.returncode == 0
+    done = passed(beside, "-m", "shardproof.record", "train.py")
     sentence = f"this process is not recorded: ShadowedError: package harness: {beside}/harness has been imported, and"
     assert sentence in done.stderr and done.stderr.count("\n") == 2
 
@@ -252,8 +256,7 @@ def test_a_folder_without_python_is_no_package(tmp_path: Path) -> None:
     for name in rooms.ROOMS:
         (tmp_path / name).mkdir()
         (tmp_path / name / "of-march.html").touch()
-    done = python(tmp_path, "-m", "shardproof", "help", "case")
-    assert done.returncode == 0, done.stderr
+    passed(tmp_path, "-m", "shardproof", "help", "case")
     assert [rooms.foreign(room) for room in rooms.ROOMS] == [""] * len(rooms.ROOMS), "ours are ours"
 
 

@@ -26,7 +26,7 @@ from suites.mutants.field import FIELD, MEASURED, page, public
 from suites.mutants.kill_rows import mutant_killed
 from suites.mutants.mutant import Mutant
 from tests import ROOT
-from tests.suites.planned_kills import kill
+from tests.suites.toy_faults import kill
 
 PAGE = (ROOT / "docs" / "catalogue.md").read_text()
 OPEN = {row.name: row for row in (*MUTANTS, *VARIANT_ROWS)}
@@ -85,14 +85,12 @@ def test_other_tools_read_its_rows_as_csv(capsys: pytest.CaptureFixture[str]) ->
 
 def test_the_field_is_planned_with_twins_and_without_faults() -> None:
     plans = matrix.planned(named(SUBJECT), quick=True, field=True)
-    held = {row.name for row in HELD_BACK if field.in_field(row)}
-    assert {plan.name for plan in plans} == {row.name for row in FIELD} | held
+    open_, held = {row.name for row in FIELD}, {row.name for row in HELD_BACK if field.in_field(row)}
+    assert {plan.name for plan in plans} == open_ | held
     assert all(plan.twin and not plan.faults for plan in plans)
-    assert {plan.name for plan in matrix.planned(named(SUBJECT), quick=True, field=True, only="open")} == {
-        row.name for row in FIELD
-    }
+    assert {plan.name for plan in matrix.planned(named(SUBJECT), quick=True, field=True, only="open")} == open_
     with pytest.raises(RequestError, match=r"--field: is of bugs planted in parallel\.subject:subject"):
-        matrix.planned(named("tests.suites.planned_kills:theirs"), quick=True, field=True)
+        matrix.planned(named("tests.suites.toy_faults:theirs"), quick=True, field=True)
     with pytest.raises(RequestError, match="--field"):
         matrix.planned(named(SUBJECT), quick=True, field=True, cases=cases_of(["tp=2"], named(SUBJECT)))
 

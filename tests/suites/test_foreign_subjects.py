@@ -41,16 +41,20 @@ ELSEWHERE = [one for one in dict.fromkeys(cell.system for cell in cells()) if on
 PEERS = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
 
-def quick(engine: str) -> list[tuple[str, str]]:
+def quick(engine: str) -> list[Any]:
     """The quick cells of the matrix that run on this engine."""
-    return [(f"{cell.subject}:subject", cell.case) for cell in CELLS if cell.quick and cell.engine == engine]
+    return [
+        pytest.param(f"{cell.subject}:subject", cell.case, marks=PEERS if cell.subject in NEEDS else ())
+        for cell in CELLS
+        if cell.quick and cell.engine == engine
+    ]
 
 
 LATE = pytest.param("mcore:subject", "tp=2", marks=[*PEERS, pytest.mark.deep("ten CPU seconds: every rank imports it")])
 
 
 def proved(name: str, text: str, engine: Engine) -> CaseResult:
-    """The case of a subject of `suites.subjects`. Skips the test where its package is not installed."""
+    """The case of a subject of `suites.subjects`, which passes. Skips the test where its package is not installed."""
     module = name.partition(":")[0]
     if module in NEEDS and find_spec(NEEDS[module]) is None:
         pytest.skip(f"needs {NEEDS[module]} of the extra `peers`")
@@ -59,27 +63,23 @@ def proved(name: str, text: str, engine: Engine) -> CaseResult:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore" if module in NEEDS else "error")  # other packages' own
         given = named(f"suites.subjects.{name}")
-        return prove(case_of(text, given), given, engine)
+        result = prove(case_of(text, given), given, engine)
+    assert result.verdict == PASS, [verdict.message for verdict in result.verdicts if verdict.verdict != PASS]
+    return result
 
 
-def of_peers(cases: list[tuple[str, str]]) -> list[Any]:
-    return [pytest.param(*case, marks=PEERS if case[0].partition(":")[0] in NEEDS else ()) for case in cases]
-
-
-@pytest.mark.parametrize(("name", "text"), of_peers(quick("inproc")))
+@pytest.mark.parametrize(("name", "text"), quick("inproc"))
 def test_unmodified_systems_are_right(name: str, text: str) -> None:
     with InprocEngine() as threads:
         result = proved(name, text, threads)
-    assert result.verdict == PASS, [verdict.message for verdict in result.verdicts if verdict.verdict != PASS]
     assert {verdict.check for verdict in result.verdicts} >= CHECKS
     assert result.events
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "text"), [*of_peers(quick("pool")), LATE])
+@pytest.mark.parametrize(("name", "text"), [*quick("pool"), LATE])
 def test_on_processes_too(pool: PoolEngine, name: str, text: str) -> None:
-    result = proved(name, text, pool)
-    assert result.verdict == PASS, [verdict.message for verdict in result.verdicts if verdict.verdict != PASS]
+    proved(name, text, pool)
 
 
 @pytest.mark.slow
@@ -169,9 +169,7 @@ def test_every_finding_has_its_script_every_script_its_finding_and_other_numbers
 @pytest.mark.peers
 @pytest.mark.slow
 @pytest.mark.deep("10 to 30 CPU seconds each: packages are imported on every rank")
-@pytest.mark.parametrize(
-    ("command", "printed"), FINDINGS, ids=[command.partition("findings/")[2] for command, _ in FINDINGS]
-)
+@pytest.mark.parametrize(("command", "printed"), FINDINGS, ids=[script_of(command).name for command, _ in FINDINGS])
 def test_a_finding_is_there_as_the_page_says(command: str, printed: str) -> None:
     words = shlex.split(command)
     settings = {name: os.environ.get(name) for name, equals, _ in (word.partition("=") for word in words) if equals}

@@ -18,9 +18,7 @@ from suites.session.prover import Prover
 from suites.test_engines import compared
 from suites.test_training import OPTIMIZERS
 from tests.harness.own_words import Network, subject
-from tests.suites.test_plugin_requests import CASE, Session, outside
-
-__all__ = ["outside"]
+from tests.suites.conftest import SMALL, Session
 
 pytest_plugins = ("pytester",)
 pytestmark = pytest.mark.usefixtures("loaded")
@@ -39,7 +37,7 @@ def test_a_property_of_a_word_that_the_subject_lacks_is_skipped_and_a_refusal_th
     with Prover.on(f"{OWN}subject", "2,3,6") as prover, lacking:
         prover.drawn(None, "dp+tp", optimizer="adamw")  # type: ignore[arg-type]
     with Prover.on(f"{ME}speechless", "2") as prover, pytest.raises(Unanswered, match="LookupError: no words"):
-        prover.fitting(Case.parse(CASE))
+        prover.fitting(Case.parse(SMALL))
 
 
 class Split(Network):
@@ -64,9 +62,8 @@ def test_a_wrong_one_fails_and_is_repeated_with_its_truth(outside: Session) -> N
     words = ("--subject", f"{OWN}doubled", "--truth", f"{OWN}truth", "--case", "tp=2 dp=3 act=tanh")
     result = outside("suites.test_forward", *words)
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(
-        ['*repeat: shardproof run "tp=2 dp=3 act=tanh" --subject tests.harness.own_words:doubled --truth *:truth']
-    )
+    repeat = f'repeat: shardproof run "tp=2 dp=3 act=tanh" --subject {OWN}doubled --truth {OWN}truth'
+    result.stdout.fnmatch_lines([f"*{repeat}"])
 
 
 def _drawn(subject_: Any, mode: str, **fixed: Any) -> list[PlainCase]:
@@ -89,11 +86,10 @@ def test_cases_are_drawn_around_those_that_the_subject_names() -> None:
 
 
 class Drawing(Network):
-    """Has a strategy of its own."""
+    """Has a strategy of its own: tp of any size."""
 
     @staticmethod
     def draws() -> st.SearchStrategy[PlainCase]:
-        """tp of any size."""
         texts = [f"tp={tp} dp={dp}" for tp in (2, 3, 4) for dp in (1, 2)]
         return st.sampled_from([case for case in cases_of(texts, named(subject)) if isinstance(case, PlainCase)])
 
@@ -122,7 +118,6 @@ class Narrow:
         self.refuses = reason
 
     def __call__(self, case: Case, device: torch.device) -> Mapping[str, Any]:
-        """Our own outcome."""
         PROVED.append(str(case))
         return ours(case, device)
 
@@ -158,25 +153,24 @@ def test_a_subject_that_takes_nothing_is_skipped_with_its_reason(outside: Sessio
     tests = [f"suites.test_{name}" for name in ("communication", "races", "engines")]
     result = outside(*tests, "--subject", f"{ME}none", "-rs")
     result.assert_outcomes(skipped=3)
-    result.stdout.fnmatch_lines_random(
-        ["SKIPPED*: *none takes none of * cases drawn and none of its default cases; the last: built for 405b; *"]
-    )
+    reason = "takes none of * cases drawn and none of its default cases; the last: built for 405b; *"
+    result.stdout.fnmatch_lines_random([f"SKIPPED*: *none {reason}"])
     assert result.stdout.str().count("built for 405b") >= 2
 
 
 def test_every_suite_proves_the_one_case_or_says_why_not(outside: Session) -> None:
     PROVED.clear()
     tests = [f"suites.test_{name}" for name in EVERY if name != "engines"]
-    result = outside(*tests, "--subject", f"{ME}lenient", "--case", CASE, "-rs")
+    result = outside(*tests, "--subject", f"{ME}lenient", "--case", SMALL, "-rs")
     result.assert_outcomes(passed=6, skipped=1)
     result.stdout.fnmatch_lines(["SKIPPED*claims tp alone, so there is no mode to compare it with"])
-    assert set(PROVED) == {str(Case.parse(CASE))}
-    with Prover.on(f"{ME}lenient", "2", case=CASE) as prover:
-        assert compared(prover) == [Case.parse(CASE)], "the engines'"
-    large = CASE.replace("tp=2", "tp=2 dp=4")
+    assert set(PROVED) == {str(Case.parse(SMALL))}
+    with Prover.on(f"{ME}lenient", "2", case=SMALL) as prover:
+        assert compared(prover) == [Case.parse(SMALL)], "the engines'"
+    large = SMALL.replace("tp=2", "tp=2 dp=4")
     with Prover.on(f"{ME}lenient", "2", case=large) as prover, pytest.raises(pytest.skip.Exception, match="8 ranks"):
         compared(prover)
-    refused = outside(*(f"suites.test_{name}" for name in EVERY), "--subject", f"{ME}one", "--case", CASE, "-rs")
+    refused = outside(*(f"suites.test_{name}" for name in EVERY), "--subject", f"{ME}one", "--case", SMALL, "-rs")
     refused.assert_outcomes(skipped=8)
 
 

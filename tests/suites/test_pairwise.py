@@ -83,14 +83,13 @@ def test_ten_draws_of_a_property_meet_every_row_and_another_property_draws_other
 
 
 Wrong = Callable[[Case], bool]
-ALWAYS: Wrong = lambda case: True  # noqa: E731
 SMALLEST = {"tp": 2, "dp": 1, "layers": 1, "micro": 3, "steps": 2, "batch": 2, "seed": 0, "label_smoothing": 0.0}
 
 
 @pytest.mark.parametrize(
     ("wrong", "left"),
     [
-        (ALWAYS, {}),
+        (lambda case: True, {}),
         (lambda case: case.dp > 1, {"tp": 2, "dp": 3, "micro": 4}),
         (lambda case: case.tp > 2, {"tp": 3, "micro": 2}),
         (lambda case: case.layers > 1, {"layers": 2}),
@@ -118,6 +117,12 @@ class Saving(Network):
     def __init__(self, wrong: str = "") -> None:
         super().__init__()
         self.wrong = wrong
+
+    @staticmethod
+    def truth(case: Any, device: torch.device) -> Mapping[str, Tensor]:
+        """Dense training from the same folder; it is never given one to save into."""
+        assert case.save == "none"
+        return trained(case, *(_read(case.load, case.dtype) if case.load != "none" else weights(case)))
 
     def weights(self, case: Any) -> tuple[Tensor, Tensor]:
         """Weights of the folder, which every rank cuts for itself."""
@@ -148,15 +153,6 @@ def _read(folder: str, dtype: str) -> tuple[Tensor, Tensor]:
     return w1, w2
 
 
-def dense(case: Any, device: torch.device) -> Mapping[str, Tensor]:
-    """Dense training from the same folder; it is never given one to save into."""
-    assert case.save == "none"
-    return trained(case, *(_read(case.load, case.dtype) if case.load != "none" else weights(case)))
-
-
-Saving.truth = staticmethod(dense)
-
-
 WRONG = {
     "save": (AssertionError, "saved/param/w1"),
     "load": (AssertionError, "loss/0"),
@@ -178,13 +174,10 @@ def test_it_holds_for_a_subject_of_its_own_words(prover: Prover, tmp_path: Path,
 
 def test_a_bug_that_only_another_layout_shows(prover: Prover, tmp_path: Path) -> None:
     """States of streams are restored at any layout (252 of 256 ranks had a foreign one: PR #6858)."""
-    case = Case.parse(
-        "mode=tp tp=2 layers=1 heads=6 hidden=12 seq=12 steps=1 micro=3 lr=0.1 dropout=0.1 random=stateful"
-    )
-    everywhere = replaced(
-        "parallel.checkpoints.loading", "same = RANKS in common and torch.equal", "same = True or torch.equal"
-    )
-    wrong = replace(prover, subject=named(planted(everywhere)))
+    words = "layers=1 heads=6 hidden=12 seq=12 steps=1 micro=3 lr=0.1 dropout=0.1 random=stateful"
+    case = Case.parse(f"mode=tp tp=2 {words}")
+    everywhere = ("same = RANKS in common and torch.equal", "same = True or torch.equal")
+    wrong = replace(prover, subject=named(planted(replaced("parallel.checkpoints.loading", *everywhere))))
     goes_on(wrong, case, case, tmp_path / "alike")
     assert {one.verdict for one in wrong.proof(case.but(load=str(tmp_path / "alike"))).verdicts} == {PASS}
     with pytest.raises(AssertionError, match="rng.tp2.cp0.dp0.pp0.* is missing"):
@@ -194,10 +187,8 @@ def test_a_bug_that_only_another_layout_shows(prover: Prover, tmp_path: Path) ->
 
 def test_a_mode_that_computes_something_else_is_noticed(prover: Prover) -> None:
     case = Case.parse("mode=tp tp=2 layers=1 heads=4 hidden=16 ffn=24 seq=8 vocab=264 steps=1")
-    wrong = planted(
-        replaced("parallel.layers.linear", "grad_x = reduced.wait()", "grad_x = reduced.wait() * (1 + 1e-9)")
-    )
-    runs = [execute(case, run, prover.engine, text=str(case)) for run in (subject, wrong)]
+    larger = replaced("parallel.layers.linear", "grad_x = reduced.wait()", "grad_x = reduced.wait() * (1 + 1e-9)")
+    runs = [execute(case, run, prover.engine, text=str(case)) for run in (subject, planted(larger))]
     right, other = (dict(merge(run.outcomes).tensors) for run in runs)
     assert apart(right, right) == []
     assert "grad/layers.0.mlp.w1.weight" in apart(right, other)

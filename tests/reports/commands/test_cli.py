@@ -82,26 +82,22 @@ def test_a_failed_check_ends_with_one_and_prints_six_lines(shardproof: CommandLi
     assert "What went wrong" in Path("runs/latest/report.html").read_text()
 
 
-def test_what_a_subject_did_not_return_is_told_beside_the_table(shardproof: CommandLine) -> None:
+def test_what_was_not_checked_or_could_not_be_decided_is_told(shardproof: CommandLine) -> None:
     status, out, _ = shardproof("run", ONE, "--subject", f"{TOY}losses_only")
     assert status == 0
     assert re.search(r"note: \d+ of \d+ tensors of the truth were returned; not returned, so not checked: ", out)
-
-
-def test_what_could_not_be_decided_is_told_with_its_check(shardproof: CommandLine) -> None:
     status, out, _ = shardproof("run", ONE, "--subject", f"{TOY}broken_expectation")
     assert status == 1
     assert f"\nunknown (expectation): {Case.parse(ONE)}\nsubject.expected failed: KeyError" in out
     assert f"\nunknown (expectation): {Case.parse(ONE)}\n" in shardproof("show")[1]
 
 
-def test_every_argument_is_one_case_and_data_goes_to_all(shardproof: CommandLine, tmp_path: Path) -> None:
-    text = tmp_path / "corpus.txt"
+def test_every_argument_is_one_case_and_data_goes_to_all(shardproof: CommandLine) -> None:
+    text = Path("corpus.txt").resolve()
     text.write_text("We hold these truths to be self-evident. " * 40)
     words = ("--data", str(text), "--subject", f"{TOY}right", "--out", "elsewhere")
     status, _, err = shardproof("run", ONE, f"{ONE} seed=3", *words)
-    assert status == 0
-    assert "[2/2]" in err
+    assert status == 0 and "[2/2]" in err
     cases = [Case.parse(f"{words} data={text}") for words in (ONE, f"{ONE} seed=3")]
     assert list(frames.load("elsewhere/latest").cases["case"]) == [str(case) for case in cases]
 
@@ -120,9 +116,7 @@ def test_json_is_one_object_and_nothing_else_on_stdout(shardproof: CommandLine) 
 
 
 def test_ctrl_c_ends_with_130_and_leaves_what_was_finished(shardproof: CommandLine) -> None:
-    status, out, err = shardproof(
-        "run", ONE, f"{ONE} seed=1", "--subject", "tests.reports.commands.test_cli:interrupting"
-    )
+    status, out, err = shardproof("run", ONE, f"{ONE} seed=1", "--subject", f"{__name__}:interrupting")
     assert status == 130
     assert "Traceback" not in out + err
     assert "shardproof: interrupted" in err
@@ -131,9 +125,6 @@ def test_ctrl_c_ends_with_130_and_leaves_what_was_finished(shardproof: CommandLi
     assert set(run.verdicts["case"]) == {str(Case.parse(ONE))}
     assert run.notes == ("1 of 2 cases have no verdict: the run was stopped before them",)
     assert shardproof("page")[0] == 0
-
-
-# The benchmarks
 
 
 def measured(arguments: list[str]) -> int:
@@ -145,7 +136,7 @@ def measured(arguments: list[str]) -> int:
 def test_bench_hands_over_to_the_benchmarks(shardproof: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, words in (("BENCH", ()), ("FAULT_TABLE", ("--faults",))):
         assert callable(resolve(vars(run_command)[name])), "the real ones are where the command looks"
-        monkeypatch.setattr(run_command, name, "tests.reports.commands.test_cli:measured")
+        monkeypatch.setattr(run_command, name, f"{__name__}:measured")
         assert shardproof("bench", *words) == (1, "measured []\n", "")
         assert shardproof("bench", *words, "--out", "there") == (1, "measured ['--out', 'there']\n", "")
 

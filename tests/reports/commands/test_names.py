@@ -24,13 +24,12 @@ from tests.harness.command_line import CommandLine
 from tests.harness.toy_subjects import right
 
 SMALL = "layers=1 hidden=16 heads=2 vocab=24 seq=8 micro=1"
-OURS = named(right)
 
 
 def test_every_name_of_the_dense_model_is_listed_under_a_kind_that_is_explained() -> None:
     words = "metric=true optimizer=adamw lr=0.01 steps=3 dropout=0.1 init=field save=checkpoint"
     case = Case.parse(f"mode=tp tp=1 {SMALL} {words}")
-    found = names(case, OURS)
+    found = names(case, named(right))
     cpu = torch.device("cpu")
     dense = truth(case, cpu)
     assert {name: value.shape for name, value in found.items()} == {name: value.shape for name, value in dense.items()}
@@ -67,7 +66,6 @@ def test_a_truth_that_cannot_be_computed_is_one_sentence(shardproof: CommandLine
 
 
 def broken(case: object, device: torch.device) -> None:
-    """A truth that raises."""
     raise ValueError("no such layer")
 
 
@@ -78,11 +76,7 @@ BROKEN = {
     "pipelining": ("pp=2", "torch.stack(losses).mean()", "torch.stack(losses).sum()"),
     "hf": ("tp=2 tied=true", '"kind": "llama"', '"kind": "qwen3"'),
     "deepspeed": ("dp=2", "engine, step, micro, dp_rank)", "engine, step, micro, 0)"),
-    "megatron": (
-        "tp=2 dropout=0.1",
-        "manual_seed(case.seed)\n    model",
-        "manual_seed(case.seed, tp_rank=0)\n    model",
-    ),
+    "megatron": ("tp=2 dropout=0.1", "seed(case.seed)\n    model", "seed(case.seed, tp_rank=0)\n    model"),
     "megatron-training": ("dp=2 steps=1", "micro, dp_rank, 2).start", "micro, 0, 2).start"),
     "torchtitan": ("dp=2 steps=1", '[case.axis_rank("dp", torch.distributed.get_rank())]', "[0]"),
 }

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +11,8 @@ from harness.errors import RequestError
 from harness.running.proof import prove
 from harness.subject import case_of, named
 from shardproof import record
-from shardproof.rooms import HOME
-from tests.harness.command_line import CommandLine
+from tests.harness.command_line import TOY, CommandLine
+from tests.shardproof.test_public_names import python
 
 SLOW = ("torch", "numpy", "pandas", "matplotlib", "rich", "hypothesis")
 PROGRAM = f"""
@@ -67,7 +65,7 @@ def test_neither_help_nor_a_wrong_request_loads_anything_slow(tmp_path: Path) ->
     """After each of these commands in one interpreter; the last one imports torch, which is seen."""
     (tmp_path / "slow.py").write_text("import torch\n")
     requests = [*PRINTED, *(words.split() for words in REFUSED), ["run", "--subject", "slow:subject"]]
-    done = shardproof(tmp_path, "-c", PROGRAM, stdin=json.dumps(requests))
+    done = python(tmp_path, "-c", PROGRAM, stdin=json.dumps(requests))
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert found[: len(PRINTED)] == [[0, "", []]] * len(PRINTED), done.stderr
     *refused, (last, _, seen) = found[len(PRINTED) :]
@@ -104,20 +102,6 @@ subject.words, subject.truth = {{"width": 4}}, "alone"
 """
 
 
-def shardproof(folder: Path, *words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """A program of Python in this folder, in a process of its own."""
-    return subprocess.run(
-        [sys.executable, *words],
-        input=stdin,
-        cwd=folder,
-        env={"PYTHONPATH": str(HOME), "PATH": str(Path(sys.executable).parent), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
-
-
 @pytest.mark.parametrize("how", BROKEN)
 def test_what_cannot_be_imported_is_one_sentence(shardproof_here: CommandLine, how: str) -> None:
     program, told = BROKEN[how]
@@ -131,16 +115,15 @@ def test_what_only_a_rank_cannot_import_is_one_sentence(pool: PoolEngine, monkey
     monkeypatch.setenv("PARENT", str(os.getpid()))
     Path("broken_on_ranks.py").write_text(IN_A_CHILD.format(how="import no_such_module"))
     subject = named("broken_on_ranks:subject")
-    with pytest.raises(
-        RequestError, match="broken_on_ranks fails on import: No module named 'no_such_module'"
-    ) as caught:
+    told = "broken_on_ranks fails on import: No module named 'no_such_module'"
+    with pytest.raises(RequestError, match=told) as caught:
         prove(case_of("tp=2", subject), subject, pool)
     assert "\n" not in str(caught.value)
 
 
 def test_what_only_a_child_cannot_import_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(IN_A_CHILD.format(how="sys.exit(3)"))
-    done = shardproof(tmp_path, "-m", "shardproof", "faults", "tp=2", "--subject", "broken:subject")
+    done = python(tmp_path, "-m", "shardproof", "faults", "tp=2", "--subject", "broken:subject")
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert "name 'broken:subject': broken fails on import: " in done.stderr
 
@@ -149,7 +132,7 @@ def test_what_only_a_child_cannot_import_is_one_sentence(tmp_path: Path) -> None
 def test_what_launched_ranks_cannot_import_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(IN_A_CHILD.format(how="import no_such_module"))
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "shardproof", "run", "tp=2")
-    done = shardproof(tmp_path, *launcher, "--engine", "torchrun", "--subject", "broken:subject")
+    done = python(tmp_path, *launcher, "--engine", "torchrun", "--subject", "broken:subject")
     ours = done.stderr.partition("torch/distributed/elastic")[0]
     assert "broken fails on import: No module named 'no_such_module'" in ours and "Traceback" not in ours, done.stderr
 
@@ -162,21 +145,17 @@ def test_own_words_without_cases_run_the_cases_that_are_given(shardproof_here: C
     assert rule in shardproof_here.refused("run", "--subject", "own_words_alone:subject")
 
 
-@pytest.mark.parametrize("case", ["tp=1", "tp=2"])
-def test_a_subject_that_returns_nothing_is_told_once(shardproof_here: CommandLine, case: str) -> None:
-    name = f"nothing_of_{case.replace('=', '_')}"
-    Path(f"{name}.py").write_text("def subject(case, device):\n    return {}\n")
-    status, out, _ = shardproof_here("run", f"{case} layers=1 seq=8", "--subject", f"{name}:subject")
-    assert status == 1 and out.count("fail: ") == 1, out
-    told = out.partition("fail: ")[2]
-    assert "what:   nothing checkable: it returned nothing; the truth has" in told
-    assert "causes: names that are not the canonical ones (loss/<step>, grad/<parameter>, ...), or a subject" in told
+def test_a_subject_that_returns_nothing_is_told_once(shardproof_here: CommandLine) -> None:
+    for case in ("tp=1", "tp=2"):
+        status, out, _ = shardproof_here("run", f"{case} layers=1 seq=8", "--subject", f"{TOY}empty")
+        assert status == 1 and out.count("fail: ") == 1, out
+        told = out.partition("fail: ")[2]
+        assert "what:   nothing checkable: it returned nothing; the truth has" in told
+        assert "\ncauses: names that are not the canonical ones (loss/<step>, grad/<parameter>, ...), or" in told
 
 
-def test_a_program_that_cannot_begin_is_one_sentence_of_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("shardproof")
+def test_a_program_that_cannot_begin_is_one_sentence_of_record(capsys: pytest.CaptureFixture[str]) -> None:
     Path("broken.py").write_text("def subject(case, device)\n")
     for words, told in {
         ("nowhere.py",): "program=nowhere.py: cannot be opened (No such file or directory)",

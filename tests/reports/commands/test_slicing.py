@@ -1,7 +1,6 @@
 """`shardproof slice`: what it prints of OPT-125m, what it refuses, and a checkpoint cut and joined."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -45,13 +44,13 @@ Weights are [in, out]. strided_copy cuts [q | k | v] into three blocks of 768 co
 """
 
 
-def saved(tmp_path: Path, *without: str) -> str:
-    """A checkpoint of one layer of OPT."""
+def saved(*without: str) -> str:
+    """A checkpoint of one layer of OPT in the current folder."""
     files = pytest.importorskip("safetensors.torch", reason="safetensors (extra `checkpoints`) is not installed")
     made = {one.name: one.place.shape for one in slices(Sliced.parse(f"{SMALL} path=autotp"))}
     tensors = {name: torch.randn(shape) for name, shape in made.items() if not name.startswith(without)}
-    files.save_file(tensors, str(tmp_path / "model.safetensors"))
-    return str(tmp_path / "model.safetensors")
+    files.save_file(tensors, "model.safetensors")
+    return "model.safetensors"
 
 
 def test_it_prints_what_every_rank_holds(shardproof: CommandLine) -> None:
@@ -80,26 +79,24 @@ def test_json_has_the_ranges(shardproof: CommandLine) -> None:
     assert tensors["attn_ob"]["held"] is None and tensors["attn_ob"]["dim"] is None
 
 
-def test_a_checkpoint_is_cut_and_joined(shardproof: CommandLine, tmp_path: Path) -> None:
-    file = saved(tmp_path)
+def test_a_checkpoint_is_cut_and_joined(shardproof: CommandLine) -> None:
+    file = saved()
     status, out, _ = shardproof("slice", SMALL, "--check", file)
     assert status == 0
     assert out.splitlines()[-1] == f"pass: 21 tensors of {file}, cut for 2 ranks and joined, are the same bit for bit"
     assert "note: " not in out
     told = json.loads(shardproof("slice", SMALL, "--check", file, "--json")[1])["check"]
     assert told == {"tensors": 21, "times": dict.fromkeys(told["times"], 1), "wrong": [], "left_out": []}
-    out = shardproof("slice", SMALL, "--check", saved(tmp_path, "lm_head"))[1]
+    out = shardproof("slice", SMALL, "--check", saved("lm_head"))[1]
     assert "note: not in the checkpoint: lm_head.weight\n" in out
     message = shardproof.refused("slice", SMALL, "--check", "gone.safetensors")
     assert "check=gone.safetensors: is no file; legal: check=model.safetensors" in message
 
 
-def test_a_checkpoint_that_is_not_the_same_ends_with_one(
-    shardproof: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_differs_ends_with_one(shardproof: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     real = layout.shard
     monkeypatch.setattr(checkpoint, "shard", lambda full, place, at: real(full, place, at) + (at["tp"][0] == 1))
-    status, out, _ = shardproof("slice", SMALL, "--check", saved(tmp_path, "self_attn.q", "self_attn.k", "self_attn.v"))
+    status, out, _ = shardproof("slice", SMALL, "--check", saved("self_attn.q", "self_attn.k", "self_attn.v"))
     assert status == 1
     told = out.splitlines()[-1].removeprefix("fail: not the same once joined: ")
     assert set(told.split(", ")) >= {"attn_ow", "attn_ob", "inter_w", "lm_head.weight"} and "attn_qkvw" not in told

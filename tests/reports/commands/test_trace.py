@@ -21,9 +21,8 @@ from parallel.subject import subject as ours
 from reference.case import Case
 from reports.commands import expect
 from reports.commands.trace import trace_events, write
-from reports.stored import frames
-from reports.stored.frames import load
-from shardproof import Term, run
+from reports.stored.frames import Run, load
+from shardproof import run as run_cases
 from tests.harness.command_line import CommandLine
 from tests.reports import sample_run
 from tests.reports.toy_traffic import stored
@@ -77,8 +76,7 @@ def test_the_trace_of_real_ranks_is_valid_and_whole(tmp_path: Path) -> None:
     assert spent_us == pytest.approx(run.ledger["duration_us"].sum(), abs=0.01 * len(calls))
 
 
-def test_cases_follow_each_other_and_asynchronous_calls_have_a_track(tmp_path: Path) -> None:
-    run = load(sample_run.write(tmp_path / "run"))
+def test_cases_follow_each_other_and_asynchronous_calls_have_a_track(run: Run) -> None:
     events = list(trace_events(run))
     assert broken({"traceEvents": events}) == []
     first, second = (event for event in events if event.get("cat") == "case" and event["pid"] == 0)
@@ -95,8 +93,7 @@ def test_cases_follow_each_other_and_asynchronous_calls_have_a_track(tmp_path: P
     assert "async tp (2)" in lanes, "calls that overlap"
 
 
-def test_the_validator_sees_a_broken_trace(tmp_path: Path) -> None:
-    run = load(sample_run.write(tmp_path / "run"))
+def test_the_validator_sees_a_broken_trace(run: Run) -> None:
     harms: list[dict[str, Any]] = [{"dur": -1.0}, {"ts": "soon"}, {"ph": "Z"}, {"tid": 99}, {"dur": 1e9}]
     for harm in harms:
         events = list(trace_events(run))
@@ -105,15 +102,14 @@ def test_the_validator_sees_a_broken_trace(tmp_path: Path) -> None:
         assert broken({"traceEvents": events}), harm
 
 
-def test_the_command_writes_where_it_is_told(shardproof: CommandLine, tmp_path: Path) -> None:
-    folder = sample_run.write(tmp_path / "run")
+def test_the_command_writes_where_it_is_told(shardproof: CommandLine, folder: Path) -> None:
     assert shardproof("trace", str(folder))[0] == 0
     assert shardproof("trace", str(folder), "-o", "t.json.gz")[0] == 0
     packed = gzip.decompress(Path("t.json.gz").read_bytes())
     assert json.loads(packed) == json.loads((folder / "trace.json").read_text())
     assert "-o no/t.json: cannot be written" in shardproof.refused("trace", str(folder), "-o", "no/t.json")
-    (tmp_path / "bare").mkdir()
-    (tmp_path / "bare" / "env.json").write_text("{}")
+    Path("bare").mkdir()
+    Path("bare", "env.json").write_text("{}")
     status, _, err = shardproof("trace", "bare")
     assert (status, "ledger.csv is missing" in err) == (0, True)
 
@@ -139,25 +135,17 @@ unstated = stating()
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run([str(CASE)], f"{__name__}:unstated", out=tmp_path_factory.mktemp("runs")).path
-
-
-def pasted(text: str) -> Callable[[Any], list[Term] | None]:
-    """The function that this Python defines."""
-    names: dict[str, Any] = {}
-    exec(text, names)
-    found: Callable[[Any], list[Term] | None] = names["expected"]
-    return found
+    return run_cases([str(CASE)], f"{__name__}:unstated", out=tmp_path_factory.mktemp("runs")).path
 
 
 @pytest.mark.parametrize("options", [(), ("--short",)], ids=["whole", "short"])
 def test_recorded_printed_pasted_proved(recorded: Path, shardproof: CommandLine, options: tuple[str, ...]) -> None:
     status, out, err = shardproof("expect", str(recorded), *options)
     assert (status, err) == (0, "")
-    expected = pasted(out)
-    terms = expected(CASE)
-    assert terms is not None
-    assert all(bool(term.left_out) == bool(options) for term in terms)
+    pasted: dict[str, Any] = {}
+    exec(out, pasted)
+    expected = pasted["expected"]
+    assert all(bool(term.left_out) == bool(options) for term in expected(CASE))
     assert expected(CASE.but(seed=1)) is None, "it is of this case alone"
     with InprocEngine() as engine:
         right = prove(CASE, stating(expected), engine, checks={"ledger": CHECKS["ledger"]})
@@ -166,8 +154,8 @@ def test_recorded_printed_pasted_proved(recorded: Path, shardproof: CommandLine,
     assert "all_reduce sum of 12 B float32" in wrong.verdicts[0].message
 
 
-def test_the_case_is_named_where_a_run_has_several(tmp_path: Path, shardproof: CommandLine) -> None:
-    run = str(sample_run.write(tmp_path / "stored", failing=True))
+def test_the_case_is_named_where_a_run_has_several(failing: Run, shardproof: CommandLine) -> None:
+    run = str(failing.path)
     legal = 'legal: "mode=tp tp=2", "mode=tp-sp tp=2 seq=64"'
     assert f"has 2 cases, so name one; {legal}" in shardproof.refused("expect", run)
     assert f"case 'mode=isp': is not in run {run}; {legal}" in shardproof.refused("expect", run, "mode=isp")
@@ -179,8 +167,7 @@ def test_the_case_is_named_where_a_run_has_several(tmp_path: Path, shardproof: C
 
 
 @pytest.mark.parametrize("short", [False, True])
-def test_ranks_that_differ_have_a_comment_and_a_term_that_holds_for_all(tmp_path: Path, short: bool) -> None:
-    run = frames.load(sample_run.write(tmp_path / "stored"))
+def test_ranks_that_differ_have_a_comment_and_a_term_that_holds_for_all(run: Run, short: bool) -> None:
     events = run.events.copy()
     of_rank_1 = (events["case"] == sample_run.TP_SP) & (events["rank"] == 1)
     gathers = of_rank_1 & (events["op"] == "all_gather")
@@ -189,10 +176,12 @@ def test_ranks_that_differ_have_a_comment_and_a_term_that_holds_for_all(tmp_path
     found = expect.lines(dataclasses.replace(run, ledger=events), sample_run.TP_SP, short=short)
     terms: list[TermLike] = [line.term for line in found]
     ledger = sample_run.events(sample_run.TP_SP, sample_run.CALLS[sample_run.TP_SP])
-    smaller = [event.rank == 1 and (event.op, event.phase) == ("all_gather", "forward") for event in ledger]
-    changed = zip(ledger, (4000 if less else 4096 for less in smaller), strict=True)
-    kept = [dataclasses.replace(event, payload_bytes=size) for event, size in changed]
-    kept = [event for event in kept if event.rank == 0 or event.op != "reduce_scatter"]
+    smaller = [(event.rank, event.op, event.phase) == (1, "all_gather", "forward") for event in ledger]
+    kept = [
+        dataclasses.replace(event, payload_bytes=4000 if less else 4096)
+        for event, less in zip(ledger, smaller, strict=True)
+        if event.rank == 0 or event.op != "reduce_scatter"
+    ]
     axes = {"tp": ((0, 1),)}
     assert differences(kept, terms, range(2), axes=axes) == []
     assert differences([*kept, kept[0]], terms, range(2), axes=axes)

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pandas as pd
@@ -16,15 +18,29 @@ from tests.harness.command_line import CommandLine
 from tests.reports import sample_run
 
 
-def held(runs: dict[str, Path], way: str, *fail: str) -> Comparison:
-    return compare(side(str(runs["right"])), side(str(runs[way])), limits(fail))
+def compared(base: Path, new: Path, *fail: str) -> Comparison:
+    return compare(side(str(base)), side(str(new)), limits(fail))
+
+
+@pytest.fixture
+def copy(runs: dict[str, Path], tmp_path: Path) -> Path:
+    """A copy of the run `right`, to be changed."""
+    return shutil.copytree(runs["right"], tmp_path / "run")
+
+
+@contextmanager
+def changed(folder: Path) -> Iterator[pd.DataFrame]:
+    """The ledger of a run folder, written back with what is changed in it."""
+    ledger = pd.read_csv(folder / "ledger.csv", keep_default_na=False)
+    yield ledger
+    ledger.to_csv(folder / "ledger.csv", index=False)
 
 
 # What the issue asks to be shown: 3 steps of 2 micro-batches on 2 ranks; an activation is 4 x 16 float32, 256 bytes
 
 
 def test_two_runs_of_one_program_are_equal(runs: dict[str, Path]) -> None:
-    found = held(runs, "again", "events:0", "calls:0", "bytes:0", "memory:0")
+    found = compared(runs["right"], runs["again"], "events:0", "calls:0", "bytes:0", "memory:0")
     assert (len(found.events), found.breaches) == (0, ())
     assert list(found.traffic["calls"]) == list(found.traffic["new_calls"]) == [12, 12]
     assert list(found.traffic["payload_bytes"]) == [12 * 256] * 2
@@ -41,24 +57,21 @@ def test_two_runs_of_one_program_are_equal(runs: dict[str, Path]) -> None:
 def test_a_change_is_one_fact_in_its_module_and_says_what_changed(
     runs: dict[str, Path], way: str, fact: str, what: str
 ) -> None:
-    found = held(runs, way)
+    found = compared(runs["right"], runs[way])
     (row,) = found.events.to_dict("records")
     names = ("kind", "phase", "region", "op", "base_calls", "new_calls", "base_payload_bytes", "new_payload_bytes")
     assert " ".join(str(row[name]) for name in names) == fact
     assert row["what"] == (f"{what}_bytes 256 -> 512" if what.endswith("payload") else what)
     assert (row["ranks"], row["steps"], row["microbatches"]) == ("0..1", "0..2", "0..1")
     assert len(found.breaches) == 1
-    back = compare(side(str(runs[way])), side(str(runs["right"])))
-    assert list(back.events["kind"]) == ["gone" if way == "gather" else "changed"]
+    assert list(compared(runs[way], runs["right"]).events["kind"]) == ["gone" if way == "gather" else "changed"]
 
 
-def test_one_event_on_one_rank_is_told_with_its_rank(runs: dict[str, Path], tmp_path: Path) -> None:
-    folder = shutil.copytree(runs["right"], tmp_path / "run")
-    lines = (folder / "ledger.csv").read_text().splitlines(keepends=True)
-    place = next(n for n, line in enumerate(lines) if ",backward,layers.0," in line and ",2,1,2,1," in line)
-    lines[place] = lines[place].replace(",sum,", ",max,")
-    (folder / "ledger.csv").write_text("".join(lines))
-    (fact,) = compare(side(str(runs["right"])), side(str(folder))).events.to_dict("records")
+def test_one_event_on_one_rank_is_told_with_its_rank(runs: dict[str, Path], copy: Path) -> None:
+    with changed(copy) as ledger:
+        place = "phase == 'backward' and region == 'layers.0' and rank == 1 and step == 2 and microbatch == 1"
+        ledger.loc[ledger.query(place).index, "reduce_op"] = "max"
+    (fact,) = compared(runs["right"], copy).events.to_dict("records")
     assert (fact["kind"], fact["what"]) == ("changed", "reduce_op sum -> max")
     assert (fact["ranks"], fact["steps"], fact["microbatches"], fact["new_calls"]) == ("1", "2", "1", 1)
 
@@ -67,67 +80,51 @@ def test_one_event_on_one_rank_is_told_with_its_rank(runs: dict[str, Path], tmp_
 
 
 def test_limits_count_what_they_name(runs: dict[str, Path]) -> None:
-    assert held(runs, "wider", "calls:0").breaches == ()
-    assert len(held(runs, "wider", "bytes:0").breaches) == 1
-    assert len(held(runs, "gather", "calls:0", "bytes:0").breaches) == 2
-    assert held(runs, "gather", "calls:6", "bytes:3072", "calls:25%", "bytes:50%").breaches == ()
-    assert len(held(runs, "gather", "calls:5", "bytes:3071", "calls:24.9%", "bytes:49.9%").breaches) == 4
-    assert held(runs, "wider", "bytes:24%").breaches[0].startswith("bytes:24%: ")
+    def broken(way: str, *fail: str) -> tuple[str, ...]:
+        return compared(runs["right"], runs[way], *fail).breaches
+
+    assert broken("wider", "calls:0") == ()
+    assert len(broken("wider", "bytes:0")) == 1
+    assert len(broken("gather", "calls:0", "bytes:0")) == 2
+    assert broken("gather", "calls:6", "bytes:3072", "calls:25%", "bytes:50%") == ()
+    assert len(broken("gather", "calls:5", "bytes:3071", "calls:24.9%", "bytes:49.9%")) == 4
+    assert broken("wider", "bytes:24%")[0].startswith("bytes:24%: ")
 
 
 def test_a_limit_that_is_none_is_refused() -> None:
-    texts = (
-        "bytes",
-        "weight:0",
-        "bytes:-1",
-        "bytes:much",
-        "time:5",
-        "wall:1e3%",
-        "events:1",
-        ":",
-        "time:%",
-        "calls:0%%",
-    )
-    for text in texts:
+    for text in "bytes weight:0 bytes:-1 bytes:much time:5 wall:1e3% events:1 : time:% calls:0%%".split():
         with pytest.raises(RequestError, match=f"fail={text}.*; legal: ") as caught:
             limits([text])
         assert "\n" not in str(caught.value)
 
 
-def test_memory_has_a_limit(runs: dict[str, Path], tmp_path: Path) -> None:
-    folder = shutil.copytree(runs["right"], tmp_path / "run")
-    (folder / "memory.csv").write_text((folder / "memory.csv").read_text().replace(",1,1000", ",1,1100"))
-    base, new = side(str(runs["right"])), side(str(folder))
-    assert compare(base, new, limits(["memory:10%"])).breaches == ()
-    assert "1,000 -> 1,100 saved bytes" in compare(base, new, limits(["memory:99"])).breaches[0]
+def test_memory_has_a_limit(runs: dict[str, Path], copy: Path) -> None:
+    (copy / "memory.csv").write_text((copy / "memory.csv").read_text().replace(",1,1000", ",1,1100"))
+    assert compared(runs["right"], copy, "memory:10%").breaches == ()
+    assert "1,000 -> 1,100 saved bytes" in compared(runs["right"], copy, "memory:99").breaches[0]
 
 
 # Times
 
 
-def test_a_ledger_whose_calls_take_longer_breaks_the_limit_of_time(runs: dict[str, Path], tmp_path: Path) -> None:
-    folder = shutil.copytree(runs["right"], tmp_path / "run")
-    ledger = pd.read_csv(folder / "ledger.csv", keep_default_na=False)
-    ledger.loc[ledger["phase"] == "backward", "duration_us"] *= 1.3
-    ledger.to_csv(folder / "ledger.csv", index=False)
-    base, new = side(str(runs["right"])), side(str(folder))
-    found = compare(base, new, limits(["time:10%"]))
+def test_a_ledger_whose_calls_take_longer_breaks_the_limit_of_time(runs: dict[str, Path], copy: Path) -> None:
+    with changed(copy) as ledger:
+        ledger.loc[ledger["phase"] == "backward", "duration_us"] *= 1.3
+    found = compared(runs["right"], copy, "time:10%")
     (breach,) = found.breaches
     assert breach.startswith("time:10%: tp backward: ") and "mostly in layers." in breach
     (spent,) = found.times.query("phase == 'backward' and measure == 'in calls'").to_dict("records")
     assert [spent[name] for name in ("ratio", "low", "high")] == pytest.approx([1.3] * 3, rel=1e-4)
-    assert compare(base, new, limits(["events:0"])).breaches == ()
-    assert any("tp backward" in breach for breach in compare(base, new, limits(["wall:20%"])).breaches)
+    assert compared(runs["right"], copy, "events:0").breaches == ()
+    assert any("tp backward" in breach for breach in compared(runs["right"], copy, "wall:20%").breaches)
 
 
-def test_work_before_a_call_is_told_with_its_phase_and_module(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_work_before_a_call_is_told_with_its_phase_and_module(runs: dict[str, Path], copy: Path) -> None:
     """20 ms more before every call in the backward of one layer, on every rank."""
-    folder = shutil.copytree(runs["right"], tmp_path / "run")
-    ledger = pd.read_csv(folder / "ledger.csv", keep_default_na=False)
-    late = (ledger["phase"] == "backward") & (ledger["region"] == "layers.1")
-    ledger["start_us"] += 20_000.0 * late.groupby(ledger["rank"]).cumsum()
-    ledger.to_csv(folder / "ledger.csv", index=False)
-    found = compare(side(str(runs["right"])), side(str(folder)), limits(["events:0", "time:100%"]))
+    with changed(copy) as ledger:
+        late = (ledger["phase"] == "backward") & (ledger["region"] == "layers.1")
+        ledger["start_us"] += 20_000.0 * late.groupby(ledger["rank"]).cumsum()
+    found = compared(runs["right"], copy, "events:0", "time:100%")
     assert [breach.partition(": ")[2].partition(":")[0] for breach in found.breaches] == ["tp backward"]
     assert "mostly in layers.1" in found.breaches[0]
 
@@ -153,46 +150,40 @@ def renamed(path: Path, to: Path, case: str, mode: str = "tp") -> Path:
     return folder
 
 
-def test_what_else_differs_is_told_first(runs: dict[str, Path], tmp_path: Path) -> None:
-    right = side(str(runs["right"]))
-    found = compare(right, side(str(renamed(runs["right"], tmp_path / "other", "mode=isp tp=2", "isp"))))
+def test_what_else_differs_is_told_first(runs: dict[str, Path], copy: Path, tmp_path: Path) -> None:
+    found = compared(runs["right"], renamed(runs["right"], tmp_path / "other", "mode=isp tp=2", "isp"))
     assert any(note.startswith("different cases are compared: ") for note in found.notes)
     assert len(found.events) == 0
-    folder = shutil.copytree(runs["right"], tmp_path / "run")
-    env = json.loads((folder / "env.json").read_text())
+    env = json.loads((copy / "env.json").read_text())
     env["versions"]["torch"], env["machine"]["cores"] = "2.99", 512
-    (folder / "env.json").write_text(json.dumps(env))
-    notes = compare(right, side(str(folder))).notes
+    (copy / "env.json").write_text(json.dumps(env))
+    notes = compared(runs["right"], copy).notes
     assert any("different versions are compared: torch" in note and "2.99" in note for note in notes)
     assert any("different machines are compared: cores" in note for note in notes)
 
 
-def test_a_case_that_the_new_run_lacks_breaks_the_comparison(tmp_path: Path) -> None:
-    base = side(str(sample_run.write(tmp_path / "base")))
-    folder = sample_run.write(tmp_path / "new")
+def test_a_case_that_the_new_run_lacks_breaks_the_comparison(folder: Path, tmp_path: Path) -> None:
+    fewer = shutil.copytree(folder, tmp_path / "fewer")
     for name in ("cases.jsonl", "ledger.csv"):
-        lines = (folder / name).read_text().splitlines(keepends=True)
-        (folder / name).write_text("".join(line for line in lines if "tp-sp" not in line))
-    found = compare(base, side(str(folder)))
-    assert found.breaches == (f"case {sample_run.TP_SP}: is in {base.name} and not in {folder}",)
-    assert compare(side(str(folder)), base).breaches == (), "a case more is no breach, and a note"
-    assert any("not compared" in note for note in compare(side(str(folder)), base).notes)
+        lines = (fewer / name).read_text().splitlines(keepends=True)
+        (fewer / name).write_text("".join(line for line in lines if "tp-sp" not in line))
+    found = f"case {sample_run.TP_SP}: is in {side(str(folder)).name} and not in {fewer}"
+    assert compared(folder, fewer).breaches == (found,)
+    assert compared(fewer, folder).breaches == (), "a case more is no breach, and a note"
+    assert any("not compared" in note for note in compared(fewer, folder).notes)
 
 
-def test_a_run_that_lost_its_ledger_lacks_every_event(runs: dict[str, Path], tmp_path: Path) -> None:
-    folder = shutil.copytree(runs["right"], tmp_path / "run")
-    (folder / "ledger.csv").unlink()
-    base, new = side(str(runs["right"])), side(str(folder))
-    gone, fresh = compare(base, new), compare(new, base)
+def test_a_run_that_lost_its_ledger_lacks_every_event(runs: dict[str, Path], copy: Path) -> None:
+    (copy / "ledger.csv").unlink()
+    gone, fresh = compared(runs["right"], copy), compared(copy, runs["right"])
     assert set(gone.events["kind"]) == {"gone"} and set(fresh.events["kind"]) == {"new"}
     assert list(gone.traffic["calls"]) == list(fresh.traffic["new_calls"]) == [12, 12]
     assert any("ledger.csv is missing" in note for note in gone.notes) and gone.breaches
 
 
-def test_nothing_in_common_is_a_wrong_request(tmp_path: Path, runs: dict[str, Path]) -> None:
-    base, new = sample_run.write(tmp_path / "run"), renamed(runs["right"], tmp_path / "x", "q", "isp")
+def test_nothing_in_common_is_a_wrong_request(folder: Path, tmp_path: Path, runs: dict[str, Path]) -> None:
     with pytest.raises(RequestError, match="has no case in common"):
-        compare(side(str(base)), side(str(new)))
+        compared(folder, renamed(runs["right"], tmp_path / "x", "q", "isp"))
 
 
 # The command
@@ -216,8 +207,7 @@ def test_the_command_says_what_and_where_in_words_and_json_and_ends_with_one(
     assert found["events"][0]["region"] == "layers.0"
 
 
-def test_one_run_alone_shows_its_modes_side_by_side(shardproof: CommandLine, tmp_path: Path) -> None:
-    folder = sample_run.write(tmp_path / "run")
+def test_one_run_alone_shows_its_modes_side_by_side(shardproof: CommandLine, folder: Path) -> None:
     status, out, _ = shardproof("compare", str(folder))
     assert status == 0
     rows = [line.split() for line in out.splitlines() if line.startswith(("tp  ", "tp-sp "))]

@@ -1,11 +1,16 @@
 """`shardproof run` without arguments, as users see it: the table of docs/checks.md, and a page with its figures.
 
-All of these tests share a run. Tests that need a browser are skipped where no Chromium is installed.
+Pages in a real browser: no console message, no request, nothing wider than the screen, at three widths. Screenshots
+land in the test's folder. Skipped where no Chromium is installed. axe-core's rules of accessibility are put to copies
+of pages where `.ci/axe` has fetched them.
 """
 
-import io
+import json
 import re
+import shutil
+import subprocess
 from contextlib import redirect_stdout
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -13,48 +18,43 @@ import pytest
 from reports.commands.cli import main
 from reports.stored.frames import load
 from reports.stored.summary import traffic
-from tests.project.test_readme import TABLE, table_rows
+from tests import ROOT
+from tests.project.test_documents import TABLE, table_rows
 from tests.reports.pages.page_figures import compared
-from tests.reports.pages.test_page_in_a_browser import CHROMIUM, SCHEMES, audited, browse, needs_axe
 
 pytestmark = pytest.mark.slow
 CASES = 102
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+WIDTHS = (390, 1400, 2500)
+ALONE = ("--headless=new", "--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND")
+AXE = ROOT / ".axe/node_modules/axe-core/axe.min.js"
+AUDIT = """<script>axe.run(document, {resultTypes: ["violations"]}).then(found => {
+  const told = document.createElement("pre"); told.id = "axe";
+  told.textContent = JSON.stringify(found.violations.map(rule => [rule.id, rule.nodes.map(node => node.html)]));
+  document.body.append(told); })</script></body>"""
+SCHEMES = {"light": 1, "dark": 0}
+"""Chromium's numbers for the colours that a reader prefers."""
+MEASURE = "<script>document.body.dataset.wide = document.documentElement.scrollWidth - innerWidth</script></body>"
+NOISE = re.compile(r"CONSOLE|net::ERR|Failed to load")
+"""Words of Chromium about a page that is not silent."""
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; apt-get install chromium")
+needs_axe = pytest.mark.skipif(not AXE.is_file() or CHROMIUM is None, reason="no axe-core here; .ci/axe fetches it")
 
 
 @pytest.fixture(scope="module")
-def printed() -> io.StringIO:
-    return io.StringIO()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, printed: io.StringIO) -> Path:
-    """The folder of the run, its page in it."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the run, its page in it; beside it lies what it printed."""
     out = tmp_path_factory.mktemp("default")
-    with redirect_stdout(printed):
+    with (out / "printed").open("w") as printed, redirect_stdout(printed):
         assert main(["run", "--out", str(out)]) == 0
     return out / "latest"
 
 
-def test_the_documented_table_is_what_a_run_prints_and_no_calls_differ(folder: Path, printed: io.StringIO) -> None:
-    rows, run = table_rows(printed.getvalue()), load(folder)
+def test_the_documented_table_is_what_a_run_prints_and_no_calls_differ(folder: Path) -> None:
+    rows, run = table_rows((folder.parent / "printed").read_text()), load(folder)
     assert rows == table_rows(TABLE)
     assert sum(int(row[2]) for row in rows) == len(run.cases) == CASES
     assert set(traffic(run)["agrees"]) == {"yes"}, "stages rightly differ: each has its own expectation"
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; apt-get install chromium")
-def test_in_a_browser_all_figures_of_the_page_are_those_of_the_summary(folder: Path) -> None:
-    done = browse((folder / "report.html").resolve().as_uri(), 1400, "--dump-dom")
-    assert "CONSOLE" not in done.stderr
-    assert not re.search(r"net::ERR|Failed to load", done.stderr)
-    assert compared(done.stdout, folder).apart == []
-
-
-@needs_axe
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here; apt-get install chromium")
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_axe_finds_nothing_to_mend(folder: Path, tmp_path: Path, scheme: str) -> None:
-    assert audited((folder / "report.html").read_text(), tmp_path / "axe.html", scheme) == []
 
 
 def test_figures_of_the_page_are_those_of_the_summary_and_one_that_is_not_is_found(folder: Path) -> None:
@@ -70,3 +70,60 @@ def test_figures_of_the_page_are_those_of_the_summary_and_one_that_is_not_is_fou
     for place in (cells[len(cells) // 2].start(1), bar.end(1)):
         html = f"{html[:place]}7{html[place:]}"
     assert {flaw.partition(",")[0] for flaw in compared(html, folder).apart} == {"traffic", "bars"}
+
+
+def browse(url: str, width: int, *words: str) -> subprocess.CompletedProcess[str]:
+    assert CHROMIUM
+    listening = ("--enable-logging=stderr", "--v=0", f"--window-size={width},2000")
+    command = [CHROMIUM, *ALONE, *listening, *words, url]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+
+
+@needs_chromium
+def test_in_a_browser_all_figures_of_the_page_are_those_of_the_summary(folder: Path) -> None:
+    done = browse((folder / "report.html").resolve().as_uri(), 1400, "--dump-dom")
+    assert not NOISE.search(done.stderr)
+    assert compared(done.stdout, folder).apart == []
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_page_fits_and_is_silent(html: str, tmp_path: Path, width: int) -> None:
+    copy = tmp_path / "measured.html"
+    copy.write_text(html.replace("</body>", MEASURE))
+    done = browse(copy.as_uri(), width, "--dump-dom", f"--screenshot={tmp_path}/screen-{width}.png")
+    wide = re.search(r'data-wide="(-?\d+)"', done.stdout)
+    assert wide and int(wide[1]) <= 0, "only tables may be wider, and they scroll"
+    assert not NOISE.search(done.stderr)
+
+
+@needs_chromium
+def test_the_listener_hears_a_broken_page(tmp_path: Path) -> None:
+    copy = tmp_path / "broken.html"
+    copy.write_text("<body><script>console.error('heard'); nowhere()</script><div style='width:3000px'>x</div></body>")
+    done = browse(copy.as_uri(), 820, "--dump-dom")
+    assert NOISE.search(done.stderr) and "nowhere is not defined" in done.stderr
+
+
+def audited(page_html: str, copy: Path, scheme: str) -> list[tuple[str, list[str]]]:
+    """The rules that a page breaks, and the elements that break them."""
+    copy.write_text(page_html.replace("</body>", f"<script>{AXE.read_text()}</script>{AUDIT}"))
+    asked = ("--dump-dom", "--virtual-time-budget=20000", f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}")
+    told = re.search(r'<pre id="axe">(.*?)</pre>', browse(copy.as_uri(), 820, *asked).stdout, re.DOTALL)
+    assert told, "axe-core did not finish"
+    return [(rule, elements) for rule, elements in json.loads(unescape(told[1]))]
+
+
+@needs_axe
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_axe_finds_nothing_to_mend(html: str, folder: Path, tmp_path: Path, scheme: str) -> None:
+    for page in (html, (folder / "report.html").read_text()):
+        assert audited(page, tmp_path / "axe.html", scheme) == []
+
+
+@needs_axe
+def test_axe_finds_what_is_planted(tmp_path: Path) -> None:
+    main = "<main><h1>x</h1><img src='data:,'><p style='color:#ccc'>pale</p></main>"
+    broken = f"<html><title>x</title><body>{main}</body>"
+    rules = {rule for rule, _ in audited(broken, tmp_path / "axe.html", "light")}
+    assert {"html-has-lang", "image-alt", "color-contrast"} <= rules

@@ -18,22 +18,10 @@ from reports.stored.frames import Run, load
 from tests.parallel.schedules.laws import orders, timeline
 from tests.reports import sample_run
 from tests.reports.commands.test_trace import broken
-from tests.reports.pages.map_figures import map_flaws
-from tests.reports.pages.page_figures import compared
+from tests.reports.pages.page_figures import compared, map_flaws
 
 
-@pytest.fixture(scope="module")
-def failing(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return load(sample_run.write(tmp_path_factory.mktemp("pictures") / "run", failing=True))
-
-
-@pytest.fixture(scope="module")
-def html(failing: Run) -> str:
-    return page.render(failing)
-
-
-def test_a_bar_is_one_case_and_as_long_as_its_bytes(tmp_path: Path) -> None:
-    folder = sample_run.write(tmp_path / "run")
+def test_a_bar_is_one_case_and_as_long_as_its_bytes(folder: Path) -> None:
     html = page.render(load(folder))
     found = compared(html, folder)
     assert found.apart == [] and found.figures["bars"] == 1 + 2 * 2 + 4 * (3 + 1 + 2 + 1)
@@ -58,21 +46,15 @@ def test_a_failing_case_has_a_map_of_layers_by_phases_with_the_first_place_marke
     assert flaws == [] and cells == 3 * (2 + 2), "three layers; forward and backward, then forward and step"
     assert '<td class="heat-3 first" title="grad/layers.0.mlp.w1.weight">1e7x first</td>' in html
     assert html.index('<section id="failures">') < html.index('<section id="cases">'), "the page opens with it"
-
-
-@pytest.mark.parametrize(
-    ("there", "planted"),
-    [
+    for there, planted in (
         ("heat-3 first", "heat-2 first"),
         (">1e7x first<", ">1e6x first<"),
         ('class="heat-4 later"', 'class="heat-ok later"'),
         (">inf<", ">ok<"),
         (" first</td>", "</td>"),
         ('<th scope="row">layers.0<', '<th scope="row">layers.1<'),
-    ],
-)
-def test_a_wrong_cell_of_the_map_is_found(failing: Run, html: str, there: str, planted: str) -> None:
-    assert html.count(there) == 1 and map_flaws(html.replace(there, planted), failing.path)[1]
+    ):
+        assert html.count(there) == 1 and map_flaws(html.replace(there, planted), failing.path)[1], "a wrong cell"
 
 
 def test_failures_with_one_first_place_are_one_block(failing: Run) -> None:
@@ -112,10 +94,9 @@ def spans_of(shape: Pipeline) -> pd.DataFrame:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    found = load(sample_run.write(tmp_path / "run"))
-    cases = found.cases.assign(bubble_stated=[float(bubble_stated(SHAPE) or 0), math.nan])
-    return dataclasses.replace(found, cases=cases, spans=spans_of(SHAPE))
+def run(run: Run) -> Run:
+    cases = run.cases.assign(bubble_stated=[float(bubble_stated(SHAPE) or 0), math.nan])
+    return dataclasses.replace(run, cases=cases, spans=spans_of(SHAPE))
 
 
 def test_the_measured_bubble_of_equal_stages_and_no_messages_is_the_closed_form(run: Run) -> None:

@@ -2,25 +2,17 @@
 
 import gzip
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from harness.checking.evidence import Verdict, Worst
 from harness.ledger import COLUMNS
-from harness.running.result import ledger_rows
-from harness.running.store import Store
 from harness.running.summary import SUMMARY_COLUMNS as HARNESS_COLUMNS
-from harness.running.summary import summarize
 from reports.stored.files import RunFolderError
 from reports.stored.frames import SUMMARY_COLUMNS, load
 from tests.reports import sample_run
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return sample_run.write(tmp_path / "run")
 
 
 def test_a_complete_run_loads_without_a_note_and_without_loss(folder: Path) -> None:
@@ -29,9 +21,7 @@ def test_a_complete_run_loads_without_a_note_and_without_loss(folder: Path) -> N
     assert tuple(run.ledger.columns) == COLUMNS
     written = [event for case, calls in sample_run.CALLS.items() for event in sample_run.events(case, calls)]
     assert len(run.ledger) == len(written) == 28
-    first, read = written[5], run.ledger.iloc[5]
-    for name in COLUMNS:
-        assert read[name] == getattr(first, name), name
+    assert tuple(run.ledger.iloc[5]) == sample_run.row(written[5])
     assert list(run.cases["case"]) == [sample_run.TP, sample_run.TP_SP]
     assert run.env["torch"] == "2.13.0"
     assert run.timings["seconds"].sum() == 0.5
@@ -87,34 +77,28 @@ def test_verdicts_are_flat_and_a_missing_worst_is_no_number(folder: Path) -> Non
 # What the harness writes
 
 
-def stored(out: Path, cases: Sequence[str]) -> Path:
+def stored(out: Path, *cases: str) -> Path:
     """A folder written by the harness: both cases planned, the given ones finished."""
-    store = Store(out, "my_pkg.tp:subject", {"versions": {"torch": "2.13.0"}, "command": ["shardproof", "run"]})
-    store.plan({"case": case, "mode": case.split()[0][5:], "world_size": 2} for case in sample_run.CALLS)
-    for case in cases:
-        events = sample_run.events(case, sample_run.CALLS[case])
-        worst = Worst(name="grad/w", error=float("inf"), allowed=1e-9, epsilons=float("inf"))
-        verdict = Verdict(case=case, check="forward", verdict="fail", worst=worst, message="m", unchecked=("a", "b"))
-        rows = summarize(case, events[0].mode, 2, events, None)
-        store.add(case, ledger_rows(events), rows, [verdict], {"ranks": 0.5, "checks": 0.25})
-    store.close()
-    return store.path
+    worst = Worst(name="grad/w", error=float("inf"), allowed=1e-9, epsilons=float("inf"))
+    verdict = Verdict(case="", check="forward", verdict="fail", worst=worst, message="m", unchecked=("a", "b"))
+    events = [sample_run.events(case, sample_run.CALLS[case]) for case in cases]
+    return sample_run.stored(out, sample_run.CALLS, events, verdict)
 
 
-def test_a_folder_that_the_harness_wrote_loads_without_a_note(tmp_path: Path) -> None:
-    folder = stored(tmp_path, list(sample_run.CALLS))
-    run = load(tmp_path / "latest")
+def test_a_folder_that_the_harness_wrote_loads_without_a_note(folder: Path, tmp_path: Path) -> None:
+    by_harness = stored(tmp_path / "runs", *sample_run.CALLS)
+    run = load(tmp_path / "runs" / "latest")
     assert run.notes == ()
-    assert (folder / "ledger.csv").read_text() == (sample_run.write(tmp_path / "hand") / "ledger.csv").read_text()
+    assert (by_harness / "ledger.csv").read_text() == (folder / "ledger.csv").read_text()
     assert run.summary["payload_bytes"].sum() == 14 * sample_run.ACTIVATION_BYTES
     assert run.summary["expected_calls"].isna().all() and SUMMARY_COLUMNS == HARNESS_COLUMNS
     assert list(run.verdicts["worst_error"]) == [float("inf")] * 2
     assert list(run.verdicts["unchecked"]) == ["a; b"] * 2
-    assert run.timings["seconds"].sum() == 1.5
+    assert run.timings["seconds"].sum() == 0.5
 
 
 def test_a_folder_that_the_harness_had_to_leave_loads_with_notes(tmp_path: Path) -> None:
-    folder = stored(tmp_path, [sample_run.TP])
+    folder = stored(tmp_path, sample_run.TP)
     event = sample_run.row(sample_run.events(sample_run.TP_SP, sample_run.CALLS[sample_run.TP_SP])[0])
     with (folder / "ledger.csv").open("a") as file:
         file.write(",".join(map(str, event)) + "\n" + "mode=tp-sp tp=2 seq=64,tp-sp,2,")
@@ -168,9 +152,6 @@ def test_cases_of_another_program_have_no_mode_and_no_size(folder: Path) -> None
     cases = load(folder).cases
     assert list(cases["case"]) == ["1", "mode=tp tp=2"]
     assert list(cases["mode"]) == ["", ""] and cases["world_size"].isna().all()
-
-
-# A folder that no run wrote
 
 
 HARM: dict[str, Callable[[bytes], bytes]] = {

@@ -1,10 +1,8 @@
 """Folders with anything in the place of a run: every command gives one sentence and no traceback.
 
-A killed run can be read.
-
 Harm is drawn: bytes cut off, flipped, added, lines doubled, files swapped, emptied or replaced by folders. The suite
-draws few of each; `--hypothesis-profile deep` draws many, and kills thirty runs. Files of earlier versions are read
-whole, those of a later layout are refused.
+draws few of each; `--hypothesis-profile deep` draws many, and kills thirty runs, which can be read all the same. Files
+of earlier versions are read whole, those of a later layout are refused.
 """
 
 import importlib
@@ -21,12 +19,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from harness.checking.evidence import Verdict
 from harness.ledger import Event, wire_bytes
 from harness.run_folder import SCHEMA
-from harness.running.result import ledger_rows
-from harness.running.store import Store, environment
-from harness.running.summary import summarize
 from reports.comparing.comparison import compare
 from reports.comparing.snapshot import save, side, snapshot
 from reports.stored.files import RunFolderError
@@ -45,25 +39,22 @@ def harm(path: Path, drawn: random.Random) -> str:
     """Do something to a file that no program of ours does; says what."""
     data = path.read_bytes()
     place = drawn.randrange(len(data) or 1)
-    what = drawn.choice(("cut", "flip", "insert", "double", "empty", "remove", "folder", "swap", "zeros"))
-    if what == "cut":
-        path.write_bytes(data[:place])
-    elif what == "flip":
-        path.write_bytes(data[:place] + bytes([drawn.randrange(256)]) + data[place + 1 :])
-    elif what == "insert":
-        path.write_bytes(data[:place] + drawn.randbytes(9) + data[place:])
-    elif what == "double":
-        path.write_bytes(data + data)
-    elif what == "empty":
-        path.write_bytes(b"")
-    elif what == "zeros":
-        path.write_bytes(data[:place] + bytes(len(data) - place))
-    elif what == "swap":
-        path.write_bytes(drawn.choice(sorted(path.parent.iterdir())).read_bytes())
-    else:
-        path.unlink()
-        if what == "folder":
-            path.mkdir()
+    harmed: dict[str, bytes | None] = {
+        "cut": data[:place],
+        "flip": data[:place] + bytes([drawn.randrange(256)]) + data[place + 1 :],
+        "insert": data[:place] + drawn.randbytes(9) + data[place:],
+        "double": data + data,
+        "empty": b"",
+        "zeros": data[:place] + bytes(len(data) - place),
+        "swap": drawn.choice(sorted(path.parent.iterdir())).read_bytes(),
+        **dict.fromkeys(("remove", "folder")),
+    }
+    what = drawn.choice([*harmed])
+    path.unlink()
+    if what == "folder":
+        path.mkdir()
+    elif (after := harmed[what]) is not None:
+        path.write_bytes(after)
     return f"{what} {path.name} at {place}"
 
 
@@ -93,7 +84,7 @@ def test_a_harmed_baseline_is_one_sentence_or_as_good(shardproof: CommandLine, t
 
 _RANKS, _STEPS, _LAYERS = 8, 5, 50
 _PHASES = ("forward", "backward")
-_CALL = next(iter(sample_run.events(sample_run.TP, sample_run.CALLS[sample_run.TP])))
+_CALL = sample_run.events(sample_run.TP, sample_run.CALLS[sample_run.TP])[0]
 
 
 def many_events(case: str, count: int) -> Iterator[Event]:
@@ -121,17 +112,9 @@ def many_events(case: str, count: int) -> Iterator[Event]:
 
 def written(out: Path, count: int, per_case: int) -> Path:
     """A run folder with `count` events, in cases of `per_case`."""
-    store = Store(out, "scale", environment(["scale"], {"subject": "scale"}))
-    cases = {
-        f"mode=tp tp=8 seed={seed}": min(per_case, count - seed * per_case) for seed in range(-(-count // per_case))
-    }
-    store.plan({"case": case, "mode": "tp", "world_size": _RANKS} for case in cases)
-    for case, share in cases.items():
-        rows = list(many_events(case, share))
-        passed = Verdict(case=case, check="forward", verdict="pass", worst=None, message="")
-        store.add(case, ledger_rows(rows), summarize(case, "tp", _RANKS, rows, None), [passed], {"recorded": 1.0})
-    store.close()
-    return store.path
+    begins = range(0, count, per_case)
+    cases = {f"mode=tp tp=8 seed={begin // per_case}": min(per_case, count - begin) for begin in begins}
+    return sample_run.stored(out, cases, ([*many_events(case, share)] for case, share in cases.items()))
 
 
 def endless(out: str) -> None:
@@ -194,11 +177,12 @@ def test_a_run_of_the_former_layout_is_read_as_a_whole(shardproof: CommandLine, 
     (tmp_path / "former" / "errors.csv").unlink()
     run = load(former)
     assert run.notes == () and "schema" not in run.env and set(run.verdicts["decided"]) == {""}
-    status, out, _ = shardproof("show", former)
-    assert status == 0 and sample_run.MESSAGE in out
-    assert shardproof("page", former, "-o", "page.html")[0] == 0
-    assert shardproof("trace", former, "-o", "trace.json")[0] == 0
-    assert shardproof("compare", former, former)[0] == 0
+    whole = "1 case: 1 pass, 0 fail, 0 unknown, 0 skip"
+    for folder, told in ((former, sample_run.MESSAGE), (str(FORMER / "run"), whole)):
+        status, out, err = shardproof("show", folder)
+        assert (status, err) == (0, "") and told in out
+        for words in (("page", "-o", "page.html"), ("trace", "-o", "trace.json"), ("compare", folder)):
+            assert shardproof(*words, folder)[0] == 0, words
 
 
 def test_a_run_of_a_later_layout_is_one_sentence(shardproof: CommandLine, tmp_path: Path) -> None:
@@ -222,14 +206,6 @@ CASE = (
     " optimizer=adamw lr=0.01 seed=3"
 )
 """The case of these files, there with `save=checkpoint`."""
-
-
-def test_a_run_folder_is_shown_and_drawn(shardproof: CommandLine) -> None:
-    run = str(FORMER / "run")
-    status, out, err = shardproof("show", run)
-    assert (status, err) == (0, "")
-    assert "1 case: 1 pass, 0 fail, 0 unknown, 0 skip" in out
-    assert shardproof("page", run, "-o", "page.html")[0] == shardproof("trace", run, "-o", "trace.json")[0] == 0
 
 
 def test_a_case_of_today_sends_what_the_baseline_holds(shardproof_here: CommandLine) -> None:

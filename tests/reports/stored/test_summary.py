@@ -18,16 +18,6 @@ from tests.reports import sample_run
 from tests.reports.sample_run import ACTIVATION_BYTES, TP, TP_SP
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return load(sample_run.write(tmp_path / "run"))
-
-
-@pytest.fixture
-def failing(tmp_path: Path) -> Run:
-    return load(sample_run.write(tmp_path / "failing", failing=True))
-
-
 def test_the_headline_counts_what_one_rank_does(run: Run) -> None:
     tp, tp_sp = summary.headline(run).to_dict("records")
     assert (tp["mode"], tp["ranks"], tp["forward_calls"], tp["backward_calls"]) == ("tp", 2, 3, 2)
@@ -47,27 +37,17 @@ def test_the_headline_shows_the_rank_that_saves_most_and_no_zero_that_nobody_mea
     assert text_tables.headline_table(headline).rows[0][5] == "-"
 
 
-def test_the_headline_shows_the_check_closest_to_its_limit(failing: Run) -> None:
-    tp, tp_sp = summary.headline(failing).to_dict("records")
-    assert (tp["worst_error"], tp["worst_allowed"], tp["verdict"]) == (1.2e-2, 1e-9, "fail")
-    assert (tp_sp["worst_error"], tp_sp["worst_allowed"], tp_sp["verdict"]) == (2e-16, 1e-9, "pass")
+def test_the_headline_shows_the_error_of_a_tensor_that_is_closest_to_its_limit(failing: Run, run: Run) -> None:
+    def worst(verdicts: pd.DataFrame) -> list[tuple[Any, ...]]:
+        headline = summary.headline(dataclasses.replace(run, verdicts=verdicts))
+        return [*headline[["worst_error", "worst_allowed", "verdict"]].itertuples(index=False, name=None)]
 
-
-def test_an_error_where_none_is_allowed_is_the_worst_of_all(failing: Run) -> None:
+    assert worst(failing.verdicts) == [(1.2e-2, 1e-9, "fail"), (2e-16, 1e-9, "pass")]
     exact = failing.verdicts.assign(case=TP_SP, worst_error=[1e-30, 9, 9, 9, 9, 9, 9], worst_allowed=[0.0, *[1e3] * 6])
-    row = summary.headline(dataclasses.replace(failing, verdicts=exact)).to_dict("records")[1]
-    assert (row["worst_error"], row["worst_allowed"]) == (1e-30, 0.0)
-
-
-def test_a_count_of_wrong_events_is_no_error_of_a_tensor(run: Run) -> None:
+    assert worst(exact)[1] == (1e-30, 0.0, "fail"), "an error where none is allowed"
     lost = run.verdicts.iloc[:1].assign(check="ledger", verdict="fail", worst_error=3.0, worst_allowed=0.0)
-    row = summary.headline(dataclasses.replace(run, verdicts=pd.concat([run.verdicts, lost]))).to_dict("records")[0]
-    assert (row["worst_error"], row["verdict"]) == (2e-16, "fail")
-
-
-def test_a_case_without_verdict_is_unknown_and_never_a_pass(run: Run) -> None:
-    silent = dataclasses.replace(run, verdicts=run.verdicts.iloc[:0])
-    assert list(summary.headline(silent)["verdict"]) == ["unknown", "unknown"]
+    assert worst(pd.concat([run.verdicts, lost]))[0] == (2e-16, 1e-9, "fail"), "a count of events is no error"
+    assert [verdict for *_, verdict in worst(run.verdicts.iloc[:0])] == ["unknown", "unknown"], "and never a pass"
 
 
 @pytest.mark.parametrize(
@@ -174,6 +154,9 @@ def test_the_crossing_is_where_the_lines_meet_and_parallel_lines_have_none() -> 
     assert len(parallel) == len(apart) == len(from_zero) == 0
 
 
+CROSSING = {"mtp": {100: 1000, 200: 2000}, "isp": {100: 1600, 200: 1800}}
+
+
 def grown(run: Run, names: dict[str, dict[int, int]]) -> Run:
     """A run of these modes at these tokens, each with one forward call in a layer and one elsewhere."""
     event = run.ledger[run.ledger["region"] == "layers.0.attention.wo"].head(1)
@@ -189,7 +172,7 @@ def grown(run: Run, names: dict[str, dict[int, int]]) -> Run:
 
 
 def test_growth_is_measured_a_micro_batch_with_and_without_what_lies_outside_the_layers(run: Run) -> None:
-    measured = grown(run, {"mtp": {100: 1000, 200: 2000}, "isp": {100: 1600, 200: 1800}})
+    measured = grown(run, CROSSING)
     layers = growth.growth(measured)
     assert list(layers["wire_bytes"]) == [500, 1000, 800, 900], "two micro-batches; isp sorts behind mtp"
     assert list(growth.growth(measured, "all")["wire_bytes"]) == [508.5, 1008.5, 808.5, 908.5]
@@ -199,7 +182,7 @@ def test_growth_is_measured_a_micro_batch_with_and_without_what_lies_outside_the
 
 
 def test_modes_are_compared_across_the_words_that_they_bring_with_them_and_no_others(run: Run) -> None:
-    measured = grown(run, {"mtp": {100: 1000, 200: 2000}, "isp": {100: 1600, 200: 1800}})
+    measured = grown(run, CROSSING)
 
     def also(word: str) -> int:
         cases = measured.cases.assign(case=[c + word * ("isp" in c) for c in measured.cases["case"]])
