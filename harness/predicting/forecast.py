@@ -17,7 +17,7 @@ optimizer are by formula instead, since the program trains with those of its own
 first micro-batch on then. Units: seconds, bytes, FLOPs; bytes of calls are payloads of one rank in a step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from harness.engines.shapes.dry import DryEngine
@@ -65,7 +65,7 @@ def forecast(
     also for several pipeline stages of a subject that has no `pipeline` (harness.protocols).
     """
     cluster.device.flops_per_s(case.dtype)
-    pipeline, ranks, (low, high) = _pipeline(case, subject, states), first_pipeline(case.axes), two_depths(case)
+    pipeline, (low, high) = _pipeline(case, subject, states), two_depths(case)
     depth_of = {kind: pipeline.layers[kind] / pipeline.chunks for kind in sorted(set(pipeline.alike))}
 
     def run_dry(sample: CaseLike, kind: int) -> MeasuredStage:
@@ -86,8 +86,27 @@ def forecast(
         else at(kind, None)
         for kind, depth in depth_of.items()
     }
+    made = _composed(case, subject, pipeline, run, cluster, states)
+    if not isinstance(pipeline, OneStage):
+        return made
     deep = max(depth_of.values()) > high
-    every = [run[kind] for kind in pipeline.alike]
+    made = replace(made, stages=(), spans=(), depths=(low, high) if deep else (), events=() if deep else made.events)
+    if not deep or not whole:
+        return made
+    itself = dry_rank(short := case.but(steps=1, micro=1), subject, engine, 0, timeout_s)
+    return replace(made, events=itself.events, ledger=first_difference((compared(short, subject, itself), made.ledger)))
+
+
+def _composed(
+    case: CaseLike,
+    subject: Subject,
+    pipeline: PipelineLike,
+    run: Mapping[int, MeasuredStage],
+    cluster: Cluster,
+    states: States | None,
+) -> Forecast:
+    """The step of all stages; `run` has one of each kind."""
+    every, ranks = [run[kind] for kind in pipeline.alike], first_pipeline(case.axes)
     events = tuple(event for one in run.values() for event in one.events)
     size = max((event.payload_bytes for event in events if event.phase == MESSAGES), default=0)
     lasts_s = [_durations(one, pipeline.programs[stage]) for stage, one in enumerate(every)]
@@ -104,7 +123,7 @@ def forecast(
     )
     largest = max(stages, key=lambda stage: stage.memory.peak)
     busiest = max(stages, key=lambda stage: stage.times.compute_s)
-    made = Forecast(
+    return Forecast(
         case=case,
         cluster=cluster,
         times=busiest.times,
@@ -118,13 +137,6 @@ def forecast(
         bubble_stated=pipeline.bubble_stated,
         spans=tuple(map(tuple, spans)),
     )
-    if not isinstance(pipeline, OneStage):
-        return made
-    made = replace(made, stages=(), spans=(), depths=(low, high) if deep else (), events=() if deep else events)
-    if not deep or not whole:
-        return made
-    itself = dry_rank(short := case.but(steps=1, micro=1), subject, engine, 0, timeout_s)
-    return replace(made, events=itself.events, ledger=first_difference((compared(short, subject, itself), made.ledger)))
 
 
 def _pipeline(case: CaseLike, subject: Subject, states: States | None) -> PipelineLike:

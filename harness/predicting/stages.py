@@ -11,6 +11,7 @@ whole, and every micro-batch is an equal share of it. Units: seconds, bytes, FLO
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 from harness.engines.shapes.dry import DryEngine
@@ -165,8 +166,14 @@ def measured(
     program = pipeline.programs[stage]
     computations = [together[0] for together in program if together[0].kind in _COMPUTED]
     ends = _turns(rank, len(computations)) if isinstance(pipeline, OneStage) else _ends(rank, program)
+    made_stage = partial(
+        MeasuredStage, rank=at, memory=Memory.of(rank, 0), ledger=compared(case, subject, rank), events=rank.events
+    )
     if not ends:
-        return _in_shares(case, rank, subject, cluster)
+        share, rest = _shares(case, rank, cluster)
+        nothing = Segment(times=Times(), left_bytes=0.0, more_bytes=0.0, flops=0.0)
+        shares = {(FORWARD, 0): (share,), (BACKWARD, 0): (nothing,)}
+        return made_stage(segments=shares, rest=rest, before_bytes=0.0, grown_bytes=0.0, live=1)
     made = _cut(case, rank, ends, cluster)
     segments: dict[tuple[str, int], tuple[Segment, ...]] = {}
     for action, segment in zip(computations, made[:-1], strict=True):
@@ -178,44 +185,18 @@ def measured(
         before = known[0].left_bytes - known[-1].left_bytes
         own = replace(known[0], left_bytes=known[-1].left_bytes, more_bytes=known[-1].more_bytes)
         segments[first] = (own, *known[1:])
-    alone = isinstance(pipeline, OneStage) and len(made) > 2 * 2
+    alone = isinstance(pipeline, OneStage) and len(made) > 2 * 2  # two forwards and backwards, and the rest
     grown = made[2].left_bytes + made[3].left_bytes if alone else 0.0
-    return _of_rank(case, rank, subject, segments, made[-1], before, grown, live(computations))
+    return made_stage(segments=segments, rest=made[-1], before_bytes=before, grown_bytes=grown, live=live(computations))
 
 
-def _in_shares(case: CaseLike, rank: DryRank, subject: Subject, cluster: Cluster) -> MeasuredStage:
-    """A rank whose step is not taken apart: forwards are equal shares of what comes before the first call after it."""
+def _shares(case: CaseLike, rank: DryRank, cluster: Cluster) -> tuple[Segment, Segment]:
+    """A micro-batch as an equal share of what comes before the first call after backward, and the rest."""
     after = {event.call_index for event in rank.events if event.phase in AFTER_BACKWARD}
     stops = (number for number, one in enumerate(rank.stretches) if one.then == START and one.ticket in after)
-    end = next(stops, len(rank.stretches))
-    step, rest = _cut(case, rank, [end, len(rank.stretches)], cluster)
+    step, rest = _cut(case, rank, [next(stops, len(rank.stretches)), len(rank.stretches)], cluster)
     share = replace(step, times=together((1 / case.micro, step.times)), flops=step.flops / case.micro, left_bytes=0.0)
-    rest = replace(rest, more_bytes=rest.more_bytes + step.left_bytes)
-    nothing = Segment(times=Times(), left_bytes=0.0, more_bytes=0.0, flops=0.0)
-    return _of_rank(case, rank, subject, {(FORWARD, 0): (share,), (BACKWARD, 0): (nothing,)}, rest, 0.0, 0.0, 1)
-
-
-def _of_rank(
-    case: CaseLike,
-    rank: DryRank,
-    subject: Subject,
-    segments: Mapping[tuple[str, int], tuple[Segment, ...]],
-    rest: Segment,
-    before_bytes: float,
-    grown_bytes: float,
-    live: int,
-) -> MeasuredStage:
-    return MeasuredStage(
-        rank=rank.rank,
-        segments=segments,
-        rest=rest,
-        before_bytes=before_bytes,
-        grown_bytes=grown_bytes,
-        memory=Memory.of(rank, 0),
-        live=live,
-        ledger=compared(case, subject, rank),
-        events=rank.events,
-    )
+    return share, replace(rest, more_bytes=rest.more_bytes + step.left_bytes)
 
 
 def _cut(case: CaseLike, rank: DryRank, ends: Sequence[int], cluster: Cluster) -> list[Segment]:

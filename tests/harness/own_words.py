@@ -100,7 +100,7 @@ class Reduced(torch.autograd.Function):
 
 
 class Network:
-    """The subject. `factor`, or that of a case, multiplies the loss: any but 1 is a bug. It states what it is given."""
+    """The subject. `factor`, or that of a case, multiplies the loss: any but 1 is a bug. Keywords state more."""
 
     words, cases = WORDS, CASES
     truth = staticmethod(truth)

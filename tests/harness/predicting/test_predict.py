@@ -240,6 +240,12 @@ def test_a_ledger_that_is_not_the_closed_form_fails_the_command(capsys: pytest.C
     assert "differs: extra event" in capsys.readouterr().out
 
 
+def reads(_case: CaseLike, device: torch.device) -> dict[str, torch.Tensor]:
+    if (x := torch.ones(2, device=device)).sum().item() > 2:
+        dist.all_reduce(x)
+    return {}
+
+
 def test_a_subject_that_looks_at_numbers_cannot_be_predicted(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["predict", "mode=tp tp=2", "--subject", "tests.harness.shapes.test_dry:_reads"]) == 2
+    assert main(["predict", "mode=tp tp=2", "--subject", "tests.harness.predicting.test_predict:reads"]) == 2
     assert "cannot be run dry: rank 0 of 2 cannot go on with shapes alone" in capsys.readouterr().err
