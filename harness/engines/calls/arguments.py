@@ -72,7 +72,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def of_one_dtype(op: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
     """Raises WrongArgument where outputs are of other dtypes than inputs."""
-    if not outputs or not inputs or outputs is inputs:
+    if not outputs or not inputs:
         return
     if len(outputs) == len(inputs) == 1:
         differ = outputs[0].dtype is not inputs[0].dtype

@@ -1,6 +1,6 @@
 """Calls in flight: collectives that not every rank has issued, messages without their other end, and mismatches."""
 
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -20,22 +20,18 @@ ANY = -1
 class PendingCollective:
     """A collective in flight, identified by its group and its number in the group.
 
-    `signature` is that of the first rank that issued it. By group rank: `operands` (None until the rank has issued the
-    call) and `differing` (the signatures that differ from the first). `waiters` are the ranks that wait for it.
-    `error` is why it could not be computed.
+    `signature` is that of the first rank that issued it, `missing` ranks have not issued it yet. By group rank:
+    `operands` (None until the rank has issued the call) and `differing` (the signatures that differ from the first).
+    `waiters` are the ranks that wait for it. `error` is why it could not be computed.
     """
 
     signature: Signature
-    size: InitVar[int]
-    operands: list[Operands | None] = field(init=False)
-    missing: int = field(init=False)
+    missing: int
+    operands: list[Operands | None]
     differing: dict[int, Signature] = field(default_factory=dict)
     waiters: list[int] = field(default_factory=list)
     done: bool = False
     error: Exception | None = None
-
-    def __post_init__(self, size: int) -> None:
-        self.operands, self.missing = [None] * size, size
 
 
 @dataclass(slots=True, eq=False)

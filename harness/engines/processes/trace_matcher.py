@@ -125,7 +125,7 @@ class TraceMatcher:
             label_group(group, self._known)
         member, op = recorded.ranks.index(rank), recorded.signature.op
         if op == OTHER:  # who takes part is not known: no rank waits in it, and it cannot mismatch
-            complete = PendingCollective(recorded.signature, 1, done=True)
+            complete = PendingCollective(recorded.signature, 1, [None], done=True)
             self.last[rank] = TracedCall(rank, group, group.numbers[member], recorded, complete)
         elif op in {"send", "recv"}:
             self._post(member, group, rank, at_s, recorded)
@@ -140,7 +140,8 @@ class TraceMatcher:
         group.numbers[member] += 1
         collective = group.collectives.get(number)
         if collective is None:
-            collective = group.collectives[number] = PendingCollective(recorded.signature, len(group.ranks))
+            size = len(group.ranks)
+            collective = group.collectives[number] = PendingCollective(recorded.signature, size, [None] * size)
             self._matched[collective] = []
         self.last[rank] = call = TracedCall(rank, group, number, recorded, collective)
         self._matched[collective].append(call)
@@ -195,7 +196,7 @@ class TraceMatcher:
         size = len(self.last)
         made = self._made.setdefault(recorded.group, {})
         made[rank] = recorded.ranks
-        making = self._making.setdefault(recorded.group, PendingCollective(recorded.signature, size))
+        making = self._making.setdefault(recorded.group, PendingCollective(recorded.signature, size, [None] * size))
         making.operands[rank] = _ISSUED
         self._in_making[rank] = TracedCall(rank, world_of(size), int(recorded.group), recorded, making)
         if len(made) < size:

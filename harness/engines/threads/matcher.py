@@ -73,8 +73,8 @@ class CollectiveMatcher:
         first, others = self._made.setdefault((life, number), (rank, ranks))
         if others != ranks:
             size = len(self.waiting)
-            call = RankCall(world_of(size), rank, MAKES_GROUP, _NONE, meet, (), False)
-            call.number, call.event = number, PendingCollective(MAKES_GROUP, size)
+            call = RankCall(world_of(size), rank, rank, MAKES_GROUP, _NONE, (), meet, (), False)
+            call.number, call.event = number, PendingCollective(MAKES_GROUP, size, [None] * size)
             self._park(call, Mismatch.of_groups(size, number, {first: others, rank: ranks}))
 
     def issue(self, call: RankCall) -> None:
@@ -89,7 +89,8 @@ class CollectiveMatcher:
         number = call.number = group.numbers[member]
         collective = group.collectives.get(number)
         if collective is None:
-            collective = group.collectives[number] = PendingCollective(signature, len(group.ranks))
+            size = len(group.ranks)
+            collective = group.collectives[number] = PendingCollective(signature, size, [None] * size)
         group.numbers[member] += 1
         call.event = collective
         if call.is_async:

@@ -44,7 +44,7 @@ class InprocGroup(GroupFacts):
 
     def __init__(self, matcher: CollectiveMatcher, group: RankGroup, member: int, name: str) -> None:
         super().__init__(group, member, name)
-        self._matcher = matcher
+        self._matcher, self._rank = matcher, group.ranks[member]
         self._batch: list[Work] | None = None
 
     # collectives
@@ -218,9 +218,11 @@ class InprocGroup(GroupFacts):
         self, signature: Signature, operands: Operands, combine: Combine, payload: Sequence[Tensor], opts: Any
     ) -> dist.Work:
         """Issue a collective, and wait for it unless it is asynchronous."""
-        of_one_dtype(signature.op, operands.outputs, operands.inputs)
+        outputs = operands.outputs
+        if outputs is not operands.inputs:
+            of_one_dtype(signature.op, outputs, operands.inputs)
         is_async = getattr(opts, "asyncOp", True)
-        call = RankCall(self._group, self._member, signature, operands, combine, payload, is_async)
+        call = RankCall(self._group, self._member, self._rank, signature, operands, outputs, combine, payload, is_async)
         self._matcher.issue(call)
         if is_async or self._batch is not None:
             return self._work(call)
@@ -232,10 +234,10 @@ class InprocGroup(GroupFacts):
         caller = sys._getframe(3)  # dist.send is dist.isend and a wait
         is_async = not (caller.f_code.co_name == op and caller.f_globals is vars(c10d))
         signature = signature_of(op, (tensor,))
-        operands = Operands((tensor,), ()) if op == "recv" else Operands((), (tensor,))
-        call = RankCall(
-            self._group, self._member, signature, operands, arithmetic.transfer, (tensor,), is_async, peer, tag
-        )
+        outputs: tuple[Tensor, ...] = (tensor,) if op == "recv" else ()
+        operands = Operands(outputs, () if outputs else (tensor,))
+        own = self._group, self._member, self._rank
+        call = RankCall(*own, signature, operands, outputs, arithmetic.transfer, (tensor,), is_async, peer, tag)
         self._matcher.post(call)
         return self._work(call)
 

@@ -27,23 +27,20 @@ class RankCall:
 
     group: RankGroup
     member: int
+    rank: int
     signature: Signature
     operands: Operands
+    outputs: Sequence[Tensor]
     combine: Combine
     payload: Sequence[Tensor]
     is_async: bool
     peer: int = ANY
     tag: int = 0
-    rank: int = field(init=False)
-    outputs: Sequence[Tensor] = field(init=False)
     event: PendingCollective | PendingMessage = field(init=False)
     number: int = field(init=False)
     ticket: int | None = None
     origin: Caller | None = None
     waited: bool = False
-
-    def __post_init__(self) -> None:
-        self.rank, self.outputs = self.group.ranks[self.member], self.operands.outputs
 
 
 class _Waited(dist.Work):
