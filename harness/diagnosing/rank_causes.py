@@ -10,8 +10,9 @@ the first that is found is reported.
        was found without a declared layout
     3  the first call that parts from the expectation, when it comes before the first wrong tensor
     4  what the numbers of the first wrong tensors look like: counts, factors, places
-    5  a call that parts later, and before the first wrong number was returned: a loss is summed in grad_sync
-    6  parameters without a gradient, of which no more than that is known
+    5  a call that parts later, where it may be behind the first wrong number: a loss is summed in grad_sync
+    6  parameters without a gradient, where nothing above explains them; they come before 3 where the first wrong number
+       is made of gradients
     7  what is usually behind a check that nothing else explains
 """
 
@@ -201,7 +202,8 @@ def _unused(evidence: Evidence) -> list[Cause]:
     lost = [name for name in names if name not in evidence.returned and stays(name.removeprefix("grad/"))]
     if not lost or evidence.returned.isdisjoint(names):
         return []
-    words = f"no rank has {', '.join(lost[:3])}{' ...' * (len(lost) > 3)}: not used, detached or frozen"
+    listed = f"{', '.join(lost[:3])}{' ...' * (len(lost) > 3)}"
+    words = f"no rank returned {listed}, and the parameters did not move: not used, detached or frozen"
     return [reported("unused", words, lost)]
 
 

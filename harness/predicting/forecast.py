@@ -61,8 +61,8 @@ def forecast(
     """Time and memory of the case on the cluster; `states` None: gradients and optimizer are the program's own.
 
     `whole`: a model of one stage is run itself too, for one micro-batch, and gives the ledger. Raises what the engine
-    raises, NotComputed for a rank that did not follow its program, and RequestError for an unknown peak. RequestError
-    also for several pipeline stages of a subject that has no `pipeline` (harness.protocols).
+    raises, NotComputed for a rank that cannot be taken apart by its program, and RequestError for an unknown peak.
+    RequestError also for several pipeline stages of a subject that has no `pipeline` (harness.protocols).
     """
     cluster.device.flops_per_s(case.dtype)
     pipeline, (low, high) = _pipeline(case, subject, states), two_depths(case)

@@ -33,7 +33,7 @@ _MEASURED = 3
 """Micro-batches of a step that are measured: the first, one between, the last."""
 
 
-class Computation(NamedTuple):
+class _Computation(NamedTuple):
     """A computation of a program without stages."""
 
     kind: str
@@ -41,10 +41,10 @@ class Computation(NamedTuple):
     chunk: int = 0
 
 
-class Span(NamedTuple):
-    """When it runs."""
+class _Interval(NamedTuple):
+    """A computation with the seconds at which it begins and ends."""
 
-    action: Computation
+    action: _Computation
     start: float
     end: float
 
@@ -66,9 +66,9 @@ class OneStage:
         return (int(getattr(self.case, "layers", 0)),)
 
     @property
-    def programs(self) -> tuple[tuple[tuple[Computation], ...]]:
+    def programs(self) -> tuple[tuple[tuple[_Computation], ...]]:
         """Forward and backward of every micro-batch."""
-        return (tuple((Computation(kind, micro),) for micro in range(self.case.micro) for kind in _COMPUTED),)
+        return (tuple((_Computation(kind, micro),) for micro in range(self.case.micro) for kind in _COMPUTED),)
 
     def sample(self, depth: int | None) -> CaseLike:
         """A step of at most three micro-batches, and at least `least`."""
@@ -79,9 +79,9 @@ class OneStage:
         self, seconds: Callable[[int, ActionLike], float], _message_s: Callable[[int, int], float]
     ) -> tuple[tuple[SpanLike, ...]]:
         """The computations, each at the end of the one before."""
-        made, now_s = list[Span](), 0.0
+        made, now_s = list[_Interval](), 0.0
         for (computation,) in self.programs[0]:
-            made.append(Span(computation, now_s, now_s + seconds(0, computation)))
+            made.append(_Interval(computation, now_s, now_s + seconds(0, computation)))
             now_s = made[-1].end
         return (tuple(made),)
 
@@ -225,8 +225,10 @@ def _cut(case: CaseLike, rank: DryRank, ends: Sequence[int], cluster: Cluster) -
 
 
 def on_the_line(drawn: Sequence[tuple[float, MeasuredStage]]) -> MeasuredStage:
-    """A stage of several depths, each with its weight."""
+    """A stage of several depths, each with its weight. Raises NotComputed where they are not taken apart alike."""
     first = drawn[0][1]
+    if len({tuple((place, len(own)) for place, own in one.segments.items()) for _, one in drawn}) > 1:
+        raise NotComputed("its forwards and backwards are others in a deeper model", ranks=(first.rank,))
     numbers = {
         name: together(*((weight, getattr(one, name)) for weight, one in drawn))
         for name in ("rest", "before_bytes", "grown_bytes", "memory")

@@ -132,7 +132,7 @@ def held_whole(evidence: Evidence, name: str) -> bool:
 
 
 def is_cut(evidence: Evidence, name: str, axis: str, dim: int) -> bool:
-    """Whether the ranks of every group of this axis, where several hold a tensor, hold other parts along a dim."""
+    """Whether ranks of one group of this axis that hold a tensor always hold different parts of it along a dim."""
     blocks = blocks_of(evidence, name)
     groups = [[rank for rank in ranks if rank in blocks] for ranks in evidence.axes.get(axis, ())]
     parts = [{tuple(block.region[dim] for block in blocks[rank]) for rank in ranks} for ranks in groups]

@@ -76,6 +76,20 @@ def test_a_program_that_shows_no_backward_is_measured_whole(dry: DryEngine) -> N
     )
 
 
+def layer_by_layer(case: CaseLike, device: torch.device) -> dict[str, torch.Tensor]:
+    """A backward for every layer: as many as micro-batches in a model of three layers, more in one of five."""
+    weight = torch.ones(8, 8, dtype=torch.bfloat16, device=device, requires_grad=True)
+    for _ in range(int(getattr(case, "layers", 0))):
+        (weight @ weight).sum().backward()
+    return {}
+
+
+def test_a_program_of_other_backwards_at_another_depth_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    subject = ("--subject", "tests.harness.predicting.test_predict:layer_by_layer")
+    assert main(["predict", f"{TINY} mode=tp tp=1 layers=9 micro=3", *subject]) == 2
+    assert "its forwards and backwards are others in a deeper model" in capsys.readouterr().err
+
+
 def test_memory_is_never_less_than_that_of_the_run_itself(dry: DryEngine) -> None:
     case = Case.parse(f"{TINY} mode=tp-sp tp=2 dp=3 layers=6 micro=2 steps=2 optimizer=adamw")
     memory = forecast(case, subject, CLUSTER, dry).memory

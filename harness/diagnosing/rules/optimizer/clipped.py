@@ -55,7 +55,7 @@ def by_square(evidence: Evidence, factor: float, relation: str, step: int, predi
 def by_block(evidence: Evidence, wrong: Sequence[str], step: int) -> list[Cause]:
     """Whether what each rank holds of each parameter has moved by a factor of its own.
 
-    A part has a smaller norm than the whole: it is clipped less, and at least not at all.
+    The norm of a part is at most that of the whole, so the part is clipped less, or not at all.
     """
     largest, norm = getattr(evidence.case, "clip", 0.0), evidence.truth.get(f"grad_norm/{step}")
     if not largest or norm is None:

@@ -150,7 +150,7 @@ def _scaled(
         return claimed("clip_scales_up", f"{relation}: a norm below the limit is scaled up to it", *predict(factor))
     if largest and (norm is None or float(norm) > largest or factor < 1):
         return by_square(evidence, factor, relation, step, predict)  # any other may come of another norm or limit
-    sizes = [] if step else every_size(evidence)  # sums and means are of every step: what begins later is none
+    sizes = [] if step else every_size(evidence)  # a sum or mean too many would show in every step
     causes = meaning_of(evidence, factor, relation, CLOSE, measure, predict, sizes)
     if 0 < factor < LITTLE and all(cause.id == "constant_factor" for cause in causes):
         return claimed("scaled_down", f"{relation}: divided once more before the step", *predict(factor))
