@@ -14,7 +14,8 @@ from harness.diagnosing.first_place import First, first_place
 from harness.diagnosing.hints import hint
 from harness.diagnosing.rank_causes import likely
 from harness.diagnosing.rules.causes import Cause, reported
-from harness.diagnosing.rules.places import place_of, timeline, wrong_ranks
+from harness.diagnosing.rules.hypothesis import Failure
+from harness.diagnosing.rules.places import comparable, place_of, timeline, wrong_ranks
 from harness.differences import Difference, but_for_bytes, differences
 from harness.errors import Desynchronised, ProgramError, RankCrashed, ShardproofError
 
@@ -55,7 +56,11 @@ def explanation_of(evidence: Evidence, findings: Mapping[str, Finding]) -> Expla
     parted = _first_difference(evidence, wrong) if ledger_failed else None
     first = first_place(evidence, wrong, parted)
     call_first = parted is not None and first.step < 0
-    causes = likely(evidence, findings, wrong, parted, call_first=call_first)
+    numbers = [name for name in wrong if name in evidence.truth and comparable(evidence, name)]
+    failure = Failure(
+        evidence=evidence, wrong=wrong, numbers=numbers, findings=findings, parted=parted, call_first=call_first
+    )
+    causes = likely(failure)
     return Explanation(first=first, causes=causes, hint="" if causes else hint(evidence, first, wrong))
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
-from harness.diagnosing.by_numbers import in_other_places
 from harness.diagnosing.first_place import First
+from harness.diagnosing.rules.displaced import in_other_places
 from harness.diagnosing.rules.factors import sizes_of
 from harness.diagnosing.rules.optimizer.moved import moved, times
 from harness.diagnosing.rules.places import blocks_of, comparable

@@ -6,15 +6,19 @@ written: what lies flat is what a rank holds. Offsets are counted in elements.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
-from harness.diagnosing.rules.causes import Cause, claimed
-from harness.diagnosing.rules.patterns import CLOSE
-from harness.diagnosing.rules.places import blocks_of, comparable
+from harness.diagnosing.rules.causes import Cause, claimed, reported
+from harness.diagnosing.rules.hypothesis import VALUES, Failure, Hypothesis, of_values
+from harness.diagnosing.rules.patterns import CLOSE, from_patterns
+from harness.diagnosing.rules.places import blocks_of, comparable, wrong_ranks
 from harness.diagnosing.rules.proofs import Explained, share_left
+from harness.diagnosing.rules.sum_terms import added
+from harness.mesh_axes import split_axes
 from harness.outcome.blocks import Block
 
 OVERLAP = 0.5
@@ -70,6 +74,8 @@ DISTINCT = 1e-2
 """Share of the truth by which it must differ from its own neighbours, or any offset would fit."""
 LOOKED_AT = 8
 """Wrong gradients that are looked at, the first ones."""
+THROUGHOUT = 0.9
+"""Share of a shard's elements that are wrong when the shard is."""
 
 
 def from_offsets(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
@@ -98,3 +104,89 @@ def _slid(x: Tensor, t: Tensor, offset: int) -> Explained | None:
     power = float(kept.norm())
     distinct = float((here - kept).norm()) > DISTINCT * power > 0
     return Explained(value=x[offset:], truth=here, guess=kept, left=LEFT) if distinct else None
+
+
+def in_other_places(evidence: Evidence, name: str) -> list[Cause]:
+    """Causes of right numbers that stand in wrong places; none for a tensor without a truth."""
+    if evidence.truth.get(name) is None:
+        return []
+    return _of_places(evidence, name) or from_regions(evidence, name)
+
+
+def _of_places(evidence: Evidence, name: str) -> list[Cause]:
+    """Whether the right numbers stand in wrong places, perhaps beside what a module itself adds."""
+    value, truth = evidence.merged.tensors.get(name), evidence.truth[name]
+    if value is None:
+        return []
+    axes = split_axes(evidence.case)
+    if kind_of(name) == "logits":
+        axes |= {"data ranks and micro-batches": axes.get("dp", 1) * evidence.case.micro}
+    causes = from_patterns(value, truth, axes, _other_steps(evidence, name))
+    if causes or kind_of(name) != "act" or not (terms := added(evidence, name)):
+        return causes
+    own = sum(terms.values())
+    return from_patterns((value.double() - own).to(value.dtype), truth.double() - own, axes, {})
+
+
+def _other_steps(evidence: Evidence, name: str) -> dict[str, Tensor]:
+    """Truths of the same kind and another step: what a stale tensor would equal."""
+    kind, _, rest = name.partition("/")
+    alike = [other for other in evidence.truth if rest.isdigit() and other != name and kind_of(other) == kind]
+    return {other: evidence.truth[other] for other in alike}
+
+
+def _stale_norm(failure: Failure) -> list[Cause]:
+    """Whether a norm is that of another step."""
+    value, name = failure.value, failure.first
+    others = _other_steps(failure.evidence, name)
+    return [] if value is None else from_patterns(value, failure.evidence.truth[name], {}, others)
+
+
+def _one_shard(evidence: Evidence, name: str) -> list[Cause]:
+    """Whether a gradient that is cut over an axis is wrong at one place of that axis alone, and all over that part.
+
+    An activation's part is a matter of whose tokens are wrong, which is reported beside its place.
+    """
+    wrong, blocks = set(wrong_ranks(evidence, name)), blocks_of(evidence, name)
+    for axis, size in split_axes(evidence.case).items():
+        places = [{ranks[place] for ranks in evidence.axes[axis]} for place in range(size)]
+        cut = len({tuple(block.region for block in blocks[rank]) for rank in evidence.axes[axis][0] if rank in blocks})
+        if cut == size and wrong in places:
+            truth = evidence.truth[name].double()
+            gaps = ((x.local.double() - x.part_of(truth)).abs() for rank in wrong for x in blocks[rank])
+            off = [gap > 1e-6 * float(truth.square().mean().sqrt()) for gap in gaps if gap.numel()]
+            if all(float(one.double().mean()) >= THROUGHOUT for one in off):  # some rows are no shard
+                words = f"only part {places.index(wrong)} of {size} over {axis} is wrong, and nearly all of it"
+                return [reported("one_shard", words, wrong)]
+    return []
+
+
+_GRADIENTS = frozenset({"grad"})
+_of_first = partial(Hypothesis, speaks_of=lambda failure: failure.whole[:1])
+HYPOTHESES = (
+    _of_first(
+        predicts="the right numbers in other places, those of another step, or zero",
+        causes=of_values(lambda evidence, names: _of_places(evidence, names[0])),
+        kinds=VALUES,
+        fitted=1,
+    ),
+    _of_first(
+        predicts="every wrong block is what belongs to another place",
+        causes=of_values(lambda evidence, names: from_regions(evidence, names[0])),
+        kinds=VALUES,
+        fitted=2,
+    ),
+    _of_first(
+        predicts="every rank's gradient is the right one, some elements on",
+        causes=of_values(from_offsets),
+        kinds=_GRADIENTS,
+        fitted=1,
+    ),
+    _of_first(
+        predicts="one shard is wrong throughout, all others are right",
+        causes=of_values(lambda evidence, names: _one_shard(evidence, names[0])),
+        kinds=_GRADIENTS,
+        fitted=3,
+    ),
+    Hypothesis(predicts="the norm of another step", causes=_stale_norm, kinds=frozenset({"grad_norm"})),
+)

@@ -7,16 +7,19 @@ named: numbers of one case alone cannot choose between them.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
 from harness.diagnosing.rules.causes import Cause, claimed
+from harness.diagnosing.rules.hypothesis import OF_TOKENS, VALUES, Hypothesis, of_values
 from harness.diagnosing.rules.patterns import is_count
-from harness.diagnosing.rules.places import blocks_of
+from harness.diagnosing.rules.places import summable
 from harness.diagnosing.rules.proofs import SINGLE, Explained, explains, share_left, times
 from harness.mesh_axes import split_axes
 
@@ -248,18 +251,43 @@ def _counts(evidence: Evidence) -> dict[str, float]:
     return counts
 
 
-def summable(evidence: Evidence, axis: str, name: str) -> bool:
-    """Whether a sum over this axis once more would multiply this tensor.
+def _per_step(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
+    """Causes of a factor on the numbers of all wrong steps, else of one on the first that is a size of the case.
 
-    Equal parts on the ranks of a group would be multiplied, and so would parts of what a reduce-scatter over the axis
-    gave. Ranks with other data (rows of an activation), or with other parts of a weight, would mix theirs.
+    A constant factor that implies another whole number of tokens is left out: tokens may be counted otherwise.
     """
-    ranks = evidence.axes.get(axis, (tuple(range(evidence.case.world_size)),))[0]
-    blocks = blocks_of(evidence, name)
-    regions = [tuple(block.region for block in blocks[rank]) for rank in ranks if rank in blocks]
-    if len(set(regions)) <= 1:
-        return True
-    if kind_of(name) in ("act", "act_grad", "logits"):
-        return len({tuple(region[0] for region in of_rank) for of_rank in regions}) == 1
-    summed = any(event.op == "reduce_scatter" and event.axis == axis for event in evidence.events)
-    return summed and kind_of(name) != "init"
+    causes, first = from_factor(evidence, names), evidence.merged.tensors.get(names[0])
+    if causes and causes[0].id == "constant_factor" and first is not None and "tokens" in evidence.shares:
+        count = float(evidence.shares["tokens"].sum() * evidence.truth[names[0]].double() / first.double())
+        causes = [] if math.isclose(count, round(count), rel_tol=1e-6) else causes
+    return causes or from_factor(evidence, names[:1])
+
+
+_PER_STEP = frozenset({"loss", OF_TOKENS, "grad_norm"})
+_one_factor = partial(Hypothesis, fitted=1)
+HYPOTHESES = (
+    _one_factor(
+        predicts="all wrong tensors of a kind are the truth times one number",
+        causes=of_values(from_factor),
+        kinds=VALUES - _PER_STEP,
+        speaks_of=lambda failure: failure.whole,
+    ),
+    _one_factor(
+        predicts="the first wrong tensor is the truth times a size of the case",
+        causes=of_values(lambda evidence, names: [one for one in from_factor(evidence, names[:1]) if one.follows]),
+        kinds=VALUES - _PER_STEP,
+        speaks_of=lambda failure: failure.whole[:1],
+    ),
+    _one_factor(
+        predicts="the number of every wrong step is the truth times one factor",
+        causes=lambda failure: _per_step(failure.evidence, failure.alike),
+        kinds=_PER_STEP,
+        speaks_of=lambda failure: failure.alike,
+    ),
+    _one_factor(
+        predicts="the number of tokens is the truth times a size of the case",
+        causes=lambda failure: from_factor(failure.evidence, failure.of_kind("tokens")[:1]),
+        kinds=frozenset({"tokens", OF_TOKENS}),
+        speaks_of=lambda failure: failure.of_kind("tokens")[:1],
+    ),
+)

@@ -8,6 +8,7 @@ import math
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
 from harness.diagnosing.rules.causes import Cause, claimed, reported
+from harness.diagnosing.rules.hypothesis import LATER, OF_TOKENS, Hypothesis
 from harness.diagnosing.rules.patterns import same
 from harness.diagnosing.rules.places import blocks_of
 from harness.diagnosing.rules.proofs import Explained
@@ -65,3 +66,19 @@ def from_parts(evidence: Evidence, name: str) -> list[Cause]:
     words = "the logits are right and the loss differs between ranks: part of it (a sum, the mean of label smoothing) "
     words += "is taken over each rank's own part of the vocabulary"
     return [reported("loss_by_parts", words, classes)]
+
+
+_LOSSES = frozenset({"loss", LATER, OF_TOKENS})
+HYPOTHESES = (
+    Hypothesis(
+        predicts="the truth + ln(ranks), or a maximum over ranks that hold all classes",
+        causes=lambda failure: more_classes(failure.evidence, failure.first, failure.parted),
+        kinds=_LOSSES,
+    ),
+    Hypothesis(
+        predicts="losses that differ between ranks whose logits are right and hold a part of the classes",
+        causes=lambda failure: from_parts(failure.evidence, failure.first),
+        kinds=_LOSSES,
+        fitted=3,
+    ),
+)

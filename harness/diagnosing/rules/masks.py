@@ -17,6 +17,7 @@ from harness.checking.evidence import FAIL, Evidence, Finding
 from harness.checking.mask_checks import ALARM, KIND, flat, holders, hypergeometric, same_samples
 from harness.checking.measures.kinds import kind_of
 from harness.diagnosing.rules.causes import Cause, reported
+from harness.diagnosing.rules.hypothesis import Hypothesis
 
 _ORDINARY = 1e-3
 """A probability above which two masks are as alike as independent ones."""
@@ -79,3 +80,10 @@ def _could_differ(one: Tensor, other: Tensor) -> bool:
 def _ranks(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:4]))
     return f"ranks {shown}{' and others' if len(ranks) > 4 else ''}"
+
+
+MASKS = Hypothesis(
+    predicts="masks of dropout that are equal, or independent, where they must not be",
+    causes=lambda failure: from_masks(failure.evidence, failure.findings, failure.wrong),
+    fitted=3,
+)

@@ -16,6 +16,7 @@ from torch import Tensor
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
 from harness.diagnosing.rules.causes import Cause, claimed
+from harness.diagnosing.rules.hypothesis import Hypothesis
 from harness.diagnosing.rules.places import blocks_of, held_whole
 from harness.diagnosing.rules.proofs import Explained, number
 from harness.mesh_axes import split_axes
@@ -186,3 +187,12 @@ def _own_norms(evidence: Evidence, name: str) -> list[Cause]:
     value, guess = torch.tensor(values).double(), torch.tensor(guesses).double()
     own = Explained(value=value, truth=evidence.truth[name].double().expand_as(value), guess=guess, left=LEFT)
     return claimed("norm_counts_few", "each rank's norm is that of its own parts: it was never summed", own)
+
+
+HYPOTHESES = (
+    Hypothesis(
+        predicts="the norm of the truth's gradients with some counted otherwise, or by another rule",
+        causes=lambda failure: from_norms(failure.evidence, failure.first),
+        kinds=frozenset({"grad_norm"}),
+    ),
+)

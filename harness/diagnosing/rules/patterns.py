@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from harness.diagnosing.rules.causes import MEANT, Cause, claimed
-from harness.diagnosing.rules.proofs import Explained, Near, NotFinite, Rounded
-from harness.errors import ranks_text
-from harness.protocols import Axes
+from harness.diagnosing.rules.hypothesis import STATE, VALUES, Hypothesis, of_values
+from harness.diagnosing.rules.proofs import Explained, NotFinite, Rounded
 
 CLOSE = 1e-2
 """A tensor is right within this share of itself, as far as these patterns look."""
-_NOT_FINITE = "NaN or infinite: uninitialised memory, an overflow or a division by zero"
+NOT_FINITE = "NaN or infinite: uninitialised memory, an overflow or a division by zero"
+"""Words of the cause `nan`."""
 _COUNTED = 20
 """A single whole number below this proves nothing."""
 MOST_ROWS = 4096
@@ -35,7 +35,7 @@ def from_patterns(value: Tensor, truth: Tensor, axes: Mapping[str, int], others:
         return []
     if not bool(torch.isfinite(value).all()):
         share = 1 - float(torch.isfinite(value).double().mean())
-        return claimed("nan", f"{share:.0%} of it is {_NOT_FINITE}", NotFinite(value=value, truth=truth))
+        return claimed("nan", f"{share:.0%} of it is {NOT_FINITE}", NotFinite(value=value, truth=truth))
     x, t, is_guess = value.double(), truth.double(), partial(Explained, value=value, truth=truth)
     words = "it is zero throughout: never computed, never accumulated, zeroed too late, or padding in its place"
     zero = [] if is_count(x, t) else claimed("zero", words, is_guess(guess=torch.zeros_like(t), left=0.0))
@@ -166,41 +166,6 @@ def _is_layout(order: Tensor) -> bool:
     return few and (len(starts) <= 2 or math.gcd(*starts, len(order)) > 1)
 
 
-def _same_in_rows(rest: Tensor, true: Tensor) -> bool:
-    """Whether this is the same in every row, and not just small: what ranks added to their terms (bias, positions)."""
-    if rest.dim() < 2 or rest.shape[0] < 2:
-        return False
-    return float((rest - rest[:1]).norm()) <= 1e-6 * float(true.norm()) < float((true - true[:1]).norm())
-
-
-def partial_sums(locals_by_rank: Mapping[int, Tensor], truth: Tensor, axes: Axes) -> list[Cause]:
-    """Whether replicas that differ are, in every group of an axis, the terms of a sum that was not taken."""
-    terms_of, true = {rank: local.double() for rank, local in locals_by_rank.items()}, truth.double()
-    if any(local.shape != truth.shape for local in terms_of.values()):
-        return []
-    for axis, lists in axes.items():
-        groups = [ranks for ranks in lists if len(ranks) > 1 and terms_of.keys() & {*ranks}]
-        if not groups or any(rank not in terms_of for ranks in groups for rank in ranks):
-            continue
-        terms = torch.stack([torch.stack([terms_of[rank] for rank in ranks]) for ranks in groups])
-        rest = terms.sum(1) - true
-        left = torch.stack([one - one[:1] if _same_in_rows(one, true) else one for one in rest])
-        if max(float(one.norm()) for one in left) <= 1e-6 * float(true.norm()):
-            words = f"the ranks' values add up to the truth over {axis}={len(groups[0])}"
-            words += ": each holds one partial sum, never reduced"
-            guess = terms - left[:, None] / len(groups[0])  # one of them may hold the whole sum, and the others nothing
-            explained = Explained(value=terms, truth=true.expand_as(terms), guess=guess, left=CLOSE)
-            return claimed("not_summed", words, explained)
-    return []
-
-
-def not_finite(locals_by_rank: Mapping[int, Tensor], truth: Tensor) -> list[Cause]:
-    """Whether replicas differ because some of them hold what is no number."""
-    bad = {rank: local for rank, local in locals_by_rank.items() if not bool(torch.isfinite(local).all())}
-    words = f"on rank{'s' if len(bad) > 1 else ''} {ranks_text([*bad])} it is {_NOT_FINITE}"
-    return claimed("nan", words, *(NotFinite(value=local, truth=truth) for local in bad.values()))
-
-
 def rounded(value: Tensor, truth: Tensor) -> list[Cause]:
     """Whether all numbers of a wrong tensor, unlike the truth's, are ones of a shorter dtype, near the right ones."""
     for short in (torch.float32, torch.bfloat16, torch.float16):
@@ -210,9 +175,11 @@ def rounded(value: Tensor, truth: Tensor) -> list[Cause]:
     return []
 
 
-def drift(locals_by_rank: Mapping[int, Tensor], truth: Tensor) -> list[Cause]:
-    """Whether replicas that differ all are right but for their last bits."""
-    words = (
-        "every rank's is right but for its last bits: replicas computed or updated apart, each with its own rounding"
-    )
-    return claimed("replicas_drift", words, Near(values=[*locals_by_rank.values()], truth=truth))
+HYPOTHESES = (
+    Hypothesis(
+        predicts="the truth, rounded to a shorter dtype",
+        causes=of_values(lambda evidence, names: rounded(evidence.merged.tensors[names[0]], evidence.truth[names[0]])),
+        kinds=VALUES | {STATE},
+        speaks_of=lambda failure: failure.whole[:1],
+    ),
+)

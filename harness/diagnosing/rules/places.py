@@ -160,3 +160,20 @@ def blocks_of(evidence: Evidence, name: str) -> dict[int, Sequence[Block]]:
     """Rank -> its blocks of this name, returned or captured."""
     sources: tuple[Outcomes, ...] = (evidence.outcomes, evidence.captured)
     return {rank: by[name] for outcomes in sources for rank, by in enumerate(outcomes) if by.get(name)}
+
+
+def summable(evidence: Evidence, axis: str, name: str) -> bool:
+    """Whether a sum over this axis once more would multiply this tensor.
+
+    Equal parts on the ranks of a group would be multiplied, and so would parts of what a reduce-scatter over the axis
+    gave. Ranks with other data (rows of an activation), or with other parts of a weight, would mix theirs.
+    """
+    ranks = evidence.axes.get(axis, (tuple(range(evidence.case.world_size)),))[0]
+    blocks = blocks_of(evidence, name)
+    regions = [tuple(block.region for block in blocks[rank]) for rank in ranks if rank in blocks]
+    if len(set(regions)) <= 1:
+        return True
+    if kind_of(name) in ("act", "act_grad", "logits"):
+        return len({tuple(region[0] for region in of_rank) for of_rank in regions}) == 1
+    summed = any(event.op == "reduce_scatter" and event.axis == axis for event in evidence.events)
+    return summed and kind_of(name) != "init"

@@ -13,7 +13,9 @@ from torch import Tensor
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
 from harness.diagnosing.rules.causes import Cause, claimed
-from harness.diagnosing.rules.factors import Measure, every_size, meaning_of, summable
+from harness.diagnosing.rules.factors import Measure, every_size, meaning_of
+from harness.diagnosing.rules.hypothesis import Hypothesis, of_values
+from harness.diagnosing.rules.places import summable
 from harness.diagnosing.rules.proofs import Explained, explains, share_left, times
 from harness.mesh_axes import split_axes
 
@@ -102,3 +104,13 @@ def _missing(evidence: Evidence, name: str, value: Tensor) -> list[Cause]:
         if (other.startswith(f"{name}.") or kind == "act_grad") and (causes := claimed("term_missing", words, alone)):
             return causes
     return []
+
+
+HYPOTHESES = (
+    Hypothesis(
+        predicts="an activation, or its gradient, with one of its terms left out or counted otherwise",
+        causes=of_values(lambda evidence, names: from_terms(evidence, names[0])),
+        kinds=frozenset({"act", "act_grad"}),
+        fitted=2,
+    ),
+)

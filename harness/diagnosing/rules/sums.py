@@ -13,6 +13,7 @@ from torch import Tensor
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
 from harness.diagnosing.rules.causes import Cause, claimed, of_rule
+from harness.diagnosing.rules.hypothesis import OF_TOKENS, Failure, Hypothesis
 from harness.diagnosing.rules.places import blocks_of
 from harness.diagnosing.rules.proofs import Explained, share_left
 from harness.diagnosing.rules.what_ifs import predictions
@@ -225,3 +226,32 @@ def from_counts(evidence: Evidence, name: str) -> list[Cause]:
 def _counts_so(counts: Mapping[int, float], by_row: Tensor) -> bool:
     """Whether every data rank counted just these tokens."""
     return all(value == float(by_row[row]) for row, value in counts.items())
+
+
+def _sums(failure: Failure) -> list[Cause]:
+    """Causes in the sums of the wrong gradients; of all of them first, where ranks disagree on the first wrong one."""
+    evidence, wrong = failure.evidence, failure.of_kind("grad")
+    every = [name for name in evidence.truth if kind_of(name) == "grad"] if failure.torn else []
+    return from_shares(evidence, every) or from_shares(evidence, wrong)
+
+
+HYPOTHESES = (
+    Hypothesis(
+        predicts="every gradient is a sum of micro-batches and data ranks that count otherwise",
+        causes=_sums,
+        kinds=frozenset({"loss", OF_TOKENS, "act_grad", "grad"}),
+        speaks_of=lambda failure: failure.of_kind("grad"),
+        fitted=2,
+    ),
+    Hypothesis(
+        predicts="the loss of some micro-batches or data ranks, or over other tokens",
+        causes=lambda failure: from_losses(failure.evidence, failure.first),
+        kinds=frozenset({"loss", OF_TOKENS}),
+    ),
+    Hypothesis(
+        predicts="the number of tokens of some micro-batches or data ranks, or of tokens that do not count",
+        causes=lambda failure: from_counts(failure.evidence, "tokens/0") if "tokens/0" in failure.numbers else [],
+        kinds=frozenset({"tokens", OF_TOKENS}),
+        speaks_of=lambda failure: failure.of_kind("tokens")[:1],
+    ),
+)

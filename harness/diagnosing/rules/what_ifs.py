@@ -11,6 +11,7 @@ from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
 from harness.dense_model import WhatIfLike
 from harness.diagnosing.rules.causes import Cause, of_rule
+from harness.diagnosing.rules.hypothesis import Failure, Hypothesis
 from harness.diagnosing.rules.proofs import Explained, explains, share_left
 
 _ALTERNATIVES = 2
@@ -66,3 +67,18 @@ def _fits(evidence: Evidence, reading: Mapping[str, Tensor], wrong: Sequence[str
 
 def _near(tensor: Tensor, value: Tensor) -> bool:
     return float((tensor.double() - value.double()).norm()) <= share_left(value) * float(value.double().norm())
+
+
+def _spoken_of(failure: Failure) -> list[str]:
+    """What a reading predicts: all that forward computes, or names of the first one's kind."""
+    predicted = {name for _, readings in failure.evidence.what_ifs for reading in readings.values() for name in reading}
+    return [name for name in failure.numbers if name in predicted]
+
+
+HYPOTHESES = (
+    Hypothesis(
+        predicts="what the dense model computes when it does not keep one of its rules",
+        causes=lambda failure: what_if(failure.evidence, failure.numbers) if failure.numbers else [],
+        speaks_of=_spoken_of,
+    ),
+)

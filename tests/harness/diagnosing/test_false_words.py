@@ -12,11 +12,11 @@ from torch import Tensor
 
 from harness.checking.checks import examine
 from harness.checking.evidence import Evidence
-from harness.diagnosing import rank_causes
 from harness.diagnosing.by_numbers import by_numbers
 from harness.diagnosing.diagnosis import explanation_of
 from harness.diagnosing.first_place import First
 from harness.diagnosing.hints import hint
+from harness.diagnosing.rules import ranking
 from harness.diagnosing.rules.causes import Cause, claimed
 from harness.diagnosing.rules.patterns import from_patterns
 from harness.diagnosing.rules.proofs import Explained, NotFinite, Rounded, times
@@ -24,7 +24,7 @@ from harness.shard import Shard
 from tests.harness.toy_evidence import case, drawn, evidence, ids_of, outcome_of, planted, truth
 
 ALONE = case("mode=tp tp=2 seq=16 micro=1 dtype=float32")
-DEEP = case("mode=tp tp=2 layers=2 seq=16 micro=1")
+DEEP = case("mode=tp tp=2 layers=2 seq=16 micro=1 dtype=float32")
 MASK = "mask/0/embedding"
 Values = dict[str, Tensor]
 
@@ -199,7 +199,7 @@ def test_the_property_fails_where_predictions_are_not_tested(monkeypatch: pytest
     found = planted(values)
     assert [cause for cause in explanation_of(found, examine(found)).causes if words in cause.words] == []
     monkeypatch.setattr(Explained, "holds", True)
-    monkeypatch.setattr(rank_causes, "within_limits", lambda evidence, causes: [*causes])
+    monkeypatch.setattr(ranking, "within_limits", lambda evidence, causes: [*causes])
     (cause, *_) = explanation_of(found, examine(found)).causes
     assert words in cause.words
     with pytest.raises(AssertionError):

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence
 from harness.diagnosing.by_numbers import by_numbers
-from harness.diagnosing.rank_causes import within_limits
 from harness.diagnosing.rules.causes import claimed
 from harness.diagnosing.rules.displaced import from_regions
 from harness.diagnosing.rules.norms import from_norms
-from harness.diagnosing.rules.patterns import partial_sums, rounded
+from harness.diagnosing.rules.patterns import rounded
 from harness.diagnosing.rules.proofs import Explained
+from harness.diagnosing.rules.ranking import within_limits
+from harness.diagnosing.rules.replicas import partial_sums
 from harness.diagnosing.rules.sum_terms import from_terms
 from harness.diagnosing.rules.sums import from_counts, from_shares
 from harness.engines.engine import Unwaited

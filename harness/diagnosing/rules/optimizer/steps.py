@@ -17,6 +17,7 @@ from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of, step_of
 from harness.diagnosing.rules.causes import Cause, claimed
 from harness.diagnosing.rules.factors import Measure, Predict, every_size, meaning_of
+from harness.diagnosing.rules.hypothesis import STATE, Hypothesis
 from harness.diagnosing.rules.optimizer.clipped import by_block, by_element, by_square
 from harness.diagnosing.rules.optimizer.moments import correction, epsilon, from_moments, gradient_factor, of_gradients
 from harness.diagnosing.rules.optimizer.moved import Moved, before_step, fitted, moved, of_kind, times
@@ -201,3 +202,14 @@ def _not_zeroed(evidence: Evidence, state: Moved | None, step: int) -> list[Caus
     words = f"step {step} holds the gradient of the first step once more: gradients are not set to zero in between"
     guess = state.truth + torch.cat(again)
     return claimed("not_zeroed", words, Explained(value=state.value, truth=state.truth, guess=guess, left=LEFT))
+
+
+HYPOTHESES = (
+    Hypothesis(
+        predicts="the step with other gradients, moments, clipping or decay",
+        causes=lambda failure: from_states(failure.evidence, failure.numbers),
+        kinds=frozenset({"grad_norm", STATE}),
+        speaks_of=lambda failure: failure.alike,
+        fitted=1,
+    ),
+)

@@ -11,6 +11,7 @@ from torch import Tensor
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
 from harness.diagnosing.rules.causes import Cause, claimed
+from harness.diagnosing.rules.hypothesis import LATER, STATE, Failure, Hypothesis
 from harness.diagnosing.rules.patterns import by_size
 from harness.diagnosing.rules.places import is_cut
 from harness.diagnosing.rules.proofs import Explained
@@ -71,3 +72,31 @@ def _along(value: Tensor, truth: Tensor, old: Tensor) -> Explained:
     power = float(old.square().sum())
     share = float(((value - truth) * old).sum()) / power if power else 0.0
     return Explained(value=value, truth=truth, guess=truth + share * old, left=2e-3)
+
+
+def _of_own_module(failure: Failure) -> list[Cause]:
+    """A weight that was wrong from the start, that of the first wrong module before others."""
+    own = f"param/{failure.first.partition('/')[2]}."
+    return from_start(failure.evidence, sorted(failure.numbers, key=lambda name: not name.startswith(own)))
+
+
+def _parameters(failure: Failure) -> list[str]:
+    return failure.of_kind("param")
+
+
+HYPOTHESES = (
+    Hypothesis(
+        predicts="parameters as they were, or with an old gradient, or with another rank's part of the initial ones",
+        causes=lambda failure: from_updates(failure.evidence, _parameters(failure)),
+        kinds=frozenset({LATER, STATE}),
+        speaks_of=_parameters,
+        fitted=2,
+    ),
+    Hypothesis(
+        predicts="a parameter that began as another rank's part, behind what is computed of it",
+        causes=_of_own_module,
+        kinds=frozenset({"act"}),
+        speaks_of=lambda failure: _parameters(failure)[:1],
+        fitted=2,
+    ),
+)

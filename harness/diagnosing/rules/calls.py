@@ -1,0 +1,156 @@
+"""Causes in the calls: the first one that differs from the expectation, and calls over ranks that their axis lacks."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from harness.checking.call_checks import lists_text, strays
+from harness.checking.evidence import Evidence
+from harness.checking.measures.kinds import kind_of
+from harness.diagnosing.rules.causes import Cause, reported
+from harness.diagnosing.rules.hypothesis import STATE, Failure, Hypothesis
+from harness.diagnosing.rules.stated import first_stated
+from harness.differences import Difference
+from harness.terms import EventKey
+
+_AFTER_GRADIENTS = frozenset({"grad_norm", STATE})
+"""Kinds of numbers that are made of the gradients of parameters."""
+_COUNTED = {
+    "missing": ("missing_call", "calls that this term counts are left out"),
+    "extra": ("extra_call", "more calls than this term counts: done twice, or not needed"),
+    "wrong": ("wrong_payload", "the calls that this term counts are of other sizes"),
+}
+"""Usual causes when a term with fields left out does not hold: kind of the difference -> (cause, words)."""
+
+
+def _over_other_ranks(failure: Failure) -> list[Cause]:
+    """The first axis whose calls ran over ranks that it does not have, with the rank lists seen and the legal ones."""
+    evidence = failure.evidence
+    stray_calls = strays(evidence)
+    if not stray_calls:
+        return []
+    axis = stray_calls[0].axis
+    seen = lists_text(event.group for event in stray_calls if event.axis == axis)
+    words = f"calls named {axis} run over the ranks {seen}; the rank lists of axis {axis} are "
+    return [reported("wrong_group", words + lists_text(evidence.axes[axis]), stray_calls)]
+
+
+def _behind_a_check(failure: Failure) -> list[Cause]:
+    """The differing call, where what a check states by itself follows from it.
+
+    It is the one that was not waited for, or one over other ranks, whose parts are other parts.
+    """
+    parted, check = failure.parted, first_stated(failure)
+    if parted is None:
+        return []
+    from_there = [bool(parted.caller) and work.caller.startswith(parted.caller) for work in failure.evidence.unwaited]
+    lost = check == "waits" and parted.kind == "extra" and bool(from_there) and all(from_there)
+    cause = blamed(parted)
+    return [cause] if lost or (check == "merge" and failure.call_first and cause.id == "wrong_group") else []
+
+
+def _sends_lower(failure: Failure) -> list[Cause]:
+    """The differing call, where it sends in the lower precision that ranks round to."""
+    parted = failure.parted
+    if parted is None or parted.found is None or parted.found.dtype not in failure.evidence.island:
+        return []
+    cause = blamed(parted)
+    return [cause] if cause.id == "wrong_payload" else []
+
+
+def _before_the_numbers(failure: Failure) -> list[Cause]:
+    """The differing call, where it comes before the first wrong tensor; another phase changes no number."""
+    causes = _differing(failure)
+    return causes if failure.call_first and causes and causes[0].id != "wrong_place" else []
+
+
+def _differing(failure: Failure) -> list[Cause]:
+    """The differing call, where it may be behind the first wrong tensor."""
+    return [blamed(failure.parted)] if failure.parted and _may_cause(failure, failure.parted) else []
+
+
+def blamed(parted: Difference) -> Cause:
+    """Usual cause of a difference between ledger and expectation."""
+    line = parted.line
+    if parted.counted:
+        return reported(*_COUNTED[parted.kind], parted)
+    if parted.kind == "missing":
+        left = "each rank keeps its partial sum" if "reduce" in line.op else "ranks work on what they have alone"
+        return reported("missing_call", f"the {line.op} over {line.axis} is left out: {left}", parted)
+    if parted.kind == "extra":
+        words = f"one {line.op} over {line.axis} too many: done twice, or not needed"
+        return reported("extra_call", words, parted)
+    assert parted.expected and parted.found  # the third kind has both sides
+    expected, found = parted.expected, parted.found
+    pairs = {field: (getattr(found, field), getattr(expected, field)) for field in EventKey.__slots__}
+    changes = [
+        f"{field} {one or '-'} instead of {other or '-'}" for field, (one, other) in pairs.items() if one != other
+    ]
+    known = _changed(expected, found)
+    averaged = f"averaged over {found.axis} where it must be summed"
+    meaning = averaged if known == "averaged" else "the call is made otherwise"
+    return reported(known, f"{meaning}: " + ", ".join(changes), parted)
+
+
+def _may_cause(failure: Failure, parted: Difference) -> bool:
+    """Whether a call may be behind the first wrong number: it comes before that, or before its sum in grad_sync.
+
+    Of a module that never ran, and of parameters without a gradient, more is missing than a call.
+    """
+    evidence, output = failure.evidence, f"act/{parted.line.region}"
+    never_ran = parted.line.phase == "forward" and output in evidence.truth and output not in evidence.returned
+    detached = parted.line.phase != "forward" and bool(_unused(failure))
+    fewer = parted.kind == "missing" or blamed(parted).id == "wrong_payload"
+    summed = parted.line.phase == "grad_sync" and failure.wrong[:1] and failure.wrong[0].startswith("loss/")
+    return not (fewer and (never_ran or detached)) and bool(failure.call_first or summed)
+
+
+def _unused(failure: Failure) -> list[Cause]:
+    """The cause of parameters that stay as they were, and of which no rank returned a gradient as of others."""
+    evidence = failure.evidence
+    names = [name for name in evidence.truth if kind_of(name) == "grad"]
+    lost = [name for name in names if name not in evidence.returned and _stays(evidence, name.removeprefix("grad/"))]
+    if not lost or evidence.returned.isdisjoint(names):
+        return []
+    listed = f"{', '.join(lost[:3])}{' ...' * (len(lost) > 3)}"
+    words = f"no rank returned {listed}, and the parameters did not move: not used, detached or frozen"
+    return [reported("unused", words, lost)]
+
+
+def _stays(evidence: Evidence, parameter: str) -> bool:
+    value, start = evidence.merged.tensors.get(f"param/{parameter}"), evidence.shares.get(f"start/{parameter}")
+    return value is not None and start is not None and torch.equal(value.double(), start.double())
+
+
+def _changed(expected: EventKey, issued: EventKey) -> str:
+    """The cause id of a call that differs: by its group, else its op, its reduction, its payload, its place."""
+    if (expected.axis, expected.group_size) != (issued.axis, issued.group_size):
+        return "wrong_group"
+    if expected.op != issued.op:
+        return "wrong_op"
+    if expected.reduce_op != issued.reduce_op:
+        return "averaged" if (expected.reduce_op, issued.reduce_op) == ("sum", "avg") else "wrong_op"
+    if (expected.dtype, expected.payload_bytes) != (issued.dtype, issued.payload_bytes):
+        return "wrong_payload"
+    return "wrong_place"
+
+
+def _everything_wrong(failure: Failure) -> Sequence[str]:
+    return failure.numbers
+
+
+_call = partial(Hypothesis, speaks_of=_everything_wrong, fitted=3)
+OVER_OTHER_RANKS = _call(
+    predicts="everything behind a call over other ranks is wrong, by whatever it sums", causes=_over_other_ranks
+)
+BEHIND_A_CHECK = _call(predicts="the check that fails does so at a call that differs", causes=_behind_a_check)
+SENDS_LOWER = _call(predicts="what it sums is rounded to the dtype that it sends", causes=_sends_lower)
+BEFORE_THE_NUMBERS = _call(
+    predicts="everything behind a call that differs is wrong, nothing before it", causes=_before_the_numbers
+)
+DIFFERS = _call(predicts="what is summed by a call that differs is wrong", causes=_differing)
+UNUSED = _call(predicts="parameters without a gradient stay as they were", causes=_unused)
+UNUSED_FIRST = _call(
+    predicts="norms and states are those without the gradients that are missing", causes=_unused, kinds=_AFTER_GRADIENTS
+)

@@ -1,0 +1,127 @@
+"""Hypotheses: mistakes that may be behind a failure, each with what it predicts, tried and ranked by what they explain.
+
+A file of this folder states its own. A cause is never made of numbers that contradict it (`rules.causes`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from harness.checking.evidence import Evidence, Finding
+from harness.checking.measures.kinds import is_state, kind_of
+from harness.diagnosing.rules.causes import Cause
+from harness.differences import Difference
+
+LATER = "later"
+"""Logits, a loss or a norm of a later step: they follow from the parameters before them."""
+OF_TOKENS = "loss of wrong tokens"
+"""A loss that is divided by a wrong number of tokens."""
+STATE = "state"
+"""A parameter or a moment after a step."""
+OTHER = "other"
+_KNOWN = frozenset({"init", "mask", "act", "logits", "loss", "act_grad", "grad", "tokens", "grad_norm"})
+VALUES = frozenset({"init", "act", "logits", "loss", "act_grad", "grad", OTHER})
+"""Kinds of tensors that are computed of others of their step, and are not counts, norms or states."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """What a failed case shows.
+
+    wrong       all wrong names in the order of computation
+    numbers     those that can be held against a truth
+    findings    check -> its finding
+    parted      the first difference of the ledger from the expectation; None where there is none
+    call_first  whether it comes before the first wrong tensor
+    """
+
+    evidence: Evidence
+    wrong: Sequence[str]
+    numbers: Sequence[str]
+    findings: Mapping[str, Finding] = field(default_factory=dict)
+    parted: Difference | None = None
+    call_first: bool = False
+
+    @property
+    def first(self) -> str:
+        """The first wrong name with a truth, "" without one."""
+        return self.numbers[0] if self.numbers else ""
+
+    @property
+    def kind(self) -> str:
+        """What the first wrong tensor is: its kind of name, or one of the words of this file."""
+        kind = kind_of(self.first)
+        if kind in ("logits", "loss", "grad_norm") and not self.first.endswith("/0") and self.evidence.states is None:
+            return LATER
+        if kind == "loss" and "tokens/0" in self.numbers:
+            return OF_TOKENS
+        return STATE if kind == "param" or is_state(self.first) else kind if kind in _KNOWN else OTHER
+
+    @property
+    def alike(self) -> list[str]:
+        """The wrong names of the first one's kind."""
+        return self.of_kind(kind_of(self.first))
+
+    @property
+    def torn(self) -> bool:
+        """Whether ranks disagree on the first wrong tensor."""
+        return bool(self.first) and self.first not in self.evidence.merged.tensors
+
+    @property
+    def value(self) -> Tensor | None:
+        """The first wrong tensor; None where ranks disagree on it."""
+        return self.evidence.merged.tensors.get(self.first)
+
+    @property
+    def whole(self) -> list[str]:
+        """The first wrong name, or all wrong gradients if it is one; those that ranks agree on."""
+        names = self.alike if self.kind == "grad" else self.alike[:1]
+        return [name for name in names if name in self.evidence.merged.tensors]
+
+    def of_kind(self, kind: str) -> list[str]:
+        """The wrong names of a kind."""
+        return [name for name in self.numbers if kind_of(name) == kind]
+
+
+def first_alone(failure: Failure) -> Sequence[str]:
+    """The first wrong tensor."""
+    return failure.numbers[:1]
+
+
+def of_values(rule: Callable[[Evidence, Sequence[str]], list[Cause]]) -> Callable[[Failure], list[Cause]]:
+    """The causes that a rule finds in wrong values that ranks agree on, in the dtypes whose limits hold for them."""
+    return lambda failure: rule(as_judged(failure.evidence, names), names) if (names := failure.whole) else []
+
+
+def as_judged(evidence: Evidence, names: Sequence[str]) -> Evidence:
+    """The evidence with these tensors in the dtype whose limits hold for them, where they are kept in a wider one."""
+    dtypes = {name: getattr(torch, evidence.dtype_of(name)) for name in names}
+    tensors = {name: evidence.merged.tensors[name] for name in names if evidence.truth[name].is_floating_point()}
+    wider = {n: t.to(dtypes[n]) for n, t in tensors.items() if torch.finfo(t.dtype).eps < torch.finfo(dtypes[n]).eps}
+    merged = replace(evidence.merged, tensors={**evidence.merged.tensors, **wider})
+    return replace(evidence, merged=merged) if wider else evidence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hypothesis:
+    """A mistake that may be behind a failure.
+
+    predicts   what it would make of every tensor that it speaks of
+    causes     finds it: the causes whose predictions hold, [] where none does
+    kinds      the kinds of first wrong tensors for which it is tried; None for all
+    speaks_of  the tensors that it predicts
+    fitted     numbers that it takes from them: 0 none, 1 one for all, 2 one for each part; 3 where it predicts a place
+    """
+
+    predicts: str
+    causes: Callable[[Failure], list[Cause]]
+    kinds: frozenset[str] | None = None
+    speaks_of: Callable[[Failure], Sequence[str]] = first_alone
+    fitted: int = 0
+
+    def rank(self, failure: Failure) -> tuple[int, bool, int]:
+        """What it explains: how many wrong tensors, whether the first, and of how few numbers."""
+        names = set(self.speaks_of(failure)) & set(failure.numbers)
+        return len(names), failure.first in names, -self.fitted

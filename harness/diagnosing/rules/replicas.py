@@ -1,0 +1,80 @@
+"""Replicas that differ between ranks which must hold the same: not finite, one partial sum each, apart by rounding."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from harness.diagnosing.rules.causes import Cause, claimed
+from harness.diagnosing.rules.hypothesis import OF_TOKENS, STATE, VALUES, Failure, Hypothesis
+from harness.diagnosing.rules.patterns import CLOSE, NOT_FINITE
+from harness.diagnosing.rules.places import blocks_of
+from harness.diagnosing.rules.proofs import Explained, Near, NotFinite
+from harness.errors import ranks_text
+from harness.mesh_axes import split_axes
+from harness.protocols import Axes
+
+
+def from_replicas(failure: Failure) -> list[Cause]:
+    """The causes of the first torn tensor that shows one: a tensor whose truth is next to nothing shows none."""
+    evidence = failure.evidence
+    axes = {axis: evidence.axes[axis] for axis in split_axes(evidence.case) if axis in evidence.axes}
+    for name in failure.alike if failure.torn else ():
+        if name not in evidence.merged.tensors:
+            mine = {rank: by[0].local for rank, by in blocks_of(evidence, name).items()}
+            truth = evidence.truth[name]
+            if causes := not_finite(mine, truth) or drift(mine, truth) or partial_sums(mine, truth, axes):
+                return causes
+    return []
+
+
+def _same_in_rows(rest: Tensor, true: Tensor) -> bool:
+    """Whether this is the same in every row, and not just small: what ranks added to their terms (bias, positions)."""
+    if rest.dim() < 2 or rest.shape[0] < 2:
+        return False
+    return float((rest - rest[:1]).norm()) <= 1e-6 * float(true.norm()) < float((true - true[:1]).norm())
+
+
+def partial_sums(locals_by_rank: Mapping[int, Tensor], truth: Tensor, axes: Axes) -> list[Cause]:
+    """Whether replicas that differ are, in every group of an axis, the terms of a sum that was not taken."""
+    terms_of, true = {rank: local.double() for rank, local in locals_by_rank.items()}, truth.double()
+    if any(local.shape != truth.shape for local in terms_of.values()):
+        return []
+    for axis, lists in axes.items():
+        groups = [ranks for ranks in lists if len(ranks) > 1 and terms_of.keys() & {*ranks}]
+        if not groups or any(rank not in terms_of for ranks in groups for rank in ranks):
+            continue
+        terms = torch.stack([torch.stack([terms_of[rank] for rank in ranks]) for ranks in groups])
+        rest = terms.sum(1) - true
+        left = torch.stack([one - one[:1] if _same_in_rows(one, true) else one for one in rest])
+        if max(float(one.norm()) for one in left) <= 1e-6 * float(true.norm()):
+            words = f"the ranks' values add up to the truth over {axis}={len(groups[0])}"
+            words += ": each holds one partial sum, never reduced"
+            guess = terms - left[:, None] / len(groups[0])  # one of them may hold the whole sum, and the others nothing
+            explained = Explained(value=terms, truth=true.expand_as(terms), guess=guess, left=CLOSE)
+            return claimed("not_summed", words, explained)
+    return []
+
+
+def not_finite(locals_by_rank: Mapping[int, Tensor], truth: Tensor) -> list[Cause]:
+    """Whether replicas differ because some of them hold what is no number."""
+    bad = {rank: local for rank, local in locals_by_rank.items() if not bool(torch.isfinite(local).all())}
+    words = f"on rank{'s' if len(bad) > 1 else ''} {ranks_text([*bad])} it is {NOT_FINITE}"
+    return claimed("nan", words, *(NotFinite(value=local, truth=truth) for local in bad.values()))
+
+
+def drift(locals_by_rank: Mapping[int, Tensor], truth: Tensor) -> list[Cause]:
+    """Whether replicas that differ all are right but for their last bits."""
+    words = (
+        "every rank's is right but for its last bits: replicas computed or updated apart, each with its own rounding"
+    )
+    return claimed("replicas_drift", words, Near(values=[*locals_by_rank.values()], truth=truth))
+
+
+HYPOTHESES = (
+    Hypothesis(
+        predicts="every replica is a partial sum of the truth, or the truth but for its last bits, or not finite",
+        causes=from_replicas,
+        kinds=VALUES | {OF_TOKENS, "tokens", "grad_norm", STATE},
+    ),
+)

@@ -1,0 +1,77 @@
+"""Causes that a check or a run states by itself, without a tensor that is wrong by a rule."""
+
+from collections.abc import Mapping
+from functools import partial
+
+from harness.checking.evidence import FAIL
+from harness.diagnosing.rules.causes import MEANT, Cause, reported
+from harness.diagnosing.rules.hypothesis import Failure, Hypothesis
+from harness.diagnosing.rules.layouts import from_flaws
+
+_STATED: Mapping[str, tuple[str, str]] = {
+    "data": ("data_path", "the code that reads the data, which the dense model and the ranks have in common"),
+    "truth": (
+        "other_model",
+        "its weights, or other numbers, are drawn in the case's dtype, where the same seed gives others: draw them in "
+        "float64 and round them, torch.randn(..., dtype=torch.float64).to(dtype)",
+    ),
+    "coverage": (
+        "uncheckable",
+        "names that are not the canonical ones (loss/<step>, grad/<parameter>, ...), or a subject that returns nothing",
+    ),
+    "merge": ("layout", "offsets of another rank, a padded or transposed shard, or a rank that leaves its part out"),
+    "waits": ("not_waited", "the handle was dropped before its wait()"),
+    "parallelism": ("not_parallel", "the split was done to a tensor that is not used, or undone by what followed it"),
+    "determinism": (
+        "not_deterministic",
+        "uninitialised memory, a random number without a seed, or a sum in no fixed order",
+    ),
+}
+"""Checks that are a cause by themselves and come before any number: check -> (cause, words)."""
+_USUAL: Mapping[str, tuple[str, str]] = {
+    "overlap": ("exposed", "the call is awaited where it is issued, or is no longer asynchronous"),
+    "recording": ("recording", "a program that asks whether modules or optimizers are watched, or that measures time"),
+}
+"""Usual causes behind a check that nothing else explains: check -> (cause, words)."""
+
+
+def first_stated(failure: Failure) -> str:
+    """The first check that fails and is a cause by itself, "" where none does."""
+    return next(iter(_failed(failure, _STATED)), "")
+
+
+def _of_checks(table: Mapping[str, tuple[str, str]], failure: Failure) -> list[Cause]:
+    """The cause of the first of these checks that fails; of a layout, what its flaws show."""
+    failed = _failed(failure, table)
+    flaws = from_flaws(failure.evidence, failure.wrong) if "merge" in failed else []
+    return flaws or [reported(*table[check], failure.findings[check]) for check in failed[:1]]
+
+
+def _failed(failure: Failure, table: Mapping[str, tuple[str, str]]) -> list[str]:
+    """These checks, as far as they fail."""
+    return [check for check in table if check in failure.findings and failure.findings[check].verdict == FAIL]
+
+
+def _rounded_on_ranks(failure: Failure) -> list[Cause]:
+    """Rounding to a lower precision that does not happen on one rank."""
+    island = failure.evidence.island
+    words = f"explained by rounding to {island}; the case is in {failure.evidence.case.dtype}"
+    words += f", and on one rank the subject does not round so; {MEANT}"
+    return [reported("shorter_dtype", words, island)] if island else []
+
+
+def _drawn(failure: Failure) -> list[Cause]:
+    """Numbers that the ranks draw and the dense model does not."""
+    drawn = failure.evidence.drawn
+    words = f"{drawn}, so nothing behind it can agree: switch that off for the proof, or seed it by the "
+    words += "numbers of the samples (case.samples), on ranks and truth"
+    return [reported("other_numbers", words, drawn)] if drawn else []
+
+
+_stated = partial(Hypothesis, fitted=3)
+CHECKS = _stated(predicts="a check fails that needs no dense model", causes=partial(_of_checks, _STATED))
+ROUNDED_ON_RANKS = _stated(
+    predicts="every wrong tensor is what one rank computes in the lower precision", causes=_rounded_on_ranks
+)
+DRAWN = _stated(predicts="everything behind the drawn numbers is wrong", causes=_drawn)
+USUAL = _stated(predicts="a check of speed or of the recorder fails alone", causes=partial(_of_checks, _USUAL))
