@@ -140,7 +140,7 @@ def _everything_wrong(failure: Failure) -> Sequence[str]:
     return failure.numbers
 
 
-_call = partial(Hypothesis, speaks_of=_everything_wrong, fitted=3)
+_call = partial(Hypothesis, speaks_of=_everything_wrong, fitted=4)
 OVER_OTHER_RANKS = _call(
     predicts="everything behind a call over other ranks is wrong, by whatever it sums", causes=_over_other_ranks
 )

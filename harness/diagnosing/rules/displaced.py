@@ -174,7 +174,7 @@ HYPOTHESES = (
         predicts="every wrong block is what belongs to another place",
         causes=of_values(lambda evidence, names: from_regions(evidence, names[0])),
         kinds=VALUES,
-        fitted=2,
+        fitted=3,
     ),
     _of_first(
         predicts="every rank's gradient is the right one, some elements on",
@@ -186,7 +186,7 @@ HYPOTHESES = (
         predicts="one shard is wrong throughout, all others are right",
         causes=of_values(lambda evidence, names: _one_shard(evidence, names[0])),
         kinds=_GRADIENTS,
-        fitted=3,
+        fitted=4,
     ),
     Hypothesis(predicts="the norm of another step", causes=_stale_norm, kinds=frozenset({"grad_norm"})),
 )

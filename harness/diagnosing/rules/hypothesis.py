@@ -112,7 +112,8 @@ class Hypothesis:
     causes     finds it: the causes whose predictions hold, [] where none does
     kinds      the kinds of first wrong tensors for which it is tried; None for all
     speaks_of  the tensors that it predicts
-    fitted     numbers that it takes from them: 0 none, 1 one for all, 2 one for each part; 3 where it predicts a place
+    fitted     how many numbers it takes from them: 0 none, 1 one, 2 several, 3 one for each part; 4 where it predicts
+               no numbers, and where they are wrong at most
     """
 
     predicts: str

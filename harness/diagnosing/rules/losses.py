@@ -79,6 +79,6 @@ HYPOTHESES = (
         predicts="losses that differ between ranks whose logits are right and hold a part of the classes",
         causes=lambda failure: from_parts(failure.evidence, failure.first),
         kinds=_LOSSES,
-        fitted=3,
+        fitted=4,
     ),
 )

@@ -85,5 +85,5 @@ def _ranks(ranks: Sequence[int]) -> str:
 MASKS = Hypothesis(
     predicts="masks of dropout that are equal, or independent, where they must not be",
     causes=lambda failure: from_masks(failure.evidence, failure.findings, failure.wrong),
-    fitted=3,
+    fitted=4,
 )

@@ -68,7 +68,7 @@ def _drawn(failure: Failure) -> list[Cause]:
     return [reported("other_numbers", words, drawn)] if drawn else []
 
 
-_stated = partial(Hypothesis, fitted=3)
+_stated = partial(Hypothesis, fitted=4)
 CHECKS = _stated(predicts="a check fails that needs no dense model", causes=partial(_of_checks, _STATED))
 ROUNDED_ON_RANKS = _stated(
     predicts="every wrong tensor is what one rank computes in the lower precision", causes=_rounded_on_ranks

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from harness.checking.checks import examine
 from harness.checking.evidence import Evidence
+from harness.diagnosing.by_numbers import by_numbers
 from harness.diagnosing.diagnosis import explanation_of
 from harness.diagnosing.first_place import First
 from harness.diagnosing.hints import hint
 from harness.diagnosing.rules.displaced import from_offsets
 from harness.diagnosing.rules.factors import sizes_of
-from harness.diagnosing.rules.optimizer.steps import from_states
 from harness.shard import Shard
 from tests.harness.diagnosing.test_optimizer_causes import CLIPS, GRADIENTS, NAMES, NORMS, START, seen_of
 from tests.harness.toy_evidence import case, drawn, evidence, ids_of, outcome_of, planted, told_by, truth
@@ -105,7 +105,7 @@ def updated(size: float) -> tuple[Evidence, list[str]]:
 
 
 def test_an_update_of_right_gradients_says_where_to_look() -> None:
-    once_more = from_states(*updated(0.5 / float(NORMS[0])))
+    once_more = by_numbers(*updated(0.5 / float(NORMS[0])))
     assert not [cause.words for cause in once_more if "scaled up" in cause.words], "it is clipped once more"
     found, wrong = updated(0.7)
     look = "gradients are right, the update is wrong: look at clip, decay, learning rate, step count"

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from harness.checking.checks import examine
 from harness.checking.evidence import FAIL, Evidence
+from harness.diagnosing.by_numbers import by_numbers
 from harness.diagnosing.diagnosis import diagnose
 from harness.diagnosing.first_place import First, first_place
-from harness.diagnosing.rules.optimizer.steps import from_states
 from harness.ledger import Event
 from harness.shard import Shard
 from tests.harness.toy_evidence import altered, case, drawn, events, evidence, ids_of, planted, told_by, truth, without
@@ -79,7 +79,7 @@ def told_of(wrong: Rules, steps: int = 1) -> list[str]:
     for step in range(steps):
         true |= adam(RIGHT, step, values)
         values |= adam(wrong if step == steps - 1 else RIGHT, step, values)
-    return [cause.id for cause in from_states(*seen_of(ADAM, values, true))]
+    return [cause.id for cause in by_numbers(*seen_of(ADAM, values, true))]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_moments_that_begin_anew_and_a_learning_rate_behind_clipped_ones() -> No
     assert told_of(Rules(keeps=False), 2) == ["moments_reset"]
     true = adam(RIGHT, 0, {})
     seen, names = seen_of(f"{ADAM} clip=0.5", {**true, **adam(Rules(rate=0.007), 0, {})}, true)
-    (cause,) = from_states(seen, names)
+    (cause,) = by_numbers(seen, names)
     assert cause.words.endswith("constant factor is wrong, such as the learning rate")
 
 
@@ -127,7 +127,7 @@ def sgd(second: Callable[[Tensor, Tensor, Tensor], Tensor], text: str = SGD, fac
         values[f"param_after/0/{name}"] = true[f"param_after/0/{name}"] = p = START[name] + first
         true[f"param/{name}"] = p - 0.1 * factor * GRADIENTS[1][name]
         values[f"param/{name}"] = p + second(GRADIENTS[1][name], first, p)
-    return [cause.id for cause in from_states(*seen_of(text, values, true))]
+    return [cause.id for cause in by_numbers(*seen_of(text, values, true))]
 
 
 def test_plain_steps_and_clipping_by_other_rules() -> None:
@@ -166,7 +166,7 @@ def test_a_step_that_some_ranks_do_not_take() -> None:
         seen = evidence(
             *values.values(), truth={**truth(), **true}, case=case(SGD), shares={f"start/{name}": START[name]}
         )
-        return [cause.id for cause in from_states(seen, [f"param_after/0/{name}"])]
+        return [cause.id for cause in by_numbers(seen, [f"param_after/0/{name}"])]
 
     assert ranks(1.0, 0.0) == ["never_updated"]
     assert ranks(0.5, 0.0) == []

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from harness.checking.checks import examine
 from harness.checking.evidence import Evidence
+from harness.diagnosing.by_numbers import by_numbers
 from harness.diagnosing.diagnosis import explanation_of
 from harness.diagnosing.rules.norms import from_norms
-from harness.diagnosing.rules.optimizer.updates import from_start, from_updates
+from harness.diagnosing.rules.optimizer.updates import from_start
 from harness.diagnosing.rules.sums import from_counts, from_losses, from_shares
 from harness.outcome.blocks import localize
 from harness.outcome.merging import Outcomes
@@ -186,7 +187,7 @@ def test_what_became_of_parameters_is_told() -> None:
     start = {name.replace("param", "start"): drawn(8, 6, seed=4)}
 
     def causes(value: Tensor) -> list[str]:
-        return [told.id for told in from_updates(planted({name: value}, shares=start), [name])]
+        return [told.id for told in by_numbers(planted({name: value}, shares=start), [name])]
 
     assert causes(start[name.replace("param", "start")]) == ["never_updated"]
     assert causes(truth()[name] - 0.3 * truth()[W1]) == ["not_zeroed"]
@@ -194,7 +195,7 @@ def test_what_became_of_parameters_is_told() -> None:
     other = "param/layers.0.mlp.w2.weight"  # it moved, and wrong
     shares = {**start, other.replace("param", "start"): drawn(6, 8, seed=4)}
     values = {name: start[name.replace("param", "start")], other: truth()[other] + 1}
-    (told,) = from_updates(planted(values, shares=shares), [name, other])
+    (told,) = by_numbers(planted(values, shares=shares), [name, other])
     assert (told.id, told.words) == ("never_updated", f"{name}: as before the first step, others moved")
 
 

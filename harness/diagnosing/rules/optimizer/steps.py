@@ -1,13 +1,12 @@
-"""Errors of one step of the optimizer, where a subject returns its state after every step.
+"""Hypotheses on a step of the optimizer: gradients, moments, clipping, decay, momentum, or a step that was not taken.
 
-The truth of such a state is the dense model's step from the subject's own state before it: any error is this step's
-alone. The error is in its moments (`moments` beside this file), or in the parameters' update. The update is fitted by
-the right one and the parameters before: `got = x right + y before`. Tested on numbers, as everywhere.
+Where moments are wrong, their gradients or their rule are, and nothing is said of the updates made of them. All wrong
+states of the step are looked at together.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -17,7 +16,7 @@ from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of, step_of
 from harness.diagnosing.rules.causes import Cause, claimed
 from harness.diagnosing.rules.factors import Measure, Predict, every_size, meaning_of
-from harness.diagnosing.rules.hypothesis import STATE, Hypothesis
+from harness.diagnosing.rules.hypothesis import STATE, Failure, Hypothesis
 from harness.diagnosing.rules.optimizer.clipped import by_block, by_element, by_square
 from harness.diagnosing.rules.optimizer.moments import correction, epsilon, from_moments, gradient_factor, of_gradients
 from harness.diagnosing.rules.optimizer.moved import Moved, before_step, fitted, moved, of_kind, times
@@ -34,34 +33,52 @@ LITTLE = 1e-2
 """An update by less than this share of the right one is next to nothing; more than this of the weights is no decay."""
 
 
-def from_states(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
-    """Causes in the first step with a wrong state or norm, from the parameters and moments of it that are wrong."""
-    last = evidence.case.steps - 1
-    step = last if kind_of(wrong[0]) == "param" else step_of(wrong[0])
-    means = [moved(evidence, wrong, kind, step) for kind in ("exp_avg", "exp_avg_sq")]
-    if mean := means[0] or means[1]:
-        factor, measure = gradient_factor(evidence, wrong, step), partial(_of_gradients, mean.names)
-        causes = _scaled(evidence, "gradients", step, factor, measure, of_gradients(evidence, wrong, step))
-        causes = causes or from_moments(evidence, wrong, step)
-        return causes or _not_zeroed(evidence, moved(evidence, wrong, "exp_avg", step), step)
-    state, still = moved(evidence, wrong, "param", step), _still(evidence, wrong, step, last)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """The first step with a wrong state or norm: its wrong parameters, else None where a moment is wrong."""
+
+    evidence: Evidence
+    wrong: Sequence[str]
+    number: int
+    mean: Moved | None
+    state: Moved | None
+
+
+def _step_of(failure: Failure) -> _Step:
+    evidence, wrong = failure.evidence, failure.numbers
+    number = evidence.case.steps - 1 if kind_of(failure.first) == "param" else step_of(failure.first)
+    moments = (moved(evidence, wrong, kind, number) for kind in ("exp_avg", "exp_avg_sq"))
+    mean = next((moment for moment in moments if moment), None)
+    state = None if mean else moved(evidence, wrong, "param", number)
+    return _Step(evidence=evidence, wrong=wrong, number=number, mean=mean, state=state)
+
+
+def _gradients(step: _Step) -> list[Cause]:
+    """One factor on the gradients inside the moments."""
+    if step.mean is None:
+        return []
+    evidence, wrong, number = step.evidence, step.wrong, step.number
+    factor, measure = gradient_factor(evidence, wrong, number), partial(_of_gradients, step.mean.names)
+    return _scaled(evidence, "gradients", number, factor, measure, of_gradients(evidence, wrong, number))
+
+
+def _moments(step: _Step) -> list[Cause]:
+    """Other moments of right gradients."""
+    return from_moments(step.evidence, step.wrong, step.number) if step.mean else []
+
+
+def _updates(step: _Step) -> list[Cause]:
+    """One factor on the updates."""
+    state = step.state
     if state is None:
-        return still or by_block(evidence, wrong, step)
-    return still or _updated(evidence, wrong, state, step)
-
-
-def _updated(evidence: Evidence, wrong: Sequence[str], state: Moved, step: int) -> list[Cause]:
-    """Causes of wrong updates when all that went into them is right."""
+        return []
     factor, measure = times(state.got, state.right), partial(_of_updates, state.names)
     clips = "mean" not in state.beside  # right moments were made of right gradients
-    causes = _scaled(evidence, "updates", step, factor, measure, lambda f: (_got(state, f * state.right),), clips=clips)
-    causes = causes or _momentum(evidence, wrong, state, step) or _not_zeroed(evidence, state, step)
-    fit = fitted(state.got, state.right, state.before)
-    if not causes and fit is not None:
-        causes = _decayed(evidence, state, step, *fit)
-    return (
-        causes or by_element(evidence, state, step) or by_block(evidence, wrong, step) or epsilon(evidence, state, step)
-    )
+
+    def predict(other: float) -> tuple[Explained]:
+        return (_got(state, other * state.right),)
+
+    return _scaled(step.evidence, "updates", step.number, factor, measure, predict, clips=clips)
 
 
 def _got(state: Moved, guess: Tensor) -> Explained:
@@ -69,12 +86,17 @@ def _got(state: Moved, guess: Tensor) -> Explained:
     return Explained(value=state.got, truth=state.right, guess=guess, left=LEFT)
 
 
-def _decayed(evidence: Evidence, state: Moved, step: int, factor: float, share: float) -> list[Cause]:
-    """Causes of updates that are a factor times the right ones and a share of the parameters before."""
+def _decayed(step: _Step) -> list[Cause]:
+    """Updates that are a factor times the right ones and a share of the parameters before."""
+    evidence, state, number = step.evidence, step.state, step.number
+    fit = fitted(state.got, state.right, state.before) if state else None
+    if state is None or fit is None:
+        return []
+    factor, share = fit
     if math.isclose(factor, 1, rel_tol=CLOSE):
         known = "decay_missing" if share > 0 else "decay_added"
         meaning = "weight decay is left out" if share > 0 else "weight decay that does not belong there"
-        words = f"what is wrong in step {step} is {share:.3g} x the parameters themselves: {meaning}"
+        words = f"what is wrong in step {number} is {share:.3g} x the parameters themselves: {meaning}"
         decayed = _got(state, state.right + share * state.before)
         return claimed(known, words, decayed) if abs(share) < LITTLE else []
     if not 0 < share / (factor - 1) < LITTLE:  # the decay that is right already
@@ -83,13 +105,16 @@ def _decayed(evidence: Evidence, state: Moved, step: int, factor: float, share: 
     def predict(other: float) -> tuple[Explained]:
         return (_got(state, other * state.right + share * state.before),)
 
-    causes = correction(evidence, factor, step, predict) if "mean" in state.beside else []
+    causes = correction(evidence, factor, number, predict) if "mean" in state.beside else []
     clips, what = "mean" not in state.beside, "updates without their decay"
-    return causes or _scaled(evidence, what, step, factor, lambda other: None, predict, clips=clips)
+    return causes or _scaled(evidence, what, number, factor, lambda other: None, predict, clips=clips)
 
 
-def _still(evidence: Evidence, wrong: Sequence[str], step: int, last: int) -> list[Cause]:
+def _not_taken(failed: _Step) -> list[Cause]:
     """Parameters that stay where they were, all of them or some."""
+    if failed.mean:
+        return []
+    evidence, wrong, step, last = failed.evidence, failed.wrong, failed.number, failed.evidence.case.steps - 1
     names = [(name, parameter) for name, parameter in of_kind(evidence, wrong, "param", step)]
     befores = {name: before_step(evidence, "param", step, parameter) for name, parameter in names}
     tensors = evidence.merged.tensors
@@ -175,10 +200,11 @@ def _of_updates(names: Sequence[str], other: Evidence) -> float | None:
     return 1.0 if right else times(state.got, state.right)
 
 
-def _momentum(evidence: Evidence, wrong: Sequence[str], state: Moved, step: int) -> list[Cause]:
-    """Whether an update holds the one before, though the gradients of its step have the right norm."""
-    last, norm = state.beside.get("last"), f"grad_norm/{step}"
-    if last is None or "mean" in state.beside or norm not in evidence.merged.tensors or norm in wrong:
+def _momentum(failed: _Step) -> list[Cause]:
+    """An update that holds the one before, though the gradients of its step have the right norm."""
+    state, step, norm = failed.state, failed.number, f"grad_norm/{failed.number}"
+    last = state.beside.get("last") if state and "mean" not in state.beside else None
+    if state is None or last is None or norm not in failed.evidence.merged.tensors or norm in failed.wrong:
         return []
     share = times(state.got - state.right, last)
     if share is None or not 0 < share < 1:
@@ -187,10 +213,13 @@ def _momentum(evidence: Evidence, wrong: Sequence[str], state: Moved, step: int)
     return claimed("momentum_added", words, _got(state, state.right + share * last))
 
 
-def _not_zeroed(evidence: Evidence, state: Moved | None, step: int) -> list[Cause]:
-    """Whether a later step holds the first one's gradient too: which factor each parameter's has depends on what sums
-    over ranks it went through again.
+def _not_zeroed(failed: _Step) -> list[Cause]:
+    """A later step that holds the first one's gradient too.
+
+    Which factor each parameter's has depends on what sums over ranks it went through again.
     """
+    step = failed.number
+    state = moved(failed.evidence, failed.wrong, "exp_avg", step) if failed.mean else failed.state
     old = state.beside.get("gradient") if state and step else None
     if state is None or old is None:
         return []
@@ -204,12 +233,32 @@ def _not_zeroed(evidence: Evidence, state: Moved | None, step: int) -> list[Caus
     return claimed("not_zeroed", words, Explained(value=state.value, truth=state.truth, guess=guess, left=LEFT))
 
 
+def _of_step(rule: Callable[[_Step], list[Cause]]) -> Callable[[Failure], list[Cause]]:
+    return lambda failure: rule(_step_of(failure))
+
+
+def _clipped_by_block(step: _Step) -> list[Cause]:
+    return [] if step.mean else by_block(step.evidence, step.wrong, step.number)
+
+
+def _clipped_by_element(step: _Step) -> list[Cause]:
+    return by_element(step.evidence, step.state, step.number) if step.state else []
+
+
+def _other_epsilon(step: _Step) -> list[Cause]:
+    return epsilon(step.evidence, step.state, step.number) if step.state else []
+
+
+_hypothesis = partial(Hypothesis, kinds=frozenset({"grad_norm", STATE}), speaks_of=lambda failure: failure.alike)
 HYPOTHESES = (
-    Hypothesis(
-        predicts="the step with other gradients, moments, clipping or decay",
-        causes=lambda failure: from_states(failure.evidence, failure.numbers),
-        kinds=frozenset({"grad_norm", STATE}),
-        speaks_of=lambda failure: failure.alike,
-        fitted=1,
-    ),
+    _hypothesis(predicts="parameters as they were before the step", causes=_of_step(_not_taken)),
+    _hypothesis(predicts="moments of gradients times one number", causes=_of_step(_gradients), fitted=1),
+    _hypothesis(predicts="moments that keep another share of their past", causes=_of_step(_moments), fitted=2),
+    _hypothesis(predicts="updates times one number", causes=_of_step(_updates), fitted=1),
+    _hypothesis(predicts="updates that hold the ones before", causes=_of_step(_momentum), fitted=1),
+    _hypothesis(predicts="a later step that holds the first gradients", causes=_of_step(_not_zeroed), fitted=3),
+    _hypothesis(predicts="updates with another share of the parameters", causes=_of_step(_decayed), fitted=2),
+    _hypothesis(predicts="updates of which no element exceeds a limit", causes=_of_step(_clipped_by_element), fitted=2),
+    _hypothesis(predicts="a factor of its own for each part that moves", causes=_of_step(_clipped_by_block), fitted=3),
+    _hypothesis(predicts="updates by another epsilon", causes=_of_step(_other_epsilon), fitted=2),
 )

@@ -4,6 +4,7 @@ Weights before the first step are `Evidence.shares`' "start/<parameter>". Tested
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,24 +22,24 @@ MOVED = 0.2
 """Training moves a weight by less than this share of what another part of it differs by."""
 
 
-def from_updates(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
-    """Causes of wrong parameters: never updated, or updated with an old gradient."""
+def never_updated(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
+    """Whether the wrong parameters, or some of them, are what they were before the first step."""
     known, tensors, truth = _starts(evidence, wrong), evidence.merged.tensors, evidence.truth
-    if not known:
-        return []
     first = {n: Explained(value=tensors[n], truth=truth[n], guess=start) for n, (_, start) in known.items()}
     if causes := claimed("never_updated", "the parameters are what they were before the first step", *first.values()):
         return causes
     still = [n for n, (value, start) in known.items() if torch.equal(value, start) and first[n].holds]
     words = f"{', '.join(still[:3])}{' ...' if len(still) > 3 else ''}: as before the first step, others moved"
-    if causes := claimed("never_updated", words, *(first[n] for n in still)):
-        return causes
-    if loaded := from_start(evidence, wrong):
-        return loaded
+    return claimed("never_updated", words, *(first[n] for n in still))
+
+
+def not_zeroed(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
+    """Whether the wrong parameters were updated with the first step's gradient once more."""
+    truth, known = evidence.truth, _starts(evidence, wrong) if evidence.case.steps > 1 else {}
     words = "the update holds the gradient of the first step once more: gradients are not set to zero in between"
     old = {n: truth[n.replace("param/", "grad/", 1)].double() for n in known}
     along = (_along(value, truth[n].double(), old[n]) for n, (value, _) in known.items())
-    return claimed("not_zeroed", words, *along) if evidence.case.steps > 1 else []
+    return claimed("not_zeroed", words, *along)
 
 
 def _starts(evidence: Evidence, wrong: Sequence[str]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -84,19 +85,27 @@ def _parameters(failure: Failure) -> list[str]:
     return failure.of_kind("param")
 
 
+_of_parameters = partial(Hypothesis, kinds=frozenset({LATER, STATE}), speaks_of=_parameters)
 HYPOTHESES = (
-    Hypothesis(
-        predicts="parameters as they were, or with an old gradient, or with another rank's part of the initial ones",
-        causes=lambda failure: from_updates(failure.evidence, _parameters(failure)),
-        kinds=frozenset({LATER, STATE}),
-        speaks_of=_parameters,
-        fitted=2,
+    _of_parameters(
+        predicts="parameters as they were before the first step",
+        causes=lambda failure: never_updated(failure.evidence, _parameters(failure)),
+    ),
+    _of_parameters(
+        predicts="a parameter that began as another rank's part of itself",
+        causes=lambda failure: from_start(failure.evidence, _parameters(failure)),
+        fitted=3,
+    ),
+    _of_parameters(
+        predicts="parameters that hold the first gradient once more",
+        causes=lambda failure: not_zeroed(failure.evidence, _parameters(failure)),
+        fitted=3,
     ),
     Hypothesis(
         predicts="a parameter that began as another rank's part, behind what is computed of it",
         causes=_of_own_module,
         kinds=frozenset({"act"}),
         speaks_of=lambda failure: _parameters(failure)[:1],
-        fitted=2,
+        fitted=3,
     ),
 )
