@@ -1,0 +1,101 @@
+"""Hypotheses compete by what they explain, whatever order they stand in."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.checking.evidence import Evidence
+from harness.diagnosing import by_numbers
+from harness.diagnosing.rank_causes import TIERS
+from harness.diagnosing.rules.causes import CAUSES, Cause, claimed, reported
+from harness.diagnosing.rules.hypothesis import Failure, Hypothesis
+from harness.diagnosing.rules.proofs import Explained
+from harness.diagnosing.rules.ranking import best
+from tests.harness.toy_evidence import case, drawn, planted, truth
+
+LINEAR, W1, W2 = "act/layers.0.mlp.w2", "grad/layers.0.mlp.w1.weight", "grad/layers.0.mlp.w2.weight"
+RIGHT = truth()
+
+
+def failure_of(values: dict[str, Tensor], text: str = "mode=tp tp=2 seq=16 micro=1") -> Failure:
+    return Failure(evidence=planted(values, case=case(text)), wrong=[*values], numbers=[*values])
+
+
+def toy(id: str, names: Sequence[str], fitted: int = 0, kinds: frozenset[str] | None = None) -> Hypothesis:
+    """A hypothesis that always finds a cause, and speaks of these names."""
+    found = [reported(id, "it is so", id)]
+    return Hypothesis(predicts="so", causes=lambda _: found, kinds=kinds, speaks_of=lambda _: names, fitted=fitted)
+
+
+def told(*hypotheses: Hypothesis) -> list[str]:
+    failure = failure_of({W1: 2 * RIGHT[W1], W2: 2 * RIGHT[W2]})
+    answers = [best(failure, order) for order in (hypotheses, hypotheses[::-1])]
+    assert {cause.id for cause in answers[0]} == {cause.id for cause in answers[1]}
+    return [cause.id for cause in answers[0]]
+
+
+def test_what_explains_most_is_reported_then_what_explains_the_first_then_what_fits_least() -> None:
+    assert told(toy("zero", [W1]), toy("stale", [W1, W2], fitted=3)) == ["stale"]
+    assert told(toy("zero", [W1, "grad/right"]), toy("stale", [W1, W2])) == [
+        "stale"
+    ]  # what is right counts for nothing
+    assert told(toy("zero", [W2]), toy("stale", [W1], fitted=3)) == ["stale"]
+    assert told(toy("zero", [W1], fitted=2), toy("stale", [W1], fitted=1)) == ["stale"]
+    assert told(toy("zero", [W1]), toy("stale", [W1])) == ["zero", "stale"]  # alternatives that fit equally well
+    assert told(toy("zero", [W1]), toy("zero", [W1])) == ["zero"]
+    assert told(toy("zero", [W1, W2], kinds=frozenset({"act"})), toy("stale", [W1])) == ["stale"]
+    assert told(toy("zero", [W1, W2], kinds=frozenset({"act"}))) == []
+
+
+def test_a_cause_that_leaves_more_than_the_check_allows_makes_room_for_another() -> None:
+    value, true = RIGHT[W1] * 2 + 1e-8 * drawn(*RIGHT[W1].shape), RIGHT[W1]
+
+    def loose(failure: Failure) -> list[Cause]:
+        value = failure.evidence.merged.tensors[W1]
+        return claimed("summed_twice", "it is 2 x", Explained(value=value, truth=true, guess=2 * true))
+
+    everything = Hypothesis(predicts="twice the truth", causes=loose, speaks_of=lambda _: [W1, W2])
+    failure = failure_of({W1: value, W2: 2 * RIGHT[W2]})
+    assert loose(failure), "it explains nearly all of the error"
+    assert [cause.id for cause in best(failure, (everything, toy("stale", [W1])))] == ["stale"]
+
+
+def _nan_in_one_shard() -> dict[str, Tensor]:
+    value = RIGHT[W1].clone()
+    value[:4] = torch.nan
+    return {W1: value}
+
+
+@pytest.mark.parametrize(
+    ("values", "ids"),
+    [
+        ({LINEAR: 2 * RIGHT[LINEAR]}, ["summed_twice"]),
+        ({W1: 3 * RIGHT[W1], W2: 3 * RIGHT[W2]}, ["constant_factor"]),
+        ({W1: RIGHT[W1].roll(4, 0)}, ["shifted_shard"]),
+        ({W1: -RIGHT[W1]}, ["sign"]),
+        ({W1: torch.zeros_like(RIGHT[W1])}, ["zero"]),
+        (_nan_in_one_shard(), ["nan"]),
+        ({W1: torch.cat([drawn(4, 6, seed=3), RIGHT[W1][4:]])}, ["one_shard"]),
+        ({W1: drawn(8, 6, seed=3)}, []),
+    ],
+)
+def test_the_order_of_hypotheses_decides_nothing(
+    values: dict[str, Tensor], ids: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def causes(seen: Evidence) -> list[str]:
+        return [cause.id for cause in by_numbers.by_numbers(seen, [*values])]
+
+    seen = failure_of(values).evidence
+    assert causes(seen) == ids
+    monkeypatch.setattr(by_numbers, "HYPOTHESES", by_numbers.HYPOTHESES[::-1])
+    assert causes(seen) == ids
+
+
+def test_every_hypothesis_states_what_it_predicts() -> None:
+    every = [*by_numbers.HYPOTHESES, *(one for tier in TIERS for one in tier)]
+    sentences = [one.predicts for one in every]
+    assert len(set(sentences)) == len(sentences)
+    assert all(3 <= len(sentence.split()) <= 25 and not sentence.endswith(".") for sentence in sentences)
+    assert all(meaning for meaning in CAUSES.values())
