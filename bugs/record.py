@@ -41,7 +41,7 @@ class Bug:
     alone       no other check may fail: this bug shows that `kills` is needed
     phase       of the first place where it goes wrong; several possible ones are separated by "|"
     region      module of that place, with * and ? as in file names, "|" as above; "" is no module
-    cause       ids that are right to report (harness.diagnosing.rules.causes), "|" as above; "" when all would mislead
+    cause       ids that are right to report (harness.diagnosing.causes.cause), "|" as above; "" when all would mislead
     equivalent  why no outcome and no ledger of any legal case can differ, for a bug that cannot be killed
     held_back   kept from authors of rules of diagnosis
     wrong       what is wrong, in one sentence

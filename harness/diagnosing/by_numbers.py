@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from harness.checking.evidence import Evidence
-from harness.diagnosing.rules import displaced, factors, norms, patterns, replicas, sum_terms, sums
-from harness.diagnosing.rules.causes import Cause
-from harness.diagnosing.rules.hypothesis import Failure, Hypothesis
-from harness.diagnosing.rules.optimizer import steps, updates
-from harness.diagnosing.rules.ranking import best
+from harness.diagnosing.causes.cause import Cause
+from harness.diagnosing.causes.hypothesis import Failure, Hypothesis
+from harness.diagnosing.causes.ranking import best
+from harness.diagnosing.hypotheses import displaced, factors, norms, patterns, replicas, sum_terms, sums
+from harness.diagnosing.hypotheses.optimizer import steps, updates
 
 _FILES = (replicas, sums, factors, norms, patterns, sum_terms, displaced, steps, updates)
 HYPOTHESES: tuple[Hypothesis, ...] = tuple(one for file in _FILES for one in file.HYPOTHESES)

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from harness.checking.evidence import FAIL, Evidence, Finding
 from harness.checking.ledger_checks import module_order
 from harness.checking.measures.kinds import kind_of
+from harness.diagnosing.causes.cause import Cause, reported
+from harness.diagnosing.causes.hypothesis import Failure
+from harness.diagnosing.causes.places import comparable, place_of, timeline, wrong_ranks
 from harness.diagnosing.first_place import First, first_place
 from harness.diagnosing.hints import hint
 from harness.diagnosing.rank_causes import likely
-from harness.diagnosing.rules.causes import Cause, reported
-from harness.diagnosing.rules.hypothesis import Failure
-from harness.diagnosing.rules.places import comparable, place_of, timeline, wrong_ranks
 from harness.differences import Difference, but_for_bytes, differences
 from harness.errors import Desynchronised, ProgramError, RankCrashed, ShardproofError
 

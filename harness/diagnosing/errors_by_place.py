@@ -9,8 +9,8 @@ from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
 from harness.checking.measures.many_tensors import kind_rms
 from harness.checking.measuring import compared
+from harness.diagnosing.causes.places import place_of, timeline
 from harness.diagnosing.first_place import First
-from harness.diagnosing.rules.places import place_of, timeline
 
 ERROR_COLUMNS = ("case", "name", "step", "phase", "region", "error", "allowed", "first")
 _KINDS = frozenset(kind for kinds in NUMERIC_KINDS.values() for kind in kinds)

@@ -1,6 +1,6 @@
 """The first place where it went wrong: phase, module and step, from wrong tensors and from the ledger.
 
-The kind of the first wrong name in the order of training (`rules.places.timeline`) gives the place:
+The kind of the first wrong name in the order of training (`causes.places.timeline`) gives the place:
 
     act/M          module M, forward: its inputs came earlier and were right
     logits/s       s = 0: another micro-batch than the captured one; s > 0: the data of s, where these repeat the first
@@ -26,9 +26,9 @@ from harness.checking.call_checks import strays
 from harness.checking.evidence import Evidence
 from harness.checking.ledger_checks import module_order
 from harness.checking.measures.kinds import is_state, kind_of
-from harness.diagnosing.rules.places import held_whole, place_of, ranks_apart
-from harness.diagnosing.rules.proofs import explains
-from harness.diagnosing.rules.what_ifs import predictions
+from harness.diagnosing.causes.places import held_whole, place_of, ranks_apart
+from harness.diagnosing.causes.proofs import explains
+from harness.diagnosing.hypotheses.what_ifs import predictions
 from harness.differences import Difference
 from harness.engines.engine import Unwaited
 from harness.errors import ranks_text

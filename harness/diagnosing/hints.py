@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
+from harness.diagnosing.causes.places import blocks_of, comparable
+from harness.diagnosing.causes.proofs import share_left
+from harness.diagnosing.causes.proofs import times as in_words
 from harness.diagnosing.first_place import First
-from harness.diagnosing.rules.displaced import in_other_places
-from harness.diagnosing.rules.factors import sizes_of
-from harness.diagnosing.rules.optimizer.moved import moved, times
-from harness.diagnosing.rules.places import blocks_of, comparable
-from harness.diagnosing.rules.proofs import share_left
-from harness.diagnosing.rules.proofs import times as in_words
+from harness.diagnosing.hypotheses.displaced import in_other_places
+from harness.diagnosing.hypotheses.factors import sizes_of
+from harness.diagnosing.hypotheses.optimizer.moved import moved, times
 from harness.errors import ranks_text
 
 MOVED = 5.0

@@ -1,18 +1,18 @@
 """Likely causes of what went wrong in one case; none where the evidence does not single one out.
 
 A bug has one first place, and what comes later follows from it. Hypotheses stand in tiers (`TIERS`), by how directly
-the evidence shows them; those of the first tier with a cause are reported, ranked by what they explain
-(`rules.ranking`).
+the evidence shows them. The causes of the first tier that has some are reported, ranked by what they explain
+(`causes.ranking`).
 """
 
 from dataclasses import replace
 
 from harness.diagnosing.by_numbers import by_numbers
-from harness.diagnosing.rules import calls, losses, masks, stated, what_ifs
-from harness.diagnosing.rules.causes import Cause, reported
-from harness.diagnosing.rules.factors import UNDECIDED
-from harness.diagnosing.rules.hypothesis import Failure, Hypothesis
-from harness.diagnosing.rules.ranking import best
+from harness.diagnosing.causes.cause import Cause, reported
+from harness.diagnosing.causes.hypothesis import Failure, Hypothesis
+from harness.diagnosing.causes.ranking import best
+from harness.diagnosing.hypotheses import calls, losses, masks, stated, what_ifs
+from harness.diagnosing.hypotheses.factors import UNDECIDED
 from harness.outcome.merging import Merged
 
 

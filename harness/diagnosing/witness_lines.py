@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 
 from harness.checking.evidence import Finding
 from harness.checking.witness_checks import CHECK
+from harness.diagnosing.causes.cause import Cause, reported
 from harness.diagnosing.diagnosis import Diagnosis
 from harness.diagnosing.failure_lines import repeat_command, written
 from harness.diagnosing.first_place import First
-from harness.diagnosing.rules.causes import Cause, reported
 from harness.diagnosing.six_lines import place, where
 from harness.protocols import CaseLike
 from harness.witnesses.agreement import AGREES, CLOSED_FORM, NOT_ASKED, Agreement, Row

@@ -26,8 +26,8 @@ from harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
 from harness.checking.measures.many_tensors import kind_rms
 from harness.checking.measures.tolerance import least_rms, own_share
 from harness.checking.measuring import compared
+from harness.diagnosing.causes.places import timeline
 from harness.diagnosing.failure_lines import repeat_command
-from harness.diagnosing.rules.places import timeline
 from harness.engines.engine import Engine
 from harness.errors import MachineError, ProgramError
 from harness.plain_case import PlainCase

@@ -22,7 +22,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, cast
 
 from harness.checking.evidence import FAIL
-from harness.diagnosing.rules.causes import reported
+from harness.diagnosing.causes.cause import reported
 from harness.engines.processes.forked.pool import PoolEngine
 from harness.engines.threads.inproc import InprocEngine
 from harness.engines.threads.state.module_state import namespaces_of

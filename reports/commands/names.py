@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from harness.diagnosing.rules.places import timeline
+from harness.diagnosing.causes.places import timeline
 from harness.ledger import shape_text
 from harness.protocols import CaseLike
 from harness.running.engines import engine_named

@@ -3,7 +3,7 @@
     python -m suites.mutants.known [ID ...]        prints these, or all
 
 The parts stand where they are used, and this table joins them. The id and its look are in
-`harness.diagnosing.rules.causes`, the rule that the dense model breaks to look the same in `reference.what_ifs`. The
+`harness.diagnosing.causes.cause`, the rule that the dense model breaks to look the same in `reference.what_ifs`. The
 changes of our source are in `suites.mutants.catalogue`, the variants of a case in `reference.case.variants`. Mutants
 that are held back are not in it.
 """
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from harness.diagnosing.rules.causes import CAUSES
+from harness.diagnosing.causes.cause import CAUSES
 from reference.what_ifs.rules import what_ifs
 from suites.mutants.catalogue import MUTANTS, VARIANT_ROWS
 from suites.mutants.mutant import Mutant

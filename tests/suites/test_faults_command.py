@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from harness.dense_model import SUBJECT
+from harness.diagnosing.causes.cause import reported as made
 from harness.diagnosing.diagnosis import ended
-from harness.diagnosing.rules.causes import reported as made
 from harness.errors import MachineError, RequestError
 from harness.injecting.kill_matrix import figures, killed_alone
 from harness.subject import cases_of, named

@@ -7,7 +7,7 @@ import pytest
 
 from harness.checking.checks import CHECKS
 from harness.checking.evidence import FAIL
-from harness.diagnosing.rules.causes import CAUSES
+from harness.diagnosing.causes.cause import CAUSES
 from harness.ledger import PHASES
 from harness.resolve import resolve
 from reference.case import Case

@@ -18,7 +18,7 @@ from harness.checking.measures.measured import FLOAT64_ALLOWED, Measured
 from harness.checking.measures.tolerance import FLOAT64_CEILING, measure
 from harness.checking.measuring import compared
 from harness.checking.numeric_checks import numeric
-from harness.diagnosing.rules.optimizer.moved import fitted
+from harness.diagnosing.hypotheses.optimizer.moved import fitted
 from harness.running.result import CaseResult
 from harness.running.trials import rounding
 from harness.running.trials.reference import Reference, decoder

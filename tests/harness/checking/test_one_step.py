@@ -19,7 +19,7 @@ from harness.checking.measures.many_tensors import kind_rms
 from harness.checking.measures.measured import Measured
 from harness.checking.measures.tolerance import FACTORS
 from harness.checking.measuring import compared
-from harness.diagnosing.rules.places import place_of
+from harness.diagnosing.causes.places import place_of
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError
 from harness.outcome.merging import Merged

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from harness.checking.checks import examine
+from harness.diagnosing.causes.cause import reported
 from harness.diagnosing.diagnosis import diagnose, explanation_of
+from harness.diagnosing.hypotheses.patterns import from_patterns
 from harness.diagnosing.placing.alignments import AGREES, DIFFERS, UNKNOWN, TrueTensor, fit
 from harness.diagnosing.placing.counterparts import same_modules, stages
-from harness.diagnosing.rules.causes import reported
-from harness.diagnosing.rules.patterns import from_patterns
 from harness.shard import Shard
 from tests.harness.toy_evidence import drawn, evidence, ids_of, outcome_of, planted, tried, truth
 

@@ -13,13 +13,13 @@ from torch import Tensor
 from harness.checking.checks import examine
 from harness.checking.evidence import Evidence
 from harness.diagnosing.by_numbers import by_numbers
+from harness.diagnosing.causes import ranking
+from harness.diagnosing.causes.cause import Cause, claimed
+from harness.diagnosing.causes.proofs import Explained, NotFinite, Rounded, times
 from harness.diagnosing.diagnosis import explanation_of
 from harness.diagnosing.first_place import First
 from harness.diagnosing.hints import hint
-from harness.diagnosing.rules import ranking
-from harness.diagnosing.rules.causes import Cause, claimed
-from harness.diagnosing.rules.patterns import from_patterns
-from harness.diagnosing.rules.proofs import Explained, NotFinite, Rounded, times
+from harness.diagnosing.hypotheses.patterns import from_patterns
 from harness.shard import Shard
 from tests.harness.toy_evidence import case, drawn, evidence, ids_of, outcome_of, planted, truth
 

@@ -13,8 +13,8 @@ from harness.diagnosing.by_numbers import by_numbers
 from harness.diagnosing.diagnosis import explanation_of
 from harness.diagnosing.first_place import First
 from harness.diagnosing.hints import hint
-from harness.diagnosing.rules.displaced import from_offsets
-from harness.diagnosing.rules.factors import sizes_of
+from harness.diagnosing.hypotheses.displaced import from_offsets
+from harness.diagnosing.hypotheses.factors import sizes_of
 from harness.shard import Shard
 from tests.harness.diagnosing.test_optimizer_causes import CLIPS, GRADIENTS, NAMES, NORMS, START, seen_of
 from tests.harness.toy_evidence import case, drawn, evidence, ids_of, outcome_of, planted, told_by, truth

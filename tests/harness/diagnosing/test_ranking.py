@@ -8,11 +8,11 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence
 from harness.diagnosing import by_numbers
+from harness.diagnosing.causes.cause import CAUSES, Cause, claimed, reported
+from harness.diagnosing.causes.hypothesis import Failure, Hypothesis
+from harness.diagnosing.causes.proofs import Explained
+from harness.diagnosing.causes.ranking import best
 from harness.diagnosing.rank_causes import TIERS
-from harness.diagnosing.rules.causes import CAUSES, Cause, claimed, reported
-from harness.diagnosing.rules.hypothesis import Failure, Hypothesis
-from harness.diagnosing.rules.proofs import Explained
-from harness.diagnosing.rules.ranking import best
 from tests.harness.toy_evidence import case, drawn, planted, truth
 
 LINEAR, W1, W2 = "act/layers.0.mlp.w2", "grad/layers.0.mlp.w1.weight", "grad/layers.0.mlp.w2.weight"

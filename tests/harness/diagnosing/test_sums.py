@@ -11,9 +11,9 @@ from harness.checking.checks import examine
 from harness.checking.evidence import Evidence
 from harness.diagnosing.by_numbers import by_numbers
 from harness.diagnosing.diagnosis import explanation_of
-from harness.diagnosing.rules.norms import from_norms
-from harness.diagnosing.rules.optimizer.updates import from_start
-from harness.diagnosing.rules.sums import from_counts, from_losses, from_shares
+from harness.diagnosing.hypotheses.norms import from_norms
+from harness.diagnosing.hypotheses.optimizer.updates import from_start
+from harness.diagnosing.hypotheses.sums import from_counts, from_losses, from_shares
 from harness.outcome.blocks import localize
 from harness.outcome.merging import Outcomes
 from tests.harness.toy_evidence import case, drawn, evidence, outcome_of, planted, tried, truth

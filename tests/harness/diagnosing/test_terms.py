@@ -11,15 +11,15 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence
 from harness.diagnosing.by_numbers import by_numbers
-from harness.diagnosing.rules.causes import claimed
-from harness.diagnosing.rules.displaced import from_regions
-from harness.diagnosing.rules.norms import from_norms
-from harness.diagnosing.rules.patterns import rounded
-from harness.diagnosing.rules.proofs import Explained
-from harness.diagnosing.rules.ranking import within_limits
-from harness.diagnosing.rules.replicas import partial_sums
-from harness.diagnosing.rules.sum_terms import from_terms
-from harness.diagnosing.rules.sums import from_counts, from_shares
+from harness.diagnosing.causes.cause import claimed
+from harness.diagnosing.causes.proofs import Explained
+from harness.diagnosing.causes.ranking import within_limits
+from harness.diagnosing.hypotheses.displaced import from_regions
+from harness.diagnosing.hypotheses.norms import from_norms
+from harness.diagnosing.hypotheses.patterns import rounded
+from harness.diagnosing.hypotheses.replicas import partial_sums
+from harness.diagnosing.hypotheses.sum_terms import from_terms
+from harness.diagnosing.hypotheses.sums import from_counts, from_shares
 from harness.engines.engine import Unwaited
 from harness.outcome.blocks import localize
 from harness.shard import Shard

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
-from harness.diagnosing.rules.causes import Cause, claimed
-from harness.diagnosing.rules.factors import Predict
-from harness.diagnosing.rules.optimizer.moved import Moved, fitted, moved, times
-from harness.diagnosing.rules.proofs import Explained
-from harness.diagnosing.rules.proofs import times as in_words
+from harness.diagnosing.causes.cause import Cause, claimed
+from harness.diagnosing.causes.proofs import Explained
+from harness.diagnosing.causes.proofs import times as in_words
+from harness.diagnosing.hypotheses.factors import Predict
+from harness.diagnosing.hypotheses.optimizer.moved import Moved, fitted, moved, times
 
 NEAR = 1e-4
 """Weights of a fit are equal within this."""

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
-from harness.diagnosing.rules.causes import Cause, claimed
-from harness.diagnosing.rules.factors import Measure, every_size, meaning_of
-from harness.diagnosing.rules.hypothesis import Hypothesis, of_values
-from harness.diagnosing.rules.places import summable
-from harness.diagnosing.rules.proofs import Explained, explains, share_left, times
+from harness.diagnosing.causes.cause import Cause, claimed
+from harness.diagnosing.causes.hypothesis import Hypothesis, of_values
+from harness.diagnosing.causes.places import summable
+from harness.diagnosing.causes.proofs import Explained, explains, share_left, times
+from harness.diagnosing.hypotheses.factors import Measure, every_size, meaning_of
 from harness.mesh_axes import split_axes
 
 RIGHT = 1e-9

@@ -1,6 +1,7 @@
 """Hypotheses: mistakes that may be behind a failure, each with what it predicts, tried and ranked by what they explain.
 
-A file of this folder states its own. A cause is never made of numbers that contradict it (`rules.causes`).
+Files of `harness.diagnosing.hypotheses` state them. A cause is never made of numbers that contradict it
+(`causes.cause`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence, Finding
 from harness.checking.measures.kinds import is_state, kind_of
-from harness.diagnosing.rules.causes import Cause
+from harness.diagnosing.causes.cause import Cause
 from harness.differences import Difference
 
 LATER = "later"
@@ -28,7 +29,7 @@ VALUES = frozenset({"init", "act", "logits", "loss", "act_grad", "grad", OTHER})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What a failed case shows.
+    """Evidence of a failed case, and its wrong tensors.
 
     wrong       all wrong names in the order of computation
     numbers     those that can be held against a truth
@@ -51,7 +52,7 @@ class Failure:
 
     @property
     def kind(self) -> str:
-        """What the first wrong tensor is: its kind of name, or one of the words of this file."""
+        """The kind of the first wrong tensor, by its name, or one of the words of this file."""
         kind = kind_of(self.first)
         if kind in ("logits", "loss", "grad_norm") and not self.first.endswith("/0") and self.evidence.states is None:
             return LATER
@@ -123,6 +124,6 @@ class Hypothesis:
     fitted: int = 0
 
     def rank(self, failure: Failure) -> tuple[int, bool, int]:
-        """What it explains: how many wrong tensors, whether the first, and of how few numbers."""
+        """How much it explains: how many wrong tensors, whether the first is among them, of how few numbers."""
         names = set(self.speaks_of(failure)) & set(failure.numbers)
         return len(names), failure.first in names, -self.fitted

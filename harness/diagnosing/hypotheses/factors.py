@@ -16,11 +16,11 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
-from harness.diagnosing.rules.causes import Cause, claimed
-from harness.diagnosing.rules.hypothesis import OF_TOKENS, VALUES, Hypothesis, of_values
-from harness.diagnosing.rules.patterns import is_count
-from harness.diagnosing.rules.places import summable
-from harness.diagnosing.rules.proofs import SINGLE, Explained, explains, share_left, times
+from harness.diagnosing.causes.cause import Cause, claimed
+from harness.diagnosing.causes.hypothesis import OF_TOKENS, VALUES, Hypothesis, of_values
+from harness.diagnosing.causes.places import summable
+from harness.diagnosing.causes.proofs import SINGLE, Explained, explains, share_left, times
+from harness.diagnosing.hypotheses.patterns import is_count
 from harness.mesh_axes import split_axes
 
 Predict = Callable[[float], tuple[Explained, ...]]

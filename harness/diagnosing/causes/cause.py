@@ -1,7 +1,7 @@
 """Likely causes: the stable ids that tables and tests rely on, each with the words of one failure.
 
 An id says what kind of mistake numbers or ledger show; the words say it of this tensor, axis and group. A cause carries
-what it predicts (`rules.proofs`), and cannot be made when the numbers contradict it: `claimed` is how rules make one.
+what it predicts (`causes.proofs`), and cannot be made when the numbers contradict it: `claimed` is how rules make one.
 Sources: the mechanisms of the bugs that real systems had (bugs.md, section 6).
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from harness.dense_model import WhatIfLike
-from harness.diagnosing.rules.proofs import Proof, Seen
+from harness.diagnosing.causes.proofs import Proof, Seen
 
 MEANT = "where it is meant, subject.compute_dtype or subject.wire_dtype states it"
 """Words behind a rounding."""

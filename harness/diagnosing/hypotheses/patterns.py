@@ -2,7 +2,7 @@
 
 Every pattern is tested on the numbers, none is guessed from names; what fits none gets no cause. Tensors are full ones
 of equal shape; `axes` are the mesh axes that split something, name -> size. Patterns as listed by real bugs: rows in
-another order, collectives on flat memory, a neighbour's shard. Factors are those of `harness.diagnosing.rules.factors`.
+another order, collectives on flat memory, a neighbour's shard. Factors are those of `factors`.
 """
 
 import itertools
@@ -13,9 +13,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from harness.diagnosing.rules.causes import MEANT, Cause, claimed
-from harness.diagnosing.rules.hypothesis import STATE, VALUES, Hypothesis, of_values
-from harness.diagnosing.rules.proofs import Explained, NotFinite, Rounded
+from harness.diagnosing.causes.cause import MEANT, Cause, claimed
+from harness.diagnosing.causes.hypothesis import STATE, VALUES, Hypothesis, of_values
+from harness.diagnosing.causes.proofs import Explained, NotFinite, Rounded
 
 CLOSE = 1e-2
 """A tensor is right within this share of itself, as far as these patterns look."""

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
-from harness.diagnosing.rules.causes import Cause, claimed, reported
-from harness.diagnosing.rules.hypothesis import VALUES, Failure, Hypothesis, of_values
-from harness.diagnosing.rules.patterns import CLOSE, from_patterns
-from harness.diagnosing.rules.places import blocks_of, comparable, wrong_ranks
-from harness.diagnosing.rules.proofs import Explained, share_left
-from harness.diagnosing.rules.sum_terms import added
+from harness.diagnosing.causes.cause import Cause, claimed, reported
+from harness.diagnosing.causes.hypothesis import VALUES, Failure, Hypothesis, of_values
+from harness.diagnosing.causes.places import blocks_of, comparable, wrong_ranks
+from harness.diagnosing.causes.proofs import Explained, share_left
+from harness.diagnosing.hypotheses.patterns import CLOSE, from_patterns
+from harness.diagnosing.hypotheses.sum_terms import added
 from harness.mesh_axes import split_axes
 from harness.outcome.blocks import Block
 

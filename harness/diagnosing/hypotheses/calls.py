@@ -8,9 +8,9 @@ import torch
 from harness.checking.call_checks import lists_text, strays
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
-from harness.diagnosing.rules.causes import Cause, reported
-from harness.diagnosing.rules.hypothesis import STATE, Failure, Hypothesis
-from harness.diagnosing.rules.stated import first_stated
+from harness.diagnosing.causes.cause import Cause, reported
+from harness.diagnosing.causes.hypothesis import STATE, Failure, Hypothesis
+from harness.diagnosing.hypotheses.stated import first_stated
 from harness.differences import Difference
 from harness.terms import EventKey
 
@@ -39,7 +39,7 @@ def _over_other_ranks(failure: Failure) -> list[Cause]:
 def _behind_a_check(failure: Failure) -> list[Cause]:
     """The differing call, where what a check states by itself follows from it.
 
-    It is the one that was not waited for, or one over other ranks, whose parts are other parts.
+    The call was not waited for, or ran over other ranks, whose parts are other parts.
     """
     parted, check = failure.parted, first_stated(failure)
     if parted is None:

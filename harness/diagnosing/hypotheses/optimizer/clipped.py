@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from harness.checking.evidence import Evidence
-from harness.diagnosing.rules.causes import Cause, claimed
-from harness.diagnosing.rules.factors import Predict
-from harness.diagnosing.rules.optimizer.moved import Moved, before_step, of_kind, times
-from harness.diagnosing.rules.places import blocks_of
-from harness.diagnosing.rules.proofs import Explained
+from harness.diagnosing.causes.cause import Cause, claimed
+from harness.diagnosing.causes.places import blocks_of
+from harness.diagnosing.causes.proofs import Explained
+from harness.diagnosing.hypotheses.factors import Predict
+from harness.diagnosing.hypotheses.optimizer.moved import Moved, before_step, of_kind, times
 
 APART = 1e-3
 """Factors are different ones beyond this share of themselves."""

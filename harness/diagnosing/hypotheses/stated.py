@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from functools import partial
 
 from harness.checking.evidence import FAIL
-from harness.diagnosing.rules.causes import MEANT, Cause, reported
-from harness.diagnosing.rules.hypothesis import Failure, Hypothesis
-from harness.diagnosing.rules.layouts import from_flaws
+from harness.diagnosing.causes.cause import MEANT, Cause, reported
+from harness.diagnosing.causes.hypothesis import Failure, Hypothesis
+from harness.diagnosing.hypotheses.layouts import from_flaws
 
 _STATED: Mapping[str, tuple[str, str]] = {
     "data": ("data_path", "the code that reads the data, which the dense model and the ranks have in common"),

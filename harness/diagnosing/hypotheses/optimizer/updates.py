@@ -11,11 +11,11 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
-from harness.diagnosing.rules.causes import Cause, claimed
-from harness.diagnosing.rules.hypothesis import LATER, STATE, Failure, Hypothesis
-from harness.diagnosing.rules.patterns import by_size
-from harness.diagnosing.rules.places import is_cut
-from harness.diagnosing.rules.proofs import Explained
+from harness.diagnosing.causes.cause import Cause, claimed
+from harness.diagnosing.causes.hypothesis import LATER, STATE, Failure, Hypothesis
+from harness.diagnosing.causes.places import is_cut
+from harness.diagnosing.causes.proofs import Explained
+from harness.diagnosing.hypotheses.patterns import by_size
 from harness.mesh_axes import split_axes
 
 MOVED = 0.2

@@ -12,9 +12,9 @@ from harness.checking.measures.kinds import kind_of
 from harness.checking.measures.many_tensors import kind_rms
 from harness.checking.measures.tolerance import own_share
 from harness.checking.measuring import compared
-from harness.diagnosing.rules.causes import Cause
-from harness.diagnosing.rules.hypothesis import Failure, Hypothesis
-from harness.diagnosing.rules.proofs import Explained
+from harness.diagnosing.causes.cause import Cause
+from harness.diagnosing.causes.hypothesis import Failure, Hypothesis
+from harness.diagnosing.causes.proofs import Explained
 from harness.outcome.merging import Merged
 
 

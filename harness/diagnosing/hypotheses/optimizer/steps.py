@@ -14,15 +14,21 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of, step_of
-from harness.diagnosing.rules.causes import Cause, claimed
-from harness.diagnosing.rules.factors import Measure, Predict, every_size, meaning_of
-from harness.diagnosing.rules.hypothesis import STATE, Failure, Hypothesis
-from harness.diagnosing.rules.optimizer.clipped import by_block, by_element, by_square
-from harness.diagnosing.rules.optimizer.moments import correction, epsilon, from_moments, gradient_factor, of_gradients
-from harness.diagnosing.rules.optimizer.moved import Moved, before_step, fitted, moved, of_kind, times
-from harness.diagnosing.rules.places import blocks_of
-from harness.diagnosing.rules.proofs import Explained
-from harness.diagnosing.rules.proofs import times as in_words
+from harness.diagnosing.causes.cause import Cause, claimed
+from harness.diagnosing.causes.hypothesis import STATE, Failure, Hypothesis
+from harness.diagnosing.causes.places import blocks_of
+from harness.diagnosing.causes.proofs import Explained
+from harness.diagnosing.causes.proofs import times as in_words
+from harness.diagnosing.hypotheses.factors import Measure, Predict, every_size, meaning_of
+from harness.diagnosing.hypotheses.optimizer.clipped import by_block, by_element, by_square
+from harness.diagnosing.hypotheses.optimizer.moments import (
+    correction,
+    epsilon,
+    from_moments,
+    gradient_factor,
+    of_gradients,
+)
+from harness.diagnosing.hypotheses.optimizer.moved import Moved, before_step, fitted, moved, of_kind, times
 from harness.errors import ranks_text
 
 CLOSE = 1e-4
@@ -54,7 +60,7 @@ def _step_of(failure: Failure) -> _Step:
 
 
 def _gradients(step: _Step) -> list[Cause]:
-    """One factor on the gradients inside the moments."""
+    """Causes of one factor on the gradients inside the moments."""
     if step.mean is None:
         return []
     evidence, wrong, number = step.evidence, step.wrong, step.number
@@ -68,7 +74,7 @@ def _moments(step: _Step) -> list[Cause]:
 
 
 def _updates(step: _Step) -> list[Cause]:
-    """One factor on the updates."""
+    """Causes of one factor on the updates."""
     state = step.state
     if state is None:
         return []

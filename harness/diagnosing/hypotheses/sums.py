@@ -12,11 +12,11 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
-from harness.diagnosing.rules.causes import Cause, claimed, of_rule
-from harness.diagnosing.rules.hypothesis import OF_TOKENS, Failure, Hypothesis
-from harness.diagnosing.rules.places import blocks_of
-from harness.diagnosing.rules.proofs import Explained, share_left
-from harness.diagnosing.rules.what_ifs import predictions
+from harness.diagnosing.causes.cause import Cause, claimed, of_rule
+from harness.diagnosing.causes.hypothesis import OF_TOKENS, Failure, Hypothesis
+from harness.diagnosing.causes.places import blocks_of
+from harness.diagnosing.causes.proofs import Explained, share_left
+from harness.diagnosing.hypotheses.what_ifs import predictions
 from harness.mesh_axes import place_of_rank
 
 CLOSE = 1e-3

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import is_state, kind_of, step_of
-from harness.diagnosing.rules.proofs import share_left
+from harness.diagnosing.causes.proofs import share_left
 from harness.outcome.blocks import Block
 from harness.outcome.merging import Outcomes
 

@@ -7,11 +7,11 @@ import math
 
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
-from harness.diagnosing.rules.causes import Cause, claimed, reported
-from harness.diagnosing.rules.hypothesis import LATER, OF_TOKENS, Hypothesis
-from harness.diagnosing.rules.patterns import same
-from harness.diagnosing.rules.places import blocks_of
-from harness.diagnosing.rules.proofs import Explained
+from harness.diagnosing.causes.cause import Cause, claimed, reported
+from harness.diagnosing.causes.hypothesis import LATER, OF_TOKENS, Hypothesis
+from harness.diagnosing.causes.places import blocks_of
+from harness.diagnosing.causes.proofs import Explained
+from harness.diagnosing.hypotheses.patterns import same
 from harness.differences import Difference
 from harness.mesh_axes import split_axes
 

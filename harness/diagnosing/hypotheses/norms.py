@@ -15,10 +15,10 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
-from harness.diagnosing.rules.causes import Cause, claimed
-from harness.diagnosing.rules.hypothesis import Hypothesis
-from harness.diagnosing.rules.places import blocks_of, held_whole
-from harness.diagnosing.rules.proofs import Explained, number
+from harness.diagnosing.causes.cause import Cause, claimed
+from harness.diagnosing.causes.hypothesis import Hypothesis
+from harness.diagnosing.causes.places import blocks_of, held_whole
+from harness.diagnosing.causes.proofs import Explained, number
 from harness.mesh_axes import split_axes
 
 CLOSE = 1e-3

@@ -16,8 +16,8 @@ from torch import Tensor
 from harness.checking.evidence import FAIL, Evidence, Finding
 from harness.checking.mask_checks import ALARM, KIND, flat, holders, hypergeometric, same_samples
 from harness.checking.measures.kinds import kind_of
-from harness.diagnosing.rules.causes import Cause, reported
-from harness.diagnosing.rules.hypothesis import Hypothesis
+from harness.diagnosing.causes.cause import Cause, reported
+from harness.diagnosing.causes.hypothesis import Hypothesis
 
 _ORDINARY = 1e-3
 """A probability above which two masks are as alike as independent ones."""

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from harness.checking.evidence import Evidence
-from harness.diagnosing.rules.causes import Cause, reported
-from harness.diagnosing.rules.places import blocks_of
+from harness.diagnosing.causes.cause import Cause, reported
+from harness.diagnosing.causes.places import blocks_of
 from harness.mesh_axes import split_axes
 from harness.outcome.blocks import Block
 

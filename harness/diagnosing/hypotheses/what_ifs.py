@@ -10,9 +10,9 @@ from torch import Tensor
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
 from harness.dense_model import WhatIfLike
-from harness.diagnosing.rules.causes import Cause, of_rule
-from harness.diagnosing.rules.hypothesis import Failure, Hypothesis
-from harness.diagnosing.rules.proofs import Explained, explains, share_left
+from harness.diagnosing.causes.cause import Cause, of_rule
+from harness.diagnosing.causes.hypothesis import Failure, Hypothesis
+from harness.diagnosing.causes.proofs import Explained, explains, share_left
 
 _ALTERNATIVES = 2
 """More what-ifs than these that fit a value single nothing out."""
@@ -70,7 +70,7 @@ def _near(tensor: Tensor, value: Tensor) -> bool:
 
 
 def _spoken_of(failure: Failure) -> list[str]:
-    """What a reading predicts: all that forward computes, or names of the first one's kind."""
+    """The wrong names that some reading predicts."""
     predicted = {name for _, readings in failure.evidence.what_ifs for reading in readings.values() for name in reading}
     return [name for name in failure.numbers if name in predicted]
 

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from harness.diagnosing.rules.causes import Cause, claimed
-from harness.diagnosing.rules.hypothesis import OF_TOKENS, STATE, VALUES, Failure, Hypothesis
-from harness.diagnosing.rules.patterns import CLOSE, NOT_FINITE
-from harness.diagnosing.rules.places import blocks_of
-from harness.diagnosing.rules.proofs import Explained, Near, NotFinite
+from harness.diagnosing.causes.cause import Cause, claimed
+from harness.diagnosing.causes.hypothesis import OF_TOKENS, STATE, VALUES, Failure, Hypothesis
+from harness.diagnosing.causes.places import blocks_of
+from harness.diagnosing.causes.proofs import Explained, Near, NotFinite
+from harness.diagnosing.hypotheses.patterns import CLOSE, NOT_FINITE
 from harness.errors import ranks_text
 from harness.mesh_axes import split_axes
 from harness.protocols import Axes

@@ -1,0 +1,1 @@
+"""Hypotheses on what went wrong: each looks for one kind of mistake in numbers or calls, and names its cause."""
