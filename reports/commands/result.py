@@ -35,15 +35,15 @@ def write_page(run: Run) -> Path:
 
 def show_result(result: RunResult, run: Run, *, as_json: bool, interrupted: bool) -> None:
     """Print the result of a run as tables or as one JSON object; of an interrupted run the cases that were finished."""
-    rows = summary.headline(run)
-    if interrupted:
-        rows = rows[rows["case"].isin(run.verdicts["case"])]
+    every = summary.headline(run)
+    rows = every[every["case"].isin(run.verdicts["case"])] if interrupted else every
     notes = (*result.notes, *unchecked_notes(run), *run.notes)
     if len(rows):
         headline = text_tables.first_table(rows)
         append_step_summary(headline, str(result.path), os.environ)
     if as_json:
-        print(json.dumps(_as_json(result, run, rows, notes), indent=2, allow_nan=False))
+        tally = summary.tally(every, run.verdicts)
+        print(json.dumps(_as_json(result, run, rows, tally, notes), indent=2, allow_nan=False))
         return
     if len(rows):
         show_table(headline, sys.stdout)
@@ -57,16 +57,16 @@ def show_result(result: RunResult, run: Run, *, as_json: bool, interrupted: bool
         show_note(note, sys.stdout)
     page_words = "report.html opens offline; " if (result.path / "report.html").exists() else ""
     show_words(f"{result.path}  ({page_words}`shardproof show` prints all tables)", sys.stdout)
-    show_tally(run, sys.stdout)
+    show_tally(run, every, sys.stdout)
 
 
-def _as_json(result: RunResult, run: Run, rows: pd.DataFrame, notes: Sequence[str]) -> dict[str, object]:
+def _as_json(result: RunResult, run: Run, rows: pd.DataFrame, tally: str, notes: Sequence[str]) -> dict[str, object]:
     """The result for machines: exit status, folder, one object a case, every check that did not pass."""
     open_checks = run.verdicts[run.verdicts["verdict"].isin(["fail", "unknown"])]
     return {
         "exit_status": result.exit_status,
         "run": str(result.path),
-        "tally": summary.tally(summary.headline(run), run.verdicts),
+        "tally": tally,
         "cases": _rows(rows),
         "failures": _rows(open_checks[["case", "check", "verdict", "message"]]),
         "notes": list(notes),
@@ -99,7 +99,6 @@ def show_failures(run: Run, stream: TextIO) -> None:
             show_report(str(verdict["verdict"]), head, str(verdict["message"]).splitlines(), stream)
 
 
-def show_tally(run: Run, stream: TextIO) -> None:
+def show_tally(run: Run, headline: pd.DataFrame, stream: TextIO) -> None:
     """The last line: how many cases passed, failed, are unknown, were skipped; how many tensors are decided."""
-    headline = summary.headline(run)
     show_message(summary.tally(headline, run.verdicts), stream, style=f"bold {STYLES[summary.overall(headline)]}")

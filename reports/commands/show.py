@@ -74,7 +74,7 @@ def show_run(run: Run, stream: TextIO) -> None:
     show_failures(run, stream)
     for note in (*unchecked_notes(run), *run.notes):
         show_note(note, stream)
-    show_tally(run, stream)
+    show_tally(run, headline, stream)
 
 
 def _show_program(run: Run, stream: TextIO) -> None:

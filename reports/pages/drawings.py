@@ -20,7 +20,7 @@ from markupsafe import Markup, escape
 from harness.ledger import BACKWARD, PHASES
 from reports.printing.text_tables import count, mebibytes, small
 from reports.stored.frames import Run
-from reports.stored.summary import apart, badness, headline
+from reports.stored.summary import apart, badness
 
 _COLOURS = "#8d99ae #3b82c4 #8e6bbf #e08a2e #d1495b #5b5f97 #2a9d6f #a1785a #2fa7b5 #6d6875"
 PHASE_COLOURS = dict(zip(PHASES, _COLOURS.split(), strict=True))
@@ -51,11 +51,10 @@ class CaseBars:
     """Whether the line above is of this mode and another number of ranks."""
 
 
-def lines(run: Run) -> tuple[tuple[CaseBars, ...], str]:
+def lines(run: Run, headline: pd.DataFrame) -> tuple[tuple[CaseBars, ...], str]:
     """The lines, failures first, then by mode and ranks; and the words that all of their cases share."""
-    frame = headline(run)
-    shared, own = apart(frame["words"])
-    frame = frame.assign(own=own, bad=-frame["verdict"].map(badness))
+    shared, own = apart(headline["words"])
+    frame = headline.assign(own=own, bad=-headline["verdict"].map(badness))
     wire: dict[str, dict[str, float]] = {case: {} for case in frame["case"]}
     for line in run.summary[["case", "phase", "wire_bytes"]].to_dict("records"):
         sent = wire.setdefault(line["case"], {})

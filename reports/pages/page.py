@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from harness.cases import read_case
@@ -23,10 +22,11 @@ from harness.errors import RequestError
 from harness.resolve import resolve
 from reports.pages import drawings, opening
 from reports.pages.drawings import Node, by_module, last_micro_batch, timeline, tree
+from reports.pages.templates import template_of
 from reports.printing import text_tables
 from reports.printing.calls import calls_table
 from reports.printing.modes import modes_table, side_by_side
-from reports.printing.text_tables import Table, mebibytes
+from reports.printing.text_tables import Table
 from reports.stored import summary
 from reports.stored.files import csv_table, profiled
 from reports.stored.frames import Run
@@ -44,7 +44,6 @@ _SOURCES = {"modes": "summary.csv", "cases": "summary.csv", "verdicts": "verdict
 """Tables that may be cut, and the file that holds all of their rows."""
 _TURNS = "inproc"
 """The engine whose ranks take turns, so that times say nothing of speed."""
-_TEMPLATES = Path(__file__).parent
 _WORDS = {
     "payload": "all_reduce: the tensor; all_gather: the gathered output; reduce_scatter: the full input; all_to_all: "
     "what one rank sends",
@@ -79,9 +78,7 @@ def write(run: Run, path: Path) -> Path:
 
 def render(run: Run) -> str:
     """The page as text: with as many rows of every table as let it stay small."""
-    environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined)
-    environment.filters["mebibytes"] = mebibytes
-    template, parts = environment.get_template("page.html"), _parts(run)
+    template, parts = template_of("page.html"), _parts(run)
     for rows in _MOST_ROWS:
         shown = parts | {name: _cut(parts[name], source, rows) for name, source in _SOURCES.items()}
         text = template.render(shown, most=rows)
@@ -104,7 +101,7 @@ def _parts(run: Run) -> dict[str, object]:
     """Values of the template, by its names for them."""
     headline = summary.headline(run)
     verdicts = summary.worst_first(run.verdicts)
-    lines, shared = drawings.lines(run)
+    lines, shared = drawings.lines(run, headline)
     used = set(run.summary["phase"])
     program = opening.program(run)
     return {

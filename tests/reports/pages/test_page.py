@@ -16,6 +16,7 @@ from reports.pages.comment import comment
 from reports.pages.drawings import by_module, last_micro_batch, lines, timeline, tree
 from reports.pages.opening import pairs
 from reports.stored.frames import Run, in_order, load
+from reports.stored.summary import headline
 from tests.reports import sample_run
 from tests.reports.stored.test_summary import grown
 
@@ -163,7 +164,8 @@ def test_a_comment_has_the_verdict_the_failures_and_the_table(failing: Run, caps
 def test_a_margin_is_a_way_to_the_limit_by_powers_of_ten(failing: Run) -> None:
     def margin(error: float) -> str:
         told = failing.verdicts.assign(worst_error=error, worst_allowed=1e-9)
-        return str(lines(dataclasses.replace(failing, verdicts=told))[0][0].margin)
+        run = dataclasses.replace(failing, verdicts=told)
+        return str(lines(run, headline(run))[0][0].margin)
 
     for error, width in ((1e-9, "100.0"), (2e-9, "100.0"), (1e-12, "50.0"), (1e-16, "0.0"), (0.0, "0.0")):
         assert f'width="{width}"' in margin(error)
@@ -238,3 +240,12 @@ def test_a_run_with_growth_shows_break_even_in_table_and_plot(failing: Run) -> N
     html = page.render(grown(failing, {"mtp": {100: 5000, 400: 20000}, "isp": {100: 11000, 400: 14000}}))
     assert "T* = 250: isp below mtp" in html
     assert "cheaper beyond T*" in html
+
+
+def test_a_page_is_written_where_no_compiled_template_can_be_stored(
+    failing: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "missing"):
+        monkeypatch.setattr("tempfile.tempdir", str(folder))
+        assert page.render(failing).startswith("<!doctype html>")

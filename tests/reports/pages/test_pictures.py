@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -33,12 +34,15 @@ def test_a_bar_is_one_case_and_as_long_as_its_bytes(folder: Path) -> None:
 
 
 def test_lines_put_failures_first_and_few_ranks_before_many(failing: Run) -> None:
-    assert [(line.verdict, line.mode) for line in drawings.lines(failing)[0]] == [("fail", "tp"), ("pass", "tp-sp")]
+    def lines(run: Run) -> Sequence[drawings.CaseBars]:
+        return drawings.lines(run, summary.headline(run))[0]
+
+    assert [(line.verdict, line.mode) for line in lines(failing)] == [("fail", "tp"), ("pass", "tp-sp")]
     wide = dataclasses.replace(failing, cases=failing.cases.assign(world_size=[2, 4]), verdicts=failing.verdicts[:6])
     swapped = dataclasses.replace(wide, cases=wide.cases.assign(world_size=[4, 2], mode="tp"))
-    assert [line.mode for line in drawings.lines(wide)[0]] == ["tp", "tp-sp"]
-    assert [(line.mode, line.begins) for line in drawings.lines(swapped)[0]] == [("tp", False), ("tp", True)]
-    assert [line.ranks for line in drawings.lines(swapped)[0]] == ["2", "4"]
+    assert [line.mode for line in lines(wide)] == ["tp", "tp-sp"]
+    assert [(line.mode, line.begins) for line in lines(swapped)] == [("tp", False), ("tp", True)]
+    assert [line.ranks for line in lines(swapped)] == ["2", "4"]
 
 
 def test_a_failing_case_has_a_map_of_layers_by_phases_with_the_first_place_marked(failing: Run, html: str) -> None:
