@@ -17,6 +17,11 @@ _MEET_AT = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 """Where torchrun's ranks meet on one machine. The engines' ranks have met: nothing listens there."""
 
 
+def meeting_place(given: Mapping[str, str]) -> dict[str, str]:
+    """The words that say where ranks meet: as `given`, else those of one machine."""
+    return {word: given.get(word, value) for word, value in _MEET_AT.items()}
+
+
 def environment_of(
     rank: int, world_size: int, given: Mapping[str, str], local_rank: int | None = None
 ) -> dict[str, str]:
@@ -24,11 +29,10 @@ def environment_of(
 
     `local_rank` is the rank's number on its machine; None: all ranks are on this one.
     """
-    meet_at = {word: given.get(word, value) for word, value in _MEET_AT.items()}
     own = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
     local_size = str(world_size) if local_rank is None else given.get("LOCAL_WORLD_SIZE", given.get("LOCAL_SIZE", ""))
     sizes = {"LOCAL_WORLD_SIZE": local_size, "LOCAL_SIZE": local_size} if local_size else {}
-    return {**own, "LOCAL_RANK": str(rank if local_rank is None else local_rank), **sizes, **meet_at}
+    return {**own, "LOCAL_RANK": str(rank if local_rank is None else local_rank), **sizes, **meeting_place(given)}
 
 
 @contextmanager

@@ -16,14 +16,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed.nn.functional  # noqa: F401
 from torch.distributed import device_mesh
-
-from harness.torch_internals.lookup import standing
 
 _TABLES = {
     "torch.distributed.tensor._redistribute": ("_gen_transform_infos.cache_clear", "clear_redistribute_planner_cache"),
@@ -51,12 +49,13 @@ def kept_apart(rank_of_thread: Callable[[], int | None]) -> Iterator[None]:
         rank = rank_of_thread()
         return threading.get_ident() if rank is None else first + rank
 
-    with ExitStack() as undo:
-        undo.callback(_empty_tables)
-        undo.enter_context(standing(module, "get_backend", told_backend))
-        stand_in = SimpleNamespace(get_ident=number_of_thread, local=threading.local)
-        undo.enter_context(standing(module, "threading", stand_in))
+    module.get_backend = told_backend
+    module.threading = SimpleNamespace(get_ident=number_of_thread, local=threading.local)
+    try:
         yield
+    finally:
+        module.get_backend, module.threading = get_backend, threading
+        _empty_tables()
 
 
 def _empty_tables() -> None:

@@ -10,7 +10,7 @@ and NCCL let such a program pass with a wrong gradient.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,8 +55,12 @@ _REDUCERS: dict[str, tuple[_Reducer, _Reducer]] = {
 
 def perform(combine: Combine, members: Sequence[Operands], reduce_op: str, root: int) -> None:
     """Run one collective, unseen by autograd and by the modes of the calling thread. Raises Disagreement."""
-    inference = any([member.outputs and member.outputs[0].is_inference() for member in members])  # noqa: C419  (quicker)
-    with torch.inference_mode() if inference else below_autograd():  # nobody else may write tensors of inference mode
+    unseen: Any = below_autograd
+    for member in members:
+        if member.outputs and member.outputs[0].is_inference():
+            unseen = torch.inference_mode  # outside of it nobody may write tensors of inference mode
+            break
+    with unseen():
         if modes_are_on():
             with past_modes():
                 combine(members, reduce_op, root)

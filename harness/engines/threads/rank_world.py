@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from harness.engines.rank_environment import environment_of, require_own_world
+from harness.engines.rank_environment import environment_of, meeting_place, require_own_world
 from harness.engines.threads.matcher import CollectiveMatcher
 from harness.engines.threads.process_group import InprocGroup
 from harness.engines.threads.rank_threads import followed
@@ -62,6 +62,7 @@ def installed() -> Iterator[Enter]:
 
     Raises RequestError when another run is active in this process, MachineError when this torch cannot do it.
     """
+    meet_at = meeting_place(os.environ)
     with ExitStack() as undo:
         ranks = undo.enter_context(by_thread())
         undo.enter_context(redirected(c10d.init_process_group, _init_process_group))
@@ -70,11 +71,13 @@ def installed() -> Iterator[Enter]:
         undo.enter_context(kept_apart(lambda: getattr(_mine(), "rank", None)))
         undo.enter_context(followed(lambda mine: mine.matcher.scheduler.hand_back(mine.rank)))
         undo.enter_context(environ_by_rank(lambda: getattr(_mine(), "environ", None)))
-        yield functools.partial(_enter, ranks, dist.HashStore())
+        yield functools.partial(_enter, ranks, dist.HashStore(), meet_at)
 
 
-def _enter(ranks: dict[int, Any], store: Any, matcher: CollectiveMatcher, rank: int, world_size: int) -> None:
-    environ: OwnWords = dict(environment_of(rank, world_size, os.environ))
+def _enter(
+    ranks: dict[int, Any], store: Any, meet_at: dict[str, str], matcher: CollectiveMatcher, rank: int, world_size: int
+) -> None:
+    environ: OwnWords = dict(environment_of(rank, world_size, meet_at))
     mine = _Rank(matcher=matcher, rank=rank, world_size=world_size, store=store, environ=environ)
     ranks[get_ident()] = mine
     _make_default(mine)
