@@ -140,6 +140,7 @@ def _norms_added(evidence: Evidence) -> Iterator[tuple[str, str, float]]:
             norms.append(math.sqrt(sum(float(block.square().sum()) for block in blocks)))
         if len(norms) > 1:
             yield "norm_of_norms", words, sum(norms)
+            yield "norm_of_norms", f"{words}, and of that sum again", math.sqrt(sum(norms))
 
 
 def _beyond_first(evidence: Evidence) -> dict[str, float]:

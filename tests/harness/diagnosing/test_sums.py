@@ -178,6 +178,8 @@ def test_norms_of_parts_that_were_added_or_never_summed_are_told() -> None:
 
     known, words = told(added, added)
     assert known == "norm_of_norms" and words.startswith("it is the sum of the norms of the ranks' parts")
+    known, words = told(*[math.sqrt(added)] * 2)
+    assert known == "norm_of_norms" and words.endswith("and of that sum again")
     known, words = told(*map(math.sqrt, parts))
     assert known == "norm_counts_few" and words.endswith("it was never summed")
 
