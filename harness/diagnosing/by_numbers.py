@@ -20,8 +20,7 @@ def by_numbers(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
     Initial values give no `other_shard`: shards that are drawn alike look so too.
     """
     failure = Failure(evidence=evidence, wrong=wrong, numbers=wrong)
-    causes = best(failure, HYPOTHESES)
-    if failure.kind == "init":
-        causes = [cause for cause in causes if cause.id != "other_shard"]
-        return [replace(cause, words=f"initial values, before any step: {cause.words}") for cause in causes]
-    return causes
+    if failure.kind != "init":
+        return best(failure, HYPOTHESES)
+    causes = best(failure, HYPOTHESES, left_out=frozenset({"other_shard"}))
+    return [replace(cause, words=f"initial values, before any step: {cause.words}") for cause in causes]

@@ -1,16 +1,16 @@
 """Likely causes of what went wrong in one case; none where the evidence does not single one out.
 
-A bug has one first place, and what comes later follows from it. Hypotheses stand in tiers (`TIERS`), by how directly
-the evidence shows them. The causes of the first tier that has some are reported, ranked by what they explain
-(`causes.ranking`).
+A bug has one first place, and what comes later follows from it. Causes are looked for tier after tier (`TIERS`); those
+of the first tier that has some are reported. In the tier of numbers, hypotheses compete (`by_numbers`).
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from harness.diagnosing.by_numbers import by_numbers
 from harness.diagnosing.causes.cause import Cause, reported
-from harness.diagnosing.causes.hypothesis import Failure, Hypothesis
-from harness.diagnosing.causes.ranking import best
+from harness.diagnosing.causes.hypothesis import Failure
+from harness.diagnosing.causes.ranking import within_limits
 from harness.diagnosing.hypotheses import calls, losses, masks, stated, what_ifs
 from harness.diagnosing.hypotheses.factors import UNDECIDED
 from harness.outcome.merging import Merged
@@ -33,44 +33,43 @@ def _in_first_module(failure: Failure) -> list[Cause]:
     return []
 
 
-_IN_FIRST_MODULE = Hypothesis(
-    predicts="what a hypothesis on numbers predicts of the first wrong module's", causes=_in_first_module
-)
-_BY_NUMBERS = Hypothesis(
-    predicts="what the best hypothesis on the first wrong tensors predicts",
-    causes=lambda failure: by_numbers(failure.evidence, failure.numbers) if failure.numbers else [],
-)
-TIERS: tuple[tuple[Hypothesis, ...], ...] = (
+def _by_numbers(failure: Failure) -> list[Cause]:
+    """The causes that the numbers of the first wrong tensors show."""
+    return by_numbers(failure.evidence, failure.numbers) if failure.numbers else []
+
+
+TIERS: tuple[Callable[[Failure], list[Cause]], ...] = (
     # what a check states by itself: a group of other ranks, a layout, a handle that was never waited for
-    (calls.OVER_OTHER_RANKS,),
-    (calls.BEHIND_A_CHECK,),
-    (stated.CHECKS,),
+    calls.over_other_ranks,
+    calls.behind_a_check,
+    stated.of_checks,
     # rounding that several ranks alone do, masks of dropout, numbers drawn on one side alone
-    (calls.SENDS_LOWER,),
-    (stated.ROUNDED_ON_RANKS,),
-    (masks.MASKS,),
-    (stated.DRAWN,),
+    calls.in_lower_precision,
+    stated.rounded_on_ranks,
+    masks.from_masks,
+    stated.drawn,
     # the dense model under another rule; a loss over too many classes, or over each rank's part of them
-    what_ifs.HYPOTHESES,
-    losses.HYPOTHESES,
+    what_ifs.from_what_ifs,
+    losses.more_classes,
+    losses.from_parts,
     # the first wrong module that was found without a declared layout
-    (_IN_FIRST_MODULE,),
+    _in_first_module,
     # parameters without a gradient, where the first wrong number is made of gradients
-    (calls.UNUSED_FIRST,),
+    calls.unused_before_sums,
     # the first call that parts from the expectation, when it comes before the first wrong tensor
-    (calls.BEFORE_THE_NUMBERS,),
+    calls.before_the_numbers,
     # what the numbers of the first wrong tensors look like: counts, factors, places
-    (_BY_NUMBERS,),
+    _by_numbers,
     # a call that parts later, where it may be behind the first wrong number: a loss is summed in grad_sync
-    (calls.DIFFERS,),
-    (calls.UNUSED,),
+    calls.differing,
+    calls.unused,
     # what is usually behind a check that nothing else explains
-    (stated.USUAL,),
+    stated.usual,
 )
-"""Hypotheses that compete with each other, in the order in which their causes are looked for."""
+"""Where causes are looked for, by how directly the evidence shows them."""
 
 
 def likely(failure: Failure) -> tuple[Cause, ...]:
     """The causes of a case's failures; several are alternatives that fit equally well."""
-    found = (best(failure, tier) for tier in TIERS)
+    found = (within_limits(failure.evidence, causes_of(failure)) for causes_of in TIERS)
     return tuple(next((causes for causes in found if causes), ()))

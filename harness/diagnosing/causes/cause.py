@@ -1,7 +1,7 @@
 """Likely causes: the stable ids that tables and tests rely on, each with the words of one failure.
 
 An id says what kind of mistake numbers or ledger show; the words say it of this tensor, axis and group. A cause carries
-what it predicts (`causes.proofs`), and cannot be made when the numbers contradict it: `claimed` is how rules make one.
+what it predicts (`causes.proofs`), and cannot be made when the numbers contradict it. Hypotheses make one by `claimed`.
 Sources: the mechanisms of the bugs that real systems had (bugs.md, section 6).
 """
 
@@ -113,6 +113,16 @@ class Cause:
     words: str
     proof: tuple[Proof, ...] = field(repr=False, compare=False)
     follows: tuple[str, ...] = ()
+
+    @property
+    def explains(self) -> frozenset[str]:
+        """The tensors that its proofs account for."""
+        return frozenset(name for proof in self.proof for name in proof.names)
+
+    @property
+    def fitted(self) -> int:
+        """How many numbers its proofs take from the wrong tensors."""
+        return sum(proof.fitted for proof in self.proof)
 
     def __post_init__(self) -> None:
         if not self.proof or not all(proof.holds for proof in self.proof):

@@ -77,27 +77,22 @@ class Failure:
 
     @property
     def whole(self) -> list[str]:
-        """The first wrong name, or all wrong gradients if it is one; those that ranks agree on."""
+        """The first wrong name, with all wrong gradients if it is one, that ranks agree on; [] if not on the first."""
         names = self.alike if self.kind == "grad" else self.alike[:1]
-        return [name for name in names if name in self.evidence.merged.tensors]
+        return [] if self.torn else [name for name in names if name in self.evidence.merged.tensors]
 
     def of_kind(self, kind: str) -> list[str]:
         """The wrong names of a kind."""
         return [name for name in self.numbers if kind_of(name) == kind]
 
 
-def first_alone(failure: Failure) -> Sequence[str]:
-    """The first wrong tensor."""
-    return failure.numbers[:1]
+def of_values(find: Callable[[Evidence, Sequence[str]], list[Cause]]) -> Callable[[Failure], list[Cause]]:
+    """The causes that a function finds in wrong values that ranks agree on, in the dtypes by which they are judged."""
+    return lambda failure: find(_as_judged(failure.evidence, names), names) if (names := failure.whole) else []
 
 
-def of_values(rule: Callable[[Evidence, Sequence[str]], list[Cause]]) -> Callable[[Failure], list[Cause]]:
-    """The causes that a rule finds in wrong values that ranks agree on, in the dtypes whose limits hold for them."""
-    return lambda failure: rule(as_judged(failure.evidence, names), names) if (names := failure.whole) else []
-
-
-def as_judged(evidence: Evidence, names: Sequence[str]) -> Evidence:
-    """The evidence with these tensors in the dtype whose limits hold for them, where they are kept in a wider one."""
+def _as_judged(evidence: Evidence, names: Sequence[str]) -> Evidence:
+    """The evidence with these tensors in the dtype by which they are judged, where they are kept in a wider one."""
     dtypes = {name: getattr(torch, evidence.dtype_of(name)) for name in names}
     tensors = {name: evidence.merged.tensors[name] for name in names if evidence.truth[name].is_floating_point()}
     wider = {n: t.to(dtypes[n]) for n, t in tensors.items() if torch.finfo(t.dtype).eps < torch.finfo(dtypes[n]).eps}
@@ -107,23 +102,12 @@ def as_judged(evidence: Evidence, names: Sequence[str]) -> Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hypothesis:
-    """A mistake that may be behind a failure.
+    """A mistake that may be behind a failure: `predicts` states what it makes of the tensors that it speaks of.
 
-    predicts   what it would make of every tensor that it speaks of
-    causes     finds it: the causes whose predictions hold, [] where none does
-    kinds      the kinds of first wrong tensors for which it is tried; None for all
-    speaks_of  the tensors that it predicts
-    fitted     how many numbers it takes from them: 0 none, 1 one, 2 several, 3 one for each part; 4 where it predicts
-               no numbers, and where they are wrong at most
+    `causes` finds it: the causes whose predictions hold, [] where none does. `kinds` are the kinds of first wrong
+    tensors for which it is tried.
     """
 
     predicts: str
     causes: Callable[[Failure], list[Cause]]
-    kinds: frozenset[str] | None = None
-    speaks_of: Callable[[Failure], Sequence[str]] = first_alone
-    fitted: int = 0
-
-    def rank(self, failure: Failure) -> tuple[int, bool, int]:
-        """How much it explains: how many wrong tensors, whether the first is among them, of how few numbers."""
-        names = set(self.speaks_of(failure)) & set(failure.numbers)
-        return len(names), failure.first in names, -self.fitted
+    kinds: frozenset[str]

@@ -7,6 +7,7 @@ Tensors of one prediction have one shape; values of several ranks are put end to
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,13 +29,16 @@ FEWEST = 8
 class Explained:
     """A wrong `value` is `guess`, and not the truth.
 
-    `left` is the share of the error that may be left, by default what rounding leaves in the value's dtype.
+    `names` are the tensors whose values these are, `fitted` how many numbers the guess takes from them. `left` is the
+    share of the error that may be left, by default what rounding leaves in the value's dtype.
     """
 
     value: Tensor
     truth: Tensor
     guess: Tensor
     left: float | None = None
+    names: tuple[str, ...] = ()
+    fitted: int = 0
 
     @property
     def holds(self) -> bool:
@@ -57,6 +61,8 @@ class Rounded:
     value: Tensor
     truth: Tensor
     short: torch.dtype
+    names: tuple[str, ...] = ()
+    fitted: ClassVar[int] = 0
 
     @property
     def holds(self) -> bool:
@@ -78,12 +84,14 @@ class Near:
 
     values: Sequence[Tensor]
     truth: Tensor
+    names: tuple[str, ...] = ()
+    fitted: ClassVar[int] = 0
 
     @property
     def holds(self) -> bool:
         """Whether every replica is the truth but for its last bits."""
         limit = float(self.truth.double().abs().max()) if self.truth.numel() else 0.0
-        return limit > 0 and all(self._near(value, limit) for value in self.values)
+        return limit > 0 and bool(self.values) and all(self._near(value, limit) for value in self.values)
 
     def _near(self, value: Tensor, limit: float) -> bool:
         allowed = min(DRIFT * torch.finfo(value.dtype).eps, SINGLE) if value.is_floating_point() else 0.0
@@ -97,6 +105,8 @@ class NotFinite:
 
     value: Tensor
     truth: Tensor
+    names: tuple[str, ...] = ()
+    fitted: ClassVar[int] = 0
 
     @property
     def holds(self) -> bool:
@@ -109,6 +119,8 @@ class Seen:
     """Exact evidence of a cause, without a number: a call, a flaw of a layout, a check's finding, an exception."""
 
     what: object
+    names: ClassVar[tuple[str, ...]] = ()
+    fitted: ClassVar[int] = 0
 
     @property
     def holds(self) -> bool:

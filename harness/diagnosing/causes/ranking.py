@@ -1,10 +1,10 @@
-"""The engine of hypotheses: all are tried, and the one that explains most of the wrong tensors is reported.
+"""The engine of hypotheses: all of a kind are tried, and the one whose cause explains most is reported.
 
-Of hypotheses that explain as many, that which explains the first wrong tensor comes first, then that which takes fewest
-numbers from the tensors. A cause that leaves more of a wrong tensor than its check allows is none.
+First comes what explains the first wrong tensor, then what explains most of the wrong ones, then what takes fewest
+numbers from them. A cause that leaves more of a wrong tensor than its check allows is none.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 
 from harness.checking.evidence import Evidence
@@ -18,17 +18,22 @@ from harness.diagnosing.causes.proofs import Explained
 from harness.outcome.merging import Merged
 
 
-def best(failure: Failure, hypotheses: Iterable[Hypothesis]) -> list[Cause]:
-    """The causes of the hypothesis that explains most; those of others of its rank are alternatives."""
-    kind = failure.kind
-    tried = [one for one in hypotheses if one.kinds is None or kind in one.kinds]
-    found = [(one.rank(failure), within_limits(failure.evidence, one.causes(failure))) for one in tried]
-    top = max((rank for rank, causes in found if causes), default=None)
-    alternatives = list[Cause]()
-    for rank, causes in found:
-        known = {cause.id for cause in alternatives}
-        alternatives += [cause for cause in causes if rank == top and cause.id not in known]
-    return alternatives
+def best(failure: Failure, hypotheses: Iterable[Hypothesis], left_out: frozenset[str] = frozenset()) -> list[Cause]:
+    """The causes of the hypothesis that explains most; those of others of its rank are alternatives.
+
+    `left_out` are ids of causes that do not count.
+    """
+    tried = [one.causes(failure) for one in hypotheses if failure.kind in one.kinds]
+    counted = [[cause for cause in causes if cause.id not in left_out] for causes in tried]
+    found = [causes for causes in (within_limits(failure.evidence, causes) for causes in counted) if causes]
+    top = max((_rank(failure, causes[0]) for causes in found), default=None)
+    alternatives = [cause for causes in found if _rank(failure, causes[0]) == top for cause in causes]
+    return [*{(cause.id, cause.words): cause for cause in alternatives}.values()]
+
+
+def _rank(failure: Failure, cause: Cause) -> tuple[bool, int, int]:
+    explained = cause.explains & set(failure.numbers)
+    return failure.first in explained, len(explained), -cause.fitted
 
 
 def within_limits(evidence: Evidence, causes: Iterable[Cause]) -> list[Cause]:
@@ -36,21 +41,21 @@ def within_limits(evidence: Evidence, causes: Iterable[Cause]) -> list[Cause]:
 
     The first merged tensor that a cause speaks of decides: what comes after it was computed from wrong values.
     """
-    names = {id(tensor): name for name, tensor in evidence.merged.tensors.items()}
-    return [cause for cause in causes if _allowed(evidence, names, cause)]
+    return [cause for cause in causes if _allowed(evidence, cause)]
 
 
-def _allowed(evidence: Evidence, names: Mapping[int, str], cause: Cause) -> bool:
+def _allowed(evidence: Evidence, cause: Cause) -> bool:
     """Whether the tensor would pass if the residual of the prediction were its error.
 
     True for causes of one rank's part, of a step's movement, or of where the truth is 0 and has no size to measure by.
-    A prediction that states how much it may leave (`Explained.left`) is one of a rule with a limit of its own.
+    A prediction that states how much it may leave (`Explained.left`) is one of a hypothesis with a limit of its own.
     """
-    spoken = (p for p in cause.proof if isinstance(p, Explained) and p.left is None and id(p.value) in names)
-    proof = next(spoken, None)
+    tensors = evidence.merged.tensors
+    whole = (proof for proof in cause.proof if isinstance(proof, Explained) and proof.left is None)
+    spoken = ((name, proof) for proof in whole for name in proof.names if name in tensors)
+    name, proof = next(((n, p) for n, p in spoken if p.value.shape == tensors[n].shape), ("", None))
     if proof is None or not bool(proof.truth.any()):
         return True
-    name, tensors = names[id(proof.value)], evidence.merged.tensors
     truth, guess = evidence.truth[name].double(), proof.guess.double()
     left = proof.value.double() - guess
     left = left.where(left.abs() > own_share(evidence.dtype_of(name)) * guess.abs(), 0.0)

@@ -1,15 +1,12 @@
 """Causes in the calls: the first one that differs from the expectation, and calls over ranks that their axis lacks."""
 
-from collections.abc import Sequence
-from functools import partial
-
 import torch
 
 from harness.checking.call_checks import lists_text, strays
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
 from harness.diagnosing.causes.cause import Cause, reported
-from harness.diagnosing.causes.hypothesis import STATE, Failure, Hypothesis
+from harness.diagnosing.causes.hypothesis import STATE, Failure
 from harness.diagnosing.hypotheses.stated import first_stated
 from harness.differences import Difference
 from harness.terms import EventKey
@@ -24,7 +21,7 @@ _COUNTED = {
 """Usual causes when a term with fields left out does not hold: kind of the difference -> (cause, words)."""
 
 
-def _over_other_ranks(failure: Failure) -> list[Cause]:
+def over_other_ranks(failure: Failure) -> list[Cause]:
     """The first axis whose calls ran over ranks that it does not have, with the rank lists seen and the legal ones."""
     evidence = failure.evidence
     stray_calls = strays(evidence)
@@ -36,7 +33,7 @@ def _over_other_ranks(failure: Failure) -> list[Cause]:
     return [reported("wrong_group", words + lists_text(evidence.axes[axis]), stray_calls)]
 
 
-def _behind_a_check(failure: Failure) -> list[Cause]:
+def behind_a_check(failure: Failure) -> list[Cause]:
     """The differing call, where what a check states by itself follows from it.
 
     The call was not waited for, or ran over other ranks, whose parts are other parts.
@@ -46,31 +43,31 @@ def _behind_a_check(failure: Failure) -> list[Cause]:
         return []
     from_there = [bool(parted.caller) and work.caller.startswith(parted.caller) for work in failure.evidence.unwaited]
     lost = check == "waits" and parted.kind == "extra" and bool(from_there) and all(from_there)
-    cause = blamed(parted)
+    cause = _blamed(parted)
     return [cause] if lost or (check == "merge" and failure.call_first and cause.id == "wrong_group") else []
 
 
-def _sends_lower(failure: Failure) -> list[Cause]:
+def in_lower_precision(failure: Failure) -> list[Cause]:
     """The differing call, where it sends in the lower precision that ranks round to."""
     parted = failure.parted
     if parted is None or parted.found is None or parted.found.dtype not in failure.evidence.island:
         return []
-    cause = blamed(parted)
+    cause = _blamed(parted)
     return [cause] if cause.id == "wrong_payload" else []
 
 
-def _before_the_numbers(failure: Failure) -> list[Cause]:
+def before_the_numbers(failure: Failure) -> list[Cause]:
     """The differing call, where it comes before the first wrong tensor; another phase changes no number."""
-    causes = _differing(failure)
+    causes = differing(failure)
     return causes if failure.call_first and causes and causes[0].id != "wrong_place" else []
 
 
-def _differing(failure: Failure) -> list[Cause]:
+def differing(failure: Failure) -> list[Cause]:
     """The differing call, where it may be behind the first wrong tensor."""
-    return [blamed(failure.parted)] if failure.parted and _may_cause(failure, failure.parted) else []
+    return [_blamed(failure.parted)] if failure.parted and _may_cause(failure, failure.parted) else []
 
 
-def blamed(parted: Difference) -> Cause:
+def _blamed(parted: Difference) -> Cause:
     """Usual cause of a difference between ledger and expectation."""
     line = parted.line
     if parted.counted:
@@ -100,13 +97,13 @@ def _may_cause(failure: Failure, parted: Difference) -> bool:
     """
     evidence, output = failure.evidence, f"act/{parted.line.region}"
     never_ran = parted.line.phase == "forward" and output in evidence.truth and output not in evidence.returned
-    detached = parted.line.phase != "forward" and bool(_unused(failure))
-    fewer = parted.kind == "missing" or blamed(parted).id == "wrong_payload"
+    detached = parted.line.phase != "forward" and bool(unused(failure))
+    fewer = parted.kind == "missing" or _blamed(parted).id == "wrong_payload"
     summed = parted.line.phase == "grad_sync" and failure.wrong[:1] and failure.wrong[0].startswith("loss/")
     return not (fewer and (never_ran or detached)) and bool(failure.call_first or summed)
 
 
-def _unused(failure: Failure) -> list[Cause]:
+def unused(failure: Failure) -> list[Cause]:
     """The cause of parameters that stay as they were, and of which no rank returned a gradient as of others."""
     evidence = failure.evidence
     names = [name for name in evidence.truth if kind_of(name) == "grad"]
@@ -116,6 +113,11 @@ def _unused(failure: Failure) -> list[Cause]:
     listed = f"{', '.join(lost[:3])}{' ...' * (len(lost) > 3)}"
     words = f"no rank returned {listed}, and the parameters did not move: not used, detached or frozen"
     return [reported("unused", words, lost)]
+
+
+def unused_before_sums(failure: Failure) -> list[Cause]:
+    """The cause of unused parameters, where the first wrong tensor is made of gradients."""
+    return unused(failure) if failure.kind in _AFTER_GRADIENTS else []
 
 
 def _stays(evidence: Evidence, parameter: str) -> bool:
@@ -134,23 +136,3 @@ def _changed(expected: EventKey, issued: EventKey) -> str:
     if (expected.dtype, expected.payload_bytes) != (issued.dtype, issued.payload_bytes):
         return "wrong_payload"
     return "wrong_place"
-
-
-def _everything_wrong(failure: Failure) -> Sequence[str]:
-    return failure.numbers
-
-
-_call = partial(Hypothesis, speaks_of=_everything_wrong, fitted=4)
-OVER_OTHER_RANKS = _call(
-    predicts="everything behind a call over other ranks is wrong, by whatever it sums", causes=_over_other_ranks
-)
-BEHIND_A_CHECK = _call(predicts="the check that fails does so at a call that differs", causes=_behind_a_check)
-SENDS_LOWER = _call(predicts="what it sums is rounded to the dtype that it sends", causes=_sends_lower)
-BEFORE_THE_NUMBERS = _call(
-    predicts="everything behind a call that differs is wrong, nothing before it", causes=_before_the_numbers
-)
-DIFFERS = _call(predicts="what is summed by a call that differs is wrong", causes=_differing)
-UNUSED = _call(predicts="parameters without a gradient stay as they were", causes=_unused)
-UNUSED_FIRST = _call(
-    predicts="norms and states are those without the gradients that are missing", causes=_unused, kinds=_AFTER_GRADIENTS
-)

@@ -1,4 +1,4 @@
-"""Parts of a tensor that hold the numbers of another part: an offset that is left out, or another rank's.
+"""Right numbers in wrong places: patterns of a whole tensor, another rank's part, an offset, one wrong shard.
 
 Each rank's own blocks are held against the truth at the places where other ranks' blocks begin. So parts of unequal
 size, and a last one that is shorter, are looked at too. Then flat memory that is read at another place than it was
@@ -6,14 +6,13 @@ written: what lies flat is what a rank holds. Offsets are counted in elements.
 """
 
 from collections.abc import Sequence
-from functools import partial
 
 from torch import Tensor
 
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
 from harness.diagnosing.causes.cause import Cause, claimed, reported
-from harness.diagnosing.causes.hypothesis import VALUES, Failure, Hypothesis, of_values
+from harness.diagnosing.causes.hypothesis import LATER, VALUES, Failure, Hypothesis, of_values
 from harness.diagnosing.causes.places import blocks_of, comparable, wrong_ranks
 from harness.diagnosing.causes.proofs import Explained, share_left
 from harness.diagnosing.hypotheses.patterns import CLOSE, from_patterns
@@ -34,7 +33,7 @@ def from_regions(evidence: Evidence, name: str) -> list[Cause]:
     for dim in range(truth.dim()):
         starts = sorted({block.region[dim][0] for _, block in blocks})
         wrong = [(rank, block) for rank, block in blocks if _wrong(block, truth)]
-        places = [there for _, block in wrong if (there := _elsewhere(block, truth, dim, starts))]
+        places = [there for _, block in wrong if (there := _elsewhere(name, block, dim, starts, truth))]
         if len(starts) > 1 and wrong and len(places) == len(wrong):
             (rank, block), (start, _) = wrong[0], places[0]
             words = (
@@ -50,7 +49,7 @@ def _wrong(block: Block, truth: Tensor) -> bool:
     return float((block.local.double() - true).norm()) > share_left(block.local) * float(true.norm())
 
 
-def _elsewhere(block: Block, truth: Tensor, dim: int, starts: Sequence[int]) -> tuple[int, Explained] | None:
+def _elsewhere(name: str, block: Block, dim: int, starts: Sequence[int], truth: Tensor) -> tuple[int, Explained] | None:
     """Where along a dim the numbers of this block lie in truth, of these places; None when at none of them."""
     (own, end), cut = block.region[dim], [slice(a, b) for a, b in block.region]
     for start in starts:
@@ -60,7 +59,7 @@ def _elsewhere(block: Block, truth: Tensor, dim: int, starts: Sequence[int]) -> 
         cut[dim] = slice(start, start + size)
         there, here = truth[tuple(cut)], block.part_of(truth).narrow(dim, 0, size)
         distinct = float((there - here).norm()) > CLOSE * float(there.norm()) > 0
-        moved = Explained(value=block.local.narrow(dim, 0, size), truth=here, guess=there)
+        moved = Explained(value=block.local.narrow(dim, 0, size), truth=here, guess=there, names=(name,), fitted=1)
         if distinct and moved.holds:
             return start, moved
     return None
@@ -88,13 +87,13 @@ def from_offsets(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
         for offset in (sign * places for places in range(1, FURTHEST + 1) for sign in (1, -1)):
             late = "late" if offset > 0 else "early"
             words = f"its elements stand {abs(offset)} too {late} in flat memory: a buffer walked from another place"
-            slid = [_slid(x, t, offset) for x, t in pairs]
+            slid = [_slid(name, x, t, offset) for x, t in pairs]
             if causes := claimed("flat_offset", words, *(one for one in slid if one)) if all(slid) else []:
                 return causes
     return []
 
 
-def _slid(x: Tensor, t: Tensor, offset: int) -> Explained | None:
+def _slid(name: str, x: Tensor, t: Tensor, offset: int) -> Explained | None:
     """The block as elements of the truth `offset` places on; None where it would hold of any offset."""
     if x.shape != t.shape or len(t) < 2 * FURTHEST:
         return None
@@ -103,7 +102,8 @@ def _slid(x: Tensor, t: Tensor, offset: int) -> Explained | None:
     kept, here = t[:-offset], t[offset:]
     power = float(kept.norm())
     distinct = float((here - kept).norm()) > DISTINCT * power > 0
-    return Explained(value=x[offset:], truth=here, guess=kept, left=LEFT) if distinct else None
+    explained = Explained(value=x[offset:], truth=here, guess=kept, left=LEFT, names=(name,), fitted=1)
+    return explained if distinct else None
 
 
 def in_other_places(evidence: Evidence, name: str) -> list[Cause]:
@@ -121,11 +121,11 @@ def _of_places(evidence: Evidence, name: str) -> list[Cause]:
     axes = split_axes(evidence.case)
     if kind_of(name) == "logits":
         axes |= {"data ranks and micro-batches": axes.get("dp", 1) * evidence.case.micro}
-    causes = from_patterns(value, truth, axes, _other_steps(evidence, name))
+    causes = from_patterns(value, truth, axes, _other_steps(evidence, name), name)
     if causes or kind_of(name) != "act" or not (terms := added(evidence, name)):
         return causes
     own = sum(terms.values())
-    return from_patterns((value.double() - own).to(value.dtype), truth.double() - own, axes, {})
+    return from_patterns((value.double() - own).to(value.dtype), truth.double() - own, axes, {}, name)
 
 
 def _other_steps(evidence: Evidence, name: str) -> dict[str, Tensor]:
@@ -138,8 +138,9 @@ def _other_steps(evidence: Evidence, name: str) -> dict[str, Tensor]:
 def _stale_norm(failure: Failure) -> list[Cause]:
     """Whether a norm is that of another step."""
     value, name = failure.value, failure.first
-    others = _other_steps(failure.evidence, name)
-    return [] if value is None else from_patterns(value, failure.evidence.truth[name], {}, others)
+    if value is None or kind_of(name) != "grad_norm":
+        return []
+    return from_patterns(value, failure.evidence.truth[name], {}, _other_steps(failure.evidence, name), name)
 
 
 def _one_shard(evidence: Evidence, name: str) -> list[Cause]:
@@ -162,31 +163,26 @@ def _one_shard(evidence: Evidence, name: str) -> list[Cause]:
 
 
 _GRADIENTS = frozenset({"grad"})
-_of_first = partial(Hypothesis, speaks_of=lambda failure: failure.whole[:1])
 HYPOTHESES = (
-    _of_first(
+    Hypothesis(
         predicts="the right numbers in other places, those of another step, or zero",
         causes=of_values(lambda evidence, names: _of_places(evidence, names[0])),
         kinds=VALUES,
-        fitted=1,
     ),
-    _of_first(
+    Hypothesis(
         predicts="every wrong block is what belongs to another place",
         causes=of_values(lambda evidence, names: from_regions(evidence, names[0])),
         kinds=VALUES,
-        fitted=3,
     ),
-    _of_first(
+    Hypothesis(
         predicts="every rank's gradient is the right one, some elements on",
         causes=of_values(from_offsets),
         kinds=_GRADIENTS,
-        fitted=1,
     ),
-    _of_first(
+    Hypothesis(
         predicts="one shard is wrong throughout, all others are right",
         causes=of_values(lambda evidence, names: _one_shard(evidence, names[0])),
         kinds=_GRADIENTS,
-        fitted=4,
     ),
-    Hypothesis(predicts="the norm of another step", causes=_stale_norm, kinds=frozenset({"grad_norm"})),
+    Hypothesis(predicts="the norm of another step", causes=_stale_norm, kinds=frozenset({"grad_norm", LATER})),
 )

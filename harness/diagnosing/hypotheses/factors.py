@@ -10,7 +10,6 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 
@@ -110,9 +109,14 @@ def from_factor(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
         return []
 
     def predict(factor: float) -> tuple[Explained, ...]:
-        truths = ((value, evidence.truth[name]) for name, value in values.items())
+        truths = ((name, value, evidence.truth[name]) for name, value in values.items())
         shared = factor if single else known[0]  # of several elements, the measured factor; not exactly the size
-        return tuple(Explained(value=value, truth=truth, guess=shared * truth.double()) for value, truth in truths)
+        return tuple(
+            Explained(
+                value=value, truth=truth, guess=shared * truth.double(), names=(name,), fitted=int(name == names[0])
+            )
+            for name, value, truth in truths
+        )
 
     single = len(names) == 1 and evidence.truth[names[0]].numel() == 1  # any wrong number is a factor times the right
     relation = f"{'it is' if len(names) == 1 else 'all are'} {times(known[0])} the truth"
@@ -264,30 +268,25 @@ def _per_step(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
 
 
 _PER_STEP = frozenset({"loss", OF_TOKENS, "grad_norm"})
-_one_factor = partial(Hypothesis, fitted=1)
 HYPOTHESES = (
-    _one_factor(
+    Hypothesis(
         predicts="all wrong tensors of a kind are the truth times one number",
         causes=of_values(from_factor),
         kinds=VALUES - _PER_STEP,
-        speaks_of=lambda failure: failure.whole,
     ),
-    _one_factor(
+    Hypothesis(
         predicts="the first wrong tensor is the truth times a size of the case",
         causes=of_values(lambda evidence, names: [one for one in from_factor(evidence, names[:1]) if one.follows]),
         kinds=VALUES - _PER_STEP,
-        speaks_of=lambda failure: failure.whole[:1],
     ),
-    _one_factor(
+    Hypothesis(
         predicts="the number of every wrong step is the truth times one factor",
         causes=lambda failure: _per_step(failure.evidence, failure.alike),
         kinds=_PER_STEP,
-        speaks_of=lambda failure: failure.alike,
     ),
-    _one_factor(
+    Hypothesis(
         predicts="the number of tokens is the truth times a size of the case",
         causes=lambda failure: from_factor(failure.evidence, failure.of_kind("tokens")[:1]),
         kinds=frozenset({"tokens", OF_TOKENS}),
-        speaks_of=lambda failure: failure.of_kind("tokens")[:1],
     ),
 )

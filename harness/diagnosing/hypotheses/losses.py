@@ -8,28 +8,29 @@ import math
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
 from harness.diagnosing.causes.cause import Cause, claimed, reported
-from harness.diagnosing.causes.hypothesis import LATER, OF_TOKENS, Hypothesis
+from harness.diagnosing.causes.hypothesis import Failure
 from harness.diagnosing.causes.places import blocks_of
 from harness.diagnosing.causes.proofs import Explained
-from harness.diagnosing.hypotheses.patterns import same
-from harness.differences import Difference
+from harness.diagnosing.hypotheses.patterns import by_size, same
 from harness.mesh_axes import split_axes
 
 
-def more_classes(evidence: Evidence, name: str, parted: Difference | None) -> list[Cause]:
+def more_classes(failure: Failure) -> list[Cause]:
     """Whether a loss is that of a softmax which runs over every class as often as a group has ranks.
 
     Either by ln(ranks) too large, or wrong and taken with a maximum over ranks that hold all classes already.
     """
-    value = evidence.merged.tensors.get(name)
+    evidence, name, value, parted = failure.evidence, failure.first, failure.value, failure.parted
     if kind_of(name) != "loss" or value is None:
         return []
     gathered = "logits that are gathered already were fed to the vocabulary-parallel loss, "
     gathered += "which counts every class on every rank"
     truth = evidence.truth[name].double()
-    for axis, size in split_axes(evidence.case).items():
+    for axis, size in by_size(split_axes(evidence.case)):
         words = f"it is the truth + ln({size}), and {axis}={size}: {gathered}"
-        if causes := claimed("more_classes", words, Explained(value=value, truth=truth, guess=truth + math.log(size))):
+        if causes := claimed(
+            "more_classes", words, Explained(value=value, truth=truth, guess=truth + math.log(size), names=(name,))
+        ):
             return causes
     line = parted.line if parted and parted.kind == "extra" else None
     if line and line.phase == "loss" and line.reduce_op == "max" and _whole(evidence, name):
@@ -47,8 +48,9 @@ def _whole(evidence: Evidence, name: str) -> bool:
     return bool(parts) and all(b.region[-1] == (0, value.shape[-1]) for blocks in parts.values() for b in blocks)
 
 
-def from_parts(evidence: Evidence, name: str) -> list[Cause]:
+def from_parts(failure: Failure) -> list[Cause]:
     """Whether ranks that share right logits, each a part of their classes, disagree on the loss."""
+    evidence, name = failure.evidence, failure.first
     kind, _, step = name.partition("/")
     logits = evidence.merged.tensors.get(f"logits/{step}")
     if kind != "loss" or name in evidence.merged.tensors:
@@ -66,19 +68,3 @@ def from_parts(evidence: Evidence, name: str) -> list[Cause]:
     words = "the logits are right and the loss differs between ranks: part of it (a sum, the mean of label smoothing) "
     words += "is taken over each rank's own part of the vocabulary"
     return [reported("loss_by_parts", words, classes)]
-
-
-_LOSSES = frozenset({"loss", LATER, OF_TOKENS})
-HYPOTHESES = (
-    Hypothesis(
-        predicts="the truth + ln(ranks), or a maximum over ranks that hold all classes",
-        causes=lambda failure: more_classes(failure.evidence, failure.first, failure.parted),
-        kinds=_LOSSES,
-    ),
-    Hypothesis(
-        predicts="losses that differ between ranks whose logits are right and hold a part of the classes",
-        causes=lambda failure: from_parts(failure.evidence, failure.first),
-        kinds=_LOSSES,
-        fitted=4,
-    ),
-)

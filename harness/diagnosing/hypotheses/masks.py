@@ -7,32 +7,32 @@
 Sources: Megatron-LM #1256 (sequence parallelism from the default one), #4828 (context ranks); bugs.md B-100 to B-104.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 import torch
 from torch import Tensor
 
-from harness.checking.evidence import FAIL, Evidence, Finding
+from harness.checking.evidence import FAIL, Evidence
 from harness.checking.mask_checks import ALARM, KIND, flat, holders, hypergeometric, same_samples
 from harness.checking.measures.kinds import kind_of
 from harness.diagnosing.causes.cause import Cause, reported
-from harness.diagnosing.causes.hypothesis import Hypothesis
+from harness.diagnosing.causes.hypothesis import Failure
 
 _ORDINARY = 1e-3
 """A probability above which two masks are as alike as independent ones."""
 
 
-def from_masks(evidence: Evidence, findings: Mapping[str, Finding], wrong: Sequence[str]) -> list[Cause]:
+def from_masks(failure: Failure) -> list[Cause]:
     """The cause of the first of these wrong names that is a mask; none where several would do.
 
     The truth knows of masks nothing but what the ranks drew.
     """
-    found = findings.get("masks")
+    evidence, found = failure.evidence, failure.findings.get("masks")
     if found is not None and found.verdict == FAIL and evidence.mask_draws and evidence.mask_draws.anew:
         words = "recomputation did not begin with the random state of its forward"
         return [reported("drawn_anew", words, evidence.mask_draws.anew)]
-    first = next((name for name in wrong if kind_of(name) == KIND), "")
+    first = next((name for name in failure.wrong if kind_of(name) == KIND), "")
     if not first or not (evidence.torn or any(kind_of(name) == KIND for name in evidence.given)):
         return []
     return (list(_one_stream(evidence, first)) or list(_own_streams(evidence, first)))[:1]
@@ -80,10 +80,3 @@ def _could_differ(one: Tensor, other: Tensor) -> bool:
 def _ranks(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:4]))
     return f"ranks {shown}{' and others' if len(ranks) > 4 else ''}"
-
-
-MASKS = Hypothesis(
-    predicts="masks of dropout that are equal, or independent, where they must not be",
-    causes=lambda failure: from_masks(failure.evidence, failure.findings, failure.wrong),
-    fitted=4,
-)

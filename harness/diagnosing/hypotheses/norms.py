@@ -19,6 +19,7 @@ from harness.diagnosing.causes.cause import Cause, claimed
 from harness.diagnosing.causes.hypothesis import Hypothesis
 from harness.diagnosing.causes.places import blocks_of, held_whole
 from harness.diagnosing.causes.proofs import Explained, number
+from harness.diagnosing.hypotheses.patterns import by_size
 from harness.mesh_axes import split_axes
 
 CLOSE = 1e-3
@@ -26,7 +27,7 @@ CLOSE = 1e-3
 EXACT = 1e-9
 """Relative tolerance of these guesses in float64."""
 LEFT = 1e-3
-"""Share of the error that a rule for norms may leave of it."""
+"""Share of the error that a guess of a norm may leave of it."""
 
 
 def from_norms(evidence: Evidence, name: str) -> list[Cause]:
@@ -37,23 +38,24 @@ def from_norms(evidence: Evidence, name: str) -> list[Cause]:
     value = evidence.merged.tensors.get(name)
     if value is None:
         return _own_norms(evidence, name)
-    is_norm = partial(_norm, value, evidence.truth[name])
+    is_norm = partial(_norm, name, value, evidence.truth[name])
     others = (_norms_added(evidence), _other_norms(evidence, name), _counted_otherwise(evidence, squares))
     for known, words, other in itertools.chain(*others):
         if causes := is_norm(known, words, other):
             return causes
     total = sum(squares.values())
     beyond = {f"{name} beyond the first rank's part": square for name, square in _beyond_first(evidence).items()}
-    missing = _several_left_out({**squares, **beyond}, total - float(value) ** 2, evidence.case.dtype)
+    missing = _several_left_out({**squares, **beyond}, total - float(value.double().square()), evidence.case.dtype)
     words = f"it leaves out {', '.join(missing)}"
     return is_norm("norm_counts_few", words, math.sqrt(total - sum(missing.values()))) if missing else []
 
 
-def _norm(value: Tensor, truth: Tensor, known: str, words: str, guess: float) -> list[Cause]:
+def _norm(name: str, value: Tensor, truth: Tensor, known: str, words: str, guess: float) -> list[Cause]:
     """The cause when the norm is this number."""
     if not math.isclose(float(value), guess, rel_tol=EXACT if value.dtype == torch.float64 else CLOSE**2):
         return []
-    return claimed(known, words, Explained(value=value, truth=truth, guess=number(guess).view_as(truth), left=LEFT))
+    is_guess = Explained(value=value, truth=truth, guess=number(guess).view_as(truth), left=LEFT, names=(name,))
+    return claimed(known, words, is_guess)
 
 
 def _counted_otherwise(evidence: Evidence, squares: Mapping[str, float]) -> Iterator[tuple[str, str, float]]:
@@ -66,10 +68,11 @@ def _counted_otherwise(evidence: Evidence, squares: Mapping[str, float]) -> Iter
         return math.sqrt(max(square, 0.0))
 
     total = sum(squares.values())
-    sizes = {**split_axes(evidence.case), "all ranks": evidence.case.world_size}
+    axes = split_axes(evidence.case)
+    world = {} if evidence.case.world_size in axes.values() else {"all ranks": evidence.case.world_size}
     for what, names in _groups(evidence, [*squares]).items():
         square = sum(squares[name] for name in names)
-        for axis, size in sizes.items():
+        for axis, size in by_size({**axes, **world}):
             often = f"{size} times, and {axis}={size}" if what.startswith("grad/") else f"once a rank, {axis}={size}"
             words = f"it counts {what} {often}"  # of one parameter it may be as many uses as well
             yield "norm_counts_replicas", words, root(total + (size - 1) * square)
@@ -130,7 +133,7 @@ def _other_norms(evidence: Evidence, name: str) -> Iterator[tuple[str, str, floa
 def _norms_added(evidence: Evidence) -> Iterator[tuple[str, str, float]]:
     """Sums of norms over the ranks of a group, what every rank holds whole counted by the first."""
     words = "it is the sum of the norms of the ranks' parts: the root is taken before the sum of the squares"
-    for groups in evidence.case.axes.values():
+    for groups in evidence.axes.values():
         ranks = groups[0] if groups else ()
         norms = []
         for place, rank in enumerate(ranks):
@@ -183,10 +186,11 @@ def _own_norms(evidence: Evidence, name: str) -> list[Cause]:
         square = sum(float(block.local.double().square().sum()) for block in mine)
         values.append(float(by[0].local))
         guesses.append(math.sqrt(square))
-    if not all(math.isclose(x**2, y**2, rel_tol=CLOSE) for x, y in zip(values, guesses, strict=True)):
+    if not all(math.isclose(x, y, rel_tol=CLOSE / 2) for x, y in zip(values, guesses, strict=True)):
         return []
     value, guess = torch.tensor(values).double(), torch.tensor(guesses).double()
-    own = Explained(value=value, truth=evidence.truth[name].double().expand_as(value), guess=guess, left=LEFT)
+    truth = evidence.truth[name].double().expand_as(value)
+    own = Explained(value=value, truth=truth, guess=guess, left=LEFT, names=(name,))
     return claimed("norm_counts_few", "each rank's norm is that of its own parts: it was never summed", own)
 
 

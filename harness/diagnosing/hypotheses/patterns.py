@@ -1,4 +1,4 @@
-"""Patterns in wrong numbers: right ones in wrong places, right ones of another step, or with a vector too much.
+"""Patterns in wrong numbers: right ones in wrong places, those of another step, zeros, rounded ones.
 
 Every pattern is tested on the numbers, none is guessed from names; what fits none gets no cause. Tensors are full ones
 of equal shape; `axes` are the mesh axes that split something, name -> size. Patterns as listed by real bugs: rows in
@@ -29,14 +29,19 @@ _STEPS = 3
 """Different steps at most in which a layout's order of n rows goes on, or n // 4."""
 
 
-def from_patterns(value: Tensor, truth: Tensor, axes: Mapping[str, int], others: Mapping[str, Tensor]) -> list[Cause]:
-    """The first pattern that explains `value`, none when no one does; `others` are truths it may be taken for."""
+def from_patterns(
+    value: Tensor, truth: Tensor, axes: Mapping[str, int], others: Mapping[str, Tensor], name: str = ""
+) -> list[Cause]:
+    """The first pattern that explains the `value` of this name, none when no one does.
+
+    `others` are truths that it may be taken for.
+    """
     if value.shape != truth.shape or not truth.numel() or not bool(torch.isfinite(truth).all()):
         return []
     if not bool(torch.isfinite(value).all()):
         share = 1 - float(torch.isfinite(value).double().mean())
-        return claimed("nan", f"{share:.0%} of it is {NOT_FINITE}", NotFinite(value=value, truth=truth))
-    x, t, is_guess = value.double(), truth.double(), partial(Explained, value=value, truth=truth)
+        return claimed("nan", f"{share:.0%} of it is {NOT_FINITE}", NotFinite(value=value, truth=truth, names=(name,)))
+    x, t, is_guess = value.double(), truth.double(), partial(Explained, value=value, truth=truth, names=(name,))
     words = "it is zero throughout: never computed, never accumulated, zeroed too late, or padding in its place"
     zero = [] if is_count(x, t) else claimed("zero", words, is_guess(guess=torch.zeros_like(t), left=0.0))
     moved = (_moved(x, t, axes, is_guess), _flat(t, axes, is_guess), _transposed(t, is_guess))
@@ -75,16 +80,16 @@ def _moved(x: Tensor, t: Tensor, axes: Mapping[str, int], is_guess: _Guess) -> I
             width = t.shape[dim] // size
             for shift in range(1, size):
                 words = f"along dim {dim} it is shifted by {shift} of {size} shards: a neighbour's shard ({axis})"
-                yield from claimed("shifted_shard", words, is_guess(guess=t.roll(shift * width, dim)))
+                yield from claimed("shifted_shard", words, is_guess(guess=t.roll(shift * width, dim), fitted=1))
             if (order := _order(x, t, dim, width)) is not None:
                 words = f"along dim {dim} the {size} shards of {axis} are in another order: another rank's shard"
-                yield from claimed("other_shard", words, is_guess(guess=_reordered(t, dim, width, order)))
+                yield from claimed("other_shard", words, is_guess(guess=_reordered(t, dim, width, order), fitted=size))
             yield from _copied(x, t, dim, axis, size, is_guess)
     for dim in range(t.dim()):
         if (order := _order(x, t, dim, 1)) is not None:
             why = "a wrong layout, reshape or gather dim" if _is_layout(order) else "sorted or routed in other groups"
             words = f"along dim {dim} it holds the right rows in another order: {why}"
-            yield from claimed("rows_permuted", words, is_guess(guess=_reordered(t, dim, 1, order)))
+            yield from claimed("rows_permuted", words, is_guess(guess=_reordered(t, dim, 1, order), fitted=len(order)))
 
 
 def by_size(axes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
@@ -99,7 +104,7 @@ def _copied(x: Tensor, t: Tensor, dim: int, axis: str, size: int, is_guess: _Gue
     taken = [min(range(size), key=lambda j: float((part - theirs[j]).norm())) for part in mine]
     swaps = ", ".join(f"{j} in place of {i}" for i, j in enumerate(taken) if i != j)
     words = f"along dim {dim} it holds the wrong parts of {size} ({axis}): {swaps}"
-    yield from claimed("other_shard", words, is_guess(guess=torch.cat([theirs[j] for j in taken], dim)))
+    yield from claimed("other_shard", words, is_guess(guess=torch.cat([theirs[j] for j in taken], dim), fitted=size))
 
 
 def _transposed(t: Tensor, is_guess: _Guess) -> Iterator[Cause]:
@@ -107,7 +112,7 @@ def _transposed(t: Tensor, is_guess: _Guess) -> Iterator[Cause]:
     for one, other in itertools.combinations(range(t.dim()), 2):
         if min(t.shape[one], t.shape[other]) > 1:
             words = f"dims {one} and {other} are exchanged in memory: a transpose too many, or one left out"
-            yield from claimed("transposed", words, is_guess(guess=t.transpose(one, other).reshape(t.shape)))
+            yield from claimed("transposed", words, is_guess(guess=t.transpose(one, other).reshape(t.shape), fitted=1))
 
 
 def _flat(t: Tensor, axes: Mapping[str, int], is_guess: _Guess) -> Iterator[Cause]:
@@ -127,7 +132,7 @@ def _flat(t: Tensor, axes: Mapping[str, int], is_guess: _Guess) -> Iterator[Caus
                 parts = blocks.unflatten(dim + 1, (size, -1)).movedim(dim + 1, 1)
                 scattered = blocks.reshape(parts.shape).movedim(1, dim + 1).flatten(dim + 1, dim + 2).flatten(0, 1)
                 for guess in (parts.reshape(t.shape), scattered):
-                    yield from claimed("flat_dim", words, is_guess(guess=guess))
+                    yield from claimed("flat_dim", words, is_guess(guess=guess, fitted=1))
 
 
 def _order(x: Tensor, t: Tensor, dim: int, width: int) -> Tensor | None:
@@ -166,11 +171,11 @@ def _is_layout(order: Tensor) -> bool:
     return few and (len(starts) <= 2 or math.gcd(*starts, len(order)) > 1)
 
 
-def rounded(value: Tensor, truth: Tensor) -> list[Cause]:
+def rounded(value: Tensor, truth: Tensor, name: str = "") -> list[Cause]:
     """Whether all numbers of a wrong tensor, unlike the truth's, are ones of a shorter dtype, near the right ones."""
     for short in (torch.float32, torch.bfloat16, torch.float16):
         words = f"explained by rounding to {str(short).removeprefix('torch.')}: all its numbers are ones of it; {MEANT}"
-        if causes := claimed("shorter_dtype", words, Rounded(value=value, truth=truth, short=short)):
+        if causes := claimed("shorter_dtype", words, Rounded(value=value, truth=truth, short=short, names=(name,))):
             return causes
     return []
 
@@ -178,8 +183,9 @@ def rounded(value: Tensor, truth: Tensor) -> list[Cause]:
 HYPOTHESES = (
     Hypothesis(
         predicts="the truth, rounded to a shorter dtype",
-        causes=of_values(lambda evidence, names: rounded(evidence.merged.tensors[names[0]], evidence.truth[names[0]])),
+        causes=of_values(
+            lambda evidence, names: rounded(evidence.merged.tensors[names[0]], evidence.truth[names[0]], names[0])
+        ),
         kinds=VALUES | {STATE},
-        speaks_of=lambda failure: failure.whole[:1],
     ),
 )

@@ -14,17 +14,22 @@ from harness.errors import ranks_text
 from harness.mesh_axes import split_axes
 from harness.protocols import Axes
 
+LITTLE = 1e-9
+"""A tensor below this share of the largest of its kind is rounding, and shows no cause."""
+
 
 def from_replicas(failure: Failure) -> list[Cause]:
-    """The causes of the first torn tensor that shows one: a tensor whose truth is next to nothing shows none."""
+    """The causes of the first torn tensor whose truth is more than rounding beside the others of its kind."""
     evidence = failure.evidence
     axes = {axis: evidence.axes[axis] for axis in split_axes(evidence.case) if axis in evidence.axes}
-    for name in failure.alike if failure.torn else ():
-        if name not in evidence.merged.tensors:
-            mine = {rank: by[0].local for rank, by in blocks_of(evidence, name).items()}
-            truth = evidence.truth[name]
-            if causes := not_finite(mine, truth) or drift(mine, truth) or partial_sums(mine, truth, axes):
-                return causes
+    torn = [name for name in failure.alike if name not in evidence.merged.tensors] if failure.torn else []
+    sizes = {name: float(evidence.truth[name].double().norm()) for name in torn}
+    for name in torn:
+        mine = {rank: by[0].local for rank, by in blocks_of(evidence, name).items()}
+        truth = evidence.truth[name]
+        causes = not_finite(mine, truth, name) or drift(mine, truth, name) or partial_sums(mine, truth, axes, name)
+        if causes or sizes[name] > LITTLE * max(sizes.values()):
+            return causes
     return []
 
 
@@ -35,7 +40,7 @@ def _same_in_rows(rest: Tensor, true: Tensor) -> bool:
     return float((rest - rest[:1]).norm()) <= 1e-6 * float(true.norm()) < float((true - true[:1]).norm())
 
 
-def partial_sums(locals_by_rank: Mapping[int, Tensor], truth: Tensor, axes: Axes) -> list[Cause]:
+def partial_sums(locals_by_rank: Mapping[int, Tensor], truth: Tensor, axes: Axes, name: str = "") -> list[Cause]:
     """Whether replicas that differ are, in every group of an axis, the terms of a sum that was not taken."""
     terms_of, true = {rank: local.double() for rank, local in locals_by_rank.items()}, truth.double()
     if any(local.shape != truth.shape for local in terms_of.values()):
@@ -51,24 +56,24 @@ def partial_sums(locals_by_rank: Mapping[int, Tensor], truth: Tensor, axes: Axes
             words = f"the ranks' values add up to the truth over {axis}={len(groups[0])}"
             words += ": each holds one partial sum, never reduced"
             guess = terms - left[:, None] / len(groups[0])  # one of them may hold the whole sum, and the others nothing
-            explained = Explained(value=terms, truth=true.expand_as(terms), guess=guess, left=CLOSE)
+            explained = Explained(value=terms, truth=true.expand_as(terms), guess=guess, left=CLOSE, names=(name,))
             return claimed("not_summed", words, explained)
     return []
 
 
-def not_finite(locals_by_rank: Mapping[int, Tensor], truth: Tensor) -> list[Cause]:
+def not_finite(locals_by_rank: Mapping[int, Tensor], truth: Tensor, name: str) -> list[Cause]:
     """Whether replicas differ because some of them hold what is no number."""
     bad = {rank: local for rank, local in locals_by_rank.items() if not bool(torch.isfinite(local).all())}
     words = f"on rank{'s' if len(bad) > 1 else ''} {ranks_text([*bad])} it is {NOT_FINITE}"
-    return claimed("nan", words, *(NotFinite(value=local, truth=truth) for local in bad.values()))
+    return claimed("nan", words, *(NotFinite(value=local, truth=truth, names=(name,)) for local in bad.values()))
 
 
-def drift(locals_by_rank: Mapping[int, Tensor], truth: Tensor) -> list[Cause]:
+def drift(locals_by_rank: Mapping[int, Tensor], truth: Tensor, name: str) -> list[Cause]:
     """Whether replicas that differ all are right but for their last bits."""
     words = (
         "every rank's is right but for its last bits: replicas computed or updated apart, each with its own rounding"
     )
-    return claimed("replicas_drift", words, Near(values=[*locals_by_rank.values()], truth=truth))
+    return claimed("replicas_drift", words, Near(values=[*locals_by_rank.values()], truth=truth, names=(name,)))
 
 
 HYPOTHESES = (

@@ -1,11 +1,10 @@
-"""Causes that a check or a run states by itself, without a tensor that is wrong by a rule."""
+"""Causes that a check or a run states by itself, whatever a tensor looks like."""
 
 from collections.abc import Mapping
-from functools import partial
 
 from harness.checking.evidence import FAIL
 from harness.diagnosing.causes.cause import MEANT, Cause, reported
-from harness.diagnosing.causes.hypothesis import Failure, Hypothesis
+from harness.diagnosing.causes.hypothesis import Failure
 from harness.diagnosing.hypotheses.layouts import from_flaws
 
 _STATED: Mapping[str, tuple[str, str]] = {
@@ -40,11 +39,16 @@ def first_stated(failure: Failure) -> str:
     return next(iter(_failed(failure, _STATED)), "")
 
 
-def _of_checks(table: Mapping[str, tuple[str, str]], failure: Failure) -> list[Cause]:
-    """The cause of the first of these checks that fails; of a layout, what its flaws show."""
-    failed = _failed(failure, table)
+def of_checks(failure: Failure) -> list[Cause]:
+    """The cause of the first failed check that is one by itself; of a layout, what its flaws show."""
+    failed = _failed(failure, _STATED)
     flaws = from_flaws(failure.evidence, failure.wrong) if "merge" in failed else []
-    return flaws or [reported(*table[check], failure.findings[check]) for check in failed[:1]]
+    return flaws or [reported(*_STATED[check], failure.findings[check]) for check in failed[:1]]
+
+
+def usual(failure: Failure) -> list[Cause]:
+    """The usual cause of the first failed check that nothing else explains."""
+    return [reported(*_USUAL[check], failure.findings[check]) for check in _failed(failure, _USUAL)[:1]]
 
 
 def _failed(failure: Failure, table: Mapping[str, tuple[str, str]]) -> list[str]:
@@ -52,7 +56,7 @@ def _failed(failure: Failure, table: Mapping[str, tuple[str, str]]) -> list[str]
     return [check for check in table if check in failure.findings and failure.findings[check].verdict == FAIL]
 
 
-def _rounded_on_ranks(failure: Failure) -> list[Cause]:
+def rounded_on_ranks(failure: Failure) -> list[Cause]:
     """Rounding to a lower precision that does not happen on one rank."""
     island = failure.evidence.island
     words = f"explained by rounding to {island}; the case is in {failure.evidence.case.dtype}"
@@ -60,18 +64,9 @@ def _rounded_on_ranks(failure: Failure) -> list[Cause]:
     return [reported("shorter_dtype", words, island)] if island else []
 
 
-def _drawn(failure: Failure) -> list[Cause]:
+def drawn(failure: Failure) -> list[Cause]:
     """Numbers that the ranks draw and the dense model does not."""
-    drawn = failure.evidence.drawn
-    words = f"{drawn}, so nothing behind it can agree: switch that off for the proof, or seed it by the "
+    numbers = failure.evidence.drawn
+    words = f"{numbers}, so nothing behind it can agree: switch that off for the proof, or seed it by the "
     words += "numbers of the samples (case.samples), on ranks and truth"
-    return [reported("other_numbers", words, drawn)] if drawn else []
-
-
-_stated = partial(Hypothesis, fitted=4)
-CHECKS = _stated(predicts="a check fails that needs no dense model", causes=partial(_of_checks, _STATED))
-ROUNDED_ON_RANKS = _stated(
-    predicts="every wrong tensor is what one rank computes in the lower precision", causes=_rounded_on_ranks
-)
-DRAWN = _stated(predicts="everything behind the drawn numbers is wrong", causes=_drawn)
-USUAL = _stated(predicts="a check of speed or of the recorder fails alone", causes=partial(_of_checks, _USUAL))
+    return [reported("other_numbers", words, numbers)] if numbers else []

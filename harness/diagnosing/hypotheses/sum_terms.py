@@ -17,6 +17,7 @@ from harness.diagnosing.causes.hypothesis import Hypothesis, of_values
 from harness.diagnosing.causes.places import summable
 from harness.diagnosing.causes.proofs import Explained, explains, share_left, times
 from harness.diagnosing.hypotheses.factors import Measure, every_size, meaning_of
+from harness.diagnosing.hypotheses.patterns import by_size
 from harness.mesh_axes import split_axes
 
 RIGHT = 1e-9
@@ -48,7 +49,7 @@ def _weights(evidence: Evidence, name: str) -> dict[str, float]:
     """Term -> its weight in this output, "" for the rest; {} when no weights explain it."""
     value, truth = evidence.merged.tensors.get(name), evidence.truth.get(name)
     terms = added(evidence, name) if value is not None and truth is not None else {}
-    if value is None or truth is None or not terms:
+    if value is None or truth is None or not terms or not bool(torch.isfinite(value).all()):
         return {}
     columns = {"": truth.double() - sum(terms.values()), **terms}
     matrix = torch.stack([column.flatten() for column in columns.values()], 1)
@@ -70,7 +71,7 @@ def _weighed(evidence: Evidence, name: str, value: Tensor) -> list[Cause]:
 
     def predict(factor: float) -> tuple[Explained]:
         alone = terms[term] if term else truth - sum(terms.values())
-        return (Explained(value=value, truth=truth, guess=truth + (factor - 1) * alone),)
+        return (Explained(value=value, truth=truth, guess=truth + (factor - 1) * alone, names=(name,), fitted=2),)
 
     if not term:
         relation = f"without {' and '.join(filter(None, weights))} it is {times(weight)} the truth"
@@ -81,8 +82,9 @@ def _weighed(evidence: Evidence, name: str, value: Tensor) -> list[Cause]:
     if abs(weight) <= near:
         known = "bias_missing" if what == "bias" else "term_missing"
         return claimed(known, f"the {what} is not in it: never added", *predict(0.0))
-    for axis, size in split_axes(evidence.case).items():
-        if math.isclose(weight, size, rel_tol=near) and summable(evidence, axis, name):
+    summed = {axis: size for axis, size in split_axes(evidence.case).items() if summable(evidence, axis, name)}
+    for axis, size in by_size(summed):
+        if math.isclose(weight, size, rel_tol=near):
             words = f"the {what} is in it {size} times, and {axis}={size}: every rank adds it before the sum"
             return claimed("bias_per_rank", words, *predict(size))
     words = f"the {what} is in it {weight:.4g} times: a constant factor is wrong"
@@ -96,11 +98,11 @@ def _missing(evidence: Evidence, name: str, value: Tensor) -> list[Cause]:
         if kind_of(other) != kind or other == name or term.shape != truth.shape:
             continue
         words = f"it is the truth without {other}, which belongs to it: one term of a sum is missing"
-        rest = Explained(value=value, truth=truth, guess=truth - term.double())
+        rest = Explained(value=value, truth=truth, guess=truth - term.double(), names=(name,))
         if causes := claimed("term_missing", words, rest):
             return causes
         words = f"it is {other} alone: the other term of a sum is missing"
-        alone = Explained(value=value, truth=truth, guess=term)
+        alone = Explained(value=value, truth=truth, guess=term, names=(name,))
         if (other.startswith(f"{name}.") or kind == "act_grad") and (causes := claimed("term_missing", words, alone)):
             return causes
     return []
@@ -111,6 +113,5 @@ HYPOTHESES = (
         predicts="an activation, or its gradient, with one of its terms left out or counted otherwise",
         causes=of_values(lambda evidence, names: from_terms(evidence, names[0])),
         kinds=frozenset({"act", "act_grad"}),
-        fitted=2,
     ),
 )

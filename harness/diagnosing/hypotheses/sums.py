@@ -29,8 +29,11 @@ MOST = 4096
 """Elements of one tensor that a fit looks at."""
 
 
-def from_shares(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
-    """Which micro-batches or data ranks the wrong gradients count otherwise."""
+def from_shares(evidence: Evidence, wrong: Sequence[str], before: str = "") -> list[Cause]:
+    """Which micro-batches or data ranks the wrong gradients count otherwise.
+
+    `before`: a wrong gradient of an activation that comes before them, and may be explained too.
+    """
     names = [name for name in wrong if kind_of(name) == "grad" and name in evidence.shares]
     if not names or evidence.shares["tokens"].numel() == 1:
         return []
@@ -42,8 +45,21 @@ def from_shares(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
         near = max(CLOSE, *(share_left(torch.empty(0, dtype=dtype)) for dtype in dtypes))
         if fit is None:
             return _own_in_part(evidence, whole)
-        return [] if _alike(fit[0].flatten(), near) else _of_weights(fit[0], tokens, fit[1])
+        if _alike(fit[0].flatten(), near):
+            return []
+        return _of_weights(fit[0], tokens, fit[1], *_of_activation(evidence, fit[0], before))
     return _by_rank(evidence, names, tokens)
+
+
+def _of_activation(evidence: Evidence, weights: Tensor, name: str) -> list[Explained]:
+    """The gradient of an activation, which is that of every data rank's first micro-batch, by these weights."""
+    value, truth = evidence.merged.tensors.get(name), evidence.truth.get(name)
+    if value is None or truth is None or kind_of(name) != "act_grad" or truth.shape[0] % len(weights):
+        return []
+    rows = truth.double().chunk(len(weights))
+    guess = torch.cat([weight * own for weight, own in zip(weights[:, 0], rows, strict=True)])
+    explained = Explained(value=value, truth=truth, guess=guess, left=LEFT, names=(name,))
+    return [explained] if explained.holds else []
 
 
 def _own_in_part(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
@@ -53,7 +69,7 @@ def _own_in_part(evidence: Evidence, names: Sequence[str]) -> list[Cause]:
         x, t = evidence.merged.tensors[name].double(), evidence.truth[name].double()
         either = torch.cat([t[None], evidence.shares[name].sum(1)])
         nearest = (either - x).abs().argmin(0, keepdim=True)
-        parts.append(Explained(value=x, truth=t, guess=either.gather(0, nearest)[0]))
+        parts.append(Explained(value=x, truth=t, guess=either.gather(0, nearest)[0], names=(name,)))
     words = "what is wrong in it is one data rank's own sum: that part was never summed over dp, or read before it was"
     return claimed("not_summed", words, *parts) if len(evidence.shares["tokens"]) > 1 else []
 
@@ -70,8 +86,10 @@ def _by_rank(evidence: Evidence, names: Sequence[str], tokens: Tensor) -> list[C
         weights[rank] = found[0]
         fits.append(found[1])
     value, truth, guess = (torch.cat([getattr(fit, part) for fit in fits]) for part in ("value", "truth", "guess"))
-    fit = Explained(value=value, truth=truth, guess=guess, left=LEFT)  # one proof for all ranks: some may be right
-    rows = {rank: place_of_rank(evidence.case.axes, "dp", rank) for rank in weights}
+    spoken = tuple(dict.fromkeys(name for each in fits for name in each.names))
+    taken = sum(each.fitted for each in fits)  # one proof for all ranks: some may be right
+    fit = Explained(value=value, truth=truth, guess=guess, left=LEFT, names=spoken, fitted=taken)
+    rows = {rank: place_of_rank(evidence.axes, "dp", rank) for rank in weights}
     own = torch.stack([w.mean() * tokens[rows[rank]].sum() / tokens.sum() for rank, w in weights.items()])
     scales = torch.stack([w.mean() for w in weights.values()])
     if all(_alike(w.flatten()) for w in weights.values()) and _local(own, len(tokens)) and not _alike(scales):
@@ -110,7 +128,9 @@ def _fitted(evidence: Evidence, parts: Sequence[Part]) -> tuple[Tensor, Explaine
     for weights in (equal, solved.solution[:, 0])[: 1 + (int(solved.rank) == len(equal))]:
         guess = shares @ weights
         if float((guess - x).norm()) <= max(LEFT * float((x - t).norm()), 1e-9 * float(x.norm())):
-            return weights.unflatten(0, grid), Explained(value=x, truth=t, guess=guess, left=LEFT)
+            spoken = tuple(dict.fromkeys(name for name, _, _ in parts))
+            fit = Explained(value=x, truth=t, guess=guess, left=LEFT, names=spoken, fitted=len(weights.unique()))
+            return weights.unflatten(0, grid), fit
     return None
 
 
@@ -123,27 +143,27 @@ def _local(shares: Tensor, count: int) -> bool:
     return any(bool(((shares - right).abs() <= CLOSE * right).all()) for right in (1.0, 1.0 / count))
 
 
-def _of_weights(weights: Tensor, tokens: Tensor, fit: Explained) -> list[Cause]:
+def _of_weights(weights: Tensor, tokens: Tensor, *fit: Explained) -> list[Cause]:
     """Causes of weights [dp, micro] other than 1; nothing when all are alike, which is a factor's case."""
     if _alike(weights.flatten()):
         return []
     if _local((weights * tokens / tokens.sum()).flatten(), tokens.numel()):
-        return claimed("local_count", "every micro-batch is divided by its own tokens, not by those of the step", fit)
+        return claimed("local_count", "every micro-batch is divided by its own tokens, not by those of the step", *fit)
     if _local(weights.mean(1) * tokens.sum(1) / tokens.sum(), len(tokens)) and all(_alike(row) for row in weights):
         words = "every data rank divides by the tokens that it counted itself, not by those of all data ranks"
-        return claimed("local_count", words, fit)
+        return claimed("local_count", words, *fit)
     missing = weights.abs() < CLOSE
     if bool(missing.all(0).any()):
         lost = [str(m) for m in range(weights.shape[1]) if bool(missing[:, m].all())]
         words = f"micro-batch {', '.join(lost)} of {weights.shape[1]} is missing in it: overwritten, or added too late"
-        return claimed("micro_missing", words, fit)
+        return claimed("micro_missing", words, *fit)
     if bool(missing.all(1).any()):
         kept = [str(d) for d in range(weights.shape[0]) if not bool(missing[d].all())]
-        return claimed("not_summed", f"only data rank {', '.join(kept)} of {weights.shape[0]} is in it", fit)
+        return claimed("not_summed", f"only data rank {', '.join(kept)} of {weights.shape[0]} is in it", *fit)
     if bool(missing.any()):
-        return claimed("micro_missing", "some micro-batches of some data ranks are missing in it", fit)
+        return claimed("micro_missing", "some micro-batches of some data ranks are missing in it", *fit)
     counted = ", ".join(f"{weight:.3g}" for weight in weights.flatten().tolist())
-    return claimed("unequal_shares", f"its micro-batches count {counted} times instead of once each", fit)
+    return claimed("unequal_shares", f"its micro-batches count {counted} times instead of once each", *fit)
 
 
 def from_losses(evidence: Evidence, name: str) -> list[Cause]:
@@ -170,7 +190,7 @@ def from_losses(evidence: Evidence, name: str) -> list[Cause]:
     right = float(evidence.truth[name])
     for known, words, by_row in rules:
         fits = all(math.isclose(value, float(by_row[row]), rel_tol=CLOSE**2) for row, value in found.items())
-        if found and fits and (causes := claimed(known, f"the loss is {words}", _by_row(found, right, by_row))):
+        if found and fits and (causes := claimed(known, f"the loss is {words}", _by_row(name, found, right, by_row))):
             return causes
     return []
 
@@ -179,16 +199,16 @@ def _by_data_rank(evidence: Evidence, name: str) -> dict[int, float]:
     """The number of this name on every data rank; none where ranks of one disagree."""
     numbers: dict[int, float] = {}
     for rank, by in blocks_of(evidence, name).items():
-        place, number = place_of_rank(evidence.case.axes, "dp", rank), float(by[0].local)
+        place, number = place_of_rank(evidence.axes, "dp", rank), float(by[0].local)
         if not math.isclose(numbers.setdefault(place, number), number, rel_tol=CLOSE**2):
             return {}
     return numbers
 
 
-def _by_row(counts: Mapping[int, float], right: float, by_row: Tensor) -> Explained:
+def _by_row(name: str, counts: Mapping[int, float], right: float, by_row: Tensor) -> Explained:
     """The proof that each data rank's number is its entry of `by_row`, where `right` is right for all."""
     value, guess = torch.tensor([*counts.values()]).double(), by_row[[*counts]].double()
-    return Explained(value=value, truth=torch.full_like(value, right), guess=guess, left=CLOSE)
+    return Explained(value=value, truth=torch.full_like(value, right), guess=guess, left=CLOSE, names=(name,))
 
 
 def from_counts(evidence: Evidence, name: str) -> list[Cause]:
@@ -215,10 +235,11 @@ def from_counts(evidence: Evidence, name: str) -> list[Cause]:
     right, causes = float(evidence.truth[name]), list[Cause]()
     for known, words, by_row in rules:
         if _counts_so(counts, by_row):
-            causes += claimed(known, f"the number of tokens is {words}", _by_row(counts, right, by_row))
+            causes += claimed(known, f"the number of tokens is {words}", _by_row(name, counts, right, by_row))
     for rule, count in (pair for id in _COUNTS for pair in predictions(evidence, id, name)):
         if _counts_so(counts, by_row := count * everyone):
-            causes += of_rule(rule, f"the number of tokens is what it is {rule.words}", _by_row(counts, right, by_row))
+            proof = _by_row(name, counts, right, by_row)
+            causes += of_rule(rule, f"the number of tokens is what it is {rule.words}", proof)
     single = {cause.id: cause for cause in reversed(causes)}
     return [*single.values()] * (len(single) == 1)
 
@@ -232,7 +253,7 @@ def _sums(failure: Failure) -> list[Cause]:
     """Causes in the sums of the wrong gradients; of all of them first, where ranks disagree on the first wrong one."""
     evidence, wrong = failure.evidence, failure.of_kind("grad")
     every = [name for name in evidence.truth if kind_of(name) == "grad"] if failure.torn else []
-    return from_shares(evidence, every) or from_shares(evidence, wrong)
+    return from_shares(evidence, every) or from_shares(evidence, wrong, failure.first)
 
 
 HYPOTHESES = (
@@ -240,8 +261,6 @@ HYPOTHESES = (
         predicts="every gradient is a sum of micro-batches and data ranks that count otherwise",
         causes=_sums,
         kinds=frozenset({"loss", OF_TOKENS, "act_grad", "grad"}),
-        speaks_of=lambda failure: failure.of_kind("grad"),
-        fitted=2,
     ),
     Hypothesis(
         predicts="the loss of some micro-batches or data ranks, or over other tokens",
@@ -252,6 +271,5 @@ HYPOTHESES = (
         predicts="the number of tokens of some micro-batches or data ranks, or of tokens that do not count",
         causes=lambda failure: from_counts(failure.evidence, "tokens/0") if "tokens/0" in failure.numbers else [],
         kinds=frozenset({"tokens", OF_TOKENS}),
-        speaks_of=lambda failure: failure.of_kind("tokens")[:1],
     ),
 )

@@ -11,7 +11,7 @@ from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
 from harness.dense_model import WhatIfLike
 from harness.diagnosing.causes.cause import Cause, of_rule
-from harness.diagnosing.causes.hypothesis import Failure, Hypothesis
+from harness.diagnosing.causes.hypothesis import Failure
 from harness.diagnosing.causes.proofs import Explained, explains, share_left
 
 _ALTERNATIVES = 2
@@ -21,17 +21,17 @@ _OTHERWISE = 0.25
 """Share of the values that a what-if speaks of which may be otherwise."""
 
 
-def what_if(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
+def from_what_ifs(failure: Failure) -> list[Cause]:
     """The what-ifs under which the dense model computes the first wrong value and what follows it.
 
     More than two that fit single nothing out.
     """
-    found: list[Cause] = []
-    for rule, readings in evidence.what_ifs:
+    evidence, wrong, found = failure.evidence, failure.numbers, list[Cause]()
+    for rule, readings in evidence.what_ifs if wrong else ():
         if fitting := [reading for reading, predicted in readings.items() if _fits(evidence, predicted, wrong)]:
             named = f" ({' or '.join(filter(None, fitting)).replace('_', ' ')})" * rule.names_readings
             value, truth = evidence.merged.tensors[wrong[0]], evidence.truth[wrong[0]]
-            guess = Explained(value=value, truth=truth, guess=readings[fitting[0]][wrong[0]])
+            guess = Explained(value=value, truth=truth, guess=readings[fitting[0]][wrong[0]], names=(wrong[0],))
             found += of_rule(rule, f"it is what the dense model computes {rule.words}{named}", guess)
     return found if len(found) <= _ALTERNATIVES else []
 
@@ -67,18 +67,3 @@ def _fits(evidence: Evidence, reading: Mapping[str, Tensor], wrong: Sequence[str
 
 def _near(tensor: Tensor, value: Tensor) -> bool:
     return float((tensor.double() - value.double()).norm()) <= share_left(value) * float(value.double().norm())
-
-
-def _spoken_of(failure: Failure) -> list[str]:
-    """The wrong names that some reading predicts."""
-    predicted = {name for _, readings in failure.evidence.what_ifs for reading in readings.values() for name in reading}
-    return [name for name in failure.numbers if name in predicted]
-
-
-HYPOTHESES = (
-    Hypothesis(
-        predicts="what the dense model computes when it does not keep one of its rules",
-        causes=lambda failure: what_if(failure.evidence, failure.numbers) if failure.numbers else [],
-        speaks_of=_spoken_of,
-    ),
-)

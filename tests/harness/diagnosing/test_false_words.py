@@ -195,12 +195,11 @@ def found_first(cause: Cause, found: Evidence) -> str:
 
 def test_the_property_fails_where_predictions_are_not_tested(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug: every prediction is taken to hold, and to leave nothing. No factor explains noise."""
-    values, words = {NAMED[0]: truth()[NAMED[0]] + drawn(2, 3, 6)}, "x the truth"
+    values = {NAMED[0]: truth()[NAMED[0]] + drawn(2, 3, 6)}
     found = planted(values)
-    assert [cause for cause in explanation_of(found, examine(found)).causes if words in cause.words] == []
+    assert not explanation_of(found, examine(found)).causes
     monkeypatch.setattr(Explained, "holds", True)
     monkeypatch.setattr(ranking, "within_limits", lambda evidence, causes: [*causes])
     (cause, *_) = explanation_of(found, examine(found)).causes
-    assert words in cause.words
     with pytest.raises(AssertionError):
         contradicted(cause, found, values)

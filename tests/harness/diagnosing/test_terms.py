@@ -240,7 +240,7 @@ def test_tensors_behind_the_first_one_need_not_be_as_near() -> None:
     later = 1e-8 * drawn(8, 6)
     for first, second, told in ((0.0, later, ["summed_twice"]), (1e-8 * drawn(6), 0 * later, [])):
         table = {OF_W2: 2 * truth()[OF_W2] + first, W1: 2 * truth()[W1] + second}
-        proof = (Explained(value=table[n], truth=truth()[n], guess=2 * truth()[n]) for n in (OF_W2, W1))
+        proof = (Explained(value=table[n], truth=truth()[n], guess=2 * truth()[n], names=(n,)) for n in (OF_W2, W1))
         causes, found = claimed("summed_twice", "both are 2 x the truth", *proof), seen_with(table)
         merged = replace(found.merged, tensors={**found.merged.tensors, **table})
         assert [cause.id for cause in within_limits(replace(found, merged=merged), causes)] == told

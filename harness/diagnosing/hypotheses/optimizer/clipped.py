@@ -28,8 +28,10 @@ SEEN = 1e-3
 def by_element(evidence: Evidence, state: Moved, step: int) -> list[Cause]:
     """Whether every element is limited by itself: a factor on the small ones, one size for the large ones."""
     got, right = state.got, state.right
+    if not getattr(evidence.case, "clip", 0.0) or not right.numel():
+        return []
     seen = right.abs() >= SEEN * right.abs().max()
-    if not getattr(evidence.case, "clip", 0.0) or not bool(seen.any()):
+    if not bool(seen.any()):
         return []
     factor, largest = float((got[seen] / right[seen]).max()), float(got.abs().max())
     guess = (factor * right).clamp(-largest, largest)
@@ -37,13 +39,15 @@ def by_element(evidence: Evidence, state: Moved, step: int) -> list[Cause]:
     if factor <= 0 or not 1 < limited < len(got):
         return []
     words = f"in step {step} no element moves further than {largest:.3g}: each is limited, and not their norm"
-    return claimed("clipped_otherwise", words, Explained(value=got, truth=right, guess=guess))
+    return claimed(
+        "clipped_otherwise", words, Explained(value=got, truth=right, guess=guess, names=state.states, fitted=2)
+    )
 
 
 def by_square(evidence: Evidence, factor: float, relation: str, step: int, predict: Predict) -> list[Cause]:
     """Whether a factor on all updates is that of clipping by the square of the norm."""
     largest, norm = getattr(evidence.case, "clip", 0.0), evidence.truth.get(f"grad_norm/{step}")
-    if not largest or norm is None or factor <= 0:
+    if not largest or norm is None or not float(norm) > 0 or factor <= 0:
         return []
     used = largest / (factor * min(1.0, largest / float(norm)))
     if not math.isclose(used, float(norm) ** 2, rel_tol=APART) or math.isclose(float(norm), 1, rel_tol=APART):
@@ -85,7 +89,9 @@ def by_block(evidence: Evidence, wrong: Sequence[str], step: int) -> list[Cause]
         return []
     words = f"in step {step} factors are {each}, from {low:.3g} to {high:.3g}: clipped by other norms than that of all"
     value, truth, guess = map(torch.cat, zip(*moved, strict=True))
-    return claimed("clipped_otherwise", words, Explained(value=value, truth=truth, guess=guess, left=APART))
+    spoken = tuple(name for name, _ in of_kind(evidence, wrong, "param", step))
+    own = Explained(value=value, truth=truth, guess=guess, left=APART, names=spoken, fitted=len(factors))
+    return claimed("clipped_otherwise", words, own)
 
 
 def _by(factors: Mapping[tuple[str, int], float], place: int) -> bool:

@@ -73,7 +73,14 @@ def from_moments(evidence: Evidence, wrong: Sequence[str], step: int) -> list[Ca
 
 def _sum(state: Moved, x: float, y: float) -> Explained:
     """A moment that is x times the right one and y times the one before."""
-    return Explained(value=state.value, truth=state.truth, guess=x * state.truth + y * state.before, left=LEFT)
+    return Explained(
+        value=state.value,
+        truth=state.truth,
+        guess=x * state.truth + y * state.before,
+        left=LEFT,
+        names=state.states,
+        fitted=1,
+    )
 
 
 def of_gradients(evidence: Evidence, wrong: Sequence[str], step: int) -> Predict:
@@ -119,7 +126,11 @@ def _decay_in_gradient(mean: Moved | None, step: int) -> list[Cause]:
         return []
     words = f"the mean of gradients of step {step} holds {share:.3g} x the parameters: weight decay goes through it"
     decayed = mean.truth + share * parameters
-    return claimed("decay_in_gradient", words, Explained(value=mean.value, truth=mean.truth, guess=decayed, left=LEFT))
+    return claimed(
+        "decay_in_gradient",
+        words,
+        Explained(value=mean.value, truth=mean.truth, guess=decayed, left=LEFT, names=mean.states, fitted=1),
+    )
 
 
 def correction(evidence: Evidence, factor: float, step: int, predict: Predict) -> list[Cause]:
@@ -165,7 +176,9 @@ def epsilon(evidence: Evidence, state: Moved, step: int) -> list[Cause]:
         return []
     used = float(guess) / math.sqrt(1 - kept[1] ** (step + 1))
     words = f"the updates of step {step} are those of an epsilon of {used:.2g}"
-    return claimed("other_epsilon", words, Explained(value=got, truth=right, guess=again, left=LEFT))
+    return claimed(
+        "other_epsilon", words, Explained(value=got, truth=right, guess=again, left=LEFT, names=state.states, fitted=1)
+    )
 
 
 def _near(one: float, other: float) -> bool:

@@ -1,6 +1,6 @@
 """Updates of a step of the optimizer: wrong tensors of one kind of state beside their truth and the state before.
 
-Elements that Adam may have made out of rounding (`Evidence.slack`) are left out: no rule speaks of them.
+Elements that Adam may have made out of rounding (`Evidence.slack`) are left out: no hypothesis speaks of them.
 """
 
 import math
@@ -20,14 +20,16 @@ LOOSE = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """All wrong tensors of a kind after one step, flat and end to end in float64; `names` are their parameters.
+    """All wrong tensors of a kind after one step, flat and end to end in float64.
 
+    `states` are their names, `names` those of their parameters.
     `beside`: other tensors of the same elements, where all are known. They are the parameters before this step
     ("parameter") and how far the step before moved them ("last"). Then come the moments after it ("mean", "square") and
     the first step's gradients ("gradient").
     """
 
     names: tuple[str, ...]
+    states: tuple[str, ...]
     value: Tensor
     truth: Tensor
     before: Tensor
@@ -70,7 +72,7 @@ def before_step(evidence: Evidence, kind: str, step: int, parameter: str) -> Ten
 def moved(evidence: Evidence, wrong: Sequence[str], kind: str, step: int) -> Moved | None:
     """The wrong states of a kind after this step; None when there are none whose state before is known."""
     rows: list[dict[str, Tensor | None]] = []
-    names = []
+    names, states = [], []
     for name, parameter in of_kind(evidence, wrong, kind, step):
         before, value = before_step(evidence, kind, step, parameter), evidence.merged.tensors.get(name)
         if before is None or value is None:
@@ -80,13 +82,16 @@ def moved(evidence: Evidence, wrong: Sequence[str], kind: str, step: int) -> Mov
         sure = ... if slack is None else slack.double() <= LOOSE * (truth - before.double()).abs()
         rows.append({part: None if t is None else t.double()[sure].flatten() for part, t in row.items()})
         names.append(parameter)
+        states.append(name)
     if not names:
         return None
     known = [part for part in rows[0] if all(row[part] is not None for row in rows)]
     flat = {part: torch.cat([tensor for row in rows if (tensor := row[part]) is not None]) for part in known}
     value, truth, before = (flat.pop(part) for part in ("value", "truth", "before"))
     sizes = tuple(len(row["value"]) for row in rows if row["value"] is not None)
-    return Moved(names=tuple(names), value=value, truth=truth, before=before, beside=flat, sizes=sizes)
+    return Moved(
+        names=tuple(names), states=tuple(states), value=value, truth=truth, before=before, beside=flat, sizes=sizes
+    )
 
 
 def _beside(evidence: Evidence, step: int, parameter: str) -> dict[str, Tensor | None]:

@@ -87,9 +87,9 @@ def _updates(step: _Step) -> list[Cause]:
     return _scaled(step.evidence, "updates", step.number, factor, measure, predict, clips=clips)
 
 
-def _got(state: Moved, guess: Tensor) -> Explained:
+def _got(state: Moved, guess: Tensor, fitted: int = 1) -> Explained:
     """The updates that a cause predicts."""
-    return Explained(value=state.got, truth=state.right, guess=guess, left=LEFT)
+    return Explained(value=state.got, truth=state.right, guess=guess, left=LEFT, names=state.states, fitted=fitted)
 
 
 def _decayed(step: _Step) -> list[Cause]:
@@ -103,13 +103,13 @@ def _decayed(step: _Step) -> list[Cause]:
         known = "decay_missing" if share > 0 else "decay_added"
         meaning = "weight decay is left out" if share > 0 else "weight decay that does not belong there"
         words = f"what is wrong in step {number} is {share:.3g} x the parameters themselves: {meaning}"
-        decayed = _got(state, state.right + share * state.before)
+        decayed = _got(state, state.right + share * state.before, fitted=2)
         return claimed(known, words, decayed) if abs(share) < LITTLE else []
     if not 0 < share / (factor - 1) < LITTLE:  # the decay that is right already
         return []
 
     def predict(other: float) -> tuple[Explained]:
-        return (_got(state, other * state.right + share * state.before),)
+        return (_got(state, other * state.right + share * state.before, fitted=2),)
 
     causes = correction(evidence, factor, number, predict) if "mean" in state.beside else []
     clips, what = "mean" not in state.beside, "updates without their decay"
@@ -127,7 +127,9 @@ def _not_taken(failed: _Step) -> list[Cause]:
     known = [(n, p) for n, p in names if n in tensors and befores[n] is not None]
     same = {n: before for n, _ in known if (before := befores[n]) is not None and torch.equal(tensors[n], before)}
     still = [p for n, p in known if n in same]
-    stays = [Explained(value=tensors[n], truth=evidence.truth[n], guess=before) for n, before in same.items()]
+    stays = [
+        Explained(value=tensors[n], truth=evidence.truth[n], guess=before, names=(n,)) for n, before in same.items()
+    ]
     if not still:
         return _still_on_ranks(evidence, names, befores, step)
     if len(still) < len(known) or step == 0:
@@ -150,7 +152,7 @@ def _still_on_ranks(
                 value, true = block.local.double(), block.part_of(truth)
                 then = true if before is None else block.part_of(before.double())
                 if torch.equal(value, then) and not torch.equal(then, true):
-                    stays[rank] = Explained(value=value, truth=true, guess=then)
+                    stays[rank] = Explained(value=value, truth=true, guess=then, names=(name,))
                 elif float((value - true).norm()) <= CLOSE * float((true - then).norm()):
                     moves.add(rank)
                 else:
@@ -236,11 +238,13 @@ def _not_zeroed(failed: _Step) -> list[Cause]:
         return []
     words = f"step {step} holds the gradient of the first step once more: gradients are not set to zero in between"
     guess = state.truth + torch.cat(again)
-    return claimed("not_zeroed", words, Explained(value=state.value, truth=state.truth, guess=guess, left=LEFT))
+    value, truth = state.value, state.truth
+    again_in_it = Explained(value=value, truth=truth, guess=guess, left=LEFT, names=state.states, fitted=len(again))
+    return claimed("not_zeroed", words, again_in_it)
 
 
-def _of_step(rule: Callable[[_Step], list[Cause]]) -> Callable[[Failure], list[Cause]]:
-    return lambda failure: rule(_step_of(failure))
+def _of_step(find: Callable[[_Step], list[Cause]]) -> Callable[[Failure], list[Cause]]:
+    return lambda failure: find(_step_of(failure))
 
 
 def _clipped_by_block(step: _Step) -> list[Cause]:
@@ -255,16 +259,18 @@ def _other_epsilon(step: _Step) -> list[Cause]:
     return epsilon(step.evidence, step.state, step.number) if step.state else []
 
 
-_hypothesis = partial(Hypothesis, kinds=frozenset({"grad_norm", STATE}), speaks_of=lambda failure: failure.alike)
+_of_steps = partial(Hypothesis, kinds=frozenset({"grad_norm", STATE}))
 HYPOTHESES = (
-    _hypothesis(predicts="parameters as they were before the step", causes=_of_step(_not_taken)),
-    _hypothesis(predicts="moments of gradients times one number", causes=_of_step(_gradients), fitted=1),
-    _hypothesis(predicts="moments that keep another share of their past", causes=_of_step(_moments), fitted=2),
-    _hypothesis(predicts="updates times one number", causes=_of_step(_updates), fitted=1),
-    _hypothesis(predicts="updates that hold the ones before", causes=_of_step(_momentum), fitted=1),
-    _hypothesis(predicts="a later step that holds the first gradients", causes=_of_step(_not_zeroed), fitted=3),
-    _hypothesis(predicts="updates with another share of the parameters", causes=_of_step(_decayed), fitted=2),
-    _hypothesis(predicts="updates of which no element exceeds a limit", causes=_of_step(_clipped_by_element), fitted=2),
-    _hypothesis(predicts="a factor of its own for each part that moves", causes=_of_step(_clipped_by_block), fitted=3),
-    _hypothesis(predicts="updates by another epsilon", causes=_of_step(_other_epsilon), fitted=2),
+    _of_steps(predicts="parameters as they were before the step", causes=_of_step(_not_taken)),
+    _of_steps(predicts="moments of gradients times one number", causes=_of_step(_gradients)),
+    _of_steps(
+        predicts="moments that begin anew, keep another share of their past, or hold decay", causes=_of_step(_moments)
+    ),
+    _of_steps(predicts="updates times one number", causes=_of_step(_updates)),
+    _of_steps(predicts="updates that hold the ones before", causes=_of_step(_momentum)),
+    _of_steps(predicts="a later step that holds the first gradients", causes=_of_step(_not_zeroed)),
+    _of_steps(predicts="updates with another share of the parameters", causes=_of_step(_decayed)),
+    _of_steps(predicts="updates of which no element exceeds a limit", causes=_of_step(_clipped_by_element)),
+    _of_steps(predicts="a factor of its own for each part that moves", causes=_of_step(_clipped_by_block)),
+    _of_steps(predicts="updates by another epsilon", causes=_of_step(_other_epsilon)),
 )

@@ -15,6 +15,7 @@ from harness.diagnosing.causes.cause import Cause, claimed
 from harness.diagnosing.causes.hypothesis import LATER, STATE, Failure, Hypothesis
 from harness.diagnosing.causes.places import is_cut
 from harness.diagnosing.causes.proofs import Explained
+from harness.diagnosing.hypotheses.optimizer.moved import moved
 from harness.diagnosing.hypotheses.patterns import by_size
 from harness.mesh_axes import split_axes
 
@@ -25,7 +26,7 @@ MOVED = 0.2
 def never_updated(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
     """Whether the wrong parameters, or some of them, are what they were before the first step."""
     known, tensors, truth = _starts(evidence, wrong), evidence.merged.tensors, evidence.truth
-    first = {n: Explained(value=tensors[n], truth=truth[n], guess=start) for n, (_, start) in known.items()}
+    first = {n: Explained(value=tensors[n], truth=truth[n], guess=start, names=(n,)) for n, (_, start) in known.items()}
     if causes := claimed("never_updated", "the parameters are what they were before the first step", *first.values()):
         return causes
     still = [n for n, (value, start) in known.items() if torch.equal(value, start) and first[n].holds]
@@ -37,8 +38,11 @@ def not_zeroed(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
     """Whether the wrong parameters were updated with the first step's gradient once more."""
     truth, known = evidence.truth, _starts(evidence, wrong) if evidence.case.steps > 1 else {}
     words = "the update holds the gradient of the first step once more: gradients are not set to zero in between"
-    old = {n: truth[n.replace("param/", "grad/", 1)].double() for n in known}
-    along = (_along(value, truth[n].double(), old[n]) for n, (value, _) in known.items())
+    gradients = {n: truth.get(n.replace("param/", "grad/", 1)) for n in known}
+    old = {n: gradient.double() for n, gradient in gradients.items() if gradient is not None}
+    if len(old) < len(known):
+        return []
+    along = (_along(n, value, truth[n].double(), old[n]) for n, (value, _) in known.items())
     return claimed("not_zeroed", words, *along)
 
 
@@ -62,17 +66,17 @@ def from_start(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
                 swaps = ", ".join(f"{j} in place of {i}" for i, j in enumerate(taken) if i != j)
                 words = f"{name} began with the wrong parts of {size} along dim {dim} ({axis}): {swaps}"
                 other = torch.cat([theirs[j] for j in taken], dim)
-                began = Explained(value=value, truth=start, guess=other, left=MOVED)
+                began = Explained(value=value, truth=start, guess=other, left=MOVED, names=(name,), fitted=size)
                 if causes := claimed("other_shard", words, began):
                     return causes
     return []
 
 
-def _along(value: Tensor, truth: Tensor, old: Tensor) -> Explained:
+def _along(name: str, value: Tensor, truth: Tensor, old: Tensor) -> Explained:
     """Error as some factor times an old gradient: which one depends on what sums it went through."""
     power = float(old.square().sum())
     share = float(((value - truth) * old).sum()) / power if power else 0.0
-    return Explained(value=value, truth=truth, guess=truth + share * old, left=2e-3)
+    return Explained(value=value, truth=truth, guess=truth + share * old, left=2e-3, names=(name,), fitted=1)
 
 
 def _of_own_module(failure: Failure) -> list[Cause]:
@@ -85,27 +89,30 @@ def _parameters(failure: Failure) -> list[str]:
     return failure.of_kind("param")
 
 
-_of_parameters = partial(Hypothesis, kinds=frozenset({LATER, STATE}), speaks_of=_parameters)
+def _of_all_steps(failure: Failure) -> list[str]:
+    """The wrong parameters, where their state before the last step is not known: else `steps` speaks of that one."""
+    parameters, last = _parameters(failure), failure.evidence.case.steps - 1
+    known = failure.kind == STATE and moved(failure.evidence, failure.numbers, "param", last) is not None
+    return [] if known else parameters
+
+
+_of_parameters = partial(Hypothesis, kinds=frozenset({LATER, STATE}))
 HYPOTHESES = (
     _of_parameters(
         predicts="parameters as they were before the first step",
-        causes=lambda failure: never_updated(failure.evidence, _parameters(failure)),
+        causes=lambda failure: never_updated(failure.evidence, _of_all_steps(failure)),
     ),
     _of_parameters(
         predicts="a parameter that began as another rank's part of itself",
         causes=lambda failure: from_start(failure.evidence, _parameters(failure)),
-        fitted=3,
     ),
     _of_parameters(
         predicts="parameters that hold the first gradient once more",
-        causes=lambda failure: not_zeroed(failure.evidence, _parameters(failure)),
-        fitted=3,
+        causes=lambda failure: not_zeroed(failure.evidence, _of_all_steps(failure)),
     ),
     Hypothesis(
         predicts="a parameter that began as another rank's part, behind what is computed of it",
         causes=_of_own_module,
         kinds=frozenset({"act"}),
-        speaks_of=lambda failure: _parameters(failure)[:1],
-        fitted=3,
     ),
 )
