@@ -39,7 +39,7 @@ def spawned(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def without_collections() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """No garbage is looked for in what is made here: it all stays, and looking takes a tenth of an import's time."""
     collects = gc.isenabled()
     gc.disable()

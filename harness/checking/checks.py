@@ -1,6 +1,7 @@
 """The checks of a case: `CHECKS` for every subject, `LAWS` too for one with a truth of its own; `examine` runs them.
 
-`prove` adds two names: `supported` for a case that the subject does not take, `run` for one that raised.
+`prove` adds names of its own: `supported` for a case that the subject does not take, `run` for one that raised. The
+name `explanation` is for causes that could not be looked for, and a run's `truth` for what the dense model refuses.
 
 A check is a pure function of the evidence. None means that there is nothing to check (the subject returned nothing of
 the kind), and then no verdict is claimed. An exception inside a check is `unknown` with its text, never a pass.

@@ -214,8 +214,10 @@ class Worst:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Finding of one check: the answer, one line of words, and what it could not look at.
+    """Finding of one check: the answer, one line of words, and what it could not look at (`unchecked`).
 
+    `names` are those of wrong tensors, the one in question first. `worst` is the tensor or event closest to its limit
+    or furthest beyond it; None where nothing is measured.
     `decided`: kind of name ("grad") -> how many tensors were found right or wrong, and of how many. `wrong` are the
     tensors beyond their limit; `phase` and `region` are the place where the check knows it. `ranks` are the
     ranks that are wrong, empty when it is all of them or unknown.
@@ -235,7 +237,10 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """A check on one case, as `verdicts.jsonl` stores it; a failure's message has the six lines."""
+    """A check on one case, as `verdicts.jsonl` stores it; a failure's message has the six lines.
+
+    `case` is the text of the case, `check` the name of the check. All else is that of its finding.
+    """
 
     case: str
     check: str

@@ -16,7 +16,7 @@ from typing import Any
 
 from harness.errors import RequestError
 from harness.hangs.parting import Channel, LastCall, RankStanding
-from harness.interpreter import without_collections
+from harness.interpreter import without_garbage_collection
 
 KIND = ("group", "axis", "op", "reduce_op", "dtype", "shape", "root", "peer", "phase", "region", "caller")
 """Fields of a kind of call that our recorder writes."""
@@ -26,7 +26,7 @@ _LEGAL = "legal: the run folder of `shardproof record`, or the files that NCCL's
 _MESSAGES = ("send", "recv")
 
 
-@without_collections()  # calls by the million, which all stay
+@without_garbage_collection()  # calls by the million, which all stay
 def standings(paths: Iterable[str | Path]) -> list[RankStanding]:
     """Where every rank stands, by rank. A folder stands for the dumps in it. Raises RequestError for what is none."""
     by_rank: dict[int, RankStanding] = {}

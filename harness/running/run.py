@@ -98,7 +98,7 @@ def proving(request: Request, heard: Callable[[str], object] = str) -> Iterator[
     keep_freed_memory()
     with engine_named(request.engine) as engine:
 
-        def prove_case(case: CaseLike, **how: Any) -> CaseResult:
+        def prove_case(case: CaseLike, **how: Any) -> CaseResult:  # `how` is given by experiments alone
             nonlocal on_processes
             usual: dict[str, Any] = {"device": request.device, "timeout_s": request.timeout_s, "heard": heard}
             usual |= {"options": request.options, "truths": truths}
@@ -144,7 +144,7 @@ def _shared(
 def _processes(request: Request) -> "Iterator[list[ProvingProcess]]":
     """Forked processes for a request: up to two for ranks as threads, else one.
 
-    None for torchrun, for profiles, and where this process cannot be forked: it proves the cases itself then.
+    The list is empty for torchrun, for profiles, and where this process cannot be forked: it proves the cases itself.
     """
     forks = 0 if request.engine == "torchrun" or request.profile else request.processes
     ours: list[ProvingProcess] = []

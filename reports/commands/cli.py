@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from harness.dense_model import SUBJECT
 from harness.errors import ShardproofError
-from harness.interpreter import without_collections
+from harness.interpreter import without_garbage_collection
 from harness.running.engines import ENGINES
 
 _TRUTH = "the dense model to compare with, or alone: the subject on one rank (default: subject.truth, else our decoder)"
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _WRONG_REQUEST
     parsed.isolated = arguments is None  # the process is ours and has not used autograd, so that it can be forked
     try:
-        with without_collections():
+        with without_garbage_collection():
             from reports.options.request import read
 
             parsed.request = read(parsed)

@@ -29,7 +29,8 @@ GIVEN = "mask", "init"
 def recorded(trial: Trial, *, unrecorded_run: bool = False) -> Evidence:
     """The evidence of one recorded run beside the dense model, and of an unrecorded run if wanted; no control runs.
 
-    Raises RequestError when the dense model cannot be computed, and what the engine raises.
+    `trial.reference` is the dense model: `own` where the subject brings one, else `model`, our decoder. Raises
+    RequestError when the dense model cannot be computed, and what the engine raises.
     """
     kinds = _kinds(trial)
     if kinds or trial.reference.own:  # the truth needs what ranks drew, or the subject has a truth of its own: first
@@ -46,7 +47,7 @@ def recorded(trial: Trial, *, unrecorded_run: bool = False) -> Evidence:
 
 
 def _kinds(trial: Trial) -> tuple[str, ...]:
-    """Kinds of tensors that the truth takes from the outcome of the ranks."""
+    """The kinds of tensors that the truth takes from the outcome of the ranks, such as masks of dropout."""
     own, model = trial.reference.own, trial.reference.model
     if own and own.takes_given:
         return GIVEN
