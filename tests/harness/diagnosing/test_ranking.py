@@ -113,3 +113,26 @@ def test_the_example_of_the_page_on_design_finds_its_cause() -> None:
     exec(code, made)  # noqa: S102  (a page of this project)
     (cause,) = best(failure_of({W1: -RIGHT[W1], W2: -RIGHT[W2]}), [made["NEGATED"]])
     assert cause.id == "sign" and cause.explains == {W1, W2}
+
+
+def test_odd_evidence_ends_in_no_cause_and_in_no_exception() -> None:
+    norm, parameter = "grad_norm/0", "param/layers.0.mlp.w1.weight"
+    start = {"start/layers.0.mlp.w1.weight": drawn(8, 6, seed=4)}
+    clips = case("mode=tp tp=2 seq=16 micro=1 clip=0.5 steps=1")
+    assert by_numbers.by_numbers(planted({norm: torch.tensor(1e200, dtype=torch.float64)}), [norm]) == []
+    for slack in ({}, {parameter: torch.full((8, 6), 1.0).double()}):  # all of the update may be rounding
+        seen = planted({parameter: RIGHT[parameter] + drawn(8, 6)}, shares=start, slack=slack, case=clips)
+        assert by_numbers.by_numbers(seen, [parameter]) == []
+    without = {name: tensor for name, tensor in RIGHT.items() if name != W1}
+    seen = planted({parameter: RIGHT[parameter] + drawn(8, 6)}, truth=without, shares=start)
+    assert by_numbers.by_numbers(seen, [parameter]) == []
+    bias = {"start/layers.0.mlp.w2.bias": drawn(6)}
+    (cause,) = by_numbers.by_numbers(planted({LINEAR: RIGHT[LINEAR] * torch.nan}, shares=bias), [LINEAR])
+    assert cause.id == "nan"
+
+
+def test_a_stale_norm_of_a_later_step_is_told() -> None:
+    """The states between the steps are not known here."""
+    norms = {f"grad_norm/{step}": torch.tensor(float(step + 2)).double() for step in range(2)}
+    seen = planted({"grad_norm/1": norms["grad_norm/0"]}, truth={**RIGHT, **norms})
+    assert [cause.id for cause in by_numbers.by_numbers(seen, ["grad_norm/1"])] == ["stale"]
