@@ -64,7 +64,7 @@ _MAIN = '\n\nif __name__ == "__main__":\n    sys.exit(main(FACTS))\n'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class SmallestFailure:
     """The smallest case found that fails, and how: the name of a returned tensor, "" when the subject raises."""
 
     result: CaseResult
@@ -95,7 +95,7 @@ def shown_name(script: str) -> str:
     return str(ast.literal_eval(script.partition(_FACTS)[2].partition(_MAIN)[0])["name"])
 
 
-def shrunk(case: CaseLike, given: Subject | NamedSubject, engine: Engine) -> Failure | None:
+def shrunk(case: CaseLike, given: Subject | NamedSubject, engine: Engine) -> SmallestFailure | None:
     """Make a failing case smaller as long as a tensor of the same kind (or the run) fails; None when it does not fail.
 
     The last case is proved in full, so that its causes can be reported.
@@ -111,7 +111,7 @@ def shrunk(case: CaseLike, given: Subject | NamedSubject, engine: Engine) -> Fai
                 found = _failing(smaller, subject, engine)
                 if found is not None and kind_of(found) == kind_of(name):
                     case, name = smaller, found
-    return Failure(result=prove(case, subject, engine), name=name)
+    return SmallestFailure(result=prove(case, subject, engine), name=name)
 
 
 def _failing(case: CaseLike, subject: NamedSubject, engine: Engine) -> str | None:
@@ -142,7 +142,7 @@ def _wrong(evidence: Evidence) -> list[str]:
     return [name for name in known if name in torn or not compared(evidence, name, rms.get(kind_of(name), 0.0)).right]
 
 
-def _script(failure: Failure, subject: str, when: str, planted: Mapping[str, str]) -> str:
+def _script(failure: SmallestFailure, subject: str, when: str, planted: Mapping[str, str]) -> str:
     """The text of the script: what it is, the body, the facts."""
     case = failure.result.case
     own = subject.split(".", maxsplit=1)[0].split(":", maxsplit=1)[0] in OWN and not isinstance(case, PlainCase)
@@ -206,7 +206,7 @@ def _is_data(value: object) -> bool:
     return value is None or type(value) in (int, float, bool, str)
 
 
-def _header(failure: Failure, subject: str, when: str, planted: Mapping[str, str]) -> str:
+def _header(failure: SmallestFailure, subject: str, when: str, planted: Mapping[str, str]) -> str:
     result = failure.result
     diagnosis = result.diagnosis
     causes = "; ".join(cause.words for cause in diagnosis.causes) if diagnosis else ""

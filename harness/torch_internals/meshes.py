@@ -36,8 +36,8 @@ def kept_apart(rank_of_thread: Callable[[], int | None]) -> Iterator[None]:
     """Within it the meshes that rank threads make differ; `rank_of_thread` is None elsewhere."""
     module: Any = device_mesh
     first = time.monotonic_ns() // 1000 % 2**40 * _RANKS
-    get_backend = getattr(module, "get_backend", None)
-    if get_backend is None or not hasattr(module, "threading"):
+    get_backend, threads = getattr(module, "get_backend", None), getattr(module, "threading", None)
+    if get_backend is None or threads is None:
         yield
         return
 
@@ -54,7 +54,7 @@ def kept_apart(rank_of_thread: Callable[[], int | None]) -> Iterator[None]:
     try:
         yield
     finally:
-        module.get_backend, module.threading = get_backend, threading
+        module.get_backend, module.threading = get_backend, threads
         _empty_tables()
 
 

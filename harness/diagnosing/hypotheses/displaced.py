@@ -72,24 +72,29 @@ LEFT = 1e-4
 DISTINCT = 1e-2
 """Share of the truth by which it must differ from its own neighbours, or any offset would fit."""
 LOOKED_AT = 8
-"""Wrong gradients that are looked at, the first ones."""
+"""Wrong gradients that are looked at, the first ones, until one would show an offset."""
 THROUGHOUT = 0.9
 """Share of a shard's elements that are wrong when the shard is."""
 
 
 def from_offsets(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
-    """Whether a wrong gradient holds on every rank the right elements at an offset."""
+    """Whether the first wrong gradient that would show an offset holds, on every rank, the right elements at one."""
     names = [name for name in wrong if kind_of(name) == "grad" and name in evidence.truth]
     for name in names[:LOOKED_AT]:
         truth = evidence.truth[name].double()
         blocks = [block for of_rank in blocks_of(evidence, name).values() for block in of_rank]
         pairs = [(block.local.double().flatten(), block.part_of(truth).flatten()) for block in blocks]
+        shows = False
         for offset in (sign * places for places in range(1, FURTHEST + 1) for sign in (1, -1)):
             late = "late" if offset > 0 else "early"
             words = f"its elements stand {abs(offset)} too {late} in flat memory: a buffer walked from another place"
-            slid = [_slid(name, x, t, offset) for x, t in pairs]
-            if causes := claimed("flat_offset", words, *(one for one in slid if one)) if all(slid) else []:
+            slid = [explained for x, t in pairs if (explained := _slid(name, x, t, offset))]
+            distinct = len(slid) == len(pairs)
+            if causes := claimed("flat_offset", words, *slid) if distinct else []:
                 return causes
+            shows = shows or distinct
+        if shows:
+            return []
     return []
 
 

@@ -100,11 +100,17 @@ def by_size(axes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
 
 def _copied(x: Tensor, t: Tensor, dim: int, axis: str, size: int, is_guess: _Guess) -> Iterator[Cause]:
     """Parts along a dim that hold another part of the truth, one of them perhaps several times."""
+    guess, swaps = nearest_parts(x, t, dim, size)
+    words = f"along dim {dim} it holds the wrong parts of {size} ({axis}): {swaps}"
+    yield from claimed("other_shard", words, is_guess(guess=guess, fitted=size))
+
+
+def nearest_parts(x: Tensor, t: Tensor, dim: int, size: int) -> tuple[Tensor, str]:
+    """For each of `size` parts of x along a dim, the nearest part of the truth; and in words which are exchanged."""
     mine, theirs = x.chunk(size, dim), t.chunk(size, dim)
     taken = [min(range(size), key=lambda j: float((part - theirs[j]).norm())) for part in mine]
     swaps = ", ".join(f"{j} in place of {i}" for i, j in enumerate(taken) if i != j)
-    words = f"along dim {dim} it holds the wrong parts of {size} ({axis}): {swaps}"
-    yield from claimed("other_shard", words, is_guess(guess=torch.cat([theirs[j] for j in taken], dim), fitted=size))
+    return torch.cat([theirs[j] for j in taken], dim), swaps
 
 
 def _transposed(t: Tensor, is_guess: _Guess) -> Iterator[Cause]:

@@ -54,7 +54,9 @@ def from_shares(evidence: Evidence, wrong: Sequence[str], before: str = "") -> l
 def _of_activation(evidence: Evidence, weights: Tensor, name: str) -> list[Explained]:
     """The gradient of an activation, which is that of every data rank's first micro-batch, by these weights."""
     value, truth = evidence.merged.tensors.get(name), evidence.truth.get(name)
-    if value is None or truth is None or kind_of(name) != "act_grad" or truth.shape[0] % len(weights):
+    if value is None or truth is None or kind_of(name) != "act_grad" or not truth.dim():
+        return []
+    if truth.shape[0] % len(weights):
         return []
     rows = truth.double().chunk(len(weights))
     guess = torch.cat([weight * own for weight, own in zip(weights[:, 0], rows, strict=True)])

@@ -14,7 +14,7 @@ from harness.diagnosing.causes.hypothesis import Failure, Hypothesis, of_values
 from harness.diagnosing.causes.proofs import Explained
 from harness.diagnosing.causes.ranking import best
 from tests import ROOT
-from tests.harness.toy_evidence import case, drawn, planted, truth
+from tests.harness.toy_evidence import case, drawn, evidence, planted, truth
 
 LINEAR, W1, W2 = "act/layers.0.mlp.w2", "grad/layers.0.mlp.w1.weight", "grad/layers.0.mlp.w2.weight"
 RIGHT, GRADIENTS = truth(), frozenset({"grad"})
@@ -129,6 +129,19 @@ def test_odd_evidence_ends_in_no_cause_and_in_no_exception() -> None:
     bias = {"start/layers.0.mlp.w2.bias": drawn(6)}
     (cause,) = by_numbers.by_numbers(planted({LINEAR: RIGHT[LINEAR] * torch.nan}, shares=bias), [LINEAR])
     assert cause.id == "nan"
+
+
+def test_an_offset_of_a_later_gradient_is_no_cause_of_the_first() -> None:
+    """The first wrong gradient would show an offset, and shows none."""
+    slid = torch.cat([RIGHT[W2].flatten()[-1:], RIGHT[W2].flatten()[:-1]]).view_as(RIGHT[W2])
+    alone, behind = ({W2: slid}, {W1: RIGHT[W1] + drawn(8, 6, seed=3), W2: slid})
+    assert [cause.id for cause in by_numbers.by_numbers(whole(alone), [*alone])] == ["flat_offset"]
+    assert by_numbers.by_numbers(whole(behind), [*behind]) == []
+
+
+def whole(values: dict[str, Tensor]) -> Evidence:
+    """Evidence of one rank, which holds everything."""
+    return evidence({**RIGHT, **values}, truth=RIGHT, case=case("mode=tp tp=1 seq=16 micro=1"))
 
 
 def test_a_stale_norm_of_a_later_step_is_told() -> None:

@@ -16,7 +16,7 @@ from harness.diagnosing.causes.hypothesis import LATER, STATE, Failure, Hypothes
 from harness.diagnosing.causes.places import is_cut
 from harness.diagnosing.causes.proofs import Explained
 from harness.diagnosing.hypotheses.optimizer.moved import moved
-from harness.diagnosing.hypotheses.patterns import by_size
+from harness.diagnosing.hypotheses.patterns import by_size, nearest_parts
 from harness.mesh_axes import split_axes
 
 MOVED = 0.2
@@ -61,11 +61,8 @@ def from_start(evidence: Evidence, wrong: Sequence[str]) -> list[Cause]:
             for axis, size in by_size(axes):
                 if start.shape[dim] % size:
                     continue
-                mine, theirs = value.chunk(size, dim), start.chunk(size, dim)
-                taken = [min(range(size), key=lambda j: float((x - theirs[j]).norm())) for x in mine]
-                swaps = ", ".join(f"{j} in place of {i}" for i, j in enumerate(taken) if i != j)
+                other, swaps = nearest_parts(value, start, dim, size)
                 words = f"{name} began with the wrong parts of {size} along dim {dim} ({axis}): {swaps}"
-                other = torch.cat([theirs[j] for j in taken], dim)
                 began = Explained(value=value, truth=start, guess=other, left=MOVED, names=(name,), fitted=size)
                 if causes := claimed("other_shard", words, began):
                     return causes
