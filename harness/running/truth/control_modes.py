@@ -9,8 +9,12 @@ A sum of rows, such as the gradient of a bias, adds the rows of a slice one afte
 norm does so too, and no order rounds more (harness.checking.measuring). The sum is in float32 at least, or in the
 dtype itself where the number of slices is odd.
 
-With parts=PERTURBED nothing is cut: the result of every operator is off by a random part of its rounding instead. The
-outcome shows how far a model amplifies rounding of any kind (Monte Carlo arithmetic, Parker 1997).
+A truth may compute more exactly than its case does: in float64, whatever the case says. Its sums round nothing then.
+So what it computes in a wider dtype is moved by a random part of the case's rounding (`random_rounding`), and its
+control runs are as far from the truth as those of the same function written in the case's dtype.
+
+With parts=PERTURBED nothing is cut: the result of every operator is off by a random part of its own rounding instead.
+The outcome shows how far a model amplifies rounding of any kind.
 
 In a lower precision, the dense model is computed, or sent, in a dtype that is lower than the case's. A program that
 computes in mixed precision keeps its parameters and its optimizer as they are, and rounds inputs and outputs of matrix
@@ -29,64 +33,60 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from harness.checking.measures.measured import epsilon
+from harness.running.truth.random_rounding import RandomRounding
 from harness.torch_internals.autograd import current_task
-from harness.torch_internals.modes import DispatchMode, FakeTensor, mapped, take_themselves_apart
-from harness.torch_internals.operators import makes_new
+from harness.torch_internals.modes import DispatchMode, FakeTensor, take_themselves_apart
 
 PERTURBED = -1
-"""In place of the number of parts: whole sums, and a random error of half an epsilon at most in every result."""
+"""In place of the number of parts: whole sums, and every result moved by a random part of its own dtype's rounding."""
 
 aten = torch.ops.aten
 
 
 @contextmanager
-def partial_sums(parts: int) -> Iterator[None]:
+def partial_sums(parts: int, units: Mapping[torch.dtype, float] | None = None) -> Iterator[RandomRounding]:
     """In it, contractions of this thread are sums of `parts` partial sums; 1 cuts nothing.
 
-    An odd number leaves fused attention as it is, for its backward takes yet other sums.
+    `units`: dtype -> the epsilon by which results in it are moved besides. An odd number leaves fused attention as it
+    is, for its backward takes yet other sums.
     """
     kernels = [SDPBackend.MATH] if parts % 2 == 0 else list(SDPBackend.__members__.values())[1:]
-    with sdpa_kernel(kernels), _Perturbed() if parts == PERTURBED else _Cut(parts):
-        yield
+    mode = RandomRounding({**_OWN, **(units or {})}) if parts == PERTURBED else _Cut(parts, units or {})
+    with sdpa_kernel(kernels), mode:
+        yield mode
 
 
-class _Cut(DispatchMode):
+def emulated(dtype: str, *, wide: bool) -> dict[torch.dtype, float]:
+    """The dtypes in which a truth computes more exactly than a case of this dtype does -> the epsilon of the case.
+
+    float64 is one for every narrower case. A truth that follows a 16-bit case has float32 where programs have it: in
+    norms, losses, optimizers. It is one only for a truth that multiplies nothing in 16 bits (`wide`).
+    """
+    unit = epsilon(dtype)
+    finer = {kind: own for kind, own in _OWN.items() if own < unit}
+    finest = min(finer.values(), default=0.0)
+    return {kind: unit for kind, own in finer.items() if wide or own == finest}
+
+
+_OWN: Mapping[torch.dtype, float] = {
+    kind: torch.finfo(kind).eps
+    for kind in (torch.float64, torch.complex128, torch.float32, torch.complex64, torch.bfloat16, torch.float16)
+}
+
+
+class _Cut(RandomRounding):
     """Cuts each operator of _CUT as it is issued."""
 
-    def __init__(self, parts: int) -> None:
-        super().__init__()
+    def __init__(self, parts: int, units: Mapping[torch.dtype, float]) -> None:
+        super().__init__(units, seed=parts)
         self._parts = parts
 
-    def __torch_dispatch__(
-        self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def compute(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The operator's result, by partial sums where it contracts."""
         cut = _CUT.get(operator)
         if cut is None or kwargs or self._parts == 1 or not args[0].is_floating_point():
-            return operator(*args, **(kwargs or {}))
+            return operator(*args, **kwargs)
         return cut(self._parts, *args)
-
-
-class _Perturbed(DispatchMode):
-    """Moves what every operator returns by a part of its rounding; integers and what shares memory stay as they are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._generator = torch.Generator().manual_seed(0)
-
-    def __torch_dispatch__(
-        self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """The operator's result, off by rounding."""
-        result = operator(*args, **(kwargs or {}))
-        return mapped(self._moved, result) if makes_new(operator) else result
-
-    def _moved(self, x: Any) -> Any:
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            return x
-        part = torch.rand(x.shape, generator=self._generator, dtype=torch.float64).to(x.device) - 0.5
-        moved = (x * (1 + torch.finfo(x.dtype).eps * part)).to(x.dtype)
-        return moved.where((x != x.round()) & x.isfinite(), x)
 
 
 def _mm(parts: int, left: Tensor, right: Tensor) -> Tensor:

@@ -1,15 +1,16 @@
 """A truth of the subject's own: its dense model, or the subject itself on one rank.
 
 Its own truth runs in float64. Control runs are the same function in the case's dtype, every contraction cut into
-partial sums (harness.running.truth.control_modes). The subject on one rank sees the data ranks' micro-batches in
+partial sums; what it computes in a wider dtype all the same is moved by the rounding of the case's
+(harness.running.truth.control_modes). The subject on one rank sees the data ranks' micro-batches in
 sequence: every axis is 1 and there are dp times as many micro-batches.
 
 Masks of dropout come from the ranks: as `given` where the truth takes it, else in the place of those that torch draws.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from harness.cases import in_own_words
+from harness.checking.measures.measured import epsilon
 from harness.engines.engine import Engine
 from harness.errors import ProgramError, RequestError
 from harness.mesh_axes import AXES, EXPERT_AXES
@@ -26,7 +28,7 @@ from harness.outcome.merging import merge
 from harness.protocols import CaseLike, Subject, Value, case_text, without_saving
 from harness.recording.capturing.dropout_masks import Draw, DropoutProbe, WithMasks, taken_out
 from harness.running.ranks.execution import execute
-from harness.running.truth.control_modes import partial_sums
+from harness.running.truth.control_modes import emulated, partial_sums
 from harness.running.truth.joint_masks import in_order
 from harness.subject import DenseFunction, NamedSubject, answered, session
 
@@ -38,8 +40,9 @@ _Computed = tuple[Mapping[str, Tensor], tuple[Draw, ...]]
 class OwnTruth:
     """The function (case, device) -> outcome of a truth of the subject's own; with `parts` one of its control runs.
 
-    `dense` is the dense model, "alone" for the subject itself, which runs on `engine`. `draws` fills up: the masks of
-    dropout that it drew itself, by the text of the case. A control run is made inside of the context `around()`.
+    `dense` is the dense model, "alone" for the subject itself, which runs on `engine`. `draws` and `wide` fill up, by
+    the text of the case: the masks of dropout that it drew itself, and whether its control runs multiply matrices in
+    wider dtypes than the case's alone. A control run is made inside of the context `around()`.
     """
 
     subject: NamedSubject
@@ -49,6 +52,7 @@ class OwnTruth:
     control: bool = False
     around: Callable[[], AbstractContextManager[object]] = nullcontext
     draws: dict[str, tuple[Draw, ...]] = field(default_factory=dict)
+    wide: dict[str, bool] = field(default_factory=dict)
 
     @property
     def takes_given(self) -> bool:
@@ -65,25 +69,42 @@ class OwnTruth:
         """Every tensor full, by name; `given`: the joint masks. Raises RequestError when the subject's own code fails,
         or what it returns is not finite.
         """
-        parts = (parts or 2) if self.control else 0
-        run_in = case.but(**without_saving(case)) if self.control else case.but(dtype=EXACT, **without_saving(case))
+        if self.control:
+            return self._controlled(case.but(**without_saving(case)), device, parts or 2, given)
         compute = self._alone if isinstance(self.dense, str) else self._own
-        tensors, draws = compute(run_in, device, parts, given)
-        if given is None and not self.control:
+        tensors, draws = compute(case.but(dtype=EXACT, **without_saving(case)), device, _Sums(), given)
+        if given is None:
             self.draws[case_text(case)] = draws
         wrong = [name for name, tensor in tensors.items() if not _finite(tensor)]
-        if wrong and not self.control:
+        if wrong:
             rule = f"the truth of {self.subject.name} is not finite in {wrong[0]}"
             raise RequestError(f"case {case_text(case)!r}: {rule}; legal: a case for which it is, such as a smaller lr")
         return tensors
 
-    def _own(self, case: CaseLike, device: torch.device, parts: int, given: Mapping[str, Tensor] | None) -> _Computed:
+    def _controlled(
+        self, case: CaseLike, device: torch.device, parts: int, given: Mapping[str, Tensor] | None
+    ) -> Mapping[str, Tensor]:
+        """A control run; the first one of a case in 16 bits is made again where it multiplied in wider dtypes alone."""
+        compute = self._alone if isinstance(self.dense, str) else self._own
+        text, unit = case_text(case), epsilon(case.dtype)
+        sums = _Sums(parts=parts, units=emulated(case.dtype, wide=self.wide.get(text, False)))
+        tensors, _ = compute(case, device, sums, given)
+        if text in self.wide:
+            return tensors
+        self.wide[text] = bool(sums.products) and max(sums.products) < unit
+        if not self.wide[text] or emulated(case.dtype, wide=True) == sums.units:
+            return tensors
+        return self._controlled(case, device, parts, given)
+
+    def _own(
+        self, case: CaseLike, device: torch.device, sums: "_Sums", given: Mapping[str, Tensor] | None
+    ) -> _Computed:
         dense: Any = self.dense
         if given is not None and self.takes_given:
             dense = partial(dense, given=given)
 
         def outcome() -> _Computed:
-            with torch.random.fork_rng(devices=[]), session(self.subject.call), self.around(), _cut(parts):
+            with torch.random.fork_rng(devices=[]), session(self.subject.call), self.around(), sums.taken():
                 torch.manual_seed(case.seed)
                 with DropoutProbe(self._joint(given)) as probe:
                     tensors = dense(case, device)
@@ -95,11 +116,13 @@ class OwnTruth:
         """The masks in the place of those that torch draws; None where it shall draw its own."""
         return None if given is None or self.takes_given else in_order(given)
 
-    def _alone(self, case: CaseLike, device: torch.device, parts: int, given: Mapping[str, Tensor] | None) -> _Computed:
+    def _alone(
+        self, case: CaseLike, device: torch.device, sums: "_Sums", given: Mapping[str, Tensor] | None
+    ) -> _Computed:
         one = one_rank(case, self.subject)
         call: Subject = self.with_masks(given)
-        if parts:
-            call = InParts(replace(self.subject, call=call, address=""), parts, self.around)
+        if sums.parts:
+            call = InParts(replace(self.subject, call=call, address=""), sums, self.around)
         try:
             run = execute(
                 one, call, self.engine, text=case_text(one), record=False, device=str(device), timeout_s=self.timeout_s
@@ -118,6 +141,30 @@ class OwnTruth:
         return WithMasks(self.subject, self._joint(given), given if self.takes_given else None)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sums:
+    """How a run takes its sums: in how many `parts`, 0 as they are, and by what wide results are moved (`units`).
+
+    `products` fills up with the epsilons of the dtypes in which matrices were multiplied.
+    """
+
+    parts: int = 0
+    units: Mapping[torch.dtype, float] = field(default_factory=dict)
+    products: set[float] = field(default_factory=set)
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """In it, sums of this thread are taken so."""
+        if not self.parts:
+            yield
+            return
+        with partial_sums(self.parts, self.units) as mode:
+            try:
+                yield
+            finally:
+                self.products.update(mode.products)
+
+
 def _by_data_rank(tensors: Mapping[str, Tensor], case: CaseLike) -> Mapping[str, Tensor]:
     """The tensors with the rows of logits in the decoder's order: all of the first data rank's, then the next one's."""
     dp: int = getattr(case, "dp", 1)
@@ -134,7 +181,7 @@ class InParts:
     """The subject with its contractions cut into partial sums on every rank, inside of the context `around()`."""
 
     subject: NamedSubject
-    parts: int
+    sums: "_Sums"
     around: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def __getattr__(self, attribute: str) -> Any:
@@ -143,7 +190,7 @@ class InParts:
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]:
         """The subject's outcome in partial sums."""
-        with self.around(), _cut(self.parts):
+        with self.around(), self.sums.taken():
             return self.subject.call(case, device)
 
 
@@ -159,10 +206,6 @@ def one_rank(case: CaseLike, subject: NamedSubject) -> CaseLike:
     except ValueError as problem:
         rule = f"{subject.name} cannot be its own truth: there is no such case on one rank ({problem})"
         raise RequestError(f"case {case_text(case)!r}: {rule}; legal: --truth MODULE:OBJECT") from problem
-
-
-def _cut(parts: int) -> Any:
-    return partial_sums(parts) if parts else nullcontext()
 
 
 def _finite(tensor: Tensor) -> bool:

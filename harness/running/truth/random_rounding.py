@@ -1,0 +1,154 @@
+"""Random errors of the size of rounding in what operators return: Monte Carlo arithmetic.
+
+A result is multiplied by 1 + epsilon * u with u uniform between -1/2 and 1/2. So a computation in a wide dtype carries
+the errors that a narrower one would give it, whatever its text says. A computation in its own dtype shows how far it
+amplifies rounding of any kind.
+
+An operator that contracts (a product of matrices, a sum) rounds more than its result: it adds up in the narrow dtype.
+So the numbers that it is given are moved too. Exact are operators that choose, copy or arrange numbers, those that make
+numbers of none (constants, draws), whole numbers, and what shares memory with an argument.
+
+Sources: Parker 1997, "Monte Carlo Arithmetic"; Verificarlo (arXiv:1509.01347) for the field's own tool.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.torch_internals.modes import DispatchMode, FakeTensor, leaves, mapped, take_themselves_apart
+from harness.torch_internals.operators import makes_new
+
+PRODUCTS = frozenset(
+    "addbmm addmm addmv addr baddbmm bmm convolution convolution_backward dot linear matmul mm mv vdot _grouped_mm "
+    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward "
+    "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention".split()
+)
+"""Operators of aten that multiply matrices."""
+CONTRACTIONS = PRODUCTS | frozenset("cumsum linalg_vector_norm logcumsumexp logsumexp mean prod std sum var".split())
+"""Operators of aten that add up products or numbers."""
+_EXACT = frozenset(
+    "abs amax amin bernoulli cat clamp clamp_max clamp_min clone constant_pad_nd copy cummax cummin diag_embed "
+    "diagonal_scatter dropout embedding fill flip floor ceil round trunc gather index index_fill index_put "
+    "index_select isin kthvalue lift_fresh_copy masked_fill masked_scatter masked_select max max_pool2d_with_indices maximum median "
+    "min minimum mode nan_to_num narrow_copy neg relu repeat repeat_interleave roll rot90 scatter select_backward "
+    "select_scatter sgn sign slice_backward slice_scatter sort stack take topk tril triu unbind_copy unfold_backward "
+    "where zeros_like _unsafe_index threshold_backward _foreach_neg _foreach_abs _foreach_clone".split()
+)
+"""Operators of aten whose results are numbers that they were given, or 0, or these with another sign."""
+_COPIES = frozenset(("_to_copy", "to", "_foreach_copy"))
+"""Operators that round where the dtype of the result is narrower, and are exact where it is not."""
+
+
+class RandomRounding(DispatchMode):
+    """Moves what operators of its thread return by a random part of rounding; `products`: the epsilons of the dtypes in
+    which matrices were multiplied.
+
+    `units`: dtype -> the epsilon by which results in it are moved; those in other dtypes stay. With `leaving`, numbers
+    of these dtypes are moved once more, in the wider dtype, where they enter wider arithmetic: a number of a narrow
+    dtype can only move by whole units there. `seed` tells one run from another; ranks with one seed move what they
+    compute alike by the same.
+    """
+
+    def __init__(self, units: Mapping[torch.dtype, float], *, seed: int = 0, leaving: bool = False) -> None:
+        super().__init__()
+        self.products: set[float] = set()
+        self._units = units
+        self._leaving = leaving
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """The operator's result, off by rounding."""
+        kwargs = kwargs or {}
+        if take_themselves_apart(types):
+            return NotImplemented
+        if any(issubclass(kind, FakeTensor) for kind in types):
+            return operator(*args, **kwargs)
+        name, new, exact = _kind_of(operator)
+        if not self._units:
+            return self._noted(name, self.compute(operator, args, kwargs))
+        if name in CONTRACTIONS:
+            args = mapped(self._moved, list(args))
+        if self._leaving:
+            args = self._left(args, kwargs)
+        result = self._noted(name, self.compute(operator, args, kwargs))
+        if not new or exact or not _takes_numbers(args):
+            return result
+        if name in _COPIES and _epsilon(result) <= _epsilon(args[0]):
+            return result
+        return mapped(self._moved, result)
+
+    def _noted(self, name: str, result: Any) -> Any:
+        """The result; the dtype of a product is remembered."""
+        if name in PRODUCTS:
+            self.products |= {_eps(x.dtype) for x in leaves(result) if _is_real(x)}
+        return result
+
+    def compute(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What the operator returns of these arguments, before it is moved."""
+        return operator(*args, **kwargs)
+
+    def _moved(self, x: Any) -> Any:
+        unit = self._units.get(x.dtype, 0.0) if isinstance(x, Tensor) else 0.0
+        return self._by(x, unit) if unit else x
+
+    def _by(self, x: Tensor, unit: float) -> Tensor:
+        if x.is_complex():
+            return torch.view_as_complex(self._by(torch.view_as_real(x.resolve_conj()), unit))
+        part = torch.rand(x.shape, generator=self._generator, dtype=torch.float64).to(x.device) - 0.5
+        moved = (x * (1 + unit * part)).to(x.dtype)
+        return moved.where((x != x.round()) & x.isfinite(), x)
+
+    def _left(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+        """The arguments, numbers of the dtypes of `units` moved in the wider dtype of what they are computed to."""
+        given = any(isinstance(x, Tensor) and x.dtype in self._units for x in leaves(args))
+        if not given:
+            return args
+        wanted = kwargs.get("dtype") or _promoted(args)
+        if not (wanted.is_floating_point or wanted.is_complex):
+            return args
+
+        def widened(x: Any) -> Any:
+            if not isinstance(x, Tensor) or x.dtype not in self._units or _eps(wanted) >= _eps(x.dtype):
+                return x
+            return self._by(x.to(wanted), self._units[x.dtype])
+
+        moved: Sequence[Any] = mapped(widened, list(args))
+        return moved
+
+
+def _promoted(args: Sequence[Any]) -> torch.dtype:
+    """The dtype to which tensors are promoted together; those without a dim count where there are no others."""
+    real = [x for x in leaves(args) if _is_real(x)]
+    dtypes = [x.dtype for x in real if x.dim()] or [x.dtype for x in real]
+    return functools.reduce(torch.promote_types, dtypes)
+
+
+@functools.cache
+def _kind_of(operator: Any) -> tuple[str, bool, bool]:
+    """An operator's name, whether it returns new memory, and whether what it returns is exact."""
+    name: str = operator.overloadpacket.__name__
+    drawn = torch.Tag.nondeterministic_seeded in operator.tags and "scaled_dot_product" not in name
+    return name, makes_new(operator), name in _EXACT or drawn
+
+
+def _is_real(x: Any) -> bool:
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def _takes_numbers(args: Sequence[Any]) -> bool:
+    """Whether an operator is given a tensor of real numbers: without one it makes constants."""
+    return any(_is_real(x) for x in leaves(args))
+
+
+def _eps(dtype: torch.dtype) -> float:
+    return float(torch.finfo(dtype).eps)
+
+
+def _epsilon(x: Any) -> float:
+    """The epsilon of the first tensor of real numbers in here."""
+    return next((_eps(leaf.dtype) for leaf in leaves(x) if _is_real(leaf)), 0.0)
