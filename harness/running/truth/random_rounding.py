@@ -4,14 +4,20 @@ A result is multiplied by 1 + epsilon * u with u uniform between -1/2 and 1/2. S
 the errors that a narrower one would give it, whatever its text says. A computation in its own dtype shows how far it
 amplifies rounding of any kind.
 
-An operator that contracts (a product of matrices, a sum) rounds more than its result: it adds up in the narrow dtype.
-So the numbers that it is given are moved too. Exact are operators that choose, copy or arrange numbers, those that make
-numbers of none (constants, draws), whole numbers, and what shares memory with an argument.
+An operator that contracts (a product of matrices, a sum) rounds more than its result: it adds up n terms in the narrow
+dtype, or in float32 where that is wider. So the numbers that it is given are moved too. Added one after the other, the
+k-th of n independent terms is rounded with a sum of k, and all roundings come to sqrt((n + 1) / 2) of the last one
+(Higham and Mary 2019, doi:10.1137/18M1226312). So much further the terms are moved. Sums of rows take this order in the
+narrow dtype itself (harness.checking.measuring says which kernels do).
+
+Exact are operators that choose, copy or arrange numbers, those that make numbers of none (constants, draws), whole
+numbers, and what shares memory with an argument.
 
 Sources: Parker 1997, "Monte Carlo Arithmetic"; Verificarlo (arXiv:1509.01347) for the field's own tool.
 """
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,12 +33,18 @@ PRODUCTS = frozenset(
     "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention".split()
 )
 """Operators of aten that multiply matrices."""
-CONTRACTIONS = PRODUCTS | frozenset("cumsum linalg_vector_norm logcumsumexp logsumexp mean prod std sum var".split())
-"""Operators of aten that add up products or numbers."""
+_SUMS = frozenset("cumsum linalg_vector_norm logcumsumexp logsumexp mean prod std sum var".split())
+"""Operators of aten that add up the numbers of their first argument."""
+_ROW_SUMS = frozenset(
+    "native_layer_norm_backward native_group_norm_backward native_batch_norm_backward _fused_rms_norm_backward "
+    "embedding_dense_backward".split()
+)
+"""Operators of aten whose results but the first, or whose only one, are sums over the rows of their first argument."""
 _EXACT = frozenset(
     "abs amax amin bernoulli cat clamp clamp_max clamp_min clone constant_pad_nd copy cummax cummin diag_embed "
     "diagonal_scatter dropout embedding fill flip floor ceil round trunc gather index index_fill index_put "
-    "index_select isin kthvalue lift_fresh_copy masked_fill masked_scatter masked_select max max_pool2d_with_indices maximum median "
+    "index_select isin kthvalue lift_fresh_copy masked_fill masked_scatter masked_select max max_pool2d_with_indices "
+    "maximum median "
     "min minimum mode nan_to_num narrow_copy neg relu repeat repeat_interleave roll rot90 scatter select_backward "
     "select_scatter sgn sign slice_backward slice_scatter sort stack take topk tril triu unbind_copy unfold_backward "
     "where zeros_like _unsafe_index threshold_backward _foreach_neg _foreach_abs _foreach_clone".split()
@@ -40,6 +52,10 @@ _EXACT = frozenset(
 """Operators of aten whose results are numbers that they were given, or 0, or these with another sign."""
 _COPIES = frozenset(("_to_copy", "to", "_foreach_copy"))
 """Operators that round where the dtype of the result is narrower, and are exact where it is not."""
+
+
+_WIDE = torch.finfo(torch.float32).eps
+"""The epsilon of the narrowest accumulator of a kernel."""
 
 
 class RandomRounding(DispatchMode):
@@ -71,8 +87,9 @@ class RandomRounding(DispatchMode):
         name, new, exact = _kind_of(operator)
         if not self._units:
             return self._noted(name, self.compute(operator, args, kwargs))
-        if name in CONTRACTIONS:
-            args = mapped(self._moved, list(args))
+        if name in PRODUCTS or name in _SUMS:
+            narrow = name == "sum" and _of_rows(args)
+            args = mapped(functools.partial(self._moved, terms=_terms(name, args), narrow=narrow), list(args))
         if self._leaving:
             args = self._left(args, kwargs)
         result = self._noted(name, self.compute(operator, args, kwargs))
@@ -80,6 +97,11 @@ class RandomRounding(DispatchMode):
             return result
         if name in _COPIES and _epsilon(result) <= _epsilon(args[0]):
             return result
+        if name in _ROW_SUMS:
+            rows = functools.partial(self._moved, terms=math.prod(args[0].shape[:-1]), narrow=True)
+            first, *rest = result if isinstance(result, tuple) else (None, result)
+            moved = (self._moved(first), *map(rows, rest))
+            return moved if isinstance(result, tuple) else moved[1]
         return mapped(self._moved, result)
 
     def _noted(self, name: str, result: Any) -> Any:
@@ -92,9 +114,11 @@ class RandomRounding(DispatchMode):
         """What the operator returns of these arguments, before it is moved."""
         return operator(*args, **kwargs)
 
-    def _moved(self, x: Any) -> Any:
+    def _moved(self, x: Any, terms: int = 1, *, narrow: bool = False) -> Any:
+        """A tensor moved by its dtype's unit, or by what a sum of so many of it rounds; anything else as it is."""
         unit = self._units.get(x.dtype, 0.0) if isinstance(x, Tensor) else 0.0
-        return self._by(x, unit) if unit else x
+        summed = (unit if narrow else min(unit, _WIDE)) * math.sqrt((terms + 1) / 2)
+        return self._by(x, max(unit, summed)) if unit else x
 
     def _by(self, x: Tensor, unit: float) -> Tensor:
         if x.is_complex():
@@ -119,6 +143,23 @@ class RandomRounding(DispatchMode):
 
         moved: Sequence[Any] = mapped(widened, list(args))
         return moved
+
+
+def _terms(name: str, args: Sequence[Any]) -> int:
+    """How many terms a contraction adds up for each number that it returns."""
+    tensors = [x for x in args if isinstance(x, Tensor)]
+    if name in _SUMS:
+        whole, dims = tensors[0], next((x for x in args[1:] if isinstance(x, list | tuple) and x), None)
+        return whole.numel() if dims is None else math.prod(whole.shape[dim] for dim in dims)
+    if name in ("convolution", "convolution_backward"):
+        return math.prod(tensors[-1].shape[1:])
+    return tensors[-2].shape[-1] if len(tensors) > 1 and tensors[-2].dim() else 1
+
+
+def _of_rows(args: Sequence[Any]) -> bool:
+    """Whether a sum leaves the last dim of what it adds up: rows are added to each other."""
+    dims = next((x for x in args[1:] if isinstance(x, list | tuple)), ())
+    return bool(dims) and all(dim % args[0].dim() < args[0].dim() - 1 for dim in dims)
 
 
 def _promoted(args: Sequence[Any]) -> torch.dtype:
