@@ -87,7 +87,9 @@ class Evidence:
     captured     by rank, activations, their gradients and dropout masks captured from outside; empty when none were
     merged       the full tensors and flaws of both, held against the truth's shapes
     truth        name -> full tensor of the dense model
+    initial      parameter -> its value before the first step, as the dense model has it; empty where that is not known
     controls     the same from control runs in the run dtype; for float64 only where an error is beyond the limit
+    amplified    the same from control runs with CONTROL_FACTOR times as much rounding; empty until an error needs them
     far          name -> how far control runs are from the truth, of tensors so large that they are not kept
     slack        name -> how far every element may be off because Adam follows rounding; empty for other optimizers
     states       the subject's own states from which the steps of truth and controls began, by name; None when every
@@ -137,7 +139,9 @@ class Evidence:
     outcomes: Outcomes = ()
     captured: Outcomes = ()
     truth: Mapping[str, Tensor] = field(default_factory=dict)
+    initial: Mapping[str, Tensor] = field(default_factory=dict)
     controls: tuple[Mapping[str, Tensor], ...] = ()
+    amplified: tuple[Mapping[str, Tensor], ...] = ()
     events: tuple[Event, ...] = ()
     expectation: tuple[TermLike, ...] | None = None
     repeats: tuple[Outcomes, ...] = ()

@@ -1,7 +1,7 @@
 """How far one merged tensor is from the truth, by all that is known of rounding in its case."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,12 +11,15 @@ from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import NUMERIC_KINDS, kind_of, step_of
 from harness.checking.measures.measured import Measured, epsilon
 from harness.checking.measures.tolerance import LEAP, measure
+from harness.checking.movement import movement
 
 _MEANS, _SQUARES = "exp_avg_after", "exp_avg_sq_after"
 
 
 def compared(evidence: Evidence, name: str, kind: float) -> Measured:
     """Compare a merged tensor with the truth, by all that is known of rounding; `kind` is the rms of its kind.
+
+    Of a parameter the movement is compared (`movement`), where it is known.
 
     Where a control run overflows in a step, nothing of that step decides: an overflow is a matter of rounding. In lower
     precision rounding alone may change half of the gradients' norm, or of their mean. Then a few control runs do not
@@ -38,15 +41,23 @@ def compared(evidence: Evidence, name: str, kind: float) -> Measured:
 
 
 def _measured(evidence: Evidence, name: str, kind: float, summed_error: float) -> Measured:
+    moved, slack = movement(evidence, name), evidence.slack.get(name)
+    value, truth = evidence.merged.tensors[name], evidence.truth[name]
+    controls: Sequence[Tensor] = [control[name] for control in evidence.controls if name in control]
+    amplified: Sequence[Tensor] = [run[name] for run in evidence.amplified if name in run]
+    if moved is not None and moved.value is not None:
+        value, truth, controls, amplified = moved.value, moved.truth, moved.controls, moved.amplified
+        slack = moved.slack if slack is None else slack + moved.slack
     return measure(
         name,
-        evidence.merged.tensors[name],
-        evidence.truth[name],
+        value,
+        truth,
         dtype=evidence.dtype_of(name),
-        controls=[control[name] for control in evidence.controls if name in control],
+        controls=controls,
+        amplified=amplified,
         far=evidence.far.get(name),
         kinks=[kink[name] for kink in evidence.kinks if name in kink],
-        slack=evidence.slack.get(name),
+        slack=slack,
         kind=kind,
         summed=summed_error,
     )

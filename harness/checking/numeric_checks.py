@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Decided, Evidence, Finding, Worst
 from harness.checking.measures.kinds import KIND_WORDS, NUMERIC_KINDS, kind_of
-from harness.checking.measures.many_tensors import kind_rms, measured_together
+from harness.checking.measures.many_tensors import BLOCK, measured_together
 from harness.checking.measures.measured import STATED, Measured
+from harness.checking.movement import movement, sizes_of
 
 _OVERFLOWS = "is not finite, and not in the dense model in this dtype either (legal: a smaller lr, or fewer steps)"
 _ROUNDING = "rounding alone explains any error"
@@ -63,12 +64,16 @@ def _measured(evidence: Evidence, names: Sequence[str], expected: Sequence[str])
 
     float64 tensors without a control run, kink or slack have float64's own limits and are compared at once.
     """
-    sizes = kind_rms({name: evidence.truth[name] for name in expected})
+    sizes = sizes_of(evidence, expected)
     together: Mapping[str, Measured] = {}
     if evidence.dtype == "float64":
         known = {*evidence.slack, *evidence.beyond}.union(*evidence.controls, *evidence.kinks)
         values = {name: evidence.merged.tensors[name] for name in names if name not in known}
-        together = measured_together(values, evidence.truth, sizes)
+        moves = {n: move for n in values if values[n].numel() <= BLOCK and (move := movement(evidence, n)) is not None}
+        values |= {name: move.value for name, move in moves.items() if move.value is not None}
+        truth = {**evidence.truth, **{name: move.truth for name, move in moves.items()}}
+        together = measured_together(values, truth, sizes)
+        together = {name: one for name, one in together.items() if one.right or name not in moves}  # slack is not in it
     if all(name in together for name in names):
         return [together[name] for name in names]
     from harness.checking.measuring import compared  # noqa: PLC0415
@@ -119,9 +124,7 @@ def _judged(measured: Sequence[Measured], unchecked: Sequence[str]) -> Finding:
     overflowing = [m.name for m in measured if m.overflows]
     lost = [m.name for m in measured if m.right and not _decided(m)] + overflowing
     proved = [m for m in measured if m.right and _decided(m)]
-    loose = [
-        f"{m.name} ({m.loose} of {m.elements} elements, where Adam's step follows rounding)" for m in proved if m.loose
-    ]
+    loose = [f"{m.name} ({m.loose} of {m.elements} elements, whose step is within rounding)" for m in proved if m.loose]
     unseen = (*unchecked, *lost, *loose)
     if wrong:
         first = worst_of(wrong)

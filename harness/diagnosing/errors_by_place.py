@@ -7,8 +7,8 @@ Errors and limits are ratios (harness.checking.measures.tolerance). The last row
 
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
-from harness.checking.measures.many_tensors import kind_rms
 from harness.checking.measuring import compared
+from harness.checking.movement import sizes_of
 from harness.diagnosing.causes.places import place_of, timeline
 from harness.diagnosing.first_place import First
 
@@ -20,7 +20,7 @@ def error_rows(evidence: Evidence, text: str, first: First) -> list[tuple[object
     """Rows of ERROR_COLUMNS in the order in which training computes; `text` is the case's."""
     steps = evidence.case.steps
     known = [name for name in evidence.truth if name in evidence.merged.tensors and kind_of(name) in _KINDS]
-    sizes = kind_rms({name: tensor for name, tensor in evidence.truth.items() if kind_of(name) in _KINDS})
+    sizes = sizes_of(evidence, [name for name in evidence.truth if kind_of(name) in _KINDS])
     rows: list[tuple[object, ...]] = []
     for name in timeline(known, steps):
         place, measured = place_of(name, steps), compared(evidence, name, sizes.get(kind_of(name), 0.0))

@@ -23,9 +23,9 @@ from harness.checking.checks import CHECKS
 from harness.checking.evidence import Evidence
 from harness.checking.measures.distance import Truth
 from harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
-from harness.checking.measures.many_tensors import kind_rms
 from harness.checking.measures.tolerance import least_rms, own_share
 from harness.checking.measuring import compared
+from harness.checking.movement import sizes_of
 from harness.diagnosing.causes.places import timeline
 from harness.diagnosing.failure_lines import repeat_command
 from harness.engines.engine import Engine
@@ -138,7 +138,7 @@ def _wrong(evidence: Evidence) -> list[str]:
     returned = {name for outcome in evidence.outcomes for name in outcome}
     torn = {flaw.name for flaw in evidence.merged.flaws}
     known = timeline([name for name in evidence.truth if name in returned], evidence.case.steps)
-    rms = kind_rms(evidence.truth)
+    rms = sizes_of(evidence)
     return [name for name in known if name in torn or not compared(evidence, name, rms.get(kind_of(name), 0.0)).right]
 
 
@@ -172,7 +172,7 @@ def _script(failure: SmallestFailure, subject: str, when: str, planted: Mapping[
 def _numbers(evidence: Evidence, name: str) -> dict[str, Any]:
     """The truth of one tensor and how far a right one may be from it."""
     truth: Tensor = evidence.truth[name].double().contiguous()
-    true, kind = Truth.of(truth), kind_rms(evidence.truth).get(kind_of(name), 0.0)
+    true, kind = Truth.of(truth), sizes_of(evidence).get(kind_of(name), 0.0)
     # one that could not be merged is replaced by its truth: only its limits are needed
     tensors = {name: evidence.truth[name], **evidence.merged.tensors}
     limits = compared(replace(evidence, merged=replace(evidence.merged, tensors=tensors)), name, kind)

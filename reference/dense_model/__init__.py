@@ -104,6 +104,14 @@ class DenseModel:
 
         return known(case)
 
+    def initial(self, case: Case) -> Outcome:
+        """The value of every parameter before the first step, to be read only."""
+        import torch
+
+        from reference.model.parameters import weights
+
+        return weights(case, torch.device("cpu"))
+
     def initial_deviations(self, case: Case) -> Mapping[str, float]:
         """The standard deviation of initial values by parameter."""
         from reference.training.given import deviations

@@ -4,7 +4,8 @@ Three measures, all must hold. `frobenius` = |x - t| / |t| over the whole tensor
 t| / rms(t) sees one wrong row in a big tensor. `scale` = `|<x - t, t>| / <t, t>` sees a wrong factor where rounding is
 large: independent roundings are nearly orthogonal to t. An element that is right to OWN_EPSILONS of its own size is
 right, however far it stands out. So may the gradient of one token's logit among thousands. Errors are plain ratios;
-`epsilons` counts them in the machine epsilon of the run dtype. Integers are compared exactly.
+`epsilons` counts them in the machine epsilon of the run dtype. Integers are compared exactly, but
+for those that follow from rounding in control runs too.
 
 float64: 1e-9 for all (noise stays near 1e-13, the smallest known bugs near 1e-2). In other dtypes a control run shows
 how far rounding alone carries a right result. A control run is the dense model in the run dtype with its sums in
@@ -30,6 +31,7 @@ from torch import Tensor
 from harness.checking.measures.distance import Distance, Truth, distance_from
 from harness.checking.measures.measured import (
     ABSOLUTE,
+    EXACT,
     FLOAT64_ALLOWED,
     MEASURES,
     SCALE_SHARE,
@@ -104,6 +106,7 @@ def measure(
     *,
     dtype: str,
     controls: Sequence[Tensor] = (),
+    amplified: Sequence[Tensor] = (),
     far: Controlled | None = None,
     kinks: Sequence[Tensor] = (),
     slack: Tensor | None = None,
@@ -113,11 +116,12 @@ def measure(
     """Compare one tensor with the truth (same shape) as the run dtype allows; `kind` is the rms of its kind.
 
     `summed`: the relative error that the sums behind it have in theory, as if a control run had it. `far`: this truth
-    held against further control runs. `kinks`: what a relu within rounding of zero may change, a tensor of the same
-    shape each. `slack`: what an optimizer may make of gradients within rounding of zero, by element.
+    held against further control runs. `amplified`: control runs with CONTROL_FACTOR times as much rounding; their errors
+    are allowed as they are. `kinks`: what a relu within rounding of zero may change, a tensor of the same shape each.
+    `slack`: what an optimizer may make of gradients within rounding of zero, by element.
     """
     if not truth.is_floating_point() and not truth.is_complex():
-        return exact(name, value, truth)
+        return _whole(name, value, truth, controls, amplified)
     far = (far or Controlled.of(truth, kind)).against(controls)
     true, least = far.true, far.least
     if true.largest == 0 == least and not kinks and slack is None:
@@ -125,7 +129,8 @@ def measure(
     own = own_share(dtype)
     found = distance_from(value, true, least, own, slack)
     theory = Distance(frobenius=summed, peak=summed * FLOOR_EPSILONS["peak"] / FLOOR_EPSILONS["frobenius"])
-    allowed = _allowed(dtype, true, (*far.runs, theory), [truth + kink for kink in kinks], least)
+    bound = [distance_from(run, true, least) for run in amplified]
+    allowed = _allowed(dtype, true, (*far.runs, theory), bound, [truth + kink for kink in kinks], least)
     _, which = found.worstratio(allowed)
     error, limit = getattr(found, which), getattr(allowed, which)
     return Measured(
@@ -149,7 +154,28 @@ def _beside_zeros(name: str, value: Tensor, controls: Sequence[Tensor]) -> Measu
     return Measured(name=name, measure=ABSOLUTE, error=error, allowed=allowed, epsilons=error, elements=value.numel())
 
 
-def _allowed(dtype: str, true: Truth, honest: Sequence[Distance], kinked: Sequence[Tensor], least: float) -> Distance:
+def _whole(
+    name: str, value: Tensor, truth: Tensor, controls: Sequence[Tensor], amplified: Sequence[Tensor]
+) -> Measured:
+    """Whole numbers: as many may differ, added up, as rounding changes. Such a tensor decides nothing."""
+    found = exact(name, value, truth)
+    if found.right or value.shape != truth.shape:
+        return found
+    error, *near = (float((tensor.double() - truth.double()).abs().sum()) for tensor in (value, *controls, *amplified))
+    allowed = max(near, default=0.0)
+    if not allowed:
+        return found
+    return Measured(name=name, measure=EXACT, error=error, allowed=allowed, epsilons=error, decidable=False)
+
+
+def _allowed(
+    dtype: str,
+    true: Truth,
+    honest: Sequence[Distance],
+    bound: Sequence[Distance],
+    kinked: Sequence[Tensor],
+    least: float,
+) -> Distance:
     """Distance that the run dtype allows. `scale` never exceeds `frobenius`, so no smaller limit is needed."""
     moved = [distance_from(kink, true, least) for kink in kinked]
     limits = {}
@@ -158,7 +184,9 @@ def _allowed(dtype: str, true: Truth, honest: Sequence[Distance], kinked: Sequen
             floor = SCALE_ALLOWED
         else:
             floor = FLOAT64_ALLOWED if dtype == "float64" else FLOOR_EPSILONS[name] * epsilon(dtype)
-        limit = max([floor, *(CONTROL_FACTOR * getattr(run, name) for run in honest)])
+        limit = max(
+            [floor, *(CONTROL_FACTOR * getattr(run, name) for run in honest), *(getattr(run, name) for run in bound)]
+        )
         limits[name] = limit + max([getattr(run, name) for run in moved], default=0.0)
     limits["scale"] = min(limits["scale"], limits["frobenius"])
     leap = LEAP if dtype != "float64" and limits["frobenius"] >= CEILING else 1.0

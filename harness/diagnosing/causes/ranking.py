@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
-from harness.checking.measures.many_tensors import kind_rms
 from harness.checking.measures.tolerance import own_share
 from harness.checking.measuring import compared
+from harness.checking.movement import sizes_of
 from harness.diagnosing.causes.cause import Cause
 from harness.diagnosing.causes.hypothesis import Failure, Hypothesis
 from harness.diagnosing.causes.proofs import Explained
@@ -61,5 +61,5 @@ def _allowed(evidence: Evidence, cause: Cause) -> bool:
     left = left.where(left.abs() > own_share(evidence.dtype_of(name)) * guess.abs(), 0.0)
     corrected = truth + left / max(1.0, float(guess.norm() / truth.norm()))
     merged = Merged(tensors={**tensors, name: corrected.to(proof.value.dtype)}, flaws=evidence.merged.flaws)
-    alike = {other: tensor for other, tensor in evidence.truth.items() if kind_of(other) == kind_of(name)}
-    return compared(replace(evidence, merged=merged), name, kind_rms(alike).get(kind_of(name), 0.0)).right
+    alike = sizes_of(evidence, [other for other in evidence.truth if kind_of(other) == kind_of(name)])
+    return compared(replace(evidence, merged=merged), name, alike.get(kind_of(name), 0.0)).right

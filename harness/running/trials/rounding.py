@@ -11,12 +11,13 @@ from torch import Tensor
 
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import is_state, kind_of, step_of
-from harness.checking.measures.many_tensors import kind_rms
 from harness.checking.measures.measured import Measured
 from harness.checking.measures.tolerance import FLOAT64_CEILING, Controlled
 from harness.checking.measuring import compared
+from harness.checking.movement import movement, sizes_of
 from harness.running.trials.reference import Function
 from harness.running.trials.trial import Trial
+from harness.running.truth.control_modes import AMPLIFIED
 from harness.torch_internals.memory import give_back
 
 MORE_PARTS = (1, 2, 3, 4, 5, 6, 7, 8)
@@ -80,7 +81,9 @@ def controlled(trial: Trial, evidence: Evidence, wrong: Collection[Measured]) ->
     """Evidence with MORE_PARTS control runs more, for one may be lucky, and what a relu's kink may change.
 
     Of large tensors there are only as many as it takes until nothing of this is wrong: each costs as much as the ranks.
-    Where something is still just beyond its limit, all of them may have been lucky, and there are FURTHER_PARTS.
+    Where something is still just beyond its limit, all of them may have been lucky, and there are FURTHER_PARTS. What
+    is beyond it then may have been chosen otherwise, so a truth of the subject's own is AMPLIFIED. Choices of our dense
+    model are bounded by kinks and slack.
     """
     names, states, truth = trial.reference, evidence.states, evidence.truth
     for parts in MORE_PARTS:
@@ -91,6 +94,9 @@ def controlled(trial: Trial, evidence: Evidence, wrong: Collection[Measured]) ->
         if not 1 < _furthest(evidence, wrong) <= NEAR:
             break
         evidence = _with_control_run(trial, evidence, parts)
+    if names.own is not None and _furthest(evidence, wrong) > 1:
+        runs = (trial.dense(names.control, part="control", parts=parts) for parts in AMPLIFIED)
+        evidence = replace(evidence, amplified=tuple(runs))
     model = names.model
     kinks = tuple(_stepped(trial, model.kinks, states, side=side) for side in (1, -1)) if model else ()
     slack = {} if states is None else _slack(trial, states, {**trial.dense(names.truth), **truth}, evidence.controls)
@@ -106,7 +112,7 @@ def _with_control_run(trial: Trial, evidence: Evidence, parts: int) -> Evidence:
 def _furthest(evidence: Evidence, wrong: Collection[Measured]) -> float:
     """The largest error of what was wrong, in units of what the control runs allow by now."""
     kinds = {kind_of(measured.name) for measured in wrong}
-    rms = kind_rms({name: tensor for name, tensor in evidence.truth.items() if kind_of(name) in kinds})
+    rms = sizes_of(evidence, [name for name in evidence.truth if kind_of(name) in kinds])
     return max((compared(evidence, one.name, rms.get(kind_of(one.name), 0.0)).ratio for one in wrong), default=0.0)
 
 
@@ -120,10 +126,14 @@ def measured_apart(trial: Trial, evidence: Evidence) -> Evidence:
     if not names or trial.reference.own:
         return evidence
     truth, far = evidence.truth, dict(evidence.far)
-    kinds = {} if far else kind_rms({name: truth[name] for name in truth if kind_of(name) in _OF_PARAMETERS})
+    kinds = {} if far else sizes_of(evidence, [name for name in truth if kind_of(name) in _OF_PARAMETERS])
     for name in names & truth.keys():
-        known = far.get(name) or Controlled.of(truth[name], kinds.get(kind_of(name), 0.0))
-        far[name] = known.against([run[name] for run in evidence.controls if name in run])
+        moved = movement(evidence, name)
+        true, runs = truth[name], [run[name] for run in evidence.controls if name in run]
+        if moved is not None:
+            true, runs = moved.truth, list(moved.controls)
+        known = far.get(name) or Controlled.of(true, kinds.get(kind_of(name), 0.0))
+        far[name] = known.against(runs)
     for asked in [asked for asked in trial.known if asked[0] == trial.reference.control]:
         del trial.known[asked]
     kept = tuple({name: run[name] for name in run if name not in names} for run in evidence.controls)

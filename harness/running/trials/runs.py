@@ -43,7 +43,8 @@ def recorded(trial: Trial, *, unrecorded_run: bool = False) -> Evidence:
         trial.true()  # a case that the dense model refuses is refused, whatever its ranks do
         raise
     true = trial.true()
-    return replace(evidence, merged=against(evidence.merged, true), truth=comparable(true, evidence.outcomes))
+    compared = comparable(true, evidence.outcomes)
+    return replace(evidence, merged=against(evidence.merged, true), truth=compared, initial=trial.initial(compared))
 
 
 def _kinds(trial: Trial) -> tuple[str, ...]:
@@ -92,6 +93,7 @@ def _recorded(trial: Trial, truth: Mapping[str, Tensor], kinds: Sequence[str]) -
         captured=masks,
         merged=merged,
         truth=compared,
+        initial=trial.initial(compared),
         events=events,
         expectation=expectation,
         unwaited=unwaited,

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.checking.measures.kinds import kind_of
+from harness.checking.movement import MOVED
 from harness.engines.calls.callers import is_user, shortened
 from harness.engines.engine import Engine
 from harness.errors import MachineError, RequestError, TimeLimit, error_text
@@ -150,6 +152,16 @@ class Trial:
             case: CaseLike = model.alike(self.case) if model else self.case
             self.known[truth, ()] = self.truths.of(case, truth, lambda: self.computed(truth, case))
         return self.known[truth, ()]
+
+    def initial(self, truth: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The values of parameters before the first step, where this truth has any after one."""
+        own, model = self.reference.own, self.reference.model
+        if not any(kind_of(name) in MOVED for name in truth):
+            return {}
+        given = {name.partition("/")[2]: tensor for name, tensor in self.given.items() if kind_of(name) == "init"}
+        if own is not None:
+            return own.initial.get(self.text, {})
+        return {**model.initial(self.case), **given} if model else {}
 
     def computed(
         self, function: Function, case: CaseLike | None = None, /, *, part: str = "truth", **words: Any

@@ -16,6 +16,11 @@ control runs are as far from the truth as those of the same function written in 
 With parts=PERTURBED nothing is cut: the result of every operator is off by a random part of its own rounding instead.
 The outcome shows how far a model amplifies rounding of any kind.
 
+A few control runs bound what follows smoothly from numbers, CONTROL_FACTOR times as far. They do not bound choices: the
+largest of two logits, the side of a relu's kink, the sign of a gradient of which Adam makes a whole step. One right
+program may choose otherwise where no control run does. So AMPLIFIED runs move results by CONTROL_FACTOR times as much:
+whatever such an error may turn, they turn often.
+
 In a lower precision, the dense model is computed, or sent, in a dtype that is lower than the case's. A program that
 computes in mixed precision keeps its parameters and its optimizer as they are, and rounds inputs and outputs of matrix
 products. So does a control run here, in any dense model. A product's partial sum is sent in a lower dtype: products
@@ -33,25 +38,34 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from harness.checking.measures.measured import epsilon
+from harness.checking.measures.tolerance import CONTROL_FACTOR
 from harness.running.truth.random_rounding import RandomRounding
 from harness.torch_internals.autograd import current_task
 from harness.torch_internals.modes import DispatchMode, FakeTensor, take_themselves_apart
 
 PERTURBED = -1
 """In place of the number of parts: whole sums, and every result moved by a random part of its own dtype's rounding."""
+AMPLIFIED = (-2, -3, -4, -5, -6, -7)
+"""The same by CONTROL_FACTOR times as much: what a right result may be off by where a choice depends on rounding."""
 
 aten = torch.ops.aten
 
 
 @contextmanager
-def partial_sums(parts: int, units: Mapping[torch.dtype, float] | None = None) -> Iterator[RandomRounding]:
+def partial_sums(
+    parts: int, units: Mapping[torch.dtype, float] | None = None, *, inputs: bool = True
+) -> Iterator[RandomRounding]:
     """In it, contractions of this thread are sums of `parts` partial sums; 1 cuts nothing.
 
-    `units`: dtype -> the epsilon by which results in it are moved besides. An odd number leaves fused attention as it
+    `units` and `inputs`: by what results are moved besides (RandomRounding). An odd number leaves fused attention as it
     is, for its backward takes yet other sums.
     """
     kernels = [SDPBackend.MATH] if parts % 2 == 0 else list(SDPBackend.__members__.values())[1:]
-    mode = RandomRounding({**_OWN, **(units or {})}) if parts == PERTURBED else _Cut(parts, units or {})
+    mode: RandomRounding = _Cut(parts, units or {}, inputs)
+    if parts < 0:
+        factor = CONTROL_FACTOR if parts in AMPLIFIED else 1.0
+        moves = {kind: factor * unit for kind, unit in {**_OWN, **(units or {})}.items()}
+        mode = RandomRounding(moves, seed=-parts, inputs=inputs or parts == PERTURBED)
     with sdpa_kernel(kernels), mode:
         yield mode
 
@@ -77,8 +91,8 @@ _OWN: Mapping[torch.dtype, float] = {
 class _Cut(RandomRounding):
     """Cuts each operator of _CUT as it is issued."""
 
-    def __init__(self, parts: int, units: Mapping[torch.dtype, float]) -> None:
-        super().__init__(units, seed=parts)
+    def __init__(self, parts: int, units: Mapping[torch.dtype, float], inputs: bool) -> None:
+        super().__init__(units, seed=parts, inputs=inputs)
         self._parts = parts
 
     def compute(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

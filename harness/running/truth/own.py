@@ -20,6 +20,7 @@ from torch import Tensor
 
 from harness.cases import in_own_words
 from harness.checking.measures.measured import epsilon
+from harness.checking.movement import INITIAL
 from harness.engines.engine import Engine
 from harness.errors import ProgramError, RequestError
 from harness.mesh_axes import AXES, EXPERT_AXES
@@ -27,6 +28,7 @@ from harness.outcome.blocks import localize
 from harness.outcome.merging import merge
 from harness.protocols import CaseLike, Subject, Value, case_text, without_saving
 from harness.recording.capturing.dropout_masks import Draw, DropoutProbe, WithMasks, taken_out
+from harness.recording.capturing.initial_values import FirstValues, WithFirstValues, first_values
 from harness.running.ranks.execution import execute
 from harness.running.truth.control_modes import emulated, partial_sums
 from harness.running.truth.joint_masks import in_order
@@ -40,9 +42,10 @@ _Computed = tuple[Mapping[str, Tensor], tuple[Draw, ...]]
 class OwnTruth:
     """The function (case, device) -> outcome of a truth of the subject's own; with `parts` one of its control runs.
 
-    `dense` is the dense model, "alone" for the subject itself, which runs on `engine`. `draws` and `wide` fill up, by
-    the text of the case: the masks of dropout that it drew itself, and whether its control runs multiply matrices in
-    wider dtypes than the case's alone. A control run is made inside of the context `around()`.
+    `dense` is the dense model, "alone" for the subject itself, which runs on `engine`. By the text of the case fill up
+    `draws`, the masks of dropout that it drew itself, `initial`, its parameters before the first step, and `wide`:
+    whether its control runs multiply matrices in wider dtypes than the case's alone. A control run is made inside of
+    the context `around()`.
     """
 
     subject: NamedSubject
@@ -53,6 +56,7 @@ class OwnTruth:
     around: Callable[[], AbstractContextManager[object]] = nullcontext
     draws: dict[str, tuple[Draw, ...]] = field(default_factory=dict)
     wide: dict[str, bool] = field(default_factory=dict)
+    initial: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)
 
     @property
     def takes_given(self) -> bool:
@@ -73,6 +77,7 @@ class OwnTruth:
             return self._controlled(case.but(**without_saving(case)), device, parts or 2, given)
         compute = self._alone if isinstance(self.dense, str) else self._own
         tensors, draws = compute(case.but(dtype=EXACT, **without_saving(case)), device, _Sums(), given)
+        tensors, self.initial[case_text(case)] = first_values(tensors)
         if given is None:
             self.draws[case_text(case)] = draws
         wrong = [name for name, tensor in tensors.items() if not _finite(tensor)]
@@ -84,17 +89,16 @@ class OwnTruth:
     def _controlled(
         self, case: CaseLike, device: torch.device, parts: int, given: Mapping[str, Tensor] | None
     ) -> Mapping[str, Tensor]:
-        """A control run; the first one of a case in 16 bits is made again where it multiplied in wider dtypes alone."""
+        """A control run; the first one of a case is made again where it multiplied in wider dtypes alone."""
         compute = self._alone if isinstance(self.dense, str) else self._own
-        text, unit = case_text(case), epsilon(case.dtype)
-        sums = _Sums(parts=parts, units=emulated(case.dtype, wide=self.wide.get(text, False)))
-        tensors, _ = compute(case, device, sums, given)
+        text, wide = case_text(case), self.wide.get(case_text(case), False)
+        sums = _Sums(parts=parts, units=emulated(case.dtype, wide=wide), wide=wide)
+        tensors, initial = first_values(compute(case, device, sums, given)[0])
+        tensors |= {INITIAL + name: value for name, value in initial.items()}
         if text in self.wide:
             return tensors
-        self.wide[text] = bool(sums.products) and max(sums.products) < unit
-        if not self.wide[text] or emulated(case.dtype, wide=True) == sums.units:
-            return tensors
-        return self._controlled(case, device, parts, given)
+        self.wide[text] = bool(sums.products) and max(sums.products) < epsilon(case.dtype)
+        return self._controlled(case, device, parts, given) if self.wide[text] else tensors
 
     def _own(
         self, case: CaseLike, device: torch.device, sums: "_Sums", given: Mapping[str, Tensor] | None
@@ -106,9 +110,10 @@ class OwnTruth:
         def outcome() -> _Computed:
             with torch.random.fork_rng(devices=[]), session(self.subject.call), self.around(), sums.taken():
                 torch.manual_seed(case.seed)
-                with DropoutProbe(self._joint(given)) as probe:
+                with DropoutProbe(self._joint(given)) as probe, FirstValues() as first:
                     tensors = dense(case, device)
-                return merge([localize(tensors)]).tensors, taken_out(probe.found)[1]
+                merged = merge([localize(tensors)]).tensors
+                return {**merged, **first.found}, taken_out(probe.found)[1]
 
         return answered("truth", outcome)
 
@@ -120,7 +125,7 @@ class OwnTruth:
         self, case: CaseLike, device: torch.device, sums: "_Sums", given: Mapping[str, Tensor] | None
     ) -> _Computed:
         one = one_rank(case, self.subject)
-        call: Subject = self.with_masks(given)
+        call: Subject = WithFirstValues(replace(self.subject, call=self.with_masks(given), address=""))
         if sums.parts:
             call = InParts(replace(self.subject, call=call, address=""), sums, self.around)
         try:
@@ -143,13 +148,15 @@ class OwnTruth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sums:
-    """How a run takes its sums: in how many `parts`, 0 as they are, and by what wide results are moved (`units`).
+    """How a run takes its sums: in how many `parts`, 0 as they are, and by what wide results are moved (`units`): all
+    of them where nothing is computed in the case's dtype (`wide`).
 
     `products` fills up with the epsilons of the dtypes in which matrices were multiplied.
     """
 
     parts: int = 0
     units: Mapping[torch.dtype, float] = field(default_factory=dict)
+    wide: bool = False
     products: set[float] = field(default_factory=set)
 
     @contextmanager
@@ -158,7 +165,7 @@ class _Sums:
         if not self.parts:
             yield
             return
-        with partial_sums(self.parts, self.units) as mode:
+        with partial_sums(self.parts, self.units, inputs=self.wide) as mode:
             try:
                 yield
             finally:

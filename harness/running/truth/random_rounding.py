@@ -18,12 +18,14 @@ Sources: Parker 1997, "Monte Carlo Arithmetic"; Verificarlo (arXiv:1509.01347) f
 
 import functools
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from harness.torch_internals.memory import storage_id
 from harness.torch_internals.modes import DispatchMode, FakeTensor, leaves, mapped, take_themselves_apart
 from harness.torch_internals.operators import makes_new
 
@@ -62,17 +64,22 @@ class RandomRounding(DispatchMode):
     """Moves what operators of its thread return by a random part of rounding; `products`: the epsilons of the dtypes in
     which matrices were multiplied.
 
-    `units`: dtype -> the epsilon by which results in it are moved; those in other dtypes stay. With `leaving`, numbers
+    `units`: dtype -> the epsilon by which results in it are moved; those in other dtypes stay. With `inputs`, so are
+    numbers that follow from constants and draws alone: initial values, samples, tables. With `leaving`, numbers
     of these dtypes are moved once more, in the wider dtype, where they enter wider arithmetic: a number of a narrow
     dtype can only move by whole units there. `seed` tells one run from another; ranks with one seed move what they
     compute alike by the same.
     """
 
-    def __init__(self, units: Mapping[torch.dtype, float], *, seed: int = 0, leaving: bool = False) -> None:
+    def __init__(
+        self, units: Mapping[torch.dtype, float], *, seed: int = 0, inputs: bool = True, leaving: bool = False
+    ) -> None:
         super().__init__()
         self.products: set[float] = set()
         self._units = units
         self._leaving = leaving
+        self._inputs = inputs
+        self._computed: dict[int, Any] = {}
         self._generator = torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(
@@ -85,7 +92,7 @@ class RandomRounding(DispatchMode):
         if any(issubclass(kind, FakeTensor) for kind in types):
             return operator(*args, **kwargs)
         name, new, exact = _kind_of(operator)
-        if not self._units:
+        if not self._units or not (self._inputs or self._computes(args, kwargs)):
             return self._noted(name, self.compute(operator, args, kwargs))
         if name in PRODUCTS or name in _SUMS:
             narrow = name == "sum" and _of_rows(args)
@@ -93,6 +100,7 @@ class RandomRounding(DispatchMode):
         if self._leaving:
             args = self._left(args, kwargs)
         result = self._noted(name, self.compute(operator, args, kwargs))
+        self._remember(result)
         if not new or exact or not _takes_numbers(args):
             return result
         if name in _COPIES and _epsilon(result) <= _epsilon(args[0]):
@@ -101,8 +109,27 @@ class RandomRounding(DispatchMode):
             rows = functools.partial(self._moved, terms=math.prod(args[0].shape[:-1]), narrow=True)
             first, *rest = result if isinstance(result, tuple) else (None, result)
             moved = (self._moved(first), *map(rows, rest))
+            self._remember(moved)
             return moved if isinstance(result, tuple) else moved[1]
-        return mapped(self._moved, result)
+        moved = mapped(self._moved, result)
+        self._remember(moved)
+        return moved
+
+    def _computes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether an operator is given a parameter, a number in a dtype not of `units`, or what follows from such."""
+        real = (x for x in leaves((args, kwargs)) if _is_real(x))
+        return any(
+            x.dtype not in self._units or (x.requires_grad and x.is_leaf) or storage_id(x) in self._computed
+            for x in real
+        )
+
+    def _remember(self, result: Any) -> None:
+        """Remember the memory of what is computed for as long as it lives."""
+        for x in () if self._inputs else leaves(result):
+            if _is_real(x) and x.dtype in self._units and storage_id(x) not in self._computed:
+                key = storage_id(x)
+                gone = functools.partial(self._computed.pop, key)
+                self._computed[key] = weakref.ref(x.untyped_storage(), gone)
 
     def _noted(self, name: str, result: Any) -> Any:
         """The result; the dtype of a product is remembered."""
