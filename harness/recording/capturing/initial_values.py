@@ -6,6 +6,7 @@ whose parameters are no leaves, nothing is seen.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,20 +50,20 @@ class FirstValues(DispatchMode):
         return {f"{_STARTED}/{number}": value for number, (_, value) in enumerate(self._noted.values())}
 
 
+@dataclass(frozen=True, slots=True)
 class WithFirstValues:
     """A subject whose outcome has the first values of its parameters too (see `first_values`)."""
 
-    def __init__(self, subject: NamedSubject) -> None:
-        self._subject = subject
+    subject: NamedSubject
 
     def __getattr__(self, attribute: str) -> Any:
         """Any other attribute is the subject's."""
-        return getattr(self._subject.call, attribute)  # session, per_rank
+        return getattr(self.subject.call, attribute)  # session, per_rank
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]:
         """The subject's outcome and the first values."""
         with FirstValues() as probe:
-            outcome = called(self._subject.call, case, device)
+            outcome = called(self.subject.call, case, device)
         return {**outcome, **probe.found}
 
 

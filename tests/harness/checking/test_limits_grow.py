@@ -73,7 +73,18 @@ def judged(kind: str, name: str, value: Tensor, truth: Tensor, dtype: str, token
     known = {name: truth, "tokens/0": torch.tensor(tokens)}
     case, merged = SimpleNamespace(dtype=dtype, steps=1, micro=1), SimpleNamespace(tensors={name: value})
     stated = {"dtype": dtype, "dtype_of": lambda _: dtype, "lower": None, "beyond": frozenset()}
-    bare = SimpleNamespace(case=case, merged=merged, truth=known, controls=(), far={}, kinks=(), slack={}, **stated)
+    bare = SimpleNamespace(
+        case=case,
+        merged=merged,
+        truth=known,
+        controls=(),
+        far={},
+        kinks=(),
+        slack={},
+        amplified=(),
+        initial={},
+        **stated,
+    )
     return compared(cast(Evidence, bare), name, 0.0)
 
 

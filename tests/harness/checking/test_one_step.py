@@ -108,8 +108,10 @@ def test_a_bug_of_one_step_fails_in_that_step_alone(
 def test_limits_of_one_step_hold_at_any_length(words: str) -> None:
     result = proved(subject, f"{SMALL} steps=14 {words}")
     assert result.verdict == "pass", told(result)
-    allowed = [v.worst.allowed for v in result.verdicts if v.worst and v.check in ("forward", "update")]
+    allowed = [v.worst.allowed for v in result.verdicts if v.worst and v.check == "forward"]
     assert max(allowed) < (0.2 if "bfloat16" in words else 1e-6)
+    update = verdict_of(result, "update").worst
+    assert update.allowed < (4.0 if "bfloat16" in words else 1e-6), "of the movement, which bfloat16 nearly hides"
 
 
 def test_what_adam_makes_of_rounding_is_allowed_by_element(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +119,7 @@ def test_what_adam_makes_of_rounding_is_allowed_by_element(monkeypatch: pytest.M
         """A query bias beside the key biases, whose gradients are zero but for rounding."""
         step()
         for parameter in optimizer.param_groups[0]["params"]:
-            if parameter.dim() == 1:
+            if parameter.dim() == 1 and len(parameter) > 16:
                 parameter.data[0] += 1e-7
 
     text = ONCE.replace("lr=0.01", "lr=1.0")
