@@ -104,13 +104,12 @@ class DenseModel:
 
         return known(case)
 
-    def initial(self, case: Case) -> Outcome:
+    def initial(self, case: Case, device: "torch.device", **words: Any) -> Outcome:
         """The value of every parameter before the first step, to be read only."""
-        import torch
-
+        from reference.model.given import takes_given
         from reference.model.parameters import weights
 
-        return weights(case, torch.device("cpu"))
+        return takes_given(weights)(case, device, **words)
 
     def initial_deviations(self, case: Case) -> Mapping[str, float]:
         """The standard deviation of initial values by parameter."""

@@ -117,8 +117,8 @@ def measure(
 
     `summed`: the relative error that the sums behind it have in theory, as if a control run had it. `far`: this truth
     held against further control runs. `amplified`: control runs with CONTROL_FACTOR times as much rounding, whose
-    errors are allowed as they are. `kinks`: what a relu within rounding of zero may change, a tensor of the same shape each.
-    `slack`: what an optimizer may make of gradients within rounding of zero, by element.
+    errors are allowed as they are. `kinks`: what a relu within rounding of zero may change, a tensor of the same shape
+    each. `slack`: what an optimizer may make of gradients within rounding of zero, by element.
     """
     if not truth.is_floating_point() and not truth.is_complex():
         return _whole(name, value, truth, controls, amplified)

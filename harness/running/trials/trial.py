@@ -158,10 +158,9 @@ class Trial:
         own, model = self.reference.own, self.reference.model
         if not any(kind_of(name) in MOVED for name in truth):
             return {}
-        given = {name.partition("/")[2]: tensor for name, tensor in self.given.items() if kind_of(name) == "init"}
         if own is not None:
             return own.initial.get(self.text, {})
-        return {**model.initial(self.case), **given} if model else {}
+        return self.dense(model.initial) if model else {}
 
     def computed(
         self, function: Function, case: CaseLike | None = None, /, *, part: str = "truth", **words: Any
