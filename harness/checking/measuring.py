@@ -48,6 +48,7 @@ def _measured(evidence: Evidence, name: str, kind: float, summed_error: float) -
     if moved is not None and moved.value is not None:
         value, truth, controls, amplified = moved.value, moved.truth, moved.controls, moved.amplified
         slack = moved.slack if slack is None else slack + moved.slack
+        slack = slack if bool(slack.any()) else None
     return measure(
         name,
         value,

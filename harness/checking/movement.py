@@ -47,12 +47,12 @@ def movement(evidence: Evidence, name: str) -> Movement | None:
     if started is None or (name in values and own is None):
         return None
     truth = evidence.truth[name].double()
-    unit = epsilon(stored_dtype(evidence, values.get(name, truth)))
-    slack = truth.abs() * (unit * _steps(evidence, name))
+    moved, unit = truth - started.double(), epsilon(stored_dtype(evidence, values.get(name, truth)))
+    slack = truth.abs() * (moved != 0) * (unit * _steps(evidence, name))  # what is not moved is not stored anew
     if own is not None and not _returned(evidence, name):  # ranks may begin with values in the case's dtype, or not
         slack += (own.double() - own.to(getattr(torch, evidence.case.dtype)).double()).abs()
     return Movement(
-        truth=truth - started.double(),
+        truth=moved,
         value=values[name].double() - own.double() if name in values and own is not None else None,
         controls=_moves(evidence, name, evidence.controls),
         amplified=_moves(evidence, name, evidence.amplified),
