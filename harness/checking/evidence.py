@@ -1,7 +1,7 @@
 """Evidence and verdicts: what checks look at, and what they answer.
 
 A check is a pure function from `Evidence` to a `Finding`; `Verdict` is the finding of one check on one case, ready to
-be stored. Errors are ratios; `epsilons` count them in the machine epsilon of `Evidence.dtype_of(name)`.
+be stored. Errors are ratios; `epsilons` count them in the machine epsilon of the case's dtype.
 """
 
 from collections.abc import Mapping
@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from harness.checking.measures.kinds import kind_of
-from harness.checking.measures.measured import Measured, epsilon
+from harness.checking.measures.measured import Measured
 from harness.engines.engine import Unwaited
 from harness.ledger import Event
 from harness.outcome.merging import Flaw, Merged, Outcomes, against, merge
@@ -27,11 +26,6 @@ PASS, FAIL, UNKNOWN, SKIP = "pass", "fail", "unknown", "skip"
 """`skip` is the word of a case that the subject does not claim; no check ever answers it."""
 Decided = tuple[int, int]
 """How many tensors of a kind were decided (found right or wrong), and how many the kind has."""
-
-
-_OF_BACKWARD = frozenset({"act_grad", "grad", "grad_norm"})
-_KEPT = frozenset({"param", "param_after", "exp_avg_after", "exp_avg_sq_after", "saved"})
-"""Kinds of names that backward computes, and those of states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,10 +102,9 @@ class Evidence:
     declared     patterns of names that the subject leaves out on purpose
     shares       what a diagnosis computed with the dense model (see DenseModelLike.shares); empty until then
     what_ifs     rules of the dense model that a diagnosis tried without keeping them; empty until then
-    precision    pass ("forward", "backward") -> the dtype whose limits hold for what it computes, where that is lower
-                 than the case's; empty otherwise
-    lower        the evidence by whose limits names in `beyond` are judged, those of a lower precision; None for none
-    beyond       names that are beyond the limits of the case's own dtype; empty without `lower`
+    beyond       names that are beyond the limits of the case's dtype: `controls` and `amplified` have them as far from
+                 the truth as the ranks' lower precision moves them
+    lowest       the lowest dtype of that precision; "" where nothing is judged by it
     island       where a lower precision enters on several ranks alone, if it explains what is wrong; "" otherwise
     drawn        numbers that ranks drew in forward and the truth did not, in words; "" where there are none
     deviates     how the subject states that tensors deviate from the truth; None where it does not
@@ -131,7 +124,7 @@ class Evidence:
     ranks        the ranks that were run
     axes         axis -> the rank lists of its groups: the case's, or the subject's own where it states them
     returned     every name that any rank returned or from which it was captured
-    dtype        the lowest dtype whose limits hold for any tensor
+    dtype        the case's
     """
 
     case: CaseLike
@@ -159,9 +152,8 @@ class Evidence:
     declared: tuple[str, ...] = ()
     shares: Mapping[str, Tensor] = field(default_factory=dict)
     what_ifs: "tuple[Tried, ...]" = ()
-    precision: Mapping[str, str] = field(default_factory=dict)
-    lower: "Evidence | None" = None
     beyond: frozenset[str] = frozenset()
+    lowest: str = ""
     island: str = ""
     drawn: str = ""
     deviates: "Deviations | None" = None
@@ -183,7 +175,7 @@ class Evidence:
         object.__setattr__(self, "ranks", self.ran or tuple(range(len(self.outcomes))))
         object.__setattr__(self, "axes", {**self.case.axes, **self.orders})
         object.__setattr__(self, "returned", frozenset().union(*self.outcomes, *self.captured))
-        object.__setattr__(self, "dtype", max((self.case.dtype, *self.precision.values()), key=epsilon))
+        object.__setattr__(self, "dtype", self.case.dtype)
 
     @property
     def full_outcomes(self) -> Outcomes:
@@ -192,18 +184,8 @@ class Evidence:
         return tuple({**a, **b} for a, b in zip(outside, self.outcomes, strict=True))
 
     def dtype_of(self, name: str) -> str:
-        """The dtype whose limits hold for this name.
-
-        Tensors beyond the reach of a lower precision, such as optimizer states, are judged in the case's dtype, or
-        float32.
-        """
-        if self.lower is not None and name in self.beyond:
-            return self.lower.dtype_of(name)
-        if not self.precision:
-            return self.case.dtype
-        kind = kind_of(name)
-        within = "" if kind in _KEPT else "backward" if kind in _OF_BACKWARD else "forward"
-        return max((self.case.dtype, "float32", self.precision.get(within, "float32")), key=epsilon)
+        """The lowest dtype whose rounding is in this tensor, as far as that was looked for."""
+        return self.lowest if self.lowest and name in self.beyond else self.case.dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import NUMERIC_KINDS, kind_of, step_of
 from harness.checking.measures.measured import Measured, epsilon
 from harness.checking.measures.tolerance import LEAP, measure
-from harness.checking.movement import movement
+from harness.checking.movement import movement, stored_dtype
 
 _MEANS, _SQUARES = "exp_avg_after", "exp_avg_sq_after"
 
@@ -26,8 +26,6 @@ def compared(evidence: Evidence, name: str, kind: float) -> Measured:
     bound the optimizer's results: LEAP times as much is allowed, and its square of their squares. A sum over tokens in
     an accumulator as narrow as a 16-bit dtype is allowed only where the tensor is wrong for a wider one.
     """
-    if evidence.lower is not None and name in evidence.beyond:
-        return compared(evidence.lower, name, kind)
     wide, narrow = summed(evidence, name), summed(evidence, name, narrow=True)
     result = _measured(evidence, name, kind, wide)
     if not result.right and narrow > wide:
@@ -49,11 +47,14 @@ def _measured(evidence: Evidence, name: str, kind: float, summed_error: float) -
         value, truth, controls, amplified = moved.value, moved.truth, moved.controls, moved.amplified
         slack = moved.slack if slack is None else slack + moved.slack
         slack = slack if bool(slack.any()) else None
+    states = kind_of(name) in NUMERIC_KINDS["update"]
     return measure(
         name,
         value,
         truth,
-        dtype=evidence.dtype_of(name),
+        dtype=evidence.dtype,
+        kept=stored_dtype(evidence, evidence.merged.tensors[name]) if states else "",
+        lower=name in evidence.beyond,
         controls=controls,
         amplified=amplified,
         far=evidence.far.get(name),
@@ -68,7 +69,7 @@ def summed(evidence: Evidence, name: str, *, narrow: bool = False) -> float:
     """The relative error that a tensor has in theory because its tokens are added up (see error_of_sums)."""
     if kind_of(name) not in OVER_TOKENS:
         return 0.0
-    unit = epsilon(evidence.dtype_of(name))
+    unit = epsilon(evidence.dtype)
     return error_of_sums(kind_of(name), tokens_of(evidence.truth, evidence.case.micro), unit, narrow=narrow)
 
 

@@ -76,7 +76,7 @@ def moved_truth(evidence: Evidence, name: str) -> Tensor:
 def stored_dtype(evidence: Evidence, tensor: Tensor) -> str:
     """The dtype in which a returned tensor was kept: its own, or the case's where that holds each of its numbers."""
     own, case = str(tensor.dtype).removeprefix("torch."), evidence.case.dtype
-    if not tensor.is_floating_point() or epsilon(own) >= epsilon(case):
+    if not tensor.is_floating_point() or tensor.dtype.itemsize <= getattr(torch, case).itemsize:
         return case
     narrow = tensor.to(getattr(torch, case))
     return case if torch.equal(narrow.to(tensor.dtype), tensor) else own

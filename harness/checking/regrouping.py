@@ -70,16 +70,20 @@ def _compared(evidence: Evidence, other: Mapping[str, Tensor]) -> Iterator[Measu
         first = kind in _FIRST_STEP and (kind == "grad" or step == 0)
         if name not in other or other[name].shape != tensor.shape or name in by_design:
             continue
-        if first and not exact:
-            yield _rounded(evidence, name, other[name], evidence.dtype_of(name), sizes.get(kind, 0.0))
+        lower = name in evidence.beyond
+        if first and (lower or not exact):
+            yield _rounded(evidence, name, other[name], sizes.get(kind, 0.0))
+        elif lower:
+            continue
         elif first or (kind in _LATER and exact):
             found = measure(name, other[name], tensor, dtype="float64", kind=sizes.get(kind, 0.0))
             if first or found.error > FLOAT64_CEILING:
                 yield found
 
 
-def _rounded(evidence: Evidence, name: str, other: Tensor, dtype: str, kind: float) -> Measured:
+def _rounded(evidence: Evidence, name: str, other: Tensor, kind: float) -> Measured:
     """Two tensors in lower precision, each within what control runs allow around one truth."""
+    dtype, lower = evidence.dtype, name in evidence.beyond
     if not other.is_floating_point():
         return measure(name, other, evidence.merged.tensors[name], dtype=dtype)
     tensor, truth = evidence.merged.tensors[name].double(), evidence.truth.get(name)
@@ -87,7 +91,7 @@ def _rounded(evidence: Evidence, name: str, other: Tensor, dtype: str, kind: flo
     if truth is not None and truth.shape == tensor.shape:
         controls = [tensor + 2 * (run[name] - truth) for run in evidence.controls if name in run]
     error = 2 * summed(evidence, name, narrow=True)
-    return measure(name, other, tensor, dtype=dtype, controls=controls, kind=kind, summed=error)
+    return measure(name, other, tensor, dtype=dtype, lower=lower, controls=controls, kind=kind, summed=error)
 
 
 def _breach(evidence: Evidence, other: Regrouped, wrong: tuple[Measured, ...], settled: Mapping[str, int]) -> Finding:

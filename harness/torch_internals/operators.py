@@ -49,6 +49,11 @@ def makes_new(operator: Any) -> bool:
     return all(one.alias_info is None for one in operator._schema.returns)
 
 
+def writes(operator: Any) -> bool:
+    """Whether an operator writes to what it is given. Uses OpOverload._schema."""
+    return bool(operator._schema.is_mutable)
+
+
 def short_name(operator: Any) -> str:
     """An operator's name without namespace and overload: "all_reduce". Uses OpOverload._opname."""
     name: str = operator._opname

@@ -105,6 +105,8 @@ def measure(
     truth: Tensor,
     *,
     dtype: str,
+    kept: str = "",
+    lower: bool = False,
     controls: Sequence[Tensor] = (),
     amplified: Sequence[Tensor] = (),
     far: Controlled | None = None,
@@ -114,6 +116,9 @@ def measure(
     summed: float = 0.0,
 ) -> Measured:
     """Compare one tensor with the truth (same shape) as the run dtype allows; `kind` is the rms of its kind.
+
+    `kept`: the dtype in which the tensor was kept where that is wider, such as float32 of a 16-bit case: the smallest
+    limit is of that. `lower`: whether control runs have a lower precision than the dtype's.
 
     `summed`: the relative error that the sums behind it have in theory, as if a control run had it. `far`: this truth
     held against further control runs. `amplified`: control runs with CONTROL_FACTOR times as much rounding, whose
@@ -126,11 +131,12 @@ def measure(
     true, least = far.true, far.least
     if true.largest == 0 == least and not kinks and slack is None:
         return _beside_zeros(name, value, controls)
-    own = own_share(dtype)
+    own = own_share(kept or dtype)
+    ceiling = CEILING if lower or dtype != "float64" else FLOAT64_CEILING
     found = distance_from(value, true, least, own, slack)
     theory = Distance(frobenius=summed, peak=summed * FLOOR_EPSILONS["peak"] / FLOOR_EPSILONS["frobenius"])
     bound = [distance_from(run, true, least) for run in amplified]
-    allowed = _allowed(dtype, true, (*far.runs, theory), bound, [truth + kink for kink in kinks], least)
+    allowed = _allowed(kept or dtype, true, (*far.runs, theory), bound, [truth + kink for kink in kinks], least)
     _, which = found.worstratio(allowed)
     error, limit = getattr(found, which), getattr(allowed, which)
     return Measured(
@@ -139,7 +145,7 @@ def measure(
         error=error,
         allowed=limit,
         epsilons=error / epsilon(dtype),
-        decidable=_decidable(dtype, value, true, least, own, slack, allowed),
+        decidable=_decidable(ceiling, value, true, least, own, slack, allowed),
         loose=0 if slack is None else _loose(slack, dtype, allowed.peak * max(true.rms, least)),
         elements=truth.numel(),
         zero=true.rms < ZERO_SHARE * least and allowed.frobenius < CEILING,
@@ -194,10 +200,10 @@ def _allowed(
 
 
 def _decidable(
-    dtype: str, value: Tensor, true: Truth, least: float, own: float, slack: Tensor | None, allowed: Distance
+    ceiling: float, value: Tensor, true: Truth, least: float, own: float, slack: Tensor | None, allowed: Distance
 ) -> bool:
     """Whether a factor of FACTORS on this tensor would be beyond the limits, and those below their ceiling."""
-    if allowed.frobenius >= (FLOAT64_CEILING if dtype == "float64" else CEILING):
+    if allowed.frobenius >= ceiling:
         return False
     if slack is None and allowed.frobenius < _SURE and true.rms >= least:
         return True  # the tensor is within _SURE of the truth or wrong anyhow, so half of it is beyond

@@ -1,8 +1,9 @@
 """Values of parameters before the first step, of a program that does not return them.
 
-A parameter is a leaf that takes a gradient. It keeps its first value until an optimizer writes to it, so its value when
-an operator is first given it is the one that training began with. A dispatch mode sees that. Of functional programs,
-whose parameters are no leaves, nothing is seen.
+A parameter is a leaf that takes a gradient. It is written when it is made, and from then on it keeps its value until an
+optimizer writes to it. So the value with which training begins is the one that it has when an operator first reads it,
+or when it first has a gradient. A dispatch mode sees that. Of functional programs, whose parameters are no leaves,
+nothing is seen.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from harness.subject import NamedSubject, called
 from harness.torch_internals.autograd import current_task
 from harness.torch_internals.memory import storage_id
 from harness.torch_internals.modes import DispatchMode, FakeTensor, leaves, take_themselves_apart
+from harness.torch_internals.operators import writes
 
 _STARTED = "started"
 """Kind of the names under which first values travel in an outcome."""
@@ -36,9 +38,10 @@ class FirstValues(DispatchMode):
         self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """The operator's result, as it is."""
+        reads = not writes(operator) and operator is not torch.ops.aten.detach.default
         in_forward = current_task() < 0  # backward makes leaves of the tensors that forward saved
         for leaf in leaves((args, kwargs)) if in_forward else ():
-            if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_leaf:
+            if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_leaf and (reads or leaf.grad is not None):
                 own = leaf.to_local() if hasattr(leaf, "to_local") else leaf
                 if not isinstance(own, FakeTensor) and storage_id(own) not in self._noted:
                     self._noted[storage_id(own)] = leaf, own.detach().clone()  # the leaf, so that its memory lives

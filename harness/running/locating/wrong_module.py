@@ -23,7 +23,7 @@ from harness.running.ranks.capacity import memory_bytes
 from harness.running.ranks.execution import RankTask, sendable
 from harness.running.trials.reference import Function
 from harness.running.trials.trial import Trial
-from harness.running.truth.own import EXACT, InParts, one_rank
+from harness.running.truth.own import EXACT, InParts, Sums, one_rank
 from harness.subject import ALONE, called, kept_per_rank, session
 
 _COPIES = 8
@@ -73,7 +73,7 @@ def modules_of(trial: Trial, evidence: Evidence) -> Watched | None:
         ranks=_ranks(trial, trial.case, trial.subject.sent),
         truth=truth,
         axes=evidence.axes,
-        dtype=(evidence.lower or evidence).dtype,
+        dtype=evidence.lowest or evidence.dtype,
         controls=controls,
         first_call=first_call,
         events=evidence.events,
@@ -108,7 +108,7 @@ def _truths(trial: Trial, evidence: Evidence) -> tuple[ModuleCalls, list[ModuleC
         if trial.given:
             own = replace(own, call=names.own.with_masks(trial.given), address="")
         (calls,) = _ranks(trial, one.but(dtype=EXACT), own.sent)
-        return calls, _ranks(trial, one, InParts(own, _PARTS)) if low and calls.outputs else [], False
+        return calls, _ranks(trial, one, InParts(own, Sums(parts=_PARTS))) if low and calls.outputs else [], False
     calls = _dense(names.truth, trial)
     return calls, [_dense(names.control, trial)] if low and calls.outputs else [], False
 

@@ -1,15 +1,17 @@
 """Cases that compute or send in a lower precision than their own dtype: as the subject states, or as it is found.
 
-Only tensors beyond the limits of the case's own dtype are judged by those of the lower one, with control runs made in
-it (harness.running.truth.control_modes). All others stay as they were judged. Where the subject states nothing and
-errors are as small as a lower one's, the ranks are run once more and looked at. Does a number of a lower dtype
-enter arithmetic of the case's dtype (an island)? If so on one rank too, it belongs to the model: its limits hold, and
-the findings say where it is. If on several ranks alone, it is part of what is proved, and wrong. Where there is no such
-case on one rank, the origin is unknown, and what its limits would admit is unknown.
+A lower precision has the effect that it has. The ranks are run again with every number of that precision moved by a
+random part of its rounding, and so are the control runs of those tensors that are beyond the limits of the case's own
+dtype: as far from the truth as the ranks' tensors moved. A tensor that the precision does not reach keeps its limit. So
+do all that were right without it.
+
+Where the subject states nothing and errors are as small as a lower precision's, the ranks are run once and looked at.
+Does a number of a lower dtype enter arithmetic of the case's dtype (an island)? If so on one rank too, it belongs to
+the model. If on several ranks alone, it is part of what is proved, and wrong. Where there is no such case on one rank,
+the origin is unknown, and what its limits would admit is unknown.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,56 +20,55 @@ import torch
 from torch import Tensor
 
 from harness.checking.checks import LAWS, Check, examine
-from harness.checking.evidence import PASS, UNKNOWN, Evidence, Finding
-from harness.checking.measures.kinds import NUMERIC_KINDS, is_state, step_of
+from harness.checking.evidence import PASS, UNKNOWN, Evidence, Finding, merged_outcomes
+from harness.checking.measures.kinds import NUMERIC_KINDS, is_state, kind_of, step_of
 from harness.checking.measures.measured import Measured, epsilon
+from harness.checking.measures.tolerance import CONTROL_FACTOR
+from harness.checking.movement import MOVED
 from harness.errors import MachineError, ProgramError, RequestError
-from harness.protocols import CaseLike
+from harness.protocols import CaseLike, Value
 from harness.recording.capturing.operator_probes import Island, NarrowProbe, Probed, narrower
-from harness.running.trials.reference import Function
 from harness.running.trials.trial import Trial
-from harness.running.truth.control_modes import BOTH, Rounding
-from harness.running.truth.own import OwnTruth, one_rank
-from harness.subject import lower_dtypes, refusal, truth_of
+from harness.running.truth.own import one_rank
+from harness.running.truth.random_rounding import RandomRounding
+from harness.subject import NamedSubject, called, lower_dtypes, refusal, truth_of
 
 Found = tuple[Evidence, dict[str, Finding]]
-Judge = Callable[[Trial, Evidence, Mapping[str, Check]], Found]
-"""Judge by the limits of one precision."""
+MOVED_RUNS, AMPLIFIED_RUNS = 6, 3
+"""Runs of the ranks with their lower precision moved, and with CONTROL_FACTOR times as much of it."""
 
 _LARGEST: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.5}
 """The largest error for which a lower precision is looked for."""
 _USUAL = 0.1
 """Share of the largest error up to which a lower precision is looked for where only the verdict counts."""
 
-_GOLDEN = 0.618
-"""Steps of this share of 1 come near no earlier one for long."""
-_WHOLE = "float32"
-"""Dtype of a case as a whole."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundedControl:
-    """The function (case, device) -> outcome of a control run in a lower precision.
+class Stated:
+    """The lower precision that a subject states: its dtypes, and where it comes from in words."""
 
-    Where everything is computed in float32 (in a float64 case), it is that of the case in float32, tables of positions
-    included.
-    """
+    dtypes: frozenset[str]
+    origin: str
 
-    control: Function
-    rounding: Rounding
 
-    def __call__(self, case: CaseLike, device: torch.device, *, parts: int = 0, **words: Any) -> Mapping[str, Tensor]:
-        """The outcome in this precision. Each number of `parts` rounds otherwise: runs that all round the same numbers
-        alike would be one run.
-        """
-        rounds = partial(self.rounding.mode, 1 + parts * _GOLDEN % 1)
-        if self.rounding.compute == _WHOLE:
-            with suppress(ValueError):  # a subject whose cases have no such dtype
-                case = case.but(dtype=_WHOLE)
-        if isinstance(self.control, OwnTruth):  # rounds in the thread of its rank
-            return replace(self.control, around=rounds)(case, device, parts=parts, **words)
-        with rounds():
-            return self.control(case, device, parts=parts, **words)
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    """A subject whose numbers of these dtypes are moved by a random part of `factor` times their rounding."""
+
+    subject: NamedSubject
+    dtypes: frozenset[str]
+    seed: int
+    factor: float
+
+    def __getattr__(self, attribute: str) -> Any:
+        """Any other attribute is the subject's."""
+        return getattr(self.subject.call, attribute)  # session, per_rank
+
+    def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]:
+        """The subject's outcome, off by rounding."""
+        units = {getattr(torch, dtype): self.factor * epsilon(dtype) for dtype in self.dtypes}
+        with RandomRounding(units, seed=self.seed, leaving=True):
+            return called(self.subject.call, case, device)
 
 
 def wrong_of(findings: Mapping[str, Finding]) -> list[Measured]:
@@ -75,42 +76,36 @@ def wrong_of(findings: Mapping[str, Finding]) -> list[Measured]:
     return [measured for finding in findings.values() for measured in finding.wrong]
 
 
-def stated(trial: Trial, evidence: Evidence) -> Rounding | None:
+def stated(trial: Trial, evidence: Evidence) -> Stated | None:
     """The lower precision that the subject states for this case; None without one.
 
     Calls in a lower dtype are read from the ledger: nothing is sent so without a call of that dtype.
     """
     dtypes = lower_dtypes(trial.case, trial.subject)
-    compute, wire = dtypes.get("compute_dtype", ""), dtypes.get("wire_dtype", "")
-    sent = {event.phase for event in evidence.events if event.dtype == wire and event.group_size > 1}
-    passes = {"backward" if phase in ("backward", "grad_sync") else "forward" for phase in sent}
-    if not compute and not passes:
-        return None
-    words = " and ".join(f"{name}={dtype}" for name, dtype in dtypes.items() if name != "wire_dtype" or passes)
-    return Rounding(
-        compute=compute,
-        wire=wire if passes else "",
-        passes=tuple(one for one in BOTH if one in passes),
-        origin=f"errors below those of {{}} (the subject states {words})",
-    )
+    wire = dtypes.get("wire_dtype", "")
+    if wire and not any(event.dtype == wire and event.group_size > 1 for event in evidence.events):
+        del dtypes["wire_dtype"]
+    words = " and ".join(f"{name}={dtype}" for name, dtype in dtypes.items())
+    origin = f"errors below those of {{}} (the subject states {words})"
+    return Stated(dtypes=frozenset(dtypes.values()), origin=origin) if dtypes else None
 
 
-def as_stated(trial: Trial, found: Found, checks: Mapping[str, Check], rounding: Rounding, judge: Judge) -> Found:
-    """The findings, of tensors beyond the case's own limits by those of the precision that the subject states."""
+def as_stated(trial: Trial, found: Found, checks: Mapping[str, Check], precision: Stated) -> Found:
+    """The findings, of tensors beyond the case's own limits by the effect of the precision that the subject states."""
     if not wrong_of(found[1]):
         return found
-    seen, again = _lowered(trial, found, checks, rounding, judge)
+    seen, again = _by_effect(trial, found, checks, precision.dtypes)
     return seen, {
-        name: finding if finding is found[1][name] else _noted(finding, seen, rounding.origin)
+        name: finding if finding is found[1][name] else _noted(finding, seen, precision.origin)
         for name, finding in again.items()
     }
 
 
-def as_found(trial: Trial, found: Found, checks: Mapping[str, Check], judge: Judge) -> Found:
-    """The findings by the limits of the lowest precision that the ranks compute with, where that may explain them."""
+def as_found(trial: Trial, found: Found, checks: Mapping[str, Check]) -> Found:
+    """The findings by the effect of the lower precision that the ranks compute with, where that may explain them."""
     evidence, findings = found
     own_dtype, wrong = evidence.case.dtype, wrong_of(findings)
-    largest = max((measured.error for measured in wrong), default=0.0)
+    largest = max((one.error for one in wrong if kind_of(one.name) not in MOVED), default=0.0)  # a step may be noise
     share = _USUAL if trial.verdict_alone else 1.0
     looked_for = {dtype for dtype in narrower(own_dtype) if largest <= share * _LARGEST[dtype]}
     if not wrong or not looked_for or _stored_shorter(evidence, wrong, looked_for):
@@ -123,7 +118,7 @@ def as_found(trial: Trial, found: Found, checks: Mapping[str, Check], judge: Jud
     own = [island for island in islands if dense is None or island.dtype in dense]
     lowest = max(own or islands, key=lambda island: epsilon(island.dtype))
     words = f"errors below those of {{}} (the {own_dtype} case uses {lowest})"
-    seen, again = _lowered(trial, found, checks, Rounding(compute=lowest.dtype, origin=words), judge)
+    seen, again = _by_effect(trial, found, checks, {island.dtype for island in own or islands})
     if not own:
         return (evidence if wrong_of(again) else replace(evidence, island=str(lowest))), findings
     changed = {}
@@ -138,25 +133,57 @@ def as_found(trial: Trial, found: Found, checks: Mapping[str, Check], judge: Jud
     return seen, changed
 
 
-def _lowered(trial: Trial, found: Found, checks: Mapping[str, Check], rounding: Rounding, judge: Judge) -> Found:
-    """Judge failures again: the tensors that are beyond their limits by those of this precision."""
+def _by_effect(trial: Trial, found: Found, checks: Mapping[str, Check], dtypes: Iterable[str]) -> Found:
+    """Judge failures again: tensors beyond their limits by what rounding to these dtypes does to them."""
     evidence, findings = found
-    control = RoundedControl(control=trial.reference.control, rounding=rounding)
-    lower = replace(trial, reference=replace(trial.reference, control=control))
-    failed = {name: checks[name] for name, finding in findings.items() if finding.wrong and name in checks}
-    numbers = {name: check for name, check in failed.items() if name in NUMERIC_KINDS}
-    laws = {name: check for name, check in failed.items() if name in LAWS}
-    begun = replace(evidence, precision=rounding.precision, controls=(), far={}, kinks=(), slack={}, states=None)
-    seen, _ = judge(lower, begun, {**numbers, **laws})
-    beyond = frozenset(measured.name for name in numbers for measured in findings[name].wrong)
-    judged = replace(evidence, lower=seen, beyond=beyond)
-    return judged, {**findings, **examine(judged, numbers), **examine(seen, laws)}
+    again = {
+        name: checks[name]
+        for name, finding in findings.items()
+        if finding.wrong and name in checks and (name in NUMERIC_KINDS or name in LAWS)
+    }
+    beyond = frozenset(measured.name for name in again for measured in findings[name].wrong)
+    moved = [_effect(trial, evidence, beyond, frozenset(dtypes), 1 + run, 1.0) for run in range(MOVED_RUNS)]
+    more = [
+        _effect(trial, evidence, beyond, frozenset(dtypes), MOVED_RUNS + 1 + run, CONTROL_FACTOR)
+        for run in range(AMPLIFIED_RUNS)
+    ]
+    seen = replace(
+        evidence,
+        controls=(*evidence.controls, *moved),
+        amplified=(*evidence.amplified, *more),
+        beyond=beyond,
+        lowest=max(dtypes, key=epsilon),
+    )
+    return seen, {**findings, **examine(seen, again)}
+
+
+def _effect(
+    trial: Trial, evidence: Evidence, names: frozenset[str], dtypes: frozenset[str], seed: int, factor: float
+) -> dict[str, Tensor]:
+    """These tensors of the truth, as far from it as the ranks' own are moved by rounding to these dtypes.
+
+    States that parameters had before are among them. A tensor of which this is not known is left out: where a program
+    does not bear a dispatch mode, or what it returns is then no full tensor.
+    """
+    watch = any(name in rank for rank in evidence.captured for name in names)
+    call = _Moved(trial.subject, dtypes, seed, factor)
+    try:
+        with trial.timed("again"):
+            run = trial.run(call, watch=watch)
+    except (ProgramError, MachineError):
+        return {}
+    captured = tuple({name: rank[name] for name in rank if name in names} for rank in run.captured)
+    values = merged_outcomes(run.outcomes, captured, evidence.truth).tensors
+    own, truth = evidence.merged.tensors, evidence.truth
+    wanted = [name for name in values if name in truth and (name in names or kind_of(name) in MOVED)]
+    return {
+        name: truth[name] + (values[name].to(truth[name]) - own[name].to(truth[name])) for name in wanted if name in own
+    }
 
 
 def _noted(finding: Finding, seen: Evidence, words: str) -> Finding:
     """The finding with what its limits do not show."""
-    lowest = seen.lower.dtype if seen.lower is not None else seen.dtype
-    return replace(finding, unchecked=(*finding.unchecked, words.format(lowest)))
+    return replace(finding, unchecked=(*finding.unchecked, words.format(seen.lowest)))
 
 
 def _stored_shorter(evidence: Evidence, wrong: Sequence[Measured], dtypes: set[str]) -> bool:

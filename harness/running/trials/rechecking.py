@@ -37,13 +37,8 @@ def rechecked(trial: Trial, evidence: Evidence, checks: Mapping[str, Check], fin
 
     `findings`: of the evidence as it is, in float64.
     """
-    rounding = stated(trial, evidence)
-    if rounding is None:
-        return as_found(trial, _judged(trial, evidence, checks, findings), checks, _judged)
-    if evidence.dtype != "float64":
-        evidence = stepwise(trial, evidence)
-        findings = None
-    return as_stated(trial, (evidence, findings or examine(evidence, checks)), checks, rounding, _judged)
+    precision, found = stated(trial, evidence), _judged(trial, evidence, checks, findings)
+    return as_found(trial, found, checks) if precision is None else as_stated(trial, found, checks, precision)
 
 
 def _judged(trial: Trial, evidence: Evidence, checks: Mapping[str, Check], findings: Findings | None = None) -> Found:

@@ -20,17 +20,10 @@ A few control runs bound what follows smoothly from numbers, CONTROL_FACTOR time
 largest of two logits, the side of a relu's kink, the sign of a gradient of which Adam makes a whole step. One right
 program may choose otherwise where no control run does. So AMPLIFIED runs move results by CONTROL_FACTOR times as much:
 whatever such an error may turn, they turn often.
-
-In a lower precision, the dense model is computed, or sent, in a dtype that is lower than the case's. A program that
-computes in mixed precision keeps its parameters and its optimizer as they are, and rounds inputs and outputs of matrix
-products. So does a control run here, in any dense model. A product's partial sum is sent in a lower dtype: products
-return rounded numbers then, in the passes in which the ledger has such calls. A number is rounded to the digits of its
-new dtype and keeps its range, as loss scales see to.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,8 +33,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from harness.checking.measures.measured import epsilon
 from harness.checking.measures.tolerance import CONTROL_FACTOR
 from harness.running.truth.random_rounding import RandomRounding
-from harness.torch_internals.autograd import current_task
-from harness.torch_internals.modes import DispatchMode, FakeTensor, take_themselves_apart
 
 PERTURBED = -1
 """In place of the number of parts: whole sums, and every result moved by a random part of its own dtype's rounding."""
@@ -156,82 +147,3 @@ _CUT: Mapping[Any, Callable[..., Tensor]] = {
     aten.sum.dim_IntList: _sum,
     aten.sum.default: _whole,
 }
-
-
-BOTH = ("forward", "backward")
-_PRODUCTS = frozenset(
-    "addbmm addmm addmv baddbmm bmm convolution convolution_backward dot linear matmul mm mv _grouped_mm "
-    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward "
-    "_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention".split()
-)
-"""Operators of aten that multiply matrices."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rounding:
-    """A lower precision: the dtype of all computation, and that in which partial sums are sent, "" for none.
-
-    `passes` are those in which `wire` holds. `origin` is where the precision comes from, in words.
-    """
-
-    compute: str = ""
-    wire: str = ""
-    passes: tuple[str, ...] = BOTH
-    origin: str = ""
-
-    @property
-    def precision(self) -> dict[str, str]:
-        """Pass -> the lowest dtype in it."""
-        used = {name: [self.compute, self.wire if name in self.passes else ""] for name in BOTH}
-        return {name: max(filter(None, found), key=epsilon) for name, found in used.items() if any(found)}
-
-    def mode(self, scale: float = 1.0) -> AbstractContextManager[object]:
-        """A context in which matrix products of this thread are rounded so, each number times `scale`: other scales
-        round otherwise, and as much.
-        """
-        return _Rounded(self, scale)
-
-
-class _Rounded(DispatchMode):
-    """Rounds what products return, and what they are given where all is computed in a lower dtype."""
-
-    def __init__(self, rounding: Rounding, scale: float) -> None:
-        super().__init__()
-        self._scale = scale
-        self._inputs = rounding.compute and getattr(torch, rounding.compute)
-        self._outputs = {name: getattr(torch, dtype) for name, dtype in rounding.precision.items()}
-
-    def __torch_dispatch__(
-        self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """The operator's result, rounded where it is a product."""
-        kwargs = kwargs or {}
-        if take_themselves_apart(types):
-            return NotImplemented
-        if operator.overloadpacket.__name__ not in _PRODUCTS or any(issubclass(kind, FakeTensor) for kind in types):
-            return operator(*args, **kwargs)
-        if self._inputs:
-            args = [self._rounded(value, self._inputs) for value in args]
-        result = operator(*args, **kwargs)
-        dtype = self._outputs.get("backward" if current_task() >= 0 else "forward")
-        if dtype is None:
-            return result
-        if isinstance(result, tuple):
-            return tuple(self._rounded(one, dtype) for one in result)
-        return self._rounded(result, dtype)
-
-    def _rounded(self, value: Any, dtype: torch.dtype) -> Any:
-        """A tensor of a wider dtype with the digits of this one; anything else as it is."""
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            return value
-        if torch.finfo(value.dtype).eps >= torch.finfo(dtype).eps:
-            return value
-        return _digits(value * self._scale, dtype) / self._scale
-
-
-def _digits(value: Tensor, dtype: torch.dtype) -> Tensor:
-    eps = torch.finfo(dtype).eps
-    if dtype is not torch.float16 or value.dtype not in (torch.float64, torch.float32):
-        return value.to(dtype).to(value.dtype)
-    mantissa, exponent = torch.frexp(value)  # float16 has too small a range for gradients that nothing scales
-    return torch.ldexp((mantissa * (2 / eps)).round() * (eps / 2), exponent)

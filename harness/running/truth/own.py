@@ -9,8 +9,8 @@ Masks of dropout come from the ranks: as `given` where the truth takes it, else 
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -44,8 +44,7 @@ class OwnTruth:
 
     `dense` is the dense model, "alone" for the subject itself, which runs on `engine`. By the text of the case fill up
     `draws`, the masks of dropout that it drew itself, `initial`, its parameters before the first step, and `wide`:
-    whether its control runs multiply matrices in wider dtypes than the case's alone. A control run is made inside of
-    the context `around()`.
+    whether its control runs multiply matrices in wider dtypes than the case's alone.
     """
 
     subject: NamedSubject
@@ -53,7 +52,6 @@ class OwnTruth:
     engine: Engine
     timeout_s: float = 60.0
     control: bool = False
-    around: Callable[[], AbstractContextManager[object]] = nullcontext
     draws: dict[str, tuple[Draw, ...]] = field(default_factory=dict)
     wide: dict[str, bool] = field(default_factory=dict)
     initial: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)
@@ -76,7 +74,7 @@ class OwnTruth:
         if self.control:
             return self._controlled(case.but(**without_saving(case)), device, parts or 2, given)
         compute = self._alone if isinstance(self.dense, str) else self._own
-        tensors, draws = compute(case.but(dtype=EXACT, **without_saving(case)), device, _Sums(), given)
+        tensors, draws = compute(case.but(dtype=EXACT, **without_saving(case)), device, Sums(), given)
         tensors, self.initial[case_text(case)] = first_values(tensors)
         if given is None:
             self.draws[case_text(case)] = draws
@@ -92,7 +90,7 @@ class OwnTruth:
         """A control run; the first one of a case is made again where it multiplied in wider dtypes alone."""
         compute = self._alone if isinstance(self.dense, str) else self._own
         text, wide = case_text(case), self.wide.get(case_text(case), False)
-        sums = _Sums(parts=parts, units=emulated(case.dtype, wide=wide), wide=wide)
+        sums = Sums(parts=parts, units=emulated(case.dtype, wide=wide), wide=wide)
         tensors, initial = first_values(compute(case, device, sums, given)[0])
         tensors |= {INITIAL + name: value for name, value in initial.items()}
         if text in self.wide:
@@ -100,15 +98,13 @@ class OwnTruth:
         self.wide[text] = bool(sums.products) and max(sums.products) < epsilon(case.dtype)
         return self._controlled(case, device, parts, given) if self.wide[text] else tensors
 
-    def _own(
-        self, case: CaseLike, device: torch.device, sums: "_Sums", given: Mapping[str, Tensor] | None
-    ) -> _Computed:
+    def _own(self, case: CaseLike, device: torch.device, sums: "Sums", given: Mapping[str, Tensor] | None) -> _Computed:
         dense: Any = self.dense
         if given is not None and self.takes_given:
             dense = partial(dense, given=given)
 
         def outcome() -> _Computed:
-            with torch.random.fork_rng(devices=[]), session(self.subject.call), self.around(), sums.taken():
+            with torch.random.fork_rng(devices=[]), session(self.subject.call), sums.taken():
                 torch.manual_seed(case.seed)
                 with DropoutProbe(self._joint(given)) as probe, FirstValues() as first:
                     tensors = dense(case, device)
@@ -122,12 +118,12 @@ class OwnTruth:
         return None if given is None or self.takes_given else in_order(given)
 
     def _alone(
-        self, case: CaseLike, device: torch.device, sums: "_Sums", given: Mapping[str, Tensor] | None
+        self, case: CaseLike, device: torch.device, sums: "Sums", given: Mapping[str, Tensor] | None
     ) -> _Computed:
         one = one_rank(case, self.subject)
         call: Subject = WithFirstValues(replace(self.subject, call=self.with_masks(given), address=""))
         if sums.parts:
-            call = InParts(replace(self.subject, call=call, address=""), sums, self.around)
+            call = InParts(replace(self.subject, call=call, address=""), sums)
         try:
             run = execute(
                 one, call, self.engine, text=case_text(one), record=False, device=str(device), timeout_s=self.timeout_s
@@ -147,7 +143,7 @@ class OwnTruth:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Sums:
+class Sums:
     """How a run takes its sums: in how many `parts`, 0 as they are, and by what wide results are moved (`units`): all
     of them where nothing is computed in the case's dtype (`wide`).
 
@@ -185,11 +181,10 @@ def _by_data_rank(tensors: Mapping[str, Tensor], case: CaseLike) -> Mapping[str,
 
 @dataclass(frozen=True, slots=True)
 class InParts:
-    """The subject with its contractions cut into partial sums on every rank, inside of the context `around()`."""
+    """The subject with its contractions cut into partial sums on every rank."""
 
     subject: NamedSubject
-    sums: "_Sums"
-    around: Callable[[], AbstractContextManager[object]] = nullcontext
+    sums: "Sums"
 
     def __getattr__(self, attribute: str) -> Any:
         """Any other attribute is the subject's."""
@@ -197,7 +192,7 @@ class InParts:
 
     def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]:
         """The subject's outcome in partial sums."""
-        with self.around(), self.sums.taken():
+        with self.sums.taken():
             return self.subject.call(case, device)
 
 

@@ -193,7 +193,8 @@ def _promoted(args: Sequence[Any]) -> torch.dtype:
     """The dtype to which tensors are promoted together; those without a dim count where there are no others."""
     real = [x for x in leaves(args) if _is_real(x)]
     dtypes = [x.dtype for x in real if x.dim()] or [x.dtype for x in real]
-    return functools.reduce(torch.promote_types, dtypes)
+    widest: torch.dtype = functools.reduce(torch.promote_types, dtypes)
+    return widest
 
 
 @functools.cache
