@@ -54,7 +54,7 @@ def _measured(evidence: Evidence, name: str, kind: float, summed_error: float) -
         truth,
         dtype=evidence.dtype,
         kept=stored_dtype(evidence, evidence.merged.tensors[name]) if states else "",
-        lower=name in evidence.beyond,
+        lower=evidence.lowest if name in evidence.beyond else "",
         controls=controls,
         amplified=amplified,
         far=evidence.far.get(name),

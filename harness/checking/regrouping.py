@@ -83,7 +83,7 @@ def _compared(evidence: Evidence, other: Mapping[str, Tensor]) -> Iterator[Measu
 
 def _rounded(evidence: Evidence, name: str, other: Tensor, kind: float) -> Measured:
     """Two tensors in lower precision, each within what control runs allow around one truth."""
-    dtype, lower = evidence.dtype, name in evidence.beyond
+    dtype, lower = evidence.dtype, evidence.lowest if name in evidence.beyond else ""
     if not other.is_floating_point():
         return measure(name, other, evidence.merged.tensors[name], dtype=dtype)
     tensor, truth = evidence.merged.tensors[name].double(), evidence.truth.get(name)

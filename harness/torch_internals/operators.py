@@ -1,5 +1,6 @@
 """torch's dispatcher: which operators of collectives there are, their schemas, and kernels of our own for them."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -49,9 +50,11 @@ def makes_new(operator: Any) -> bool:
     return all(one.alias_info is None for one in operator._schema.returns)
 
 
-def writes(operator: Any) -> bool:
-    """Whether an operator writes to what it is given. Uses OpOverload._schema."""
-    return bool(operator._schema.is_mutable)
+@functools.cache
+def written_arguments(operator: Any) -> frozenset[int]:
+    """The positions of the arguments that an operator writes to. Uses OpOverload._schema."""
+    known = [argument.alias_info for argument in operator._schema.arguments]
+    return frozenset(place for place, alias in enumerate(known) if alias is not None and alias.is_write)
 
 
 def short_name(operator: Any) -> str:

@@ -106,7 +106,7 @@ def measure(
     *,
     dtype: str,
     kept: str = "",
-    lower: bool = False,
+    lower: str = "",
     controls: Sequence[Tensor] = (),
     amplified: Sequence[Tensor] = (),
     far: Controlled | None = None,
@@ -118,7 +118,7 @@ def measure(
     """Compare one tensor with the truth (same shape) as the run dtype allows; `kind` is the rms of its kind.
 
     `kept`: the dtype in which the tensor was kept where that is wider, such as float32 of a 16-bit case: the smallest
-    limit is of that. `lower`: whether control runs have a lower precision than the dtype's.
+    limit is of that. `lower`: the lowest dtype whose rounding control runs have, where that is lower than the run's.
 
     `summed`: the relative error that the sums behind it have in theory, as if a control run had it. `far`: this truth
     held against further control runs. `amplified`: control runs with CONTROL_FACTOR times as much rounding, whose
@@ -144,7 +144,7 @@ def measure(
         measure=which,
         error=error,
         allowed=limit,
-        epsilons=error / epsilon(dtype),
+        epsilons=error / epsilon(lower or dtype),
         decidable=_decidable(ceiling, value, true, least, own, slack, allowed),
         loose=0 if slack is None else _loose(slack, dtype, allowed.peak * max(true.rms, least)),
         elements=truth.numel(),

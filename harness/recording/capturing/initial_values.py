@@ -19,7 +19,7 @@ from harness.subject import NamedSubject, called
 from harness.torch_internals.autograd import current_task
 from harness.torch_internals.memory import storage_id
 from harness.torch_internals.modes import DispatchMode, FakeTensor, leaves, take_themselves_apart
-from harness.torch_internals.operators import writes
+from harness.torch_internals.operators import written_arguments
 
 _STARTED = "started"
 """Kind of the names under which first values travel in an outcome."""
@@ -38,7 +38,7 @@ class FirstValues(DispatchMode):
         self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """The operator's result, as it is."""
-        reads = not writes(operator) and operator is not torch.ops.aten.detach.default
+        reads = not written_arguments(operator) and operator is not torch.ops.aten.detach.default
         in_forward = current_task() < 0  # backward makes leaves of the tensors that forward saved
         for leaf in leaves((args, kwargs)) if in_forward else ():
             if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_leaf and (reads or leaf.grad is not None):

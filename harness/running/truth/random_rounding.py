@@ -27,7 +27,7 @@ from torch import Tensor
 
 from harness.torch_internals.memory import storage_id
 from harness.torch_internals.modes import DispatchMode, FakeTensor, leaves, mapped, take_themselves_apart
-from harness.torch_internals.operators import makes_new
+from harness.torch_internals.operators import makes_new, written_arguments
 
 PRODUCTS = frozenset(
     "addbmm addmm addmv addr baddbmm bmm convolution convolution_backward dot linear matmul mm mv vdot _grouped_mm "
@@ -98,7 +98,7 @@ class RandomRounding(DispatchMode):
             narrow = name == "sum" and _of_rows(args)
             args = mapped(functools.partial(self._moved, terms=_terms(name, args), narrow=narrow), list(args))
         if self._leaving:
-            args = self._left(args, kwargs)
+            args = self._left(operator, args, kwargs)
         result = self._noted(name, self.compute(operator, args, kwargs))
         self._remember(result)
         if not new or exact or not _takes_numbers(args):
@@ -141,11 +141,15 @@ class RandomRounding(DispatchMode):
         """What the operator returns of these arguments, before it is moved."""
         return operator(*args, **kwargs)
 
-    def _moved(self, x: Any, terms: int = 1, *, narrow: bool = False) -> Any:
-        """A tensor moved by its dtype's unit, or by what a sum of so many of it rounds; anything else as it is."""
+    def _moved(self, x: Any, terms: int = 0, *, narrow: bool = False) -> Any:
+        """A tensor moved by its dtype's unit, or by what a sum of so many of it rounds; anything else as it is.
+
+        A number that was kept in the narrow dtype was rounded when it was made, and only the sum of it rounds.
+        """
         unit = self._units.get(x.dtype, 0.0) if isinstance(x, Tensor) else 0.0
-        summed = (unit if narrow else min(unit, _WIDE)) * math.sqrt((terms + 1) / 2)
-        return self._by(x, max(unit, summed)) if unit else x
+        summed = (unit if narrow else min(unit, _WIDE)) * math.sqrt((terms + 1) / 2) if terms else 0.0
+        kept = bool(terms) and unit >= _eps(x.dtype)
+        return self._by(x, summed if kept else max(unit, summed)) if unit else x
 
     def _by(self, x: Tensor, unit: float) -> Tensor:
         if x.is_complex():
@@ -154,7 +158,7 @@ class RandomRounding(DispatchMode):
         moved = (x * (1 + unit * part)).to(x.dtype)
         return moved.where((x != x.round()) & x.isfinite(), x)
 
-    def _left(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+    def _left(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
         """The arguments, numbers of the dtypes of `units` moved in the wider dtype of what they are computed to."""
         given = any(isinstance(x, Tensor) and x.dtype in self._units for x in leaves(args))
         if not given:
@@ -168,8 +172,8 @@ class RandomRounding(DispatchMode):
                 return x
             return self._by(x.to(wanted), self._units[x.dtype])
 
-        moved: Sequence[Any] = mapped(widened, list(args))
-        return moved
+        written = written_arguments(operator)
+        return [x if place in written else mapped(widened, x) for place, x in enumerate(args)]
 
 
 def _terms(name: str, args: Sequence[Any]) -> int:
