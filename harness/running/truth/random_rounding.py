@@ -146,10 +146,12 @@ class RandomRounding(DispatchMode):
 
         A number that was kept in the narrow dtype was rounded when it was made, and only the sum of it rounds.
         """
-        unit = self._units.get(x.dtype, 0.0) if isinstance(x, Tensor) else 0.0
+        if not isinstance(x, Tensor) or x.dtype not in self._units:
+            return x
+        unit = self._units[x.dtype]
         summed = (unit if narrow else min(unit, _WIDE)) * math.sqrt((terms + 1) / 2) if terms else 0.0
         kept = bool(terms) and unit >= _eps(x.dtype)
-        return self._by(x, summed if kept else max(unit, summed)) if unit else x
+        return self._by(x, summed if kept else max(unit, summed))
 
     def _by(self, x: Tensor, unit: float) -> Tensor:
         if x.is_complex():
