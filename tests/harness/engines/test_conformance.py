@@ -133,6 +133,16 @@ def test_works_that_nobody_waited_for_are_listed_and_still_completed(engine: Eng
     assert engine.run(programs.summed, world_size=2) and not engine.unwaited
 
 
+def test_a_functional_result_that_nothing_reads_needs_no_wait_and_one_of_an_operator_does(engine: Engine) -> None:
+    assert engine.run(programs.drops_results, world_size=2) == [12.0] * 2
+    assert [(work.rank, work.op, work.number) for work in engine.unwaited] == [
+        (0, "all_reduce", 4),
+        (1, "all_reduce", 4),
+    ]
+    line = programs.drops_results.__code__.co_firstlineno + 10
+    assert {work.caller for work in engine.unwaited} == {f"tests/harness/engines/programs.py:{line}"}
+
+
 def test_torch_waits_for_its_own_works(engine: Engine) -> None:
     torch.manual_seed(0)
     first = torch.nn.Linear(2, 1, bias=False).weight.flatten().tolist()
