@@ -126,9 +126,7 @@ def leaves_works(rank: int) -> list[float]:
 
 
 def drops_results(rank: int) -> float:
-    """Results of functional collectives that nothing reads: dropped, viewed, made again by a backward; the last, that of
-    an operator, would not wait for itself.
-    """
+    """Results of functional collectives that nothing reads: dropped, viewed, made again; then one of an operator."""
     group = _get_default_group()
     functional.all_reduce(torch.ones(2), "sum", group)
     functional.all_reduce(torch.ones(2), "max", group).view(-1)
@@ -136,7 +134,7 @@ def drops_results(rank: int) -> float:
     total = checkpoint(lambda x: _Summed.apply(x * 3, group), x, use_reentrant=True).sum()
     total.backward()
     torch.ops._c10d_functional.all_reduce(torch.ones(2), "sum", group.group_name)
-    return float(total)
+    return float(total.detach())
 
 
 class _Summed(torch.autograd.Function):
@@ -144,7 +142,8 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        return functional.all_reduce(x, "sum", group)
+        total: torch.Tensor = functional.all_reduce(x, "sum", group)
+        return total
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:

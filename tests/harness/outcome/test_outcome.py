@@ -65,6 +65,44 @@ def test_any_cut_into_boxes_merges_back(data: st.DataObject) -> None:
     assert len(lost) == len(boxes) or flaw.message.endswith(f"first missing at {min(lost)}")
 
 
+@given(st.data())
+def test_shards_of_any_extent_that_agree_where_they_overlap_merge_and_one_other_element_is_a_conflict(
+    data: st.DataObject,
+) -> None:
+    shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple))
+    full = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
+    held, boxes = torch.zeros(shape, dtype=torch.int64), list[tuple[slice, ...]]()
+    for _ in range(data.draw(st.integers(2, 5))):
+        ends = [sorted(data.draw(st.sets(st.integers(0, size), min_size=2, max_size=2))) for size in shape]
+        boxes.append(tuple(slice(a, b) for a, b in ends))
+        held[boxes[-1]] += 1
+    starts = [tuple(part.start for part in box) for box in boxes]
+    outcomes = [{"w": Shard(full[box].clone(), at, shape)} for box, at in zip(boxes, starts, strict=True)]
+    tensors, flaws = merged_from(*outcomes)
+    missing = (held == 0).nonzero().tolist()
+    if not missing:
+        assert flaws == [] and torch.equal(tensors["w"], full)
+    else:
+        (flaw,) = merge([localize(outcome) for outcome in outcomes]).flaws
+        first = f"first missing at {tuple(missing[0])}"
+        assert (flaw.kind, flaw.message) == (
+            "omission",
+            f"{len(missing)} of {full.numel()} elements are held by no rank; {first}",
+        )
+    if several := (held > 1).nonzero().tolist():
+        place = tuple(data.draw(st.sampled_from(several)))
+        holders = [
+            rank
+            for rank, box in enumerate(boxes)
+            if all(part.start <= i < part.stop for part, i in zip(box, place, strict=True))
+        ]
+        wrong = data.draw(st.sampled_from(holders))
+        outcomes[wrong]["w"].local[tuple(i - at for i, at in zip(place, starts[wrong], strict=True))] += 0.5
+        (flaw,) = merge([localize(outcome) for outcome in outcomes]).flaws
+        assert flaw.kind == "replica conflict" and flaw.ranks and {*flaw.ranks} <= {*holders}
+        assert f"rank {wrong} " in flaw.message and " in 1 of " in flaw.message and "by up to 0.5" in flaw.message
+
+
 def shard(start: int, stop: int, rows: int = 6, *, off: float = 0.0, dtype: torch.dtype = torch.float64) -> Shard:
     """These rows of the tensor, as part of one that has `rows`."""
     return Shard((FULL[start:stop] + off).to(dtype), (start, 0), (rows, 4))
@@ -76,6 +114,9 @@ BIT = "rank 1 differs from rank 0 in 1 of 24 elements, by up to 1.8e-15, first a
 MISSING = "a full tensor on ranks 0 is not returned by ranks 1; return it on every rank"
 DTYPES = "the ranks disagree on the dtype: rank 0 returns float64, rank 1 float32"
 BEYOND = "999999999999996 of 1000000000000000 elements are held by no rank; first missing at (4,)"
+SHARED = "rank 1 differs from rank 0 in 8 of 8 elements, by up to 2, first at (2, 0) of what both hold, [2:4, 0:4]; "
+SHARED += "rank 0 holds [0:4, 0:4] and rank 1 [2:6, 0:4]"
+LAST = "4 of 24 elements are held by no rank; first missing at (5, 0)"
 HOLE = "4 of 24 elements are held by no rank; first missing at (2, 0)"
 
 
@@ -84,7 +125,13 @@ HOLE = "4 of 24 elements are held by no rank; first missing at (2, 0)"
     [
         ([FULL, NEXT, FULL], "replica conflict", (1,), BIT),
         ([shard(0, 3), shard(3, 6), shard(0, 3), shard(3, 6, off=1)], "replica conflict", (3,), "rank 3 differs"),
-        ([shard(0, 4), shard(3, 6)], "overlap", (0, 1), "rank 0 holds [0:4, 0:4] and rank 1 holds [3:6, 0:4]"),
+        ([shard(0, 4), shard(2, 6, off=2)], "replica conflict", (0, 1), SHARED),
+        (
+            [shard(0, 4), shard(3, 5)],
+            "omission",
+            (0, 1),
+            "4 of 24 elements are held by no rank; first missing at (5, 0)",
+        ),
         ([shard(0, 2), shard(3, 6)], "omission", (), HOLE),
         ([[], []], "omission", (), ""),
         ([Shard(torch.ones(4), (0,), (10**15,))], "omission", (), BEYOND),
@@ -102,6 +149,8 @@ def test_a_flaw_is_named_with_its_ranks(values: list[Any], kind: str, ranks: tup
 def test_the_same_bits_are_no_flaw_and_a_shard_need_not_be_on_every_rank() -> None:
     assert merged_from(*({"a": part} for part in (shard(0, 3), shard(3, 6)) * 2))[1] == []
     assert merged_from({"a": shard(0, 6)}, {})[1] == []
+    heads = {"a": shard(0, 3)}, {"a": shard(0, 6)}, {"a": shard(3, 6)}  # two heads over three ranks
+    assert torch.equal(merged_from(*heads)[0]["a"], FULL)
 
 
 def test_replicas_of_nan_are_equal_and_signed_zeros_are_not() -> None:
