@@ -247,7 +247,8 @@ def test_a_function_that_depends_on_the_dtype_is_compared_in_it(norm: Any, dtype
 def test_an_operator_that_takes_a_number_from_the_dtype_itself_is_named() -> None:
     def solved(dtype: torch.dtype) -> list[Step]:
         a, b = torch.tensor([[1.0, 0.0], [0.0, 1e-10]], dtype=dtype), torch.ones(2, 1, dtype=dtype)
-        with Forward() as forward:
+        forward = Forward()
+        with forward:
             torch.linalg.lstsq(a, b, driver="gelsd").solution.mul(2)  # what is below the dtype's epsilon counts as 0
         return forward.steps
 
