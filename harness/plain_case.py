@@ -38,8 +38,9 @@ class WordError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The words of a subject's cases: word -> values, the default first. Those of a `closed` word alone are legal; any
-    other takes every value of its type.
+    """The words of a subject's cases: word -> values, the default first.
+
+    No other values of `closed` words are legal; any other word takes every value of its type.
     """
 
     words: tuple[tuple[str, tuple[Word, ...]], ...]

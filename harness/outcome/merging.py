@@ -1,9 +1,9 @@
 """Merging: the blocks of all ranks put together into full tensors, and what is wrong with the layout said first.
 
 Runs outside the ranks, so it adds no communication. A name whose blocks are flawed has no merged tensor: no number of
-it is compared, and the verdicts say so. Shapes count elements. What several ranks hold, as shards of one extent or of
-others (a head that some ranks share), is the same on all of them. Source of the verdicts: TTrace (omission, replica
-conflict before any numeric comparison).
+it is compared, and the verdicts say so. Shapes count elements. Shards of any extent may overlap (a head that some
+ranks share), and agree bit for bit where they do. Source of the verdicts: TTrace (omission, replica conflict before any
+numeric comparison).
 """
 
 import itertools

@@ -103,7 +103,7 @@ class Prover:
         """The case to prove: `only`, or one drawn of this mode with these `fixed` words, as the subject takes it.
 
         Words of `where_known` are fixed too, but for a subject of own words that has them not, or not this value. Skips
-        the test when the subject refuses `only` or has no such word or value; a drawn case that has no stand-in
+        the test when the subject refuses `only`, or has no such word or value. A drawn case that has no stand-in
         (`fitting`) is not counted.
         """
         if self.only is not None:

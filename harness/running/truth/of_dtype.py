@@ -11,7 +11,7 @@ order show where results begin to differ by more than rounding, and why:
     elsewhere   random numbers or constants differ, or one run has operators that the other has not
 
 A difference is followed from operator to operator, as long as it is there: what fills a mask leaves none behind the
-softmax. The last difference of the forward tells which of these it came from.
+softmax. The last difference of the forward counts.
 """
 
 import difflib
@@ -39,9 +39,9 @@ _MOST = 2**26
 """Elements that are kept of a forward; what follows is not looked at."""
 _EPSILON = float(torch.finfo(torch.float32).eps)
 _OWN = 64 * _EPSILON
-"""The relative error that rounding explains in one operator; or this many times what a change of its inputs by their
-rounding makes of it, where it amplifies that."""
+"""The relative error that rounding explains in one operator."""
 _AMPLIFIED = 16
+"""Explained too is this many times the effect of a change of its inputs by their rounding."""
 _CASTS = frozenset({"_to_copy"})
 """Operators that a run has where it is not in the dtype in which numbers are stated."""
 _UNSET = ("empty", "new_empty")
@@ -226,7 +226,7 @@ class _Differences:
     drawn: bool = False
 
     def follow(self, step: Step, found: _Origin | None) -> None:
-        """What this step made differs from here on, or no longer, as `found` or what it was given says."""
+        """From here on results of this step differ as what it was given does, else as `found`; or no longer."""
         before = [self.origins[key] for key in step.given if key in self.origins]
         origin = before[0] if before else found
         for key in step.made:
@@ -262,8 +262,9 @@ def _named(wide: Step, narrow: Step) -> _Origin | None:
 
 
 def differing_operator(wide: Sequence[Step], narrow: Sequence[Step], error: float) -> str:
-    """The operator, in words, from which the forward in float32 differs by this error from that in float64; "" where
-    the difference came from no operator.
+    """The operator, in words, from which a forward in float32 differs by this error from that in float64.
+
+    "" where the difference came from no operator.
     """
     found = _Differences(math.sqrt(error * _EPSILON))  # half-way, in orders of magnitude, between it and rounding
     names = [step.operator for step in wide], [step.operator for step in narrow]
