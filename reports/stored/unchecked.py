@@ -176,7 +176,7 @@ def _deviating(run: Run) -> list[str]:
 def _of_dtype(run: Run) -> list[str]:
     """The operators by which dense models depend on the dtype, and in how many cases."""
     found = Counter(unchecked for _, unchecked in _passed(run, "truth") if unchecked.startswith(OF_DTYPE))
-    return [f"not checked: {one} ({_cases(found[one])}); legal: a number that is stated" for one in found]
+    return [f"not checked: {one} ({_cases(found[one])}); legal: state that number, or prove float64" for one in found]
 
 
 def _rounded(run: Run) -> list[str]:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.running.truth.of_dtype import Forward, Step, differing_operator
-from tests.harness.proofs import proved, verdict_of
+from reports.stored.frames import load
+from reports.stored.unchecked import unchecked_notes
+from tests.harness.proofs import proved, ran, verdict_of
 
 
 def _summed(x: Tensor) -> Tensor:
@@ -71,6 +74,13 @@ def test_a_function_that_depends_on_the_dtype_is_compared_in_it(norm: Any, dtype
     assert unchecked.endswith("is given 1.19209e-07 in float32 and 2.22045e-16 in float64")
     off = proved(Normed(norm, factor=1.0001 if dtype == "float32" else 1.2), f"dp=2 dtype={dtype}", truth=truth)
     assert off.verdict == "fail" or truth == "alone"  # one rank has the factor too
+
+
+def test_a_note_names_the_operator(tmp_path: Path) -> None:
+    result = ran(tmp_path, Normed(by_hand), "dp=2 dtype=float32")
+    (note,) = [one for one in unchecked_notes(load(str(result.path))) if "depends on the dtype" in one]
+    assert note.startswith("not checked: the dense model in float64, for its function depends on the dtype: add at ")
+    assert note.endswith("in float64 (1 case); legal: state that number, or prove float64")
 
 
 def test_an_operator_that_takes_a_number_from_the_dtype_itself_is_named() -> None:
