@@ -38,39 +38,36 @@ class WordError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The words of a subject's cases: word -> its legal values, the default first; one value alone: any of its type."""
+    """The words of a subject's cases: word -> values, the default first.
+
+    No other values of `closed` words are legal; any other word takes every value of its type.
+    """
 
     words: tuple[tuple[str, tuple[Word, ...]], ...]
+    closed: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, own: Mapping[str, Any]) -> "Vocabulary":
         """The vocabulary of `subject.words`: word -> its default, or a tuple of its legal values, the default first.
 
-        An own word may be one that every case has, for another default: {"micro": 3}. Raises TypeError for what is no
-        such mapping.
+        A tuple of one value leaves no other. An own word may be one that every case has, for another default,
+        {"micro": 3}, or for fewer values: {"micro": (1,)}. Raises TypeError for what is no such mapping.
         """
-        legal = "{'width': 12, 'act': ('gelu', 'relu')}"
         if not isinstance(own, Mapping):
-            raise TypeError(f"words={own!r} must map words to defaults; legal: {legal}")
+            raise TypeError(f"words={own!r} must map words to defaults; legal: {_LEGAL}")
         words: dict[str, tuple[Word, ...]] = {**dict.fromkeys(AXES, (1,)), **COMMON}
+        closed = {"dtype"}
         for key, value in own.items():
-            values = tuple(value) if isinstance(value, tuple | list) else (value,)
-            kinds = {type(one) for one in values}
-            if not isinstance(key, str) or not key.isidentifier() or len(kinds) != 1 or not kinds <= _KINDS:
-                rule = "a word is a name, its values are numbers, booleans or text of one type"
-                raise TypeError(f"words[{key!r}]={value!r}: {rule}; legal: {legal}")
-            if key in EXPERT_AXES and kinds != {int}:
-                raise TypeError(
-                    f"words[{key!r}]={value!r}: the ranks of an axis are a whole number; legal: {{{key!r}: 1}}"
-                )
-            if key not in (*AXES, *COMMON, "mode") and hasattr(PlainCase, key):
-                raise TypeError(f"words[{key!r}]: every case has an attribute of this name; legal: another word")
-            if any(not str(one) or any(sign in str(one) for sign in " \t\n=") for one in values):
-                raise TypeError(f"words[{key!r}]={value!r}: a value is text without spaces or =; legal: {legal}")
-            legal_values = COMMON.get(key, ()) if len(values) == 1 else ()
-            others = [value for value in legal_values if value != values[0]] if len(legal_values) > 1 else []
-            words[key] = (*values, *others)
-        return cls(tuple(words.items()))
+            listed = isinstance(value, tuple | list)
+            values = tuple(value) if listed else (value,)
+            _require(key, value, values)
+            words[key] = tuple(dict.fromkeys(values if listed or key != "dtype" else (*values, *COMMON[key])))
+            closed |= {key} if listed else set()
+        return cls(tuple(words.items()), frozenset(closed))
+
+    def takes(self, key: str, value: Word) -> bool:
+        """Whether a case may have this value of a word that it has."""
+        return key not in self.closed or value in dict(self.words)[key]
 
     def parse(self, text: str) -> "PlainCase":
         """The case of a text of `word=value`; later words override earlier ones. Raises WordError."""
@@ -82,25 +79,28 @@ class Vocabulary:
             stated[key] = self._read(key, value)
         return self.case(stated)
 
-    def case(self, stated: Mapping[str, Word]) -> "PlainCase":
-        """The case with these words, and the defaults of all others. Raises WordError."""
+    def case(self, stated: Mapping[str, Word], *, any_dtype: bool = False) -> "PlainCase":
+        """The case with these words, and the defaults of all others; `any_dtype`: in a dtype that no word allows too.
+
+        Raises WordError.
+        """
         known = dict(self.words)
         for key, value in stated.items():
             if key not in known:
                 raise WordError(key, value, "is no word of this subject's cases", " ".join(known))
             if type(value) is not type(known[key][0]):
                 raise WordError(key, value, f"must be of type {type(known[key][0]).__name__}", known[key][0])
-            if len(known[key]) > 1 and value not in known[key]:
-                raise WordError(key, value, "is none of its values", "|".join(map(_written, known[key])))
-            if key in _AT_LEAST and value < _AT_LEAST[key]:  # type: ignore[operator]
-                raise WordError(key, value, f"must be at least {_AT_LEAST[key]}", f"{key}={_AT_LEAST[key]}")
-            most = _AT_MOST.get(key, _LARGEST)
-            if type(value) is int and abs(value) > most:
-                raise WordError(key, value, f"must be at most {most}", f"{key}={most}")
+            if not self.takes(key, value) and not (any_dtype and key == "dtype" and value in COMMON[key]):
+                raise self.foreign(key, value)
+            _require_bounds(key, value)
         values = {key: stated.get(key, legal[0]) for key, legal in self.words}
         made = PlainCase(vocabulary=self, values=tuple(values.items()))
         made.require_expert_axes()
         return made
+
+    def foreign(self, key: str, value: Word) -> WordError:
+        """The error of a value that is none of those of its word."""
+        return WordError(key, value, "is none of its values", "|".join(map(_written, dict(self.words)[key])))
 
     def _read(self, key: str, text: str) -> Word:
         known = dict(self.words)
@@ -237,8 +237,11 @@ class PlainCase:
         return dict(self.values)
 
     def but(self, **words: Word) -> "PlainCase":
-        """This case with some words changed. Raises WordError for a word that no case of the subject has."""
-        return self.vocabulary.case({**dict(self.values), **words})
+        """This case with some words changed. Raises WordError for a word or a value that no case of the subject has.
+
+        In any dtype: the truth is computed in float64 whatever dtypes the subject takes (`harness.subject.refusal`).
+        """
+        return self.vocabulary.case({**dict(self.values), **words}, any_dtype=True)
 
     def __str__(self) -> str:
         defaults = self.defaults
@@ -247,6 +250,41 @@ class PlainCase:
 
 
 _KINDS: frozenset[type] = frozenset({int, float, bool, str})
+_LEGAL = "{'width': 12, 'act': ('gelu', 'relu')}"
+
+
+def _require(key: Any, value: object, values: tuple[Any, ...]) -> None:
+    """Raise TypeError unless these can be the values of a word; `value` is what the subject stated."""
+    kinds = {type(one) for one in values}
+    if not isinstance(key, str) or not key.isidentifier() or len(kinds) != 1 or not kinds <= _KINDS:
+        rule = "a word is a name, its values, one at least, are numbers, booleans or text of one type"
+        raise TypeError(f"words[{key!r}]={value!r}: {rule}; legal: {_LEGAL}")
+    if key in EXPERT_AXES and kinds != {int}:
+        raise TypeError(f"words[{key!r}]={value!r}: the ranks of an axis are a whole number; legal: {{{key!r}: 1}}")
+    if key not in (*AXES, *COMMON, "mode") and hasattr(PlainCase, key):
+        raise TypeError(f"words[{key!r}]: every case has an attribute of this name; legal: another word")
+    if any(not str(one) or any(sign in str(one) for sign in " \t\n=") for one in values):
+        raise TypeError(f"words[{key!r}]={value!r}: a value is text without spaces or =; legal: {_LEGAL}")
+    common = COMMON.get(key, (1,) if key in AXES else ())
+    if common and kinds != {type(common[0])} or len(common) > 1 and not set(values) <= set(common):
+        legal = f"one of {', '.join(map(repr, common))}" if len(common) > 1 else "a whole number"
+        raise TypeError(
+            f"words[{key!r}]={value!r}: every case has this word, {legal}; legal: {{{key!r}: {common[0]!r}}}"
+        )
+    for one in values:
+        try:
+            _require_bounds(key, one)
+        except WordError as problem:
+            raise TypeError(f"words[{key!r}]={value!r}: {problem}") from None
+
+
+def _require_bounds(key: str, value: Word) -> None:
+    """Raise WordError for a number that is too small or too large for its word."""
+    if key in _AT_LEAST and value < _AT_LEAST[key]:  # type: ignore[operator]
+        raise WordError(key, value, f"must be at least {_AT_LEAST[key]}", f"{key}={_AT_LEAST[key]}")
+    most = _AT_MOST.get(key, _LARGEST)
+    if type(value) is int and abs(value) > most:
+        raise WordError(key, value, f"must be at most {most}", f"{key}={most}")
 
 
 def _written(value: object) -> str:

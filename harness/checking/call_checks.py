@@ -82,10 +82,14 @@ def lists_text(lists: Iterable[Sequence[int]]) -> str:
 
 
 def waits(evidence: Evidence) -> Finding | None:
-    """Whether every asynchronous call was waited for: one that never was may be used before it is complete."""
+    """Whether every asynchronous call was waited for: one that never was may be used before it is complete.
+
+    The result of a functional collective waits when it is read, so one that was never waited for was never read.
+    """
     if not evidence.unwaited:
         started = sum(event.is_async for event in evidence.events)
-        return Finding(verdict=PASS, message=f"all {started} asynchronous calls were waited for") if started else None
+        message = f"all {started} asynchronous calls were waited for before their results were read"
+        return Finding(verdict=PASS, message=message) if started else None
     first = evidence.unwaited[0]
     more = f"; {len(evidence.unwaited) - 1} more like it" if len(evidence.unwaited) > 1 else ""
     message = f"{first.op} #{first.number} of {first.group} at {first.caller} was never waited for{more}"

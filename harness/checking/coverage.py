@@ -144,7 +144,7 @@ def _start(tensor: Tensor) -> str:
 
 
 def layout(evidence: Evidence) -> Finding | None:
-    """Whether the blocks of every name make one full tensor of the truth's shape, without gap or overlap (`merge`)."""
+    """Whether the blocks of every name make one full tensor of the truth's shape, without a gap (`merge`)."""
     flaws = [flaw for flaw in evidence.merged.flaws if flaw.kind != "replica conflict"]
     return _flaws(evidence, flaws, "tensors merge")
 

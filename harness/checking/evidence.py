@@ -117,6 +117,8 @@ class Evidence:
     spans        when the ranks of a pipeline computed; empty where ranks took turns
     first_forward  the tensor of the dense model's first forward that is furthest off in float32; None where that was
                  not looked at (harness.running.trials.law_runs)
+    of_dtype     the operator by which the dense model is another function in every dtype, in words; then the truth is
+                 that in the case's dtype. "" where there is none
     located      the first wrong module, when a diagnosis looked for it without a declared layout
 
     From these follow, when it is made:
@@ -165,6 +167,7 @@ class Evidence:
     others: "tuple[Evidence, ...]" = ()
     spans: "tuple[RankSpan, ...]" = ()
     first_forward: Measured | None = None
+    of_dtype: str = ""
     located: Located | None = None
     ranks: tuple[int, ...] = field(init=False, repr=False)
     axes: Axes = field(init=False, repr=False)

@@ -24,8 +24,9 @@ def initial_values(evidence: Evidence) -> Finding:
 
         deviation   standard deviations are those that the reference states, within SIGMAS standard errors of their
                     variance (that of normal numbers, which bounds flatter ones); constants have none
-        equal       no two parameters, and no two shards of one, begin with the same _FIRST numbers, but constants: of
-                    one seed, shards of unequal sizes have their first numbers in common
+        equal       no two parameters, and no two shards of one, begin with the same _FIRST numbers, but constants and
+                    shards with the same first element: of one seed, shards of unequal sizes have their first numbers in
+                    common
 
     Where the dense model knows the values they are compared with it; replicas are the check `replicas`.
     """
@@ -63,21 +64,22 @@ def _deviating(evidence: Evidence, names: list[str]) -> Iterator[tuple[str, str]
 
 def _equal(evidence: Evidence, names: list[str]) -> Iterator[tuple[str, str]]:
     """Parameters, and shards of one, that begin with the numbers of one before."""
-    seen: dict[bytes, str] = {}
+    seen: dict[bytes, tuple[str, object]] = {}
     for name in names:
         shards = {
-            block.region: (rank, block.local)
+            block.region: (rank, block)
             for rank, outcome in reversed([*enumerate(evidence.outcomes)])
             for block in outcome.get(name, ())
         }
-        for rank, local in sorted(shards.values(), key=lambda shard: shard[0]):
+        for rank, block in sorted(shards.values(), key=lambda shard: shard[0]):
+            local = block.local
             if _is_constant(local):
                 continue
-            what = f"{name} on rank {rank}"
+            what, at = f"{name} on rank {rank}", (name, block.offsets)
             first = local.flatten()[:_FIRST]
             start = local.flatten() if _is_constant(first) else first
-            before = seen.setdefault(start.contiguous().view(torch.uint8).numpy().tobytes(), what)
-            if before is not what:
+            before, first_at = seen.setdefault(start.contiguous().view(torch.uint8).numpy().tobytes(), (what, at))
+            if first_at != at:
                 yield name, f"on rank {rank} holds the numbers of {before}"
 
 

@@ -1,8 +1,9 @@
 """Merging: the blocks of all ranks put together into full tensors, and what is wrong with the layout said first.
 
 Runs outside the ranks, so it adds no communication. A name whose blocks are flawed has no merged tensor: no number of
-it is compared, and the verdicts say so. Shapes count elements. Source of the three verdicts: TTrace (overlap,
-omission, replica conflict before any numeric comparison).
+it is compared, and the verdicts say so. Shapes count elements. Shards of any extent may overlap (a head that some
+ranks share), and agree bit for bit where they do. Source of the verdicts: TTrace (omission, replica conflict before any
+numeric comparison).
 """
 
 import itertools
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from harness.outcome.blocks import Block
 
-FLAWS = ("missing", "shape", "dtype", "overlap", "omission", "replica conflict")
+FLAWS = ("missing", "shape", "dtype", "omission", "replica conflict")
 
 Outcomes = Sequence[Mapping[str, Sequence[Block]]]
 """By rank: name -> blocks."""
@@ -108,16 +109,11 @@ def _merge_one(placed: Placed, absent: list[int]) -> Tensor:
     _agree(placed)
     shape, dtype = placed[0][1].global_shape, placed[0][1].local.dtype
     parts = [part for part in _distinct(placed) if part[1].local.numel()]
-    for (rank, mine), (other, theirs) in itertools.combinations(parts, 2):
-        if all(a < d and c < b for (a, b), (c, d) in zip(mine.region, theirs.region, strict=True)):
-            both = f"rank {rank} holds {_box(mine)} and rank {other} holds {_box(theirs)}"
-            raise _Flawed("overlap", both, sorted({rank, other}))
-    covered = sum(block.local.numel() for _, block in parts)
-    if (left := math.prod(shape) - covered) != 0:
-        lack = (
-            f"{left} of {math.prod(shape)} elements are held by no rank; first missing at {_first_hole(parts, shape)}"
-        )
-        raise _Flawed("omission", lack, sorted({rank for rank, _ in placed}))
+    if _shared(parts) or sum(block.local.numel() for _, block in parts) != math.prod(shape):
+        left, first = _not_held(parts, shape)
+        if left:
+            lack = f"{left} of {math.prod(shape)} elements are held by no rank; first missing at {first}"
+            raise _Flawed("omission", lack, sorted({rank for rank, _ in placed}))
     full = torch.empty(shape, dtype=dtype)  # only now: a shape that nobody fills may be larger than the machine
     for _, block in parts:
         block.part_of(full).copy_(block.local)
@@ -180,22 +176,54 @@ def _reduced(terms: Mapping[tuple[int, ...], tuple[int, Block]]) -> tuple[int, B
     return rank, Block(local=total, offsets=block.offsets, global_shape=block.global_shape)
 
 
-def _first_hole(parts: Placed, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The first element that no part holds; looked for among boxes between the edges of parts, not among elements."""
+def _shared(parts: Placed) -> bool:
+    """Whether some parts have elements in common. Raises _Flawed where these differ in a bit."""
+    shared = False
+    for (rank, mine), (other, theirs) in itertools.combinations(parts, 2):
+        if not all(a < d and c < b for (a, b), (c, d) in zip(mine.region, theirs.region, strict=True)):
+            continue
+        shared, common = (
+            True,
+            [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(mine.region, theirs.region, strict=True)],
+        )
+        here, there = (block.local[_within(block, common)] for block in (mine, theirs))
+        if not same_bits(here, there):
+            how = differing(there, here, tuple(a for a, _ in common))
+            both = f"rank {rank} holds {_box(mine.region)} and rank {other} {_box(theirs.region)}"
+            words = f"rank {other} differs from rank {rank} {how} of what both hold, {_box(common)}; {both}"
+            raise _Flawed("replica conflict", words, sorted({rank, other}))
+    return shared
+
+
+def _within(block: Block, region: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
+    """The place of a region of the full tensor in a block that holds all of it."""
+    return tuple(slice(a - o, b - o) for (a, b), o in zip(region, block.offsets, strict=True))
+
+
+def _not_held(parts: Placed, shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    """How many elements no part holds, and the first of them; () where none is left.
+
+    Looked for among boxes between the edges of parts, not among elements.
+    """
     edges = [
         sorted({0, *(edge for _, block in parts for edge in block.region[dim] if edge < size)})
         for dim, size in enumerate(shape)
     ]
-    covered = torch.zeros([len(starts) for starts in edges], dtype=torch.bool)
+    free = torch.ones([len(starts) for starts in edges], dtype=torch.int64)
     for _, block in parts:
         spans = (
             slice(bisect_left(starts, a), bisect_left(starts, b))
             for starts, (a, b) in zip(edges, block.region, strict=True)
         )
-        covered[tuple(spans)] = True
-    place = int((~covered).reshape(-1).to(torch.uint8).argmax())
-    first = torch.unravel_index(torch.tensor(place), covered.shape)
-    return tuple(starts[int(i)] for starts, i in zip(edges, first, strict=True))
+        free[tuple(spans)] = 0
+    if not bool(free.any()):
+        return 0, ()
+    first = torch.unravel_index((free.reshape(-1) > 0).to(torch.uint8).argmax(), free.shape)
+    sizes = free
+    for dim, (starts, size) in enumerate(zip(edges, shape, strict=True)):
+        widths = torch.tensor([*starts[1:], size]) - torch.tensor(starts)
+        sizes = sizes * widths.reshape([-1 if other == dim else 1 for other in range(len(shape))])
+    return int(sizes.sum()), tuple(starts[int(i)] for starts, i in zip(edges, first, strict=True))
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -214,8 +242,11 @@ def bits_of(a: Tensor) -> Tensor:
     return a.contiguous().as_strided((a.numel(),), (1,)).view(torch.uint8)
 
 
-def differing(a: Tensor, b: Tensor) -> str:
-    """How two tensors of one shape differ, in words: "in 3 of 64 elements, by up to 1.5e-08, first at (0, 4)"."""
+def differing(a: Tensor, b: Tensor, offsets: tuple[int, ...] = ()) -> str:
+    """How two tensors of one shape differ, in words: "in 3 of 64 elements, by up to 1.5e-08, first at (0, 4)".
+
+    `offsets` are those of their first element in the tensor whose indices are named.
+    """
     if a.shape != b.shape or a.dtype != b.dtype:
         return f"in form: {tuple(a.shape)} {_word(a.dtype)} against {tuple(b.shape)} {_word(b.dtype)}"
     width = a.element_size()
@@ -225,12 +256,13 @@ def differing(a: Tensor, b: Tensor) -> str:
     finite = gaps[gaps.isfinite()]
     size = f", by up to {float(finite.max()):.2g}" if len(finite) else ""
     odd = f", NaN or infinite in {len(gaps) - len(finite)}" if len(finite) < len(gaps) else ""
-    place = f", first at {tuple(int(i) for i in first)}" if a.dim() else ""
+    place = f", first at {tuple(int(i) + o for i, o in zip(first, offsets or (0,) * a.dim(), strict=True))}"
+    place = place if a.dim() else ""
     return f"in {int(wrong.sum())} of {a.numel()} elements{odd}{size}{place}"
 
 
-def _box(block: Block) -> str:
-    return "[" + ", ".join(f"{a}:{b}" for a, b in block.region) + "]"
+def _box(region: Sequence[tuple[int, int]]) -> str:
+    return "[" + ", ".join(f"{a}:{b}" for a, b in region) + "]"
 
 
 def _word(dtype: torch.dtype) -> str:

@@ -14,6 +14,7 @@ As on a device, attention takes its fused kernel (harness.torch_internals.meta_d
 meta kernels only make shapes, are sent to their group.
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import flop_counter
 
+from harness.engines.calls.callers import waits_when_read
 from harness.errors import NotComputed
 from harness.ledger import Call
 from harness.torch_internals.autograd import current_task
@@ -117,7 +119,8 @@ class Meter(DispatchMode):
         self._flops = 0
         self._backward = False
         self._tickets = 0
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, bool] = {}
+        """The asynchronous calls under way, and whether their results wait when they are read."""
         self._works: dict[int, tuple[int, Any]] = {}
         self._live, self._on_cpu = _Live(), _Live()
 
@@ -128,8 +131,8 @@ class Meter(DispatchMode):
 
     @property
     def unwaited(self) -> tuple[int, ...]:
-        """Tickets of asynchronous calls that were never waited for."""
-        return tuple(self._calls)
+        """Tickets of asynchronous calls that were never waited for, but for results that were never read."""
+        return tuple(ticket for ticket, when_read in self._calls.items() if not when_read)
 
     @contextmanager
     def on_rank(self, _rank: int) -> Iterator[None]:
@@ -153,7 +156,7 @@ class Meter(DispatchMode):
         self._tickets += 1
         self._end(START, ticket)
         if call.is_async:
-            self._calls[ticket] = call
+            self._calls[ticket] = waits_when_read(sys._getframe(1))
         return ticket
 
     def completed(self, rank: int, ticket: int) -> None:

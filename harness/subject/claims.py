@@ -66,7 +66,7 @@ def domains_of(case: CaseLike, subject: NamedSubject) -> dict[str, tuple[Any, ..
     """Every word of a case that has several values, with these, the plainest first.
 
     A number of a subject's own words has the values of its default and of the cases that the subject names. Of an axis
-    and of steps and micro-batches 1 is the plainest.
+    and of steps and micro-batches 1 is the plainest. A word with legal values has these alone.
     """
     if not in_own_words(case):
         return dict(dense_model().domains())
@@ -76,8 +76,9 @@ def domains_of(case: CaseLike, subject: NamedSubject) -> dict[str, tuple[Any, ..
         fewest = (1,) if word in (*AXES, "steps", "micro") else ()
         flags = (False, True) if isinstance(legal[0], bool) else ()
         values = dict.fromkeys((*fewest, *legal, *flags, *(getattr(one, word) for one in named), getattr(case, word)))
-        if word != "seed" and len(values) > 1:
-            found[word] = tuple(values)
+        taken = tuple(value for value in values if case.vocabulary.takes(word, value))
+        if word != "seed" and len(taken) > 1:
+            found[word] = taken
     return found
 
 
@@ -116,6 +117,8 @@ def refusal(case: CaseLike, subject: NamedSubject) -> str:
     modes = claimed(subject)
     if modes is not None and case.mode not in modes:
         return f"{subject.name} claims the modes {', '.join(modes) or 'none'}, not {case.mode}"
+    if in_own_words(case) and not case.vocabulary.takes("dtype", case.dtype):
+        return str(case.vocabulary.foreign("dtype", case.dtype))
     asked: Any = subject.call
     return answered("refuses", lambda: str(asked.refuses(case) or "")) if offers(asked, "refuses") else ""
 

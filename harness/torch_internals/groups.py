@@ -3,6 +3,7 @@
 from typing import TypeVar
 
 from torch import Tensor
+from torch.distributed import _functional_collectives
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 _Class = TypeVar("_Class", bound=type)
@@ -29,6 +30,10 @@ def answers_torch(kind: _Class) -> _Class:
 
 Pending = AsyncCollectiveTensor
 """The result of a functional collective under way. torch.distributed._functional_collectives.AsyncCollectiveTensor."""
+
+
+FUNCTIONAL = _functional_collectives.__file__
+"""The file of torch's functions of functional collectives, which hand out such results."""
 
 
 def waited(tensor: Tensor) -> Tensor:

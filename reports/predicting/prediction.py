@@ -12,6 +12,7 @@ import pandas as pd
 
 from harness.engines.shapes.dry import DryEngine
 from harness.errors import NoNumbers, NotComputed, RequestError
+from harness.plain_case import WordError
 from harness.predicting.clusters import Cluster
 from harness.predicting.figures import Forecast
 from harness.predicting.forecast import forecast
@@ -135,6 +136,9 @@ def _measured(
         return forecast(candidate.case, subject, cluster, engine, whole=whole, states=candidate.states)
     except (NoNumbers, NotComputed) as problem:
         raise RequestError(f"case {candidate.text!r}: cannot be run dry: {problem.cause}") from problem
+    except WordError as problem:
+        rule = "cannot be predicted, which runs fewer steps, micro-batches or layers of it"
+        raise RequestError(f"case {candidate.text!r}: {rule}: {problem}") from problem
 
 
 def _place(row: Mapping[Any, Any]) -> tuple[int, float]:

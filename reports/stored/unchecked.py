@@ -15,6 +15,7 @@ import pandas as pd
 from harness.checking.call_checks import SPLIT
 from harness.checking.coverage import ON_PURPOSE
 from harness.checking.numeric_checks import called
+from harness.checking.regrouping import OF_DTYPE
 from harness.dense_model import SUBJECT
 from reports.stored.frames import Run
 
@@ -111,7 +112,18 @@ _MOST = 3
 
 def unchecked_notes(run: Run) -> list[str]:
     """All notes, the most important first; but for undecided tensors only checks that passed have something to add."""
-    every_kind = (undecided_notes, _split, _unreturned, _deviating, _rounded, _doubts, _regrouped, _read, _rows)
+    every_kind = (
+        undecided_notes,
+        _split,
+        _unreturned,
+        _deviating,
+        _of_dtype,
+        _rounded,
+        _doubts,
+        _regrouped,
+        _read,
+        _rows,
+    )
     return [note for notes in every_kind for note in notes(run)]
 
 
@@ -159,6 +171,12 @@ def _deviating(run: Run) -> list[str]:
         of = f"{_kinds(list(dict.fromkeys(those)))}; {_cases(len(cases[sentence]))}"
         notes.append(f"stated deviation, not checked: {sentence} ({of})")
     return notes + [f"{part} in {_cases(len(found))}" for part, found in absent.items()]
+
+
+def _of_dtype(run: Run) -> list[str]:
+    """The operators by which dense models depend on the dtype, and in how many cases."""
+    found = Counter(unchecked for _, unchecked in _passed(run, "truth") if unchecked.startswith(OF_DTYPE))
+    return [f"not checked: {one} ({_cases(found[one])}); legal: state that number, or prove float64" for one in found]
 
 
 def _rounded(run: Run) -> list[str]:

@@ -1,6 +1,6 @@
 """Cases to draw for a subject of its own words: around the cases that it names, or from its own strategy.
 
-Around a case: other seeds, 2 or 3 steps, 1 to 3 micro-batches, and every legal value of a word that has several. The
+Around a case: other seeds, 2 or 3 steps, 1 to 3 micro-batches, and every legal value of a word that states them. The
 axes stay those of the case, for the subject has named the layouts that it supports. Words that a property fixes stay.
 """
 
@@ -10,6 +10,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from harness.errors import RequestError
+from harness.mesh_axes import AXES, EXPERT_AXES
 from harness.plain_case import COMMON, PlainCase
 from harness.subject import NamedSubject, draws, own_cases
 
@@ -34,17 +35,17 @@ def around(subject: NamedSubject, mode: str, fixed: Mapping[str, Any]) -> st.Sea
 
 def _near(case: PlainCase, fixed: Mapping[str, Any]) -> st.SearchStrategy[PlainCase]:
     """Cases that differ from this one in words that no layout depends on."""
-    choices = {key: st.sampled_from(legal) for key, legal in case.vocabulary.words if len(legal) > 1}
-    free = {key: words for key, words in {**choices, **_DRAWN}.items() if key not in fixed and _may_vary(key, case)}
+    choices = {key: st.sampled_from(legal) for key, legal in case.vocabulary.words if key in case.vocabulary.closed}
+    free = {key: words for key, words in {**_DRAWN, **choices}.items() if key not in fixed and _may_vary(key, case)}
     return st.fixed_dictionaries(free).map(lambda words: case.but(**{**words, **fixed}))
 
 
 def _may_vary(key: str, case: PlainCase) -> bool:
-    """Whether a word of a named case may change: not the mode, the dtype, nor a word that the case sets itself.
+    """Whether a word of a named case may change: not mode, axes or dtype, nor a word that the case sets itself.
 
     Such a word is what the case is for; steps, micro and seed may change all the same.
     """
-    if key in ("mode", "dtype"):
+    if key in ("mode", "dtype", *AXES, *EXPERT_AXES):
         return False
     defaults = {word: legal[0] for word, legal in case.vocabulary.words}
     return key in COMMON or dict(case.values)[key] == defaults[key]

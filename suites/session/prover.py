@@ -102,8 +102,9 @@ class Prover:
     ) -> Any:
         """The case to prove: `only`, or one drawn of this mode with these `fixed` words, as the subject takes it.
 
-        Words of `where_known` are fixed too, but for a subject of own words that has them not. Skips the test when the
-        subject refuses `only` or has no such word; a drawn case that has no stand-in (`fitting`) is not counted.
+        Words of `where_known` are fixed too, but for a subject of own words that has them not, or not this value. Skips
+        the test when the subject refuses `only`, or has no such word or value. A drawn case that has no stand-in
+        (`fitting`) is not counted.
         """
         if self.only is not None:
             if reason := self.refused(self.only):
@@ -124,11 +125,15 @@ class Prover:
     def _drawn_of_own_words(
         self, data: st.DataObject, mode: str, own: Vocabulary, where_known: Mapping[str, Any], fixed: Mapping[str, Any]
     ) -> CaseLike:
-        """A case around those that the subject names. Skips the test when it has not a word that must be fixed."""
+        """A case around those that the subject names. Skips the test when it has not a word that must be fixed, or not
+        its value.
+        """
         known = dict(own.words)
         if lacking := [word for word in fixed if word not in known]:
             pytest.skip(f"cases of {self.subject.name} have no word {lacking[0]}")
-        words = {word: value for word, value in where_known.items() if word in known}
+        if foreign := [str(own.foreign(word, value)) for word, value in fixed.items() if not own.takes(word, value)]:
+            pytest.skip(f"cases of {self.subject.name} cannot have {foreign[0]}")
+        words = {word: value for word, value in where_known.items() if word in known and own.takes(word, value)}
         case: CaseLike = data.draw(around(self.subject, mode, {**words, **fixed}), label="case")
         if reason := self.refused(case):
             self.refusals.append(reason)

@@ -17,7 +17,7 @@ from suites.drawing.own_cases import around
 from suites.session.prover import Prover
 from suites.test_engines import compared
 from suites.test_training import OPTIMIZERS
-from tests.harness.own_words import Network, subject
+from tests.harness.own_words import WORDS, Network, subject
 from tests.suites.conftest import SMALL, Session
 
 pytest_plugins = ("pytester",)
@@ -83,6 +83,25 @@ def test_cases_are_drawn_around_those_that_the_subject_names() -> None:
     assert {(case.tp, case.dp, case.act, case.dtype, case.steps) for case in drawn} == {(3, 1, "tanh", "float32", 2)}
     assert len({case.seed for case in drawn}) > 5 and {case.micro for case in drawn} == {1, 2, 3}
     assert {case.act for case in _drawn(subject, "dp+tp")} == {"relu", "tanh"}
+
+
+class Few(Network):
+    """Takes one number of micro-batches, one seed, two numbers of steps."""
+
+    words: Any = {**WORDS, "micro": (1,), "seed": (7,), "steps": (2, 4), "tp": (2, 1)}
+    cases: Any = ("tp=2 dp=2",)
+
+
+few = Few()
+
+
+def test_of_a_word_with_legal_values_these_alone_are_drawn_and_a_property_of_another_is_skipped() -> None:
+    drawn = _drawn(few, "dp+tp")
+    assert {(case.micro, case.seed, case.tp) for case in drawn} == {(1, 7, 2)}
+    assert {case.steps for case in drawn} == {2, 4} and {case.act for case in drawn} == {"relu", "tanh"}
+    foreign = pytest.raises(pytest.skip.Exception, match="cannot have steps=1: is none of its values; legal: 2.4")
+    with Prover.on(f"{ME}few", "4") as prover, foreign:
+        prover.drawn(None, "dp+tp", steps=1)  # type: ignore[arg-type]
 
 
 class Drawing(Network):

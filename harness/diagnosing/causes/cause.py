@@ -90,7 +90,7 @@ CAUSES: Mapping[str, str] = {
     "other_dtype": "numbers of another kind than the dense model's, or not the same on all ranks",
     "other_shape": "a full shape that is not the dense model's",
     "part_as_whole": "one rank's part of a tensor told as the full one",
-    "layout": "shards that overlap, leave a gap or have another shape",
+    "layout": "shards that leave a gap or have another shape",
     "uncheckable": "no name that the truth knows",
     # how a run ended without an outcome
     "raised": "the subject raised",

@@ -1,6 +1,6 @@
 """Replicas that differ between ranks which must hold the same: not finite, one partial sum each, apart by rounding."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from harness.diagnosing.causes.proofs import Explained, Near, NotFinite
 from harness.diagnosing.hypotheses.patterns import CLOSE, NOT_FINITE
 from harness.errors import ranks_text
 from harness.mesh_axes import split_axes
+from harness.outcome.blocks import Block
 from harness.protocols import Axes
 
 LITTLE = 1e-9
@@ -25,12 +26,24 @@ def from_replicas(failure: Failure) -> list[Cause]:
     torn = [name for name in failure.alike if name not in evidence.merged.tensors] if failure.torn else []
     sizes = {name: float(evidence.truth[name].double().norm()) for name in torn}
     for name in torn:
-        mine = {rank: by[0].local for rank, by in blocks_of(evidence, name).items()}
-        truth = evidence.truth[name]
-        causes = not_finite(mine, truth, name) or drift(mine, truth, name) or partial_sums(mine, truth, axes, name)
+        truth, blocks = evidence.truth[name], blocks_of(evidence, name)
+        mine = {rank: _placed(by, truth) for rank, by in blocks.items()}
+        terms = {rank: _placed(by, torch.zeros_like(truth)) for rank, by in blocks.items()}
+        causes = not_finite(mine, truth, name) or drift(mine, truth, name) or partial_sums(terms, truth, axes, name)
         if causes or sizes[name] > LITTLE * max(sizes.values()):
             return causes
     return []
+
+
+def _placed(blocks: Sequence[Block], around: Tensor) -> Tensor:
+    """The values of a rank in their place in a full tensor, whose other elements are those `around` them."""
+    first = blocks[0]
+    if first.whole or first.global_shape != tuple(around.shape):
+        return first.local
+    full = around.to(first.local.dtype, copy=True)
+    for block in blocks:
+        block.part_of(full).copy_(block.local)
+    return full
 
 
 def _same_in_rows(rest: Tensor, true: Tensor) -> bool:

@@ -25,6 +25,7 @@ from torch.autograd import function, graph
 from torch.nn.modules import module
 
 from harness.torch_internals.autograd import BACKWARD
+from harness.torch_internals.groups import FUNCTIONAL
 
 _LIBRARY = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")})
 _INSTALLED = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib")})
@@ -92,6 +93,19 @@ def issued_at(frame: FrameType | None) -> Caller | None:
                 helps = True
         frame = frame.f_back
     return line
+
+
+def waits_when_read(frame: FrameType | None) -> bool:
+    """Whether a call that is issued at or below `frame` is one of torch's functions of functional collectives.
+
+    Their results wait by themselves when they are read, so those that nothing waits for were never read. An operator
+    of `torch.ops` that the program calls itself returns a plain tensor.
+    """
+    while frame is not None and not is_user(frame.f_code.co_filename):
+        if frame.f_code.co_filename == FUNCTIONAL and frame.f_code.co_name != "__torch_dispatch__":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_handed_tensors(frame: FrameType) -> bool:

@@ -5,6 +5,7 @@ amount to it are recorded. After a wait the backend's work is dropped, since it 
 FollowedWorks stay until the run ends: torch's C++ code holds works without holding their Python side.
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, suppress
@@ -13,6 +14,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
+
+from harness.engines.calls.callers import waits_when_read
 
 _WAITING_IN = ("interposer.py", "waits.py", "distributed_c10d.py", "_functional_collectives.py", "kept_groups.py")
 
@@ -34,7 +37,7 @@ class FollowedWork(dist.Work):
         self._number = number
         self._waits = waits
         self._outputs = [weakref.ref(tensor) for tensor in outputs]
-        self.waited = False
+        self.waited = self.waits_when_read = False
 
     def wait(self, timeout: Any = None) -> bool:
         """Wait as the backend does."""
@@ -114,12 +117,16 @@ class Waits:
     def follow(self, inner: Any, outputs: Sequence[Tensor], waited: Callable[[], None]) -> FollowedWork:
         """The work to give to the program in place of the backend's; `waited` is called at its first wait."""
         work = FollowedWork(inner, outputs, len(self._works) + 1, self, waited)
+        work.waits_when_read = waits_when_read(sys._getframe(1))
         self._works.append(work)
         return work
 
     def unwaited(self) -> tuple[int, ...]:
-        """The places, among the asynchronous calls of the rank, of those that were never waited for."""
-        return tuple(place for place, work in enumerate(self._works) if not work.waited)
+        """The places, among the asynchronous calls of the rank, of those that were never waited for.
+
+        Results that wait when they are read are not among them: nothing read them.
+        """
+        return tuple(place for place, work in enumerate(self._works) if not work.waited and not work.waits_when_read)
 
     @contextmanager
     def waiting(self, number: int) -> Any:

@@ -15,7 +15,7 @@ from threading import current_thread, get_ident
 from typing import NoReturn
 
 from harness.engines.calls.arithmetic import Disagreement, Operands, meet, perform
-from harness.engines.calls.callers import issued_at
+from harness.engines.calls.callers import issued_at, waits_when_read
 from harness.engines.calls.pending import (
     ANY,
     MAKES_GROUP,
@@ -163,14 +163,16 @@ class CollectiveMatcher:
             self.observer.completed(call.rank, call.ticket)
 
     def unwaited(self) -> tuple[Unwaited, ...]:
-        """After the run: asynchronous works that were never waited for; the observer gets their completion now."""
+        """After the run: asynchronous works that were never waited for; the observer gets their completion now.
+
+        Results that wait when they are read are not among them: nothing read them.
+        """
         found = []
         for rank, calls in enumerate(self.open):
             for call in calls:
-                place = call.origin.place if call.origin is not None else ""
-                found.append(
-                    Unwaited(rank=rank, op=call.signature.op, number=call.number, group=call.group.label, caller=place)
-                )
+                op, number, place = call.signature.op, call.number, call.origin.place if call.origin else ""
+                if not call.waits_when_read:
+                    found.append(Unwaited(rank=rank, op=op, number=number, group=call.group.label, caller=place))
                 if call.ticket is not None and self.observer is not None:
                     self.observer.completed(rank, call.ticket)
         return tuple(found)
@@ -187,7 +189,8 @@ class CollectiveMatcher:
 
     def _follow(self, call: RankCall) -> None:
         """Remember an asynchronous call, and the line that issued it, until it is waited for."""
-        call.origin = issued_at(sys._getframe(3))
+        frame = sys._getframe(3)
+        call.origin, call.waits_when_read = issued_at(frame), waits_when_read(frame)
         self.open[call.rank][call] = None
 
     def _complete(self, call: RankCall, collective: PendingCollective) -> None:

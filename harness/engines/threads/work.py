@@ -22,7 +22,8 @@ class RankCall:
     ledger counts. `peer` (a group rank, or ANY) and `tag` are those of a point-to-point call, whose `operands` have an
     output or an input alone. `outputs` are the program's tensors that it writes. Set when it is issued: `number` counts
     the rank's calls in the group, `event` is the state over all ranks, `ticket` the observer's. `origin` is the user's
-    line of an asynchronous call. `waited`: whether a wait has returned.
+    line of an asynchronous call. `waits_when_read`: whether the program gets a result that waits by itself. `waited`:
+    whether a wait has returned.
     """
 
     group: RankGroup
@@ -40,6 +41,7 @@ class RankCall:
     number: int = field(init=False)
     ticket: int | None = None
     origin: Caller | None = None
+    waits_when_read: bool = False
     waited: bool = False
 
 

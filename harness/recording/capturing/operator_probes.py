@@ -122,7 +122,7 @@ class DrawnNumbers(DispatchMode):
             return
         if drops and all(bool((one == one.flatten()[:1]).all()) for one in drawn):
             return  # a rate of 0 drops nothing
-        around = self._module()
+        around = running_module(self._paths)
         bits = hashlib.sha256()
         for one in drawn:
             bits.update(str(tuple(one.shape)).encode())
@@ -130,20 +130,21 @@ class DrawnNumbers(DispatchMode):
         forward = around is not None or self._computed
         self.found.append(Numbers(operator, caller(), around or "", bits.hexdigest(), forward))
 
-    def _module(self) -> str | None:
-        """The path of the module whose forward runs, None outside of all."""
-        inner: nn.Module | None = None
-        outer: nn.Module | None = None
-        frame = sys._getframe(1)
-        while frame.f_back is not None:
-            frame = frame.f_back
-            if frame.f_code.co_name == _CALL and frame.f_code.co_filename == module_file.__file__:
-                outer = frame.f_locals["self"]
-                inner = inner if inner is not None else outer
-        if inner is None or outer is None:
-            return None
-        self._paths.add(outer)
-        return self._paths.module(inner, "")
+
+def running_module(paths: Paths) -> str | None:
+    """The path of the module whose forward runs, None outside of all; `paths` keeps those that were found."""
+    inner: nn.Module | None = None
+    outer: nn.Module | None = None
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == _CALL and frame.f_code.co_filename == module_file.__file__:
+            outer = frame.f_locals["self"]
+            inner = inner if inner is not None else outer
+    if inner is None or outer is None:
+        return None
+    paths.add(outer)
+    return paths.module(inner, "")
 
 
 _EPSILONS: Mapping[str, float] = {

@@ -1,10 +1,10 @@
 """Runs for the laws of a subject with a truth of its own: of the same global batch, over other ranks and micro-batches.
 
-Then whether its dense model computes one function in every precision, but for rounding.
+Then whether its dense model computes one function in every precision, but for rounding, or depends on the dtype.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -22,6 +22,8 @@ from harness.outcome.merging import merge
 from harness.protocols import CaseLike, without_saving
 from harness.running.trials.trial import Trial
 from harness.running.truth.control_modes import PERTURBED
+from harness.running.truth.of_dtype import Forward, Step, Watched, differing_operator, steps_of
+from harness.running.truth.own import OwnTruth, one_rank
 from harness.subject import NamedSubject, offers, own_cases, refusal
 
 _GROUPINGS = 2
@@ -129,9 +131,13 @@ def with_first_forward(trial: Trial, evidence: Evidence) -> Evidence:
     many operations in a row as there are tensors of parameters. Each is a sum of as many terms as the longest dim of
     them has elements. A model may amplify rounding: LEAP times the effect of a random error in the result of every
     operator is explained too. Where a router chooses otherwise, some rows differ, which says nothing.
+
+    Where the difference came from one operator (harness.running.truth.of_dtype), the function depends on the dtype, and
+    the truth is that in the case's dtype.
     """
     names = [name for name, tensor in evidence.truth.items() if _of_first_forward(name) and tensor.is_floating_point()]
-    if not names or not trial.reference.own or evidence.case.dtype == "float64":
+    own = trial.reference.own
+    if not names or not own or evidence.case.dtype == "float64":
         return evidence
     run = evidence.controls[0] if evidence.case.dtype == DTYPE and evidence.controls else _lower(trial, parts=2)
     truth = {name: evidence.truth[name] for name in names if _fits(run, name, evidence.truth)}
@@ -152,7 +158,28 @@ def with_first_forward(trial: Trial, evidence: Evidence) -> Evidence:
     found = Measured(
         name=worst, measure="frobenius", error=gaps[worst], allowed=allowed[worst], epsilons=gaps[worst] / unit
     )
-    return replace(evidence, first_forward=found)
+    evidence = replace(evidence, first_forward=found)
+    if found.right:
+        return evidence
+    operator = differing_operator(_forward(trial, own, "float64"), _forward(trial, own, DTYPE), found.error)
+    if not operator:
+        return evidence
+    mine = trial.computed(trial.reference.control, part="control", parts=1)
+    known = [name for name in evidence.truth if _fits(mine, name, evidence.truth) and bool(mine[name].isfinite().all())]
+    truth = {**evidence.truth, **{name: mine[name].to(evidence.truth[name].dtype) for name in known}}
+    return replace(evidence, truth=truth, of_dtype=operator)
+
+
+def _forward(trial: Trial, own: OwnTruth, dtype: str) -> Sequence[Step]:
+    """The operators of the dense model's first forward in this dtype."""
+    case = trial.case.but(dtype=dtype, **without_saving(trial.case))
+    if isinstance(own.dense, str):
+        subject = replace(own.subject, call=own.with_masks(trial.given or None), address="")
+        with trial.timed("control"):
+            return steps_of(trial.run(Watched(subject), one_rank(case, subject)).outcomes[0])
+    forward = Forward()
+    trial.computed(replace(own, control=True, around=lambda: forward), case, part="control", parts=1)
+    return forward.steps
 
 
 def _of_first_forward(name: str) -> bool:

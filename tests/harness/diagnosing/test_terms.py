@@ -228,6 +228,16 @@ def test_partial_sums_are_those_of_an_axis_whose_groups_all_add_up() -> None:
         assert f"over {axis}=2" in told.words
 
 
+def test_shards_that_overlap_hold_the_terms_of_what_both_have_or_differ_by_rounding() -> None:
+    true = truth()[W1]
+    for common, ids in ((0.3 * true[3:5], ["not_summed"]), (true[3:5] * (1 + 1e-15), ["replicas_drift"])):
+        first, second = torch.cat([true[:3], common]), true[3:].clone()
+        second[:2] -= common if ids == ["not_summed"] else 0
+        apart = [Shard(first, (0, 0), (8, 6)), Shard(second, (3, 0), (8, 6))]
+        ranks = [{**outcome_of(rank, truth()), W1: part} for rank, part in enumerate(apart)]
+        assert ids_of(evidence(*ranks)) == ids
+
+
 def test_one_rank_may_hold_the_whole_sum() -> None:
     true = drawn(6)
     for parts in ((true, 0 * true), (true + 1e-16 * drawn(6, seed=5), 0 * true), (0.3 * true, 0.7 * true)):

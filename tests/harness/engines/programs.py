@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import _get_default_group, _get_default_
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from harness.ledger import Call
 
@@ -122,6 +123,31 @@ def leaves_works(rank: int) -> list[float]:
     dist.barrier()
     summed = functional.all_reduce(torch.ones(2), "sum", _get_default_group())
     return [*tensors[0].tolist(), *(summed + 0).tolist()]
+
+
+def drops_results(rank: int) -> float:
+    """Results of functional collectives that nothing reads: dropped, viewed, made again; then one of an operator."""
+    group = _get_default_group()
+    functional.all_reduce(torch.ones(2), "sum", group)
+    functional.all_reduce(torch.ones(2), "max", group).view(-1)
+    x = torch.ones(2, requires_grad=True)
+    total = checkpoint(lambda x: _Summed.apply(x * 3, group), x, use_reentrant=True).sum()
+    total.backward()
+    torch.ops._c10d_functional.all_reduce(torch.ones(2), "sum", group.group_name)
+    return float(total.detach())
+
+
+class _Summed(torch.autograd.Function):
+    """The sum over a group, whose gradient is passed on as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        total: torch.Tensor = functional.all_reduce(x, "sum", group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
 
 
 def waits_alone(rank: int) -> None:

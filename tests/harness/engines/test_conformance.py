@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,13 @@ def test_works_that_nobody_waited_for_are_listed_and_still_completed(engine: Eng
     assert engine.unwaited == (Unwaited(rank=1, op="all_reduce", number=2, group="world (0 1)", caller=place),)
     assert log is None or sorted(ticket for _, ticket in log.completions) == list(range(len(log.calls)))
     assert engine.run(programs.summed, world_size=2) and not engine.unwaited
+
+
+def test_a_functional_result_that_nothing_reads_needs_no_wait_and_one_of_an_operator_does(engine: Engine) -> None:
+    assert engine.run(programs.drops_results, world_size=2) == [12.0] * 2
+    place = f"tests/harness/engines/programs.py:{programs.drops_results.__code__.co_firstlineno + 8}"
+    left = Unwaited(rank=0, op="all_reduce", number=4, group="world (0 1)", caller=place)
+    assert engine.unwaited == (left, replace(left, rank=1))
 
 
 def test_torch_waits_for_its_own_works(engine: Engine) -> None:

@@ -76,6 +76,9 @@ BIT = "rank 1 differs from rank 0 in 1 of 24 elements, by up to 1.8e-15, first a
 MISSING = "a full tensor on ranks 0 is not returned by ranks 1; return it on every rank"
 DTYPES = "the ranks disagree on the dtype: rank 0 returns float64, rank 1 float32"
 BEYOND = "999999999999996 of 1000000000000000 elements are held by no rank; first missing at (4,)"
+SHARED = "rank 1 differs from rank 0 in 8 of 8 elements, by up to 2, first at (2, 0) of what both hold, [2:4, 0:4]; "
+SHARED += "rank 0 holds [0:4, 0:4] and rank 1 [2:6, 0:4]"
+LAST = "4 of 24 elements are held by no rank; first missing at (5, 0)"
 HOLE = "4 of 24 elements are held by no rank; first missing at (2, 0)"
 
 
@@ -84,7 +87,13 @@ HOLE = "4 of 24 elements are held by no rank; first missing at (2, 0)"
     [
         ([FULL, NEXT, FULL], "replica conflict", (1,), BIT),
         ([shard(0, 3), shard(3, 6), shard(0, 3), shard(3, 6, off=1)], "replica conflict", (3,), "rank 3 differs"),
-        ([shard(0, 4), shard(3, 6)], "overlap", (0, 1), "rank 0 holds [0:4, 0:4] and rank 1 holds [3:6, 0:4]"),
+        ([shard(0, 4), shard(2, 6, off=2)], "replica conflict", (0, 1), SHARED),
+        (
+            [shard(0, 4), shard(3, 5)],
+            "omission",
+            (0, 1),
+            "4 of 24 elements are held by no rank; first missing at (5, 0)",
+        ),
         ([shard(0, 2), shard(3, 6)], "omission", (), HOLE),
         ([[], []], "omission", (), ""),
         ([Shard(torch.ones(4), (0,), (10**15,))], "omission", (), BEYOND),
@@ -102,6 +111,8 @@ def test_a_flaw_is_named_with_its_ranks(values: list[Any], kind: str, ranks: tup
 def test_the_same_bits_are_no_flaw_and_a_shard_need_not_be_on_every_rank() -> None:
     assert merged_from(*({"a": part} for part in (shard(0, 3), shard(3, 6)) * 2))[1] == []
     assert merged_from({"a": shard(0, 6)}, {})[1] == []
+    heads = {"a": shard(0, 3)}, {"a": shard(0, 6)}, {"a": shard(3, 6)}  # two heads over three ranks
+    assert torch.equal(merged_from(*heads)[0]["a"], FULL)
 
 
 def test_replicas_of_nan_are_equal_and_signed_zeros_are_not() -> None:

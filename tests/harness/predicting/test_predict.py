@@ -6,6 +6,7 @@ The largest model on 16,384 ranks must be predicted in seconds on a laptop, its 
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -263,3 +264,18 @@ def reads(_case: CaseLike, device: torch.device) -> dict[str, torch.Tensor]:
 def test_a_subject_that_looks_at_numbers_cannot_be_predicted(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", "mode=tp tp=2", "--subject", "tests.harness.predicting.test_predict:reads"]) == 2
     assert "cannot be run dry: rank 0 of 2 cannot go on with shapes alone" in capsys.readouterr().err
+
+
+class TwoSteps(own_words.Network):
+    """Takes two steps, no more and no less."""
+
+    words: Any = {**own_words.WORDS, "steps": (2,)}
+
+
+two_steps = TwoSteps()
+
+
+def test_a_case_of_which_no_single_step_can_be_run_is_not_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "dp=2", "--subject", "tests.harness.predicting.test_predict:two_steps"]) == 2
+    told = "cannot be predicted, which runs fewer steps, micro-batches or layers of it: steps=1: is none of its values"
+    assert f"{told}; legal: 2" in capsys.readouterr().err

@@ -21,8 +21,9 @@ from harness.injecting.survey import survey
 from harness.plain_case import Vocabulary, WordError
 from harness.recording.capturing.operator_probes import NarrowProbe, Probed
 from harness.running.ranks.execution import execute
+from harness.running.trials.law_runs import groupings
 from harness.running.truth.control_modes import partial_sums
-from harness.subject import Unanswered, case_of, named
+from harness.subject import Unanswered, case_of, domains_of, named, own_cases, refusal
 from tests.harness import own_words
 from tests.harness.own_words import CASES, Network, doubled, subject
 from tests.harness.proofs import failed, proved, verdict_of
@@ -149,9 +150,39 @@ def test_a_plain_case_has_its_words_and_refuses_others() -> None:
     }.items():
         with pytest.raises(ValueError, match=rule.replace("|", r"\|")):
             known.parse(text)
-    for wrong in ({"axes": 3}, {"a b": 3}, {"act": ("a", 3)}, {"act": "a b"}, ["width"]):
+    twice: dict[str, Any] = {"act": ("relu", "relu", "tanh")}
+    assert Vocabulary.of(twice) == Vocabulary.of({"act": ("relu", "tanh")})
+    never: list[Any] = [{"axes": 3}, {"a b": 3}, {"act": ("a", 3)}, {"act": (1, True)}, {"act": "a b"}, ["width"]]
+    never += [{"act": ()}, {"act": ([],)}, {"micro": 0}, {"steps": (2, 0)}, {"tp": "2"}, {"seed": True}]
+    never += [{"dtype": "f8"}]
+    for wrong in never:
         with pytest.raises(TypeError, match="words"):
-            Vocabulary.of(wrong)  # type: ignore[arg-type]
+            Vocabulary.of(wrong)
+
+
+ONE_OF_EACH: dict[str, Any] = {"act": ("relu",), "tied": (True,), "width": (12,), "micro": (1,), "steps": (2,)}
+ONE_OF_EACH |= {"dtype": ("float32",), "seed": (5,), "tp": (1,)}
+OTHERS = {"act=tanh": "relu", "tied=false": "true", "width=13": "12", "micro=3": "1", "steps=1": "2", "seed=0": "5"}
+OTHERS |= {"tp=2": "1"}
+
+
+def test_a_tuple_of_one_value_leaves_no_other_to_a_request_an_experiment_or_another_grouping() -> None:
+    class Narrow(own_words.Network):
+        """Takes one value of each of these words."""
+
+        words: Any = {**own_words.WORDS, **ONE_OF_EACH}
+        cases: Any = ("dp=2",)
+
+    subject = named(Narrow())
+    for text, legal in {**OTHERS, "dtype=float64": "float32"}.items():
+        with pytest.raises(RequestError, match=f"^case '{text}': {text}: is none of its values; legal: {legal}$"):
+            case_of(text, subject)
+    (case,) = own_cases(subject) or ()
+    assert domains_of(case, subject) == {"dp": (1, 2)} and groupings(case, subject) == [] and not refusal(case, subject)
+    assert refusal(case.but(dtype="float64"), subject) == "dtype=float64: is none of its values; legal: float32"
+    assert failed(proved(Narrow(), case)) == set(), "its truth is computed in float64 all the same"
+    with pytest.raises(RequestError, match="no such case on one rank .micro=2: is none of its values; legal: 1"):
+        proved(Narrow(), case, truth="alone")
 
 
 def groups(sizes: dict[str, int]) -> dict[str, set[tuple[int, ...]]]:

@@ -220,16 +220,17 @@ def _told(event: Event) -> tuple[object, ...]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_functional_result_that_is_dropped_or_only_viewed_was_never_waited_for(dry: DryEngine) -> None:
+def test_the_result_of_an_operator_needs_a_wait_and_that_of_a_function_waits_when_it_is_read(dry: DryEngine) -> None:
     def subject(case: Case, device: torch.device) -> dict[str, Tensor]:
         x = torch.ones(6, 4, device=device)
         world: Any = dist.group.WORLD
-        functional.reduce_scatter_tensor(x, "sum", 0, world).view(-1)
+        torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", 2, world.group_name).view(-1)
+        functional.all_gather_tensor(x, 0, world).view(-1)
         return {"loss/0": functional.all_reduce(x, "sum", world).sum()}
 
     result = prove(CASE, subject, dry)
     (failed,) = [verdict for verdict in result.verdicts if verdict.verdict == "fail"]
-    assert failed.check == "waits"
+    assert failed.check == "waits" and "; 1 more like it" in failed.message, "that of the other rank"
     assert "reduce_scatter #0 of tp (2 ranks) at " in failed.message and "all_reduce" not in failed.message
 
 

@@ -165,3 +165,5 @@ def test_equal_shards_and_wrong_deviations_are_named() -> None:
     verdict, message = found(one, other, right=0.03)
     assert verdict == FAIL and message.endswith("which must be 0.03")
     assert found(one, other, right=0.0)[1].endswith("and begins as a constant")
+    shared = [{"init/w": Shard(part, (0, 0), (40, 30))} for part in (one[:20], one)]  # a head that two ranks hold
+    assert initial_values(evidence(*shared, truth={}, given=("init/w",), deviations={"w": 0.02})).verdict == PASS

@@ -30,7 +30,7 @@ TOLD = {
     "ddp-rebuild": ("ledger", "the all_reduce over dp is left out"),
     "pp-scale-missing": ("activation_gradients", "and micro=3: not divided by it"),
     "tied-no-sync": ("replicas", "the all_reduce over embedding is left out"),
-    "tied-bucket-misaligned": ("merge", "offsets of another rank"),
+    "tied-bucket-misaligned": ("ledger", "the call is made otherwise: payload_bytes"),
     "experts-average": ("parameter_gradients", "averaged over it where it must be summed"),
     "experts-as-dense": ("replicas", "axis dp instead of edp"),
     "expert-norm-by-tp": ("gradient_norm", "one all_reduce over tp too many"),

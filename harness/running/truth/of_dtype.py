@@ -1,0 +1,278 @@
+"""The operator by which a dense model computes another function in one dtype than in another, where there is one.
+
+RMSNorm's default eps is that of the dtype; so is a number that follows from `torch.finfo(x.dtype)`. Such code is right
+and has another truth in every dtype. A model that draws its weights in the case's dtype has none.
+
+The first forward runs in float64 and in float32, both seen operator by operator. Pairs of equal operators in the same
+order show where results begin to differ by more than rounding, and why:
+
+    numbers     the operator was given other numbers: an eps, a bound, a value to fill with
+    itself      given the same tensors, its float32 result is not that of float64 but for rounding
+    elsewhere   random numbers or constants differ, or one run has operators that the other has not
+
+A difference is followed from operator to operator, as long as it is there: what fills a mask leaves none behind the
+softmax. The last difference of the forward counts.
+"""
+
+import difflib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.engines.calls.callers import caller
+from harness.outcome.blocks import Block
+from harness.protocols import Value
+from harness.recording.capturing.operator_probes import running_module
+from harness.recording.naming import Paths
+from harness.subject import NamedSubject, called
+from harness.torch_internals.autograd import current_task
+from harness.torch_internals.memory import storage_id
+from harness.torch_internals.modes import DispatchMode, FakeTensor, leaves, mapped, take_themselves_apart
+from harness.torch_internals.operators import makes_new
+
+_MOST = 2**26
+"""Elements that are kept of a forward; what follows is not looked at."""
+_EPSILON = float(torch.finfo(torch.float32).eps)
+_OWN = 64 * _EPSILON
+"""The relative error that rounding explains in one operator."""
+_AMPLIFIED = 16
+"""Explained too is this many times the effect of a change of its inputs by their rounding."""
+_CASTS = frozenset({"_to_copy"})
+"""Operators that a run has where it is not in the dtype in which numbers are stated."""
+_UNSET = ("empty", "new_empty")
+
+
+_Results = tuple[list[Tensor], list[Tensor]]
+
+
+@dataclass(slots=True)
+class Step:
+    """An operator of a forward. `numbers` are those it was given, `given` and `made` the storages of its tensors,
+    `results` its floating tensors in float64. `random`: it draws. `own`: its result is not that of float64.
+    """
+
+    operator: str
+    place: str
+    numbers: tuple[float, ...]
+    given: tuple[int, ...]
+    made: tuple[int, ...]
+    results: tuple[Tensor, ...]
+    random: bool = False
+    own: bool = False
+
+
+class Forward(DispatchMode):
+    """Keeps the operators of its thread in `steps` until the first backward; of float32 each beside itself in float64.
+
+    A tensor of one element that no operator made is one of the numbers that an operator is given.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[Step] = []
+        self._open, self._elements, self._paths = True, 0, Paths()
+        self._made: set[int] = set()
+        self._alive: list[Tensor] = []
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """The operator's result, as it is."""
+        if take_themselves_apart(types):
+            return NotImplemented
+        words = dict(kwargs or {})
+        self._open = self._open and current_task() < 0 and self._elements < _MOST
+        if not self._open or any(issubclass(kind, FakeTensor) for kind in types):
+            return operator(*args, **words)
+        random = torch.Tag.nondeterministic_seeded in operator.tags
+        given = [leaf for leaf in leaves((args, words)) if isinstance(leaf, Tensor)]
+        again = "c10d" not in operator.namespace and not random and makes_new(operator)  # no effect but its result
+        wide = _in_float64(operator, args, words) if again else None
+        result = operator(*args, **words)
+        made = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
+        self._note(operator, random, (args, words), given, made, wide)
+        return result
+
+    def _note(
+        self, operator: Any, random: bool, all_given: Any, given: list[Tensor], made: list[Tensor], wide: Any
+    ) -> None:
+        constants = [
+            float(x) for x in given if x.numel() == 1 and not x.is_complex() and storage_id(x) not in self._made
+        ]
+        stated = [leaf for leaf in leaves(all_given) if isinstance(leaf, float)]
+        floating = [leaf for leaf in made if leaf.is_floating_point() and _is_read(leaf)]
+        module = running_module(self._paths)
+        name = operator.overloadpacket.__name__
+        self.steps.append(
+            Step(
+                name,
+                caller() + (f" in module {module}" if module else ""),
+                (*stated, *constants),
+                tuple(map(storage_id, given)),
+                tuple(map(storage_id, made)),
+                () if name.startswith(_UNSET) else tuple(x.detach().double().clone() for x in floating),
+                random,
+                wide is not None and _is_off(made, *wide),
+            )
+        )
+        self._elements += sum(leaf.numel() for leaf in floating)
+        self._made |= {*map(storage_id, made)}
+        self._alive += made  # a storage that is freed would give its number to another
+
+
+def _is_read(tensor: Tensor) -> bool:
+    """Whether a tensor has real numbers to compare."""
+    return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_complex() or tensor.is_quantized)
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A subject whose outcome is its first forward, with every other attribute of the subject."""
+
+    subject: NamedSubject
+
+    def __getattr__(self, attribute: str) -> Any:
+        """Any other attribute is the subject's."""
+        return getattr(self.subject.call, attribute)  # session, per_rank
+
+    def __call__(self, case: Any, device: torch.device) -> Mapping[str, Value]:
+        """Run the subject and return every operator of its first forward."""
+        with Forward() as forward:
+            called(self.subject.call, case, device)
+        found: dict[str, Value] = {}
+        for number, step in enumerate(forward.steps):
+            facts = step.operator, step.place, step.numbers, step.given, step.made, step.random, step.own
+            for result in step.results or (torch.ones(0),):
+                found[json.dumps((number, len(found), *facts))] = result
+        return found
+
+
+def steps_of(outcome: Mapping[str, Sequence[Block]]) -> list[Step]:
+    """The first forward that a watched subject returned."""
+    steps: dict[int, Step] = {}
+    for name, (block, *_) in outcome.items():
+        number, _, operator, place, numbers, given, made, random, own = json.loads(name)
+        tensors = tuple(numbers), tuple(given), tuple(made)
+        before = steps[number].results if number in steps else ()
+        steps[number] = Step(operator, place, *tensors, (*before, block.local), random, own)
+    return list(steps.values())
+
+
+def _in_float64(operator: Any, args: Sequence[Any], words: Mapping[str, Any]) -> _Results | None:
+    """Results of an operator of float32 in float64: of its tensors, and of these moved by their rounding."""
+    if not any(isinstance(leaf, Tensor) and leaf.dtype is torch.float32 for leaf in leaves((args, words))):
+        return None
+    generator = torch.Generator().manual_seed(0)
+
+    def moved(x: Any, by: float) -> Any:
+        if x is torch.float32:
+            return torch.float64
+        if not isinstance(x, Tensor) or x.dtype is not torch.float32:
+            return x
+        part = torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x.device) - 0.5
+        return x.detach().double() * (1 + by * part)
+
+    def results(by: float) -> list[Tensor]:
+        found = operator(*mapped(lambda x: moved(x, by), args), **mapped(lambda x: moved(x, by), dict(words)))
+        return [leaf for leaf in leaves(found) if isinstance(leaf, Tensor)]
+
+    try:
+        return results(0.0), results(_EPSILON)
+    except Exception:  # an operator, also of the user's own, that does not take float64
+        return None
+
+
+def _is_off(made: Sequence[Tensor], wide: Sequence[Tensor], moved: Sequence[Tensor]) -> bool:
+    """Whether a result in float32 is further from that in float64 than rounding explains."""
+    return any(
+        _gap(mine.double(), true) > max(_OWN, _AMPLIFIED * _gap(other, true))
+        for mine, true, other in zip(made, wide, moved, strict=False)
+        if mine.dtype is torch.float32 and true.is_floating_point() and mine.shape == true.shape and _is_read(mine)
+    )
+
+
+def _gap(value: Tensor, true: Tensor) -> float:
+    """The relative distance of two tensors, of the elements that are finite in both."""
+    both = value.isfinite() & true.isfinite()
+    size = float(true[both].norm())
+    gap = float((value[both] - true[both]).norm())
+    return gap / size if size else math.inf if gap else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """Where a difference came from; `words` is empty for one that is no operator's."""
+
+    words: str = ""
+
+
+_ELSEWHERE = _Origin()
+
+
+@dataclass(slots=True)
+class _Differences:
+    """The storages that differ between two runs now, by those of the run in float32; the last origin seen; whether what
+    was drawn differs.
+    """
+
+    least: float
+    origins: dict[int, _Origin] = field(default_factory=dict)
+    last: _Origin = _ELSEWHERE
+    drawn: bool = False
+
+    def follow(self, step: Step, found: _Origin | None) -> None:
+        """From here on results of this step differ as what it was given does, else as `found`; or no longer."""
+        before = [self.origins[key] for key in step.given if key in self.origins]
+        origin = before[0] if before else found
+        for key in step.made:
+            self.origins.pop(key, None)
+            if origin is not None:
+                self.origins[key] = origin
+        self.last = origin or self.last
+
+    def compare(self, wide: Step, narrow: Step) -> None:
+        """Follow a pair of equal operators."""
+        gap = max(
+            (_gap(b, a) for a, b in zip(wide.results, narrow.results, strict=False) if a.shape == b.shape), default=0
+        )
+        if gap <= self.least:
+            for key in narrow.made:
+                self.origins.pop(key, None)
+            return
+        self.drawn = self.drawn or narrow.random
+        self.follow(narrow, _named(wide, narrow) or _ELSEWHERE)
+
+
+def _named(wide: Step, narrow: Step) -> _Origin | None:
+    """The origin in this operator: other numbers, or itself; None where it has neither."""
+    for mine, true in zip(narrow.numbers, wide.numbers, strict=False):
+        if not math.isclose(mine, true, rel_tol=_OWN):
+            return _Origin(
+                f"{narrow.operator} at {narrow.place} is given {mine:.6g} in float32 and {true:.6g} in float64"
+            )
+    if narrow.own:
+        words = "has another result in float32 than in float64 of the same numbers, by more than rounding"
+        return _Origin(f"{narrow.operator} at {narrow.place} {words}")
+    return None
+
+
+def differing_operator(wide: Sequence[Step], narrow: Sequence[Step], error: float) -> str:
+    """The operator, in words, from which a forward in float32 differs by this error from that in float64.
+
+    "" where the difference came from no operator.
+    """
+    found = _Differences(math.sqrt(error * _EPSILON))  # half-way, in orders of magnitude, between it and rounding
+    names = [step.operator for step in wide], [step.operator for step in narrow]
+    for kind, a, b, c, d in difflib.SequenceMatcher(None, *names, autojunk=False).get_opcodes():
+        if kind == "equal":
+            for one, other in zip(wide[a:b], narrow[c:d], strict=True):
+                found.compare(one, other)
+            continue
+        for step in narrow[c:d]:
+            found.follow(step, None if step.operator in _CASTS else _ELSEWHERE)
+    return "" if found.drawn else found.last.words
