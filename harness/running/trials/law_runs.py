@@ -16,6 +16,7 @@ from harness.checking.measures.kinds import NUMERIC_KINDS, kind_of, step_of
 from harness.checking.measures.measured import Measured, epsilon
 from harness.checking.measures.tolerance import CONTROL_FACTOR, FLOOR_EPSILONS, LEAP
 from harness.checking.measuring import ROUNDING
+from harness.checking.movement import INITIAL
 from harness.errors import ProgramError, RequestError
 from harness.mesh_axes import SAME_SAMPLES
 from harness.outcome.merging import merge
@@ -167,7 +168,8 @@ def with_first_forward(trial: Trial, evidence: Evidence) -> Evidence:
     mine = trial.computed(trial.reference.control, part="control", parts=1)
     known = [name for name in evidence.truth if _fits(mine, name, evidence.truth) and bool(mine[name].isfinite().all())]
     truth = {**evidence.truth, **{name: mine[name].to(evidence.truth[name].dtype) for name in known}}
-    return replace(evidence, truth=truth, of_dtype=operator)
+    begun = {name.removeprefix(INITIAL): mine[name].double() for name in mine if name.startswith(INITIAL)}
+    return replace(evidence, truth=truth, initial=begun, of_dtype=operator)
 
 
 def _forward(trial: Trial, own: OwnTruth, dtype: str) -> Sequence[Step]:

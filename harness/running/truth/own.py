@@ -9,8 +9,8 @@ Masks of dropout come from the ranks: as `given` where the truth takes it, else 
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -44,7 +44,8 @@ class OwnTruth:
 
     `dense` is the dense model, "alone" for the subject itself, which runs on `engine`. By the text of the case fill up
     `draws`, the masks of dropout that it drew itself, `initial`, its parameters before the first step, and `wide`:
-    whether its control runs multiply matrices in wider dtypes than the case's alone.
+    whether its control runs multiply matrices in wider dtypes than the case's alone. A control run of a dense model is
+    made inside of the context `around()`.
     """
 
     subject: NamedSubject
@@ -52,6 +53,7 @@ class OwnTruth:
     engine: Engine
     timeout_s: float = 60.0
     control: bool = False
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
     draws: dict[str, tuple[Draw, ...]] = field(default_factory=dict)
     wide: dict[str, bool] = field(default_factory=dict)
     initial: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)
@@ -104,7 +106,7 @@ class OwnTruth:
             dense = partial(dense, given=given)
 
         def outcome() -> _Computed:
-            with torch.random.fork_rng(devices=[]), session(self.subject.call), sums.taken():
+            with torch.random.fork_rng(devices=[]), session(self.subject.call), self.around(), sums.taken():
                 torch.manual_seed(case.seed)
                 with DropoutProbe(self._joint(given)) as probe, FirstValues() as first:
                     tensors = dense(case, device)

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.checking.measuring import ROUNDING
 from harness.torch_internals.memory import storage_id
 from harness.torch_internals.modes import DispatchMode, FakeTensor, leaves, mapped, take_themselves_apart
 from harness.torch_internals.operators import makes_new, written_arguments
@@ -58,6 +59,10 @@ _COPIES = frozenset(("_to_copy", "to", "_foreach_copy"))
 
 _WIDE = torch.finfo(torch.float32).eps
 """The epsilon of the narrowest accumulator of a kernel."""
+
+
+_SHARE = ROUNDING * math.sqrt(12)
+"""The error of one rounding in units of that of a number that is moved anywhere within half an epsilon."""
 
 
 class RandomRounding(DispatchMode):
@@ -95,8 +100,7 @@ class RandomRounding(DispatchMode):
         if not self._units or not (self._inputs or self._computes(args, kwargs)):
             return self._noted(name, self.compute(operator, args, kwargs))
         if name in PRODUCTS or name in _SUMS:
-            narrow = name == "sum" and _of_rows(args)
-            args = mapped(functools.partial(self._moved, terms=_terms(name, args), narrow=narrow), list(args))
+            args = self._terms_moved(name, args)
         if self._leaving:
             args = self._left(operator, args, kwargs)
         result = self._noted(name, self.compute(operator, args, kwargs))
@@ -141,6 +145,16 @@ class RandomRounding(DispatchMode):
         """What the operator returns of these arguments, before it is moved."""
         return operator(*args, **kwargs)
 
+    def _terms_moved(self, name: str, args: Sequence[Any]) -> list[Any]:
+        """The arguments of a contraction, one factor of its products moved by what the sum rounds."""
+        terms, narrow = _terms(name, args), name == "sum" and _of_rows(args)
+        places = [place for place, x in enumerate(args) if isinstance(x, Tensor)]
+        one = places[-2] if len(places) > 1 and name in PRODUCTS else places[0]
+        return [
+            mapped(functools.partial(self._moved, terms=terms if place == one else 1, narrow=narrow), x)
+            for place, x in enumerate(args)
+        ]
+
     def _moved(self, x: Any, terms: int = 0, *, narrow: bool = False) -> Any:
         """A tensor moved by its dtype's unit, or by what a sum of so many of it rounds; anything else as it is.
 
@@ -149,7 +163,7 @@ class RandomRounding(DispatchMode):
         if not isinstance(x, Tensor) or x.dtype not in self._units:
             return x
         unit = self._units[x.dtype]
-        summed = (unit if narrow else min(unit, _WIDE)) * math.sqrt((terms + 1) / 2) if terms else 0.0
+        summed = (unit if narrow else min(unit, _WIDE)) * _SHARE * math.sqrt((terms + 1) / 2) if terms else 0.0
         kept = bool(terms) and unit >= _eps(x.dtype)
         return self._by(x, summed if kept else max(unit, summed))
 
