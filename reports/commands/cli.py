@@ -18,6 +18,7 @@ from harness.dense_model import SUBJECT
 from harness.errors import ShardproofError
 from harness.interpreter import without_garbage_collection
 from harness.running.engines import ENGINES
+from reports.printing.printable import printable
 
 _TRUTH = "the dense model to compare with, or alone: the subject on one rank (default: subject.truth, else our decoder)"
 _TIMEOUT = "longest time of one run of a case, and of its dense model (60); a case takes two runs or more"
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _NO_READER
     except Exception:  # a bug of ours, told as such: 1 would say that a check failed
-        traceback.print_exc()
+        _complain(traceback.format_exc().rstrip())
         _complain("shardproof: this is a bug in shardproof and no verdict on the subject")
         return _MACHINE
     return int(status)
@@ -125,7 +126,7 @@ def _complain(message: str) -> None:
 
         show_words(message, sys.stderr)
     else:
-        print(message, file=sys.stderr)
+        print(printable(message), file=sys.stderr)
 
 
 def _empty(parsed: argparse.Namespace) -> str:
