@@ -7,6 +7,7 @@ GITHUB_STEP_SUMMARY names a file, the headline table is appended there as markdo
 """
 
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -136,12 +137,19 @@ def markdown(table: "Table") -> str:
 
 
 def append_step_summary(table: "Table", where: str, environment: Mapping[str, str]) -> bool:
-    """Append the table and the run's place to the CI page when the environment names one; say whether it did."""
+    """Append the table and the run's place to the CI page when the environment names one; say whether it did.
+
+    A page that cannot be written is a note: what it would show is printed too.
+    """
     target = environment.get("GITHUB_STEP_SUMMARY", "")
     if not target:
         return False
-    with Path(target).open("a", encoding="utf-8") as page:
-        page.write(f"{markdown(table)}\nRun folder: `{where}`\n\n")
+    try:
+        with Path(target).open("a", encoding="utf-8") as page:
+            page.write(f"{markdown(table)}\nRun folder: `{where}`\n\n")
+    except OSError as problem:
+        show_note(f"GITHUB_STEP_SUMMARY={target}: cannot be written ({problem.strerror or problem})", sys.stderr)
+        return False
     return True
 
 
