@@ -223,8 +223,8 @@ class Attribution:
             site, waits, self._since = hop(seen.call.op, site, self._since, of_backward)
         elif not site.phase:
             is_parameter = self._memory.of(self.paths.models).holds if seen.call.address else None
-            quiet = seen.quiet and self._gradients_on
-            phase = between(seen.call, self._since, quiet=quiet, by_hand=self._by_hand, is_parameter=is_parameter)
+            known = {"quiet": seen.quiet and self._gradients_on, "by_hand": self._by_hand, "copies": seen.copies}
+            phase = between(seen.call, self._since, is_parameter=is_parameter, **known)
             site = site._replace(phase=phase)
         if waits or not site.phase or (stated_phase == "data" and site.phase == "loss"):
             open_ = stated_phase or ("pipeline" if waits else "")
