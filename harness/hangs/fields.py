@@ -1,4 +1,4 @@
-"""Fields of a dump that anybody may have written: each is of its type, or a TypeError; pickles hold plain values."""
+"""Fields of a dump, which others wrote: each is of its type, or a TypeError; pickles hold plain values."""
 
 import io
 import pickle
@@ -21,26 +21,26 @@ def pickled(content: bytes) -> dict[str, Any]:
 
 
 def number(value: Any) -> int:
-    """A whole number that fits in 64 bits."""
+    """A whole number that fits in 64 bits. Raises TypeError for another value, as all of these do."""
     if type(value) is not int or abs(value) >= 2**63:
         raise TypeError(f"a {type(value).__name__} where a whole number must be")
     return value
 
 
 def text(value: Any) -> str:
-    """A text."""
+    """A text. Raises TypeError for another value."""
     if not isinstance(value, str):
         raise TypeError(f"a {type(value).__name__} where a text must be")
     return value
 
 
 def listed(value: Any) -> list[Any] | tuple[Any, ...]:
-    """A list of anything."""
+    """A list of anything. Raises TypeError for another value."""
     if not isinstance(value, list | tuple):
         raise TypeError(f"a {type(value).__name__} where a list must be")
     return value
 
 
 def numbers(value: Any) -> tuple[int, ...]:
-    """A list of whole numbers."""
+    """A list of whole numbers. Raises TypeError for another value."""
     return tuple(map(number, listed(value)))

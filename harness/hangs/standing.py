@@ -1,4 +1,4 @@
-"""What a dump says of a rank: its latest calls by group and number. What parts ranks is said of these."""
+"""Standing of a rank, from its dump: its latest calls by group and number. Findings are about these."""
 
 import math
 import re

@@ -22,14 +22,14 @@ METADATA = ".metadata"
 MOST_BYTES = 2**30
 """A larger file is refused: its objects would take tens of gigabytes."""
 _KINDS = "torch.distributed.checkpoint.metadata"
-_OLD = "torch.distributed._shard.sharded_tensor.metadata"  # until torch 2.2
+_OLD = "torch.distributed._shard.sharded_tensor.metadata "  # until torch 2.2; with the blank it is a word of the format
 _INFO = "torch.distributed.checkpoint.filesystem _StorageInfo"  # the format's word for where a chunk lies
-_PROPERTIES = (f"{_KINDS} TensorProperties", f"{_OLD} TensorProperties")
+_PROPERTIES = (f"{_KINDS} TensorProperties", f"{_OLD}TensorProperties")
 _PATHS = tuple(f"{module} {name}" for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath"))
 _NAMES = {
     *(f"{_KINDS} {name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
     *(f"{_KINDS} {name}" for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
-    *(*_PROPERTIES, f"{_OLD} MEM_FORMAT_ENCODING", _INFO, "torch Size", "torch.serialization _get_layout", *_PATHS),
+    *(*_PROPERTIES, f"{_OLD}MEM_FORMAT_ENCODING", _INFO, "torch Size", "torch.serialization _get_layout", *_PATHS),
 }
 _OPCODES = (
     *("PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1"),
@@ -50,7 +50,7 @@ class _Object:
 
 
 class _Parser(pickle._Unpickler):  # in Python: the one in C takes any number of gigabytes for an index that a file says
-    """Parses a pickle. What it names, would call, or would fill is an `_Object`."""
+    """Parses a pickle: an `_Object` stands for each name, and for each object that would be made of it."""
 
     stack: list[Any]
 
@@ -106,9 +106,7 @@ def read_metadata(folder: Path) -> "Metadata":
     except pickle.UnpicklingError:
         raise
     except Exception as problem:  # torn files raise anything, and an opcode that is not of a checkpoint KeyError
-        raise pickle.UnpicklingError(
-            f"it is torn, or no checkpoint's ({type(problem).__name__})"
-        ) from problem
+        raise pickle.UnpicklingError(f"it is torn, or no checkpoint's ({type(problem).__name__})") from problem
     return _metadata(parsed, folder)
 
 
@@ -191,7 +189,9 @@ def _count(value: Any, key: str) -> int:
 
 def _need(value: Any, kind: type, what: str) -> Any:
     if not isinstance(value, kind):
-        raise pickle.UnpicklingError(f"{what}: a {_kind(value)} stands where a {kind.__name__.strip('_').lower()} must be")
+        raise pickle.UnpicklingError(
+            f"{what}: a {_kind(value)} stands where a {kind.__name__.strip('_').lower()} must be"
+        )
     return value
 
 

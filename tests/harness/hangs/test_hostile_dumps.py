@@ -1,4 +1,4 @@
-"""What is no dump is one sentence, runs nothing, and takes no more memory than its file."""
+"""A file that is no dump is one sentence, runs nothing, and takes no more memory than it has bytes."""
 
 import json
 import pickle
@@ -57,7 +57,7 @@ def leaves(value: Any, *path: Any) -> Iterator[tuple[Any, ...]]:
 
 
 def test_a_field_of_another_type_is_one_sentence_or_no_matter(tmp_path: Path) -> None:
-    """Each field of our dump and of torch's in turn; what is read can be told in lines, too."""
+    """Each field of our dump and of torch's in turn; of what is read there are findings in lines."""
     kind = ["pp", "pp", "send", "", "float32", "4", -1, 1, "pipeline", "", "m.py:5"]
     write_last(tmp_path / "ours_0", 0, 2, {"pp": [0, 1]}, [kind], [[0, 1, 1, 0, 0]], numbers=[["pp", [0, 1], "", 3]])
     write_flight(tmp_path, as_json=True, rank_1_calls=4)

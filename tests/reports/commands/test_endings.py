@@ -105,7 +105,7 @@ sys.exit(status)
     ],
 )
 def test_a_ctrl_c_while_a_module_is_imported_is_one_sentence(tmp_path: Path, module: str, words: list[str]) -> None:
-    """What numpy and pandas leave behind when they are interrupted cannot be used, and not be imported again."""
+    """An interrupted numpy or pandas cannot be used, and not be imported again."""
     sample_run.write(tmp_path / "run")
     done = python(tmp_path, "-c", INTERRUPTED, module, *words)
     assert done.returncode == 130, done.stderr
