@@ -1,6 +1,6 @@
 """A folder of torch's format (torch.distributed.checkpoint) as full tensors, read by torch's own loader.
 
-The metadata alone is read by us, as data. torch reads each tensor with `weights_only=True`, and bytes that are no tensor are left alone.
+The metadata alone is read by us, as data. torch reads each tensor with `weights_only=True`; the rest is left alone.
 
 Elements that no chunk of the folder holds are NaN where they are numbers.
 """
