@@ -47,6 +47,25 @@ def test_gathers_of_a_saved_state_are_its_own_phase(how: str) -> None:
         }
 
 
+def test_gathers_by_hand_that_the_first_update_lacks_are_a_checkpoint() -> None:
+    """Shards of a flat optimizer's parameters, gathered after the second step alone; an update is like the first."""
+
+    def program(rank: int) -> None:
+        torch.manual_seed(1)
+        model = nn.Linear(4, 4, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+            dist.all_reduce(model.weight.grad)
+            optimizer.step()
+            if step == 1:
+                dist.all_gather_into_tensor(torch.empty(16), model.weight.detach().flatten()[8 * rank : 8 * rank + 8])
+
+    found = [(event.op, event.phase, event.step) for event in recorded(program) if event.rank == 0]
+    sums = [("all_reduce", "grad_sync", step) for step in range(3)]
+    assert found == [*sums[:2], ("all_gather", "checkpoint", 1), sums[2]]
+
+
 def test_an_update_that_gathers_full_tensors_stays_in_its_step() -> None:
     """As Muon does: the matrix is orthogonalised whole, inside of the optimizer."""
 
