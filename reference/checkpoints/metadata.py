@@ -24,11 +24,14 @@ MOST_BYTES = 2**30
 _KINDS = "torch.distributed.checkpoint.metadata"
 _OLD = "torch.distributed._shard.sharded_tensor.metadata "  # until torch 2.2; with the blank it is a word of the format
 _INFO = "torch.distributed.checkpoint.filesystem _StorageInfo"  # the format's word for where a chunk lies
+_PLANS = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")  # Megatron-Core keeps them
 _PROPERTIES = (f"{_KINDS} TensorProperties", f"{_OLD}TensorProperties")
 _PATHS = tuple(f"{module} {name}" for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath"))
 _NAMES = {
     *(f"{_KINDS} {name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
     *(f"{_KINDS} {name}" for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
+    *(f"torch.distributed.checkpoint.planner {name}" for name in _PLANS),
+    "torch.distributed.checkpoint.filesystem _StoragePrefix",
     *(*_PROPERTIES, f"{_OLD}MEM_FORMAT_ENCODING", _INFO, "torch Size", "torch.serialization _get_layout", *_PATHS),
 }
 _OPCODES = (
@@ -81,9 +84,9 @@ class _Parser(pickle._Unpickler):  # in Python: the one in C takes any number of
         self._into(items)
 
     def _into(self, items: list[Any]) -> None:
-        """Fill a dict: its keys are texts and objects, as to hash tuples of tuples may have no end."""
-        if not isinstance(self.stack[-1], dict) or any(not isinstance(key, str | _Object) for key in items[::2]):
-            raise pickle.UnpicklingError("it fills other than a dict whose keys are texts or places")
+        """Fill a dict: its keys are texts, numbers and objects, as to hash tuples of tuples may have no end."""
+        if not isinstance(self.stack[-1], dict) or any(not isinstance(key, str | int | _Object) for key in items[::2]):
+            raise pickle.UnpicklingError("it fills other than a dict whose keys are texts, numbers or places")
         self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
 
     dispatch: ClassVar[dict[int, Any]] = {

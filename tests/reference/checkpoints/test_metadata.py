@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner_helpers import _create_write_item_for_tensor
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from reference.checkpoints.metadata import METADATA, read_metadata
@@ -47,6 +49,15 @@ def test_a_folder_of_torch_is_read_as_torch_reads_it(written: Path) -> None:
     assert ours == replace(theirs, planner_data=None, storage_meta=None)
     assert pickle.loads(pickle.dumps(ours)) == ours
     assert tensors(str(written))["n.c"].sum() == 24
+
+
+def test_plans_that_megatron_core_keeps_beside_it_are_left_aside(written: Path) -> None:
+    """Its metadata has the plans of all ranks in a field of its own."""
+    metadata = FileSystemReader(written).read_metadata()
+    item = _create_write_item_for_tensor("a", torch.ones(3, 4))
+    vars(metadata)["all_local_plans"] = [SavePlan([item], storage_data=_StoragePrefix("__0_"), planner_data={1: "a"})]
+    (written / METADATA).write_bytes(pickle.dumps(metadata))
+    assert read_metadata(written) == replace(metadata, planner_data=None, storage_meta=None)
 
 
 def _name(module: str, name: str) -> bytes:
