@@ -9,7 +9,7 @@ before a forward: engines reduce between micro-batches too. Metric is also the w
 gradients off, once a forward with gradients on has been. An evaluation without gradients keeps its loss. Where no
 optimizer of torch.optim steps, a change of the parameters after a backward is a step (observations.Looks). After a step
 one reduced element is metric. Calls that write into a parameter's memory, and all_gathers of half the parameters'
-bytes or more, belong to the step; where the first update has none, later ones are checkpoint. Collectives by which
+bytes or more, belong to the step. Such gathers are checkpoint where the first update has none. Collectives by which
 torch saves or loads a state are checkpoint, and so are full copies of DTensors after a step. A barrier is metric,
 before the first forward data. A send or recv is pipeline in a group of stages, and outside of all of these in a group
 without a description.
