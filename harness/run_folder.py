@@ -8,17 +8,20 @@ The number stands in `env.json` under `schema`; readers take it and all former o
 
 import csv
 import datetime
+import errno
 import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from harness.errors import RequestError
+from harness.errors import MachineError, RequestError
 
 SCHEMA = 2
 """Version of what is written now. Increase it when a reader of the former layout would misread what is written."""
 _RUNS_A_SECOND = 1000
+DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""Errors of a disk that is full, for this user too, or broken."""
 
 
 def new_run_folder(out: Path, name: str) -> Path:
@@ -59,11 +62,16 @@ def safe_name(name: str) -> str:
 
 @contextmanager
 def writing(out: Path) -> Iterator[None]:
-    """Write the run folder inside. Raises RequestError with the folder and the reason where that cannot be."""
+    """Write the run folder inside. Raises RequestError with the folder and the reason where that cannot be.
+
+    A disk that is full, or fails, is the machine's failure: MachineError.
+    """
     try:
         yield
     except OSError as problem:
         reason = problem.strerror or str(problem)
+        if problem.errno in DISK_FAILED:
+            raise MachineError(f"out={out}: the run folder cannot be written ({reason})") from problem
         raise RequestError(
             f"out={out}: the run folder cannot be written ({reason}); legal: a folder with room and write permission"
         ) from problem

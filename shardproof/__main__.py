@@ -7,7 +7,7 @@ from importlib import import_module
 
 from shardproof.rooms import ShadowedError, lead
 
-_WRONG_REQUEST = 2
+_WRONG_REQUEST, _INTERRUPTED = 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,7 +20,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ShadowedError as problem:
         print(f"shardproof: {problem}", file=sys.stderr)
         return _WRONG_REQUEST
-    status: int = import_module("reports.commands.cli").main(arguments)
+    try:
+        main_of_commands = import_module("reports.commands.cli").main
+    except KeyboardInterrupt:
+        print("\nshardproof: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    status: int = main_of_commands(arguments)
     if arguments is None and not _reports_leaks():
         gc.freeze()  # the process ends now: looking through all that is left for garbage takes half a second
     return status

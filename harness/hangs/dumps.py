@@ -1,27 +1,31 @@
 """Reads what ranks left of a hang: our recorder's parts, and torch's Flight Recorder as pickle or JSON.
 
-A Flight Recorder file of NCCL is a pickle of plain dicts, lists, texts and numbers. Anything else in it is refused, so
-that a dump can run no code. Its rank is the number that ends the file's name (`nccl_trace_rank_3`), as torch writes it.
-Format: torch/csrc/distributed/c10d/FlightRecorder.hpp, version 2.
+A field that is missing, of another type, or out of range is refused in one sentence that names the file.
 """
 
 import csv
+import itertools
 import json
-import pickle
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from harness.errors import RequestError
-from harness.hangs.parting import Channel, LastCall, RankStanding
+from harness.errors import RequestError, error_text
+from harness.hangs.fields import listed, number, numbers, pickled, text
+from harness.hangs.flight_entries import calls_of
+from harness.hangs.standing import Channel, LastCall, RankStanding, message_bytes
 from harness.interpreter import without_garbage_collection
 
 KIND = ("group", "axis", "op", "reduce_op", "dtype", "shape", "root", "peer", "phase", "region", "caller")
 """Fields of a kind of call that our recorder writes."""
 RECORD = ("kind", "number", "order", "step", "microbatch")
 """Fields of one call that it writes."""
+MOST_BYTES, MOST_RANKS = 2**30, 2**20
+"""A larger file is no dump, and a larger world no job."""
+_NUMBERS = ("root", "peer")
 _LEGAL = "legal: the run folder of `shardproof record`, or the files that NCCL's Flight Recorder wrote"
 _MESSAGES = ("send", "recv")
 
@@ -32,20 +36,51 @@ def standings(paths: Iterable[str | Path]) -> list[RankStanding]:
     by_rank: dict[int, RankStanding] = {}
     for name in paths:
         path = Path(name)
-        if not path.exists():
-            raise RequestError(f"dump {path}: no such file or folder; {_LEGAL}")
-        parts = path / "ranks" if (path / "ranks").is_dir() else path
-        dumps = (
-            [path] if path.is_file() else [part for part in parts.iterdir() if part.is_dir() and part.name.isdigit()]
-        )
-        dumps = dumps or [file for file in sorted(path.iterdir()) if file.is_file() and _rank_of(file) is not None]
-        for one in (_of_part(dump) if dump.is_dir() else _of_file(dump) for dump in dumps):
+        for dump in _dumps(path):
+            with _reading(dump):
+                one = _of_part(dump) if dump.is_dir() else _of_file(dump)
+            _check_rank(one)
             if one.rank in by_rank:
                 raise RequestError(f"dump {one.source}: rank {one.rank} is in {by_rank[one.rank].source} too; {_LEGAL}")
             by_rank[one.rank] = one
     if not by_rank:
         raise RequestError(f"dumps: hold no rank; {_LEGAL}")
     return [by_rank[rank] for rank in sorted(by_rank)]
+
+
+def _dumps(path: Path) -> list[Path]:
+    """The dumps that a path stands for: a file, or the ranks' parts or files in a folder."""
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise RequestError(f"dump {path}: no such file or folder; {_LEGAL}")
+    with _reading(path):
+        inside = path / "ranks" if (path / "ranks").is_dir() else path
+        parts = [part for part in inside.iterdir() if part.name.isdecimal() and part.is_dir()]
+        return parts or [file for file in sorted(path.iterdir()) if file.is_file() and _rank_of(file) is not None]
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Read a dump inside. Raises RequestError for one that is torn or holds other than a dump does."""
+    try:
+        yield
+    except RequestError:
+        raise
+    except OSError as problem:
+        raise RequestError(f"dump {path}: cannot be read ({problem.strerror or problem}); {_LEGAL}") from problem
+    except Exception as problem:  # files of others: nested without end, torn, fields of any type
+        raise RequestError(f"dump {path}: is torn, or no dump ({error_text(problem)}); {_LEGAL}") from problem
+
+
+def _check_rank(one: RankStanding) -> None:
+    """Raise RequestError for a rank outside of its world, and for a group of such ranks."""
+    world = one.world_size or MOST_RANKS
+    ranks = {one.rank, *(rank for _, members, _ in one.last for rank in members)}
+    for rank in sorted(ranks):
+        if not 0 <= rank < world <= MOST_RANKS:
+            rule = f"rank {rank} of a world of {world} cannot be"
+            raise RequestError(f"dump {one.source}: {rule}; legal: ranks from 0 in a world of at most {MOST_RANKS}")
 
 
 def _of_part(folder: Path) -> RankStanding:
@@ -70,31 +105,42 @@ def _last_row(folder: Path) -> str:
 
 
 def _of_last(words: Mapping[str, Any], source: str) -> RankStanding:
-    kinds = [dict(zip(KIND, kind, strict=True)) for kind in words["kinds"]]
-    ranks = {name: tuple(group["ranks"]) for name, group in words["groups"].items()}
-    inside = set(words["inside"])
+    kinds = [_kind(kind) for kind in listed(words["kinds"])]
+    ranks = {name: numbers(group["ranks"]) for name, group in words["groups"].items()}
+    inside = set(numbers(words["inside"]))
     signatures = [_signature(kind) for kind in kinds]
     channels = [(kind["group"], ranks[kind["group"]], _direction(kind)) for kind in kinds]
+    sizes = [message_bytes(kind["dtype"], kind["shape"]) if kind["op"] in _MESSAGES else None for kind in kinds]
     calls: dict[Channel, dict[int, LastCall]] = {}
     known = [tuple(sys.intern(kind[name]) for name in ("phase", "region", "axis", "caller")) for kind in kinds]
     own = [calls.setdefault(channel, {}) for channel in channels]
-    for kind, number, order, step, micro in words["records"]:
+    records = words["records"]
+    if {*map(type, itertools.chain.from_iterable(records))} - {int}:
+        raise TypeError("a record of other than whole numbers")
+    for kind, count, order, step, micro in records:  # millions
         phase, region, axis, caller = known[kind]
         complete = False if order in inside else None
-        own[kind][number] = LastCall(signatures[kind], (phase, region, step, micro), axis, caller, order, complete)
+        place = (phase, region, step, micro)
+        own[kind][count] = LastCall(signatures[kind], place, axis, caller, order, complete, size_bytes=sizes[kind])
     calls = {channel: by for channel, by in calls.items() if by}
     last = {channel: max(by) for channel, by in calls.items()}
-    last |= {(group, tuple(own), way): int(number) for group, own, way, number in words.get("numbers", ())}
+    for group, members, way, count in words.get("numbers", ()):
+        last[text(group), numbers(members), text(way)] = number(count)
     return RankStanding(
-        rank=words["rank"],
-        world_size=words["world_size"],
+        rank=number(words["rank"]),
+        world_size=number(words["world_size"]),
         source=source,
         calls=calls,
         last=last,
-        ended=words["ended"],
+        ended=text(words["ended"]),
         silent_s=float(words["silent_s"]),
-        stack=tuple(words["stack"]),
+        stack=tuple(map(text, listed(words["stack"]))),
     )
+
+
+def _kind(values: Any) -> dict[str, Any]:
+    kind = dict(zip(KIND, listed(values), strict=True))
+    return {name: number(value) if name in _NUMBERS else text(value) for name, value in kind.items()}
 
 
 def _signature(kind: Mapping[str, Any]) -> tuple[str, ...]:
@@ -109,56 +155,25 @@ def _direction(kind: Mapping[str, Any]) -> str:
 
 
 def _of_file(path: Path) -> RankStanding:
-    words = _json(path) if path.read_bytes()[:1] in (b"{", b"[") else _pickled(path)
+    with path.open("rb") as file:
+        is_json = file.read(1) in (b"{", b"[")
+    words = _json(path) if is_json else pickled(_content(path))
     if words.get("shardproof") == "last calls":
         return _of_last(words, str(path))
     if "entries" not in words:
         raise RequestError(f"dump {path}: has no `entries`, so it is no Flight Recorder's; {_LEGAL}")
-    return _of_flight(words, path)
-
-
-def _of_flight(words: Mapping[str, Any], path: Path) -> RankStanding:
-    """A dump of torch's Flight Recorder: collectives by their number in the group, messages by pair in order."""
-    rank = int(words["rank"]) if "rank" in words else _rank_of(path)
+    rank = number(words["rank"]) if "rank" in words else _rank_of(path)
     if rank is None:
         raise RequestError(f"dump {path}: its name must end in the rank; legal: nccl_trace_rank_3")
-    config = words.get("pg_config") or {}
-    ranks = {str(group["name"]): tuple(map(int, re.findall(r"\d+", str(group["ranks"])))) for group in config.values()}
-    entries = sorted(words["entries"], key=lambda entry: int(entry.get("record_id", 0)))
-    calls: dict[Channel, dict[int, LastCall]] = {}
-    for order, entry in enumerate(entries):
-        name, description = (str(word) for word in entry["process_group"][:2])
-        op = str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"])
-        op, _, ends = op.partition(" ")
-        members = ranks.get(name, ())
-        direction = _flight_direction(op, ends, members) if entry.get("is_p2p") else ""
-        own = calls.setdefault((name, members, direction), {})
-        number = len(own) + 1 if direction else int(entry["collective_seq_id"])
-        if number not in own:  # the members of a coalesced call have one number
-            own[number] = _flight_call(entry, op, description or name, order)
-    last = {channel: max(by) for channel, by in calls.items()}
-    sizes = [len(group) for group in ranks.values()]
-    return RankStanding(rank=rank, world_size=max(sizes, default=0), source=str(path), calls=calls, last=last)
-
-
-def _flight_call(entry: Mapping[str, Any], op: str, axis: str, order: int) -> LastCall:
-    dtypes = "+".join(dict.fromkeys(str(word).lower() for word in entry.get("input_dtypes", ())))
-    sizes = "" if "to_all" in op or "toall" in op else "+".join("x".join(map(str, s)) for s in entry["input_sizes"])
-    frames = entry.get("frames") or ()
-    own = next((frame for frame in frames if "/torch/" not in str(frame.get("filename"))), None)
-    caller = f"{own['filename']}:{own['line']} in {own['name']}" if own else ""
-    done = {"completed": True, "started": False, "scheduled": False}.get(str(entry.get("state")))
-    known = None if not entry.get("time_discovered_completed_ns") and entry.get("retired") else done
-    return LastCall((op, dtypes, sizes), (), axis, caller, order, known)
-
-
-def _flight_direction(op: str, ends: str, members: tuple[int, ...]) -> str:
-    """ "send 3" of "0->3"; the ends are ranks of the group."""
-    found = re.fullmatch(r"(\d+)(->|<-)(\d+)", ends)
-    if not found:
-        return op
-    peer = int(found[3])
-    return f"{op} {members[peer] if peer < len(members) else peer}"
+    ranks, calls, whole = calls_of(words)
+    return RankStanding(
+        rank=rank,
+        world_size=max(map(len, ranks), default=0),
+        source=str(path),
+        calls=calls,
+        last={channel: max(by) for channel, by in calls.items()},
+        counted=whole,
+    )
 
 
 def _rank_of(path: Path) -> int | None:
@@ -166,29 +181,14 @@ def _rank_of(path: Path) -> int | None:
     return int(found[1]) if found else None
 
 
+def _content(path: Path) -> bytes:
+    if path.stat().st_size > MOST_BYTES:
+        raise RequestError(f"dump {path}: has {path.stat().st_size:,} bytes; legal: at most {MOST_BYTES:,}")
+    return path.read_bytes()
+
+
 def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as problem:
-        raise RequestError(f"dump {path}: cannot be read ({problem}); {_LEGAL}") from problem
+    found = json.loads(_content(path).decode())
     if not isinstance(found, dict):
         raise RequestError(f"dump {path}: must hold one JSON object; {_LEGAL}")
-    return found
-
-
-class _Plain(pickle.Unpickler):
-    """Unpickles dicts, lists, texts and numbers, and nothing that has a class."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it holds a {module}.{name}")
-
-
-def _pickled(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            found = _Plain(file).load()
-    except (pickle.UnpicklingError, EOFError, ValueError, IndexError, OSError) as problem:
-        raise RequestError(f"dump {path}: is no dump of plain values ({problem}); {_LEGAL}") from problem
-    if not isinstance(found, dict):
-        raise RequestError(f"dump {path}: must hold one dict; {_LEGAL}")
     return found

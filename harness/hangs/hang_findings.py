@@ -1,9 +1,10 @@
 """Findings after a hang, in lines: the ranks that parted and their call first, then where the others stand."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 from harness.errors import ranks_text
-from harness.hangs.parting import Channel, LastCall, Parted, RankStanding
+from harness.hangs.standing import Channel, LastCall, Parted, RankStanding, words_of
 
 _MOST = 8
 """Ranks, or findings, that are listed one by one."""
@@ -50,7 +51,14 @@ def _finding(parting: Parted) -> str:
         return f"{who} wait for each other: every one of them is in a call that another has not issued"
     if parting.how == "extra":
         return f"{who} issued {event}, which no other rank issued{what}"
+    if parting.how == "message" and parting.call is not None and parting.instead is not None:
+        sent, received = (words_of(call.signature[1:]) for call in (parting.call, parting.instead))
+        sender, receiver = parting.ranks
+        return f"rank {sender} sends {sent} as {event}, where rank {receiver} receives {received}{_at(parting)}"
     if parting.how == "differs" and parting.instead is not None:
+        if found := _member(parting.instead, parting.call):
+            place, own, usual = found
+            return f"{who} issued {own} as member {place} of {event}, where the others issued {usual}{_at(parting)}"
         return f"{who} issued {parting.instead.words} as {event}, where the others issued{what[1:]}"
     if parting.how == "gone":
         are = "is" if len(parting.ranks) == 1 else "are"
@@ -61,6 +69,19 @@ def _finding(parting: Parted) -> str:
         else ""
     )
     return f"{who} never issued {event}{what}{wait if parting.how == 'behind' else ''}"
+
+
+def _member(own: LastCall, usual: LastCall | None) -> tuple[int, str, str] | None:
+    """(number, own call, the others' call) of the first member in which two coalesced calls of one op differ."""
+    if usual is None or own.signature != usual.signature:
+        return None
+    pairs = enumerate(itertools.zip_longest(own.members, usual.members, fillvalue=("nothing",)), 1)
+    return next(((place, words_of(a), words_of(b)) for place, (a, b) in pairs if a != b), None)
+
+
+def _at(parting: Parted) -> str:
+    call = parting.instead
+    return f", at {call.caller}" if call is not None and call.caller else ""
 
 
 def _of(channel: Channel, call: LastCall | None) -> str:

@@ -9,85 +9,13 @@ others lack. When all do, they wait for each other. Sources of the idea: torch.d
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import replace
 
-Channel = tuple[str, tuple[int, ...], str]
-"""Calls counted together: a group's name, its ranks, and "" for collectives or "send 3", "recv 0" for messages. The
-n-th send of one rank is the n-th receive of the other. Numbers begin at 1.
-"""
-
-
-class LastCall(NamedTuple):
-    """A call. In `signature` (op, reduce op, dtype, shape, root) all ranks of a group must agree.
-
-    `place` is where it belongs (phase, module, step, micro-batch), which differs between ranks that skipped a call.
-    `complete` is None where that is not known.
-    """
-
-    signature: tuple[str, ...]
-    place: tuple[object, ...]
-    axis: str
-    caller: str
-    order: int
-    complete: bool | None
-
-    @property
-    def words(self) -> str:
-        """ "all_reduce sum float32 4x8 over tp, layers.3 (backward, step 2)"; what is not known is left out."""
-        op = " ".join(word for word in self.signature if word)
-        phase, region, step, _micro = self.place if len(self.place) == 4 else ("", "", -1, 0)
-        where = ", ".join(str(word) for word in (phase, f"step {step}" if step != -1 else "") if word)
-        text = f"{op} over {self.axis}" + (f", {region}" if region else "") + (f" ({where})" if where else "")
-        return text + (f", at {self.caller}" if self.caller else "")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankStanding:
-    """Calls of a rank. `calls`: channel -> number -> call, the latest only; `last`: channel -> number of its last call.
-
-    `ended`: "" while it ran, else how it ended; `lost`: it was killed, and left no calls. `stack`: lines of the
-    program, innermost first.
-    """
-
-    rank: int
-    world_size: int
-    source: str
-    calls: Mapping[Channel, Mapping[int, LastCall]] = field(default_factory=dict)
-    last: Mapping[Channel, int] = field(default_factory=dict)
-    ended: str = ""
-    lost: bool = False
-    silent_s: float = 0.0
-    stack: tuple[str, ...] = ()
-
-    @property
-    def latest(self) -> tuple[Channel, int, LastCall] | None:
-        """The call in which the rank is, or that it issued last: the oldest incomplete one, else the last of all."""
-        calls = [(channel, number, call) for channel, by in self.calls.items() for number, call in by.items()]
-        inside = [one for one in calls if one[2].complete is False]
-        if inside:
-            return min(inside, key=lambda one: one[2].order)
-        return max(calls, key=lambda one: one[2].order, default=None)
-
+from harness.hangs.messages import unequal, unmatched
+from harness.hangs.standing import Channel, LastCall, Parted, RankStanding
 
 _SHIFTED = 8
 """Calls that must agree after a shift by one, as far as there are that many."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parted:
-    """Ranks that parted, `how` (skipped, extra, differs, behind, gone, cycle), the call, and who waits in it.
-
-    `number` is the call's in its group; `instead` is what the ranks issued in its place, None when nothing.
-    """
-
-    how: str
-    ranks: tuple[int, ...]
-    channel: Channel
-    number: int
-    call: LastCall | None
-    instead: LastCall | None = None
-    waiting: tuple[int, ...] = ()
 
 
 def parted(ranks: Sequence[RankStanding]) -> list[Parted]:
@@ -97,11 +25,12 @@ def parted(ranks: Sequence[RankStanding]) -> list[Parted]:
         for channel in one.last:
             by_channel.setdefault(channel, []).append(one)
     differing = [found for channel, members in by_channel.items() for found in _differing(channel, members)]
+    differing += unequal(by_channel)
     if differing:
         return sorted(differing, key=lambda found: _order(found, ranks))
     lacking = [
         *(found for channel in by_channel for found in _behind(channel, ranks) if not channel[2]),
-        *_unmatched(by_channel),
+        *unmatched(by_channel),
     ]
     return _roots(lacking, ranks) or list(_gone(ranks))
 
@@ -138,7 +67,7 @@ def _differing(channel: Channel, members: Sequence[RankStanding]) -> Iterator[Pa
             if rank not in calls or _identity(calls[rank]) == usual:
                 continue
             how = _how(own[standard], own[rank], number)
-            same = calls[rank].signature == calls[standard].signature
+            same = _issued(calls[rank]) == _issued(calls[standard])
             if not same or (behind and how != "differs"):
                 groups.append((how, tuple(group), rank))
         for how, group_ranks, rank in groups:
@@ -160,7 +89,7 @@ def _alike(own: Mapping[int, Mapping[int, LastCall]], first: int) -> list[list[i
     """The ranks that issued the same calls from number `first` on, together."""
     kinds: list[tuple[list[object], list[int]]] = []
     for rank, calls in own.items():
-        mine: list[object] = [call[:2] for number, call in calls.items() if number >= first]
+        mine: list[object] = [_identity(call) for number, call in calls.items() if number >= first]
         for issued, ranks in kinds:
             if issued == mine:
                 ranks.append(rank)
@@ -171,7 +100,11 @@ def _alike(own: Mapping[int, Mapping[int, LastCall]], first: int) -> list[list[i
 
 
 def _identity(call: LastCall) -> tuple[object, ...]:
-    return call.signature, call.place
+    return call.signature, call.place, call.members
+
+
+def _issued(call: LastCall) -> tuple[object, ...]:
+    return call.signature, call.members
 
 
 def _how(usual: Mapping[int, LastCall], own: Mapping[int, LastCall], number: int) -> str:
@@ -217,23 +150,6 @@ def _gone(ranks: Sequence[RankStanding]) -> Iterator[Parted]:
             return
 
 
-def _unmatched(by_channel: Mapping[Channel, Sequence[RankStanding]]) -> Iterator[Parted]:
-    """Messages whose other end was not issued: more sends to a peer than receives there, or the reverse."""
-    for channel, those in by_channel.items():
-        group, members, direction = channel
-        if " " not in direction:
-            continue
-        op, peer = direction.split(" ")
-        for one in those:
-            there = (group, members, f"{'recv' if op == 'send' else 'send'} {one.rank}")
-            answers = [other for other in by_channel.get(there, ()) if other.rank == int(peer)]
-            number, latest = (answers[0].last[there] if answers else 0) + 1, one.latest
-            inside = latest is not None and latest[0] == channel
-            if one.last[channel] >= number and (op == "recv" or inside):  # a send may be over before it is received
-                call, ranks = one.calls.get(channel, {}).get(number), (int(peer),)
-                yield Parted(how="behind", ranks=ranks, channel=channel, number=number, call=call, waiting=(one.rank,))
-
-
 def _roots(lacking: Sequence[Parted], ranks: Sequence[RankStanding]) -> list[Parted]:
     """Lacks whose ranks do not wait themselves; when all wait, one cycle."""
     if not lacking:
@@ -262,6 +178,6 @@ def _order(parting: Parted, ranks: Sequence[RankStanding]) -> int:
     """When the call came among those of the first rank that issued it."""
     for one in ranks:
         call = one.calls.get(parting.channel, {}).get(parting.number)
-        if call is not None and one.rank not in parting.ranks:
+        if call is not None and (one.rank not in parting.ranks or parting.how == "message"):
             return call.order
     return 0

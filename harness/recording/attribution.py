@@ -3,9 +3,8 @@
 Input: the observations of one rank in order: modules entered and left, optimizer steps, gradients arriving at outputs,
 calls. Output: one Site a call. Nothing here touches the program. A backward call finds its module by the sequence
 number that autograd gave the running node when the forward made it. These numbers grow along the forward of a thread,
-and the forward of every module spans a stretch of them.
-
-lanes.py describes how calls outside of modules, optimizer and backward get their phase.
+and the forward of every module spans a stretch of them. lanes.py describes how calls outside of modules, optimizer and
+backward get their phase.
 """
 
 from collections.abc import Callable, Iterable
@@ -34,8 +33,7 @@ from harness.recording.observations import (
 
 _PENDING = 4096
 """Calls that wait for what follows; a program without forwards and steps makes nothing else."""
-_AFTER_UPDATE = {"step", "metric", "checkpoint"}
-"""Phases of calls that begin no step."""
+_AFTER_UPDATE = {"step", "metric", "checkpoint"}  # phases of calls that begin no step
 
 
 class Attribution:
@@ -47,19 +45,17 @@ class Attribution:
         self.step = self.microbatch = 0
         self.forwards: list[tuple[Entered, int, int]] | None = None  # of models, of a whole run: step, micro-batch
         self._since = ""  # last outside of calls: entered forward sent (after it) inside (a backward) backward stepped
-        self._gradients_on = self._stepped_since = self._stepless = False
-        self._backward_since = False  # since the last step
+        self._gradients_on = self._stepped_since = self._backward_since = self._stepless = False
         self._by_hand = True  # while no optimizer of torch.optim has stepped
         self._look: Look = ()
-        self.updates = 0  # steps that were known by the parameters alone
         self._counts: dict[tuple[int, bool], int] = {}
         self._replays: dict[str, int] = {}  # the first replay of a graph in this step
         self.pending: list[Waiting] = []
         self._unsure: set[int] = set()  # gathers before an update by hand
-        self._backward_of = 0  # the micro-batch of the latest backward
+        self._updates_gather: bool | None = None  # whether the first update gathered parameters, once it is over
+        self.updates = self._backward_of = 0  # steps known by the parameters alone; micro-batch of the latest backward
         self.returned: set[tuple[int, int]] = set()  # steps and micro-batches whose forward a backward followed
-        self._memory = ParameterMemory()
-        self._lanes = Lanes()
+        self._memory, self._lanes = ParameterMemory(), Lanes()
 
     @classmethod
     def of(cls, observations: Iterable[Observation]) -> "Attribution":
@@ -223,8 +219,8 @@ class Attribution:
             site, waits, self._since = hop(seen.call.op, site, self._since, of_backward)
         elif not site.phase:
             is_parameter = self._memory.of(self.paths.models).holds if seen.call.address else None
-            quiet = seen.quiet and self._gradients_on
-            phase = between(seen.call, self._since, quiet=quiet, by_hand=self._by_hand, is_parameter=is_parameter)
+            known = {"quiet": seen.quiet and self._gradients_on, "by_hand": self._by_hand, "copies": seen.copies}
+            phase = between(seen.call, self._since, is_parameter=is_parameter, **known)
             site = site._replace(phase=phase)
         if waits or not site.phase or (stated_phase == "data" and site.phase == "loss"):
             open_ = stated_phase or ("pipeline" if waits else "")
@@ -272,8 +268,12 @@ class Attribution:
         gathered = {waiting.ticket: waiting.call.payload_bytes for waiting in self.pending if waiting.gathers}
         if gathered and not self._memory.of(self.paths.models).mostly_in(sum(gathered.values())):
             gathered.clear()
+        if self._updates_gather is None and (by, self.step) == ("data", 1):
+            self._updates_gather = any(one.ticket in gathered and one.since == "stepped" for one in self.pending)
         for waiting in self.pending:
             phase = waiting.phase(by, gathers_parameters=waiting.ticket in gathered)
+            if phase == "step" and waiting.ticket in gathered and self._updates_gather is False:
+                phase = "checkpoint"  # updates are alike, and others gather nothing
             coming = phase == "data" or (phase, by) == ("pipeline", "data")
             self._place(waiting, self._here(phase) if coming else waiting.site._replace(phase=phase))
         self.pending.clear()

@@ -1,18 +1,22 @@
-"""Surroundings of a call by the Python stack: user code, checkpointing, another backward, optimizer steps.
+"""Surroundings of a call by the Python stack: user code, checkpoints, recomputation, another backward, optimizer steps.
 
 Frames are compared by their code objects and left alone: looking at a frame's variables keeps them alive as long as the
 frame. Only a Function's own forward or backward is looked into, which ends soon.
 """
 
+import os
 from types import CodeType, FrameType
 
+import torch
 from torch.utils import checkpoint
 
-from harness.engines.calls.callers import issued_at
+from harness.engines.calls.callers import is_user, issued_at
 from harness.recording.observations import OUTSIDE
 from harness.torch_internals.autograd import BACKWARD, STEP, function_context, number_of
 
 _CHECKPOINT = checkpoint.__file__
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+_SAVES = os.path.join(_TORCH, "distributed", "checkpoint", "")
 
 
 def around(frame: FrameType | None, *, in_backward: bool) -> tuple[tuple[CodeType, int] | None, bool, int]:
@@ -51,6 +55,21 @@ def quiet_since(frame: FrameType | None, until: CodeType) -> bool:
             return any(getattr(context, "needs_input_grad", ())) and not getattr(context, "next_functions", ())
         inner, frame = frame, frame.f_back
     return True
+
+
+def kept_by(frame: FrameType | None) -> tuple[bool, bool]:
+    """(whether torch saves or loads a checkpoint or a state_dict, whether it makes a full copy of a DTensor).
+
+    Looked at are torch's own frames up to the user's line: `torch.distributed.checkpoint`, `state_dict` and its like.
+    """
+    copies = False
+    while frame is not None and not is_user(frame.f_code.co_filename):
+        name, file = frame.f_code.co_name, frame.f_code.co_filename
+        if file.startswith(_SAVES) or (name.endswith("state_dict") and file.startswith(_TORCH)):
+            return True, copies
+        copies = copies or name == "full_tensor"
+        frame = frame.f_back
+    return False, copies
 
 
 def steps_around(frame: FrameType | None) -> int:

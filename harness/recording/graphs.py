@@ -37,7 +37,7 @@ class Captured:
         for of_capture, call, caller in self.calls:
             again, at_s = Graphed(self.name, of_capture, number), time.perf_counter()
             place = node, None, False, False, OUTSIDE, (None, None)
-            yield Issued, lane, task, *place, next(tickets), (), at_s, call, caller, again
+            yield Issued, lane, task, *place, next(tickets), (), at_s, call, caller, again, False
         if self.steps:
             yield Stepping, lane, task, 0, time.perf_counter()
             yield Stepped, lane, False

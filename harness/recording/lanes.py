@@ -8,8 +8,10 @@ step, grad_sync after a backward, data after nothing. Reductions of several numb
 before a forward: engines reduce between micro-batches too. Metric is also the work of a module without parameters with
 gradients off, once a forward with gradients on has been. An evaluation without gradients keeps its loss. Where no
 optimizer of torch.optim steps, a change of the parameters after a backward is a step (observations.Looks). After a step
-one reduced element is metric. Calls that write into a parameter's memory, and all_gathers of half the parameters' bytes
-or more, belong to the step. A send or recv is pipeline in a group of stages, and outside of all of these in a group
+one reduced element is metric. Calls that write into a parameter's memory, and all_gathers of half the parameters'
+bytes or more, belong to the step. Such gathers are checkpoint where the first update has none. Collectives by which
+torch saves or loads a state are checkpoint, and so are full copies of DTensors after a step. A barrier is metric,
+before the first forward data. A send or recv is pipeline in a group of stages, and outside of all of these in a group
 without a description.
 """
 
@@ -155,17 +157,24 @@ def hop(op: str, site: Site, since: str, of_backward: Site) -> tuple[Site, bool,
     return site._replace(phase="pipeline"), not sends, after
 
 
-def between(call: Any, since: str, *, quiet: bool, by_hand: bool, is_parameter: Callable[[int], bool] | None) -> str:
+def between(
+    call: Any, since: str, *, quiet: bool, by_hand: bool, copies: bool, is_parameter: Callable[[int], bool] | None
+) -> str:
     """The phase of a call outside of everything, "" when what follows settles it.
 
-    `since` as in Attribution; `by_hand`: no optimizer of torch.optim steps; `is_parameter`: whether an address is one.
+    `since` as in Attribution; `by_hand`: no optimizer of torch.optim steps; `copies`: it gathers a full copy of a
+    DTensor; `is_parameter`: whether an address is one.
     """
     if quiet:
         return "metric"
+    if call.op == "barrier":  # of no computation: what a rank did last, or does next, says nothing of it
+        return "metric" if since else "data"
     if since == "forward":
         return "loss"
     if since == "stepped" and not by_hand and is_scalar(call):
         return "metric"
+    if since == "stepped" and not by_hand and copies:  # the step is over, and nothing is updated by a copy
+        return "checkpoint"
     return (
         "step" if since in {"stepped", "backward"} and is_parameter is not None and is_parameter(call.address) else ""
     )

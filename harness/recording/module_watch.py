@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from harness.recording.annotations import overridden
-from harness.recording.enclosing import around, quiet_since
+from harness.recording.enclosing import around, kept_by, quiet_since
 from harness.recording.graphs import Captured, Graphs
 from harness.recording.observations import LEAF, OUTSIDE, Entered, Issued, Left, Looks
 from harness.torch_internals.autograd import (
@@ -81,10 +81,13 @@ class ThreadWatch:
         caller, again, outer = around(frame, in_backward=task != OUTSIDE and not self.depth)
         ticket = next(self.tickets)
         if self.emit is not None:
-            override, lane = overridden(), self.number
+            override, lane, copies = overridden(), self.number, False
+            if task == OUTSIDE and not self.depth:
+                saves, copies = kept_by(frame)
+                override = ("checkpoint", override[1]) if saves and override[0] is None else override
             look = self.looks.at() if self.looks.on and task == OUTSIDE and not self.depth else ()
             marked = self.graphs.mark(ticket, call, caller)
-            at = node, parameter, quiet, again, outer, override, ticket, look, _now_s(), call, caller, marked
+            at = node, parameter, quiet, again, outer, override, ticket, look, _now_s(), call, caller, marked, copies
             self.emit((Issued, lane, task, *at))
         return ticket
 

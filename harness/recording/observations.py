@@ -239,7 +239,7 @@ class Issued(NamedTuple):
     `parameter`: whose gradient accumulates, when a leaf's node runs. `quiet`: gradients are off inside an outermost
     module without parameters. `again`: activation checkpointing runs a plain function again. `outer`: the number of the
     node that started this backward inside of another one. `look`: as that of Entered, () inside of modules too.
-    `graphed`: the CUDA graph in whose capture or replay it is.
+    `graphed`: the CUDA graph in whose capture or replay it is. `copies`: it gathers a full copy of a DTensor.
     """
 
     lane: int
@@ -256,6 +256,7 @@ class Issued(NamedTuple):
     call: Any
     caller: Any
     graphed: Graphed | None
+    copies: bool
 
 
 class Finished(NamedTuple):

@@ -33,6 +33,15 @@ class Kept:
 
     def keep(self, case: StoredCase) -> bool:
         """Store a result and report that it is there; whether to go on."""
+        done = len(self.results) + 1
+        try:
+            result = self._stored(case)
+            self.results.append(replace(result, ledger="", rows=(), tables=()))
+        finally:  # where the disk is full, too: its verdict is known
+            self.on_progress(done, self.total, self.cases[case.text], case.verdict)
+        return not self.fail_fast or result.verdict in (PASS, SKIP)
+
+    def _stored(self, case: StoredCase) -> StoredCase:
         store, result = self.store, with_traceback(case, self.store) if case.traceback else case
         for file, columns, rows in result.tables:
             store.extend(file, columns, rows)
@@ -41,9 +50,7 @@ class Kept:
         store.add(
             result.text, result.ledger, result.rows, result.verdicts, result.seconds, result.saved_bytes, result.ran
         )
-        self.results.append(replace(result, ledger="", rows=(), tables=()))
-        self.on_progress(len(self.results), self.total, self.cases[result.text], result.verdict)
-        return not self.fail_fast or result.verdict in (PASS, SKIP)
+        return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,8 +34,9 @@ from torch.distributed.checkpoint.metadata import (
 from parallel.checkpoints.planners import BoxReader, BoxWriter
 from parallel.checkpoints.state import CheckpointError, dtype_word
 from parallel.communication.layout import Box, whole
+from reference.checkpoints.metadata import METADATA, read_metadata
 
-METADATA, _SUMS = ".metadata", "sums.json"
+_SUMS = "sums.json"
 _DATA, _RANK = "data-", "rank-"
 
 
@@ -73,7 +74,7 @@ def commit(folder: Path, data: str, ranks: int) -> None:
     Raises CheckpointError when the parts do not tile every tensor; then the former checkpoint stays.
     """
     parts = {f"{data}/{_RANK}{rank}": folder / data / f"{_RANK}{rank}" for rank in range(ranks)}
-    metadata = _joined({name: FileSystemReader(part).read_metadata() for name, part in parts.items()})
+    metadata = _joined({name: read_metadata(part) for name, part in parts.items()})
     files = sorted(file for part in parts.values() for file in part.iterdir())
     sums = {str(file.relative_to(folder / data)): [file.stat().st_size, _sha256(file)] for file in files}
     _write(folder / data / _SUMS, json.dumps(sums).encode())
@@ -105,7 +106,7 @@ class Stored:
             what = "is no folder" if not folder.is_dir() else f"holds no checkpoint: it has no file {METADATA}"
             raise CheckpointError(folder, what, "a folder that save= or torch.distributed.checkpoint wrote")
         try:
-            metadata = FileSystemReader(folder).read_metadata()
+            metadata = read_metadata(folder)
             sizes: dict[str, int] = {}  # file -> the bytes that chunks of it take, at least
             for info in (metadata.storage_data or {}).values():
                 sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
@@ -163,13 +164,13 @@ class Stored:
 
     def _check_sums(self, names: Iterable[str], *, content: bool) -> None:
         """Compare files with what was written of them; a checkpoint that another program wrote says nothing of it."""
-        sums: dict[str, list[Any]] = {}
+        sums: dict[str, tuple[int, str]] = {}
         for data in _used(self.metadata):
             try:
                 listed = json.loads((self.folder / data / _SUMS).read_bytes())
-            except (OSError, ValueError) as problem:
+                sums |= {f"{data}/{name}": (int(size), str(digest)) for name, (size, digest) in listed.items()}
+            except (OSError, ValueError, TypeError, AttributeError, RecursionError) as problem:
                 raise _broken(self.folder, f"{data}/{_SUMS} cannot be read ({type(problem).__name__})") from problem
-            sums |= {f"{data}/{name}": listed[name] for name in listed}
         for name in sorted({*names} & {*sums}):
             size, digest = sums[name]
             file = self.folder / name

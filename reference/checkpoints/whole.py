@@ -1,5 +1,7 @@
 """A folder of torch's format (torch.distributed.checkpoint) as full tensors, read by torch's own loader.
 
+The metadata alone is read by us, as data. torch reads each tensor with `weights_only=True`; the rest is left alone.
+
 Elements that no chunk of the folder holds are NaN where they are numbers.
 """
 
@@ -11,22 +13,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from reference.checkpoints.metadata import METADATA, read_metadata
 from reference.errors import CaseError
-
-_METADATA = ".metadata"
 
 
 def tensors(folder: str, word: str = "load") -> Mapping[str, Tensor]:
     """Every tensor of a checkpoint by key, to be read only. Raises CaseError of this word when torch cannot read it."""
     try:
-        state = (Path(folder) / _METADATA).stat()
+        state = (Path(folder) / METADATA).stat()
     except OSError as problem:
         rule = f"holds no checkpoint ({problem.strerror or problem})"
         raise CaseError(word, folder, rule, "a folder that save= wrote") from problem
     try:
         return _read(folder, state.st_mtime_ns, state.st_ino)
     except Exception as problem:  # torn files raise anything
-        rule = f"is a checkpoint that torch cannot read ({type(problem).__name__}: {str(problem).splitlines()[0]})"
+        why = f"{type(problem).__name__}: {problem}".partition("\n")[0]
+        rule = f"is a checkpoint that torch cannot read ({why})"
         raise CaseError(word, folder, rule, "a folder as save= wrote it") from problem
 
 
@@ -37,7 +39,7 @@ def _read(folder: str, _written_ns: int, _inode: int) -> Mapping[str, Tensor]:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # noqa: PLC0415
 
     reader, planner = FileSystemReader(folder), DefaultLoadPlanner(flatten_state_dict=False)
-    metadata = reader.read_metadata()
+    metadata = read_metadata(Path(folder))
     tensors = {
         key: _poisoned(torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu"))
         for key, entry in metadata.state_dict_metadata.items()

@@ -11,13 +11,16 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import metadata
 from typing import NoReturn
 
 from harness.dense_model import SUBJECT
 from harness.errors import ShardproofError
-from harness.interpreter import without_garbage_collection
+from harness.interpreter import interrupted_after, without_garbage_collection
+from harness.run_folder import DISK_FAILED
 from harness.running.engines import ENGINES
+from reports.printing.printable import printable
 
 _TRUTH = "the dense model to compare with, or alone: the subject on one rank (default: subject.truth, else our decoder)"
 _TIMEOUT = "longest time of one run of a case, and of its dense model (60); a case takes two runs or more"
@@ -58,7 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from reports.options.request import read
 
             parsed.request = read(parsed)
-            command = _command(parsed.command)
+            with interrupted_after():  # torch and pandas: once interrupted, they break whatever comes then
+                command = _command(parsed.command)
         status = command(parsed)
         sys.stdout.flush()
     except ShardproofError as error:
@@ -68,14 +72,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\nshardproof: interrupted", file=sys.stderr)
         return _INTERRUPTED
     except BrokenPipeError:
-        # What is still buffered has no reader; without this Python complains once more when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return _NO_READER
-    except Exception:  # a bug of ours, told as such: 1 would say that a check failed
-        traceback.print_exc()
+    except Exception as problem:  # a bug of ours, told as such: 1 would say that a check failed
+        if isinstance(problem, OSError) and problem.errno in DISK_FAILED:
+            where = problem.filename or "what it prints"
+            _complain(f"shardproof {parsed.command}: {where} cannot be written ({problem.strerror})")
+            _drop_output()
+            return _MACHINE
+        _complain(traceback.format_exc().rstrip())
         _complain("shardproof: this is a bug in shardproof and no verdict on the subject")
         return _MACHINE
     return int(status)
+
+
+def _drop_output() -> None:
+    """Forget what is still buffered: Python would complain once more when it exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _command(word: str) -> Callable[[argparse.Namespace], int]:  # noqa: PLR0912  (a command each)
@@ -120,12 +133,13 @@ def _command(word: str) -> Callable[[argparse.Namespace], int]:  # noqa: PLR0912
 
 def _complain(message: str) -> None:
     """Print what is wrong on stderr; rich, which folds it in a terminal, is loaded only there."""
-    if sys.stderr.isatty():
-        from reports.printing.text import show_words
+    with suppress(OSError):  # its disk may be full, too: the exit status remains
+        if sys.stderr.isatty():
+            from reports.printing.text import show_words
 
-        show_words(message, sys.stderr)
-    else:
-        print(message, file=sys.stderr)
+            show_words(message, sys.stderr)
+        else:
+            print(printable(message), file=sys.stderr)
 
 
 def _empty(parsed: argparse.Namespace) -> str:

@@ -5,7 +5,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from contextlib import suppress
 from typing import TextIO
 
 import pandas as pd
@@ -28,9 +28,17 @@ from reports.stored.frames import Run
 from reports.stored.unchecked import unchecked_notes
 
 
-def write_page(run: Run) -> Path:
-    """Write the page of a run into its folder."""
-    return page.write(run, run.path / "report.html")
+def write_page(run: Run) -> str:
+    """Write the page of a run into its folder. Returns why not, where that cannot be: the run is not lost."""
+    path = run.path / "report.html"
+    try:
+        page.write(run, path)
+    except OSError as problem:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)  # half of it
+        reason = problem.strerror or str(problem)
+        return f"report.html was not written ({reason}); `shardproof page RUN -o FILE` writes it elsewhere"
+    return ""
 
 
 def show_result(result: RunResult, run: Run, *, as_json: bool, interrupted: bool) -> None:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from harness.errors import ShardproofError
-from harness.interpreter import COLLECTED_AFTER
+from harness.checking.evidence import FAIL
+from harness.errors import MachineError, ShardproofError
+from harness.interpreter import COLLECTED_AFTER, interrupted_after
 from harness.protocols import CaseLike, case_text
 from harness.resolve import resolve
 from harness.running.request import Request
@@ -93,7 +94,10 @@ def _notes_on_defaults(subject: NamedSubject, *, deep: bool) -> Iterator[str]:
 
 
 def _run(request: Request) -> "tuple[RunResult, Run]":
-    """The result of a request and its run folder as it was read, with its page in it."""
+    """The result of a request and its run folder as it was read, with its page in it.
+
+    After a Ctrl-C, or when the machine fails, of the cases that were finished before; raises that where there is none.
+    """
     if request.processes:
         from harness.running.forked_process import forkable  # noqa: PLC0415
 
@@ -107,24 +111,33 @@ def _run(request: Request) -> "tuple[RunResult, Run]":
                 lambda done, total, case, verdict: tick(done, total, progress_text(case), verdict),
                 meanwhile=_load_reports,
             )
+            _load_reports()
             from reports.commands.result import write_page  # noqa: PLC0415
             from reports.stored.frames import load  # noqa: PLC0415
 
             stored = load(result.path.resolve())
-            write_page(stored)
-            return result, stored
-    except KeyboardInterrupt:
+            note = write_page(stored)
+            return dataclasses.replace(result, notes=(*result.notes, *filter(None, [note]))), stored
+    except (KeyboardInterrupt, MachineError) as end:
         if latest.resolve() == before:
             raise
-        show_message("\nshardproof: interrupted; the cases finished before:", sys.stderr)
+        _load_reports()
         from reports.stored.frames import load  # noqa: PLC0415
 
-        result = RunResult(path=latest.resolve(), verdicts=(), exit_status=INTERRUPTED, notes=())
-        return result, load(result.path)
+        stored = load(latest.resolve())
+        interrupted = isinstance(end, KeyboardInterrupt)
+        if not interrupted and stored.verdicts.empty:
+            raise
+        why = "interrupted" if interrupted else str(end)
+        show_message(f"\nshardproof: {why}; the cases finished before:", sys.stderr)
+        failed = (stored.verdicts["verdict"] == FAIL).any()  # which outweighs the machine
+        status = INTERRUPTED if interrupted else 1 if failed else MachineError.exit_status
+        return RunResult(path=stored.path, verdicts=(), exit_status=status, notes=()), stored
 
 
 def _load_reports() -> None:
-    import reports.commands.result  # noqa: F401, PLC0415
+    with interrupted_after():  # numpy and pandas, once interrupted, cannot be imported again
+        import reports.commands.result  # noqa: F401, PLC0415
 
     gc.freeze()  # it all stays
 

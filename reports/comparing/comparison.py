@@ -1,7 +1,8 @@
 """Two snapshots side by side: which cases are held against each other, what differs, and which limits are broken.
 
 Cases with the same text are compared. Others are only compared, with a note, when the pair is plain: the only ones left
-of a mode and world size, or at all. A case of the base that the new run lacks breaks the comparison.
+of a mode and world size, or at all. A case of the base that the new run lacks breaks the comparison, and so does a run
+that was cut off.
 
 The unit of a difference is one event at one place (case, phase, module, op) on the ranks, steps and micro-batches where
 it differs. An event that is gone and one that is new at the same place, equally often on the same ranks, are one
@@ -188,6 +189,7 @@ def compare(base: Snapshot, new: Snapshot, asked: Sequence[Limit] = EXACT) -> Co
         asked=tuple(asked),
         notes=tuple(_notes(base, new, pairs)),
         breaches=(
+            *(f"{side.name} was cut off, so that nothing is proved: {side.cut[0]}" for side in (base, new) if side.cut),
             *(f"case {case}: is in {base.name} and not in {new.name}" for case in lost),
             *breaches(asked, events, _busiest(by_rank, ["case"]), memory, times),
         ),

@@ -52,6 +52,7 @@ class Snapshot:
     times    case, mode, phase, region, step, microbatch, elapsed_us (from the end of the rank's call before to the end
              of this one), in_calls_us (inside the calls)
     memory   case, rank, saved_bytes
+    cut      why the run may lack events: it was cut off
     callers  of a recorded program: (phase, region, op, axis) -> the lines that issue such calls; else empty
     """
 
@@ -62,6 +63,7 @@ class Snapshot:
     memory: pd.DataFrame
     env: dict[str, Any]
     notes: tuple[str, ...] = ()
+    cut: tuple[str, ...] = ()
     callers: Mapping[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -77,6 +79,7 @@ def snapshot(run: Run, name: str = "") -> Snapshot:
         memory=run.memory.astype(MEMORY_TYPES),
         env=run.env,
         notes=run.notes,
+        cut=run.cut,
         callers=called_from(run.ledger) if recorded(run.path) else {},
     )
 
@@ -173,9 +176,11 @@ def side(name: str, folder: str = FOLDER) -> Snapshot:
 def save(kept: Snapshot, name: str, folder: str = FOLDER) -> Path:
     """Store a snapshot under this name, in place of an older one; returns its folder.
 
-    Raises RequestError for a run without events, an illegal name, or a folder that cannot be written.
+    Raises RequestError for a run that was cut off or has no events, an illegal name, a folder that cannot be written.
     """
     check_name(name)
+    if kept.cut:
+        raise RequestError(f"run {kept.name}: was cut off ({kept.cut[0]}), so it is no baseline; legal: a whole run")
     if kept.cases.empty or kept.events.empty:
         raise RequestError(f"run {kept.name}: holds no event, so it is no baseline; legal: a run that communicated")
     path = Path(folder) / name

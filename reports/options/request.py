@@ -9,13 +9,14 @@ import argparse
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from contextlib import chdir
+from contextlib import chdir, nullcontext
 from importlib import import_module
 from pathlib import Path
 
 from harness.cases import check_modes, in_own_words, parse_cases
 from harness.dense_model import SUBJECT, dense_model
 from harness.errors import RequestError
+from harness.interpreter import interrupted_after
 from harness.protocols import CaseLike, case_text
 from harness.running.ranks.capacity import admitted
 from harness.running.request import Request, check_saved, loading_what_exists, seconds
@@ -67,7 +68,8 @@ def requested(arguments: argparse.Namespace) -> Request:
     with chdir("."):
         _options_checked(arguments)
         given = _given(arguments) if arguments.subject == SUBJECT else ()  # before torch is imported
-        subject = named(arguments.subject, arguments.truth or "")
+        with interrupted_after() if arguments.subject == SUBJECT else nullcontext():  # torch: it would abort
+            subject = named(arguments.subject, arguments.truth or "")
         given = given or _given(arguments, subject)
         truth_of(subject)  # raises for a truth that is none
         if arguments.device == "cuda" and not import_module("torch").cuda.is_available():

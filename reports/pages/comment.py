@@ -1,26 +1,55 @@
-"""A run as a comment on a pull request: GitHub markdown with the verdict, figures, the table of modes and failures."""
+"""A run as a comment on a pull request: GitHub markdown with the verdict, figures, the table of modes and failures.
 
-from reports.pages.opening import figures
+A recorded program has no verdict: its comment has what its page has, the overview, the findings and the tables.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from reports.pages import opening
 from reports.printing.text import markdown
-from reports.printing.text_tables import first_table
+from reports.printing.text_tables import Table, first_table
 from reports.stored.failures import bugs, simplest_first
 from reports.stored.frames import Run
 from reports.stored.summary import headline, overall, tally
 
 _MOST = 5
 """Failures that are written out: a comment may be 65,536 characters long."""
+_MOST_ROWS = 20
+"""Rows of a table of a recorded program."""
 _LONGEST = 4000
 """Characters of one failure."""
 
 
 def comment(run: Run) -> str:
     """The comment. Text of a run stands in code blocks and table cells, where it is no markup."""
+    if program := opening.program(run):
+        return _of_program(run, program)
     cases = headline(run)
     found = bugs(simplest_first(run))
     lines = [f"## shardproof: {overall(cases)}", "", f"{tally(cases, run.verdicts)}", ""]
-    lines += [" | ".join(f"**{number}** {label}" for number, label, _ in figures(run, cases)), ""]
+    lines += [" | ".join(f"**{number}** {label}" for number, label, _ in opening.figures(run, cases)), ""]
     for bug in found[:_MOST]:
         message = bug.message[:_LONGEST].replace("```", "'''")
         lines += ["```text", message, *([bug.follows] if bug.follows else []), "```", ""]
     lines += [f"{len(found) - _MOST} more failures stand in verdicts.jsonl.", ""] if len(found) > _MOST else []
     return "\n".join([*lines, *([markdown(first_table(cases))] if len(cases) else [])])
+
+
+def _of_program(run: Run, program: Mapping[str, Any]) -> str:
+    """The comment on a recorded program, with the parts of its page."""
+    overview: Table = program["program"]
+    name, ranks = (overview.rows[0][:2]) if overview.rows else ("program", "0")
+    findings = [*(f"note: {note}" for note in run.notes), *program["findings"]]
+    lines = [f"## shardproof: recorded on {ranks} ranks", "", "```text"]
+    lines += [line[:_LONGEST].replace("```", "'''") for line in (name, *findings)]
+    return "\n".join([*lines, "```", "", *(markdown(_short(one)) for one in (overview, *program["traffic"]))])
+
+
+def _short(table: Table) -> Table:
+    """The first rows of a table; its note says of how many."""
+    if len(table.rows) <= _MOST_ROWS:
+        return table
+    note = f"{table.note}; {_MOST_ROWS} of {len(table.rows):,} rows, all of them are on the page"
+    return replace(table, rows=table.rows[:_MOST_ROWS], note=note)

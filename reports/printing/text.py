@@ -1,12 +1,16 @@
 """The only place that prints: tables, progress and messages, rich in a terminal and plain everywhere else.
 
+Control characters are shown and not sent: what is printed may come from files of others.
+
 Plain means: no colour, no box, no line ever folded, so that logs can be searched and cut into columns. When
 GITHUB_STEP_SUMMARY names a file, the headline table is appended there as markdown.
 """
 
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Literal, TextIO
@@ -16,6 +20,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
+
+from reports.printing.printable import in_one_line, printable
 
 if TYPE_CHECKING:
     from reports.printing.text_tables import Table  # loads pandas, which a message and a line of progress do not need
@@ -35,6 +41,7 @@ STYLES = {"pass": "green", "yes": "green", "fail": "bold red", "no": "bold red",
 
 def show_table(table: "Table", stream: TextIO) -> None:
     """Print a table with its title and note."""
+    table = _shown(table)
     if not stream.isatty():
         stream.write(plain(table) + "\n")
         return
@@ -45,6 +52,13 @@ def show_table(table: "Table", stream: TextIO) -> None:
         console.print(_drawn(table, columns, console.width), crop=False, no_wrap=True)
     console.print(table.note, style="dim", markup=False)
     console.print()
+
+
+def _shown(table: "Table") -> "Table":
+    """The table as a terminal may have it."""
+    rows = tuple(tuple(map(in_one_line, row)) for row in table.rows)
+    headers = tuple(map(in_one_line, table.headers))
+    return replace(table, title=in_one_line(table.title), headers=headers, rows=rows, note=printable(table.note))
 
 
 def _drawn(table: "Table", columns: Sequence[int], width: int) -> RichTable:
@@ -123,17 +137,25 @@ def markdown(table: "Table") -> str:
 
 
 def append_step_summary(table: "Table", where: str, environment: Mapping[str, str]) -> bool:
-    """Append the table and the run's place to the CI page when the environment names one; say whether it did."""
+    """Append the table and the run's place to the CI page when the environment names one; say whether it did.
+
+    A page that cannot be written is a note: what it would show is printed too.
+    """
     target = environment.get("GITHUB_STEP_SUMMARY", "")
     if not target:
         return False
-    with Path(target).open("a", encoding="utf-8") as page:
-        page.write(f"{markdown(table)}\nRun folder: `{where}`\n\n")
+    try:
+        with Path(target).open("a", encoding="utf-8") as page:
+            page.write(f"{markdown(table)}\nRun folder: `{where}`\n\n")
+    except OSError as problem:
+        show_note(f"GITHUB_STEP_SUMMARY={target}: cannot be written ({problem.strerror or problem})", sys.stderr)
+        return False
     return True
 
 
 def show_message(message: str, stream: TextIO, style: str = "") -> None:
-    """Print text as it is; `style` is a rich style that a terminal shows."""
+    """Print text, its control characters shown; `style` is a rich style that a terminal shows."""
+    message = printable(message)
     if stream.isatty():
         Console(file=stream, highlight=False, soft_wrap=True).print(escape(message), style=style or None)
     else:
@@ -159,6 +181,7 @@ def show_report(verdict: str, head: str, lines: Sequence[str], stream: TextIO) -
     In a terminal the head has its verdict's colour, and a line that is too long goes on below its words. A command to
     repeat is not folded, so that it can be copied.
     """
+    head, lines = printable(head), list(map(printable, lines))
     if not stream.isatty():
         stream.write("\n".join([head, *lines, "", ""]))
         return
@@ -187,7 +210,9 @@ def ticking(stream: TextIO) -> Iterator[Ticker]:
     if not stream.isatty():
 
         def line(done: int, total: int, case: str, verdict: str) -> None:
-            stream.write(shortened(f"[{done:{len(str(total))}}/{total}] {verdict:7} {case}".rstrip(), _LINE) + "\n")
+            stream.write(
+                shortened(f"[{done:{len(str(total))}}/{total}] {verdict:7} {in_one_line(case)}".rstrip(), _LINE) + "\n"
+            )
             stream.flush()
 
         yield line
@@ -196,7 +221,10 @@ def ticking(stream: TextIO) -> Iterator[Ticker]:
     with Progress(*columns, console=Console(file=stream), transient=True, refresh_per_second=4) as bar:
         task = bar.add_task("", total=None)
         yield lambda done, total, case, verdict: bar.update(
-            task, completed=done, total=total, description=shortened(f"{verdict} {case}".strip(), _BESIDE_BAR)
+            task,
+            completed=done,
+            total=total,
+            description=shortened(f"{verdict} {in_one_line(case)}".strip(), _BESIDE_BAR),
         )
 
 

@@ -5,15 +5,16 @@ Lateness is computed where all ranks share a clock. Bytes, microseconds.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import pandas as pd
 
 from harness.checking.laws import broken_laws
 from harness.errors import ranks_text
-from harness.ledger import PASSES, Event
+from harness.ledger import Event
 from reports.comparing.snapshot import span
+from reports.programs.unlike import median, unlike
 from reports.stored.files import GROUP_TYPES, STEP_TYPES, about_ranks, ends_of, joined
 from reports.stored.frames import Run
 
@@ -44,13 +45,6 @@ def traffic(run: Run) -> pd.DataFrame:
     number = max(1, events["step"].nunique())
     frame["per_step"] = each.groupby(_KEYS, observed=True).agg(lambda calls: median(calls, number))
     return frame.sort_index().reset_index()
-
-
-def median(calls: "pd.Series[int]", steps_in_all: int) -> float:
-    """The median over steps, those without such a call included."""
-    padded = sorted([0] * (steps_in_all - len(calls)) + [int(one) for one in calls])
-    middle = len(padded) // 2
-    return padded[middle] if len(padded) % 2 else (padded[middle - 1] + padded[middle]) / 2
 
 
 def by_module(run: Run) -> pd.DataFrame:
@@ -183,7 +177,7 @@ def findings(run: Run) -> list[str]:
     """Sentences worth knowing: broken laws, calls that move nothing, steps or micro-batches that differ."""
     if run.ledger.empty:
         return ["no call was recorded"]
-    return [*_laws(run), *_unwaited(run), *_idle(run), *_unlike(run, "step"), *_unlike(run, "microbatch")]
+    return [*_laws(run), *_unwaited(run), *_idle(run), *unlike(run, "step"), *unlike(run, "microbatch")]
 
 
 def _laws(run: Run) -> Iterator[str]:
@@ -242,46 +236,3 @@ def _idle(run: Run) -> Iterator[str]:
             most = rows.groupby("rank").size().max()
             place = Counter(str(place) for place in rows["caller"]).most_common(1)[0][0] or "?"
             yield f"{most} calls of a rank are {words}: they move nothing; most at {place}"
-
-
-def _unlike(run: Run, unit: str) -> Iterator[str]:
-    """Steps, or the micro-batches of a step, that issue other calls than most; one sentence for all of them."""
-    word = {"step": "steps", "microbatch": "micro-batches"}[unit]
-    events = run.ledger.astype({"axis": "str", "op": "str", "phase": "str"})
-    if unit == "microbatch":
-        inside = events["phase"].isin(PASSES)
-        events = events[inside & (events["step"] == events["step"].max())]
-    kinds: dict[frozenset[tuple[Any, int]], list[int]] = {}
-    for number, rows in events.groupby(unit):
-        kinds.setdefault(frozenset(_signature(rows).items()), []).append(int(str(number)))
-    if len(kinds) > 1:
-        most = max(kinds, key=lambda kind: (len(kinds[kind]), max(kinds[kind])))
-        usual = Counter(dict(most))
-        for kind in [kind for kind in kinds if kind != most][:3]:
-            more, less = Counter(dict(kind)) - usual, usual - Counter(dict(kind))
-            here, usually = (span(kinds[one]) for one in (kind, most))
-            yield f"{word} {here}, other than {usually}: {_words(more, less)}"
-
-
-def _signature(rows: pd.DataFrame) -> Mapping[Any, int]:
-    columns = ["rank", "phase", "region", "op", "axis", "dtype", "payload_bytes", "caller"]
-    return Counter(rows[columns].itertuples(index=False, name=None))
-
-
-def _words(more: Counter[Any], less: Counter[Any]) -> str:
-    """The first call that is more, or less, and how many there are, on the rank that has most of them."""
-    parts = []
-    for sign, calls in (("more", more), ("fewer", less)):
-        if calls:
-            rank, phase, region, op, axis, dtype, size, caller = next(iter(sorted(calls)))
-            number = max(Counter({one[0]: 0 for one in calls} | _by_rank(calls)).values())
-            first = f"{phase} {op} of {size:,} B {dtype} over {axis}"
-            parts.append(f"{number} {sign}, first {first}{f' in {region}' if region else ''} at {caller or '?'}")
-    return "; ".join(parts)
-
-
-def _by_rank(calls: Counter[Any]) -> dict[int, int]:
-    found: Counter[int] = Counter()
-    for one, number in calls.items():
-        found[one[0]] += number
-    return dict(found)

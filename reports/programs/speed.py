@@ -20,7 +20,8 @@ from harness.predicting.forecast import forecast
 from harness.protocols import CaseLike
 from harness.subject import named, named_axes, stated
 from harness.terms import closed_forms
-from reports.programs.figures import grouped, median, steps
+from reports.programs.figures import grouped, steps
+from reports.programs.unlike import median
 from reports.stored.frames import Run
 
 

@@ -184,7 +184,7 @@ def recorded(run: Path) -> bool:
 
 def part_folders(run: Path) -> dict[int, Path]:
     """Rank -> the folder of its part, in order of ranks."""
-    found = {int(path.name): path for path in (run / "ranks").iterdir() if path.name.isdigit()}
+    found = {int(path.name): path for path in (run / "ranks").iterdir() if path.name.isdecimal()}
     return {rank: found[rank] for rank in sorted(found)}
 
 
@@ -227,8 +227,8 @@ def _by_rank(run: Path, name: str) -> dict[int, dict[str, Any]]:
     return {rank: json_object(file) for rank, file in files.items() if file.is_file()}
 
 
-def notes_of(run: Path, world_size: int) -> list[str]:
-    """Notes before the numbers: ranks without a part or an end, doubts, what the recorder failed at."""
+def unfinished(run: Path, world_size: int) -> list[str]:
+    """Notes before the numbers: ranks without a part or an end, and what the recorder failed at."""
     there, over = part_folders(run), ends_of(run)
     notes = []
     if missing := sorted(set(range(world_size)) - there.keys()):
@@ -240,8 +240,14 @@ def notes_of(run: Path, world_size: int) -> list[str]:
             notes.append(
                 f"the recorder of rank {rank} stopped after {end.get('calls')} calls: {failed.splitlines()[-1]}"
             )
-    doubts = dict.fromkeys(str(doubt) for end in over.values() for doubt in end.get("doubts", ()))
-    return [*notes, *(f"not certain: {doubt}" for doubt in doubts)]
+    return notes
+
+
+def doubts_of(run: Path) -> list[str]:
+    """Notes on what the recorder was not certain of."""
+    every = [end.get("doubts") for end in ends_of(run).values()]
+    doubts = dict.fromkeys(str(doubt) for own in every if isinstance(own, list) for doubt in own)
+    return [f"not certain: {doubt}" for doubt in doubts]
 
 
 def _ranks(numbers: list[int]) -> str:

@@ -20,14 +20,17 @@ from harness.mesh_axes import SHOWN
 from reports.stored.files import (
     RunFolderError,
     csv_table,
+    doubts_of,
     environment_of,
     joined,
     json_lines,
-    notes_of,
     recorded,
     run_folder,
+    unfinished,
 )
 
+MOST_RANKS = 2**20
+"""A larger world is no run's."""
 _ORDER = {"phase": PHASES, "op": OPS, "axis": SHOWN}
 
 _KEYS = ("case", "mode", "phase", "op", "axis", "group_size")
@@ -74,6 +77,7 @@ class Run:
               call_index: when the ranks of a pipeline computed; empty where ranks took turns and of other cases
     env       versions, machine, command
     notes     what is missing or was mended on reading; empty for a complete run
+    cut       those of the notes that say that the run was cut off, so that it may lack events
     """
 
     path: Path
@@ -86,6 +90,7 @@ class Run:
     spans: pd.DataFrame
     env: dict[str, Any]
     notes: tuple[str, ...] = ()
+    cut: tuple[str, ...] = ()
 
     @property
     def events(self) -> pd.DataFrame:
@@ -98,18 +103,22 @@ def load(run: str | Path = "runs/latest") -> Run:
     path = run_folder(run)
     notes: list[str] = []
     env = environment_of(path, notes)
-    cases = _cases(path / "cases.jsonl", notes)
-    ledger = _ledger(path, notes)
-    summary = _summary(path / "summary.csv", ledger, [] if recorded(path) else notes)
-    verdicts = _verdicts(path / "verdicts.jsonl", [] if recorded(path) else notes)
-    timings = csv_table(path / "timings.csv", {}, (), notes) if (path / "timings.csv").is_file() else pd.DataFrame()
+    cut: list[str] = []
+    cases = _cases(path / "cases.jsonl", cut)
+    ledger = _ledger(path, cut)
+    summary = _summary(path / "summary.csv", ledger, [] if recorded(path) else cut)
+    verdicts = _verdicts(path / "verdicts.jsonl", [] if recorded(path) else cut)
+    timings = csv_table(path / "timings.csv", {}, (), cut) if (path / "timings.csv").is_file() else pd.DataFrame()
+    doubts: list[str] = []
     if recorded(path):
         sizes = [int(size) for size in cases["world_size"].dropna()]
-        notes += notes_of(path, max(sizes, default=0))
-    memory = _if_there(path / "memory.csv", _MEMORY_TYPES, notes)
+        cut += unfinished(path, max(sizes, default=0))
+        doubts = doubts_of(path)
+    memory = _if_there(path / "memory.csv", _MEMORY_TYPES, cut)
     late = 0 if recorded(path) else len(set(cases["case"]) - set(verdicts["case"]))
     if late and "skipped" not in cases:
-        notes.append(f"{late} of {len(cases)} cases have no verdict: the run was stopped before them")
+        cut.append(f"{late} of {len(cases)} cases have no verdict: the run was stopped before them")
+    spans = _if_there(path / "spans.csv", _SPAN_TYPES, cut)
     return Run(
         path=path,
         cases=in_order(cases),
@@ -118,9 +127,10 @@ def load(run: str | Path = "runs/latest") -> Run:
         verdicts=_with_mode(verdicts, cases),
         timings=_with_mode(timings, cases),
         memory=memory,
-        spans=_if_there(path / "spans.csv", _SPAN_TYPES, notes),
+        spans=spans,
         env=env,
-        notes=tuple(notes),
+        notes=(*notes, *cut, *doubts),
+        cut=tuple(cut),
     )
 
 
@@ -159,6 +169,8 @@ def _cases(path: Path, notes: list[str]) -> pd.DataFrame:
     # A line of another file, or of another program, may lack both: it is a case without them.
     modes = ["" if mode is None or mode != mode else str(mode) for mode in frame["mode"]]  # noqa: PLR0124  (NaN)
     sizes = pd.to_numeric(frame["world_size"], errors="coerce")
+    if len(odd := sizes[(sizes < 1) | (sizes > MOST_RANKS)]):
+        raise RunFolderError(f"{path}: world_size={odd.iloc[0]:g} is no number of ranks; legal: 1 to {MOST_RANKS}")
     frame = frame.assign(case=frame["case"].astype("str"), mode=modes, world_size=sizes)
     return frame.drop_duplicates("case", keep="last", ignore_index=True)
 
@@ -218,14 +230,23 @@ def _number(value: object) -> float:
 def _ledger(path: Path, notes: list[str]) -> pd.DataFrame:
     for name in ("ledger.csv", "ledger.csv.gz"):
         if (path / name).is_file():
-            packed = csv_table(path / name, _PACKED_TYPES, _ALWAYS, notes)
+            packed = _of_its_world(csv_table(path / name, _PACKED_TYPES, _ALWAYS, notes), path / name)
             return _whole(packed).astype({name: kind for name, kind in _LEDGER_TYPES.items() if kind == "str"})
     if recorded(path):
         rows = joined(path, "ledger.csv", _LEDGER_TYPES, notes, newer=_NEWER)
-        rows = _whole(rows).drop_duplicates(["rank", "call_index"], keep="last")
+        rows = _whole(_of_its_world(rows, path / "ranks")).drop_duplicates(["rank", "call_index"], keep="last")
         return rows.sort_values(["rank", "call_index"], kind="stable", ignore_index=True)
     notes.append("ledger.csv is missing: the run was stopped before its first event was stored")
     return pd.DataFrame({name: pd.Series(dtype=kind) for name, kind in _LEDGER_TYPES.items()})
+
+
+def _of_its_world(ledger: pd.DataFrame, path: Path) -> pd.DataFrame:
+    """The ledger. Raises RunFolderError for an event of a rank that its world does not have."""
+    odd = ledger[(ledger["rank"] < 0) | (ledger["rank"] >= ledger["world_size"])]
+    if len(odd):
+        rank, size = odd["rank"].iloc[0], odd["world_size"].iloc[0]
+        raise RunFolderError(f"{path}: rank {rank} of a world of {size} cannot be; legal: ranks from 0 below the world")
+    return ledger
 
 
 def _whole(ledger: pd.DataFrame) -> pd.DataFrame:

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import pickle
 import shutil
 import time
 from dataclasses import replace
@@ -11,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from harness.errors import RequestError
-from harness.hangs.dumps import standings
 from harness.hangs.hang_findings import lines
-from harness.hangs.parting import LastCall, Parted, RankStanding, parted
+from harness.hangs.parting import parted
+from harness.hangs.standing import LastCall, RankStanding
+from tests.harness.hangs.dumped import found_in, write_flight, write_last
 from tests.harness.programs.launched import LIMIT_S, forked
 
 SCRIPT = Path(__file__).with_name("parting_script.py")
@@ -24,12 +23,6 @@ EVENT = (
     f"at {SCRIPT.name}:{LINE}"
 )
 SKIPPED, EXTRA, STOPPED, OTHER = "skipped", "extra", "behind", "differs"
-
-
-def found_in(*paths: Path) -> tuple[list[Parted], str]:
-    ranks = standings(paths)
-    found = parted(ranks)
-    return found, "\n".join(lines(ranks, found))
 
 
 def test_a_real_job_that_hangs_and_then_skips_names_rank_call_module_and_line(tmp_path: Path) -> None:
@@ -54,18 +47,6 @@ WORLD, TP, LAYERS, CALLS, FIRST = 40, 8, 10, 60, 100
 """Ranks, those of a tp group, layers, collectives of each group in the window, the number of its first."""
 GRADIENT, ROUTER = LAYERS, LAYERS + 1
 """Kinds of calls behind those of the layers."""
-
-
-def write_last(
-    path: Path, rank: int, world: int, groups: dict[str, list[int]], kinds: list[Any], records: list[Any], **more: Any
-) -> None:
-    """The dump of a rank: the ranks of its groups, kinds of calls, and calls."""
-    content = {
-        "shardproof": "last calls", "ended": "", "rank": rank, "world_size": world, "silent_s": 60.0, "inside": [],
-        "groups": {name: {"ranks": ranks} for name, ranks in groups.items()}, "kinds": kinds, "records": records,
-        "stack": ["train.py:7 in main"], **more,
-    }  # fmt: skip
-    path.write_text(json.dumps(content))
 
 
 def write_generated(folder: Path, world: int, bug: str = "", rank: int = -1, number: int = -1) -> Path:
@@ -165,64 +146,8 @@ def test_a_rank_that_left_no_dump_may_have_parted(known: tuple[int, ...], told: 
     assert told in text and "no rank parted" not in text
 
 
-def entry(
-    number: int, group: tuple[str, str], op: str, sizes: list[list[int]], state: str, line: int
-) -> dict[str, Any]:
-    """An entry as NCCL's Flight Recorder writes it."""
-    return {
-        "record_id": number, "collective_seq_id": number, "p2p_seq_id": 0, "op_id": number, "pg_id": 0,
-        "process_group": group, "profiling_name": f"nccl:{op}", "is_p2p": False, "state": state, "retired": False,
-        "input_sizes": sizes, "input_dtypes": ["Float"], "output_sizes": sizes, "output_dtypes": ["Float"],
-        "time_discovered_completed_ns": None, "time_created_ns": number,
-        "frames": [
-            {"name": "all_reduce", "filename": "/x/site-packages/torch/distributed/distributed_c10d.py", "line": 3},
-            {"name": "forward", "filename": "/home/me/model.py", "line": line},
-        ],
-    }  # fmt: skip
-
-
-def write_flight(folder: Path, *, as_json: bool, rank_1_calls: int) -> None:
-    config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2]"}}
-    for rank in range(3):
-        calls = rank_1_calls if rank == 1 else 9
-        entries = [
-            entry(n, ("0", "default_pg"), "all_reduce", [[n, 4]], "completed" if n < 9 else "started", 10 + n)
-            for n in range(4, calls + 1)
-        ]
-        dump = {"version": "2.10", "pg_config": config, "pg_status": {}, "entries": entries}
-        path = folder / f"nccl_trace_rank_{rank}{'.json' if as_json else ''}"
-        path.write_bytes(json.dumps(dump).encode() if as_json else pickle.dumps(dump))
-
-
-@pytest.mark.parametrize("as_json", [False, True])
-def test_flight_recorder_dumps_name_rank_call_and_line(tmp_path: Path, as_json: bool) -> None:
-    write_flight(tmp_path, as_json=as_json, rank_1_calls=8)
-    found, text = found_in(*sorted(tmp_path.iterdir()))
-    assert [(one.how, one.ranks, one.number, one.waiting) for one in found] == [(STOPPED, (1,), 9, (0, 2))]
-    assert "rank 1 never issued event 9 of default_pg (0-2)" in text.replace("0 1 2", "0-2")
-    assert "all_reduce float 9x4 over default_pg, at /home/me/model.py:19 in forward" in text
-
-
 def test_a_healthy_job_has_no_finding(tmp_path: Path) -> None:
     assert found_in(write_generated(tmp_path / "ours", WORLD))[0] == []
     (tmp_path / "nccl").mkdir()
     write_flight(tmp_path / "nccl", as_json=False, rank_1_calls=9)
     assert found_in(tmp_path / "nccl")[0] == []
-
-
-class Runs:
-    """Pickled, it would run code when it is read."""
-
-    def __reduce__(self) -> Any:
-        return print, ("run",)
-
-
-def test_what_is_no_dump_is_refused_in_one_sentence_and_runs_nothing(tmp_path: Path, capsys: Any) -> None:
-    (tmp_path / "trace_0").write_bytes(pickle.dumps({"entries": Runs()}))
-    (tmp_path / "trace_1").write_text("{}")
-    (tmp_path / "trace_2").write_text("{")
-    (tmp_path / "empty").mkdir()
-    for name in ("trace_0", "trace_1", "trace_2", "empty", "missing"):
-        with pytest.raises(RequestError, match="dump.*legal: the run folder of `shardproof record`"):
-            standings([tmp_path / name])
-    assert capsys.readouterr().out == ""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from harness.checking.evidence import Verdict, Worst
-from harness.errors import RequestError
+from harness.errors import MachineError, RequestError
 from harness.ledger import COLUMNS
 from harness.run_folder import SCHEMA, safe_name
 from harness.running import store as store_module
@@ -160,7 +160,7 @@ def test_a_full_disk_is_one_clear_error(tmp_path: Path) -> None:
     store = opened(tmp_path)
     (store.path / "verdicts.jsonl").unlink()
     (store.path / "verdicts.jsonl").symlink_to("/dev/full")
-    with pytest.raises(RequestError, match="No space left on device"):
+    with pytest.raises(MachineError, match="No space left on device"):
         finished(store)
     assert len(table(store.path / "ledger.csv")) == 40
 

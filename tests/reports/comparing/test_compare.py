@@ -12,7 +12,7 @@ import pytest
 from harness.errors import RequestError
 from reports.comparing.compared_sides import breaches, limits
 from reports.comparing.comparison import Comparison, compare
-from reports.comparing.snapshot import side
+from reports.comparing.snapshot import save, side
 from reports.stored.frames import load
 from tests.harness.command_line import CommandLine
 from tests.reports import sample_run
@@ -179,6 +179,19 @@ def test_a_run_that_lost_its_ledger_lacks_every_event(runs: dict[str, Path], cop
     assert set(gone.events["kind"]) == {"gone"} and set(fresh.events["kind"]) == {"new"}
     assert list(gone.traffic["calls"]) == list(fresh.traffic["new_calls"]) == [12, 12]
     assert any("ledger.csv is missing" in note for note in gone.notes) and gone.breaches
+
+
+@pytest.mark.parametrize("name", ["ledger.csv", "verdicts.jsonl", "memory.csv"])
+def test_a_run_that_was_cut_off_is_no_pass_whatever_the_limit(folder: Path, tmp_path: Path, name: str) -> None:
+    """Its last calls are lost on both sides, so that nothing has grown and nothing differs."""
+    cut = shutil.copytree(folder, tmp_path / "cut")
+    (cut / name).write_bytes((cut / name).read_bytes()[:-4])
+    for base, new in ((folder, cut), (cut, folder), (cut, cut)):
+        breaches = compared(base, new, "calls:99%", "time:99%").breaches
+        assert breaches and breaches[0].startswith(f"{cut} was cut off, so that nothing is proved: {name}: its last")
+    assert compared(folder, folder, "calls:99%").breaches == ()
+    with pytest.raises(RequestError, match=f"{cut}: was cut off .* so it is no baseline; legal: a whole run"):
+        save(side(str(cut)), "main", str(tmp_path / "baselines"))
 
 
 def test_nothing_in_common_is_a_wrong_request(folder: Path, tmp_path: Path, runs: dict[str, Path]) -> None:

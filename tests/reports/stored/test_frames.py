@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from harness.checking.evidence import Verdict, Worst
@@ -145,6 +146,24 @@ def test_a_run_killed_before_its_first_event_loads_empty_with_notes(tmp_path: Pa
 def test_a_file_created_and_never_filled_is_a_note_and_no_error(folder: Path, name: str) -> None:
     (folder / name).write_bytes(b"case,mo" if name.endswith("csv") else b'{"case": ')
     assert any(name in note for note in load(folder).notes)
+
+
+@pytest.mark.parametrize(("rank", "size"), [(-1, 2), (2, 2), (0, 0), (2**40, 2)])
+def test_a_rank_that_its_world_does_not_have_is_refused(folder: Path, rank: int, size: int) -> None:
+    ledger = pd.read_csv(folder / "ledger.csv", keep_default_na=False)
+    ledger.loc[1, ["rank", "world_size"]] = rank, size
+    ledger.to_csv(folder / "ledger.csv", index=False)
+    with pytest.raises(RunFolderError, match=f"ledger.csv: rank {rank} of a world of {size} cannot be; legal: "):
+        load(folder)
+
+
+def test_a_world_that_no_machine_holds_is_refused(folder: Path) -> None:
+    for size in ("0", "-2", "1e12", "Infinity"):
+        text = (folder / "cases.jsonl").read_text()
+        (folder / "cases.jsonl").write_text(text.replace('"world_size": 2', f'"world_size": {size}'))
+        with pytest.raises(RunFolderError, match="is no number of ranks; legal: 1 to "):
+            load(folder)
+        (folder / "cases.jsonl").write_text(text)
 
 
 def test_cases_of_another_program_have_no_mode_and_no_size(folder: Path) -> None:

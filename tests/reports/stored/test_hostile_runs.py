@@ -23,6 +23,7 @@ from harness.ledger import Event, wire_bytes
 from harness.run_folder import SCHEMA
 from reports.comparing.comparison import compare
 from reports.comparing.snapshot import save, side, snapshot
+from reports.printing.printable import printable
 from reports.stored.files import RunFolderError
 from reports.stored.frames import load
 from reports.stored.summary import headline, traffic
@@ -70,6 +71,43 @@ def test_a_harmed_run_is_one_sentence_for_every_command(shardproof: CommandLine,
         assert status in (0, 1, 2, 3) and (status != 1 or words[0] == "compare"), (done, words, err)
         assert "Traceback" not in err and "bug in shardproof" not in err, (done, words, err)
         assert status != 2 or err.count("\n") == 1, (done, words, err)
+
+
+STEERING = "\x1b]0;title\x07\x1b[2J\r\x9b31m\u202e"
+"""Characters that would give a terminal another title, clear it, overwrite its line, turn its text."""
+
+
+def test_no_command_sends_what_steers_a_terminal(shardproof: CommandLine, tmp_path: Path) -> None:
+    """Module, check, case, line of the program and versions of a foreign run hold it; `hang` reads one of its own."""
+    folder = sample_run.write(tmp_path / "run", failing=True)
+    for file in folder.iterdir():
+        escaped = json.dumps(STEERING)[1:-1] if file.suffix in (".json", ".jsonl") else STEERING.replace("\r", "")
+        names = ("layers.0.mlp.w1", "seq=64", "linear.py", "shardproof run", "2.13.0", "missing all_reduce")
+        text = file.read_text()
+        for name in names:
+            text = text.replace(name, f"{name}{escaped}")
+        file.write_text(text)
+    group = {"0": {"name": "0", "desc": STEERING, "ranks": [0, 1]}}
+    for rank in (0, 1):
+        call = {"process_group": ["0", STEERING], "profiling_name": f"nccl:{STEERING}{rank}", "collective_seq_id": 1}
+        dump = {"pg_config": group, "entries": [{**call, "input_sizes": [[4]], "input_dtypes": [STEERING]}]}
+        (tmp_path / f"dump_{rank}").write_text(json.dumps(dump))
+    seen = 0
+    commands = [
+        "show run",
+        "page run",
+        "page run --markdown",
+        "compare run",
+        "compare run run",
+        "trace run",
+        "expect run",
+    ]
+    for words in (*map(str.split, commands), ["hang", "dump_0", "dump_1"], ["show", STEERING]):
+        status, out, err = shardproof(*words)
+        assert "Traceback" not in err and status in (0, 1, 2), (words, err)
+        assert not set(STEERING) & set(out + err) - set(printable(STEERING)), (words, out + err)
+        seen += "\\x1b]0;title" in out + err
+    assert seen >= 5
 
 
 @pytest.mark.parametrize("seed", range(200 if DEEP else 4))

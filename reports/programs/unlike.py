@@ -1,0 +1,96 @@
+"""Steps of a recorded program, and micro-batches of a step, that issue other calls than the most typical one."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import pandas as pd
+
+from harness.ledger import PASSES
+from reports.comparing.snapshot import span
+from reports.stored.frames import Run
+
+_Kind = frozenset[tuple[Any, int]]
+"""Calls, and how often each is issued."""
+
+
+def median(calls: Iterable[int], steps_in_all: int) -> float:
+    """The median over steps, those without such a call included."""
+    there = [int(one) for one in calls]
+    padded = sorted([0] * (steps_in_all - len(there)) + there)
+    middle = len(padded) // 2
+    return padded[middle] if len(padded) % 2 else (padded[middle - 1] + padded[middle]) / 2
+
+
+def unlike(run: Run, unit: str) -> Iterator[str]:
+    """Steps, or the micro-batches of a step, that issue other calls than most; one sentence for all of them."""
+    word = {"step": "steps", "microbatch": "micro-batches"}[unit]
+    events = _without_uneven_sizes(run.ledger.astype({"axis": "str", "op": "str", "phase": "str"}))
+    if unit == "microbatch":
+        inside = events["phase"].isin(PASSES)
+        events = events[inside & (events["step"] == events["step"].max())]
+    kinds: dict[_Kind, list[int]] = {}
+    for number, rows in events.groupby(unit):
+        kinds.setdefault(frozenset(_signature(rows).items()), []).append(int(str(number)))
+    if len(kinds) > 1:
+        most = _typical(kinds)
+        usual = Counter(dict(most))
+        for kind in [kind for kind in kinds if kind != most][:3]:
+            more, less = Counter(dict(kind)) - usual, usual - Counter(dict(kind))
+            here, usually = (span(kinds[one]) for one in (kind, most))
+            yield f"{word} {here}, other than {usually}: {_words(more, less)}"
+
+
+def _typical(kinds: Mapping[_Kind, list[int]]) -> _Kind:
+    """The kind that is closest to the median of all: each call as often as in the median step, or micro-batch."""
+    counts: dict[Any, list[int]] = {}
+    for kind, numbers in kinds.items():
+        for call, times in kind:
+            counts.setdefault(call, []).extend([times] * len(numbers))
+    number = sum(map(len, kinds.values()))
+    usual = {call: median(times, number) for call, times in counts.items()}
+    whole = sum(usual.values())
+
+    def distance(kind: _Kind) -> float:
+        return whole + sum(abs(times - usual[call]) - usual[call] for call, times in kind)
+
+    return min(kinds, key=lambda kind: (distance(kind), -len(kinds[kind]), -max(kinds[kind])))
+
+
+def _without_uneven_sizes(events: pd.DataFrame) -> pd.DataFrame:
+    """The calls; all-to-alls of a place that sends unlike numbers of rows have no size: it follows from the data."""
+    if "sent_rows" not in events:
+        return events
+    sent = events["sent_rows"].astype("str")
+    unlike = sent.map({text: len({*text.split("+")}) > 1 for text in sent.unique()})
+    place = ["phase", "region", "op", "axis", "caller"]
+    return events.assign(
+        payload_bytes=events["payload_bytes"].mask(
+            unlike.groupby([events[one] for one in place], observed=True).transform("any"), 0
+        )
+    )
+
+
+def _signature(rows: pd.DataFrame) -> Mapping[Any, int]:
+    columns = ["rank", "phase", "region", "op", "axis", "dtype", "payload_bytes", "caller"]
+    return Counter(rows[columns].itertuples(index=False, name=None))
+
+
+def _words(more: Counter[Any], less: Counter[Any]) -> str:
+    """The first call that is more, or less, and how many there are, on the rank that has most of them."""
+    parts = []
+    for sign, calls in (("more", more), ("fewer", less)):
+        if calls:
+            rank, phase, region, op, axis, dtype, size, caller = next(iter(sorted(calls)))
+            number = max(Counter({one[0]: 0 for one in calls} | _by_rank(calls)).values())
+            of = f" of {size:,} B" if size else ""
+            first = f"{phase} {op}{of} {dtype} over {axis}".replace("  ", " ")
+            parts.append(f"{number} {sign}, first {first}{f' in {region}' if region else ''} at {caller or '?'}")
+    return "; ".join(parts)
+
+
+def _by_rank(calls: Counter[Any]) -> dict[int, int]:
+    found: Counter[int] = Counter()
+    for one, number in calls.items():
+        found[one[0]] += number
+    return dict(found)

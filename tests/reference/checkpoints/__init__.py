@@ -1,0 +1,1 @@
+"""Tests of rank orders, layouts and pipelines."""

@@ -1,0 +1,1 @@
+"""Tests of recorded programs: their figures, findings and comment."""
