@@ -123,6 +123,8 @@ class Evidence:
     first_forward  the tensor of the dense model's first forward that is furthest off in float32; None where that was
                  not looked at (harness.running.trials.law_runs)
     located      the first wrong module, when a diagnosis looked for it without a declared layout
+    earlier      evidence and findings of the same case ended before the first wrong step, where states after a step
+                 were not returned; None where that run was not needed or could not be made
 
     From these follow, when it is made:
 
@@ -170,6 +172,7 @@ class Evidence:
     spans: "tuple[RankSpan, ...]" = ()
     first_forward: Measured | None = None
     located: Located | None = None
+    earlier: "tuple[Evidence, Mapping[str, Finding]] | None" = None
     ranks: tuple[int, ...] = field(init=False, repr=False)
     axes: Axes = field(init=False, repr=False)
     returned: frozenset[str] = field(init=False, repr=False)

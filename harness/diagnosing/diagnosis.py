@@ -5,7 +5,7 @@ reported is `harness.diagnosing.six_lines`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.checking.evidence import FAIL, Evidence, Finding
 from harness.checking.ledger_checks import module_order
@@ -48,10 +48,15 @@ class Diagnosis(Explanation):
 
 
 def explanation_of(evidence: Evidence, findings: Mapping[str, Finding]) -> Explanation:
-    """Where a case with failed checks first went wrong, and why."""
-    names = {name for finding in findings.values() if finding.verdict == FAIL for name in finding.names}
-    known = [*evidence.truth, *sorted(names - set(evidence.truth))]
-    wrong = [name for name in timeline(known, evidence.case.steps) if name in names]
+    """Where a case with failed checks first went wrong, and why.
+
+    Where the same case is wrong already when it ends a step earlier, that is the first place.
+    """
+    if evidence.earlier is not None and wrong_names(*evidence.earlier):
+        ended = explanation_of(*evidence.earlier)
+        seen = f"seen where the case ends with that step (steps={evidence.earlier[0].case.steps})"
+        return replace(ended, first=replace(ended.first, beside=(*ended.first.beside, seen)))
+    wrong = wrong_names(evidence, findings)
     ledger_failed = "ledger" in findings and findings["ledger"].verdict == FAIL
     parted = _first_difference(evidence, wrong) if ledger_failed else None
     first = first_place(evidence, wrong, parted)
@@ -62,6 +67,13 @@ def explanation_of(evidence: Evidence, findings: Mapping[str, Finding]) -> Expla
     )
     causes = likely(failure)
     return Explanation(first=first, causes=causes, hint="" if causes else hint(evidence, first, wrong))
+
+
+def wrong_names(evidence: Evidence, findings: Mapping[str, Finding]) -> list[str]:
+    """The names that failed checks found wrong, in the order in which training computes them."""
+    names = {name for finding in findings.values() if finding.verdict == FAIL for name in finding.names}
+    known = [*evidence.truth, *sorted(names - set(evidence.truth))]
+    return [name for name in timeline(known, evidence.case.steps) if name in names]
 
 
 def diagnose(

@@ -4,7 +4,7 @@ The kind of the first wrong name in the order of training (`causes.places.timeli
 
     act/M          module M, forward: its inputs came earlier and were right
     logits/s       s = 0: another micro-batch than the captured one; s > 0: the data of s, where these repeat the first
-                   batch; else the step s - 1, since all before was right
+                   batch
     loss/s         between logits and loss
     act_grad/M     the backward of whoever uses what M returned
     grad/p         grad_sync, where all gradients are wrong, or several modules' and no sharded one, or p's replicas
@@ -12,6 +12,9 @@ The kind of the first wrong name in the order of training (`causes.places.timeli
     tokens/s, grad_norm/s
                    between the last backward and the optimizer's step, where ranks sum their own
     param/p        the optimizer's step, as the states after a step do (param_after/s/p, exp_avg_after/s/p)
+
+Where all of step s - 1 is right and s begins wrong, the update of s - 1 is the place, unless parameters behind it are
+right: those that were returned, else those of the same case ended there (`Evidence.earlier`).
 
 An event that parts from the expectation in the same phase or an earlier one comes first: it names the very call. Beside
 the place stand two facts. Wrong ranks are named by their coordinates on the mesh: "wrong on cp rank 1 alone, right on
@@ -26,7 +29,7 @@ from harness.checking.call_checks import strays
 from harness.checking.evidence import Evidence
 from harness.checking.ledger_checks import module_order
 from harness.checking.measures.kinds import is_state, kind_of
-from harness.diagnosing.causes.places import held_whole, place_of, ranks_apart
+from harness.diagnosing.causes.places import held_whole, place_of, ranks_apart, update_in_doubt
 from harness.diagnosing.causes.proofs import explains
 from harness.diagnosing.hypotheses.what_ifs import predictions
 from harness.differences import Difference
@@ -123,20 +126,35 @@ def _shown_by(evidence: Evidence, wrong: Sequence[str]) -> First:
         return First(phase=found.phase, region=found.module, step=0, name=name, note=found.words)
     place, kind = place_of(name, evidence.case.steps), kind_of(name)
     phase, region, step = place.phase, place.module, place.step
-    if kind == "logits" and step:
-        value, truth = evidence.merged.tensors.get(name), evidence.truth[name]
-        guesses = [] if value is None else predictions(evidence, "batch_repeated", name)
-        again = value is not None and any(explains(guess, value, truth) for _, guess in guesses)
-        phase, step = ("data", step) if again else ("step", step - 1)
+    ended: tuple[str, ...] = ()
+    if kind == "logits" and step and _repeats_batch(evidence, name):
+        phase = "data"
+    elif (update := update_in_doubt(evidence, name, wrong)) >= 0:
+        if evidence.earlier is not None and _has_right_parameters(evidence.earlier[0]):
+            ended = (f"parameters are right where the case ends before that step (steps={update + 1})",)
+        elif kind != "param" and not is_state(name):
+            phase, region, step = "step", "", update
     elif kind == "act_grad":
         region = _user_of(evidence, region)
     elif kind == "grad":
         phase, region = _gradient_place(evidence, wrong)
-    elif kind == "param" or is_state(name):
+    if kind == "param" or is_state(name):
         others = {place_of(other, 1).module for other in wrong}
         region = region if len(others) == 1 else ""
     beside = (ranks_in_words(evidence, name), between(evidence, name, wrong))
-    return First(phase=phase, region=region, step=step, name=name, beside=tuple(filter(None, beside)))
+    return First(phase=phase, region=region, step=step, name=name, beside=(*filter(None, beside), *ended))
+
+
+def _repeats_batch(evidence: Evidence, name: str) -> bool:
+    """Whether the dense model computes these logits of the first step's batch."""
+    value, truth = evidence.merged.tensors.get(name), evidence.truth[name]
+    guesses = () if value is None else predictions(evidence, "batch_repeated", name)
+    return value is not None and any(explains(guess, value, truth) for _, guess in guesses)
+
+
+def _has_right_parameters(ended: Evidence) -> bool:
+    """Whether parameters of a run in which nothing is wrong can be held against the truth."""
+    return any(kind_of(name) == "param" and name in ended.truth for name in ended.merged.tensors)
 
 
 def _user_of(evidence: Evidence, module: str) -> str:
