@@ -77,7 +77,8 @@ def _doubts(evidence: Evidence) -> tuple[str, ...]:
 
 def unlawful(first: Broken) -> Finding:
     """The finding on a run that breaks this law first."""
-    return Finding(verdict=FAIL, message=first.message, ranks=first.ranks, phase=first.phase, region=first.region)
+    message = f"{first.message}{first.place}"
+    return Finding(verdict=FAIL, message=message, ranks=first.ranks, phase=first.phase, region=first.region)
 
 
 def _unmapped(names: str, events: Sequence[Event]) -> Finding:

@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 
 from harness.checking.call_checks import strays
 from harness.checking.evidence import Evidence
+from harness.checking.laws import Broken
 from harness.checking.ledger_checks import module_order
 from harness.checking.measures.kinds import is_state, kind_of
 from harness.diagnosing.causes.places import held_whole, place_of, ranks_apart, update_in_doubt
@@ -59,8 +60,13 @@ class First:
     beside: tuple[str, ...] = ()
 
 
-def first_place(evidence: Evidence, wrong: Sequence[str], parted: Difference | None) -> First:
-    """The first place of these wrong names (in training order) and this first difference of the ledger."""
+def first_place(
+    evidence: Evidence, wrong: Sequence[str], parted: Difference | None, law: Broken | None = None
+) -> First:
+    """The first place of these wrong names (in training order) and this first difference of the ledger.
+
+    `law` is the first general law that the calls broke, where no expectation says more.
+    """
     event = f"{parted}" + (f" at {parted.caller}" if parted.caller else "") if parted else ""
     shown = _shown_by(evidence, wrong) if wrong else None
     if parted and (shown is None or _call_comes_first(evidence, parted, shown)):
@@ -73,6 +79,11 @@ def first_place(evidence: Evidence, wrong: Sequence[str], parted: Difference | N
         return First(
             phase=stray.phase, region=stray.region, step=stray.step, name=wrong[0] if wrong else "", event=call
         )
+    if law is not None:
+        event = f"{law.message}{law.place}"
+        summed = shown is not None and shown.name.startswith("grad/")  # compared after grad_sync
+        if shown is None or (not shown.note and _order(law.phase) <= _order("grad_sync" if summed else shown.phase)):
+            return First(phase=law.phase, region=law.region, name=wrong[0] if wrong else "", event=event)
     if shown is not None:
         return replace(shown, event=event)
     for work in evidence.unwaited:

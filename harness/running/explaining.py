@@ -17,7 +17,7 @@ from harness.checking.evidence import FAIL, Evidence, Finding
 from harness.checking.measures.kinds import is_state, kind_of, step_of
 from harness.dense_model import Tried
 from harness.diagnosing.causes.places import update_in_doubt
-from harness.diagnosing.diagnosis import Diagnosis, diagnose, explanation_of, wrong_names
+from harness.diagnosing.diagnosis import Diagnosis, Explanation, diagnose, explanation_of, faults_of, wrong_names
 from harness.diagnosing.six_lines import tell
 from harness.errors import error_text
 from harness.mesh_axes import split_axes
@@ -50,7 +50,9 @@ def with_explanations(
     evidence = with_drawn_numbers(trial, _with_what_ifs(trial, evidence, wrong), wrong)
     evidence = with_wrong_module(trial, evidence, wrong)
     evidence = _with_other_sizes(trial, evidence, context)
-    return replace(evidence, earlier=_ended_earlier(trial, evidence, wrong_names(evidence, context))), context
+    return replace(
+        evidence, earlier=_ended_earlier(trial, evidence, wrong_names(evidence, faults_of(evidence, context)[0]))
+    ), context
 
 
 def _ended_earlier(
@@ -98,13 +100,16 @@ def diagnosed(
     """Every failed check -> its diagnosis, and -> its message. A failure that cannot be explained stays one."""
     diagnoses: dict[str, Diagnosis] = {}
     messages: dict[str, str] = {}
-    shared = None
     every = {**context, **findings}
+    faults: list[Mapping[str, Finding]] = []
+    shared: dict[int, Explanation] = {}
     for check, finding in findings.items():
         if finding.verdict == FAIL:
             try:
-                shared = shared or explanation_of(evidence, every)
-                diagnosis = diagnose(evidence, every, check, shared)
+                faults = faults or faults_of(evidence, every)
+                place = next(place for place, fault in enumerate(faults) if check in fault)
+                shared[place] = shared.get(place) or explanation_of(evidence, faults[place])
+                diagnosis = diagnose(evidence, faults[place], check, shared[place])
             except Exception as problem:
                 messages[check] = f"{finding.message} (its diagnosis failed: {type(problem).__name__}: {problem})"
             else:

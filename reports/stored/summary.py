@@ -137,10 +137,17 @@ def apart(texts: Iterable[str]) -> tuple[str, list[str]]:
 
 
 def _closest(verdicts: pd.DataFrame) -> pd.DataFrame:
-    """By case, error and allowed error of the check that came closest to its limit, or went furthest beyond it."""
+    """By case, error and allowed error of the check that came closest to its limit, or went furthest beyond it.
+
+    A failed check comes before those that passed. Of failed ones, those beyond a limit do: rounding may be all by which
+    replicas differ, where nothing is allowed.
+    """
     measured = verdicts[~verdicts["check"].isin(_COUNTING)].dropna(subset=["worst_error", "worst_allowed"])
     share = _share(measured["worst_error"], measured["worst_allowed"])
-    ranked = measured.assign(share=share).sort_values(["share", "worst_error"], ascending=False, kind="stable")
+    failed = measured["verdict"].eq("fail").astype("int64")
+    rank = failed + (failed.astype(bool) & measured["worst_allowed"].gt(0) & share.gt(1)).astype("int64")
+    ranked = measured.assign(share=share, rank=rank)
+    ranked = ranked.sort_values(["rank", "share", "worst_error"], ascending=False, kind="stable")
     return ranked.drop_duplicates("case").set_index("case")[["worst_error", "worst_allowed"]]
 
 
