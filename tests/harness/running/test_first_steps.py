@@ -46,7 +46,7 @@ class Trained:
 
 def place(subject: Any, case: str) -> str:
     """The line of the first place of a case."""
-    message = verdict_of(proved(subject, case), "forward").message
+    message: str = verdict_of(proved(subject, case), "forward").message
     return next(line for line in message.splitlines() if line.startswith("first:")).removeprefix("first:").strip()
 
 
