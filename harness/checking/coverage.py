@@ -8,9 +8,9 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor
 
-from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
+from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, apart_by
 from harness.checking.measures.kinds import kind_of
-from harness.checking.spreads import as_worst, replica_spread
+from harness.checking.measures.spreads import replica_spread
 from harness.outcome.merging import Flaw
 
 ON_PURPOSE = " (left out on purpose)"
@@ -153,17 +153,17 @@ def layout(evidence: Evidence) -> Finding | None:
 
 def replicas(evidence: Evidence) -> Finding | None:
     """Whether everything that several ranks hold is the same on all of them, bit for bit; choices of experts are the
-    check `routing`. Replicas that are furthest apart are told first.
+    check `routing`. Replicas that are furthest apart come first.
     """
     conflicts = [flaw for flaw in evidence.merged.flaws if flaw.kind == "replica conflict"]
-    spreads = {flaw.name: replica_spread(evidence, flaw.name) for flaw in conflicts if kind_of(flaw.name) != ROUTING}
-    conflicts = [flaw for flaw in conflicts if flaw.name in spreads]
+    conflicts = [flaw for flaw in conflicts if kind_of(flaw.name) != ROUTING]
+    spreads = {flaw.name: replica_spread(evidence.full_outcomes, flaw.name) for flaw in conflicts}
     furthest = max(spreads.values(), default=0.0)
     conflicts.sort(key=lambda flaw: spreads[flaw.name] < furthest)  # the furthest apart comes first
     finding = _flaws(evidence, conflicts, "tensors have equal replicas")
     if finding is None or not conflicts:
         return finding
-    return replace(finding, worst=as_worst(evidence, conflicts[0].name, furthest))
+    return replace(finding, worst=apart_by(evidence, conflicts[0].name, furthest))
 
 
 def _flaws(evidence: Evidence, flaws: list[Flaw], praise: str) -> Finding | None:

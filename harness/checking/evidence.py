@@ -215,6 +215,11 @@ class Worst:
     epsilons: float
 
 
+def apart_by(evidence: Evidence, name: str, spread: float) -> Worst:
+    """The figures of a tensor whose replicas, or values in two runs, are apart by this ratio: nothing is allowed."""
+    return Worst(name=name, error=spread, allowed=0.0, epsilons=spread / epsilon(evidence.dtype_of(name)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """Finding of one check: the answer, one line of words, and what it could not look at (`unchecked`).

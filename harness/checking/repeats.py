@@ -3,8 +3,8 @@
 import math
 from itertools import zip_longest
 
-from harness.checking.evidence import FAIL, PASS, Evidence, Finding
-from harness.checking.spreads import as_worst, run_spreads
+from harness.checking.evidence import FAIL, PASS, Evidence, Finding, apart_by
+from harness.checking.measures.spreads import run_spreads
 from harness.outcome.merging import Outcomes, differing, same_bits
 
 
@@ -37,14 +37,14 @@ def _repeated(evidence: Evidence, *, blame_recording: bool, praise: str) -> Find
     return Finding(
         verdict=FAIL,
         message=f"{name} on rank {rank} differs between {who}: {how}",
-        worst=as_worst(evidence, name, spreads.get(name, math.inf)),
+        worst=apart_by(evidence, name, spreads.get(name, math.inf)),
         names=(name,),
         ranks=(rank,),
     )
 
 
 def _of_name(outcomes: Outcomes, name: str) -> Outcomes:
-    """What the ranks returned under one name."""
+    """The ranks' outcomes under one name alone."""
     return [{name: outcome[name]} if name in outcome else {} for outcome in outcomes]
 
 

@@ -12,7 +12,7 @@ from harness.checking.evidence import FAIL, Evidence, Finding
 from harness.checking.laws import broken_laws
 from harness.checking.ledger_checks import module_order
 from harness.checking.measures.kinds import kind_of
-from harness.checking.spreads import replica_spread
+from harness.checking.measures.spreads import replica_spread
 from harness.diagnosing.causes.cause import Cause, reported
 from harness.diagnosing.causes.hypothesis import Failure
 from harness.diagnosing.causes.places import comparable, place_of, timeline, wrong_ranks
@@ -83,7 +83,7 @@ def faults_of(evidence: Evidence, findings: Mapping[str, Finding]) -> list[Mappi
 def _is_rounding(evidence: Evidence, check: str, finding: Finding, name: str) -> bool:
     """Whether the difference of replicas, or of runs, of this name is within their last bits."""
     of_runs = finding.worst.error if finding.worst else math.inf
-    spread = replica_spread(evidence, name) if check == "replicas" else of_runs
+    spread = replica_spread(evidence.full_outcomes, name) if check == "replicas" else of_runs
     blocks = (block.local for outcome in evidence.full_outcomes for block in outcome.get(name, ()))
     return spread <= min((last_bits(local) for local in blocks), default=0.0)
 

@@ -13,15 +13,14 @@ The kind of the first wrong name in the order of training (`causes.places.timeli
                    between the last backward and the optimizer's step, where ranks sum their own
     param/p        the optimizer's step, as the states after a step do (param_after/s/p, exp_avg_after/s/p)
 
-Where all of step s - 1 is right and s begins wrong, the update of s - 1 is the place, unless parameters behind it are
-right: those that were returned, else those of the same case ended there (`Evidence.earlier`).
+Where step s - 1 is right and s begins wrong, the update of s - 1 is the place, unless parameters behind it are right.
+These are returned ones, else those of the same case ended there (`Evidence.earlier`).
 
 An event that parts from the expectation in the same phase or an earlier one comes first: it names the very call. Beside
 the place stand two facts. Wrong ranks are named by their coordinates on the mesh: "wrong on cp rank 1 alone, right on
 cp rank 0". Code that no module owns is named by the modules around it: "between wqkv and wo: the attention core".
 """
 
-import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -30,14 +29,13 @@ from harness.checking.evidence import Evidence
 from harness.checking.laws import Broken
 from harness.checking.ledger_checks import module_order
 from harness.checking.measures.kinds import is_state, kind_of
-from harness.diagnosing.causes.places import held_whole, place_of, ranks_apart, update_in_doubt
+from harness.diagnosing.causes.places import held_whole, place_of, update_in_doubt
 from harness.diagnosing.causes.proofs import explains
+from harness.diagnosing.coordinates import ranks_in_words
 from harness.diagnosing.hypotheses.what_ifs import predictions
 from harness.differences import Difference
 from harness.engines.engine import Unwaited
-from harness.errors import ranks_text
 from harness.ledger import BACKWARD, PHASES, Event
-from harness.mesh_axes import place_of_rank, split_axes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,37 +225,6 @@ def _everywhere(evidence: Evidence, name: str) -> bool:
 
 _CORES: Mapping[str, str] = {"attention": "the attention core", "mlp": "the activation function"}
 """Last word of a module -> what its own code computes between two linears."""
-
-
-def ranks_in_words(evidence: Evidence, name: str) -> str:
-    """The ranks where a name is wrong, by their coordinates; "" when all are, or when no two axes set them apart.
-
-    All names of its kind decide instead, where a gradient or parameter is wrong on every rank that holds it.
-    """
-    bad, good = ranks_apart(evidence, [name])
-    if not good and kind_of(name) in ("grad", "param", "param_after"):
-        alike = [other for other in evidence.truth if kind_of(other) == kind_of(name)]
-        bad, good = ranks_apart(evidence, alike)
-    if not bad or not good:
-        return ""
-    axes = {axis: evidence.axes[axis] for axis in split_axes(evidence.case) if axis in evidence.axes}
-    for count in (1, 2):
-        for some in itertools.combinations(axes, count):
-            places = {rank: tuple(place_of_rank(axes, axis, rank) for axis in some) for rank in (*bad, *good)}
-            mine, others = {places[rank] for rank in bad}, {places[rank] for rank in good}
-            if not mine & others and (count == 1 or len(mine) == 1):
-                return f"wrong on {_in_words(some, mine)} alone, right on {_in_words(some, others)}"
-    return ""
-
-
-def _in_words(axes: Sequence[str], places: Collection[tuple[int, ...]]) -> str:
-    """Coordinates in words: "cp rank 1", "cp ranks 0 1", "tp rank 0 of dp rank 1"; several of two axes are "others"."""
-    if len(axes) > 1 and len(places) > 1:
-        return "others"
-    if len(axes) > 1:
-        return " of ".join(f"{axis} rank {place}" for axis, place in zip(axes, *places, strict=True))
-    found = sorted(place for (place,) in places)
-    return f"{axes[0]} rank{'s' * (len(found) > 1)} {ranks_text(found)}"
 
 
 def between(evidence: Evidence, name: str, wrong: Collection[str]) -> str:

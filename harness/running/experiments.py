@@ -163,7 +163,7 @@ class _Fails:
 
 
 def _reason(verdict: Verdict) -> tuple[str, str]:
-    """What a failure is: the check, and how calls differ, or what was raised. Numbers are of the case and left out."""
+    """The check that failed, and how calls differ, or what was raised. Numbers are of the case and left out."""
     what = line_of(verdict.message, "what") or verdict.message
     if verdict.check == "run":
         raised = _RAISED.search(what)

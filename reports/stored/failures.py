@@ -88,8 +88,8 @@ def _by_first_place(failed: pd.DataFrame) -> list[list[dict[str, str]]]:
 def _shares(rows: list[dict[str, str]]) -> list[float]:
     """Errors of failures in units of their limits.
 
-    A limit of 0 counts as the smallest other one of its case. What comes before any number is infinite: a layout,
-    names, data. Counts of calls come last.
+    A limit of 0 counts as the smallest other one of its case. Layouts, names and data come before any number,
+    and are infinite. Counts of calls come last.
     """
     limits: dict[str, float] = {}
     for row in rows:

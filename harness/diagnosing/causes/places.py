@@ -115,7 +115,7 @@ def wrong_ranks(evidence: Evidence, name: str) -> tuple[int, ...]:
 def ranks_apart(evidence: Evidence, names: Sequence[str]) -> tuple[set[int], set[int]]:
     """Ranks that hold one of these names wrong, and those that hold all of theirs right, as far as rounding shows.
 
-    Ranks that hold none of them are in neither; both are empty where a tensor cannot be held against the truth.
+    Ranks that hold no element of them are in neither; both are empty where a tensor cannot be held against the truth.
     """
     bad, judged = set[int](), set[int]()
     for name in names:
@@ -125,6 +125,8 @@ def ranks_apart(evidence: Evidence, names: Sequence[str]) -> tuple[set[int], set
         for rank, blocks in blocks_of(evidence, name).items():
             if any(block.reduce_op for block in blocks):
                 return set(), set()
+            if not any(block.local.numel() for block in blocks):
+                continue
             limits = (share_left(block.local) * float(truth.double().abs().max()) for block in blocks)
             judged.add(rank)
             if any(_gap(block, truth) > limit for block, limit in zip(blocks, limits, strict=True)):

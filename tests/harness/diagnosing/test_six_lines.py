@@ -3,16 +3,13 @@
 Additions of the line of the first place, and failures that share it as one block.
 """
 
-import math
 from collections.abc import Collection
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
-import torch
 
 from harness.checking.checks import examine
 from harness.checking.evidence import Evidence, Verdict
@@ -25,18 +22,7 @@ from reports.stored import failures
 from reports.stored.failures import bugs, simplest_first
 from reports.stored.frames import load
 from suites.session.prover import Prover
-from tests.harness.toy_evidence import (
-    a_term,
-    altered,
-    case,
-    events,
-    evidence,
-    outcome_of,
-    planted,
-    told_by,
-    truth,
-    without,
-)
+from tests.harness.toy_evidence import altered, case, events, evidence, outcome_of, planted, told_by, truth, without
 
 W1 = "grad/layers.0.mlp.w1.weight"
 SUBJECT = "my.module:subject"
@@ -230,49 +216,6 @@ def test_failures_are_grouped_by_first_place() -> None:
     named, _ = bugs(pd.DataFrame(more, columns=["case", "check", "verdict", "message"]))
     assert named.follows == "and update (2 cases), forward fail from the same first place on in 3 cases"
     assert bugs(pd.DataFrame(rows[:1], columns=["case", "check", "verdict", "message"]))[0].follows == ""
-
-
-def test_the_largest_error_of_a_place_is_its_headline_and_other_causes_are_another_fault() -> None:
-    loss = six("loss in step 0: loss/0")
-    rows = [
-        ("tp=2", "replicas", "fail", six("loss in step 0: loss/0", "replicas").replace("-", "drift", 1), 4e-17, 0.0),
-        ("tp=2", "forward", "fail", loss, 2e-9, 1e-9),
-        ("tp=2", "update", "fail", six("loss in step 0: loss/0", "update"), 4.0, 1e-9),
-        ("tp=2", "ledger", "fail", six("loss in step 0: loss/0", "ledger"), 3.0, 0.0),
-        ("tp=4", "forward", "fail", loss, 1.0, 1e-9),
-    ]
-    columns = ["case", "check", "verdict", "message", "worst_error", "worst_allowed"]
-    both, drift = bugs(pd.DataFrame(rows, columns=columns))
-    assert (both.case, both.check, [*both.others]) == ("tp=2", "update", ["forward", "ledger"])
-    assert (drift.check, drift.follows) == ("replicas", "")
-    names = ("tp=2", "merge", "fail", six("loss in step 0: loss/0", "merge"), math.nan, math.nan)
-    assert bugs(pd.DataFrame([*rows, names], columns=columns))[0].check == "merge"  # before any number
-
-
-def test_replicas_that_rounding_sets_apart_do_not_explain_a_gross_error() -> None:
-    wrong = {W1: truth()[W1] * 5}
-    first, second = (outcome_of(rank, {**truth(), **wrong}) for rank in range(2))
-    second["loss/0"] = torch.nextafter(second["loss/0"], torch.tensor(torch.inf, dtype=torch.float64))
-    seen = evidence(first, second)
-    gross, drift = told_by(seen, "parameter_gradients"), told_by(seen, "replicas")
-    assert gross[3] == "first:  backward of layers.0.mlp.w1 in step 0: grad/layers.0.mlp.w1.weight"
-    assert gross[4].startswith("causes: it is 5 x the truth")
-    assert drift[3].startswith("first:  loss in step 0: loss/0")
-    assert drift[4].startswith("causes: every rank's is right but for its last bits")
-    alone = told_by(replace(planted(wrong), repeats=(seen.outcomes,)), "determinism")
-    assert alone[4].startswith("causes: uninitialised memory") and "apart by" in alone[2]
-
-
-def test_a_broken_law_of_calls_is_said_with_module_and_line() -> None:
-    exchange = a_term(phase="forward", region="layers.0.mlp", op="all_to_all", reduce_op="", calls=2)
-    back = a_term(phase="backward", region="head")
-    calls = tuple(replace(event, needs_gradient=True) for event in events((exchange, back)))
-    seen = planted({W1: truth()[W1] * 5}, events=calls, expectation=None)
-    said = "4 all-to-alls of 1536 B over tp go forward and 0 of 0 B backward: each must have its conjugate, "
-    said += "module layers.0.mlp, at model.py:7"
-    place = f"first:  backward of layers.0.mlp: {W1}; in the ledger: {said}"
-    assert told_by(seen, "parameter_gradients")[3] == place
-    assert told_by(seen, "ledger")[0] == f"what:   {said} (check ledger)"
 
 
 def test_the_simplest_case_is_shown_first(tmp_path: Path) -> None:

@@ -9,16 +9,14 @@ from itertools import zip_longest
 
 from torch import Tensor
 
-from harness.checking.evidence import Evidence, Worst
-from harness.checking.measures.measured import epsilon
 from harness.outcome.blocks import Block
 from harness.outcome.merging import Outcomes, same_bits
 
 
-def replica_spread(evidence: Evidence, name: str) -> float:
+def replica_spread(outcomes: Outcomes, name: str) -> float:
     """How far the ranks' blocks of the same part of a tensor are apart."""
     firsts: dict[object, Block] = {}
-    blocks = [block for outcome in evidence.full_outcomes for block in outcome.get(name, ())]
+    blocks = [block for outcome in outcomes for block in outcome.get(name, ())]
     return _spread((firsts.setdefault((block.region, block.terms), block), block) for block in blocks)
 
 
@@ -27,11 +25,6 @@ def run_spreads(first: Outcomes, second: Outcomes) -> dict[str, float]:
     names = dict.fromkeys(name for run in (first, second) for outcome in run for name in outcome)
     found = {name: _spread(_pairs(first, second, name)) for name in names}
     return {name: spread for name, spread in found.items() if spread}
-
-
-def as_worst(evidence: Evidence, name: str, spread: float) -> Worst:
-    """A spread as the figures of a finding: nothing is allowed."""
-    return Worst(name=name, error=spread, allowed=0.0, epsilons=spread / epsilon(evidence.dtype_of(name)))
 
 
 def _pairs(first: Outcomes, second: Outcomes, name: str) -> Iterable[tuple[Block | None, Block | None]]:
