@@ -3,15 +3,14 @@
 Input: the observations of one rank in order: modules entered and left, optimizer steps, gradients arriving at outputs,
 calls. Output: one Site a call. Nothing here touches the program. A backward call finds its module by the sequence
 number that autograd gave the running node when the forward made it. These numbers grow along the forward of a thread,
-and the forward of every module spans a stretch of them.
-
-lanes.py describes how calls outside of modules, optimizer and backward get their phase.
+and the forward of every module spans a stretch of them. lanes.py describes how calls outside of modules, optimizer and
+backward get their phase.
 """
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from harness.ledger import AGAIN, EITHER_GATHER, NO_UPDATE
+from harness.ledger import AGAIN, EITHER_GATHER, NO_PHASE, NO_UPDATE
 from harness.recording.lanes import Frame, Lane, Lanes, Site, Waiting, between, hop, is_hop, stated_site
 from harness.recording.naming import Paths
 from harness.recording.observations import (
@@ -55,7 +54,7 @@ class Attribution:
         self._counts: dict[tuple[int, bool], int] = {}
         self._replays: dict[str, int] = {}  # the first replay of a graph in this step
         self.pending: list[Waiting] = []
-        self._unsure: set[int] = set()  # gathers before an update by hand
+        self._unsure: dict[int, str] = {}  # doubts about the phase of calls
         self._backward_of = 0  # the micro-batch of the latest backward
         self.returned: set[tuple[int, int]] = set()  # steps and micro-batches whose forward a backward followed
         self._memory = ParameterMemory()
@@ -91,7 +90,7 @@ class Attribution:
 
     def doubts(self, ticket: int) -> tuple[str, ...]:
         """Doubts about the step and the phase of a call."""
-        return (*[NO_UPDATE] * self.stepless, *[EITHER_GATHER] * (ticket in self._unsure))
+        return (*[NO_UPDATE] * self.stepless, *filter(None, [self._unsure.get(ticket)]))
 
     def forget(self) -> None:
         """Drop what no backward can need any more; programs without end call it now and then."""
@@ -160,7 +159,7 @@ class Attribution:
         if not self._by_hand or not differ(before, self._look):
             return
         if self._backward_since:
-            self._unsure |= {waiting.ticket for waiting in self.pending if waiting.gathers}
+            self._unsure |= {waiting.ticket: EITHER_GATHER for waiting in self.pending if waiting.gathers}
             self.settle("grad_sync")
             self._updated()
             self.updates += 1
@@ -272,6 +271,7 @@ class Attribution:
         gathered = {waiting.ticket: waiting.call.payload_bytes for waiting in self.pending if waiting.gathers}
         if gathered and not self._memory.of(self.paths.models).mostly_in(sum(gathered.values())):
             gathered.clear()
+        self._unsure |= {waiting.ticket: NO_PHASE for waiting in self.pending if waiting.alone and not by}
         for waiting in self.pending:
             phase = waiting.phase(by, gathers_parameters=waiting.ticket in gathered)
             coming = phase == "data" or (phase, by) == ("pipeline", "data")

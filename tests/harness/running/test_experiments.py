@@ -18,7 +18,10 @@ from harness.running.run_result import RunResult
 from harness.terms import Term
 from parallel.subject import subject
 from reference.case import Case
+from reports.printing.text_tables import headline_table
 from reports.stored.frames import load
+from reports.stored.summary import headline
+from reports.stored.unchecked import unchecked_notes
 from suites.mutants.catalogue import MUTANTS
 from tests.harness import own_words
 from tests.harness.proofs import proved, ran
@@ -84,7 +87,11 @@ class Chatting:
 
 
 def test_one_rank_that_fails_for_another_reason_is_no_evidence(tmp_path: Path) -> None:
-    assert when(ran(tmp_path, Chatting(), "dp=2 micro=3", when_s=10.0)) == "only with micro=2|3; right with micro=1"
+    result = ran(tmp_path, Chatting(), "dp=2 micro=3", when_s=10.0)
+    assert when(result) == "only with micro=2|3; right with micro=1"
+    stored = load(result.path)
+    assert headline_table(headline(stored)).rows[0][2] == "? 3", "calls of which no phase is known"
+    assert [note for note in unchecked_notes(stored) if "no module, backward or optimizer" in note and "phase(" in note]
 
 
 def test_a_right_run_makes_no_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
