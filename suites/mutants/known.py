@@ -24,6 +24,7 @@ SHOWN_BY: Mapping[str, str] = {
     "session_differs": f"{_WITNESSES}/test_witness_agreement.py",
     "not_stated": f"{_WITNESSES}/test_witness_agreement.py",
     "other_dtype": f"{_DIAGNOSING}/test_alignments.py",
+    "not_averaged": f"{_DIAGNOSING}/test_headlines.py",
     "other_shape": f"{_DIAGNOSING}/test_alignments.py",
     "part_as_whole": f"{_DIAGNOSING}/test_alignments.py",
     "drawn_anew": "tests/harness/running/subjects/test_recorded_masks.py",

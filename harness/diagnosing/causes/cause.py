@@ -36,6 +36,7 @@ CAUSES: Mapping[str, str] = {
     "bias_per_rank": "one vector too much in every row: added once a rank",
     "one_shard": "one shard is wrong, the others are right",
     "not_summed": "replicas that add up to the truth",
+    "not_averaged": "replicas whose mean is the truth",
     "transposed": "the right numbers with two dims exchanged",
     "bias_missing": "the truth without its bias",
     "micro_missing": "some micro-batches are not in the sum",

@@ -1,9 +1,12 @@
 """Headlines of a failed case: the largest error of a place, faults apart, laws of calls with their line."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pandas as pd
+import pytest
 import torch
 
 from harness.checking.checks import examine
@@ -11,7 +14,18 @@ from harness.diagnosing.diagnosis import explanation_of
 from harness.shard import Shard
 from reports.stored.failures import bugs
 from tests.harness.diagnosing.test_six_lines import W1, six
-from tests.harness.toy_evidence import a_term, case, events, evidence, outcome_of, planted, told_by, truth
+from tests.harness.toy_evidence import (
+    a_term,
+    case,
+    drawn,
+    events,
+    evidence,
+    ids_of,
+    outcome_of,
+    planted,
+    told_by,
+    truth,
+)
 
 
 def test_the_largest_error_of_a_place_is_its_headline_and_other_causes_are_another_fault() -> None:
@@ -43,6 +57,17 @@ def test_replicas_that_rounding_sets_apart_do_not_explain_a_gross_error() -> Non
     assert drift[4].startswith("causes: every rank's is right but for its last bits")
     alone = told_by(replace(planted(wrong), repeats=(seen.outcomes,)), "determinism")
     assert alone[4].startswith("causes: uninitialised memory") and "apart by" in alone[2]
+
+
+@pytest.mark.parametrize("form", [lambda tensor: tensor, lambda tensor: Shard(tensor, (0,), (6,))])
+def test_values_whose_mean_is_the_truth_were_never_averaged(form: Callable[[torch.Tensor], Any]) -> None:
+    name, apart = "grad/layers.0.mlp.w2.bias", drawn(6)
+    outcomes = [{name: form(truth()[name] + sign * apart)} for sign in (1, -1)]
+    seen = evidence(*outcomes, case=case("mode=tp dp=2 tp=1"), events=(), expectation=None)
+    (cause,) = explanation_of(seen, {"replicas": examine(seen)["replicas"]}).causes
+    assert (cause.id, cause.words.rpartition(": ")[2]) == ("not_averaged", "never averaged over dp")
+    other = evidence({name: truth()[name] + apart}, {name: truth()[name]}, case=case("mode=tp dp=2 tp=1"), events=())
+    assert "not_averaged" not in ids_of(other)
 
 
 def test_a_rank_that_holds_nothing_is_neither_right_nor_wrong() -> None:
