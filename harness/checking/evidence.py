@@ -112,6 +112,7 @@ class Evidence:
     beyond       names that are beyond the limits of the case's own dtype; empty without `lower`
     island       where a lower precision enters on several ranks alone, if it explains what is wrong; "" otherwise
     drawn        numbers that ranks drew in forward and the truth did not, in words; "" where there are none
+    other_samples  how the samples of the ranks differ from those of the truth, in words; "" where they do not
     deviates     how the subject states that tensors deviate from the truth; None where it does not
     given        names of what the truth was given of the outcome: it does not check them; empty where it knows all
     deviations   standard deviations of initial values by parameter, as the reference states them; 0 is a constant
@@ -162,6 +163,7 @@ class Evidence:
     beyond: frozenset[str] = frozenset()
     island: str = ""
     drawn: str = ""
+    other_samples: str = ""
     deviates: "Deviations | None" = None
     given: tuple[str, ...] = ()
     deviations: Mapping[str, float] = field(default_factory=dict)

@@ -13,8 +13,8 @@ The kind of the first wrong name in the order of training (`causes.places.timeli
                    between the last backward and the optimizer's step, where ranks sum their own
     param/p        the optimizer's step, as the states after a step do (param_after/s/p, exp_avg_after/s/p)
 
-Where step s - 1 is right and s begins wrong, the update of s - 1 is the place, unless parameters behind it are right.
-These are returned ones, else those of the same case ended there (`Evidence.earlier`).
+Where step s - 1 is right and s begins wrong, the update of s - 1 is the place. Right parameters behind it exonerate it:
+returned ones, else those of the same case ended there (`Evidence.earlier`).
 
 An event that parts from the expectation in the same phase or an earlier one comes first: it names the very call. Beside
 the place stand two facts. Wrong ranks are named by their coordinates on the mesh: "wrong on cp rank 1 alone, right on

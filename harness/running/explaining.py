@@ -24,6 +24,7 @@ from harness.mesh_axes import split_axes
 from harness.protocols import CaseLike, without_saving
 from harness.running.judging import judged
 from harness.running.locating.drawn import with_drawn_numbers
+from harness.running.locating.samples import with_other_samples
 from harness.running.locating.wrong_module import with_wrong_module
 from harness.running.trials.runs import recorded
 from harness.running.trials.trial import Trial
@@ -47,7 +48,8 @@ def with_explanations(
     with trial.timed("checks"):
         context = {**examine(evidence), **findings}  # of activations too; findings made with control runs stay
     wrong = {name for finding in context.values() if finding.verdict == FAIL for name in finding.names}
-    evidence = with_drawn_numbers(trial, _with_what_ifs(trial, evidence, wrong), wrong)
+    evidence = with_other_samples(trial, _with_what_ifs(trial, evidence, wrong), wrong)
+    evidence = with_drawn_numbers(trial, evidence, wrong)
     evidence = with_wrong_module(trial, evidence, wrong)
     evidence = _with_other_sizes(trial, evidence, context)
     return replace(

@@ -29,6 +29,7 @@ SHOWN_BY: Mapping[str, str] = {
     "part_as_whole": f"{_DIAGNOSING}/test_alignments.py",
     "drawn_anew": "tests/harness/running/subjects/test_recorded_masks.py",
     "other_numbers": "tests/harness/running/subjects/test_drawn_numbers.py",
+    "other_samples": "tests/harness/running/test_first_steps.py",
     "other_model": "tests/harness/running/test_laws.py",
     "shared_state": "tests/harness/running/test_shared_state.py",
     "crashed": f"{_DIAGNOSING}/test_six_lines.py",

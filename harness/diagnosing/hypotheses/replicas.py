@@ -1,5 +1,6 @@
-"""Replicas that differ between ranks which must hold the same: not finite, one partial sum each, apart by rounding,
-or each its own, where their mean is the truth.
+"""Replicas that differ between ranks which must hold the same: not finite, one partial sum each, apart by rounding.
+
+They may be each its own, where their mean is the truth.
 """
 
 from collections.abc import Mapping

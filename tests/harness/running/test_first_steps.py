@@ -62,6 +62,35 @@ def test_a_step_that_begins_wrong_is_traced_to_the_update_before_it_or_not(chang
     assert place(Trained(change), f"dp=2 micro=2 steps={steps}") == first
 
 
+class OneMicroBatch(Trained):
+    """Reads the first micro-batch alone, or every data rank's samples in one request: `change` says which."""
+
+    def __call__(self, case: Any, device: torch.device) -> Mapping[str, Tensor]:
+        numbers = case.samples(0, 0, dist.get_rank() if self.change == "first" else 0, 2)
+        if self.change == "all":
+            count = case.dp * case.micro
+            numbers = case.samples(0, 0, 0, 2 * count)[2 * dist.get_rank() :: count]
+        total = torch.tensor([float(number) for number in numbers], dtype=torch.float64).square().sum() * case.dp
+        dist.all_reduce(total)
+        return {"loss/0": total}
+
+
+def causes(subject: Any, case: str) -> list[tuple[str, str]]:
+    """Ids and words of the causes of a case."""
+    return [(cause.id, cause.words) for cause in proved(subject, case).diagnoses["forward"].causes]
+
+
+def test_samples_that_were_never_asked_for_are_named_and_others_are_no_cause() -> None:
+    (found,) = causes(OneMicroBatch("first", steps=1), "dp=2 micro=2")
+    assert found[0] == "other_samples"
+    assert found[1] == (
+        "samples of micro-batch 1 were never asked for (case.samples): "
+        "in step 0 the ranks ask for samples 0 1 2 3, and one rank for 0 1"
+    )
+    for subject in (OneMicroBatch("all", steps=1), Trained("forward 0", steps=1)):
+        assert "other_samples" not in dict(causes(subject, "dp=2 micro=2"))
+
+
 def test_returned_parameters_show_it_without_another_run() -> None:
     assert place(Trained("forward 1", keeps=True), "dp=2") == "loss in step 1: loss/1"
 
