@@ -17,6 +17,8 @@ The numbers are the exit statuses of the command line. A message starts with the
 """
 
 import copyreg
+import importlib.util
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -165,6 +167,16 @@ def error_text(error: BaseException) -> str:
     while len(lines) > 1 and lines[0].endswith(":"):
         lines[:2] = [f"{lines[0]} {lines[1].strip()}"]
     return type(error).__name__ + (f": {lines[0]}" if lines else "") + (" ..." if len(lines) > 1 else "")
+
+
+def install_text(error: BaseException) -> str:
+    """Advice after an import that failed for a package that is not there; "" for any other exception."""
+    name = str(error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    try:
+        missing = name.isidentifier() and name not in sys.modules and importlib.util.find_spec(name) is None
+    except (ImportError, ValueError, AttributeError):  # a module that is half imported
+        missing = False
+    return f"the package {name} is not installed here; legal: pip install the package that has it" if missing else ""
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

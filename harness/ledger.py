@@ -17,6 +17,10 @@ PHASES = ("data", "forward", "loss", *BACKWARD, "pipeline", "grad_sync", "metric
 NO_UPDATE = "step: no optimizer of torch.optim stepped and no parameter was seen to change, so all is in step 0"
 """The doubt of a run whose forwards are micro-batches of one step as far as can be seen."""
 EITHER_GATHER = "phase: a gather before parameters changed by hand is grad_sync, and may be one of updated parameters"
+NO_PHASE = (
+    "phase: no module, backward or optimizer was seen beside these calls, so they count as data "
+    '(with shardproof.phase("forward"): states it)'
+)
 OPS = (
     "broadcast",
     "all_reduce",

@@ -3,15 +3,21 @@
 Our own subjects enter by this door too, so that the harness imports neither the reference nor any implementation.
 """
 
+import ast
 import difflib
 import importlib
 import os
 import sys
+from pathlib import Path
 from types import ModuleType
 
-from harness.errors import RequestError, error_text
+from harness.errors import RequestError, error_text, install_text
 
 _EMPTY = "it defines nothing; legal: subject(case, device) in it, as `shardproof new-subject FILE` writes"
+_MOST = 6
+"""Names of a file that a message lists."""
+_ARGUMENTS = 2
+"""A subject takes a case and a device."""
 
 
 def resolve(name: str) -> object:
@@ -21,8 +27,8 @@ def resolve(name: str) -> object:
     RequestError for a malformed name, a module that is missing or fails on import, or a missing attribute.
     """
     module_name, colon, path = name.partition(":")
-    if not colon or not path or not all(part.isidentifier() for part in [*module_name.split("."), *path.split(".")]):
-        raise RequestError(f"name {name!r}: must be written module:object; legal: parallel.subject:subject")
+    if reason := _misspelt(module_name, path, colon):
+        raise RequestError(f"name {name!r}: {reason}")
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     module = _module(name, module_name)
@@ -36,6 +42,58 @@ def resolve(name: str) -> object:
                 raise RequestError(f"name {name!r}: {module_name} has no {part!r}; {alternative}")
         found = getattr(found, part)
     return found
+
+
+def _misspelt(module_name: str, path: str, colon: str = ":") -> str:
+    """Why this is no name of an object, with what to type; "" where it is one. Nothing is imported."""
+    if module_name.endswith(".py"):
+        return _of_file(Path(module_name), path)
+    for part in module_name.split("."):
+        if part[:1].isdigit() or "-" in part:
+            why = "begins with a digit" if part[:1].isdigit() else "has a hyphen"
+            other = f"{'subject_' * part[:1].isdigit()}{part.replace('-', '_')}"
+            legal = f"rename it to {other} and write {other}:{path or 'subject'}"
+            return f"{part!r} {why}, which no name of a Python module may; legal: {legal}"
+    if not path or not all(part.isidentifier() for part in [*module_name.split("."), *path.split(".")]):
+        callables = [] if colon else _callables(Path(f"{module_name.replace('.', '/')}.py"))
+        legal = f"{module_name}:{callables[0]}" if callables else "parallel.subject:subject"
+        return f"must be written module:object; legal: {legal}"
+    return ""
+
+
+def _of_file(file: Path, path: str) -> str:
+    """Words for the name of a file in place of an object: its module, and the names that it defines."""
+    rule = "is a file, and a name is written module:object"
+    if not file.is_file():
+        return "must be written module:object, and there is no such file; legal: parallel.subject:subject"
+    inside = Path(os.path.relpath(file))
+    if (parts := inside.with_suffix("").parts)[0] == os.pardir or file.is_absolute():
+        rule, parts = f"{rule}, in the folder of the file ({file.resolve().parent})", (file.stem,)
+    if reason := _misspelt(".".join(parts), path or "subject"):
+        return reason
+    module, callables = ".".join(parts), _callables(file)
+    names = [path] if path in callables else callables
+    others = f"; it defines {', '.join(names[:_MOST])}" if len(names) > 1 else ""
+    return f"{rule}; legal: {module}:{names[0] if names else 'subject'}{others if names else f'; {_EMPTY}'}"
+
+
+def _callables(file: Path) -> list[str]:
+    """The names that a file seems to define for use as a subject, likely ones first: read and not run."""
+    try:
+        body = ast.parse(file.read_text(encoding="utf-8")).body
+    except (OSError, SyntaxError, ValueError):
+        return []
+    defined = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    assigned = [
+        target.id
+        for node in body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    ]
+    called = [node.name for node in body if isinstance(node, ast.FunctionDef) and len(node.args.args) == _ARGUMENTS]
+    likely = [name for name in ("subject",) if name in {*defined, *assigned}]
+    return [*dict.fromkeys(name for name in (*likely, *called, *defined) if not name.startswith("_"))]
 
 
 def _alternative(target: object, part: str, module_name: str) -> str:
@@ -62,7 +120,9 @@ def _module(name: str, module_name: str) -> ModuleType:
         if _lacks(problem, module_name):
             where = "the working directory and the installed packages"
             raise RequestError(f"name {name!r}: there is no module {problem.name!r} in {where}") from problem
-        raise RequestError(f"name {name!r}: {module_name} fails on import: {problem}") from problem
+        advice = install_text(problem)
+        why = f"{problem}{f'; {advice}' if advice else ''}"
+        raise RequestError(f"name {name!r}: {module_name} fails on import: {why}") from problem
     except KeyboardInterrupt:
         raise
     except BaseException as problem:  # whatever a user's module raises while it is imported, sys.exit too

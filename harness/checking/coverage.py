@@ -2,13 +2,15 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from torch import Tensor
 
-from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding
+from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, apart_by
 from harness.checking.measures.kinds import kind_of
+from harness.checking.measures.spreads import replica_spread
 from harness.outcome.merging import Flaw
 
 ON_PURPOSE = " (left out on purpose)"
@@ -151,11 +153,17 @@ def layout(evidence: Evidence) -> Finding | None:
 
 def replicas(evidence: Evidence) -> Finding | None:
     """Whether everything that several ranks hold is the same on all of them, bit for bit; choices of experts are the
-    check `routing`.
+    check `routing`. Replicas that are furthest apart come first.
     """
     conflicts = [flaw for flaw in evidence.merged.flaws if flaw.kind == "replica conflict"]
     conflicts = [flaw for flaw in conflicts if kind_of(flaw.name) != ROUTING]
-    return _flaws(evidence, conflicts, "tensors have equal replicas")
+    spreads = {flaw.name: replica_spread(evidence.full_outcomes, flaw.name) for flaw in conflicts}
+    furthest = max(spreads.values(), default=0.0)
+    conflicts.sort(key=lambda flaw: spreads[flaw.name] < furthest)  # the furthest apart comes first
+    finding = _flaws(evidence, conflicts, "tensors have equal replicas")
+    if finding is None or not conflicts:
+        return finding
+    return replace(finding, worst=apart_by(evidence, conflicts[0].name, furthest))
 
 
 def _flaws(evidence: Evidence, flaws: list[Flaw], praise: str) -> Finding | None:

@@ -107,6 +107,7 @@ class Evidence:
     lowest       the lowest dtype of that precision; "" where nothing is judged by it
     island       where a lower precision enters on several ranks alone, if it explains what is wrong; "" otherwise
     drawn        numbers that ranks drew in forward and the truth did not, in words; "" where there are none
+    other_samples  how the samples of the ranks differ from those of the truth, in words; "" where they do not
     deviates     how the subject states that tensors deviate from the truth; None where it does not
     given        names of what the truth was given of the outcome: it does not check them; empty where it knows all
     deviations   standard deviations of initial values by parameter, as the reference states them; 0 is a constant
@@ -120,6 +121,8 @@ class Evidence:
     of_dtype     the operator by which the dense model is another function in every dtype, in words; then the truth is
                  that in the case's dtype. "" where there is none
     located      the first wrong module, when a diagnosis looked for it without a declared layout
+    earlier      evidence and findings of the same case ended before the first wrong step, where states after a step
+                 were not returned; None where that run was not needed or could not be made
 
     From these follow, when it is made:
 
@@ -158,6 +161,7 @@ class Evidence:
     lowest: str = ""
     island: str = ""
     drawn: str = ""
+    other_samples: str = ""
     deviates: "Deviations | None" = None
     given: tuple[str, ...] = ()
     deviations: Mapping[str, float] = field(default_factory=dict)
@@ -169,6 +173,7 @@ class Evidence:
     first_forward: Measured | None = None
     of_dtype: str = ""
     located: Located | None = None
+    earlier: "tuple[Evidence, Mapping[str, Finding]] | None" = None
     ranks: tuple[int, ...] = field(init=False, repr=False)
     axes: Axes = field(init=False, repr=False)
     returned: frozenset[str] = field(init=False, repr=False)
@@ -199,6 +204,11 @@ class Worst:
     error: float
     allowed: float
     epsilons: float
+
+
+def apart_by(evidence: Evidence, name: str, spread: float) -> Worst:
+    """The figures of a tensor whose replicas, or values in two runs, are apart by this ratio: nothing is allowed."""
+    return Worst(name=name, error=spread, allowed=0.0, epsilons=spread / epsilon(evidence.dtype_of(name)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,12 +25,19 @@ _POINT_TO_POINT = ("send", "recv")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Broken:
-    """A law that a run broke: one line of words, and where."""
+    """A law that a run broke: one line of words, and where; `caller` is the line of the first call in question."""
 
     message: str
     ranks: tuple[int, ...]
     phase: str
     region: str
+    caller: str = ""
+
+    @property
+    def place(self) -> str:
+        """Module and line as words behind the message, "" where neither is known."""
+        module = f", module {self.region}" if self.region else ""
+        return module + (f", at {self.caller}" if self.caller else "")
 
 
 def broken_laws(events: Iterable[Event]) -> list[Broken]:
@@ -43,7 +50,7 @@ def broken_laws(events: Iterable[Event]) -> list[Broken]:
     broken = []
     for (axis, ranks), by_rank in groups.items():
         broken += same_sequence(axis, ranks, by_rank) + _received(axis, ranks, by_rank)
-    if any(event.phase in BACKWARD for event in events):
+    if any(event.phase in (*BACKWARD, "grad_sync") for event in events):
         wide = [event for event in events if event.group_size > 1]
         asked = list(_asked_for(wide))
         broken += _exchanged_back(wide, asked) + _gathered_back(wide, asked)
@@ -62,7 +69,8 @@ def same_sequence(axis: str, ranks: Group, by_rank: Mapping[int, Sequence[Event]
                     f"rank {first} {_does(mine)}, rank {rank} {_does(theirs)}"
                 )
                 event = theirs or mine
-                return [Broken(message=message, ranks=(first, rank), phase=event.phase, region=event.region)]
+                where = {"phase": event.phase, "region": event.region, "caller": event.caller}
+                return [Broken(message=message, ranks=(first, rank), **where)]
     return []
 
 
@@ -76,7 +84,7 @@ def _received(axis: str, ranks: Group, by_rank: Mapping[int, Sequence[Event]]) -
         f"{axis} group {list(ranks)} sends {sent.total()} messages of {_total(moved['send'])} B and receives "
         f"{received.total()} of {_total(moved['recv'])} B"
     )
-    return [Broken(message=message, ranks=ranks, phase=event.phase, region=event.region)]
+    return [Broken(message=message, ranks=ranks, phase=event.phase, region=event.region, caller=event.caller)]
 
 
 def _exchanged_back(events: Sequence[Event], asked: Sequence[Event]) -> list[Broken]:
@@ -97,8 +105,9 @@ def _exchanged_back(events: Sequence[Event], asked: Sequence[Event]) -> list[Bro
                     f"{_total(back)} B backward: each must have its conjugate"
                 )
                 more = Counter(event.region for event in there) - Counter(event.region for event in back)
-                region = next((event.region for event in reversed(there) if event.region in more), "")
-                broken.append(Broken(message=message, ranks=(), phase="backward", region=region))
+                last = next((event for event in reversed(there) if event.region in more), None)
+                region, caller = (last.region, last.caller) if last else ("", "")
+                broken.append(Broken(message=message, ranks=(), phase="backward", region=region, caller=caller))
     return broken
 
 
@@ -129,7 +138,8 @@ def _gathered_back(events: Sequence[Event], asked: Sequence[Event]) -> list[Brok
             f"{calls} reduce_scatters of {payload_bytes} B {dtype} over {axis} in forward of {region or 'no module'} "
             "have no all_gather of their gradients in its backward"
         )
-        broken.append(Broken(message=message, ranks=(), phase="backward", region=region))
+        of_kind = (event.caller for event in there if _kind(event) == (region, axis, dtype, payload_bytes))
+        broken.append(Broken(message=message, ranks=(), phase="backward", region=region, caller=next(of_kind, "")))
     return broken
 
 

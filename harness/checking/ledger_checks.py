@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from harness.checking.evidence import FAIL, PASS, UNKNOWN, Evidence, Finding, Worst
@@ -16,6 +17,13 @@ if TYPE_CHECKING:
 
 def ledger(evidence: Evidence) -> Finding | None:
     """Whether every rank issued exactly the expected events; without an expectation, whether the general laws hold."""
+    finding = _compared(evidence)
+    if finding is None or finding.verdict != FAIL:
+        return finding
+    return replace(finding, unchecked=(*finding.unchecked, *_doubts(evidence)))
+
+
+def _compared(evidence: Evidence) -> Finding | None:
     if names := unmapped(evidence.events):
         return _unmapped(names, [event for event in evidence.events if event.op == OTHER])
     world_size, ranks = evidence.case.world_size, evidence.ranks
@@ -77,7 +85,8 @@ def _doubts(evidence: Evidence) -> tuple[str, ...]:
 
 def unlawful(first: Broken) -> Finding:
     """The finding on a run that breaks this law first."""
-    return Finding(verdict=FAIL, message=first.message, ranks=first.ranks, phase=first.phase, region=first.region)
+    message = f"{first.message}{first.place}"
+    return Finding(verdict=FAIL, message=message, ranks=first.ranks, phase=first.phase, region=first.region)
 
 
 def _unmapped(names: str, events: Sequence[Event]) -> Finding:

@@ -12,6 +12,8 @@ from harness.checking.movement import movement, sizes_of
 
 _OVERFLOWS = "is not finite, and not in the dense model in this dtype either (legal: a smaller lr, or fewer steps)"
 _ROUNDING = "rounding alone explains any error"
+FLAWED = " (has a flaw)"
+"""Words behind the name of a tensor that does not merge: wrong, as the check of its layout or its replicas states."""
 _UNMERGED = "none of them could be merged or is known to the truth"
 _EQUAL = 1e-6
 """Ratios that differ by less than this share are equal but for rounding."""
@@ -45,14 +47,15 @@ def _compare(evidence: Evidence, returned: Set[str], belongs: Callable[[str], bo
     if not expected and not any(returned & outcome.keys() for outcome in evidence.outcomes):
         return None  # captured, where the truth has none: gradients of a step that a loss scale skips
     known = [name for name in expected if name in evidence.merged.tensors]
-    unchecked = [name for name in expected if name not in evidence.merged.tensors]
-    unchecked += sorted(returned - set(expected) - set(unchecked))
+    flawed = {flaw.name for flaw in evidence.merged.flaws}.intersection(expected)  # another check found these wrong
+    unchecked = [f"{name}{FLAWED * (name in flawed)}" for name in expected if name not in evidence.merged.tensors]
+    unchecked += sorted(returned - set(expected))
     results, notes = _measured(evidence, known, expected), list[str]()
     if evidence.deviates:
         results, by_design, notes = evidence.deviates.apart(results)
         unchecked += by_design
     kinds = {kind_of(name) for name in returned}
-    decided = Counter(kind_of(m.name) for m in results if _decided(m))
+    decided = Counter(kind_of(name) for name in (*(m.name for m in results if _decided(m)), *flawed))
     of = Counter(kind_of(name) for name in (*(m.name for m in results), *unchecked))
     counts = {kind: (decided[kind], count) for kind, count in of.items() if kind in kinds}
     finding = _with_each_kind(_judged(results, unchecked), counts, results)

@@ -1,8 +1,10 @@
 """Checks of runs of one case against each other, bit for bit: whether they repeat, and whether recording disturbs."""
 
+import math
 from itertools import zip_longest
 
-from harness.checking.evidence import FAIL, PASS, Evidence, Finding
+from harness.checking.evidence import FAIL, PASS, Evidence, Finding, apart_by
+from harness.checking.measures.spreads import run_spreads
 from harness.outcome.merging import Outcomes, differing, same_bits
 
 
@@ -29,8 +31,21 @@ def _repeated(evidence: Evidence, *, blame_recording: bool, praise: str) -> Find
         return Finding(verdict=PASS, message=f"{1 + len(evidence.repeats)} runs: {praise}")
     name, rank, how = difference
     who = "the recorded run and an unrecorded one" if blame_recording else "two runs of the same case"
-    message = f"{name} on rank {rank} differs between {who}: {how}"
-    return Finding(verdict=FAIL, message=message, names=(name,), ranks=(rank,))
+    spreads = run_spreads(evidence.outcomes, plain)
+    furthest = max(spreads, key=spreads.__getitem__, default=name)
+    name, rank, how = _first_difference(*(_of_name(run, furthest) for run in (evidence.outcomes, plain))) or difference
+    return Finding(
+        verdict=FAIL,
+        message=f"{name} on rank {rank} differs between {who}: {how}",
+        worst=apart_by(evidence, name, spreads.get(name, math.inf)),
+        names=(name,),
+        ranks=(rank,),
+    )
+
+
+def _of_name(outcomes: Outcomes, name: str) -> Outcomes:
+    """The ranks' outcomes under one name alone."""
+    return [{name: outcome[name]} if name in outcome else {} for outcome in outcomes]
 
 
 def same_outcomes(first: Outcomes, second: Outcomes) -> bool:

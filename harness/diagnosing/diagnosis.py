@@ -4,15 +4,19 @@ The first place is `harness.diagnosing.first_place`'s, the causes are `harness.d
 reported is `harness.diagnosing.six_lines`.
 """
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.checking.evidence import FAIL, Evidence, Finding
+from harness.checking.laws import broken_laws
 from harness.checking.ledger_checks import module_order
 from harness.checking.measures.kinds import kind_of
+from harness.checking.measures.spreads import replica_spread
 from harness.diagnosing.causes.cause import Cause, reported
 from harness.diagnosing.causes.hypothesis import Failure
 from harness.diagnosing.causes.places import comparable, place_of, timeline, wrong_ranks
+from harness.diagnosing.causes.proofs import last_bits
 from harness.diagnosing.first_place import First, first_place
 from harness.diagnosing.hints import hint
 from harness.diagnosing.rank_causes import likely
@@ -47,14 +51,58 @@ class Diagnosis(Explanation):
     region: str = ""
 
 
+_BIT_FOR_BIT = ("replicas", "determinism", "recording")
+"""Checks that allow no difference at all, not even one of rounding."""
+
+
+def faults_of(evidence: Evidence, findings: Mapping[str, Finding]) -> list[Mapping[str, Finding]]:
+    """The findings by independent faults, the one that is explained first in front: one, or two.
+
+    Replicas or runs that are apart by rounding alone explain no number beyond its limit, and come for themselves.
+    """
+    failed = {check: finding for check, finding in findings.items() if finding.verdict == FAIL}
+    little = {
+        name
+        for check in _BIT_FOR_BIT
+        for name in (failed[check].names if check in failed else ())
+        if _is_rounding(evidence, check, failed[check], name)
+    }
+    apart = [check for check in _BIT_FOR_BIT if check in failed and {*failed[check].names} <= little]
+    if not little or not any(finding.wrong for finding in failed.values()):
+        return [findings]
+
+    def but_for(finding: Finding) -> Finding:
+        return replace(finding, names=tuple(name for name in finding.names if name not in little))
+
+    gross = {check: finding for check, finding in findings.items() if check not in apart}
+    gross |= {check: but_for(gross[check]) for check in _BIT_FOR_BIT if check in gross}
+    rest = {check: finding for check, finding in findings.items() if check in apart or check not in failed}
+    return [gross, rest] if apart else [gross]
+
+
+def _is_rounding(evidence: Evidence, check: str, finding: Finding, name: str) -> bool:
+    """Whether the difference of replicas, or of runs, of this name is within their last bits."""
+    of_runs = finding.worst.error if finding.worst else math.inf
+    spread = replica_spread(evidence.full_outcomes, name) if check == "replicas" else of_runs
+    blocks = (block.local for outcome in evidence.full_outcomes for block in outcome.get(name, ()))
+    return spread <= min((last_bits(local) for local in blocks), default=0.0)
+
+
 def explanation_of(evidence: Evidence, findings: Mapping[str, Finding]) -> Explanation:
-    """Where a case with failed checks first went wrong, and why."""
-    names = {name for finding in findings.values() if finding.verdict == FAIL for name in finding.names}
-    known = [*evidence.truth, *sorted(names - set(evidence.truth))]
-    wrong = [name for name in timeline(known, evidence.case.steps) if name in names]
+    """Where a case with failed checks first went wrong, and why.
+
+    Where the same case is wrong already when it ends a step earlier, that is the first place.
+    """
+    if evidence.earlier is not None and wrong_names(*evidence.earlier):
+        ended = explanation_of(*evidence.earlier)
+        seen = f"seen where the case ends with that step (steps={evidence.earlier[0].case.steps})"
+        return replace(ended, first=replace(ended.first, beside=(*ended.first.beside, seen)))
+    findings = faults_of(evidence, findings)[0]
+    wrong = wrong_names(evidence, findings)
     ledger_failed = "ledger" in findings and findings["ledger"].verdict == FAIL
     parted = _first_difference(evidence, wrong) if ledger_failed else None
-    first = first_place(evidence, wrong, parted)
+    laws = broken_laws(evidence.events) if ledger_failed and parted is None and not evidence.ran else []
+    first = first_place(evidence, wrong, parted, next(iter(laws), None))
     call_first = parted is not None and first.step < 0
     numbers = [name for name in wrong if name in evidence.truth and comparable(evidence, name)]
     failure = Failure(
@@ -64,6 +112,13 @@ def explanation_of(evidence: Evidence, findings: Mapping[str, Finding]) -> Expla
     return Explanation(first=first, causes=causes, hint="" if causes else hint(evidence, first, wrong))
 
 
+def wrong_names(evidence: Evidence, findings: Mapping[str, Finding]) -> list[str]:
+    """The names that failed checks found wrong, in the order in which training computes them."""
+    names = {name for finding in findings.values() if finding.verdict == FAIL for name in finding.names}
+    known = [*evidence.truth, *sorted(names - set(evidence.truth))]
+    return [name for name in timeline(known, evidence.case.steps) if name in names]
+
+
 def diagnose(
     evidence: Evidence, findings: Mapping[str, Finding], check: str, known: Explanation | None = None
 ) -> Diagnosis:
@@ -71,7 +126,8 @@ def diagnose(
     finding = findings[check]
     name = finding.worst.name if finding.wrong and finding.worst else next(iter(finding.names), "")
     place = place_of(name, evidence.case.steps) if name else None
-    shared = known or explanation_of(evidence, findings)
+    mine = next(fault for fault in faults_of(evidence, findings) if check in fault)
+    shared = known or explanation_of(evidence, mine)
     first = shared.first
     return Diagnosis(
         check=check,

@@ -4,7 +4,7 @@ The kind of the first wrong name in the order of training (`causes.places.timeli
 
     act/M          module M, forward: its inputs came earlier and were right
     logits/s       s = 0: another micro-batch than the captured one; s > 0: the data of s, where these repeat the first
-                   batch; else the step s - 1, since all before was right
+                   batch
     loss/s         between logits and loss
     act_grad/M     the backward of whoever uses what M returned
     grad/p         grad_sync, where all gradients are wrong, or several modules' and no sharded one, or p's replicas
@@ -13,27 +13,29 @@ The kind of the first wrong name in the order of training (`causes.places.timeli
                    between the last backward and the optimizer's step, where ranks sum their own
     param/p        the optimizer's step, as the states after a step do (param_after/s/p, exp_avg_after/s/p)
 
+Where step s - 1 is right and s begins wrong, the update of s - 1 is the place. Right parameters behind it exonerate it:
+returned ones, else those of the same case ended there (`Evidence.earlier`).
+
 An event that parts from the expectation in the same phase or an earlier one comes first: it names the very call. Beside
 the place stand two facts. Wrong ranks are named by their coordinates on the mesh: "wrong on cp rank 1 alone, right on
 cp rank 0". Code that no module owns is named by the modules around it: "between wqkv and wo: the attention core".
 """
 
-import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from harness.checking.call_checks import strays
 from harness.checking.evidence import Evidence
+from harness.checking.laws import Broken
 from harness.checking.ledger_checks import module_order
 from harness.checking.measures.kinds import is_state, kind_of
-from harness.diagnosing.causes.places import held_whole, place_of, ranks_apart
+from harness.diagnosing.causes.places import held_whole, place_of, update_in_doubt
 from harness.diagnosing.causes.proofs import explains
+from harness.diagnosing.coordinates import ranks_in_words
 from harness.diagnosing.hypotheses.what_ifs import predictions
 from harness.differences import Difference
 from harness.engines.engine import Unwaited
-from harness.errors import ranks_text
 from harness.ledger import BACKWARD, PHASES, Event
-from harness.mesh_axes import place_of_rank, split_axes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +58,13 @@ class First:
     beside: tuple[str, ...] = ()
 
 
-def first_place(evidence: Evidence, wrong: Sequence[str], parted: Difference | None) -> First:
-    """The first place of these wrong names (in training order) and this first difference of the ledger."""
+def first_place(
+    evidence: Evidence, wrong: Sequence[str], parted: Difference | None, law: Broken | None = None
+) -> First:
+    """The first place of these wrong names (in training order) and this first difference of the ledger.
+
+    `law` is the first general law that the calls broke, where no expectation says more.
+    """
     event = f"{parted}" + (f" at {parted.caller}" if parted.caller else "") if parted else ""
     shown = _shown_by(evidence, wrong) if wrong else None
     if parted and (shown is None or _call_comes_first(evidence, parted, shown)):
@@ -70,6 +77,11 @@ def first_place(evidence: Evidence, wrong: Sequence[str], parted: Difference | N
         return First(
             phase=stray.phase, region=stray.region, step=stray.step, name=wrong[0] if wrong else "", event=call
         )
+    if law is not None:
+        event = f"{law.message}{law.place}"
+        summed = shown is not None and shown.name.startswith("grad/")  # compared after grad_sync
+        if shown is None or (not shown.note and _order(law.phase) <= _order("grad_sync" if summed else shown.phase)):
+            return First(phase=law.phase, region=law.region, name=wrong[0] if wrong else "", event=event)
     if shown is not None:
         return replace(shown, event=event)
     for work in evidence.unwaited:
@@ -123,20 +135,35 @@ def _shown_by(evidence: Evidence, wrong: Sequence[str]) -> First:
         return First(phase=found.phase, region=found.module, step=0, name=name, note=found.words)
     place, kind = place_of(name, evidence.case.steps), kind_of(name)
     phase, region, step = place.phase, place.module, place.step
-    if kind == "logits" and step:
-        value, truth = evidence.merged.tensors.get(name), evidence.truth[name]
-        guesses = [] if value is None else predictions(evidence, "batch_repeated", name)
-        again = value is not None and any(explains(guess, value, truth) for _, guess in guesses)
-        phase, step = ("data", step) if again else ("step", step - 1)
+    ended: tuple[str, ...] = ()
+    if kind == "logits" and step and _repeats_batch(evidence, name):
+        phase = "data"
+    elif (update := update_in_doubt(evidence, name, wrong)) >= 0:
+        if evidence.earlier is not None and _has_right_parameters(evidence.earlier[0]):
+            ended = (f"parameters are right where the case ends before that step (steps={update + 1})",)
+        elif kind != "param" and not is_state(name):
+            phase, region, step = "step", "", update
     elif kind == "act_grad":
         region = _user_of(evidence, region)
     elif kind == "grad":
         phase, region = _gradient_place(evidence, wrong)
-    elif kind == "param" or is_state(name):
+    if kind == "param" or is_state(name):
         others = {place_of(other, 1).module for other in wrong}
         region = region if len(others) == 1 else ""
     beside = (ranks_in_words(evidence, name), between(evidence, name, wrong))
-    return First(phase=phase, region=region, step=step, name=name, beside=tuple(filter(None, beside)))
+    return First(phase=phase, region=region, step=step, name=name, beside=(*filter(None, beside), *ended))
+
+
+def _repeats_batch(evidence: Evidence, name: str) -> bool:
+    """Whether the dense model computes these logits of the first step's batch."""
+    value, truth = evidence.merged.tensors.get(name), evidence.truth[name]
+    guesses = () if value is None else predictions(evidence, "batch_repeated", name)
+    return value is not None and any(explains(guess, value, truth) for _, guess in guesses)
+
+
+def _has_right_parameters(ended: Evidence) -> bool:
+    """Whether parameters of a run in which nothing is wrong can be held against the truth."""
+    return any(kind_of(name) == "param" and name in ended.truth for name in ended.merged.tensors)
 
 
 def _user_of(evidence: Evidence, module: str) -> str:
@@ -198,37 +225,6 @@ def _everywhere(evidence: Evidence, name: str) -> bool:
 
 _CORES: Mapping[str, str] = {"attention": "the attention core", "mlp": "the activation function"}
 """Last word of a module -> what its own code computes between two linears."""
-
-
-def ranks_in_words(evidence: Evidence, name: str) -> str:
-    """The ranks where a name is wrong, by their coordinates; "" when all are, or when no two axes set them apart.
-
-    All names of its kind decide instead, where a gradient or parameter is wrong on every rank that holds it.
-    """
-    bad, good = ranks_apart(evidence, [name])
-    if not good and kind_of(name) in ("grad", "param", "param_after"):
-        alike = [other for other in evidence.truth if kind_of(other) == kind_of(name)]
-        bad, good = ranks_apart(evidence, alike)
-    if not bad or not good:
-        return ""
-    axes = {axis: evidence.axes[axis] for axis in split_axes(evidence.case) if axis in evidence.axes}
-    for count in (1, 2):
-        for some in itertools.combinations(axes, count):
-            places = {rank: tuple(place_of_rank(axes, axis, rank) for axis in some) for rank in (*bad, *good)}
-            mine, others = {places[rank] for rank in bad}, {places[rank] for rank in good}
-            if not mine & others and (count == 1 or len(mine) == 1):
-                return f"wrong on {_in_words(some, mine)} alone, right on {_in_words(some, others)}"
-    return ""
-
-
-def _in_words(axes: Sequence[str], places: Collection[tuple[int, ...]]) -> str:
-    """Coordinates in words: "cp rank 1", "cp ranks 0 1", "tp rank 0 of dp rank 1"; several of two axes are "others"."""
-    if len(axes) > 1 and len(places) > 1:
-        return "others"
-    if len(axes) > 1:
-        return " of ".join(f"{axis} rank {place}" for axis, place in zip(axes, *places, strict=True))
-    found = sorted(place for (place,) in places)
-    return f"{axes[0]} rank{'s' * (len(found) > 1)} {ranks_text(found)}"
 
 
 def between(evidence: Evidence, name: str, wrong: Collection[str]) -> str:

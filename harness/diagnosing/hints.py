@@ -57,7 +57,7 @@ def _of_factor(evidence: Evidence, name: str) -> Iterator[str]:
     factors, wrong, right = list[float](), set[int](), set[int]()
     truth, near = evidence.truth[name].double(), share_left(evidence.truth[name])
     for rank, blocks in blocks_of(evidence, name).items():
-        for block in blocks:
+        for block in (block for block in blocks if block.local.numel()):
             x, t = block.local.double().flatten(), block.part_of(truth).flatten()
             near = share_left(block.local)
             if block.reduce_op or not float((x - t).norm()) > near * float(t.norm()):

@@ -3,9 +3,10 @@
 A word is needed when the failure is gone with another value of it, all other words as they are. A word that by a rule
 changes others is left out when one of these removes the failure with fewer changes. Words are changed many at
 once, and in halves where the failure is gone. So n words of which k are needed take about `2 k log2(n / k)` runs. First
-the case becomes as plain as the failure allows: every word gets its plainest value, a number the plainest that still
-fails. Then each word takes another one, the words that are not plain first. No rule about any bug enters. Source: delta
-debugging (Zeller and Hildebrandt 2002, "Simplifying and Isolating Failure-Inducing Input").
+of all comes the plainest dtype, then one rank. Then the case becomes as plain as the failure allows: every word gets
+its plainest value, a number the plainest that still fails. Then each word takes another one, the words that are not
+plain first. No rule about any bug enters. Source: delta debugging (Zeller and Hildebrandt 2002, "Simplifying and
+Isolating Failure-Inducing Input").
 """
 
 import dataclasses
@@ -17,13 +18,17 @@ from typing import Any
 from harness.protocols import CaseLike
 
 Fails = Callable[[CaseLike], "bool | None"]
-"""Whether a case fails; None where it cannot be run or decided. Raises OutOfTime when the budget is spent."""
+"""Whether a case fails for the same reason; None where it cannot be run or decided, or fails for another one.
+
+Raises OutOfTime when the budget is spent.
+"""
 Change = tuple[str, Any]
 """A word and the value that it gets."""
 _LISTED = 12
 """Most untried words that a line names."""
 _REPAIRS = 4
 """Most repairs of an illegal change, each of a further word."""
+_UNDECIDED = "no other case shows it: each cannot be run or decided, or fails for another reason"
 
 
 class OutOfTime(Exception):
@@ -43,7 +48,8 @@ class Needed:
 class NeededWords:
     """Results of the experiments on one failure. `case` is the plainest that fails.
 
-    `without`: words of which no change made the case right. `untried`: words for which there was no time.
+    `without`: words of which some change left the failure and none made the case right. `untried`: words for which
+    there was no time.
     """
 
     case: CaseLike
@@ -56,9 +62,12 @@ class NeededWords:
         """The line of a failure: "only with tied=true and tp=2; right with tied=false, with tp=1"."""
         more = f" and {len(self.untried) - _LISTED} more" if len(self.untried) > _LISTED else ""
         untried = f" (no time was left to try {', '.join(self.untried[:_LISTED])}{more})" if self.untried else ""
+        if not self.needed and not self.without:
+            return "not searched: no time left" if self.untried else _UNDECIDED
         if not self.needed:
             ranks = ", with one rank too" if self.case.world_size == 1 else ""
-            return f"other values of {len(self.without)} words change nothing{ranks}{untried}"
+            words = f"{len(self.without)} words" if len(self.without) > 1 else self.without[0]
+            return f"other values of {words} change nothing{ranks}{untried}"
         fails = " and ".join(_word_values(one.word, one.fails) for one in self.needed)
         right = ", ".join(f"with {_word_values(one.word, one.right)}" for one in self.needed)
         return f"only with {fails}; right {right}{untried}"
@@ -71,6 +80,8 @@ def needed_words(case: CaseLike, domains: Mapping[str, Sequence[Any]], fails: Fa
     """
     search = _Search(case, domains, fails)
     with suppress(OutOfTime):
+        search.simplify_first([("dtype", domains["dtype"][0])] if "dtype" in domains else [])
+        search.simplify_first(search.fewer_ranks())
         search.simplify([(word, values[0]) for word, values in domains.items() if getattr(case, word) != values[0]])
         search.simplify_each()
         search.decide()
@@ -90,11 +101,36 @@ class _Search:
         self._along: dict[str, set[str]] = {}
         """Word -> those that had to change with it."""
         self._tried: set[str] = set()
+        self._left: set[str] = set()
+        """Words with another value of which the failure is still there."""
+        self._first: dict[str, Any] = {}
+        """Word -> the value with which the case is right, of changes that came first."""
+
+    def fewer_ranks(self) -> list[Change]:
+        """The changes that take ranks away, as many as there are."""
+        changes = []
+        for word, values in self._domains.items():
+            with suppress(ValueError, TypeError):  # no legal case
+                if self._with(self.case, word, values[0]).world_size < self.case.world_size:
+                    changes.append((word, values[0]))
+        return changes
+
+    def simplify_first(self, changes: Sequence[Change]) -> None:
+        """Make these changes if the case is legal and still fails; else note that a single one makes it right."""
+        changes = [(word, value) for word, value in changes if value != getattr(self.case, word)]
+        other, made = self._changed(changes)
+        found = self._failing(other) if made else None
+        if found:
+            self._left |= {word for word, _ in made}
+            self.case = other
+        elif found is False and len(made) == 1:
+            self._first |= dict(made)
 
     def simplify(self, changes: Sequence[Change]) -> None:
         """Make each of these changes with which the case still fails."""
         other, made = self._changed(changes)
         if made and self._failing(other):
+            self._left |= {word for word, _ in made}
             self.case = other
         elif len(made) > 1:
             half = len(made) // 2
@@ -110,6 +146,7 @@ class _Search:
                     other = self._with(self.case, word, value)
                     if value != mine and self._failing(other):
                         self._wrong.setdefault(word, []).append(mine)
+                        self._left.add(word)
                         self.case = other
                         break
 
@@ -132,6 +169,7 @@ class _Search:
         other, made = self._changed(changes)
         if len(made) > 1 and self._failing(other):
             self._tried |= {word for word, _ in made}
+            self._left |= {word for word, _ in made}
         elif len(made) > 1:
             half = len(made) // 2
             self._decide_many(made[:half])
@@ -152,6 +190,7 @@ class _Search:
                 other = self._with(self.case, word, value)
                 if (found := self._failing(other)) is not None:
                     (self._wrong if found else self._right).setdefault(word, []).append(value)
+                    self._left |= {word} if found else set()
                     self._along[word] = self._along.get(word, set()) | self._differing(other) - {word}
         self._tried.add(word)
 
@@ -212,19 +251,19 @@ class _Search:
     def result(self) -> NeededWords:
         """Words that are known now."""
         words = [word for word in self._domains if self._others(word)]
-        needed = [word for word in words if word in self._right and not self._implied(word)]
+        early = {word: [value] for word, value in self._first.items() if word not in self._tried}
+        right = {**early, **self._right}
+        needed = [word for word in words if word in right and (word in early or not self._implied(word))]
         return NeededWords(
             case=self.case,
             needed=tuple(
                 Needed(
-                    word=word,
-                    fails=(getattr(self.case, word), *self._wrong.get(word, ())),
-                    right=tuple(self._right[word]),
+                    word=word, fails=(getattr(self.case, word), *self._wrong.get(word, ())), right=tuple(right[word])
                 )
                 for word in needed
             ),
-            without=tuple(word for word in words if word in self._tried and word not in self._right),
-            untried=tuple(word for word in words if word not in self._tried),
+            without=tuple(word for word in self._domains if word in self._left and word not in right),
+            untried=tuple(word for word in words if word not in self._tried and word not in right),
         )
 
 

@@ -43,10 +43,11 @@ TIERS: tuple[Callable[[Failure], list[Cause]], ...] = (
     calls.over_other_ranks,
     calls.behind_a_check,
     stated.of_checks,
-    # rounding that several ranks alone do, masks of dropout, numbers drawn on one side alone
+    # rounding that several ranks alone do, masks of dropout, samples and numbers of one side alone
     calls.in_lower_precision,
     stated.rounded_on_ranks,
     masks.from_masks,
+    stated.other_samples,
     stated.drawn,
     # the dense model under another rule; a loss over too many classes, or over each rank's part of them
     what_ifs.from_what_ifs,

@@ -79,6 +79,8 @@ def _how_much(evidence: Evidence, finding: Finding, check: str) -> str:
         return "compared exactly: nothing is allowed to differ"
     if check == "truth":
         return f"relative error {worst.error:.3g}, and rounding to float32 explains {worst.allowed:.3g}"
+    if not finding.wrong and check in ("replicas", "determinism", "recording"):
+        return f"compared exactly: nothing is allowed to differ; apart by {worst.error:.3g} of the largest value"
     if not finding.wrong:
         return f"{worst.error:g} event{'s' if worst.error > 1 else ''} more or less than expected on a rank, allowed 0"
     of = next(m.measure for m in finding.wrong if m.name == worst.name)

@@ -26,7 +26,8 @@ from harness.injecting.equivalence import RULES, UNCHANGED, UNREAD, Answer, Rule
 from harness.ledger import Event
 from harness.outcome.merging import Outcomes
 from harness.protocols import CaseLike, Subject
-from harness.running.proof import NEED_UNRECORDED_RUN, judged
+from harness.running.judging import judged
+from harness.running.proof import NEED_UNRECORDED_RUN
 from harness.running.trials.reference import Reference, reference_of
 from harness.running.trials.runs import recorded
 from harness.running.trials.trial import Trial

@@ -51,11 +51,13 @@ class Block:
         return full[tuple(slice(a, b) for a, b in self.region)]
 
 
-def localize(outcome: Mapping[str, object]) -> dict[str, tuple[Block, ...]]:
+def localize(outcome: object) -> dict[str, tuple[Block, ...]]:
     """All values of one rank as blocks; call it inside the rank. Raises ValueError naming the value it cannot read."""
     read: dict[str, tuple[Block, ...]] = {}
     if not isinstance(outcome, Mapping):
-        raise ValueError(f"a subject returned {type(outcome).__name__}; it must return a mapping of names to tensors")
+        kind = "nothing (None)" if outcome is None else type(outcome).__name__
+        rule = "it must return a mapping of names to tensors; legal: return {'loss/0': loss}"
+        raise ValueError(f"a subject returned {kind}; {rule}")
     for name, value in outcome.items():
         if not isinstance(name, str):
             raise ValueError(f"outcome {name!r}: a name must be text, not {type(name).__name__}; legal: 'loss/0'")

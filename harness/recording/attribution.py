@@ -10,7 +10,7 @@ backward get their phase.
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from harness.ledger import AGAIN, EITHER_GATHER, NO_UPDATE
+from harness.ledger import AGAIN, EITHER_GATHER, NO_PHASE, NO_UPDATE
 from harness.recording.lanes import Frame, Lane, Lanes, Site, Waiting, between, hop, is_hop, stated_site
 from harness.recording.naming import Paths
 from harness.recording.observations import (
@@ -51,7 +51,7 @@ class Attribution:
         self._counts: dict[tuple[int, bool], int] = {}
         self._replays: dict[str, int] = {}  # the first replay of a graph in this step
         self.pending: list[Waiting] = []
-        self._unsure: set[int] = set()  # gathers before an update by hand
+        self._unsure: dict[int, str] = {}  # doubts about the phase of calls
         self._updates_gather: bool | None = None  # whether the first update gathered parameters, once it is over
         self.updates = self._backward_of = 0  # steps known by the parameters alone; micro-batch of the latest backward
         self.returned: set[tuple[int, int]] = set()  # steps and micro-batches whose forward a backward followed
@@ -87,7 +87,7 @@ class Attribution:
 
     def doubts(self, ticket: int) -> tuple[str, ...]:
         """Doubts about the step and the phase of a call."""
-        return (*[NO_UPDATE] * self.stepless, *[EITHER_GATHER] * (ticket in self._unsure))
+        return (*[NO_UPDATE] * self.stepless, *filter(None, [self._unsure.get(ticket)]))
 
     def forget(self) -> None:
         """Drop what no backward can need any more; programs without end call it now and then."""
@@ -156,7 +156,7 @@ class Attribution:
         if not self._by_hand or not differ(before, self._look):
             return
         if self._backward_since:
-            self._unsure |= {waiting.ticket for waiting in self.pending if waiting.gathers}
+            self._unsure |= {waiting.ticket: EITHER_GATHER for waiting in self.pending if waiting.gathers}
             self.settle("grad_sync")
             self._updated()
             self.updates += 1
@@ -270,6 +270,7 @@ class Attribution:
             gathered.clear()
         if self._updates_gather is None and (by, self.step) == ("data", 1):
             self._updates_gather = any(one.ticket in gathered and one.since == "stepped" for one in self.pending)
+        self._unsure |= {waiting.ticket: NO_PHASE for waiting in self.pending if waiting.alone and not by}
         for waiting in self.pending:
             phase = waiting.phase(by, gathers_parameters=waiting.ticket in gathered)
             if phase == "step" and waiting.ticket in gathered and self._updates_gather is False:

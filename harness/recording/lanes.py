@@ -111,6 +111,11 @@ class Waiting(NamedTuple):
     call: Any
 
     @property
+    def alone(self) -> bool:
+        """Whether nothing came before a call that would show its phase."""
+        return not self.site.phase and not self.since
+
+    @property
     def gathers(self) -> bool:
         """Whether a call after a backward may gather updated parameters."""
         after = self.since in {"backward", "stepped"}

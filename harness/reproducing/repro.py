@@ -33,7 +33,8 @@ from harness.errors import MachineError, ProgramError
 from harness.plain_case import PlainCase
 from harness.protocols import CaseLike, Subject, case_text, without_saving
 from harness.reproducing import repro_script
-from harness.running.proof import judged, prove
+from harness.running.judging import judged
+from harness.running.proof import prove
 from harness.running.result import CaseResult
 from harness.running.trials.reference import reference_of
 from harness.running.trials.runs import recorded

@@ -4,6 +4,7 @@ Failures that first show at one place count as one. The simplest case of each is
 for `Request.when_s` seconds at most, and three times as long in all.
 """
 
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 
 from harness.checking.checks import CHECKS, LAWS, Check
 from harness.checking.evidence import FAIL, PASS, Verdict
-from harness.diagnosing.failure_lines import site, with_when
+from harness.diagnosing.failure_lines import line_of, site, with_when
 from harness.diagnosing.needed_words import NeededWords, OutOfTime, needed_words
 from harness.errors import ShardproofError
 from harness.protocols import CaseLike, case_text
@@ -35,6 +36,10 @@ ENGINES = ("inproc", "pool", "dry")
 """Engines on which other cases than those of the request can be run."""
 _OF_CALLS = frozenset({"ledger", "groups", "waits"})
 """Checks that look at no number."""
+_RAISED = re.compile(r" raised (\w+)")
+_NUMBERS = re.compile(r"\d+")
+_FIRST = 2
+"""Words that say how calls differ: "missing event"."""
 Proves = Callable[..., CaseResult]
 """Proves a case with these `checks` within `timeout_s`, without explaining what fails."""
 Proving = Callable[[Request], AbstractContextManager[Proves]]
@@ -132,11 +137,15 @@ def words_needed(failed: Failed, subject: NamedSubject, prove: Proves, end_s: fl
 
 
 class _Fails:
-    """Whether a case fails as another one did, until `end_s`; None where that cannot be said."""
+    """Whether a case fails as another one did, until `end_s`; None where that cannot be said.
+
+    A case whose first failure is of another kind fails for another reason, and shows nothing.
+    """
 
     def __init__(self, failed: Failed, prove: Proves, end_s: float, words: Mapping[str, Any]) -> None:
-        self._ended = failed.first.check == "run"
-        self._checks = _checks([verdict.check for verdict in failed.verdicts if verdict.verdict == FAIL])
+        failures = [verdict for verdict in failed.verdicts if verdict.verdict == FAIL]
+        self._checks = _checks([verdict.check for verdict in failures])
+        self._reasons = {_reason(verdict) for verdict in failures}
         self._prove, self._end_s, self._words = prove, end_s, words
 
     def __call__(self, case: CaseLike) -> bool | None:
@@ -148,10 +157,18 @@ class _Fails:
             result = self._prove(case.but(**kept) if kept else case, checks=self._checks, timeout_s=left_s)
         except (ShardproofError, ValueError):
             return None
-        failed = [verdict.check for verdict in result.verdicts if verdict.verdict == FAIL]
-        if failed:
-            return True if self._ended or "run" not in failed else None
+        if failed := [verdict for verdict in result.verdicts if verdict.verdict == FAIL]:
+            return True if _reason(failed[0]) in self._reasons else None
         return False if result.verdict == PASS else None
+
+
+def _reason(verdict: Verdict) -> tuple[str, str]:
+    """The check that failed, and how calls differ, or what was raised. Numbers are of the case and left out."""
+    what = line_of(verdict.message, "what") or verdict.message
+    if verdict.check == "run":
+        raised = _RAISED.search(what)
+        return verdict.check, raised[1] if raised else _NUMBERS.sub("", what)
+    return verdict.check, " ".join(_NUMBERS.sub("", what).split()[:_FIRST]) if verdict.check in _OF_CALLS else ""
 
 
 def _checks(failed: Sequence[str]) -> Mapping[str, Check]:

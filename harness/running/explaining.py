@@ -4,7 +4,7 @@ Cases of another size decide whether a wrong factor comes from a size of the cas
 mean over tp or a constant. Where tp is another number, the factor shows which. Each size in question is changed alone.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -16,12 +16,15 @@ from harness.checking.checks import examine
 from harness.checking.evidence import FAIL, Evidence, Finding
 from harness.checking.measures.kinds import is_state, kind_of, step_of
 from harness.dense_model import Tried
-from harness.diagnosing.diagnosis import Diagnosis, diagnose, explanation_of
+from harness.diagnosing.causes.places import update_in_doubt
+from harness.diagnosing.diagnosis import Diagnosis, Explanation, diagnose, explanation_of, faults_of, wrong_names
 from harness.diagnosing.six_lines import tell
 from harness.errors import error_text
 from harness.mesh_axes import split_axes
 from harness.protocols import CaseLike, without_saving
+from harness.running.judging import judged
 from harness.running.locating.drawn import with_drawn_numbers
+from harness.running.locating.samples import with_other_samples
 from harness.running.locating.wrong_module import with_wrong_module
 from harness.running.trials.runs import recorded
 from harness.running.trials.trial import Trial
@@ -45,9 +48,36 @@ def with_explanations(
     with trial.timed("checks"):
         context = {**examine(evidence), **findings}  # of activations too; findings made with control runs stay
     wrong = {name for finding in context.values() if finding.verdict == FAIL for name in finding.names}
-    evidence = with_drawn_numbers(trial, _with_what_ifs(trial, evidence, wrong), wrong)
+    evidence = with_other_samples(trial, _with_what_ifs(trial, evidence, wrong), wrong)
+    evidence = with_drawn_numbers(trial, evidence, wrong)
     evidence = with_wrong_module(trial, evidence, wrong)
-    return _with_other_sizes(trial, evidence, context), context
+    evidence = _with_other_sizes(trial, evidence, context)
+    return replace(
+        evidence, earlier=_ended_earlier(trial, evidence, wrong_names(evidence, faults_of(evidence, context)[0]))
+    ), context
+
+
+def _ended_earlier(
+    trial: Trial, evidence: Evidence, wrong: Sequence[str]
+) -> tuple[Evidence, Mapping[str, Finding]] | None:
+    """Evidence and findings of the case ended before its first wrong step, if that may show a wrong update; else None.
+
+    Parameters are returned behind the last step by subjects that return no state of others.
+    """
+    steps = update_in_doubt(evidence, wrong[0], wrong) + 1 if wrong and evidence.located is None else 0
+    if not steps:
+        return None
+    try:
+        case = trial.case.but(steps=steps, **without_saving(trial.case))
+        if refusal(case, trial.subject):
+            return None
+        other = replace(trial, case=case, seconds={}, problems={}, known={}, facts=[], given={})
+        with trial.timed("elsewhere"):
+            seen, findings = judged(other, recorded(other))
+            failed = any(finding.verdict == FAIL for finding in findings.values())
+            return with_explanations(other, seen, findings, unrecorded_run=False) if failed else (seen, findings)
+    except Exception:  # a case that cannot be run shows nothing of the update
+        return None
 
 
 def _with_other_sizes(trial: Trial, evidence: Evidence, findings: Mapping[str, Finding]) -> Evidence:
@@ -72,13 +102,16 @@ def diagnosed(
     """Every failed check -> its diagnosis, and -> its message. A failure that cannot be explained stays one."""
     diagnoses: dict[str, Diagnosis] = {}
     messages: dict[str, str] = {}
-    shared = None
     every = {**context, **findings}
+    faults: list[Mapping[str, Finding]] = []
+    shared: dict[int, Explanation] = {}
     for check, finding in findings.items():
         if finding.verdict == FAIL:
             try:
-                shared = shared or explanation_of(evidence, every)
-                diagnosis = diagnose(evidence, every, check, shared)
+                faults = faults or faults_of(evidence, every)
+                place = next(place for place, fault in enumerate(faults) if check in fault)
+                shared[place] = shared.get(place) or explanation_of(evidence, faults[place])
+                diagnosis = diagnose(evidence, faults[place], check, shared[place])
             except Exception as problem:
                 messages[check] = f"{finding.message} (its diagnosis failed: {type(problem).__name__}: {problem})"
             else:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from harness.checking.checks import CHECKS, LAWS, Check, examine
-from harness.checking.evidence import FAIL, SKIP, UNKNOWN, Evidence, Finding, Verdict
+from harness.checking.checks import CHECKS, LAWS, Check
+from harness.checking.evidence import FAIL, SKIP, UNKNOWN, Finding, Verdict
 from harness.engines.engine import Engine
 from harness.errors import MachineError, NoNumbers, NotComputed, ProgramError, ShardproofError
 from harness.protocols import CaseLike, Subject, case_text
+from harness.running.judging import judged
 from harness.running.ranks.capacity import admit_ranks
 from harness.running.result import CaseResult, verdict_on
 from harness.running.trials.reference import Reference, reference_of
@@ -134,24 +135,6 @@ def _proved(trial: Trial, checks: Mapping[str, Check], options: str, *, explain:
     return CaseResult(
         case=trial.case, text=trial.text, verdicts=verdicts, evidence=evidence, seconds=seconds, diagnoses=diagnoses
     )
-
-
-def judged(
-    trial: Trial, evidence: Evidence, checks: Mapping[str, Check] = CHECKS
-) -> tuple[Evidence, dict[str, Finding]]:
-    """Findings of these checks, and the evidence with the control runs that they needed.
-
-    Tensors that look wrong, or are in a lower precision, are compared again beside control runs of the dense model.
-    These show how far rounding alone takes a right result.
-    """
-    findings = None
-    if evidence.torn or evidence.dtype == "float64":
-        findings = examine(evidence, checks)
-        if evidence.torn or not any(finding.wrong for finding in findings.values()):
-            return evidence, findings
-    from harness.running.trials.rechecking import rechecked  # noqa: PLC0415
-
-    return rechecked(trial, evidence, checks, findings)
 
 
 def ended_by(case: CaseLike, subject: str, error: ShardproofError, options: str = "") -> CaseResult:

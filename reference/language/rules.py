@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from reference.errors import CaseError
@@ -80,6 +81,8 @@ def _mesh(case: Core) -> Iterator[Problem]:
     split = wp if gathers else tp
     if gathers and case.hidden % wp:
         yield "hidden", f"must be a multiple of wp={wp}", f"hidden={_hidden(case)}"
+    if not mode.uneven and case.heads % tp:
+        yield "heads", f"must be a multiple of tp={tp}", f"tp={_tp_near(case)}"
     if mode.uneven:
         yield from _uneven(case)
     elif case.ffn % split:
@@ -94,8 +97,6 @@ def _mesh(case: Core) -> Iterator[Problem]:
             f"is not padded in family={case.family}, so {unit} must divide it",
             f"vocab={multiple(case.vocab, unit)}",
         )
-    if not mode.uneven and case.heads % tp:
-        yield "heads", f"must be a multiple of tp={tp}", f"tp={math.gcd(case.kv_heads, tp)}"
     if not gathers and not mode.uneven and case.kv_heads % tp:
         yield "kv_heads", f"must be a multiple of tp={tp} in mode={name}", f"kv_heads={_kv_heads(case)}"
     if gathers and case.kv_heads % tp and tp % case.kv_heads:
@@ -105,6 +106,16 @@ def _mesh(case: Core) -> Iterator[Problem]:
     except CaseError as error:
         yield error.key, error.rule, error.legal
     yield from _sequence(case)
+
+
+def _tp_near(case: Core) -> int:
+    """The tp next to the case's own that cuts whole heads and with which the case is legal; of two the smaller."""
+    for tp in sorted(range(1, case.heads + 1), key=lambda tp: abs(tp - case.tp)):
+        if case.heads % tp == 0:
+            with suppress(CaseError):
+                changed: Any = dataclasses.replace
+                return int(changed(case, tp=tp).tp)
+    return math.gcd(case.kv_heads, case.tp)
 
 
 def _uneven(case: Core) -> Iterator[Problem]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.errors import RequestError
-from reports.stored.files import RunFolderError, looking, run_folder, shown
+from reports.stored.files import RunFolderError, looking, refuse_file, run_folder, shown
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -134,6 +134,7 @@ def side_folder(name: str, folder: str = FOLDER) -> Path:
         if not path.is_dir() and _legal(name) and (stored / MARK).is_file():
             path = stored
         there, kept = path.is_dir(), (path / MARK).is_file()
+        refuse_file(path)
     if kept:
         return path
     if there:

@@ -142,7 +142,7 @@ def headline_table(headline: pd.DataFrame) -> Table:
     shared, words = apart(headline["words"])
     frame = headline.assign(
         own_words=words,
-        both_calls=_pairs(headline["forward_calls"], headline["backward_calls"], count),
+        both_calls=_placed_calls(headline),
         both_errors=_pairs(headline["worst_error"], headline["worst_allowed"], small),
         tensors_decided=_pairs(headline["decided"], headline["tensors"], count, " of "),
     )
@@ -162,6 +162,13 @@ def headline_table(headline: pd.DataFrame) -> Table:
     )
 
 
+def _placed_calls(headline: pd.DataFrame) -> list[str]:
+    """Calls of forward and backward: "3 / 2"; "? 5" for calls of which no phase is known."""
+    pairs = _pairs(headline["forward_calls"], headline["backward_calls"], count)
+    unplaced = headline["unplaced_calls"]
+    return [f"? {count(calls)}" if calls else pair for pair, calls in zip(pairs, unplaced, strict=True)]
+
+
 def first_table(headline: pd.DataFrame) -> Table:
     """The table that a run prints: a row a case.
 
@@ -173,11 +180,12 @@ def first_table(headline: pd.DataFrame) -> Table:
 def grouped_table(headline: pd.DataFrame) -> Table:
     """All cases of a mode on as many ranks in one row, from `summary.headline`."""
     frame = grouped(headline)
-    calls = [_ranges(frame, f"{phase}_calls", count) for phase in ("forward", "backward")]
+    *calls, unplaced = (_ranges(frame, f"{phase}_calls", count) for phase in ("forward", "backward", "unplaced"))
+    pairs = [" / ".join(texts) for texts in zip(*calls, strict=True)]
     met = zip(frame["as_expected"], frame["expected"], strict=True)
     verdicts = zip(frame["verdict"], frame["alike"], frame["cases"], strict=True)
     frame = frame.assign(
-        both_calls=[" / ".join(texts) for texts in zip(*calls, strict=True)],
+        both_calls=[pair if some == "0" else f"{pair} ? {some}" for pair, some in zip(pairs, unplaced, strict=True)],
         payload=_ranges(frame, "payload_bytes", mebibytes),
         met=[f"{as_expected} of {expected}" if expected else NOTHING for as_expected, expected in met],
         both_errors=_pairs(frame["worst_error"], frame["worst_allowed"], small),

@@ -62,16 +62,51 @@ def bugs(verdicts: pd.DataFrame) -> list[Bug]:
 
 
 def _by_first_place(failed: pd.DataFrame) -> list[list[dict[str, str]]]:
-    """Failed verdicts as rows, those with one first place together, in the order in which they are stored."""
+    """Failed verdicts as rows, those with one first place together, in the order in which their cases are stored.
+
+    Of one case the largest error over its limit comes first, among failures of one first place and among such places.
+    Failures of one case that have other causes are other faults, at the same place too.
+    """
     if failed.empty:
         return []
-    from harness.diagnosing.failure_lines import site  # noqa: PLC0415
+    from harness.diagnosing.failure_lines import line_of, site  # noqa: PLC0415
 
-    found: dict[str, list[dict[str, str]]] = {}
-    for row in failed.to_dict("records"):
-        line = {str(key): str(value) for key, value in row.items()}
-        found.setdefault(site(line["message"]), []).append(line)
+    rows = [{str(key): str(value) for key, value in row.items()} for row in failed.to_dict("records")]
+    shares = _shares(rows)
+    turn = {case: place for place, case in enumerate(dict.fromkeys(row["case"] for row in rows))}
+    order = sorted(range(len(rows)), key=lambda place: (turn[rows[place]["case"]], -shares[place]))
+    found: dict[tuple[str, int], list[dict[str, str]]] = {}
+    causes: dict[tuple[str, str], list[str]] = {}
+    for row in (rows[place] for place in order):
+        first, words = site(row["message"]), line_of(row["message"], "causes")
+        known = causes.setdefault((row["case"], first), [])
+        known += [words] if words not in known else []
+        found.setdefault((first, known.index(words)), []).append(row)
     return list(found.values())
+
+
+def _shares(rows: list[dict[str, str]]) -> list[float]:
+    """Errors of failures in units of their limits.
+
+    A limit of 0 counts as the smallest other one of its case. Layouts, names and data come before any number,
+    and are infinite. Counts of calls come last.
+    """
+    limits: dict[str, float] = {}
+    for row in rows:
+        if row["check"] not in _OF_CALLS and (allowed := _number(row, "worst_allowed")):
+            limits[row["case"]] = min(allowed, limits.get(row["case"], math.inf))
+    shares = []
+    for row in rows:
+        error, allowed = _number(row, "worst_error"), _number(row, "worst_allowed") or limits.get(row["case"], 0.0)
+        share = math.inf if error is None else _share(error, allowed)
+        shares.append(-1.0 if row["check"] in _OF_CALLS else share)
+    return shares
+
+
+def _number(row: Mapping[str, str], column: str) -> float | None:
+    """A column of a verdict, None where nothing was measured."""
+    number = float(row.get(column) or "nan")
+    return None if math.isnan(number) else number
 
 
 def simplest_first(run: Run) -> pd.DataFrame:
@@ -90,6 +125,8 @@ def simplicity(case: Mapping[str, Any]) -> tuple[float, ...]:
     return (place, *known, len(str(case.get("case", "")).split()))
 
 
+_OF_CALLS = frozenset({"ledger", "groups", "waits", "overlap", "parallelism"})
+"""Checks that look at no number of a tensor."""
 _TYPES = dict.fromkeys(("case", "name", "phase", "region", "first"), "str") | {
     "step": "int64",
     "error": "float64",

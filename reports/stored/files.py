@@ -45,6 +45,15 @@ def looking(name: str | Path) -> Iterator[None]:
         raise RunFolderError(f"run {shown(name)}: cannot be looked at ({reason}); legal: {legal}") from problem
 
 
+def refuse_file(path: Path) -> None:
+    """Raise RunFolderError for a file in the place of a run folder, which names the run folder that it lies in."""
+    if not path.is_file():
+        return
+    folder = path.parent if any((path.parent / file).is_file() for file in (_ENVIRONMENT, "cases.jsonl")) else ""
+    legal = f"its folder, {folder}" if folder else "a folder that `shardproof run` wrote, as runs/latest"
+    raise RunFolderError(f"run {shown(path)}: is a file, and a run is a folder; legal: {legal}")
+
+
 def run_folder(name: str | Path, *, matrix: bool = True) -> Path:
     """The path of a run folder that this release reads. Raises RunFolderError when there is none or a later one, and
     without `matrix` for a folder that has a kill matrix in place of cases.
@@ -52,6 +61,7 @@ def run_folder(name: str | Path, *, matrix: bool = True) -> Path:
     path = Path(name)
     with looking(path):
         there, known = path.is_dir(), any((path / file).is_file() for file in (_ENVIRONMENT, "cases.jsonl"))
+        refuse_file(path)
     if not there:
         legal = "a folder that `shardproof run` wrote, as runs/latest"
         raise RunFolderError(f"run {shown(path)}: no such folder; legal: {legal}")

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 import pandas as pd
 
+from harness.ledger import NO_PHASE
 from reports.stored.frames import Run, in_order
 from reports.stored.unchecked import by_case, decided_words
 
@@ -41,7 +42,8 @@ def badness(verdict: str) -> int:
 def headline(run: Run) -> pd.DataFrame:
     """Rows of cases, by mode and ranks.
 
-    mode, ranks, case (its whole text), words (of it, without mode and data), forward_calls, backward_calls.
+    mode, ranks, case (its whole text), words (of it, without mode and data), forward_calls, backward_calls,
+    unplaced_calls (of which no phase is known).
     payload_bytes, expected_payload_bytes (NA without expectation), saved_bytes (of the fullest rank; NA when not
     measured). worst_error and worst_allowed (of the check that came closest to its limit; NaN when nothing was
     measured). decided and tensors (how many were found right or wrong, of how many; NA when not counted), verdict.
@@ -57,6 +59,7 @@ def headline(run: Run) -> pd.DataFrame:
         "words": case.map(lambda text: words_but(text, "mode", "data")),
         "forward_calls": case.map(_calls(run, "forward")).fillna(0).astype("Int64"),
         "backward_calls": case.map(_calls(run, "backward")).fillna(0).astype("Int64"),
+        "unplaced_calls": case.map(_unplaced(run)).fillna(0).astype("Int64"),
         "payload_bytes": case.map(lines["payload_bytes"].sum()).fillna(0).astype("Int64"),
         "expected_payload_bytes": case.map(lines["expected_payload_bytes"].agg(_known_sum)).astype("Int64"),
         "saved_bytes": case.map(run.memory.groupby("case")["saved_bytes"].max()).astype("Int64"),
@@ -85,13 +88,13 @@ def tally(headline: pd.DataFrame, verdicts: pd.DataFrame) -> str:
 def grouped(headline: pd.DataFrame) -> pd.DataFrame:
     """Rows for all cases of a mode on as many ranks, from `headline`.
 
-    mode, ranks, cases, least_ and most_ of forward_calls, backward_calls and payload_bytes, expected (how many cases
-    have an expectation), as_expected (how many meet its bytes). saved_bytes (the most), worst_error and worst_allowed
-    (of the case that came closest to its limit), verdict (the worst), alike (how many cases have it).
+    mode, ranks, cases, least_ and most_ of forward_calls, backward_calls, unplaced_calls and payload_bytes, expected
+    (how many cases have an expectation), as_expected (how many meet its bytes). saved_bytes (the most), worst_error and
+    worst_allowed (of the case that came closest to its limit), verdict (the worst), alike (how many cases have it).
     """
     rows = []
     for (mode, ranks), own in headline.groupby(["mode", "ranks"], sort=False, observed=True, dropna=False):
-        counts = own[["forward_calls", "backward_calls", "payload_bytes"]]
+        counts = own[["forward_calls", "backward_calls", "unplaced_calls", "payload_bytes"]]
         verdict = max(own["verdict"], key=badness)
         closest = own.assign(share=_share(own["worst_error"], own["worst_allowed"]))
         worst = closest.sort_values(["share", "worst_error"], ascending=False, kind="stable").iloc[0]
@@ -117,6 +120,14 @@ def _known_sum(numbers: "pd.Series[int]") -> int | None:
     return None if numbers.isna().any() or numbers.empty else int(numbers.sum())
 
 
+def _unplaced(run: Run) -> "pd.Series[int]":
+    """By case, the calls without a phase: they are counted as data, and the check of the ledger doubts that."""
+    of_ledger = run.verdicts[run.verdicts["check"] == "ledger"]
+    doubtful = of_ledger.loc[of_ledger["unchecked"].astype("str").str.contains(NO_PHASE, regex=False), "case"]
+    calls = _calls(run, "data")
+    return calls[calls.index.isin(doubtful)]
+
+
 def _calls(run: Run, phase: str) -> "pd.Series[int]":
     lines = run.summary[run.summary["phase"] == phase]
     return lines.groupby("case", sort=False)["calls"].sum()
@@ -137,10 +148,17 @@ def apart(texts: Iterable[str]) -> tuple[str, list[str]]:
 
 
 def _closest(verdicts: pd.DataFrame) -> pd.DataFrame:
-    """By case, error and allowed error of the check that came closest to its limit, or went furthest beyond it."""
+    """By case, error and allowed error of the check that came closest to its limit, or went furthest beyond it.
+
+    A failed check comes before those that passed. Of failed ones, those beyond a limit do: rounding may be all by which
+    replicas differ, where nothing is allowed.
+    """
     measured = verdicts[~verdicts["check"].isin(_COUNTING)].dropna(subset=["worst_error", "worst_allowed"])
     share = _share(measured["worst_error"], measured["worst_allowed"])
-    ranked = measured.assign(share=share).sort_values(["share", "worst_error"], ascending=False, kind="stable")
+    failed = measured["verdict"].eq("fail").astype("int64")
+    rank = failed + (failed.astype(bool) & measured["worst_allowed"].gt(0) & share.gt(1)).astype("int64")
+    ranked = measured.assign(share=share, rank=rank)
+    ranked = ranked.sort_values(["rank", "share", "worst_error"], ascending=False, kind="stable")
     return ranked.drop_duplicates("case").set_index("case")[["worst_error", "worst_allowed"]]
 
 

@@ -194,7 +194,8 @@ def _rounded(run: Run) -> list[str]:
 
 def _doubts(run: Run) -> list[str]:
     """Doubts of the ledgers (harness.ledger.Event.doubts), and in how many cases."""
-    doubts = Counter(part for _, unchecked in _passed(run, "ledger") for part in unchecked.split("; "))
+    found = run.verdicts.loc[run.verdicts["check"] == "ledger", "unchecked"]
+    doubts = Counter(part for unchecked in found for part in str(unchecked).split("; "))
     return [f"not certain: {part} ({_cases(doubts[part])})" for part in doubts if part.startswith(_DOUBTS)]
 
 

@@ -36,6 +36,8 @@ CAUSES: Mapping[str, str] = {
     "bias_per_rank": "one vector too much in every row: added once a rank",
     "one_shard": "one shard is wrong, the others are right",
     "not_summed": "replicas that add up to the truth",
+    "other_samples": "ranks and dense model that read other samples of a step",
+    "not_averaged": "replicas whose mean is the truth",
     "transposed": "the right numbers with two dims exchanged",
     "bias_missing": "the truth without its bias",
     "micro_missing": "some micro-batches are not in the sum",

@@ -1,7 +1,7 @@
 """Where a name of an outcome belongs: step, phase, module, its turn in training, and the ranks that hold it wrong."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -77,6 +77,23 @@ def timeline(names: Sequence[str], steps: int) -> list[str]:
     return order + [name for name in names if name not in placed]
 
 
+def update_in_doubt(evidence: Evidence, name: str, wrong: Collection[str]) -> int:
+    """The step whose update may be behind this first wrong name of the step after it; -1 where there is none.
+
+    No update is in doubt where every parameter behind it was returned right, or logits, a loss or a norm of gradients
+    after it. Tensors that were not returned show nothing. A step that is compared from the subject's own state is not
+    behind a later one.
+    """
+    known, step = {*evidence.merged.tensors} & {*evidence.truth}, 0
+    if kind_of(name) in ("logits", "loss", "grad_norm", "routing", "param") or is_state(name):
+        step = place_of(name, evidence.case.steps).step
+    right = known - {*wrong}
+    parameters = {other.partition("/")[2] for other in evidence.truth if kind_of(other) in ("param", "grad")}
+    kept = parameters and all(f"param_after/{step - 1}/{parameter}" in right for parameter in parameters)
+    followed = any(f"{kind}/{step}" in right for kind in ("logits", "loss", "grad_norm"))
+    return -1 if step < 1 or kept or followed or evidence.states is not None else step - 1
+
+
 def wrong_ranks(evidence: Evidence, name: str) -> tuple[int, ...]:
     """Ranks whose error exceeds a thousandth of the largest one; where errors are not finite, these ranks alone.
 
@@ -98,7 +115,7 @@ def wrong_ranks(evidence: Evidence, name: str) -> tuple[int, ...]:
 def ranks_apart(evidence: Evidence, names: Sequence[str]) -> tuple[set[int], set[int]]:
     """Ranks that hold one of these names wrong, and those that hold all of theirs right, as far as rounding shows.
 
-    Ranks that hold none of them are in neither; both are empty where a tensor cannot be held against the truth.
+    Ranks that hold no element of them are in neither; both are empty where a tensor cannot be held against the truth.
     """
     bad, judged = set[int](), set[int]()
     for name in names:
@@ -108,6 +125,8 @@ def ranks_apart(evidence: Evidence, names: Sequence[str]) -> tuple[set[int], set
         for rank, blocks in blocks_of(evidence, name).items():
             if any(block.reduce_op for block in blocks):
                 return set(), set()
+            if not any(block.local.numel() for block in blocks):
+                continue
             limits = (share_left(block.local) * float(truth.double().abs().max()) for block in blocks)
             judged.add(rank)
             if any(_gap(block, truth) > limit for block, limit in zip(blocks, limits, strict=True)):

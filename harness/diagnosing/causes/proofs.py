@@ -94,9 +94,8 @@ class Near:
         return limit > 0 and bool(self.values) and all(self._near(value, limit) for value in self.values)
 
     def _near(self, value: Tensor, limit: float) -> bool:
-        allowed = min(DRIFT * torch.finfo(value.dtype).eps, SINGLE) if value.is_floating_point() else 0.0
         same_shape = value.shape == self.truth.shape
-        return same_shape and float((value.double() - self.truth.double()).abs().max()) <= allowed * limit
+        return same_shape and float((value.double() - self.truth.double()).abs().max()) <= last_bits(value) * limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -129,6 +128,11 @@ class Seen:
 
 
 Proof = Explained | Rounded | Near | NotFinite | Seen
+
+
+def last_bits(value: Tensor) -> float:
+    """The share of its largest value by which the last bits of a tensor differ, by its dtype; 0 for integers."""
+    return min(DRIFT * torch.finfo(value.dtype).eps, SINGLE) if value.is_floating_point() else 0.0
 
 
 def share_left(value: Tensor) -> float:

@@ -1,4 +1,7 @@
-"""Replicas that differ between ranks which must hold the same: not finite, one partial sum each, apart by rounding."""
+"""Replicas that differ between ranks which must hold the same: not finite, one partial sum each, apart by rounding.
+
+They may be each its own, where their mean is the truth.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,7 +11,7 @@ from torch import Tensor
 from harness.diagnosing.causes.cause import Cause, claimed
 from harness.diagnosing.causes.hypothesis import OF_TOKENS, STATE, VALUES, Failure, Hypothesis
 from harness.diagnosing.causes.places import blocks_of
-from harness.diagnosing.causes.proofs import Explained, Near, NotFinite
+from harness.diagnosing.causes.proofs import Explained, Near, NotFinite, last_bits
 from harness.diagnosing.hypotheses.patterns import CLOSE, NOT_FINITE
 from harness.errors import ranks_text
 from harness.mesh_axes import split_axes
@@ -29,7 +32,8 @@ def from_replicas(failure: Failure) -> list[Cause]:
         truth, blocks = evidence.truth[name], blocks_of(evidence, name)
         mine = {rank: _placed(by, truth) for rank, by in blocks.items()}
         terms = {rank: _placed(by, torch.zeros_like(truth)) for rank, by in blocks.items()}
-        causes = not_finite(mine, truth, name) or drift(mine, truth, name) or partial_sums(terms, truth, axes, name)
+        causes = not_finite(mine, truth, name) or drift(mine, truth, name)
+        causes = causes or partial_sums(terms, truth, axes, name) or own_means(mine, truth, axes, name)
         if causes or sizes[name] > LITTLE * max(sizes.values()):
             return causes
     return []
@@ -51,6 +55,26 @@ def _same_in_rows(rest: Tensor, true: Tensor) -> bool:
     if rest.dim() < 2 or rest.shape[0] < 2:
         return False
     return float((rest - rest[:1]).norm()) <= 1e-6 * float(true.norm()) < float((true - true[:1]).norm())
+
+
+def own_means(locals_by_rank: Mapping[int, Tensor], truth: Tensor, axes: Axes, name: str = "") -> list[Cause]:
+    """Whether replicas that differ are, in every group of an axis, values whose mean was not taken."""
+    values, true = {rank: local.double() for rank, local in locals_by_rank.items()}, truth.double()
+    near = max([1e-6, *(last_bits(local) for local in locals_by_rank.values())])
+    for axis, lists in axes.items():
+        groups = [ranks for ranks in lists if len(ranks) > 1 and values.keys() & {*ranks}]
+        members = [rank for ranks in groups for rank in ranks]
+        if not members or any(rank not in values or values[rank].shape != true.shape for rank in members):
+            continue
+        apart = torch.stack([torch.stack([values[rank] for rank in ranks]) for ranks in groups])
+        rest = apart.mean(1) - true
+        if float(rest.abs().max()) <= near * float(true.abs().max()):
+            words = f"each rank's is its own, and their mean over {axis}={len(groups[0])} is the truth"
+            proof = Explained(
+                value=apart, truth=true.expand_as(apart), guess=apart - rest[:, None], left=CLOSE, names=(name,)
+            )
+            return claimed("not_averaged", f"{words}: never averaged over {axis}", proof)
+    return []
 
 
 def partial_sums(locals_by_rank: Mapping[int, Tensor], truth: Tensor, axes: Axes, name: str = "") -> list[Cause]:
@@ -91,7 +115,8 @@ def drift(locals_by_rank: Mapping[int, Tensor], truth: Tensor, name: str) -> lis
 
 HYPOTHESES = (
     Hypothesis(
-        predicts="every replica is a partial sum of the truth, or the truth but for its last bits, or not finite",
+        predicts="every replica is a partial sum of the truth, or the truth but for its last bits, or not "
+        "finite; or their mean is the truth",
         causes=from_replicas,
         kinds=VALUES | {OF_TOKENS, "tokens", "grad_norm", STATE},
     ),

@@ -64,6 +64,12 @@ def rounded_on_ranks(failure: Failure) -> list[Cause]:
     return [reported("shorter_dtype", words, island)] if island else []
 
 
+def other_samples(failure: Failure) -> list[Cause]:
+    """Samples that the ranks read and the dense model does not, or the other way round."""
+    samples = failure.evidence.other_samples
+    return [reported("other_samples", samples, samples)] if samples else []
+
+
 def drawn(failure: Failure) -> list[Cause]:
     """Numbers that the ranks draw and the dense model does not."""
     numbers = failure.evidence.drawn

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from harness.engines.calls.callers import raised_at
+from harness.engines.calls.raised import behind
 from harness.engines.engine import Program
 from harness.engines.rank_environment import environment_of, in_environment, require_own_world
 from harness.errors import error_text
@@ -37,6 +38,7 @@ class RankResult:
     """How a rank's program ended: with a value, or with an exception and where it was raised.
 
     `error` can be pickled; it has the traceback in its notes. `caller` is "file:line in function" of the user's code.
+    `behind` is what led to the exception, as a clause.
     """
 
     rank: int
@@ -44,6 +46,7 @@ class RankResult:
     error: BaseException | None = None
     detail: str = ""
     caller: str = ""
+    behind: str = ""
     at_s: float = 0.0
 
 
@@ -106,7 +109,12 @@ def result_of(program: Program, args: tuple[Any, ...], rank: int) -> RankResult:
             return RankResult(rank=rank, at_s=time.monotonic())
         place = raised_at(error.__traceback__)
         return RankResult(
-            rank=rank, error=_portable(error, rank), detail=error_text(error), caller=place, at_s=time.monotonic()
+            rank=rank,
+            error=_portable(error, rank),
+            detail=error_text(error),
+            caller=place,
+            behind=behind(error),
+            at_s=time.monotonic(),
         )
     return RankResult(rank=rank, value=value, at_s=time.monotonic())
 

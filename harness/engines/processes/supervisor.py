@@ -208,7 +208,7 @@ class Supervisor:
         if isinstance(first.error, RequestError):
             return first.error
         text = f"rank {first.rank} of {len(self._ranks)} raised {first.detail}"
-        text += f", at {first.caller}" if first.caller else ""
+        text += (f", at {first.caller}" if first.caller else "") + first.behind
         error = RankRaised(text, ranks=[result.rank for result in raised], positions=self._positions())
         error.__cause__ = first.error
         return error

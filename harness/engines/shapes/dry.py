@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from harness.engines.calls.callers import raised_at
+from harness.engines.calls.raised import behind
 from harness.engines.engine import Engine, RunRequest
 from harness.engines.interposer import Interposer
 from harness.engines.rank_environment import environment_of, in_environment
@@ -149,7 +150,8 @@ def _failure(error: BaseException, rank: int, world_size: int) -> NoNumbers | No
             "legal: --engine inproc, or code that needs no number when device.type is 'meta'"
         )
         return NoNumbers(text, ranks=(rank,), positions=(position,))
-    return RankRaised(f"rank {rank} of {world_size} raised {detail}{at}", ranks=(rank,), positions=(position,))
+    text = f"rank {rank} of {world_size} raised {detail}{at}{behind(error)}"
+    return RankRaised(text, ranks=(rank,), positions=(position,))
 
 
 def _wants_numbers(error: BaseException) -> bool:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from harness.engines.calls.callers import caller_of, is_user, issued_at, raised_at
 from harness.engines.calls.desync import RootCause, position_in_call
+from harness.engines.calls.raised import behind
 from harness.engines.threads.matcher import CollectiveMatcher
 from harness.engines.threads.rank_threads import Stillness
 from harness.engines.threads.scheduler import RankStatus, Scheduler
@@ -56,6 +57,7 @@ def of_raise(raised: Sequence[Raised], world_size: int) -> RootCause:
     first = raised[0]
     place = raised_at(first.error.__traceback__)
     text = f"rank {first.rank} of {world_size} raised {error_text(first.error)}" + (f", at {place}" if place else "")
+    text += behind(first.error)
     return RootCause(text, tuple(entry.rank for entry in raised))
 
 

@@ -86,7 +86,8 @@ def test_a_layout_flaw_is_said_before_numbers_and_keeps_the_tensor_out_of_them()
     findings = examine(evidence(first, second))
     assert named(findings, FAIL) == {"merge"}
     assert "omission" in findings["merge"].message
-    assert f"grad/{W1}" in findings["parameter_gradients"].unchecked
+    assert f"grad/{W1} (has a flaw)" in findings["parameter_gradients"].unchecked
+    assert findings["parameter_gradients"].decided["grad"] == (4, 4), "it is found wrong"
     assert findings["replicas"].unchecked == (f"grad/{W1}",)
 
 

@@ -56,7 +56,7 @@ def test_values_that_fail_alike_are_listed_with_those_that_are_right() -> None:
     found, _ = searched(case, {**WORDS, "tp": (1, 2)}, lambda other: other.w3 != "off" and other.tp == 2)
     assert found.text == "only with w3=on|other and tp=2; right with w3=off, with tp=1"
     found, _ = searched(case, {**WORDS, "tp": (1, 2)}, lambda other: True)
-    assert found.text == "other values of 30 words change nothing, with one rank too"
+    assert found.text == "other values of 31 words change nothing, with one rank too"
     case = VOCABULARY.case({"tp": 4, "w3": "on"})
     found, _ = searched(case, {**WORDS, "tp": (1, 2, 4)}, lambda other: other.tp > 1)
     assert str(found.case).split()[0] == "tp=2", "the plainest number with which the case fails"
@@ -76,9 +76,28 @@ def test_words_without_time_are_named() -> None:
     assert "no time was left to try w" in found.text and " more)" in found.text
 
 
+def test_the_plainest_dtype_and_one_rank_come_first() -> None:
+    case = VOCABULARY.case({"dtype": "float32", "tp": 2, "dp": 2, "w3": "on"})
+    of = {**WORDS, "dtype": ("float64", "float32"), "tp": (1, 2), "dp": (1, 2)}
+    tried: list[str] = []
+
+    def fails(other: Any) -> bool:
+        tried.append(f"{other.dtype} {other.tp} {other.dp} {other.w3}")
+        return True
+
+    searched(case, of, fails, most=2)
+    assert tried == ["float64 2 2 on", "float64 1 1 on"]
+    found, _ = searched(VOCABULARY.case({"tp": 2}), of, lambda other: other.tp == 2, most=1)
+    assert found.text.startswith("only with tp=2; right with tp=1 (no time was left to try w0")
+    found, _ = searched(case, of, lambda other: True, most=0)
+    assert found.text == "not searched: no time left"
+
+
 def test_a_case_that_cannot_be_decided_proves_nothing_and_none_has_more_ranks_than_the_failing_one() -> None:
     found, _ = searched(VOCABULARY.case({"w3": "on"}), WORDS, lambda other: True if other.w3 == "on" else None)
     assert found.needed == ()
+    found, _ = searched(VOCABULARY.case({"w3": "on"}), WORDS, lambda other: None)
+    assert found.text == "no other case shows it: each cannot be run or decided, or fails for another reason"
     seen: list[PlainCase] = []
 
     def fails(case: PlainCase) -> bool:

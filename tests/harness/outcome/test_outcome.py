@@ -265,7 +265,8 @@ def test_what_is_no_plain_tensor_of_numbers_is_refused_by_name(make: Callable[[]
         ({"loss/0": 1.0, 0: FULL}, "outcome 0: a name must be text, not int; legal: 'loss/0'"),
         ({"grad/\ud800": FULL}, r"outcome 'grad/\ud800': a name must be text that a file can hold; legal: 'loss/0'"),
         ({"grad/w": ["no"]}, "outcome 'grad/w': str is not a value"),
-        (None, "a subject returned NoneType; it must return a mapping of names to tensors"),
+        (None, "a subject returned nothing (None); it must return a mapping of names to tensors; legal: return {"),
+        ([FULL], "a subject returned list; it must return a mapping of names to tensors; legal: return {'loss/0': "),
     ],
 )
 def test_shards_and_names_that_are_none_are_refused_too(outcome: Any, words: str) -> None:

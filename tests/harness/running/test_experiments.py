@@ -7,15 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from bugs.planting import planted
 from harness.checking.evidence import FAIL
 from harness.diagnosing.failure_lines import line_of
 from harness.running import experiments
 from harness.running.run_result import RunResult
+from harness.terms import Term
 from parallel.subject import subject
 from reference.case import Case
+from reports.printing.text_tables import headline_table
 from reports.stored.frames import load
+from reports.stored.summary import headline
+from reports.stored.unchecked import unchecked_notes
 from suites.mutants.catalogue import MUTANTS
 from tests.harness import own_words
 from tests.harness.proofs import proved, ran
@@ -61,11 +67,31 @@ def test_failures_from_one_place_share_the_line_of_the_simplest_and_nothing_is_s
 
 
 def test_experiments_end_with_their_budget(tmp_path: Path) -> None:
-    """A failure may take `when_s` seconds, and words that were not tried are named."""
+    """A failure may take `when_s` seconds; where that is no time, that is said."""
     start_s = time.monotonic()
     result = ran(tmp_path, only_tanh, "tp=2 dp=2 act=tanh", when_s=1e-6)
     assert time.monotonic() - start_s < 20
-    assert "no time was left to try " in when(result)
+    assert when(result) == "not searched: no time left"
+
+
+class Chatting:
+    """Sums over its ranks in every micro-batch what it states once a step, on one rank too, where it states nothing."""
+
+    words, truth = {"micro": (1, 2, 3), "steps": 1}, staticmethod(lambda case, device: {"loss/0": torch.ones(())})
+    expected = staticmethod(lambda case: [Term(op="all_reduce", calls=1)] if case.dp > 1 else [])
+
+    def __call__(self, case: Any, device: torch.device) -> Mapping[str, torch.Tensor]:
+        for _ in range(case.micro):
+            dist.all_reduce(torch.ones(1))
+        return {"loss/0": torch.ones(())}
+
+
+def test_one_rank_that_fails_for_another_reason_is_no_evidence(tmp_path: Path) -> None:
+    result = ran(tmp_path, Chatting(), "dp=2 micro=3", when_s=10.0)
+    assert when(result) == "only with micro=2|3; right with micro=1"
+    stored = load(result.path)
+    assert headline_table(headline(stored)).rows[0][2] == "? 3", "calls of which no phase is known"
+    assert [note for note in unchecked_notes(stored) if "no module, backward or optimizer" in note and "phase(" in note]
 
 
 def test_a_right_run_makes_no_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,6 +175,16 @@ def test_message_names_key_value_rule_and_a_legal_value(text: str, rule: str) ->
     assert accepted
 
 
+@pytest.mark.parametrize(
+    ("text", "legal"),
+    [("tp=7 preset=llama3-405b", "tp=8"), ("tp=7 preset=deepseek-v3", "tp=8"), ("tp=5 preset=gpt3-857m", "tp=4")],
+)
+def test_heads_that_tp_does_not_divide_name_the_nearest_tp_that_makes_the_case_legal(text: str, legal: str) -> None:
+    error = refusal(partial(Case.parse, text))
+    assert (error.key, error.legal) == ("heads", legal)
+    assert str(Case.parse(f"{text} {legal}"))
+
+
 def test_every_rule_is_broken_by_one_of_these_texts() -> None:
     paths = [rules.__file__, *(inspect.getsourcefile(owner) or "" for owner in FEATURES.values())]
     nodes = [(path, node) for path in paths for node in ast.walk(ast.parse(Path(path).read_text()))]

@@ -29,7 +29,7 @@ REFUSED = {
     "explain": "invalid choice: 'explain'",
     "doctor --fast": "unrecognized arguments: --fast",
     "run mode=unknown": "mode=unknown: is not a known word",
-    "run tp=3": "ffn=256: must be a multiple of tp=3",
+    "run tp=3": "heads=8: must be a multiple of tp=3; legal: tp=2",
     "run colour=red": "colour=red: is not a word of the case language",
     "run --modes tp,unknown": "modes=unknown: no case has this mode; legal: all, or some of tp,tp-sp,",
     "run --modes tp tp=2": "modes=tp: chooses among the default cases",

@@ -36,6 +36,18 @@ FILES = ("env.json", "cases.jsonl", "ledger.csv", "summary.csv", "verdicts.jsonl
 DEEP = settings().max_examples >= 1000
 
 
+def test_a_file_in_the_place_of_a_folder_names_the_folder_that_it_lies_in(tmp_path: Path) -> None:
+    run = sample_run.write(tmp_path / "run")
+    (tmp_path / "notes.txt").write_text("nothing")
+    for read_it in (load, side):
+        for file, legal in (
+            (run / "env.json", f"its folder, {run}$"),
+            (tmp_path / "notes.txt", "a folder that .* wrote"),
+        ):
+            with pytest.raises(RunFolderError, match=f"is a file, and a run is a folder; legal: {legal}"):
+                read_it(str(file))
+
+
 def harm(path: Path, drawn: random.Random) -> str:
     """Do something to a file that no program of ours does; says what."""
     data = path.read_bytes()

@@ -43,8 +43,13 @@ def test_the_headline_shows_the_error_of_a_tensor_that_is_closest_to_its_limit(f
         return [*headline[["worst_error", "worst_allowed", "verdict"]].itertuples(index=False, name=None)]
 
     assert worst(failing.verdicts) == [(1.2e-2, 1e-9, "fail"), (2e-16, 1e-9, "pass")]
-    exact = failing.verdicts.assign(case=TP_SP, worst_error=[1e-30, 9, 9, 9, 9, 9, 9], worst_allowed=[0.0, *[1e3] * 6])
+    exact = failing.verdicts.assign(case=TP_SP, worst_error=[9, 9, 9, 9, 9, 9, 1e-30], worst_allowed=[*[1e3] * 6, 0.0])
+    assert list(exact["verdict"]) == [*["pass"] * 6, "fail"]
     assert worst(exact)[1] == (1e-30, 0.0, "fail"), "an error where none is allowed"
+    passed = failing.verdicts.assign(case=TP_SP, worst_error=[9, 9, 9, 9, 9, 9, 2.0], worst_allowed=[*[10] * 6, 1.0])
+    assert worst(passed)[1] == (2.0, 1.0, "fail"), "what failed"
+    both = pd.concat([exact, passed.iloc[-1:]])
+    assert worst(both)[1] == (2.0, 1.0, "fail"), "replicas apart by rounding are not all that failed"
     lost = run.verdicts.iloc[:1].assign(check="ledger", verdict="fail", worst_error=3.0, worst_allowed=0.0)
     assert worst(pd.concat([run.verdicts, lost]))[0] == (2e-16, 1e-9, "fail"), "a count of events is no error"
     assert [verdict for *_, verdict in worst(run.verdicts.iloc[:0])] == ["unknown", "unknown"], "and never a pass"

@@ -197,7 +197,7 @@ MALFORMED = r"must be written module:object; legal: parallel\.subject:subject"
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        *((name, MALFORMED) for name in ("", "harness.ledger:", ":OPS", "./file.py:x", "a:b:c")),
+        *((name, MALFORMED) for name in ("", "harness.ledger:", ":OPS", "./file:x", "a:b:c")),
         ("no_such_package.inner:x", "there is no module 'no_such_package' in"),
         ("harness.nothing:x", r"there is no module 'harness\.nothing' in"),
         ("harness.ledger:COLUMN", r"harness\.ledger has no 'COLUMN'; legal: harness\.ledger:COLUMNS"),

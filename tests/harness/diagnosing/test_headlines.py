@@ -1,0 +1,91 @@
+"""Headlines of a failed case: the largest error of a place, faults apart, laws of calls with their line."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+from harness.checking.checks import examine
+from harness.diagnosing.diagnosis import explanation_of
+from harness.shard import Shard
+from reports.stored.failures import bugs
+from tests.harness.diagnosing.test_six_lines import W1, six
+from tests.harness.toy_evidence import (
+    a_term,
+    case,
+    drawn,
+    events,
+    evidence,
+    ids_of,
+    outcome_of,
+    planted,
+    told_by,
+    truth,
+)
+
+
+def test_the_largest_error_of_a_place_is_its_headline_and_other_causes_are_another_fault() -> None:
+    loss = six("loss in step 0: loss/0")
+    rows = [
+        ("tp=2", "replicas", "fail", six("loss in step 0: loss/0", "replicas").replace("-", "drift", 1), 4e-17, 0.0),
+        ("tp=2", "forward", "fail", loss, 2e-9, 1e-9),
+        ("tp=2", "update", "fail", six("loss in step 0: loss/0", "update"), 4.0, 1e-9),
+        ("tp=2", "ledger", "fail", six("loss in step 0: loss/0", "ledger"), 3.0, 0.0),
+        ("tp=4", "forward", "fail", loss, 1.0, 1e-9),
+    ]
+    columns = ["case", "check", "verdict", "message", "worst_error", "worst_allowed"]
+    both, drift = bugs(pd.DataFrame(rows, columns=columns))
+    assert (both.case, both.check, [*both.others]) == ("tp=2", "update", ["forward", "ledger"])
+    assert (drift.check, drift.follows) == ("replicas", "")
+    names = ("tp=2", "merge", "fail", six("loss in step 0: loss/0", "merge"), math.nan, math.nan)
+    assert bugs(pd.DataFrame([*rows, names], columns=columns))[0].check == "merge"  # before any number
+
+
+def test_replicas_that_rounding_sets_apart_do_not_explain_a_gross_error() -> None:
+    wrong = {W1: truth()[W1] * 5}
+    first, second = (outcome_of(rank, {**truth(), **wrong}) for rank in range(2))
+    second["loss/0"] = torch.nextafter(second["loss/0"], torch.tensor(torch.inf, dtype=torch.float64))
+    seen = evidence(first, second)
+    gross, drift = told_by(seen, "parameter_gradients"), told_by(seen, "replicas")
+    assert gross[3] == "first:  backward of layers.0.mlp.w1 in step 0: grad/layers.0.mlp.w1.weight"
+    assert gross[4].startswith("causes: it is 5 x the truth")
+    assert drift[3].startswith("first:  loss in step 0: loss/0")
+    assert drift[4].startswith("causes: every rank's is right but for its last bits")
+    alone = told_by(replace(planted(wrong), repeats=(seen.outcomes,)), "determinism")
+    assert alone[4].startswith("causes: uninitialised memory") and "apart by" in alone[2]
+
+
+@pytest.mark.parametrize("form", [lambda tensor: tensor, lambda tensor: Shard(tensor, (0,), (6,))])
+def test_values_whose_mean_is_the_truth_were_never_averaged(form: Callable[[torch.Tensor], Any]) -> None:
+    name, apart = "grad/layers.0.mlp.w2.bias", drawn(6)
+    outcomes = [{name: form(truth()[name] + sign * apart)} for sign in (1, -1)]
+    seen = evidence(*outcomes, case=case("mode=tp dp=2 tp=1"), events=(), expectation=None)
+    (cause,) = explanation_of(seen, {"replicas": examine(seen)["replicas"]}).causes
+    assert (cause.id, cause.words.rpartition(": ")[2]) == ("not_averaged", "never averaged over dp")
+    other = evidence({name: truth()[name] + apart}, {name: truth()[name]}, case=case("mode=tp dp=2 tp=1"), events=())
+    assert "not_averaged" not in ids_of(other)
+
+
+def test_a_rank_that_holds_nothing_is_neither_right_nor_wrong() -> None:
+    name, true = "grad/layers.0.mlp.w2.bias", truth()
+    parts = (true[name][:3] + 1, true[name][3:] + 1, true[name][6:])
+    outcomes = ({name: Shard(part, (start,), (6,))} for part, start in zip(parts, (0, 3, 6), strict=True))
+    seen = evidence(*outcomes, case=case("mode=tp dp=3 tp=1"), events=(), expectation=None)
+    findings = {"parameter_gradients": examine(seen)["parameter_gradients"]}
+    assert explanation_of(seen, findings).first.beside == ("wrong on ranks 0 1; rank 2 holds no element of it",)
+
+
+def test_a_broken_law_of_calls_is_said_with_module_and_line() -> None:
+    exchange = a_term(phase="forward", region="layers.0.mlp", op="all_to_all", reduce_op="", calls=2)
+    back = a_term(phase="backward", region="head")
+    calls = tuple(replace(event, needs_gradient=True) for event in events((exchange, back)))
+    seen = planted({W1: truth()[W1] * 5}, events=calls, expectation=None)
+    said = "4 all-to-alls of 1536 B over tp go forward and 0 of 0 B backward: each must have its conjugate, "
+    said += "module layers.0.mlp, at model.py:7"
+    place = f"first:  backward of layers.0.mlp: {W1}; in the ledger: {said}"
+    assert told_by(seen, "parameter_gradients")[3] == place
+    assert told_by(seen, "ledger")[0] == f"what:   {said} (check ledger)"
