@@ -36,6 +36,7 @@ from harness.errors import (
     ranks_text,
 )
 from harness.ledger import Observer
+from harness.torch_internals.compiler import leave_uncompiled, share_compiled
 from harness.torch_internals.modes import keep_device_guard
 from harness.torch_internals.world import leave_world
 
@@ -65,6 +66,7 @@ class InprocEngine(Engine):
 
     def __init__(self) -> None:
         keep_device_guard()
+        share_compiled()
         self._threads = RankThreads()
         weakref.finalize(self, self._threads.end)
         self._streams = CallerStreams()
@@ -78,6 +80,7 @@ class InprocEngine(Engine):
         self._require_open()
         parts = intervention or Intervention()
         self.unwaited = ()
+        leave_uncompiled()
         places: Sequence[Namespace] = ()
         if request.per_rank:
             from harness.engines.threads.state.module_state import namespaces_of  # noqa: PLC0415
