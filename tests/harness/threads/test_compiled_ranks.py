@@ -102,8 +102,7 @@ def test_compiled_data_parallel_training_has_the_calls_of_plain_training(
         outer = Trained(lambda model: torch.compile(DistributedDataParallel(model), backend=count), truth)
         assert calls(proved(outer, "dp=2")) == plain
         inner = Trained(
-            lambda model: DistributedDataParallel(torch.compile(model, backend=count, fullgraph=True)),
-            truth,  # type: ignore[arg-type]
+            lambda model: DistributedDataParallel(torch.compile(model, backend=count, fullgraph=True)), truth
         )
         assert calls(proved(inner, "dp=3")) == calls(proved(Trained(DistributedDataParallel, truth), "dp=3"))
     assert count.graphs >= 2
