@@ -62,11 +62,15 @@ class WorkerReport:
 
 
 class Standing(NamedTuple):
-    """Where a rank stands: whether its innermost frame waits for a call, and the user's line and stack if known."""
+    """Where a rank stands: whether its innermost frame waits for a call, and the user's line and stack if known.
+
+    `stopped`: whether a signal has stopped its process.
+    """
 
     in_wait: bool = False
     caller: str = ""
     stack: tuple[str, ...] = ()
+    stopped: bool = False
 
 
 def packed(value: object) -> bytes:

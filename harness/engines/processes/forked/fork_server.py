@@ -99,11 +99,20 @@ class ForkServer:
         self.died: dict[int, int] = {}
         self._ready = False
 
+    def await_ready(self, alive: Callable[[], object] = str) -> None:
+        """Wait until it has imported everything, and call `alive` now and then. Raises MachineError."""
+        until_s = time.monotonic() + _START_S
+        while not self._ready:
+            alive()
+            with suppress(OSError):  # `_expect` says that it has ended
+                if not self.pipe.poll(_LOOK_S) and time.monotonic() < until_s:
+                    continue
+            self._expect("ready", _LOOK_S)
+            self._ready = True
+
     def fork(self) -> Worker:
         """A new worker. Raises MachineError when the server does not answer."""
-        if not self._ready:
-            self._expect("ready", _START_S)
-            self._ready = True
+        self.await_ready()
         ours, theirs = socket.socketpair()
         file = anonymous_file()
         try:
