@@ -248,8 +248,9 @@ class Supervisor:
         standing = self._standing.get(rank, Standing())
         inside, after = self._matcher.inside(rank), f"last call {call_text(last)}" if last is not None else ""
         if result is not None and result.error is not None:
-            if inside is not None and _PEER_GONE.search(result.detail):
-                return position_in_call(inside, "waits in", inside.recorded.caller)
+            lost = inside or (last if last is not None and not last.event.done else None)
+            if lost is not None and _PEER_GONE.search(result.detail):
+                return position_in_call(lost, "waits in", lost.recorded.caller)
             return Position(rank=rank, state="raised", detail=result.detail, caller=result.caller)
         if (met := self._matcher.at_mismatch.get(rank)) is not None:
             waits = met is last and result is None and end is None

@@ -1,6 +1,7 @@
 """A rank of a composed case that ends badly: it is named with its place, and what the others waited for."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -8,10 +9,11 @@ from harness.engines.processes.forked.pool import PoolEngine
 from harness.errors import ProgramError, RankCrashed, RankDied, RankRaised, ShardproofError, Stalled
 from harness.running.ranks.execution import execute
 from harness.subject import case_of, named
+from tests.harness.processes.test_torchrun import torchrun
 
 STAGES = "pp=2 cp=2 tp=1 zero=1 micro=2"
 EXPERTS = "ep=2 dp=2 tp=1 experts=2"
-HERE = r"tests/harness/processes/composed\.py:\d+ in end"
+HERE = r"\S*tests/harness/processes/composed\.py:\d+ in end"
 WAITS = {
     STAGES: {0: "send #5 of pp (0 2)", 1: "send #5 of pp (1 3)", 2: "send #18 of cp (2 3)"},
     EXPERTS: {0: "all_gather #2 of etp_ep (0 1)"},
@@ -49,3 +51,15 @@ def test_the_rank_its_place_and_what_the_others_waited_for_are_named(pool: PoolE
     *others, ended = found.positions
     assert {other.rank: other.call for other in others if other.state == "waits in"} == WAITS[case], found
     assert ended.caller, "the line where it ended, or its last call"
+
+
+@pytest.mark.deep("15 CPU seconds each: four processes that a launcher starts")
+@pytest.mark.parametrize("kind", ENDINGS)
+def test_the_same_is_named_under_torchrun(tmp_path: Path, kind: str) -> None:
+    words = ["run", STAGES, "--subject", f"tests.harness.processes.composed:{kind}", "--engine", "torchrun"]
+    _status, out, err = torchrun(tmp_path, 4, "-m", "shardproof", *words, "--timeout", "3", "--when", "0")
+    what = next((line for line in out.splitlines() if line.startswith("what:")), out + err)
+    assert re.search(ENDINGS[kind][1].format(last=3, size=4), what), what
+    first = next(line for line in out.splitlines() if line.startswith("first:"))
+    for rank, call in WAITS[STAGES].items():
+        assert f"rank {rank}: waits in {call}" in first, first
