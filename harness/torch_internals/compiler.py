@@ -28,6 +28,8 @@ _CALLED_BACK = tuple(f"harness.{part}." for part in ("engines", "recording", "ru
 """Modules of this package that torch calls back, by the beginnings of their names."""
 _SHARED = 1024
 """Ranks and runs of a process that may compile a function each for themselves."""
+_COMPILERS = "/torch/_dynamo/", "/torch/_inductor/"
+_CALLERS = "/eval_frame.py", "/external_utils.py", "/decorators.py", "/output_code.py", "/utils.py", "/runtime/"
 _FUNCTIONS = FunctionType, staticmethod, classmethod, type(functools.cache(len))
 """Kinds of functions; all but the first are around another one, their `__wrapped__`."""
 
@@ -121,6 +123,11 @@ def when_loaded(call: Callable[[], None]) -> None:
     _LOADING.waiting[call] = None
     if _LOADING not in sys.meta_path:
         sys.meta_path.insert(0, _LOADING)
+
+
+def is_compiler(file: str) -> bool:
+    """Whether code of this file compiles, or loads the compiler; what calls compiled code is in the same folders."""
+    return any(folder in file for folder in _COMPILERS) and not any(part in file for part in _CALLERS)
 
 
 def share_compiled() -> None:

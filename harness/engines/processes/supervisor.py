@@ -36,6 +36,8 @@ from harness.errors import (
 
 _STILL_S = 0.25
 """How long no rank may have issued a call before it is checked whether any rank still can."""
+_COMPILES, _COMPILED_S = 10, 5.0
+"""How many times its limit a run may take when ranks compile, and how long before it is looked again."""
 _PEER_GONE = re.compile(r"closed by peer|reset by peer|Broken pipe|Connection refused|remote (?:error|process)", re.I)
 
 
@@ -91,8 +93,9 @@ class Workers(ABC):
 class Supervisor:
     """A run of some workers; `results` waits for its end."""
 
-    def __init__(self, workers: Workers, timeout_s: float) -> None:
+    def __init__(self, workers: Workers, timeout_s: float, alive: Callable[[], object] = str) -> None:
         self._workers = workers
+        self._alive = alive
         self._timeout_s = timeout_s
         self._matcher = TraceMatcher(workers.calls)
         self._ranks = range(len(workers.calls))
@@ -119,7 +122,7 @@ class Supervisor:
 
     def _follow(self, end_s: float) -> None:
         """Listen until all have ended, one has failed, ranks disagree, none can go on, or the time is over."""
-        workers = self._workers
+        workers, latest_s = self._workers, end_s + (_COMPILES - 1) * self._timeout_s
         while workers.pending() and not self._failed():
             left_s = end_s - time.monotonic()
             workers.listen(min(workers.look_s, max(left_s, 0.0)))
@@ -128,10 +131,18 @@ class Supervisor:
                 return
             if left_s <= 0 and workers.pending() and not self._failed():
                 self._late = self._waiting()  # before it is looked where ranks stand: a stopped one goes on for that
+                if time.monotonic() < latest_s and self._compiles():
+                    self._late, end_s = None, min(time.monotonic() + _COMPILED_S, latest_s)
+                    self._alive()
+                    continue
             if left_s <= 0:
                 return
             if workers.pending() and not self._failed() and self._stuck():
                 return
+
+    def _compiles(self) -> bool:
+        """Whether a rank compiles, which is no part of the limit."""
+        return any(standing.compiles for standing in self._workers.locate().values())
 
     def _failed(self) -> bool:
         """Whether a rank has died, raised, or could not begin, or all are being ended from outside."""

@@ -90,6 +90,7 @@ class InprocEngine(Engine):
             state = PerRankState(request.world_size, request.seed, places, self._streams)
             threads = self._threads.take(request.world_size)
             run = _Run(request, threads, state, observer, parts)
+            run.scheduler.alive = self.alive
             try:
                 results = run.results(enter)
                 self.unwaited = run.matcher.unwaited()

@@ -113,6 +113,17 @@ def test_a_rank_that_hangs_is_told_at_the_limit_with_its_line(engine: Engine) ->
         assert "in _end" in runs.stack[0] and "in calls_then" in runs.stack[1] and waits.stack
 
 
+def test_time_that_a_rank_compiles_is_no_part_of_the_limit(engine: Engine) -> None:
+    """The engine says meanwhile that it is alive: else the process of the case would be ended from outside."""
+    said: list[float] = []
+    engine.alive = lambda: said.append(time.monotonic())
+    try:
+        assert engine.run(programs.compiles, 2.0, world_size=2, timeout_s=1.2) == [2.0, 2.0]
+    finally:
+        engine.alive = str
+    assert said
+
+
 def test_wrong_requests_are_refused_and_so_is_a_closed_engine(engine: Engine) -> None:
     for words, text in (
         ({"world_size": 0}, "world_size 0: must be at least 1; legal: 2"),

@@ -105,7 +105,7 @@ class _Pool:
         reusable = False
         try:
             workers = _ForkedWorkers(processes, order)
-            supervisor = Supervisor(workers, request.timeout_s)
+            supervisor = Supervisor(workers, request.timeout_s, alive)
             values = supervisor.results()
             reports = [report for report in workers.reports if report is not None]
             self._connection += sum(report.kept_groups > _MOST_KEPT for report in reports)

@@ -20,6 +20,7 @@ from harness.engines.processes.flight_recorder import RECORDER_BYTES
 from harness.engines.processes.forked.fork_server import Worker
 from harness.engines.processes.messages import Standing
 from harness.engines.processes.waits import is_waiting
+from harness.torch_internals.compiler import is_compiler
 
 _SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 _LINE = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
@@ -71,6 +72,7 @@ def standings(workers: Sequence[Worker], limit_s: float) -> list[Standing]:
             next((str(frame) for frame in stack if is_user(frame.file)), ""),
             tuple(map(str, stack)),
             halted,
+            any(is_compiler(frame.file) for frame in stack),
         )
         for stack, halted in zip(stacks, stopped, strict=True)
     ]
