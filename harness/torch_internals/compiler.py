@@ -164,7 +164,7 @@ class Eager:
         when_loaded(self._set)
 
     def end(self) -> None:
-        """What `begin` began is over."""
+        """Take one `begin` back."""
         self._begun -= 1
         if not self._begun and self._stance is not None:
             self._stance.__exit__(None, None, None)

@@ -2,9 +2,9 @@
 
 A run ends badly in one of six ways, and the first that explains the others is raised. Ranks issued different calls; a
 rank's process ended; a rank raised (an exception that only reports that a peer is gone comes last). No rank can go on
-(all that have not finished wait in calls that some rank has not issued). The time limit was reached while all others
-had long waited for a rank that runs, sleeps or is stopped, or while ranks were at work. Times are seconds; every wait
-is bounded.
+(all that have not finished wait in calls that some rank has not issued). All others have long waited for a rank that
+runs, sleeps or is stopped, or the time limit was reached while ranks were at work. Times are seconds; every wait is
+bounded.
 """
 
 import re

@@ -27,7 +27,7 @@ _Line = tuple[int, str]
 _FIRST, _LAST = 10_000, 100
 """Different lines of a case that are shown as they come, and at its end."""
 _CHARACTERS = 4_000_000
-"""Together the first lines have at most so many."""
+"""The length of the first lines together is at most this."""
 _LONGEST = 4_000
 """Characters of text without a line feed that wait for one, and of a line among the last."""
 _LOGGED = re.compile(r"^(?:\[rank\d+\]:)?([VDIWEC])\d{4} \d\d:\d\d:\d\d\.\d+ \d+ ")

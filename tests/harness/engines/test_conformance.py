@@ -115,13 +115,13 @@ def test_a_rank_that_hangs_is_told_at_the_limit_with_its_line(engine: Engine) ->
 
 def test_time_that_a_rank_compiles_is_no_part_of_the_limit(engine: Engine) -> None:
     """The engine says meanwhile that it is alive: else the process of the case would be ended from outside."""
-    said: list[float] = []
-    engine.alive = lambda: said.append(time.monotonic())
+    signs: list[float] = []
+    engine.alive = lambda: signs.append(time.monotonic())
     try:
         assert engine.run(programs.compiles, 2.0, world_size=2, timeout_s=1.2) == [2.0, 2.0]
     finally:
         engine.alive = str
-    assert said
+    assert signs
 
 
 def test_wrong_requests_are_refused_and_so_is_a_closed_engine(engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""What is computed depends neither on the number of processors or of torch's threads, nor on what ran before."""
+"""Results depend neither on the number of processors or of threads of torch, nor on cases that were proved before."""
 
 import json
 import os

@@ -128,8 +128,8 @@ def _parts(result: CaseResult) -> Iterator[bytes]:
         result.evidence.merged.tensors,
     ]
     for outcome in outcomes:
-        for name, held in sorted(outcome.items()):
-            for tensor in (held,) if isinstance(held, Tensor) else (block.local for block in held):
+        for name, value in sorted(outcome.items()):
+            for tensor in (value,) if isinstance(value, Tensor) else (block.local for block in value):
                 yield f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode()
                 yield tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     for verdict in result.verdicts:
