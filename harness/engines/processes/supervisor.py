@@ -101,7 +101,7 @@ class Supervisor:
         self._ranks = range(len(workers.calls))
         self._standing: Mapping[int, Standing] = {}
         self._quiet = (-1, 0.0)
-        self._late: Sequence[TracedCall | None] | None = None
+        self._late: tuple[Sequence[TracedCall | None], Sequence[int]] | None = None
 
     def results(self) -> list[Any]:
         """The values by rank. Raises how the run ended otherwise: see Engine.run."""
@@ -130,8 +130,9 @@ class Supervisor:
             if self._matcher.mismatch is not None:
                 return
             if left_s <= 0 and workers.pending() and not self._failed():
-                self._late = self._waiting()  # before it is looked where ranks stand: a stopped one goes on for that
-                if time.monotonic() < latest_s and self._compiles():
+                self._late = self._waiting(), workers.pending()
+                self._standing = workers.locate()  # for which a stopped rank goes on for a moment
+                if time.monotonic() < latest_s and any(standing.compiles for standing in self._standing.values()):
                     self._late, end_s = None, min(time.monotonic() + _COMPILED_S, latest_s)
                     self._alive()
                     continue
@@ -139,10 +140,6 @@ class Supervisor:
                 return
             if workers.pending() and not self._failed() and self._stuck():
                 return
-
-    def _compiles(self) -> bool:
-        """Whether a rank compiles, which is no part of the limit."""
-        return any(standing.compiles for standing in self._workers.locate().values())
 
     def _failed(self) -> bool:
         """Whether a rank has died, raised, or could not begin, or all are being ended from outside."""
@@ -190,11 +187,11 @@ class Supervisor:
 
     def _error(self) -> ShardproofError | None:
         """How the run ended badly; None when every rank has finished and every call is complete."""
-        workers, late = self._workers, self._workers.pending()
-        if late:
-            self._standing = workers.locate()
+        workers = self._workers
         if self._late is not None:
-            return self._of_time(self._late, late)
+            return self._of_time(*self._late)
+        if workers.pending():
+            self._standing = workers.locate()
         self._matcher.read()
         mismatch, raised, pending = self._matcher.mismatch, self._raised(), self._workers.pending()
         if mismatch is None and not pending and not self._failed():
