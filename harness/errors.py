@@ -8,6 +8,7 @@
     |   |-- RankCrashed        a rank ended its own process: a crash in native code, os._exit
     |   |-- NoNumbers          it looked at a number on an engine that has shapes alone: nothing is known of it
     |   |-- Desynchronised     the ranks do not issue the same calls: mismatch | skipped | deadlock
+    |   |-- Stalled            a rank does not come to its next call, and all others wait for it or have ended
     |   `-- Raced              a rank changed a tensor of a call in flight
     `-- MachineError        3  the machine failed
         |-- TimeLimit          the run did not end in time; says which rank ran, and at which line
@@ -31,10 +32,11 @@ _LISTED = 32
 class Position:
     """Where one rank stood.
 
-    `state`: "waits in" a call, "passed" the call in which ranks disagree, "finished", "raised", "died", "runs" outside
-    of calls, or "not started". `number` counts this rank's calls in `group` from 0 (-1: in no call); point-to-point
-    calls are counted apart. `detail` is what the call says (reduce op, dtype, shape), or the exception's text. `caller`
-    is "file:line in function" of the user's code; `stack` all such lines of a process, innermost first.
+    `state`: "waits in" a call, "passed" the call in which ranks disagree, "finished", "raised", "died", "not started".
+    Outside of calls it is "runs", or "is stopped" by a signal. `number` counts this rank's calls in `group` from 0 (-1:
+    in no call); point-to-point calls are counted apart. `detail` is what the call says (reduce op, dtype, shape), or
+    the exception's text. `caller` is "file:line in function" of the user's code; `stack` all such lines of a process,
+    innermost first.
     """
 
     rank: int
@@ -121,6 +123,13 @@ class Desynchronised(ProgramError):
     def __init__(self, cause: str, *, kind: str, ranks: Sequence[int], positions: Sequence[Position]) -> None:
         self.kind = kind
         super().__init__(cause, ranks=ranks, positions=positions)
+
+
+class Stalled(ProgramError):
+    """A rank ran, slept or was stopped until the time limit, and all others waited for it or had ended.
+
+    No rank had issued a call in the second half of the limit.
+    """
 
 
 class Raced(ProgramError):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from harness.checking.measures.measured import Measured
+from harness.checking.measures.measured import Measured, epsilon
 from harness.engines.engine import Unwaited
 from harness.ledger import Event
 from harness.outcome.merging import Flaw, Merged, Outcomes, against, merge

@@ -21,7 +21,7 @@ from harness.diagnosing.first_place import First, first_place
 from harness.diagnosing.hints import hint
 from harness.diagnosing.rank_causes import likely
 from harness.differences import Difference, but_for_bytes, differences
-from harness.errors import Desynchronised, ProgramError, RankCrashed, ShardproofError
+from harness.errors import Desynchronised, ProgramError, RankCrashed, ShardproofError, Stalled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +149,9 @@ def ended(error: ShardproofError) -> Diagnosis:
         words = "the ranks issued different calls, or not as many: the line above says where each stood"
     elif isinstance(error, RankCrashed):
         known, words = "crashed", "the subject ended the process of a rank: a crash in native code, or os._exit"
+    elif isinstance(error, Stalled):
+        known = "stalled"
+        words = "a rank loops, sleeps or is stopped at the line above, or needs more time for what it does there"
     elif isinstance(error, ProgramError):
         known, words = "raised", "the subject raised: the line above says where each rank stood"
     else:

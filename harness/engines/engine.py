@@ -54,12 +54,14 @@ class Engine(ABC):
 
     `name` is the word that chooses it on the command line. `remote`: ranks live in other processes, so that programs
     and results are pickled and no observer is called here. `unwaited` are the works of the last run that were never
-    waited for, by rank, in the order of issue.
+    waited for, by rank, in the order of issue. `alive` is called while a run takes time that its limit does not count,
+    such as starts of processes.
     """
 
     name: str
     remote: bool
     unwaited: tuple[Unwaited, ...] = ()
+    alive: Callable[[], object] = staticmethod(str)
     _closed = False
 
     def run(

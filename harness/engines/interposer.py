@@ -28,6 +28,7 @@ from harness.engines.calls.reading import OperatorCall, reader, tensors_in
 from harness.errors import MachineError
 from harness.ledger import OTHER, Call, Observer, notify_waited
 from harness.torch_internals.backends import fake_group
+from harness.torch_internals.compiler import leave_uncompiled
 from harness.torch_internals.lookup import tested_span
 from harness.torch_internals.operators import BACKEND_SELECT, Add, has_kernel, kernels, operator_names
 
@@ -82,6 +83,7 @@ class Interposer:
             self._names = set()
             self.add_operators()
             self._probe()
+            leave_uncompiled()
             token = _ENTERED.set(self)
             installed.callback(_ENTERED.reset, token)
             self._installed = installed.pop_all()

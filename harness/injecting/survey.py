@@ -12,13 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from harness.checking.checks import CHECKS, Check
 from harness.checking.evidence import FAIL, PASS, Evidence, Finding
 from harness.checking.repeats import same_outcomes
 from harness.engines.engine import Engine
 from harness.engines.faults.disturbance import Disturbance
+from harness.engines.one_thread import one_thread
 from harness.engines.threads.intervention import Intervened, Intervention
 from harness.errors import MachineError, ProgramError, RequestError, TimeLimit
 from harness.faults import Fault, RankCallIndex, Target, faults_of
@@ -91,14 +90,10 @@ def survey(
     given = named(subject)
     known = reference or reference_of(given, engine, timeout_s)
     trial = Trial(case=case, subject=given, engine=engine, reference=known, device=device, timeout_s=timeout_s)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         clean = _undisturbed(trial, checks)
         asked = faults_of(clean.events, case.axes) if faults is None else tuple(faults)
         return [_result(trial, fault, clean, rules, first_only) for fault in asked]
-    finally:
-        torch.set_num_threads(threads)
 
 
 def unproved(results: Iterable[FaultResult]) -> list[Unproved]:

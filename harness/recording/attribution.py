@@ -50,8 +50,7 @@ class Attribution:
         self._look: Look = ()
         self._counts: dict[tuple[int, bool], int] = {}
         self._replays: dict[str, int] = {}  # the first replay of a graph in this step
-        self.pending: list[Waiting] = []
-        self._unsure: dict[int, str] = {}  # doubts about the phase of calls
+        self.pending, self._unsure = list[Waiting](), dict[int, str]()  # the latter: doubts about the phase of calls
         self._updates_gather: bool | None = None  # whether the first update gathered parameters, once it is over
         self.updates = self._backward_of = 0  # steps known by the parameters alone; micro-batch of the latest backward
         self.returned: set[tuple[int, int]] = set()  # steps and micro-batches whose forward a backward followed

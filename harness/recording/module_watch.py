@@ -16,15 +16,8 @@ from harness.recording.annotations import overridden
 from harness.recording.enclosing import around, kept_by, quiet_since
 from harness.recording.graphs import Captured, Graphs
 from harness.recording.observations import LEAF, OUTSIDE, Entered, Issued, Left, Looks
-from harness.torch_internals.autograd import (
-    current_node,
-    current_task,
-    defined_in,
-    next_number,
-    nodes_of,
-    not_compiled,
-    number_of,
-)
+from harness.torch_internals.autograd import current_node, current_task, defined_in, next_number, nodes_of, number_of
+from harness.torch_internals.compiler import not_compiled
 
 Emit = Callable[[tuple[Any, ...]], object]
 OnInput = Callable[["ThreadWatch", nn.Module, tuple[Any, ...], Mapping[str, Any]], object]

@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from harness.checking.checks import CHECKS, LAWS, Check
 from harness.checking.evidence import FAIL, SKIP, UNKNOWN, Finding, Verdict
 from harness.engines.engine import Engine
+from harness.engines.one_thread import one_thread
 from harness.errors import MachineError, NoNumbers, NotComputed, ProgramError, ShardproofError
 from harness.protocols import CaseLike, Subject, case_text
 from harness.running.judging import judged
@@ -87,14 +86,11 @@ def prove(
     leave_unloaded()
     if checks is CHECKS and truth_of(given) is not None:  # laws for a truth of the subject's own: ours is tested
         checks = {**CHECKS, **LAWS}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # on small tensors more threads only wait for each other, above all beside other work
     try:
-        return _proved(trial, checks, options, explain=explain)
+        with one_thread():
+            return _proved(trial, checks, options, explain=explain)
     except (ProgramError, MachineError) as error:
         return replace(ended_by(trial.case, trial.subject.name, error, options), seconds=trial.seconds)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _proved(trial: Trial, checks: Mapping[str, Check], options: str, *, explain: bool) -> CaseResult:

@@ -81,19 +81,6 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(getattr(module, "_forward_hooks", True) or getattr(module, "_forward_pre_hooks", True))
 
 
-def not_compiled(code: CodeType) -> None:
-    """Keep torch.compile from starting at frames of this code: it starts at the first that is not torch's own.
-
-    Uses torch._C._dynamo.eval_frame. Where that is missing, torch.compile traces the frame, and what it compiles is
-    called without being watched.
-    """
-    with contextlib.suppress(AttributeError):
-        frames: Any = torch._C._dynamo.eval_frame
-        frames.set_code_exec_strategy(
-            code, frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
-        )
-
-
 def defined_in(function: Any) -> CodeType:
     """The code of the function that a function defines and returns."""
     return next(constant for constant in function.__code__.co_consts if isinstance(constant, CodeType))

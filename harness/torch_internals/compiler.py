@@ -1,13 +1,18 @@
-"""torch's compiler left unloaded where nothing is compiled: the first optimizer or checkpoint loads it, in a second.
+"""torch's compiler left unloaded where nothing is compiled, and kept from compiling this package where it is loaded.
 
-Both mark for it what is not to be compiled. Until something else loads it (torch.compile) they are called without
-these marks, then as torch has them.
+The first optimizer or checkpoint would load it, in a second. Both mark for it what is not to be compiled. Until
+something else loads it (torch.compile) they are called without these marks, then as torch has them.
+
+torch calls back into this package from compiled code: groups and works, hooks, kernels, worlds. The compiler would
+start at these frames too: they are none of the program's, and it does not know the objects in them.
 """
 
+import contextlib
 import functools
-import importlib
+import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -19,6 +24,14 @@ _INSTEAD = "__dynamo_disable"
 """Where torch keeps what it calls in place of a function that is never to be compiled."""
 _STEP = "_use_grad"
 """The name of the function that torch wraps around the step of its optimizers."""
+_CALLED_BACK = tuple(f"harness.{part}." for part in ("engines", "recording", "running", "torch_internals"))
+"""Modules of this package that torch calls back, by the beginnings of their names."""
+_SHARED = 1024
+"""Ranks and runs of a process that may compile a function each for themselves."""
+_COMPILERS = "/torch/_dynamo/", "/torch/_inductor/"
+_CALLERS = "/eval_frame.py", "/external_utils.py", "/decorators.py", "/output_code.py", "/utils.py", "/runtime/"
+_FUNCTIONS = FunctionType, staticmethod, classmethod, type(functools.cache(len))
+"""Kinds of functions; all but the first are around another one, their `__wrapped__`."""
 
 
 class _Unloaded:
@@ -60,6 +73,140 @@ def leave_unloaded() -> None:
         step = vars(kind).get("step") if isinstance(kind, type) and issubclass(kind, Optimizer) else None
         if step is not None and getattr(getattr(step, "__code__", None), "co_name", "") == _STEP:
             kind.step = _unbroken(step)
+
+
+def not_compiled(code: CodeType) -> None:
+    """Keep torch.compile from starting at frames of this code: it starts at the first that is not torch's own.
+
+    Uses torch._C._dynamo.eval_frame. Where that is missing, torch.compile traces the frame, and what it compiles is
+    called without being watched.
+    """
+    with contextlib.suppress(AttributeError):
+        frames: Any = torch._C._dynamo.eval_frame
+        frames.set_code_exec_strategy(
+            code, frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+        )
+
+
+class _Loading:
+    """The first finder of modules until the compiler is loaded, and then gone: it calls what waits for that."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[Callable[[], None], None] = {}
+
+    def find_spec(self, name: str, _path: object = None, _target: object = None) -> Any:
+        """The compiler's own spec, whose loader calls what waits; None for any other module."""
+        if name != _COMPILER:
+            return None
+        sys.meta_path.remove(self)
+        spec: Any = importlib.util.find_spec(name)
+        if spec is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: object) -> None:
+                execute(module)
+                for call in self.waiting:
+                    call()
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+
+_LOADING = _Loading()
+
+
+def when_loaded(call: Callable[[], None]) -> None:
+    """Call it when the compiler is loaded: now, or once when something loads it."""
+    if _COMPILER in sys.modules:
+        call()
+        return
+    _LOADING.waiting[call] = None
+    if _LOADING not in sys.meta_path:
+        sys.meta_path.insert(0, _LOADING)
+
+
+def is_compiler(file: str) -> bool:
+    """Whether code of this file compiles, or loads the compiler; what calls compiled code is in the same folders."""
+    return any(folder in file for folder in _COMPILERS) and not any(part in file for part in _CALLERS)
+
+
+def share_compiled() -> None:
+    """Let each rank and run have as many graphs of a function as a process has: torch gives up after eight of them.
+
+    A program's own limits stay. Changes the defaults of recompile_limit and accumulated_recompile_limit in
+    torch._dynamo.config._config, where they are; a value that is set holds in its own thread alone.
+    """
+    when_loaded(_raise_limits)
+
+
+@functools.cache
+def _raise_limits() -> None:
+    entries = getattr(sys.modules[_COMPILER].config, "_config", {})
+    for name in ("recompile_limit", "accumulated_recompile_limit"):
+        if isinstance(getattr(entries.get(name), "default", None), int):
+            entries[name].default *= _SHARED
+
+
+class Eager:
+    """Compiled functions run as they are written between the first `begin` and the last `end`, which pair up.
+
+    A dispatch mode sees no operator in compiled code, and torch never compiles again what it has met under a mode. A
+    compiler that is loaded later is set when it is loaded. Uses torch.compiler.set_stance.
+    """
+
+    def __init__(self) -> None:
+        self._begun = 0
+        self._stance: Any = None
+
+    def begin(self) -> None:
+        """From here on nothing is compiled."""
+        self._begun += 1
+        when_loaded(self._set)
+
+    def end(self) -> None:
+        """Take one `begin` back."""
+        self._begun -= 1
+        if not self._begun and self._stance is not None:
+            self._stance.__exit__(None, None, None)
+            self._stance = None
+
+    def _set(self) -> None:
+        if self._begun and self._stance is None:
+            self._stance = torch.compiler.set_stance("force_eager")
+
+
+def leave_uncompiled() -> None:
+    """Keep torch.compile from starting at frames of this package; modules imported later take another call."""
+    _keep_uncompiled(len(sys.modules))
+
+
+@functools.lru_cache(maxsize=1)
+def _keep_uncompiled(_modules: int) -> None:
+    """Do it for the modules that there are now: as long as their number stays, they are the same."""
+    for name in list(sys.modules):
+        if name.startswith(_CALLED_BACK):
+            _keep_module_uncompiled(name)
+
+
+@functools.cache
+def _keep_module_uncompiled(name: str) -> None:
+    for value in list(vars(sys.modules[name]).values()):
+        if getattr(value, "__module__", None) == name:
+            for member in vars(value).values() if isinstance(value, type) else (value,):
+                for code in _codes(member):
+                    not_compiled(code)
+
+
+def _codes(member: Any) -> Iterator[CodeType]:
+    """The code of a function, a method or a property, of the functions that it defines and of those that it wraps."""
+    function = member.fget if isinstance(member, property) else member
+    while isinstance(function, _FUNCTIONS):
+        codes = [function.__code__] if isinstance(function, FunctionType) else []
+        while codes:
+            code = codes.pop()
+            codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+            yield code
+        function = getattr(function, "__wrapped__", None)
 
 
 def _never_compiled() -> list[Any]:

@@ -4,15 +4,34 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-DispatchMode = TorchDispatchMode
-"""Sees every operator of its thread. torch.utils._python_dispatch.TorchDispatchMode, which the documentation names."""
+from harness.torch_internals.compiler import Eager
+
+_eager = Eager()
+
+
+class DispatchMode(TorchDispatchMode):
+    """Sees every operator of its thread: while one is entered nothing is compiled, on any thread.
+
+    torch.utils._python_dispatch.TorchDispatchMode, which the documentation names.
+    """
+
+    def __enter__(self) -> Self:
+        _eager.begin()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        super().__exit__(*problem)
+        _eager.end()
+
+
 leaves: Callable[[Any], list[Any]] = _pytree.tree_leaves
 """The leaves of nested tuples, lists and dicts. torch.utils._pytree.tree_leaves."""
 mapped: Callable[[Callable[[Any], Any], Any], Any] = _pytree.tree_map

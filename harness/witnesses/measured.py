@@ -13,6 +13,7 @@ Outcomes are kept as digests, since witnesses must not change one bit. Times are
 """
 
 import hashlib
+import os
 import pickle
 import resource
 import sys
@@ -29,6 +30,7 @@ from torch import multiprocessing
 from torch.distributed import FileStore, PrefixStore
 
 from harness.engines.interposer import observing
+from harness.engines.one_thread import ONE_THREAD
 from harness.engines.processes.rank_program import run_rank
 from harness.engines.rank_environment import rank_device
 from harness.errors import MachineError
@@ -87,6 +89,7 @@ def main(word: str) -> int:
     left = folder / "job.pickle"
     job: SessionRequest = pickle.loads(left.read_bytes())
     left.unlink()
+    os.environ |= ONE_THREAD
     start, ended_well = multiprocessing.get_context("spawn"), True
     for world_size in dict.fromkeys(case.world_size for case in job.cases):
         count = sum(case.world_size == world_size for case in job.cases)

@@ -97,6 +97,7 @@ CAUSES: Mapping[str, str] = {
     # how a run ended without an outcome
     "raised": "the subject raised",
     "crashed": "the subject ended the process of a rank",
+    "stalled": "a rank did not come to its next call in time",
     "desynchronised": "ranks issued different calls",
     "shared_state": "ranks that are threads share the state of modules: the case passes on processes",
     "machine": "the machine failed or the time was up",

@@ -125,6 +125,7 @@ class FlightRecorder:
         _RECORD.pack_into(self._memory, place, time.monotonic(), number)
         self._count += 1
         self._put(_COUNT, self._count)
+        self._put(_WAITS, 0)
         self._put(_INSIDE, 0 if is_async else self._count)
 
     def _add(self, key: tuple[object, ...], call: RecordedCall) -> int:

@@ -25,6 +25,7 @@ from torch.distributed import distributed_c10d as c10d
 from harness.engines.calls.callers import raised_at
 from harness.engines.calls.raised import behind
 from harness.engines.engine import Program
+from harness.engines.one_thread import use_one_thread
 from harness.engines.rank_environment import environment_of, in_environment, require_own_world
 from harness.errors import error_text
 from harness.torch_internals.world import redirected
@@ -62,7 +63,7 @@ def run_rank(
 @contextmanager
 def world(rank: int, world_size: int, store: Any, timeout_s: float, local_rank: int | None = None) -> Iterator[None]:
     """torch.distributed initialised as this rank, on one thread; nothing of it is left afterwards."""
-    torch.set_num_threads(1)
+    use_one_thread()
     limit = timedelta(seconds=timeout_s + _SLACK_S)
     backend = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() and torch.cuda.device_count() else "gloo"
     with in_environment(environment_of(rank, world_size, os.environ, local_rank)):

@@ -1,9 +1,10 @@
 """The supervisor of one run on workers: it follows their reports, deaths and recorded calls, and the clock.
 
-A run ends badly in one of five ways, and the first that explains the others is raised. Ranks issued different calls; a
+A run ends badly in one of six ways, and the first that explains the others is raised. Ranks issued different calls; a
 rank's process ended; a rank raised (an exception that only reports that a peer is gone comes last). No rank can go on
-(all that have not finished wait in calls that some rank has not issued), or the time limit was reached. Times are
-seconds; every wait is bounded.
+(all that have not finished wait in calls that some rank has not issued). All others have long waited for a rank that
+runs, sleeps or is stopped, or the time limit was reached while ranks were at work. Times are seconds; every wait is
+bounded.
 """
 
 import re
@@ -28,11 +29,15 @@ from harness.errors import (
     RankRaised,
     RequestError,
     ShardproofError,
+    Stalled,
     TimeLimit,
+    ranks_text,
 )
 
 _STILL_S = 0.25
 """How long no rank may have issued a call before it is checked whether any rank still can."""
+_COMPILES, _COMPILED_S = 10, 5.0
+"""How many times its limit a run may take when ranks compile, and how long before it is looked again."""
 _PEER_GONE = re.compile(r"closed by peer|reset by peer|Broken pipe|Connection refused|remote (?:error|process)", re.I)
 
 
@@ -88,13 +93,15 @@ class Workers(ABC):
 class Supervisor:
     """A run of some workers; `results` waits for its end."""
 
-    def __init__(self, workers: Workers, timeout_s: float) -> None:
+    def __init__(self, workers: Workers, timeout_s: float, alive: Callable[[], object] = str) -> None:
         self._workers = workers
+        self._alive = alive
         self._timeout_s = timeout_s
         self._matcher = TraceMatcher(workers.calls)
         self._ranks = range(len(workers.calls))
         self._standing: Mapping[int, Standing] = {}
         self._quiet = (-1, 0.0)
+        self._late: tuple[Sequence[TracedCall | None], Sequence[int]] | None = None
 
     def results(self) -> list[Any]:
         """The values by rank. Raises how the run ended otherwise: see Engine.run."""
@@ -115,12 +122,21 @@ class Supervisor:
 
     def _follow(self, end_s: float) -> None:
         """Listen until all have ended, one has failed, ranks disagree, none can go on, or the time is over."""
-        workers = self._workers
+        workers, latest_s = self._workers, end_s + (_COMPILES - 1) * self._timeout_s
         while workers.pending() and not self._failed():
             left_s = end_s - time.monotonic()
             workers.listen(min(workers.look_s, max(left_s, 0.0)))
             self._matcher.read()
-            if self._matcher.mismatch is not None or left_s <= 0:
+            if self._matcher.mismatch is not None:
+                return
+            if left_s <= 0 and workers.pending() and not self._failed():
+                self._late = self._waiting(), workers.pending()
+                self._standing = workers.locate()  # for which a stopped rank goes on for a moment
+                if time.monotonic() < latest_s and any(standing.compiles for standing in self._standing.values()):
+                    self._late, end_s = None, min(time.monotonic() + _COMPILED_S, latest_s)
+                    self._alive()
+                    continue
+            if left_s <= 0:
                 return
             if workers.pending() and not self._failed() and self._stuck():
                 return
@@ -172,7 +188,9 @@ class Supervisor:
     def _error(self) -> ShardproofError | None:
         """How the run ended badly; None when every rank has finished and every call is complete."""
         workers = self._workers
-        if self._workers.pending():
+        if self._late is not None:
+            return self._of_time(*self._late)
+        if workers.pending():
             self._standing = workers.locate()
         self._matcher.read()
         mismatch, raised, pending = self._matcher.mismatch, self._raised(), self._workers.pending()
@@ -190,10 +208,7 @@ class Supervisor:
             return self._of_raise(raised)
         if workers.terminated:
             return RankDied(workers.terminated, ranks=pending, positions=self._positions())
-        waiting = self._waiting()
-        if all(waiting[rank] is not None for rank in pending):
-            return self._desynchronised(of_deadlock([report is not None for report in workers.reports], waiting))
-        return self._of_time(waiting)
+        return self._of_time(self._waiting(), pending)
 
     def _raised(self) -> list[RankResult]:
         """The ranks that raised: in the order of time, but those that only report that a peer is gone last."""
@@ -213,12 +228,24 @@ class Supervisor:
         error.__cause__ = first.error
         return error
 
-    def _of_time(self, waiting: Sequence[TracedCall | None]) -> TimeLimit:
-        running = [rank for rank in self._workers.pending() if waiting[rank] is None]
-        places = [(rank, self._standing.get(rank, Standing()).caller) for rank in running]
-        words = ", ".join(f"rank {rank} runs" + (f" at {place}" if place else "") for rank, place in places)
-        text = f"no end within {self._timeout_s:g} s: {words or 'no rank was running'}"
-        return TimeLimit(text, ranks=running, positions=self._positions())
+    def _of_time(self, waiting: Sequence[TracedCall | None], pending: Sequence[int]) -> ShardproofError:
+        """These ranks have not ended: a deadlock, a rank for which all others wait, or too little time."""
+        running = [rank for rank in pending if waiting[rank] is None]
+        if not running:
+            return self._desynchronised(of_deadlock([rank not in pending for rank in self._ranks], waiting))
+        text = f"no end within {self._timeout_s:g} s: {', '.join(map(self._running, running))}"
+        others, quiet_s = [rank for rank in self._ranks if rank not in running], time.monotonic() - self._quiet[1]
+        if not others or quiet_s < self._timeout_s / 2:
+            return TimeLimit(text, ranks=running, positions=self._positions())
+        calls = sorted({call_text(call) for call in waiting if call is not None})
+        text += f"; for {quiet_s:.1f} s no rank issued a call, and rank {ranks_text(others)} "
+        text += f"waits in {', '.join(calls)}" if calls else "has ended"
+        return Stalled(text, ranks=running, positions=self._positions())
+
+    def _running(self, rank: int) -> str:
+        standing = self._standing.get(rank, Standing())
+        words = f"rank {rank} {'is stopped' if standing.stopped else 'runs'}"
+        return words + (f" at {standing.caller}" if standing.caller else "")
 
     def _positions(self) -> list[Position]:
         return [self._position(rank) for rank in self._ranks]
@@ -227,18 +254,22 @@ class Supervisor:
         report, last = self._workers.reports[rank], self._matcher.last[rank]
         result, end = (None if report is None else report.result), self._workers.died.get(rank)
         standing = self._standing.get(rank, Standing())
+        inside, after = self._matcher.inside(rank), f"last call {call_text(last)}" if last is not None else ""
         if result is not None and result.error is not None:
+            lost = inside or (last if last is not None and not last.event.done else None)
+            if lost is not None and _PEER_GONE.search(result.detail):
+                return position_in_call(lost, "waits in", lost.recorded.caller)
             return Position(rank=rank, state="raised", detail=result.detail, caller=result.caller)
         if (met := self._matcher.at_mismatch.get(rank)) is not None:
             waits = met is last and result is None and end is None
             return position_in_call(met, "waits in" if waits else "passed", met.recorded.caller, standing.stack)
         if result is not None:
             return Position(rank=rank, state="finished")
-        inside, after = self._matcher.inside(rank), f"last call {call_text(last)}" if last is not None else ""
         if end is not None:
             place = f"in {call_text(inside)}" if inside else after
             detail = "; ".join(part for part in (end.words, place) if part)
             return Position(rank=rank, state="died", detail=detail, caller=last.recorded.caller if last else "")
         if inside is not None:
             return position_in_call(inside, "waits in", inside.recorded.caller, standing.stack)
-        return Position(rank=rank, state="runs", detail=after, caller=standing.caller, stack=standing.stack)
+        state = "is stopped" if standing.stopped else "runs"
+        return Position(rank=rank, state=state, detail=after, caller=standing.caller, stack=standing.stack)

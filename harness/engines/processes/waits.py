@@ -130,9 +130,7 @@ class Waits:
 
     @contextmanager
     def waiting(self, number: int) -> Any:
-        """The rank waits for this work until the body ends."""
+        """The rank waits for this work until the body ends; where it raises, the rank goes on with its next call."""
         self._report(number)
-        try:
-            yield
-        finally:
-            self._report(0)
+        yield
+        self._report(0)

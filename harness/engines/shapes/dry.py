@@ -26,6 +26,7 @@ from harness.engines.calls.callers import raised_at
 from harness.engines.calls.raised import behind
 from harness.engines.engine import Engine, RunRequest
 from harness.engines.interposer import Interposer
+from harness.engines.one_thread import one_thread
 from harness.engines.rank_environment import environment_of, in_environment
 from harness.engines.threads.rank_threads import RankThread, nothing
 from harness.engines.threads.state.module_state import own_state
@@ -71,7 +72,7 @@ class DryEngine(Engine):
         if dist.is_initialized():
             rule = "torch.distributed is initialised in this process, and a dry rank brings a world of its own"
             raise RequestError(f"run: {rule}; legal: destroy_process_group() before")
-        with meta_device(), ExitStack() as watching:
+        with one_thread(), meta_device(), ExitStack() as watching:
             if observers:
                 watching.enter_context(Interposer(*observers))
             return [_result(request, rank) for rank in ranks]

@@ -15,9 +15,8 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from harness.engines.engine import Engine, RunRequest
+from harness.engines.one_thread import one_thread
 from harness.engines.threads.heap import Heap
 from harness.engines.threads.intervention import Intervention
 from harness.engines.threads.matcher import Race
@@ -37,6 +36,7 @@ from harness.errors import (
     ranks_text,
 )
 from harness.ledger import Observer
+from harness.torch_internals.compiler import leave_uncompiled, share_compiled
 from harness.torch_internals.modes import keep_device_guard
 from harness.torch_internals.world import leave_world
 
@@ -66,6 +66,7 @@ class InprocEngine(Engine):
 
     def __init__(self) -> None:
         keep_device_guard()
+        share_compiled()
         self._threads = RankThreads()
         weakref.finalize(self, self._threads.end)
         self._streams = CallerStreams()
@@ -79,18 +80,18 @@ class InprocEngine(Engine):
         self._require_open()
         parts = intervention or Intervention()
         self.unwaited = ()
-        num_threads = torch.get_num_threads()
+        leave_uncompiled()
         places: Sequence[Namespace] = ()
         if request.per_rank:
             from harness.engines.threads.state.module_state import namespaces_of  # noqa: PLC0415
 
             places = namespaces_of(request.per_rank)
-        with installed() as enter, self._unmapped.recorded():
+        with one_thread(), installed() as enter, self._unmapped.recorded():
             state = PerRankState(request.world_size, request.seed, places, self._streams)
             threads = self._threads.take(request.world_size)
             run = _Run(request, threads, state, observer, parts)
+            run.scheduler.alive = self.alive
             try:
-                torch.set_num_threads(1)
                 results = run.results(enter)
                 self.unwaited = run.matcher.unwaited()
                 return results
@@ -99,7 +100,6 @@ class InprocEngine(Engine):
                 self._threads.give_back([thread for rank, thread in enumerate(threads) if rank not in stayed])
                 self.drew = state.drew
                 state.restore()
-                torch.set_num_threads(num_threads)
                 self._heap.settle()
 
     def _release(self) -> None:

@@ -28,6 +28,7 @@ from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
+from harness.engines.one_thread import use_one_thread
 from harness.engines.threads.heap import share_one_arena
 from harness.torch_internals.modes import switches
 from harness.torch_internals.world import in_world_of, not_waited_for, rank_tables
@@ -94,6 +95,7 @@ class RankThread:
                 if self._job is None:
                     break
                 last: Callable[[], None] = nothing
+                use_one_thread()  # for every job: the program before may have chosen another number
                 try:
                     last = contextvars.Context().run(self._job)
                 finally:
@@ -209,7 +211,7 @@ def followed(left: Callable[[Any], None]) -> Iterator[None]:
             run, context = thread.run, copy_context()
 
             def as_rank() -> None:
-                vars(thread).pop("run")  # it refers to the thread
+                vars(thread).pop("run", None)  # it refers to the thread
                 with suppress(Aborted):
                     context.run(_as_rank, tables, left, run)
 
@@ -240,6 +242,7 @@ def followed(left: Callable[[Any], None]) -> Iterator[None]:
 
 
 def _as_rank(tables: Any, left: Callable[[Any], None], function: Callable[..., Any], *args: Any, **words: Any) -> Any:
+    use_one_thread()
     with in_world_of(tables):
         try:
             return function(*args, **words)

@@ -22,9 +22,12 @@ import torch
 
 from harness.engines.threads.rank_threads import Aborted, RankThread, Stillness, nothing, taken_lock
 from harness.engines.threads.state.rank_state import PerRankState
+from harness.torch_internals.compiler import is_compiler
 
 _GRACE_S = 0.5
 """How long a rank may take to unwind before its thread is abandoned."""
+_COMPILES = 10
+"""How many times its limit a run may take when ranks compile, which is no part of the limit."""
 _LISTEN_S = 0.5
 """How often the driver wakes up by itself: a Ctrl-C that comes just before it falls asleep does not wake it."""
 
@@ -53,7 +56,7 @@ class Scheduler:
 
     `idents` are the identities of the threads that act for the ranks, as threading.get_ident returns them. Of the
     threads of one rank one acts at a time: another takes over when that one is blocked or has ended. `guests` are the
-    ranks of which a thread waits to take over, each with the call of that thread in words.
+    ranks of which a thread waits to take over, each with the call of that thread in words. `alive` is the engine's.
     """
 
     def __init__(self, threads: Sequence[RankThread], state: PerRankState, timeout_s: float) -> None:
@@ -68,6 +71,7 @@ class Scheduler:
         self._stayed: tuple[int, ...] = ()
         self._state = state
         self._timeout_s = timeout_s
+        self.alive: Callable[[], object] = str
         self._ready = deque(range(world_size))
         self._turns = [taken_lock() for _ in range(world_size)]
         self._driver = taken_lock()
@@ -127,11 +131,17 @@ class Scheduler:
     def drive(self, body: Callable[[int], None]) -> RunEnd:
         """Start the ranks; return at the run's end, when no rank can go on, at a failure or at the time limit."""
         self._body = body
-        end_s = time.monotonic() + self._timeout_s
+        seen_s = time.monotonic()
+        end_s, latest_s = seen_s + self._timeout_s, seen_s + _COMPILES * self._timeout_s
         self._successor()()
         while not self._driver.acquire(timeout=max(0.0, min(_LISTEN_S, end_s - time.monotonic()))):
-            if time.monotonic() >= end_s:
+            now_s = time.monotonic()
+            if self._compiles():
+                end_s = min(end_s + now_s - seen_s, latest_s)
+                self.alive()
+            if now_s >= end_s:
                 return RunEnd.TIME
+            seen_s = now_s
         if self._halted:
             return RunEnd.HALTED
         return RunEnd.DONE if all(status is RankStatus.DONE for status in self.statuses) else RunEnd.STUCK
@@ -144,6 +154,15 @@ class Scheduler:
             self._turn_of(self._next())()
             if not self._driver.acquire(timeout=max(0.0, end_s - time.monotonic())):
                 return
+
+    def _compiles(self) -> bool:
+        """Whether a rank compiles now."""
+        frames = self.frames()
+        while any(frames):
+            if any(is_compiler(frame.f_code.co_filename) for frame in frames if frame):
+                return True
+            frames = [frame.f_back for frame in frames if frame]
+        return False
 
     def frames(self) -> list[FrameType | None]:
         """The innermost Python frame of every rank, None for those that have ended."""

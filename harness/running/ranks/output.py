@@ -5,11 +5,15 @@
             print("loss 0.5")
 
 A line is shown as soon as the first rank prints it. At the end one line counts the repeated lines and how often they
-were. A line that one rank prints three times is shown three times. Text without a line feed at its end is shown when it
-is flushed, and all is shown under a debugger. Ranks in processes of their own print as they do.
+were. A line that one rank prints three times is shown three times. Lines of torch's log are the same whatever rank,
+time and process they name. Text without a line feed at its end is shown when it is flushed, and all is shown under a
+debugger. Ranks in processes of their own print as they do.
+
+A case shows its first 10,000 lines and its last 100; between them lines are counted and not kept.
 """
 
 import logging
+import re
 import sys
 import threading
 from collections import Counter
@@ -20,6 +24,14 @@ from typing import Any
 
 _Line = tuple[int, str]
 """The place of a stream among the two, and the text."""
+_FIRST, _LAST = 10_000, 100
+"""Different lines of a case that are shown as they come, and at its end."""
+_CHARACTERS = 4_000_000
+"""The length of the first lines together is at most this."""
+_LONGEST = 4_000
+"""Characters of text without a line feed that wait for one, and of a line among the last."""
+_LOGGED = re.compile(r"^(?:\[rank\d+\]:)?([VDIWEC])\d{4} \d\d:\d\d:\d\d\.\d+ \d+ ")
+"""Beginning of a line of torch's log: rank, level and day, time, process; then follow file, line and message."""
 
 
 class _Printed:
@@ -48,8 +60,10 @@ def shown_once() -> Iterator[None]:
     finally:
         for handler in handlers:
             handler.setStream(handler.stream.under)
-        if summary := shown.summary():
-            err.under.write(f"{summary}\n")
+        for line in filter(None, (shown.summary(), shown.left_out())):
+            err.under.write(f"{line}\n")
+        for place, text in shown.last:
+            (out, err)[place].under.write(f"{text}\n")
 
 
 def _handlers() -> list[Any]:
@@ -63,11 +77,35 @@ def _handlers() -> list[Any]:
 
 
 class _Shown:
-    """The lines of a case: how often each was shown, and how often it was not."""
+    """The lines of a case: how often each was shown, and how often it was not; `last` are those after the first."""
 
     def __init__(self) -> None:
         self.shown: Counter[_Line] = Counter()
         self.repeated: Counter[_Line] = Counter()
+        self.last: dict[_Line, None] = {}
+        self._characters = self._later = 0
+
+    def is_one_of_the_first(self, line: _Line) -> bool:
+        """Whether this line is counted; else it is kept while it is one of the last."""
+        if line in self.shown:
+            return True
+        if len(self.shown) < _FIRST and self._characters + len(line[1]) <= _CHARACTERS:
+            self._characters += len(line[1])
+            return True
+        self._later += 1
+        kept = line[0], line[1][:_LONGEST]
+        self.last.pop(kept, None)
+        self.last[kept] = None
+        if len(self.last) > _LAST:
+            del self.last[next(iter(self.last))]
+        return False
+
+    def left_out(self) -> str:
+        """How many lines came after the first: "" when there were none."""
+        if not self._later:
+            return ""
+        rest = f"{self._later:,} more lines in all runs of the case"
+        return f"(the ranks printed {rest}; the last {len(self.last)} different ones follow)"
 
     def is_new(self, line: _Line, times: int) -> bool:
         """Count a line that a rank prints for the n-th time; whether no rank has in any run so far."""
@@ -105,10 +143,14 @@ class _Stream:
         *lines, rest = (before + text).split("\n")
         with self._lock:
             for line in lines:
-                mine.lines[self._place, line] += 1
-                if self._shown.is_new((self._place, line), mine.lines[self._place, line]):
-                    self.under.write(f"{line}\n")
-        if rest:
+                key = self._place, _LOGGED.sub(r"\1 ", line)
+                if self._shown.is_one_of_the_first(key):
+                    mine.lines[key] += 1
+                    if self._shown.is_new(key, mine.lines[key]):
+                        self.under.write(f"{line}\n")
+        if len(rest) > _LONGEST:
+            self.under.write(rest)
+        elif rest:
             mine.open[self._place] = self, rest
         return len(text)
 

@@ -16,7 +16,7 @@ from harness.checking.evidence import Evidence, Verdict
 from harness.diagnosing.diagnosis import ended, explanation_of
 from harness.diagnosing.failure_lines import repeat_command, site
 from harness.diagnosing.six_lines import crash
-from harness.errors import Desynchronised, Position, RankCrashed, RankDied, RankRaised, TimeLimit
+from harness.errors import Desynchronised, Position, RankCrashed, RankDied, RankRaised, Stalled, TimeLimit
 from harness.running.store import Store
 from reports.stored import failures
 from reports.stored.failures import bugs, simplest_first
@@ -64,6 +64,7 @@ STOOD = [
 SUBJECTS, MACHINES = "the subject did not finish", "the machine failed"
 WAITS = "a rank that waits for ever, too little time, or a machine that failed"
 ENDED = "the subject ended the process of a rank: a crash in native code, or os._exit"
+STALLS = "a rank loops, sleeps or is stopped at the line above, or needs more time for what it does there"
 SKIPS = "the ranks issued different calls, or not as many: the line above says where each stood"
 
 
@@ -73,6 +74,7 @@ SKIPS = "the ranks issued different calls, or not as many: the line above says w
         (RankRaised, SUBJECTS, "the subject raised: the line above says where each rank stood", "raised"),
         (partial(Desynchronised, kind="skipped"), SUBJECTS, SKIPS, "desynchronised"),
         (RankCrashed, SUBJECTS, ENDED, "crashed"),
+        (Stalled, SUBJECTS, STALLS, "stalled"),
         (TimeLimit, MACHINES, WAITS, "machine"),
         (RankDied, MACHINES, WAITS, "machine"),
     ],

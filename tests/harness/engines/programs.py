@@ -189,6 +189,17 @@ def _refuse(gradient: torch.Tensor) -> None:
     raise ValueError("no gradient wanted")
 
 
+def compiles(rank: int, seconds: float) -> float:
+    """A sum, before which rank 1 is for so long in code of the compiler, as far as its file says."""
+    file, names = "/torch/_inductor/compile_fx.py", {"sleep": time.sleep}
+    if rank == 1:
+        exec(compile("def compile_fx(seconds):\n    sleep(seconds)", file, "exec"), names)
+        names["compile_fx"](seconds)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return total.item()
+
+
 def forever(rank: int) -> None:
     if rank == 0:
         time.sleep(600)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from harness.engines.engine import Engine, Unwaited
-from harness.errors import Desynchronised, RankRaised, RequestError, ShardproofError, TimeLimit
+from harness.errors import Desynchronised, RankRaised, RequestError, ShardproofError, Stalled, TimeLimit
 from harness.running.engines import engine_named
 from tests.harness.engines import out_of_step, programs
 from tests.harness.engines.out_of_step import CASES, Case
@@ -44,7 +44,9 @@ def ended(
         with pytest.raises(ShardproofError) as problem:
             engine.run(program, *args, world_size=world_size, timeout_s=timeout_s)
         took.append(time.perf_counter() - start_s)
-    assert min(took) < (limit_s or LIMIT_S[engine.name]) + (timeout_s if isinstance(problem.value, TimeLimit) else 0)
+    assert min(took) < (limit_s or LIMIT_S[engine.name]) + (
+        timeout_s if isinstance(problem.value, TimeLimit | Stalled) else 0
+    )
     assert engine.run(programs.summed, world_size=2) == [programs.total(2)] * 2
     return problem.value
 
@@ -100,14 +102,27 @@ def test_a_rank_that_hangs_is_told_at_the_limit_with_its_line(engine: Engine) ->
     limit_s = 1.5 if engine.remote else 0.2
     error = ended(engine, programs.calls_then, "loop", timeout_s=limit_s)
     where = r"tests/harness/engines/programs\.py:\d+ in _end"
-    assert isinstance(error, TimeLimit) and error.exit_status == 3 and error.ranks == (1,)
+    kind, status = (Stalled, 1) if engine.remote else (TimeLimit, 3)
+    assert isinstance(error, kind) and error.exit_status == status and error.ranks == (1,)
     assert re.fullmatch(rf"no end within {limit_s} s: rank 1 (runs|is blocked) at {where}.*", error.cause)
     waits, runs = error.positions
     assert runs.state == "runs"
     if engine.remote:
         assert (waits.state, waits.number) == ("waits in", 1)
+        assert error.cause.endswith("and rank 0 waits in all_reduce #1 of world (0 1)")
         assert runs.detail == "last call all_reduce #0 of world (0 1)"
         assert "in _end" in runs.stack[0] and "in calls_then" in runs.stack[1] and waits.stack
+
+
+def test_time_that_a_rank_compiles_is_no_part_of_the_limit(engine: Engine) -> None:
+    """The engine says meanwhile that it is alive: else the process of the case would be ended from outside."""
+    signs: list[float] = []
+    engine.alive = lambda: signs.append(time.monotonic())
+    try:
+        assert engine.run(programs.compiles, 2.0, world_size=2, timeout_s=1.2) == [2.0, 2.0]
+    finally:
+        engine.alive = str
+    assert signs
 
 
 def test_wrong_requests_are_refused_and_so_is_a_closed_engine(engine: Engine) -> None:

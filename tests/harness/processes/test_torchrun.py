@@ -100,7 +100,7 @@ def test_what_goes_wrong_is_told_and_the_world_goes_on(tmp_path: Path) -> None:
     assert told["is_killed"]["seconds"] < 2
 
     assert told["world_size_3"]["error"] == "RequestError"
-    assert told["hangs"]["error"] == "TimeLimit"
+    assert told["hangs"]["error"] == "Stalled"
     assert "no end within 2 s: rank 1 runs at" in told["hangs"]["message"] and "in hangs" in told["hangs"]["message"]
     assert told["hangs"]["seconds"] < 6
 

@@ -6,7 +6,9 @@ import re
 import signal
 import sys
 import time
+import tracemalloc
 import warnings
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,61 @@ def test_a_handler_that_looks_for_standard_error_at_each_line_is_left_as_it_is(
     finally:
         LOG.removeHandler(logging.lastResort)
     assert capsys.readouterr().err.splitlines().count("logged") == 1
+
+
+def test_what_torch_logs_on_every_rank_is_shown_once_whatever_rank_time_and_process_it_names(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def logged(rank: int, level: str = "W", message: str = "no graph") -> str:
+        return f"[rank{rank}]:{level}112{rank} 12:00:0{rank}.12300{rank} {rank}77 torch/_dynamo/x.py:12] {message}"
+
+    with shown_once():
+        for rank in range(3):
+            with rank_output():
+                print(logged(rank), file=sys.stderr)
+                print(logged(rank).partition(":")[2], file=sys.stderr)  # as torch logs it without a world
+                print(logged(rank, "E"), logged(rank, message=f"rank {rank}"), sep="\n", file=sys.stderr)
+    lines = capsys.readouterr().err.splitlines()
+    own = [logged(rank, message=f"rank {rank}") for rank in range(3)]
+    assert lines[:-1] == [logged(0), logged(0).partition(":")[2], logged(0, "E"), *own]
+
+
+class Thrown:
+    """A stream that keeps nothing but the numbers of its lines and its last ones."""
+
+    def __init__(self) -> None:
+        self.count, self.end = 0, ""
+
+    def write(self, text: str) -> int:
+        self.count, self.end = self.count + text.count("\n"), (self.end + text)[-10_000:]
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing waits."""
+
+
+def test_memory_does_not_grow_with_what_ranks_print() -> None:
+    """The first 10,000 lines are shown, and the last; those between are counted, text without an end is shown.
+
+    Two ranks print 30,000 lines and the end of one without a line feed.
+    """
+    out, err, peaks = Thrown(), Thrown(), list[int]()
+    with redirect_stdout(out), redirect_stderr(err), shown_once():
+        tracemalloc.start()
+        for rank in range(2):
+            with rank_output():
+                for number in range(30_000):
+                    print(rank, "prints a line of its own:", number)
+                for _ in range(6_000):
+                    print(".", end="")
+                peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert max(peaks) < 8e6 and peaks[1] < peaks[0] * 1.1
+    assert 10_000 <= out.count < 10_200
+    assert (
+        "(the ranks printed 50,002 more lines in all runs of the case; the last 100 different ones follow)" in err.end
+    )
+    assert "\n1 prints a line of its own: 29999\n" in out.end
 
 
 def test_others_than_ranks_and_lines_that_are_flushed_pass(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.errors import MachineError
-from harness.torch_internals import autograd, lookup, memory, modes, world
+from harness.torch_internals import autograd, compiler, lookup, memory, modes, world
 from harness.torch_internals.lookup import found
 from reports.commands import cli
 from tests.harness.recording.toy_calls import recorded
@@ -128,4 +128,4 @@ def test_fallbacks_do_what_they_stand_for(monkeypatch: pytest.MonkeyPatch) -> No
     code = sys._getframe().f_code
     monkeypatch.setattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy", None)
     with pytest.raises(TypeError):
-        autograd.not_compiled(code)
+        compiler.not_compiled(code)

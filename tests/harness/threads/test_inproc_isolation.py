@@ -121,6 +121,11 @@ def test_torch_uses_one_thread_during_a_run_and_as_many_as_before_afterwards(eng
         torch.set_num_threads(before)
 
 
+def test_a_rank_that_chose_another_number_of_threads_leaves_it_to_no_other_run(engine: InprocEngine) -> None:
+    engine.run(lambda rank: torch.set_num_threads(3), world_size=2)
+    assert engine.run(lambda rank: torch.get_num_threads(), world_size=2) == [1, 1]
+
+
 def test_nothing_of_a_run_stays_alive_and_closing_ends_the_threads() -> None:
     def fail(rank: int) -> None:
         dist.barrier()

@@ -26,6 +26,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, NoReturn
 
+from harness.engines.one_thread import ONE_THREAD
 from harness.engines.processes.exit_status import OUR_STATUS, ProcessEnd, process_end
 from harness.engines.processes.flight_recorder import Recording, anonymous_file
 from harness.errors import MachineError
@@ -45,7 +46,6 @@ _BURIAL_S = 2.0
 _LOOK_S = 1.0
 """How often the server checks that its driver still runs, should a copy of the pipe be open elsewhere."""
 _PR_SET_PDEATHSIG = 1
-_ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 """Unless the environment has another level: torch warns with a native stack of a store whose driver was killed."""
 
@@ -93,17 +93,26 @@ class ForkServer:
                 command(_MAIN, theirs.fileno()),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=_QUIET | dict(os.environ) | _ONE_THREAD | {"PYTHONHASHSEED": str(hash_seed)},
+                env=_QUIET | dict(os.environ) | ONE_THREAD | {"PYTHONHASHSEED": str(hash_seed)},
             )
         self.pipe = _bounded(ours)
         self.died: dict[int, int] = {}
         self._ready = False
 
+    def await_ready(self, alive: Callable[[], object] = str) -> None:
+        """Wait until it has imported everything, and call `alive` now and then. Raises MachineError."""
+        until_s = time.monotonic() + _START_S
+        while not self._ready:
+            alive()
+            with suppress(OSError):  # `_expect` says that it has ended
+                if not self.pipe.poll(_LOOK_S) and time.monotonic() < until_s:
+                    continue
+            self._expect("ready", _LOOK_S)
+            self._ready = True
+
     def fork(self) -> Worker:
         """A new worker. Raises MachineError when the server does not answer."""
-        if not self._ready:
-            self._expect("ready", _START_S)
-            self._ready = True
+        self.await_ready()
         ours, theirs = socket.socketpair()
         file = anonymous_file()
         try:

@@ -13,7 +13,7 @@ No file is left, and no process outlives the driver: forked.fork_server.
 import os
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import Any
@@ -38,7 +38,7 @@ _HASH_SEEDS = (1, 2)
 """Of the servers; fixed, so that runs repeat."""
 
 
-_ANSWER_S = 0.5
+_ANSWER_S = 2.0
 """How long ranks may take to print where they stand."""
 
 
@@ -62,7 +62,7 @@ class PoolEngine(Engine):
         self._require_open()
         sent = packed_program(request, observer)
         self.unwaited = ()
-        values, self.unwaited = self._pool.run(request, sent)
+        values, self.unwaited = self._pool.run(request, sent, self.alive)
         return values
 
     def _release(self) -> None:
@@ -79,12 +79,15 @@ class _Pool:
         self._store: Any = None
         self._number = self._connection = 0
 
-    def run(self, request: RunRequest, program: bytes) -> tuple[list[Any], tuple[Unwaited, ...]]:
-        """Perform a run: the values, and the works that were never waited for.
+    def run(
+        self, request: RunRequest, program: bytes, alive: Callable[[], object]
+    ) -> tuple[list[Any], tuple[Unwaited, ...]]:
+        """Perform a run: the values, and the works that were never waited for. `alive` is the engine's.
 
         After anything but a good end its processes are replaced. Raises what Supervisor.results raises.
         """
-        processes = self._taken(request.world_size)
+        processes = self._taken(request.world_size, alive)
+        alive()
         self._number += 1
         if self._store is None or self._number % _RUNS_PER_STORE == 0:
             self._store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
@@ -102,7 +105,7 @@ class _Pool:
         reusable = False
         try:
             workers = _ForkedWorkers(processes, order)
-            supervisor = Supervisor(workers, request.timeout_s)
+            supervisor = Supervisor(workers, request.timeout_s, alive)
             values = supervisor.results()
             reports = [report for report in workers.reports if report is not None]
             self._connection += sum(report.kept_groups > _MOST_KEPT for report in reports)
@@ -122,24 +125,26 @@ class _Pool:
             process.close()
         self._processes, self._servers, self._store = [], {}, None
 
-    def _taken(self, world_size: int) -> list[Worker]:
+    def _taken(self, world_size: int, alive: Callable[[], object]) -> list[Worker]:
         """The processes of a run, by rank; new ones as far as needed, idle ones beyond the bound ended."""
         try:
-            taken = self._forked(world_size)
+            taken = self._forked(world_size, alive)
         except MachineError:  # a server was killed: start over once
             self.close()
-            taken = self._forked(world_size)
+            taken = self._forked(world_size, alive)
         for process in self._processes[max(world_size, _MOST_IDLE) :]:
             process.close()
         del self._processes[max(world_size, _MOST_IDLE) :]
         return taken
 
-    def _forked(self, world_size: int) -> list[Worker]:
+    def _forked(self, world_size: int, alive: Callable[[], object]) -> list[Worker]:
         """A process for every rank, with its hash seed; connections made before are of no use to a new one."""
         seeds = [hash_seed(place) for place in range(world_size)]
         for seed in dict.fromkeys(seeds):  # all start before the first is waited for
             if seed not in self._servers:
                 self._servers[seed] = ForkServer(seed)
+        for server in self._servers.values():
+            server.await_ready(alive)
         idle, taken = list(self._processes), list[Worker]()
         for seed in seeds:
             worker = next((process for process in idle if process.server.hash_seed == seed), None)

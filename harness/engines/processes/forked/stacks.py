@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from harness.engines.calls.callers import is_user, shortened
@@ -19,6 +20,7 @@ from harness.engines.processes.flight_recorder import RECORDER_BYTES
 from harness.engines.processes.forked.fork_server import Worker
 from harness.engines.processes.messages import Standing
 from harness.engines.processes.waits import is_waiting
+from harness.torch_internals.compiler import is_compiler
 
 _SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 _LINE = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
@@ -52,6 +54,8 @@ def standings(workers: Sequence[Worker], limit_s: float) -> list[Standing]:
         os.lseek(file, RECORDER_BYTES, os.SEEK_SET)
         with suppress(ProcessLookupError):
             os.kill(worker.pid, _SIGNAL)
+    stopped = [_is_stopped(worker.pid) for worker in workers]
+    _signal(workers, stopped, signal.SIGCONT)  # a stopped process prints nothing
     until_s = time.monotonic() + limit_s
     sizes: list[int] = []
     while time.monotonic() < until_s:
@@ -59,6 +63,7 @@ def standings(workers: Sequence[Worker], limit_s: float) -> list[Standing]:
         before, sizes = sizes, [os.fstat(file).st_size for file in files]
         if sizes == before and min(sizes, default=0) > RECORDER_BYTES:
             break
+    _signal(workers, stopped, signal.SIGSTOP)
     printed = (os.pread(file, 1 << 20, RECORDER_BYTES).decode(errors="replace") for file in files)
     stacks = [_frames(text, worker.recording.thread()) for text, worker in zip(printed, workers, strict=True)]
     return [
@@ -66,9 +71,26 @@ def standings(workers: Sequence[Worker], limit_s: float) -> list[Standing]:
             bool(stack) and is_waiting(stack[0].file),
             next((str(frame) for frame in stack if is_user(frame.file)), ""),
             tuple(map(str, stack)),
+            halted,
+            any(is_compiler(frame.file) for frame in stack),
         )
-        for stack in stacks
+        for stack, halted in zip(stacks, stopped, strict=True)
     ]
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped the process; False where the system does not say it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
+    except OSError:
+        return False
+
+
+def _signal(workers: Sequence[Worker], chosen: Sequence[bool], signum: int) -> None:
+    for worker, is_chosen in zip(workers, chosen, strict=True):
+        if is_chosen:
+            with suppress(ProcessLookupError):
+                os.kill(worker.pid, signum)
 
 
 def _frames(text: str, ident: int) -> tuple[_Frame, ...]:

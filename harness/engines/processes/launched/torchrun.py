@@ -112,7 +112,8 @@ class TorchrunEngine(Engine):
             connection=self._runs,
         )
         links = {rank: self._links[rank] for rank in range(request.world_size)}
-        supervisor = Supervisor(LaunchedWorkers(order, links, self._terminated.is_set), request.timeout_s)
+        workers = LaunchedWorkers(order, links, self._terminated.is_set)
+        supervisor = Supervisor(workers, request.timeout_s, self.alive)
         self.unwaited = ()
         values = supervisor.results()
         self.unwaited = supervisor.unwaited()
