@@ -40,7 +40,7 @@ dist:                    ## a wheel in dist/, installed into a bare environment 
 # An environment that was made with other extras is made anew, so that it holds nothing else.
 $(READY): pyproject.toml constraints.txt
 	@echo "installing shardproof and what it needs into $(VENV)/: a few minutes the first time"
-	$(PYTHON) -m venv $(if $(filter-out $@,$(wildcard $(VENV)/ready-*)),--clear) $(VENV)
+	$(PYTHON) -m venv $(VENV) $(if $(filter-out $@,$(wildcard $(VENV)/ready-*)),--clear)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[$(EXTRAS)]"
 	touch $@
 
