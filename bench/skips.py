@@ -13,7 +13,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 NOWHERE: Mapping[str, str] = {
-    "--hypothesis-profile deep": "repetitions in other forms, minutes each: run by hand, in the profile of that name",
+    "--hypothesis-profile deep": "repetitions in other forms, an hour in all: run by hand, in the profile of that name",
+    "CUDA device": "needs a GPU, or two: run by hand on such a machine",
+    "needs --ledger-baseline": "an option of the suites: tests/suites/test_own_words.py gives it, in a run of its own",
 }
 """Part of a reason to skip -> why no environment that CI can make runs such a test."""
 
