@@ -25,7 +25,7 @@ def test_without_the_extra(): ...
 
 
 class TestBoth:
-    @pytest.mark.parametrize("number", [1, pytest.param(2, marks=full), pytest.param(3, marks=pytest.mark.skip("never"))])
+    @pytest.mark.parametrize("number", [1, pytest.param(2, marks=full), pytest.param(3, marks=pytest.mark.skip("no"))])
     def test_numbers(self, number): ...
 
 
@@ -59,7 +59,7 @@ def test_what_no_run_has_run_is_named_with_its_reasons(tmp_path: Path, capsys: p
     assert skips.main([without, within]) == 1
     module, never = capsys.readouterr().err.splitlines()
     assert module.startswith("test_of_nowhere: is skipped in every run (") and "'Skipped: needs it'" in module
-    assert never == "test_parts.TestBoth::test_numbers[3]: is skipped in every run (never)"
+    assert never == "test_parts.TestBoth::test_numbers[3]: is skipped in every run (no)"
 
 
 def test_a_test_that_only_one_run_has_is_skipped_there_or_not() -> None:
