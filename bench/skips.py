@@ -33,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def report(path: Path) -> dict[str, str]:
     """Every test of a report -> its reason to be skipped, empty when it has run. A known failure has run.
 
-    A test is `module.Class::name`; of a module that is skipped as a whole, a report has the module alone.
+    A test is `module.Class::name`; of a module that is skipped as a whole, a report has the module alone. Raises
+    SystemExit for a report of no test.
     """
     found = {}
     for case in ElementTree.parse(path).iter("testcase"):

@@ -58,7 +58,7 @@ def test_weights_of_hugging_face_give_its_logits_and_train_in_parallel(
 
 
 def unreadable(folder: Path, kv_heads: int) -> Case:
-    """A case that loads a folder whose file is torn, of a model with so many key and value heads."""
+    """A case that loads a folder whose file is torn, of a model with this number of key and value heads."""
     (folder / "model.safetensors").write_bytes(b"torn")
     config = {"model_type": "llama", "num_attention_heads": 6, "num_key_value_heads": kv_heads}
     (folder / "config.json").write_text(json.dumps(config))
