@@ -2,9 +2,10 @@
 PYTHON ?= python3
 EXTRAS ?= dev
 PYTEST_ARGS ?= -n auto --dist worksteal
-BIN := .venv/bin
+VENV := .venv
+BIN := $(VENV)/bin
 comma := ,
-READY := .venv/ready-$(subst $(comma),-,$(EXTRAS))
+READY := $(VENV)/ready-$(subst $(comma),-,$(EXTRAS))
 
 .PHONY: run test lint witnesses compat dist clean
 
@@ -12,7 +13,7 @@ run: $(READY)            ## every mode on 2 to 8 CPU ranks against the dense mod
 	$(BIN)/shardproof run
 
 test: $(READY) lint      ## style, types, import directions, then the whole suite
-	$(BIN)/pytest $(PYTEST_ARGS)
+	$(BIN)/pytest $(PYTEST_ARGS) --junitxml=$(VENV)/tests.xml
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -36,11 +37,12 @@ dist:                    ## a wheel in dist/, installed into a bare environment 
 	.dist/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt dist/shardproof-*.whl
 	cd .dist && bin/shardproof run "tp=2" "mode=isp tp=2"
 
+# An environment that was made with other extras is made anew, so that it holds nothing else.
 $(READY): pyproject.toml constraints.txt
-	@echo "installing shardproof and what it needs into .venv/: a few minutes the first time"
-	$(PYTHON) -m venv .venv
+	@echo "installing shardproof and what it needs into $(VENV)/: a few minutes the first time"
+	$(PYTHON) -m venv $(VENV) $(if $(filter-out $@,$(wildcard $(VENV)/ready-*)),--clear)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[$(EXTRAS)]"
 	touch $@
 
 clean:
-	rm -rf .venv .compat .dist dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info
+	rm -rf .venv .venv-peers .compat .dist dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build *.egg-info

@@ -13,9 +13,12 @@ from suites.session.request import subject_of
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrize by the case of --case, else by each default case; none without --ledger-baseline."""
+    """Parametrize by the case of --case, else by each default case.
+
+    Without --ledger-baseline there is none, and the fixture skips with that reason.
+    """
     if "case" in metafunc.fixturenames:
-        cases: tuple[CaseLike, ...] = ()
+        cases: tuple[CaseLike | None, ...] = (None,)
         if option_value(metafunc.config, "ledger_baseline"):
             subject, only = subject_of(metafunc.config), option_value(metafunc.config, "case")
             modes = option_value(metafunc.config, "modes")

@@ -144,7 +144,7 @@ def test_a_collective_is_issued_by_whom_it_is_for(tmp_path: Path, monkeypatch: p
 
 def test_what_megatron_maps_is_issued_by_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their mappings are Functions in a file of their own that the files of layers call."""
-    pytest.importorskip("megatron.core")
+    pytest.importorskip("megatron.core", reason="needs the extra `peers`")
     mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
     seen: list[str] = []
 

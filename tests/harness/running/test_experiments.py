@@ -38,7 +38,7 @@ def when(result: RunResult, case: Any = None) -> str:
 def test_exactly_the_words_that_a_planted_bug_needs(tmp_path: Path) -> None:
     sizes = "family=llama kv_heads=4 vocab=62 dp=2 layers=1 hidden=32 seq=16"
     bug = planted(BUGS["saved-input-not-gathered"].sources())
-    result = ran(tmp_path, bug, f"recompute=full distribute_saved=true {sizes}", when_s=10.0)
+    result = ran(tmp_path, bug, f"recompute=full distribute_saved=true {sizes}", when_s=60.0)
     right = "right with tp=1, with distribute_saved=false"
     assert when(result) == f"only with tp=2 and distribute_saved=true; {right}"
     assert {verdict.message.count("\nwhen:   ") for verdict in result.verdicts if verdict.verdict == FAIL} == {1}
@@ -51,7 +51,7 @@ only_tanh = own_words.Network(lambda case: 2.0 if case.act == "tanh" and case.dp
 
 
 def test_a_subject_with_words_of_its_own_gets_its_own_words(tmp_path: Path) -> None:
-    result = ran(tmp_path, only_tanh, "tp=3 dp=2 act=tanh dtype=float32 micro=1", when_s=10.0)
+    result = ran(tmp_path, only_tanh, "tp=3 dp=2 act=tanh dtype=float32 micro=1", when_s=60.0)
     assert when(result) == "only with dp=2 and act=tanh; right with dp=1, with act=relu"
 
 
@@ -60,7 +60,7 @@ def test_failures_from_one_place_share_the_line_of_the_simplest_and_nothing_is_s
     plain = "layers=1 hidden=16 heads=2 ffn=6 seq=10 steps=1 micro=3"
     larger, simple = Case.parse(f"{plain} dp=2 bias=false"), Case.parse(f"{plain} save={tmp_path}/ck")
     bug = planted(BUGS["divided-by-micro-batches-again"].sources())
-    result = ran(tmp_path / "runs", bug, larger, simple, when_s=10.0)
+    result = ran(tmp_path / "runs", bug, larger, simple, when_s=60.0)
     assert when(result, simple) == "only with micro=2|3; right with micro=1"
     assert when(result, larger) == f"{when(result, simple)} (tried on {str(simple)!r})"
     assert {path.name for path in tmp_path.iterdir()} == {"ck", "runs"}
@@ -96,7 +96,7 @@ def test_one_rank_that_fails_for_another_reason_is_no_evidence(tmp_path: Path) -
 
 def test_a_right_run_makes_no_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experiments, "needed_words", None)
-    assert ran(tmp_path, own_words.subject, "tp=2 dp=3", when_s=10.0).exit_status == 0
+    assert ran(tmp_path, own_words.subject, "tp=2 dp=3", when_s=60.0).exit_status == 0
 
 
 TEXT = "mode=tp tp=2 micro=2 layers=1 hidden=16 heads=4 kv_heads=4 ffn=16 vocab=128 seq=8 steps=1 lr=0.1"

@@ -57,19 +57,28 @@ def test_weights_of_hugging_face_give_its_logits_and_train_in_parallel(
     assert found.first is None and "B holds parameters alone, so nothing else is compared" in found.notes
 
 
-def test_what_cannot_be_read_is_one_sentence_of_a_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"torn")
-    config = {"model_type": "llama", "num_attention_heads": 6, "num_key_value_heads": 2}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    case = Case.parse(f"{KINDS['llama']} load={tmp_path}")
-    with pytest.raises(CaseError, match="has 2 key and value heads, not 3; legal: kv_heads=2"):
-        stored(case)
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 3}))
+def unreadable(folder: Path, kv_heads: int) -> Case:
+    """A case that loads a folder whose file is torn, of a model with this number of key and value heads."""
+    (folder / "model.safetensors").write_bytes(b"torn")
+    config = {"model_type": "llama", "num_attention_heads": 6, "num_key_value_heads": kv_heads}
+    (folder / "config.json").write_text(json.dumps(config))
+    return Case.parse(f"{KINDS['llama']} load={folder}")
+
+
+def test_a_torn_file_is_one_sentence_of_a_case(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors.torch", reason="safetensors (extra `checkpoints`) is not installed")
     with pytest.raises(CaseError, match="has a file that cannot be read, model.safetensors"):
-        stored(case)
+        stored(unreadable(tmp_path, 3))
+
+
+def test_other_heads_and_a_package_that_is_missing_are_one_sentence_of_a_case(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(CaseError, match="has 2 key and value heads, not 3; legal: kv_heads=2"):
+        stored(unreadable(tmp_path, 2))
     with pytest.raises(CaseError, match=r"safetensors, which is not installed; legal: pip install 'shardproof\[check"):
-        stored(case)
+        stored(unreadable(tmp_path, 3))
 
 
 def _llama() -> dict[str, Tensor]:

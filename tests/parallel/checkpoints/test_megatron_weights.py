@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 from torch.nn.functional import gelu
@@ -59,13 +58,12 @@ def _saved(folder: Path, tokens: Tensor, form: str, patch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def core() -> None:
-    if settings().max_examples <= 100:
-        pytest.skip("Megatron-Core saves in processes of its own: in the deep profile")
     pytest.importorskip("megatron.core", reason="megatron-core (extra `peers`) is not installed")
 
 
 @pytest.mark.slow
 @pytest.mark.peers
+@pytest.mark.deep("Megatron-Core saves in processes of its own")
 @pytest.mark.usefixtures("core")
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_of_megatron_core_give_its_logits_and_train_in_parallel(

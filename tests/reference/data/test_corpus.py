@@ -119,7 +119,7 @@ def test_a_pair_is_read_as_its_format_says(tmp_path: Path) -> None:
 @pytest.mark.peers
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64])
 def test_what_megatrons_builder_writes_is_read_back(tmp_path: Path, dtype: type) -> None:
-    indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset", reason="the extra peers is not installed")
+    indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset", reason="needs the extra `peers`")
     builder = indexed.IndexedDatasetBuilder(str(tmp_path / "x.bin"), dtype=dtype)
     for document in ([[5, 6, 7], [8]], [[50256]], [[1, 2], [], [3]]):  # of sequences of tokens
         lengths = [len(sequence) for sequence in document]

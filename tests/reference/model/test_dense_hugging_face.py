@@ -38,8 +38,9 @@ class DoubleTorch:
 
 @pytest.fixture(autouse=True)
 def double_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = "transformers (extra `peers`) is not installed"
     for name in ("opt", "llama", "qwen3"):
-        module = pytest.importorskip(f"transformers.models.{name}.modeling_{name}")
+        module = pytest.importorskip(f"transformers.models.{name}.modeling_{name}", reason=reason)
         monkeypatch.setattr(module, "torch", DoubleTorch())
 
 

@@ -64,14 +64,17 @@ def _same(shown: str, stored: float | str) -> bool:
 
 
 def _shown(document: str, section: str) -> Iterator[tuple[str, Row]]:
-    """Every row of the tables of a section by its headers, with the title of its table; cells as they are written."""
+    """Every row of the tables of a section by its headers, with the title of its table; cells as they are written.
+
+    In a browser the script of the page puts each header of a table that sorts into a button: its words are the same.
+    """
     begin = document.index(f'<section id="{section}">')
     for title, table in re.findall(
         r'role="region" tabindex="0" aria-label="([^"]*)"><table[^>]*>(.*?)</table>',
         document[begin : document.index("</section>", begin)],
         re.DOTALL,
     ):
-        headers = re.findall(r"<th [^>]*>([^<]*)</th>", table)
+        headers = [re.sub(r"<[^>]*>", "", head) for head in re.findall(r"<th [^>]*>(.*?)</th>", table, re.DOTALL)]
         for row in re.findall(r"<tr[^>]*>(<td.*?)</tr>", table, re.DOTALL):
             cells = re.findall(r"<td[^>]*>(.*?)</td>", row, re.DOTALL)
             yield html.unescape(title), dict(zip(headers, map(html.unescape, cells), strict=True))

@@ -63,6 +63,8 @@ def test_figures_of_the_page_are_those_of_the_summary_and_one_that_is_not_is_fou
     assert found.apart == []
     assert found.figures["cases"] == 3 * CASES + 1
     assert found.figures["traffic"] > 1000 and found.figures["bars"] > 200
+    sorting = re.sub(r"(<th [^>]*>)(.*?)</th>", r'\1<button type="button">\2</button></th>', html)
+    assert compared(sorting, folder) == found, "headers as the page's script writes them"
     begin, end = html.index('<section id="traffic">'), html.index('<section id="modules">')
     cells = list(re.compile(r'<td class="number">([\d,]*\d)(\.\d+)?</td>').finditer(html, begin, end))
     bar = re.search(r'<rect x="[\d.]+" width="(\d+)[\d.]+" height="10"', html)
