@@ -115,5 +115,5 @@ def truth(case, device):
 
 
 subject.truth, subject.cases = truth, ("tp=2 dp=3", "tp=3 inner=15", "tp=2", "tp=4 dp=2 inner=12")
-subject.words = {"width": (9, 7), "inner": (14, 10), "rank": (5, 3), "rows": (4, 2), "lr": (2e-3, 1e-4)}
+subject.words = {"width": (9, 7), "inner": (14, 10, 15, 12), "rank": (5, 3), "rows": (4, 2), "lr": (2e-3, 1e-4)}
 subject.refuses = lambda case: "inner must be a multiple of tp" if case.inner % case.tp else ""
