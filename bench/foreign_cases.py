@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from bench import foreign
 from harness.errors import RequestError
 from harness.plain_case import PlainCase
+from harness.protocols import CaseLike
 from harness.subject import NamedSubject, claims, named, refusal
 from suites.drawing.own_cases import around
 from suites.session.sampling import sampled
@@ -25,7 +26,7 @@ class Drawn(NamedTuple):
     """A case and the subject that takes it."""
 
     subject: NamedSubject
-    case: PlainCase
+    case: CaseLike
 
 
 def subject_of(name: str) -> NamedSubject:

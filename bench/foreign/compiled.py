@@ -60,7 +60,12 @@ def subject(case, device):
         total = torch.zeros((), dtype=p["up"].dtype)
         for micro in range(case.micro):
             numbers = case.samples(step, micro, mesh.get_local_rank("dp"), case.rows)
-            x = torch.stack([torch.cos(torch.arange(1, case.width + 1).double() ** 1.5 * (n + 1.7 + case.seed % 7)) for n in numbers])
+            x = torch.stack(
+                [
+                    torch.cos(torch.arange(1, case.width + 1).double() ** 1.5 * (n + 1.7 + case.seed % 7))
+                    for n in numbers
+                ]
+            )
             x = x.to(total.dtype)
             h = compiled[hidden](SumGradients.apply(x, tp), p["up"], p["bias"])
             loss = compiled[distance](SumOverRanks.apply(h @ p["down"], tp), x) / (case.micro * case.dp)

@@ -15,10 +15,17 @@ def owners(case):  # experts by rank: the first ranks hold one more
 
 def params(case):
     def normal(place, *shape):
-        return torch.randn(*shape, generator=torch.Generator().manual_seed(case.seed % 2**33 + place), dtype=torch.float64)
+        return torch.randn(
+            *shape, generator=torch.Generator().manual_seed(case.seed % 2**33 + place), dtype=torch.float64
+        )
 
     w, f, e = case.width, case.inner, case.count
-    made = dict(router=normal(1, e, w), up=normal(2, e, w, f) / w**0.5, bias=normal(3, e, f) / 3, down=normal(4, e, f, w) / f**0.5)
+    made = dict(
+        router=normal(1, e, w),
+        up=normal(2, e, w, f) / w**0.5,
+        bias=normal(3, e, f) / 3,
+        down=normal(4, e, f, w) / f**0.5,
+    )
     return {name: tensor.to(getattr(torch, case.dtype)) for name, tensor in made.items()}
 
 
@@ -94,7 +101,9 @@ def layer(case, p, x, key, held):
     for e in range(held[dist.get_rank()]):
         y = y.index_put((mine == e,), expert(rows[mine == e], p["up"][e], p["bias"][e], p["down"][e]))
     back = AllToAll.apply(y, receive, send)
-    return (torch.zeros_like(back).index_copy(0, order, back).view(*experts.shape, -1) * weights[..., None]).sum(1), counts
+    return (torch.zeros_like(back).index_copy(0, order, back).view(*experts.shape, -1) * weights[..., None]).sum(
+        1
+    ), counts
 
 
 def subject(case, device):

@@ -17,9 +17,15 @@ def swap(up, down, group, ranks, me):
     """What the rank above sent down and the rank below sent up, zeros at the edges of the picture."""
     from_above, from_below, todo = torch.zeros_like(up), torch.zeros_like(down), []
     if me > 0:
-        todo += [dist.P2POp(dist.isend, up.contiguous(), ranks[me - 1], group), dist.P2POp(dist.irecv, from_above, ranks[me - 1], group)]
+        todo += [
+            dist.P2POp(dist.isend, up.contiguous(), ranks[me - 1], group),
+            dist.P2POp(dist.irecv, from_above, ranks[me - 1], group),
+        ]
     if me < len(ranks) - 1:
-        todo += [dist.P2POp(dist.isend, down.contiguous(), ranks[me + 1], group), dist.P2POp(dist.irecv, from_below, ranks[me + 1], group)]
+        todo += [
+            dist.P2POp(dist.isend, down.contiguous(), ranks[me + 1], group),
+            dist.P2POp(dist.irecv, from_below, ranks[me + 1], group),
+        ]
     for request in dist.batch_isend_irecv(todo) if todo else ():
         request.wait()
     return from_above, from_below
@@ -44,13 +50,20 @@ class Halo(torch.autograd.Function):
 
 def weights(case):
     draw = np.random.default_rng(case.seed)
-    shapes = {"first": (case.channels, 2, 5, 3), "gain": (case.channels, 1, 1), "last": (3, case.channels, 3, 3), "bias": (3,)}
+    shapes = {
+        "first": (case.channels, 2, 5, 3),
+        "gain": (case.channels, 1, 1),
+        "last": (3, case.channels, 3, 3),
+        "bias": (3,),
+    }
     return {n: torch.from_numpy(draw.normal(0, 0.3, s)).to(getattr(torch, case.dtype)) for n, s in shapes.items()}
 
 
 def pictures(case, step, micro, rank):
     shape = (2, case.height, case.columns)
-    made = [np.random.default_rng((case.seed, n)).normal(size=shape) for n in case.samples(step, micro, rank, case.rows)]
+    made = [
+        np.random.default_rng((case.seed, n)).normal(size=shape) for n in case.samples(step, micro, rank, case.rows)
+    ]
     return torch.from_numpy(np.stack(made)).to(getattr(torch, case.dtype))
 
 
@@ -61,7 +74,9 @@ def net(w, x, halo):
 
 
 def loss(case, y):
-    return y.tanh().pow(3).sum() / (case.rows * case.micro * case.dp * 10) + y.pow(2).sum() / (case.rows * case.micro * case.dp * 100)
+    return y.tanh().pow(3).sum() / (case.rows * case.micro * case.dp * 10) + y.pow(2).sum() / (
+        case.rows * case.micro * case.dp * 100
+    )
 
 
 def truth(case, device):

@@ -66,14 +66,20 @@ class Block(nn.Module):
 
 def step_through(case, block, data_ranks, add=lambda t: t, whole=lambda name, t: t):
     adapters, low, found = dict(block.named_parameters()), case.lr, {}
-    groups = [{"params": [p for n, p in adapters.items() if n[-1] == end], "lr": lr} for end, lr in (("a", low), ("b", 4 * low))]
+    groups = [
+        {"params": [p for n, p in adapters.items() if n[-1] == end], "lr": lr}
+        for end, lr in (("a", low), ("b", 4 * low))
+    ]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.02)
     for step in range(case.steps):
         total = torch.zeros((), dtype=getattr(torch, case.dtype))
         for micro in range(case.micro):
             for rank in data_ranks:
                 seeds = [n * 4099 + case.seed % 2**50 for n in case.samples(step, micro, rank, case.rows)]
-                pairs = [torch.randn(2, case.width, generator=torch.Generator().manual_seed(s), dtype=torch.float64) for s in seeds]
+                pairs = [
+                    torch.randn(2, case.width, generator=torch.Generator().manual_seed(s), dtype=torch.float64)
+                    for s in seeds
+                ]
                 x, y = torch.stack(pairs, 1).to(total.dtype)
                 loss = nn.functional.huber_loss(block(x), y) / (case.micro * case.dp)
                 loss.backward()

@@ -37,7 +37,12 @@ class Muon(Optimizer):
 
 def initial(case):
     gen = torch.Generator().manual_seed(case.seed % 2**31 + 77)
-    sizes = {"gate": (case.width,), "up": (case.inner, case.width), "bias": (case.inner,), "down": (case.width, case.inner)}
+    sizes = {
+        "gate": (case.width,),
+        "up": (case.inner, case.width),
+        "bias": (case.inner,),
+        "down": (case.width, case.inner),
+    }
     drawn = {n: torch.randn(s, generator=gen, dtype=torch.float64) * 0.4 + (n == "gate") for n, s in sizes.items()}
     return {n: t.to(getattr(torch, case.dtype)) for n, t in drawn.items()}
 

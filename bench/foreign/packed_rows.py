@@ -26,7 +26,12 @@ def packed(case, step, micro, rank):
 
 
 def fresh(case):
-    sizes = {"token": (case.vocab, case.width), "place": (6, case.width), "norm": (case.width,), "qkv": (case.width, 3 * case.width)}
+    sizes = {
+        "token": (case.vocab, case.width),
+        "place": (6, case.width),
+        "norm": (case.width,),
+        "qkv": (case.width, 3 * case.width),
+    }
     sizes |= {"out": (case.width, case.width), "head_bias": (case.vocab,)}
     for number, (name, size) in enumerate(sizes.items()):
         rng = torch.Generator().manual_seed(case.seed % 10**12 * 10 + number)

@@ -14,7 +14,9 @@ class Layer(torch.nn.Module):
     def __init__(self, number, case):
         super().__init__()
         g = torch.Generator().manual_seed(1 + number + 100 * (case.seed % 10**6))
-        self.mix = torch.nn.Parameter(torch.randn(case.width, case.width, generator=g, dtype=torch.float64) / case.width**0.5)
+        self.mix = torch.nn.Parameter(
+            torch.randn(case.width, case.width, generator=g, dtype=torch.float64) / case.width**0.5
+        )
         self.shift = torch.nn.Parameter(torch.randn(case.width, generator=g, dtype=torch.float64) / 4)
 
     def forward(self, x):

@@ -9,7 +9,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 def classifier(case):
     torch.manual_seed(case.seed)
-    net = nn.Sequential(nn.Linear(case.width, case.inner), nn.LeakyReLU(0.2), nn.Linear(case.inner, case.classes)).double()
+    net = nn.Sequential(
+        nn.Linear(case.width, case.inner), nn.LeakyReLU(0.2), nn.Linear(case.inner, case.classes)
+    ).double()
     net[2].bias.data += torch.arange(case.classes) / 7
     return net.to(getattr(torch, case.dtype))
 

@@ -13,7 +13,13 @@ from torch.utils.checkpoint import checkpoint
 from shardproof import Shard
 
 REENTRANT, OTHER = partial(checkpoint, use_reentrant=True), partial(checkpoint, use_reentrant=False)
-HOW = {"other": (OTHER, None), "reentrant": (REENTRANT, None), "inner": (None, OTHER), "nested": (OTHER, OTHER), "none": (None, None)}
+HOW = {
+    "other": (OTHER, None),
+    "reentrant": (REENTRANT, None),
+    "inner": (None, OTHER),
+    "nested": (OTHER, OTHER),
+    "none": (None, None),
+}
 
 
 class f(torch.autograd.Function):
@@ -44,12 +50,24 @@ class Block(torch.nn.Module):
         self.hidden = case.inner // case.tp
         part = slice(rank * self.hidden, (rank + 1) * self.hidden)
         gen = torch.Generator().manual_seed(case.seed % 2**50 * 3 + number)
-        w1, w2 = torch.randn(2, case.inner, case.width, generator=gen, dtype=torch.float64).mul(0.35).to(getattr(torch, case.dtype))
+        w1, w2 = (
+            torch.randn(2, case.inner, case.width, generator=gen, dtype=torch.float64)
+            .mul(0.35)
+            .to(getattr(torch, case.dtype))
+        )
         b1, b2 = torch.randn(2, max(case.inner, case.width), generator=gen, dtype=torch.float64).mul(0.2).to(w1.dtype)
         self.w1, self.w2 = torch.nn.Parameter(w1[part].clone()), torch.nn.Parameter(w2[part].T.contiguous())
-        self.b1, self.b2 = torch.nn.Parameter(b1[: case.inner][part].clone()), torch.nn.Parameter(b2[: case.width].clone())
+        self.b1, self.b2 = (
+            torch.nn.Parameter(b1[: case.inner][part].clone()),
+            torch.nn.Parameter(b2[: case.width].clone()),
+        )
         self.at = {"w1": (part.start, 0), "w2": (0, part.start), "b1": (part.start,), "b2": (0,)}
-        self.whole = {"w1": (case.inner, case.width), "w2": (case.width, case.inner), "b1": (case.inner,), "b2": (case.width,)}
+        self.whole = {
+            "w1": (case.inner, case.width),
+            "w2": (case.width, case.inner),
+            "b1": (case.inner,),
+            "b2": (case.width,),
+        }
 
     def mlp(self, x):
         y = torch.nn.functional.softsign(f.apply(x, self.group) @ self.w1.T + self.b1)

@@ -38,7 +38,10 @@ def drawn(seed, *shape):
 
 def start(case, dtype):
     scale = {"wo": case.inner**-0.5, "bias": 0.5}
-    shapes = {name: (case.width, case.inner) for name in NAMES[:3]} | {"wo": (case.inner, case.width), "bias": (case.width,)}
+    shapes = {name: (case.width, case.inner) for name in NAMES[:3]} | {
+        "wo": (case.inner, case.width),
+        "bias": (case.width,),
+    }
     make = {n: drawn(case.seed * 17 + i, *shapes[n]) * scale.get(n, case.width**-0.5) for i, n in enumerate(NAMES)}
     return [make[n].to(dtype).requires_grad_() for n in NAMES]
 
@@ -85,7 +88,10 @@ def train(case, dtype, ranks, here, hops, add):
 
 
 def subject(case, device):
-    me, (ring, _) = dist.get_rank(), dist.new_subgroups_by_enumeration(list(map(list, case.axes["cp"])), group_desc="cp")
+    me, (ring, _) = (
+        dist.get_rank(),
+        dist.new_subgroups_by_enumeration(list(map(list, case.axes["cp"])), group_desc="cp"),
+    )
     members, size = dist.get_process_group_ranks(ring), case.length // case.cp
     place = members.index(me)
     before, behind = members[place - 1], members[(place + 1) % len(members)]

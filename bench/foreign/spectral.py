@@ -44,7 +44,9 @@ def train(case, layer, ranks, first=0, sync=lambda t: t):
             for rank in ranks:
                 x = rows(case, step, micro, rank).to(dtype)
                 y = layer(x) - x.roll(1, 1)[..., first : first + many]
-                loss = (y.abs() + 0.1 * y.square()).sum() / (case.rows * case.length * case.width * case.micro * case.dp)
+                loss = (y.abs() + 0.1 * y.square()).sum() / (
+                    case.rows * case.length * case.width * case.micro * case.dp
+                )
                 loss.backward()
                 total += loss.detach()
         out[f"loss/{step}"] = sync(total, True)

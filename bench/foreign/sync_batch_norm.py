@@ -66,7 +66,9 @@ def fill(case, net):
     gen = torch.Generator().manual_seed(case.seed ^ 0x5EED)
     with torch.no_grad():
         for p in net.parameters():
-            p.data = (torch.randn(p.shape, generator=gen, dtype=torch.float64) * 0.25 + (p.dim() == 1) * 0.6).to(p.dtype)
+            p.data = (torch.randn(p.shape, generator=gen, dtype=torch.float64) * 0.25 + (p.dim() == 1) * 0.6).to(
+                p.dtype
+            )
     for module in net.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.reset_running_stats()
@@ -120,5 +122,8 @@ def subject(case, device):
 
 
 subject.truth = lambda case, device: fit(case, build(case, nn.BatchNorm2d), range(case.dp), number(case), lambda t: t)
-subject.words, subject.cases = {"channels": (7, 4), "height": (6, 5), "rows": (2, 3), "micro": 1}, ("dp=2", "dp=3", "dp=4")
+subject.words, subject.cases = (
+    {"channels": (7, 4), "height": (6, 5), "rows": (2, 3), "micro": 1},
+    ("dp=2", "dp=3", "dp=4"),
+)
 subject.refuses = lambda case: "takes one micro-batch of dp" if case.micro > 1 or case.world_size > case.dp else ""

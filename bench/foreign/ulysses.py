@@ -31,7 +31,10 @@ class Layer(nn.Module):
         super().__init__()
         self.group, self.heads, self.head_dim = group, case.heads, case.head_dim
         self.norm = nn.RMSNorm(case.width, eps=1e-5)
-        self.qkv, self.out = nn.Linear(case.width, 3 * case.heads * case.head_dim), nn.Linear(case.heads * case.head_dim, case.width)
+        self.qkv, self.out = (
+            nn.Linear(case.width, 3 * case.heads * case.head_dim),
+            nn.Linear(case.heads * case.head_dim, case.width),
+        )
 
     def forward(self, x):  # [rows, my tokens, width]
         qkv = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, self.head_dim))
@@ -49,7 +52,9 @@ class Layer(nn.Module):
 def made(case, group=None):
     model = Layer(case, group)
     for i, (_, p) in enumerate(sorted(model.named_parameters())):
-        noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * case.seed % 2**40 + i), dtype=torch.float64)
+        noise = torch.randn(
+            p.shape, generator=torch.Generator().manual_seed(100 * case.seed % 2**40 + i), dtype=torch.float64
+        )
         p.data = (noise * 0.2 + (p.shape == (case.width,))).to(getattr(torch, case.dtype))
     return model
 

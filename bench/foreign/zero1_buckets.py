@@ -45,7 +45,9 @@ class Buckets:
         for ps, part in zip(self.lists, self.parts, strict=True):
             whole = torch.empty(part.numel() * self.n, dtype=part.dtype)
             dist.all_gather_into_tensor(whole, of(part).contiguous(), group=self.group)
-            for p, t in zip(ps, whole.split([p.numel() for p in ps] + [len(whole) - sum(p.numel() for p in ps)]), strict=False):
+            for p, t in zip(
+                ps, whole.split([p.numel() for p in ps] + [len(whole) - sum(p.numel() for p in ps)]), strict=False
+            ):
                 yield p, t.view_as(p)
 
 
@@ -58,7 +60,9 @@ def weights(case):
 
 def inputs(case, step, micro, dp_rank):
     numbers = torch.tensor(list(case.samples(step, micro, dp_rank, case.rows)), dtype=torch.float64)
-    x = torch.sin((numbers[:, None] + 1.3 + case.seed % 89) * torch.arange(1, case.width + 1, dtype=torch.float64) ** 1.1)
+    x = torch.sin(
+        (numbers[:, None] + 1.3 + case.seed % 89) * torch.arange(1, case.width + 1, dtype=torch.float64) ** 1.1
+    )
     return x.to(getattr(torch, case.dtype)), (numbers % 5 + 1).to(getattr(torch, case.dtype))[:, None]
 
 
@@ -85,7 +89,11 @@ def clip(norm):
 
 
 def subject(case, device):
-    dtype, tp_rank, dp_rank = getattr(torch, case.dtype), case.axis_rank("tp", dist.get_rank()), case.axis_rank("dp", dist.get_rank())
+    dtype, tp_rank, dp_rank = (
+        getattr(torch, case.dtype),
+        case.axis_rank("tp", dist.get_rank()),
+        case.axis_rank("dp", dist.get_rank()),
+    )
     tp = [dist.new_group(list(r), group_desc="tp") for r in case.axes["tp"]][dp_rank]
     dp = [dist.new_group(list(r), group_desc="dp") for r in case.axes["dp"]][tp_rank]
     full, wide = weights(case), case.inner // case.tp
