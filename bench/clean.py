@@ -8,8 +8,8 @@ Every check is made on every case, and cases use every word of the case language
 alarm is a verdict `fail`, or a run that ended with an error. A check that rounding leaves undecided in a low precision
 is no alarm and is counted beside them. A case whose dense model diverges cannot be judged and is counted apart. Cases
 are drawn by hypothesis from a seed, in equal shares for all modes. Parts draw from seeds of their own, so that the
-processes on a machine share the work. With `--foreign` cases are those of all subjects in `bench.foreign`, in turn, so
-that a process sees many kinds of programs. `clean-*.csv` has one row, written anew after every case, `alarms-*.jsonl` one
+processes on a machine share the work. With `--foreign` the cases are those of all subjects in `bench.foreign`, in turn:
+a process sees many kinds of programs. `clean-*.csv` has one row, written anew after every case, `alarms-*.jsonl` one
 line for every verdict that did not pass. Times are seconds, `resident_mib` is the memory held at the end.
 """
 
