@@ -139,5 +139,5 @@ def subject(case, device):
 
 
 subject.truth, subject.cases = truth, ("dp=2 count=5", "dp=3 count=7", "dp=4 count=6", "dp=3 count=5 router=learned")
-subject.words = {"width": (8, 5), "inner": (7, 11), "count": 5, "tokens": (9, 6), "router": ("hash", "learned")}
+subject.words = {"width": (8, 5, 38), "inner": (7, 11, 45), "count": 5, "tokens": (9, 6, 40), "router": ("hash", "learned")}
 subject.refuses = lambda case: "a router near a tie" if case.router == "learned" and case.dtype == "bfloat16" else ""

@@ -130,5 +130,5 @@ def truth(case, device):
 
 
 subject.truth, subject.cases = truth, ("dp=3", "dp=2", "dp=4")
-subject.words = {"width": (7, 5), "inner": (11, 6), "rows": (3, 2), "blocks": (2, 1)}
+subject.words = {"width": (7, 5, 39), "inner": (11, 6, 70), "rows": (3, 2), "blocks": (2, 1, 5)}
 subject.refuses = lambda case: "dp alone" if case.world_size > case.dp else ""

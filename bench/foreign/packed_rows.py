@@ -104,5 +104,5 @@ def subject(case, device):
 
 
 subject.truth = lambda case, device: steps(case, range(case.dp), slice(None), lambda x: x, lambda tensor: tensor)
-subject.words = {"vocab": (19, 13), "width": (12, 6), "heads": (3, 2), "length": (12, 24), "rows": (2, 3)}
+subject.words = {"vocab": (19, 13, 211), "width": (12, 6, 42), "heads": (3, 2), "length": (12, 24), "rows": (2, 3)}
 subject.cases = ("cp=2 dp=2", "cp=3", "dp=3", "cp=4", "cp=3 dp=2")

@@ -122,6 +122,6 @@ def held(tensor):  # by this stage alone
 
 
 subject.truth = truth
-subject.words = {"width": (9, 6), "depth": (5, 4, 7), "rows": (3, 2), "micro": 3}
+subject.words = {"width": (9, 6, 37), "depth": (5, 4, 11), "rows": (3, 2), "micro": 3}
 subject.cases = ("pp=2 dp=2", "pp=3", "pp=4", "pp=2 micro=1")
 subject.refuses = lambda case: "stages and data ranks" if case.tp * case.cp > 1 or case.depth < case.pp else ""

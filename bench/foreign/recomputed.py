@@ -115,5 +115,5 @@ def subject(case, device):
 
 
 subject.truth = "alone"
-subject.words = {"width": (7, 10), "inner": (12, 24), "depth": (2, 3), "rows": (3, 4), "how": tuple(HOW)}
+subject.words = {"width": (7, 10, 41), "inner": (12, 24, 60), "depth": (2, 3, 6), "rows": (3, 4), "how": tuple(HOW)}
 subject.cases = ("tp=2 dp=2", "tp=3", "tp=4", "tp=2 how=reentrant", "tp=3 how=nested dp=2")

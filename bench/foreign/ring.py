@@ -120,4 +120,4 @@ def truth(case, device):
 
 
 subject.truth, subject.cases = truth, ("cp=2", "cp=3 dp=2", "cp=4", "cp=2 dp=3")
-subject.words = {"width": (7, 10), "inner": (9, 5), "length": 12, "rows": (2, 3)}
+subject.words = {"width": (7, 10, 42), "inner": (9, 5, 30), "length": (12, 48), "rows": (2, 3)}

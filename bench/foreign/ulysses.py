@@ -102,5 +102,5 @@ def subject(case, device):
 
 
 subject.truth = lambda case, device: run(case, made(case), range(case.dp))
-subject.words = {"width": (9, 15), "heads": (6, 12), "head_dim": (5, 4), "length": 12, "rows": (2, 3)}
+subject.words = {"width": (9, 15, 50), "heads": (6, 12), "head_dim": (5, 4), "length": (12, 36), "rows": (2, 3)}
 subject.cases = ("cp=2 dp=2", "cp=3", "cp=3 dp=2", "cp=2 dp=3")

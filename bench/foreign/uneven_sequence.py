@@ -123,4 +123,4 @@ def subject(case, device):
 
 
 subject.truth, subject.cases = lambda case, device: fit(case, Net(case), range(case.dp)), ("tp=2 dp=2", "tp=3", "tp=4")
-subject.words = {"width": (11, 6), "inner": (13, 22), "length": (7, 9, 10), "rows": (3, 2)}
+subject.words = {"width": (11, 6, 45), "inner": (13, 22, 90), "length": (7, 9, 35), "rows": (3, 2)}

@@ -141,6 +141,6 @@ def truth(case, device):
 
 
 subject.truth = truth
-subject.words = {"vocab": (31, 23), "width": (6, 9), "length": (7, 5), "rows": (3, 2)}
+subject.words = {"vocab": (31, 23, 509), "width": (6, 9, 34), "length": (7, 5, 29), "rows": (3, 2)}
 subject.cases = ("tp=2 dp=2", "tp=3", "tp=4 dp=2", "tp=5")
 subject.harmless = softmax_shift

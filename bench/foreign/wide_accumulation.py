@@ -95,5 +95,5 @@ def truth(case, device):
 
 
 subject.truth, subject.cases = truth, ("dp=2", "dp=3", "dp=4")
-subject.words = {"width": (9, 6), "length": (5, 7), "rows": (4, 3), "lr": (0.01, 0.001)}
+subject.words = {"width": (9, 6, 43), "length": (5, 7, 19), "rows": (4, 3), "lr": (0.01, 0.001)}
 subject.refuses = lambda case: "data ranks" if case.world_size > case.dp else ""
