@@ -4,9 +4,10 @@
 
 For each edit the subject runs with it and without. The change of every tensor that it returns is then measured, and of
 every update (a parameter's last value without its first). An edit is `found` when a check fails, `undecided` when one
-is unknown, `without effect` when no bit of the outcome changes, else `passed`. What passed is listed with the tensor
-whose change is largest in units of its limit. A change beyond its limit is a defect of the checks. `rounding` is how far
-the right run is from the truth, in the same measure: what rounding did do to this very tensor.
+is unknown, `without effect` when no bit of the outcome changes, else `passed`. Edits that passed are listed with the
+tensor whose change is largest in units of its limit. A change beyond its limit is a defect of the checks. `rounding` is
+how far the right run is from the truth in the same measure: the effect of rounding on this very tensor. An update is
+`hidden` that an edit changes by more than HIDDEN times what rounding does to it, while all checks pass.
 
 `foreign_bugs-*.csv` has one row for every edit. Changes, limits and roundings are ratios.
 """
@@ -41,6 +42,8 @@ from harness.running.result import CaseResult
 
 FOUND, PASSED, UNDECIDED, NOTHING, ALARM = "found", "passed", "undecided", "without effect", "alarm without it"
 UPDATED = ("param", "param_after")
+HIDDEN = 3.0
+"""How many times the effect of rounding a change of an update may be before it is named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +52,7 @@ class Row:
 
     `tensor` is the one whose `change` is largest in units of its `limit`, in this `measure`; `rounding` is the error of
     the right run there. `updated` is the parameter whose update changed most in units of the `update_rounding` of the
-    right run; `update_change` and it are shares of the truth's update. `defect`: it passed beyond a limit.
+    right run; `update_change` and it are shares of the truth's update. `defect`: passed beyond a limit.
     """
 
     subject: str
@@ -69,6 +72,11 @@ class Row:
     update_rounding: float = 0.0
     defect: bool = False
     seconds: float = 0.0
+
+    @property
+    def hidden(self) -> bool:
+        """Whether all checks pass, and an update differs by more than rounding explains."""
+        return self.verdict == PASSED and self.update_change > HIDDEN * self.update_rounding
 
 
 def campaign(edits: int, first_seed: int, names: Sequence[str], dtype: str, timeout_s: float) -> Iterator[Row]:
@@ -167,7 +175,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the campaign, write its table and print what passed. Exit status: 0 no defect, 1 a defect, 2 wrong request."""
+    """Run the campaign, write its table, print what passed. Exit status: 0 no defect, 1 a defect, 2 a wrong request."""
     asked = _parser().parse_args(arguments)
     torch.set_num_threads(1)
     out, rows = Path(asked.out), list[Row]()
@@ -197,12 +205,14 @@ def report(rows: Sequence[Row]) -> Iterator[str]:
         limit = f"limit {row.limit:.2g} ({row.measure}{'' if row.decided else ', undecided'})"
         yield f"    {row.tensor}: change {row.change:.2g}, {limit}, rounding {row.rounding:.2g}"
         if row.updated:
-            yield f"    update of {row.updated}: change {row.update_change:.2g}, rounding {row.update_rounding:.2g}"
+            seen = "HIDDEN update" if row.hidden else "update"
+            yield f"    {seen} of {row.updated}: change {row.update_change:.2g}, rounding {row.update_rounding:.2g}"
     for dtype in DTYPES:
         counts = Counter(row.verdict for row in rows if row.dtype == dtype)
         words = ", ".join(f"{many} {verdict}" for verdict, many in sorted(counts.items()))
         yield f"{dtype}: {counts.total()} edits: {words or 'none'}"
-    yield f"{sum(row.defect for row in rows)} passed although the change is beyond its limit"
+    beyond, hidden = sum(row.defect for row in rows), sum(row.hidden for row in rows)
+    yield f"{beyond} passed although the change is beyond its limit, {hidden} although an update hides it"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -158,7 +158,7 @@ def planting() -> Iterator[None]:
     behind = register_optimizer_step_post_hook(_behind_step)
     stands_in = {name: _edited(name, getattr(dist, name)) for name in COLLECTIVES}
     try:
-        with patch.multiple(dist, **stands_in), patch.object(Tensor, "backward", _backward(Tensor.backward)):
+        with patch.dict(vars(dist), stands_in), patch.object(Tensor, "backward", _backward(Tensor.backward)):
             yield
     finally:
         before.remove()

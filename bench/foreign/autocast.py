@@ -36,9 +36,10 @@ class Net(nn.Module):
     def __init__(self, case, cut=slice(None), group=None):
         super().__init__()
         g, self.group = torch.Generator().manual_seed(case.seed % 2**61), group
-        draw = lambda *shape: (
-            torch.randn(shape, generator=g, dtype=torch.float64).mul(0.4).to(getattr(torch, case.dtype))
-        )  # noqa: E731
+
+        def draw(*shape):
+            return torch.randn(shape, generator=g, dtype=torch.float64).mul(0.4).to(getattr(torch, case.dtype))
+
         self.norm, self.up, self.down = nn.LayerNorm(case.width), nn.Linear(1, 1), nn.Linear(1, 1, bias=False)
         self.norm.weight.data, self.norm.bias.data = draw(case.width) + 1, draw(case.width)
         up, bias, down = draw(case.inner, case.width), draw(case.inner), draw(case.width, case.inner)

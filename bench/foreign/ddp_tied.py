@@ -73,7 +73,13 @@ def subject(case, device):
 
 
 subject.truth = "alone"
-subject.words = {"width": (10, 7, 33), "vocab": (23, 17, 301), "length": (7, 5, 27), "rows": (3, 2), "bucket_kb": (1, 25600)}
+subject.words = {
+    "width": (10, 7, 33),
+    "vocab": (23, 17, 301),
+    "length": (7, 5, 27),
+    "rows": (3, 2),
+    "bucket_kb": (1, 25600),
+}
 subject.words |= {"view": False}
 subject.cases = ("dp=2", "dp=3", "dp=4 view=true")
 subject.refuses = lambda case: "data parallel" if case.dp != case.world_size else ""

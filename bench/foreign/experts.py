@@ -87,18 +87,18 @@ class AllToAll(torch.autograd.Function):
         return AllToAll.apply(grad, receive, send), None, None
 
 
-def layer(case, p, x, key, held):
+def layer(case, p, x, key, own):
     experts, weights = choose(case, p["router"], x, key)
     order = experts.flatten().argsort(stable=True)
     counts = torch.bincount(experts.flatten(), minlength=case.count)
-    theirs = torch.empty(case.dp * held[dist.get_rank()], dtype=torch.int64)
-    dist.all_to_all_single(theirs, counts, [held[dist.get_rank()]] * case.dp, held)
+    theirs = torch.empty(case.dp * own[dist.get_rank()], dtype=torch.int64)
+    dist.all_to_all_single(theirs, counts, [own[dist.get_rank()]] * case.dp, own)
     theirs = theirs.view(case.dp, -1)
-    send, receive = [int(part.sum()) for part in counts.split(held)], theirs.sum(1).tolist()
+    send, receive = [int(part.sum()) for part in counts.split(own)], theirs.sum(1).tolist()
     rows = AllToAll.apply(x[order // 2], send, receive)
-    mine = torch.arange(held[dist.get_rank()]).repeat(case.dp).repeat_interleave(theirs.flatten())
+    mine = torch.arange(own[dist.get_rank()]).repeat(case.dp).repeat_interleave(theirs.flatten())
     y = torch.zeros_like(rows)
-    for e in range(held[dist.get_rank()]):
+    for e in range(own[dist.get_rank()]):
         y = y.index_put((mine == e,), expert(rows[mine == e], p["up"][e], p["bias"][e], p["down"][e]))
     back = AllToAll.apply(y, receive, send)
     return (torch.zeros_like(back).index_copy(0, order, back).view(*experts.shape, -1) * weights[..., None]).sum(
@@ -107,9 +107,9 @@ def layer(case, p, x, key, held):
 
 
 def subject(case, device):
-    rank, held, full = dist.get_rank(), owners(case), params(case)
-    first = sum(held[:rank])
-    p = {n: t if n == "router" else t[first : first + held[rank]].clone() for n, t in full.items()}
+    rank, own, full = dist.get_rank(), owners(case), params(case)
+    first = sum(own[:rank])
+    p = {n: t if n == "router" else t[first : first + own[rank]].clone() for n, t in full.items()}
     p = {n: torch.nn.Parameter(t) for n, t in p.items()}
     optimizer, out = torch.optim.AdamW(p.values(), lr=0.01), {}
 
@@ -122,7 +122,7 @@ def subject(case, device):
         losses, loads = [], []
         for micro in range(case.micro):
             x, key = tokens(case, step, micro, rank)
-            mixed, counts = layer(case, p, x, key, held)
+            mixed, counts = layer(case, p, x, key, own)
             losses.append((mixed + x).square().mean() / (case.micro * case.dp))
             losses[-1].backward()
             loads.append(counts)
@@ -139,5 +139,11 @@ def subject(case, device):
 
 
 subject.truth, subject.cases = truth, ("dp=2 count=5", "dp=3 count=7", "dp=4 count=6", "dp=3 count=5 router=learned")
-subject.words = {"width": (8, 5, 38), "inner": (7, 11, 45), "count": 5, "tokens": (9, 6, 40), "router": ("hash", "learned")}
+subject.words = {
+    "width": (8, 5, 38),
+    "inner": (7, 11, 45),
+    "count": 5,
+    "tokens": (9, 6, 40),
+    "router": ("hash", "learned"),
+}
 subject.refuses = lambda case: "a router near a tie" if case.router == "learned" and case.dtype == "bfloat16" else ""

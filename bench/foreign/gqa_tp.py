@@ -105,7 +105,13 @@ def subject(case, device):
 
 
 subject.truth, subject.cases = truth, ("tp=2 dp=3", "tp=4 kv_heads=2", "tp=3 kv_heads=3 dp=2", "tp=6 kv_heads=3")
-subject.words = {"width": (14, 10, 66), "heads": 12, "kv_heads": (6, 2, 3), "head_dim": (5, 3, 11), "length": (9, 7, 33)}
+subject.words = {
+    "width": (14, 10, 66),
+    "heads": 12,
+    "kv_heads": (6, 2, 3),
+    "head_dim": (5, 3, 11),
+    "length": (9, 7, 33),
+}
 subject.words |= {"rows": (2, 3)}
 subject.refuses = lambda case: (
     "needs whole heads" if 12 % case.tp or case.kv_heads % case.tp and case.tp % case.kv_heads else ""

@@ -123,4 +123,10 @@ def subject(case, device):
 
 
 subject.truth, subject.cases = "alone", ("tp=2 dp=2", "tp=3", "tp=4", "tp=2")
-subject.words = {"width": (10, 14, 50), "inner": (24, 12, 84), "rows": (5, 3), "lr": (0.02, 0.001), "kind": ("own", "torch")}
+subject.words = {
+    "width": (10, 14, 50),
+    "inner": (24, 12, 84),
+    "rows": (5, 3),
+    "lr": (0.02, 0.001),
+    "kind": ("own", "torch"),
+}

@@ -3,6 +3,8 @@
 The truth is torch.func's vmap of a gradient, the ranks take sample after sample.
 """
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch.func import functional_call, grad, vmap
@@ -40,7 +42,7 @@ def truth(case, device):
     for step in range(case.steps):
         numbers = [n for m in range(case.micro) for r in range(case.dp) for n in case.samples(step, m, r, case.rows)]
         x, y = map(torch.stack, zip(*(sample(case, n) for n in numbers), strict=True))
-        out[f"loss/{step}"] = vmap(lambda x, y: loss_of(model, params, x, y))(x, y).mean()
+        out[f"loss/{step}"] = vmap(partial(loss_of, model, params))(x, y).mean()
         each = vmap(grad(lambda p, x, y: loss_of(model, p, x, y)), in_dims=(None, 0, 0))(params, x, y)
         norms = sum(g.flatten(1).square().sum(1) for g in each.values()).sqrt()
         factor = (BOUND / norms).clamp(max=1)
@@ -67,7 +69,7 @@ def subject(case, device):
                 grads = torch.autograd.grad(loss, list(model.parameters()))
                 norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads]))
                 for into, g in zip(sums, grads, strict=True):
-                    into += g * torch.clamp(BOUND / norm, max=1)
+                    into.add_(g * torch.clamp(BOUND / norm, max=1))
                 total += loss.detach() / count
         dist.all_reduce(total)
         for p, g in zip(model.parameters(), sums, strict=True):
