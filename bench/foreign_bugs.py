@@ -51,8 +51,8 @@ class Row:
     """An edit and what became of it. `check` found it; "" where none did.
 
     `tensor` is the one whose `change` is largest in units of its `limit`, in this `measure`; `rounding` is the error of
-    the right run there. `updated` is the parameter whose update changed most in units of the `update_rounding` of the
-    right run; `update_change` and it are shares of the truth's update. `defect`: passed beyond a limit.
+    the right run there. `updated` is the parameter whose update changed most in units of what rounding did to it in the
+    right run. `update_change` and `update_rounding` are shares of the truth's update. `defect`: passed beyond a limit.
     """
 
     subject: str

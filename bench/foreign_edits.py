@@ -1,8 +1,8 @@
 """Wrong edits of any training program, planted from outside while its ranks run: no subject is written again.
 
-An edit changes one number, row or tensor at one of the points that every such program has: an optimizer's step, a
-backward pass, the result of a collective, the samples that it asks for. A run without an edit counts these points on
-every rank, so that an edit is drawn among those that there are. Sizes of edits are relative.
+An edit changes one number, row or tensor at one of the points that every such program has. These are an optimizer's
+steps, backward passes, the results of collectives, the samples of a micro-batch. A run without an edit counts these
+points on every rank, so that an edit is drawn among those that there are. Sizes of edits are relative.
 """
 
 import threading
@@ -50,7 +50,7 @@ POINTS: Mapping[str, str] = {
     "an all-reduce whose result is dropped": "all_reduce",
     "a micro-batch of other samples": "samples",
 }
-"""What an edit is -> the point at which it happens."""
+"""Edits -> the point at which they happen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ Counts = dict[str, int]
 
 @dataclass(slots=True)
 class _Rank:
-    """What one rank has done: the points it has passed, and what a step must put back."""
+    """The points that a rank has passed, and tensors that a step must put back."""
 
     edit: Edit | None
     frozen: bool
@@ -124,7 +124,7 @@ class Planted:
         mine = self.edit if self.edit is not None and self.edit.rank in (me, EVERY) else None
         _NOW.rank = _Rank(edit=mine, frozen=self.frozen)
         try:
-            return self.subject.call(_Asked(case), device)
+            return self.subject.call(_Numbered(case), device)
         finally:
             self.counts[me] = _NOW.rank.passed
             _NOW.rank = None
@@ -135,8 +135,8 @@ class Planted:
         return NamedSubject(name=self.subject.name, call=self, truth=self.subject.truth)
 
 
-class _Asked:
-    """A case that is asked for samples: an edit gives those of a step that never comes."""
+class _Numbered:
+    """A case that gives numbers of samples: under an edit those of a step that never comes."""
 
     def __init__(self, case: CaseLike) -> None:
         self._case = case

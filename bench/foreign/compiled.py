@@ -1,6 +1,6 @@
 """torch.compile around the pieces of a split model: the loss of a rank, a block over tp, the optimizer's arithmetic.
 
-`backend` is one of those that need no compiler. It is compared with itself on one rank.
+`backend` is one of those that need no compiler. Its truth is the subject on one rank.
 """
 
 import torch

@@ -1,5 +1,5 @@
 """torch's DistributedDataParallel as people use it: gradients accumulate under no_sync, the head is tied to the
-embedding, one layer is frozen. It is compared with itself on one rank.
+embedding, one layer is frozen. Its truth is the subject on one rank.
 """
 
 import torch

@@ -1,5 +1,6 @@
-"""A mixture of experts whose experts lie on the data ranks: each token goes to its two experts by an all-to-all with
-uneven sizes, and comes back weighted. Ranks hold unequal numbers of experts.
+"""A mixture of experts whose experts lie on the data ranks, unequal numbers of them.
+
+Each token goes to its two experts by an all-to-all with uneven sizes, and comes back weighted.
 """
 
 import torch

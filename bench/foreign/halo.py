@@ -14,7 +14,7 @@ def extent(case, rank):
 
 
 def swap(up, down, group, ranks, me):
-    """What the rank above sent down and the rank below sent up, zeros at the edges of the picture."""
+    """Rows that the rank above sends down and the rank below sends up, zeros at the edges of the picture."""
     from_above, from_below, todo = torch.zeros_like(up), torch.zeros_like(down), []
     if me > 0:
         todo += [

@@ -1,5 +1,5 @@
-"""Ring attention: keys and values go round over cp, and a softmax is merged hop by hop. What travels is sent back by
-autograd itself, so the backward is nobody's formula. Rows are masked unevenly.
+"""Ring attention: keys and values go round over cp, and a softmax is merged hop by hop. The gradients of all that
+travels are sent back by autograd, so that no formula of a backward is needed. Rows are masked unevenly.
 """
 
 import math

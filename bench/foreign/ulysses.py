@@ -1,6 +1,6 @@
 """Attention by DeepSpeed's Ulysses: tokens are exchanged for heads and back, one all-to-all each way.
 
-One module serves truth and ranks, in the dtype of the case; torch.distributed.nn gives the all-to-all its backward.
+The same module serves truth and ranks, in the dtype of the case.
 """
 
 import torch
