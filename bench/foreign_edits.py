@@ -52,6 +52,9 @@ POINTS: Mapping[str, str] = {
 }
 """Edits -> the point at which they happen."""
 
+LATER = ("counted step", "kept step")
+"""Points at which an edit shows in a later step alone."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edit:
@@ -174,7 +177,8 @@ def drawn_edit(counts: Mapping[int, Counts], dtype: str, chosen: Random) -> Edit
         if ranks:
             rank = EVERY if everywhere and chosen.random() < 0.6 else chosen.choice(sorted(ranks))
             many = counts[ranks[0] if rank == EVERY else rank][kind]
-            at = chosen.randrange(many)
+            last = kind in LATER and many > 1
+            at = chosen.randrange(many - last)
             return Edit(what=what, rank=rank, at=at, share=chosen.random(), size=SIZES[dtype])
     raise ValueError("the subject has no point at which an edit could be planted; legal: one with an optimizer")
 
