@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from bench import clean, foreign_bugs
 from bench.clean import Part
-from bench.foreign_bugs import PASSED, Row, report
+from bench.foreign_bugs import PASSED, UNDECIDED, Row, change, report, units_of
 from bench.foreign_cases import DTYPES, SUBJECTS, Drawn, drawn_cases, subject_of
 from bench.foreign_edits import EVERY, POINTS, SIZES, Edit, Planted, drawn_edit, planting
 from harness.engines.threads.inproc import InprocEngine
@@ -111,16 +112,31 @@ def test_a_campaign_finds_edits_and_measures_them(tmp_path: Path, capsys: pytest
     rows = list(csv.DictReader((tmp_path / "foreign_bugs-float32-0.csv").read_text().splitlines()))
     assert len(rows) == 4 and {row["verdict"] for row in rows} == {"found"}
     for row in rows:
-        assert row["check"] and (not row["tensor"] or float(row["change"]) > float(row["limit"]))
+        assert row["check"] and (not row["tensor"] or float(row["units"]) > 1)
     assert "float32: 4 edits: 4 found" in capsys.readouterr().out
 
 
-def test_what_passed_beyond_a_limit_is_a_defect_and_comes_first() -> None:
-    near = Row(subject="a", case="dp=2", dtype="bfloat16", edit="e", verdict=PASSED, tensor="grad/w", change=1, limit=2)
-    beyond = Row(subject="b", case="dp=2", dtype="bfloat16", edit="e", verdict=PASSED, change=3, limit=2, defect=True)
-    lines = list(report([near, beyond]))
-    assert lines[0] == "DEFECT passed: b 'dp=2': e" and lines[2] == "passed: a 'dp=2': e"
-    assert lines[-1].startswith("1 passed although the change is beyond its limit")
+def test_what_rounding_does_not_explain_is_a_defect_and_comes_first() -> None:
+    near = Row(subject="a", case="dp=2", dtype="bfloat16", edit="e", verdict=PASSED, tensor="grad/w", units=0.5)
+    beyond = Row(subject="b", case="dp=2", dtype="bfloat16", edit="e", verdict=PASSED, tensor="param/w", units=1.5)
+    lines = list(report([near, beyond, replace(beyond, verdict=UNDECIDED)]))
+    assert lines[0] == "DEFECT passed: b 'dp=2': e" and lines[4] == "passed: a 'dp=2': e"
+    assert lines[-1] == "1 passed although they change a tensor by more than rounding may"
+
+
+def test_a_change_is_measured_in_units_of_what_rounding_did_to_the_tensor() -> None:
+    """Of 100 elements that move by 1 rounding is off by 1e-3 each: 6e-3 are allowed, and half an epsilon of 10."""
+    moved, error, floors = torch.ones(100), torch.full((100,), 1e-3), units_of(torch.float32)
+    stored = torch.full((100,), 10.0)
+    found = change("param/w", torch.full((100,), 1.2e-2), error, moved, stored, floors, 0.0)
+    assert found.units == pytest.approx(2.0, rel=1e-3)
+    assert (found.change, found.rounding) == pytest.approx((1.2e-2, 1e-3))
+    one = torch.zeros(100)
+    one[3] = 1.2e-2
+    found = change("param/w", one, error, moved, stored, floors, 0.0)
+    assert found.by == "peak" and found.units == pytest.approx(2.0, rel=1e-3)
+    low = change("param/w", 1e-3 * moved, 0 * error, moved, stored, units_of(torch.bfloat16), 0.0)
+    assert low.units == pytest.approx(1e-3 / (4 / 128 + 10 / 256))
 
 
 def test_a_foreign_alarm_names_its_subject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
