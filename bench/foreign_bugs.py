@@ -8,7 +8,7 @@ beside what rounding did to this very tensor: the distance of the right run from
 what moved, its value without its first one. Allowed is as much as the checks promise (docs/checks.md): FACTOR times
 that effect of rounding, or the floors of the dtype where they are more. Half an epsilon of a stored parameter is added.
 
-A larger change that passes is a defect of the checks, listed with the limit that let it pass.
+A change of more than BOTH times as much that passes is a defect of the checks, listed with the limit that let it pass.
 `foreign_bugs-*.csv` has one row for every edit. Changes and roundings are shares of the truth.
 """
 
@@ -45,6 +45,8 @@ FOUND, PASSED, UNDECIDED, NOTHING, ALARM = "found", "passed", "undecided", "with
 MOVED = ("param", "param_after")
 FACTOR = CONTROL_FACTOR
 """How many times the effect of rounding in one right run a right result may be off: as beside control runs."""
+BOTH = 2.0
+"""Units that a change may have without a flaw: the right run and the wrong one may each be off by what is allowed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +82,8 @@ class Row(Change):
 
     @property
     def defect(self) -> bool:
-        """Whether the edit passed although it changes a tensor by more than rounding may."""
-        return self.verdict == PASSED and self.units > 1
+        """Whether the edit passed although it changes a tensor by more than rounding may change it."""
+        return self.verdict == PASSED and self.units > BOTH
 
 
 def campaign(edits: int, first_seed: int, names: Sequence[str], dtype: str, timeout_s: float) -> Iterator[Row]:

@@ -117,8 +117,8 @@ def test_a_campaign_finds_edits_and_measures_them(tmp_path: Path, capsys: pytest
 
 
 def test_what_rounding_does_not_explain_is_a_defect_and_comes_first() -> None:
-    near = Row(subject="a", case="dp=2", dtype="bfloat16", edit="e", verdict=PASSED, tensor="grad/w", units=0.5)
-    beyond = Row(subject="b", case="dp=2", dtype="bfloat16", edit="e", verdict=PASSED, tensor="param/w", units=1.5)
+    near = Row(subject="a", case="dp=2", dtype="bfloat16", edit="e", verdict=PASSED, tensor="grad/w", units=1.9)
+    beyond = Row(subject="b", case="dp=2", dtype="bfloat16", edit="e", verdict=PASSED, tensor="param/w", units=2.5)
     lines = list(report([near, beyond, replace(beyond, verdict=UNDECIDED)]))
     assert lines[0] == "DEFECT passed: b 'dp=2': e" and lines[4] == "passed: a 'dp=2': e"
     assert lines[-1] == "1 passed although they change a tensor by more than rounding may"
