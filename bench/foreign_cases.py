@@ -38,6 +38,7 @@ def subject_of(name: str) -> NamedSubject:
 
 def drawn_cases(count: int, first_seed: int = 0, names: Sequence[str] = SUBJECTS, dtype: str = "any") -> list[Drawn]:
     """`count` cases, the same for the same arguments. The subjects take turns, so that a process has all of them."""
+    names = [name for name in names if _dtypes(name, dtype)]
     shares = {name: count // len(names) + (place < count % len(names)) for place, name in enumerate(names)}
     of_subjects = [_cases_of(name, share, first_seed, dtype) for name, share in shares.items()]
     turns = [iter(cases) for cases in of_subjects]
@@ -47,7 +48,7 @@ def drawn_cases(count: int, first_seed: int = 0, names: Sequence[str] = SUBJECTS
 def _cases_of(name: str, share: int, first_seed: int, dtype: str) -> list[Drawn]:
     """Cases of one subject; dtypes take turns, and layouts are drawn."""
     subject = subject_of(name)
-    dtypes = [known for known in getattr(subject.call, "dtypes", DTYPES) if dtype in ("any", known)]
+    dtypes = _dtypes(name, dtype)
     shares = {known: share // len(dtypes) + (place < share % len(dtypes)) for place, known in enumerate(dtypes)}
     modes = claims(subject).modes
     of_dtypes = []
@@ -56,6 +57,10 @@ def _cases_of(name: str, share: int, first_seed: int, dtype: str) -> list[Drawn]
         legal = st.one_of(of_modes).filter(lambda case: not refusal(case, subject))
         of_dtypes.append(sampled(legal, many, 1000 * first_seed + place))
     return [Drawn(subject, case) for case in _in_turn(of_dtypes)]
+
+
+def _dtypes(name: str, dtype: str) -> list[str]:
+    return [known for known in getattr(subject_of(name).call, "dtypes", DTYPES) if dtype in ("any", known)]
 
 
 def _in_turn(lists: Sequence[Sequence[PlainCase]]) -> Iterator[PlainCase]:

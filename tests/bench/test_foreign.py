@@ -58,6 +58,8 @@ def test_subjects_take_turns_in_every_dtype(tmp_path: Path, capsys: pytest.Captu
     assert [one.case.dtype for one in cases][::3] == list(DTYPES)
     assert {one.case.dtype for one in cases[2::3]} == {"float64", "float32"}  # no complex numbers in bfloat16
     assert [str(one.case) for one in drawn_cases(9, 1, names)] == [str(one.case) for one in cases]
+    low = drawn_cases(8, 1, names, "bfloat16")
+    assert len(low) == 8 and {one.case.dtype for one in low} == {"bfloat16"}
     every = [one.case for one in drawn_cases(3 * len(SUBJECTS), 4)]
     assert all(case.world_size > 1 and case.steps > 1 for case in every) and len(every) == 3 * len(SUBJECTS)
     split = {axis for case in every for axis, groups in case.axes.items() if len(groups[0]) > 1}
