@@ -1,13 +1,15 @@
 """Quiet when right: proves many generated cases of a subject that is right, and lists every verdict that says else.
 
     python -m bench.clean --cases 10000 --part 1/2 --out DIR
+    python -m bench.clean --foreign 500
 
 Every check is made on every case, and cases use every word of the case language
 (`suites.drawing.strategies.every_word`). Every fifth case is at a size that users train (`suites.drawing.sizes`). An
 alarm is a verdict `fail`, or a run that ended with an error. A check that rounding leaves undecided in a low precision
 is no alarm and is counted beside them. A case whose dense model diverges cannot be judged and is counted apart. Cases
 are drawn by hypothesis from a seed, in equal shares for all modes. Parts draw from seeds of their own, so that the
-processes on a machine share the work. `clean-*.csv` has one row, written anew after every case, `alarms-*.jsonl` one
+processes on a machine share the work. With `--foreign` the cases are those of all subjects in `bench.foreign`, in turn:
+a process sees many kinds of programs. `clean-*.csv` has one row, written anew after every case, `alarms-*.jsonl` one
 line for every verdict that did not pass. Times are seconds, `resident_mib` is the memory held at the end.
 """
 
@@ -26,6 +28,8 @@ from typing import Any
 import torch
 from rich.progress import Progress
 
+from bench.foreign_cases import DTYPES as DTYPES_OF_FOREIGN
+from bench.foreign_cases import Drawn, drawn_cases
 from harness.checking.evidence import UNKNOWN
 from harness.dense_model import SUBJECT
 from harness.engines.threads.heap import resident_bytes
@@ -33,6 +37,7 @@ from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError, ShardproofError
 from harness.interpreter import COLLECTED_AFTER
 from harness.running.proof import prove
+from harness.subject import named
 from reference.case import Case
 from reference.features import PARTS
 from suites.drawing.sizes import large
@@ -52,7 +57,7 @@ class Part:
     """A share of the cases to draw: `number` of `parts` draws its share of `cases` in every mode.
 
     `dtype` "any" and `steps` 0 are drawn too; every case has the parts that it `needs`. A case that takes longer than
-    `timeout_s` counts as an alarm.
+    `timeout_s` counts as an alarm. `foreign`: the cases are of the subjects in `bench.foreign`.
     """
 
     subject: str = SUBJECT
@@ -64,6 +69,16 @@ class Part:
     first_seed: int = 0
     steps: int = 0
     timeout_s: float = 300.0
+    foreign: bool = False
+
+    def drawn(self) -> list[Drawn]:
+        """Every case of this part with its subject; modes, or foreign subjects, take turns."""
+        if self.foreign:
+            share = self.cases // self.parts + (self.number <= self.cases % self.parts)
+            return drawn_cases(share, self.first_seed * 1000 + self.number, dtype=self.dtype)
+        of_modes = [cases_of(mode, share, self) for mode, share in self.shares().items()]
+        subject = named(self.subject)
+        return [Drawn(subject, case) for turn in zip_longest(*of_modes) for case in turn if case]
 
     def shares(self) -> dict[str, int]:
         """Mode -> how many cases of it this part proves; the shares of all parts and modes add up to `cases`."""
@@ -78,6 +93,7 @@ class Part:
 class Alarm:
     """A verdict on a right subject that is no pass: an alarm, or undecided."""
 
+    subject: str
     case: str
     check: str
     verdict: str
@@ -102,14 +118,12 @@ class Campaign:
 
 
 def campaign(part: Part) -> Iterator[tuple[Campaign, list[Alarm]]]:
-    """After every case: the part so far, and what did not pass of that case. Modes take turns."""
+    """After every case: the part so far, and what did not pass of that case."""
     start_s = time.perf_counter()
     refused = unjudged = alarms = undecided = 0
-    of_modes = [cases_of(mode, share, part) for mode, share in part.shares().items()]
-    every = [case for turn in zip_longest(*of_modes) for case in turn if case]
     with InprocEngine() as engine:
-        for number, case in enumerate(every, start=1):
-            alarms_or_none = _alarms(case, part, engine)
+        for number, drawn in enumerate(part.drawn(), start=1):
+            alarms_or_none = _alarms(drawn, part.timeout_s, engine)
             alarms_of_case = alarms_or_none or []
             lost = sum(one.verdict == UNJUDGED for one in alarms_of_case)
             unsure = sum(one.verdict == UNKNOWN and one.check != "run" for one in alarms_of_case)
@@ -139,21 +153,21 @@ def cases_of(mode: str, share: int, part: Part) -> list[Case]:
     return usual + sampled(large(mode, **fixed), many, first_seed)
 
 
-def _alarms(case: Case, part: Part, engine: InprocEngine) -> list[Alarm] | None:
+def _alarms(drawn: Drawn, timeout_s: float, engine: InprocEngine) -> list[Alarm] | None:
     """Verdicts of one case that did not pass; None when the subject does not take it."""
+    subject, case = drawn
+
+    def alarm(check: str, verdict: str, message: str) -> Alarm:
+        return Alarm(subject=subject.name, case=str(case), check=check, verdict=verdict, message=message)
+
     try:
-        result = prove(case, part.subject, engine, timeout_s=part.timeout_s)
+        result = prove(case, subject, engine, timeout_s=timeout_s)
     except ShardproofError as error:
         diverges = isinstance(error, RequestError) and "the dense model diverges" in str(error)
-        verdict = UNJUDGED if diverges else UNKNOWN
-        return [Alarm(case=str(case), check="run", verdict=verdict, message=str(error))]
+        return [alarm("run", UNJUDGED if diverges else UNKNOWN, str(error))]
     if result.skipped:
         return None
-    return [
-        Alarm(case=str(case), check=verdict.check, verdict=verdict.verdict, message=verdict.message)
-        for verdict in result.verdicts
-        if verdict.verdict != "pass"
-    ]
+    return [alarm(each.check, each.verdict, each.message) for each in result.verdicts if each.verdict != "pass"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -175,10 +189,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _written(part: Part, out: Path) -> Campaign:
     """The part, run; its row and its alarms are on disk after every case."""
     out.mkdir(parents=True, exist_ok=True)
-    stem = "-".join([part.dtype, *part.needs, f"{part.number}-of-{part.parts}"])
+    kind = ["foreign"] if part.foreign else []
+    stem = "-".join([*kind, part.dtype, *part.needs, f"{part.number}-of-{part.parts}"])
     so_far = Campaign(dtype=part.dtype, cases=0, refused=0, unjudged=0, alarms=0, undecided=0, seconds=0.0)
     with Progress(transient=True) as progress, (out / f"alarms-{stem}.jsonl").open("w") as alarms:
-        task = progress.add_task(f"{part.dtype}, part {part.number} of {part.parts}", total=sum(part.shares().values()))
+        task = progress.add_task(f"{part.dtype}, part {part.number} of {part.parts}", total=part.cases // part.parts)
         for so_far, found in campaign(part):
             alarms.writelines(json.dumps(asdict(alarm)) + "\n" for alarm in found)
             alarms.flush()
@@ -194,16 +209,23 @@ def _part(asked: argparse.Namespace) -> Part:
     number, _, parts = asked.part.partition("/")
     if not (number.isdigit() and parts.isdigit() and 1 <= int(number) <= int(parts)):
         raise RequestError(f"part={asked.part}: must be a number of how many, from 1; legal: --part 1/2")
-    for word, count, least, legal in (("cases", asked.cases, 1, 120), ("steps", asked.steps, 0, 2)):
+    counts = (("cases", asked.cases, 1, 120), ("steps", asked.steps, 0, 2), ("foreign", asked.foreign, 0, 500))
+    for word, count, least, legal in counts:
         if count < least:
             raise RequestError(f"{word}={count}: must be at least {least}; legal: --{word} {legal}")
+    if asked.foreign and (asked.needs or asked.steps or asked.dtype not in ("any", *DTYPES_OF_FOREIGN)):
+        rule = "its subjects have words of their own, and are drawn in any dtype or one of these"
+        raise RequestError(f"foreign={asked.foreign}: {rule}; legal: --dtype {'|'.join(DTYPES_OF_FOREIGN)}")
     words = {word: getattr(asked, word) for word in ("subject", "dtype", "cases", "first_seed", "steps", "timeout_s")}
+    words |= {"foreign": True, "cases": asked.foreign} if asked.foreign else {}
     return Part(**words, needs=tuple(asked.needs), number=int(number), parts=int(parts))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.clean", description="Count false alarms on a right subject.")
     parser.add_argument("--subject", default=SUBJECT, metavar="M:O", help=f"a right implementation ({SUBJECT})")
+    foreign = "draw this many cases of the subjects in bench.foreign instead (0)"
+    parser.add_argument("--foreign", type=int, default=0, metavar="N", help=foreign)
     parser.add_argument("--cases", type=int, default=120, metavar="N", help="cases of all parts together (120)")
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="dtype of every case, drawn when any (any)")
     parser.add_argument(

@@ -1,0 +1,250 @@
+"""Found when wrong: drawn wrong edits of every foreign subject, and what passes with the limit that let it pass.
+
+    python -m bench.foreign_bugs --edits 10 --out DIR
+
+For each edit the subject runs with it and without. An edit is `found` when a check fails, `undecided` when one is
+unknown, `without effect` when no bit of the outcome changes, else `passed`. The change of every tensor is measured
+beside what rounding did to this very tensor: the distance of the right run from the truth. Of a parameter both are of
+what moved, its value without its first one. Allowed is as much as the checks promise (docs/checks.md): FACTOR times
+that effect of rounding, or the floors of the dtype where they are more. Half an epsilon of a stored parameter is added.
+
+A change of more than BOTH times as much that passes is a defect of the checks, listed with the limit that let it pass.
+`foreign_bugs-*.csv` has one row for every edit. Changes and roundings are shares of the truth.
+"""
+
+import argparse
+import csv
+import math
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from random import Random
+
+import torch
+from torch import Tensor
+
+from bench.foreign_cases import DTYPES, SUBJECTS, Drawn, drawn_cases
+from bench.foreign_edits import Planted, drawn_edit, planting
+from harness.checking.evidence import FAIL, UNKNOWN, Evidence
+from harness.checking.measures.kinds import kind_of
+from harness.checking.measures.many_tensors import kind_rms
+from harness.checking.measures.measured import FLOAT64_ALLOWED, SCALE_SHARE
+from harness.checking.measures.tolerance import CONTROL_FACTOR, FLOOR_EPSILONS, OWN_EPSILONS
+from harness.checking.measuring import compared
+from harness.engines.threads.inproc import InprocEngine
+from harness.errors import RequestError, ShardproofError
+from harness.outcome.merging import merge
+from harness.running.proof import prove
+from harness.running.ranks.execution import execute
+from harness.running.result import CaseResult
+
+FOUND, PASSED, UNDECIDED, NOTHING, ALARM = "found", "passed", "undecided", "without effect", "alarm without it"
+MOVED = ("param", "param_after")
+FACTOR = CONTROL_FACTOR
+"""How many times the effect of rounding in one right run a right result may be off: as beside control runs."""
+BOTH = 2.0
+"""Units that a change may have without a flaw: the right run and the wrong one may each be off by what is allowed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A tensor that an edit changes, in one measure: the `change` and the `rounding` of the right run.
+
+    `units` is the change in units of what is allowed. `error` and `limit` are those of the checks for this tensor of
+    the wrong run, in their `measure`. The tensor is `decided` when no half of it lies within the limit.
+    """
+
+    tensor: str = ""
+    units: float = 0.0
+    by: str = ""
+    change: float = 0.0
+    rounding: float = 0.0
+    error: float = 0.0
+    limit: float = 0.0
+    measure: str = ""
+    decided: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row(Change):
+    """An edit, its verdict, and the tensor that it changes most. `check` found it; "" where none did."""
+
+    subject: str
+    case: str
+    dtype: str
+    edit: str
+    verdict: str
+    check: str = ""
+    seconds: float = 0.0
+
+    @property
+    def defect(self) -> bool:
+        """Whether the edit passed although it changes a tensor by more than rounding may change it."""
+        return self.verdict == PASSED and self.units > BOTH
+
+
+def campaign(edits: int, first_seed: int, names: Sequence[str], dtype: str, timeout_s: float) -> Iterator[Row]:
+    """A row for every edit, subject by subject in turn."""
+    with InprocEngine() as engine, planting():
+        for number, drawn in enumerate(drawn_cases(edits * len(names), first_seed, names, dtype)):
+            start_s = time.perf_counter()
+            row = judged_edit(drawn, Random(f"{first_seed} {number}"), engine, timeout_s)
+            yield replace(row, seconds=round(time.perf_counter() - start_s, 2))
+
+
+def judged_edit(drawn: Drawn, chosen: Random, engine: InprocEngine, timeout_s: float) -> Row:
+    """Row of one drawn edit of this case."""
+    case = drawn.case
+    still = Planted(drawn.subject, frozen=True)
+    row = Row(subject=drawn.subject.name, case=str(case), dtype=case.dtype, edit="none", verdict=ALARM)
+    try:
+        without = prove(case, Planted(drawn.subject).named, engine, timeout_s=timeout_s, explain=False)
+        if without.verdict == FAIL or without.evidence is None:
+            return replace(row, check=_failed(without))
+        start = execute(case, still, engine, record=False, timeout_s=timeout_s)
+        edit = drawn_edit(still.counts, case.dtype, chosen)
+        row = replace(row, edit=str(edit))
+        wrong = prove(case, Planted(drawn.subject, edit).named, engine, timeout_s=timeout_s, explain=False)
+    except ShardproofError as error:
+        return replace(row, check=f"run: {error}"[:200])
+    verdicts = {FAIL: FOUND, UNKNOWN: UNDECIDED}
+    row = replace(row, verdict=verdicts.get(wrong.verdict, PASSED), check=_failed(wrong))
+    if wrong.evidence is None:
+        return row
+    first = {name: tensor for name, tensor in merge(start.outcomes).tensors.items() if kind_of(name) in MOVED}
+    changes = list(_changes(without.evidence, wrong.evidence, first))
+    if not changes and row.verdict != FOUND:
+        return replace(row, verdict=NOTHING)
+    most = max(changes, key=lambda one: one.units, default=Change())
+    return replace(row, **asdict(_with_limit(most, wrong.evidence)))
+
+
+def _failed(result: CaseResult) -> str:
+    return ", ".join(each.check for each in result.verdicts if each.verdict == FAIL)
+
+
+def _changes(without: Evidence, wrong: Evidence, first: Mapping[str, Tensor]) -> Iterator[Change]:
+    """Changes of all tensors that are no longer the same bits."""
+    sizes = kind_rms(wrong.truth)
+    for name, tensor in wrong.merged.tensors.items():
+        right, truth = without.merged.tensors.get(name), wrong.truth.get(name)
+        if right is None or truth is None or torch.equal(right, tensor):
+            continue
+        if not truth.is_floating_point() and not truth.is_complex():
+            yield Change(tensor=name, units=math.inf, by="exact")
+            continue
+        shift = (_wide(tensor) - _wide(truth)) - (_wide(right) - _wide(without.truth[name]))
+        error, moved = _wide(right) - _wide(without.truth[name]), _wide(without.truth[name])
+        stored = torch.zeros_like(moved)
+        if name in first:
+            stored, moved = moved, moved - _wide(first[name])
+        scale = SCALE_SHARE * sizes.get(kind_of(name), 0.0) if name not in first else 0.0
+        yield change(name, shift, error, moved, stored, units_of(tensor.dtype), scale)
+
+
+def change(
+    name: str, shift: Tensor, error: Tensor, moved: Tensor, stored: Tensor, floors: Mapping[str, float], least: float
+) -> Change:
+    """The change by the measure in which it is largest in units of what is allowed."""
+    own, half = floors["own"], floors["half"]
+    rms = max(float(moved.norm()) / math.sqrt(moved.numel() or 1), least)
+    out = shift[shift.abs() > own * moved.abs()]
+    found = {
+        "frobenius": (float(shift.norm()), float(error.norm()), rms * math.sqrt(moved.numel()), float(stored.norm())),
+        "peak": (_largest(out), _largest(error), rms, _largest(stored)),
+    }
+    changes = []
+    for by, (shifted, rounding, size, kept) in found.items():
+        allowed = max(FACTOR * rounding, floors[by] * size) + half * kept
+        units = shifted / allowed if allowed else math.inf if shifted else 0.0
+        changes.append(
+            Change(tensor=name, units=units, by=by, change=shifted / (size or 1), rounding=rounding / (size or 1))
+        )
+    return max(changes, key=lambda one: one.units)
+
+
+def units_of(dtype: torch.dtype) -> Mapping[str, float]:
+    """The floors of each measure in this dtype, the share of itself by which an element may be off, half an epsilon."""
+    if dtype in (torch.float64, torch.complex128):
+        return {"frobenius": FLOAT64_ALLOWED, "peak": FLOAT64_ALLOWED, "own": 0.0, "half": 0.0}
+    epsilon = torch.finfo(dtype).eps
+    return {
+        **{measure: many * epsilon for measure, many in FLOOR_EPSILONS.items()},
+        "own": OWN_EPSILONS * epsilon,
+        "half": epsilon / 2,
+    }
+
+
+def _with_limit(one: Change, wrong: Evidence) -> Change:
+    """The change with the limit of the checks for this tensor of the wrong run."""
+    if not one.tensor or one.by == "exact":
+        return one
+    size = kind_rms(wrong.truth).get(kind_of(one.tensor), 0.0)
+    found = compared(wrong, one.tensor, size)
+    return replace(
+        one, error=found.error, limit=found.allowed, measure=found.measure, decided=found.decidable or found.zero
+    )
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float64))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the campaign, write its table, print what passed. Exit status: 0 no defect, 1 a defect, 2 a wrong request."""
+    asked = _parser().parse_args(arguments)
+    torch.set_num_threads(1)
+    out, rows = Path(asked.out), list[Row]()
+    out.mkdir(parents=True, exist_ok=True)
+    names = asked.subject or SUBJECTS
+    try:
+        with (out / f"foreign_bugs-{asked.dtype}-{asked.first_seed}.csv").open("w", newline="") as table:
+            written = csv.DictWriter(table, [each.name for each in fields(Row)])
+            written.writeheader()
+            for row in campaign(asked.edits, asked.first_seed, names, asked.dtype, asked.timeout_s):
+                rows.append(row)
+                written.writerow(asdict(row))
+                table.flush()
+    except RequestError as error:
+        print(f"bench.foreign_bugs: {error}", file=sys.stderr)
+        return error.exit_status
+    print(*report(rows), sep="\n")
+    return 1 if any(row.defect for row in rows) else 0
+
+
+def report(rows: Sequence[Row]) -> Iterator[str]:
+    """Lines of text: what was not found, the largest change in units of what is allowed first, then counts."""
+    left = [row for row in rows if row.verdict in (PASSED, UNDECIDED)]
+    for row in sorted(left, key=lambda row: (row.defect, row.units), reverse=True):
+        yield f"{'DEFECT ' if row.defect else ''}{row.verdict}: {row.subject} {row.case!r}: {row.edit}"
+        decided = "" if row.decided else ", undecided"
+        limit = f"{row.measure} {row.error:.2g} of {row.limit:.2g}{decided}"
+        shift = f"change {row.change:.2g} beside a rounding of {row.rounding:.2g} ({row.by})"
+        yield f"    {row.tensor}: {shift}, {row.units:.2g} of what is allowed; checked: {limit}"
+    for dtype in DTYPES:
+        counts = Counter(row.verdict for row in rows if row.dtype == dtype)
+        words = ", ".join(f"{many} {verdict}" for verdict, many in sorted(counts.items()))
+        yield f"{dtype}: {counts.total()} edits: {words or 'none'}"
+    yield f"{sum(row.defect for row in rows)} passed although they change a tensor by more than rounding may"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench.foreign_bugs", description="Plant wrong edits and count.")
+    parser.add_argument("--edits", type=int, default=10, metavar="N", help="edits of each subject (10)")
+    parser.add_argument("--subject", action="append", choices=SUBJECTS, help="of these subjects alone (all)")
+    parser.add_argument("--dtype", choices=("any", *DTYPES), default="any", help="dtype of every case (any)")
+    parser.add_argument("--timeout", dest="timeout_s", type=float, default=60.0, metavar="S", help="of a case (60)")
+    parser.add_argument("--seed", dest="first_seed", type=int, default=0, metavar="N", help="other seeds, other edits")
+    parser.add_argument("--out", default="runs/foreign_bugs", metavar="DIR", help="where the table goes")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
