@@ -23,7 +23,7 @@ from harness.diagnosing.causes.places import place_of
 from harness.engines.threads.inproc import InprocEngine
 from harness.errors import RequestError
 from harness.outcome.merging import Merged
-from harness.running.proof import judged
+from harness.running.judging import judged
 from harness.running.result import CaseResult
 from harness.running.trials import rounding
 from harness.running.trials.rounding import FURTHER_PARTS, MORE_PARTS, NEAR, controlled, measured_apart, stepwise
