@@ -48,13 +48,15 @@ def movement(evidence: Evidence, name: str) -> Movement | None:
         return None
     truth = evidence.truth[name].double()
     moved, unit = truth - started.double(), epsilon(stored_dtype(evidence, values.get(name, truth)))
-    slack = truth.abs() * (moved != 0) * (unit * _steps(evidence, name))  # what is not moved is not stored anew
+    controls = _moves(evidence, name, evidence.controls)
+    still = torch.stack([moved, *controls]).eq(0).all(0)  # what no run moves is not stored anew
+    slack = truth.abs() * ~still * (unit * _steps(evidence, name))
     if own is not None and not _returned(evidence, name):  # ranks may begin with values in the case's dtype, or not
         slack += (own.double() - own.to(getattr(torch, evidence.case.dtype)).double()).abs()
     return Movement(
         truth=moved,
         value=values[name].double() - own.double() if name in values and own is not None else None,
-        controls=_moves(evidence, name, evidence.controls),
+        controls=controls,
         amplified=_moves(evidence, name, evidence.amplified),
         slack=slack,
     )
