@@ -137,8 +137,8 @@ def in_world_of(tables: Any) -> Iterator[None]:
     if ranks is None:  # the run has ended
         yield
         return
-    before = ranks.get(ident)
-    leave_world()
+    before = ranks.pop(ident, None)
+    _registry._unregister_all_process_groups()  # an executor's thread may have ended a job after an earlier run
     torch.autograd.set_multithreading_enabled(False)
     _enter_tables(ranks, ident, tables)
     try:
