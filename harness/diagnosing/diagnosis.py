@@ -51,7 +51,7 @@ class Diagnosis(Explanation):
     region: str = ""
 
 
-_BIT_FOR_BIT = ("replicas", "determinism", "recording")
+BIT_FOR_BIT = ("replicas", "determinism", "recording")
 """Checks that allow no difference at all, not even one of rounding."""
 
 
@@ -63,11 +63,11 @@ def faults_of(evidence: Evidence, findings: Mapping[str, Finding]) -> list[Mappi
     failed = {check: finding for check, finding in findings.items() if finding.verdict == FAIL}
     little = {
         name
-        for check in _BIT_FOR_BIT
+        for check in BIT_FOR_BIT
         for name in (failed[check].names if check in failed else ())
         if _is_rounding(evidence, check, failed[check], name)
     }
-    apart = [check for check in _BIT_FOR_BIT if check in failed and {*failed[check].names} <= little]
+    apart = [check for check in BIT_FOR_BIT if check in failed and {*failed[check].names} <= little]
     if not little or not any(finding.wrong for finding in failed.values()):
         return [findings]
 
@@ -75,7 +75,7 @@ def faults_of(evidence: Evidence, findings: Mapping[str, Finding]) -> list[Mappi
         return replace(finding, names=tuple(name for name in finding.names if name not in little))
 
     gross = {check: finding for check, finding in findings.items() if check not in apart}
-    gross |= {check: but_for(gross[check]) for check in _BIT_FOR_BIT if check in gross}
+    gross |= {check: but_for(gross[check]) for check in BIT_FOR_BIT if check in gross}
     rest = {check: finding for check, finding in findings.items() if check in apart or check not in failed}
     return [gross, rest] if apart else [gross]
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from harness.checking.checks import CHECKS, LAWS, Check
 from harness.checking.evidence import FAIL, PASS, Verdict
+from harness.diagnosing.diagnosis import BIT_FOR_BIT
 from harness.diagnosing.failure_lines import line_of, site, with_when
 from harness.diagnosing.needed_words import NeededWords, OutOfTime, needed_words
 from harness.errors import ShardproofError
@@ -54,8 +55,16 @@ class Failed:
 
     @property
     def first(self) -> Verdict:
-        """The first failed verdict."""
-        return next(verdict for verdict in self.verdicts if verdict.verdict == FAIL)
+        """The first failed verdict; rounding may be all by which replicas or runs differ, so they come last."""
+        failed = [verdict for verdict in self.verdicts if verdict.verdict == FAIL]
+        return min(failed, key=lambda verdict: verdict.check in BIT_FOR_BIT)
+
+    @property
+    def fault(self) -> tuple[Verdict, ...]:
+        """The first failed verdict and those with the same causes: others are another fault."""
+        causes = line_of(self.first.message, "causes")
+        alike = (verdict for verdict in self.verdicts if line_of(verdict.message, "causes") == causes)
+        return tuple(verdict for verdict in alike if verdict.verdict == FAIL)
 
     @property
     def size(self) -> tuple[object, ...]:
@@ -122,11 +131,13 @@ def _examined(
             words = words_needed(group[0], request.subject, partial(prove_case, explain=False), limit_s).text
             on = f" (tried on {case_text(group[0].case)!r})"
             yield {
-                case_text(failed.case): tuple(
-                    with_when(verdict, words + ("" if failed is group[0] else on)) for verdict in failed.verdicts
-                )
-                for failed in group
+                case_text(failed.case): _amended(failed, words + ("" if failed is group[0] else on)) for failed in group
             }
+
+
+def _amended(failed: Failed, words: str) -> tuple[Verdict, ...]:
+    """The verdicts of a case with the line `when:` for the fault that was examined."""
+    return tuple(with_when(one, words) if one in failed.fault else one for one in failed.verdicts)
 
 
 def words_needed(failed: Failed, subject: NamedSubject, prove: Proves, end_s: float) -> NeededWords:
@@ -143,9 +154,10 @@ class _Fails:
     """
 
     def __init__(self, failed: Failed, prove: Proves, end_s: float, words: Mapping[str, Any]) -> None:
-        failures = [verdict for verdict in failed.verdicts if verdict.verdict == FAIL]
-        self._checks = _checks([verdict.check for verdict in failures])
-        self._reasons = {_reason(verdict) for verdict in failures}
+        self._checks = _checks([verdict.check for verdict in failed.fault])
+        self._reasons = {_reason(verdict) for verdict in failed.fault}
+        others = (verdict for verdict in failed.verdicts if verdict.verdict == FAIL and verdict not in failed.fault)
+        self._others = {_reason(verdict) for verdict in others}
         self._prove, self._end_s, self._words = prove, end_s, words
 
     def __call__(self, case: CaseLike) -> bool | None:
@@ -157,9 +169,11 @@ class _Fails:
             result = self._prove(case.but(**kept) if kept else case, checks=self._checks, timeout_s=left_s)
         except (ShardproofError, ValueError):
             return None
-        if failed := [verdict for verdict in result.verdicts if verdict.verdict == FAIL]:
-            return True if _reason(failed[0]) in self._reasons else None
-        return False if result.verdict == PASS else None
+        failures = [verdict for verdict in result.verdicts if verdict.verdict == FAIL]
+        if any(_reason(verdict) not in self._others for verdict in failures):
+            first = Failed(case=case, verdicts=result.verdicts).first
+            return True if _reason(first) in self._reasons else None
+        return False if failures or result.verdict == PASS else None  # another fault of the case is left
 
 
 def _reason(verdict: Verdict) -> tuple[str, str]:

@@ -115,8 +115,8 @@ def drift(locals_by_rank: Mapping[int, Tensor], truth: Tensor, name: str) -> lis
 
 HYPOTHESES = (
     Hypothesis(
-        predicts="every replica is a partial sum of the truth, or the truth but for its last bits, or not "
-        "finite; or their mean is the truth",
+        predicts="every replica is a partial sum of the truth, not finite, or right but for its last bits; "
+        "or their mean is the truth",
         causes=from_replicas,
         kinds=VALUES | {OF_TOKENS, "tokens", "grad_norm", STATE},
     ),

@@ -94,6 +94,26 @@ def test_one_rank_that_fails_for_another_reason_is_no_evidence(tmp_path: Path) -
     assert [note for note in unchecked_notes(stored) if "no module, backward or optimizer" in note and "phase(" in note]
 
 
+FIVE = torch.tensor(5.0, dtype=torch.float64)
+
+
+class Apart:
+    """Five times its truth with two micro-batches, and a metric that rounding sets apart on every other rank."""
+
+    words, truth = {"micro": (1, 2), "steps": 1}, staticmethod(lambda case, device: {"loss/0": FIVE, "metric/0": FIVE})
+
+    def __call__(self, case: Any, device: torch.device) -> Mapping[str, torch.Tensor]:
+        dist.all_reduce(torch.ones(1))
+        metric = FIVE if dist.get_rank() == 0 else torch.nextafter(FIVE, FIVE + 1)
+        return {"loss/0": FIVE * (5 if case.micro == 2 and case.dp > 1 else 1), "metric/0": metric}
+
+
+def test_another_fault_of_the_case_is_no_evidence_and_has_no_line(tmp_path: Path) -> None:
+    result = ran(tmp_path, Apart(), "dp=2 micro=2", when_s=10.0)
+    lines = {one.check: line_of(one.message, "when") for one in result.verdicts if one.verdict == FAIL}
+    assert (lines["forward"], lines["replicas"]) == ("only with dp=2 and micro=2; right with dp=1, with micro=1", "")
+
+
 def test_a_right_run_makes_no_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experiments, "needed_words", None)
     assert ran(tmp_path, own_words.subject, "tp=2 dp=3", when_s=60.0).exit_status == 0
