@@ -25,7 +25,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from harness.checking.call_checks import strays
-from harness.checking.evidence import Evidence
+from harness.checking.evidence import Evidence, Finding
 from harness.checking.laws import Broken
 from harness.checking.ledger_checks import module_order
 from harness.checking.measures.kinds import is_state, kind_of
@@ -139,7 +139,7 @@ def _shown_by(evidence: Evidence, wrong: Sequence[str]) -> First:
     if kind == "logits" and step and _repeats_batch(evidence, name):
         phase = "data"
     elif (update := update_in_doubt(evidence, name, wrong)) >= 0:
-        if evidence.earlier is not None and _has_right_parameters(evidence.earlier[0]):
+        if evidence.earlier is not None and _has_right_parameters(evidence.earlier[1]):
             ended = (f"parameters are right where the case ends before that step (steps={update + 1})",)
         elif kind != "param" and not is_state(name):
             phase, region, step = "step", "", update
@@ -161,9 +161,10 @@ def _repeats_batch(evidence: Evidence, name: str) -> bool:
     return value is not None and any(explains(guess, value, truth) for _, guess in guesses)
 
 
-def _has_right_parameters(ended: Evidence) -> bool:
-    """Whether parameters of a run in which nothing is wrong can be held against the truth."""
-    return any(kind_of(name) == "param" and name in ended.truth for name in ended.merged.tensors)
+def _has_right_parameters(findings: Mapping[str, Finding]) -> bool:
+    """Whether every parameter of a run in which nothing is wrong was decided: rounding may hide what a step did."""
+    decided, of = findings["update"].decided.get("param", (0, 0)) if "update" in findings else (0, 0)
+    return 0 < decided == of
 
 
 def _user_of(evidence: Evidence, module: str) -> str:
