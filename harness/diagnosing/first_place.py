@@ -139,7 +139,7 @@ def _shown_by(evidence: Evidence, wrong: Sequence[str]) -> First:
     if kind == "logits" and step and _repeats_batch(evidence, name):
         phase = "data"
     elif (update := update_in_doubt(evidence, name, wrong)) >= 0:
-        if evidence.earlier is not None and _has_right_parameters(evidence.earlier[1]):
+        if evidence.earlier is not None and _has_right_parameters(*evidence.earlier):
             ended = (f"parameters are right where the case ends before that step (steps={update + 1})",)
         elif kind != "param" and not is_state(name):
             phase, region, step = "step", "", update
@@ -161,10 +161,10 @@ def _repeats_batch(evidence: Evidence, name: str) -> bool:
     return value is not None and any(explains(guess, value, truth) for _, guess in guesses)
 
 
-def _has_right_parameters(findings: Mapping[str, Finding]) -> bool:
-    """Whether every parameter of a run in which nothing is wrong was decided: rounding may hide what a step did."""
+def _has_right_parameters(ended: Evidence, findings: Mapping[str, Finding]) -> bool:
+    """Whether every parameter of a run in which nothing is wrong is right for sure: no wide limit may hide a step."""
     decided, of = findings["update"].decided.get("param", (0, 0)) if "update" in findings else (0, 0)
-    return 0 < decided == of
+    return 0 < decided == of and not ended.beyond and ended.dtype in ("float64", "float32")
 
 
 def _user_of(evidence: Evidence, module: str) -> str:
