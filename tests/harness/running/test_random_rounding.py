@@ -1,0 +1,72 @@
+"""What random rounding moves and what it leaves, and how values before the first step are seen."""
+
+import torch
+from torch import Tensor
+
+from harness.recording.capturing.initial_values import FirstValues, first_values
+from harness.running.truth.random_rounding import RandomRounding
+
+UNIT = torch.finfo(torch.float32).eps
+X = torch.randn(40, 30, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def off(moved: Tensor, exact: Tensor) -> float:
+    """The largest error in epsilons of float32, relative to the rms."""
+    return float((moved - exact).abs().max() / exact.square().mean().sqrt()) / UNIT
+
+
+def test_what_computes_is_moved_by_half_an_epsilon_and_what_chooses_or_copies_is_not() -> None:
+    with RandomRounding({torch.float64: UNIT}):
+        computed, product = X.exp(), X @ X.T
+        kept = [X.relu(), X.t().clone(), X[:, 3:], torch.cat([X, X]), X.masked_fill(X > 0, 1.0), X.to(torch.float64)]
+        constants = torch.linspace(0.1, 0.7, 5, dtype=torch.float64)
+        whole = (X > 0).double() + (X < 0).double()
+        narrower = X.float()
+    assert 0.1 < float(((computed / X.exp()) - 1).abs().max()) / UNIT <= 0.5
+    assert 0.3 < off(product, X @ X.T) < 20, "a sum of thirty products rounds more than its result"
+    exact = [X.relu(), X.t(), X[:, 3:], torch.cat([X, X]), X.masked_fill(X > 0, 1.0), X]
+    assert all(torch.equal(a, b) for a, b in zip(kept, exact, strict=True))
+    assert torch.equal(constants, torch.linspace(0.1, 0.7, 5, dtype=torch.float64))
+    assert bool((whole == 1).all()) and torch.equal(narrower, X.float())
+
+
+def test_inputs_stay_where_a_truth_follows_the_dtype_and_what_follows_from_parameters_does_not() -> None:
+    w = X[:, :5].clone().requires_grad_()
+    with RandomRounding({torch.float64: UNIT}, inputs=False):
+        table = X.exp() * 3
+        loss = (table.T @ w).square().mean()
+    assert torch.equal(table, X.exp() * 3)
+    assert float(loss.detach()) != float(((X.exp() * 3).T @ w).square().mean().detach())
+
+
+def test_numbers_that_leave_a_lower_precision_are_moved_and_what_is_written_is_written() -> None:
+    wide, low = torch.zeros(40, 30, dtype=torch.float64), torch.zeros(40, 30, dtype=torch.bfloat16)
+    eps = torch.finfo(torch.bfloat16).eps
+    with RandomRounding({torch.bfloat16: eps}, leaving=True):
+        low.copy_(X)
+        wide.copy_(low)
+        nothing = X + 0 * X.bfloat16().double()
+    assert bool(low.any()), "the buffer itself was written"
+    assert 0 < float((wide / low.double() - 1).abs().max()) <= eps
+    assert torch.equal(nothing, X), "a precision that reaches nothing moves nothing"
+
+
+def test_a_parameter_is_seen_as_training_begins_with_it() -> None:
+    with FirstValues() as seen:
+        layer = torch.nn.Linear(6, 3, dtype=torch.float64)  # its memory is not set when the parameter is made
+        torch.nn.init.normal_(layer.weight)
+        begun = {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-3)
+        for _ in range(2):
+            optimizer.zero_grad()
+            torch.utils.checkpoint.checkpoint(layer, X[:, :6], use_reentrant=False).square().mean().backward()
+            optimizer.step()
+    after = {f"param/{name}": parameter.detach() for name, parameter in layer.named_parameters()}
+    own, found = first_values({**after, **seen.found})
+    assert own.keys() == after.keys() and all(torch.equal(found[name], begun[name]) for name in begun)
+
+
+def test_values_that_are_as_near_as_others_are_no_first_values() -> None:
+    after = torch.full((4,), 1.0)
+    assert first_values({"param/w": after, "started/0": after - 0.1, "started/1": after + 0.11})[1] == {}
+    assert first_values({"param/w": after, "started/0": after - 0.1, "started/1": after - 0.1})[1].keys() == {"w"}
