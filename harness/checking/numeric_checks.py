@@ -8,7 +8,7 @@ from harness.checking.evidence import FAIL, PASS, UNKNOWN, Decided, Evidence, Fi
 from harness.checking.measures.kinds import KIND_WORDS, NUMERIC_KINDS, kind_of
 from harness.checking.measures.many_tensors import BLOCK, measured_together
 from harness.checking.measures.measured import STATED, Measured
-from harness.checking.movement import movement, sizes_of
+from harness.checking.measuring import movement, sizes_of
 
 _OVERFLOWS = "is not finite, and not in the dense model in this dtype either (legal: a smaller lr, or fewer steps)"
 _ROUNDING = "rounding alone explains any error"

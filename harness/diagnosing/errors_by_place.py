@@ -7,8 +7,7 @@ Errors and limits are ratios (harness.checking.measures.tolerance). The last row
 
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
-from harness.checking.measuring import compared
-from harness.checking.movement import sizes_of
+from harness.checking.measuring import compared, sizes_of
 from harness.diagnosing.causes.places import place_of, timeline
 from harness.diagnosing.first_place import First
 

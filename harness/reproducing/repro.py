@@ -24,8 +24,7 @@ from harness.checking.evidence import Evidence
 from harness.checking.measures.distance import Truth
 from harness.checking.measures.kinds import NUMERIC_KINDS, kind_of
 from harness.checking.measures.tolerance import least_rms, own_share
-from harness.checking.measuring import compared
-from harness.checking.movement import sizes_of
+from harness.checking.measuring import compared, sizes_of
 from harness.diagnosing.causes.places import timeline
 from harness.diagnosing.failure_lines import repeat_command
 from harness.engines.engine import Engine

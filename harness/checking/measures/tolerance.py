@@ -117,8 +117,8 @@ def measure(
 ) -> Measured:
     """Compare one tensor with the truth (same shape) as the run dtype allows; `kind` is the rms of its kind.
 
-    `kept`: the dtype in which the tensor was kept where that is wider, such as float32 of a 16-bit case: the smallest
-    limit is of that. `lower`: the lowest dtype whose rounding control runs have, where that is lower than the run's.
+    `kept`: the dtype that held the tensor where that is wider, such as float32 in a 16-bit case. The smallest limit is
+    its. `lower`: the lowest dtype whose rounding control runs have, where that is lower than the run's.
 
     `summed`: the relative error that the sums behind it have in theory, as if a control run had it. `far`: this truth
     held against further control runs. `amplified`: control runs with CONTROL_FACTOR times as much rounding, whose

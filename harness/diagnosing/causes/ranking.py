@@ -10,8 +10,7 @@ from dataclasses import replace
 from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import kind_of
 from harness.checking.measures.tolerance import own_share
-from harness.checking.measuring import compared
-from harness.checking.movement import sizes_of
+from harness.checking.measuring import compared, sizes_of
 from harness.diagnosing.causes.cause import Cause
 from harness.diagnosing.causes.hypothesis import Failure, Hypothesis
 from harness.diagnosing.causes.proofs import Explained

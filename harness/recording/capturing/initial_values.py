@@ -1,8 +1,8 @@
 """Values of parameters before the first step, of a program that does not return them.
 
-A parameter is a leaf that takes a gradient. It is written when it is made, and from then on it keeps its value until an
-optimizer writes to it. So the value with which training begins is the one that it has when an operator first reads it,
-or when it first has a gradient. A dispatch mode sees that. Of functional programs, whose parameters are no leaves,
+A parameter is a leaf that takes a gradient. Code writes to it when it is made, and then only the optimizer does. So
+training begins with the value that an operator reads first, or that stands when there first is a gradient. A dispatch
+mode sees that. Of functional programs, whose parameters are no leaves,
 nothing is seen.
 """
 
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.checking.measures.kinds import kind_of
 from harness.protocols import Value
 from harness.subject import NamedSubject, called
 from harness.torch_internals.autograd import current_task
@@ -21,8 +20,8 @@ from harness.torch_internals.memory import storage_id
 from harness.torch_internals.modes import DispatchMode, FakeTensor, leaves, take_themselves_apart
 from harness.torch_internals.operators import written_arguments
 
-_STARTED = "started"
-"""Kind of the names under which first values travel in an outcome."""
+_STARTED = "started/"
+"""Begin of the names under which first values travel in an outcome."""
 _NEARER = 0.5
 """A value of this share of the distance of any other one is that of the parameter."""
 
@@ -50,7 +49,7 @@ class FirstValues(DispatchMode):
     @property
     def found(self) -> dict[str, Tensor]:
         """The values as names of an outcome."""
-        return {f"{_STARTED}/{number}": value for number, (_, value) in enumerate(self._noted.values())}
+        return {f"{_STARTED}{number}": value for number, (_, value) in enumerate(self._noted.values())}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +75,9 @@ def first_values(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict
     A parameter is returned after a step as `param_after/0/<name>` or `param/<name>`. Its first value is the one of its
     shape that is nearest to that, by far: steps are small beside the differences between parameters.
     """
-    values = [tensor for name, tensor in tensors.items() if kind_of(name) == _STARTED]
-    own = {name: tensor for name, tensor in tensors.items() if kind_of(name) != _STARTED}
-    after = {name.partition("/")[2]: tensor for name, tensor in own.items() if kind_of(name) == "param"}
+    values = [tensor for name, tensor in tensors.items() if name.startswith(_STARTED)]
+    own = {name: tensor for name, tensor in tensors.items() if not name.startswith(_STARTED)}
+    after = {name.removeprefix("param/"): tensor for name, tensor in own.items() if name.startswith("param/")}
     after |= {name.split("/", 2)[2]: own[name] for name in own if name.startswith("param_after/0/")}
     nearest = {name: _nearest(tensor, values) for name, tensor in after.items()}
     return own, {name: value for name, value in nearest.items() if value is not None}

@@ -15,8 +15,7 @@ from harness.checking.measures.distance import distance, real
 from harness.checking.measures.kinds import NUMERIC_KINDS, kind_of, step_of
 from harness.checking.measures.measured import Measured, epsilon
 from harness.checking.measures.tolerance import CONTROL_FACTOR, FLOOR_EPSILONS, LEAP
-from harness.checking.measuring import ROUNDING
-from harness.checking.movement import INITIAL
+from harness.checking.measuring import INITIAL, ROUNDING
 from harness.errors import ProgramError, RequestError
 from harness.mesh_axes import SAME_SAMPLES
 from harness.outcome.merging import merge

@@ -1,8 +1,8 @@
 """Cases that compute or send in a lower precision than their own dtype: as the subject states, or as it is found.
 
 A lower precision has the effect that it has. The ranks are run again with every number of that precision moved by a
-random part of its rounding, and so are the control runs of those tensors that are beyond the limits of the case's own
-dtype: as far from the truth as the ranks' tensors moved. A tensor that the precision does not reach keeps its limit. So
+random part of its rounding. Tensors beyond the limits of the case's own dtype get control runs as far from the truth as
+the ranks' tensors moved. A tensor that the precision does not reach keeps its limit. So
 do all that were right without it.
 
 Where the subject states nothing and errors are as small as a lower precision's, the ranks are run once and looked at.
@@ -24,7 +24,7 @@ from harness.checking.evidence import PASS, UNKNOWN, Evidence, Finding, merged_o
 from harness.checking.measures.kinds import NUMERIC_KINDS, is_state, kind_of, step_of
 from harness.checking.measures.measured import Measured, epsilon
 from harness.checking.measures.tolerance import CONTROL_FACTOR
-from harness.checking.movement import MOVED
+from harness.checking.measuring import MOVED
 from harness.errors import MachineError, ProgramError, RequestError
 from harness.protocols import CaseLike, Value
 from harness.recording.capturing.operator_probes import Island, NarrowProbe, Probed, narrower
@@ -162,8 +162,8 @@ def _effect(
 ) -> dict[str, Tensor]:
     """These tensors of the truth, as far from it as the ranks' own are moved by rounding to these dtypes.
 
-    States that parameters had before are among them. A tensor of which this is not known is left out: where a program
-    does not bear a dispatch mode, or what it returns is then no full tensor.
+    Values that parameters had before are among them. A tensor is left out where this is not known. The program may not
+    bear a dispatch mode, or the tensor is no full one then.
     """
     watch = any(name in rank for rank in evidence.captured for name in names)
     call = _Moved(trial.subject, dtypes, seed, factor)

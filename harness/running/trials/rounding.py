@@ -13,8 +13,7 @@ from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import is_state, kind_of, step_of
 from harness.checking.measures.measured import Measured
 from harness.checking.measures.tolerance import FLOAT64_CEILING, Controlled
-from harness.checking.measuring import compared
-from harness.checking.movement import movement, sizes_of
+from harness.checking.measuring import compared, movement, sizes_of
 from harness.running.trials.reference import Function
 from harness.running.trials.trial import Trial
 from harness.running.truth.control_modes import AMPLIFIED
@@ -81,8 +80,8 @@ def controlled(trial: Trial, evidence: Evidence, wrong: Collection[Measured]) ->
     """Evidence with MORE_PARTS control runs more, for one may be lucky, and what a relu's kink may change.
 
     Of large tensors there are only as many as it takes until nothing of this is wrong: each costs as much as the ranks.
-    Where something is still just beyond its limit, all of them may have been lucky, and there are FURTHER_PARTS. What
-    is beyond it then may have been chosen otherwise, so a truth of the subject's own is AMPLIFIED. Choices of our dense
+    Where something is still just beyond its limit, all of them may have been lucky, and there are FURTHER_PARTS. Then
+    a choice may have fallen otherwise, so a truth of the subject's own is AMPLIFIED. Choices of our dense
     model are bounded by kinks and slack.
     """
     names, states, truth = trial.reference, evidence.states, evidence.truth

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from harness.checking.measures.kinds import kind_of
-from harness.checking.movement import MOVED
+from harness.checking.measuring import MOVED
 from harness.engines.calls.callers import is_user, shortened
 from harness.engines.engine import Engine
 from harness.errors import MachineError, RequestError, TimeLimit, error_text

@@ -10,15 +10,15 @@ norm does so too, and no order rounds more (harness.checking.measuring). The sum
 dtype itself where the number of slices is odd.
 
 A truth may compute more exactly than its case does: in float64, whatever the case says. Its sums round nothing then.
-So what it computes in a wider dtype is moved by a random part of the case's rounding (`random_rounding`), and its
-control runs are as far from the truth as those of the same function written in the case's dtype.
+So all that it computes in a wider dtype is moved by a random part of the case's rounding (`random_rounding`). Its
+control runs are then as far from the truth as those of the same function written in the case's dtype.
 
 With parts=PERTURBED nothing is cut: the result of every operator is off by a random part of its own rounding instead.
 The outcome shows how far a model amplifies rounding of any kind.
 
-A few control runs bound what follows smoothly from numbers, CONTROL_FACTOR times as far. They do not bound choices: the
-largest of two logits, the side of a relu's kink, the sign of a gradient of which Adam makes a whole step. One right
-program may choose otherwise where no control run does. So AMPLIFIED runs move results by CONTROL_FACTOR times as much:
+A few control runs bound what follows smoothly from numbers, CONTROL_FACTOR times as far. They do not bound choices:
+which of two logits is larger, or the sign of a gradient of which Adam makes a whole step. A right program may choose
+otherwise where no control run does. So AMPLIFIED runs move results by CONTROL_FACTOR times as much:
 whatever such an error may turn, they turn often.
 """
 
@@ -64,8 +64,8 @@ def partial_sums(
 def emulated(dtype: str, *, wide: bool) -> dict[torch.dtype, float]:
     """The dtypes in which a truth computes more exactly than a case of this dtype does -> the epsilon of the case.
 
-    float64 is one for every narrower case. A truth that follows a 16-bit case has float32 where programs have it: in
-    norms, losses, optimizers. It is one only for a truth that multiplies nothing in 16 bits (`wide`).
+    float64 is such a dtype for every narrower case. A truth that follows a 16-bit case has float32 where programs have
+    it: in norms, losses, optimizers. So float32 is one only for a truth that multiplies nothing in 16 bits (`wide`).
     """
     unit = epsilon(dtype)
     finer = {kind: own for kind, own in _OWN.items() if own < unit}

@@ -1,7 +1,7 @@
 """A truth of the subject's own: its dense model, or the subject itself on one rank.
 
 Its own truth runs in float64. Control runs are the same function in the case's dtype, every contraction cut into
-partial sums; what it computes in a wider dtype all the same is moved by the rounding of the case's
+partial sums. Where it computes in a wider dtype all the same, its results are moved by the rounding of the case's
 (harness.running.truth.control_modes). The subject on one rank sees the data ranks' micro-batches in
 sequence: every axis is 1 and there are dp times as many micro-batches.
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from harness.cases import in_own_words
 from harness.checking.measures.measured import epsilon
-from harness.checking.movement import INITIAL
+from harness.checking.measuring import INITIAL
 from harness.engines.engine import Engine
 from harness.errors import ProgramError, RequestError
 from harness.mesh_axes import AXES, EXPERT_AXES
@@ -42,10 +42,10 @@ _Computed = tuple[Mapping[str, Tensor], tuple[Draw, ...]]
 class OwnTruth:
     """The function (case, device) -> outcome of a truth of the subject's own; with `parts` one of its control runs.
 
-    `dense` is the dense model, "alone" for the subject itself, which runs on `engine`. By the text of the case fill up
-    `draws`, the masks of dropout that it drew itself, `initial`, its parameters before the first step, and `wide`:
-    whether its control runs multiply matrices in wider dtypes than the case's alone. A control run of a dense model is
-    made inside of the context `around()`.
+    `dense` is the dense model, "alone" for the subject itself, which runs on `engine`. Three fields fill up, by the
+    text of the case. `draws` are the masks of dropout that it drew itself, `initial` its parameters before the first
+    step. `wide` is whether its control runs multiply matrices in wider dtypes than the case's alone. A control run of a
+    dense model is made inside of the context `around()`.
     """
 
     subject: NamedSubject
@@ -146,8 +146,9 @@ class OwnTruth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sums:
-    """How a run takes its sums: in how many `parts`, 0 as they are, and by what wide results are moved (`units`): all
-    of them where nothing is computed in the case's dtype (`wide`).
+    """How a run takes its sums: in how many `parts`, 0 as they are, and by what wide results are moved (`units`).
+
+    All of them are where nothing is computed in the case's dtype (`wide`).
 
     `products` fills up with the epsilons of the dtypes in which matrices were multiplied.
     """

@@ -4,14 +4,14 @@ A result is multiplied by 1 + epsilon * u with u uniform between -1/2 and 1/2. S
 the errors that a narrower one would give it, whatever its text says. A computation in its own dtype shows how far it
 amplifies rounding of any kind.
 
-An operator that contracts (a product of matrices, a sum) rounds more than its result: it adds up n terms in the narrow
-dtype, or in float32 where that is wider. So the numbers that it is given are moved too. Added one after the other, the
-k-th of n independent terms is rounded with a sum of k, and all roundings come to sqrt((n + 1) / 2) of the last one
-(Higham and Mary 2019, doi:10.1137/18M1226312). So much further the terms are moved. Sums of rows take this order in the
-narrow dtype itself (harness.checking.measuring says which kernels do).
+A contraction (a product of matrices, a sum) rounds more than its result. Kernels add up its n terms in the narrow dtype,
+or in float32 where that is wider. So its terms are moved too. The k-th of n independent terms, added one after the other, is
+rounded with a sum of k. All roundings come to sqrt((n + 1) / 2) of the last one, and terms are moved as far (Higham and
+Mary 2019, doi:10.1137/18M1226312). Sums of rows take this order in the narrow dtype itself (harness.checking.measuring
+has the kernels that do).
 
-Exact are operators that choose, copy or arrange numbers, those that make numbers of none (constants, draws), whole
-numbers, and what shares memory with an argument.
+Operators that choose, copy or arrange numbers are exact. So are those that make numbers of none (constants, draws),
+whole numbers, and results that share memory with an argument.
 
 Sources: Parker 1997, "Monte Carlo Arithmetic"; Verificarlo (arXiv:1509.01347) for the field's own tool.
 """
@@ -71,9 +71,8 @@ class RandomRounding(DispatchMode):
 
     `units`: dtype -> the epsilon by which results in it are moved; those in other dtypes stay. With `inputs`, so are
     numbers that follow from constants and draws alone: initial values, samples, tables. With `leaving`, numbers
-    of these dtypes are moved once more, in the wider dtype, where they enter wider arithmetic: a number of a narrow
-    dtype can only move by whole units there. `seed` tells one run from another; ranks with one seed move what they
-    compute alike by the same.
+    of these dtypes are moved once more where they enter wider arithmetic: in their own dtype they move by whole units
+    alone. Another `seed` is another run; ranks with one seed move what they compute alike by the same.
     """
 
     def __init__(
@@ -142,7 +141,7 @@ class RandomRounding(DispatchMode):
         return result
 
     def compute(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What the operator returns of these arguments, before it is moved."""
+        """The result of the operator, before it is moved."""
         return operator(*args, **kwargs)
 
     def _terms_moved(self, name: str, args: Sequence[Any]) -> list[Any]:
@@ -156,7 +155,7 @@ class RandomRounding(DispatchMode):
         ]
 
     def _moved(self, x: Any, terms: int = 0, *, narrow: bool = False) -> Any:
-        """A tensor moved by its dtype's unit, or by what a sum of so many of it rounds; anything else as it is.
+        """A tensor moved by its dtype's unit, or by the rounding of a sum of `terms` of it; anything else as it is.
 
         A number that was kept in the narrow dtype was rounded when it was made, and only the sum of it rounds.
         """

@@ -1,4 +1,4 @@
-"""Limits hold for anybody's truth: they follow from the case's dtype and from what rounding does, not from its text."""
+"""Limits hold for any truth: they follow from the case's dtype and from rounding, not from the truth's text."""
 
 import itertools
 import math
@@ -69,8 +69,8 @@ def train(
     loss: Any = loss_of,
     pure: bool = False,
 ) -> dict[str, Tensor]:
-    """Two steps of AdamW with clipping: in float64 or in the case's dtype, inputs scaled by a constant in float64,
-    gradients by autograd or by torch.func.
+    """Two steps of AdamW with clipping, in float64 or in the case's dtype. Inputs may be scaled by a constant in
+    float64, and gradients are those of autograd or of torch.func.
     """
     dtype = torch.float64 if wide else getattr(torch, case.dtype)
     std = {name: 0.3 if len(shape) > 1 else 0.1 for name, shape in SHAPES.items()}
@@ -208,7 +208,7 @@ class Rows:
 
 
 def low(y: Tensor) -> Tensor:
-    """What is computed in bfloat16 reaches nothing."""
+    """Numbers of bfloat16 that reach nothing."""
     return y + 0 * y.bfloat16().to(y.dtype)
 
 

@@ -1,4 +1,4 @@
-"""What random rounding moves and what it leaves, and how values before the first step are seen."""
+"""Random rounding moves computed numbers alone, and values before the first step are seen."""
 
 import torch
 from torch import Tensor
