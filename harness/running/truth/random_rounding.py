@@ -4,11 +4,11 @@ A result is multiplied by 1 + epsilon * u with u uniform between -1/2 and 1/2. S
 the errors that a narrower one would give it, whatever its text says. A computation in its own dtype shows how far it
 amplifies rounding of any kind.
 
-A contraction (a product of matrices, a sum) rounds more than its result. Kernels add up its n terms in the narrow dtype,
-or in float32 where that is wider. So its terms are moved too. The k-th of n independent terms, added one after the other, is
-rounded with a sum of k. All roundings come to sqrt((n + 1) / 2) of the last one, and terms are moved as far (Higham and
-Mary 2019, doi:10.1137/18M1226312). Sums of rows take this order in the narrow dtype itself (harness.checking.measuring
-has the kernels that do).
+A contraction (a product of matrices, a sum) rounds more than its result. Kernels add up its n terms in the narrow
+dtype, or in float32 where that is wider. So its terms are moved too. The k-th of n independent terms, added one after
+the other, is rounded with a sum of k. All roundings come to sqrt((n + 1) / 2) of the last one, and terms are moved as
+far (Higham and Mary 2019, doi:10.1137/18M1226312). Sums of rows take this order in the narrow dtype itself
+(harness.checking.measuring has the kernels that do).
 
 Operators that choose, copy or arrange numbers are exact. So are those that make numbers of none (constants, draws),
 whole numbers, and results that share memory with an argument.
