@@ -22,6 +22,7 @@ SHOWN_BY: Mapping[str, str] = {
     "witness_slip": f"{_WITNESSES}/test_witness_agreement.py",
     "recorder_blind": f"{_WITNESSES}/test_witness_agreement.py",
     "session_differs": f"{_WITNESSES}/test_witness_agreement.py",
+    "stalled": f"{_DIAGNOSING}/test_six_lines.py",
     "not_stated": f"{_WITNESSES}/test_witness_agreement.py",
     "other_dtype": f"{_DIAGNOSING}/test_alignments.py",
     "not_averaged": f"{_DIAGNOSING}/test_headlines.py",

@@ -136,7 +136,7 @@ def measure(
     found = distance_from(value, true, least, own, slack)
     theory = Distance(frobenius=summed, peak=summed * FLOOR_EPSILONS["peak"] / FLOOR_EPSILONS["frobenius"])
     bound = [distance_from(run, true, least) for run in amplified]
-    allowed = _allowed(kept or dtype, true, (*far.runs, theory), bound, [truth + kink for kink in kinks], least)
+    allowed = _allowed(dtype, kept or dtype, true, (*far.runs, theory), bound, [truth + kink for kink in kinks], least)
     _, which = found.worstratio(allowed)
     error, limit = getattr(found, which), getattr(allowed, which)
     return Measured(
@@ -176,6 +176,7 @@ def _whole(
 
 def _allowed(
     dtype: str,
+    kept: str,
     true: Truth,
     honest: Sequence[Distance],
     bound: Sequence[Distance],
@@ -189,7 +190,7 @@ def _allowed(
         if name == "scale":
             floor = SCALE_ALLOWED
         else:
-            floor = FLOAT64_ALLOWED if dtype == "float64" else FLOOR_EPSILONS[name] * epsilon(dtype)
+            floor = FLOAT64_ALLOWED if dtype == "float64" else FLOOR_EPSILONS[name] * epsilon(kept)
         limit = max(
             [floor, *(CONTROL_FACTOR * getattr(run, name) for run in honest), *(getattr(run, name) for run in bound)]
         )

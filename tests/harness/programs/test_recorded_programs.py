@@ -233,4 +233,6 @@ def test_calls_without_python_are_recorded_and_forked_ranks_end_in_order(tmp_pat
     assert [rank.ended(LIMIT_S) for rank in ranks] == [0, 0], ranks[0].err
     run = load(tmp_path / "runs" / "latest")
     assert run.ledger[run.ledger["rank"] == 0]["op"].tolist() == ["all_reduce", "barrier"]
-    assert run.notes == () and (run.path / "ranks" / "0" / "last.json").is_file()  # though without atexit
+    (note,) = run.notes
+    assert "no module, backward or optimizer was seen beside these calls" in note
+    assert (run.path / "ranks" / "0" / "last.json").is_file()  # though without atexit
