@@ -19,7 +19,7 @@ from harness.checking.evidence import Evidence
 from harness.checking.measures.kinds import NUMERIC_KINDS, kind_of, step_of
 from harness.checking.measures.many_tensors import kind_rms
 from harness.checking.measures.measured import Measured, epsilon
-from harness.checking.measures.tolerance import LEAP, measure
+from harness.checking.measures.tolerance import CONTROL_FACTOR, LEAP, measure
 
 _MEANS, _SQUARES = "exp_avg_after", "exp_avg_sq_after"
 
@@ -251,10 +251,18 @@ def _before(evidence: Evidence, name: str, outcome: Mapping[str, Tensor]) -> Ten
         return (evidence.states or {}).get(earlier, outcome.get(earlier))
     if _step(evidence, name) > 0 and kind_of(name) != "param":
         return None
-    before = outcome.get(INITIAL + parameter, evidence.initial.get(parameter))
+    before = _likely(outcome.get(INITIAL + parameter), evidence.initial.get(parameter), evidence.case.dtype)
     if outcome is evidence.merged.tensors and evidence.controls:
         before = _rounded(evidence.controls[0].get(INITIAL + parameter), before, evidence.case.dtype)
     return before if before is not None and before.shape == evidence.truth[name].shape else None
+
+
+def _likely(control: Tensor | None, true: Tensor | None, dtype: str) -> Tensor | None:
+    """The value with which a control run began, where rounding explains its distance from the truth's; else this."""
+    if control is None or true is None or control.shape != true.shape:
+        return true
+    apart = float((control.double() - true.double()).norm())
+    return control if apart <= CONTROL_FACTOR * epsilon(dtype) * float(true.double().norm()) else true
 
 
 def _rounded(control: Tensor | None, before: Tensor | None, dtype: str) -> Tensor | None:

@@ -1,9 +1,9 @@
 """Values of parameters before the first step, of a program that does not return them.
 
-A parameter is a leaf that takes a gradient. Code writes to it when it is made, and then only the optimizer does. So
-training begins with the value that an operator reads first, or that stands when there first is a gradient. A dispatch
-mode sees that. Of functional programs, whose parameters are no leaves,
-nothing is seen.
+A parameter is a leaf that takes a gradient. Code makes, casts and sets it, mostly outside of autograd, and then only the
+optimizer writes to it. So training begins with the value that an operator reads first while autograd records, or that
+stands when there first is a gradient. A dispatch mode sees that. Of functional programs, whose parameters are no
+leaves, nothing is seen.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,19 +31,24 @@ class FirstValues(DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._noted: dict[int, tuple[Tensor, Tensor]] = {}
+        self._noted: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """The operator's result, as it is."""
-        reads = not written_arguments(operator) and operator is not torch.ops.aten.detach.default
+        reads = (
+            torch.is_grad_enabled()
+            and not written_arguments(operator)
+            and operator is not torch.ops.aten.detach.default
+        )
         in_forward = current_task() < 0  # backward makes leaves of the tensors that forward saved
         for leaf in leaves((args, kwargs)) if in_forward else ():
             if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_leaf and (reads or leaf.grad is not None):
                 own = leaf.to_local() if hasattr(leaf, "to_local") else leaf
                 if not isinstance(own, FakeTensor) and storage_id(own) not in self._noted:
-                    self._noted[storage_id(own)] = leaf, own.detach().clone()  # the leaf, so that its memory lives
+                    kept = own.untyped_storage()  # so that no other memory takes its number
+                    self._noted[storage_id(own)] = kept, own.detach().clone()
         return NotImplemented if take_themselves_apart(types) else operator(*args, **(kwargs or {}))
 
     @property
