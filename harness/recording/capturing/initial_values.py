@@ -1,8 +1,8 @@
 """Values of parameters before the first step, of a program that does not return them.
 
-A parameter is a leaf that takes a gradient. Code makes, casts and sets it, mostly outside of autograd, and then only the
-optimizer writes to it. So training begins with the value that an operator reads first while autograd records, or that
-stands when there first is a gradient. A dispatch mode sees that. Of functional programs, whose parameters are no
+A parameter is a leaf that takes a gradient. Code makes, casts and sets it, mostly outside of autograd, and then only
+the optimizer writes to it. So training begins with the value that an operator reads first while autograd records, or
+that stands when there first is a gradient. A dispatch mode sees that. Of functional programs, whose parameters are no
 leaves, nothing is seen.
 """
 
@@ -31,7 +31,7 @@ class FirstValues(DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._noted: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
+        self._noted: dict[tuple[object, ...], tuple[torch.UntypedStorage, Tensor]] = {}
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -46,9 +46,12 @@ class FirstValues(DispatchMode):
         for leaf in leaves((args, kwargs)) if in_forward else ():
             if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_leaf and (reads or leaf.grad is not None):
                 own = leaf.to_local() if hasattr(leaf, "to_local") else leaf
-                if not isinstance(own, FakeTensor) and storage_id(own) not in self._noted:
+                if isinstance(own, FakeTensor):
+                    continue
+                place = storage_id(own), own.storage_offset(), tuple(own.shape)  # parameters may share a storage
+                if place not in self._noted:
                     kept = own.untyped_storage()  # so that no other memory takes its number
-                    self._noted[storage_id(own)] = kept, own.detach().clone()
+                    self._noted[place] = kept, own.detach().clone()
         return NotImplemented if take_themselves_apart(types) else operator(*args, **(kwargs or {}))
 
     @property

@@ -66,6 +66,13 @@ def test_a_parameter_is_seen_as_training_begins_with_it() -> None:
     assert own.keys() == after.keys() and all(torch.equal(found[name], begun[name]) for name in begun)
 
 
+def test_parameters_that_share_memory_are_seen_each_by_itself() -> None:
+    rows = [torch.nn.Parameter(row) for row in X.clone()[:2]]
+    with FirstValues() as seen:
+        (rows[0] * rows[1]).sum().backward()
+    assert [bool((value == X[place]).all()) for place, value in enumerate(seen.found.values())] == [True, True]
+
+
 def test_values_that_are_as_near_as_others_are_no_first_values() -> None:
     after = torch.full((4,), 1.0)
     assert first_values({"param/w": after, "started/0": after - 0.1, "started/1": after + 0.11})[1] == {}
