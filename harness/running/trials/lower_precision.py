@@ -26,6 +26,8 @@ from harness.checking.measures.measured import Measured, epsilon
 from harness.checking.measures.tolerance import CONTROL_FACTOR
 from harness.checking.measuring import MOVED
 from harness.errors import MachineError, ProgramError, RequestError
+from harness.outcome.blocks import Block
+from harness.outcome.merging import Outcomes
 from harness.protocols import CaseLike, Value
 from harness.recording.capturing.operator_probes import Island, NarrowProbe, Probed, narrower
 from harness.running.trials.trial import Trial
@@ -101,6 +103,20 @@ def as_stated(trial: Trial, found: Found, checks: Mapping[str, Check], precision
     }
 
 
+def as_unseen(trial: Trial, found: Found, checks: Mapping[str, Check]) -> Found:
+    """The findings, where the truth computes out of torch's sight, by what rounding does to the ranks' own tensors.
+
+    Control runs of such a truth do not round there: nothing shows how far rounding takes a right result but the ranks.
+    """
+    evidence, findings = found
+    own = trial.reference.own
+    if evidence.dtype == "float64" or own is None or not own.unseen.get(trial.text) or not wrong_of(findings):
+        return found
+    seen, again = _by_effect(trial, found, checks, {evidence.dtype})
+    words = "errors below those of {} (the truth computes outside of torch, so the ranks show how far rounding goes)"
+    return seen, {name: one if one is findings[name] else _noted(one, seen, words) for name, one in again.items()}
+
+
 def as_found(trial: Trial, found: Found, checks: Mapping[str, Check]) -> Found:
     """The findings by the effect of the lower precision that the ranks compute with, where that may explain them."""
     evidence, findings = found
@@ -173,12 +189,22 @@ def _effect(
     except (ProgramError, MachineError):
         return {}
     captured = tuple({name: rank[name] for name in rank if name in names} for rank in run.captured)
-    values = merged_outcomes(run.outcomes, captured, evidence.truth).tensors
+    values = merged_outcomes(_agreed(run.outcomes), _agreed(captured), evidence.truth).tensors
     own, truth = evidence.merged.tensors, evidence.truth
     wanted = [name for name in values if name in truth and (name in names or kind_of(name) in MOVED)]
     return {
         name: truth[name] + (values[name].to(truth[name]) - own[name].to(truth[name])) for name in wanted if name in own
     }
+
+
+def _agreed(outcomes: Outcomes) -> Outcomes:
+    """The outcomes with what several ranks hold as the first of them has it: replicas are moved each by itself."""
+    first: dict[tuple[object, ...], Block] = {}
+    agreed = []
+    for outcome in outcomes:
+        own = {name: [(name, b.region, b.terms, b) for b in blocks] for name, blocks in outcome.items()}
+        agreed.append({name: tuple(first.setdefault(key[:3], key[3]) for key in keys) for name, keys in own.items()})
+    return tuple(agreed)
 
 
 def _noted(finding: Finding, seen: Evidence, words: str) -> Finding:

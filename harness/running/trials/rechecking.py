@@ -23,7 +23,15 @@ from harness.checking.measures.distance import distance
 from harness.checking.measures.kinds import NUMERIC_KINDS
 from harness.checking.measures.tolerance import CONTROL_FACTOR
 from harness.running.trials.law_runs import with_first_forward
-from harness.running.trials.lower_precision import Found, as_found, as_stated, in_first_step, stated, wrong_of
+from harness.running.trials.lower_precision import (
+    Found,
+    as_found,
+    as_stated,
+    as_unseen,
+    in_first_step,
+    stated,
+    wrong_of,
+)
 from harness.running.trials.rounding import control_run, controlled, doubtful, measured_apart, stepwise
 from harness.running.trials.trial import Trial
 
@@ -37,7 +45,8 @@ def rechecked(trial: Trial, evidence: Evidence, checks: Mapping[str, Check], fin
 
     `findings`: of the evidence as it is, in float64.
     """
-    precision, found = stated(trial, evidence), _judged(trial, evidence, checks, findings)
+    precision = stated(trial, evidence)
+    found = as_unseen(trial, _judged(trial, evidence, checks, findings), checks)
     return as_found(trial, found, checks) if precision is None else as_stated(trial, found, checks, precision)
 
 

@@ -42,10 +42,10 @@ _Computed = tuple[Mapping[str, Tensor], tuple[Draw, ...]]
 class OwnTruth:
     """The function (case, device) -> outcome of a truth of the subject's own; with `parts` one of its control runs.
 
-    `dense` is the dense model, "alone" for the subject itself, which runs on `engine`. Three fields fill up, by the
-    text of the case. `draws` are the masks of dropout that it drew itself, `initial` its parameters before the first
-    step. `wide` is whether its control runs multiply matrices in wider dtypes than the case's alone. A control run of a
-    dense model is made inside of the context `around()`.
+    `dense` is the dense model, "alone" for the subject itself, which runs on `engine`. Four fields fill up, by the text
+    of the case. `draws` are the masks of dropout that it drew itself, `initial` its parameters before the first step.
+    `wide` is whether its control runs multiply matrices in wider dtypes than the case's alone. `unseen` is whether they
+    multiply none that a mode of torch sees. A control run of a dense model is made inside of `around()`.
     """
 
     subject: NamedSubject
@@ -56,6 +56,7 @@ class OwnTruth:
     around: Callable[[], AbstractContextManager[object]] = nullcontext
     draws: dict[str, tuple[Draw, ...]] = field(default_factory=dict)
     wide: dict[str, bool] = field(default_factory=dict)
+    unseen: dict[str, bool] = field(default_factory=dict)
     initial: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)
 
     @property
@@ -97,6 +98,8 @@ class OwnTruth:
         tensors |= {INITIAL + name: value for name, value in initial.items()}
         if text in self.wide:
             return tensors
+        elsewhere = self.engine.remote and isinstance(self.dense, str)  # its products are seen in another process
+        self.unseen[text] = not sums.products and not elsewhere
         self.wide[text] = bool(sums.products) and max(sums.products) < epsilon(case.dtype)
         return self._controlled(case, device, parts, given) if self.wide[text] else tensors
 

@@ -104,6 +104,8 @@ class RandomRounding(DispatchMode):
             args = self._left(operator, args, kwargs)
         result = self._noted(name, self.compute(operator, args, kwargs))
         self._remember(result)
+        if self._leaving and not exact and operator.namespace == "aten":
+            self._move_written(operator, args)
         if not new or exact or not _takes_numbers(args):
             return result
         if name in _COPIES and _epsilon(result) <= _epsilon(args[0]):
@@ -117,6 +119,13 @@ class RandomRounding(DispatchMode):
         moved = mapped(self._moved, result)
         self._remember(moved)
         return moved
+
+    def _move_written(self, operator: Any, args: Sequence[Any]) -> None:
+        """Move what an operator has computed in place: sums of gradients, steps of parameters."""
+        for place in written_arguments(operator):
+            for x in leaves(args[place]) if place < len(args) else ():
+                if isinstance(x, Tensor) and x.dtype in self._units:
+                    x.copy_(self._moved(x))
 
     def _computes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether an operator is given a parameter, a number in a dtype not of `units`, or what follows from such."""
@@ -221,7 +230,8 @@ def _kind_of(operator: Any) -> tuple[str, bool, bool]:
     """An operator's name, whether it returns new memory, and whether what it returns is exact."""
     name: str = operator.overloadpacket.__name__
     drawn = torch.Tag.nondeterministic_seeded in operator.tags and "scaled_dot_product" not in name
-    return name, makes_new(operator), name in _EXACT or drawn
+    exact = name.removesuffix("_") in _EXACT | {"zero", "set", "resize", "detach", "requires_grad"}
+    return name, makes_new(operator), exact or drawn
 
 
 def _is_real(x: Any) -> bool:
