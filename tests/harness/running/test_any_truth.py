@@ -285,3 +285,34 @@ def test_whole_numbers_that_follow_from_rounding_are_bounded_and_no_others() -> 
 
     assert "forward" in contradicted(proved(Miscounted(master=True), texts[0], explain=False))
     assert "forward" in contradicted(proved(Miscounted(), "dp=2 rows=60 steps=1", explain=False))
+
+
+class OutOfSight(Rows):
+    """Its truth computes in numpy: a gradient that nearly cancels has no rounding there."""
+
+    def truth(self, case: Any, device: torch.device) -> Mapping[str, Tensor]:
+        weights = drawn(case.seed, case.width, case.width, std=0.5).to(getattr(torch, case.dtype)).double().numpy()
+        out: dict[str, Tensor] = {}
+        for step in range(case.steps):
+            loss, grad, picked = 0.0, 0.0 * weights, torch.zeros(case.width, dtype=torch.int64)
+            for rank, micro in itertools.product(range(case.dp), range(case.micro)):
+                rows = torch.stack([drawn(n + 5000, case.width) for n in case.samples(step, micro, rank, case.rows)])
+                x = rows.to(getattr(torch, case.dtype)).double().numpy()
+                y = x @ weights.T
+                gap, share = y - torch.from_numpy(x).roll(1, -1).numpy(), case.rows * case.width * case.dp * case.micro
+                loss, grad = loss + float((gap**2).sum()) / share, grad + 2 * gap.T @ x / share
+                picked += torch.bincount(torch.from_numpy(y.argmax(-1)), minlength=case.width)
+            out |= {f"loss/{step}": torch.tensor(loss, dtype=torch.float64), f"picked/{step}": picked}
+            out |= {} if step else {"grad/w": torch.from_numpy(grad.copy())}
+            weights = weights - 0.1 * grad
+            out[f"param_after/{step}/w"] = torch.from_numpy(weights.copy())
+        return out
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_a_truth_outside_of_torch_has_the_rounding_of_the_ranks(dtype: str) -> None:
+    text = f"dp=2 dtype={dtype} rows=30 steps=1"
+    result = proved(OutOfSight(master=True), text)
+    assert result.verdict == "pass", told(result)
+    wrong = OutOfSight(master=True, grad=lambda g: g * (1.2 if dtype == "bfloat16" else 1.0001))
+    assert "parameter_gradients" in contradicted(proved(wrong, text, explain=False))
