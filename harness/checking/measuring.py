@@ -150,6 +150,8 @@ def _rows(x_TE: Tensor) -> int:
 
 MOVED = frozenset({"param", "param_after"})
 """Kinds of names of parameters after a step."""
+_LARGEST = 2**24
+"""Elements of a parameter whose movement is compared: a larger one is judged by its own size, in blocks."""
 INITIAL = "initial/"
 """Begin of the names under which a control run has the values of parameters before the first step."""
 
@@ -192,15 +194,15 @@ def movement(evidence: Evidence, name: str) -> Movement | None:
 
 def sizes_of(evidence: Evidence, names: Iterable[str] | None = None) -> dict[str, float]:
     """The rms of each kind of these names of the truth (all), of movements where these are known."""
-    names = evidence.truth if names is None else names
-    return kind_rms({name: moved_truth(evidence, name) for name in names})
-
-
-def moved_truth(evidence: Evidence, name: str) -> Tensor:
-    """The truth's movement behind this name; its tensor where there is none."""
-    truth = evidence.truth[name]
-    started = _before(evidence, name, evidence.truth)
-    return truth if started is None else truth.double() - started.double()
+    names, truth = evidence.truth if names is None else list(names), evidence.truth
+    started = {name: before for name in names if (before := _before(evidence, name, truth)) is not None}
+    sizes = kind_rms({name: truth[name] for name in names if name not in started})
+    squares: dict[str, list[tuple[float, int]]] = {}
+    for name, before in started.items():  # one at a time: all together would be another model in memory
+        square = float((truth[name].double() - before.double()).square().sum())
+        squares.setdefault(kind_of(name), []).append((square, before.numel()) if math.isfinite(square) else (0.0, 0))
+    moved = {kind: (sum(s for s, _ in each), max(sum(n for _, n in each), 1)) for kind, each in squares.items()}
+    return sizes | {kind: math.sqrt(square / count) for kind, (square, count) in moved.items()}
 
 
 def stored_dtype(evidence: Evidence, tensor: Tensor) -> str:
@@ -244,7 +246,7 @@ def _returned(evidence: Evidence, name: str) -> bool:
 
 def _before(evidence: Evidence, name: str, outcome: Mapping[str, Tensor]) -> Tensor | None:
     """The value of a parameter before the step that made `name`, in this outcome; None for other kinds."""
-    if kind_of(name) not in MOVED:
+    if kind_of(name) not in MOVED or evidence.truth[name].numel() > _LARGEST:
         return None
     earlier, parameter = _earlier(evidence, name), _parameter(name)
     if _returned(evidence, name):
