@@ -1,4 +1,4 @@
-"""A right case passes and a wrong one fails whatever its truth computes in, and an update is judged by what it moves."""
+"""A right case passes and a wrong one fails whatever its truth computes in; an update is judged by what it moves."""
 
 import itertools
 from collections.abc import Callable, Mapping
