@@ -23,7 +23,7 @@ from harness.running.ranks.capacity import memory_bytes
 from harness.running.ranks.execution import RankTask, sendable
 from harness.running.trials.reference import Function
 from harness.running.trials.trial import Trial
-from harness.running.truth.own import EXACT, InParts, Sums, one_rank
+from harness.running.truth.own import EXACT, InParts, PartialSums, one_rank
 from harness.subject import ALONE, called, kept_per_rank, session
 
 _COPIES = 8
@@ -108,7 +108,11 @@ def _truths(trial: Trial, evidence: Evidence) -> tuple[ModuleCalls, list[ModuleC
         if trial.given:
             own = replace(own, call=names.own.with_masks(trial.given), address="")
         (calls,) = _ranks(trial, one.but(dtype=EXACT), own.sent)
-        return calls, _ranks(trial, one, InParts(own, Sums(parts=_PARTS))) if low and calls.outputs else [], False
+        return (
+            calls,
+            _ranks(trial, one, InParts(own, PartialSums(parts=_PARTS))) if low and calls.outputs else [],
+            False,
+        )
     calls = _dense(names.truth, trial)
     return calls, [_dense(names.control, trial)] if low and calls.outputs else [], False
 

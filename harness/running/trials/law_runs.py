@@ -22,7 +22,7 @@ from harness.outcome.merging import merge
 from harness.protocols import CaseLike, without_saving
 from harness.running.trials.trial import Trial
 from harness.running.truth.control_modes import PERTURBED
-from harness.running.truth.of_dtype import Forward, Step, Watched, differing_operator, steps_of
+from harness.running.truth.of_dtype import Forward, ForwardWatched, OperatorStep, differing_operator, steps_of
 from harness.running.truth.own import OwnTruth, one_rank
 from harness.subject import NamedSubject, offers, own_cases, refusal
 
@@ -171,13 +171,13 @@ def with_first_forward(trial: Trial, evidence: Evidence) -> Evidence:
     return replace(evidence, truth=truth, initial=begun, of_dtype=operator)
 
 
-def _forward(trial: Trial, own: OwnTruth, dtype: str) -> Sequence[Step]:
+def _forward(trial: Trial, own: OwnTruth, dtype: str) -> Sequence[OperatorStep]:
     """The operators of the dense model's first forward in this dtype."""
     case = trial.case.but(dtype=dtype, **without_saving(trial.case))
     if isinstance(own.dense, str):
         subject = replace(own.subject, call=own.with_masks(trial.given or None), address="")
         with trial.timed("control"):
-            return steps_of(trial.run(Watched(subject), one_rank(case, subject)).outcomes[0])
+            return steps_of(trial.run(ForwardWatched(subject), one_rank(case, subject)).outcomes[0])
     forward = Forward()
     trial.computed(replace(own, control=True, around=lambda: forward), case, part="control", parts=1)
     return forward.steps

@@ -51,7 +51,7 @@ _Results = tuple[list[Tensor], list[Tensor]]
 
 
 @dataclass(slots=True)
-class Step:
+class OperatorStep:
     """An operator of a forward. `numbers` are those it was given, `given` and `made` the storages of its tensors,
     `results` its floating tensors in float64. `random`: it draws. `own`: its result is not that of float64.
     """
@@ -74,7 +74,7 @@ class Forward(DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps: list[Step] = []
+        self.steps: list[OperatorStep] = []
         self._open, self._elements, self._paths = True, 0, Paths()
         self._made: set[int] = set()
         self._alive: list[Tensor] = []
@@ -109,7 +109,7 @@ class Forward(DispatchMode):
         module = running_module(self._paths)
         name = operator.overloadpacket.__name__
         self.steps.append(
-            Step(
+            OperatorStep(
                 name,
                 caller() + (f" in module {module}" if module else ""),
                 (*stated, *constants),
@@ -131,7 +131,7 @@ def _is_read(tensor: Tensor) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
+class ForwardWatched:
     """A subject whose outcome is its first forward, with every other attribute of the subject."""
 
     subject: NamedSubject
@@ -152,14 +152,14 @@ class Watched:
         return found
 
 
-def steps_of(outcome: Mapping[str, Sequence[Block]]) -> list[Step]:
+def steps_of(outcome: Mapping[str, Sequence[Block]]) -> list[OperatorStep]:
     """The first forward that a watched subject returned."""
-    steps: dict[int, Step] = {}
+    steps: dict[int, OperatorStep] = {}
     for name, (block, *_) in outcome.items():
         number, _, operator, place, numbers, given, made, random, own = json.loads(name)
         tensors = tuple(numbers), tuple(given), tuple(made)
         before = steps[number].results if number in steps else ()
-        steps[number] = Step(operator, place, *tensors, (*before, block.local), random, own)
+        steps[number] = OperatorStep(operator, place, *tensors, (*before, block.local), random, own)
     return list(steps.values())
 
 
@@ -225,7 +225,7 @@ class _Differences:
     last: _Origin = _ELSEWHERE
     drawn: bool = False
 
-    def follow(self, step: Step, found: _Origin | None) -> None:
+    def follow(self, step: OperatorStep, found: _Origin | None) -> None:
         """From here on results of this step differ as what it was given does, else as `found`; or no longer."""
         before = [self.origins[key] for key in step.given if key in self.origins]
         origin = before[0] if before else found
@@ -235,7 +235,7 @@ class _Differences:
                 self.origins[key] = origin
         self.last = origin or self.last
 
-    def compare(self, wide: Step, narrow: Step) -> None:
+    def compare(self, wide: OperatorStep, narrow: OperatorStep) -> None:
         """Follow a pair of equal operators."""
         gap = max(
             (_gap(b, a) for a, b in zip(wide.results, narrow.results, strict=False) if a.shape == b.shape), default=0
@@ -248,7 +248,7 @@ class _Differences:
         self.follow(narrow, _named(wide, narrow) or _ELSEWHERE)
 
 
-def _named(wide: Step, narrow: Step) -> _Origin | None:
+def _named(wide: OperatorStep, narrow: OperatorStep) -> _Origin | None:
     """The origin in this operator: other numbers, or itself; None where it has neither."""
     for mine, true in zip(narrow.numbers, wide.numbers, strict=False):
         if not math.isclose(mine, true, rel_tol=_OWN):
@@ -261,7 +261,7 @@ def _named(wide: Step, narrow: Step) -> _Origin | None:
     return None
 
 
-def differing_operator(wide: Sequence[Step], narrow: Sequence[Step], error: float) -> str:
+def differing_operator(wide: Sequence[OperatorStep], narrow: Sequence[OperatorStep], error: float) -> str:
     """The operator, in words, from which a forward in float32 differs by this error from that in float64.
 
     "" where the difference came from no operator.

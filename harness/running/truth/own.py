@@ -77,7 +77,7 @@ class OwnTruth:
         if self.control:
             return self._controlled(case.but(**without_saving(case)), device, parts or 2, given)
         compute = self._alone if isinstance(self.dense, str) else self._own
-        tensors, draws = compute(case.but(dtype=EXACT, **without_saving(case)), device, Sums(), given)
+        tensors, draws = compute(case.but(dtype=EXACT, **without_saving(case)), device, PartialSums(), given)
         tensors, self.initial[case_text(case)] = first_values(tensors)
         if given is None:
             self.draws[case_text(case)] = draws
@@ -93,7 +93,7 @@ class OwnTruth:
         """A control run; the first one of a case is made again where it multiplied in wider dtypes alone."""
         compute = self._alone if isinstance(self.dense, str) else self._own
         text, wide = case_text(case), self.wide.get(case_text(case), False)
-        sums = Sums(parts=parts, units=emulated(case.dtype, wide=wide), wide=wide)
+        sums = PartialSums(parts=parts, units=emulated(case.dtype, wide=wide), wide=wide)
         tensors, initial = first_values(compute(case, device, sums, given)[0])
         tensors |= {INITIAL + name: value for name, value in initial.items()}
         if text in self.wide:
@@ -103,7 +103,9 @@ class OwnTruth:
         self.wide[text] = bool(sums.products) and max(sums.products) < epsilon(case.dtype)
         return self._controlled(case, device, parts, given) if self.wide[text] else tensors
 
-    def _own(self, case: CaseLike, device: torch.device, sums: "Sums", given: Mapping[str, Tensor] | None) -> _Computed:
+    def _own(
+        self, case: CaseLike, device: torch.device, sums: "PartialSums", given: Mapping[str, Tensor] | None
+    ) -> _Computed:
         dense: Any = self.dense
         if given is not None and self.takes_given:
             dense = partial(dense, given=given)
@@ -123,7 +125,7 @@ class OwnTruth:
         return None if given is None or self.takes_given else in_order(given)
 
     def _alone(
-        self, case: CaseLike, device: torch.device, sums: "Sums", given: Mapping[str, Tensor] | None
+        self, case: CaseLike, device: torch.device, sums: "PartialSums", given: Mapping[str, Tensor] | None
     ) -> _Computed:
         one = one_rank(case, self.subject)
         call: Subject = WithFirstValues(replace(self.subject, call=self.with_masks(given), address=""))
@@ -148,7 +150,7 @@ class OwnTruth:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sums:
+class PartialSums:
     """How a run takes its sums: in how many `parts`, 0 as they are, and by what wide results are moved (`units`).
 
     All of them are where nothing is computed in the case's dtype (`wide`).
@@ -190,7 +192,7 @@ class InParts:
     """The subject with its contractions cut into partial sums on every rank."""
 
     subject: NamedSubject
-    sums: "Sums"
+    sums: "PartialSums"
 
     def __getattr__(self, attribute: str) -> Any:
         """Any other attribute is the subject's."""

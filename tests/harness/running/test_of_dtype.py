@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.running.truth.of_dtype import Forward, Step, differing_operator
+from harness.running.truth.of_dtype import Forward, OperatorStep, differing_operator
 from reports.stored.frames import load
 from reports.stored.unchecked import unchecked_notes
 from tests.harness.proofs import proved, ran, verdict_of
@@ -84,7 +84,7 @@ def test_a_note_names_the_operator(tmp_path: Path) -> None:
 
 
 def test_an_operator_that_takes_a_number_from_the_dtype_itself_is_named() -> None:
-    def solved(dtype: torch.dtype) -> list[Step]:
+    def solved(dtype: torch.dtype) -> list[OperatorStep]:
         a, b = torch.tensor([[1.0, 0.0], [0.0, 1e-10]], dtype=dtype), torch.ones(2, 1, dtype=dtype)
         forward = Forward()
         with forward:
