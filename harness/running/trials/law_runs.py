@@ -145,8 +145,10 @@ def with_first_forward(trial: Trial, evidence: Evidence) -> Evidence:
     allowed = dict.fromkeys(
         gaps, max(FLOOR_EPSILONS["peak"] * epsilon(DTYPE), CONTROL_FACTOR * _theory(evidence.truth))
     )
-    if any(gaps[name] > allowed[name] for name in gaps):
-        other = _lower(trial, parts=PERTURBED)
+    for parts in PERTURBED:
+        if all(gaps[name] <= allowed[name] for name in gaps):
+            break
+        other = _lower(trial, parts=parts)
         for name in gaps:
             between = distance(other[name], run[name]).frobenius if _fits(other, name, truth) else math.inf
             allowed[name] = max(allowed[name], LEAP * between)
