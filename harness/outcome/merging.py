@@ -1,16 +1,16 @@
 """Merging: the blocks of all ranks put together into full tensors, and what is wrong with the layout said first.
 
 Runs outside the ranks, so it adds no communication. A name whose blocks are flawed has no merged tensor: no number of
-it is compared, and the verdicts say so. Shapes count elements. Shards of any extent may overlap (a head that some
-ranks share), and agree bit for bit where they do. Source of the verdicts: TTrace (omission, replica conflict before any
-numeric comparison).
+it is compared, and the verdicts say so, unless rounding alone sets replicas apart that are all far from the truth.
+Shapes count elements. Shards of any extent may overlap (a head that some ranks share), and agree bit for bit there.
+Source of the verdicts: TTrace (omission, replica conflict before any numeric comparison).
 """
 
 import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -40,26 +40,34 @@ _REDUCE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flaw:
-    """Why the blocks of a name do not make one full tensor; `ranks` are those to look at."""
+    """Why the blocks of a name do not make one full tensor; `ranks` are those to look at.
+
+    `held` is the tensor that the first of replicas that differ make, `apart` how far the others are from it.
+    """
 
     name: str
     kind: str
     message: str
     ranks: tuple[int, ...]
+    held: Tensor | None = field(default=None, compare=False, repr=False)
+    apart: float = field(default=math.inf, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merged:
-    """The full tensors of all names without a flaw, and the flaws of the others."""
+    """The full tensors of names without a flaw, and the flaws; `against` adds replicas that are wrong alike."""
 
     tensors: Mapping[str, Tensor]
     flaws: tuple[Flaw, ...]
 
 
 def against(merged: Merged, truth: Mapping[str, Tensor]) -> Merged:
-    """The merged tensors that have the truth's shape and kind of number; the others become flaws."""
+    """The merged tensors that have the truth's shape and kind of number; the others become flaws.
+
+    Replicas that differ keep their flaw. Their first is among the tensors where it has an error of its own.
+    """
     flaws = list(merged.flaws)
-    tensors: dict[str, Tensor] = {}
+    tensors = {flaw.name: flaw.held for flaw in flaws if flaw.held is not None and _is_off_alike(flaw, truth)}
     for name, tensor in merged.tensors.items():
         true = truth.get(name)
         if true is not None and tensor.shape != true.shape:
@@ -71,6 +79,16 @@ def against(merged: Merged, truth: Mapping[str, Tensor]) -> Merged:
         else:
             tensors[name] = tensor
     return Merged(tensors=tensors, flaws=tuple(flaws))
+
+
+def _is_off_alike(flaw: Flaw, truth: Mapping[str, Tensor]) -> bool:
+    """Whether replicas are apart by rounding and their error is no rounding: it does not come of their distance."""
+    true, held = truth.get(flaw.name), flaw.held
+    if true is None or held is None or true.shape != held.shape or not held.is_floating_point():
+        return False
+    largest, error = float(true.abs().max()), float((held.double() - true.double()).abs().max())
+    # Half-way, in orders of magnitude, between the rounding of the dtype and the tensor itself.
+    return flaw.apart <= largest * math.sqrt(torch.finfo(held.dtype).eps) < error
 
 
 class _Flawed(Exception):
@@ -94,7 +112,8 @@ def merge(outcomes: Outcomes, known: Mapping[str, Tensor] | None = None) -> Merg
         try:
             tensors[name] = _merge_one(placed, absent)
         except _Flawed as flaw:
-            flaws.append(Flaw(name=name, kind=flaw.kind, message=str(flaw), ranks=flaw.ranks))
+            held, apart = _held_by_first(placed, absent) if flaw.kind == "replica conflict" else (None, math.inf)
+            flaws.append(Flaw(name=name, kind=flaw.kind, message=str(flaw), ranks=flaw.ranks, held=held, apart=apart))
     return Merged(tensors=tensors, flaws=tuple(flaws))
 
 
@@ -120,9 +139,26 @@ def _merge_one(placed: Placed, absent: list[int]) -> Tensor:
     return full
 
 
+def _held_by_first(placed: Placed, absent: list[int]) -> tuple[Tensor | None, float]:
+    """The tensor that the first of differing replicas make, where they make one, and how far the others are from it."""
+    firsts: dict[tuple[tuple[int, int], ...], tuple[int, Block]] = {}
+    apart = 0.0
+    for rank, block in placed:
+        kept = firsts.setdefault(block.region, (rank, block))[1]
+        if block.reduce_op or block.local.shape != kept.local.shape or block.local.is_complex():
+            return None, math.inf
+        gaps = (block.local.double() - kept.local.double()).abs().flatten()
+        apart = max(apart, float(gaps.max()) if len(gaps) else 0.0)
+    try:
+        return _merge_one([*firsts.values()], absent), apart
+    except _Flawed:
+        return None, math.inf
+
+
 def held_once(outcomes: Outcomes, merged: Merged) -> tuple[Mapping[str, Sequence[Block]], ...]:
     """Outcomes, the blocks of large tensors as views of the merged ones, so that nothing is held twice."""
-    large = {name: tensor for name, tensor in merged.tensors.items() if tensor.numel() > _SMALL}
+    flawed = {flaw.name for flaw in merged.flaws}
+    large = {n: tensor for n, tensor in merged.tensors.items() if tensor.numel() > _SMALL and n not in flawed}
     if not large:
         return tuple(outcomes)
 
@@ -182,10 +218,8 @@ def _shared(parts: Placed) -> bool:
     for (rank, mine), (other, theirs) in itertools.combinations(parts, 2):
         if not all(a < d and c < b for (a, b), (c, d) in zip(mine.region, theirs.region, strict=True)):
             continue
-        shared, common = (
-            True,
-            [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(mine.region, theirs.region, strict=True)],
-        )
+        shared = True
+        common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(mine.region, theirs.region, strict=True)]
         here, there = (block.local[_within(block, common)] for block in (mine, theirs))
         if not same_bits(here, there):
             how = differing(there, here, tuple(a for a, _ in common))
@@ -211,11 +245,8 @@ def _not_held(parts: Placed, shape: tuple[int, ...]) -> tuple[int, tuple[int, ..
     ]
     free = torch.ones([len(starts) for starts in edges], dtype=torch.int64)
     for _, block in parts:
-        spans = (
-            slice(bisect_left(starts, a), bisect_left(starts, b))
-            for starts, (a, b) in zip(edges, block.region, strict=True)
-        )
-        free[tuple(spans)] = 0
+        pairs = zip(edges, block.region, strict=True)
+        free[tuple(slice(bisect_left(starts, a), bisect_left(starts, b)) for starts, (a, b) in pairs)] = 0
     if not bool(free.any()):
         return 0, ()
     first = torch.unravel_index((free.reshape(-1) > 0).to(torch.uint8).argmax(), free.shape)

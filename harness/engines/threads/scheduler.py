@@ -175,7 +175,8 @@ class Scheduler:
             self.stopping = True
             order = sorted(range(len(self.statuses)), key=lambda rank: self.statuses[rank] is not RankStatus.RUNNING)
             self._stayed = tuple(rank for rank in order if not self._ended(rank))
-            self._body = nothing  # it refers to the run, which refers to this: a cycle would keep all results
+            # Both refer to the run, which refers to this. Groups outlive a run where a program leaks its graphs.
+            self._body, self.alive = nothing, str
         return self._stayed
 
     def _ended(self, rank: int) -> bool:

@@ -13,7 +13,7 @@ A truth may compute more exactly than its case does: in float64, whatever the ca
 So all that it computes in a wider dtype is moved by a random part of the case's rounding (`random_rounding`). Its
 control runs are then as far from the truth as those of the same function written in the case's dtype.
 
-With parts of PERTURBED nothing is cut: the result of every operator is off by a random part of its own rounding instead.
+With parts of PERTURBED nothing is cut: the result of every operator is off by a random part of its own rounding.
 The outcome shows how far a model amplifies rounding of any kind.
 
 A few control runs bound what follows smoothly from numbers, CONTROL_FACTOR times as far. They do not bound choices:

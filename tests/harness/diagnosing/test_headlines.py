@@ -59,6 +59,20 @@ def test_replicas_that_rounding_sets_apart_do_not_explain_a_gross_error() -> Non
     assert alone[4].startswith("causes: uninitialised memory") and "apart by" in alone[2]
 
 
+@pytest.mark.parametrize("factor", [2.0, 1.0])
+def test_replicas_that_drift_are_compared_with_the_truth_where_their_error_is_not_their_distance(factor: float) -> None:
+    wrong = truth()[W1] * factor
+    seen = evidence({**truth(), W1: wrong}, {**truth(), W1: wrong * (1 + 2e-15)})
+    found = examine(seen)
+    assert found["replicas"].verdict == "fail"
+    assert found["parameter_gradients"].verdict == ("fail" if factor > 1 else "pass")
+    if factor > 1:
+        assert found["parameter_gradients"].names == (W1,)
+        assert told_by(seen, "parameter_gradients")[4].startswith("causes: it is 2 x the truth")
+        own = {**truth(), W1: wrong * 40}  # each rank has its own: their distance is their error
+        assert examine(evidence({**truth(), W1: wrong * 20}, own))["parameter_gradients"].verdict == "pass"
+
+
 @pytest.mark.parametrize("form", [lambda tensor: tensor, lambda tensor: Shard(tensor, (0,), (6,))])
 def test_values_whose_mean_is_the_truth_were_never_averaged(form: Callable[[torch.Tensor], Any]) -> None:
     name, apart = "grad/layers.0.mlp.w2.bias", drawn(6)
