@@ -1,7 +1,7 @@
 """Merging: the blocks of all ranks put together into full tensors, and what is wrong with the layout said first.
 
-Runs outside the ranks, so it adds no communication. A name whose blocks are flawed has no merged tensor: no number of
-it is compared, and the verdicts say so, unless rounding alone sets replicas apart that are all far from the truth.
+Runs outside the ranks, so it adds no communication. A name whose blocks are flawed has no merged tensor. No number of
+it is compared then, and the verdicts say so. Replicas that rounding sets apart are compared where all are far off.
 Shapes count elements. Shards of any extent may overlap (a head that some ranks share), and agree bit for bit there.
 Source of the verdicts: TTrace (omission, replica conflict before any numeric comparison).
 """
@@ -42,15 +42,15 @@ _REDUCE = {
 class Flaw:
     """Why the blocks of a name do not make one full tensor; `ranks` are those to look at.
 
-    `held` is the tensor that the first of replicas that differ make, `apart` how far the others are from it.
+    `value` is the tensor that the first of replicas that differ make, `distance` how far the others are from it.
     """
 
     name: str
     kind: str
     message: str
     ranks: tuple[int, ...]
-    held: Tensor | None = field(default=None, compare=False, repr=False)
-    apart: float = field(default=math.inf, compare=False)
+    value: Tensor | None = field(default=None, compare=False, repr=False)
+    distance: float = field(default=math.inf, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ def against(merged: Merged, truth: Mapping[str, Tensor]) -> Merged:
     Replicas that differ keep their flaw. Their first is among the tensors where it has an error of its own.
     """
     flaws = list(merged.flaws)
-    tensors = {flaw.name: flaw.held for flaw in flaws if flaw.held is not None and _is_off_alike(flaw, truth)}
+    tensors = {flaw.name: flaw.value for flaw in flaws if flaw.value is not None and _is_off_alike(flaw, truth)}
     for name, tensor in merged.tensors.items():
         true = truth.get(name)
         if true is not None and tensor.shape != true.shape:
@@ -83,12 +83,12 @@ def against(merged: Merged, truth: Mapping[str, Tensor]) -> Merged:
 
 def _is_off_alike(flaw: Flaw, truth: Mapping[str, Tensor]) -> bool:
     """Whether replicas are apart by rounding and their error is no rounding: it does not come of their distance."""
-    true, held = truth.get(flaw.name), flaw.held
-    if true is None or held is None or true.shape != held.shape or not held.is_floating_point():
+    true, value = truth.get(flaw.name), flaw.value
+    if true is None or value is None or true.shape != value.shape or not value.is_floating_point():
         return False
-    largest, error = float(true.abs().max()), float((held.double() - true.double()).abs().max())
+    largest, error = float(true.abs().max()), float((value.double() - true.double()).abs().max())
     # Half-way, in orders of magnitude, between the rounding of the dtype and the tensor itself.
-    return flaw.apart <= largest * math.sqrt(torch.finfo(held.dtype).eps) < error
+    return flaw.distance <= largest * math.sqrt(torch.finfo(value.dtype).eps) < error
 
 
 class _Flawed(Exception):
@@ -112,8 +112,8 @@ def merge(outcomes: Outcomes, known: Mapping[str, Tensor] | None = None) -> Merg
         try:
             tensors[name] = _merge_one(placed, absent)
         except _Flawed as flaw:
-            held, apart = _held_by_first(placed, absent) if flaw.kind == "replica conflict" else (None, math.inf)
-            flaws.append(Flaw(name=name, kind=flaw.kind, message=str(flaw), ranks=flaw.ranks, held=held, apart=apart))
+            value, gap = _held_by_first(placed, absent) if flaw.kind == "replica conflict" else (None, math.inf)
+            flaws.append(Flaw(name=name, kind=flaw.kind, message=str(flaw), ranks=flaw.ranks, value=value, distance=gap))
     return Merged(tensors=tensors, flaws=tuple(flaws))
 
 
@@ -142,15 +142,15 @@ def _merge_one(placed: Placed, absent: list[int]) -> Tensor:
 def _held_by_first(placed: Placed, absent: list[int]) -> tuple[Tensor | None, float]:
     """The tensor that the first of differing replicas make, where they make one, and how far the others are from it."""
     firsts: dict[tuple[tuple[int, int], ...], tuple[int, Block]] = {}
-    apart = 0.0
+    gap = 0.0
     for rank, block in placed:
         kept = firsts.setdefault(block.region, (rank, block))[1]
         if block.reduce_op or block.local.shape != kept.local.shape or block.local.is_complex():
             return None, math.inf
         gaps = (block.local.double() - kept.local.double()).abs().flatten()
-        apart = max(apart, float(gaps.max()) if len(gaps) else 0.0)
+        gap = max(gap, float(gaps.max()) if len(gaps) else 0.0)
     try:
-        return _merge_one([*firsts.values()], absent), apart
+        return _merge_one([*firsts.values()], absent), gap
     except _Flawed:
         return None, math.inf
 
