@@ -112,8 +112,8 @@ def merge(outcomes: Outcomes, known: Mapping[str, Tensor] | None = None) -> Merg
         try:
             tensors[name] = _merge_one(placed, absent)
         except _Flawed as flaw:
-            value, gap = _held_by_first(placed, absent) if flaw.kind == "replica conflict" else (None, math.inf)
-            flaws.append(Flaw(name=name, kind=flaw.kind, message=str(flaw), ranks=flaw.ranks, value=value, distance=gap))
+            full, gap = _held_by_first(placed, absent) if flaw.kind == "replica conflict" else (None, math.inf)
+            flaws.append(Flaw(name=name, kind=flaw.kind, message=str(flaw), ranks=flaw.ranks, value=full, distance=gap))
     return Merged(tensors=tensors, flaws=tuple(flaws))
 
 
