@@ -45,8 +45,8 @@ class _Under:
     pending: Pending | None = None
 
 
-def _held_weakly(method: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """`method(name, ...)` as a hook: autograd never frees a parameter whose hooks refer to it."""
+def _weak_hook(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A hook that calls `method(name, ...)` and does not keep its object: Python collects no cycle through autograd."""
     known: WeakMethod[Callable[..., Any]] = WeakMethod(method)
 
     def call(*args: Tensor) -> Any:
@@ -83,8 +83,8 @@ class Buckets:
         for name, parameter in rank.parameters.items():
             self._came[name] = 0
             if taken_over(case, name):
-                set_holder(parameter, _held_weakly(self._take_over, name))
-            parameter.register_post_accumulate_grad_hook(_held_weakly(self._arrived, name))
+                set_holder(parameter, _weak_hook(self._take_over, name))
+            parameter.register_post_accumulate_grad_hook(_weak_hook(self._arrived, name))
         return self._split(rank) if self._sharded else self._whole(rank)
 
     def lay_out(self, rank: Rank) -> None:

@@ -175,7 +175,7 @@ class Scheduler:
             self.stopping = True
             order = sorted(range(len(self.statuses)), key=lambda rank: self.statuses[rank] is not RankStatus.RUNNING)
             self._stayed = tuple(rank for rank in order if not self._ended(rank))
-            # Both refer to the run, which refers to this. Groups outlive a run where a program leaks its graphs.
+            # Both refer to the run, and a program that leaks its graphs keeps its groups, which refer to this.
             self._body, self.alive = nothing, str
         return self._stayed
 
