@@ -167,7 +167,9 @@ class Scheduler:
     def frames(self) -> list[FrameType | None]:
         """The innermost Python frame of every rank, None for those that have ended."""
         frames = sys._current_frames()
-        return [frames.get(ident) for ident in self.idents]
+        found = [frames.get(ident) for ident in self.idents]
+        frames.clear()  # it has this frame too: a cycle would keep what all ranks held in their variables
+        return found
 
     def stop(self) -> tuple[int, ...]:
         """End every rank: sleeping ones are woken to unwind, running ones interrupted. Returns those that went on."""

@@ -1,6 +1,7 @@
-"""A finished run lets go of its results though a program leaks a group; the project's own buckets leak nothing."""
+"""A run lets go of its variables, a finished one of its results; buckets do not outlive their ranks."""
 
 import gc
+import time
 import weakref
 from collections.abc import Mapping
 from functools import partial
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.engines.threads import scheduler
 from harness.engines.threads.inproc import InprocEngine
 from harness.running.ranks.execution import execute
 from parallel.data_parallel.buffers import Buckets
@@ -19,7 +21,7 @@ from reference.case import Case
 
 
 class Trial:
-    """Stands for the truth and the results, to which the engine's `alive` refers."""
+    """Stands for what a run must let go of."""
 
 
 def test_a_group_that_outlives_its_run_keeps_none_of_its_results() -> None:
@@ -38,6 +40,24 @@ def test_a_group_that_outlives_its_run_keeps_none_of_its_results() -> None:
         del trial
         gc.collect()
         assert len(groups) == 2 and known() is None
+
+
+def test_a_look_at_the_ranks_keeps_none_of_their_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    known: list[weakref.ref[Trial]] = []
+
+    def program(rank: int) -> None:
+        trial = Trial()
+        known.append(weakref.ref(trial))
+        time.sleep(0.1)  # the driver looks on, whether a rank compiles
+
+    monkeypatch.setattr(scheduler, "_LISTEN_S", 0.01)
+    with InprocEngine() as engine:
+        gc.disable()
+        try:
+            engine.run(program, world_size=2)
+            assert [one() for one in known] == [None, None]
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("words", ["wgrad=plain", "wgrad=fused", "wgrad=deferred"])
