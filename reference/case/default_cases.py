@@ -15,9 +15,8 @@ from typing import Any
 from reference.case.case import Case
 from reference.case.domains import domains
 from reference.case.repair import Problem, Words, problem_of, repaired, words_of
-from reference.features import FEATURES, PARTS
 from reference.language.modes import MODES
-from reference.language.words import declared, write
+from reference.language.words import write
 
 FILE = Path(__file__).with_suffix(".txt")
 RANKS = 8
@@ -39,11 +38,6 @@ FIXED: Mapping[str, str] = {
     "layers": "as few as the case needs, more in cases of two steps",
     "steps": "1, but for cases that hold every value in two steps",
     **{word: "a size of all cases" for word in NUMBERS},
-    **{
-        word: "is a part of some models, whose words have more pairs than all others together: recipes, drawn cases"
-        for owner in PARTS
-        for word in declared(FEATURES[owner])
-    },
 }
 """Words of which no pairs are wanted, and why."""
 CHECKPOINT = "CHECKPOINT"
