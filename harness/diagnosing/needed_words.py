@@ -5,7 +5,9 @@ changes others is left out when one of these removes the failure with fewer chan
 once, and in halves where the failure is gone. So n words of which k are needed take about `2 k log2(n / k)` runs. First
 of all comes the plainest dtype, then one rank. Then the case becomes as plain as the failure allows: every word gets
 its plainest value, a number the plainest that still fails. Then each word takes another one, the words that are not
-plain first. No rule about any bug enters. Source: delta debugging (Zeller and Hildebrandt 2002, "Simplifying and
+plain first. What is stated are runs of the plainest case with one word changed: a change that is refused or cannot be
+decided states nothing, nor does one beside other words that remove the failure alone. No rule about any bug enters.
+Source: delta debugging (Zeller and Hildebrandt 2002, "Simplifying and
 Isolating Failure-Inducing Input").
 """
 
@@ -49,28 +51,29 @@ class NeededWords:
     """Results of the experiments on one failure. `case` is the plainest that fails.
 
     `without`: words of which some change left the failure and none made the case right. `untried`: words for which
-    there was no time.
+    there was no time. `beside`: words that are not plain in `case`, and of which nothing is known.
     """
 
     case: CaseLike
     needed: tuple[Needed, ...]
     without: tuple[str, ...]
     untried: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
         """The line of a failure: "only with tied=true and tp=2; right with tied=false, with tp=1"."""
-        more = f" and {len(self.untried) - _LISTED} more" if len(self.untried) > _LISTED else ""
-        untried = f" (no time was left to try {', '.join(self.untried[:_LISTED])}{more})" if self.untried else ""
+        untried = f" (no time was left to try {_listed(self.untried)})" if self.untried else ""
+        beside = _listed([_word_values(word, (getattr(self.case, word),)) for word in self.beside])
         if not self.needed and not self.without:
             return "not searched: no time left" if self.untried else _UNDECIDED
         if not self.needed:
             ranks = ", with one rank too" if self.case.world_size == 1 else ""
             words = f"{len(self.without)} words" if len(self.without) > 1 else self.without[0]
-            return f"other values of {words} change nothing{ranks}{untried}"
+            return f"other values of {words} change nothing{ranks}{f' (tried beside {beside})' if beside else ''}{untried}"
         fails = " and ".join(_word_values(one.word, one.fails) for one in self.needed)
         right = ", ".join(f"with {_word_values(one.word, one.right)}" for one in self.needed)
-        return f"only with {fails}; right {right}{untried}"
+        return f"only with {fails}{f' (tried beside {beside})' if beside else ''}; right {right}{untried}"
 
 
 def needed_words(case: CaseLike, domains: Mapping[str, Sequence[Any]], fails: Fails) -> NeededWords:
@@ -83,7 +86,8 @@ def needed_words(case: CaseLike, domains: Mapping[str, Sequence[Any]], fails: Fa
         search.simplify_first([("dtype", domains["dtype"][0])] if "dtype" in domains else [])
         search.simplify_first(search.fewer_ranks())
         search.simplify([(word, values[0]) for word, values in domains.items() if getattr(case, word) != values[0]])
-        search.simplify_each()
+        if search.simplify_each():
+            search.simplify_each()  # what was not legal or not wrong may be so beside plainer words
         search.decide()
     return search.result()
 
@@ -92,19 +96,13 @@ class _Search:
     """The experiments on one case; `case` is the plainest that still fails."""
 
     def __init__(self, case: CaseLike, domains: Mapping[str, Sequence[Any]], fails: Fails) -> None:
-        self.case = case
+        self.case = self._failed = case
         self._domains = domains
         self._fails = fails
         self._known: dict[str, bool | None] = {}
-        self._right: dict[str, list[Any]] = {}
-        self._wrong: dict[str, list[Any]] = {}
-        self._along: dict[str, set[str]] = {}
-        """Word -> those that had to change with it."""
         self._tried: set[str] = set()
         self._left: set[str] = set()
         """Words with another value of which the failure is still there."""
-        self._first: dict[str, Any] = {}
-        """Word -> the value with which the case is right, of changes that came first."""
 
     def fewer_ranks(self) -> list[Change]:
         """The changes that take ranks away, as many as there are."""
@@ -116,15 +114,12 @@ class _Search:
         return changes
 
     def simplify_first(self, changes: Sequence[Change]) -> None:
-        """Make these changes if the case is legal and still fails; else note that a single one makes it right."""
+        """Make these changes if the case is legal and still fails."""
         changes = [(word, value) for word, value in changes if value != getattr(self.case, word)]
         other, made = self._changed(changes)
-        found = self._failing(other) if made else None
-        if found:
+        if made and self._failing(other):
             self._left |= {word for word, _ in made}
             self.case = other
-        elif found is False and len(made) == 1:
-            self._first |= dict(made)
 
     def simplify(self, changes: Sequence[Change]) -> None:
         """Make each of these changes with which the case still fails."""
@@ -137,18 +132,22 @@ class _Search:
             self.simplify(made[:half])
             self.simplify(made[half:])
 
-    def simplify_each(self) -> None:
-        """Give every word that is not plain, one by one, the plainest value with which the case still fails."""
+    def simplify_each(self) -> bool:
+        """Give every word that is not plain, one by one, the plainest value with which the case still fails.
+
+        Return whether one was changed.
+        """
+        before = self.case
         for word, values in self._domains.items():
             mine = getattr(self.case, word)
             for value in self._others(word) if _is_ordered(word, mine) else values[:1]:
                 with suppress(ValueError, TypeError):  # no legal case
                     other = self._with(self.case, word, value)
                     if value != mine and self._failing(other):
-                        self._wrong.setdefault(word, []).append(mine)
                         self._left.add(word)
                         self.case = other
                         break
+        return self.case is not before
 
     def decide(self) -> None:
         """Find the words that are needed: those that are not plain one by one, then all others many at once.
@@ -184,15 +183,48 @@ class _Search:
                 self._decide_one(word)
 
     def _decide_one(self, word: str) -> None:
-        """Try every other value of a word."""
+        """Try every other value of a word, and where one is right those words alone that had to change with it."""
+        is_right = False
         for value in self._others(word):
             with suppress(ValueError, TypeError):  # no legal case
                 other = self._with(self.case, word, value)
-                if (found := self._failing(other)) is not None:
-                    (self._wrong if found else self._right).setdefault(word, []).append(value)
-                    self._left |= {word} if found else set()
-                    self._along[word] = self._along.get(word, set()) | self._differing(other) - {word}
+                found = self._failing(other)
+                self._left |= {word} if found else set()
+                is_right |= found is False and all(self._failing(control) for control in self._controls(word, other))
+        own = getattr(self._failed, word)
+        if is_right and own != getattr(self.case, word):  # the failing case was wrong with it beside other words
+            with suppress(ValueError, TypeError):  # no legal case
+                self._failing(self._with(self.case, word, own))
         self._tried.add(word)
+
+    def _controls(self, word: str, other: CaseLike) -> list[CaseLike]:
+        """Cases with the words that changed beside this one, each of them and all, and with this one as it is.
+
+        None where a rule changes them together.
+        """
+        along = {one: getattr(other, one) for one in sorted(self._differing(other) - {word})}
+        found = []
+        for changes in [*({one: value} for one, value in along.items()), along]:
+            with suppress(ValueError, TypeError):  # no legal case
+                control = self._with(self.case, *next(iter(changes.items()))) if len(changes) == 1 else None
+                control = control or self.case.but(**changes)
+                if word not in self._differing(control) != set():
+                    found.append(control)
+        return found
+
+    def _values(self, word: str) -> tuple[list[Any], list[Any]]:
+        """Values of a word with which the plainest case was run, the rest as it is: those that fail and are right."""
+        mine, own = getattr(self.case, word), getattr(self._failed, word)
+        fails, right = [mine], []
+        for value in dict.fromkeys((own, *self._others(word))):
+            with suppress(ValueError, TypeError):  # no legal case
+                other = self._with(self.case, word, value)
+                found = None if value == mine else self._known.get(str(other))
+                if found:
+                    fails.append(value)
+                elif found is False and all(self._known.get(str(one)) for one in self._controls(word, other)):
+                    right.append(value)
+        return fails, right if own in fails else []  # the failing case itself would contradict
 
     def _failing(self, case: CaseLike) -> bool | None:
         text = str(case)
@@ -234,10 +266,11 @@ class _Search:
                     words[key] = self._domains[key][0]
         return case.but(**words)
 
-    def _implied(self, word: str) -> bool:
-        """Whether a word that changed with this one is right with fewer others changed: the case needs that word."""
-        along = self._along[word]
-        return any(other in self._right and len(self._along[other]) < len(along) for other in along)
+    def _is_tied(self, word: str) -> bool:
+        """Whether no rule lets this word alone become plain."""
+        with suppress(ValueError, TypeError):
+            return self._differing(self.case.but(**{word: self._domains[word][0]})) != {word}
+        return True
 
     def _differing(self, other: CaseLike) -> set[str]:
         return {word for word in self._domains if getattr(other, word) != getattr(self.case, word)}
@@ -251,19 +284,20 @@ class _Search:
     def result(self) -> NeededWords:
         """Words that are known now."""
         words = [word for word in self._domains if self._others(word)]
-        early = {word: [value] for word, value in self._first.items() if word not in self._tried}
-        right = {**early, **self._right}
-        needed = [word for word in words if word in right and (word in early or not self._implied(word))]
+        values = {word: self._values(word) for word in words}
+        needed = [word for word in words if values[word][1]]
+        untried = tuple(word for word in words if word not in self._tried and word not in needed)
+        plain = {word for word in words if getattr(self.case, word) == self._domains[word][0]}
         return NeededWords(
             case=self.case,
             needed=tuple(
-                Needed(
-                    word=word, fails=(getattr(self.case, word), *self._wrong.get(word, ())), right=tuple(right[word])
-                )
-                for word in needed
+                Needed(word=word, fails=tuple(values[word][0]), right=tuple(values[word][1])) for word in needed
             ),
-            without=tuple(word for word in self._domains if word in self._left and word not in right),
-            untried=tuple(word for word in words if word not in self._tried and word not in right),
+            without=tuple(word for word in self._domains if word in self._left and word not in needed),
+            untried=untried,
+            beside=tuple(
+                word for word in words if word not in {*needed, *untried, *plain} and not self._is_tied(word)
+            ),
         )
 
 
@@ -275,3 +309,8 @@ def _is_ordered(word: str, value: Any) -> bool:
 def _word_values(word: str, values: Sequence[Any]) -> str:
     """The word with these values as a case writes them: "norm=layernorm|rmsnorm"."""
     return f"{word}=" + "|".join(str(value).lower() if isinstance(value, bool) else str(value) for value in values)
+
+
+def _listed(words: Sequence[str]) -> str:
+    more = f" and {len(words) - _LISTED} more" if len(words) > _LISTED else ""
+    return ", ".join(words[:_LISTED]) + more
