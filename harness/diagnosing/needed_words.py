@@ -12,11 +12,11 @@ Isolating Failure-Inducing Input").
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
+from harness.diagnosing.words_text import Needed, NeededWords
 from harness.protocols import CaseLike
 
 Fails = Callable[[CaseLike], "bool | None"]
@@ -26,54 +26,12 @@ Raises OutOfTime when the budget is spent.
 """
 Change = tuple[str, Any]
 """A word and the value that it gets."""
-_LISTED = 12
-"""Most untried words that a line names."""
 _REPAIRS = 4
 """Most repairs of an illegal change, each of a further word."""
-_UNDECIDED = "no other case shows it: each cannot be run or decided, or fails for another reason"
 
 
 class OutOfTime(Exception):
     """No further case can be run."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Needed:
-    """A word that the failure needs: the values with which the case fails, its own first, and is right."""
-
-    word: str
-    fails: tuple[Any, ...]
-    right: tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NeededWords:
-    """Results of the experiments on one failure. `case` is the plainest that fails.
-
-    `without`: words of which some change left the failure and none made the case right. `untried`: words for which
-    there was no time. `beside`: words that are not plain in `case`, and of which nothing is known.
-    """
-
-    case: CaseLike
-    needed: tuple[Needed, ...]
-    without: tuple[str, ...]
-    untried: tuple[str, ...] = ()
-    beside: tuple[str, ...] = ()
-
-    @property
-    def text(self) -> str:
-        """The line of a failure: "only with tied=true and tp=2; right with tied=false, with tp=1"."""
-        untried = f" (no time was left to try {_listed(self.untried)})" if self.untried else ""
-        beside = _listed([_word_values(word, (getattr(self.case, word),)) for word in self.beside])
-        if not self.needed and not self.without:
-            return "not searched: no time left" if self.untried else _UNDECIDED
-        if not self.needed:
-            ranks = ", with one rank too" if self.case.world_size == 1 else ""
-            words = f"{len(self.without)} words" if len(self.without) > 1 else self.without[0]
-            return f"other values of {words} change nothing{ranks}{f' (tried beside {beside})' if beside else ''}{untried}"
-        fails = " and ".join(_word_values(one.word, one.fails) for one in self.needed)
-        right = ", ".join(f"with {_word_values(one.word, one.right)}" for one in self.needed)
-        return f"only with {fails}{f' (tried beside {beside})' if beside else ''}; right {right}{untried}"
 
 
 def needed_words(case: CaseLike, domains: Mapping[str, Sequence[Any]], fails: Fails) -> NeededWords:
@@ -83,12 +41,9 @@ def needed_words(case: CaseLike, domains: Mapping[str, Sequence[Any]], fails: Fa
     """
     search = _Search(case, domains, fails)
     with suppress(OutOfTime):
-        search.simplify_first([("dtype", domains["dtype"][0])] if "dtype" in domains else [])
-        search.simplify_first(search.fewer_ranks())
-        search.simplify([(word, values[0]) for word, values in domains.items() if getattr(case, word) != values[0]])
-        if search.simplify_each():
-            search.simplify_each()  # what was not legal or not wrong may be so beside plainer words
-        search.decide()
+        search.run()
+        if kept := search.contradicting():
+            search.run(kept)
     return search.result()
 
 
@@ -100,14 +55,34 @@ class _Search:
         self._domains = domains
         self._fails = fails
         self._known: dict[str, bool | None] = {}
+        self._kept: Collection[str] = ()
         self._tried: set[str] = set()
         self._left: set[str] = set()
         """Words with another value of which the failure is still there."""
+
+    def run(self, kept: Collection[str] = ()) -> None:
+        """Make all experiments from the failing case on; words that are `kept` do not become plain by themselves."""
+        self.case, self._kept = self._failed, kept
+        self._tried.clear()
+        self._left.clear()
+        plain = {word: values[0] for word, values in self._domains.items() if word not in kept}
+        self.simplify_first([("dtype", plain["dtype"])] if "dtype" in plain else [])
+        self.simplify_first(self.fewer_ranks())
+        self.simplify([(word, value) for word, value in plain.items() if getattr(self.case, word) != value])
+        if self.simplify_each():
+            self.simplify_each()  # what was not legal or not wrong may be so beside plainer words
+        self.decide()
+
+    def contradicting(self) -> set[str]:
+        """Words of which the plainest case is right with the value of the failing case: other words matter to it."""
+        return {word for word in self._domains if self._own(word) in self._runs(word, False)}
 
     def fewer_ranks(self) -> list[Change]:
         """The changes that take ranks away, as many as there are."""
         changes = []
         for word, values in self._domains.items():
+            if word in self._kept:
+                continue
             with suppress(ValueError, TypeError):  # no legal case
                 if self._with(self.case, word, values[0]).world_size < self.case.world_size:
                     changes.append((word, values[0]))
@@ -139,6 +114,8 @@ class _Search:
         """
         before = self.case
         for word, values in self._domains.items():
+            if word in self._kept:
+                continue
             mine = getattr(self.case, word)
             for value in self._others(word) if _is_ordered(word, mine) else values[:1]:
                 with suppress(ValueError, TypeError):  # no legal case
@@ -184,18 +161,17 @@ class _Search:
 
     def _decide_one(self, word: str) -> None:
         """Try every other value of a word, and where one is right those words alone that had to change with it."""
-        is_right = False
-        for value in self._others(word):
+        for value in dict.fromkeys((*self._others(word), self._own(word))):
             with suppress(ValueError, TypeError):  # no legal case
                 other = self._with(self.case, word, value)
                 found = self._failing(other)
                 self._left |= {word} if found else set()
-                is_right |= found is False and all(self._failing(control) for control in self._controls(word, other))
-        own = getattr(self._failed, word)
-        if is_right and own != getattr(self.case, word):  # the failing case was wrong with it beside other words
-            with suppress(ValueError, TypeError):  # no legal case
-                self._failing(self._with(self.case, word, own))
+                for control in self._controls(word, other) if found is False else ():
+                    self._failing(control)
         self._tried.add(word)
+
+    def _own(self, word: str) -> Any:
+        return getattr(self._failed, word)
 
     def _controls(self, word: str, other: CaseLike) -> list[CaseLike]:
         """Cases with the words that changed beside this one, each of them and all, and with this one as it is.
@@ -212,19 +188,25 @@ class _Search:
                     found.append(control)
         return found
 
-    def _values(self, word: str) -> tuple[list[Any], list[Any]]:
-        """Values of a word with which the plainest case was run, the rest as it is: those that fail and are right."""
-        mine, own = getattr(self.case, word), getattr(self._failed, word)
-        fails, right = [mine], []
-        for value in dict.fromkeys((own, *self._others(word))):
+    def _runs(self, word: str, fails: bool) -> list[Any]:
+        """Other values of a word with which the plainest case was run, the rest as it is, and failed or was right."""
+        found = []
+        for value in dict.fromkeys((self._own(word), *self._others(word))):
             with suppress(ValueError, TypeError):  # no legal case
-                other = self._with(self.case, word, value)
-                found = None if value == mine else self._known.get(str(other))
-                if found:
-                    fails.append(value)
-                elif found is False and all(self._known.get(str(one)) for one in self._controls(word, other)):
-                    right.append(value)
-        return fails, right if own in fails else []  # the failing case itself would contradict
+                if value != getattr(self.case, word) and self._known.get(str(self._with(self.case, word, value))) is fails:
+                    found.append(value)
+        return found
+
+    def _right(self, word: str) -> list[Any]:
+        """Values of a word with which the case is right, and not for the words that changed beside it."""
+        if self._own(word) not in (getattr(self.case, word), *self._runs(word, True)):
+            return []  # the failing case itself would contradict
+        found = []
+        for value in self._runs(word, False):
+            controls = self._controls(word, self._with(self.case, word, value))
+            if all(self._known.get(str(control)) for control in controls):
+                found.append(value)
+        return found
 
     def _failing(self, case: CaseLike) -> bool | None:
         text = str(case)
@@ -284,33 +266,21 @@ class _Search:
     def result(self) -> NeededWords:
         """Words that are known now."""
         words = [word for word in self._domains if self._others(word)]
-        values = {word: self._values(word) for word in words}
-        needed = [word for word in words if values[word][1]]
-        untried = tuple(word for word in words if word not in self._tried and word not in needed)
+        right = {word: found for word in words if (found := self._right(word))}
+        untried = tuple(word for word in words if word not in self._tried and word not in right)
         plain = {word for word in words if getattr(self.case, word) == self._domains[word][0]}
         return NeededWords(
             case=self.case,
             needed=tuple(
-                Needed(word=word, fails=tuple(values[word][0]), right=tuple(values[word][1])) for word in needed
+                Needed(word=word, fails=(getattr(self.case, word), *self._runs(word, True)), right=tuple(right[word]))
+                for word in right
             ),
-            without=tuple(word for word in self._domains if word in self._left and word not in needed),
+            without=tuple(word for word in self._domains if word in self._left and not self._runs(word, False)),
             untried=untried,
-            beside=tuple(
-                word for word in words if word not in {*needed, *untried, *plain} and not self._is_tied(word)
-            ),
+            beside=tuple(word for word in words if word not in {*right, *untried, *plain} and not self._is_tied(word)),
         )
 
 
 def _is_ordered(word: str, value: Any) -> bool:
     """Whether plainer values alone are tried: of numbers, and of dtypes, whose wider limits may hide what is wrong."""
     return word == "dtype" or (isinstance(value, int | float) and not isinstance(value, bool))
-
-
-def _word_values(word: str, values: Sequence[Any]) -> str:
-    """The word with these values as a case writes them: "norm=layernorm|rmsnorm"."""
-    return f"{word}=" + "|".join(str(value).lower() if isinstance(value, bool) else str(value) for value in values)
-
-
-def _listed(words: Sequence[str]) -> str:
-    more = f" and {len(words) - _LISTED} more" if len(words) > _LISTED else ""
-    return ", ".join(words[:_LISTED]) + more

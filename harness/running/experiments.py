@@ -19,7 +19,8 @@ from harness.checking.checks import CHECKS, LAWS, Check
 from harness.checking.evidence import FAIL, PASS, Verdict
 from harness.diagnosing.diagnosis import BIT_FOR_BIT
 from harness.diagnosing.failure_lines import line_of, site, with_when
-from harness.diagnosing.needed_words import NeededWords, OutOfTime, needed_words
+from harness.diagnosing.needed_words import OutOfTime, needed_words
+from harness.diagnosing.words_text import NeededWords
 from harness.errors import ShardproofError
 from harness.protocols import CaseLike, case_text
 from harness.running.forked_process import forked

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.diagnosing.needed_words import NeededWords, OutOfTime, needed_words
+from harness.diagnosing.needed_words import OutOfTime, needed_words
+from harness.diagnosing.words_text import NeededWords
 from harness.plain_case import PlainCase, Vocabulary
 from reference.case import Case
 from reference.case.domains import domains
@@ -97,7 +98,9 @@ def test_a_case_that_cannot_be_decided_proves_nothing_and_none_has_more_ranks_th
     found, _ = searched(VOCABULARY.case({"w3": "on"}), WORDS, lambda other: True if other.w3 == "on" else None)
     assert found.needed == ()
     found, _ = searched(VOCABULARY.case({"w3": "on"}), WORDS, lambda other: None)
-    assert found.text == "no other case shows it: each cannot be run or decided, or fails for another reason"
+    assert found.text == (
+        "no other case shows it: each cannot be run or decided, fails for another reason, or changes further words"
+    )
     seen: list[PlainCase] = []
 
     def fails(case: PlainCase) -> bool:
@@ -106,6 +109,30 @@ def test_a_case_that_cannot_be_decided_proves_nothing_and_none_has_more_ranks_th
 
     searched(VOCABULARY.case({}), {"dp": (1, 2), **WORDS}, fails)
     assert {case.world_size for case in seen} == {1}
+
+
+def test_a_word_is_not_stated_for_what_changed_with_it() -> None:
+    """vocab=509 is refused in other families, so theirs are other words; alone its change is not decided."""
+    of = {"family": domains()["family"], "vocab": (512, 509), "dp": (1, 2)}
+
+    def fails(case: Case) -> bool | None:
+        return None if (case.family, case.vocab) == ("gpt", 512) else case.vocab == 509 and case.dp == 2
+
+    found, _ = searched(Case.parse("vocab=509 dp=2"), {word: of[word] for word in ("family", "vocab")}, fails)
+    assert found.needed == () and "right" not in found.text
+    found, _ = searched(Case.parse("vocab=509 dp=2"), of, fails)
+    assert found.text == "only with dp=2 (tried beside vocab=509); right with dp=1"
+
+
+def test_what_contradicts_the_failing_case_is_tried_beside_its_own_words() -> None:
+    """The plainest case fails for words of its own: of the failing case they would be false."""
+    found, runs = searched(
+        VOCABULARY.case({"w3": "other", "w5": "on"}),
+        WORDS,
+        lambda other: (other.w3, other.w5) in {("other", "on"), ("off", "off")},
+    )
+    assert found.text == "only with w3=other and w5=on; right with w3=off|on, with w5=off|other"
+    assert runs < 4 * len(WORDS)
 
 
 @pytest.mark.parametrize(
