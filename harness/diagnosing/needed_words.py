@@ -193,7 +193,8 @@ class _Search:
         found = []
         for value in dict.fromkeys((self._own(word), *self._others(word))):
             with suppress(ValueError, TypeError):  # no legal case
-                if value != getattr(self.case, word) and self._known.get(str(self._with(self.case, word, value))) is fails:
+                other = self._with(self.case, word, value)
+                if value != getattr(self.case, word) and self._known.get(str(other)) is fails:
                     found.append(value)
         return found
 

@@ -38,16 +38,17 @@ class NeededWords:
     def text(self) -> str:
         """The line of a failure: "only with tied=true and tp=2; right with tied=false, with tp=1"."""
         untried = f" (no time was left to try {_listed(self.untried)})" if self.untried else ""
-        beside = _listed([_word_values(word, (getattr(self.case, word),)) for word in self.beside])
+        words = [_word_values(word, (getattr(self.case, word),)) for word in self.beside]
+        beside = f" (tried beside {_listed(words)})" if words else ""
         if not self.needed and not self.without:
             return "not searched: no time left" if self.untried else _UNDECIDED
         if not self.needed:
             ranks = ", with one rank too" if self.case.world_size == 1 else ""
-            words = f"{len(self.without)} words" if len(self.without) > 1 else self.without[0]
-            return f"other values of {words} change nothing{ranks}{f' (tried beside {beside})' if beside else ''}{untried}"
+            others = f"{len(self.without)} words" if len(self.without) > 1 else self.without[0]
+            return f"other values of {others} change nothing{ranks}{beside}{untried}"
         fails = " and ".join(_word_values(one.word, one.fails) for one in self.needed)
         right = ", ".join(f"with {_word_values(one.word, one.right)}" for one in self.needed)
-        return f"only with {fails}{f' (tried beside {beside})' if beside else ''}; right {right}{untried}"
+        return f"only with {fails}{beside}; right {right}{untried}"
 
 
 def _word_values(word: str, values: Sequence[Any]) -> str:
