@@ -5,10 +5,9 @@ changes others is left out when one of these removes the failure with fewer chan
 once, and in halves where the failure is gone. So n words of which k are needed take about `2 k log2(n / k)` runs. First
 of all comes the plainest dtype, then one rank. Then the case becomes as plain as the failure allows: every word gets
 its plainest value, a number the plainest that still fails. Then each word takes another one, the words that are not
-plain first. What is stated are runs of the plainest case with one word changed: a change that is refused or cannot be
-decided states nothing, nor does one beside other words that remove the failure alone. No rule about any bug enters.
-Source: delta debugging (Zeller and Hildebrandt 2002, "Simplifying and
-Isolating Failure-Inducing Input").
+plain first. Runs of the plainest case with one word changed are stated, no others. A change that is refused or cannot
+be decided states nothing. Nor does one beside other words that remove the failure alone. No rule about any bug enters.
+Source: delta debugging (Zeller and Hildebrandt 2002, "Simplifying and Isolating Failure-Inducing Input").
 """
 
 import dataclasses
