@@ -15,7 +15,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from harness.diagnosing.words_text import Needed, NeededWords
+from harness.diagnosing.tried_words import OutOfTime, combined
+from harness.diagnosing.words_text import Change, Needed, NeededWords, Right
 from harness.protocols import CaseLike
 
 Fails = Callable[[CaseLike], "bool | None"]
@@ -23,14 +24,8 @@ Fails = Callable[[CaseLike], "bool | None"]
 
 Raises OutOfTime when the budget is spent.
 """
-Change = tuple[str, Any]
-"""A word and the value that it gets."""
 _REPAIRS = 4
 """Most repairs of an illegal change, each of a further word."""
-
-
-class OutOfTime(Exception):
-    """No further case can be run."""
 
 
 def needed_words(case: CaseLike, domains: Mapping[str, Sequence[Any]], fails: Fails) -> NeededWords:
@@ -56,14 +51,11 @@ class _Search:
         self._known: dict[str, bool | None] = {}
         self._kept: Collection[str] = ()
         self._tried: set[str] = set()
-        self._left: set[str] = set()
-        """Words with another value of which the failure is still there."""
 
     def run(self, kept: Collection[str] = ()) -> None:
         """Make all experiments from the failing case on; words that are `kept` do not become plain by themselves."""
         self.case, self._kept = self._failed, kept
         self._tried.clear()
-        self._left.clear()
         plain = {word: values[0] for word, values in self._domains.items() if word not in kept}
         self.simplify_first([("dtype", plain["dtype"])] if "dtype" in plain else [])
         self.simplify_first(self.fewer_ranks())
@@ -92,14 +84,12 @@ class _Search:
         changes = [(word, value) for word, value in changes if value != getattr(self.case, word)]
         other, made = self._changed(changes)
         if made and self._failing(other):
-            self._left |= {word for word, _ in made}
             self.case = other
 
     def simplify(self, changes: Sequence[Change]) -> None:
         """Make each of these changes with which the case still fails."""
         other, made = self._changed(changes)
         if made and self._failing(other):
-            self._left |= {word for word, _ in made}
             self.case = other
         elif len(made) > 1:
             half = len(made) // 2
@@ -120,7 +110,6 @@ class _Search:
                 with suppress(ValueError, TypeError):  # no legal case
                     other = self._with(self.case, word, value)
                     if value != mine and self._failing(other):
-                        self._left.add(word)
                         self.case = other
                         break
         return self.case is not before
@@ -138,13 +127,13 @@ class _Search:
         self._decide_many([(word, self._others(word)[0]) for word in plain if word != "mode"])
         if "mode" in plain:
             self._decide_one("mode")
+        self._combine([word for word in words if self._right(word)], self._failing)
 
     def _decide_many(self, changes: Sequence[Change]) -> None:
         """Find the changes that make the case pass, in halves."""
         other, made = self._changed(changes)
         if len(made) > 1 and self._failing(other):
             self._tried |= {word for word, _ in made}
-            self._left |= {word for word, _ in made}
         elif len(made) > 1:
             half = len(made) // 2
             self._decide_many(made[:half])
@@ -164,7 +153,6 @@ class _Search:
             with suppress(ValueError, TypeError):  # no legal case
                 other = self._with(self.case, word, value)
                 found = self._failing(other)
-                self._left |= {word} if found else set()
                 for control in self._controls(word, other) if found is False else ():
                     self._failing(control)
         self._tried.add(word)
@@ -197,18 +185,40 @@ class _Search:
                     found.append(value)
         return found
 
-    def _right(self, word: str) -> list[Any]:
+    def _right(self, word: str) -> list[Right]:
         """Values of a word with which the case is right, and not for the words that changed beside it."""
         if self._own(word) not in (getattr(self.case, word), *self._runs(word, True)):
             return []  # the failing case itself would contradict
         found = []
         for value in self._runs(word, False):
-            controls = self._controls(word, self._with(self.case, word, value))
-            if all(self._known.get(str(control)) for control in controls):
-                found.append(value)
+            other = self._with(self.case, word, value)
+            if all(self._known.get(str(control)) for control in self._controls(word, other)):
+                further = sorted(self._differing(other) - {word})
+                found.append(Right(value=value, further=tuple((one, getattr(other, one)) for one in further)))
         return found
 
-    def _failing(self, case: CaseLike) -> bool | None:
+    def _combine(
+        self, words: Sequence[str], failing: Callable[[CaseLike | None], bool | None]
+    ) -> dict[str, tuple[Any, ...]]:
+        """The values of these words with which the case fails in every combination, those of the failing case first.
+
+        A word is left out where the value that it has in the failing case is none of them.
+        """
+        first = {word: getattr(self.case, word) for word in words}
+        found = combined(
+            first, {word: self._runs(word, True) for word in words}, lambda words: failing(self._but(words))
+        )
+        return {word: values for word, values in found.items() if self._own(word) in values}
+
+    def _but(self, words: Mapping[str, Any]) -> CaseLike | None:
+        """The case with these words, and what follows from them by rule; None where it is not legal."""
+        with suppress(ValueError, TypeError):
+            return self.case.but(**words)
+        return None
+
+    def _failing(self, case: CaseLike | None) -> bool | None:
+        if case is None:
+            return None
         text = str(case)
         if text not in self._known:
             self._known[text] = self._fails(case) if case.world_size <= self.case.world_size else None
@@ -267,17 +277,15 @@ class _Search:
         """Words that are known now."""
         words = [word for word in self._domains if self._others(word)]
         right = {word: found for word in words if (found := self._right(word))}
-        untried = tuple(word for word in words if word not in self._tried and word not in right)
+        fails = self._combine(list(right), lambda case: self._known.get(str(case)))
+        untried = tuple(word for word in words if word not in self._tried and word not in fails)
         plain = {word for word in words if getattr(self.case, word) == self._domains[word][0]}
         return NeededWords(
             case=self.case,
-            needed=tuple(
-                Needed(word=word, fails=(getattr(self.case, word), *self._runs(word, True)), right=tuple(right[word]))
-                for word in right
-            ),
-            without=tuple(word for word in self._domains if word in self._left and not self._runs(word, False)),
+            needed=tuple(Needed(word=word, fails=fails[word], right=tuple(right[word])) for word in fails),
+            left=True in self._known.values(),
             untried=untried,
-            beside=tuple(word for word in words if word not in {*right, *untried, *plain} and not self._is_tied(word)),
+            beside=tuple(word for word in words if word not in {*fails, *untried, *plain} and not self._is_tied(word)),
         )
 
 

@@ -1,14 +1,33 @@
-"""The line `when:` of a failure, made of what experiments found."""
+"""The line `when:` of a failure, made of what experiments found: a list of statements, each of which is one run.
 
-from collections.abc import Sequence
+    only with tp=2|4 and zero=1, perhaps act=relu; right with tp=1, with zero=0 (tried on 'tp=2 zero=1 act=relu')
+
+The case behind `tried on` fails, as the words behind it say, and with each value of `only with` in the place of its
+own. With the words of one `with` behind it the case is right.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.protocols import CaseLike
+from harness.protocols import CaseLike, case_text
 
 _LISTED = 12
 """Most words that a line names in a row."""
-_UNDECIDED = "no other case shows it: each cannot be run or decided, fails for another reason, or changes further words"
+UNDECIDED = "no other case shows it: each cannot be run or decided, fails for another reason, or changes further words"
+NO_TIME = "not searched: no time left"
+Change = tuple[str, Any]
+"""A word and the value that it gets."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Right:
+    """A value with which the case is right, the words that change with it, and checks that fail for another reason."""
+
+    value: Any
+    further: tuple[Change, ...] = ()
+    but_for: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,42 +36,66 @@ class Needed:
 
     word: str
     fails: tuple[Any, ...]
-    right: tuple[Any, ...]
+    right: tuple[Right, ...]
+
+    @property
+    def texts(self) -> list[str]:
+        """What stands behind each `with` of what is right: values with nothing beside them as one."""
+        alone = [one.value for one in self.right if not one.further and not one.but_for]
+        rest = [one for one in self.right if one.further or one.but_for]
+        found = [_word_values(self.word, alone)] if alone else []
+        return found + [
+            changes_text([(self.word, one.value), *one.further])
+            + (f" but for {'|'.join(one.but_for)}" if one.but_for else "")
+            for one in rest
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NeededWords:
     """Results of the experiments on one failure. `case` is the plainest that fails.
 
-    `without`: words of which some change left the failure and none made the case right. `untried`: words for which
-    there was no time. `beside`: words that are not plain in `case`, and of which nothing is known.
+    `left`: whether some change left the failure. `untried`: words for which there was no time. `beside`: words that are
+    not plain in `case`, and of which nothing is known.
     """
 
     case: CaseLike
     needed: tuple[Needed, ...]
-    without: tuple[str, ...]
+    left: bool
     untried: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
-        """The line of a failure: "only with tied=true and tp=2; right with tied=false, with tp=1"."""
+        """The line of a failure: "only with tied=true and tp=2; right with tied=false, with tp=1 (tried on 'tp=2')"."""
         untried = f" (no time was left to try {_listed(self.untried)})" if self.untried else ""
-        words = [_word_values(word, (getattr(self.case, word),)) for word in self.beside]
-        beside = f" (tried beside {_listed(words)})" if words else ""
-        if not self.needed and not self.without:
-            return "not searched: no time left" if self.untried else _UNDECIDED
+        if not self.needed and not self.left:
+            return NO_TIME if self.untried else UNDECIDED
+        perhaps = [changes_text([(word, getattr(self.case, word))]) for word in self.beside]
+        beside = f", perhaps {_listed(perhaps)}" if perhaps else ""
+        on = f"{case_text(self.case)!r}"
         if not self.needed:
-            ranks = ", with one rank too" if self.case.world_size == 1 else ""
-            others = f"{len(self.without)} words" if len(self.without) > 1 else self.without[0]
-            return f"other values of {others} change nothing{ranks}{beside}{untried}"
+            ranks = ", on one rank" if self.case.world_size == 1 else ""
+            return f"no word is known to be needed{beside}; {on} fails{ranks}{untried}"
         fails = " and ".join(_word_values(one.word, one.fails) for one in self.needed)
-        right = ", ".join(f"with {_word_values(one.word, one.right)}" for one in self.needed)
-        return f"only with {fails}{beside}; right {right}{untried}"
+        right = ", ".join(f"with {text}" for one in self.needed for text in one.texts)
+        return f"only with {fails}{beside}; right {right} (tried on {on}){untried}"
+
+    @property
+    def failing(self) -> Iterator[tuple[Change, ...]]:
+        """The changes of the case that `only with` states, the case itself first: every combination of the values."""
+        for values in itertools.product(*(one.fails for one in self.needed)):
+            changes = zip([one.word for one in self.needed], values, strict=True)
+            yield tuple((word, value) for word, value in changes if value != getattr(self.case, word))
+
+
+def changes_text(changes: Sequence[Change]) -> str:
+    """These words as a case writes them: "zero=1 tied=false"."""
+    return " ".join(_word_values(word, (value,)) for word, value in changes)
 
 
 def _word_values(word: str, values: Sequence[Any]) -> str:
-    """The word with these values as a case writes them: "norm=layernorm|rmsnorm"."""
+    """The word with these values: "norm=layernorm|rmsnorm"."""
     return f"{word}=" + "|".join(str(value).lower() if isinstance(value, bool) else str(value) for value in values)
 
 
