@@ -25,7 +25,7 @@ import torch
 
 from bench.when_lines import false_statements
 from harness.checking.evidence import FAIL
-from harness.diagnosing.needed_words import NeededWords
+from harness.diagnosing.words_text import NeededWords
 from harness.engines.threads.inproc import InprocEngine
 from harness.mesh_axes import SLICES
 from harness.running.experiments import Failed, words_needed

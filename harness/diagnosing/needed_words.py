@@ -221,7 +221,7 @@ class _Search:
             return None
         text = str(case)
         if text not in self._known:
-            self._known[text] = self._fails(case) if case.world_size <= self.case.world_size else None
+            self._known[text] = self._fails(case) if case.world_size <= self._failed.world_size else None
         return self._known[text]
 
     def _changed(self, changes: Sequence[Change]) -> tuple[CaseLike, list[Change]]:
