@@ -127,7 +127,8 @@ class _Search:
         self._decide_many([(word, self._others(word)[0]) for word in plain if word != "mode"])
         if "mode" in plain:
             self._decide_one("mode")
-        self._combine([word for word in words if self._right(word)], self._failing)
+        right = [word for word in words if self._right(word)]
+        self._combine(right, lambda case: self._failing(case, self._failed.world_size))
 
     def _decide_many(self, changes: Sequence[Change]) -> None:
         """Find the changes that make the case pass, in halves."""
@@ -152,7 +153,7 @@ class _Search:
         for value in dict.fromkeys((*self._others(word), self._own(word))):
             with suppress(ValueError, TypeError):  # no legal case
                 other = self._with(self.case, word, value)
-                found = self._failing(other)
+                found = self._failing(other, self._failed.world_size if value == self._own(word) else 0)
                 for control in self._controls(word, other) if found is False else ():
                     self._failing(control)
         self._tried.add(word)
@@ -216,12 +217,13 @@ class _Search:
             return self.case.but(**words)
         return None
 
-    def _failing(self, case: CaseLike | None) -> bool | None:
-        if case is None:
+    def _failing(self, case: CaseLike | None, most_ranks: int = 0) -> bool | None:
+        """Whether it fails; None for one of more ranks than the plainest case, unless more are allowed."""
+        if case is None or case.world_size > max(most_ranks, self.case.world_size):
             return None
         text = str(case)
         if text not in self._known:
-            self._known[text] = self._fails(case) if case.world_size <= self._failed.world_size else None
+            self._known[text] = self._fails(case)
         return self._known[text]
 
     def _changed(self, changes: Sequence[Change]) -> tuple[CaseLike, list[Change]]:
