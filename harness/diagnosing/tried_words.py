@@ -48,8 +48,8 @@ def confirmed(
         return found
     trial = _Trial(found, read, proves)
     if not trial.outcome(())[0]:
-        untried = tuple(dict.fromkeys((*(one.word for one in found.needed), *found.untried)))
-        return replace(found, needed=(), left=False, untried=untried if trial.is_over else (), beside=())
+        words = {*(one.word for one in found.needed), *found.untried}
+        return replace(found, needed=(), left=False, untried=tuple(sorted(words)), is_refuted=not trial.is_over)
     right = {one.word: [trial.right(one, value) for value in one.right[:1]] for one in found.needed}
     kept = [one for one in found.needed if any(right[one.word])]
     values = combined(
@@ -63,10 +63,13 @@ def confirmed(
         true = tuple(value for value in every if value)
         if true and getattr(failed, one.word) in (fails := values.get(one.word, one.fails[:1])):
             needed.append(Needed(word=one.word, fails=fails, right=true))
-    left_out = tuple(one.word for one in found.needed if one.word not in {each.word for each in needed})
-    if trial.is_over:
-        return replace(found, needed=tuple(needed), untried=(*left_out, *found.untried))
-    return replace(found, needed=tuple(needed), beside=(*left_out, *found.beside))
+    left_out = [one.word for one in found.needed if one.word not in {each.word for each in needed}]
+    return replace(
+        found,
+        needed=tuple(needed),
+        untried=(*(word for word in left_out if word in trial.not_run), *found.untried),
+        beside=(*(word for word in left_out if word not in trial.not_run), *found.beside),
+    )
 
 
 class _Trial:
@@ -78,6 +81,8 @@ class _Trial:
         self._case, self._read, self._proves = found.case, read, proves
         self._known: dict[str, Proved] = {}
         self.is_over = False
+        self.not_run: set[str] = set()
+        """Words of the statements for which no time was left."""
 
     def stated(self, changes: Sequence[Change]) -> CaseLike | None:
         """The case that a reader makes of the words behind `tried on` and these, None where that is refused."""
@@ -91,15 +96,14 @@ class _Trial:
         case = self.stated(changes)
         if case is None:
             return None, ()
-        if str(case) not in self._known:
-            if self.is_over:
-                return None, ()
+        if str(case) not in self._known and not self.is_over:
             try:
                 self._known[str(case)] = self._proves(case)
             except OutOfTime:
                 self.is_over = True
-                return None, ()
-        return self._known[str(case)]
+        if str(case) not in self._known:
+            self.not_run |= {word for word, _ in changes}
+        return self._known.get(str(case), (None, ()))
 
     def right(self, one: Needed, value: Right) -> Right | None:
         """This value of a word with as few further words as make the same case, None where it is not right so."""
