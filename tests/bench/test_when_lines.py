@@ -27,7 +27,9 @@ def run_again(folder: Path, mutant: Mutant, case: Case, when_s: float) -> tuple[
     """The printed line of a bug on a case, and the statements in it that are not so; no line where the case is right"""
     with mutant.subject() as planted, InprocEngine() as engine:
         result = ran(folder, planted, case, when_s=when_s)
-        line = next(filter(None, (line_of(one.message, "when") for one in result.verdicts if one.verdict == FAIL)), "")
+        lines = [line_of(one.message, "when") for one in result.verdicts if one.verdict == FAIL]
+        line = next(filter(None, lines), "")
+        assert bool(line) == bool(result.exit_status)
         again = partial(prove, subject=named(planted), engine=engine, explain=False)
         return line, false_statements(line, lambda text: again(Case.parse(text)), str(case))
 
@@ -35,7 +37,7 @@ def run_again(folder: Path, mutant: Mutant, case: Case, when_s: float) -> tuple[
 @pytest.mark.parametrize(
     ("name", "case", "words"),
     [
-        ("foreign-tokens-not-masked", f"vocab=509 tp=2 dp=2 {SIZES}", "tp"),
+        ("padded-columns-count", f"vocab=509 tp=2 {SIZES}", "vocab head"),
         ("label-smoothing-by-parts", f"family=llama tp=2 vocab=62 label_smoothing=0.1 {SIZES}", "tp label_smoothing"),
         ("norm-of-the-own-part", f"tp=1 dp=4 zero=1 micro=2 {SIZES}", "dp zero"),
     ],
@@ -52,8 +54,12 @@ def test_lines_of_bugs_and_cases_that_are_drawn(seed: int, tmp_path: Path) -> No
     draw = random.Random(seed)  # noqa: S311
     mutant = OWN[draw.choice(sorted(OWN))]
     cases = showing(mutant, draw.choice(sorted(mutant.modes)))
-    line, false = run_again(tmp_path, mutant, draw.choice(cases), 10.0)
-    assert line and not false, f"{mutant.name}: {line}"
+    for number, case in enumerate(draw.sample(cases, min(len(cases), 5))):
+        line, false = run_again(tmp_path / str(number), mutant, case, 10.0)
+        assert not false, f"{mutant.name}: {line}"
+        if line:
+            return
+    pytest.skip(f"no drawn case shows {mutant.name}")
 
 
 def test_a_line_is_a_list_of_cases() -> None:
