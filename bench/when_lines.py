@@ -44,7 +44,7 @@ class Statement:
 
 
 def statements(line: str, failing: str = "") -> list[Statement]:
-    """What a line says, the plainest case that fails first; none where nothing was found.
+    """The statements of a line, the plainest case that fails first; none where nothing was found.
 
     `failing` is the case of a line that names none. Raises ValueError for a line that cannot be read.
     """

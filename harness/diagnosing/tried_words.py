@@ -40,9 +40,9 @@ def combined(
 def confirmed(
     found: NeededWords, failed: CaseLike, read: Callable[[str], CaseLike], proves: Callable[[CaseLike], Proved]
 ) -> NeededWords:
-    """What is found, without the statements that are not so when they are read and run again.
+    """The words that are found, without the statements that are not so when they are read and run again.
 
-    `proves` raises OutOfTime when no case can be run any more. What was not run then is named as that.
+    `proves` raises OutOfTime when no case can be run any more. Words that were not run then are named as that.
     """
     if not found.needed and not found.left:
         return found

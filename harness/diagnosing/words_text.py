@@ -41,7 +41,7 @@ class Needed:
 
     @property
     def texts(self) -> list[str]:
-        """What stands behind each `with` of what is right: values with nothing beside them as one."""
+        """The words behind each `with` of `right`: values with nothing beside them as one."""
         alone = [one.value for one in self.right if not one.further and not one.but_for]
         rest = [one for one in self.right if one.further or one.but_for]
         found = [_word_values(self.word, alone)] if alone else []

@@ -33,7 +33,7 @@ from harness.subject import NamedSubject, case_of, domains_of
 
 _IN_ALL = 3
 """How many failures may take their whole time."""
-_SEARCH = 0.6
+_SEARCH = 0.7
 """Share of the time of a failure for the search; the rest is for trying what it found."""
 _GRACE_S = 10.0
 """How much longer a case of an experiment may take, that began in time."""
@@ -153,7 +153,7 @@ def _amended(failed: Failed, words: str) -> tuple[Verdict, ...]:
 def words_needed(failed: Failed, subject: NamedSubject, prove: Proves, end_s: float) -> NeededWords:
     """The words that the failure of this case needs, looked for until `end_s` on the monotonic clock.
 
-    What is found is tried again by all checks, as a reader would run it.
+    Each statement is tried again by all checks, as a reader would run it.
     """
     start_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:

@@ -49,6 +49,7 @@ def test_a_printed_line_is_true_word_for_word(name: str, case: str, words: str, 
     assert set(words.split()) <= stated, line
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a time limit in hypothesis' gc hook
 @pytest.mark.parametrize("seed", [*deep("ten CPU seconds each", *range(30))])
 def test_lines_of_bugs_and_cases_that_are_drawn(seed: int, tmp_path: Path) -> None:
     draw = random.Random(seed)  # noqa: S311

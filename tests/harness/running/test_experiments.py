@@ -69,6 +69,16 @@ def test_failures_from_one_place_share_the_line_of_the_simplest_and_nothing_is_s
     assert {path.name for path in tmp_path.iterdir()} == {"ck", "runs"}
 
 
+def test_a_case_that_the_line_of_another_one_would_contradict_gets_its_own(tmp_path: Path) -> None:
+    """Both fail at one place, the second one with the value with which the first one is right."""
+    both = own_words.Network(lambda case: 2.0 if case.dp > 1 and (case.act == "tanh" or case.tp == 3) else 1.0)
+    first, second = "dp=2 act=tanh", "tp=3 dp=2"
+    result = ran(tmp_path, both, first, second, when_s=60.0)
+    lines = {one.case: line_of(one.message, "when") for one in result.verdicts if one.verdict == FAIL}
+    assert lines[first].startswith("only with dp=2 and act=tanh; right with dp=1, with act=relu (tried on")
+    assert lines[second].startswith("only with tp=3 and dp=2; right with tp=1|2, with dp=1 (tried on")
+
+
 def test_experiments_end_with_their_budget(tmp_path: Path) -> None:
     """A failure may take `when_s` seconds; where that is no time, that is said."""
     start_s = time.monotonic()
