@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from harness.diagnosing.words_text import Change, Needed, NeededWords, Right, changes_text
+from harness.diagnosing.words_text import NOT_RUN_AGAIN, REFUTED, Change, Needed, NeededWords, Right, changes_text
 from harness.errors import ShardproofError
 from harness.protocols import CaseLike, case_text
 
@@ -48,8 +48,7 @@ def confirmed(
         return found
     trial = _Trial(found, read, proves)
     if not trial.outcome(())[0]:
-        words = {*(one.word for one in found.needed), *found.untried}
-        return replace(found, needed=(), left=False, untried=tuple(sorted(words)), is_refuted=not trial.is_over)
+        return replace(found, needed=(), unproved=NOT_RUN_AGAIN if trial.is_over else REFUTED)
     right = {one.word: [trial.right(one, value) for value in one.right[:1]] for one in found.needed}
     kept = [one for one in found.needed if any(right[one.word])]
     values = combined(

@@ -17,6 +17,7 @@ _LISTED = 12
 """Most words that a line names in a row."""
 UNDECIDED = "no other case shows it: each cannot be run or decided, fails for another reason, or changes further words"
 REFUTED = "nothing that is so again: the plainest case did not fail in this way when it was run once more"
+NOT_RUN_AGAIN = "nothing that was run twice: no time left"
 NO_TIME = "not searched: no time left"
 Change = tuple[str, Any]
 """A word and the value that it gets."""
@@ -57,7 +58,7 @@ class NeededWords:
     """Results of the experiments on one failure. `case` is the plainest that fails.
 
     `left`: whether some change left the failure. `untried`: words for which there was no time. `beside`: words that are
-    not plain in `case`, and of which nothing is known. `is_refuted`: the case did not fail so when it was run again.
+    not plain in `case`, and of which nothing is known. `unproved`: why it cannot be stated.
     """
 
     case: CaseLike
@@ -65,14 +66,14 @@ class NeededWords:
     left: bool
     untried: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
-    is_refuted: bool = False
+    unproved: str = ""
 
     @property
     def text(self) -> str:
         """The line of a failure: "only with tied=true and tp=2; right with tied=false, with tp=1 (tried on 'tp=2')"."""
         untried = f" (no time was left to try {_listed(self.untried)})" if self.untried else ""
-        if self.is_refuted:
-            return REFUTED
+        if self.unproved:
+            return self.unproved
         if not self.needed and not self.left:
             return NO_TIME if self.untried else UNDECIDED
         perhaps = [changes_text([(word, getattr(self.case, word))]) for word in self.beside]

@@ -13,8 +13,9 @@ from harness.engines.threads.inproc import InprocEngine
 from harness.running.proof import prove
 from harness.subject import named
 from reference.case import Case
-from suites.mutants.catalogue import MUTANTS, Mutant
+from suites.mutants.catalogue import MUTANTS
 from suites.mutants.draws import showing
+from suites.mutants.mutant import Mutant
 from tests.deep import deep
 from tests.harness.proofs import ran
 
@@ -30,6 +31,8 @@ def run_again(folder: Path, mutant: Mutant, case: Case, when_s: float) -> tuple[
         lines = [line_of(one.message, "when") for one in result.verdicts if one.verdict == FAIL]
         line = next(filter(None, lines), "")
         assert bool(line) == bool(result.exit_status)
+        if not line:
+            return "", []
         again = partial(prove, subject=named(planted), engine=engine, explain=False)
         return line, false_statements(line, lambda text: again(Case.parse(text)), str(case))
 

@@ -86,4 +86,4 @@ def test_what_time_did_not_allow_is_named() -> None:
     line, _ = tried(BOTH, "tp=2 act=tanh", proves)
     assert line == "only with tp=2; right with tp=1 (tried on 'tp=2 act=tanh') (no time was left to try act)"
     line, _ = tried(BOTH, "tp=2 act=tanh", proves)
-    assert line == "not searched: no time left"
+    assert line == "nothing that was run twice: no time left"
