@@ -102,7 +102,7 @@ def _judged(bug: Mutant, found: NeededWords) -> str:
     "none" is for a line that names none, unless the bug needs none and every word was tried.
     """
     words, case = {one.word for one in found.needed}, found.case
-    if not isinstance(case, Case) or not words and found.untried:
+    if not isinstance(case, Case) or found.unproved or not words and found.untried:
         return "none"
     condition = f"{bug.condition} {bug.modes.get(case.mode, '')}"
     asked = {re.split(r"[!=<>%]", word)[0] for word in condition.split()}
